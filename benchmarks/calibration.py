@@ -1,8 +1,11 @@
-"""What a calibration costs: python benchmarks/calibration.py [MODEL] [--scope SCOPE] [--images N] [--threads N]
+"""What a calibration costs.
 
-Processor time of `convert_` with images, divided by that of one forward pass of the same images through the original,
-and the memory that it needs beyond what the model and the images had. Images are smooth noise, weights random; for
-EfficientNet-Lite0 they are its own. With PYTHONPATH at another checkout the same is measured there.
+    python benchmarks/calibration.py [MODEL] [--scope SCOPE] [--images N] [--threads N]
+
+Processor time of `convert_` with images, divided by that of one forward pass of the same images
+through the original, and the memory that it needs beyond what the model and the images had. Images
+are smooth noise, weights random; for EfficientNet-Lite0 they are its own. With PYTHONPATH at
+another checkout the same is measured there.
 """
 
 import argparse

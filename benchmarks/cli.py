@@ -1,7 +1,10 @@
-"""Whole processes of the command line beside their floors: python benchmarks/cli.py [--repeats N] [--no-largest]
+"""Whole processes of the command line beside their floors.
 
-Every command and its floor script run in turn, in fresh processes; outputs go to a temporary folder and are deleted at
-once. A floor imports what the command needs, and for the main job builds the model and saves its state.
+    python benchmarks/cli.py [--repeats N] [--no-largest]
+
+Every command and its floor script run in turn, in fresh processes; outputs go to a temporary folder
+and are deleted at once. A floor imports what the command needs, and for the main job builds the
+model and saves its state.
 """
 
 import argparse
@@ -33,14 +36,16 @@ LOAD = (
 LARGEST = "convnext_xxlarge"
 SIZE = ("--dilated-size", "17")
 
-# Linux counts the memory of the process that starts another in with that of the other, so this stands between.
+# Linux counts the memory of the process that starts another in with that of the other, so this
+# stands between.
 LAUNCHER = """
 import json, os, sys, time
 start = time.perf_counter()
 pid = os.posix_spawnp(sys.argv[1], sys.argv[1:], os.environ)
 _, status, usage = os.wait4(pid, 0)
 seconds = time.perf_counter() - start
-print(json.dumps([os.waitstatus_to_exitcode(status), seconds, usage.ru_utime, usage.ru_maxrss * 1024]))
+exit_code = os.waitstatus_to_exitcode(status)
+print(json.dumps([exit_code, seconds, usage.ru_utime, usage.ru_maxrss * 1024]))
 """
 
 
@@ -190,7 +195,8 @@ def main() -> None:
         return
     settings = {"repeats": options.repeats, "repeats_largest": options.repeats_largest}
     rows = stored_rows(options.output, settings=settings)
-    command = f"python benchmarks/cli.py --repeats {options.repeats} --repeats-largest {options.repeats_largest}"
+    command = f"python benchmarks/cli.py --repeats {options.repeats}"
+    command += f" --repeats-largest {options.repeats_largest}"
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         save_weights(scratch)

@@ -1,13 +1,17 @@
-"""How long kernel construction takes, forward and backward, and how much memory: python benchmarks/construction.py
+"""How long kernel construction takes, forward and backward, and how much memory.
 
-Ours beside the authors' package (`dcls` 0.1.1: v0, v1, gauss), the listing in the paper's appendix, and a floor: to
-allocate and fill a tensor of the kernel's size, and to sum its gradient once. Given are the weights, positions inside
-the window, and a dense gradient of the kernel; asked for are the kernel and the gradients of all parameters. Float32.
+    python benchmarks/construction.py
 
-Every case and implementation runs in a process of its own: a small backward of something else starts torch's threads
-and autograd, then memory is taken as the start, one forward and backward warms up, and the rest are timed. Peak memory
-is the most of all these passes, over the start: on Linux, of the resident memory (VmHWM in /proc/self/status, reset
-through /proc/self/clear_refs); on a GPU, of what torch allocated.
+Ours beside the authors' package (`dcls` 0.1.1: v0, v1, gauss), the listing in the paper's appendix,
+and a floor: to allocate and fill a tensor of the kernel's size, and to sum its gradient once. Given
+are the weights, positions inside the window, and a dense gradient of the kernel; asked for are the
+kernel and the gradients of all parameters. Float32.
+
+Every case and implementation runs in a process of its own: a small backward of something else
+starts torch's threads and autograd, then memory is taken as the start, one forward and backward
+warms up, and the rest are timed. Peak memory is the most of all these passes, over the start: on
+Linux, of the resident memory (VmHWM in /proc/self/status, reset through /proc/self/clear_refs); on
+a GPU, of what torch allocated.
 """
 
 import argparse
@@ -111,7 +115,10 @@ def measure(case: Case, implementation: str, device: str, threads: int) -> dict[
 
 
 def given(case: Case, implementation: str, device: str) -> tuple[list[Any], Any]:
-    """Weight, positions, perhaps sigma, and the kernel's gradient; those with a gradient of their own are leaves."""
+    """Weight, positions, perhaps sigma, and the kernel's gradient.
+
+    Those with a gradient of their own are leaves.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(SEED)
@@ -128,7 +135,9 @@ def given(case: Case, implementation: str, device: str) -> tuple[list[Any], Any]
 
 
 def warm_up(device: str) -> None:
-    """Starts torch's threads, what autograd imports for given gradients (sympy, 30 MiB), and on a GPU its context."""
+    """Starts torch's threads, what autograd imports for given gradients (sympy, 30 MiB), and on a
+    GPU its context.
+    """
     import torch
 
     some = torch.ones(4, 100_000, device=device, requires_grad=True)
@@ -150,7 +159,8 @@ def one_pass(
             gradient.sum()
 
     if device == "cuda":
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]  # type: ignore[no-untyped-call]
+        event: Any = torch.cuda.Event
+        marks = [event(enable_timing=True) for _ in range(3)]
         marks[0].record()
         kernel = construct(*inputs)
         marks[1].record()
@@ -214,7 +224,9 @@ def by_authors(case: Case, version: str) -> Construct:
 
 
 def by_listing(case: Case, device: str) -> Construct:
-    """The listing's algorithm: a mask over window x elements for each of four corners, their interpolation, a sum."""
+    """The listing's algorithm: a mask over window x elements for each of four corners, their
+    interpolation, a sum.
+    """
     import torch
 
     height, width = case.size
@@ -280,7 +292,8 @@ def run(output: Path, threads: int) -> None:
         "dtype": "float32",
         "seconds_each": SECONDS,
         "repetitions_at_most": REPETITIONS,
-        "peak": "CPU: VmHWM over VmRSS at the start, after clear_refs; CUDA: max_memory_allocated over the start",
+        "peak": "CPU: VmHWM over VmRSS at the start, after clear_refs; "
+        "CUDA: max_memory_allocated over the start",
     }
     command = f"python benchmarks/construction.py --threads {threads}"
     rows = stored_rows(output, settings=settings)

@@ -54,7 +54,10 @@ def convert(program, **options):
 
 
 def largest_error(program, kernels: list[np.ndarray]) -> float:
-    """Relative, between each kernel and the nearest constant of its shape; infinite if there is none."""
+    """Relative, between each kernel and the nearest constant of its shape.
+
+    Infinite if there is none.
+    """
     operations = program._mil_program.functions["main"].find_ops(op_type="conv")
     constants = [
         operation.weight.val for operation in operations if operation.weight.val is not None
@@ -76,7 +79,8 @@ def main() -> None:
     dcls_convert.fold_to_dense_(folded)
     kernels = kernels_of(folded)
     print(
-        f"{NAME}, {len(kernels)} kernels, coremltools {coremltools.__version__}, torch {torch.__version__}"
+        f"{NAME}, {len(kernels)} kernels, "
+        f"coremltools {coremltools.__version__}, torch {torch.__version__}"
     )
     for way in (converted_by_tracing, converted_from_export):
         for state, one in (("unfolded", model), ("folded", folded)):

@@ -1,6 +1,7 @@
 """What counters say of a converted resnet18, as it is and folded, beside the report's numbers.
 
-python benchmarks/counters.py, with what is to be compared: pip install torchinfo ptflops fvcore calflops thop
+python benchmarks/counters.py, with the packages to compare:
+pip install torchinfo ptflops fvcore calflops thop
 Prints MACs and parameters in millions; a counter that is not installed is left out.
 """
 
@@ -97,7 +98,8 @@ def main() -> None:
     folded = copy.deepcopy(model)
     dcls_convert.fold_to_dense_(folded)
     print(
-        f"report: {report.macs.after / 1e6:,.1f} M MACs, {report.params.after / 1e6:.2f} M parameters"
+        f"report: {report.macs.after / 1e6:,.1f} M MACs, "
+        f"{report.params.after / 1e6:.2f} M parameters"
     )
     for name, (package, count) in COUNTERS.items():
         if importlib.util.find_spec(package) is None:

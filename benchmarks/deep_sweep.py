@@ -1,10 +1,14 @@
-"""Convert, fold and reload every model for real: python benchmarks/deep_sweep.py [--models PATTERN] [--workers N]
+"""Convert, fold and reload every model for real.
 
-Every model of timm's and torchvision's registries that has convolutions to replace and at most 60 million parameters
-is built, converted with random elements all over the window, run, saved, reloaded and run again, folded and run again.
-Images are as small as the model allows. For each: the largest difference between folded and unfolded outputs over the
-largest output, in float32, which may be 1e-4; and the largest difference between the reloaded model's outputs and the
-converted one's, which must be 0. Results go to benchmarks/results/deep_sweep.json, the table to standard output.
+    python benchmarks/deep_sweep.py [--models PATTERN] [--workers N]
+
+Every model of timm's and torchvision's registries that has convolutions to replace and at most 60
+million parameters is built, converted with random elements all over the window, run, saved,
+reloaded and run again, folded and run again. Images are as small as the model allows. For each: the
+largest difference between folded and unfolded outputs over the largest output, in float32, which
+may be 1e-4; and the largest difference between the reloaded model's outputs and the converted
+one's, which must be 0. Results go to benchmarks/results/deep_sweep.json, the table to standard
+output.
 """
 
 import argparse
@@ -91,7 +95,9 @@ def _sweep_one(name: str) -> dict[str, Any]:
 
 
 def wake_(model: nn.Module) -> None:
-    """Something else than 0 in parameters that start as zeros or nearly so: what they multiply would not be seen."""
+    """Something else than 0 in parameters that start as zeros or nearly so: what they multiply
+    would not be seen.
+    """
     generator = torch.Generator().manual_seed(2)
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.numel() and parameter.abs().max() < 1e-3:
@@ -113,7 +119,10 @@ def smallest_input(model: nn.Module, own: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def outputs(model: nn.Module, image: Tensor) -> list[Tensor]:
-    """All floating tensors that come out; of a model that found nothing in the image, those of its children."""
+    """All floating tensors that come out.
+
+    Of a model that found nothing in the image, those of its children.
+    """
     seen: list[Any] = []
     handles = [
         child.register_forward_hook(lambda _, __, output: seen.append(output))
@@ -174,8 +183,14 @@ def document(result: dict[str, Any]) -> Iterator[str]:
     summary = result["summary"]
     yield "# Deep sweep"
     yield ""
-    yield "Models that have convolutions to replace and at most 60 million parameters, converted, saved, reloaded and"
-    yield "folded for real; fold errors are relative to the largest output. A printout of `deep_sweep.py --table`."
+    yield (
+        "Models that have convolutions to replace and at most 60 million parameters, converted, "
+        "saved, reloaded and"
+    )
+    yield (
+        "folded for real; fold errors are relative to the largest output. "
+        "A printout of `deep_sweep.py --table`."
+    )
     yield ""
     yield f"`{result['command']}`, {result['date']}, {result['machine']}, " + ", ".join(
         f"{name} {version}" for name, version in result["versions"].items()
@@ -183,8 +198,10 @@ def document(result: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield (
         f"**{summary['done']} models tried, {summary['failed']} failed; worst fold error "
-        f"{summary['worst fold error']:.1e}, worst reload difference {summary['worst reload difference']:g}.** "
-        f"Not run: {summary['nothing matches']} in which nothing matches, {summary['too large']} with more parameters."
+        f"{summary['worst fold error']:.1e}, "
+        f"worst reload difference {summary['worst reload difference']:g}.** "
+        f"Not run: {summary['nothing matches']} in which nothing matches, "
+        f"{summary['too large']} with more parameters."
     )
     yield ""
     yield from table(result["models"])

@@ -1,16 +1,21 @@
 """Names of emoji, learnt from three vendors and tested on the fourth, with `dcls-convert compare`.
 
-    python benchmarks/emoji.py FOLDER [--test VENDOR]     # the images; name the folder after the vendor
-    cd benchmarks && dcls-convert compare emoji:small_convnext --data FOLDER --input-size 3x64x64 --batch-size 32 \\
-        --lr 0.002 --sizes 17 --positions normal,kernel,uniform --epochs 19 --device cpu --output COMPARISON
-    python benchmarks/emoji.py --store COMPARISON ...     # into results/emoji.json; --table prints it
+    # The images; name the folder after the vendor.
+    python benchmarks/emoji.py FOLDER [--test VENDOR]
+    cd benchmarks && dcls-convert compare emoji:small_convnext --data FOLDER \\
+        --input-size 3x64x64 --batch-size 32 --lr 0.002 --sizes 17 \\
+        --positions normal,kernel,uniform --epochs 19 --device cpu --output COMPARISON
+    # Into results/emoji.json, which --table prints.
+    python benchmarks/emoji.py --store COMPARISON ...
 
-Other rows have `emoji:small_convmixer --sizes 9`, `--test google`, `--position-lr-scale 1` or 20, `--interpolation
-gaussian`, or `--rules bystage.yaml`, and `--seeds` for as many differences as they state.
+Other rows have `emoji:small_convmixer --sizes 9`, `--test google`, `--position-lr-scale 1` or 20,
+`--interpolation gaussian`, or `--rules bystage.yaml`, and `--seeds` for as many differences as they
+state.
 
-FOLDER gets `train`, with a folder for each emoji of a thing (an animal, a dish, a place ...) that has it as three
-vendors draw it, and `validation`, with that of the fourth: 64 x 64 pixels, on white. The pictures are of the npm
-registry's packages emoji-datasource-VENDOR, which npm fetches, or which lie in the folder of --packages.
+FOLDER gets `train`, with a folder for each emoji of a thing (an animal, a dish, a place ...) that
+has it as three vendors draw it, and `validation`, with that of the fourth: 64 x 64 pixels, on
+white. The pictures are of the npm registry's packages emoji-datasource-VENDOR, which npm fetches,
+or which lie in the folder of --packages.
 """
 
 import argparse
@@ -41,9 +46,11 @@ STORED = RESULTS / "emoji.json"
 
 
 def small_convnext(num_classes: int = 1000, **options: object) -> "nn.Module":
-    """A ConvNeXt for small images: maps of 32, 16, 8 and 4 cells; 0.8 million parameters for 849 classes.
+    """A ConvNeXt for small images: maps of 32, 16, 8 and 4 cells; 0.8 million parameters for 849
+    classes.
 
-    Blocks start at a tenth of their strength, not at the usual millionth, from which short trainings hardly free them.
+    Blocks start at a tenth of their strength, not at the usual millionth, from which short
+    trainings hardly free them.
     """
     import timm
 
@@ -114,7 +121,9 @@ def keep(comparisons: Sequence[Path]) -> None:
 
 
 def named(arm: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """With the network, the vendor to test with, and what else than the label makes the arm another one."""
+    """With the network, the vendor to test with, and what else than the label makes the arm another
+    one.
+    """
     from dcls_convert.options import POSITION_LR_SCALE
 
     test = next((vendor for vendor in VENDORS if vendor in Path(settings["data"]).name), VENDORS[0])
@@ -184,7 +193,10 @@ def table() -> str:
 
 
 def draw(comparison: Path, target: Path) -> None:
-    """Where 64 elements of each stage began and ended, by start; from the records of the runs with seed 0."""
+    """Where 64 elements of each stage began and ended, by start.
+
+    From the records of the runs with seed 0.
+    """
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 

@@ -1,7 +1,10 @@
-"""How long the warm start takes, and how close it comes: python benchmarks/fit_time.py [MODEL SIZE]...
+"""How long the warm start takes, and how close it comes.
 
-Without arguments, for convnext_tiny at 17 and resnet50 at 7. The models are as timm initialises them, which is the
-hardest case: kernels without structure. Errors are |new - old| / |old| of a kernel, in the mean of the layers.
+    python benchmarks/fit_time.py [MODEL SIZE]...
+
+Without arguments, for convnext_tiny at 17 and resnet50 at 7. The models are as timm initialises
+them, which is the hardest case: kernels without structure. Errors are |new - old| / |old| of a
+kernel, in the mean of the layers.
 """
 
 import sys
@@ -26,7 +29,8 @@ def main(names: list[str]) -> None:
             seconds = time.perf_counter() - start
             means[init] = sum(errors.values()) / len(errors)
             print(
-                f"{name} {size}: {init:7} {seconds:6.1f} s, mean relative kernel error {means[init]:.3f}"
+                f"{name} {size}: {init:7} {seconds:6.1f} s, "
+                f"mean relative kernel error {means[init]:.3f}"
             )
         print(f"{name} {size}: ratio of the errors {means['fit'] / means['largest']:.2f}")
 

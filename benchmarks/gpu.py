@@ -1,14 +1,16 @@
-"""Converted layers and models on a GPU: torch's convolutions, and wide depthwise windows as matrix products.
+"""Converted layers and models on a GPU: torch's convolutions, and wide windows as matrix products.
 
     python benchmarks/gpu.py [--minutes 8] [--batch 128]; --table prints what is stored
 
 For ConvNeXt-T and -B with windows of 17, in this order, while the minutes last:
 
 - the construction of each layer's kernel, forward and backward;
-- each depthwise layer alone, contiguous and channels_last, in bfloat16 and float32, by torch's convolution and by
-  matrix products: milliseconds of a forward pass, and of one with both gradients;
-- the models in bfloat16 autocast: the dense original, converted (both ways), folded, and with the authors' layers.
-  Images per second of inference and of training, and the most memory that either takes.
+- each depthwise layer alone, contiguous and channels_last, in bfloat16 and float32, by torch's
+  convolution and by matrix products: milliseconds of a forward pass, and of one with both
+  gradients;
+- the models in bfloat16 autocast: the dense original, converted (both ways), folded, and with the
+  authors' layers. Images per second of inference and of training, and the most memory that either
+  takes.
 
 All ways take turns. Without a GPU it says what it skipped.
 """
@@ -58,7 +60,10 @@ def going(way: str) -> Iterator[None]:
 
 
 def measured(runs: Runs) -> dict[str, dict[str, Any]]:
-    """Milliseconds of a call and the most memory that it adds; all take turns, after one call for warmth."""
+    """Milliseconds of a call and the most memory that it adds.
+
+    All take turns, after one call for warmth.
+    """
     peaks, times = {}, {name: [] for name in runs}
     for name, call in runs.items():
         call()

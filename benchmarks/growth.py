@@ -1,7 +1,10 @@
-"""How time and memory grow with the model: python benchmarks/growth.py [--models NAME ...] [--table] [--plot]
+"""How time and memory grow with the model.
 
-Plan (dry run), conversion with random initialisation, warm start from a file, and export (fold) of ConvNeXts and
-ResNets from 4 M to 846 M parameters, each in a fresh process. Results are stored after every row; a new call goes on.
+    python benchmarks/growth.py [--models NAME ...] [--table] [--plot]
+
+Plan (dry run), conversion with random initialisation, warm start from a file, and export (fold) of
+ConvNeXts and ResNets from 4 M to 846 M parameters, each in a fresh process. Results are stored
+after every row; a new call goes on.
 """
 
 import argparse
@@ -37,7 +40,8 @@ SIZES = {  # windows: the paper's
     **dict.fromkeys(["resnet18", "resnet50", "resnet152"], "7"),
 }
 STAGES = ("plan", "random", "fit", "fold")
-# The fit costs by kernels, of which dense 3x3 convolutions have a thousand times as many as depthwise ones.
+# The fit costs by kernels, of which dense 3x3 convolutions have a thousand times as many as
+# depthwise ones.
 FIT_MODELS = tuple(name for name in SIZES if name != "resnet152")
 
 

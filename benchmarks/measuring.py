@@ -1,4 +1,6 @@
-"""What the benchmarks of time and memory share: fresh processes, peak memory, statistics, stored results.
+"""What the benchmarks of time and memory share.
+
+Fresh processes, peak memory, statistics, stored results.
 
 Nothing here imports torch, so that a script that only starts processes stays small.
 """
@@ -27,7 +29,10 @@ MIB = 2**20
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """First quartile, median and third quartile, by linear interpolation; of one value, itself three times."""
+    """First quartile, median and third quartile, by linear interpolation.
+
+    Of one value, itself three times.
+    """
     if len(values) == 1:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -69,7 +74,8 @@ class FreshProcessError(RuntimeError):
     """The process ended with an error, or without the JSON that was expected of it."""
 
 
-# Linux counts the memory of the process that starts another in with the other's, so this small one stands between.
+# Linux counts the memory of the process that starts another in with the other's, so this small one
+# stands between.
 _LAUNCHER = """
 import json, os, resource, sys, time
 report, *command = sys.argv[1:]
@@ -89,7 +95,8 @@ def run_fresh(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> FreshRun:
-    """Runs a command in a fresh process and measures it; never raises because of what the command did.
+    """Runs a command in a fresh process and measures it; never raises because of what the command
+    did.
 
     Args:
         env: Changes to the environment that this process has.
@@ -173,7 +180,10 @@ def _status_bytes(name: str) -> int:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Of Python and of installed packages, by the names they are installed under; "missing" where there is none."""
+    """Of Python and of installed packages, by the names they are installed under.
+
+    "missing" where there is none.
+    """
     found = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -184,7 +194,10 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def hardware() -> dict[str, Any]:
-    """Processor's name, cores that this process may use, memory; the GPU's name where torch is loaded and sees one."""
+    """Processor's name, cores that this process may use, memory.
+
+    The GPU's name where torch is loaded and sees one.
+    """
     found: dict[str, Any] = {
         "processor": _processor(),
         "architecture": platform.machine(),
@@ -219,7 +232,10 @@ def store(
     rows: Sequence[Mapping[str, Any]],
     packages: Sequence[str] = ("torch", "timm", "dcls-convert"),
 ) -> None:
-    """Writes what was measured so far; to be called after every row, so that an interrupted run keeps its rows."""
+    """Writes what was measured so far.
+
+    To be called after every row, so that an interrupted run keeps its rows.
+    """
     result = {
         "command": command,
         "date": datetime.date.today().isoformat(),
@@ -235,7 +251,10 @@ def store(
 
 
 def stored_rows(path: Path, *, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of an earlier run with the same settings, to go on from; none if there is no such run."""
+    """The rows of an earlier run with the same settings, to go on from.
+
+    None if there is no such run.
+    """
     if not path.exists():
         return []
     result = json.loads(path.read_text(encoding="utf-8"))

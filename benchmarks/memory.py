@@ -1,9 +1,12 @@
-"""How often the weights of a large model are in memory at once: python benchmarks/memory.py [--model NAME | --survey]
+"""How often the weights of a large model are in memory at once.
 
-Conversion from random weights and from a file, loading, verification and folding of what was written, and a fit, each
-in a fresh process. Peaks are of resident memory, pages of mapped files included, added up over a command's processes
-(PSS, since they share some). Needs three times the model's weights in memory, and four times on disk.
-`--survey` measures `dcls-convert models` over both registries instead.
+    python benchmarks/memory.py [--model NAME | --survey]
+
+Conversion from random weights and from a file, loading, verification and folding of what was
+written, and a fit, each in a fresh process. Peaks are of resident memory, pages of mapped files
+included, added up over a command's processes (PSS, since they share some). Needs three times the
+model's weights in memory, and four times on disk. `--survey` measures `dcls-convert models` over
+both registries instead.
 """
 
 import argparse
@@ -40,7 +43,9 @@ LOAD_BY_TIMM = (
 
 
 def commands(name: str, scratch: Path) -> dict[str, list[str]]:
-    """By name; what converts writes to `scratch / "out"`, the others read what the last of these wrote."""
+    """By name; what converts writes to `scratch / "out"`, the others read what the last of these
+    wrote.
+    """
     folder, weights = str(scratch / "out"), str(scratch / "weights.safetensors")
     convert = [PROGRAM, name, "--quiet", "--force", "--output", folder]
     return {

@@ -1,10 +1,12 @@
-"""Time of whole converted models: inference, a training step, and construction's share, beside three others.
+"""Time of whole converted models: inference, a training step, and the share of construction.
 
-Beside them: the dense original, the folded model, and the authors' package (`dcls` on PyPI) with the same elements in
-the same places, whose outputs are compared before anything is timed. One process for every model and mode, in which
-the implementations take turns. On CUDA also throughput beside the dense original, as the paper states it.
+Beside them: the dense original, the folded model, and the authors' package (`dcls` on PyPI) with
+the same elements in the same places, whose outputs are compared before anything is timed. One
+process for every model and mode, in which the implementations take turns. On CUDA also throughput
+beside the dense original, as the paper states it.
 
-    python benchmarks/models.py [--threads 2] [--seconds 20] [--models NAME ...]; --table prints what is stored
+    python benchmarks/models.py [--threads 2] [--seconds 20] [--models NAME ...]
+    python benchmarks/models.py --table   # prints what is stored
 """
 
 import argparse
@@ -65,7 +67,10 @@ MODES = {
 
 
 def build(case: Case, version: str, training: bool) -> tuple[dict[str, Any], dict[str, str]]:
-    """name -> model, and name -> why there is none. They have the same parameters, so far as they have the same."""
+    """name -> model, and name -> why there is none.
+
+    They have the same parameters, so far as they have the same.
+    """
     import timm
     import torch
 
@@ -90,10 +95,12 @@ def build(case: Case, version: str, training: bool) -> tuple[dict[str, Any], dic
 
 
 def with_authors_layers(converted: Any, version: str, training: bool) -> Any:
-    """A copy in which every DCLS layer is one of theirs; layers that are tied share their P, as the authors' do.
+    """A copy in which every DCLS layer is one of theirs; layers that are tied share their P, as the
+    authors' do.
 
     Raises:
-        NotImplementedError: There is something that theirs cannot do, or not in this machine's memory.
+        NotImplementedError: There is something that theirs cannot do, or not in this machine's
+        memory.
     """
     import DCLS.construct.modules as authors
     from torch import nn
@@ -254,7 +261,10 @@ def interleaved(
     warm: Iterable[str] = (),
     least: int = LEAST_ROUNDS,
 ) -> dict[str, list[float]]:
-    """Rounds in which each takes one turn, after one for warmth of those that are not warm; as many as fit."""
+    """Rounds in which each takes one turn, after one for warmth of those that are not warm.
+
+    As many as fit.
+    """
     for name in run.keys() - set(warm):
         run[name]()
     times: dict[str, list[float]] = {name: [] for name in run}
@@ -356,7 +366,10 @@ def table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
         [title, *(timed(of.get(name), name) for name in (OURS, *others))]
         for title, of in found.items()
     ]
-    yield "Of ours, ms (quartiles); of the others, how many times as long as ours in the same round (quartiles)"
+    yield (
+        "Of ours, ms (quartiles); of the others, "
+        "how many times as long as ours in the same round (quartiles)"
+    )
     yield ""
     yield measuring.markdown_table(["", OURS, *others], lines)
     shares = [
@@ -443,7 +456,10 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Every model and mode in a process of its own; what an earlier run with the same settings has, is kept."""
+    """Every model and mode in a process of its own.
+
+    What an earlier run with the same settings has, is kept.
+    """
     settings = {
         "threads": options.threads,
         "seconds": options.seconds,

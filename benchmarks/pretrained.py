@@ -1,13 +1,17 @@
-"""What is left of a pretrained network: python benchmarks/pretrained.py [--only ROW ...] [--heal] [--table]
+"""What is left of a pretrained network.
 
-EfficientNet-Lite0 is converted and compared with itself on photographs; see lite0.py. They are split into two halves by
-photograph: crops of one half calibrate, crops of the other test. Then the halves change places. Each row is one way to
-convert: its start, its budget in percent, and what differs from scope model, ties per stage and window 9.
-Measured on the crops that test, from the old network to the new: the share with the same top-1, KL(old || new) of the
-softmax in nats, and |new - old| / |old| of the logits of all crops.
+    python benchmarks/pretrained.py [--only ROW ...] [--heal] [--table]
 
-With --heal, what is converted at 60 % of the budget is then trained by `examples/finetune.py --teacher`, on the
-photographs that calibrate. Results go to benchmarks/results/pretrained.json; a new call goes on.
+EfficientNet-Lite0 is converted and compared with itself on photographs; see lite0.py. They are
+split into two halves by photograph: crops of one half calibrate, crops of the other test. Then the
+halves change places. Each row is one way to convert: its start, its budget in percent, and what
+differs from scope model, ties per stage and window 9. Measured on the crops that test, from the old
+network to the new: the share with the same top-1, KL(old || new) of the softmax in nats, and |new -
+old| / |old| of the logits of all crops.
+
+With --heal, what is converted at 60 % of the budget is then trained by `examples/finetune.py
+--teacher`, on the photographs that calibrate. Results go to benchmarks/results/pretrained.json; a
+new call goes on.
 """
 
 import argparse
@@ -37,7 +41,8 @@ FOLDS = (0, 1)
 SEED = 0
 LONGEST_SIDE = 640  # pixels of a photograph that is trained on
 COPIES = 32  # of each photograph in an epoch
-# Ten photographs are few: mixed, and at a temperature above 1, they say more about the network that is to be copied.
+# Ten photographs are few: mixed, and at a temperature above 1, they say more about the network that
+# is to be copied.
 # Their statistics are not those of others.
 HEALING = {
     "steps": 200,
@@ -74,7 +79,8 @@ class Row:
         return "-".join(part for part, stated in parts.items() if stated)
 
 
-# What moves the outputs of the network as it is: its weights in bfloat16, and images moved by one pixel.
+# What moves the outputs of the network as it is: its weights in bfloat16, and images moved by one
+# pixel.
 YARDSTICKS = ("bf16-weights", "one-pixel-shift")
 ROWS = {
     row.name: row
@@ -156,7 +162,9 @@ def measure(fold: "Fold", row: Row, scratch: Path) -> dict[str, Any]:
 
 
 def yardstick(fold: "Fold", what: str) -> "Tensor":
-    """The network's logits for the crops that test, with its weights in bfloat16 or with the crops moved."""
+    """The network's logits for the crops that test, with its weights in bfloat16 or with the crops
+    moved.
+    """
     from lite0 import logits, torch
 
     if what == "bf16-weights":
@@ -167,9 +175,11 @@ def yardstick(fold: "Fold", what: str) -> "Tensor":
 def heal(
     fold: "Fold", model: "nn.Module", report: "ConversionReport", scratch: Path
 ) -> "nn.Module":
-    """The network after `examples/finetune.py --teacher`, which sees photographs of the half that calibrates alone.
+    """The network after `examples/finetune.py --teacher`, which sees photographs of the half that
+    calibrates alone.
 
-    It trains on random crops of them, and keeps the epoch that agrees best on the crops that calibrate.
+    It trains on random crops of them, and keeps the epoch that agrees best on the crops that
+    calibrate.
     """
     from lite0 import NAME, photographs
     from safetensors.torch import save_file

@@ -1,4 +1,7 @@
-"""What the small experiments share: a ConvNeXt of few stages, its training, statistics over seeds, stored results."""
+"""What the small experiments share.
+
+A ConvNeXt of few stages, its training, statistics over seeds, stored results.
+"""
 
 import argparse
 import json
@@ -37,7 +40,8 @@ def small_convnext(
     layer_scale: float = 0.1,
     init_std: float | None = 0.02,
 ) -> nn.Module:
-    """Stem, stages and head of timm's ConvNeXt, with as many stages as there are depths (timm's class always has 4).
+    """Stem, stages and head of timm's ConvNeXt, with as many stages as there are depths (timm's
+    class always has 4).
 
     Args:
         layer_scale: At the start. These trainings are too short to grow it from ConvNeXt's 1e-6.
@@ -87,7 +91,8 @@ def train_(
     position_lr_scale: float = POSITION_LR_SCALE,
     look: Callable[[int], None] = lambda step: None,
 ) -> float:
-    """AdamW with a linear warm-up and a cosine to 0; `look` is called after every step with its number from 1.
+    """AdamW with a linear warm-up and a cosine to 0; `look` is called after every step with its
+    number from 1.
 
     Returns:
         The mean loss of the last tenth of the steps.
@@ -140,7 +145,8 @@ def main(
     settings: dict[str, Any],
     table: Callable[[dict[str, Any]], Iterator[str]],
 ) -> None:
-    """The command line of an experiment: measure, store, print the table; or only the table of what is stored.
+    """The command line of an experiment: measure, store, print the table; or only the table of what
+    is stored.
 
     Args:
         doc: Of the script.

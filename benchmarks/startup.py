@@ -1,4 +1,6 @@
-"""How long the command line takes to answer, beside what it is made of: python benchmarks/startup.py [RUNS]
+"""How long the command line takes to answer, beside what it is made of.
+
+    python benchmarks/startup.py [RUNS]
 
 Fresh processes, the commands in turn, medians and the ratio pair by pair.
 """
@@ -27,7 +29,8 @@ def seconds(command: list[str]) -> float:
 
 def main(runs: int = 15) -> None:
     print(
-        f"Python {sys.version.split()[0]}, {os.cpu_count()} CPUs, {runs} runs each after one to warm up"
+        f"Python {sys.version.split()[0]}, {os.cpu_count()} CPUs, "
+        f"{runs} runs each after one to warm up"
     )
     for command in [FLOOR, *COMMANDS.values()]:
         seconds(command)

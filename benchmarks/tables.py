@@ -1,7 +1,10 @@
-"""Write the tables of benchmarks/results.md from what is stored: python benchmarks/tables.py [--check]
+"""Write the tables of benchmarks/results.md from what is stored.
 
-Between the two comments that name a script stands what that script's `--table` prints, and before it the command, date,
-versions and machine of the run. With --check nothing is written; the exit code is 1 where the file would change.
+    python benchmarks/tables.py [--check]
+
+Between the two comments that name a script stands what that script's `--table` prints, and before
+it the command, date, versions and machine of the run. With --check nothing is written; the exit
+code is 1 where the file would change.
 """
 
 import argparse
@@ -32,7 +35,8 @@ def section(name: str) -> str:
         machine = result["machine"]
     else:
         of = result["hardware"]
-        machine = f"{of['processor']}, {of['cores']} cores, {of['memory_gib']} GiB, {of['system']} {of['architecture']}"
+        machine = f"{of['processor']}, {of['cores']} cores, {of['memory_gib']} GiB, "
+        machine += f"{of['system']} {of['architecture']}"
     return f"\n`{result['command']}`, {result['date']}; {versions}; {machine}.\n\n{printed}\n\n"
 
 

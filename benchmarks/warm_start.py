@@ -1,11 +1,12 @@
 """What a warm start is worth: python benchmarks/warm_start.py [--seeds N] [--steps N] [--table]
 
-A ConvNeXt of two stages is trained on scikit-learn's digits, scaled to 32 x 32, and converted from 7x7 kernels to
-windows of 13, as its stages have 16 x 16 and 8 x 8 cells (the fit itself does not depend on the window, since it keeps
-elements within the old kernel). Compared at equal parameters are the starts of `convert_`: random, the largest
-elements, the fit, and the fit calibrated on 256 training images; the last three also at half the budget, where more is
-lost. For each: the relative error of the kernels, accuracy right after conversion, and accuracy over an equal
-fine-tuning, which the unconverted network gets too. "Steps to regain" is the first look, one every 10 steps, at which
+A ConvNeXt of two stages is trained on scikit-learn's digits, scaled to 32 x 32, and converted from
+7x7 kernels to windows of 13, as its stages have 16 x 16 and 8 x 8 cells (the fit itself does not
+depend on the window, since it keeps elements within the old kernel). Compared at equal parameters
+are the starts of `convert_`: random, the largest elements, the fit, and the fit calibrated on 256
+training images; the last three also at half the budget, where more is lost. For each: the relative
+error of the kernels, accuracy right after conversion, and accuracy over an equal fine-tuning, which
+the unconverted network gets too. "Steps to regain" is the first look, one every 10 steps, at which
 the accuracy on the test images is that of the network before conversion, or more. Results go to
 benchmarks/results/warm_start.json.
 """
@@ -76,7 +77,9 @@ def batches(data: small.Data, generator: torch.Generator) -> Iterator[small.Data
 
 
 def train_dense(train: small.Data, seed: int) -> tuple[nn.Module, float]:
-    """The trained network, and how far its kernels have moved from their initial values, over the latter's norm."""
+    """The trained network, and how far its kernels have moved from their initial values, over the
+    latter's norm.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = small.small_convnext(
@@ -133,7 +136,10 @@ def convert(
 def fine_tune_(
     model: nn.Module, train: small.Data, test: small.Data, wanted: float, seed: int
 ) -> dict[str, Any]:
-    """Accuracy at every look, and the first step at which it is what was wanted; None where it never is."""
+    """Accuracy at every look, and the first step at which it is what was wanted.
+
+    None where it never is.
+    """
     curve = {0: small.accuracy(model, test)}
 
     def look(step: int) -> None:

@@ -17,8 +17,8 @@ from .layers.dcls_conv import DclsConv1d as DclsConv1d
 from .layers.dcls_conv import DclsConv2d as DclsConv2d
 from .layers.dcls_conv import DclsConv3d as DclsConv3d
 from .networks.sites import find_convs as find_convs
-from .pipeline import convert_ as convert_
-from .pipeline import convert_from_authors_ as convert_from_authors_
+from .pipeline.in_memory import convert_ as convert_
+from .pipeline.in_memory import convert_from_authors_ as convert_from_authors_
 from .planning.plan import ConversionPlan as ConversionPlan
 from .planning.planner import plan_conversion as plan_conversion
 from .planning.rules import RuleSet as RuleSet

@@ -1,18 +1,24 @@
 """Names and defaults of the options, for command line, rule files and library alike.
 
-Imports nothing heavy.
+Imports neither torch nor typer: `--help` reads this file.
 """
 
 import functools
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
 from decimal import Decimal
-from typing import Any, Literal, TypeVar, cast, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast, get_args
 
 from .errors import did_you_mean
 
-Interpolation = Literal["bilinear", "triangle", "gaussian"]
+if TYPE_CHECKING:
+    from .planning.plan import LayerCounts  # which imports torch
+    from .planning.rules import RuleSet
+
+# Their records are in layers/interpolation.py.
+InterpolationName = Literal["bilinear", "triangle", "gaussian"]
 Scope = Literal["auto", "model", "stage", "layer", "error"]
 Tie = Literal["stage", "none"]
 Init = Literal["auto", "random", "largest", "fit", "exact"]
@@ -21,20 +27,20 @@ Augmentation = Literal["none", "light", "strong"]
 AuthorsVersion = Literal["v0", "v1"]  # of the authors' layers without sigma; surgery/authors.py
 Kind = Literal["depthwise", "grouped", "dense"]  # of a convolution, by its groups
 Sort = Literal["name", "params", "macs", "count", "layers"]  # how models are sorted
-FoldFormat = Literal["timm", "onnx", "pt2"]
 FigureName = Literal["positions", "kernels", "receptive-field", "history"]
 
-INTERPOLATIONS: tuple[str, ...] = get_args(Interpolation)
+INTERPOLATION_NAMES: tuple[str, ...] = get_args(InterpolationName)
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 TIES: tuple[str, ...] = get_args(Tie)
 INITS: tuple[str, ...] = get_args(Init)
 POSITIONS: tuple[str, ...] = get_args(Positions)
 
-AUTO = "auto"
+AUTO: Final = "auto"
+DEFAULT_INTERPOLATION: InterpolationName = "bilinear"  # the paper's
 # A scope for trained kernels: each tie group gets as many elements as its kernels need.
 ERROR: Scope = "error"
 # As many elements as the old kernel has cells, at the places of these cells: the same function.
-EXACT = "exact"
+EXACT: Final = "exact"
 MOST_SIDE = 9_999  # cells or pixels, four digits; a larger kernel or image is a typing mistake
 MOST_PIXELS = 2048 * 2048  # pixels or voxels of an image on which outputs are compared
 MOST_COUNT = 10**9  # elements, classes or channels
@@ -43,11 +49,47 @@ MOST_WINDOW = 17  # cells; the largest "auto" size, which is the paper's for Con
 MOST_SLOWER = 15.0
 OPSETS = range(7, 26)  # of ONNX, which torch 2.14 and onnxscript 0.7 write
 DEFAULT_OPSET = 20  # torch 2.14's own
+MIRRORED = 0.5  # share of images that are mirrored in training, as timm does
 POSITION_LR_SCALE = 5.0  # paper, section 3 "Positions learning rate scaling"
 DEFAULT_BUDGET = 100.0  # percent of the weights replaced; the paper holds the parameter count
 # Of a budget. Both bounds keep fractions short: as one, 1e-999999 would fill the memory.
 LEAST_PERCENT = Decimal("0.0001")
 MOST_PERCENT = 100_000
+
+# Groups of options in --help.
+WHAT_TO_CONVERT = "What to convert"
+HOW_MANY_ELEMENTS = "How many elements"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Argument:
+    """How the command line takes a planning option; it stands in the metadata of its field."""
+
+    # What is typed: a word of the field's type, nothing (the option alone is True), a number in
+    # plain digits, cells for all sides or each, or a rule set's name or file.
+    form: Literal["word", "flag", "integer", "number", "size", "rules"]
+    help: str
+    group: str  # of options in --help
+    metavar: str | None = None  # what --help shows for the value; None: the words of the type
+    least: int | Decimal = 1  # of an integer or a number
+    most: int = MOST_COUNT
+    word: str = ""  # what may be typed instead of an integer or a number
+    unit: str = ""  # what may stand behind an integer or a number
+    shown_default: str | None = None  # in --help, if the field's default does not say it
+    # Options that, once stated, leave this one without effect: by the other field's name, the
+    # reason as a verb and its object, such as "states the count".
+    idle_beside: Mapping[str, str] = field(default_factory=dict)
+
+
+def argument_of(option: Field[Any]) -> Argument:
+    """How the command line takes the option of this field."""
+    argument: Argument = option.metadata["argument"]
+    return argument
+
+
+def _argument(**settings: Any) -> dict[str, Argument]:
+    """The metadata of a field of `PlanOptions`."""
+    return {"argument": Argument(**settings)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,22 +101,141 @@ class PlanOptions:
     """
 
     # Cells, an integer or one for each side. "auto": at most MOST_WINDOW, and within MOST_SLOWER.
-    dilated_size: Any = AUTO
-    kernel_count: Any = AUTO  # "auto", "exact", an integer, or planning.plan.LayerCounts
-    rules: Any = AUTO  # "auto", a name, a file, a mapping as in a file, or a planning.rules.RuleSet
-    scope: Scope = "auto"  # what one count is solved for; "error" with images, else "model"
-    tie: Tie = "stage"  # which layers share their positions
-    budget: float | str = DEFAULT_BUDGET  # percent of the replaced weights: 80, "80%"
-    interpolation: Interpolation | None = None  # for rules that state none; None: bilinear
-    strict: bool = False  # refuse if a matching convolution cannot take the size
-
-
-PLAN_PARAMETERS = [
-    inspect.Parameter(
-        field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type
+    dilated_size: int | Sequence[int] | Literal["auto"] = field(
+        default=AUTO,
+        metadata=_argument(
+            form="size",
+            help="Window in which elements move: 17 or 17x9 cells; auto: the largest, "
+            f"{MOST_WINDOW} at most, that adds at most {MOST_SLOWER:g} % to the MACs.",
+            group=HOW_MANY_ELEMENTS,
+            metavar="N|HxW|auto",
+        ),
     )
-    for field in fields(PlanOptions)
-]
+    kernel_count: "int | Literal['auto', 'exact'] | LayerCounts" = field(
+        default=AUTO,
+        metadata=_argument(
+            form="integer",
+            help="Elements in a kernel; auto: as many as the budget admits.",
+            group=HOW_MANY_ELEMENTS,
+            metavar="N|auto",
+            word=AUTO,
+        ),
+    )
+    # "auto", a name, a file, or a mapping with the keys of a file.
+    rules: "str | Path | Mapping[str, Any] | RuleSet" = field(
+        default=AUTO,
+        metadata=_argument(
+            form="rules",
+            help="Rule file or built-in set; auto: depthwise convolutions, or 3x3 ones where "
+            "there are none.",
+            group=WHAT_TO_CONVERT,
+            metavar="FILE|NAME|auto",
+        ),
+    )
+    # "auto": "error" with images, else "model".
+    scope: Scope = field(
+        default="auto",
+        metadata=_argument(
+            form="word",
+            help="What one count is solved for; auto: error with --calibrate, else model.",
+            group=HOW_MANY_ELEMENTS,
+            idle_beside={"kernel_count": "states the count"},
+        ),
+    )
+    tie: Tie = field(
+        default="stage",
+        metadata=_argument(
+            form="word",
+            help="Which layers share their positions.",
+            group=HOW_MANY_ELEMENTS,
+        ),
+    )
+    # Percent of the replaced weights: 80, "80%".
+    budget: float | str = field(
+        default=DEFAULT_BUDGET,
+        metadata=_argument(
+            form="number",
+            help="Parameters for the new kernels, in percent of the weights that they replace.",
+            group=HOW_MANY_ELEMENTS,
+            metavar="PERCENT",
+            least=LEAST_PERCENT,
+            most=MOST_PERCENT,
+            unit="%",
+            idle_beside={"kernel_count": "states the count"},
+        ),
+    )
+    # For rules that state none; None: DEFAULT_INTERPOLATION.
+    interpolation: InterpolationName | None = field(
+        default=None,
+        metadata=_argument(
+            form="word",
+            help="How an element spreads over the cells.",
+            group=HOW_MANY_ELEMENTS,
+            shown_default=DEFAULT_INTERPOLATION,
+        ),
+    )
+    strict: bool = field(
+        default=False,
+        metadata=_argument(
+            form="flag",
+            help="Fail where a layer cannot take the size, instead of skipping it.",
+            group=WHAT_TO_CONVERT,
+        ),
+    )
+
+    def idle_message(self, shown: Callable[[str], str]) -> str | None:
+        """Which options have no effect beside another one, though they differ from their defaults.
+
+        Args:
+            shown: How the message calls the option of a field.
+
+        Returns:
+            None if every option has an effect.
+        """
+        stated = []
+        for option in fields(self):
+            if getattr(self, option.name) != option.default:
+                stated.append(option.name)
+        for option in fields(self):
+            for other, reason in argument_of(option).idle_beside.items():
+                if option.name in stated and other in stated:
+                    names = [shown(name) for name in self._all_idle_beside(other)]
+                    return f"{shown(other)} {reason}, so {_enumerated(names)} would have no effect"
+        return None
+
+    def _all_idle_beside(self, other: str) -> list[str]:
+        """Names of all options, stated or not, that `other` leaves without effect; sorted."""
+        names = []
+        for option in fields(self):
+            if other in argument_of(option).idle_beside:
+                names.append(option.name)
+        return sorted(names)
+
+
+def _enumerated(names: Sequence[str]) -> str:
+    """ "a, b and c"."""
+    *first, last = names
+    if not first:
+        return last
+    return f"{', '.join(first)} and {last}"
+
+
+def plan_parameters(record: type[PlanOptions]) -> list[inspect.Parameter]:
+    """The fields of a record of options, as parameters of a function."""
+    parameters = []
+    for option in fields(record):
+        parameters.append(
+            inspect.Parameter(
+                option.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=option.default,
+                annotation=option.type,
+            )
+        )
+    return parameters
+
+
+PLAN_PARAMETERS = plan_parameters(PlanOptions)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

@@ -44,13 +44,14 @@ def check_output(path: Path, *, force: bool, foreign: Foreign) -> None:
             )
         # These raise OSError for a name that is too long.
         if path.is_symlink() or path.exists():
-            if not force:
-                raise OutputExistsError(path)
-            reason = foreign(path)
+            # Without `force`, folders are not looked into, which may take long imports.
+            reason = foreign(path) if force or not path.is_dir() else None
             if reason:
                 raise CheckpointError(
                     f"output {path} {reason}, so it is left as it is; name another"
                 )
+            if not force:
+                raise OutputExistsError(path)
         parent = next(parent for parent in path.absolute().parents if parent.exists())
         if not parent.is_dir():
             raise CheckpointError(f"output {path}: {parent} is not a folder")

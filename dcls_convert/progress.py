@@ -1,6 +1,7 @@
 """Progress on stderr: a bar with the time left on a terminal, a line for each step elsewhere."""
 
 import contextlib
+import logging
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from .errors import printable, shown
 
+LOG = logging.getLogger("dcls_convert")  # at DEBUG: each decision
 SECONDS_UNSEEN = 2.0  # calls from Python that take less show no progress
 BAR_WIDTH = 16  # columns
 LEAST_TEXT_WIDTH = 20  # columns
@@ -76,7 +78,7 @@ def show_progress(
         display.stop()
 
 
-def is_watched() -> bool:
+def is_stderr_watched() -> bool:
     """Whether somebody may be looking at stderr: on a terminal or in a notebook."""
     return "ipykernel" in sys.modules or bool(sys.stderr and sys.stderr.isatty())
 

@@ -51,9 +51,11 @@ class Record:
     __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
+        """The record as plain values, as in its JSON."""
         return dict(adapter(type(self)).dump_python(self, mode="json"))  # type: ignore[arg-type]
 
     def to_json(self) -> str:
+        """The record as JSON text; CheckpointError for a number that is not finite."""
         return write_json(self.to_dict())
 
     @classmethod

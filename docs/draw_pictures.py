@@ -1,4 +1,7 @@
-"""Draw the program's own output, as a terminal of 80 columns shows it: python docs/draw_pictures.py [FOLDER]"""
+"""Draw the program's own output, as a terminal of 80 columns shows it.
+
+python docs/draw_pictures.py [FOLDER]
+"""
 
 import io
 import os

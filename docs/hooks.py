@@ -1,4 +1,6 @@
-"""What MkDocs runs while it builds the site: pages from beside docs/, and references made from the package.
+"""What MkDocs runs while it builds the site.
+
+Pages from beside docs/, and references made from the package.
 
 A line `<!-- made: NAME -->` in a page becomes what REFERENCES[NAME] returns, in Markdown.
 """
@@ -58,7 +60,8 @@ def _commands(command: Any, name: str, parent: Any = None) -> Iterator[str]:
     context = command.context_class(
         command, info_name=name, parent=parent, **command.context_settings
     )
-    yield f"## {context.command_path}\n\n{_plain(command.help)}\n\n```text\n{command.get_usage(context)}\n```\n"
+    usage = f"```text\n{command.get_usage(context)}\n```"
+    yield f"## {context.command_path}\n\n{_plain(command.help)}\n\n{usage}\n"
     panels: dict[str, list[list[str]]] = {}
     for parameter in command.get_params(context):
         if (record := parameter.get_help_record(context)) is not None:
@@ -129,7 +132,9 @@ def python_names() -> str:
 
 
 class WholeSignatures(griffe.Extension):
-    """Planning options stand in signatures one by one, as `inspect` shows them, instead of `**planning`."""
+    """Planning options stand in signatures one by one, as `inspect` shows them, instead of
+    `**planning`.
+    """
 
     def on_function_instance(self, *, func: griffe.Function, **_: Any) -> None:
         from dcls_convert.options import PLAN_PARAMETERS
@@ -137,10 +142,10 @@ class WholeSignatures(griffe.Extension):
         if "planning" in func.parameters:
             del func.parameters["planning"]
             for one in (one for one in PLAN_PARAMETERS if one.name not in func.parameters):
-                kind, annotation = (
-                    griffe.ParameterKind.keyword_only,
-                    inspect.formatannotation(one.annotation),
-                )
+                kind = griffe.ParameterKind.keyword_only
+                annotation = one.annotation
+                if not isinstance(annotation, str):
+                    annotation = inspect.formatannotation(annotation)
                 default = repr(one.default)
                 func.parameters.add(
                     griffe.Parameter(one.name, annotation=annotation, kind=kind, default=default)

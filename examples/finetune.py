@@ -1,16 +1,24 @@
-"""Fine-tune a converted checkpoint folder, or any model of timm, on your images or on scikit-learn's digits.
+"""Fine-tune a converted checkpoint folder, or any model of timm.
 
-    python examples/finetune.py convnext_tiny-dcls17 --data flowers     # flowers/train/rose/1.jpg, flowers/validation
-    python examples/finetune.py convnext_tiny-dcls17                    # digits: a first try, without any data
-    python examples/finetune.py resnet18 --dilated-size 7 --pretrained  # converted first; without a size, left as it is
-    python examples/finetune.py resnet18 --dilated-size 7               # from scratch: positions start at random
-    python examples/finetune.py convnext_tiny-dcls17 --teacher convnext_tiny --data photographs   # without labels
+The images are yours, or scikit-learn's digits.
+
+    # flowers/train/rose/1.jpg, flowers/validation/...
+    python examples/finetune.py convnext_tiny-dcls17 --data flowers
+    # digits: a first try, without any data
+    python examples/finetune.py convnext_tiny-dcls17
+    # converted first; without a size, left as it is
+    python examples/finetune.py resnet18 --dilated-size 7 --pretrained
+    # from scratch: positions start at random
+    python examples/finetune.py resnet18 --dilated-size 7
+    # without labels
+    python examples/finetune.py convnext_tiny-dcls17 --teacher convnext_tiny --data photographs
     accelerate launch --num_processes 8 examples/finetune.py convnext_tiny-dcls17 [--fsdp]
     torchrun --nproc_per_node 2 examples/finetune.py convnext_tiny-dcls17    # the same without GPUs
 
-The output folder gets `best`, which is a checkpoint folder, `history.json`, `training.png`, `positions.jsonl` (for
-`dcls-convert inspect best --history`), and `state.pt`, with which `--resume` continues a run that was killed. To know
-whether a conversion helps, `dcls-convert compare` trains both networks, with the same loop.
+The output folder gets `best`, which is a checkpoint folder, `history.json`, `training.png`,
+`positions.jsonl` (for `dcls-convert inspect best --history`), and `state.pt`, with which `--resume`
+continues a run that was killed. To know whether a conversion helps, `dcls-convert compare` trains
+both networks, with the same loop.
 """
 
 import argparse
@@ -146,7 +154,9 @@ def set_transforms(data: ImageData, model: nn.Module, args: argparse.Namespace) 
 
 
 def build_model(args: argparse.Namespace, classes: int | None) -> tuple[nn.Module, Any]:
-    """The model, with a head for the classes (None: with the head that it has), and its plan or the folder with it."""
+    """The model, with a head for the classes (None: with the head that it has), and its plan or the
+    folder with it.
+    """
     options = {
         name: value
         for name, value in [("num_classes", classes), ("drop_path_rate", args.drop_path)]
@@ -169,7 +179,10 @@ def build_model(args: argparse.Namespace, classes: int | None) -> tuple[nn.Modul
 
 
 def build_teacher(args: argparse.Namespace, student: nn.Module) -> nn.Module | None:
-    """The network whose outputs the student learns to give, whole in every process; None without --teacher."""
+    """The network whose outputs the student learns to give, whole in every process.
+
+    None without --teacher.
+    """
     if not args.teacher:
         return None
     name = f"local-dir:{args.teacher}" if Path(args.teacher).is_dir() else args.teacher
@@ -186,7 +199,8 @@ def build_teacher(args: argparse.Namespace, student: nn.Module) -> nn.Module | N
         ) from error
     if teacher.num_classes != student.num_classes:
         raise DclsConvertError(
-            f"--teacher {args.teacher}: has {teacher.num_classes} classes, {args.model} has {student.num_classes}"
+            f"--teacher {args.teacher}: has {teacher.num_classes} classes, "
+            f"{args.model} has {student.num_classes}"
         )
     mine, theirs = (resolve_data_config(model=model) for model in (student, teacher))
     if any(tuple(mine[name]) != tuple(theirs[name]) for name in ("mean", "std")):
@@ -265,7 +279,8 @@ def main() -> None:
         def after_epoch(training: Training) -> None:
             epoch, updates = len(training.top1), training.updates_per_epoch
             loss, seconds = float(np.mean(training.loss[-updates:])), training.epoch_seconds[-1]
-            line = f"epoch {epoch:3d}/{args.epochs}: loss {loss:.4f}, {measure} {training.top1[-1]:.2f} %"
+            top1 = f"{measure} {training.top1[-1]:.2f} %"
+            line = f"epoch {epoch:3d}/{args.epochs}: loss {loss:.4f}, {top1}"
             accelerator.print(f"{line}, {seconds:.0f} s", flush=True)
             if training.top1[-1] >= max(
                 training.top1

@@ -2,7 +2,8 @@
 
     python examples/first_steps.py [MODEL] [FOLDER]
 
-MODEL is a model of timm (default test_convnext, which is tiny). Random images stand in for your data.
+MODEL is a model of timm (default test_convnext, which is tiny). Random images stand in for your
+data.
 """
 
 import sys
@@ -19,11 +20,13 @@ def main(name: str = "test_convnext", folder: str = "first-steps-dcls") -> None:
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=10)
 
-    # Replace the depthwise convolutions. Of a trained network, leave `init`: elements are fitted to its kernels.
+    # Replace the depthwise convolutions. For a trained network, omit `init`: elements are fitted to
+    # its kernels.
     report = dcls_convert.convert_(model, dilated_size=17, init="random", input_size=(3, 64, 64))
     print(report)
 
-    # Train as ever. As in the paper, positions learn five times as fast as the rest, and do not decay.
+    # Train as ever. As in the paper, positions learn five times as fast as the rest, and do not
+    # decay.
     optimizer = torch.optim.AdamW(
         dcls_convert.tuning.param_groups(model, lr=1e-3, weight_decay=0.05)
     )

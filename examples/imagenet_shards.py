@@ -1,10 +1,13 @@
-"""Pack ImageNet, or any folder of images by class, into WebDataset shards for timm's train.py --dataset wds/NAME.
+"""Pack ImageNet, or any folder of images by class, into WebDataset shards.
+
+They are for timm's train.py --dataset wds/NAME.
 
     python examples/imagenet_shards.py SOURCE SHARDS [--shards 1024] [--validation-shards 64]
 
-SOURCE has the folders `train` and `val` (or `validation`), each with a folder for every class. Classes are numbered in
-the order of their names, as everywhere. Files are copied as they are, in an order shuffled with a fixed seed.
-`_info.json` in SHARDS tells timm how many images each split has, so that train.py needs no more than --data-dir.
+SOURCE has the folders `train` and `val` (or `validation`), each with a folder for every class.
+Classes are numbered in the order of their names, as everywhere. Files are copied as they are, in an
+order shuffled with a fixed seed. `_info.json` in SHARDS tells timm how many images each split has,
+so that train.py needs no more than --data-dir.
 """
 
 import argparse
@@ -77,7 +80,8 @@ def main() -> None:
     for split, found in images.items():
         if not 1 <= counts[split] <= len(found):
             sys.exit(
-                f"error: {counts[split]} shards of {split}: must be from 1 to the number of images, {len(found)}"
+                f"error: {counts[split]} shards of {split}: "
+                f"must be from 1 to the number of images, {len(found)}"
             )
     given.target.mkdir(parents=True, exist_ok=True)
     splits = {

@@ -15,8 +15,11 @@ NET = f"{__name__}:net"
 
 
 def net(num_classes: int = 3, size: int = 7) -> nn.Module:
-    """Two stages of two depthwise convolutions, stages.0.1, stages.0.2, stages.1.1 and stages.1.2."""
-    pair = lambda: [nn.Conv2d(8, 8, size, padding=size // 2, groups=8) for _ in range(2)]  # noqa: E731
+    """Two stages of two depthwise convolutions: stages.0.1, stages.0.2, stages.1.1, stages.1.2."""
+
+    def pair() -> list[nn.Module]:
+        return [nn.Conv2d(8, 8, size, padding=size // 2, groups=8) for _ in range(2)]
+
     stages = nn.Sequential(*[nn.Sequential(nn.AvgPool2d(2), *pair()) for _ in range(2)])
     head = {
         "pool": nn.AdaptiveAvgPool2d(1),

@@ -1,4 +1,4 @@
-"""Benchmarks: the documented tables are those of the stored results, and what needs a GPU says so."""
+"""Benchmarks: documented tables are those of the stored results, and what needs a GPU says so."""
 
 import os
 import subprocess

@@ -1,7 +1,9 @@
-"""README and the pages of the site: every command and snippet in them runs, every picture and reference is today's.
+"""README and the pages of the site: every command and snippet in them runs, every picture and
+reference is today's.
 
-The blocks of a page run in their order in one empty folder: lines of `console` through the command line, `python` in
-one namespace; what has a title is the file of that name. Lines below a `$ ` are what the command prints.
+The blocks of a page run in their order in one empty folder: lines of `console` through the command
+line, `python` in one namespace; what has a title is the file of that name. Lines below a `$ ` are
+what the command prints.
 """
 
 import contextlib
@@ -67,7 +69,9 @@ MARKS |= dict.fromkeys(("lightning.md", "trainer.md", "libraries.md"), OTHERS)
 SMALL = {"convnext_tiny": TINY}  # .ci/run takes the real one
 STAND_INS = dict.fromkeys(("convert.md", "deploying.md", "hub.md", "index.md", "python.md"), SMALL)
 QUICK = {
-    "--sizes 17 --epochs 30": "--sizes 17 --epochs 1 --batch-size 4 --input-size 3x32x32 --device cpu --seeds 1"
+    "--sizes 17 --epochs 30": (
+        "--sizes 17 --epochs 1 --batch-size 4 --input-size 3x32x32 --device cpu --seeds 1"
+    )
 }
 FITTED = {
     "convnext_tiny --pretrained": f"{TINY} --pretrained --dilated-size 17"
@@ -77,7 +81,9 @@ STAND_INS["compare.md"] = SMALL | QUICK | {"--epochs 4": "--epochs 1 --seeds 1 -
 STAND_INS["checkpoints.md"] = SMALL | {"1, 3, 224, 224": "1, 3, 160, 160"}
 STAND_INS["starts.md"] = SMALL | {"tf_efficientnet_lite0": "test_efficientnet"}
 STAND_INS["timm.md"] = SMALL | {
-    "--amp": "--output output/train/run --device cpu --epochs 1 --batch-size 4 --workers 0 --mixup 1",
+    "--amp": (
+        "--output output/train/run --device cpu --epochs 1 --batch-size 4 --workers 0 --mixup 1"
+    ),
     "path/to/": "scripts/",
 }
 STAND_INS["training.md"] = (
@@ -88,7 +94,8 @@ STAND_INS["training.md"] = (
         "--data photographs": "--data photographs --epochs 1 --batch-size 4 --img-size 32",
     }
 )
-# Lines that run elsewhere: .ci/run makes such environments, in a shell; the pictures' test surveys models.
+# Lines that run elsewhere: .ci/run makes such environments, in a shell; the pictures' test surveys
+# models.
 ELSEWHERE = re.compile(r"python3 -m venv |\. \.venv/|pip install |dcls-convert models 'timm:")
 HERE_DOCUMENT = re.compile(r"^cat > (\S+) <<'YAML'\n(.*?)^YAML\n", re.MULTILINE | re.DOTALL)
 
@@ -192,7 +199,9 @@ def trained(tmp_path, monkeypatch):
 
 
 def run_program(arguments: list[str]) -> tuple[int, str]:
-    """The exit code of a command, and all that it printed: in this process, or in its own if it starts others."""
+    """The exit code of a command, and all that it printed: in this process, or in its own if it
+    starts others.
+    """
     if arguments[0] == "torchrun" or arguments[:2] == ["python", "-m"]:
         command = (
             ["-m", "torch.distributed.run", *arguments[1:]]
@@ -247,7 +256,10 @@ def test_commands_and_snippets_of_a_page_run_in_their_order(page, tmp_path, monk
     if page == "hub.md":
         hub = request.getfixturevalue("hub")
         create = lambda *names, **_: SimpleNamespace(repo_id=names[-1])  # noqa: E731
-        push = lambda *_, repo_id, folder_path, **__: upload(Path(folder_path), repo_id, hub)  # noqa: E731
+
+        def push(*_, repo_id, folder_path, **__):
+            return upload(Path(folder_path), repo_id, hub)
+
         for place in ("huggingface_hub", "huggingface_hub.HfApi"):
             monkeypatch.setattr(f"{place}.create_repo", create)
             monkeypatch.setattr(f"{place}.upload_folder", push)
@@ -276,7 +288,7 @@ def test_commands_and_snippets_of_a_page_run_in_their_order(page, tmp_path, monk
             run_console(block.text)
         else:
             raise AssertionError(
-                f"{page}:{block.line}: a block of {block.language or 'no language'} that nothing runs"
+                f"{page}:{block.line}: nothing runs a block of {block.language or 'no language'}"
             )
 
 

@@ -1,4 +1,6 @@
-"""Examples do what they say: first_steps.py, and finetune.py in one process, with what fits and what does not."""
+"""Examples do what they say: first_steps.py, and finetune.py in one process, with what fits and
+what does not.
+"""
 
 import json
 import re
@@ -41,7 +43,9 @@ def test_first_steps(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_what_a_new_user_writes_first(tmp_path, monkeypatch):
-    """A trained ResNet-18 of torchvision: converted, trained in mixed precision, saved, loaded, folded."""
+    """A trained ResNet-18 of torchvision: converted, trained in mixed precision, saved, loaded,
+    folded.
+    """
     monkeypatch.chdir(tmp_path)
     images, labels = torch.randn(2, 3, 64, 64), torch.tensor([1, 7])
     torch.save(torchvision.models.resnet18().state_dict(), "weights.pth")

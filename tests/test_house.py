@@ -1,4 +1,6 @@
-"""The structure of the package, read from its imports: one direction, and nothing heavy before it is needed."""
+"""The structure of the package, read from its imports: one direction, and nothing heavy before it
+is needed.
+"""
 
 import ast
 import graphlib
@@ -21,12 +23,14 @@ from packaging.utils import canonicalize_name
 import dcls_convert
 from dcls_convert import options
 from dcls_convert.cli import app
+from dcls_convert.export.formats import EXPORT_FORMATS
 from dcls_convert.layers import interpolation
 
 PACKAGE = Path(dcls_convert.__file__).parent
 
-# A folder (or a file beside the folders) imports from those before it. Views are imported from above where a record is
-# shown, when it is shown; and every room may take `__version__` from the front door.
+# A folder (or a file beside the folders) imports from those before it. Views are imported from
+# above where a record is shown, when it is shown; and every room may take `__version__` from the
+# front door.
 ORDER = (
     *("errors", "options", "files", "records", "output", "tables", "progress"),
     *("depthwise", "layers", "networks", "planning", "reports", "fitting", "surgery", "pipeline"),
@@ -48,7 +52,6 @@ FOREIGN = {
     "torchvision": {"networks"},
     "safetensors": {"output", "networks", "checkpoints"},
     "typer": {"cli"},
-    "onnxruntime": {"export"},
     "matplotlib": {"views"},
     "accelerate": {"tuning"},
     "scipy": {"compare"},
@@ -57,7 +60,9 @@ TRAINS = ("tuning.images", "tuning.training")  # which nothing imports before it
 
 
 def imports_of(path):
-    """(module, whether it is imported when a function is called), "dcls_convert" left out of the package's own."""
+    """(module, whether it is imported when a function is called), "dcls_convert" left out of the
+    package's own.
+    """
     package = ["dcls_convert", *path.relative_to(PACKAGE).parts[:-1]]
     tree = ast.parse(path.read_text(encoding="utf-8"))
     typing = {
@@ -168,6 +173,16 @@ def test_a_library_has_its_own_rooms(library):
         )
 
 
+@pytest.mark.parametrize(
+    "library", sorted({package for row in EXPORT_FORMATS.values() for package in row.packages})
+)
+def test_a_formats_packages_are_imported_by_exports_when_they_are_called(library):
+    for module, imports in IMPORTS.items():
+        for name, own, deferred in imports:
+            if room(name) == library and not own:
+                assert (room(module), deferred) == ("export", True)
+
+
 @pytest.mark.parametrize("name", [name for name in ORDER if (PACKAGE / name).is_dir()])
 def test_a_room_says_what_it_promises(name):
     assert (importlib.import_module(f"dcls_convert.{name}").__doc__ or "").strip()
@@ -222,7 +237,10 @@ def test_the_command_line_answers_without_torch(line, code, printed):
 
 
 def test_a_missing_torch_is_one_line_that_says_what_to_install():
-    program = "import sys; sys.modules['torch'] = None; from dcls_convert.cli.app import main; main(['resnet18'])"
+    program = (
+        "import sys; sys.modules['torch'] = None; "
+        "from dcls_convert.cli.app import main; main(['resnet18'])"
+    )
     done, _ = imported_by("-c", program)
     assert done.returncode == 2
     assert done.stderr.endswith(
@@ -259,4 +277,4 @@ def test_a_function_that_takes_planning_options_shows_them_all():
 
 
 def test_options_name_all_interpolations():
-    assert options.INTERPOLATIONS == tuple(interpolation.INTERPOLATIONS)
+    assert options.INTERPOLATION_NAMES == tuple(interpolation.INTERPOLATIONS)

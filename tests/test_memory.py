@@ -1,4 +1,6 @@
-"""Weights are in memory once: the peak of each command over what the imports take, beside the network's weights."""
+"""Weights are in memory once: the peak of each command over what the imports take, beside the
+network's weights.
+"""
 
 import json
 import subprocess

@@ -1,4 +1,6 @@
-"""Outputs appear whole or not at all: what is refused, what is replaced, and what a failure or a kill leaves."""
+"""Outputs appear whole or not at all: what is refused, what is replaced, and what a failure or a
+kill leaves.
+"""
 
 import errno
 import functools
@@ -127,7 +129,9 @@ QUESTIONS = ("fspath", "stat", "lstat", "fstat", "is_dir", "access", "getpid")
 
 
 def is_step(after, frame, event, argument):
-    """Whether this is the moment right before or right after a system call that may change something."""
+    """Whether this is the moment right before or right after a system call that may change
+    something.
+    """
     if event == ("c_return" if after else "c_call"):
         module = argument.__module__ or type(argument.__self__).__module__
         return module in ("posix", "io", "_io") and argument.__name__ not in QUESTIONS
@@ -139,7 +143,10 @@ def fail_with(error):
 
 
 def cut_short(write, step, act, after=False):
-    """Write, and `act` before or after the `step`-th of the system calls; whether it came to that, and failed."""
+    """Write, and `act` before or after the `step`-th of the system calls.
+
+    Whether it came to that, and failed.
+    """
     moments, reached, failed = itertools.count(1), [], False
 
     def look(*event):

@@ -1,19 +1,26 @@
-"""The one pipeline: structure apart from values, and a model that is converted as a whole or not at all."""
+"""The one pipeline: structure apart from values, and a model that is converted as a whole or not at
+all.
+"""
 
 import itertools
 import pkgutil
 from dataclasses import replace
 
 import pytest
+import timm
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcls_convert import PlanError, apply_plan_, convert_, find_convs, plan_conversion
 from dcls_convert.options import PlanOptions
-from dcls_convert.pipeline import Job
+from dcls_convert.pipeline.conversion import convert_network
+from dcls_convert.pipeline.loaded import LoadedNetwork
+from dcls_convert.pipeline.request import ConversionRequest
+from dcls_convert.pipeline.resolved import resolve, resolve_with_plan
 from dcls_convert.surgery.place import place_layers_
 
+from .conftest import TINY
 from .planning.nets import state_of
 
 PLACES = 12  # at which a failure is injected, spread over all operations
@@ -34,7 +41,9 @@ class Failing(TorchDispatchMode):
 
 
 def theirs(model, plan):
-    """A state dict of the authors' package for this plan: random elements, and all else of the model scaled."""
+    """A state dict of the authors' package for this plan: random elements, and all else of the
+    model scaled.
+    """
     generator = torch.Generator().manual_seed(0)
     state = {
         name: tensor * 2 if tensor.is_floating_point() else tensor
@@ -49,18 +58,23 @@ def theirs(model, plan):
     return state
 
 
-def job_for(model, kind):
-    """Convert `model` from this start; the plan is made already."""
+def resolved_for(model, kind):
+    """The loaded `model`, and what is done to start from this."""
     weights = None
     if kind == "authors":
         weights = theirs(model, plan_conversion(find_convs(model), dilated_size=9, kernel_count=4))
     init = "auto" if kind == "authors" else kind
-    job = Job(model=model, weights=weights, options=PlanOptions(dilated_size=9), init=init)
-    return job, job.plan()
+    options = PlanOptions(dilated_size=9)
+    request = ConversionRequest(model=model, weights=weights, options=options, init=init)
+    loaded = LoadedNetwork(request)
+    return loaded, resolve(loaded)
 
 
 def small():
-    """A stem, a depthwise stage with BatchNorm in mixed modes, a head; few operations, so that all can fail."""
+    """A stem, a depthwise stage with BatchNorm in mixed modes, a head.
+
+    Few operations, so that all can fail.
+    """
     torch.manual_seed(0)
     blocks = [
         nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, groups=4), nn.BatchNorm2d(4), nn.ReLU())
@@ -79,25 +93,25 @@ SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("fit", "largest"
 @pytest.mark.parametrize("kind", ["random", "authors", *SLOW])
 def test_whatever_fails_leaves_the_model_as_it_was(kind):
     with torch.random.fork_rng():
-        job, plan = job_for(small(), kind)
+        loaded, resolved = resolved_for(small(), kind)
         model = small()
         with Failing() as counting:
-            job.convert(plan, model=model)
+            convert_network(loaded, resolved, model=model)
         total = counting.seen
         for at in sorted({1 + (total - 1) * place // PLACES for place in range(PLACES + 1)}):
             model = small()
             before = state_of(model)
             with pytest.raises(RuntimeError, match="injected"), Failing(at):
-                job.convert(plan, model=model)
+                convert_network(loaded, resolved, model=model)
             assert state_of(model) == before
 
 
 def test_outputs_are_not_compared_on_images_too_large(monkeypatch):
-    job, plan = job_for(small(), "largest")
-    plan = replace(plan, input_size=(3, 16, 16))
-    assert job.convert(plan).moved is not None
-    monkeypatch.setattr("dcls_convert.pipeline.MOST_PIXELS", 16 * 16 - 1)
-    assert job.convert(plan, model=small()).moved is None
+    loaded, resolved = resolved_for(small(), "largest")
+    resolved = replace(resolved, plan=replace(resolved.plan, input_size=(3, 16, 16)))
+    assert convert_network(loaded, resolved).moved is not None
+    monkeypatch.setattr("dcls_convert.pipeline.conversion.MOST_PIXELS", 16 * 16 - 1)
+    assert convert_network(loaded, resolved, model=small()).moved is None
 
 
 @pytest.mark.parametrize(
@@ -106,12 +120,12 @@ def test_outputs_are_not_compared_on_images_too_large(monkeypatch):
         ("layers.dcls_conv.DclsConvNd.tie_", 2),  # between two layers
         ("surgery.place.fold_before_timm_fuses_", 1),
         ("surgery.place.spare_from_decay_", 1),
-        ("pipeline.measure_report", 1),
+        ("pipeline.conversion.measure_report", 1),
     ],
 )
 def test_a_failure_after_layers_are_in_place_takes_them_out_again(monkeypatch, place, call):
     model = small()
-    job, plan = job_for(model, "authors")
+    loaded, resolved = resolved_for(model, "authors")
     before, calls = state_of(model), itertools.count(1)
     function = pkgutil.resolve_name(f"dcls_convert.{place}")
 
@@ -122,7 +136,7 @@ def test_a_failure_after_layers_are_in_place_takes_them_out_again(monkeypatch, p
 
     monkeypatch.setattr(f"dcls_convert.{place}", fail)
     with pytest.raises(KeyboardInterrupt):
-        job.convert(plan)
+        convert_network(loaded, resolved)
     assert state_of(model) == before
 
 
@@ -151,8 +165,136 @@ def test_placing_gives_structure_alone(device):
 def test_a_plan_of_the_users_own_model_is_held_to_its_layers(tiny):
     plan = convert_(small(), dilated_size=9, init="random").plan
     assert plan.model is None
-    assert Job(model=small()).plan_again(replace(plan, folded=True)) == plan
+
+    def adopted(model, plan):
+        return resolve_with_plan(LoadedNetwork(ConversionRequest(model=model)), plan).plan
+
+    assert adopted(small(), replace(plan, folded=True)) == plan
     larger = small().append(nn.Linear(4, 4))
     for model in (larger, nn.Sequential(nn.Conv2d(3, 4, 3)), tiny):
         with pytest.raises(PlanError, match="the plan is for"):
-            Job(model=model).plan_again(plan)
+            adopted(model, plan)
+
+
+# A request, and what is loaded for it.
+
+
+NOISE = (torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0)),)
+
+
+@pytest.mark.parametrize(
+    ("settings", "python", "command_line"),
+    [
+        ({"model": TINY, "init": "fit"}, "init='fit' needs trained", "--init fit needs trained"),
+        (
+            {"model": TINY, "options": PlanOptions(scope="error")},
+            "scope='error' needs trained kernels: pretrained or weights",
+            "--scope error needs trained kernels: --pretrained or --checkpoint",
+        ),
+        (
+            {"init": "largest", "options": PlanOptions(scope="error")},
+            "scope='error' is for init='fit', not for 'largest'",
+            "--scope error is for --init fit",
+        ),
+        (
+            {"model": TINY, "calibration": NOISE},
+            "calibration needs trained kernels",
+            "--calibrate needs trained kernels",
+        ),
+        (
+            {"init": "random", "calibration": NOISE},
+            "calibration is for init='fit', not for 'random'",
+            "--calibrate is for --init fit",
+        ),
+        (
+            {"positions": "uniform"},
+            "positions='uniform' is for random positions, init='auto' keeps",
+            "--positions is for random positions, --init auto or exact keeps",
+        ),
+        (
+            {"mean": (0.5,)},
+            "mean and std are for the images",
+            "--mean and --std are for the images",
+        ),
+        (
+            {"model": TINY, "pretrained": True, "weights": {}},
+            "pretrained and weights exclude each other",
+            "--pretrained and --checkpoint exclude each other",
+        ),
+        (
+            {"init": "exact", "options": PlanOptions(budget=80)},
+            "an exact start takes an element for each cell of the old kernels: leave budget",
+            "an exact start takes",
+        ),
+    ],
+)
+def test_options_in_conflict_are_refused_in_words_for_python_and_for_the_command_line(
+    settings, python, command_line
+):
+    with pytest.raises(PlanError) as refused:
+        ConversionRequest(**{"model": small(), **settings})
+    assert str(refused.value).startswith(python)
+    assert refused.value.on_command_line.startswith(command_line)
+
+
+def test_a_request_with_another_seed_is_as_one_that_was_made_so():
+    """Also after the first one was resolved with statistics of its own network's convolutions."""
+    options = PlanOptions(dilated_size=9)
+
+    def asked(seed):
+        return ConversionRequest(
+            model=small(), options=options, input_size=(3, 16, 16), calibration=NOISE, seed=seed
+        )
+
+    def converted(request):
+        loaded = LoadedNetwork(request)
+        return convert_network(loaded, resolve(loaded))
+
+    first = asked(0)
+    loaded = LoadedNetwork(first)
+    assert resolve(loaded).statistics is not None
+    again = converted(replace(first, seed=1))
+    fresh = converted(asked(1))
+    assert all(torch.equal(one, other) for one, other in zip_states(again.model, fresh.model))
+    assert again.report == fresh.report
+
+
+def zip_states(one, other):
+    return zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+
+
+PARTS = ("structure", "convs", "elements", "network", "rebuildable_source")
+
+
+@pytest.mark.parametrize("order", [PARTS, PARTS[::-1], ("network", "structure")])
+def test_no_part_of_a_loaded_network_depends_on_which_was_read_before(tmp_path, order):
+    weights = tmp_path / "weights.pth"
+    torch.save(timm.create_model(TINY).state_dict(), weights)
+    request = ConversionRequest(
+        model=TINY, weights=weights, init="largest", options=PlanOptions(dilated_size=9)
+    )
+    loaded = LoadedNetwork(request)
+    for part in order:
+        getattr(loaded, part)
+    resolved = resolve(loaded)
+    done = convert_network(loaded, resolved)
+    assert all(parameter.is_meta for parameter in loaded.structure.parameters())
+    usual = LoadedNetwork(request)
+    assert resolve(usual).plan == resolved.plan
+    expected = convert_network(usual, resolve(usual)).model
+    assert all(torch.equal(one, two) for one, two in zip_states(done.model, expected))
+
+
+class LengthZero(nn.Sequential):
+    """A model that Python takes for false."""
+
+    def __len__(self):
+        return 0
+
+
+def test_a_model_that_is_false_is_converted():
+    model = LengthZero(*small())
+    loaded, resolved = resolved_for(model, "random")
+    copied = LengthZero(*small())
+    assert convert_network(loaded, resolved, model=copied).model is copied
+    assert convert_(model, dilated_size=9, init="random").params.after

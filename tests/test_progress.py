@@ -1,4 +1,6 @@
-"""Progress is told layer by layer, and shown where somebody may be looking and only if it takes a while."""
+"""Progress is told layer by layer, and shown where somebody may be looking and only if it takes a
+while.
+"""
 
 import io
 import re
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 from dcls_convert import apply_plan_, convert_, find_convs, plan_conversion, progress
-from dcls_convert.progress import is_watched, show_progress
+from dcls_convert.progress import is_stderr_watched, show_progress
 
 from .command_line import net
 
@@ -56,7 +58,7 @@ def test_a_fit_tells_of_every_layer_in_order(images):
 
 @pytest.mark.parametrize("progress", [None, True])
 def test_python_is_silent_in_a_pipe_unless_asked(capfd, monkeypatch, progress):
-    monkeypatch.setattr("dcls_convert.pipeline.SECONDS_UNSEEN", 0)
+    monkeypatch.setattr("dcls_convert.pipeline.in_memory.SECONDS_UNSEEN", 0)
     convert_(net(), dilated_size=9, input_size=(3, 32, 32), progress=progress)
     out, err = capfd.readouterr()
     assert out == ""
@@ -67,13 +69,13 @@ def test_python_is_silent_in_a_pipe_unless_asked(capfd, monkeypatch, progress):
 
 def test_somebody_may_be_looking_on_a_terminal_or_in_a_notebook(monkeypatch, terminal):
     terminal()
-    assert is_watched()
+    assert is_stderr_watched()
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    assert not is_watched()
+    assert not is_stderr_watched()
     monkeypatch.setattr(sys, "stderr", None)
-    assert not is_watched()
+    assert not is_stderr_watched()
     monkeypatch.setitem(sys.modules, "ipykernel", progress)
-    assert is_watched()
+    assert is_stderr_watched()
 
 
 def test_a_terminal_gets_a_bar_with_the_time_left_that_vanishes(terminal):

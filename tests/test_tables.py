@@ -1,4 +1,4 @@
-"""Tables fit any width and any format, and names lose their middle before a number loses a digit."""
+"""Tables fit any width and format, and names lose their middle before a number loses a digit."""
 
 import csv
 import io
@@ -14,7 +14,8 @@ from dcls_convert.tables import LEAST_NAME, Column, Table
 
 from .conftest import many_examples
 
-# Letters, digits, wide characters, combining ones, what a terminal must not get, and what formats take for their own.
+# Letters, digits, wide characters, combining ones, what a terminal must not get, and what formats
+# take for their own.
 TEXTS = st.text(st.sampled_from('abz019._-路径名🙂é\u0301\x1b\n|\\[],"'), max_size=60)
 NUMBER = "1234567 → 7654321"
 ROWS = st.lists(st.tuples(TEXTS, st.none() | st.integers(0, 10**9)), min_size=1, max_size=4)

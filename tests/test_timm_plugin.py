@@ -1,4 +1,7 @@
-"""timm knows our entry, whatever imported or looked it up first; each order in a process of its own."""
+"""timm knows our entry, whatever imported or looked it up first.
+
+Each order in a process of its own.
+"""
 
 import subprocess
 import sys
@@ -14,7 +17,8 @@ sys.modules["torchvision"] = None
 try: import timm
 except ImportError: pass
 del sys.modules["torchvision"]
-for name in [name for name in sys.modules if name.partition(".")[0] == "timm"]: del sys.modules[name]
+for name in list(sys.modules):
+    if name.partition(".")[0] == "timm": del sys.modules[name]
 import timm
 """,
 }

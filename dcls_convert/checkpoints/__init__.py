@@ -1,1 +1,4 @@
-"""A converted model on disk: save, load, load through timm, verify and inspect. Reading a folder runs no code."""
+"""A converted model on disk: save, load, load through timm, verify and inspect.
+
+Reading a folder runs no code.
+"""

@@ -1,4 +1,7 @@
-"""A model's output for one seeded random image, in a few numbers: enough to notice that it is another model."""
+"""A model's output for one seeded random image, in a few numbers.
+
+They are enough to notice another model.
+"""
 
 import math
 import warnings
@@ -18,10 +21,11 @@ from ..networks.tracing import image_dtype
 from ..options import MOST_PIXELS
 from ..records import Record
 
-SEED = 0
+FINGERPRINT_SEED = 0
 SAMPLES = 16  # values of each output
-DIGITS = 6  # significant; float32 has seven
-TOLERANCES = {  # of the stored norm
+SIGNIFICANT_DIGITS = 6  # float32 has seven
+# Largest differences that rounding makes, as shares of the stored norm.
+TOLERANCES = {
     "float64": 1e-3,
     "float32": 1e-3,
     "float16": 1e-2,  # 11 bits of mantissa, and kernels that sum in other orders
@@ -37,9 +41,8 @@ class OutputPrint:
 
     shape: tuple[int, ...]
     norm: float | None
-    values: tuple[
-        float | None, ...
-    ]  # at evenly spaced places of the flattened tensor, the first and last included
+    # At evenly spaced indices of the flattened tensor, the first and last included.
+    values: tuple[float | None, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,77 +52,107 @@ class Fingerprint(Record):
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
 
     dtype: Literal["float64", "float32", "float16", "bfloat16"]  # of the image
-    seed: Literal[0] = 0  # SEED
-    # In the order of the output's leaves; None where the model did not run.
+    seed: Literal[0] = 0  # FINGERPRINT_SEED
+    # The output's floating-point tensors, in their order; None if the model did not run.
     outputs: tuple[OutputPrint, ...] | None
     reason: str | None  # why there are no outputs
 
 
 def take_fingerprint(model: nn.Module, input_size: Sequence[int] | None) -> Fingerprint:
-    """The outputs for a seeded random image, or why there are none. Model and process stay as they were."""
-    dtype = image_dtype(model)
-    name: Any = str(dtype).removeprefix("torch.")
+    """The outputs for a seeded random image, or why there are none.
+
+    Model and process stay as they were.
+
+    Args:
+        model: To run.
+        input_size: (channels, *sides) of the image.
+    """
+    image_type = image_dtype(model)
+    dtype: Any = str(image_type).removeprefix("torch.")
     if input_size is None:
-        return Fingerprint(dtype=name, outputs=None, reason="the plan has no input size")
+        return Fingerprint(dtype=dtype, outputs=None, reason="the plan has no input size")
     if math.prod(input_size[1:]) > MOST_PIXELS:
-        return Fingerprint(
-            dtype=name,
-            outputs=None,
-            reason=f"images of more than {MOST_PIXELS:,} pixels are not run",
-        )
-    device = next(
-        (tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu")
-    )
-    image = torch.randn(1, *input_size, generator=torch.Generator().manual_seed(SEED), device="cpu")
+        reason = f"images of more than {MOST_PIXELS:,} pixels are not run"
+        return Fingerprint(dtype=dtype, outputs=None, reason=reason)
+    generator = torch.Generator().manual_seed(FINGERPRINT_SEED)
+    image = torch.randn(1, *input_size, generator=generator, device="cpu")
     try:
-        # Warnings are about the model; turned into errors they would change what is written.
-        with (
-            warnings.catch_warnings(action="ignore"),
-            evaluating(model),
-            full_precision(),
-            seeded(SEED),
-        ):
-            buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-            output = functional_call(model, buffers, (image.to(device, dtype),))
-        outputs = tuple(
-            _output_print(tensor) for tensor in tensors_in(output) if tensor.is_floating_point()
-        )
+        output = _run(model, image.to(_device_of(model), image_type))
+        outputs = []
+        for tensor in tensors_in(output):
+            if tensor.is_floating_point():
+                outputs.append(_output_print(tensor))
     except Exception as error:  # the model's own code may raise anything
-        return Fingerprint(
-            dtype=name, outputs=None, reason=f"{type(error).__name__}: {one_line(error)[:120]}"
-        )
-    return Fingerprint(dtype=name, outputs=outputs, reason=None)
+        reason = f"{type(error).__name__}: {one_line(error)[:120]}"
+        return Fingerprint(dtype=dtype, outputs=None, reason=reason)
+    return Fingerprint(dtype=dtype, outputs=tuple(outputs), reason=None)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    for tensor in [*model.parameters(), *model.buffers()]:
+        return tensor.device
+    return torch.device("cpu")
+
+
+def _run(model: nn.Module, image: Tensor) -> Any:
+    """The model's output in eval mode; buffers that it changes are copies."""
+    # Warnings are about the model; turned into errors they would change what is written.
+    with (
+        warnings.catch_warnings(action="ignore"),
+        evaluating(model),
+        full_precision(),
+        seeded(FINGERPRINT_SEED),
+    ):
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        return functional_call(model, buffers, (image,))
 
 
 def deviation(taken: Fingerprint, stored: Fingerprint) -> float:
-    """The largest difference, as a share of its output's norm; infinite where number, shapes or finiteness differ."""
-    if taken.outputs is None or stored.outputs is None or len(taken.outputs) != len(stored.outputs):
+    """The largest difference between two fingerprints, as a share of the stored output's norm.
+
+    Infinite if the outputs differ in number, shape, or in which numbers are finite.
+    """
+    if taken.outputs is None or stored.outputs is None:
+        return math.inf
+    if len(taken.outputs) != len(stored.outputs):
         return math.inf
     largest = 0.0
     for new, old in zip(taken.outputs, stored.outputs, strict=True):
-        ours = (new.norm, *new.values)
-        theirs = (old.norm, *old.values)
-        if new.shape != old.shape or [each is None for each in ours] != [
-            each is None for each in theirs
-        ]:
+        largest = max(largest, _output_deviation(new, old))
+    return largest
+
+
+def _output_deviation(taken: OutputPrint, stored: OutputPrint) -> float:
+    """As `deviation`, of one output."""
+    if taken.shape != stored.shape:
+        return math.inf
+    largest = 0.0
+    taken_numbers = (taken.norm, *taken.values)
+    stored_numbers = (stored.norm, *stored.values)
+    for one, other in zip(taken_numbers, stored_numbers, strict=True):
+        if one == other:
+            continue
+        if one is None or other is None or not stored.norm:
             return math.inf
-        for one, other in zip(ours, theirs, strict=True):
-            if one is not None and other is not None and one != other:
-                largest = max(largest, abs(one - other) / old.norm if old.norm else math.inf)
+        largest = max(largest, abs(one - other) / stored.norm)
     return largest
 
 
 def _output_print(output: Tensor) -> OutputPrint:
     flat = output.detach().flatten()
-    last = flat.numel() - 1
     count = min(SAMPLES, flat.numel())
-    places = [index * last // max(count - 1, 1) for index in range(count)]
-    values = flat[torch.tensor(places, dtype=torch.long, device=flat.device)].double().tolist()
-    norm = flat.double().norm().item()
+    last = flat.numel() - 1
+    indices = [sample * last // max(count - 1, 1) for sample in range(count)]
+    values = flat[torch.tensor(indices, dtype=torch.long, device=flat.device)].double().tolist()
     return OutputPrint(
-        shape=tuple(output.shape), norm=_rounded(norm), values=tuple(map(_rounded, values))
+        shape=tuple(output.shape),
+        norm=_rounded(flat.double().norm().item()),
+        values=tuple(map(_rounded, values)),
     )
 
 
 def _rounded(value: float) -> float | None:
-    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+    """The number with few digits; None if it is not finite."""
+    if not math.isfinite(value):
+        return None
+    return float(f"{value:.{SIGNIFICANT_DIGITS}g}")

@@ -1,4 +1,8 @@
-"""The files of a checkpoint folder, read without running code, and hashes that hold config and weights together."""
+"""A checkpoint folder: the names of its files, and `Checkpoint`, which reads it.
+
+Reading runs no code. Config and weights hold a hash of each other, so that a mix of two folders is
+noticed.
+"""
 
 import contextlib
 import hashlib
@@ -10,225 +14,263 @@ from typing import Any
 
 import torch
 from pydantic import ConfigDict
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from .. import __version__
 from ..errors import CheckpointError, shown
 from ..files import check_folder
-from ..networks.source import TIMM_ARCHITECTURE, ModelSource
-from ..networks.weights import alias_names, opened
+from ..networks.source import TIMM_ARCHITECTURE, ModelSource, check_source
+from ..networks.weights import load_file, opened
 from ..planning.plan import ConversionPlan
-from ..records import Record, read_json, write_json
-from .fingerprint import Fingerprint, take_fingerprint
+from ..records import Record, read_json
+from .fingerprint import Fingerprint
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 REPORT = "report.json"
 CARD = "README.md"
 FILES = (WEIGHTS, CONFIG, REPORT, CARD)
-# A folder may hold these too.
+# Files that a folder has only if pictures were asked for.
 PAGE = "pictures.html"
 PICTURE = "positions.png"
 PLAN_PLACE = "model_args.plan"  # in config.json
 METADATA_KEY = "dcls_convert"
-FORMAT_METADATA = {
-    "format": "pt"
-}  # accelerate and transformers refuse files that do not name torch so
-# What a config tells its readers alone, in `pretrained_cfg`.
-DESCRIPTIVE = {"label_names", "label_descriptions", "description", "tag", "notes", "license"}
-DESCRIPTIVE |= {"origin_url", "paper_name", "paper_ids"}
-
-# What timm's own savers write beside `pretrained_cfg`; there it counts more.
+# accelerate and transformers refuse files that do not name torch as their format.
+FORMAT_METADATA = {"format": "pt"}
+# Entries of `pretrained_cfg` that describe the model to people, and may be edited.
+DESCRIPTIVE = {
+    "label_names",
+    "label_descriptions",
+    "description",
+    "tag",
+    "notes",
+    "license",
+    "origin_url",
+    "paper_name",
+    "paper_ids",
+}
+# Entries that timm's own savers write beside `pretrained_cfg`; they overrule those inside.
 BESIDE_PREPROCESSING = ("num_classes", "label_names", "label_descriptions")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FolderConfig:
-    """What a config.json says."""
-
-    folder: Path
-    plan: ConversionPlan | None  # None for a folded model that timm builds by itself
-    # The unconverted model to build; None where only its user can build it.
-    source: ModelSource | None
-    input_size: Any  # of the model, as stated
-    tensors: object  # tensors_hash of the weights beside it; None where timm's own savers wrote it
-    hash: str  # config_hash
-
-    @property
-    def weights(self) -> Path:
-        return self.folder / WEIGHTS
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Stamp(Record):
-    """The metadata that `save_converted` puts into the weights file. The hash of its tensors stands in config.json."""
+    """The metadata that `save_converted` puts into the weights file.
+
+    The hash of the file's tensors is in config.json.
+    """
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
 
     format: int = 1
     version: str  # of the program that wrote it
     config: str  # config_hash of the config.json beside it
-    fingerprint: Fingerprint | None  # None where none was wanted
+    fingerprint: Fingerprint | None  # None if save_converted was called with fingerprint=False
 
 
-def read_folder(folder: str | Path) -> FolderConfig:
-    """What the folder's config.json says; CheckpointError where there is no folder, or no valid config in it."""
-    path = check_folder(Path(folder)) / CONFIG
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """An opened checkpoint folder: what its config.json says.
+
+    The weights file is read when it is asked for, and checked against the config then.
+    """
+
+    folder: Path
+    stored_plan: ConversionPlan | None  # None for a folded model that timm builds by itself
+    stored_source: ModelSource | None  # the unconverted model; None if only its user can build it
+    input_size: Any  # of the model's images, as the plan or else `pretrained_cfg` states it
+    preprocessing: Mapping[str, Any]  # what is stated about images and classes, in timm's names
+    tensors_hash: object  # of the weights; None if timm's own savers wrote the config
+    config_hash: str
+
+    @property
+    def weights(self) -> Path:
+        """The weights file, which may be missing."""
+        return self.folder / WEIGHTS
+
+    @property
+    def plan(self) -> ConversionPlan:
+        """The plan.
+
+        Raises:
+            CheckpointError: The folder has none.
+        """
+        if self.stored_plan is None:
+            raise CheckpointError(
+                f"{self.folder}: there is no plan in {CONFIG}, "
+                "which is of another model or of stock timm's"
+            )
+        return self.stored_plan
+
+    def source(self, *, trust_code: bool) -> ModelSource:
+        """The unconverted model, which may be built.
+
+        Raises:
+            CheckpointError: The folder does not name it.
+            ModelError: To build it would run code that is not trusted.
+        """
+        if self.stored_source is None:
+            raise CheckpointError(
+                f"{self.folder}: does not say how its model is built; "
+                "pass the unconverted one as `model` (fold --model)"
+            )
+        if not trust_code:
+            check_source(self.stored_source)
+        return self.stored_source
+
+    def read_state(self) -> dict[str, Tensor]:
+        """All tensors of the weights file.
+
+        Raises:
+            CheckpointError: The file cannot be read, or is not the one that was written with the
+                config.
+        """
+        self.check_stamp(read_stamp(self.weights))
+        state = load_file(self.weights)
+        self.check_tensors(state)
+        return state
+
+    def check_stamp(self, stamp: Stamp | None) -> None:
+        """Refuse (CheckpointError) a stamp of the weights that does not belong to the config.
+
+        timm's own savers write neither a stamp nor a hash of the tensors.
+        """
+        if stamp is None and self.tensors_hash is not None:
+            raise CheckpointError(
+                f"{self.weights}: has no metadata of dcls-convert, but {CONFIG} states its "
+                "tensors; was it overwritten? "
+                "save_converted(model, FOLDER, NEW) saves a tuned model"
+            )
+        if stamp is not None and stamp.config != self.config_hash:
+            raise CheckpointError(
+                f"{self.weights}: was not written with this {CONFIG}: the config was edited, "
+                "or one of the two is of another folder"
+            )
+
+    def check_tensors(self, state: Mapping[str, Tensor]) -> None:
+        """Refuse (CheckpointError) tensors other than those that were written.
+
+        Hashing takes about as long as reading.
+        """
+        if self.tensors_hash is None:
+            return
+        if self.tensors_hash != tensors_hash(state.items()):
+            raise CheckpointError(
+                f"{self.weights}: its tensors are not those that were written; "
+                "it is damaged or was changed"
+            )
+
+
+def open_checkpoint(folder: str | Path) -> Checkpoint:
+    """Read and check a folder's config.json.
+
+    Raises:
+        CheckpointError: There is no folder, or no valid config in it.
+    """
+    folder = Path(folder)
+    path = check_folder(folder) / CONFIG
     config = read_json(path, str(path))
     architecture = config.get("architecture")
     args = config.get("model_args", {})
     if not isinstance(architecture, str) or not isinstance(args, dict):
         raise CheckpointError(f"{path}: names no architecture, or has arguments that are no object")
     plan = None
-    size = _entry(config.get("pretrained_cfg"), "input_size")
     source: ModelSource | None = ModelSource(name=f"timm:{architecture}", args=args)
+    input_size = _entry(config.get("pretrained_cfg"), "input_size")
     if architecture == TIMM_ARCHITECTURE:
         plan = ConversionPlan.from_dict(args.get("plan"), f"{path}: {PLAN_PLACE}")
-        own = {
-            name: value for name, value in args.items() if name != "plan"
-        }  # timm's savers may change them
-        source = None if plan.model is None else ModelSource(name=plan.model, args=own)
-        size = plan.input_size
-    return FolderConfig(
-        folder=Path(folder),
-        plan=plan,
-        source=source,
-        input_size=size,
-        tensors=_entry(config.get(METADATA_KEY), "tensors"),
-        hash=config_hash(config),
+        source = _source_of(plan, args)
+        input_size = plan.input_size
+    return Checkpoint(
+        folder=folder,
+        stored_plan=plan,
+        stored_source=source,
+        input_size=input_size,
+        preprocessing=_preprocessing(config),
+        tensors_hash=_entry(config.get(METADATA_KEY), "tensors"),
+        config_hash=config_hash(config),
     )
-
-
-def _entry(data: object, name: str) -> Any:
-    return data.get(name) if isinstance(data, dict) else None
 
 
 def read_plan(folder: str | Path) -> ConversionPlan:
-    """The plan of a checkpoint folder; CheckpointError where there is none."""
-    return the_plan(read_folder(folder))
+    """The plan of a checkpoint folder.
 
-
-def the_plan(config: FolderConfig) -> ConversionPlan:
-    """The plan of a config; CheckpointError where it has none."""
-    if config.plan is None:
-        where = config.folder
-        raise CheckpointError(
-            f"{where}: there is no plan in {CONFIG}, which is of another model or of stock timm's"
-        )
-    return config.plan
-
-
-def read_stamp(path: Path) -> Stamp | None:
-    """From the file's header alone; None where another program wrote the file, as timm does after fine-tuning."""
-    with opened(path) as file:
-        text = (file.metadata() or {}).get(METADATA_KEY)
-    return None if text is None else Stamp.from_json(text, f"{path}: its metadata {METADATA_KEY!r}")
-
-
-def read_tensors(path: Path, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a safetensors file, or those of `names`, under its name, one at a time."""
-    with opened(path) as file:
-        for name in sorted(file.keys()):
-            if names is None or name in names:
-                yield name, file.get_tensor(name)
-
-
-def write_files(
-    model: nn.Module,
-    plan: ConversionPlan,
-    folder: Path,
-    config: Mapping[str, Any],
-    texts: Mapping[str, str],
-    *,
-    fingerprint: bool = True,
-) -> None:
-    """Fill an empty folder: the config, the other texts by name, and the weights, which hold the config's hash."""
-    outputs = take_fingerprint(model, plan.input_size) if fingerprint else None
-    aliases = alias_names(model)
-    storages = set[int]()
-    tensors: dict[str, Tensor] = {}  # every one once, on the CPU, each in memory of its own
-    for name, tensor in model.state_dict().items():
-        if name not in aliases:
-            ready = tensor.detach().cpu().contiguous()
-            storage = ready.untyped_storage().data_ptr()
-            # A copy where another tensor has the same memory.
-            tensors[name] = ready.clone() if storage in storages and ready.numel() else ready
-            storages.add(storage)
-    config_text = write_json({**config, METADATA_KEY: {"tensors": tensors_hash(tensors.items())}})
-    for name, text in {CONFIG: config_text, **texts}.items():
-        (folder / name).write_text(text, encoding="utf-8", newline="")
-    stamp = Stamp(
-        version=__version__, config=config_hash(json.loads(config_text)), fingerprint=outputs
-    )
-    metadata = {METADATA_KEY: stamp.to_json(), **FORMAT_METADATA}
-    save_file(tensors, folder / WEIGHTS, metadata=metadata)
-    _sort_metadata_(folder / WEIGHTS)
-    # The usual permissions, which safetensors does not give.
-    (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)
-
-
-def _sort_metadata_(path: Path) -> None:
-    """Sort the metadata of a safetensors file: the library's order changes from run to run.
-
-    The header is JSON behind its length, a little-endian integer of eight bytes.
+    Raises:
+        CheckpointError: There is no folder, or no plan in it.
     """
-    with path.open("r+b") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        assert len(text) <= length  # the same entries, without what fills the header up
-        file.seek(8)
-        file.write(text.ljust(length))
+    return open_checkpoint(folder).plan
 
 
-def check_stamp(stamp: Stamp | None, config: FolderConfig) -> None:
-    """Refuse weights whose stamp, or lack of one, does not fit the config; timm's savers write neither."""
-    if stamp is None and config.tensors is not None:
-        raise CheckpointError(
-            f"{config.weights}: has no metadata of dcls-convert, but {CONFIG} states its tensors; was it overwritten? "
-            "save_converted(model, FOLDER, NEW) saves a tuned model"
-        )
-    if stamp is not None and stamp.config != config.hash:
-        raise CheckpointError(
-            f"{config.weights}: was not written with this {CONFIG}: the config was edited, or one of the two is of "
-            "another folder"
-        )
+def _source_of(plan: ConversionPlan, args: Mapping[str, Any]) -> ModelSource | None:
+    """The plan's model with the config's arguments, which timm's savers may have changed."""
+    if plan.model is None:
+        return None
+    own_args = {name: value for name, value in args.items() if name != "plan"}
+    return ModelSource(name=plan.model, args=own_args)
 
 
-def read_preprocessing(folder: Path) -> dict[str, Any]:
-    """What the folder's config.json states about images and classes, under timm's names."""
-    path = folder / CONFIG
-    config = read_json(path, str(path))
+def _preprocessing(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config states about images and classes, under timm's names."""
     cfg = config.get("pretrained_cfg")
-    stated = dict(cfg) if isinstance(cfg, dict) else {}
+    stated: dict[str, Any] = {}
+    if isinstance(cfg, dict):
+        stated.update(cfg)
     for name in BESIDE_PREPROCESSING:
         if name in config:
             stated[name] = config[name]
     return stated
 
 
-def check_tensors(state: Mapping[str, Tensor], config: FolderConfig) -> None:
-    """Refuse (CheckpointError) tensors other than those that were written. Hashing takes about as long as reading."""
-    if config.tensors is not None and config.tensors != tensors_hash(state.items()):
-        raise CheckpointError(
-            f"{config.weights}: its tensors are not those that were written; it is damaged or was changed"
-        )
+def _entry(data: object, name: str) -> Any:
+    """The entry of an object of JSON; None if it has none, or is no object."""
+    if isinstance(data, dict):
+        return data.get(name)
+    return None
+
+
+def read_stamp(path: Path) -> Stamp | None:
+    """The stamp in the header of a weights file.
+
+    None if another program wrote the file, as timm does after fine-tuning.
+    """
+    with opened(path) as file:
+        metadata = file.metadata() or {}
+    text = metadata.get(METADATA_KEY)
+    if text is None:
+        return None
+    return Stamp.from_json(text, f"{path}: its metadata {METADATA_KEY!r}")
+
+
+def read_tensors(path: Path, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of a safetensors file, read one at a time: all, or those in `names`."""
+    with opened(path) as file:
+        for name in sorted(file.keys()):
+            if names is None or name in names:
+                yield name, file.get_tensor(name)
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """SHA-256 of what matters in a parsed config.json: neither its layout and order nor labels and descriptions."""
+    """SHA-256 of what matters in a parsed config.json.
+
+    Layout, order, labels and descriptions do not.
+    """
     cfg = config.get("pretrained_cfg")
     if isinstance(cfg, dict):
         cfg = {name: value for name, value in cfg.items() if name not in DESCRIPTIVE}
-    parts = {name: config.get(name) for name in ("architecture", "model_args", "num_classes")}
-    parts |= {"pretrained_cfg": cfg, "tensors": _entry(config.get(METADATA_KEY), "tensors")}
+    parts = {
+        "architecture": config.get("architecture"),
+        "model_args": config.get("model_args"),
+        "num_classes": config.get("num_classes"),
+        "pretrained_cfg": cfg,
+        "tensors": _entry(config.get(METADATA_KEY), "tensors"),
+    }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes, in any order. Looks at one tensor after the other."""
+    """SHA-256 over names, dtypes, shapes and bytes of tensors, whatever their order.
+
+    It looks at one tensor after the other, so that they need not be in memory together.
+    """
     digests = []
     for name, tensor in tensors:
         digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -240,16 +282,26 @@ def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def not_of_a_checkpoint(path: Path) -> str | None:
-    """Why an existing path is no checkpoint folder, and so is never replaced by one; None where it is."""
+    """Why an existing path is no checkpoint folder, and must not be replaced; None if it is one."""
     if path.is_symlink():
         return "is a link, not a folder"
     if not path.is_dir():
         return "is a file, not a folder"
-    for entry in (entries := sorted(path.iterdir())):
-        if entry.name not in (*FILES, PAGE, PICTURE) or entry.is_symlink() or not entry.is_file():
+    entries = sorted(path.iterdir())
+    for entry in entries:
+        is_known = entry.name in (*FILES, PAGE, PICTURE)
+        if not is_known or entry.is_symlink() or not entry.is_file():
             return f"holds {shown(entry.name)!r}, which is not of a checkpoint"
-    for is_ours in (lambda: read_stamp(path / WEIGHTS), lambda: read_folder(path).plan):
-        with contextlib.suppress(CheckpointError):
-            if is_ours() is not None:
-                return None
-    return "is not of this program" if entries else None
+    if not entries or _is_of_this_program(path):
+        return None
+    return "is not of this program"
+
+
+def _is_of_this_program(folder: Path) -> bool:
+    """Whether the weights or the config say so; the other file may be damaged."""
+    with contextlib.suppress(CheckpointError):
+        if read_stamp(folder / WEIGHTS) is not None:
+            return True
+    with contextlib.suppress(CheckpointError):
+        return open_checkpoint(folder).stored_plan is not None
+    return False

@@ -13,17 +13,12 @@ from ..errors import CheckpointError
 from ..layers import position_statistics as statistics
 from ..layers.interpolation import find_interpolation, learnt_axes, position_limits
 from ..networks.weights import not_finite
-from ..planning.plan import ConversionPlan, LayerPlan, taken_from
+from ..planning.plan import ConversionPlan, LayerPlan, TieGroup, taken_from
 from ..records import Record
-from .folder import check_stamp, read_folder, read_stamp, read_tensors, the_plan
+from .folder import Checkpoint, read_stamp, read_tensors
 
-# torch cannot compare float8 numbers.
-COMPARED = (
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-)
+# Types of positions whose statistics are computed; torch cannot compare float8 numbers.
+COMPARED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,42 +32,55 @@ class PositionSet:
 
     @property
     def learnt_size(self) -> tuple[int, ...]:
+        """Cells of the window along each learnt axis."""
         size = self.layers[0].dilated_size
         return tuple(size[axis] for axis in learnt_axes(len(size), self.layers[0].dense_axes))
 
     def misfits(self, state: Mapping[str, Tensor]) -> Iterator[str]:
-        """Messages about tensors that are missing, not to be compared, or of another shape than the plan says."""
+        """Messages about tensors that are missing, or have another shape or type than they may."""
         shape = self.layers[0].position_shape
+        allowed = f"the plan has {shape}, floating-point of 16 bits or more, for {self.name}"
         for name in self.parameters.values():
             tensor = state.get(name)
-            if tensor is None or tuple(tensor.shape) != shape or tensor.dtype not in COMPARED:
-                problem = (
-                    "is missing"
-                    if tensor is None
-                    else f"has shape {tuple(tensor.shape)} and is {tensor.dtype}"
-                )
-                yield f"{name} {problem}; the plan has {shape}, floating-point of 16 bits or more, for {self.name}"
+            if tensor is None:
+                yield f"{name} is missing; {allowed}"
+            elif tuple(tensor.shape) != shape or tensor.dtype not in COMPARED:
+                yield f"{name} has shape {tuple(tensor.shape)} and is {tensor.dtype}; {allowed}"
 
     def outside(self, state: Mapping[str, Tensor]) -> Iterator[str]:
-        """Messages about positions outside the window and sigmas below their minimum; for tensors without `misfits`."""
-        positions = state[self.parameters["positions"]]
-        sigma = state.get(self.parameters.get("sigma", ""))
+        """Messages about positions outside the window and sigmas below their minimum.
+
+        The tensors are in `state`, and have no `misfits`.
+        """
+        name = self.parameters["positions"]
+        positions = state[name]
         for axis, (side, values) in enumerate(zip(self.learnt_size, positions, strict=True)):
             low, high = position_limits(side)
-            if count := int(((values < low) | (values > high)).sum()):
+            count = int(((values < low) | (values > high)).sum())
+            if count:
                 where = f"outside the window along axis {axis}, which goes from {low} to {high}"
-                yield f"{self.parameters['positions']} has {count} of {values.numel()} elements {where}"
+                yield f"{name} has {count} of {values.numel()} elements {where}"
+        if "sigma" in self.parameters:
+            yield from self._too_small(state[self.parameters["sigma"]])
+
+    def _too_small(self, sigma: Tensor) -> Iterator[str]:
+        """A message about sigmas below their minimum."""
         least = find_interpolation(self.layers[0].interpolation).min_sigma or 0.0
         # Clamping rounded the minimum to the tensor's dtype; compare in this dtype.
-        if sigma is not None and (
-            count := int((sigma < torch.tensor(least, dtype=sigma.dtype)).sum())
-        ):
-            yield f"{self.parameters['sigma']} has {count} of {sigma.numel()} sigmas below {least:g} cells, the minimum"
+        count = int((sigma < torch.tensor(least, dtype=sigma.dtype)).sum())
+        if count:
+            yield (
+                f"{self.parameters['sigma']} has {count} of {sigma.numel()} sigmas "
+                f"below {least:g} cells, the minimum"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PositionRow:
-    """Statistics of one positions tensor. Shares are fractions of its elements; lengths are in cells."""
+    """Statistics of one positions tensor.
+
+    Shares are fractions of its elements; lengths are in cells.
+    """
 
     name: str
     tied: bool
@@ -92,7 +100,7 @@ class PositionRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inspection(Record):
-    """Statistics of all positions of a checkpoint."""
+    """Statistics of all positions of a checkpoint, which `dcls-convert inspect` shows."""
 
     format: int = 1
     folder: str
@@ -108,17 +116,16 @@ class Inspection(Record):
 
     def share(self, name: str) -> float:
         """The mean of a row's field over all elements."""
-        return float(sum(getattr(row, name) * row.elements for row in self.positions)) / max(
-            self.elements, 1
-        )
+        total = sum(getattr(row, name) * row.elements for row in self.positions)
+        return float(total) / max(self.elements, 1)
 
     def to_dict(self) -> dict[str, Any]:
-        total: dict[str, Any] = {
+        total = {
             "layers": sum(len(row.layers) for row in self.positions),
             "elements": self.elements,
-        }
-        total |= {
-            name: self.share(name) for name in ("border_share", "overlap_share", "mean_distance")
+            "border_share": self.share("border_share"),
+            "overlap_share": self.share("overlap_share"),
+            "mean_distance": self.share("mean_distance"),
         }
         return {**Record.to_dict(self), "total": total}
 
@@ -130,59 +137,105 @@ def position_sets(plan: ConversionPlan) -> tuple[PositionSet, ...]:
     sets = []
     for layer in plan.layers:
         if layer.tie_group is None:
-            own = {name: f"{layer.name}.{name}" for name in layer.shared_parameters}
-            sets.append(PositionSet(name=layer.name, tied=False, layers=(layer,), parameters=own))
-        elif (group := plan.group(layer.tie_group)).layers[0] == layer.name:
-            names = {
-                key: f"{group.owner}.{name}".lstrip(".") for key, name in group.parameters.items()
-            }
-            members = tuple(member for member in plan.layers if member.tie_group == group.name)
-            sets.append(PositionSet(name=group.name, tied=True, layers=members, parameters=names))
+            sets.append(_untied_set(layer))
+            continue
+        group = plan.group(layer.tie_group)
+        if group.layers[0] == layer.name:
+            sets.append(_tied_set(plan, group))
     return tuple(sets)
 
 
-def inspect_folder(folder: str | Path) -> Inspection:
-    """Reads the plan and the positions alone; CheckpointError: no checkpoint, damaged, or folded."""
-    folder = Path(folder)
-    config = read_folder(folder)
-    plan = the_plan(config)
-    path = config.weights
+def _untied_set(layer: LayerPlan) -> PositionSet:
+    """Positions that a layer has for itself."""
+    names = {name: f"{layer.name}.{name}" for name in layer.shared_parameters}
+    return PositionSet(name=layer.name, tied=False, layers=(layer,), parameters=names)
+
+
+def _tied_set(plan: ConversionPlan, group: TieGroup) -> PositionSet:
+    """Positions that the layers of a tie group share."""
+    names = {}
+    for key, name in group.parameters.items():
+        names[key] = f"{group.owner}.{name}".lstrip(".")  # the owner may be the model, ""
+    members = tuple(layer for layer in plan.layers if layer.tie_group == group.name)
+    return PositionSet(name=group.name, tied=True, layers=members, parameters=names)
+
+
+def plan_with_positions(checkpoint: Checkpoint) -> ConversionPlan:
+    """The plan of a checkpoint that has positions.
+
+    Raises:
+        CheckpointError: There is no plan, or it is folded.
+    """
+    plan = checkpoint.plan
     if plan.folded:
         raise CheckpointError(
-            f"{folder}: is folded into plain convolutions, which have no positions"
+            f"{checkpoint.folder}: is folded into plain convolutions, which have no positions"
         )
-    check_stamp(read_stamp(path), config)
+    return plan
+
+
+def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
+    """Statistics of a checkpoint's positions; of its weights, nothing else is read.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or folded.
+    """
+    names = set[str]()
+    for positions in position_sets(plan_with_positions(checkpoint)):
+        names.update(positions.parameters.values())
+    checkpoint.check_stamp(read_stamp(checkpoint.weights))
+    return inspect_state(checkpoint, dict(read_tensors(checkpoint.weights, names)))
+
+
+def inspect_state(checkpoint: Checkpoint, state: Mapping[str, Tensor]) -> Inspection:
+    """As `inspect_checkpoint`, of tensors that were read from it."""
+    plan = checkpoint.plan
+    problem = next(_problems(plan, state), None)
+    if problem is not None:
+        raise CheckpointError(
+            f"{checkpoint.weights}: {problem}; dcls-convert verify lists all problems"
+        )
+    return inspect_positions(plan, state, checkpoint.folder)
+
+
+def _problems(plan: ConversionPlan, state: Mapping[str, Tensor]) -> Iterator[str]:
+    """Messages about positions of which there are no statistics."""
     sets = position_sets(plan)
-    state = dict(read_tensors(path, {name for place in sets for name in place.parameters.values()}))
-    problems = [problem for place in sets for problem in place.misfits(state)]
-    problems += filter(
-        None, (not_finite(name, tensor, mask=False) for name, tensor in state.items())
-    )
-    if problems:
-        raise CheckpointError(f"{path}: {problems[0]}; dcls-convert verify lists all problems")
-    return inspect_positions(plan, state, folder)
+    for positions in sets:
+        yield from positions.misfits(state)
+    for positions in sets:
+        for name in positions.parameters.values():
+            problem = not_finite(name, state[name], mask=False)
+            if problem is not None:
+                yield problem
 
 
 def inspect_positions(
     plan: ConversionPlan, state: Mapping[str, Tensor], folder: str | Path
 ) -> Inspection:
     """Statistics of the positions in a state dict, which are finite and have the plan's shapes."""
-    rows = []
-    for place in position_sets(plan):
-        layer = place.layers[0]
-        positions = state[place.parameters["positions"]]
-        sigma = state.get(place.parameters.get("sigma", ""))
-        row = PositionRow(
-            **taken_from(layer, PositionRow) | {"name": place.name},
-            tied=place.tied,
-            layers=tuple(member.name for member in place.layers),
-            kernels=math.prod(positions.shape[1:-1]),
-            elements=math.prod(positions.shape[1:]),
-            border_share=statistics.border_share(positions, place.learnt_size),
-            overlap_share=statistics.overlap_share(positions),
-            spread=statistics.spread(positions),
-            mean_distance=statistics.mean_distance(positions),
-            mean_sigma=None if sigma is None else float(sigma.mean(dtype=torch.float64)),
-        )
-        rows.append(row)
-    return Inspection(folder=str(folder), model=plan.model, positions=tuple(rows))
+    rows = tuple(_row(positions, state) for positions in position_sets(plan))
+    return Inspection(folder=str(folder), model=plan.model, positions=rows)
+
+
+def _row(position_set: PositionSet, state: Mapping[str, Tensor]) -> PositionRow:
+    """The statistics of one positions tensor."""
+    positions = state[position_set.parameters["positions"]]
+    mean_sigma = None
+    if "sigma" in position_set.parameters:
+        sigma = state[position_set.parameters["sigma"]]
+        mean_sigma = float(sigma.mean(dtype=torch.float64))
+    fields = taken_from(position_set.layers[0], PositionRow)
+    fields["name"] = position_set.name
+    return PositionRow(
+        **fields,
+        tied=position_set.tied,
+        layers=tuple(layer.name for layer in position_set.layers),
+        kernels=math.prod(positions.shape[1:-1]),
+        elements=math.prod(positions.shape[1:]),
+        border_share=statistics.border_share(positions, position_set.learnt_size),
+        overlap_share=statistics.overlap_share(positions),
+        spread=statistics.spread(positions),
+        mean_distance=statistics.mean_distance(positions),
+        mean_sigma=mean_sigma,
+    )

@@ -1,39 +1,45 @@
 """A converted model into a folder, which appears whole or not at all."""
 
-from collections.abc import Container, Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_model
-from torch import nn
+from safetensors.torch import save_file, save_model
+from torch import Tensor, nn
 
 from .. import __version__
 from ..errors import CheckpointError
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.sites import find_convs
 from ..networks.source import REGISTRIES, TIMM_ARCHITECTURE, ModelSource, build_model
-from ..networks.weights import check_weights, misfits
+from ..networks.weights import alias_names, check_weights, misfits
 from ..output import check_output, new_folder
-from ..pipeline import convert_
+from ..pipeline.in_memory import convert_
 from ..planning.plan import ConversionPlan
+from ..records import write_json
 from ..reports.report import ConversionReport, measure_report
 from ..surgery.place import timm_model_args
+from .card import loading_code, model_card
+from .fingerprint import take_fingerprint
 from .folder import (
     CARD,
     CONFIG,
     FORMAT_METADATA,
-    PAGE,
-    PICTURE,
+    METADATA_KEY,
     REPORT,
     WEIGHTS,
+    Stamp,
+    config_hash,
     not_of_a_checkpoint,
     read_plan,
-    write_files,
+    tensors_hash,
 )
 from .load import place_
 
-# Where timm's own config says that weights come from; ours stand beside it.
+# Entries of timm's config that say where weights come from. They are left out: the weights are in
+# the same folder.
 SOURCE_KEYS = {
     "url",
     "file",
@@ -57,40 +63,48 @@ def save_converted(
     pictures: Mapping[str, bytes] | None = None,
     meta: nn.Module | None = None,
 ) -> Path:
-    """Write a converted model as a checkpoint folder that timm loads once `dcls_convert` is imported.
+    """Write a converted model as a checkpoint folder.
+
+    timm loads it once `dcls_convert` is imported.
 
     Args:
         model: Converted by `apply_plan_(model, plan)`.
-        plan: The plan that was carried out, or the checkpoint folder from which the model came. A model of timm may
-            have another number of classes than the folder's.
+        plan: The plan that was carried out, or the checkpoint folder from which the model came. A
+            model of timm may have another number of classes than the folder's.
         folder: Must not exist, unless `force` is set: then a checkpoint folder there is replaced.
-        report: Measured on the model where it is not given.
-        force: Replace an existing checkpoint folder. Anything else that is in the way is never touched.
-        fingerprint: Run the model once, on a random image of the plan's input size, and note its output in the weights
-            file, for `dcls-convert verify`. Without it, nothing of the model's code runs.
+        report: Measured on the model if it is not given.
+        force: Replace an existing checkpoint folder. Anything else that is in the way is never
+            touched.
+        fingerprint: Run the model once, on a random image of the plan's input size, and note its
+            output in the weights file, for `dcls-convert verify`. Without it, nothing of the
+            model's code runs.
         pictures: Files to add, from `views.plot.picture_files`; the model card shows them.
-        meta: An unconverted meta model of the plan's source, if there is one already; converted in place.
+        meta: An unconverted meta model of the plan's source, if there is one already; converted in
+            place.
 
     Returns:
         The folder's path.
 
     Raises:
-        CheckpointError: The model no longer fits its plan, a value is not finite, or the folder cannot be written;
-            an old folder is then as it was.
+        CheckpointError: The model no longer fits its plan, a value is not finite, or the folder
+            cannot be written; an old folder is then as it was.
     """
     folder = Path(folder)
     if not isinstance(plan, ConversionPlan):
-        plan = _tuned(read_plan(plan), model)
+        plan = _with_current_head(read_plan(plan), model)
     check_fits_plan(model, plan, meta)
-    report = report or measure_report(model, plan)
+    if report is None:
+        report = measure_report(model, plan)
+    if pictures is None:
+        pictures = {}
     files = f"The plan and its rules stand in `{CONFIG}`; `{REPORT}` says what each layer costs."
     texts = {
         REPORT: replace(report, output=".").to_json(),  # the folder can be moved
-        CARD: model_card(report, loading_code(plan.model), files, pictures=(pictures or {}).keys()),
+        CARD: model_card(report, loading_code(plan.model), files, pictures=pictures.keys()),
     }
     with new_folder(folder, force=force, foreign=not_of_a_checkpoint) as partial:
         write_files(model, plan, partial, timm_config(model, plan), texts, fingerprint=fingerprint)
-        for name, content in (pictures or {}).items():
+        for name, content in pictures.items():
             (partial / name).write_bytes(content)
     return folder
 
@@ -98,7 +112,9 @@ def save_converted(
 def convert_and_save_(
     model: nn.Module, folder: str | Path, *, force: bool = False, **options: Any
 ) -> ConversionReport:
-    """`convert_`, then `save_converted`: a folder that could not be written is refused before any kernel is fitted.
+    """`convert_`, then `save_converted`.
+
+    A folder that could not be written is refused before any kernel is fitted.
 
     Args:
         model: Converted in place.
@@ -117,18 +133,24 @@ def convert_and_save_(
 
 
 def check_fits_plan(model: nn.Module, plan: ConversionPlan, meta: nn.Module | None = None) -> None:
-    """Refuse a model that could not be loaded again: layers, ties, names, shapes not the plan's, or no values."""
+    """Refuse a model whose folder could not be loaded.
+
+    Args:
+        model: Converted or folded.
+        plan: What was done to it.
+        meta: An unconverted meta model of the plan's source, if there is one; converted in place.
+
+    Raises:
+        CheckpointError: Layers, ties, names or shapes are not the plan's, or a value is missing or
+            not finite.
+    """
     state = model.state_dict()
-    if empty := next((name for name, tensor in state.items() if tensor.is_meta), None):
-        raise CheckpointError(
-            f"the model cannot be saved: {empty} is on the meta device, without values"
-        )
-    problem = None if plan.folded else next(_layer_problems(model, plan), None)
-    source = ModelSource(name=plan.model or "", args=plan.model_args)
-    if problem is None and source.kind in REGISTRIES:
-        meta = build_model(source, device="meta") if meta is None else meta
-        place_(meta, plan)
-        problem = next(misfits(meta, state), None)
+    for name, tensor in state.items():
+        if tensor.is_meta:
+            raise CheckpointError(
+                f"the model cannot be saved: {name} is on the meta device, without values"
+            )
+    problem = next(_problems(model, state, plan, meta), None)
     if problem is not None:
         raise CheckpointError(
             f"the model no longer fits its plan, so its folder could not be loaded: {problem}"
@@ -136,16 +158,41 @@ def check_fits_plan(model: nn.Module, plan: ConversionPlan, meta: nn.Module | No
     check_weights(model, state, "the model")
 
 
-def _layer_problems(model: nn.Module, plan: ConversionPlan) -> Iterator[str]:
-    modules = dict(model.named_modules(remove_duplicate=False))
+def _problems(
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    plan: ConversionPlan,
+    meta: nn.Module | None,
+) -> Iterator[str]:
+    """What differs between a model and its plan, in words."""
+    if not plan.folded:
+        modules = dict(model.named_modules(remove_duplicate=False))
+        yield from _layer_problems(modules, plan)
+        yield from _tie_problems(modules, plan)
+    source = ModelSource(name=plan.model or "", args=plan.model_args)
+    if source.kind in REGISTRIES:
+        if meta is None:
+            meta = build_model(source, device="meta")
+        place_(meta, plan)
+        yield from misfits(meta, state)
+
+
+def _layer_problems(modules: Mapping[str, nn.Module], plan: ConversionPlan) -> Iterator[str]:
+    """Layers of the plan that are no DCLS layers of its shapes."""
     for layer in plan.layers:
         module = modules.get(layer.name)
         shape = layer.position_shape[1:]
-        if not isinstance(module, DclsConvNd):
-            kind = "missing" if module is None else f"a {type(module).__name__}"
-            yield f"{layer.name} is {kind}, not a layer with learnable positions"
+        if module is None:
+            yield f"{layer.name} is missing, not a layer with learnable positions"
+        elif not isinstance(module, DclsConvNd):
+            kind = type(module).__name__
+            yield f"{layer.name} is a {kind}, not a layer with learnable positions"
         elif tuple(module.weight.shape) != shape:
             yield f"{layer.name}.weight has shape {tuple(module.weight.shape)}, the plan {shape}"
+
+
+def _tie_problems(modules: Mapping[str, nn.Module], plan: ConversionPlan) -> Iterator[str]:
+    """Layers that should share a parameter, and have one of their own."""
     for group in plan.tie_groups:
         for key, name in group.parameters.items():
             shared = getattr(modules[group.owner], name, None)
@@ -154,106 +201,70 @@ def _layer_problems(model: nn.Module, plan: ConversionPlan) -> Iterator[str]:
                     yield f"{layer_name} has {key} of its own; the plan shares them in {group.name}"
 
 
-def _tuned(plan: ConversionPlan, model: nn.Module) -> ConversionPlan:
-    """The plan of a model that may have another head by now, of `timm.create_model(..., num_classes=10)`."""
+def _with_current_head(plan: ConversionPlan, model: nn.Module) -> ConversionPlan:
+    """The plan for the classes and input channels that a model of timm has now.
+
+    `timm.create_model("local-dir:FOLDER", num_classes=10, in_chans=1)` changes them.
+    """
     classes = getattr(model, "num_classes", None)
     if ModelSource(name=plan.model or "").kind != "timm" or classes is None:
         return plan
     args = {**plan.model_args, "num_classes": classes}
-    size = plan.input_size
-    first = (getattr(model, "pretrained_cfg", None) or {}).get("first_conv")
-    if isinstance(first, str) and size is not None:
-        chans = getattr(model.get_submodule(first), "in_channels", size[0])
-        if chans != size[0]:  # of `timm.create_model(..., in_chans=1)`
-            args = args | {"in_chans": chans}
-            size = (chans, *size[1:])
-    convs = find_convs(
-        build_model(ModelSource(name=plan.model or "", args=args), device="meta"), size
+    input_size = plan.input_size
+    if input_size is not None:
+        channels = _input_channels(model, default=input_size[0])
+        if channels != input_size[0]:
+            args["in_chans"] = channels
+            input_size = (channels, *input_size[1:])
+    meta = build_model(ModelSource(name=plan.model or "", args=args), device="meta")
+    convs = find_convs(meta, input_size)
+    return replace(
+        plan, model_args=args, input_size=input_size, params=convs.params, macs=convs.macs
     )
-    return replace(plan, model_args=args, input_size=size, params=convs.params, macs=convs.macs)
+
+
+def _input_channels(model: nn.Module, default: int) -> int:
+    """Channels that the first convolution of a model of timm takes, if timm names one."""
+    cfg = getattr(model, "pretrained_cfg", None) or {}
+    name = cfg.get("first_conv")
+    if not isinstance(name, str):
+        return default
+    channels: int = getattr(model.get_submodule(name), "in_channels", default)
+    return channels
 
 
 def timm_config(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
-    """timm's config.json: `model_args` for our entry in its registry, and the preprocessing in `pretrained_cfg`."""
-    stated = getattr(model, "pretrained_cfg", None) or {}
-    config = {
-        key: value for key, value in stated.items() if key not in SOURCE_KEYS and value is not None
-    }
-    counts = {name: getattr(model, name, None) for name in ("num_classes", "num_features")}
-    counts = {name: count for name, count in counts.items() if isinstance(count, int)}
+    """timm's config.json.
+
+    It holds `model_args` for this package's entry in timm's registry, and the preprocessing in
+    `pretrained_cfg`.
+    """
+    cfg = {}
+    for key, value in (getattr(model, "pretrained_cfg", None) or {}).items():
+        if key not in SOURCE_KEYS and value is not None:
+            cfg[key] = value
+    counts = {}
+    for name in ("num_classes", "num_features"):
+        count = getattr(model, name, None)
+        if isinstance(count, int):
+            counts[name] = count
     if "num_classes" in counts:
-        config["num_classes"] = counts["num_classes"]
+        cfg["num_classes"] = counts["num_classes"]
     if plan.input_size is not None:
-        config["input_size"] = list(plan.input_size)
+        cfg["input_size"] = list(plan.input_size)
     return {
         "architecture": TIMM_ARCHITECTURE,
         **counts,
         "model_args": timm_model_args(plan),
-        "pretrained_cfg": config,
+        "pretrained_cfg": cfg,
     }
 
 
-def model_card(
-    report: ConversionReport, loading: str, files: str, *, pictures: Container[str] = ()
-) -> str:
-    """README.md of a folder: what the model is, its numbers, the lines that load it, what else lies there."""
-    from ..views.report import report_markdown
-
-    name = report.model or "a model"
-    title = (
-        "folded from learnable element positions"
-        if report.folded
-        else "with learnable element positions"
-    )
-    folding = (
-        "The model is folded: the kernels are constructed once and for all, and stand in plain convolutions of the "
-        "windows' sizes; no positions are left to be learnt. "
-    )
-    shown = f"![Where the elements are in their windows]({PICTURE})\n\n" * (PICTURE in pictures)
-    shown += f"`{PAGE}` shows positions and kernels.\n\n" * (PAGE in pictures)
-    return (
-        f"---\nlibrary_name: timm\ntags:\n- image-classification\n- timm\n- dcls\n---\n"
-        f"# {name} {title} (DCLS)\n\n"
-        f"Convolutions of {name} are replaced by dilated convolutions with learnable spacings "
-        f"([arXiv:2112.03740](https://arxiv.org/abs/2112.03740)): each has a few weights, at learned positions in a "
-        f"larger window. {folding * report.folded}"
-        f"Made by dcls-convert {__version__}.\n\n"
-        f"{shown}{report_markdown(report)}\n## Loading\n\n"
-        f"Where this folder is `dcls-model` below:\n\n```python\n{loading.format(folder='dcls-model')}```\n\n"
-        f"{files}\n"
-    )
-
-
-def loading_code(model: str | None) -> str:
-    """The lines that load a folder, to be formatted with `folder`, for the plan's `model`."""
-    kind = (model or "").partition(":")[0]
-    if kind == "timm":
-        return (
-            "import timm\nimport dcls_convert  # registers the architecture with timm\n\n"
-            'model = timm.create_model("local-dir:{folder}", pretrained=True, num_classes=10)\n'
-        )
-    how = "" if kind in REGISTRIES else ", trust_code=True" if model else ", model=unconverted"
-    built = "" if kind in REGISTRIES or model else "  # which is built as before"
-    return f'import dcls_convert\n\nmodel = dcls_convert.load_converted("{{folder}}"{how}){built}\n'
-
-
-def training_code(model: str | None, *, trained: bool) -> str:
-    """As `loading_code`, with an optimizer, at a rate for trained weights or others, and lines that save the result."""
-    lr = "1e-4" if trained else "1e-3"
-    imports, _, loading = loading_code(model).partition("\n\n")
-    return (
-        f"import torch\n{imports}\n\n{loading}"
-        f"parameters = dcls_convert.tuning.param_groups(model, lr={lr})  # keeps weight decay off the positions\n"
-        "optimizer = torch.optim.AdamW(parameters)\n"
-        "...  # train\n"
-        'dcls_convert.save_converted(model, "{folder}", "{folder}-tuned")\n'
-    )
-
-
 def save_trained(model: nn.Module, plan: ConversionPlan | str | Path | None, folder: Path) -> None:
-    """A model as a folder, in place of an older one: converted, or without a plan in timm's format if it is timm's.
+    """Write a trained model as a folder, in place of an older one.
 
-    Of other models, the weights alone.
+    A converted model is saved with its plan. Without a plan, a model of timm is saved in timm's
+    format, and any other as weights alone.
     """
     from timm.models import save_for_hf
 
@@ -265,3 +276,72 @@ def save_trained(model: nn.Module, plan: ConversionPlan | str | Path | None, fol
             save_for_hf(model, str(partial), safe_serialization=True)
         else:
             save_model(model, str(partial / WEIGHTS), metadata=dict(FORMAT_METADATA))
+
+
+def write_files(
+    model: nn.Module,
+    plan: ConversionPlan,
+    folder: Path,
+    config: Mapping[str, Any],
+    texts: Mapping[str, str],
+    *,
+    fingerprint: bool = True,
+) -> None:
+    """Fill an empty folder with config, other texts, and weights.
+
+    Args:
+        model: Its tensors are written.
+        plan: States the size of the images for the fingerprint.
+        folder: Empty.
+        config: What config.json says, but for the hash of the tensors.
+        texts: Other files, name to content.
+        fingerprint: Whether to run the model and note its outputs with the weights.
+    """
+    outputs = None
+    if fingerprint:
+        outputs = take_fingerprint(model, plan.input_size)
+    tensors = _tensors_to_save(model)
+    config = {**config, METADATA_KEY: {"tensors": tensors_hash(tensors.items())}}
+    config_text = write_json(config)
+    for name, text in {CONFIG: config_text, **texts}.items():
+        (folder / name).write_text(text, encoding="utf-8", newline="")
+    stamp = Stamp(
+        version=__version__, config=config_hash(json.loads(config_text)), fingerprint=outputs
+    )
+    weights = folder / WEIGHTS
+    save_file(tensors, weights, metadata={METADATA_KEY: stamp.to_json(), **FORMAT_METADATA})
+    _sort_metadata_(weights)
+    # The usual permissions, which safetensors does not give.
+    weights.chmod((folder / CONFIG).stat().st_mode)
+
+
+def _tensors_to_save(model: nn.Module) -> dict[str, Tensor]:
+    """Every tensor once, on the CPU, in memory of its own, as safetensors wants them."""
+    aliases = alias_names(model)
+    storages = set[int]()
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if name in aliases:
+            continue
+        ready = tensor.detach().cpu().contiguous()
+        storage = ready.untyped_storage().data_ptr()
+        if storage in storages and ready.numel():
+            ready = ready.clone()
+        tensors[name] = ready
+        storages.add(storage)
+    return tensors
+
+
+def _sort_metadata_(path: Path) -> None:
+    """Sort the metadata of a safetensors file: the library's order changes from run to run.
+
+    The header is JSON behind its length, a little-endian integer of eight bytes.
+    """
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(text) <= length  # the same entries, without padding
+        file.seek(8)
+        file.write(text.ljust(length))

@@ -1,4 +1,4 @@
-"""Rebuild a converted model for timm's factory: base model, plan, weights, and feature extraction."""
+"""Rebuild a converted model for timm's factory, also as a feature extractor."""
 
 import contextlib
 import os
@@ -24,25 +24,11 @@ from ..networks.weights import alias_names
 from ..planning.plan import ConversionPlan
 from ..surgery.place import note_for_timm
 from ..surgery.start import apply_plan_
-from .folder import (
-    CONFIG,
-    PLAN_PLACE,
-    WEIGHTS,
-    FolderConfig,
-    check_stamp,
-    check_tensors,
-    read_folder,
-    read_stamp,
-)
+from .folder import CONFIG, PLAN_PLACE, WEIGHTS, Checkpoint, open_checkpoint, read_stamp
 from .load import place_
 
-# Where timm's feature extractors keep the model.
-WRAPPER_PREFIXES = (
-    "",
-    "model.",
-    "body.",
-    "graph_module.",
-)
+# Prefixes that timm's feature extractors put before the names of the model that they hold.
+WRAPPER_PREFIXES = ("", "model.", "body.", "graph_module.")
 # Weights come from the folder alone; other places that its config names are ignored.
 NO_OTHER_WEIGHTS = {"url": "", "state_dict": None, "hf_hub_filename": None, "custom_load": False}
 
@@ -54,127 +40,221 @@ def create_converted(
     pretrained_cfg: Any = None,
     pretrained_cfg_overlay: dict[str, Any] | None = None,
     cache_dir: str | Path | None = None,
-    pretrained_model_args: Mapping[str, Any] | None = None,  # the config's `model_args`, unchanged
+    pretrained_model_args: Mapping[str, Any] | None = None,
     features_only: bool = False,
-    **kwargs: Any,  # of the base model
+    **kwargs: Any,
 ) -> nn.Module:
-    """Build the model that `config.json` describes; a new head draws from torch's generator, as timm's own do."""
-    from timm.models import load_pretrained, resolve_pretrained_cfg
+    """Build the model that a checkpoint's config.json describes; timm calls this.
 
+    A new head draws from torch's generator, as timm's own heads do.
+
+    Args:
+        pretrained: Load the weights that are beside the config.
+        plan: `model_args.plan` of the config.
+        pretrained_cfg: `pretrained_cfg` of the config, and where it was found.
+        pretrained_cfg_overlay: The caller's changes to it.
+        cache_dir: Of the hub.
+        pretrained_model_args: `model_args` of the config, without the caller's changes.
+        features_only: Build timm's feature extractor.
+        kwargs: Arguments of the base model.
+
+    Raises:
+        CheckpointError: The weights do not belong to the config, or are damaged.
+        ModelError: The config's model is neither timm's nor torchvision's, or cannot be built.
+    """
     if plan is None:
         raise ModelError(
-            f'"{TIMM_ARCHITECTURE}" is not a model by itself; load a checkpoint: timm.create_model("local-dir:FOLDER")'
+            f'"{TIMM_ARCHITECTURE}" is not a model by itself; '
+            'load a checkpoint: timm.create_model("local-dir:FOLDER")'
         )
     conversion = ConversionPlan.from_dict(plan, f"{CONFIG}: {PLAN_PLACE}")
-    base = conversion.model or ""
-    _check_arguments(base, pretrained_model_args or kwargs)
+    _check_arguments(conversion.model or "", pretrained_model_args or kwargs)
+    config = _resolved_config(pretrained_cfg, pretrained_cfg_overlay)
+    checkpoint = None
+    if pretrained:
+        checkpoint = _open_beside_weights(config, cache_dir)
+    model = _build(conversion, kwargs, config, features_only=features_only)
+    if features_only:
+        conversion = _plan_for_features(model, conversion)
+    if pretrained:
+        place_(model, conversion)
+    else:  # random values, as timm's own layers have without weights
+        apply_plan_(model, conversion, init="random", generator=torch.default_generator)
+    timm_cfg = getattr(model, "pretrained_cfg", None) or {}
+    for name in ("classifier", "first_conv"):
+        if name in timm_cfg:
+            config[name] = timm_cfg[name]
+    note_for_timm(model, {**config, "architecture": TIMM_ARCHITECTURE})
+    if pretrained:
+        _load_by_timm_(
+            model,
+            config,
+            checkpoint,
+            in_chans=kwargs.get("in_chans"),
+            features_only=features_only,
+            cache_dir=cache_dir,
+        )
+    return model
+
+
+def _resolved_config(
+    pretrained_cfg: Any, pretrained_cfg_overlay: dict[str, Any] | None
+) -> dict[str, Any]:
+    """timm's config of the weights, without other places than the folder."""
+    from timm.models import resolve_pretrained_cfg
+
     resolved: Any = resolve_pretrained_cfg(
         TIMM_ARCHITECTURE, pretrained_cfg, pretrained_cfg_overlay
     )
-    config = {**resolved.to_dict(), **NO_OTHER_WEIGHTS}
-    beside = _config_beside_weights(config, cache_dir) if pretrained else None
-    if base.startswith("timm:"):
-        kwargs.setdefault("num_classes", config["num_classes"])
-    elif features_only:
-        raise ModelError(f"features_only is for models that timm builds, not for {base}")
-    if features_only:
-        kwargs["features_only"] = True
-    # The folder's own arguments are checked above; the caller's may be any objects.
-    model = build_model(ModelSource(name=base, args=kwargs), seed=None, trust_code=True)
-    placed = _plan_for_features(model, conversion) if features_only else conversion
-    if pretrained:
-        place_(model, placed)
-    else:  # random values, as timm's own layers have without weights
-        apply_plan_(model, placed, init="random", generator=torch.default_generator)
-    known = getattr(model, "pretrained_cfg", None) or {}
-    config |= {name: known[name] for name in ("classifier", "first_conv") if name in known}
-    note_for_timm(model, {**config, "architecture": TIMM_ARCHITECTURE})
-    if not pretrained:
-        return model
-    in_chans = kwargs.get("in_chans")
-    channels = config["input_size"][0]
+    return {**resolved.to_dict(), **NO_OTHER_WEIGHTS}
 
-    def fit(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-        if beside is not None:
-            check_tensors(state, beside)
+
+def _build(
+    plan: ConversionPlan,
+    kwargs: Mapping[str, Any],
+    config: Mapping[str, Any],
+    *,
+    features_only: bool,
+) -> nn.Module:
+    """The unconverted network, or timm's feature extractor of it."""
+    name = plan.model or ""
+    args = dict(kwargs)
+    if name.startswith("timm:"):
+        args.setdefault("num_classes", config["num_classes"])
+    elif features_only:
+        raise ModelError(f"features_only is for models that timm builds, not for {name}")
+    if features_only:
+        args["features_only"] = True
+    # `_check_arguments` has checked the folder's arguments; the caller's may be any objects.
+    return build_model(ModelSource(name=name, args=args), seed=None, trust_code=True)
+
+
+def _load_by_timm_(
+    model: nn.Module,
+    config: dict[str, Any],
+    checkpoint: Checkpoint | None,
+    *,
+    in_chans: int | None,
+    features_only: bool,
+    cache_dir: str | Path | None,
+) -> None:
+    """Let timm load the weights, which adapts head and first convolution.
+
+    Args:
+        model: With the layers placed.
+        config: timm's, of the weights.
+        checkpoint: The folder of the weights; None if they are no safetensors file.
+        in_chans: Channels that the caller asked for.
+        features_only: Whether the model is a feature extractor.
+        cache_dir: Of the hub.
+    """
+    from timm.models import load_pretrained
+
+    stored_channels = config["input_size"][0]
+    classes = getattr(model, "num_classes", config["num_classes"])
+    channels = in_chans or stored_channels
+    if features_only:  # has no head; `_features_state` adapts the first convolution
+        classes = 0
+        channels = stored_channels
+
+    def adapt(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+        if checkpoint is not None:
+            checkpoint.check_tensors(state)
         if features_only:
             state = _features_state(state, model, config, in_chans)
         return _complete_state(state, model, config)
 
-    load_pretrained(  # timm's own, which adapts head and first convolution
+    if checkpoint is not None:
+        config = {**config, "source": "local-dir", "file": str(checkpoint.folder)}
+    load_pretrained(
         model,
-        pretrained_cfg=config
-        if beside is None
-        else config | {"source": "local-dir", "file": str(beside.folder)},
-        num_classes=0 if features_only else getattr(model, "num_classes", config["num_classes"]),
-        in_chans=channels if features_only else in_chans or channels,
-        filter_fn=fit,
+        pretrained_cfg=config,
+        num_classes=classes,
+        in_chans=channels,
+        filter_fn=adapt,
         cache_dir=cache_dir,
     )
-    return model
 
 
 def _check_arguments(base: str, args: Mapping[str, Any]) -> None:
-    """Refuse (ModelError) a folder's model and arguments that could run code or take memory without end."""
+    """Refuse (ModelError) a folder's arguments that could run code or take memory without end."""
     if not base:
         raise ModelError(
-            "timm cannot build this folder's model; dcls_convert.load_converted(FOLDER, model=YOURS) can"
+            "timm cannot build this folder's model; "
+            "dcls_convert.load_converted(FOLDER, model=YOURS) can"
         )
     stored = {name: value for name, value in args.items() if name != "plan"}
     check_source(ModelSource(name=base, args=stored))
     # `load_converted` compares these with the weights before they cost memory; timm does not.
     for name in UNBOUNDED_ARGUMENTS:
-        if isinstance(stored.get(name), int) and stored[name] > MOST_ARGUMENT:
+        value = stored.get(name)
+        if isinstance(value, int) and value > MOST_ARGUMENT:
             raise ModelError(
-                f"{CONFIG}: {name}={stored[name]}: through timm, {MOST_ARGUMENT:,} is the most"
+                f"{CONFIG}: {name}={value}: through timm, {MOST_ARGUMENT:,} is the most"
             )
 
 
-def _config_beside_weights(
+def _open_beside_weights(
     config: Mapping[str, Any], cache_dir: str | Path | None
-) -> FolderConfig | None:
-    """What the config beside the weights, downloaded now, says; None where they are no safetensors file."""
-    path = Path(config.get("file") or "") / WEIGHTS
-    if config.get("source") == "hf-hub":
-        import huggingface_hub
+) -> Checkpoint | None:
+    """The checkpoint whose weights timm will load, downloaded now, with its stamp checked.
 
-        name, _, revision = str(config.get("hf_hub_id")).partition("@")
-        with contextlib.suppress(huggingface_hub.errors.EntryNotFoundError):
-            path = Path(
-                huggingface_hub.hf_hub_download(
-                    name, WEIGHTS, revision=revision or None, cache_dir=cache_dir
-                )
-            )
-    elif config.get("source") != "local-dir":
+    None if they are no safetensors file.
+    """
+    path = _weights_path(config, cache_dir)
+    if path is None or not os.path.lexists(path):
         return None
-    if not os.path.lexists(path):
+    checkpoint = open_checkpoint(path.parent)
+    checkpoint.check_stamp(read_stamp(path))
+    return checkpoint
+
+
+def _weights_path(config: Mapping[str, Any], cache_dir: str | Path | None) -> Path | None:
+    """Where the safetensors file is, if there is one; None for other sources of timm's."""
+    path = Path(config.get("file") or "") / WEIGHTS
+    if config.get("source") == "local-dir":
+        return path
+    if config.get("source") != "hf-hub":
         return None
-    beside = read_folder(path.parent)
-    check_stamp(read_stamp(path), beside)
-    return beside
+    import huggingface_hub
+
+    repository, _, revision = str(config.get("hf_hub_id")).partition("@")
+    with contextlib.suppress(huggingface_hub.errors.EntryNotFoundError):
+        file = huggingface_hub.hf_hub_download(
+            repository, WEIGHTS, revision=revision or None, cache_dir=cache_dir
+        )
+        return Path(file)
+    return path
 
 
 def _names(entry: str | Iterable[str] | None) -> list[str]:
-    """The modules that a config names as its classifier or first convolution: none, one or several."""
-    return [entry] if isinstance(entry, str) else list(entry or ())
+    """The modules that a config names as its classifier or first convolution: none, or several."""
+    if isinstance(entry, str):
+        return [entry]
+    return list(entry or ())
 
 
 def _complete_state(
     state: Mapping[str, Tensor], model: nn.Module, config: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """With aliases; refuse weights that lack a tensor: with another number of classes, timm itself does not check."""
-    state = {
-        **state,
-        **{alias: state[name] for alias, name in alias_names(model).items() if name in state},
-    }
+    """The tensors, with aliases.
+
+    Refuses weights that lack a tensor: with another number of classes, timm itself does not check.
+    """
+    complete = dict(state)
+    for alias, name in alias_names(model).items():
+        if name in state:
+            complete[alias] = state[name]
     heads = tuple(f"{name}." for name in _names(config.get("classifier")))
-    if missing := [
-        name for name in model.state_dict() if name not in state and not name.startswith(heads)
-    ]:
+    missing = []
+    for name in model.state_dict():
+        if name not in complete and not name.startswith(heads):
+            missing.append(name)
+    if missing:
         raise CheckpointError(
             f"{WEIGHTS}: lacks {listed(missing, 1)} of the model that {CONFIG} describes"
         )
-    return state
+    return complete
 
 
 def _flat(name: str) -> str:
@@ -182,39 +262,50 @@ def _flat(name: str) -> str:
     return name.replace(".", "_")
 
 
-def _unwrapped(names: Collection[str], known: Container[str]) -> dict[str, str]:
-    """Names in a feature extractor -> flat names in the whole model, less the prefix that makes most names match."""
-    flat = (
-        {name: _flat(name.removeprefix(prefix)) for name in names} for prefix in WRAPPER_PREFIXES
-    )
-    return max(
-        ({name: key for name, key in pairs.items() if key in known} for pairs in flat), key=len
-    )
+def _names_in_whole_model(names: Collection[str], known: Container[str]) -> dict[str, str]:
+    """Names in a feature extractor -> flat names in the whole model.
+
+    Of the prefixes that the extractor may have put before them, that is removed which makes most
+    names known.
+    """
+    best: dict[str, str] = {}
+    for prefix in WRAPPER_PREFIXES:
+        found = {}
+        for name in names:
+            flat = _flat(name.removeprefix(prefix))
+            if flat in known:
+                found[name] = flat
+        if len(found) > len(best):
+            best = found
+    return best
 
 
 def _plan_for_features(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
-    """The plan under the names of a feature extractor, which has no layers behind its last feature."""
-    flat = {_flat(name): name for layer in plan.layers for name in layer.names}
+    """The plan under the names of a feature extractor.
+
+    An extractor has no layers after its last feature.
+    """
+    name_of_flat = {_flat(name): name for layer in plan.layers for name in layer.names}
     modules = dict(model.named_modules(remove_duplicate=False))
-    own = {flat[key]: name for name, key in _unwrapped(modules, flat).items()}
-    if not own:
+    extractor_name = {}
+    for name, flat in _names_in_whole_model(modules, name_of_flat).items():
+        extractor_name[name_of_flat[flat]] = name
+    if not extractor_name:
         raise ModelError(
-            f"none of the {len(plan.layers)} converted layers is found in timm's {type(model).__name__}"
+            f"none of the {len(plan.layers)} converted layers is found "
+            f"in timm's {type(model).__name__}"
         )
-    kept = [
-        (layer, tuple(own[name] for name in layer.names if name in own)) for layer in plan.layers
-    ]
-    layers = tuple(replace(layer, names=names) for layer, names in kept if names)
-    members = [
-        (group, tuple(m.name for m in layers if m.tie_group == group.name))
-        for group in plan.tie_groups
-    ]
-    groups = tuple(
-        replace(group, owner=common_parent(inside), layers=inside)
-        for group, inside in members
-        if inside
-    )
-    return replace(plan, layers=layers, tie_groups=groups)
+    layers = []
+    for layer in plan.layers:
+        names = tuple(extractor_name[name] for name in layer.names if name in extractor_name)
+        if names:
+            layers.append(replace(layer, names=names))
+    groups = []
+    for group in plan.tie_groups:
+        members = tuple(layer.name for layer in layers if layer.tie_group == group.name)
+        if members:
+            groups.append(replace(group, owner=common_parent(members), layers=members))
+    return replace(plan, layers=tuple(layers), tie_groups=tuple(groups))
 
 
 def _features_state(
@@ -223,9 +314,10 @@ def _features_state(
     """The checkpoint's tensors under the feature extractor's names."""
     from timm.models import adapt_input_conv
 
-    state = dict(state)
+    flat = {_flat(name): tensor for name, tensor in state.items()}
     if in_chans not in (None, config["input_size"][0]):
         for name in _names(config.get("first_conv")):
-            state[f"{name}.weight"] = adapt_input_conv(in_chans, state[f"{name}.weight"])
-    flat = {_flat(name): tensor for name, tensor in state.items()}
-    return {name: flat[key] for name, key in _unwrapped(model.state_dict(), flat).items()}
+            weight = _flat(f"{name}.weight")
+            flat[weight] = adapt_input_conv(in_chans, flat[weight])
+    names = _names_in_whole_model(model.state_dict(), flat)
+    return {name: flat[key] for name, key in names.items()}

@@ -1,40 +1,36 @@
-"""Whether a checkpoint folder is whole, and is what it says: every check, and every problem in words."""
+"""Whether a checkpoint folder is whole, and is what it says: every check, every problem."""
 
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import DclsConvertError, one_line, shown
 from ..files import check_folder
 from ..networks.weights import build_with_state, load_file, not_finite
+from ..planning.plan import ConversionPlan
 from ..progress import Notify, silent
 from ..records import Record, adapter
 from ..tables import counted
 from .fingerprint import TOLERANCES, deviation, take_fingerprint
-from .folder import (
-    CONFIG,
-    WEIGHTS,
-    FolderConfig,
-    check_stamp,
-    check_tensors,
-    read_folder,
-    read_stamp,
-)
+from .folder import CONFIG, WEIGHTS, Checkpoint, Stamp, open_checkpoint, read_stamp
 from .inspection import position_sets
-from .load import buildable, place_
+from .load import place_
 
-MOST_SECONDS = 600.0  # for the process that rebuilds the model
+REBUILD_SECONDS = 600.0  # the process that rebuilds the model may take
+# -P: a json.py in the working directory is not meant.
 FRESH_PROCESS = (
+    "-P",
+    "-c",
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from dcls_convert.checkpoints.verify import main; main(*sys.argv[2:])"
+    "from dcls_convert.checkpoints.verify import main; main(*sys.argv[2:])",
 )
 
 Result = TypeVar("Result")
@@ -51,6 +47,8 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification(Record):
+    """All checks of a folder, and whether none of them failed."""
+
     format: int = 1
     folder: str
     ok: bool
@@ -58,20 +56,27 @@ class Verification(Record):
 
 
 class Checks(list[Check]):
-    def add(self, name: str, problems: Iterable[str | None], good: str) -> None:
-        """A check for every problem, None apart, or one that says what is good."""
-        failed = [Check(name=name, ok=False, detail=problem) for problem in problems if problem]
+    """Checks in the order in which they were made."""
+
+    def add(self, name: str, problems: Iterable[str], good: str) -> None:
+        """Add a check for every problem, or one that says what is good."""
+        failed = [Check(name=name, ok=False, detail=problem) for problem in problems]
         self.extend(failed or [Check(name=name, ok=True, detail=good)])
 
     def skip(self, name: str, reason: str) -> None:
+        """Add a check that was not made."""
         self.append(Check(name=name, ok=None, detail=f"not checked: {reason}"))
 
     def attempt(self, path: Path, work: Callable[[], Result], name: str = "") -> Result | None:
-        """What the work returns; None and a problem, whose message does not repeat the path, where it fails."""
+        """What the work returns; if it fails, None, and its message is added as a problem.
+
+        The problem does not repeat the path with which the message may begin.
+        """
         try:
             return work()
         except DclsConvertError as error:
-            self.add(name or path.name, [one_line(error).removeprefix(f"{path}: ")], "")
+            problem = one_line(error).removeprefix(f"{path}: ")
+            self.append(Check(name=name or path.name, ok=False, detail=problem))
             return None
 
 
@@ -85,97 +90,137 @@ def verify_folder(
     rebuild: Rebuild | None = None,
     notify: Notify = silent,
 ) -> Verification:
-    """Check a checkpoint folder: its files, that they belong together, and the model they describe, by `rebuild`."""
+    """Check a checkpoint folder: its files, that they belong together, and the model they describe.
+
+    Args:
+        folder: To check.
+        trust_code: Whether to run the code of the user's own that the folder names as its model.
+        rebuild: Checks the model; without it, `rebuild_in_fresh_process`.
+        notify: Is told what is being done.
+
+    Raises:
+        CheckpointError: There is no folder. What is wrong with one is among the checks.
+    """
     folder = check_folder(Path(folder))
     checks = Checks()
     notify("checking the files")
-    config = checks.attempt(folder / CONFIG, lambda: read_folder(folder))
-    if _check_weights(checks, folder / WEIGHTS, config) and config is not None:
-        try:
-            buildable(config, trust_code=trust_code)
-        except DclsConvertError as error:
-            checks.skip("model", one_line(error))
+    checkpoint = checks.attempt(folder / CONFIG, lambda: open_checkpoint(folder))
+    readable = _check_weights(checks, folder / WEIGHTS, checkpoint)
+    if not readable or checkpoint is None:
+        checks.skip("model", f"{CONFIG} or {WEIGHTS} cannot be read")
+    else:
+        reason = _reason_not_to_build(checkpoint, trust_code=trust_code)
+        if reason is not None:
+            checks.skip("model", reason)
         else:
             notify("rebuilding the model in a fresh process")
             checks += (rebuild or rebuild_in_fresh_process)(folder, trust_code)
-    else:
-        checks.skip("model", f"{CONFIG} or {WEIGHTS} cannot be read")
-    return Verification(
-        folder=str(folder), ok=all(check.ok is not False for check in checks), checks=tuple(checks)
-    )
+    ok = all(check.ok is not False for check in checks)
+    return Verification(folder=str(folder), ok=ok, checks=tuple(checks))
 
 
-def _check_weights(checks: Checks, path: Path, config: FolderConfig | None) -> bool:
-    """That they belong to the config, are as written, finite, and inside their windows; whether they can be read."""
+def _reason_not_to_build(checkpoint: Checkpoint, *, trust_code: bool) -> str | None:
+    """Why the checkpoint's model may not or cannot be built; None if it may."""
+    try:
+        checkpoint.source(trust_code=trust_code)
+    except DclsConvertError as error:
+        return one_line(error)
+    return None
+
+
+def _check_weights(checks: Checks, path: Path, checkpoint: Checkpoint | None) -> bool:
+    """Check a weights file, also without a config; whether it can be read."""
     content = checks.attempt(path, lambda: (read_stamp(path), load_file(path)))
     if content is None:
         return False
     stamp, state = content
-    if config is not None:
-        before = len(checks)
-        checks.attempt(path, lambda: check_stamp(stamp, config))
-        checks.attempt(path, lambda: check_tensors(state, config))
-        if stamp is None and config.tensors is None:
-            checks.add(
-                WEIGHTS,
-                ["has no metadata of dcls-convert: nothing says that it belongs to this folder"],
-                "",
-            )
-        if len(checks) == before:
-            checks.add(CONFIG, [], "as written")
-            checks.add(WEIGHTS, [], f"{counted(len(state), 'tensor')}, as written")
-    checks.add(
-        "values",
-        (not_finite(name, tensor, mask=tensor.dim() > 1) for name, tensor in state.items()),
-        "all are finite",
-    )
-    if config is not None and config.plan is not None:
-        sets = position_sets(config.plan)
-        problems = (
-            problem
-            for place in sets
-            for problem in list(place.misfits(state)) or place.outside(state)
-        )
-        checks.add(
-            "positions",
-            problems,
-            f"{counted(len(sets), 'tensor')}, all inside the window" if sets else "none",
-        )
+    if checkpoint is not None:
+        _check_as_written(checks, checkpoint, stamp, state)
+    checks.add("values", _not_finite_values(state), "all are finite")
+    if checkpoint is not None and checkpoint.stored_plan is not None:
+        _check_positions(checks, checkpoint.stored_plan, state)
     return True
 
 
+def _check_as_written(
+    checks: Checks, checkpoint: Checkpoint, stamp: Stamp | None, state: Mapping[str, Tensor]
+) -> None:
+    """Check that config and weights are those that were written together."""
+    path = checkpoint.weights
+    before = len(checks)
+    checks.attempt(path, lambda: checkpoint.check_stamp(stamp))
+    checks.attempt(path, lambda: checkpoint.check_tensors(state))
+    if stamp is None and checkpoint.tensors_hash is None:
+        problem = "has no metadata of dcls-convert: nothing says that it belongs to this folder"
+        checks.add(WEIGHTS, [problem], "")
+    if len(checks) == before:
+        checks.add(CONFIG, [], "as written")
+        checks.add(WEIGHTS, [], f"{counted(len(state), 'tensor')}, as written")
+
+
+def _not_finite_values(state: Mapping[str, Tensor]) -> Iterator[str]:
+    """Messages about tensors with NaN or infinite values; masks of -inf are allowed."""
+    for name, tensor in state.items():
+        problem = not_finite(name, tensor, mask=tensor.dim() > 1)
+        if problem is not None:
+            yield problem
+
+
+def _check_positions(checks: Checks, plan: ConversionPlan, state: Mapping[str, Tensor]) -> None:
+    """Check that the plan's positions are there, and inside their windows."""
+    sets = position_sets(plan)
+    problems: list[str] = []
+    for positions in sets:
+        misfits = list(positions.misfits(state))
+        if misfits:
+            problems += misfits
+        else:
+            problems += positions.outside(state)
+    good = "none"
+    if sets:
+        good = f"{counted(len(sets), 'tensor')}, all inside the window"
+    checks.add("positions", problems, good)
+
+
 def rebuild_in_fresh_process(
-    folder: Path, trust_code: bool, *, seconds: float = MOST_SECONDS
+    folder: Path, trust_code: bool, *, seconds: float = REBUILD_SECONDS
 ) -> list[Check]:
-    """The checks of `rebuild_here`, by a new Python with this process's import path, for models of the user's own."""
+    """The checks of `rebuild_here`, by a new Python, which may run a model of the user's own.
+
+    It has this process's import path.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "checks.json"
         path = json.dumps([str(entry) for entry in sys.path])
-        # -P: a json.py in the working directory is not meant
-        command = [
-            sys.executable,
-            "-P",
-            "-c",
-            FRESH_PROCESS,
-            path,
-            str(folder),
-            str(trust_code),
-            str(result),
-        ]
+        arguments = [path, str(folder), str(trust_code), str(result)]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, errors="replace", timeout=seconds
+                [sys.executable, *FRESH_PROCESS, *arguments],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=seconds,
             )
-            if done.returncode == 0 and result.is_file():
-                checks: list[Check] = adapter(list[Check]).validate_json(result.read_bytes())
-                return checks
         except subprocess.TimeoutExpired:
-            what = f"took more than {seconds:g} s"
-        else:
-            code = done.returncode
-            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            what = f"{f'was ended by signal {-code}' if code < 0 else f'ended with code {code}'}: {shown(last, 300)}"
-    return [Check(name="model", ok=False, detail=f"the process that rebuilt it {what}")]
+            return [_failed_process(f"took more than {seconds:g} s")]
+        if done.returncode != 0 or not result.is_file():
+            return [_failed_process(_end_of_process(done.returncode, done.stderr))]
+        checks: list[Check] = adapter(list[Check]).validate_json(result.read_bytes())
+        return checks
+
+
+def _failed_process(what: str) -> Check:
+    return Check(name="model", ok=False, detail=f"the process that rebuilt it {what}")
+
+
+def _end_of_process(code: int, stderr: str) -> str:
+    """How a process ended, and the last line that it wrote."""
+    end = f"ended with code {code}"
+    if code < 0:
+        end = f"was ended by signal {-code}"
+    lines = stderr.strip().splitlines()
+    last = lines[-1] if lines else "it said nothing"
+    return f"{end}: {shown(last, 300)}"
 
 
 def main(folder: str, trust_code: str, result: str) -> None:
@@ -186,39 +231,63 @@ def main(folder: str, trust_code: str, result: str) -> None:
 
 
 def rebuild_here(folder: Path, trust_code: bool) -> list[Check]:
-    """Build the model of a folder that can be read; check names, shapes and outputs."""
+    """Build the model of a folder that can be read; check names, shapes and outputs.
+
+    It is built, too, where the weights do not belong to the config: `verify_folder` says so.
+    """
     checks = Checks()
-    path = folder / WEIGHTS
-    config = read_folder(folder)
-    state = load_file(path)
+    checkpoint = open_checkpoint(folder)
+    path = checkpoint.weights
     stamp = read_stamp(path)
-    source = buildable(config, trust_code=trust_code)
+    state = load_file(path)
+    source = checkpoint.source(trust_code=trust_code)
 
     def prepare_(model: nn.Module) -> None:
-        if config.plan is not None:
-            place_(model, config.plan)
-        for name, tensor in model.state_dict(
-            keep_vars=True
-        ).items():  # the precision in which the outputs were stored
-            if name in state and tensor.is_floating_point() and state[name].is_floating_point():
-                tensor.data = tensor.data.to(state[name].dtype)
+        if checkpoint.stored_plan is not None:
+            place_(model, checkpoint.stored_plan)
+        _take_precision_(model, state)
 
     built = checks.attempt(
         path, lambda: build_with_state(source, state, str(path), prepare_=prepare_), "model"
     )
     if built is None:
         return checks
+    model, _ = built
     checks.add("model", [], f"{shown(source.name)} rebuilt; all {len(state)} tensors fit")
-    stored = stamp.fingerprint if stamp is not None else None
-    if stored is None or stored.outputs is None:
-        checks.skip(
-            "outputs", f"none were stored when it was saved{f': {stored.reason}' if stored else ''}"
-        )
-        return checks
-    outputs = take_fingerprint(built[0].eval(), config.input_size)
-    apart = deviation(outputs, stored)
-    tolerance = TOLERANCES[stored.dtype]
-    detail = f"differ by {apart:.1e} of the stored norm; up to {tolerance:g} is rounding in {stored.dtype}"
-    detail = detail if outputs.outputs is not None else f"the model does not run: {outputs.reason}"
-    checks.add("outputs", [] if apart <= tolerance else [detail], detail)
+    _check_outputs(checks, model, checkpoint, stamp)
     return checks
+
+
+def _take_precision_(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Give the model the precision of the stored tensors, in which its outputs were computed."""
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        stored = state.get(name)
+        if stored is None:
+            continue
+        if tensor.is_floating_point() and stored.is_floating_point():
+            tensor.data = tensor.data.to(stored.dtype)
+
+
+def _check_outputs(
+    checks: Checks, model: nn.Module, checkpoint: Checkpoint, stamp: Stamp | None
+) -> None:
+    """Compare the model's outputs with those that were stored with the weights."""
+    stored = None
+    reason = ""
+    if stamp is not None and stamp.fingerprint is not None:
+        stored = stamp.fingerprint
+        reason = f": {stored.reason}"
+    if stored is None or stored.outputs is None:
+        checks.skip("outputs", f"none were stored when it was saved{reason}")
+        return
+    taken = take_fingerprint(model.eval(), checkpoint.input_size)
+    difference = deviation(taken, stored)
+    tolerance = TOLERANCES[stored.dtype]
+    detail = (
+        f"differ by {difference:.1e} of the stored norm; "
+        f"up to {tolerance:g} is rounding in {stored.dtype}"
+    )
+    if taken.outputs is None:
+        detail = f"the model does not run: {taken.reason}"
+    problems = [detail] if difference > tolerance else []
+    checks.add("outputs", problems, detail)

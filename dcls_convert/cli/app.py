@@ -1,5 +1,9 @@
-"""The program: its commands, and how it ends, with one line at most and the documented exit code. Imports no torch."""
+"""The program: its commands, and how it ends, with one line at most and a documented exit code.
 
+Imports no torch.
+"""
+
+import inspect
 import os
 import signal
 import sys
@@ -16,7 +20,7 @@ from .compare import compare
 from .convert import convert
 from .diff import diff
 from .fold import fold
-from .inspect import inspect
+from .inspect import inspect as inspect_checkpoint
 from .models import models
 from .rules import rules_app
 from .sweep import sweep
@@ -26,22 +30,15 @@ EXIT_BUG = 1
 EXIT_MISTAKE = 2
 EXIT_INTERRUPTED = 130
 EXIT_CODES = (
-    "Exit codes: 0 done; 1 a bug, or stdout could not be written; 2 a mistake in what was given, or no disk or memory "
-    "left; 3 nothing in the model matches the rules; 130 interrupted."
+    "Exit codes: 0 done; 1 a bug, or stdout could not be written; "
+    "2 a mistake in what was given, or no disk or memory left; "
+    "3 nothing in the model matches the rules; 130 interrupted."
 )
-# Packages that some install by themselves, and pip may have left out.
-NETWORKS = (
-    "torch",
-    "torchvision",
-    "timm",
-)
-# In messages of torch, C++ and the loader.
-NO_MEMORY = (
-    "allocate memory",
-    "bad_alloc",
-    "failed to map segment",
-    "out of memory",
-)
+# Dependencies that some users install by hand, so that they can be missing.
+NETWORK_LIBRARIES = ("torch", "torchvision", "timm")
+# Parts of the messages by which torch, C++ and the dynamic loader say that memory is exhausted.
+NO_MEMORY = ("allocate memory", "bad_alloc", "failed to map segment", "out of memory")
+# Options that users guess, and the ones that are suggested instead.
 ALIASES = {
     "size": "dilated-size",
     "window": "dilated-size",
@@ -50,22 +47,26 @@ ALIASES = {
 }
 COMPLETION_VARIABLE = "_DCLS_CONVERT_COMPLETE"
 TRACEBACK_VARIABLE = "DCLS_CONVERT_TRACEBACK"
-SIGNALS = [
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
-]
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
+if hasattr(signal, "SIGHUP"):  # not on Windows
+    SIGNALS.append(signal.SIGHUP)
 
 
 def _completion_asked() -> bool:
-    """Whether to add the options for completion; with them, typer imports pydantic for every command."""
-    if (
-        COMPLETION_VARIABLE in os.environ
-    ):  # a shell asks what to complete, and has half the time of a command
+    """Whether to add the options for completion.
+
+    With them, typer imports pydantic for every command.
+    """
+    if COMPLETION_VARIABLE in os.environ:
+        # A shell asks what to complete, and should not wait for pydantic. This call makes the
+        # shells known, as adding the options would.
         from typer.completion import get_completion_inspect_parameters
 
-        get_completion_inspect_parameters()  # makes the shells known, which typer else does as it adds the options
+        get_completion_inspect_parameters()
         return False
-    first = sys.argv[1:2] or ["--help"]
-    return first[0].startswith(("--install", "--show", "--help", "-h"))
+    if len(sys.argv) < 2:
+        return True
+    return sys.argv[1].startswith(("--install", "--show", "--help", "-h"))
 
 
 app = typer.Typer(
@@ -77,7 +78,8 @@ app = typer.Typer(
     epilog=EXIT_CODES,
     help="Give a network's convolutions learnable element positions (DCLS, arXiv:2112.03740).\n\n"
     "dcls-convert convnext_tiny --dilated-size 17\n\n"
-    "converts a timm or torchvision model, reports parameters and MACs, and writes a checkpoint that timm loads. "
+    "converts a timm or torchvision model, reports parameters and MACs, "
+    "and writes a checkpoint that timm loads. "
     "`convert` is the default command; its options: dcls-convert convert --help",
 )
 
@@ -105,34 +107,52 @@ EXAMPLES = {
         "convnext_tiny --data photos --minutes 600",
         "resnet18 --pretrained --data photos --sizes 5,7 --html",
     ),
-    inspect: ("convnext_tiny-dcls17", "convnext_tiny-dcls17 --html positions.html"),
+    inspect_checkpoint: ("convnext_tiny-dcls17", "convnext_tiny-dcls17 --html positions.html"),
     diff: ("convnext_tiny-dcls17 convnext_tiny-dcls13", "one two --json"),
     fold: ("convnext_tiny-dcls17", "convnext_tiny-dcls17 --format onnx"),
     verify: ("convnext_tiny-dcls17", "mine-dcls9 --trust-code"),
 }
-_command: Any
-for _command, _examples in EXAMPLES.items():
-    _lines = [
-        f"dcls-convert{'' if _command is convert else f' {_command.__name__}'} {one}"
-        for one in _examples
-    ]
-    app.command(cls=Command, epilog="\n\n".join(["Examples:", *_lines]))(_command)
+
+
+def _add_commands() -> None:
+    command: Any
+    for command, examples in EXAMPLES.items():
+        program = f"dcls-convert {command.__name__}"
+        if command is convert:
+            program = "dcls-convert"  # the default command
+        epilog = "Examples:"
+        for arguments in examples:
+            epilog += f"\n\n{program} {arguments}"
+        app.command(cls=Command, help=_unwrapped(command), epilog=epilog)(command)
+
+
+def _unwrapped(command: Any) -> str:
+    """The paragraphs of a docstring, each on one line: typer would print the source's line ends."""
+    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    return "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
+
+
+_add_commands()
 app.add_typer(rules_app, name="rules")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script. Ends the process, with one line at most of what went wrong."""
+    if arguments is None:
+        arguments = sys.argv[1:]
     _raise_interrupts()
     console.set_up()
     try:
-        code, line = _run(list(sys.argv[1:] if arguments is None else arguments))
-        if console.interrupts and code:  # of which a library made another error
-            code = EXIT_INTERRUPTED
-            line = "interrupted"
+        code, line = _run(list(arguments))
+        # A library may have made another error of the KeyboardInterrupt.
+        interrupted = bool(console.interrupts) and code != 0
     except KeyboardInterrupt:
+        interrupted = True
+    if interrupted:
         code = EXIT_INTERRUPTED
         line = "interrupted"
-    for number in SIGNALS:  # all is done but for the last line
+    # Only the last line is left to print.
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if line:
         console.message(f"error: {line}", style="red")
@@ -143,25 +163,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run(arguments: list[str]) -> tuple[int, str | None]:
     """The exit code, and what went wrong, in one line."""
     try:
+        console.log_if_asked()
         result = typer.main.get_command(app).main(
             arguments, prog_name="dcls-convert", standalone_mode=False
         )
-    except typer.TyperException as error:  # the parser's
-        option = getattr(error, "option_name", None)  # of one that there is not
-        if option and option.strip("-") in ALIASES:
-            error.possibilities = [f"--{ALIASES[option.strip('-')]}"]  # type: ignore[attr-defined]
-        message = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")
-        command = getattr(getattr(error, "ctx", None), "command_path", "dcls-convert")
-        end = "" if message.endswith("?") else "."
-        return EXIT_MISTAKE, f"{message}{end} Try '{command} --help'."
+    except typer.TyperException as error:
+        return EXIT_MISTAKE, _parser_message(error)
     except DclsConvertError as error:
         return error.exit_code, error.on_command_line
     except OSError as error:  # the disk, a permission, a name that no file system takes
-        about = f"'{shown(error.filename)}': " if error.filename else ""
-        return EXIT_MISTAKE, f"{about}{error.strerror or one_line(error)}"
+        reason = error.strerror or one_line(error)
+        if error.filename:
+            reason = f"'{shown(error.filename)}': {reason}"
+        return EXIT_MISTAKE, reason
     except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and error.name in NETWORKS:
-            return EXIT_MISTAKE, f"{error.name} is not installed: pip install {' '.join(NETWORKS)}"
+        if isinstance(error, ModuleNotFoundError) and error.name in NETWORK_LIBRARIES:
+            install = f"pip install {' '.join(NETWORK_LIBRARIES)}"
+            return EXIT_MISTAKE, f"{error.name} is not installed: {install}"
         if isinstance(error, MemoryError) or any(words in one_line(error) for words in NO_MEMORY):
             return EXIT_MISTAKE, "out of memory"
         if os.environ.get(TRACEBACK_VARIABLE):
@@ -170,13 +188,33 @@ def _run(arguments: list[str]) -> tuple[int, str | None]:
             f"this is a bug in dcls-convert: {type(error).__name__}: {one_line(error)[:300]} "
             f"(set {TRACEBACK_VARIABLE}=1 for a traceback to report)"
         )
+    if not isinstance(result, int):
+        return 0, None
     # The code of typer.Exit; typer makes 130 of a KeyboardInterrupt.
-    code = result if isinstance(result, int) else 0
-    return code, "interrupted" if code == EXIT_INTERRUPTED else None
+    if result == EXIT_INTERRUPTED:
+        return result, "interrupted"
+    return result, None
+
+
+def _parser_message(error: typer.TyperException) -> str:
+    """What typer says about the arguments, in one line, with the help to read."""
+    unknown_option = getattr(error, "option_name", None) or ""
+    option = ALIASES.get(unknown_option.strip("-"))
+    if option is not None:
+        error.possibilities = [f"--{option}"]  # type: ignore[attr-defined]
+    message = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")
+    if not message.endswith("?"):
+        message += "."
+    context = getattr(error, "ctx", None)
+    command = getattr(context, "command_path", "dcls-convert")
+    return f"{message} Try '{command} --help'."
 
 
 def _raise_interrupts() -> None:
-    """Let each signal that nobody ignored raise KeyboardInterrupt; `console.interrupts` will hold those that came."""
+    """Let signals raise KeyboardInterrupt; `console.interrupts` will hold those that came.
+
+    Signals that the parent process ignores (nohup, a shell's job in the background) stay ignored.
+    """
     console.interrupts.clear()
 
     def interrupt(number: int, _frame: object) -> None:
@@ -184,7 +222,5 @@ def _raise_interrupts() -> None:
         raise KeyboardInterrupt
 
     for number in SIGNALS:
-        if (
-            signal.getsignal(number) != signal.SIG_IGN
-        ):  # by nohup, or for a shell's job in the background
+        if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, interrupt)

@@ -5,9 +5,9 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
@@ -16,43 +16,36 @@ from ..errors import DclsConvertError, shown
 from ..files import check_folder, check_images, check_weights_file
 from ..options import (
     AUTO,
-    DEFAULT_BUDGET,
-    ERROR,
-    INTERPOLATIONS,
-    LEAST_PERCENT,
+    HOW_MANY_ELEMENTS,
     MOST_COUNT,
-    MOST_PERCENT,
     MOST_SIDE,
-    MOST_SLOWER,
-    MOST_WINDOW,
     PLAN_PARAMETERS,
-    Interpolation,
+    WHAT_TO_CONVERT,
     PlanOptions,
-    Scope,
-    Tie,
+    argument_of,
 )
+from ..pipeline.request import ConversionRequest
 from .completion import complete_files, complete_models, complete_rules
 
-if TYPE_CHECKING:
-    from ..pipeline import Job
-
 # Groups of options in --help.
-WHAT = "What to convert"
-HOW_MANY = "How many elements"
+WHAT = WHAT_TO_CONVERT
+HOW_MANY = HOW_MANY_ELEMENTS
 WHERE = "Where they start"
 OUTPUT = "Output"
+RUNNING = "How to run"
 
 DEFAULT = "convert"  # the command that is run if none is named
-LONGEST_CHOICES = 24  # characters of <words|to|choose|from>; --help would break longer ones
+LONGEST_CHOICES = 22  # characters of words|to|choose|from; --help would break longer ones
+SECONDS_A_DAY = 86_400  # the longest time that an option takes
 MOST_SEED = 2**63 - 1  # of torch.Generator
 
 
 def option(panel: str, help: str, *names: str, **settings: Any) -> Any:
     """An option in one of the groups of --help; without a name, a flag would get a --no- form."""
-    usual = settings.get("show_default")
-    if isinstance(usual, str):
+    default_text = settings.get("show_default")
+    if isinstance(default_text, str):
         # typer would write such a default in two kinds of brackets.
-        help = f"{help} \\[default: {usual}]"
+        help = f"{help} \\[default: {default_text}]"
         settings["show_default"] = False
     return typer.Option(*names, rich_help_panel=panel, help=help, **settings)
 
@@ -72,8 +65,11 @@ def number(
 
     int() and float() alone would also accept `1_000`, ` 17 ` and `nan`.
     """
-    digits = r"[0-9]{1,19}" if kind is int else r"[0-9]{1,19}(\.[0-9]{1,19})?"
-    noun = "an integer" if kind is int else "a number"
+    digits = r"[0-9]{1,19}"
+    noun = "an integer"
+    if kind is float:
+        digits = r"[0-9]{1,19}(\.[0-9]{1,19})?"
+        noun = "a number"
     allowed = f"{noun} from {least} to {most}"
     if word:
         allowed += f", or {word}"
@@ -82,12 +78,24 @@ def number(
         if word and text == word:
             return word
         written = str(text).removesuffix(unit)
-        value = kind(written) if re.fullmatch(digits, written) else None
-        if value is None or not least <= value <= most:
-            raise typer.BadParameter(f"'{shown(text)}' is not {allowed}")
-        return value
+        if re.fullmatch(digits, written):
+            value = kind(written)
+            if least <= value <= most:
+                return value
+        raise typer.BadParameter(f"'{shown(text)}' is not {allowed}")
 
     return option(panel, help, parser=parse, **settings)
+
+
+def choice(words: Any, panel: str, help: str, **settings: Any) -> Any:
+    """An option for one of the words of a `Literal`, which --help lists."""
+    names = get_args(words)
+    metavar = "|".join(names)
+    if len(metavar) > LONGEST_CHOICES:
+        metavar = "NAME"
+        if not all(name in help for name in names):
+            help = f"{help} One of {', '.join(names)}."
+    return option(panel, help, metavar=metavar, **settings)
 
 
 def _sides(text: str, counts: range, what: str) -> tuple[int, ...]:
@@ -101,14 +109,19 @@ def _sides(text: str, counts: range, what: str) -> tuple[int, ...]:
 
 
 def parse_size_or_auto(text: str) -> int | str | tuple[int, ...]:
-    return AUTO if text == AUTO else parse_size(text)
+    """ "auto", or a size as `parse_size` reads it."""
+    if text == AUTO:
+        return AUTO
+    return parse_size(text)
 
 
 def parse_size(text: str) -> int | tuple[int, ...]:
     """ "17" -> 17, "17x9" -> (17, 9)."""
     what = f"a size: give an integer from 1 to {MOST_SIDE} such as 17, or sides such as 17x9"
     sides = _sides(text, range(1, 4), what)
-    return sides if len(sides) > 1 else sides[0]
+    if len(sides) == 1:
+        return sides[0]
+    return sides
 
 
 def parse_input_size(text: str) -> tuple[int, ...]:
@@ -127,18 +140,17 @@ def parse_numbers(text: str) -> tuple[float, ...]:
 
 
 class PlainHelp:
-    """Help that shows arguments' names and the words to choose from, without types and brackets."""
+    """Help without types in brackets: neither for flags nor for arguments."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """The parameters, --help included, with plain names."""
+        """The parameters, --help included."""
         parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for parameter in parameters:
-            if getattr(parameter, "is_flag", False) or getattr(parameter, "count", False):
+            if isinstance(parameter, TyperArgument):
+                # typer has no setting for this; a metavar only renames the argument.
+                parameter.display_type_rich = _no_type  # type: ignore[method-assign]
+            elif parameter.is_flag or parameter.count:
                 parameter.metavar = ""
-            elif getattr(parameter, "metavar", "") is None:
-                choices = parameter.display_type_rich(ctx)  # "<words|to|choose|from>", or ""
-                if choices:
-                    _name_choices(parameter, choices)
         return parameters
 
     def get_help_option(self, ctx: Any) -> Any:
@@ -151,44 +163,36 @@ class PlainHelp:
         return option
 
 
-def _name_choices(parameter: Any, choices: str) -> None:
-    """Show the words to choose from in the parameter's name; in its help, if they are long."""
-    words = choices.strip("<>").split("|")
-    if len(choices) <= LONGEST_CHOICES:
-        parameter.metavar = "|".join(words)
-        return
-    parameter.metavar = "NAME"
-    help, bracket, default = parameter.help.partition(" \\[")
-    if not all(word in help for word in words):
-        parameter.help = f"{help} One of {', '.join(words)}.{bracket}{default}"
+def _no_type(ctx: Any) -> str:
+    return ""
 
 
 class Command(PlainHelp, TyperCommand):
-    """A command whose arguments, too, are shown by name alone."""
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        for parameter in self.params:
-            if isinstance(parameter, TyperArgument):
-                words: Any = parameter
-                words.display_type_rich = lambda ctx: ""
-                words._usage_display_name = lambda name=parameter.metavar: name
+    """A command with plain help."""
 
 
 class CommandGroup(PlainHelp, TyperGroup):
     """Commands; `convert`, if it is among them, is the default. Without arguments, shows help."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        own_options = {option for parameter in self.get_params(ctx) for option in parameter.opts}
-        first = args[0] if args else "--help"
-        named = first in own_options or first in self.commands
-        if args and DEFAULT in self.commands and not named:
+        """Put the default command before arguments that name no command.
+
+        Raises:
+            DclsConvertError: The first argument is nearly a command's name.
+        """
+        if not args:
+            return super().parse_args(ctx, ["--help"])
+        known = set(self.commands)
+        for parameter in self.get_params(ctx):
+            known.update(parameter.opts)
+        first = args[0]
+        if DEFAULT in self.commands and first not in known:
             # With a cutoff of 0.8, no registered model's name is this close to a command.
-            near = difflib.get_close_matches(first, self.commands, 1, 0.8)
+            near = difflib.get_close_matches(first, self.commands, n=1, cutoff=0.8)
             if near and not first.startswith("-"):
                 raise DclsConvertError(f"there is no command {first!r} (did you mean {near[0]!r}?)")
             args = [DEFAULT, *args]
-        return super().parse_args(ctx, args or ["--help"])
+        return super().parse_args(ctx, args)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         """Commands and options, and those of the default command.
@@ -197,11 +201,15 @@ class CommandGroup(PlainHelp, TyperGroup):
         """
         items = super().shell_complete(ctx, incomplete)
         default = self.commands.get(DEFAULT)
-        if incomplete and default is not None:
-            part: Any = default if incomplete.startswith("-") else default.params[0]
-            known = {item.value for item in items}
-            more = part.shell_complete(ctx, incomplete)
-            items += [item for item in more if item.value not in known]
+        if not incomplete or default is None:
+            return items
+        completing: Any = default.params[0]  # MODEL
+        if incomplete.startswith("-"):
+            completing = default
+        known = {item.value for item in items}
+        for item in completing.shell_complete(ctx, incomplete):
+            if item.value not in known:
+                items.append(item)
         return items
 
 
@@ -220,7 +228,9 @@ def image_size(panel: str, help: str) -> Any:
 
 
 # What several commands take.
-Checkpoint = Annotated[Path, checkpoint_argument("CHECKPOINT", "A folder that dcls-convert wrote.")]
+CheckpointFolder = Annotated[
+    Path, checkpoint_argument("CHECKPOINT", "A folder that dcls-convert wrote.")
+]
 SIZE_OF_IMAGES_HELP = "Size of images, for MACs, exports and training; without it, the model's own."
 InputSize = Annotated[Any, image_size(OUTPUT, SIZE_OF_IMAGES_HELP)]
 Json = Annotated[bool, option(OUTPUT, "Print one JSON object.", "--json")]
@@ -247,46 +257,63 @@ MEAN_HELP = (
     "without it, as the model states."
 )
 STD_HELP = "Standard deviation, likewise."
-COUNT_HELP = "Elements in a kernel; auto: as many as the budget admits."
-SCOPE_HELP = "What one count is solved for; auto: error with --calibrate, else model."
-SIZE_HELP = (
-    "Window in which elements move: 17 or 17x9 cells; auto: the largest, "
-    f"{MOST_WINDOW} at most, that adds at most {MOST_SLOWER:g} % to the MACs."
-)
-BUDGET_HELP = "Parameters for the new kernels, in percent of the weights that they replace."
-RULES_HELP = (
-    "Rule file or built-in set; auto: depthwise convolutions, or 3x3 ones where there are none."
-)
-HOW_HELP = "How an element spreads over the cells."
-STRICT_HELP = "Fail where a layer cannot take the size, instead of skipping it."
-PLANNING: dict[str, Any] = {
-    "dilated_size": Annotated[
-        Any, option(HOW_MANY, SIZE_HELP, metavar="N|HxW|auto", parser=parse_size_or_auto)
-    ],
-    "kernel_count": Annotated[
-        Any, number(int, 1, MOST_COUNT, HOW_MANY, COUNT_HELP, word=AUTO, metavar=f"N|{AUTO}")
-    ],
-    "rules": Annotated[
-        str, option(WHAT, RULES_HELP, metavar="FILE|NAME|auto", autocompletion=complete_rules)
-    ],
-    "scope": Annotated[Scope, option(HOW_MANY, SCOPE_HELP)],
-    "tie": Annotated[Tie, option(HOW_MANY, "Which layers share their positions.")],
-    "budget": Annotated[
-        float,
+
+
+def planning_arguments(record: type[PlanOptions]) -> dict[str, Any]:
+    """The annotations that make typer options of a record's fields, by the name of the field."""
+    annotations = {}
+    for option_field in fields(record):
+        annotations[option_field.name] = _planning_argument(option_field)
+    return annotations
+
+
+def _typed(name: str) -> str:
+    """What is typed for the option of a field: "--kernel-count" for "kernel_count"."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _planning_argument(option_field: Field[Any]) -> Any:
+    stated = argument_of(option_field)
+    panel = stated.group
+    help = stated.help
+    settings: dict[str, Any] = {}
+    if stated.metavar is not None:
+        settings["metavar"] = stated.metavar
+    if stated.shown_default is not None:
+        settings["show_default"] = stated.shown_default
+    match stated.form:
+        case "flag":
+            return Annotated[bool, option(panel, help, _typed(option_field.name))]
+        case "word":
+            words = option_field.type
+            if type(None) in get_args(words):  # Literal[...] | None
+                words = get_args(words)[0]
+            return Annotated[option_field.type, choice(words, panel, help, **settings)]
+        case "size":
+            return Annotated[Any, option(panel, help, parser=parse_size_or_auto, **settings)]
+        case "rules":
+            return Annotated[str, option(panel, help, autocompletion=complete_rules, **settings)]
+    kind: type[Any] = int
+    if stated.form == "number":
+        kind = float
+    return Annotated[
+        Any,
         number(
-            float, LEAST_PERCENT, MOST_PERCENT, HOW_MANY, BUDGET_HELP, unit="%", metavar="PERCENT"
+            kind,
+            stated.least,
+            stated.most,
+            panel,
+            help,
+            word=stated.word,
+            unit=stated.unit,
+            **settings,
         ),
-    ],
-    "interpolation": Annotated[
-        Interpolation | None, option(HOW_MANY, HOW_HELP, show_default=INTERPOLATIONS[0])
-    ],
-    "strict": Annotated[bool, option(WHAT, STRICT_HELP, "--strict")],
-}
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """The network to convert, and what of it: the fields of a `Job` that several commands take."""
+    """The network to convert, and how: the fields of a request that several commands take."""
 
     model: Annotated[str, argument("MODEL", MODEL_HELP, complete_models)]
     pretrained: Annotated[bool, option(WHAT, PRETRAINED_HELP, "--pretrained")] = False
@@ -305,44 +332,15 @@ class Network:
 
     @property
     def trained(self) -> bool:
+        """Whether the network has trained weights."""
         return self.pretrained or self.checkpoint is not None
 
-    def check(self) -> None:
-        """Refuse conflicting options, options that need trained weights, and missing files."""
-        two_sources = self.pretrained and self.checkpoint is not None
-        by_error = self.options.scope == ERROR
-        normalised = self.mean is not None or self.std is not None
-        half_normalised = (self.mean is None) != (self.std is None)
-        refuse(
-            (two_sources, "--pretrained and --checkpoint exclude each other"),
-            (
-                by_error and not self.trained,
-                "--scope error needs trained kernels: --pretrained or --checkpoint",
-            ),
-            (
-                normalised and self.calibrate is None,
-                "--mean and --std are for the images of --calibrate",
-            ),
-            (half_normalised, "--mean and --std belong together"),
-        )
-        if self.checkpoint is not None:
-            check_weights_file(self.checkpoint)
-        if self.calibrate is not None:
-            check_images(self.calibrate)
-
-    def job(self, **settings: Any) -> "Job":
-        """The job for it, which may import the user's own code."""
-        from ..networks.source import resolve_model
-        from ..pipeline import Job
-
-        source = resolve_model(
-            self.model,
+    def request(self, **settings: Any) -> ConversionRequest:
+        """The request for it. Refuses conflicting options and missing files."""
+        request = ConversionRequest(
+            model=self.model,
             num_classes=self.num_classes,
             in_chans=self.in_chans,
-            pretrained=self.pretrained,
-        )
-        return Job(
-            source=source,
             pretrained=self.pretrained,
             weights=self.checkpoint,
             options=self.options,
@@ -352,6 +350,11 @@ class Network:
             std=self.std,
             **settings,
         )
+        if self.checkpoint is not None:
+            check_weights_file(self.checkpoint)
+        if self.calibrate is not None:
+            check_images(self.calibrate)
+        return request
 
 
 def with_records(command: Callable[..., None], *, but: Container[str] = ()) -> Callable[..., None]:
@@ -361,10 +364,11 @@ def with_records(command: Callable[..., None], *, but: Container[str] = ()) -> C
     kernel_count="auto", ..., pattern=None)`; a `network: Network` becomes its fields, with those
     of `PlanOptions` in place of its `options`. Fields in `but` are no arguments, and keep defaults.
     """
+    annotations = planning_arguments(PlanOptions)
     planning = []
     for parameter in PLAN_PARAMETERS:
         if parameter.name not in but:
-            planning.append(parameter.replace(annotation=PLANNING[parameter.name]))
+            planning.append(parameter.replace(annotation=annotations[parameter.name]))
     network_fields = inspect.signature(Network, eval_str=True).parameters
     network = []
     for name, parameter in network_fields.items():
@@ -395,15 +399,13 @@ def with_records(command: Callable[..., None], *, but: Container[str] = ()) -> C
 def _plan_options(values: Mapping[str, Any]) -> PlanOptions:
     """Read the rules; refuse an option that would have no effect beside another one."""
     options = PlanOptions(**values)
-    states_budget = options.budget != DEFAULT_BUDGET or options.scope != PlanOptions().scope
-    if options.kernel_count != AUTO and states_budget:
-        raise DclsConvertError(
-            "--kernel-count states the count, so --budget and --scope would have no effect"
-        )
-    if options.rules != AUTO:
+    conflict = options.idle_message(_typed)
+    if conflict is not None:
+        raise DclsConvertError(conflict)
+    if values["rules"] != AUTO:
         from ..planning.rules import load_rules
 
-        options = replace(options, rules=load_rules(options.rules))
+        options = replace(options, rules=load_rules(values["rules"]))
     return options
 
 

@@ -11,28 +11,41 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import DclsConvertError, shown
-from ..options import POSITION_LR_SCALE, POSITIONS, Augmentation, Positions
+from ..options import MIRRORED, POSITION_LR_SCALE, POSITIONS, Augmentation, Positions
 from ..output import new_file
-from ..progress import Notify, silent
+from ..pipeline.request import ConversionRequest
+from ..progress import silent
 from . import console
-from .arguments import OUTPUT, WHAT, WHERE, Json, Network, number, option, refuse, with_records
+from .arguments import (
+    OUTPUT,
+    RUNNING,
+    WHAT,
+    WHERE,
+    Json,
+    Network,
+    choice,
+    number,
+    option,
+    refuse,
+    with_records,
+)
 from .sweep import SIZES, stated
 
 if TYPE_CHECKING:
-    from ..compare.runs import Trainer
+    from ..compare.runs import Settings
+    from ..tuning.images import ImageData
+    from ..tuning.recipe import Recipe
 
 DATA = "Images"
 TRAINING = "Training"
-RUNNING = "How to run"
 PACKAGES = ("accelerate", "scipy")  # of the extra `train`
-PAGE = "comparison.html"
+COMPARISON_PAGE = "comparison.html"
 EPOCHS = 30
-BATCH = 64
+IMAGES_PER_UPDATE = 64
 SEEDS = 3
 # From the paper's start, elements hardly leave the centre in trainings as short as these.
 START: Positions = "uniform"
 MOST = 10**6
-SECONDS_A_LINE = 60.0  # of progress, where stderr is no terminal
 DATA_HELP = (
     "A folder for each class, or train and validation (or val) with these; "
     "with --dataset, where that lies."
@@ -40,10 +53,10 @@ DATA_HELP = (
 DATASET_HELP = "A data set by timm's name: torch/cifar10, hfds/cifar10."
 MINUTES_HELP = "For all runs together; decides the epochs, the same for all."
 ABLATE_HELP = "Train with frozen positions, and with dense kernels of the window's size, too."
-POSITIONS_HELP = (
+STARTS_HELP = (
     "Where they start, from scratch: normal, kernel or uniform, or several: normal,kernel."
 )
-OUTPUT_HELP = "Where runs lie; a second call goes on with those that are missing."
+OUTPUT_HELP = "Folder of the runs; calling again trains the missing ones."
 HTML_HELP = "Add a page with the curves of all runs, and positions moving."
 ONLY_HELP = "Every N-th run, from the I-th on, for job arrays; all other calls use the same folder."
 
@@ -70,7 +83,24 @@ def _count(help: str, panel: str, **settings: Any) -> Any:
 POSITION_RATE = number(
     float, 0, 1000, TRAINING, "Learning rate of positions, times that of weights.", metavar="X"
 )
-STARTS = option(WHERE, POSITIONS_HELP, metavar="P,P", parser=_starts, show_default=START)
+RUNS_FOLDER = option(
+    OUTPUT,
+    OUTPUT_HELP,
+    "--output",
+    "-o",
+    metavar="FOLDER",
+    show_default="./MODEL-comparison",
+)
+MIRRORED_SHARE = number(
+    float,
+    0,
+    1,
+    TRAINING,
+    "Share of the images to train on that are mirrored; 0 for text and digits.",
+    metavar="P",
+    show_default=str(MIRRORED),
+)
+STARTS_OPTION = option(WHERE, STARTS_HELP, metavar="P,P", parser=_starts, show_default=START)
 
 
 @functools.partial(with_records, but=("dilated_size",))
@@ -79,7 +109,7 @@ def compare(
     data: Annotated[Path | None, option(DATA, DATA_HELP, metavar="FOLDER")] = None,
     dataset: Annotated[str, option(DATA, DATASET_HELP, metavar="NAME", show_default=False)] = "",
     sizes: Annotated[Any, SIZES] = None,
-    positions: Annotated[Any, STARTS] = None,
+    positions: Annotated[Any, STARTS_OPTION] = None,
     ablate: Annotated[bool, option(WHAT, ABLATE_HELP, "--ablate")] = False,
     epochs: Annotated[
         int | None, _count("Of each run.", TRAINING, show_default=str(EPOCHS))
@@ -88,7 +118,9 @@ def compare(
     seeds: Annotated[
         int, _count("Runs of each network; three are the least that answer.", TRAINING)
     ] = SEEDS,
-    batch_size: Annotated[int, _count("Images of an update, in each process.", TRAINING)] = BATCH,
+    batch_size: Annotated[
+        int, _count("Images of an update, in each process.", TRAINING)
+    ] = IMAGES_PER_UPDATE,
     lr: Annotated[
         float | None,
         number(
@@ -102,7 +134,10 @@ def compare(
         ),
     ] = None,
     position_lr_scale: Annotated[float, POSITION_RATE] = POSITION_LR_SCALE,
-    augmentation: Annotated[Augmentation, option(TRAINING, "Of images to train on.")] = "light",
+    augmentation: Annotated[
+        Augmentation, choice(Augmentation, TRAINING, "Of images to train on.")
+    ] = "light",
+    hflip: Annotated[float | None, MIRRORED_SHARE] = None,
     amp: Annotated[bool, option(RUNNING, "In bfloat16 autocast.", "--amp")] = False,
     device: Annotated[
         str | None,
@@ -115,16 +150,18 @@ def compare(
         bool, option(RUNNING, "Shard over the processes of accelerate launch (FSDP2).", "--fsdp")
     ] = False,
     only: Annotated[Any, option(RUNNING, ONLY_HELP, metavar="I/N", parser=_part)] = None,
-    output: Annotated[Path, option(OUTPUT, OUTPUT_HELP, "--output", "-o", metavar="FOLDER")] = Path(
-        "comparison"
-    ),
+    output: Annotated[Path | None, RUNS_FOLDER] = None,
     html: Annotated[bool, option(OUTPUT, HTML_HELP, "--html")] = False,
     json_: Json = False,
 ) -> None:
     """Train a network as it is and converted, side by side, and say whether it helps.
 
-    All share weights that are not converted, images and their order, by seed. The answer has intervals over seeds.
+    All share weights that are not converted, images and their order, by seed. The answer has
+    intervals over seeds.
     """
+    if output is None:
+        _, _, name = network.model.rpartition(":")
+        output = Path(f"{Path(name).name}-comparison")
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     two_lengths = epochs is not None and minutes is not None
     refuse(
@@ -135,34 +172,52 @@ def compare(
             positions and network.trained,
             "--positions is for random starts; trained kernels state their own",
         ),
+        (
+            hflip is not None and augmentation == "none",
+            "--hflip has no effect with --augmentation none",
+        ),
         (output.exists() and not output.is_dir(), f"output {output}: is not a folder"),
     )
-    network.check()
+    request = network.request()
     first = os.environ.get("RANK", "0") == "0"  # of the processes of accelerate launch or torchrun
-    with console.steps(
-        network.model, "reading the images", quiet=not first, every=SECONDS_A_LINE
-    ) as notify:
-        from ..compare.arms import make_arms
+    with console.steps(network.model, "planning", quiet=not first) as notify:
+        from ..compare.arms import check_arms, make_arms
         from ..compare.comparison import plan_runs, train_pending, usual_lr, with_epochs
+        from ..compare.runs import Trainer
+        from ..tuning.images import open_images
         from ..tuning.recipe import Recipe
         from ..tuning.training import accelerator_for
         from ..views.comparison import comparison_page, comparison_view, work_lines
 
-        accelerator = accelerator_for(device=device, mixed_precision="bf16" if amp else None)
-        usual = usual_lr(batch_size * accelerator.num_processes, trained=network.trained)
-        recipe = Recipe(
-            batch_size=batch_size,
-            lr=usual if lr is None else lr,
-            position_lr_scale=position_lr_scale,
-        )
         note = console.note if first else silent
-        trainer = _trainer(network, data, dataset, recipe, augmentation, output, accelerator, note)
-        trainer.settings = with_epochs(trainer.settings, epochs or EPOCHS)
-        trainer.workers = workers
-        trainer.fsdp = fsdp
-        trainer.job.notify = notify
+        accelerator = accelerator_for(device=device, mixed_precision="bf16" if amp else None)
         starts = positions or ["normal" if network.trained else START]
         arms = make_arms(sizes or [None], starts, ablate=ablate)
+        check_arms(request, arms)
+        notify("reading the images")
+        if lr is None:
+            lr = usual_lr(batch_size * accelerator.num_processes, trained=network.trained)
+        images = open_images(data, dataset, classes=network.num_classes, note=note)
+        request = _with_classes_of(images, request)
+        settings = _settings(
+            request,
+            images,
+            data=dataset or str(data),
+            augmentation=augmentation,
+            mirrored=MIRRORED if hflip is None else hflip,
+            recipe=Recipe(batch_size=batch_size, lr=lr, position_lr_scale=position_lr_scale),
+            mixed_precision=accelerator.mixed_precision,
+        )
+        trainer = Trainer(
+            request=request,
+            data=images,
+            settings=with_epochs(settings, epochs or EPOCHS),
+            folder=output,
+            accelerator=accelerator,
+            workers=workers,
+            fsdp=fsdp,
+            note=note,
+        )
         all_seeds = range(seeds)
         part = only or (1, 1)
         run_plan = plan_runs(trainer, arms, all_seeds, minutes=minutes, only=part, notify=notify)
@@ -171,64 +226,64 @@ def compare(
                 console.note(line)
         comparison = train_pending(trainer, run_plan, arms, all_seeds, notify)
         if html and first:
-            with new_file(output / PAGE, force=True) as partial:
+            with new_file(output / COMPARISON_PAGE, force=True) as partial:
                 partial.write_text(comparison_page(comparison, output))
     if first and json_:
         console.write(comparison.to_json())
-    elif first and html:
-        console.show(comparison_view(comparison), f" Wrote {output / PAGE}.")
     elif first:
         console.show(comparison_view(comparison))
+        if html:
+            console.show(f" Wrote {output / COMPARISON_PAGE}.")
     if comparison.interrupted:
         raise KeyboardInterrupt
 
 
-def _trainer(
-    network: Network,
-    data: Path | None,
-    dataset: str,
-    recipe: Any,
-    augmentation: Augmentation,
-    output: Path,
-    accelerator: Any,
-    note: Notify,
-) -> "Trainer":
-    """With the images opened, and the network's head made for their classes."""
-    from ..compare.runs import Settings, Trainer
-    from ..tuning.images import open_images
-
-    images = open_images(data, dataset, classes=network.num_classes, note=note)
-    if network.num_classes not in (None, len(images.classes)):
+def _with_classes_of(images: "ImageData", request: ConversionRequest) -> ConversionRequest:
+    """The request for a network whose head has the images' classes."""
+    classes = len(images.classes)
+    if request.num_classes not in (None, classes):
         raise DclsConvertError(
-            f"--num-classes {network.num_classes}: the images have {len(images.classes)} classes"
+            f"--num-classes {request.num_classes}: the images have {classes} classes"
         )
-    network = replace(network, num_classes=len(images.classes))
+    return replace(request, num_classes=classes)
+
+
+def _settings(
+    request: ConversionRequest,
+    images: "ImageData",
+    *,
+    data: str,
+    augmentation: Augmentation,
+    mirrored: float,
+    recipe: "Recipe",
+    mixed_precision: str,
+) -> "Settings":
+    """What all runs have in common."""
+    from ..compare.runs import Settings
+    from ..pipeline.loaded import LoadedNetwork
+
+    source = LoadedNetwork(request).source
+    assert source is not None
     weights = "random"
-    if network.pretrained:
+    if request.pretrained:
         weights = "pretrained"
-    elif network.checkpoint is not None:
-        weights = network.checkpoint.name
-    planning = {
-        name: str(getattr(value, "source", value))
-        for name, value in stated(network.options).items()
-    }
-    mixed_precision = accelerator.mixed_precision
-    if mixed_precision == "no":
-        mixed_precision = None
-    job = network.job(note=note)
-    assert job.source is not None
-    settings = Settings(
-        model=job.source.name,
-        model_args=dict(job.source.args),
+    elif isinstance(request.weights, Path):
+        weights = request.weights.name
+    planning = {}
+    for name, value in stated(request.options).items():
+        planning[name] = str(getattr(value, "source", value))
+    return Settings(
+        model=source.name,
+        model_args=dict(source.args),
         weights=weights,
         planning=planning,
-        data=dataset or str(data),
+        data=data,
         classes=len(images.classes),
         train_images=len(images.train),
         test_images=len(images.test),
-        input_size=None if network.input_size is None else tuple(network.input_size),
+        input_size=None if request.input_size is None else tuple(request.input_size),
         augmentation=augmentation,
+        mirrored=mirrored,
         recipe=recipe,
-        mixed_precision=mixed_precision,
+        mixed_precision=None if mixed_precision == "no" else mixed_precision,
     )
-    return Trainer(job=job, data=images, settings=settings, folder=output, accelerator=accelerator)

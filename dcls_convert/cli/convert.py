@@ -1,12 +1,14 @@
 """`dcls-convert MODEL`: plan, convert, report, and write a checkpoint."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ..files import PLOT_LIBRARY, can_plot, check_folder
-from ..options import AUTO, ERROR, EXACT, AuthorsVersion, Init, PlanOptions, Positions
+from ..options import AUTO, ERROR, AuthorsVersion, Init, PlanOptions, Positions
 from ..output import check_output
+from ..pipeline.request import ConversionRequest
 from ..progress import silent
 from . import console
 from .arguments import (
@@ -18,6 +20,7 @@ from .arguments import (
     Json,
     Network,
     Quiet,
+    choice,
     number,
     option,
     refuse,
@@ -26,8 +29,9 @@ from .arguments import (
 from .completion import complete_files
 
 if TYPE_CHECKING:
-    from ..pipeline import Conversion, Job
-    from ..planning.plan import ConversionPlan
+    from ..pipeline.conversion import Conversion
+    from ..pipeline.loaded import LoadedNetwork
+    from ..pipeline.resolved import ResolvedRequest
 
 PLAN_HELP = "Carry out the plan of a checkpoint, on other weights of the same model."
 INIT_HELP = (
@@ -42,7 +46,8 @@ POSITIONS_HELP = (
 HTML_HELP = (
     "Add a page of pictures to the checkpoint, and positions to its model card (extra plot)."
 )
-VERSION = option(
+VERSION = choice(
+    AuthorsVersion,
     WHERE,
     "Version of the authors' layers in a checkpoint of theirs without SIG.",
     show_default="v0, as released",
@@ -69,8 +74,8 @@ def convert(
     plan: Annotated[
         Path | None, option(WHAT, PLAN_HELP, metavar="FOLDER", autocompletion=complete_files)
     ] = None,
-    init: Annotated[Init, option(WHERE, INIT_HELP)] = "auto",
-    positions: Annotated[Positions, option(WHERE, POSITIONS_HELP)] = "normal",
+    init: Annotated[Init, choice(Init, WHERE, INIT_HELP)] = "auto",
+    positions: Annotated[Positions, choice(Positions, WHERE, POSITIONS_HELP)] = "normal",
     authors_version: Annotated[AuthorsVersion | None, VERSION] = None,
     device: Annotated[str | None, DEVICE] = None,
     seed: Annotated[
@@ -87,25 +92,16 @@ def convert(
     quiet: Quiet = False,
 ) -> None:
     """Replace a model's convolutions, report, and write a checkpoint."""
-    trained = network.trained
-    calibrated = network.calibrate is not None
-    by_error = network.options.scope == ERROR
-    planned = network.options != PlanOptions() or network.input_size is not None
-    may_fit = init in (AUTO, "fit")
-    keeps_kernels = init != "random" and (trained or init == EXACT)
     needs_a_run = {
         "--force": force,
         "--output": output,
         "--html": html,
-        "--calibrate": calibrated,
+        "--calibrate": network.calibrate,
     }
     for name, value in needs_a_run.items():
         refuse((dry_run and value, f"{name} has no effect with --dry-run"))
+    makes_a_plan = network.options != PlanOptions() or network.input_size is not None
     refuse(
-        (
-            dry_run and by_error,
-            "--scope error measures what kernels lose; --dry-run reads none",
-        ),
         (quiet and verbose > 0, "--quiet and --verbose exclude each other"),
         (
             json_ and verbose > 0,
@@ -113,63 +109,49 @@ def convert(
         ),
         (quiet and dry_run and not json_, "--quiet with --dry-run would print nothing"),
         (
-            init in ("largest", "fit") and not trained,
-            f"--init {init} needs trained kernels: --pretrained or --checkpoint",
-        ),
-        (
-            calibrated and not (trained and may_fit),
-            "--calibrate is for --init fit, with --pretrained or --checkpoint",
-        ),
-        (
-            positions != "normal" and keeps_kernels,
-            "--positions is for random positions, --init auto or exact keeps those of old kernels; "
-            "use --init random",
-        ),
-        (
-            authors_version and network.checkpoint is None,
-            "--authors-version describes the file of --checkpoint",
-        ),
-        (
-            plan is not None and planned,
+            plan is not None and makes_a_plan,
             "--plan carries out a plan as it is: omit the options that make one",
         ),
-        (by_error and not may_fit, "--scope error is for --init fit"),
+        (
+            dry_run and network.options.scope == ERROR and network.trained,
+            "--scope error measures what kernels lose; --dry-run reads none",
+        ),
     )
-    network.check()
+    request = network.request(
+        init=init,
+        positions=positions,
+        authors_version=authors_version,
+        device=device,
+        seed=seed,
+        offline=dry_run,
+    )
     if output is not None:
         check_output(output, force=force, foreign=_not_of_a_checkpoint)
+    elif plan is None and not dry_run:
+        _check_known_output(request, force=force)
     if plan is not None:
         check_folder(plan)
     with console.steps(network.model, "planning", quiet=quiet) as notify:
-        from ..checkpoints.folder import read_plan
         from ..compare.timing import check_device
+        from ..pipeline.loaded import LoadedNetwork
         from ..reports.report import predict_report
         from ..views.report import next_steps, report_view
 
-        job = network.job(
-            init=init,
-            positions=positions,
-            authors_version=authors_version,
-            device=None if device is None else str(check_device(device)),
-            seed=seed,
-            offline=dry_run,
-            notify=notify,
-            note=silent if quiet else console.note,
-        )
-        measures_first = calibrated or by_error
-        if output is None and plan is None and not dry_run and measures_first:
-            # Only to know the default folder before minutes of measuring.
-            plan_for_name = job.plan(replace(network.options, scope="model"))
-            default_output = _default_output(job, plan_for_name)
-            check_output(default_output, force=force, foreign=_not_of_a_checkpoint)
-        conversion_plan = job.plan() if plan is None else job.plan_again(read_plan(plan))
-        report = predict_report(conversion_plan)
+        if device is not None:
+            request = replace(request, device=str(check_device(device)))
+        note = silent if quiet else console.note
+        loaded = LoadedNetwork(request, notify=notify, note=note)
+        if output is None and plan is None and not dry_run and _measures_kernels(request):
+            _check_default_output(loaded, force=force)
+        resolved = _resolve(loaded, plan)
+        report = predict_report(resolved.plan)
         steps = []
         if not dry_run:
-            output = output or _default_output(job, conversion_plan)
-            done = _carry_out(job, conversion_plan, output, force=force, html=html)
+            if output is None:
+                output = _default_output(loaded, resolved)
+            done = _carry_out(loaded, resolved, output, force=force, html=html)
             report = replace(done.report, output=str(output))
-            steps = next_steps(job, done, output)
+            steps = next_steps(resolved, done, output)
     if json_:
         console.write(report.to_json())
     elif quiet:
@@ -185,52 +167,100 @@ def _not_of_a_checkpoint(path: Path) -> str | None:
     return not_of_a_checkpoint(path)
 
 
+def _measures_kernels(request: ConversionRequest) -> bool:
+    """Whether planning alone takes minutes."""
+    return request.calibration is not None or request.options.scope == ERROR
+
+
+def _check_default_output(loaded: "LoadedNetwork", *, force: bool) -> None:
+    """Refuse a default output that exists, before kernels are measured for minutes."""
+    from ..pipeline.resolved import resolve
+
+    unmeasured = replace(loaded.request.options, scope="model")
+    output = _default_output(loaded, resolve(loaded, unmeasured))
+    check_output(output, force=force, foreign=_not_of_a_checkpoint)
+
+
+def _resolve(loaded: "LoadedNetwork", plan: Path | None) -> "ResolvedRequest":
+    """The resolved request, with the plan of a checkpoint if one is given."""
+    from ..checkpoints.folder import read_plan
+    from ..pipeline.resolved import resolve, resolve_with_plan
+
+    if plan is None:
+        return resolve(loaded)
+    return resolve_with_plan(loaded, read_plan(plan))
+
+
 def _carry_out(
-    job: "Job", plan: "ConversionPlan", output: Path, *, force: bool, html: bool
+    loaded: "LoadedNetwork", resolved: "ResolvedRequest", output: Path, *, force: bool, html: bool
 ) -> "Conversion":
     """Convert, and write the checkpoint."""
     from ..checkpoints.save import save_converted
+    from ..pipeline.conversion import convert_network
     from ..views.plot import picture_files
 
     check_output(output, force=force, foreign=_not_of_a_checkpoint)
-    done = job.convert(plan)
-    job.notify(f"writing {output}")
+    done = convert_network(loaded, resolved)
+    loaded.notify(f"writing {output}")
     if html and not can_plot():
-        job.note(
+        loaded.note(
             f"{PLOT_LIBRARY} is missing, so the model card has no picture: "
             f"pip install {PLOT_LIBRARY}"
         )
-    pictures = picture_files(done.model, plan, output) if html else None
-    # The job may have loaded the weights into its meta model; then it is none any more.
-    meta = None if job.meta is done.model else job.meta
+    pictures = picture_files(done.model, resolved.plan, output) if html else None
     save_converted(
         done.model.eval().cpu(),
-        plan,
+        resolved.plan,
         output,
         report=done.report,
         force=force,
         pictures=pictures,
-        meta=meta,
+        meta=copy.deepcopy(loaded.structure),
     )
     return done
 
 
-def _default_output(job: "Job", plan: "ConversionPlan") -> Path:
-    """The default folder: the model's name with the window's size and the initialisation.
+def _default_output(loaded: "LoadedNetwork", resolved: "ResolvedRequest") -> Path:
+    """The default folder: the model's name with the window's size and the start.
 
     convnext_tiny-dcls17 or -dcls17x9; -dcls if the plan has several sizes; -dcls17-fit if
-    elements are not random.
+    elements are not random, and -dcls17-calibrated if images decided.
     """
-    sizes = {layer.dilated_size for layer in plan.layers if not layer.dense_axes}
+    layers = resolved.plan.layers
+    sizes = {layer.dilated_size for layer in layers if not layer.dense_axes}
     if not sizes:
-        sizes = {plan.layers[0].dilated_size}
+        sizes = {layers[0].dilated_size}
     size = _short_size(*sizes) if len(sizes) == 1 else ""
-    init = ""
-    if job.how != "random" and job.elements is None:
-        init = f"-{job.how}"
-    assert job.source is not None
-    _, _, name = job.source.name.rpartition(":")
-    return Path(f"{Path(name).name}-dcls{size}{init}")
+    start = "" if resolved.elements is not None else _start_suffix(loaded.request)
+    assert loaded.source is not None
+    return _output_of(loaded.source.name, size, start)
+
+
+def _output_of(model_name: str, size: str, start: str) -> Path:
+    _, _, name = model_name.rpartition(":")
+    return Path(f"{Path(name).name}-dcls{size}{start}")
+
+
+def _start_suffix(request: ConversionRequest) -> str:
+    if request.calibration is not None:
+        return "-calibrated"
+    if request.start == "random":
+        return ""
+    return f"-{request.start}"
+
+
+def _check_known_output(request: ConversionRequest, *, force: bool) -> None:
+    """Refuse a default output that exists, if its name is known before the network is planned.
+
+    It is for a size that is stated for all layers, and weights that have no elements of their own.
+    """
+    size = request.options.dilated_size
+    is_known = size != AUTO and request.options.rules == AUTO and request.weights is None
+    if is_known and isinstance(request.model, str):
+        sides = size if isinstance(size, tuple) else (size,)
+        output = _output_of(request.model, _short_size(sides), _start_suffix(request))
+        if output.exists():
+            check_output(output, force=force, foreign=_not_of_a_checkpoint)
 
 
 def _short_size(size: tuple[int, ...]) -> str:

@@ -9,50 +9,59 @@ from typing import TYPE_CHECKING, Annotated, Any
 from ..errors import shown
 from ..tables import counted
 from . import console
-from .arguments import Checkpoint, Json, checkpoint_argument
+from .arguments import CheckpointFolder, Json, checkpoint_argument
 
 if TYPE_CHECKING:
-    from ..planning.plan import Difference
+    from ..planning.plan import ConversionPlan, Difference
 
 
 def diff(
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointFolder,
     other: Annotated[Path, checkpoint_argument("OTHER", "Another such folder.")],
     json_: Json = False,
 ) -> None:
-    """Show what differs between two checkpoints: their plans, layer by layer, and whether their weights are equal."""
+    """Show what differs between two checkpoints: plans, layer by layer, and whether weights do."""
     with console.steps("diff", "reading", lines=False):
-        from ..checkpoints.folder import WEIGHTS, read_plan, read_tensors, tensors_hash
-        from ..planning.plan import Difference
+        from ..checkpoints.folder import open_checkpoint, read_tensors, tensors_hash
         from ..records import write_json
-        from ..reports.report import predict_report
 
-        first_plan = read_plan(checkpoint)
-        second_plan = read_plan(other)
-        first_report = predict_report(first_plan)
-        second_report = predict_report(second_plan)
-        differences = [*first_plan.diff(second_plan)]
-        for cost in ("params", "macs"):
-            first = getattr(first_report, cost).after
-            second = getattr(second_report, cost).after
-            if first != second:
-                difference = Difference(what=f"{cost} after conversion", one=first, other=second)
-                differences.append(difference)
+        first = open_checkpoint(checkpoint)
+        second = open_checkpoint(other)
+        differences = _differences(first.plan, second.plan)
         # A folder may state another hash than that of its weights, if one of them is damaged.
-        first_hash = tensors_hash(read_tensors(checkpoint / WEIGHTS))
-        second_hash = tensors_hash(read_tensors(other / WEIGHTS))
+        first_hash = tensors_hash(read_tensors(first.weights))
+        second_hash = tensors_hash(read_tensors(second.weights))
         equal_weights = first_hash == second_hash
     if json_:
-        rows = [asdict(difference) for difference in differences]
-        console.write(
-            write_json({"format": 1, "differences": rows, "equal_weights": equal_weights})
-        )
+        data = {
+            "format": 1,
+            "differences": list(map(asdict, differences)),
+            "equal_weights": equal_weights,
+        }
+        console.write(write_json(data))
         return
     lines = [_line(difference) for difference in differences]
     if not lines:
         lines = ["plans: the same"]
     weights = "the same" if equal_weights else "other values"
     console.show(*lines, f"weights: {weights}")
+
+
+def _differences(first: "ConversionPlan", second: "ConversionPlan") -> "list[Difference]":
+    """What differs between two plans, and between the costs of the models that they make."""
+    from ..planning.plan import Difference
+    from ..reports.report import predict_report
+
+    differences = [*first.diff(second)]
+    first_report = predict_report(first)
+    second_report = predict_report(second)
+    for cost in ("params", "macs"):
+        one = getattr(first_report, cost).after
+        another = getattr(second_report, cost).after
+        if one != another:
+            what = f"{cost} after conversion"
+            differences.append(Difference(what=what, one=one, other=another))
+    return differences
 
 
 def _line(difference: "Difference") -> str:
@@ -81,9 +90,11 @@ def _where(layers: Sequence[str]) -> str:
 
 
 def _text(value: Any) -> str:
+    """A value of a plan: sizes as 9x9, numbers with separators."""
     if isinstance(value, list) and value and all(isinstance(side, int) for side in value):
         return "x".join(map(str, value))
     if type(value) is int:
         return f"{value:,}"
-    text = value if isinstance(value, str) else json.dumps(value)
-    return shown(text, 60)
+    if isinstance(value, str):
+        return shown(value, 60)
+    return shown(json.dumps(value), 60)

@@ -2,25 +2,51 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from ..options import DEFAULT_OPSET, OPSETS, FoldFormat
+from ..export.formats import EXPORT_FORMATS
+from ..options import DEFAULT_OPSET, OPSETS
 from ..tables import counted
 from . import console
-from .arguments import OUTPUT, Checkpoint, Force, Json, Quiet, TrustCode, number, option
+from .arguments import (
+    OUTPUT,
+    CheckpointFolder,
+    Force,
+    Json,
+    Quiet,
+    TrustCode,
+    choice,
+    number,
+    option,
+)
 
 if TYPE_CHECKING:
-    from ..export.folding import Folded
+    from ..export.folded_model import ExportReport
 
-FORMAT_HELP = (
-    "timm: a folder, which timm loads by itself where its architecture allows. onnx, pt2: one file."
-)
+    FormatName = str
+else:
+    FormatName = Literal[tuple(EXPORT_FORMATS)]  # typer takes the choices from the type
+
+
+def _format_help() -> str:
+    """What each format is; formats of the same help share a sentence."""
+    names_of_help: dict[str, list[str]] = {}
+    for name, row in EXPORT_FORMATS.items():
+        names_of_help.setdefault(row.help, []).append(name)
+    return " ".join(f"{', '.join(names)}: {help}." for help, names in names_of_help.items())
+
+
+def _default_outputs() -> str:
+    """The names of the default outputs: "./CHECKPOINT-folded or ./CHECKPOINT.onnx"."""
+    *others, last = [f"./CHECKPOINT{row.suffix}" for row in EXPORT_FORMATS.values()]
+    return f"{', '.join(others)} or {last}"
+
+
 OPSET_HELP = f"Opset of the ONNX model, from {OPSETS[0]} to {OPSETS[-1]}."
-MODEL_HELP = (
+UNCONVERTED_HELP = (
     "The unconverted network, for a checkpoint of your own model that does not name it: "
     "package.module:factory, which imports and runs your code."
 )
-OUTPUTS = "./CHECKPOINT-folded, ./CHECKPOINT.onnx or ./CHECKPOINT.pt2"
 OPSET = number(
     int,
     OPSETS[0],
@@ -30,24 +56,22 @@ OPSET = number(
     metavar="N",
     show_default=str(DEFAULT_OPSET),
 )
+FOLDED_OUTPUT = option(
+    OUTPUT,
+    "Folder or file to write.",
+    "--output",
+    "-o",
+    metavar="PATH",
+    show_default=_default_outputs(),
+)
 
 
 def fold(
-    checkpoint: Checkpoint,
-    format: Annotated[FoldFormat, option(OUTPUT, FORMAT_HELP)] = "timm",
-    output: Annotated[
-        Path | None,
-        option(
-            OUTPUT,
-            "Folder or file to write.",
-            "--output",
-            "-o",
-            metavar="PATH",
-            show_default=OUTPUTS,
-        ),
-    ] = None,
+    checkpoint: CheckpointFolder,
+    format: Annotated[FormatName, choice(FormatName, OUTPUT, _format_help())] = "timm",
+    output: Annotated[Path | None, FOLDED_OUTPUT] = None,
     opset: Annotated[int | None, OPSET] = None,
-    model: Annotated[str | None, option(OUTPUT, MODEL_HELP, metavar="MODEL")] = None,
+    model: Annotated[str | None, option(OUTPUT, UNCONVERTED_HELP, metavar="MODEL")] = None,
     force: Force = False,
     trust_code: TrustCode = False,
     json_: Json = False,
@@ -55,13 +79,13 @@ def fold(
 ) -> None:
     """Turn a checkpoint's layers into plain convolutions, for use elsewhere.
 
-    Positions are no longer learnable then. Outputs stay the same, which is checked before anything is written.
+    Positions are no longer learnable then. Outputs stay the same, which is checked before writing.
     """
-    from ..export.formats import fold_checkpoint
+    from ..export.fold import fold_checkpoint
     from ..records import write_json
 
     with console.steps(str(checkpoint), quiet=quiet) as notify:
-        folded = fold_checkpoint(
+        report = fold_checkpoint(
             checkpoint,
             format,
             output,
@@ -72,58 +96,57 @@ def fold(
             notify=notify,
         )
     if json_:
-        console.write(write_json(asdict(folded)))
+        console.write(write_json(asdict(report)))
     elif quiet:
-        console.show(folded.output)
+        console.show(report.output)
     else:
-        console.show(*_lines(folded))
+        console.show(*_lines(report))
 
 
-def _lines(folded: "Folded") -> list[str]:
+def _lines(report: "ExportReport") -> list[str]:
     """What was written, and how it is loaded."""
-    if folded.params_after == folded.params_before:
+    if report.params_after == report.params_before:
         change = ", as before: it was folded already"
     else:
         reason = "since kernels are now stored with all cells of their windows"
-        change = f" → {folded.params_after:,}, {reason}"
-    layers = f"{counted(folded.layers, 'layer')} of {folded.checkpoint}"
-    error = f"{folded.relative_error:.1e}"
+        change = f" → {report.params_after:,}, {reason}"
+    layers = f"{counted(report.layers, 'layer')} of {report.checkpoint}"
+    error = f"{report.relative_error:.1e}"
     lines = [
-        f"Folded {layers}; parameters {folded.params_before:,}{change}.",
+        f"Folded {layers}; parameters {report.params_before:,}{change}.",
         f"Outputs equal those of the checkpoint, with a relative error of {error}.",
-        f"Wrote {folded.output}: {_description(folded)}.",
+        f"Wrote {report.output}: {_description(report)}.",
         "",
     ]
-    for line in folded.loading.splitlines():
+    for line in report.loading.splitlines():
         lines.append(f"    {line}" if line else "")
     return lines
 
 
-def _description(folded: "Folded") -> str:
+def _description(report: "ExportReport") -> str:
     """What the output is, and what loads it."""
-    if folded.kind == "stock timm":
-        kernel_args = folded.kernel_args or {}
+    if report.kind == "stock timm":
+        kernel_args = report.kernel_args or {}
         sizes = ", ".join(f"{name}={value}" for name, value in kernel_args.items())
         arguments = f", with {sizes}" if sizes else ""
         return f"timm loads it by itself{arguments}; dcls-convert is not needed"
-    if folded.kind == "dcls":
-        by_timm = "trust_code" not in folded.loading and "unconverted" not in folded.loading
+    if report.kind == "dcls":
+        by_timm = "trust_code" not in report.loading and "unconverted" not in report.loading
         loader = "dcls_convert.load_converted"
         if by_timm:
             loader = "timm, where dcls-convert is installed,"
-        return f"{loader} loads it, because {folded.note}"
-    return _file_description(folded)
+        return f"{loader} loads it, because {report.note}"
+    return _file_description(report)
 
 
-def _file_description(folded: "Folded") -> str:
+def _file_description(report: "ExportReport") -> str:
     """ "ONNX model of opset 20 for images of 3x224x224, any number at a time"."""
     from ..depthwise.geometry import size_text
-    from ..export.formats import FORMATS
 
-    text = FORMATS[folded.format].noun
-    if folded.opset is not None:
-        text += f" of opset {folded.opset}"
-    text += f" for images of {size_text(folded.input_size)}"
-    if folded.batch is None:
+    text = EXPORT_FORMATS[report.format].noun
+    if report.opset is not None:
+        text += f" of opset {report.opset}"
+    text += f" for images of {size_text(report.input_size)}"
+    if report.batch is None:
         return f"{text}, any number at a time"
-    return f"{text}, {folded.batch} at a time, because with any number {folded.note}"
+    return f"{text}, {report.batch} at a time, because with any number {report.note}"

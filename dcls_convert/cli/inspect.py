@@ -1,17 +1,33 @@
 """`dcls-convert inspect`: where a checkpoint's elements are."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from ..files import check_images, check_picture, check_weights_file
 from ..options import FigureName
 from ..output import check_output, new_file, not_a_file
 from . import console
-from .arguments import OUTPUT, Checkpoint, Force, Json, TrustCode, image_size, option, refuse
+from .arguments import (
+    OUTPUT,
+    CheckpointFolder,
+    Force,
+    Json,
+    TrustCode,
+    choice,
+    image_size,
+    option,
+    refuse,
+)
+
+if TYPE_CHECKING:
+    from ..checkpoints.folder import Checkpoint
+    from ..checkpoints.inspection import Inspection
+    from ..progress import Notify
 
 PICTURES = "Pictures"  # a group of --help
-HTML_HELP = "Write a page of pictures: positions, kernels, effective receptive field, cost."
-PICTURE_HELP = "Draw one figure into a .png, .svg or .pdf (extra plot)."
+PAGE_HELP = "Write a page of pictures: positions, kernels, effective receptive field, cost."
+FIGURE_HELP = "Draw one figure into a .png, .svg or .pdf (extra plot)."
 HISTORY = option(PICTURES, "What a PositionTracker wrote in training.", metavar="positions.jsonl")
 FIELD = "for the effective receptive field"
 IMAGES = option(PICTURES, f"Images {FIELD}.", metavar="FOLDER", show_default="seeded noise")
@@ -20,15 +36,103 @@ ORIGINAL = option(
 )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PictureOptions:
+    """The options of the command that are about pictures."""
+
+    html: Path | None
+    picture: Path | None
+    figure: FigureName
+    history: Path | None
+    images: Path | None
+    original: Path | None
+    input_size: Any
+
+    @property
+    def outputs(self) -> list[Path]:
+        """Files to write."""
+        return [path for path in (self.html, self.picture) if path is not None]
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """The figures that are drawn: all on a page, one as a picture."""
+        if self.html is not None:
+            return get_args(FigureName)
+        if self.picture is not None:
+            return (self.figure,)
+        return ()
+
+    def check(self) -> None:
+        """Refuse options without effect, a picture that could not be drawn, and missing files."""
+        describes_field = self.images or self.original or self.input_size
+        refuse(
+            (
+                self.figure != "positions" and self.picture is None,
+                "--figure says what --picture draws",
+            ),
+            (
+                self.figure == "history" and self.history is None,
+                "--figure history needs --history",
+            ),
+            (
+                self.history and "history" not in self.figures,
+                "--history is for --html, or --picture with --figure history",
+            ),
+            (
+                describes_field and "receptive-field" not in self.figures,
+                "--images, --original and --input-size are for --html, "
+                "or --picture with --figure receptive-field",
+            ),
+        )
+        if self.picture is not None:
+            check_picture(self.picture, "--picture")
+        if self.images is not None:
+            check_images(self.images, "images")
+        if self.original is not None:
+            check_weights_file(self.original, "original")
+        if self.history is not None:
+            check_weights_file(self.history, "history")
+
+    def draw(
+        self,
+        checkpoint: "Checkpoint",
+        notify: "Notify",
+        *,
+        force: bool,
+        trust_code: bool,
+    ) -> "Inspection":
+        """Write the pictures of a checkpoint; the statistics of its positions."""
+        from ..views.page import page, pictures_of_folder
+        from ..views.plot import draw
+        from ..views.receptive_field import FieldOptions
+
+        fields = None
+        if "receptive-field" in self.figures:
+            fields = FieldOptions(self.images, self.original, self.input_size)
+        pictures = pictures_of_folder(
+            checkpoint, fields, self.history, notify, console.note, trust_code=trust_code
+        )
+        notify("writing")
+        if self.html is not None:
+            with new_file(self.html, force=force) as partial:
+                partial.write_bytes(page(pictures).encode())
+        if self.picture is not None:
+            with new_file(self.picture, force=force) as partial:
+                partial.write_bytes(draw(pictures, self.figure, self.picture.suffix))
+        return pictures.inspection
+
+
 def inspect(
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointFolder,
     json_: Json = False,
     plan: Annotated[
         bool, option(OUTPUT, "Print the checkpoint's plan as JSON instead.", "--plan")
     ] = False,
-    html: Annotated[Path | None, option(PICTURES, HTML_HELP, metavar="FILE")] = None,
-    picture: Annotated[Path | None, option(PICTURES, PICTURE_HELP, metavar="FILE")] = None,
-    figure: Annotated[FigureName, option(PICTURES, "Which one --picture draws.")] = "positions",
+    html: Annotated[Path | None, option(PICTURES, PAGE_HELP, metavar="FILE")] = None,
+    picture: Annotated[Path | None, option(PICTURES, FIGURE_HELP, metavar="FILE")] = None,
+    figure: Annotated[
+        FigureName, choice(FigureName, PICTURES, "Which one --picture draws.")
+    ] = "positions",
     history: Annotated[Path | None, HISTORY] = None,
     images: Annotated[Path | None, IMAGES] = None,
     original: Annotated[Path | None, ORIGINAL] = None,
@@ -38,72 +142,52 @@ def inspect(
     force: Force = False,
     trust_code: TrustCode = False,
 ) -> None:
-    """Show where a checkpoint's elements are: at the window's border, overlapping, how far from the centre."""
-    outputs = [path for path in (html, picture) if path is not None]
-    drawn: tuple[str, ...] = ()
-    if html is not None:
-        drawn = get_args(FigureName)
-    elif picture is not None:
-        drawn = (figure,)
-    describes_field = images or original or input_size
+    """Show where a checkpoint's elements are: at the border, overlapping, far from the centre."""
+    pictures = PictureOptions(
+        html=html,
+        picture=picture,
+        figure=figure,
+        history=history,
+        images=images,
+        original=original,
+        input_size=input_size,
+    )
+    outputs = pictures.outputs
     refuse(
         (plan and json_, "--plan and --json exclude each other; the plan is JSON"),
         (plan and outputs, "--plan prints the plan alone; omit --html and --picture"),
         (force and not outputs, "--force replaces the file of --html or --picture"),
-        (figure != "positions" and picture is None, "--figure says what --picture draws"),
-        (figure == "history" and history is None, "--figure history needs --history"),
-        (
-            history and "history" not in drawn,
-            "--history is for --html, or --picture with --figure history",
-        ),
-        (
-            describes_field and "receptive-field" not in drawn,
-            "--images, --original and --input-size are for --html, "
-            "or --picture with --figure receptive-field",
-        ),
     )
-    if picture is not None:
-        check_picture(picture, "--picture")
-    if images is not None:
-        check_images(images, "images")
-    for path, what in ((original, "original"), (history, "history")):
-        if path is not None:
-            check_weights_file(path, what)
+    pictures.check()
     for path in outputs:
         check_output(path, force=force, foreign=not_a_file)
+
     with console.steps(checkpoint, "reading", lines=bool(outputs)) as notify:
-        from ..checkpoints.folder import read_plan
-        from ..checkpoints.inspection import inspect_folder
-        from ..views.inspection import inspection_view
+        from ..checkpoints.folder import open_checkpoint
+        from ..checkpoints.inspection import inspect_checkpoint
 
-        if outputs:
-            from ..views.page import page, pictures_of_folder
-            from ..views.plot import draw
-            from ..views.receptive_field import FieldOptions
-
-            fields = None
-            if "receptive-field" in drawn:
-                fields = FieldOptions(images, original, input_size)
-            pictures = pictures_of_folder(
-                checkpoint, fields, history, notify, console.note, trust_code=trust_code
-            )
-            inspection = pictures.inspection
-            notify("writing")
-            for path in outputs:
-                with new_file(path, force=force) as partial:
-                    if path is html:
-                        content = page(pictures).encode()
-                    else:
-                        content = draw(pictures, figure, path.suffix)
-                    partial.write_bytes(content)
-        elif not plan:
-            inspection = inspect_folder(checkpoint)
+        opened = open_checkpoint(checkpoint)
+        if plan:
+            text = opened.plan.to_json()
+        elif outputs:
+            inspection = pictures.draw(opened, notify, force=force, trust_code=trust_code)
+        else:
+            inspection = inspect_checkpoint(opened)
     if plan:
-        console.write(read_plan(checkpoint).to_json())
+        console.write(text)
     elif json_:
         console.write(inspection.to_json())
     else:
-        lines = [f"Wrote {path} ({path.stat().st_size / 1e6:.2f} MB)." for path in outputs]
-        if lines:
-            lines = ["", *lines]
-        console.show(inspection_view(inspection), *lines)
+        _show(inspection, outputs)
+
+
+def _show(inspection: "Inspection", outputs: list[Path]) -> None:
+    """The inspection as a table, and the files that were written."""
+    from ..views.inspection import inspection_view
+
+    lines = []
+    for path in outputs:
+        lines.append(f"Wrote {path} ({path.stat().st_size / 1e6:.2f} MB).")
+    if lines:
+        lines = ["", *lines]
+    console.show(inspection_view(inspection), *lines)

@@ -1,13 +1,23 @@
 """`dcls-convert models`: what would become of many models at once."""
 
-from collections import Counter
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..options import AUTO, Kind, PlanOptions, Sort
+from ..options import Kind, PlanOptions, Sort
 from . import console
-from .arguments import Csv, InputSize, Json, argument, number, option, refuse, with_records
+from .arguments import (
+    RUNNING,
+    SECONDS_A_DAY,
+    Csv,
+    InputSize,
+    Json,
+    argument,
+    choice,
+    number,
+    refuse,
+    with_records,
+)
 from .completion import complete_models
 
 if TYPE_CHECKING:
@@ -15,14 +25,13 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1  # a model that fails is a bug, here or in its library
 MOST_JOBS = 1024
-MOST_SECONDS = 86_400
 SECONDS_A_MODEL = 120  # the slowest of all models takes two seconds on an idle core
-SECONDS_A_LINE = 10.0  # of progress, where stderr is no terminal
-RUNNING = "How to run"
+SECONDS_BETWEEN_LINES = 10.0  # of progress, where stderr is no terminal
 SHOW = "What to show"
 PATTERN_HELP = (
-    "Names to survey, a shell pattern: 'convnext_*', 'timm:resnet*', 'torchvision:*'. Without * ? or [ it is a name, "
-    "or else a part of names. Without a pattern, all models of both registries."
+    "Names to survey, a shell pattern: 'convnext_*', 'timm:resnet*', 'torchvision:*'. "
+    "Without * ? or [ it is a name, or else a part of names. "
+    "Without a pattern, all models of both registries."
 )
 KIND_HELP = "Only models of which such convolutions are replaced."
 SORT_HELP = "The least first: before conversion, or elements and layers of the new kernels."
@@ -33,58 +42,79 @@ def models(
     options: PlanOptions,
     pattern: Annotated[str | None, argument("PATTERN", PATTERN_HELP, complete_models)] = None,
     input_size: InputSize = None,
-    kind: Annotated[Kind | None, option(SHOW, KIND_HELP)] = None,
+    kind: Annotated[Kind | None, choice(Kind, SHOW, KIND_HELP)] = None,
     sort: Annotated[
-        Sort | None, option(SHOW, SORT_HELP, show_default="as in the registries")
+        Sort | None, choice(Sort, SHOW, SORT_HELP, show_default="as in the registries")
     ] = None,
     jobs: Annotated[
         int | None,
         number(int, 1, MOST_JOBS, RUNNING, "Processes; one a processor without it.", metavar="N"),
     ] = None,
     timeout: Annotated[
-        float, number(int, 1, MOST_SECONDS, RUNNING, "Limit for one model.", metavar="SECONDS")
+        float, number(int, 1, SECONDS_A_DAY, RUNNING, "Limit for one model.", metavar="SECONDS")
     ] = SECONDS_A_MODEL,
     json_: Json = False,
     csv: Csv = False,
 ) -> None:
-    """Show what would convert, over the timm and torchvision registries. No weights, no download."""
+    """Show what would convert, over the timm and torchvision registries.
+    No weights, no download.
+    """
     refuse((json_ and csv, "--json and --csv exclude each other"))
-    with console.steps("models", every=SECONDS_A_LINE) as notify:
-        from ..compare.survey import chosen_rows, names_matching, survey_models
-        from ..planning.planner import check_overruled
-        from ..views.survey import failure_lines, summary_line, survey_csv, survey_json, survey_view
+    rows = _survey(
+        pattern, options, input_size=input_size, workers=jobs, seconds_per_model=float(timeout)
+    )
+    from ..compare.survey import chosen_rows
+    from ..views.survey import failure_lines, summary_line, survey_csv, survey_json, survey_view
 
-        if options.rules != AUTO:
+    rows = chosen_rows(rows, sort=sort, kind=kind)
+    if json_:
+        console.write(survey_json(rows, options, pattern=pattern, input_size=input_size))
+    elif csv:
+        console.write(survey_csv(rows))
+    else:
+        console.show(survey_view(rows), wide=True)
+    if json_ or csv:
+        for line in [*failure_lines(rows), summary_line(rows)]:
+            console.message(line)
+    if any(row.status == "failed" for row in rows):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _survey(
+    pattern: str | None,
+    options: PlanOptions,
+    *,
+    input_size: tuple[int, ...] | None,
+    workers: int | None,
+    seconds_per_model: float,
+) -> list["ModelRow"]:
+    """A row for each model whose name the pattern matches; tells how many are done."""
+    with console.steps("models", every=SECONDS_BETWEEN_LINES) as notify:
+        from ..compare.survey import names_matching, survey_models
+        from ..planning.claims import check_overruled
+        from ..planning.rules import RuleSet
+
+        if isinstance(options.rules, RuleSet):  # a rule file or set, not auto
             check_overruled(options.rules, options)  # once, not in every model
         names = names_matching(pattern)
-        done: Counter[bool] = Counter()  # of models, by whether they failed
+        done = 0
+        failed = 0
 
         def advance(row: "ModelRow") -> None:
-            done[row.status == "failed"] += 1
-            failures = f", {done[True]} failed" if done[True] else ""
-            notify(
-                f"{row.name}, {done.total()} of {len(names)}{failures}", done.total(), len(names)
-            )
+            nonlocal done, failed
+            done += 1
+            text = f"{row.name}, {done} of {len(names)}"
+            if row.status == "failed":
+                failed += 1
+            if failed:
+                text += f", {failed} failed"
+            notify(text, done, len(names))
 
-        rows = survey_models(
+        return survey_models(
             names,
             options,
             input_size=input_size,
-            workers=jobs,
-            timeout=float(timeout),
+            workers=workers,
+            timeout=seconds_per_model,
             advance=advance,
         )
-    rows = chosen_rows(rows, sort=sort, kind=kind)
-    if json_ or csv:
-        data = (
-            survey_json(rows, options, pattern=pattern, input_size=input_size)
-            if json_
-            else survey_csv(rows)
-        )
-        console.write(data)
-        for line in [*failure_lines(rows), summary_line(rows)]:
-            console.message(line)
-    else:
-        console.show(survey_view(rows), wide=True)
-    if any(row.status == "failed" for row in rows):
-        raise typer.Exit(EXIT_FAILED)

@@ -61,7 +61,7 @@ def rules_check(
 
 
 @rules_app.command("schema", cls=Command)
-def rules_schema() -> None:
+def rules_json_schema() -> None:
     """Print the JSON Schema of rule files, for an editor."""
     from ..planning.rules import rules_schema
 
@@ -69,20 +69,28 @@ def rules_schema() -> None:
 
 
 def _claims(rules: "RuleSet", model_name: str) -> list[str]:
-    """A line for every rule, and one for the rest. DclsConvertError where the rules do not fit the model."""
+    """A line for every rule, and one for the rest.
+
+    Raises:
+        DclsConvertError: The rules do not fit the model.
+    """
     with console.steps(model_name, "reading", lines=False):
-        from ..networks.source import resolve_model
-        from ..pipeline import Job
+        from ..pipeline.loaded import LoadedNetwork
+        from ..pipeline.request import ConversionRequest
+        from ..pipeline.resolved import resolve
         from ..planning.rules import claim_sites
 
-        job = Job(source=resolve_model(model_name), options=PlanOptions(rules=rules), offline=True)
-        job.plan()
-        rule_of, reasons = claim_sites(rules, job.convs.sites)
+        request = ConversionRequest(
+            model=model_name, options=PlanOptions(rules=rules), offline=True
+        )
+        loaded = LoadedNetwork(request)
+        resolve(loaded)
+        rule_of, reasons = claim_sites(rules, loaded.convs.sites)
     counts = Counter(rule_of.values())
-    lines = [
-        f"  {rules.label(index)}: {'converts' if rule.skip is None else 'skips'} {counts[index]} "
-        f"of {counted(len(job.convs.sites), 'convolution')}"
-        for index, rule in enumerate(rules.rules)
-    ]
-    lines.append(f"  no rule: {len(reasons)}, cannot be converted: {len(job.convs.skipped)}")
+    all_sites = counted(len(loaded.convs.sites), "convolution")
+    lines = []
+    for index, rule in enumerate(rules.rules):
+        action = "converts" if rule.skip is None else "skips"
+        lines.append(f"  {rules.label(index)}: {action} {counts[index]} of {all_sites}")
+    lines.append(f"  no rule: {len(reasons)}, cannot be converted: {len(loaded.convs.skipped)}")
     return lines

@@ -25,6 +25,7 @@ from . import console
 from .arguments import (
     HOW_MANY,
     OUTPUT,
+    SECONDS_A_DAY,
     Csv,
     Force,
     Json,
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 
 TIMES = "Times"
 MOST_ROWS = 1000
-MOST_SECONDS = 86_400
 MOST_BATCH = 65_536
 CPU_BATCH = 1
 GPU_BATCH = 32
@@ -109,7 +109,7 @@ BUDGETS = list_option(
     "Budgets in percent of the weights replaced: 60%,80%,100%.",
     metavar="P,P",
 )
-BATCH = number(
+TIMED_BATCH = number(
     int,
     1,
     MOST_BATCH,
@@ -119,7 +119,7 @@ BATCH = number(
     show_default=f"{CPU_BATCH} on the CPU, else {GPU_BATCH}",
 )
 SECONDS_HELP = "For all measurements together; three rounds at least."
-TIME = number(int, 1, MOST_SECONDS, TIMES, SECONDS_HELP, metavar="N", show_default=str(SECONDS))
+TIME = number(int, 1, SECONDS_A_DAY, TIMES, SECONDS_HELP, metavar="N", show_default=str(SECONDS))
 SLOWER_HELP = (
     "Cost that the recommended size may add, in percent: to the training step with --time, "
     "else to the MACs."
@@ -139,7 +139,7 @@ def sweep(
         str | None,
         option(TIMES, "As torch names it: cuda, cuda:1.", metavar="NAME", show_default="cpu"),
     ] = None,
-    batch_size: Annotated[int | None, BATCH] = None,
+    batch_size: Annotated[int | None, TIMED_BATCH] = None,
     amp: Annotated[bool, option(TIMES, "In bfloat16 autocast.", "--amp")] = False,
     seconds: Annotated[int | None, TIME] = None,
     slower: Annotated[
@@ -152,13 +152,12 @@ def sweep(
     json_: Json = False,
     csv: Csv = False,
 ) -> None:
-    """Compare windows, and counts or budgets: parameters, MACs, times, and what trained kernels and outputs keep.
+    """Compare windows, and counts or budgets: parameters, MACs, times, and what outputs keep.
 
     A row each; the last line is the command of the recommended size.
     """
     rows = len(sizes or [None]) * len(counts or budgets or [None])
     scoped = network.options.scope != AUTO
-    untrained = network.calibrate is not None and not network.trained
     needs_time = {
         "--device": device,
         "--batch-size": batch_size,
@@ -169,35 +168,38 @@ def sweep(
         (json_ and csv, "--json and --csv exclude each other"),
         (counts is not None and budgets is not None, "--counts and --budgets exclude each other"),
         (counts and scoped, "--counts states the counts, so --scope would have no effect"),
-        (untrained, "--calibrate needs trained kernels: --pretrained or --checkpoint"),
         (force and picture is None, "--force replaces the file of --picture"),
         (rows > MOST_ROWS, f"{rows:,} rows are asked for; {MOST_ROWS:,} are allowed"),
     )
     for name, value in needs_time.items():
         refuse((value and not time, f"{name} is for --time"))
-    network.check()
+    request = network.request()
     if picture is not None:
         check_picture(picture, "--picture")
         check_output(picture, force=force, foreign=not_a_file)
     with console.steps(network.model, "planning") as notify:
         from ..compare.candidates import combinations, make_sweep, usual_sizes
         from ..depthwise import choices
+        from ..pipeline.loaded import LoadedNetwork
         from ..views.sweep import SweepView, draw_sweep, sweep_csv
 
-        timing = _timing(device, batch_size, seconds or SECONDS, amp=amp) if time else None
-        job = network.job(notify=notify, note=console.note)
-        asked = combinations(sizes or usual_sizes(job), counts, budgets)
+        timing = None
+        if time:
+            timing = _timing(device, batch_size, seconds or SECONDS, amp=amp)
+        loaded = LoadedNetwork(request, notify=notify, note=console.note)
+        asked = combinations(sizes or usual_sizes(loaded), counts, budgets)
         sweep = make_sweep(
-            job, asked, functools.partial(_command, network), timing=timing, slower=slower
+            loaded, asked, functools.partial(_command, network), timing=timing, slower=slower
         )
-    if json_ or csv:
-        console.write(sweep.to_json() if json_ else sweep_csv(sweep))
+    if json_:
+        console.write(sweep.to_json())
+    elif csv:
+        console.write(sweep_csv(sweep))
     else:
-        taken = (
-            [] if sweep.choice.row is None else ["", f"    {sweep.rows[sweep.choice.row].command}"]
-        )
-        console.show(SweepView(sweep), *[f" {choice}" for choice in choices()], wide=True)
-        console.show(*taken)
+        on_gpus = [f" {choice}" for choice in choices() if choice.device != "cpu"]
+        console.show(SweepView(sweep), *on_gpus, wide=True)
+        if sweep.choice.row is not None:
+            console.show("", f"    {sweep.rows[sweep.choice.row].command}")
     if picture is not None:
         with new_file(picture, force=force) as partial:
             partial.write_bytes(draw_sweep(sweep, picture.suffix))
@@ -219,9 +221,14 @@ def _timing(
 
     place = check_device(device or "cpu")
     on_cpu = place.type == "cpu"
+    name = str(place)
+    if place.type == "cuda":
+        name = torch.cuda.get_device_name(place)
+    if batch is None:
+        batch = CPU_BATCH if on_cpu else GPU_BATCH
     settings = TimingSettings(
-        device=torch.cuda.get_device_name(place) if place.type == "cuda" else str(place),
-        batch=batch or (CPU_BATCH if on_cpu else GPU_BATCH),
+        device=name,
+        batch=batch,
         seconds=seconds,
         amp=amp,
         threads=torch.get_num_threads() if on_cpu else None,
@@ -235,7 +242,8 @@ def _command(network: Network, asked: "Asked") -> str:
     values = stated(network)
     values["dilated_size"] = asked.size
     values["kernel_count"] = asked.kernel_count
-    values["budget"] = None if asked.budget is None else f"{asked.budget:.12g}%"
+    if asked.budget is not None:
+        values["budget"] = f"{asked.budget:.12g}%"
     values |= stated(network.options)
     words = ["dcls-convert", network.model]
     for name, value in values.items():

@@ -1,17 +1,25 @@
 """`dcls-convert verify`: whether a checkpoint is whole."""
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from rich.text import Text
 
 from ..errors import CheckpointError, printable
 from ..tables import counted
 from . import console
-from .arguments import Checkpoint, Json, TrustCode
+from .arguments import CheckpointFolder, Json, TrustCode
+
+if TYPE_CHECKING:
+    from ..checkpoints.verify import Check
 
 MARKS = {True: ("ok", "green"), False: ("problem", "red"), None: ("skipped", "yellow")}
 
 
-def verify(checkpoint: Checkpoint, trust_code: TrustCode = False, json_: Json = False) -> None:
-    """Check a checkpoint: rebuild it in a fresh process, and compare names, shapes, hash and outputs."""
+def verify(
+    checkpoint: CheckpointFolder, trust_code: TrustCode = False, json_: Json = False
+) -> None:
+    """Check a checkpoint: rebuild it in a fresh process; compare names, shapes, hash, outputs."""
     with console.steps(checkpoint, "reading", lines=False) as notify:
         from ..checkpoints.verify import verify_folder
 
@@ -19,14 +27,16 @@ def verify(checkpoint: Checkpoint, trust_code: TrustCode = False, json_: Json = 
     if json_:
         console.write(verification.to_json())
     else:
-        width = max(len(check.name) for check in verification.checks)
-        for check in verification.checks:
-            mark, colour = MARKS[check.ok]
-            console.show(
-                Text.assemble(
-                    (f"{mark:7}", colour), f"  {check.name:{width}}  {printable(check.detail)}"
-                )
-            )
+        _show(verification.checks)
     if not verification.ok:
         problems = sum(check.ok is False for check in verification.checks)
         raise CheckpointError(f"{checkpoint}: {counted(problems, 'problem')} found")
+
+
+def _show(checks: "Sequence[Check]") -> None:
+    """A line for every check."""
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        mark, colour = MARKS[check.ok]
+        text = f"  {check.name:{width}}  {printable(check.detail)}"
+        console.show(Text.assemble((f"{mark:7}", colour), text))

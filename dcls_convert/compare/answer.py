@@ -50,6 +50,7 @@ class ArmResult:
     peak_mib: float | None  # of a GPU's memory, in training; largest of the runs
     top1: float  # mean over the runs, in percent
     top1_deviation: float | None  # standard deviation; None for one run
+    top1_before: float | None = None  # before training: mean over the runs, in percent
     differences: tuple[float, ...] = ()  # percentage points, for each seed that both have
     over_seeds: Interval | None = None  # by Student's t
     over_images: Interval | None = None  # by bootstrap over the test images
@@ -98,6 +99,7 @@ def _own_result(label: str, runs: Sequence[Run]) -> ArmResult:
         images_per_second=statistics.median(run.images_per_second for run in runs),
         peak_mib=max(peaks, default=None),
         top1=statistics.mean(top1),
+        top1_before=_mean([run.top1_before for run in runs if run.top1_before is not None]),
         top1_deviation=top1_deviation,
         distance=_mean(distances),
         outside=_mean(outside),

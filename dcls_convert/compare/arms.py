@@ -1,5 +1,6 @@
 """The networks that a comparison trains: one as it is, and one for each way of converting it."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -10,11 +11,16 @@ from torch import Tensor, nn
 from ..depthwise.geometry import size_text
 from ..layers.position_statistics import outside_share
 from ..networks.positions import position_parameters
-from ..options import AUTO, EXACT, PlanOptions, Positions
-from ..pipeline import Job
+from ..networks.source import LIBRARIES
+from ..options import AUTO, ERROR, EXACT, PlanOptions, Positions
+from ..pipeline.conversion import convert_network
+from ..pipeline.loaded import LoadedNetwork
+from ..pipeline.request import ConversionRequest
+from ..pipeline.resolved import resolve
 from ..planning.plan import ConversionPlan
+from ..progress import Notify, silent
 from ..surgery.fold import fold_to_dense_
-from .sweep import WindowSize
+from .sweep import AskedSize
 
 AS_IT_IS = "as it is"
 ArmKind = Literal["original", "converted", "frozen", "dense"]
@@ -27,7 +33,7 @@ class Arm:
     # frozen: converted, with positions that stay where they start; dense: plain convolutions whose
     # kernels have the window's size.
     kind: ArmKind = "original"
-    size: WindowSize | None = None  # of the window; None: as the rules state
+    size: AskedSize | None = None  # of the window; None: as the rules state
     positions: Positions = "normal"  # where they start, for random starts
 
     @property
@@ -54,7 +60,7 @@ class Arm:
 
 
 def make_arms(
-    sizes: Sequence[WindowSize | None], starts: Sequence[Positions], *, ablate: bool = False
+    sizes: Sequence[AskedSize | None], starts: Sequence[Positions], *, ablate: bool = False
 ) -> list[Arm]:
     """The network as it is, and converted to each size, from each start.
 
@@ -70,6 +76,31 @@ def make_arms(
                 arms.append(Arm(kind="frozen", size=size, positions=start))
             arms.append(Arm(kind="dense", size=size))
     return arms
+
+
+def check_arms(request: ConversionRequest, arms: Sequence[Arm]) -> None:
+    """Plan each arm from names and shapes alone, before images and weights are read.
+
+    Raises:
+        DclsConvertError: The network does not take a size.
+    """
+    options = request.options
+    if options.scope == ERROR:
+        options = replace(options, scope="model")
+    bare = replace(
+        request,
+        options=options,
+        pretrained=False,
+        weights=None,
+        calibration=None,
+        mean=None,
+        std=None,
+    )
+    loaded = LoadedNetwork(bare)
+    if loaded.source is None or loaded.source.kind not in LIBRARIES:
+        return  # code of the user's own, which may need the number of classes
+    for size in dict.fromkeys(arm.size for arm in arms if arm.kind != "original"):
+        resolve(loaded, replace(options, dilated_size=size or AUTO))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -131,17 +162,20 @@ class Moved:
     outside_before: float  # the same before the training
 
 
-def make_network(job: Job, arm: Arm) -> ArmNetwork:
+def make_network(request: ConversionRequest, arm: Arm, *, note: Notify = silent) -> ArmNetwork:
     """The network of an arm.
 
-    Layers that are not converted have the weights that the job's seed gives them, in every arm.
+    Layers that are not converted have the weights that the request's seed gives them, in every arm.
     """
+    load = functools.partial(LoadedNetwork, note=note)
     if arm.kind == "original":
-        return ArmNetwork(model=job.network, macs=job.convs.macs)
-    options = replace(job.options, dilated_size=arm.size or AUTO)
+        loaded = load(request)
+        return ArmNetwork(model=loaded.network, macs=loaded.convs.macs)
+    options = replace(request.options, dilated_size=arm.size or AUTO)
     if arm.kind == "dense":
-        return _make_dense_network(job, options)
-    conversion = replace(job, positions=arm.positions, options=options).convert()
+        return _make_dense_network(load(_dense_request(request, options)))
+    loaded = load(replace(request, positions=arm.positions, options=options))
+    conversion = convert_network(loaded, resolve(loaded))
     if arm.kind == "frozen":
         for parameter in position_parameters(conversion.model):
             parameter.tensor.requires_grad_(False)
@@ -149,12 +183,17 @@ def make_network(job: Job, arm: Arm) -> ArmNetwork:
     return ArmNetwork(model=conversion.model, plan=report.plan, macs=report.macs.after)
 
 
-def _make_dense_network(job: Job, options: PlanOptions) -> ArmNetwork:
+def _dense_request(request: ConversionRequest, options: PlanOptions) -> ConversionRequest:
+    """The request for a network with an element for every cell of the old kernels."""
+    options = replace(options, kernel_count=EXACT, scope="auto", interpolation=None)
+    return replace(request, init="exact", calibration=None, mean=None, std=None, options=options)
+
+
+def _make_dense_network(loaded: LoadedNetwork) -> ArmNetwork:
     """Plain convolutions with a weight in every cell of the window.
 
     They start as the old kernels with zeros around them.
     """
-    options = replace(options, kernel_count=EXACT, scope="auto", interpolation=None)
-    conversion = replace(job, init="exact", calibration=None, options=options).convert()
+    conversion = convert_network(loaded, resolve(loaded))
     fold_to_dense_(conversion.model)
     return ArmNetwork(model=conversion.model, macs=conversion.report.macs.after)

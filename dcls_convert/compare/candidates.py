@@ -20,11 +20,13 @@ from ..errors import (
     shown,
 )
 from ..options import AUTO, DEFAULT_BUDGET
-from ..pipeline import Job
-from ..planning.plan import ConversionPlan, taken_from
-from ..planning.planner import larger_sizes
+from ..pipeline.conversion import convert_network
+from ..pipeline.loaded import LoadedNetwork
+from ..pipeline.resolved import ResolvedRequest, resolve
+from ..planning.plan import taken_from
+from ..planning.windows import larger_sizes
 from ..reports.report import predict_report
-from .sweep import Asked, Sweep, SweepRow, TimingSettings, WindowSize, choose, with_dominated
+from .sweep import Asked, AskedSize, Sweep, SweepRow, TimingSettings, choose, with_dominated
 from .timing import converted_copy, measure, summary
 
 LEAST_ROUNDS = 3  # of timing, whatever time they take
@@ -36,7 +38,8 @@ class Candidate:
     """A combination, or the original, and what is known of it."""
 
     row: SweepRow
-    plan: ConversionPlan | None = None  # None: the original, or a combination that cannot be used
+    # None: the original, or a combination that cannot be used.
+    resolved: ResolvedRequest | None = None
     model: nn.Module | None = None  # while it is timed
     forward_ms: list[float] = field(default_factory=list)  # of each round
     step_ms: list[float] = field(default_factory=list)  # of each round
@@ -57,7 +60,7 @@ class Candidate:
         except (NothingMatchesError, RuleError):  # no combination can be planned
             raise
         except Exception as error:
-            self.plan = None
+            self.resolved = None
             self.model = None
             if what == "planning" and isinstance(error, DclsConvertError):
                 self.change(status="does not fit", reason=str(error))
@@ -69,7 +72,7 @@ class Candidate:
 
 
 def combinations(
-    sizes: Sequence[WindowSize], counts: Sequence[int] | None, budgets: Sequence[float] | None
+    sizes: Sequence[AskedSize], counts: Sequence[int] | None, budgets: Sequence[float] | None
 ) -> list[Asked]:
     """Every size with every count, or with every budget."""
     asked = []
@@ -80,15 +83,15 @@ def combinations(
     return asked
 
 
-def usual_sizes(job: Job) -> list[int]:
+def usual_sizes(loaded: LoadedNetwork) -> list[int]:
     """The windows of a sweep that states none: that of the smallest kernel, and larger ones."""
-    plan = job.plan(replace(job.options, dilated_size=AUTO, kernel_count=AUTO))
-    larger = larger_sizes(plan.layers)
+    options = replace(loaded.request.options, dilated_size=AUTO, kernel_count=AUTO)
+    larger = larger_sizes(resolve(loaded, options).plan.layers)
     return [larger[0] - 2, *larger[:-1]]
 
 
 def make_sweep(
-    job: Job,
+    loaded: LoadedNetwork,
     asked: Sequence[Asked],
     command: Callable[[Asked], str],
     *,
@@ -98,7 +101,7 @@ def make_sweep(
     """Plan, fit and time every combination; KeyboardInterrupt ends this early, with what is known.
 
     Args:
-        job: The network and the options that the combinations replace.
+        loaded: The network and the options that the combinations replace.
         asked: The combinations.
         command: Makes the command line that converts with a combination.
         timing: None: nothing is timed.
@@ -109,33 +112,34 @@ def make_sweep(
         PlanError: The MACs are not known, but the input size was given or times are wanted.
         NothingMatchesError, RuleError: No combination can be planned.
     """
-    convs = job.convs
-    source = job.source
+    request = loaded.request
+    convs = loaded.convs
+    source = loaded.source
     assert source is not None
-    if job.elements is not None:
+    if loaded.elements is not None:
         raise CheckpointError(
-            f"{job.where}: has elements of its own, so there is nothing to compare"
+            f"{request.weights_name}: has elements of its own, so there is nothing to compare"
         )
     needs_input_size = timing is not None and convs.input_size is None
-    if convs.macs is None and (job.input_size is not None or needs_input_size):
+    if convs.macs is None and (request.input_size is not None or needs_input_size):
         raise PlanError(f"{shown(source.name)}: {convs.macs_note}")
     original = SweepRow(
         asked=None,
         status="original",
         params=convs.params,
         macs=convs.macs,
-        folded_bytes=_state_bytes(job.meta),
+        folded_bytes=_state_bytes(loaded.structure),
     )
     candidates = [Candidate(original)]
     interrupted = False
     try:
-        _plan_all_(job, asked, command, candidates)
-        planned = [candidate for candidate in candidates if candidate.plan is not None]
-        if job.trained:
-            _fit_all(job, planned)
+        _plan_all_(loaded, asked, command, candidates)
+        planned = [candidate for candidate in candidates if candidate.resolved is not None]
+        if request.trained:
+            _fit_all(loaded, planned)
         if timing is not None and planned:
             settings, device = timing
-            _time_all(job, candidates, settings, device)
+            _time_all(loaded, candidates, settings, device)
     except KeyboardInterrupt:
         interrupted = True
     rows = with_dominated([candidate.row for candidate in candidates])
@@ -152,40 +156,41 @@ def make_sweep(
 
 
 def _plan_all_(
-    job: Job,
+    loaded: LoadedNetwork,
     asked: Sequence[Asked],
     command: Callable[[Asked], str],
     candidates: list[Candidate],
 ) -> None:
     """Append a candidate for each combination, as soon as it is planned."""
     for number, combination in enumerate(asked, 1):
-        job.notify(f"planning {number} of {len(asked)}")
+        loaded.notify(f"planning {number} of {len(asked)}")
         row = SweepRow(asked=combination, status="done", command=command(combination))
         candidate = Candidate(row)
         with candidate.doing("planning"):
-            _plan(job, candidate, combination)
+            _plan(loaded, candidate, combination)
         candidates.append(candidate)
 
 
-def _plan(job: Job, candidate: Candidate, asked: Asked) -> None:
+def _plan(loaded: LoadedNetwork, candidate: Candidate, asked: Asked) -> None:
     options = replace(
-        job.options,
+        loaded.request.options,
         dilated_size=asked.size,
         kernel_count=asked.kernel_count or AUTO,
         budget=asked.budget or DEFAULT_BUDGET,
     )
-    plan = job.plan(options)
+    resolved = resolve(loaded, options)
+    plan = resolved.plan
     report = predict_report(plan)
     dilated_sizes = set()
     kernel_counts = set()
-    folded_bytes = _state_bytes(job.meta)
+    folded_bytes = _state_bytes(loaded.structure)
     for layer in plan.layers:
         dilated_sizes.add(layer.dilated_size)
         kernel_counts.add(layer.kernel_count)
-        module: Any = job.meta.get_submodule(layer.name)
+        module: Any = loaded.structure.get_submodule(layer.name)
         more_weights = layer.folded_weights - layer.dense_weights
         folded_bytes += more_weights * module.weight.itemsize
-    candidate.plan = plan
+    candidate.resolved = resolved
     candidate.change(
         layers=len(plan.layers),
         dilated_sizes=tuple(sorted(dilated_sizes)),
@@ -197,16 +202,18 @@ def _plan(job: Job, candidate: Candidate, asked: Asked) -> None:
     )
 
 
-def _fit_all(job: Job, planned: Sequence[Candidate]) -> None:
+def _fit_all(loaded: LoadedNetwork, planned: Sequence[Candidate]) -> None:
     for number, candidate in enumerate(planned, 1):
-        job.notify(f"fitting {candidate.row.window}, {number} of {len(planned)}")
+        loaded.notify(f"fitting {candidate.row.window}, {number} of {len(planned)}")
         with candidate.doing("fitting"):
-            _fit(job, candidate)
+            _fit(loaded, candidate)
 
 
-def _fit(job: Job, candidate: Candidate) -> None:
+def _fit(loaded: LoadedNetwork, candidate: Candidate) -> None:
     """Convert a copy of the trained network, and state in the row what that keeps."""
-    conversion = job.convert(candidate.plan, model=copy.deepcopy(job.network))
+    assert candidate.resolved is not None
+    copied = copy.deepcopy(loaded.network)
+    conversion = convert_network(loaded, candidate.resolved, model=copied)
     outcome = conversion.report.outcome
     if outcome is None:
         return
@@ -217,23 +224,26 @@ def _fit(job: Job, candidate: Candidate) -> None:
 
 
 def _time_all(
-    job: Job, candidates: Sequence[Candidate], settings: TimingSettings, device: torch.device
+    loaded: LoadedNetwork,
+    candidates: Sequence[Candidate],
+    settings: TimingSettings,
+    device: torch.device,
 ) -> None:
     """Time the original and the planned candidates in rounds, one after another in each."""
-    assert job.convs.input_size is not None
-    network = job.network.to(device)
+    assert loaded.convs.input_size is not None
+    network = loaded.network.to(device)
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(settings.batch, *job.convs.input_size, generator=generator).to(device)
+    images = torch.randn(settings.batch, *loaded.convs.input_size, generator=generator).to(device)
     for candidate in candidates:
-        if candidate.is_original or candidate.plan is not None:
-            job.notify(f"building {candidate.row.window}")
+        if candidate.is_original or candidate.resolved is not None:
+            loaded.notify(f"building {candidate.row.window}")
             with candidate.doing("building"):
-                if candidate.plan is None:
+                if candidate.resolved is None:
                     candidate.model = network
                 else:
-                    candidate.model = converted_copy(network, candidate.plan)
+                    candidate.model = converted_copy(network, candidate.resolved.plan)
     began = time.perf_counter()
-    job.notify("warming up")
+    loaded.notify("warming up")
     _time_round(candidates, images, settings, keep=False)
     for number in range(MOST_ROUNDS):
         spent = time.perf_counter() - began
@@ -241,7 +251,7 @@ def _time_all(
         has_models = any(candidate.model is not None for candidate in candidates)
         if is_enough or not has_models:
             break
-        job.notify(f"timing, round {number + 1}, {spent:.0f} of {settings.seconds:g} s")
+        loaded.notify(f"timing, round {number + 1}, {spent:.0f} of {settings.seconds:g} s")
         _time_round(candidates, images, settings, keep=True)
 
 

@@ -1,6 +1,5 @@
 """A comparison by training: the network as it is beside its conversions, and the answer."""
 
-import contextlib
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -12,9 +11,10 @@ from ..files import is_checkpoint
 from ..output import new_file
 from ..progress import Notify
 from ..records import Record
+from ..tuning.training import STATE
 from .answer import ArmResult, results
 from .arms import Arm
-from .runs import SETTINGS, Run, Settings, Trainer, in_turns
+from .runs import FINISHED, RUNS, SETTINGS, Run, Settings, Trainer, in_turns
 
 COMPARISON = "comparison.json"
 # Learning rate from scratch, for LR_BATCH images in an update. Scaled by the square root of their
@@ -83,7 +83,7 @@ def plan_runs(
     """
     all_runs = list(in_turns(arms, seeds))
     runs = pending_runs(trainer, all_runs, only)
-    is_new = not (trainer.folder / SETTINGS).exists()
+    is_new = not _is_bound(trainer.folder)
     if is_new:
         _check_unused(trainer.folder)
     else:
@@ -96,7 +96,7 @@ def plan_runs(
         pending_arms = list(dict.fromkeys(arm for arm, _ in runs))
         epoch_seconds = time_arms(trainer, pending_arms, notify)
     if is_new and trainer.accelerator.is_main_process:
-        claim_folder(trainer)
+        claim_folder(trainer, minutes)
     trainer.accelerator.wait_for_everyone()
     _take_stored_settings_(trainer, minutes)
     epochs = trainer.settings.recipe.epochs
@@ -147,20 +147,44 @@ def choose_epochs(
     return int(minutes / minutes_per_epoch)
 
 
+def _is_bound(folder: Path) -> bool:
+    """Whether a folder has settings that hold for later calls.
+
+    Settings hold once a run is finished, or has a state from which it can go on.
+    """
+    if not (folder / SETTINGS).exists():
+        return False
+    runs = folder / RUNS
+    return any(runs.glob(f"*/{FINISHED}")) or any(runs.glob(f"*/{STATE}"))
+
+
 def _check_unused(folder: Path) -> None:
     """CheckpointError if a folder holds a checkpoint, or folders; files may be logs."""
-    if is_checkpoint(folder) or any(path.is_dir() for path in folder.glob("[!.]*")):
+    others = [path for path in folder.glob("[!.]*") if path.is_dir() and path.name != RUNS]
+    if is_checkpoint(folder) or others:
         raise CheckpointError(
             f"output {folder}: holds other things than a comparison; name another folder"
         )
 
 
-def claim_folder(trainer: Trainer) -> None:
-    """Write the trainer's settings into its folder, unless another call has written some there."""
+def claim_folder(trainer: Trainer, minutes: float | None) -> None:
+    """Write the trainer's settings into a folder that no settings hold for yet.
+
+    Settings that are there already stay if they are the same but for epochs that minutes decided:
+    another job of the same comparison has written them. Others were left by a call that ended early.
+    """
     trainer.folder.mkdir(parents=True, exist_ok=True)
     path = trainer.folder / SETTINGS
-    with contextlib.suppress(OutputExistsError), new_file(path, force=False) as partial_path:
-        partial_path.write_text(trainer.settings.to_json())
+    text = trainer.settings.to_json()
+    try:
+        with new_file(path, force=False) as partial_path:
+            partial_path.write_text(text)
+    except OutputExistsError:
+        try:
+            _take_stored_settings_(trainer, minutes)
+        except CheckpointError:
+            with new_file(path, force=True) as partial_path:
+                partial_path.write_text(text)
 
 
 def _take_stored_settings_(trainer: Trainer, minutes: float | None) -> None:

@@ -19,10 +19,11 @@ from torch.utils.data import Subset
 from ..checkpoints.save import save_trained
 from ..errors import CheckpointError, DclsConvertError, one_line
 from ..fitting.images import BATCH, Calibration
-from ..options import Augmentation
+from ..options import MIRRORED, Augmentation
 from ..output import new_file
-from ..pipeline import Job
-from ..progress import Notify
+from ..pipeline.loaded import LoadedNetwork
+from ..pipeline.request import ConversionRequest
+from ..progress import Notify, silent
 from ..records import Record
 from ..tuning.images import ImageData, set_transforms_
 from ..tuning.recipe import Recipe
@@ -54,6 +55,7 @@ class Settings(Record):
     test_images: int
     input_size: tuple[int, ...] | None
     augmentation: Augmentation
+    mirrored: float = MIRRORED  # share of the images to train on
     recipe: Recipe  # without the seed, which each run replaces
     mixed_precision: str | None = None
 
@@ -99,6 +101,7 @@ class Run(Record):
     seconds: tuple[float, ...]  # without the test
     right: str  # one "0" or "1" per test image: classified right after the last epoch
     moved: Moved | None
+    top1_before: float | None = None  # percent, before training
 
     def correct(self) -> "np.ndarray[Any, np.dtype[np.float64]]":
         """1.0 for each test image classified right after the last epoch, else 0.0: (images,)."""
@@ -116,13 +119,14 @@ class TrialSeconds(NamedTuple):
 class Trainer:
     """Makes, times and trains the networks of a comparison."""
 
-    job: Job  # each run replaces its seed, each arm its sizes
+    request: ConversionRequest  # each run replaces its seed, each arm its sizes
     data: ImageData
     settings: Settings
     folder: Path
     accelerator: Any  # from `accelerator_for`
     workers: int = 0
     fsdp: bool = False
+    note: Notify = silent  # told what the user should know
 
     def prepare(self, arm: Arm, seed: int) -> ArmNetwork:
         """Build and convert this arm's network with this seed.
@@ -130,11 +134,19 @@ class Trainer:
         Side effect: the data get the transforms that the network needs.
         """
         self.accelerator.free_memory()  # it would keep every network that it has prepared
-        job = replace(self.job, seed=seed)
-        set_transforms_(self.data, job.meta, self.settings.input_size, self.settings.augmentation)
-        if job.trained and job.calibration is None and arm.kind != "original":
-            job.calibration = self._calibration()
-        return make_network(job, arm)
+        request = replace(self.request, seed=seed)
+        structure = LoadedNetwork(request).structure
+        settings = self.settings
+        set_transforms_(
+            self.data,
+            structure,
+            settings.input_size,
+            settings.augmentation,
+            mirrored=settings.mirrored,
+        )
+        if request.trained and request.calibration is None and arm.kind != "original":
+            request = replace(request, calibration=self._calibration())
+        return make_network(request, arm, note=self.note)
 
     def _calibration(self) -> Calibration:
         """Images to train on, spread over the data set, without augmentation."""
@@ -218,7 +230,7 @@ class Trainer:
             notify(f"{title}: epoch {epoch} of {recipe.epochs}, top-1 {top1:.2f} %")
 
         try:
-            training.run(tell)
+            training.run(tell, tests_first=True)
         except DclsConvertError as error:
             raise type(error)(f"{title}: {error}") from error
         trained = training.trained()
@@ -262,6 +274,7 @@ class Trainer:
             peak_mib=peak_mib,
             loss=tuple(epoch_loss),
             top1=tuple(training.top1),
+            top1_before=next(iter(training.top1_before), None),
             seconds=tuple(training.epoch_seconds),
             right="".join("1" if correct else "0" for correct in training.correct.tolist()),
             moved=network.moved(trained),

@@ -18,9 +18,11 @@ import torch
 from ..depthwise.geometry import size_text
 from ..errors import DclsConvertError, ModelError, NothingMatchesError, did_you_mean, shown
 from ..networks.sites import kinds_of_convs
-from ..networks.source import ModelSource, registry_names
+from ..networks.source import registry_names
 from ..options import Kind, PlanOptions, Sort
-from ..pipeline import Job
+from ..pipeline.loaded import LoadedNetwork
+from ..pipeline.request import ConversionRequest
+from ..pipeline.resolved import resolve
 from ..reports.report import Change, MacsChange, predict_report
 from .workers import run_jobs
 
@@ -90,10 +92,11 @@ def model_row(
     name: str, options: PlanOptions, input_size: tuple[int, ...] | None = None
 ) -> ModelRow:
     """Plan one model without its weights, by default at the input size that it states."""
-    job = Job(source=ModelSource(name=name), options=options, input_size=input_size, offline=True)
+    request = ConversionRequest(model=name, options=options, input_size=input_size, offline=True)
+    loaded = LoadedNetwork(request)
     row = ModelRow(name=name, status="planned")
     try:
-        convs = job.convs
+        convs = loaded.convs
         row = replace(
             row,
             convolutions=dict(kinds_of_convs(convs).most_common()),
@@ -101,7 +104,7 @@ def model_row(
             params=Change(before=convs.params),
             macs=MacsChange(before=convs.macs, note=convs.macs_note),
         )
-        plan = job.plan()
+        plan = resolve(loaded).plan
     except DclsConvertError as error:
         return replace(row, status=_status_of(error), reason=str(error))
     report = predict_report(plan)

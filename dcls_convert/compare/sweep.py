@@ -17,14 +17,14 @@ from ..records import Record
 # Relative errors that differ by less count as equal: training changes them more than that.
 EQUAL_ERRORS = 0.005
 RowStatus = Literal["original", "done", "does not fit", "failed"]
-WindowSize = int | tuple[int, ...]
+AskedSize = int | tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
     """One combination."""
 
-    size: WindowSize  # cells, as `dilated_size` of the planning options
+    size: AskedSize  # cells, as `dilated_size` of the planning options
     kernel_count: int | None = None  # None: solved for the budget
     budget: float | None = None  # percent; None: the default, or a count is given
 
@@ -168,7 +168,7 @@ def _at_most(limit: float, value: Value, rows: Sequence[SweepRow]) -> list[Sweep
 
 def _window_sides(done: Sequence[SweepRow]) -> list[tuple[int, ...]]:
     """Sides of the window of each row, with the same number of axes in all rows."""
-    sizes: list[WindowSize] = []
+    sizes: list[AskedSize] = []
     axes = 1
     for row in done:
         assert row.asked is not None

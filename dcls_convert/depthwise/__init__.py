@@ -1,4 +1,7 @@
-"""Convolution with a wide depthwise kernel, in the fastest way for the device; sizes and padding of convolutions."""
+"""Depthwise convolution with wide kernels, in the fastest way known for the device.
+
+Also sizes and padding of convolutions in general.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -7,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def choices() -> "tuple[Choice, ...]":
-    """What was chosen in this process for wide windows on GPUs: each kind of convolution, its way, and the times."""
-    from .choice import chosen  # imports torch, which this room's arithmetic does without
+    """The ways that depthwise convolutions took in this process, and why."""
+    from . import choice  # imports torch, which this room's arithmetic does without
 
-    return tuple(chosen.values())
+    return choice.choices()

@@ -1,9 +1,8 @@
-"""Depthwise convolution in the fastest way known; on GPUs by an estimate, or timed where cudnn.benchmark asks so."""
+"""Which way a depthwise convolution takes: a rule on its shapes, which the user can overrule."""
 
-import math
 import os
-import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
@@ -12,56 +11,70 @@ from torch import Tensor
 from torch.compiler import assume_constant_result
 
 from ..errors import DclsConvertError, did_you_mean, shown
+from ..progress import LOG
 from . import matmul, onednn
-from .eager import is_channels_last, is_compiled, is_counted, is_eager, is_watched
+from .eager import is_compiled, is_counted, is_eager
 from .geometry import Padding, Pair, padded_cells, size_text
 
 Way = Literal["torch", "onednn", "matmul"]
 Preference = Literal["auto", "torch", "matmul"]
 VARIABLE = "DCLS_CONVERT_DEPTHWISE"
-GPUS = frozenset({"cuda", "mps", "xpu"})  # ROCm's are called cuda, too
+# Devices that multiply matrices much faster than torch convolves there. ROCm's are called cuda.
+GPUS = frozenset({"cuda", "mps", "xpu"})
+# Of these, the ones for which something is known of the time that matrix products take.
+ESTIMATED = frozenset({"cuda"})
 FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
-FEWEST_CELLS = (
-    81  # in windows that go as matrix products on GPUs: an estimate, like all that is known of GPUs
-)
 LARGEST_WINDOW = 51  # cells of a side; matrix products were not tested with larger ones
-MARGIN = 1.15  # by which matrix products must win where they are timed
-ROUNDS = 3  # of timing, after one for warmth
+MOST_CHOICES = 1000  # that are remembered; images of any size would give more and more
 
 
-class Case(NamedTuple):
-    """A convolution that matrix products can compute, by what their time depends on."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Threshold:
+    """From where on matrix products are estimated to be faster than torch's convolution.
 
-    device: torch.device
-    dtype: torch.dtype
-    channels_last: bool
-    channels: int
-    map_size: Pair
-    window: Pair
-    padding: Pair  # cells on either side
+    Torch's time for a channel grows with outputs x taps. That of the products has a part for the
+    bank of shifted windows, which grows with the inputs that a patch sees and not with the number
+    of patches. So products pay if patches x taps / inputs of a patch is large.
+    """
+
+    fewest_taps: int
+    least_ratio: int
+
+
+# Estimates from counts of operations and bytes; none was measured. Where both take the same time,
+# the ratio is about 10 on an H100 and 20 to 35 on a 4090 for a training step, and 35 to 40 and 70
+# to 160 for a forward pass alone.
+WITH_GRADIENTS = Threshold(fewest_taps=81, least_ratio=16)
+WITHOUT_GRADIENTS = Threshold(fewest_taps=169, least_ratio=64)
 
 
 class Choice(NamedTuple):
-    """The way that a case goes on a GPU, for the rest of the process."""
+    """The way of one kind of convolution."""
 
-    case: Case
-    batch: int  # the largest power of two that is not larger
+    device: str
+    dtype: torch.dtype
+    input_size: tuple[int, ...]  # (N, C, H, W)
+    window: tuple[int, ...]
+    gradients: bool  # whether they are wanted
     way: Way
-    milliseconds: dict[
-        Way, float
-    ]  # of a forward pass and both gradients; empty where nothing was timed
+    why: str
 
     def __str__(self) -> str:
-        case, times = (
-            self.case,
-            ", ".join(f"{way} {ms:.3g} ms" for way, ms in self.milliseconds.items()),
+        images, channels, *map_size = self.input_size
+        purpose = "training" if self.gradients else "forward alone"
+        return (
+            f"{self.device}, {self.dtype}, window {size_text(self.window)} on {images} x "
+            f"{channels} maps of {size_text(map_size)}, {purpose}: {self.way} ({self.why})"
         )
-        sizes = f"window {size_text(case.window)} on {case.channels} channels of {size_text(case.map_size)}"
-        kind = f"{case.dtype}{', channels_last' * case.channels_last}, batch from {self.batch}"
-        return f"{case.device}, {sizes}, {kind}: {self.way} ({times or 'not timed'})"
 
 
-chosen: dict[tuple[Case, int], Choice] = {}
+# Of depthwise convolutions in this process, outside of compiled programs; without repetitions.
+_chosen: dict[Choice, None] = {}
+
+
+def choices() -> tuple[Choice, ...]:
+    """The ways that depthwise convolutions took in this process, and why."""
+    return tuple(_chosen)
 
 
 def conv2d(
@@ -73,95 +86,165 @@ def conv2d(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """`torch.nn.functional.conv2d`, the way that `depthwise_way` says; torch's own in exports and under torch.func."""
-    tensors = [input, kernel] if bias is None else [input, kernel, bias]
-    eager = is_eager(*tensors) and not is_counted()
-    if input.dim() == 4 and (eager or is_compiled(*tensors)):
-        dtype, last = _computed_dtype(tensors), is_channels_last(input)
-        geometry = (input.shape, kernel.shape, stride, padding, dilation, groups)
-        way = depthwise_way(
-            input.device, dtype, last, *geometry, tensors=(input, kernel) if eager else None
+    """`torch.nn.functional.conv2d`, computed in the way that `depthwise_way` says.
+
+    Torch's own way is taken in exports and under torch.func.
+    """
+    tensors = [input, kernel]
+    if bias is not None:
+        tensors.append(bias)
+    runs_eagerly = is_eager(*tensors) and not is_counted()
+    dtype = _computed_dtype(tensors)
+    way: Way = "torch"
+    is_known = input.dim() == 4 and dtype is not None
+    if is_known and (runs_eagerly or is_compiled(*tensors)):
+        wants_gradients = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+        way, why = depthwise_way(
+            device=input.device.type,
+            dtype=cast(torch.dtype, dtype),
+            input_size=input.shape,
+            kernel_size=kernel.shape,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            groups=groups,
+            gradients=wants_gradients,
         )
-        if way != "torch":
-            input, kernel, *rest = (tensor.to(dtype) for tensor in tensors)  # what autocast does
-            options = cast(Pair, tuple(stride)), cast(Pair, _cells(padding, kernel.shape))
-            convolve = matmul.depthwise if way == "matmul" else onednn.depthwise
-            return convolve(input, kernel, rest[0] if rest else None, *options)
-    return F.conv2d(
-        input, kernel, bias, cast(Any, stride), cast(Any, padding), cast(Any, dilation), groups
-    )
+        if runs_eagerly and groups > 1 and not input.is_meta:
+            _remember(input, kernel, cast(torch.dtype, dtype), wants_gradients, way, why)
+    if way == "torch":
+        return F.conv2d(
+            input, kernel, bias, cast(Any, stride), cast(Any, padding), cast(Any, dilation), groups
+        )
+    input, kernel, *rest = (tensor.to(dtype) for tensor in tensors)  # as autocast does
+    convolve = matmul.depthwise if way == "matmul" else onednn.depthwise
+    cells = cast(Pair, _cells(padding, kernel.shape))
+    return convolve(input, kernel, rest[0] if rest else None, cast(Pair, tuple(stride)), cells)
 
 
 def depthwise_way(
-    device: torch.device,
-    dtype: torch.dtype | None,
-    channels_last: bool,
+    *,
+    device: str,
+    dtype: torch.dtype,
     input_size: Sequence[int],
     kernel_size: Sequence[int],
     stride: Sequence[int],
     padding: Padding,
     dilation: Sequence[int],
     groups: int,
-    *,
-    tensors: tuple[Tensor, Tensor] | None = None,
-) -> Way:
-    """The way of `conv2d` for input_size (N, C, H, W) and kernel_size (O, C / groups, R, S).
+    gradients: bool,
+) -> tuple[Way, str]:
+    """The way of a convolution, and why. Depends on the arguments and the environment alone.
 
-    `dtype` is of the computation; None where tensors differ. Without `tensors`, input and kernel, nothing is timed.
+    So a block that is computed again, from a checkpoint, is computed in the same way.
+
+    Args:
+        device: Its type: "cpu", "cuda".
+        dtype: Of the computation.
+        input_size: (N, C, H, W).
+        kernel_size: (O, C / groups, R, S).
+        stride, dilation: Of rows and columns.
+        padding: As `torch.nn.functional.conv2d` takes it.
+        groups: Of channels.
+        gradients: Whether any will be asked for.
+
+    Raises:
+        DclsConvertError: The environment variable has a value that is not allowed.
     """
-    preferred, cells, kind = preference(), _cells(padding, kernel_size), device.type
+    preferred = preference()
+    cells = _cells(padding, kernel_size)
     is_depthwise = kernel_size[1] == 1 and groups == input_size[1] and tuple(dilation) == (1, 1)
+    if preferred == "torch":
+        return "torch", f"{VARIABLE}=torch"
+    if not is_depthwise or cells is None or not all(input_size):
+        return "torch", "no other way is known for such convolutions"
+    map_size = (input_size[2], input_size[3])
+    window = (kernel_size[2], kernel_size[3])
+    one_kernel_a_channel = kernel_size[0] == groups and tuple(stride) == (1, 1)
     if (
-        preferred == "torch"
-        or not is_depthwise
-        or not all(input_size)
-        or dtype is None
-        or cells is None
-    ):
-        return "torch"
-    map_size, window = (input_size[2], input_size[3]), (kernel_size[2], kernel_size[3])
-    on_gpu = kind in GPUS
-    multiplies = (
-        (
-            (on_gpu and math.prod(window) >= FEWEST_CELLS)
-            or (preferred == "matmul" and (on_gpu or kind == "cpu"))
-        )
+        one_kernel_a_channel
         and dtype in FLOATS
-        and kernel_size[0] == groups
-        and tuple(stride) == (1, 1)
-        and max(window) <= LARGEST_WINDOW
-        and all(
-            size + 2 * pad >= taps for size, pad, taps in zip(map_size, cells, window, strict=True)
-        )
-    )
-    if not multiplies:
-        known = kind == "cpu" and dtype in onednn.DTYPES and onednn.most_columns() is not None
-        return "onednn" if known else "torch"
-    if preferred == "matmul" or torch.compiler.is_compiling():
-        return "matmul"
-    return _choose(
-        Case(device, dtype, channels_last, groups, map_size, window, cells), input_size[0], tensors
-    )
+        and (device in GPUS or device == "cpu")
+        and _fits_products(map_size, window, cells)
+    ):
+        if preferred == "matmul":
+            return "matmul", f"{VARIABLE}=matmul"
+        if device in ESTIMATED:
+            return _estimated_way(input_size[0], map_size, window, cells, gradients)
+    if device == "cpu" and dtype in onednn.DTYPES and onednn.most_columns() is not None:
+        return "onednn", "fast kernels of oneDNN on x86"
+    return "torch", "no other way is known to be faster"
+
+
+def _fits_products(map_size: Pair, window: Pair, cells: Pair) -> bool:
+    """Whether matrix products take the window, which must not be larger than the padded map."""
+    if max(window) > LARGEST_WINDOW:
+        return False
+    for size, taps, pad in zip(map_size, window, cells, strict=True):
+        if size + 2 * pad < taps:
+            return False
+    return True
+
+
+def _estimated_way(
+    images: int, map_size: Pair, window: Pair, cells: Pair, gradients: bool
+) -> tuple[Way, str]:
+    threshold = WITH_GRADIENTS if gradients else WITHOUT_GRADIENTS
+    taps = window[0] * window[1]
+    if taps < threshold.fewest_taps:
+        return "torch", f"fewer than {threshold.fewest_taps} taps"
+    rows, columns = matmul.patches_of(map_size, window, cells)
+    taps_of_patches = images * rows.patches * columns.patches * taps
+    least = threshold.least_ratio * rows.seen * columns.seen
+    if _is_at_least(taps_of_patches, least, unknown=gradients):
+        return "matmul", "estimate: enough patches for matrix products"
+    return "torch", "estimate: too few patches for matrix products"
+
+
+def _is_at_least(number: int, least: int, *, unknown: bool) -> bool:
+    """Whether number >= least; `unknown` if a program is compiled for batches of any size."""
+    if not torch.compiler.is_compiling():
+        return number >= least
+    # A plain comparison would tie the compiled program to batches on one side of the bound.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    if statically_known_true(number >= least):
+        return True
+    if statically_known_true(number < least):
+        return False
+    return unknown
 
 
 def _cells(padding: Padding, kernel_size: Sequence[int]) -> Pair | None:
-    """Padding as cells on either side of rows and columns; None where the sides differ: 'same' with an even window."""
-    (above, below), (left, right) = padded_cells(padding, (), kernel_size[2:], ())
-    return (above, left) if (above, left) == (below, right) else None
+    """Padding as cells on either side of rows and columns.
+
+    None if the sides differ, as for 'same' with an even window.
+    """
+    rows, columns = padded_cells(padding, (), kernel_size[2:], ())
+    if rows[0] != rows[1] or columns[0] != columns[1]:
+        return None
+    return rows[0], columns[0]
 
 
 def _computed_dtype(tensors: Sequence[Tensor]) -> torch.dtype | None:
-    """The dtype in which torch would convolve these; None where they differ."""
-    device, dtypes = tensors[0].device.type, {tensor.dtype for tensor in tensors}
-    known = device == "cpu" or device in GPUS
-    if known and torch.is_autocast_enabled(device) and torch.float64 not in dtypes:
+    """The dtype in which torch would convolve these; None if they differ."""
+    device = tensors[0].device.type
+    dtypes = {tensor.dtype for tensor in tensors}
+    has_autocast = device == "cpu" or device in GPUS
+    if has_autocast and torch.is_autocast_enabled(device) and torch.float64 not in dtypes:
         return torch.get_autocast_dtype(device)
-    return tensors[0].dtype if len(dtypes) == 1 else None
+    if len(dtypes) > 1:
+        return None
+    return tensors[0].dtype
 
 
 @assume_constant_result  # type: ignore[untyped-decorator]
 def preference() -> Preference:
-    """What the environment variable DCLS_CONVERT_DEPTHWISE asks for; DclsConvertError where it is another value."""
+    """What the environment variable DCLS_CONVERT_DEPTHWISE asks for.
+
+    Raises:
+        DclsConvertError: It has another value than those of `Preference`.
+    """
     asked = os.environ.get(VARIABLE) or "auto"
     allowed = get_args(Preference)
     if asked not in allowed:
@@ -172,49 +255,19 @@ def preference() -> Preference:
     return cast(Preference, asked)
 
 
-def _choose(case: Case, batch: int, tensors: tuple[Tensor, Tensor] | None) -> Way:
-    """What was chosen for the case, or is at first sight: by time where the user asks for it and nothing forbids it."""
-    # It holds for the process: a block of layers computed again, from a checkpoint, must be computed in the same way.
-    key = case, batch.bit_length()
-    choice = chosen.get(key)
-    if choice is None and tensors is not None:
-        asked = torch.backends.cudnn.benchmark and not torch.are_deterministic_algorithms_enabled()
-        capturing = case.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        times = _time(case, *tensors) if asked and not capturing and not is_watched() else {}
-        way: Way = "torch" if times and times["torch"] < MARGIN * times["matmul"] else "matmul"
-        # Another thread may have been faster.
-        choice = chosen.setdefault(key, Choice(case, 1 << batch.bit_length() - 1, way, times))
-    return "matmul" if choice is None else choice.way
-
-
-@torch.no_grad()
-def _time(case: Case, input: Tensor, kernel: Tensor) -> dict[Way, float]:
-    """Milliseconds of a forward pass and both gradients; without autograd, so that no hook of the user's is called."""
-    input, kernel, cells = input.to(case.dtype), kernel.to(case.dtype), case.padding
-
-    def by_torch() -> None:
-        output = F.conv2d(input, kernel, padding=cells, groups=case.channels)
-        torch.ops.aten.convolution_backward(
-            *(output, input, kernel, None, [1, 1], cells, [1, 1], False, [0, 0], case.channels),
-            [True, True, False],
-        )
-
-    def by_matmul() -> None:
-        output = matmul.convolve(input, kernel, cells)
-        matmul.input_gradient(output, kernel, cells)
-        matmul.kernel_gradient(input, output, case.window, cells)
-
-    times: dict[Way, list[float]] = {"matmul": [], "torch": []}
-    with torch.autocast(case.device.type, enabled=False):
-        for _ in range(ROUNDS + 1):
-            for runs, step in zip(times.values(), (by_matmul, by_torch), strict=True):
-                begun = _now(case.device)
-                step()
-                runs.append(1e3 * (_now(case.device) - begun))
-    return {way: min(runs[1:]) for way, runs in times.items()}
-
-
-def _now(device: torch.device) -> float:
-    """Seconds, once all that the device was told to do is done."""
-    torch.accelerator.synchronize(device)
-    return time.perf_counter()
+def _remember(
+    input: Tensor, kernel: Tensor, dtype: torch.dtype, gradients: bool, way: Way, why: str
+) -> None:
+    """Add to `choices`, and to the log, what was chosen for the first time."""
+    choice = Choice(
+        device=str(input.device),
+        dtype=dtype,
+        input_size=tuple(input.shape),
+        window=tuple(kernel.shape[2:]),
+        gradients=gradients,
+        way=way,
+        why=why,
+    )
+    if choice not in _chosen and len(_chosen) < MOST_CHOICES:
+        _chosen[choice] = None
+        LOG.debug("%s", choice)

@@ -1,8 +1,10 @@
 """Depthwise convolution on x86 CPUs: torch's oneDNN, made to take its fast kernels.
 
-ONEDNN_VERBOSE=1 (torch 2.15, oneDNN 3.13) shows the slow `gemm:jit` for contiguous maps with more padding on the left
-than MOST_COLUMNS, so surplus columns are put around the map before; and for nearly all gradients of the weight, so that
-each is computed as a depthwise convolution too: of every map with the gradient of its output as the window.
+ONEDNN_VERBOSE=1 (torch 2.15, oneDNN 3.13) shows two cases in which oneDNN takes its slow
+`gemm:jit`: contiguous maps with more padding on the left than MOST_COLUMNS, and nearly all
+gradients of the weight. So the surplus columns are put around the map before, and the gradient of
+the weight is computed as a depthwise convolution too: of every map, with the gradient of its output
+as the window.
 """
 
 from typing import Any, cast
@@ -14,22 +16,20 @@ from torch.compiler import assume_constant_result
 
 from .geometry import Pair
 
-MOST_COLUMNS = {
-    "AVX512": 6,
-    "AVX2": 4,
-}  # of padding; on other processors nothing has been measured, or changes
-# oneDNN convolves these; no other was faster in this way.
+# Columns of padding. On other processors nothing has been measured, or this changes nothing.
+MOST_COLUMNS = {"AVX512": 6, "AVX2": 4}
+# oneDNN convolves these; no other dtype was faster in this way.
 DTYPES = frozenset({torch.float32, torch.bfloat16})
-FEWEST_CELLS = (
-    49  # in windows whose gradient is convolved; smaller ones may lose on channels_last maps
-)
-PART = 2**22  # numbers held at once in the per-image gradients of a window
+# In windows whose gradient is convolved; smaller ones may lose on channels_last maps.
+FEWEST_GRADIENT_CELLS = 49
+PART = 2**22  # numbers held at once in the gradients of a window by each image
 
 
-# torch.compile cannot trace the question (its answer is no tensor), and looks through a cache around it.
+# torch.compile cannot trace the question (its answer is no tensor), and looks through a cache
+# around it.
 @assume_constant_result  # type: ignore[untyped-decorator]
 def most_columns() -> int | None:
-    """Columns of padding that the fast kernel of this processor takes; None where it is not known."""
+    """Columns of padding that the fast kernel of this processor takes; None if it is not known."""
     return MOST_COLUMNS.get(torch.backends.cpu.get_cpu_capability())
 
 
@@ -37,12 +37,13 @@ def depthwise(
     input: Tensor, kernel: Tensor, bias: Tensor | None, stride: Pair, padding: Pair
 ) -> Tensor:
     """input (N, C, H, W), kernel (O, 1, R, S), O a multiple of C, as `F.conv2d` with C groups."""
-    pays = kernel.shape[0] == input.shape[1] and kernel.shape[-2] * kernel.shape[-1] >= FEWEST_CELLS
-    # Under autocast, F.conv2d casts its arguments, and autograd must see the casts.
+    cells = kernel.shape[-2] * kernel.shape[-1]
+    wants_kernel_gradient = torch.is_grad_enabled() and kernel.requires_grad
     if (
-        pays
-        and torch.is_grad_enabled()
-        and kernel.requires_grad
+        wants_kernel_gradient
+        and kernel.shape[0] == input.shape[1]
+        and cells >= FEWEST_GRADIENT_CELLS
+        # Under autocast, F.conv2d casts its arguments, and autograd must see the casts.
         and not torch.is_autocast_enabled("cpu")
     ):
         return cast(Tensor, _Depthwise.apply(input, kernel, bias, stride, padding))
@@ -52,76 +53,96 @@ def depthwise(
 def _forward(
     input: Tensor, kernel: Tensor, bias: Tensor | None, stride: Pair, padding: Pair
 ) -> Tensor:
-    around = padding[1] - cast(int, most_columns())
-    # channels_last maps (also maps of one channel or one cell, which are in both formats) are fast with any padding.
+    surplus = padding[1] - cast(int, most_columns())
+    # channels_last maps are fast with any padding. Maps of one channel or one cell are in both
+    # formats.
     if (
-        around > 0
+        surplus > 0
         and input.is_contiguous()
         and not input.is_contiguous(memory_format=torch.channels_last)
     ):
-        input, padding = F.pad(input, (around, around)), (padding[0], padding[1] - around)
+        input = F.pad(input, (surplus, surplus))
+        padding = (padding[0], padding[1] - surplus)
     return F.conv2d(input, kernel, bias, stride, padding, groups=input.shape[1])
 
 
 class _Depthwise(torch.autograd.Function):
-    """One kernel a channel. Backward is made of differentiable operations, for gradients of gradients."""
+    """One kernel a channel.
+
+    Backward is made of differentiable operations, for gradients of gradients.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, kernel: Tensor, bias: Tensor | None, stride: Pair, padding: Pair
     ) -> Tensor:
-        ctx.geometry, ctx.has_bias = (stride, padding), bias is not None
+        ctx.stride = stride
+        ctx.padding = padding
+        ctx.has_bias = bias is not None
         ctx.save_for_backward(input, kernel)
         return _forward(input, kernel, bias, stride, padding)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, kernel = ctx.saved_tensors
-        stride, padding = ctx.geometry
-        of_input = of_kernel = of_bias = None
+        of_input = None
+        of_kernel = None
+        of_bias = None
         with torch.autocast("cpu", enabled=False):
             if ctx.needs_input_grad[0]:
-                of_input = torch.ops.aten.convolution_backward(
-                    *(
-                        grad,
-                        input,
-                        kernel,
-                        None,
-                        stride,
-                        padding,
-                        [1, 1],
-                        False,
-                        [0, 0],
-                        input.shape[1],
-                    ),
-                    [True, False, False],
-                )[0]
+                of_input = _input_gradient(input, grad, kernel, ctx.stride, ctx.padding)
             if ctx.needs_input_grad[1]:
-                of_kernel = _kernel_gradient(input, grad, kernel, stride, padding)
+                of_kernel = _kernel_gradient(input, grad, kernel, ctx.stride, ctx.padding)
             if ctx.has_bias and ctx.needs_input_grad[2]:
                 of_bias = grad.sum((0, 2, 3))
         return of_input, of_kernel, of_bias, None, None
 
 
+def _input_gradient(
+    input: Tensor, grad: Tensor, kernel: Tensor, stride: Pair, padding: Pair
+) -> Tensor:
+    """grad (N, C, H', W') -> (N, C, H, W)."""
+    gradients = torch.ops.aten.convolution_backward(
+        grad,
+        input,
+        kernel,
+        None,  # sizes of a bias
+        stride,
+        padding,
+        [1, 1],  # dilation
+        False,  # not transposed
+        [0, 0],  # padding of outputs
+        input.shape[1],  # groups
+        [True, False, False],  # the gradient of the input alone
+    )
+    return cast(Tensor, gradients[0])
+
+
 def _kernel_gradient(
     input: Tensor, grad: Tensor, kernel: Tensor, stride: Pair, padding: Pair
 ) -> Tensor:
-    """input (N, C, H, W), grad (N, C, H', W') -> (C, 1, R, S), summed in float32 at least; stride becomes dilation."""
+    """input (N, C, H, W), grad (N, C, H', W') -> (C, 1, R, S), summed in float32 at least.
+
+    The gradient of the output is the window that goes over the map, and the stride its dilation.
+    """
     dtype = torch.promote_types(kernel.dtype, torch.float32)
-    extents = [step * (side - 1) + 1 for step, side in zip(stride, grad.shape[2:], strict=True)]
     most = cast(int, most_columns())
-    inner = [min(cells, most, extent - 1) for cells, extent in zip(padding, extents, strict=True)]
-    rows, columns = (cells - kept for cells, kept in zip(padding, inner, strict=True))
+    inner = []  # padding that the convolution is told of, on each axis
+    around = []  # padding that is put around the maps before, on each axis
+    for cells, step, side in zip(padding, stride, grad.shape[2:], strict=True):
+        extent = step * (side - 1) + 1
+        inner.append(min(cells, most, extent - 1))
+        around.append(cells - inner[-1])
     height, width = kernel.shape[2:]
     total: Tensor | float = 0.0
     images = max(1, PART // kernel.numel())
     for maps, out in zip(torch.split(input, images), torch.split(grad, images), strict=True):
-        if rows or columns:
-            maps = F.pad(maps, (columns, columns, rows, rows))
+        if any(around):
+            maps = F.pad(maps, (around[1], around[1], around[0], around[0]))
         count = out.shape[0] * out.shape[1]
         planes = maps.to(dtype).contiguous().reshape(1, count, *maps.shape[2:])
         windows = out.to(dtype).contiguous().reshape(count, 1, *out.shape[2:])
         of_each = F.conv2d(planes, windows, padding=inner, dilation=stride, groups=count)
-        # Cut: the stride may have left cells at the end of a map unread.
+        # The stride may have left cells at the end of a map unread, which are cut off.
         total = total + of_each[0, :, :height, :width].reshape(-1, *kernel.shape).sum(0)
     return cast(Tensor, total).to(kernel.dtype)

@@ -1,1 +1,4 @@
-"""A folded checkpoint in other formats: stock timm, ONNX, pt2. What is written has given the checkpoint's outputs."""
+"""A folded checkpoint in other formats.
+
+What is written was run before, and gave the checkpoint's outputs.
+"""

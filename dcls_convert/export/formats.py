@@ -1,111 +1,50 @@
-"""`dcls-convert fold`: a checkpoint's model with plain convolutions, in one of the formats of the table here."""
+"""The formats of `dcls-convert fold`: the one table of them.
 
-import importlib.util
-import math
-from pathlib import Path
+Imports no torch, so that --help is quick.
+"""
 
-import torch
+from dataclasses import dataclass
 
-from ..checkpoints.folder import not_of_a_checkpoint, read_plan, read_preprocessing
-from ..checkpoints.load import load_converted
-from ..depthwise.geometry import size_text
-from ..errors import CheckpointError, DclsConvertError, shown
-from ..networks.outputs import check_equal
-from ..networks.source import build_model, resolve_model
-from ..networks.tracing import image_dtype
-from ..options import MOST_PIXELS, OPSETS, FoldFormat
-from ..output import check_output, not_a_file
-from ..progress import Notify, silent
-from ..surgery.fold import fold_to_dense_
-from . import onnx, pt2, stock_timm
-from .folding import BATCHES, FOLDING_BOUND, ExportFormat, Folded, Folding, run_model
 
-FORMATS: dict[str, ExportFormat] = {
-    "timm": stock_timm.FORMAT,
-    "onnx": onnx.FORMAT,
-    "pt2": pt2.FORMAT,
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportFormat:
+    """A format that a folded model can be written in."""
+
+    # "package.module:function", imported when it is called: (FoldedModel) -> ExportReport.
+    writer: str
+    suffix: str  # of the default output's name; a file's begins with a dot, and each output has it
+    noun: str  # for messages: "ONNX model"
+    help: str  # for --help: what is written
+    packages: tuple[str, ...] = ()  # that must be installed
+    flat_outputs: bool = False  # whether outputs must be tensors, without structure
+    has_opset: bool = False  # whether --opset is for it
+
+    @property
+    def is_file(self) -> bool:
+        """Whether one file is written, and no folder."""
+        return self.suffix.startswith(".")
+
+
+EXPORT_FORMATS = {
+    "timm": ExportFormat(
+        writer="dcls_convert.export.stock_timm:write_timm_folder",
+        suffix="-folded",
+        noun="folder for timm",
+        help="a folder, which timm loads by itself where its architecture allows",
+    ),
+    "onnx": ExportFormat(
+        writer="dcls_convert.export.onnx:write_onnx",
+        suffix=".onnx",
+        noun="ONNX model",
+        help="one file",
+        packages=("onnx", "onnxscript", "onnxruntime"),
+        flat_outputs=True,
+        has_opset=True,
+    ),
+    "pt2": ExportFormat(
+        writer="dcls_convert.export.pt2:write_pt2",
+        suffix=".pt2",
+        noun="program of torch.export",
+        help="one file",
+    ),
 }
-SEED = 0  # of the images
-
-
-def fold_checkpoint(
-    checkpoint: Path,
-    format: FoldFormat,
-    output: Path | None = None,
-    *,
-    opset: int | None = None,
-    model: str | None = None,
-    force: bool = False,
-    trust_code: bool = False,
-    notify: Notify = silent,
-) -> Folded:
-    """Fold a checkpoint's model, compare the outputs, and write it.
-
-    Without an output, it is written into the current directory. `opset` is for ONNX: one of OPSETS.
-    `model` builds the unconverted network of a checkpoint that does not name its own, such as
-    "package.module:factory", whose code is imported and run.
-    """
-    if opset is not None and format != "onnx":
-        raise DclsConvertError(f"--opset {opset} is for --format onnx, not for --format {format}")
-    if opset is not None and opset not in OPSETS:
-        raise DclsConvertError(f"--opset {opset}: give an integer from {OPSETS[0]} to {OPSETS[-1]}")
-    row = FORMATS[format]
-    output = output or Path(checkpoint.resolve().name + row.suffix)
-    plan = read_plan(checkpoint)
-    if not row.is_file and output.resolve() == checkpoint.resolve():
-        raise CheckpointError(
-            f"output {output} is the checkpoint itself, whose positions would be lost"
-        )
-    if row.is_file and output.suffix != row.suffix:
-        raise CheckpointError(f"output {shown(output)} must end in {row.suffix}")
-    check_output(output, force=force, foreign=not_a_file if row.is_file else not_of_a_checkpoint)
-    if missing := [name for name in row.packages if importlib.util.find_spec(name) is None]:
-        raise DclsConvertError(f"--format {format} needs packages: pip install {' '.join(missing)}")
-    if plan.input_size is None:
-        raise CheckpointError(
-            f"{checkpoint}: its plan states no input size, so its outputs cannot be compared"
-        )
-    if math.prod(plan.input_size[1:]) > MOST_PIXELS:
-        stated = f"its plan states images of {size_text(plan.input_size[1:])} pixels"
-        raise CheckpointError(
-            f"{checkpoint}: {stated}; outputs are compared on {MOST_PIXELS:,} at most"
-        )
-    notify("loading")
-    unconverted = None
-    if model is not None:
-        unconverted = build_model(resolve_model(model), trust_code=True)
-    converted = load_converted(checkpoint, model=unconverted, trust_code=trust_code)
-    params_before = sum(p.numel() for p in converted.parameters())
-    all_images = torch.randn(
-        max(BATCHES), *plan.input_size, generator=torch.Generator().manual_seed(SEED)
-    )
-    images = tuple(all_images[:batch].to(image_dtype(converted)) for batch in BATCHES)
-    notify("folding")
-    outputs = run_model(converted, images, f"{checkpoint}: its model")
-    fold_to_dense_(converted)
-    folded = run_model(converted, images, "the folded model")
-    record = Folded(
-        format=format,
-        checkpoint=str(checkpoint),
-        output=str(output),
-        relative_error=check_equal(
-            outputs, folded, bound=FOLDING_BOUND, what=f"{checkpoint}: folding"
-        ),
-        layers=len(plan.layers),
-        params_before=params_before,
-        params_after=sum(p.numel() for p in converted.parameters()),
-        input_size=plan.input_size,
-    )
-    return row.write(
-        Folding(
-            model=converted,
-            plan=plan,
-            preprocessing=read_preprocessing(checkpoint),
-            opset=opset,
-            images=images,
-            outputs=outputs,
-            folded=record,
-            force=force,
-            notify=notify,
-        )
-    )

@@ -8,83 +8,93 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import ModelError
-from ..networks.outputs import tensors_in
 from ..options import DEFAULT_OPSET
-from .folding import Exported, ExportFormat, Folded, Folding, export_file, metadata
+from .folded_model import ExportReport, FoldedModel, ModelFunction, export_file, metadata
 
 BOUND = 1e-3  # relative error; onnxruntime has other kernels, and folds constants beforehand
-NO_TELEMETRY = "ORT_DISABLE_TELEMETRY"  # onnxruntime 1.29 and later, which else sends names of models to its makers
+# onnxruntime 1.29 and later would otherwise send names of models to its makers.
+NO_TELEMETRY = "ORT_DISABLE_TELEMETRY"
 MOST_IN_ONE_FILE = 1_900_000_000  # bytes of weights; a protobuf, and so an ONNX file, ends at 2 GiB
 FIRST_OF_DYNAMO = 18  # opset below which torch's newer exporter fails for most models
-INPUT = "input"  # its name
-OUTPUT = "output"  # the name of an only one
-LOADING = 'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{folder}")\n'
+INPUT_NAME = "input"
+OUTPUT_NAME = "output"  # if there is one output
+LOAD_ONNX = 'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{folder}")\n'
 
 
-def write(folding: Folding) -> Folded:
+def write_onnx(folded: FoldedModel) -> ExportReport:
     """Write the file, and a second one for the weights if they are too large for one."""
-    # Before anything imports onnxruntime, which begins then.
+    # onnxruntime reads it when it is imported.
     os.environ.setdefault(NO_TELEMETRY, "1")
-    import onnxruntime
 
-    opset = folding.opset or DEFAULT_OPSET
-    size = sum(t.numel() * t.element_size() for t in folding.model.state_dict().values())
-    large = size > MOST_IN_ONE_FILE
-    if large and opset < FIRST_OF_DYNAMO:
-        weights = f"{size / 1e9:.1f} GB of weights do not fit into one file"
-        allowed = f"torch writes a second file from opset {FIRST_OF_DYNAMO} on"
-        raise ModelError(f"--opset {opset}: {weights}; {allowed}")
+    opset = folded.opset or DEFAULT_OPSET
+    size = sum(tensor.nbytes for tensor in folded.model.state_dict().values())
+    external_data = size > MOST_IN_ONE_FILE
+    if external_data and opset < FIRST_OF_DYNAMO:
+        raise ModelError(
+            f"--opset {opset}: {size / 1e9:.1f} GB of weights do not fit into one file; "
+            f"torch writes a second file from opset {FIRST_OF_DYNAMO} on"
+        )
 
-    one_output = isinstance(folding.outputs[0], Tensor)
-    model = folding.model if one_output else _FlatOutputs(folding.model)
-    names = [OUTPUT] if one_output else None
-
-    def export(path: Path, images: Tensor, dynamic: bool) -> Exported:
+    def export(path: Path, images: Tensor, dynamic: bool) -> ModelFunction:
         if opset >= FIRST_OF_DYNAMO:
-            how = _newer_exporter(dynamic, large)
+            arguments = _newer_exporter(dynamic, external_data)
         else:
-            how = _older_exporter(dynamic, names)
+            arguments = _older_exporter(dynamic, folded.one_output)
         torch.onnx.export(
-            model,
+            folded.model,
             (images,),
             path,
-            input_names=[INPUT],
-            output_names=names,
+            input_names=[INPUT_NAME],
+            output_names=[OUTPUT_NAME] if folded.one_output else None,
             opset_version=opset,
             verbose=False,
-            **how,
+            **arguments,
         )
-        _complete(path, opset, metadata(folding, INPUT))
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3  # errors
-        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        (entry,) = session.get_inputs()
-        return lambda images: tuple(
-            map(torch.from_numpy, session.run(None, {entry.name: images.numpy()}))
-        )
+        _complete(path, opset, metadata(folded, INPUT_NAME))
+        return _load(path)
 
-    # ONNX knows no structure: its outputs are the tensors in their order.
-    flat = tuple(tuple(tensors_in(outputs)) for outputs in folding.outputs)
-    return replace(export_file(replace(folding, outputs=flat), BOUND, export, LOADING), opset=opset)
+    return replace(export_file(folded, BOUND, export, LOAD_ONNX), opset=opset)
 
 
-def _newer_exporter(dynamic: bool, large: bool) -> dict[str, Any]:
+def _load(path: Path) -> ModelFunction:
+    """The file's model, run by onnxruntime."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    (entry,) = session.get_inputs()
+
+    def run(images: Tensor) -> tuple[Tensor, ...]:
+        outputs = session.run(None, {entry.name: images.numpy()})
+        return tuple(map(torch.from_numpy, outputs))
+
+    return run
+
+
+def _newer_exporter(dynamic: bool, external_data: bool) -> dict[str, Any]:
     """Arguments of torch.onnx.export for the exporter that builds on torch.export."""
-    shapes = ({0: "batch"},) if dynamic else None
-    return {"dynamo": True, "dynamic_shapes": shapes, "external_data": large}
+    shapes = None
+    if dynamic:
+        shapes = ({0: "batch"},)
+    return {"dynamo": True, "dynamic_shapes": shapes, "external_data": external_data}
 
 
-def _older_exporter(dynamic: bool, outputs: list[str] | None) -> dict[str, Any]:
+def _older_exporter(dynamic: bool, one_output: bool) -> dict[str, Any]:
     """Arguments of torch.onnx.export for the exporter that traces the model."""
-    axes = {name: {0: "batch"} for name in [INPUT, *(outputs or [])]}
-    return {"dynamo": False, "dynamic_axes": axes if dynamic else None}
+    if not dynamic:
+        return {"dynamo": False, "dynamic_axes": None}
+    axes = {INPUT_NAME: {0: "batch"}}
+    if one_output:
+        axes[OUTPUT_NAME] = {0: "batch"}
+    return {"dynamo": False, "dynamic_axes": axes}
 
 
 def _complete(path: Path, opset: int, facts: Mapping[str, Any]) -> None:
-    """Check a file's opset, remove paths of this machine's source files, and write facts into it."""
+    """Check a file's opset, remove paths of this machine's source files, and add facts to it."""
     import onnx
 
     network = onnx.load(path, load_external_data=False)
@@ -102,8 +112,10 @@ def _complete(path: Path, opset: int, facts: Mapping[str, Any]) -> None:
 
 
 def _text(fact: Any) -> str:
-    """ONNX's metadata knows texts only: others become JSON."""
-    return fact if isinstance(fact, str) else json.dumps(fact)
+    """A fact as ONNX's metadata can hold it; what is no text becomes JSON."""
+    if isinstance(fact, str):
+        return fact
+    return json.dumps(fact)
 
 
 def _parts(network: Any) -> Iterator[Any]:
@@ -133,19 +145,3 @@ def _parts_of_nodes(nodes: Any) -> Iterator[Any]:
                 yield from _parts_of_graph(attribute.g)
             for graph in attribute.graphs:
                 yield from _parts_of_graph(graph)
-
-
-class _FlatOutputs(nn.Module):
-    """Returns tensors only: torch 2.8 cannot export a None among outputs."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tensors_in(self.model(images)))
-
-
-FORMAT = ExportFormat(
-    suffix=".onnx", noun="ONNX model", write=write, packages=("onnx", "onnxscript", "onnxruntime")
-)

@@ -7,33 +7,42 @@ import torch
 from torch import Tensor
 
 from ..records import write_json
-from .folding import FOLDING_BOUND, Exported, ExportFormat, Folded, Folding, export_file, metadata
+from .folded_model import (
+    FOLDING_BOUND,
+    ExportReport,
+    FoldedModel,
+    ModelFunction,
+    export_file,
+    metadata,
+)
 
 METADATA = "metadata.json"  # name among the file's `extra_files`
-LOADING = 'import torch\n\nmodel = torch.export.load("{folder}").module()\n'
+LOAD_PT2 = 'import torch\n\nmodel = torch.export.load("{folder}").module()\n'
 
 
-def write(folding: Folding) -> Folded:
-    def export(path: Path, images: Tensor, dynamic: bool) -> Exported:
-        shapes = ({0: torch.export.Dim.DYNAMIC},) if dynamic else None
-        program = torch.export.export(folding.model, (images,), dynamic_shapes=shapes)
+def write_pt2(folded: FoldedModel) -> ExportReport:
+    """Write the file."""
+
+    def export(path: Path, images: Tensor, dynamic: bool) -> ModelFunction:
+        shapes = None
+        if dynamic:
+            shapes = ({0: torch.export.Dim.DYNAMIC},)
+        program = torch.export.export(folded.model, (images,), dynamic_shapes=shapes)
         _remove_stack_traces_(program)
         (input_name,) = program.graph_signature.user_inputs
-        facts = write_json(metadata(folding, str(input_name)))
-        file = io.BytesIO()  # where the disk is full, torch's own writer of files ends the process
+        facts = write_json(metadata(folded, str(input_name)))
+        # Not to disk: if it is full, torch's own writer of files ends the process.
+        file = io.BytesIO()
         torch.export.save(program, file, extra_files={METADATA: facts})
         path.write_bytes(file.getbuffer())
         return torch.export.load(path).module()
 
-    return export_file(folding, FOLDING_BOUND, export, LOADING)
+    return export_file(folded, FOLDING_BOUND, export, LOAD_PT2)
 
 
 def _remove_stack_traces_(program: torch.export.ExportedProgram) -> None:
-    """They state where the source files are on this machine."""
+    """Remove the paths of this machine's source files."""
     for graph in program.graph_module.modules():
         if isinstance(graph, torch.fx.GraphModule):
             for node in graph.graph.nodes:
                 node.meta.pop("stack_trace", None)
-
-
-FORMAT = ExportFormat(suffix=".pt2", noun="program of torch.export", write=write)

@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from ..checkpoints.folder import CARD, WEIGHTS, not_of_a_checkpoint, write_files
-from ..checkpoints.save import loading_code, model_card, save_converted, timm_config
+from ..checkpoints.card import loading_code, model_card
+from ..checkpoints.folder import CARD, WEIGHTS, not_of_a_checkpoint
+from ..checkpoints.save import save_converted, timm_config, write_files
 from ..errors import DclsConvertError, ModelError
 from ..networks.outputs import ComparisonError, check_equal
 from ..networks.sites import find_convs
@@ -22,7 +23,7 @@ from ..networks.weights import alias_names, load_file
 from ..output import new_folder
 from ..planning.plan import ConversionPlan
 from ..reports.report import ConversionReport, measure_report
-from .folding import FOLDING_BOUND, ExportFormat, Folded, Folding, run_model
+from .folded_model import FOLDING_BOUND, ExportReport, FoldedModel, run_model
 
 # Parts of the names of timm's arguments for kernel sizes: kernel_size, kernel_sizes, kernels,
 # local_conv_size.
@@ -30,55 +31,56 @@ KERNEL_WORDS = ("kernel", "conv_size")
 LOAD_BY_TIMM = 'import timm\n\nmodel = timm.create_model("local-dir:{folder}", pretrained=True)\n'
 
 
-def write(folding: Folding) -> Folded:
+def write_timm_folder(folded: FoldedModel) -> ExportReport:
     """Write a folder that timm loads alone; if timm cannot, a folded checkpoint of this package."""
-    folding.notify("looking for timm's own arguments")
-    model = folding.model
-    plan = replace(folding.plan, folded=True)
+    folded.notify("looking for timm's own arguments")
+    model = folded.model
+    plan = replace(folded.checkpoint.plan, folded=True)
     report = measure_report(model, plan)
     try:
         kernel_args = find_kernel_args(model, plan)
-        error = _write_for_timm(folding, plan, report, kernel_args)
-        return folding.record("stock timm", error, LOAD_BY_TIMM, kernel_args=kernel_args)
+        error = _write_for_timm(folded, plan, report, kernel_args)
+        return folded.report("stock timm", error, LOAD_BY_TIMM, kernel_args=kernel_args)
     except (ModelError, ComparisonError) as reason:
-        if folding.plan.folded:
+        if folded.checkpoint.plan.folded:
             raise DclsConvertError(
-                f"{folding.folded.checkpoint} is folded already, and {reason}"
+                f"{folded.checkpoint.folder} is folded already, and {reason}"
             ) from reason
-        folding.notify(f"writing {folding.output}, a checkpoint of this program")
-        save_converted(model, plan, folding.output, report=report, force=folding.force)
-        return folding.record("dcls", 0.0, loading_code(plan.model), note=str(reason))
+        folded.notify(f"writing {folded.output}, a checkpoint of this program")
+        save_converted(model, plan, folded.output, report=report, force=folded.force)
+        return folded.report("dcls", 0.0, loading_code(plan.model), note=str(reason))
 
 
 def _write_for_timm(
-    folding: Folding, plan: ConversionPlan, report: ConversionReport, kernel_args: dict[str, Any]
+    folded: FoldedModel, plan: ConversionPlan, report: ConversionReport, kernel_args: dict[str, Any]
 ) -> float:
     """Write the folder, and run what timm loads from it; the relative error of its outputs."""
-    model = folding.model
     architecture = (plan.model or "").partition(":")[2].partition(".")[0]  # without timm's tag
-    config = {
-        **timm_config(model, plan),
-        "architecture": architecture,
-        "model_args": {**plan.model_args, **kernel_args},
-    }
+    config = timm_config(folded.model, plan)
+    config["architecture"] = architecture
+    config["model_args"] = {**plan.model_args, **kernel_args}
     stock = architecture
     if kernel_args:
-        stock += f" with {', '.join(f'{name}={value}' for name, value in kernel_args.items())}"
-    folding.notify(f"writing {folding.output}")
-    card = model_card(
-        report, LOAD_BY_TIMM, f"timm builds its own {stock}; no other package is needed."
-    )
-    with new_folder(folding.output, force=folding.force, foreign=not_of_a_checkpoint) as partial:
-        write_files(model, plan, partial, config, {CARD: card})
-        with weights_in_file_alone(model, partial / WEIGHTS):
+        arguments = ", ".join(f"{name}={value}" for name, value in kernel_args.items())
+        stock += f" with {arguments}"
+    files = f"timm builds its own {stock}; no other package is needed."
+    card = model_card(report, LOAD_BY_TIMM, files)
+    folded.notify(f"writing {folded.output}")
+    with new_folder(folded.output, force=folded.force, foreign=not_of_a_checkpoint) as partial:
+        write_files(folded.model, plan, partial, config, {CARD: card})
+        with weights_in_file_alone(folded.model, partial / WEIGHTS):
             # Equal shapes do not mean equal outputs, so the loaded model is run.
-            source = ModelSource(name=f"local-dir:{partial}")
-            # No code of others is run: the folder names one of timm's own architectures.
-            loaded = build_model(source, pretrained=True, trust_code=True).eval()
-            images = [batch.float() for batch in folding.images]
-            what = f"timm's {stock}"
-            outputs = run_model(loaded, images, what)
-            return check_equal(folding.outputs, outputs, bound=FOLDING_BOUND, what=what)
+            return _error_of_folder(folded, partial, f"timm's {stock}")
+
+
+def _error_of_folder(folded: FoldedModel, folder: Path, what: str) -> float:
+    """The relative error of the outputs of what timm loads from a folder."""
+    source = ModelSource(name=f"local-dir:{folder}")
+    # No code of others is run: the folder names one of timm's own architectures.
+    loaded = build_model(source, pretrained=True, trust_code=True).eval()
+    images = [batch.float() for batch in folded.images]
+    outputs = run_model(loaded, images, what)
+    return check_equal(folded.outputs, outputs, bound=FOLDING_BOUND, what=what)
 
 
 @contextlib.contextmanager
@@ -102,14 +104,17 @@ def weights_in_file_alone(model: nn.Module, path: Path) -> Iterator[None]:
 def find_kernel_args(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
     """timm's arguments that give the base model the folded model's tensor names and shapes.
 
-    They are found by trying. ModelError if the model is not timm's, or nothing gives the shapes.
+    They are found by trying.
+
+    Raises:
+        ModelError: The model is not timm's, or nothing gives the shapes.
     """
     kind, _, name = (plan.model or "").partition(":")
     if kind != "timm":
         raise ModelError(f"{plan.model or 'the model'} is not of timm's registry")
     base = build_model(ModelSource(name=f"timm:{name}", args=plan.model_args), device="meta")
     known = inspect.signature(type(base).__init__).parameters
-    arguments = [argument for argument in known if any(word in argument for word in KERNEL_WORDS)]
+    arguments = list(filter(_is_kernel_argument, known))
     folded_shapes = shapes_of(model)
     for kernel_args in _candidates(base, plan, arguments):
         source = ModelSource(name=f"timm:{name}", args={**plan.model_args, **kernel_args})
@@ -125,6 +130,10 @@ def find_kernel_args(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
     )
 
 
+def _is_kernel_argument(name: str) -> bool:
+    return any(word in name for word in KERNEL_WORDS)
+
+
 def _candidates(
     base: nn.Module, plan: ConversionPlan, arguments: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
@@ -136,7 +145,7 @@ def _candidates(
 
 
 def _values(base: nn.Module, plan: ConversionPlan) -> Iterator[int | list[int]]:
-    """Kernel sizes to try: one for all layers, then a list with one for each stage.
+    """Kernel sizes to try: integers for all layers, then a list with one for each stage.
 
     A stage without converted layers keeps the size of its depthwise kernels.
     """
@@ -151,9 +160,10 @@ def _values(base: nn.Module, plan: ConversionPlan) -> Iterator[int | list[int]]:
         of_stage = kept.setdefault(site.stage, set())
         if site.kind == "depthwise":
             of_stage.update(site.kernel_size)
-    sizes = [converted[stage] or kept[stage] for stage in converted]
-    if all(len(of_stage) == 1 for of_stage in sizes):
-        yield [min(of_stage) for of_stage in sizes]
-
-
-FORMAT = ExportFormat(suffix="-folded", noun="folder for timm", write=write)
+    sizes: list[int] = []
+    for stage, of_stage in converted.items():
+        stage_sizes = of_stage or kept[stage]
+        if len(stage_sizes) != 1:
+            return
+        sizes += stage_sizes
+    yield sizes

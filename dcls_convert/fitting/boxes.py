@@ -116,7 +116,7 @@ class Box:
         for axis, side in enumerate(self.sides):
             profile, _ = self.profile(places[..., axis], side)
             profiles.append(profile)
-        return spread(profiles)
+        return box_footprint(profiles)
 
     def places_of(self, positions: Tensor) -> Tensor:
         """The places (N, E, A) of elements at positions (A, O, I, *D, E)."""
@@ -124,7 +124,7 @@ class Box:
         return places - places.new_tensor(self.origin)
 
 
-def spread(profiles: Sequence[Tensor]) -> Tensor:
+def box_footprint(profiles: Sequence[Tensor]) -> Tensor:
     """How elements spread over a box, given how they spread along each of its axes.
 
     (N, E, side) each -> (N, E, S).

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .batches import joined, last_summed, like, lines_innermost, product, solved
-from .boxes import Box, spread
+from .boxes import Box, box_footprint
 from .fit_settings import FLOATS_IN_CACHE, LINES_INNERMOST, FitSettings
 
 TINY = 1e-30  # replaces a divisor of zero
@@ -145,8 +145,8 @@ class _Problem:
             profile_slopes.append(like(places, slope))
         slopes_by_axis = []
         for axis, slope in enumerate(profile_slopes):
-            slopes_by_axis.append(spread([*profiles[:axis], slope, *profiles[axis + 1 :]]))
-        footprint = spread(profiles)
+            slopes_by_axis.append(box_footprint([*profiles[:axis], slope, *profiles[axis + 1 :]]))
+        footprint = box_footprint(profiles)
         slopes = joined(slopes_by_axis, 1)
         if self.roots is None:
             return footprint, slopes

@@ -35,11 +35,11 @@ def construct_kernel(
         positions: (A, *weight.shape), in cells from the kernel centre. A position outside the
             window counts as the nearest one at its border.
         size: Dilated kernel size, one entry for every spatial axis.
-        interpolation: "bilinear" (the paper's eq. 2-4), "triangle" or "gaussian" (versions "max"
-            and "gauss" of the authors' package, arXiv:2306.00817), the last two normalised to sum
-            1 inside the window.
-        sigma: As positions, in cells: the triangle's half-width (at least 1), the Gaussian's
-            deviation (at least 0.27).
+        interpolation: One of `options.INTERPOLATION_NAMES`. "bilinear" is the paper's eq. 2-4.
+            Interpolations with a sigma (arXiv:2306.00817) are normalised to sum 1 inside the
+            window.
+        sigma: As positions, in cells; for interpolations that have one, and at least their
+            `min_sigma`. Of the triangle it is the half-width, of the Gaussian the deviation.
         dense_axes: Spatial axes that are not learnt but dense: each of their cells has its own E
             elements (the paper's N-MD kernels).
 

@@ -89,7 +89,10 @@ def register_conv(
 
             dcls_convert.register_conv(CentredConv, weight=centred)
     """
-    base = next((base for base in CONV_CLASSES.values() if issubclass(cls, base)), None)
+    base: type[Conv] | None = None
+    for conv_class in CONV_CLASSES.values():
+        if issubclass(cls, conv_class):
+            base = conv_class
     if base is None:
         raise TypeError(f"{cls.__name__} is not a subclass of torch.nn.Conv1d, Conv2d or Conv3d")
     if cls.forward is base.forward:
@@ -144,7 +147,7 @@ def _zeros_around(module: nn.Module | None, dims: int) -> tuple[tuple[int, int],
     None where it does something else.
     """
     if isinstance(module, nn.Identity):
-        return ((0, 0),) * dims
+        return tuple((0, 0) for _ in range(dims))
     if not isinstance(module, ConstantPad) or module.value or len(module.padding) != 2 * dims:
         return None
     last_axis_first = list(zip(module.padding[::2], module.padding[1::2], strict=True))
@@ -165,33 +168,55 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
         return f"its {names} is parametrised (torch.nn.utils.parametrize)"
     if isinstance(conv.weight, nn.parameter.UninitializedParameter):
         return "lazy convolution that has not seen an input yet"
-    form = find_form(conv)
-    dims = len(cast(Conv, conv).kernel_size)
     held = {name for name, _ in [*conv.named_children(), *conv.named_buffers(recurse=False)]}
-    padding_modules: set[str] = set()
-    for name, module in conv.named_children():
-        if _zeros_around(module, dims):
-            padding_modules.add(name)
+    padding_modules = _padding_modules(conv)
+    form = find_form(conv)
     if form is None:
         reason = f"{kind} has a forward of its own that is not known here"
         if held <= padding_modules:
             reason += " (register_conv teaches it)"
         return reason
+    reason_of_weight = _why_weight_unknown(conv, form)
+    if reason_of_weight is not None:
+        return reason_of_weight
+    lost = held - (padding_modules & {form.padding_module})
+    if lost:
+        return f"{kind} holds {', '.join(sorted(lost))}, which would be lost"
+    return _why_padding_unknown(conv, form, padding_modules)
+
+
+def _padding_modules(conv: nn.Module) -> set[str]:
+    """Names of the submodules that add zeros around their input."""
+    dims = len(cast(Conv, conv).kernel_size)
+    names: set[str] = set()
+    for name, module in conv.named_children():
+        if _zeros_around(module, dims):
+            names.add(name)
+    return names
+
+
+def _why_weight_unknown(conv: nn.Module, form: ConvForm) -> str | None:
+    """A reason if the parameters are not weight, bias and those that the form names."""
     parameters = {name for name, _ in conv.named_parameters(recurse=False, remove_duplicate=False)}
     expected: set[str] = set()
     for name in ("weight", "bias", *form.parameters):
         if getattr(conv, name, ...) is not None:
             expected.add(name)
-    if parameters != expected:
-        return f"its weight is computed from other parameters ({', '.join(sorted(parameters))})"
-    lost = held - (padding_modules & {form.padding_module})
-    if lost:
-        return f"{kind} holds {', '.join(sorted(lost))}, which would be lost"
-    if form.padding_module is not None:
-        pads_itself = conv.padding_mode != "zeros" or conv.padding == "same"
-        if not padding_modules or pads_itself:
-            return f"{kind} does not pad by {form.padding_module} alone"
-    return None
+    if parameters == expected:
+        return None
+    return f"its weight is computed from other parameters ({', '.join(sorted(parameters))})"
+
+
+def _why_padding_unknown(
+    conv: nn.Module, form: ConvForm, padding_modules: Collection[str]
+) -> str | None:
+    """A reason if the form's padding module does something else, or the convolution pads too."""
+    if form.padding_module is None:
+        return None
+    pads_itself = conv.padding_mode != "zeros" or conv.padding == "same"
+    if padding_modules and not pads_itself:
+        return None
+    return f"{type(conv).__name__} does not pad by {form.padding_module} alone"
 
 
 def register_timm_convs() -> None:

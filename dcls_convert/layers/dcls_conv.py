@@ -6,16 +6,12 @@ Axes: N batch, O output channels, I input channels per group, E kernel elements,
 """
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.nn.utils.prune import BasePruningMethod
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from ..depthwise.choice import conv2d
 from ..depthwise.geometry import (
@@ -27,7 +23,8 @@ from ..depthwise.geometry import (
     is_uneven,
     padded_cells,
 )
-from .bilinear import per_axis
+from .carry_over import carry_over_, compute_parameter_
+from .clamping import clamp_
 from .construction import construct_kernel
 from .conv_classes import PLAIN, Conv, ConvForm, find_form, padding_of, why_not_replaceable
 from .elements import POSITION_STD, largest_elements
@@ -41,8 +38,8 @@ class DclsConvNd(Tied):
     """What the DCLS layers of 1, 2 and 3 dimensions share.
 
     Parameters of a layer: `weight` (O, I, E), `positions` (A, O, I, E) in cells from the kernel
-    centre, `sigma` (as positions; triangle and Gaussian only) and `bias` (O). A dense axis of D
-    cells stands before E: (O, I, D, E).
+    centre, `sigma` (as positions; only if the interpolation has one) and `bias` (O). A dense axis
+    of D cells stands before E: (O, I, D, E).
 
     Args:
         in_channels, out_channels, stride, padding, dilation, groups, bias, padding_mode, device,
@@ -51,7 +48,7 @@ class DclsConvNd(Tied):
             the input's size (2-D only).
         kernel_count: Weighted elements in one kernel (with dense axes, in each of their cells).
         dilated_kernel_size: Window in which elements may move, in cells.
-        interpolation: "bilinear", "triangle" or "gaussian", see `construct_kernel`.
+        interpolation: How an element spreads over the cells: one of `options.INTERPOLATION_NAMES`.
         dense_axes: Spatial axes along which nothing is learnt: all their cells are weighted, as in
             an ordinary kernel.
 
@@ -112,23 +109,38 @@ class DclsConvNd(Tied):
         self.kernel_size = self.dilated_kernel_size
         self.form = PLAIN
         self._check_arguments()
-        dense_sides = [self.dilated_kernel_size[axis] for axis in self.dense_axes]
-        weight_shape = (out_channels, in_channels // groups, *dense_sides, kernel_count)
-        positions_shape = (len(self.learnt_axes), *weight_shape)
+        self._make_parameters(bias, device, dtype)
+        self.reset_parameters()
+
+    def _make_parameters(
+        self, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> None:
+        """Register the parameters, with uninitialised values."""
 
         def new_parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
+        dense_sides = [self.dilated_kernel_size[axis] for axis in self.dense_axes]
+        in_channels_per_group = self.in_channels // self.groups
+        weight_shape = (self.out_channels, in_channels_per_group, *dense_sides, self.kernel_count)
+        positions_shape = (len(self.learnt_axes), *weight_shape)
         self.weight = new_parameter(*weight_shape)
-        self.register_parameter("bias", new_parameter(out_channels) if bias else None)
+        self.register_parameter("bias", None)
+        if bias:
+            self.bias = new_parameter(self.out_channels)
         self.positions = new_parameter(*positions_shape)
         self.register_parameter("sigma", None)
-        if find_interpolation(interpolation).has_sigma:
+        if find_interpolation(self.interpolation).has_sigma:
             self.sigma = new_parameter(*positions_shape)
-        self.reset_parameters()
+
+    def _on_every_axis(self, value: int) -> tuple[int, ...]:
+        return tuple(value for _ in range(self.dims))
 
     def _one_per_axis(self, name: str, value: IntOrTuple, least: int) -> tuple[int, ...]:
-        sizes = tuple(value) if isinstance(value, Sequence) else (value,) * self.dims
+        if isinstance(value, Sequence):
+            sizes = tuple(value)
+        else:
+            sizes = self._on_every_axis(value)
         all_allowed = all(type(size) is int and size >= least for size in sizes)
         if len(sizes) != self.dims or not all_allowed:
             raise ValueError(
@@ -204,10 +216,10 @@ class DclsConvNd(Tied):
         """
         limits = [position_limits(self.dilated_kernel_size[axis]) for axis in self.learnt_axes]
         lowest, highest = zip(*limits, strict=True)
-        _clamp_(self.positions, lowest, highest)
+        clamp_(self.positions, lowest, highest)
         if self.sigma is not None:
             min_sigma = cast(float, find_interpolation(self.interpolation).min_sigma)
-            _clamp_(self.sigma, [min_sigma], [math.inf])
+            clamp_(self.sigma, [min_sigma], [math.inf])
 
     def forward(self, input: Tensor) -> Tensor:
         """Convolve with `kernel()`: (N, in_channels, *spatial) -> (N, out_channels, *spatial)."""
@@ -226,7 +238,7 @@ class DclsConvNd(Tied):
         # Paddings that torch's convolution functions do not have.
         if self.padding_mode != "zeros" or padding == DYNAMIC_SAME or is_uneven(padding):
             input = self.padded(input)
-            padding = (0,) * self.dims
+            padding = self._on_every_axis(0)
         return self.conv_function(
             input, self.kernel(), self.bias, self.stride, padding, self.dilation, self.groups
         )
@@ -332,7 +344,7 @@ class DclsConvNd(Tied):
         layer.form = find_form(conv) or PLAIN
         for name in layer.form.parameters:
             layer.register_parameter(name, getattr(conv, name))
-        _carry_over_(conv, layer)
+        carry_over_(conv, layer, but=_OWN_ATTRIBUTES)
         if layer.form.adapt is not None:
             layer.form.adapt(conv, layer)
         return layer
@@ -346,23 +358,34 @@ class DclsConvNd(Tied):
         helps.
         """
         for hook in self._forward_pre_hooks.values():
-            _compute_parameter_(self, hook)
+            compute_parameter_(self, hook)
         if kernel is None:
             kernel = self.kernel().contiguous()
         kernel = kernel.detach()
         padding = self.padding
         if is_uneven(padding):
             kernel, padding = _with_even_padding(kernel, padding)
+        conv = self._new_plain_conv(tuple(kernel.shape[2:]), padding)
+        conv.weight = nn.Parameter(kernel, requires_grad=self.weight.requires_grad)
+        bias = self.bias
+        if bias is not None and not isinstance(bias, nn.Parameter):  # pruned or parametrised
+            bias = nn.Parameter(bias.detach(), requires_grad=bias.requires_grad)
+        conv.bias = bias
+        carry_over_(self, conv, but=_OWN_ATTRIBUTES)
+        return conv
+
+    def _new_plain_conv(self, kernel_size: tuple[int, ...], padding: Padding) -> Conv:
+        """A convolution with the layer's other arguments, on the meta device and without bias."""
         make: Callable[..., Conv] = self.conv_class
         options: dict[str, Any] = {"padding": padding, "padding_mode": self.padding_mode}
         if padding == DYNAMIC_SAME:
             from timm.layers.conv2d_same import Conv2dSame as make
 
-            options = {}
-        conv = make(
+            options = {}  # Conv2dSame pads by itself, with zeros
+        return make(
             self.in_channels,
             self.out_channels,
-            tuple(kernel.shape[2:]),
+            kernel_size,
             stride=self.stride,
             dilation=self.dilation,
             groups=self.groups,
@@ -370,19 +393,12 @@ class DclsConvNd(Tied):
             bias=False,
             device="meta",  # there, initialisation draws from no generator
         )
-        conv.weight = nn.Parameter(kernel, requires_grad=self.weight.requires_grad)
-        bias = self.bias
-        if bias is not None and not isinstance(bias, nn.Parameter):  # pruned or parametrised
-            bias = nn.Parameter(bias.detach(), requires_grad=bias.requires_grad)
-        conv.bias = bias
-        _carry_over_(self, conv)
-        return conv
 
     def extra_repr(self) -> str:
         """The arguments of the layer, without those at their defaults."""
         defaults = {
-            "padding": (0,) * self.dims,
-            "dilation": (1,) * self.dims,
+            "padding": self._on_every_axis(0),
+            "dilation": self._on_every_axis(1),
             "groups": 1,
             "padding_mode": "zeros",
         }
@@ -439,70 +455,7 @@ def _with_even_padding(
     return F.pad(kernel, widths), even_padding
 
 
-def _carry_over_(old: nn.Module, new: nn.Module) -> None:
-    """Give `new` the mode, trainability and hooks of `old`, and all attributes that users added."""
-    new.train(old.training)
-    for name, parameter in new.named_parameters(recurse=False):
-        if parameter is not getattr(old, name, None):
-            parameter.requires_grad_(bool(old.weight.requires_grad))
-    own_names = (_OWN_ATTRIBUTES | vars(new).keys() | new._parameters.keys()) - _HOOK_REGISTRIES
-    for name, value in vars(old).items():
-        if name not in own_names:
-            vars(new)[name] = value
-    # Hooks that compute a parameter are left out: what they compute from is not in `new`.
-    hooks = old._forward_pre_hooks
-    if any(isinstance(hook, _COMPUTING) for hook in hooks.values()):
-        new._forward_pre_hooks = OrderedDict(
-            (key, hook) for key, hook in hooks.items() if not isinstance(hook, _COMPUTING)
-        )
-
-
-def _compute_parameter_(layer: nn.Module, hook: Any) -> None:
-    """Run a hook of torch's that computes a parameter before each forward pass."""
-    if isinstance(hook, SpectralNorm):
-        weight = hook.compute_weight(layer, do_power_iteration=False)
-        setattr(layer, hook.name, weight)
-    elif isinstance(hook, _COMPUTING):
-        hook(layer, ())
-
-
-def _clamp_(tensor: Tensor, low: Sequence[float], high: Sequence[float]) -> None:
-    """Bring `tensor[i]` into [low[i], high[i]], in place; one limit alone is for all."""
-    if torch.compiler.is_compiling():
-        # By an operator that declares its change: inductor (torch 2.15) drops plain clamps of a
-        # parameter where the model has several layers. On a flat view: inductor may lay out tensors
-        # of four axes anew, and clamp a copy.
-        _clamp_in_graph(tensor.flatten(1), list(low), list(high))
-    elif len(set(zip(low, high, strict=True))) == 1:
-        tensor.clamp_(low[0], high[0])
-    else:
-        lowest = per_axis(low, tensor)
-        highest = per_axis(high, tensor)
-        if hasattr(tensor, "device_mesh"):  # FSDP2; the limits are the same on every rank
-            lowest = _replicated(lowest, tensor.device_mesh)
-            highest = _replicated(highest, tensor.device_mesh)
-        tensor.copy_(tensor.maximum(lowest).minimum(highest))
-
-
-def _replicated(tensor: Tensor, mesh: Any) -> Tensor:
-    """A tensor that is the same on all ranks, for operations with tensors that FSDP2 has spread."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    placements = [Replicate()] * mesh.ndim
-    return DTensor.from_local(tensor, mesh, placements, run_check=False)
-
-
-@torch.library.custom_op("dcls_convert::clamp_", mutates_args=("tensor",))
-def _clamp_in_graph(tensor: Tensor, low: list[float], high: list[float]) -> None:
-    _clamp_(tensor, low, high)
-
-
-# Hooks that compute a parameter from others before each forward pass.
-_COMPUTING = (BasePruningMethod, WeightNorm, SpectralNorm)
-# The dictionaries of hooks. A new layer takes over the very objects, since the handle that a user
-# kept for `handle.remove()` refers to them.
-_HOOK_REGISTRIES = {name for name in vars(nn.Module()) if "ward_" in name and "hook" in name}
-# Attributes that convolutions and DCLS layers have by their class; `_carry_over_` leaves them out.
+# Attributes that convolutions and DCLS layers have by their class, none of which a user added.
 _OWN_ATTRIBUTES = frozenset(
     nn.Conv2d(1, 1, 1, device="meta").__dict__.keys()
     | DclsConv2d(1, 1, kernel_count=1, dilated_kernel_size=1, device="meta").__dict__.keys()

@@ -23,7 +23,11 @@ Profile = Callable[[Tensor, Tensor, int], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interpolation:
-    """One way to spread an element along an axis of the window."""
+    """One way to spread an element along an axis of the window.
+
+    A new one needs `profile` and `slope`, and both sigmas if elements have a width. All other
+    fields are faster forms or properties of the shipped ones.
+    """
 
     # How much of the element each cell gets, before it is normalised; differentiable.
     profile: Profile
@@ -31,6 +35,9 @@ class Interpolation:
     # In cells. None: the interpolation has no sigma, and `profile` and `slope` get a sigma of 1.
     min_sigma: float | None = None
     initial_sigma: float | None = None  # cells
+    # Versions of the authors' package whose elements are spread in the same way; none: the package
+    # does not know this interpolation.
+    authors_versions: tuple[str, ...] = ()
     # Whether an element at the centre of a cell lies in that cell alone, with the initial sigma.
     exact_on_cells: bool = False
     # Optional, only without sigma: a faster way to construct the kernel.
@@ -178,6 +185,7 @@ INTERPOLATIONS: dict[str, Interpolation] = {  # sigmas as in DCLS 0.1.1
         hat=True,
         exact_on_cells=True,
         construct=bilinear_kernel,
+        authors_versions=("v0", "v1"),
     ),
     "triangle": Interpolation(
         profile=_triangle,
@@ -186,10 +194,15 @@ INTERPOLATIONS: dict[str, Interpolation] = {  # sigmas as in DCLS 0.1.1
         exact_on_cells=True,
         min_sigma=1.0,
         initial_sigma=1.0,
+        authors_versions=("max",),
     ),
     # With a smaller sigma, an element between two cells would lose its gradient. DCLS 0.1.1 adds
     # 0.27 to its parameter, which starts at 0.23.
     "gaussian": Interpolation(
-        profile=_gaussian, slope=_gaussian_slope, min_sigma=0.27, initial_sigma=0.5
+        profile=_gaussian,
+        slope=_gaussian_slope,
+        min_sigma=0.27,
+        initial_sigma=0.5,
+        authors_versions=("gauss",),
     ),
 }

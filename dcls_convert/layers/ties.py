@@ -18,7 +18,7 @@ POSITION_PARAMETERS = ("positions", "sigma")
 # The method of nn.Module through which `to`, `cuda`, `half`, `to_empty` and so on change tensors.
 APPLY = "_apply"
 
-Change = Callable[[Tensor], Tensor]
+TensorChange = Callable[[Tensor], Tensor]
 
 
 class Tied(nn.Module):
@@ -155,7 +155,7 @@ class Tied(nn.Module):
             else:
                 missing_keys.append(key)
 
-    def _apply(self, fn: Change, recurse: bool = True) -> Self:
+    def _apply(self, fn: TensorChange, recurse: bool = True) -> Self:
         """Change the layer's tensors with the tied parameters.
 
         The owner, if it is there, then finds nothing left to change. Where FSDP2 spreads the tied
@@ -238,14 +238,14 @@ def shared_parameter_names(owner: nn.Module) -> set[str]:
     return names
 
 
-def _apply_of_owner(owner: nn.Module, fn: Change, recurse: bool = True) -> Any:
+def _apply_of_owner(owner: nn.Module, fn: TensorChange, recurse: bool = True) -> Any:
     """The owner's `_apply`, which changes the parameters that layers share in flat form."""
     shared = [getattr(owner, name) for name in shared_parameter_names(owner)]
     change = _on_flat_tensors(fn, shared)
     return type(owner)._apply(owner, change, recurse)  # type: ignore[no-untyped-call]
 
 
-def _on_flat_tensors(fn: Change, parameters: Iterable[Tensor]) -> Change:
+def _on_flat_tensors(fn: TensorChange, parameters: Iterable[Tensor]) -> TensorChange:
     """Wrap `fn` so that it gets these parameters and their gradients flattened.
 
     `to(memory_format=channels_last)` fails on positions with five axes, and a 1-D tensor has no

@@ -15,7 +15,7 @@ from ..depthwise.geometry import size_text
 from ..errors import PlanError, one_line, shown
 from ..layers.conv_classes import AnyConv
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
-from ..options import INTERPOLATIONS
+from ..options import DEFAULT_INTERPOLATION
 from .outputs import tensors_in
 
 # Detectors of torchvision that have all their convolutions in backbone and head.
@@ -116,7 +116,7 @@ def _with_windows(meta: nn.Module, windows: Windows) -> nn.Module:
         conv: Any = meta.get_submodule(name)
         if conv not in layers:
             layer_class = DCLS_LAYERS[len(window)]
-            layer: Any = layer_class.like(conv, 1, window, INTERPOLATIONS[0], dense_axes)
+            layer: Any = layer_class.like(conv, 1, window, DEFAULT_INTERPOLATION, dense_axes)
             kernel_shape = (*conv.weight.shape[:2], *window)
             # Constructing the kernel on meta would take longer, for the same shape.
             layer.kernel = functools.partial(Tensor.new_empty, conv.weight, kernel_shape)

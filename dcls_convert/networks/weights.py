@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import copy
 import math
 import pickle
 import re
@@ -198,7 +199,8 @@ def build_with_state(
         state: Weights, under the names that the network has after `prepare_`.
         where: How error messages call the state dict.
         prepare_: Changes the network before the weights are loaded.
-        meta: The source's network on the meta device, if the caller has built it already.
+        meta: The source's network on the meta device, if the caller has built it already; it is
+            not changed.
         seed: Of the values that the state dict lacks.
         new_classifier: See `check_weights`.
 
@@ -212,7 +214,7 @@ def build_with_state(
         if meta is None:
             model = build_model(source, device="meta", trust_code=True)
         else:
-            model = meta
+            model = copy.deepcopy(meta)
         prepare_(model)
         if assign_weights_(model, state, where, new_classifier=new_classifier):
             return model, []

@@ -164,9 +164,8 @@ class ConversionPlan(Record):
     macs: int | None  # of the whole model, before
     macs_note: str | None
     stages_from: str
-    folded: (
-        bool  # whether plain convolutions with the constructed kernels stand in the layers' places
-    )
+    # Whether the layers are replaced by plain convolutions with their constructed kernels.
+    folded: bool
 
     @property
     def windows(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -229,6 +228,7 @@ class ConversionPlan(Record):
         return as_html(plan_view(self))
 
     def group(self, name: str) -> TieGroup:
+        """The tie group of that name, which must be one of the plan's."""
         return next(group for group in self.tie_groups if group.name == name)
 
 

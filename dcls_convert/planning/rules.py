@@ -16,7 +16,7 @@ from yaml.constructor import ConstructorError
 from ..depthwise.geometry import size_text
 from ..errors import RuleError, did_you_mean, one_line, printable, shown
 from ..files import builtin_rules, read_bytes
-from ..options import AUTO, INTERPOLATIONS, MOST_COUNT, MOST_SIDE, Interpolation, Kind
+from ..options import AUTO, INTERPOLATION_NAMES, MOST_COUNT, MOST_SIDE, InterpolationName, Kind
 
 if TYPE_CHECKING:
     from ..networks.sites import ConvSite  # which imports torch
@@ -24,11 +24,13 @@ if TYPE_CHECKING:
 RULES_FORMAT = 1
 AUTO_RULES = ("depthwise", "conv3x3", "dense3x3x3")  # in the order in which `auto` tries them
 Positive = Annotated[int, Field(ge=1)]
-MOST_BYTES = 1_000_000  # size of a rule file
+MOST_RULE_BYTES = 1_000_000  # size of a rule file
 MOST_SHOWN = 200  # characters of a text from the file, in a message
 
 
 class _Strict(BaseModel):
+    """A mapping in a rule file: no unknown keys, no key without a value, no converted types."""
+
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     @field_validator("*", mode="before")
@@ -88,10 +90,10 @@ def _holds(stated: Any, value: Any) -> bool:
     return all(side == stated for side in values)
 
 
-def _any_matches(names: Sequence[str | None], globs: Sequence[str]) -> bool:
+def _any_matches(names: Sequence[str], globs: Sequence[str]) -> bool:
     for name in names:
         for glob in globs:
-            if name is not None and fnmatch.fnmatchcase(name, glob):
+            if fnmatch.fnmatchcase(name, glob):
                 return True
     return False
 
@@ -105,6 +107,8 @@ _AXES = f"{_SIDE} for all axes, or a list with one for each"
 class Match(_Strict):
     """What a convolution must be for the rule to claim it; everything stated must hold."""
 
+    # A predicate bears the name of the attribute of ConvSite that it is about; `path` alone does
+    # not, it is about `names`.
     path: Globs | None = Field(None, description=f"{_GLOB}, for the module's qualified name")
     stage: Globs | None = Field(
         None, description=f"{_GLOB}, for the stage's name; '*' is any stage, not the stem"
@@ -129,14 +133,28 @@ class Match(_Strict):
     in_channels: Positive | Range | None = Field(None, description=_NUMBER)
     out_channels: Positive | Range | None = Field(None, description=_NUMBER)
 
+    def matches(self, site: "ConvSite") -> bool:
+        """Whether all predicates hold."""
+        return self.mismatch(site) is None
+
     def mismatch(self, site: "ConvSite") -> str | None:
-        """The first predicate that `site` fails, in words; None if all hold."""
+        """The first predicate that `site` fails, in words; None if all hold.
+
+        A predicate about something that is not known of the site, as the output size of a
+        convolution that is never called, does not hold.
+        """
         for predicate in type(self).model_fields:
             stated = getattr(self, predicate)
-            # Except for `path`, a predicate is named as the attribute of ConvSite that it is about.
-            attribute = "names" if predicate == "path" else predicate
-            value = getattr(site, attribute)
-            if stated is not None and not _holds(stated, value):
+            if stated is None:
+                continue
+            if predicate == "path":
+                value = site.names
+            else:
+                value = getattr(site, predicate)
+            # A stage of None is known: the site lies outside of all stages.
+            if value is None and predicate != "stage":
+                return f"{predicate} is not known"
+            if value is None or not _holds(stated, value):
                 return f"{predicate} is {_in_words(value)}, not {_in_words(stated)}"
         return None
 
@@ -168,7 +186,9 @@ other keys say."""
     kernel_count: Annotated[int, Field(ge=1, le=MOST_COUNT)] | Literal["auto"] | None = Field(
         None, description=f"an integer from 1 to {MOST_COUNT}, or auto"
     )
-    interpolation: Interpolation | None = Field(None, description=" or ".join(INTERPOLATIONS))
+    interpolation: InterpolationName | None = Field(
+        None, description=" or ".join(INTERPOLATION_NAMES)
+    )
     dense_axes: list[Annotated[int, Field(ge=0, le=2)]] | None = Field(
         None, description="a list of spatial axes (0 is the first) along which nothing is learnt"
     )
@@ -244,10 +264,12 @@ class RuleSet(_Strict):
 
     @property
     def source(self) -> str:
+        """The file or name of the rules, for messages and the plan."""
         return self._source
 
     @property
     def text(self) -> str:
+        """The rules as YAML: as they were given, or written from the record."""
         return self._text or yaml.safe_dump(self.model_dump(exclude_none=True), sort_keys=False)
 
     def label(self, index: int) -> str:
@@ -277,7 +299,7 @@ def load_rules(source: str | Path | Mapping[str, Any]) -> RuleSet:
                 f"rules {shown(source)!r} are neither a file nor one of {', '.join(known)}{near}"
             )
         # With "sig": some editors begin a file with a byte order mark.
-        text = read_bytes(path, MOST_BYTES).decode("utf-8-sig")
+        text = read_bytes(path, MOST_RULE_BYTES).decode("utf-8-sig")
     except OSError as error:
         raise RuleError(
             f"rules {shown(source, MOST_SHOWN)}: cannot be read: {error.strerror}"
@@ -291,6 +313,7 @@ class _StrictLoader(yaml.SafeLoader):
     """YAML in which a duplicate key is an error, and Python's own errors have a line number."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """As in SafeLoader, but an error for a duplicate key."""
         keys: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
@@ -303,6 +326,7 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """As in SafeLoader, but Python's own errors get the line number."""
         try:
             value = super().construct_object(node, deep)
             if isinstance(value, int | str):
@@ -329,7 +353,9 @@ def parse_rules(text: str, source: str = "rules") -> RuleSet:
     # Also RecursionError of deep nesting, and ValueError of a wrong escape sequence.
     except Exception as error:
         mark = getattr(error, "problem_mark", None)
-        place = f" line {mark.line + 1}:" if mark else ""
+        place = ""
+        if mark:
+            place = f" line {mark.line + 1}:"
         problem = getattr(error, "problem", None) or f"{type(error).__name__}: {one_line(error)}"
         message = f"{source}:{place} not valid YAML: {shown(problem, MOST_SHOWN)}"
         raise RuleError(message) from error
@@ -369,14 +395,26 @@ def claim_sites(
     rule_of: dict[str, int] = {}
     reasons: dict[str, str] = {}
     for site in sites:
-        mismatches = [rule.match.mismatch(site) for rule in rules.rules]
-        if None in mismatches:
-            rule_of[site.name] = mismatches.index(None)
-        elif len(mismatches) == 1:
-            reasons[site.name] = f"not matched (rule {rules.label(0)!r}: {mismatches[0]})"
+        index = _first_match(rules, site)
+        if index is None:
+            reasons[site.name] = f"not matched ({_why_unclaimed(rules, site)})"
         else:
-            reasons[site.name] = f"not matched (none of {len(mismatches)} rules)"
+            rule_of[site.name] = index
     return rule_of, reasons
+
+
+def _first_match(rules: RuleSet, site: "ConvSite") -> int | None:
+    for index, rule in enumerate(rules.rules):
+        if rule.match.matches(site):
+            return index
+    return None
+
+
+def _why_unclaimed(rules: RuleSet, site: "ConvSite") -> str:
+    """Why no rule matches a site: what fails in the only rule, or that all rules fail."""
+    if len(rules.rules) > 1:
+        return f"none of {len(rules.rules)} rules"
+    return f"rule {rules.label(0)!r}: {rules.rules[0].match.mismatch(site)}"
 
 
 def rules_schema() -> dict[str, Any]:
@@ -426,7 +464,9 @@ def _describe(location: Sequence[int | str]) -> tuple[str, str, type[BaseModel] 
             if model is not None:
                 allowed = f"a mapping with {', '.join(model.model_fields)}"
         elif model is not None and step in model.model_fields:
-            place += f".{step}" if place else step
+            if place:
+                place += "."
+            place += step
             allowed = str(model.model_fields[step].description)
             model = _NESTED.get(step)
         else:

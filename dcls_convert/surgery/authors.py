@@ -1,7 +1,8 @@
 """Elements and positions trained with the authors' package (DCLS, on PyPI `dcls`), in our layers.
 
-Upstream spellings (P, SIG, "max") stand in this file alone. Layers are named as in the model to
-convert.
+Upstream spellings of entries (P, SIG) stand in this file alone; which version of the package
+corresponds to which interpolation is stated by the records in layers/interpolation.py. Layers are
+named as in the model to convert.
 
 Axes: O output channels, I input channels per group, E kernel elements, A spatial axes.
 """
@@ -17,10 +18,10 @@ from ..depthwise.geometry import size_text
 from ..errors import CheckpointError
 from ..fitting.groups import make_layers
 from ..layers.conv_classes import PLAIN, find_form
-from ..layers.interpolation import Interpolation, find_interpolation
+from ..layers.interpolation import INTERPOLATIONS, Interpolation, find_interpolation
 from ..networks.weights import load_weights_, not_finite
 from ..options import AuthorsVersion
-from ..planning.plan import ConversionPlan, LayerCounts, LayerPlan
+from ..planning.plan import ConversionPlan, LayerCounts, LayerPlan, TieGroup
 from .place import put_layers_
 
 # Entries of one of the authors' layers, beside its bias.
@@ -46,6 +47,7 @@ class AuthorsWeights:
 
     @property
     def kernel_counts(self) -> LayerCounts:
+        """The number of elements in the kernels of each layer."""
         counts = {}
         for name, layer in self.layers.items():
             counts[name] = layer[_WEIGHT].shape[-1]
@@ -53,6 +55,7 @@ class AuthorsWeights:
 
     @property
     def has_sigma(self) -> bool:
+        """Whether any layer has widths of its elements."""
         return any(_SIGMA in layer for layer in self.layers.values())
 
 
@@ -141,16 +144,25 @@ def start_from_authors_(
 def element_state(
     weights: AuthorsWeights, plan: ConversionPlan, version: AuthorsVersion | None = None
 ) -> dict[str, Tensor]:
-    """Weights, positions and sigmas of the plan's layers, by their names in the converted model."""
+    """Weights, positions and sigmas of the plan's layers, by their names in the converted model.
+
+    Raises:
+        CheckpointError: The elements are not those of the plan's layers, or of another version.
+    """
     if version is not None and weights.has_sigma:
+        versions_of = _versions_by_interpolation(has_sigma=True)
         raise CheckpointError(
-            f"{weights.where}: has {_SIGMA} entries, so it is of version max or gauss "
-            f"(--interpolation triangle or gaussian); --authors-version {version} is for files "
-            "without"
+            f"{weights.where}: has {_SIGMA} entries, "
+            f"so it is of version {' or '.join(versions_of.values())} "
+            f"(--interpolation {' or '.join(versions_of)}); "
+            f"--authors-version {version} is for files without"
         )
     released = version in (None, RELEASED_VERSION)
-    ours = {layer.name: _translate(layer, weights, released) for layer in plan.layers}
-    positions = {name: parts["positions"] for name, parts in ours.items()}
+    ours: dict[str, dict[str, Tensor]] = {}
+    positions: dict[str, Tensor] = {}
+    for layer in plan.layers:
+        ours[layer.name] = _translate(layer, weights, released)
+        positions[layer.name] = ours[layer.name]["positions"]
     _check_windows(plan, positions, weights.where)
     state: dict[str, Tensor] = {}
     for layer in plan.layers:
@@ -159,17 +171,25 @@ def element_state(
             if part == "weight" or layer.tie_group is None:
                 state[f"{layer.name}.{part}"] = tensor
     for group in plan.tie_groups:
-        first, *others = group.layers
         for part, owner_name in group.parameters.items():
-            shared = ours[first][part]
-            for other in others:
-                if not torch.equal(ours[other][part], shared):
-                    raise CheckpointError(
-                        f"{weights.where}: {part} of {first} and {other} differ, so the layers of "
-                        f"{group.name} cannot share them; use --tie none"
-                    )
+            shared = _shared_part(part, group, ours, weights.where)
             state[f"{group.owner}.{owner_name}".removeprefix(".")] = shared
     return state
+
+
+def _shared_part(
+    part: str, group: TieGroup, ours: Mapping[str, Mapping[str, Tensor]], where: str
+) -> Tensor:
+    """The positions or sigmas of a tie group's layers; CheckpointError if they differ."""
+    first, *others = group.layers
+    shared = ours[first][part]
+    for other in others:
+        if not torch.equal(ours[other][part], shared):
+            raise CheckpointError(
+                f"{where}: {part} of {first} and {other} differ, so the layers of "
+                f"{group.name} cannot share them; use --tie none"
+            )
+    return shared
 
 
 def _translate(layer: LayerPlan, weights: AuthorsWeights, released: bool) -> dict[str, Tensor]:
@@ -187,7 +207,9 @@ def _translate(layer: LayerPlan, weights: AuthorsWeights, released: bool) -> dic
     size = layer.dilated_size
     dims = len(size)
     is_v0 = released and sigma is None
-    their_axes = _AXES[dims] if is_v0 else tuple(reversed(range(dims)))
+    their_axes = tuple(reversed(range(dims)))
+    if is_v0:
+        their_axes = _AXES[dims]
     order = []
     shift = []
     for axis in range(dims):
@@ -196,7 +218,10 @@ def _translate(layer: LayerPlan, weights: AuthorsWeights, released: bool) -> dic
         # DCLS centres with the wrong axis's size; shift by the difference.
         shift.append(size[index_of_axis] // 2 - size[axis] // 2)
     offset = torch.tensor(shift, device=positions.device).reshape(-1, 1, 1, 1)  # (A, 1, 1, 1)
-    dtype = torch.float64 if positions.dtype == torch.float64 else torch.float32
+    # Half precision would round positions: at 8 cells from the centre, by a sixteenth of a cell.
+    dtype = torch.float32
+    if positions.dtype == torch.float64:
+        dtype = torch.float64
     parts = {"weight": weight, "positions": positions.to(dtype)[order] + offset}
     if sigma is not None:
         parts["sigma"] = sigma.to(dtype)[order].abs() + (interpolation.min_sigma or 0.0)
@@ -215,18 +240,7 @@ def _find_elements(layer: LayerPlan, weights: AuthorsWeights) -> dict[str, Tenso
             f"{weights.where}: has no elements for {layer.name}, which is to be converted"
         )
     elements = found[0]
-    needs_sigma = find_interpolation(layer.interpolation).has_sigma
-    if _SIGMA in elements and not needs_sigma:
-        raise CheckpointError(
-            f"{weights.where}: {layer.name} has a {_SIGMA}, so its interpolation is triangle "
-            "(their version max) or gaussian (gauss), which the file does not say; "
-            "use --interpolation"
-        )
-    if _SIGMA not in elements and needs_sigma:
-        raise CheckpointError(
-            f"{weights.where}: {layer.name} has no {_SIGMA}, so its interpolation is bilinear, "
-            f"not {layer.interpolation}"
-        )
+    _check_interpolation(layer, has_sigma=_SIGMA in elements, where=weights.where)
     shape = tuple(elements[_POSITIONS].shape)
     if shape != layer.position_shape:
         raise CheckpointError(
@@ -234,6 +248,37 @@ def _find_elements(layer: LayerPlan, weights: AuthorsWeights) -> dict[str, Tenso
             f"the model needs {layer.position_shape}"
         )
     return elements
+
+
+def _check_interpolation(layer: LayerPlan, *, has_sigma: bool, where: str) -> None:
+    """Refuse an interpolation that no version of the package with such entries has."""
+    versions_of = _versions_by_interpolation(has_sigma=has_sigma)
+    if layer.interpolation in versions_of:
+        return
+    if not has_sigma:
+        raise CheckpointError(
+            f"{where}: {layer.name} has no {_SIGMA}, "
+            f"so its interpolation is {' or '.join(versions_of)}, not {layer.interpolation}"
+        )
+    choices: list[str] = []
+    for name, version in versions_of.items():
+        if choices:
+            choices.append(f"{name} ({version})")
+        else:
+            choices.append(f"{name} (their version {version})")
+    raise CheckpointError(
+        f"{where}: {layer.name} has a {_SIGMA}, so its interpolation is {' or '.join(choices)}, "
+        "which the file does not say; use --interpolation"
+    )
+
+
+def _versions_by_interpolation(*, has_sigma: bool) -> dict[str, str]:
+    """The interpolations that the package has, with or without sigma, and their versions there."""
+    versions_of = {}
+    for name, interpolation in INTERPOLATIONS.items():
+        if interpolation.authors_versions and interpolation.has_sigma == has_sigma:
+            versions_of[name] = " or ".join(interpolation.authors_versions)
+    return versions_of
 
 
 def _spread_sum(
@@ -269,7 +314,9 @@ def _check_windows(plan: ConversionPlan, positions: Mapping[str, Tensor], where:
         window = tuple(map(max, zip(*of_this_size, strict=True)))
         if len(set(size)) == 1:  # a square window stays square
             window = (max(window),) * len(window)
-        option = str(window[0]) if len(set(window)) == 1 else size_text(window)
+        option = size_text(window)
+        if len(set(window)) == 1:
+            option = str(window[0])
         axis = 0
         while needed_by[layer.name][axis] == size[axis]:
             axis += 1

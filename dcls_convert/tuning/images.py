@@ -25,7 +25,7 @@ from torch.utils.data import Dataset, IterableDataset
 from ..errors import DclsConvertError, listed, one_line, shown
 from ..fitting.images import FORMATS, UNREADABLE
 from ..networks.running import quietly, seeded
-from ..options import Augmentation
+from ..options import MIRRORED, Augmentation
 from ..progress import Notify, silent
 from ..tables import counted
 from .recipe import Recipe
@@ -95,10 +95,14 @@ def open_images(
         DclsConvertError: No such data, fewer than two classes, classes without images to train on,
             or a data set without random access.
     """
-    where = f"--dataset {dataset}" if dataset else f"--data {shown(data)}"
+    where = f"--data {shown(data)}"
+    if dataset:
+        where = f"--dataset {dataset}"
     if not dataset and (data is None or not data.is_dir()):
         raise DclsConvertError(f"{where}: is not a folder")
-    root = None if data is None else str(data)
+    root = None
+    if data is not None:
+        root = str(data)
     try:
         train_split, test_split = splits
         train = _open_split(dataset, root, train_split, where, note)
@@ -109,15 +113,8 @@ def open_images(
     if isinstance(train, IterableDataset) or isinstance(test, IterableDataset):
         raise DclsConvertError(f"{where}: is a streaming data set; choose one with random access")
     if not dataset:
-        _leave_out_unreadable_(train.reader, where, note)
-        if test.reader.root != root:
-            if labelled:
-                _take_classes_of(test.reader, class_to_idx, where, note)
-            _leave_out_unreadable_(test.reader, where, note)
-        elif train.reader.root == root:
-            train.reader.samples, test.reader.samples = _held_out(train.reader.samples)
-        else:
-            raise DclsConvertError(f"{where}: has train, but neither validation nor val")
+        classes_to_keep = class_to_idx if labelled else None
+        _prepare_folders_(train.reader, test.reader, root, classes_to_keep, where, note)
     names = tuple(class_to_idx) or tuple(map(str, range(classes or 0)))
     if labelled and len(names) < 2:
         raise DclsConvertError(f"{where}: has fewer than two classes; each is a folder of images")
@@ -126,6 +123,36 @@ def open_images(
             f"{where}: has {len(train)} images to train on and {len(test)} to test with"
         )
     return ImageData(train=train, test=test, classes=names)
+
+
+def _prepare_folders_(
+    train: Any,
+    test: Any,
+    root: str | None,
+    class_to_idx: Mapping[str, int] | None,
+    where: str,
+    note: Notify,
+) -> None:
+    """Leave unreadable images out, and hold images out for the test if there is no folder of them.
+
+    Args:
+        train: timm's reader of the images to train on.
+        test: That of the images to test with. timm lets a reader read all of `root` if the folder
+            of its split is missing.
+        root: The folder that holds the splits or the classes.
+        class_to_idx: Classes of the training, which the test's images get; None without classes.
+        where: How messages begin.
+        note: Told which images are left out, and which classes have none to test with.
+    """
+    _leave_out_unreadable_(train, where, note)
+    if test.root != root:
+        if class_to_idx is not None:
+            _take_classes_of(test, class_to_idx, where, note)
+        _leave_out_unreadable_(test, where, note)
+    elif train.root == root:
+        train.samples, test.samples = _held_out(train.samples)
+    else:
+        raise DclsConvertError(f"{where}: has train, but neither validation nor val")
 
 
 def _open_split(dataset: str, root: str | None, split: str, where: str, note: Notify) -> Any:
@@ -205,8 +232,17 @@ def set_transforms_(
     model: nn.Module,
     input_size: Sequence[int] | None = None,
     augmentation: Augmentation = "light",
+    *,
+    mirrored: float = MIRRORED,
 ) -> None:
     """Let the data sets give images as the model takes them, those to train on augmented.
+
+    Args:
+        data: Whose images to train on, and to test with, get transforms.
+        model: States size, channels, interpolation and normalisation.
+        input_size: (channels, rows, columns) instead of the model's.
+        augmentation: Of the images to train on.
+        mirrored: Share of these that are mirrored, left to right.
 
     Raises:
         DclsConvertError: A model that takes neither 1 nor 3 channels.
@@ -225,7 +261,7 @@ def set_transforms_(
         "std": config["std"][:channels],
     }
     data.train.transform = create_transform(
-        **options, is_training=True, **AUGMENTATIONS[augmentation]
+        **options, is_training=True, hflip=mirrored, **AUGMENTATIONS[augmentation]
     )
     data.test.transform = create_transform(**options, crop_pct=config["crop_pct"])
     in_mode = partial(Image.Image.convert, mode=MODES[channels])

@@ -76,9 +76,27 @@ def param_groups(
     for found in position_parameters(model):
         scale_of[id(found.tensor)] = scale_of_kind[found.kind]
 
+    timm_groups = _groups_of_timm(model, weight_decay=weight_decay, **timm_options)
+    groups = _with_groups_of_their_own(timm_groups, scale_of)
+    if lr is not None:
+        for group in groups:
+            group["lr"] = lr * group.pop("lr_scale", 1.0)
+    return groups
+
+
+def _with_groups_of_their_own(
+    timm_groups: list[dict[str, Any]], scale_of: dict[int, float]
+) -> list[dict[str, Any]]:
+    """Move some parameters into groups of their own, one for each scale of the learning rate.
+
+    Args:
+        timm_groups: All parameters.
+        scale_of: The ids of the parameters to move, and their scales; a parameter also keeps the
+            scale of the group that it comes from.
+    """
     groups: list[dict[str, Any]] = []
     by_scale: dict[float, list[nn.Parameter]] = {}  # lr_scale -> positions and sigmas
-    for group in _groups_of_timm(model, weight_decay=weight_decay, **timm_options):
+    for group in timm_groups:
         others = []
         for parameter in group["params"]:
             if id(parameter) in scale_of:
@@ -92,9 +110,6 @@ def param_groups(
         groups.append(
             {"params": parameters, "weight_decay": 0.0, "lr_scale": scale, "use_fallback": True}
         )
-    if lr is not None:
-        for group in groups:
-            group["lr"] = lr * group.pop("lr_scale", 1.0)
     return groups
 
 

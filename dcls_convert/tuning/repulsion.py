@@ -16,7 +16,7 @@ from ..layers.position_statistics import pairs
 from ..networks.positions import position_parameters, whole
 
 REACH = 1.0  # cells; elements at this distance or farther do not repel each other
-MOST_DISTANCES = 1 << 20  # held at once: 4 MiB in float32, and a few tensors of that size
+DISTANCES_AT_ONCE = 1 << 20  # held at once: 4 MiB in float32, and a few tensors of that size
 
 
 def repulsive_loss(model: nn.Module) -> Tensor:
@@ -106,7 +106,7 @@ def _ordered_pairs_total(kernels: Tensor, gradient: Tensor | None = None) -> Ten
         gradient: (A, C, E); filled with the gradient of the sum. None: it is not computed.
     """
     total = kernels.new_zeros(())
-    for part, differences, squares in pairs(kernels, MOST_DISTANCES):
+    for part, differences, squares in pairs(kernels, DISTANCES_AT_ONCE):
         coincident = squares == 0
         # The root has no derivative at 0; at REACH, the pair does not contribute.
         distances = squares.masked_fill_(coincident, REACH**2).sqrt()

@@ -59,6 +59,7 @@ CURVES = {  # name in the state file -> attribute of `Training`
     "top1": "top1",
     "seconds": "epoch_seconds",
     "steps": "update_seconds",
+    "before": "top1_before",
 }
 WARMUP_UPDATES = 2  # whose times are left out of the median
 Criterion = Callable[[Tensor, Tensor], Tensor]
@@ -142,6 +143,7 @@ class Training:
         self.updates_done = 0
         self.loss: list[float] = []  # for each update
         self.top1: list[float] = []  # for each epoch: percent of the test images classified right
+        self.top1_before: list[float] = []  # percent before training, if that was asked for
         self.epoch_seconds: list[float] = []  # for each epoch, without the test
         self.update_seconds: list[float] = []  # for each update of this process, without loading
         self.update_seconds_with_loading: list[float] = []  # for each update of this process
@@ -180,10 +182,12 @@ class Training:
         on_epoch: Callable[["Training"], None] = lambda _: None,
         *,
         most_updates: int | None = None,
+        tests_first: bool = False,
     ) -> None:
         """Train to the end of the recipe, or until `most_updates` updates are done.
 
-        `on_epoch` is called after each epoch and its test.
+        `on_epoch` is called after each epoch and its test. With `tests_first`, the model is also
+        tested before the first update.
 
         Raises:
             DclsConvertError: The loss is not finite.
@@ -202,6 +206,8 @@ class Training:
         mixup = self._make_mixup()
         criterion = self._make_criterion(mixup)
         with generators_kept():
+            if tests_first and self.updates_done == 0:
+                self.top1_before = [_percent(self.test())]
             loaded = iter(self._loader(self.data.train, keys))
             epoch_began = time.monotonic()
             while self.updates_done < last_update:
@@ -304,7 +310,7 @@ class Training:
     def _end_epoch(self) -> None:
         self.tracker.update(self.updates_done // self.updates_per_epoch)
         self.correct = self.test()
-        self.top1.append(100 * float(self.correct.double().mean()))
+        self.top1.append(_percent(self.correct))
 
     def _is_time_to_save(self) -> bool:
         return self.save_every > 0 and self.updates_done % self.save_every == 0
@@ -493,6 +499,10 @@ class Training:
         self.correct = state["correct"]
         for name, values in state["curves"].items():
             setattr(self, CURVES[name], values)
+
+
+def _percent(correct: Tensor) -> float:
+    return 100 * float(correct.double().mean())
 
 
 def _settings_to_match(

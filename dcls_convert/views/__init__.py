@@ -1,1 +1,4 @@
-"""What people look at: records as tables, pictures as data, and these as one page, which uses no network, or files."""
+"""What people look at: records as tables, pictures as data or files, and all of it as one page.
+
+The page uses no network.
+"""

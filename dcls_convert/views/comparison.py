@@ -34,9 +34,9 @@ def comparison_view(comparison: Comparison) -> Group:
     return Group(
         title(settings.model, extent),
         "",
-        Table(COSTS, comparison.arms),
+        Table(COST_COLUMNS, comparison.arms),
         "",
-        Table(ACCURACIES, comparison.arms),
+        Table(ACCURACY_COLUMNS, comparison.arms),
         "",
         *map(indented, lines),
     )
@@ -60,7 +60,7 @@ def _bounds(interval: Interval) -> str:
     return f"[{interval.low:+.2f}, {interval.high:+.2f}]"
 
 
-COSTS: list[Column[ArmResult]] = [
+COST_COLUMNS: list[Column[ArmResult]] = [
     Column("network", lambda arm: arm.label),
     Column("parameters", lambda arm: arm.params, exact),
     Column("MACs", lambda arm: arm.macs, short_count),
@@ -68,8 +68,9 @@ COSTS: list[Column[ArmResult]] = [
     Column("images a second", lambda arm: arm.images_per_second, "{:.0f}".format),
     Column("peak MiB", lambda arm: arm.peak_mib, "{:,.0f}".format),
 ]
-ACCURACIES: list[Column[ArmResult]] = [
+ACCURACY_COLUMNS: list[Column[ArmResult]] = [
     Column("network", lambda arm: arm.label),
+    Column("before", lambda arm: arm.top1_before, "{:.2f}".format),
     Column("top-1 %", lambda arm: arm, _top1),
     Column("difference", lambda arm: arm.over_images and arm.over_images.mean, "{:+.2f}".format),
     Column("over seeds", lambda arm: arm.over_seeds, _bounds),
@@ -114,6 +115,8 @@ def recipe_line(settings: Settings) -> str:
         f"{settings.augmentation} augmentation",
         f"{settings.mixed_precision or 'no'} mixed precision",
     ]
+    if settings.augmentation != "none":
+        parts.insert(-1, f"{100 * settings.mirrored:g} % of the images mirrored")
     return ", ".join(parts)
 
 
@@ -154,7 +157,10 @@ def comparison_page(comparison: Comparison, folder: Path) -> str:
         "comparison": {
             "sentences": [arm.sentence for arm in comparison.arms if arm.sentence is not None],
             "notes": [DIFFERENCES],
-            "tables": [_page_table(comparison, COSTS), _page_table(comparison, ACCURACIES)],
+            "tables": [
+                _page_table(comparison, COST_COLUMNS),
+                _page_table(comparison, ACCURACY_COLUMNS),
+            ],
             "legend": labels,
             "names": [f"{run.arm.label}, seed {run.seed}" for run in runs],
             "inks": inks,

@@ -74,7 +74,9 @@ def digits_of(value: float) -> int:
 
 def _short(value: float) -> str:
     """Three digits, or all before the point: 4.46, 44.3, 15,900; a whole number has no point."""
-    digits = digits_of(value) if value % 1 else 0
+    digits = 0
+    if value % 1:
+        digits = digits_of(value)
     return f"{value:,.{digits}f}"
 
 

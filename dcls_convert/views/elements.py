@@ -19,12 +19,11 @@ from ..layers.position_statistics import BORDER_MARGIN, bins, outside_share
 from ..planning.plan import ConversionPlan, LayerPlan
 
 AXES = ("depth", "row", "column")  # fewer dimensions take the last ones
-FINE = (
-    3  # bins in a cell along each axis; odd, so that an element on a cell is in the middle of a bin
-)
+# Bins in a cell along each axis; odd, so that an element on a cell is in the middle of a bin.
+FINE = 3
 MOST_BINS = 150_000  # in all heat maps together; if more, a bin is a whole cell
 MOST_KERNELS = 32  # shown per layer
-MOST_NUMBERS = 1_200_000  # cells and coordinates of all shown kernels together
+MOST_KERNEL_NUMBERS = 1_200_000  # cells and coordinates of all shown kernels together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -40,13 +39,11 @@ class PositionPicture:
     bins_per_cell: int
     heat: Tensor  # (rows, columns), elements per bin of the last two learnt axes; one axis: 1 row
     histograms: tuple[tuple[int, ...], ...]  # elements in each bin along each learnt axis
-    extents: tuple[
-        tuple[int, ...], ...
-    ]  # cells of the old kernels along the learnt axes, in the middle of the window
+    # Cells of the old kernels along the learnt axes, in the middle of the window.
+    extents: tuple[tuple[int, ...], ...]
     outside: float  # share of the elements outside the largest of the old kernels
-    even_share: (
-        float  # of elements spread evenly, that within the border's margin of the window's limit
-    )
+    # The share at the window's border that elements would have if they were spread evenly.
+    even_share: float
 
 
 def heat_map(positions: Tensor, size: Sequence[int], per_cell: int) -> Tensor:
@@ -60,9 +57,9 @@ def heat_map(positions: Tensor, size: Sequence[int], per_cell: int) -> Tensor:
     Returns:
         (rows, columns) of the last two learnt axes; one row if there is only one axis.
     """
-    bins_along = [
-        bins(axis.flatten(), side, per_cell) for axis, side in zip(positions, size, strict=True)
-    ]
+    bins_along = []
+    for axis, side in zip(positions, size, strict=True):
+        bins_along.append(bins(axis.flatten(), side, per_cell))
     column = bins_along[-1]
     columns = size[-1] * per_cell
     if len(bins_along) == 1:
@@ -80,11 +77,14 @@ def position_pictures(
     """A picture for each positions tensor of the plan, in the inspection's order."""
     sets = position_sets(plan)
     cells = sum(math.prod(place.learnt_size[-2:]) for place in sets)
-    per_cell = FINE if cells * FINE**2 <= MOST_BINS else 1
-    return tuple(
-        _position_picture(place, row, state[place.parameters["positions"]], per_cell)
-        for place, row in zip(sets, inspection.positions, strict=True)
-    )
+    per_cell = 1
+    if cells * FINE**2 <= MOST_BINS:
+        per_cell = FINE
+    pictures = []
+    for place, row in zip(sets, inspection.positions, strict=True):
+        positions = state[place.parameters["positions"]]
+        pictures.append(_position_picture(place, row, positions, per_cell))
+    return tuple(pictures)
 
 
 def _position_picture(
@@ -95,7 +95,7 @@ def _position_picture(
     dims = len(row.dilated_size)
     learnt = learnt_axes(dims, row.dense_axes)
     old_extents = [tuple(old.extents[axis] for axis in learnt) for old in place.layers]
-    largest_extent = [max(sides) for sides in zip(*old_extents, strict=True)]
+    largest_extent = list(map(max, zip(*old_extents, strict=True)))  # along each axis
     histograms = []
     for axis, side in zip(positions, size, strict=True):
         counts = heat_map(axis[None], [side], per_cell)[0]
@@ -150,14 +150,17 @@ def kernel_pictures(
     Raises:
         CheckpointError: A layer's weight is missing, or has another shape than in the plan.
     """
-    sets = {layer.name: place for place in position_sets(plan) for layer in place.layers}
+    parameters = {}  # names of the positions and sigma of each layer
+    for place in position_sets(plan):
+        for old in place.layers:
+            parameters[old.name] = place.parameters
     most = _shown_kernels(plan)
     pictures = []
     for layer in plan.layers:
         weight = _elements_weight(layer, state, model).float().cpu()
-        shared = {
-            kind: state[name].float().cpu() for kind, name in sets[layer.name].parameters.items()
-        }
+        shared = {}
+        for kind, name in parameters[layer.name].items():
+            shared[kind] = state[name].float().cpu()
         pictures.append(_strongest(layer, weight, most=most, **shared))
     return tuple(pictures)
 
@@ -167,7 +170,7 @@ def _shown_kernels(plan: ConversionPlan) -> int:
     numbers = 0  # for one kernel of each layer: its cells, and two coordinates and a weight each
     for layer in plan.layers:
         numbers += math.prod(layer.dilated_size) + 3 * math.prod(layer.position_shape[3:])
-    return max(1, min(MOST_KERNELS, MOST_NUMBERS // max(numbers, 1)))
+    return max(1, min(MOST_KERNELS, MOST_KERNEL_NUMBERS // max(numbers, 1)))
 
 
 def _elements_weight(
@@ -207,13 +210,14 @@ def _strongest(
     if energy > 0:
         energy_share = float(energies[chosen].sum() / energies.sum())
     inputs = layer.in_channels // layer.groups
+    channels = [divmod(index, inputs) for index in chosen.tolist()]
     weights = weight.flatten(0, 1)[chosen]  # (N, *dense, E)
     coordinates = _row_and_column(layer, positions.flatten(1, 2)[:, chosen])
     return LayerKernels(
         name=layer.name,
         total=len(energies),
         energy_share=energy_share,
-        channels=tuple((channel // inputs, channel % inputs) for channel in chosen.tolist()),
+        channels=tuple(channels),
         cells=_as_rows_and_columns(kernels[chosen]),
         positions=coordinates,
         weights=weights.flatten(1),
@@ -227,15 +231,17 @@ def _row_and_column(layer: LayerPlan, positions: Tensor) -> Tensor:
     """
     dims = len(layer.dilated_size)
     learnt = learnt_axes(dims, layer.dense_axes)
-    axes = [torch.zeros_like(positions[0])]  # the row of kernels of one axis
+    coordinates = [torch.zeros_like(positions[0])]  # the row of kernels of one axis
     for axis, side in enumerate(layer.dilated_size):
         if axis in learnt:
-            axes.append(positions[learnt.index(axis)])
+            coordinates.append(positions[learnt.index(axis)])
         else:
-            shape = [side if axis == other else 1 for other in layer.dense_axes]
+            shape = [1] * positions[0].dim()  # of (N, *dense, E)
+            shape[1 + layer.dense_axes.index(axis)] = side
             cells = torch.arange(side, dtype=positions.dtype) - side // 2
-            axes.append(cells.reshape(1, *shape, 1).expand_as(positions[0]))
-    return torch.stack([axis.flatten(1) for axis in axes[-2:]], -1)
+            coordinates.append(cells.reshape(shape).expand_as(positions[0]))
+    row, column = coordinates[-2:]
+    return torch.stack([row.flatten(1), column.flatten(1)], -1)
 
 
 def _as_rows_and_columns(kernels: Tensor) -> Tensor:

@@ -2,13 +2,14 @@
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import CheckpointError, shown
-from ..tuning.tracker import read_track
+from ..tuning.tracker import TrackedPositions, TrackRecord, read_track
 
 Curve = tuple[float | None, ...]  # a value for each step; None where it is not known
-MOST_NUMBERS = 120_000  # coordinates of the moving pictures
+MOST_FRAME_NUMBERS = 120_000  # coordinates and counts of all moving pictures together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,12 +21,10 @@ class TrackPicture:
     speed: Curve  # cells for a step
     spread: Curve  # cells; root mean square over the axes
     border: Curve  # share of the elements
-    frames: tuple[
-        tuple[Curve, ...], ...
-    ]  # at each of `moving_steps`, the followed elements along each learnt axis
-    histograms: tuple[
-        tuple[tuple[int, ...], ...], ...
-    ]  # along each axis, at each of `moving_steps`, elements in bins
+    # At each of `moving_steps`, coordinates of the followed elements along each learnt axis.
+    frames: tuple[tuple[Curve, ...], ...]
+    # Along each axis, at each of `moving_steps`, the number of elements in each bin.
+    histograms: tuple[tuple[tuple[int, ...], ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,49 +32,34 @@ class HistoryPicture:
     """All of a record."""
 
     steps: tuple[int, ...]
-    moving_steps: tuple[int, ...]  # a part of them where they are many
+    moving_steps: tuple[int, ...]  # those that the moving pictures show
     tracks: tuple[TrackPicture, ...]
 
 
 def read_history(path: str | os.PathLike[str]) -> HistoryPicture:
-    """The curves and moving positions of a `positions.jsonl`; CheckpointError where it is none or of several models."""
+    """The curves and moving positions of a `positions.jsonl`.
+
+    Raises:
+        CheckpointError: The file is not such a record, or is one of several models.
+    """
     records = read_track(path)
     if not records:
         raise CheckpointError(f"{path}: has no records")
-    # Of each record and tensor: the name, and how many bins there are along each axis.
-    forms = [[(row.name, [*map(len, row.histograms)]) for row in one.positions] for one in records]
-    for record, form in zip(records, forms, strict=True):
-        if form != forms[0]:
-            first = records[0].step
-            raise CheckpointError(
-                f"{path}: the records of steps {first} and {record.step} differ in tensors"
-            )
-    # Evenly spaced records, with the first and the last, whose coordinates are not too many.
-    numbers = sum(sum(map(len, row.followed)) for row in records[0].positions)
-    numbers += sum(sum(bins) for _, bins in forms[0])
-    most = min(max(2, MOST_NUMBERS // max(numbers, 1)), len(records))
-    moving = [
-        records[round(index * (len(records) - 1) / max(most - 1, 1))] for index in range(most)
-    ]
+    first = records[0]
+    for record in records:
+        if _form(record) != _form(first):
+            steps = f"{first.step} and {record.step}"
+            raise CheckpointError(f"{path}: the records of steps {steps} differ in tensors")
+    moving = _moving_records(records)
     tracks = []
-    for place, first_row in enumerate(records[0].positions):
-        rows, moving_rows = (
-            [record.positions[place] for record in some] for some in (records, moving)
-        )
-        if len({tuple(map(len, row.followed)) for row in rows}) > 1:
+    for index, row in enumerate(first.positions):
+        rows = [record.positions[index] for record in records]
+        moving_rows = [record.positions[index] for record in moving]
+        if len(set(map(_followed_counts, rows))) > 1:
             raise CheckpointError(
-                f"{path}: the records follow several numbers of elements of {shown(first_row.name)}"
+                f"{path}: the records follow several numbers of elements of {shown(row.name)}"
             )
-        track = TrackPicture(
-            name=first_row.name,
-            size=tuple(map(len, first_row.histograms)),
-            speed=tuple(row.speed for row in rows),
-            spread=tuple(_root_mean_square(row.spread) for row in rows),
-            border=tuple(row.border_share for row in rows),
-            frames=tuple(row.followed for row in moving_rows),
-            histograms=tuple(zip(*(row.histograms for row in moving_rows), strict=True)),
-        )
-        tracks.append(track)
+        tracks.append(_track_picture(rows, moving_rows))
     return HistoryPicture(
         steps=tuple(record.step for record in records),
         moving_steps=tuple(record.step for record in moving),
@@ -83,10 +67,51 @@ def read_history(path: str | os.PathLike[str]) -> HistoryPicture:
     )
 
 
-def _root_mean_square(sides: Curve) -> float | None:
-    known = [side for side in sides if side is not None]
-    return (
-        math.sqrt(sum(side**2 for side in known) / len(known))
-        if known and len(known) == len(sides)
-        else None
+def _form(record: TrackRecord) -> list[tuple[str, list[int]]]:
+    """The name of each positions tensor, and its number of bins along each axis."""
+    return [(row.name, list(map(len, row.histograms))) for row in record.positions]
+
+
+def _followed_counts(row: TrackedPositions) -> tuple[int, ...]:
+    """How many elements are followed along each axis."""
+    return tuple(map(len, row.followed))
+
+
+def _moving_records(records: Sequence[TrackRecord]) -> list[TrackRecord]:
+    """Evenly spaced records, the first and the last included, of MOST_FRAME_NUMBERS numbers."""
+    numbers = 0  # in one record
+    for row in records[0].positions:
+        numbers += sum(_followed_counts(row)) + sum(map(len, row.histograms))
+    most = max(2, MOST_FRAME_NUMBERS // max(numbers, 1))
+    if len(records) <= most:
+        return list(records)
+    last = len(records) - 1
+    return [records[round(index * last / (most - 1))] for index in range(most)]
+
+
+def _track_picture(
+    rows: Sequence[TrackedPositions], moving_rows: Sequence[TrackedPositions]
+) -> TrackPicture:
+    """The picture of one positions tensor, whose rows are those of all records."""
+    histograms = zip(*(row.histograms for row in moving_rows), strict=True)
+    return TrackPicture(
+        name=rows[0].name,
+        size=tuple(map(len, rows[0].histograms)),
+        speed=tuple(row.speed for row in rows),
+        spread=tuple(_root_mean_square(row.spread) for row in rows),
+        border=tuple(row.border_share for row in rows),
+        frames=tuple(row.followed for row in moving_rows),
+        histograms=tuple(histograms),
     )
+
+
+def _root_mean_square(sides: Curve) -> float | None:
+    """None if a side is not known, or there are none."""
+    squares = 0.0
+    for side in sides:
+        if side is None:
+            return None
+        squares += side**2
+    if not sides:
+        return None
+    return math.sqrt(squares / len(sides))

@@ -10,7 +10,7 @@ from ..checkpoints.inspection import Inspection, PositionRow
 from ..depthwise.geometry import size_text
 from ..tables import Column, Table, counted, indented, title
 
-LEAST_NAME = 16  # columns; most rows are tie groups, whose names are short
+NAME_COLUMNS = 16  # at least; most rows are tie groups, whose names are short
 
 
 def _elements(row: PositionRow) -> str:
@@ -20,7 +20,7 @@ def _elements(row: PositionRow) -> str:
     return f"{row.kernel_count} in {size_text(row.dilated_size)}"
 
 
-COLUMNS: list[Column[PositionRow]] = [
+POSITION_COLUMNS: list[Column[PositionRow]] = [
     Column("Positions", lambda row: row.name),
     Column("Layers", lambda row: len(row.layers)),
     Column("Elements", _elements),
@@ -50,7 +50,7 @@ def inspection_view(inspection: Inspection) -> RenderableType:
         lines.append("Sigma: mean width of the elements, in cells.")
     model = "" if inspection.model is None else f", {inspection.model} with DCLS"
     heading = title(inspection.folder, model)
-    table = Table(COLUMNS, rows, totals=_totals(inspection), least_name=LEAST_NAME)
+    table = Table(POSITION_COLUMNS, rows, totals=_totals(inspection), least_name=NAME_COLUMNS)
     return Group(heading, Text(), table, Text(), *map(indented, lines))
 
 

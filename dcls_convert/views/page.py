@@ -1,4 +1,7 @@
-"""All pictures of a checkpoint: as data, and as one page, the template `page.html` whose script draws them."""
+"""All pictures of a checkpoint: as data, and as one page.
+
+The page is the template `page.html`, whose script draws the data.
+"""
 
 import base64
 import dataclasses
@@ -12,9 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from .. import __version__
-from ..checkpoints.folder import WEIGHTS, read_folder, read_tensors, the_plan
-from ..checkpoints.inspection import Inspection, inspect_folder, inspect_positions
-from ..checkpoints.load import buildable, load_converted
+from ..checkpoints.folder import Checkpoint
+from ..checkpoints.inspection import (
+    Inspection,
+    inspect_positions,
+    inspect_state,
+    plan_with_positions,
+)
+from ..checkpoints.load import rebuild
 from ..errors import DclsConvertError, one_line, printable
 from ..planning.plan import ConversionPlan
 from ..progress import Notify
@@ -26,29 +34,28 @@ from .receptive_field import FieldOptions, FieldPictures, field_pictures
 from .report import LayerTotals, stage_rows
 
 TEMPLATE = Path(__file__).with_name("page.html")
-COSTS = {"params": "Parameters", "macs": "MACs for one image"}  # of a stage
-DIGITS = 4  # significant, of numbers that are drawn
+STAGE_COSTS = {"params": "Parameters", "macs": "MACs for one image"}  # of a stage
+DRAWN_DIGITS = 4  # significant, of numbers that are drawn
 PLACES_PER_CELL = 100  # of coordinates, which are 16-bit integers in the page
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pictures:
-    """What there is to see of a checkpoint."""
+    """Everything that is drawn of a checkpoint."""
 
     name: str  # of the folder
     report: ConversionReport
     inspection: Inspection
     positions: tuple[PositionPicture, ...]
     kernels: tuple[LayerKernels, ...]
-    raw_weights: str | None = (
-        None  # why kernels are of the stored weights; None where they are the rebuilt model's
-    )
+    # Why kernels are made from the stored weights; None if the model was rebuilt.
+    raw_weights: str | None = None
     fields: FieldPictures | None = None  # None: not asked for, or the model was not rebuilt
     history: HistoryPicture | None = None  # None: not asked for
 
 
 def pictures_of_model(model: nn.Module, plan: ConversionPlan, folder: Path) -> Pictures:
-    """Pictures of a converted model in memory, without those for which a model must run."""
+    """Pictures of a converted model in memory, except those for which it would have to run."""
     state = model.state_dict()
     return _pictures(plan, state, model, inspect_positions(plan, state, folder))
 
@@ -71,7 +78,7 @@ def _pictures(
 
 
 def pictures_of_folder(
-    folder: Path,
+    checkpoint: Checkpoint,
     fields: FieldOptions | None,
     history: Path | None,
     notify: Notify,
@@ -79,72 +86,102 @@ def pictures_of_folder(
     *,
     trust_code: bool,
 ) -> Pictures:
-    """Kernels are those of the stored weights where the model needs `trust_code` and does not get it."""
-    track = None if history is None else read_history(history)
-    inspection = inspect_folder(folder)
-    config = read_folder(folder)
-    plan = the_plan(config)
+    """Pictures of a checkpoint.
+
+    Args:
+        checkpoint: Of a folder that this program wrote.
+        fields: How to find effective receptive fields; None: without them.
+        history: What a `PositionTracker` wrote; None: no history.
+        notify: Is told what is done next.
+        note: Is told about images that are left out.
+        trust_code: Import and run the user's code that the folder names as its model. Without it,
+            the kernels of such a folder are made from the stored weights.
+    """
+    track = None
+    if history is not None:
+        track = read_history(history)
+    plan = plan_with_positions(checkpoint)
     model = None
     reason = None
     try:
-        source = buildable(config, trust_code=trust_code)
+        source = checkpoint.source(trust_code=trust_code)
     except DclsConvertError as error:
         reason = one_line(error)
-        state: Mapping[str, Tensor] = dict(read_tensors(folder / WEIGHTS))
+        state: Mapping[str, Tensor] = checkpoint.read_state()
     else:
         notify("loading")
-        model = load_converted(folder, trust_code=trust_code)
+        model = rebuild(checkpoint, source)
         state = model.state_dict()
+    inspection = inspect_state(checkpoint, state)
     notify("drawing positions and kernels")
-    seen = None
+    drawn_fields = None
     if fields is not None and model is not None:
-        seen = field_pictures(model, source, plan, state, fields, notify, note)
-    return _pictures(plan, state, model, inspection, raw_weights=reason, fields=seen, history=track)
+        drawn_fields = field_pictures(model, source, plan, state, fields, notify, note)
+    return _pictures(
+        plan, state, model, inspection, raw_weights=reason, fields=drawn_fields, history=track
+    )
 
 
 def page(pictures: Pictures) -> str:
-    """The text of the page, in ASCII: names from data can neither end the script nor hold control characters."""
+    """The text of the page, in ASCII.
+
+    Names from data can neither end the script nor hold control characters.
+    """
     report = pictures.report
     inspection = pictures.inspection
-    seen = pictures.fields
-    farthest = max(inspection.positions, key=lambda row: row.mean_distance, default=None)
-    facts = {
-        "Parameters": f"{arrow(report.params)} ({percent(report.params)})",
-        "MACs for one image": f"{arrow(report.macs, short_count)} ({percent(report.macs) or 'not counted'})",
-        "Layers replaced": exact(len(report.layers)),
-        "Distinct elements": exact(inspection.elements),
-        "Farthest out on average": f"{farthest.name}, {farthest.mean_distance:.2f} cells"
-        if farthest
-        else "",
-        "At the border": f"{100 * inspection.share('border_share'):.1f} %",
-        "Overlapping": f"{100 * inspection.share('overlap_share'):.1f} %",
-    }
     stages = stage_rows(report.layers)
+    costs = []
+    for cost, name in STAGE_COSTS.items():
+        bars = _bars(stages, cost, name)
+        if bars is not None:
+            costs.append(bars)
+    fields = None
+    if pictures.fields is not None:
+        fields = _fields(pictures.fields)
     content = {
         "title": pictures.name,
         "subtitle": f"{report.model or 'a model'} with learnable element positions (DCLS)",
-        "facts": [fact for fact in facts.items() if fact[1]],
+        "facts": _facts(report, inspection),
         "margin": inspection.border_margin,
         "near": inspection.overlap_distance,
         "positions": pictures.positions,
-        "kernels": [*map(_kernels, pictures.kernels)],
+        "kernels": list(map(_kernels, pictures.kernels)),
         "volumes": any(len(layer.dilated_size) == 3 for layer in report.layers),
         "rawWeights": pictures.raw_weights,
-        "costs": [*filter(None, (_bars(stages, unit, name) for unit, name in COSTS.items()))],
+        "costs": costs,
         "untouched": exact(report.params_untouched),
         "macsNote": report.macs.note,
-        "fields": seen and _fields(seen),
+        "fields": fields,
         "history": pictures.history,
     }
     return filled_page(content)
 
 
+def _facts(report: ConversionReport, inspection: Inspection) -> list[tuple[str, str]]:
+    """Names and values of the page's first lines."""
+    macs_percent = percent(report.macs) or "not counted"
+    facts = [
+        ("Parameters", f"{arrow(report.params)} ({percent(report.params)})"),
+        ("MACs for one image", f"{arrow(report.macs, short_count)} ({macs_percent})"),
+        ("Layers replaced", exact(len(report.layers))),
+        ("Distinct elements", exact(inspection.elements)),
+    ]
+    if inspection.positions:
+        farthest = max(inspection.positions, key=lambda row: row.mean_distance)
+        distance = f"{farthest.name}, {farthest.mean_distance:.2f} cells"
+        facts.append(("Farthest out on average", distance))
+    facts += [
+        ("At the border", f"{100 * inspection.share('border_share'):.1f} %"),
+        ("Overlapping", f"{100 * inspection.share('overlap_share'):.1f} %"),
+    ]
+    return facts
+
+
 def filled_page(content: Mapping[str, Any]) -> str:
     """The template with what its script draws; in ASCII, as `page`."""
     content = {**content, "made": f"Made by dcls-convert {__version__}. This page uses no network."}
-    data = json.dumps(_plain(content), separators=(",", ":"), allow_nan=False).replace(
-        " %", "\\u00a0%"
-    )
+    data = json.dumps(_plain(content), separators=(",", ":"), allow_nan=False)
+    data = data.replace(" %", "\\u00a0%")  # a space at which no line breaks
     for character in "<>&":
         data = data.replace(character, f"\\u{ord(character):04x}")
     return TEMPLATE.read_text(encoding="utf-8").replace("/* data */", data)
@@ -165,23 +202,25 @@ def _kernels(layer: LayerKernels) -> dict[str, Any]:
     }
 
 
-def _fields(seen: FieldPictures) -> dict[str, Any]:
-    maps = [
-        {
-            "name": field.title,
-            "what": field.what,
-            "size": field.logs.shape,
-            "pixels": field.size,
-            "values": _packed((1 + field.logs / seen.decades) * 255, torch.uint8),
-            "sentence": field.sentence,
-        }
-        for field in seen.fields
-    ]
-    return {"notes": seen.notes, "decades": seen.decades, "maps": maps}
+def _fields(pictures: FieldPictures) -> dict[str, Any]:
+    maps = []
+    for field in pictures.fields:
+        values = (1 + field.logs / pictures.decades) * 255
+        maps.append(
+            {
+                "name": field.title,
+                "what": field.what,
+                "size": field.logs.shape,
+                "pixels": field.size,
+                "values": _packed(values, torch.uint8),
+                "sentence": field.sentence,
+            }
+        )
+    return {"notes": pictures.notes, "decades": pictures.decades, "maps": maps}
 
 
 def _bars(stages: Sequence[LayerTotals], cost: str, unit: str) -> dict[str, Any] | None:
-    """A cost of each stage, where it is known of all."""
+    """A cost of each stage; None if it is not known for all of them."""
     rows = []
     for stage in stages:
         change: Change = getattr(stage, cost)
@@ -199,21 +238,23 @@ def _plain(value: Any) -> Any:
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}")
+        return float(f"{value:.{DRAWN_DIGITS}g}")
     if isinstance(value, Tensor):
         return value.tolist()
     if dataclasses.is_dataclass(value):
-        return {
-            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
-        }
+        names = [field.name for field in dataclasses.fields(value)]
+        return {name: _plain(getattr(value, name)) for name in names}
     if isinstance(value, dict):
         return {name: _plain(part) for name, part in value.items()}
-    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return value
 
 
 def _largest(values: Tensor) -> Tensor:
-    """Of each kernel, the largest |value|; 1 where all are 0."""
-    largest = values.double().abs().amax([*range(1, values.dim())], keepdim=True)
+    """The largest |value| of each kernel, with the axes of `values`; 1 where all are 0."""
+    axes = list(range(1, values.dim()))
+    largest = values.double().abs().amax(axes, keepdim=True)
     return largest.where(largest > 0, 1.0)
 
 

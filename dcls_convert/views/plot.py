@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..checkpoints.folder import PAGE, PICTURE
 from ..errors import DclsConvertError, printable, shown
@@ -17,17 +17,24 @@ from ..files import can_plot
 from ..layers.interpolation import position_limits
 from ..options import FigureName
 from ..planning.plan import ConversionPlan
+from .elements import PositionPicture
 from .page import Pictures, page, pictures_of_model
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INCH = 2.4  # side of a panel
+PANEL_INCHES = 2.4  # side of a panel
 MOST_PANELS = 12  # of positions or layers; those with the most elements, or the first
-MOST_COLUMNS = 6
+PANELS_IN_A_ROW = 6
 KERNELS = 8  # of a layer
 LINES = ("-", "--", "-.", ":")
-STYLE = {"figure.dpi": 120, "font.size": 7, "legend.frameon": False, "text.parse_math": False}
+FIGURE_STYLE = {
+    "figure.dpi": 120,
+    "font.size": 7,
+    "legend.frameon": False,
+    "text.parse_math": False,
+}
 UNDATED: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 HASH_SALT = "dcls-convert"  # without one, the names inside an SVG are random
 
@@ -37,7 +44,7 @@ def draw(pictures: Pictures, figure: FigureName, suffix: str) -> bytes:
 
     DclsConvertError says why there is nothing to draw.
     """
-    return saved(lambda: FIGURES[figure](pictures), suffix, **STYLE)
+    return saved(lambda: FIGURES[figure](pictures), suffix, **FIGURE_STYLE)
 
 
 def saved(figure: Callable[[], "Figure"], suffix: str, **style: Any) -> bytes:
@@ -74,48 +81,58 @@ def new_figure(width: float, height: float) -> "Figure":
 
 def _positions(pictures: Pictures) -> "Figure":
     """A heat map of each positions tensor, and below it the histograms along its axes."""
-    from matplotlib.colors import PowerNorm
-    from matplotlib.patches import Rectangle
-
     chosen = pictures.positions[:MOST_PANELS]
-    columns = min(len(chosen), MOST_COLUMNS)
+    columns = min(len(chosen), PANELS_IN_A_ROW)
     rows = math.ceil(len(chosen) / columns)
-    figure = new_figure(columns * INCH, 2 * rows * INCH)
-    for picture, part in zip(
-        chosen, figure.subfigures(rows, columns, squeeze=False).flat, strict=False
-    ):
-        heat, histograms = part.subplots(2)
-        extent = left, right, bottom, top = _extent((1, *picture.size))
-        heat.imshow(picture.heat, extent=extent, cmap="Blues", norm=PowerNorm(0.5, vmin=0))
-        for old in picture.extents:
-            high, wide = (1, *old)[-2:]
-            corner = ((left + right - wide) / 2, (top + bottom - high) / 2)
-            heat.add_patch(
-                Rectangle(corner, wide, high, edgecolor="C1", fill=False, linestyle="--")
-            )
-        heat.set_title(shown(picture.row.name, 34))
-        for name, counts, side in zip(picture.axes, picture.histograms, picture.size, strict=True):
-            low = position_limits(side)[0] - 0.5
-            edges = [low + place / picture.bins_per_cell for place in range(len(counts) + 1)]
-            histograms.stairs(
-                counts, edges, label=name, linestyle="-" if name == picture.axes[-1] else "--"
-            )
-        histograms.set(xlabel="cells from the centre", ylabel="elements in a bin")
-        histograms.legend()
+    figure = new_figure(columns * PANEL_INCHES, 2 * rows * PANEL_INCHES)
+    panels = figure.subfigures(rows, columns, squeeze=False)
+    for picture, panel in zip(chosen, panels.flat, strict=False):
+        heat, histograms = panel.subplots(2)
+        _draw_heat(heat, picture)
+        _draw_histograms(histograms, picture)
     _explain(figure, pictures, "dashed: the old kernel; darker: more elements")
     return figure
 
 
+def _draw_heat(axes: "Axes", picture: PositionPicture) -> None:
+    """The heat map, with the old kernels as dashed rectangles in its middle."""
+    from matplotlib.colors import PowerNorm
+    from matplotlib.patches import Rectangle
+
+    extent = _extent((1, *picture.size))
+    left, right, bottom, top = extent
+    axes.imshow(picture.heat, extent=extent, cmap="Blues", norm=PowerNorm(0.5, vmin=0))
+    for old in picture.extents:
+        height, width = (1, *old)[-2:]
+        corner = ((left + right - width) / 2, (top + bottom - height) / 2)
+        dashed: dict[str, Any] = {"edgecolor": "C1", "fill": False, "linestyle": "--"}
+        axes.add_patch(Rectangle(corner, width, height, **dashed))
+    axes.set_title(shown(picture.row.name, 34))
+
+
+def _draw_histograms(axes: "Axes", picture: PositionPicture) -> None:
+    """Elements along each axis; all axes but the last one are dashed."""
+    for name, counts, side in zip(picture.axes, picture.histograms, picture.size, strict=True):
+        low = position_limits(side)[0] - 0.5
+        edges = [low + place / picture.bins_per_cell for place in range(len(counts) + 1)]
+        linestyle = "-" if name == picture.axes[-1] else "--"
+        axes.stairs(counts, edges, label=name, linestyle=linestyle)
+    axes.set(xlabel="cells from the centre", ylabel="elements in a bin")
+    axes.legend()
+
+
 def _explain(figure: "Figure", pictures: Pictures, legend: str) -> None:
-    """Below the panels."""
-    if (total := len(pictures.positions)) > MOST_PANELS:
+    """Write the legend below the panels, and how many of them are left out."""
+    total = len(pictures.positions)
+    if total > MOST_PANELS:
         legend += f"; the first {MOST_PANELS} of {total} positions tensors"
     figure.supxlabel(legend, fontsize="small")
 
 
 def _extent(size: tuple[int, ...]) -> tuple[float, float, float, float]:
     """Left, right, bottom and top of a window (..., rows, columns), in cells from the centre."""
-    (top, bottom), (left, right) = (position_limits(side) for side in size[-2:])
+    top, bottom = position_limits(size[-2])
+    left, right = position_limits(size[-1])
     return left - 0.5, right + 0.5, bottom + 0.5, top - 0.5
 
 
@@ -127,37 +144,39 @@ def _kernels(pictures: Pictures) -> "Figure":
     first = [picture.row.layers[0] for picture in pictures.positions][:MOST_PANELS]
     layers = {layer.name: layer for layer in pictures.kernels}
     figure = new_figure(1.15 * KERNELS, 1.3 * len(first))
-    for part, name in zip(figure.subfigures(len(first), 1, squeeze=False).flat, first, strict=True):
+    rows = figure.subfigures(len(first), 1, squeeze=False)
+    for row, name in zip(rows.flat, first, strict=True):
         layer = layers[name]
         some = f"{min(KERNELS, layer.total)} of {layer.total:,} kernels, most energy first"
-        part.suptitle(f"{shown(name, 40)}: {some}", x=0.01, ha="left")
-        panels = part.subplots(1, KERNELS)
+        row.suptitle(f"{shown(name, 40)}: {some}", x=0.01, ha="left")
+        panels = row.subplots(1, KERNELS)
         for index, panel in enumerate(panels):
             panel.set(xticks=[], yticks=[], frame_on=index < layer.total)
-        for panel, cells, places, weights in zip(
-            panels, layer.cells, layer.positions, layer.weights, strict=False
-        ):
-            most = float(cells.abs().max()) or 1.0
-            panel.imshow(
-                cells, extent=_extent(tuple(cells.shape)), cmap="RdBu", vmin=-most, vmax=most
-            )
-            faces = ["black" if weight > 0 else "none" for weight in weights]
-            panel.scatter(
-                places[:, 1], places[:, 0], s=3, c=faces, edgecolors="black", linewidths=0.4
-            )
+        shown_kernels = zip(panels, layer.cells, layer.positions, layer.weights, strict=False)
+        for panel, cells, positions, weights in shown_kernels:
+            _draw_kernel(panel, cells, positions, weights)
     scale = "blue cells are positive, red ones negative, each kernel on its own scale"
     _explain(figure, pictures, f"{scale}; dots are elements, filled where positive")
     return figure
 
 
+def _draw_kernel(axes: "Axes", cells: Tensor, positions: Tensor, weights: Tensor) -> None:
+    """A kernel's cells (rows, columns), with dots at its elements' positions (E, 2)."""
+    largest = float(cells.abs().max()) or 1.0
+    extent = _extent(tuple(cells.shape))
+    axes.imshow(cells, extent=extent, cmap="RdBu", vmin=-largest, vmax=largest)
+    faces = ["black" if weight > 0 else "none" for weight in weights]
+    dots: dict[str, Any] = {"s": 3, "c": faces, "edgecolors": "black", "linewidths": 0.4}
+    axes.scatter(positions[:, 1], positions[:, 0], **dots)
+
+
 def _fields(pictures: Pictures) -> "Figure":
     """The effective receptive fields on one logarithmic scale."""
     fields = pictures.fields
-    if fields is None or not fields.fields:
-        reasons = [str(pictures.raw_weights)] if fields is None else fields.notes
-        raise DclsConvertError(
-            f"there is no effective receptive field to draw: {'; '.join(reasons)}"
-        )
+    if fields is None:
+        raise _no_field(str(pictures.raw_weights))
+    if not fields.fields:
+        raise _no_field("; ".join(fields.notes))
     figure = new_figure(3.2 * len(fields.fields), 3.6)
     axes = figure.subplots(1, len(fields.fields), squeeze=False)
     for panel, field in zip(axes.flat, fields.fields, strict=True):
@@ -168,6 +187,10 @@ def _fields(pictures: Pictures) -> "Figure":
         panel.set(title=_wrapped(f"{field.title}: {field.what}"), xlabel=_wrapped(field.sentence))
     figure.colorbar(drawn, ax=axes, shrink=0.8, label="log10 of mean |gradient|, largest = 0")
     return figure
+
+
+def _no_field(reason: str) -> DclsConvertError:
+    return DclsConvertError(f"there is no effective receptive field to draw: {reason}")
 
 
 def _wrapped(text: str, width: int = 46) -> str:

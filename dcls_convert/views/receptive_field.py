@@ -1,4 +1,7 @@
-"""The effective receptive field: which pixels count for a unit in the middle of a layer (Luo et al., 2016)."""
+"""The effective receptive field: which pixels count for a unit in the middle of a layer.
+
+Source: Luo et al., 2016.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,18 +23,18 @@ from ..progress import Notify
 
 MOST_DECADES = 5  # of the logarithmic scale
 FAINT = 0.02  # share of the pixels that may be below the scale
-MOST_SIDE = 112  # pixels of the picture; larger fields are averaged, which also calms the noise
+MOST_MAP_SIDE = 112  # pixels of a map; larger fields are averaged, which also calms the noise
 SHARES = (0.5, 0.99)  # of the gradient, for which the central square is stated
 NOISE_IMAGES = 4
-MOST_IMAGES = 16
-# Of an image whose size the folder states; a gradient keeps what every layer gives.
-MOST_PIXELS = 1024 * 1024
-SEED = 0  # of the noise, and the default of a conversion
+NOISE_SEED = 0
+MOST_FIELD_IMAGES = 16
+# Pixels of an image, unless the user states its size: a gradient keeps every layer's outputs.
+MOST_FIELD_PIXELS = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class FieldOptions:
-    """With what effective receptive fields are found."""
+    """How to find effective receptive fields."""
 
     images: Path | None  # folder; None: seeded noise
     original: Path | None  # weights of the unconverted network
@@ -51,19 +54,22 @@ class FieldPicture:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldPictures:
-    """Effective receptive fields before and after conversion, and what there is to say about them."""
+    """Effective receptive fields before and after conversion, and notes on them."""
 
     fields: tuple[FieldPicture, ...]
-    notes: tuple[str, ...]  # what they are, and why one is not there
+    notes: tuple[str, ...]  # what the fields show, and why one is missing
 
     @property
     def decades(self) -> int:
         """How many decades a scale common to these pictures needs."""
-        faint = [
-            field.logs.flatten().sort().values[int(FAINT * field.logs.numel())]
-            for field in self.fields
-        ]
-        return max((max(1, math.ceil(-log)) for log in faint), default=MOST_DECADES)
+        if not self.fields:
+            return MOST_DECADES
+        decades = 1
+        for field in self.fields:
+            faint = int(FAINT * field.logs.numel())
+            log = float(field.logs.flatten().sort().values[faint])
+            decades = max(decades, math.ceil(-log))
+        return decades
 
 
 def field_pictures(
@@ -75,28 +81,43 @@ def field_pictures(
     notify: Notify,
     note: Notify,
 ) -> FieldPictures:
-    """The fields of a checkpoint's last replaced layer; of the network before conversion too, where it can be had."""
-    images, words = _images(model, plan, options, note)
+    """The fields of a checkpoint's last replaced layer, before the conversion and after it.
+
+    A field that cannot be had is missing, and a note says why.
+
+    Args:
+        model: The checkpoint's model.
+        source: Builds the network before conversion.
+        plan: The conversion's plan.
+        state: The state dict of `model`.
+        options: The images, their size, and the weights before conversion.
+        notify: Is told what is done next.
+        note: Is told about images that are left out.
+    """
+    images, about_images = _images(model, plan, options, note)
     if not images:
-        return FieldPictures(fields=(), notes=(f"There is no effective receptive field: {words}.",))
-    notify("building the network of before")
+        reason = f"There is no effective receptive field: {about_images}."
+        return FieldPictures(fields=(), notes=(reason,))
+    notify("building the network before conversion")
     layer = plan.layers[-1].name
     fields = []
     notes = [
-        f"How much each pixel counts for the unit in the middle of {layer}, the last replaced layer: mean "
-        f"absolute gradient over {words}, as a share of the largest, on a logarithmic scale."
+        f"How much each pixel counts for the unit in the middle of {layer}, the last replaced "
+        f"layer: mean absolute gradient over {about_images}, as a share of the largest, on a "
+        "logarithmic scale."
     ]
     networks = {
         "Before": _before(source, plan, state, options.original),
         "After": ("this checkpoint", model.float()),
     }
-    for title, stated in networks.items():
-        if stated is None:
+    for title, named_network in networks.items():
+        if named_network is None:
             notes.append(
-                "The checkpoint holds no weights from before the conversion; --original FILE draws their field."
+                "The checkpoint holds no weights from before the conversion; "
+                "--original FILE draws their field."
             )
             continue
-        what, network = stated
+        what, network = named_network
         notify(f"effective receptive field {title.lower()}")
         try:
             fields.append(field_picture(receptive_field(network, layer, images), title, what))
@@ -108,21 +129,26 @@ def field_pictures(
 def _before(
     source: ModelSource, plan: ConversionPlan, state: Mapping[str, Tensor], weights: Path | None
 ) -> tuple[str, nn.Module] | None:
-    """What the unconverted network is, and the network: with the weights of the file, or the random ones of before."""
-    model = build_model(source, seed=SEED, trust_code=True)
+    """The network before conversion, and a description of it.
+
+    It has the weights of the file, or the random ones from which it was converted. None if there
+    is no file, and it was converted from other weights.
+    """
+    # With the seed that a conversion has by default.
+    model = build_model(source, trust_code=True)
     if weights is not None:
         load_weights_(model, with_names_of(model, read_weights(weights)), f"original {weights}")
         return f"{plan.model}, with the weights of {weights.name}", model.float().eval()
     # It was converted from random weights if all tensors that conversion leaves alone are equal.
     own = model.state_dict()
-    replaced = {f"{name}.weight" for layer in plan.layers for name in layer.names}
+    replaced: set[str] = set()
+    for layer in plan.layers:
+        replaced.update(f"{name}.weight" for name in layer.names)
     kept = [name for name in own if name in state and name not in replaced]
     if not kept or not all(torch.equal(own[name], state[name]) for name in kept):
         return None
-    return (
-        f"{plan.model}, with the random weights from which the checkpoint was converted",
-        model.float().eval(),
-    )
+    what = f"{plan.model}, with the random weights from which the checkpoint was converted"
+    return what, model.float().eval()
 
 
 def _images(
@@ -132,28 +158,31 @@ def _images(
     size = options.input_size or plan.input_size
     if size is None:
         return [], "the size of the model's images is not known"
-    if options.input_size is None and math.prod(size[1:]) > MOST_PIXELS:
-        return (
-            [],
-            f"images of more than {MOST_PIXELS:,} pixels are run where --input-size asks for them",
-        )
+    if options.input_size is None and math.prod(size[1:]) > MOST_FIELD_PIXELS:
+        limit = f"images of more than {MOST_FIELD_PIXELS:,} pixels"
+        return [], f"{limit} are run where --input-size asks for them"
+    pixels = f"{size_text(size[1:])} pixels"
     if options.images is not None:
         normalisation = stated_normalisation(model) or IMAGENET
-        images = [
-            *read_images(options.images, normalisation, size, note, most=MOST_IMAGES).values()
-        ]
-        return (
-            images,
-            f"{len(images)} images of {options.images.name}, {size_text(size[1:])} pixels",
-        )
-    noise = torch.randn(NOISE_IMAGES, *size, generator=torch.Generator().manual_seed(SEED))
-    return list(noise), f"{NOISE_IMAGES} images of seeded noise, {size_text(size[1:])} pixels"
+        read = read_images(options.images, normalisation, size, note, most=MOST_FIELD_IMAGES)
+        return [*read.values()], f"{len(read)} images of {options.images.name}, {pixels}"
+    generator = torch.Generator().manual_seed(NOISE_SEED)
+    noise = torch.randn(NOISE_IMAGES, *size, generator=generator)
+    return list(noise), f"{NOISE_IMAGES} images of seeded noise, {pixels}"
 
 
 def receptive_field(model: nn.Module, layer: str, images: Iterable[Tensor]) -> Tensor:
-    """Mean over images of |d sum of channels / d pixel|, summed over input channels: (rows, columns), in float64.
+    """How much each pixel counts for the unit in the middle of the layer's last output.
 
-    Of the unit in the middle of the layer's last output. Images of one axis give one row; of three, a sum over one.
+    The mean over images of |d unit / d pixel|, where the unit is a sum over channels, and the
+    absolute gradients are summed over input channels.
+
+    Returns:
+        (rows, columns), in float64. Images of one axis give one row; those of three are summed
+        over the first.
+
+    Raises:
+        ModelError: The gradient cannot be calculated, or is not finite.
     """
     outputs: list[Tensor] = []
     gradients: list[Tensor] = []
@@ -172,39 +201,53 @@ def receptive_field(model: nn.Module, layer: str, images: Iterable[Tensor]) -> T
                 (gradient,) = torch.autograd.grad(unit.sum(), pixels)
                 gradients.append(gradient.abs().sum((0, 1)).double())
     except Exception as error:  # the model's own code may raise anything
-        message = f"cannot calculate the model's gradient: {type(error).__name__}: {one_line(error)[:200]}"
-        raise ModelError(message) from error
+        reason = f"{type(error).__name__}: {one_line(error)[:200]}"
+        raise ModelError(f"cannot calculate the model's gradient: {reason}") from error
     finally:
         handle.remove()
     field = torch.stack(gradients).mean(0).cpu()
     if not field.isfinite().all():
         raise ModelError("the model's gradient is not finite")
-    return field.unsqueeze(0) if field.dim() == 1 else field.sum(0) if field.dim() == 3 else field
+    if field.dim() == 1:
+        return field.unsqueeze(0)
+    if field.dim() == 3:
+        return field.sum(0)
+    return field
 
 
 def field_picture(field: Tensor, title: str, what: str) -> FieldPicture:
     """A field (rows, columns) as a picture."""
     rows, columns = field.shape
-    shrunk = F.adaptive_avg_pool2d(field[None], (min(rows, MOST_SIDE), min(columns, MOST_SIDE)))[0]
-    most = float(shrunk.max()) or 1.0
-    sides = [
-        f"{(side := central_side(field, share))} x {side} hold {100 * share:.0f} %"
-        for share in SHARES
-    ]
+    map_size = (min(rows, MOST_MAP_SIDE), min(columns, MOST_MAP_SIDE))
+    averaged = F.adaptive_avg_pool2d(field[None], map_size)[0]
+    largest = float(averaged.max()) or 1.0
+    squares = []
+    for share in SHARES:
+        side = central_side(field, share)
+        squares.append(f"{side} x {side} hold {100 * share:.0f} %")
     return FieldPicture(
         title=title,
         what=what,
         size=(rows, columns),
-        logs=(shrunk / most).clamp(min=10.0**-MOST_DECADES).log10(),
-        sentence=f"Of the gradient, the central pixels: {', '.join(sides)}, of {size_text(field.shape)}.",
+        logs=(averaged / largest).clamp(min=10.0**-MOST_DECADES).log10(),
+        sentence=(
+            f"Of the gradient, the central pixels: {', '.join(squares)}, "
+            f"of {size_text(field.shape)}."
+        ),
     )
 
 
 def central_side(field: Tensor, share: float) -> int:
-    """The side of the smallest square in the middle that holds this share of a field (rows, columns)."""
-    # Twice the distance.
-    rows, columns = ((2 * torch.arange(side) - side + 1).abs() for side in field.shape)
-    held = torch.bincount(torch.maximum(rows[:, None], columns).flatten(), field.flatten()).cumsum(
-        0
-    )
-    return min(int((held < share * held[-1] * (1 - 1e-9)).sum()) + 1, max(field.shape))
+    """The side of the smallest central square that holds this share of a field (rows, columns)."""
+    rows = _twice_from_middle(field.shape[0])
+    columns = _twice_from_middle(field.shape[1])
+    distances = torch.maximum(rows[:, None], columns)  # (rows, columns); of the square's border
+    held = torch.bincount(distances.flatten(), field.flatten()).cumsum(0)  # by distance
+    enough = share * held[-1] * (1 - 1e-9)  # less than the share, so that rounding does not matter
+    too_little = int((held < enough).sum())
+    return min(too_little + 1, max(field.shape))
+
+
+def _twice_from_middle(side: int) -> Tensor:
+    """Twice the distance of each pixel from the middle of its axis, an integer: (side,)."""
+    return (2 * torch.arange(side) - side + 1).abs()

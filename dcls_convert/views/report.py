@@ -1,21 +1,24 @@
 """Conversion reports as tables for the terminal and the model card, and the next steps."""
 
 import math
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..checkpoints.save import training_code
+from ..checkpoints.card import training_code
 from ..depthwise.geometry import size_text
 from ..errors import filled, printable, shown
 from ..layers.interpolation import find_interpolation
 from ..networks.outputs import Agreement
 from ..options import EXACT, MOST_SLOWER
-from ..pipeline import Conversion, Job
+from ..pipeline.conversion import Conversion
+from ..pipeline.resolved import ResolvedRequest
 from ..planning.plan import ConversionPlan
 from ..reports.report import Change, ConversionReport, LayerReport, Outcome, predict_report
 from ..tables import Column, Table, counted, indented, span
@@ -45,56 +48,60 @@ class LayerTotals:
     @property
     def kernels(self) -> str:
         """ "7x7 → 17x17"."""
-        kernel_sizes = {layer.kernel_size for layer in self.layers}
-        return f"{span(kernel_sizes, size_text)} → {self.windows}"
+        return f"{span(self._each('kernel_size'), size_text)} → {self.windows}"
 
     @property
     def windows(self) -> str:
         """ "17x17", or "9x9..17x17"."""
-        return span({layer.dilated_size for layer in self.layers}, size_text)
+        return span(self._each("dilated_size"), size_text)
 
     @property
     def counts(self) -> str:
         """ "34", or "29..40"."""
-        return span({layer.kernel_count for layer in self.layers})
+        return span(self._each("kernel_count"))
 
     @property
     def params(self) -> Change:
         """With biases and positions; shared positions count in the first layer that uses them."""
-        before = [layer.params_before for layer in self.layers]
-        after = [layer.params_after for layer in self.layers]
-        return _change_of_sums(before, after)
+        return _change_of_sums(self._each("params_before"), self._each("params_after"))
 
     @property
     def macs(self) -> Change:
         """For one image; unknown if the model could not be traced."""
-        before = [layer.macs_before for layer in self.layers]
-        after = [layer.macs_after for layer in self.layers]
-        return _change_of_sums(before, after)
+        return _change_of_sums(self._each("macs_before"), self._each("macs_after"))
 
     @property
     def kernel_error(self) -> float | None:
         """The mean relative error of the kernels; None if no trained kernels were fitted."""
-        return _mean_of_known([layer.fit_error for layer in self.layers])
+        return _mean_of_known(self._each("fit_error"))
 
     @property
     def output_error(self) -> float | None:
         """The mean relative error of the layers' outputs; None without a calibration."""
-        return _mean_of_known([layer.output_error for layer in self.layers])
+        return _mean_of_known(self._each("output_error"))
+
+    def _each(self, field: str) -> list[Any]:
+        """The field of each layer."""
+        return [getattr(layer, field) for layer in self.layers]
 
 
 def _mean_of_known(errors: Sequence[float | None]) -> float | None:
     known = [error for error in errors if error is not None]
-    return sum(known) / len(known) if known else None
+    if not known:
+        return None
+    return sum(known) / len(known)
 
 
 def _change_of_sums(before: Sequence[int | None], after: Sequence[int | None]) -> Change:
     """The sums before and after; unknown if one of the numbers is."""
-    known_before = [count for count in before if count is not None]
-    known_after = [count for count in after if count is not None]
-    if len(known_before) < len(before) or len(known_after) < len(after):
-        return Change()
-    return Change(before=sum(known_before), after=sum(known_after))
+    sum_before = 0
+    sum_after = 0
+    for count_before, count_after in zip(before, after, strict=True):
+        if count_before is None or count_after is None:
+            return Change()
+        sum_before += count_before
+        sum_after += count_after
+    return Change(before=sum_before, after=sum_after)
 
 
 def stage_rows(layers: Iterable[LayerReport]) -> list[LayerTotals]:
@@ -102,10 +109,13 @@ def stage_rows(layers: Iterable[LayerReport]) -> list[LayerTotals]:
     stages: dict[str, list[LayerReport]] = {}
     for layer in layers:
         stages.setdefault(layer.stage or "(no stage)", []).append(layer)
-    return [LayerTotals(name=name, layers=tuple(members)) for name, members in stages.items()]
+    rows = []
+    for name, members in stages.items():
+        rows.append(LayerTotals(name=name, layers=tuple(members)))
+    return rows
 
 
-COLUMNS: list[Column[LayerTotals]] = [
+STAGE_COLUMNS: list[Column[LayerTotals]] = [
     Column("Stage", lambda row: row.name),
     Column("Layers", lambda row: len(row.layers)),
     Column("Kernel", lambda row: row.kernels, left=True),
@@ -141,13 +151,15 @@ def report_view(report: ConversionReport, *, verbose: int = 0) -> RenderableType
 def _heading(report: ConversionReport) -> list[RenderableType]:
     """What the conversion costs, what was converted, and warnings."""
     totals = LayerTotals(layers=report.layers)
-    folded = ", folded" if report.folded else ""
-    input_size = f", input {size_text(report.input_size)}" if report.input_size else ""
-    model = printable(f": {report.model or 'model'}{folded}{input_size}")
     kernels = f"{totals.counts} elements in {totals.windows}"
+    model = f": {report.model or 'model'}"
+    if report.folded:
+        model += ", folded"
+    if report.input_size:
+        model += f", input {size_text(report.input_size)}"
     parts: list[RenderableType] = [
         Text(_verdict(report), style=_verdict_style(report)),
-        Text(kernels) + Text(model, style="dim"),
+        Text(kernels) + Text(printable(model), style="dim"),
     ]
     slower = _slower(report)
     if slower > COSTLY:
@@ -199,7 +211,7 @@ def _details(report: ConversionReport) -> list[RenderableType]:
     """A row for each layer, the whole model, and sentences."""
     rows = [LayerTotals(name=layer.name, layers=(layer,)) for layer in report.layers]
     name: Column[LayerTotals] = Column("Layer", lambda row: row.name)
-    columns = [name, *COLUMNS[2:]]
+    columns = [name, *STAGE_COLUMNS[2:]]
     parts: list[RenderableType] = [_costs_table(columns, rows, _layer_params)]
     if any(layer.tie_group for layer in report.layers):
         footnote = "* with the positions that the next layers of its tie group share"
@@ -235,22 +247,26 @@ def _largest_error_lines(report: ConversionReport) -> list[RenderableType]:
 def _layer_params(row: LayerTotals) -> str:
     """A layer's parameters, with a star where they include positions of its tie group."""
     (layer,) = row.layers
-    owns_positions = layer.tie_group is not None and layer.position_params > 0
-    star = "*" if owns_positions else " "
-    return arrow(row.params) + star
+    params = arrow(row.params)
+    if layer.tie_group is not None and layer.position_params > 0:
+        return f"{params}*"
+    return f"{params} "
 
 
 def _kept_lines(report: ConversionReport, *, by_name: bool) -> list[RenderableType]:
     """The convolutions that are kept and why: by name, or counted by class and reason."""
     if not report.skipped:
         return []
+    parts = [Text(), Text(f" Kept as they are ({_skipped_count(report)}):")]
+    lines = []
     if by_name:
-        lines = [f"{shown(skip.name)} ({skip.type}): {skip.reason}" for skip in report.skipped]
+        for skip in report.skipped:
+            lines.append(f"{shown(skip.name)} ({skip.type}): {skip.reason}")
     else:
         kinds = Counter((skip.type, skip.reason) for skip in report.skipped)
-        lines = [f"{count} x {kind}: {reason}" for (kind, reason), count in kinds.most_common()]
-    heading = Text(f" Kept as they are ({_skipped_count(report)}):")
-    return [Text(), heading, *(indented(line, "dim", by=3) for line in lines)]
+        for (kind, reason), count in kinds.most_common():
+            lines.append(f"{count} x {kind}: {reason}")
+    return [*parts, *(indented(line, "dim", by=3) for line in lines)]
 
 
 def _skipped_count(report: ConversionReport) -> str:
@@ -259,12 +275,12 @@ def _skipped_count(report: ConversionReport) -> str:
 
 def report_markdown(report: ConversionReport) -> str:
     """The report for a model card."""
-    lines = "".join(f"- {line}\n" for line in _sentences(report))
-    return "\n".join([_stage_table(report).markdown(), _model_table(report).markdown(), lines])
+    items = "".join(f"- {line}\n" for line in _sentences(report))
+    return "\n".join([_stage_table(report).markdown(), _model_table(report).markdown(), items])
 
 
 def _stage_table(report: ConversionReport) -> Table[LayerTotals]:
-    return _costs_table(COLUMNS, stage_rows(report.layers), lambda row: arrow(row.params))
+    return _costs_table(STAGE_COLUMNS, stage_rows(report.layers), lambda row: arrow(row.params))
 
 
 def _costs_table(
@@ -273,9 +289,10 @@ def _costs_table(
     params: Callable[[LayerTotals], str],
 ) -> Table[LayerTotals]:
     """A table of these columns, and the costs: `params` writes a row's parameters."""
-    macs_before = [row.macs.before for row in rows]
-    macs_after = [row.macs.after for row in rows]
-    write_macs, unit = in_one_unit([*macs_before, *macs_after])
+    macs = []
+    for row in rows:
+        macs += [row.macs.before, row.macs.after]
+    write_macs, unit = in_one_unit(macs)
     costs: list[Column[LayerTotals]] = [
         Column("Parameters", params),
         Column(f"MACs{unit}", lambda row: arrow(row.macs, write_macs)),
@@ -309,29 +326,38 @@ def _model_table(report: ConversionReport) -> Table[ModelCost]:
         ModelCost(name="  everything else", change=untouched, is_part=True),
         ModelCost(name="MACs", change=report.macs),
     ]
+
+    def change_in_percent(row: ModelCost) -> str | None:
+        if row.is_part:
+            return None
+        return percent(row.change)
+
+    def style(row: ModelCost) -> str:
+        return "dim" if row.is_part else "bold"
+
     columns: list[Column[ModelCost]] = [
         Column("Whole model", lambda row: row.name),
         Column("Before", lambda row: exact(row.change.before)),
         Column("After", lambda row: exact(row.change.after)),
         Column("Change", lambda row: exact(row.change.delta, "+")),
-        Column("", lambda row: None if row.is_part else percent(row.change)),
+        Column("", change_in_percent),
     ]
-    return Table(columns, rows, style=lambda row: "dim" if row.is_part else "bold")
+    return Table(columns, rows, style=style)
 
 
 def _budget(report: ConversionReport) -> str:
     """How much of the budget is used, in a sentence."""
     budget = report.budget
-    count = ""
+    text = f"Budget ({budget.scope}{WHY_SCOPE.get(budget.scope, '')})"
+    if report.folded:
+        text += " before folding"
+    text += ": "
     if budget.exact_count is not None:
-        count = f"{budget.units[0].kernel_count} of {budget.exact_count:.2f} elements; "
-    over = ""
+        text += f"{budget.units[0].kernel_count} of {budget.exact_count:.2f} elements; "
+    text += f"{budget.used:,} of {budget.limit:,} used"
     if budget.slack < 0:
-        over = f", OVER BUDGET by {-budget.slack:,}"
-    folding = " before folding" if report.folded else ""
-    scope = f"{budget.scope}{WHY_SCOPE.get(budget.scope, '')}"
-    used = f"{budget.used:,} of {budget.limit:,} used"
-    return f"Budget ({scope}){folding}: {count}{used}{over}."
+        text += f", OVER BUDGET by {-budget.slack:,}"
+    return f"{text}."
 
 
 def _sentences(report: ConversionReport) -> list[str]:
@@ -343,7 +369,7 @@ def _sentences(report: ConversionReport) -> list[str]:
 
 
 def _error_sentences(report: ConversionReport) -> list[str]:
-    """Of what the column is, where it is not of kernels."""
+    """What the table's errors are of, after a calibration; without one they are of kernels."""
     if LayerTotals(layers=report.layers).output_error is None:
         return []
     return ["Error: what each layer's outputs lost, on the images that it was fitted to."]
@@ -353,16 +379,18 @@ def _kernels_sentence(report: ConversionReport) -> str:
     weights = f"{report.params.weights:,} weights"
     if report.folded:
         return f"Folded into plain convolutions: {weights}, one for every cell of the windows"
-    has_sigma = any(find_interpolation(layer.interpolation).has_sigma for layer in report.layers)
-    coordinates = "positions and sigmas" if has_sigma else "positions"
+    coordinates = "positions"
+    if any(find_interpolation(layer.interpolation).has_sigma for layer in report.layers):
+        coordinates = "positions and sigmas"
     return f"New kernels: {weights} and {report.params.positions:,} {coordinates}"
 
 
 def _macs_sentence(report: ConversionReport) -> str:
     if report.macs.note:
         return f"MACs were not counted: {report.macs.note}."
-    more_params = (report.params.delta or 0) > 0
-    reason = "with the window" if more_params else "although parameters do not"
+    reason = "although parameters do not"
+    if (report.params.delta or 0) > 0:
+        reason = "with the window"
     sentence = f"MACs rise {reason}: every window cell is multiplied, empty or not."
     if report.folded:
         return sentence
@@ -401,15 +429,16 @@ def _agreement(found: Outcome | Agreement, images: int) -> str:
     return ", ".join(parts) or "outputs that cannot be compared"
 
 
-def next_steps(job: Job, done: Conversion, output: Path) -> list[str | Text]:
+def next_steps(resolved: ResolvedRequest, done: Conversion, output: Path) -> list[str | Text]:
     """Lines below the report: what was written, how to fine-tune it, and how outputs changed."""
-    lines: list[str | Text] = ["", f"Wrote {output}, from {_start(job)}."]
-    if job.elements is None and job.how == "random" and job.positions == "normal":
+    request = resolved.request
+    lines: list[str | Text] = ["", f"Wrote {output}, from {_start(resolved)}."]
+    is_random = resolved.elements is None and resolved.init == "random"
+    if is_random and request.positions == "normal":
         lines += NEAR_THE_CENTRE
     lines.append(Text("Fine-tune it:\n", style="bold"))
-    code = filled(training_code(done.report.model, trained=job.trained), output)
-    for line in code.splitlines():
-        lines.append(f"    {line}" if line else "")
+    code = filled(training_code(done.report.model, trained=request.trained), output)
+    lines += textwrap.indent(code, "    ").splitlines()
     outcome = done.report.outcome
     if outcome is not None:
         lines += ["", *outcome_sentences(done.report)]
@@ -419,20 +448,24 @@ def next_steps(job: Job, done: Conversion, output: Path) -> list[str | Text]:
     return lines
 
 
-def _start(job: Job) -> str:
+def _start(resolved: ResolvedRequest) -> str:
     """What the new layers start from, as part of a sentence."""
-    random_start = f"random initialisation (seed {job.seed})"
-    if job.elements is not None:
+    request = resolved.request
+    random_start = f"random initialisation (seed {request.seed})"
+    if resolved.elements is not None:
         return "the authors' elements and positions; it gives the outputs of their network"
-    if job.how == EXACT:
-        source = "the trained weights" if job.trained else random_start
+    if resolved.init == EXACT:
+        source = random_start
+        if request.trained:
+            source = "the trained weights"
         every_cell = "every old cell is an element at its place"
         return f"{source}; {every_cell}, so that the outputs are the old ones"
-    if not job.trained:
+    if not request.trained:
         return f"{random_start}; --pretrained or --checkpoint load weights"
-    if job.how == "random":
+    if resolved.init == "random":
         return "trained weights, but random elements in the new layers"
-    if job.how == "largest":
+    if resolved.init == "largest":
         return "the trained kernels, reduced to their largest cells"
-    aim = "what they give for images" if job.calibration else "them"
-    return f"the trained kernels, with elements fitted to {aim}"
+    if request.calibration is not None:
+        return "the trained kernels, with elements fitted to what they give for images"
+    return "the trained kernels, with elements fitted to them"

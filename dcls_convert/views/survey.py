@@ -1,6 +1,5 @@
 """How a survey of models looks: a table for the terminal, JSON and CSV."""
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import get_args
@@ -18,34 +17,39 @@ from ..reports.report import Change
 from ..tables import Column, Table, counted, field_column, span
 from .counts import short_arrow, short_count
 
-MOST_KINDS = 4  # of convolutions, named where nothing matches
+MOST_KINDS = 4  # kinds of convolutions that a row names if nothing matches
 STYLES = {"planned": "", "nothing matches": "dim", "does not fit": "yellow", "failed": "red"}
 
 
-def summary(rows: Iterable[ModelRow]) -> dict[str, int]:
-    """How many models there are, and of each status."""
-    statuses = Counter(row.status for row in rows)
-    return {"models": statuses.total(), **{status: statuses[status] for status in get_args(Status)}}
+def _status_counts(rows: Iterable[ModelRow]) -> dict[str, int]:
+    """How many models have each status, in the order of `Status`."""
+    counts = dict.fromkeys(get_args(Status), 0)
+    for row in rows:
+        counts[row.status] += 1
+    return counts
 
 
 def summary_line(rows: Sequence[ModelRow]) -> str:
-    counts = summary(rows)
-    models = counted(counts.pop("models"), "model")
-    parts = [
-        f"{count} {status}" for status, count in counts.items() if count or status != "does not fit"
-    ]
-    return f"{models}: {', '.join(parts)}"
+    """How many models there are, and of each status; "does not fit" only if there are any."""
+    parts = []
+    for status, count in _status_counts(rows).items():
+        if count or status != "does not fit":
+            parts.append(f"{count} {status}")
+    return f"{counted(len(rows), 'model')}: {', '.join(parts)}"
 
 
 def failure_lines(rows: Iterable[ModelRow]) -> list[str]:
-    return [
-        printable(f"failed: {row.name}: {row.reason}") for row in rows if row.status == "failed"
-    ]
+    """A line for each model that failed, with the reason."""
+    lines = []
+    for row in rows:
+        if row.status == "failed":
+            lines.append(printable(f"failed: {row.name}: {row.reason}"))
+    return lines
 
 
 def survey_view(rows: Sequence[ModelRow]) -> RenderableType:
     """A row for each model, then a line for each failure, and the summary."""
-    table = Table(COLUMNS, rows, style=lambda row: STYLES[row.status])
+    table = Table(SURVEY_COLUMNS, rows, style=lambda row: STYLES[row.status])
     failures = [Text(line, style="red") for line in failure_lines(rows)]
     return Group(table, Text(), *failures, Text(summary_line(rows), style="bold"))
 
@@ -58,7 +62,12 @@ def survey_json(
     input_size: tuple[int, ...] | None,
 ) -> str:
     """One object: format, options, models and summary."""
-    rules = options.rules.source if isinstance(options.rules, RuleSet) else options.rules
+    rules = options.rules
+    if isinstance(rules, RuleSet):
+        rules = rules.source
+    summary = {"models": len(rows)}
+    for status, count in _status_counts(rows).items():
+        summary[status.replace(" ", "_")] = count
     return write_json(
         {
             "format": 1,
@@ -69,7 +78,7 @@ def survey_json(
                 "input_size": input_size,
             },
             "models": [adapter(ModelRow).dump_python(row, mode="json") for row in rows],
-            "summary": {name.replace(" ", "_"): count for name, count in summary(rows).items()},
+            "summary": summary,
         }
     )
 
@@ -80,7 +89,7 @@ def survey_csv(rows: Sequence[ModelRow]) -> str:
 
 
 def _replaced(row: ModelRow) -> str:
-    """ "18 depthwise 7x7 → 17x17"; where nothing is replaced, what the model has instead, or what is wrong."""
+    """ "18 depthwise 7x7 → 17x17"; if nothing is replaced, why, and what the model has instead."""
     if row.status == "planned":
         return f"{_kinds(row.replaced)} → {span(row.dilated_sizes, size_text)}"
     if row.status == "nothing matches":
@@ -89,14 +98,17 @@ def _replaced(row: ModelRow) -> str:
 
 
 def _kinds(kinds: dict[str, int], most: int | None = None) -> str:
+    """The first `most` kinds, or all: "18 depthwise 7x7, 3 dense 3x3"."""
     return ", ".join(f"{count} {kind}" for kind, count in [*kinds.items()][:most])
 
 
 def _change(change: Change) -> str:
-    return short_count(change.before) if change.after is None else short_arrow(change)
+    if change.after is None:
+        return short_count(change.before)
+    return short_arrow(change)
 
 
-COLUMNS: list[Column[ModelRow]] = [
+SURVEY_COLUMNS: list[Column[ModelRow]] = [
     Column("Model", lambda row: row.name),
     Column("Replaced", _replaced, left=True, words=True),
     Column("Count", lambda row: span(row.kernel_counts)),

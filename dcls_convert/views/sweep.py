@@ -32,7 +32,7 @@ PAPER = (
 )
 MARKERS = "o^Dvs*"
 MACS = "MACs"
-STYLE = {
+SWEEP_STYLE = {
     "figure.dpi": 150,
     "legend.fontsize": 8,
     "legend.framealpha": 1,
@@ -52,12 +52,17 @@ class SweepView:
         table = functools.partial(Table, style=lambda row: _sign(sweep, row)[1])
         one_table = table([*columns.keys, *columns.costs, *columns.measured], sweep.rows)
         tables = [one_table]
-        measured_rows = [row for row in sweep.rows if _has_a_value(row, columns.measured)]
+        measured_rows = []
+        for row in sweep.rows:
+            if any(column.is_known([row]) for column in columns.measured):
+                measured_rows.append(row)
         if measured_rows and one_table.surplus(console, options) > 0:
             costs_table = table([*columns.keys, *columns.costs], sweep.rows)
             measured_table = table([*columns.keys, *columns.measured], measured_rows)
             tables = [costs_table, measured_table]
-        input_size = f", input {size_text(sweep.input_size)}" if sweep.input_size else ""
+        input_size = ""
+        if sweep.input_size:
+            input_size = f", input {size_text(sweep.input_size)}"
         yield title(sweep.model, input_size)
         for each in tables:
             yield Text()
@@ -77,8 +82,18 @@ def _sign(sweep: Sweep, row: SweepRow) -> tuple[str, str]:
     return "", ""
 
 
-def _has_a_value(row: SweepRow, columns: list[Column[SweepRow]]) -> bool:
-    return any(column.value(row) is not None for column in columns)
+def _done(sweep: Sweep) -> list[SweepRow]:
+    """The rows that could be planned, the original included."""
+    return [row for row in sweep.rows if row.status == "done"]
+
+
+def _all_know(rows: list[SweepRow], field: str) -> bool:
+    return all(getattr(row, field) is not None for row in rows)
+
+
+def _all_have_images(rows: list[SweepRow]) -> bool:
+    """Whether errors of outputs are for images of a calibration, not for random ones."""
+    return all(row.images for row in rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +106,7 @@ class _Columns:
 def _columns(sweep: Sweep) -> _Columns:
     write_macs, macs_unit = in_one_unit(row.macs for row in sweep.rows)
     write_size, size_unit = in_one_unit(row.folded_bytes for row in sweep.rows)
-    layer_counts = {row.layers for row in sweep.rows if row.status == "done"}
+    layer_counts = {row.layers for row in _done(sweep)}
 
     def more_macs(row: SweepRow) -> float | None:
         original = sweep.rows[0]
@@ -104,6 +119,11 @@ def _columns(sweep: Sweep) -> _Columns:
             return None
         return row.layers
 
+    def params(row: SweepRow) -> str:
+        if row.params is None:
+            return row.status
+        return exact(row.params)
+
     keys: list[Column[SweepRow]] = [
         Column("  Window", lambda row: f"{_sign(sweep, row)[0]:1} {row.window}"),
         Column("Count", _counts),
@@ -111,7 +131,7 @@ def _columns(sweep: Sweep) -> _Columns:
         Column("Layers", layers),
     ]
     costs: list[Column[SweepRow]] = [
-        Column("Parameters", lambda row: row.status if row.params is None else exact(row.params)),
+        Column("Parameters", params),
         Column(f"MACs{macs_unit}", lambda row: row.macs, write_macs),
         Column("", more_macs, "{:+.1f} %".format),
         Column(f"Fold{size_unit}B", lambda row: row.folded_bytes, write_size),
@@ -146,9 +166,7 @@ def _time(timing: Timing) -> str:
 def _notes(sweep: Sweep) -> Iterator[RenderableType]:
     """What to know about the rows, and the recommended one."""
     rows = sweep.rows
-    failures = [f"{WITHOUT} {row.window} {row.status}: {row.reason}" for row in rows if row.reason]
-    for failure in dict.fromkeys(failures):
-        yield indented(failure, "yellow")
+    yield from _failure_notes(sweep)
     if any(row.dominated for row in rows):
         yield indented(_domination_note(sweep), "dim")
     yield indented("Fold: the model's weights when folded.")
@@ -169,12 +187,28 @@ def _notes(sweep: Sweep) -> Iterator[RenderableType]:
     yield indented(f"{TAKEN} Take {taken.window} with {elements}: {why}.", "bold")
 
 
+def _failure_notes(sweep: Sweep) -> Iterator[RenderableType]:
+    """A line for each row that could not be planned; equal lines once."""
+    failures = []
+    for row in sweep.rows:
+        failure = f"{WITHOUT} {row.window} {row.status}: {row.reason}"
+        if row.reason and failure not in failures:
+            failures.append(failure)
+    for failure in failures:
+        yield indented(failure, "yellow")
+
+
 def _domination_note(sweep: Sweep) -> str:
-    done = [row for row in sweep.rows if row.status == "done"]
-    cost = "times" if all(row.step_ms is not None for row in done) else "MACs"
-    gain = "number of elements"
-    if all(row.kernel_error is not None for row in done):
-        gain = "error of outputs" if all(row.images for row in done) else "error of kernels"
+    done = _done(sweep)
+    cost = "MACs"
+    if _all_know(done, "step_ms"):
+        cost = "times"
+    if not _all_know(done, "kernel_error"):
+        gain = "number of elements"
+    elif _all_have_images(done):
+        gain = "error of outputs"
+    else:
+        gain = "error of kernels"
     compared = f"window, parameters, {cost} and {gain}"
     return f"{DOMINATED} another row is as good in {compared}, and better in one."
 
@@ -182,16 +216,21 @@ def _domination_note(sweep: Sweep) -> str:
 def _timing_notes(sweep: Sweep) -> Iterator[RenderableType]:
     timing = sweep.timing
     assert timing is not None
-    threads = f", {counted(timing.threads, 'thread')}" if timing.threads else ""
+    device = timing.device
+    if timing.threads:
+        device += f", {counted(timing.threads, 'thread')}"
     precision = "bfloat16 autocast" if timing.amp else "float32"
     yield indented(
         "Times: median of runs by turns ± half the interquartile range; "
         f"{counted(timing.batch, 'image')} at a time in {precision}, "
-        f"{timing.device}{threads}, torch {timing.torch}. Step: forward, backward, SGD."
+        f"{device}, torch {timing.torch}. Step: forward, backward, SGD."
     )
-    steps = [row.step_ms for row in sweep.rows if row.step_ms]
-    ranges = [100 * (step.third_quartile - step.first_quartile) / step.median for step in steps]
-    widest = max(ranges, default=0)
+    widest = 0.0  # percent of the median
+    for row in sweep.rows:
+        step = row.step_ms
+        if step is not None:
+            interquartile_range = step.third_quartile - step.first_quartile
+            widest = max(widest, 100 * interquartile_range / step.median)
     if widest > sweep.slower:
         advice = "measure longer (--seconds), on an idle machine"
         yield indented(f"Equal runs differ by {widest:.0f} %: {advice}.")
@@ -203,8 +242,9 @@ def _error_notes(sweep: Sweep) -> Iterator[RenderableType]:
     if not measured:
         return
     images = "random images"
-    if measured[0]:
-        images = f"{counted(measured[0], 'image')} held out of the calibration"
+    image_count = measured[0]  # the same in all rows
+    if image_count:
+        images = f"{counted(image_count, 'image')} held out of the calibration"
     top1 = ""
     if any(row.same_top1 is not None for row in sweep.rows):
         top1 = " Top-1: share of them with the same class as before."
@@ -225,7 +265,7 @@ def sweep_csv(sweep: Sweep) -> str:
 
 def draw_sweep(sweep: Sweep, suffix: str) -> bytes:
     """The picture as a file, in the format of the suffix. Dominated rows have hollow points."""
-    return saved(lambda: _picture(sweep), suffix, **STYLE)
+    return saved(lambda: _picture(sweep), suffix, **SWEEP_STYLE)
 
 
 def _picture(sweep: Sweep) -> "Figure":
@@ -235,7 +275,7 @@ def _picture(sweep: Sweep) -> "Figure":
     gain, y_label = _gain(sweep)
     figure = new_figure(6.4, 4.2)
     axes = figure.add_subplot()
-    points = [row for row in sweep.rows if row.status == "done" and cost(row) is not None]
+    points = [row for row in _done(sweep) if cost(row) is not None]
     _draw_series(axes, points, cost, gain)
     if sweep.choice.row is not None:
         taken = sweep.rows[sweep.choice.row]
@@ -266,9 +306,7 @@ def _draw_series(axes: "Axes", points: list[SweepRow], cost: Value, gain: Value)
     for row in points:
         series.setdefault(_series_name(row), []).append(row)
     for (name, rows), marker in zip(series.items(), itertools.cycle(MARKERS)):
-        costs = [cost(row) for row in rows]
-        gains = [gain(row) for row in rows]
-        (line,) = axes.plot(costs, gains, "-", linewidth=1, zorder=1)
+        (line,) = axes.plot([*map(cost, rows)], [*map(gain, rows)], "-", linewidth=1, zorder=1)
         look: dict[str, Any] = {"marker": marker, "color": line.get_color(), "linestyle": "none"}
         for row in rows:
             fillstyle: Any = "none" if row.dominated else "full"
@@ -281,7 +319,9 @@ def _series_name(row: SweepRow) -> str:
     assert row.asked is not None
     if row.asked.kernel_count:
         return f"{row.asked.kernel_count} elements"
-    budget = DEFAULT_BUDGET if row.asked.budget is None else row.asked.budget
+    budget = row.asked.budget
+    if budget is None:
+        budget = DEFAULT_BUDGET
     return f"budget {budget:g} %"
 
 
@@ -304,16 +344,16 @@ def _window(row: SweepRow) -> int:
 
 def _cost(sweep: Sweep) -> tuple[Value, str]:
     """What to draw along x, and its name."""
-    if all(row.step_ms for row in sweep.rows if row.status == "done"):
+    if _all_know(_done(sweep), "step_ms"):
         return step_ms, "training step, ms"
     return attrgetter("macs"), MACS
 
 
 def _gain(sweep: Sweep) -> tuple[Value, str]:
     """What to draw along y, and its name."""
-    done = [row for row in sweep.rows if row.status == "done"]
-    if all(row.images for row in done):
+    done = _done(sweep)
+    if _all_have_images(done):
         return attrgetter("output_error"), "relative error of outputs"
-    if all(row.kernel_error is not None for row in done):
+    if _all_know(done, "kernel_error"):
         return attrgetter("kernel_error"), "relative error of kernels"
     return _window, "window, cells"

@@ -1,4 +1,6 @@
-"""Checkpoint folders for tests, ways to change them, and a seal that says that they were written so."""
+"""Checkpoint folders for tests, ways to change them, and a seal that says that they were written
+so.
+"""
 
 import json
 
@@ -9,7 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dcls_convert import apply_plan_, find_convs, plan_conversion, predict_report, save_converted
-from dcls_convert.checkpoints.folder import CONFIG, METADATA_KEY, WEIGHTS, config_hash, tensors_hash
+from dcls_convert.checkpoints.folder import (
+    CONFIG,
+    METADATA_KEY,
+    WEIGHTS,
+    config_hash,
+    open_checkpoint,
+    tensors_hash,
+)
+from dcls_convert.checkpoints.inspection import inspect_checkpoint
 from dcls_convert.checkpoints.verify import rebuild_here, verify_folder
 from dcls_convert.networks.source import ModelSource, build_model
 
@@ -63,6 +73,10 @@ def same_states(first, second):
 def verify(folder):
     """Without a process of its own, which takes seconds."""
     return verify_folder(folder, rebuild=rebuild_here)
+
+
+def inspect_folder(folder):
+    return inspect_checkpoint(open_checkpoint(folder))
 
 
 def problems(verification):

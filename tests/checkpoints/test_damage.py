@@ -1,4 +1,6 @@
-"""Whatever happened to a checkpoint folder: `verify` says what, and nothing loads a wrong model in silence."""
+"""Whatever happened to a checkpoint folder: `verify` says what, and nothing loads a wrong model in
+silence.
+"""
 
 import json
 import os
@@ -25,7 +27,7 @@ from dcls_convert.checkpoints.folder import (
     config_hash,
 )
 from dcls_convert.errors import CheckpointError, DclsConvertError, ModelError
-from dcls_convert.export.formats import fold_checkpoint
+from dcls_convert.export.fold import fold_checkpoint
 from dcls_convert.surgery.fold import fold_to_dense_
 
 from ..command_line import run
@@ -184,7 +186,9 @@ def test_damage_is_named_and_no_wrong_model_loads(folder, folders, name):
 
 
 def test_the_hash_of_a_config_depends_on_all_that_matters(folders):
-    """What the hash does not depend on may be edited: labels, descriptions, and what is not of dcls-convert."""
+    """What the hash does not depend on may be edited: labels, descriptions, and what is not of
+    dcls-convert.
+    """
     text = (folders / "good" / CONFIG).read_text()
     right, free = config_hash(json.loads(text)), set()
     for *above, last in places(json.loads(text)):
@@ -332,7 +336,9 @@ def test_old_weights_are_not_loaded_for_a_new_config(folder):
 
 
 def test_a_lost_tensor_is_missed_with_a_new_head_too(folder, tmp_path):
-    """timm loads what there is as soon as the number of classes differs, and keeps random values for the rest."""
+    """timm loads what there is as soon as the number of classes differs, and keeps random values
+    for the rest.
+    """
     save_for_hf(fine_tuned(folder), tmp_path / "tuned", safe_serialization=True)
     name = f"local-dir:{tmp_path / 'tuned'}"
     timm.create_model(name, pretrained=True, num_classes=5)

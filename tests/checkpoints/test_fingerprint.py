@@ -1,4 +1,4 @@
-"""A fingerprint tells models apart, and taking one leaves the model and the process as they were."""
+"""A fingerprint tells models apart; taking one leaves the model and the process as they were."""
 
 import logging
 import warnings

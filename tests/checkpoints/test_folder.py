@@ -12,6 +12,7 @@ from torch import nn
 
 import dcls_convert
 from dcls_convert import convert_and_save_, load_converted, predict_report, save_converted
+from dcls_convert.checkpoints import folder as checkpoint_folder
 from dcls_convert.checkpoints.fingerprint import take_fingerprint
 from dcls_convert.checkpoints.folder import (
     CONFIG,
@@ -26,6 +27,7 @@ from dcls_convert.errors import CheckpointError
 from dcls_convert.networks.source import ModelSource, build_model
 from dcls_convert.planning.rules import builtin_rules, parse_rules
 
+from ..command_line import run
 from ..conftest import TINY
 from .folders import convert, outputs, problems, same_states, save, verify
 
@@ -197,6 +199,34 @@ def test_features_only_gives_the_features_of_the_whole_model(tmp_path, name, siz
     first = timm.create_model(folder, pretrained=True, features_only=True, out_indices=(0, 1))
     with torch.no_grad():
         assert all(torch.equal(a, b) for a, b in zip(first.eval()(x), maps[:2], strict=True))
+
+
+READS = {
+    "inspect FOLDER": [CONFIG],
+    "inspect FOLDER --html page.html": [CONFIG, WEIGHTS],
+    "fold FOLDER --output out": [CONFIG, WEIGHTS],
+}
+
+
+@pytest.mark.parametrize("line", READS)
+def test_a_command_reads_a_folder_once(folder, tmp_path, monkeypatch, line):
+    """However many parts of it need what the folder says; headers and single tensors apart."""
+    monkeypatch.chdir(tmp_path)
+    read = []
+
+    def noting(function):
+        def call(path, *args):
+            if path.parent == folder:
+                read.append(path.name)
+            return function(path, *args)
+
+        return call
+
+    for name in ("read_json", "load_file"):
+        function = getattr(checkpoint_folder, name)
+        monkeypatch.setattr(checkpoint_folder, name, noting(function))
+    run(*line.replace("FOLDER", str(folder)).split())
+    assert read == READS[line]
 
 
 def test_rules_given_as_an_object_are_kept_in_the_plan(tmp_path):

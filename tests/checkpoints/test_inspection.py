@@ -12,7 +12,7 @@ from torch import nn
 import dcls_convert
 from dcls_convert import apply_plan_, find_convs, load_converted, plan_conversion
 from dcls_convert.checkpoints.folder import read_plan
-from dcls_convert.checkpoints.inspection import inspect_folder, position_sets
+from dcls_convert.checkpoints.inspection import position_sets
 from dcls_convert.errors import CheckpointError
 from dcls_convert.layers.position_statistics import (
     border_share,
@@ -24,7 +24,7 @@ from dcls_convert.surgery.fold import fold_to_dense_
 
 from ..command_line import run
 from ..conftest import TINY
-from .folders import IMAGE, convert, edit_tensors, save
+from .folders import IMAGE, convert, edit_tensors, inspect_folder, save
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,8 @@ def test_nothing_is_built(folders, monkeypatch):
 def test_dense_axes_and_models_of_the_users_own(tmp_path):
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1, groups=4))
     rules = dcls_convert.planning.rules.parse_rules(
-        "format: 1\nrules:\n- match: {kind: depthwise}\n  dilated_size: [3, 9]\n  dense_axes: [0]\n  kernel_count: 2\n"
+        "format: 1\nrules:\n- match: {kind: depthwise}\n"
+        "  dilated_size: [3, 9]\n  dense_axes: [0]\n  kernel_count: 2\n"
     )
     plan = plan_conversion(find_convs(model, IMAGE), rules)
     apply_plan_(model, plan, init="random", positions="uniform")

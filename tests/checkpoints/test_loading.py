@@ -1,4 +1,6 @@
-"""Weights from a file become the model's own: the model is that of the ordinary path, and no second copy is made."""
+"""Weights from a file become the model's own: the model is that of the ordinary path, and no second
+copy is made.
+"""
 
 import pytest
 import timm

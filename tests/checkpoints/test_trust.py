@@ -1,4 +1,6 @@
-"""A folder is data: whatever it names, nothing of it is imported, run, opened or downloaded, by any way in."""
+"""A folder is data: whatever it names, nothing of it is imported, run, opened or downloaded, by any
+way in.
+"""
 
 import json
 import re
@@ -17,17 +19,16 @@ from hypothesis import strategies as st
 
 from dcls_convert import DclsConvertError, ModelError, load_converted
 from dcls_convert.checkpoints.folder import CONFIG
-from dcls_convert.checkpoints.inspection import inspect_folder
-from dcls_convert.export.formats import fold_checkpoint
+from dcls_convert.export.fold import fold_checkpoint
 from dcls_convert.networks.recognition import known_source
 from dcls_convert.networks.source import ModelSource, build_model, check_source
 
 from ..conftest import TINY
 from ..hub import upload
-from .folders import edit_json, places, problems, seal, verify
+from .folders import edit_json, inspect_folder, places, problems, seal, verify
 
-# What a folder may try: the plan's model, and its arguments. CANARY is a file that must not appear or be opened,
-# canary_module a module that must not be imported.
+# What a folder may try: the plan's model, and its arguments. CANARY is a file that must not appear
+# or be opened, canary_module a module that must not be imported.
 MODELS = {
     "os.system": ("os:system", {"command": "touch CANARY"}),
     "torch.load": ("torch:load", {"f": "CANARY", "weights_only": False}),
@@ -69,7 +70,8 @@ ATTACKS |= {
     for name in (*OF_TIMM, "act_layer")
 }
 REFUSALS = (
-    "is not the name of a model of timm or torchvision|is not allowed|does not say how its model is built|"
+    "is not the name of a model of timm or torchvision|is not allowed|"
+    "does not say how its model is built|"
     "is not a model by itself|timm cannot build this folder's model|"
     # timm's own, for arguments that its factory has too
     "got multiple values for keyword argument|pretrained_cfg should not be set"
@@ -122,7 +124,7 @@ def ways(folder):
 def test_no_way_in_runs_imports_opens_or_downloads_what_a_folder_names(
     folder, hub, tmp_path, monkeypatch, attack
 ):
-    """The folder names the model, or the arguments, in all places, and says that it was written so."""
+    """The folder names the model, or the arguments, in all places, and says it was written so."""
     canary = tmp_path / "elsewhere" / "CANARY"
     canary.parent.mkdir()
     canary.with_name("canary_module.py").write_text("1 / 0")

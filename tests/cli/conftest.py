@@ -13,6 +13,7 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
         "TTY_COMPATIBLE",
         "TTY_INTERACTIVE",
         "DCLS_CONVERT_TRACEBACK",
+        "DCLS_CONVERT_LOG",
     ):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)

@@ -17,7 +17,6 @@ from dcls_convert.checkpoints.folder import FILES
 from dcls_convert.cli.app import EXAMPLES
 from dcls_convert.errors import NothingMatchesError
 from dcls_convert.options import PlanOptions, Scope
-from dcls_convert.pipeline import Job
 from dcls_convert.planning.rules import load_rules
 
 from ..command_line import NET, net, run
@@ -96,19 +95,34 @@ def test_a_planning_option_reaches_the_plan(monkeypatch, name):
     }
     seen = []
 
-    def plan(job):
-        seen.append(job.options)
+    def plan(options):
+        seen.append(options)
         raise NothingMatchesError("enough")
 
-    monkeypatch.setattr("dcls_convert.pipeline.Job.plan", plan)
     monkeypatch.setattr(
-        "dcls_convert.compare.survey.survey_models",
-        lambda _, options, **__: plan(Job(options=options)),
+        "dcls_convert.pipeline.resolved.resolve", lambda loaded: plan(loaded.request.options)
+    )
+    monkeypatch.setattr(
+        "dcls_convert.compare.survey.survey_models", lambda _, options, **__: plan(options)
     )
     text, value = given[name]
     for command in ([NET], ["models", TINY]):
         run(*command, f"--{name.replace('_', '-')}", *([text] if text else []), code=3)
     assert seen == [replace(PlanOptions(), **{name: value})] * 2
+
+
+def test_an_output_that_exists_is_refused_before_anything_is_planned(monkeypatch):
+    run(NET, *SMALL, "--dilated-size", "9", "--quiet")
+    Path("w.pth").touch()
+
+    def planned(_):
+        raise AssertionError("planned")
+
+    monkeypatch.setattr("dcls_convert.pipeline.resolved.resolve", planned)
+    assert "9 already exists" in run(NET, *SMALL, "--dilated-size", "9", code=2)[1]
+    for force in ([], ["--force"]):
+        err = run(NET, *SMALL, "--output", "w.pth", *force, code=2)[1]
+        assert "output w.pth is a file, not a folder" in err
 
 
 def test_a_plan_is_carried_out_on_other_weights_of_the_same_model():
@@ -149,7 +163,8 @@ def test_json_is_all_of_stdout_and_a_dry_run_predicts_it_without_weights(monkeyp
 
 def test_quiet_prints_the_folder_alone_and_sizes_name_it():
     Path("rules.yaml").write_text(
-        "format: 1\nrules:\n- {match: {stage: stages.0}, dilated_size: 9}\n- {match: {kind: depthwise}}\n"
+        "format: 1\nrules:\n"
+        "- {match: {stage: stages.0}, dilated_size: 9}\n- {match: {kind: depthwise}}\n"
     )
     for folder, *options in [
         ("dcls17", "--dilated-size", "17"),

@@ -1,4 +1,5 @@
-"""Whatever is wrong with what `dcls-convert` is given ends in one line, the documented exit code, and nothing written.
+"""Whatever is wrong with what `dcls-convert` is given ends in one line, the documented exit code,
+and nothing written.
 
 A row of the tables is one kind of mistake: what is given, and what the line must say about it.
 """
@@ -46,7 +47,9 @@ def table(rows):
 
 
 def snapshot(folder="."):
-    """Everything in the folder, hidden files too, with its mode and its content or where the link points."""
+    """Everything in the folder, hidden files too, with its mode and its content or where the link
+    points.
+    """
 
     def content(path):
         if path.is_symlink():
@@ -57,7 +60,10 @@ def snapshot(folder="."):
 
 
 def check_line(out, err, says):
-    """One line of error, the last, that says all of `says` (texts or patterns); nothing on stdout."""
+    """One line of error, the last, that says all of `says` (texts or patterns).
+
+    Nothing on stdout.
+    """
     assert (out, "Traceback" in err) == ("", False)
     lines = err.splitlines()
     assert [line for line in lines if line.startswith("error: ")] == lines[-1:], (
@@ -253,9 +259,13 @@ def test_numbers_that_are_none(option, values, allowed):
 
 @table(
     {
-        "--dilated-size 17x17x17": "stages.0.1: the size 17x17x17 is for 3-D, this convolution is 2-D",
+        "--dilated-size 17x17x17": (
+            "stages.0.1: the size 17x17x17 is for 3-D, this convolution is 2-D"
+        ),
         "--input-size 4x64x64": re.compile("input size 4x64x64: .*hannel"),
-        "--input-size 3x1x1": "input size 3x1x1: the model does not run on the meta device at (3, 1, 1): ",
+        "--input-size 3x1x1": (
+            "input size 3x1x1: the model does not run on the meta device at (3, 1, 1): "
+        ),
         "--checkpoint gone.pth": "checkpoint gone.pth: there is no such file",
         "--checkpoint /": "checkpoint /: is not a file",
         # options in conflict
@@ -266,13 +276,21 @@ def test_numbers_that_are_none(option, values, allowed):
         "-q -v": "--quiet and --verbose exclude each other",
         "--json -v": "--json and --verbose exclude each other",
         "-q --dry-run": "--quiet with --dry-run would print nothing",
-        "--init exact --kernel-count 9": "an exact start takes an element for each cell of the old kernels: leave",
-        "--init exact --interpolation gaussian": "gaussian interpolation spreads an element over several cells",
-        "--init exact --positions uniform": "--positions is for random positions, --init auto or exact keeps",
+        "--init exact --kernel-count 9": (
+            "an exact start takes an element for each cell of the old kernels: leave"
+        ),
+        "--init exact --interpolation gaussian": (
+            "gaussian interpolation spreads an element over several cells"
+        ),
+        "--init exact --positions uniform": (
+            "--positions is for random positions, --init auto or exact keeps"
+        ),
         "--scope error": "--scope error needs trained kernels: --pretrained or --checkpoint",
-        "--scope error --pretrained --dry-run": "--scope error measures what kernels lose; --dry-run reads none",
+        "--scope error --pretrained --dry-run": (
+            "--scope error measures what kernels lose; --dry-run reads none"
+        ),
         "--scope error --pretrained --init largest": "--scope error is for --init fit",
-        "--calibrate .": "--calibrate is for --init fit, with --pretrained or --checkpoint",
+        "--calibrate .": "--calibrate needs trained kernels: --pretrained or --checkpoint",
         "--authors-version v0": "--authors-version describes the file of --checkpoint",
         "--positions uniform --pretrained": re.compile(
             "--positions is for random positions.*use --init random"
@@ -320,7 +338,8 @@ def test_a_converted_model_is_not_converted_again():
     refused("local-dir:done", says=["the model is converted already: it has 9 DCLS layers"])
 
 
-# --- Files: a row each, since what is wrong with them is told in the tests of weights, rules and outputs
+# --- Files: a row each, since what is wrong with them is told in the tests of weights, rules and
+# outputs
 
 
 @table(

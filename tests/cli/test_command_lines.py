@@ -1,4 +1,6 @@
-"""Random command lines, in this process: the documented exit codes, one line of error, and nothing left behind."""
+"""Random command lines, in this process: the documented exit codes, one line of error, and nothing
+left behind.
+"""
 
 import importlib
 import shutil
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dcls_convert.cli.app import app
+from dcls_convert.export.formats import EXPORT_FORMATS
 
 from ..command_line import ended
 
@@ -36,7 +39,7 @@ NEVER = {
     "--help",
     "--trust-code",
 }
-EXPORTERS = {"onnx", "pt2"}  # compile code of their own
+EXPORTERS = {name for name, row in EXPORT_FORMATS.items() if row.is_file}  # which compile code
 REPLACEABLE = {"good", "out", "empty", "file", "weights.pth", "rules.yaml"}  # with --force
 RIGHT = [
     (OWN, "--dilated-size", "9", *SMALL),
@@ -113,7 +116,9 @@ def any_command(draw):
 
 @st.composite
 def nearly_right(draw):
-    """A command line that is right but for its output, with a word or two changed, dropped or doubled."""
+    """A command line that is right but for its output, with a word or two changed, dropped or
+    doubled.
+    """
     line = [*draw(st.sampled_from(RIGHT)), *draw(st.sampled_from([["--force"], []]))]
     if line[0] not in ("verify", "diff", "rules") and draw(st.booleans()):
         line += [{"sweep": "--picture", "inspect": "--html"}.get(line[0], "--output"), draw(PATHS)]

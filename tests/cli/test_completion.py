@@ -1,4 +1,6 @@
-"""Shells complete names of models and rule sets, and checkpoint folders, without importing what knows them."""
+"""Shells complete names of models and rule sets, and checkpoint folders, without importing what
+knows them.
+"""
 
 import pytest
 import timm

@@ -1,10 +1,14 @@
-"""What reaches the terminal: no control character from data, one line for each mistake, and nothing that is not true.
+"""What reaches the terminal: no control character from data, one line for each mistake, and nothing
+that is not true.
 
-Whatever stdout can take, the checkpoint that was written stands, and the exit code says whether its report was printed.
+Whatever stdout can take, the checkpoint that was written stands, and the exit code says whether its
+report was printed.
 """
 
 import contextlib
 import io
+import json
+import logging
 import os
 import signal
 import sys
@@ -20,7 +24,8 @@ from dcls_convert.cli.app import main
 from ..command_line import exit_code, run
 
 OWN = f"{__name__}:build"
-EVIL = "\x1b]0;owned\x07\u202e\ud800"  # a title for the terminal, a bell, an override of direction, a lone surrogate
+# A title for the terminal, a bell, an override of direction, a lone surrogate.
+EVIL = "\x1b]0;owned\x07\u202e\ud800"
 EVIL_RULES = r"""
 format: 1
 description: "\e]0;owned\a"
@@ -131,16 +136,47 @@ def broken(_):
 
 
 def test_a_bug_is_one_line_and_exit_code_1(monkeypatch):
-    monkeypatch.setattr("dcls_convert.pipeline.Job.plan", broken)
+    monkeypatch.setattr("dcls_convert.pipeline.resolved.resolve", broken)
     last = run(PLAIN, code=1)[1].splitlines()[-1]
     assert last.startswith("error: this is a bug in dcls-convert: ZeroDivisionError: oh no")
 
 
 def test_a_traceback_is_shown_on_demand(monkeypatch):
-    monkeypatch.setattr("dcls_convert.pipeline.Job.plan", broken)
+    monkeypatch.setattr("dcls_convert.pipeline.resolved.resolve", broken)
     monkeypatch.setenv("DCLS_CONVERT_TRACEBACK", "1")
     with pytest.raises(ZeroDivisionError):
         main([PLAIN])
+
+
+# The log.
+
+
+@pytest.fixture
+def _log_as_before():
+    log = logging.getLogger("dcls_convert")
+    handlers = list(log.handlers)
+    yield
+    log.setLevel(logging.NOTSET)
+    log.handlers[:] = handlers
+
+
+@pytest.mark.usefixtures("_log_as_before")
+def test_the_log_names_each_decision_on_demand(monkeypatch):
+    assert "debug: " not in run(PLAIN, "--dry-run")[1]
+    monkeypatch.setenv("DCLS_CONVERT_LOG", "debug")
+    out, err = run(PLAIN, "--dry-run", "--json")
+    report = json.loads(out)
+    assert "debug: start: random; scope of the counts: model" in err
+    for layer in report["layers"]:
+        assert f"debug: {layer['name']}: rule " in err
+        assert f"; {layer['kernel_count']} elements, bilinear; " in err
+    for skipped in report["skipped"]:
+        assert f"debug: {skipped['name']}: not converted: " in err
+    assert run(PLAIN, "--output", "exact", "--init", "exact")[1].count(
+        "error of the kernel"
+    ) == len(report["layers"])
+    monkeypatch.setenv("DCLS_CONVERT_LOG", "loud")
+    assert "DCLS_CONVERT_LOG='loud' must be debug" in run(PLAIN, code=2)[1]
 
 
 # Signals.

@@ -12,7 +12,6 @@ from torch import nn
 
 from dcls_convert import convert_, fold_to_dense_
 from dcls_convert.compare import candidates
-from dcls_convert.pipeline import Job
 
 from ..command_line import NET, net, run
 from .trained import write_trained
@@ -109,14 +108,14 @@ def test_folded_bytes_are_those_of_the_folded_state_dict():
 
 
 def test_what_does_not_fit_or_fails_is_a_row_with_its_reason(monkeypatch):
-    plan = Job.plan
+    resolve = candidates.resolve
 
-    def failing(job, options):
+    def failing(loaded, options):
         if options.dilated_size == 11:
             raise RuntimeError("something [broke]\nhere")
-        return plan(job, options)
+        return resolve(loaded, options)
 
-    monkeypatch.setattr(Job, "plan", failing)
+    monkeypatch.setattr(candidates, "resolve", failing)
     found, _ = sweep(NET, "--sizes", "8..11..1")
     assert [row["status"] for row in found["rows"]] == [
         "original",
@@ -144,14 +143,14 @@ def test_without_a_row_that_fits_the_rows_are_shown_and_it_is_a_mistake():
 
 
 def test_an_interrupt_keeps_the_rows_so_far(monkeypatch):
-    plan = Job.plan
+    resolve = candidates.resolve
 
-    def interrupted(job, options):
+    def interrupted(loaded, options):
         if options.dilated_size == 11:
             raise KeyboardInterrupt
-        return plan(job, options)
+        return resolve(loaded, options)
 
-    monkeypatch.setattr(Job, "plan", interrupted)
+    monkeypatch.setattr(candidates, "resolve", interrupted)
     found, err = sweep(NET, "--sizes", "7..15", code=130)
     assert found["interrupted"]
     assert [row["asked"] and row["asked"]["size"] for row in found["rows"]] == [None, 7, 9]
@@ -193,15 +192,18 @@ def test_times_are_measured_by_turns():
 
 
 def test_json_csv_and_the_table_agree():
-    """With the same error in more parameters, the larger of two counts is dominated; 9 cells hold 9 elements."""
+    """With the same error in more parameters, the larger of two counts is dominated.
+
+    9 cells hold 9 elements.
+    """
     torch.save(narrow().state_dict(), "weights.pth")
     options = (NARROW, "--sizes", "4..5..1", "--counts", "1,9,16", "--checkpoint", "weights.pth")
     found, _ = sweep(*options)
     lines = list(csv.DictReader(io.StringIO(table(*options, "--csv"))))
     assert len(lines) == len(found["rows"])
     for line, (index, row) in zip(lines, enumerate(found["rows"]), strict=True):
-        same = "status layers elements params macs folded_bytes kernel_error output_error images same_top1 reason"
-        for name in (*same.split(), "command", "dominated"):
+        same = "status layers elements params macs folded_bytes kernel_error output_error images"
+        for name in (*same.split(), "same_top1", "reason", "command", "dominated"):
             assert line[name] == ("" if row[name] is None else str(row[name])), name
         assert line["kernel_counts"] == " ".join(map(str, row["kernel_counts"]))
         assert line["taken"] == str(index == found["choice"]["row"])

@@ -1,4 +1,6 @@
-"""What a comparison says follows from its runs: intervals, and a sentence that claims no gain without one."""
+"""What a comparison says follows from its runs: intervals, and a sentence that claims no gain
+without one.
+"""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""`dcls-convert compare`: fair arms, runs that go on where they were stopped, and one table at the end."""
+"""`dcls-convert compare`: fair arms, runs that go on where they were stopped, and one table at the
+end.
+"""
 
 import json
 import tarfile
@@ -16,9 +18,8 @@ from dcls_convert.compare.comparison import COMPARISON, Comparison, usual_lr
 from dcls_convert.compare.runs import Settings, Trainer
 from dcls_convert.errors import DclsConvertError
 from dcls_convert.networks.positions import position_parameters
-from dcls_convert.networks.source import ModelSource
 from dcls_convert.options import PlanOptions
-from dcls_convert.pipeline import Job
+from dcls_convert.pipeline.request import ConversionRequest
 from dcls_convert.tuning.images import open_images, set_transforms_
 from dcls_convert.tuning.recipe import Recipe
 from dcls_convert.tuning.training import Training, accelerator_for
@@ -43,9 +44,8 @@ def compare(*arguments, code=0):
     return run("compare", NET, "--data", "images", *QUICK, *arguments, code=code)
 
 
-def job(**settings):
-    source = ModelSource(name=NET, args={"num_classes": 2})
-    return Job(source=source, input_size=(3, 32, 32), **settings)
+def request(**settings):
+    return ConversionRequest(model=NET, num_classes=2, input_size=(3, 32, 32), **settings)
 
 
 def read_comparison(folder):
@@ -58,7 +58,7 @@ def read_comparison(folder):
 def test_arms_of_a_seed_share_all_weights_that_are_not_converted():
     arms = make_arms([9, 11], ["normal", "uniform"], ablate=True)
     for seed in (0, 1):
-        networks = [make_network(job(seed=seed), arm) for arm in arms]
+        networks = [make_network(request(seed=seed), arm) for arm in arms]
         original = networks[0].model.state_dict()
         shared = [name for name in original if "stages" not in name]
         for network in networks:
@@ -66,20 +66,20 @@ def test_arms_of_a_seed_share_all_weights_that_are_not_converted():
                 torch.equal(network.model.state_dict()[name], original[name]) for name in shared
             )
         assert not torch.equal(
-            original["stem.weight"], make_network(job(seed=2), arms[0]).model.stem.weight
+            original["stem.weight"], make_network(request(seed=2), arms[0]).model.stem.weight
         )
 
 
 def test_frozen_arms_start_like_those_that_move_and_dense_ones_compute_what_the_network_does():
     original, moving, frozen, dense = (
-        make_network(job(), arm) for arm in make_arms([9], ["normal"], ablate=True)
+        make_network(request(), arm) for arm in make_arms([9], ["normal"], ablate=True)
     )
     images = torch.randn(2, 3, 32, 32)
     outputs = [network.model.eval()(images) for network in (original, moving, frozen, dense)]
     torch.testing.assert_close(outputs[1], outputs[2], rtol=0, atol=0)
     torch.testing.assert_close(outputs[3], outputs[0])
     gaussian = make_network(
-        job(options=PlanOptions(interpolation="gaussian")), Arm(kind="dense", size=9)
+        request(options=PlanOptions(interpolation="gaussian")), Arm(kind="dense", size=9)
     )
     torch.testing.assert_close(gaussian.model.eval()(images), outputs[0])
     assert not any(one.tensor.requires_grad for one in position_parameters(frozen.model))
@@ -88,8 +88,8 @@ def test_frozen_arms_start_like_those_that_move_and_dense_ones_compute_what_the_
 
 
 def test_what_moved_is_measured_from_the_start():
-    network = make_network(job(), Arm(kind="converted", size=17))
-    trained = make_network(job(), Arm(kind="converted", size=17)).model
+    network = make_network(request(), Arm(kind="converted", size=17))
+    trained = make_network(request(), Arm(kind="converted", size=17)).model
     assert network.moved(trained).distance == 0
     with torch.no_grad():
         for one in position_parameters(trained):
@@ -100,11 +100,11 @@ def test_what_moved_is_measured_from_the_start():
         1 / network.plan.layers[0].kernel_count
     )  # the kernel was 7x7
     assert moved.outside_before == 0
-    assert make_network(job(), Arm()).moved(make_network(job(), Arm()).model) is None
+    assert make_network(request(), Arm()).moved(make_network(request(), Arm()).model) is None
 
 
 def test_trained_networks_are_calibrated_on_images_to_train_on():
-    weights = make_network(job(), Arm()).model.state_dict()
+    weights = make_network(request(), Arm()).model.state_dict()
     data = open_images(Path("images"))
     settings = Settings(
         model=NET,
@@ -122,9 +122,10 @@ def test_trained_networks_are_calibrated_on_images_to_train_on():
         "folder": Path("out"),
         "accelerator": accelerator_for(device="cpu"),
     }
-    trainer = Trainer(job=job(weights=weights, options=PlanOptions()), **parts)
+    trainer = Trainer(request=request(weights=weights, options=PlanOptions()), **parts)
     with patch(
-        "dcls_convert.compare.runs.make_network", side_effect=lambda job, arm: (job, arm)
+        "dcls_convert.compare.runs.make_network",
+        side_effect=lambda request, arm, **_: (request, arm),
     ) as made:
         for arm in (Arm(kind="converted", size=9), Arm()):
             trainer.prepare(arm, 0)
@@ -150,6 +151,12 @@ def test_a_comparison_ends_as_a_table_files_and_checkpoints(tmp_path):
         len(run.loss) == len(run.top1) == 2 and len(run.right) == 4 for run in comparison.runs
     )
     assert all(run.top1[-1] == 25 * run.right.count("1") for run in comparison.runs)
+    assert all(run.top1_before in (0, 25, 50, 75, 100) for run in comparison.runs)
+    assert f"{comparison.arms[0].top1_before:.2f}" in out
+    for number in range(1, 7):
+        for epoch in (1, 2):
+            assert f"run {number} of 6, " in err
+            assert err.count(f": epoch {epoch} of 2, top-1") == 6
     assert comparison.missing == ()
     assert comparison.arms[1].distance > 0
     page = (tmp_path / "out/comparison.html").read_text()
@@ -192,8 +199,8 @@ def test_parts_make_the_whole_and_other_settings_are_refused(tmp_path):
     out, _ = compare(
         "--sizes", "9,11", "--epochs", "1", "--seeds", "3", "--only", "1/9", "--output", "whole"
     )
-    missing = "11x11 uniform, seed 0; 11x11 uniform, seed 1; as it is, seed 2; 9x9 uniform, seed 2; and 1 more"
-    assert f"5 runs missing: {missing}" in " ".join(out.split())
+    missing = "11x11 uniform, seed 0; 11x11 uniform, seed 1; as it is, seed 2; 9x9 uniform, seed 2"
+    assert f"5 runs missing: {missing}; and 1 more" in " ".join(out.split())
     _, err = compare(*whole, "--output", "images", code=2)
     assert (
         err.splitlines()[-1]
@@ -233,6 +240,19 @@ def test_a_run_that_was_killed_goes_on(tmp_path):
     assert [(run.loss, run.top1, run.moved) for run in one.runs] == [
         (run.loss, run.top1, run.moved) for run in other.runs
     ]
+
+
+def test_a_comparison_that_ended_before_any_epoch_does_not_bind_its_folder(tmp_path):
+    with patch.object(Training, "run", side_effect=KeyboardInterrupt):
+        compare("--sizes", "9", "--epochs", "7", "--seeds", "1", code=130)
+    with patch("dcls_convert.compare.runs.Trainer.run", side_effect=KeyboardInterrupt):
+        compare("--sizes", "9", "--epochs", "7", "--seeds", "1", code=130)
+    (folder,) = tmp_path.glob("*-comparison")
+    assert json.loads((folder / "settings.json").read_text())["recipe"]["epochs"] == 7
+    compare("--sizes", "9", "--epochs", "1", "--seeds", "1")
+    assert read_comparison(folder).settings.recipe.epochs == 1
+    _, err = compare("--sizes", "9", "--epochs", "7", "--seeds", "1", code=2)
+    assert "compares with epochs 1, not 7" in err
 
 
 def test_minutes_decide_the_epochs_once(tmp_path):
@@ -279,6 +299,24 @@ def test_mistakes_are_one_line_and_write_nothing(tmp_path, arguments, message):
     _, err = run("compare", NET, *SIZE, "--device", "cpu", *arguments, "--output", "out", code=2)
     assert message in err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("augmentation", ["light", "strong"])
+def test_images_are_mirrored_as_asked_for(augmentation):
+    data = open_images(Path("images"))
+    for mirrored in (0.0, 0.25):
+        set_transforms_(data, net(2), (3, 32, 32), augmentation, mirrored=mirrored)
+        steps = [str(step) for step in data.train.transform.transforms]
+        assert [step for step in steps if "HorizontalFlip" in step] == (
+            [f"RandomHorizontalFlip(p={mirrored})"] if mirrored else []
+        )
+    options = ("--augmentation", "none", "--hflip", "0.2")
+    assert "--hflip has no effect with" in compare("--sizes", "9", *options, code=2)[1]
+
+
+def test_a_size_that_does_not_fit_is_refused_before_images_are_read():
+    _, err = run("compare", "test_convnext", "--data", "nowhere", "--sizes", "9,8", code=2)
+    assert "window 8 (axis 0 of 8x8) must be odd" in err.splitlines()[-1]
 
 
 def choosy(num_classes):

@@ -1,4 +1,6 @@
-"""Effects that were planted in the data are found by a comparison, and none where there is nothing to learn."""
+"""Effects that were planted in the data are found by a comparison, and none where there is nothing
+to learn.
+"""
 
 import random
 from pathlib import Path
@@ -20,13 +22,14 @@ from torch import nn
 def net(num_classes):
     see = nn.Conv2d(16, 16, 3, padding=1, groups=16)
     return nn.Sequential(
-        nn.Conv2d(3, 16, 1), see, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, num_classes)
+        nn.Conv2d(3, 16, 1), see, nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, num_classes),
     )
 """
 
 
 def lagged_noise(lags: tuple[int, int], *, shuffled: bool) -> None:
-    """Of each class, noise in which a pixel is the opposite of the one so many columns before it."""
+    """For each class, noise in which a pixel is the opposite of that so many columns before it."""
     draw = random.Random(0)
     for index in range(IMAGES):
         lag, pixels = lags[index % 2], []
@@ -58,7 +61,8 @@ def compared(tmp_path, monkeypatch):
     return compare
 
 
-# A kernel of 3x3 relates columns up to 2 apart, one of 9x9 up to 8; one element, which spreads over two, those 1 apart.
+# A kernel of 3x3 relates columns up to 2 apart, one of 9x9 up to 8; one element, which spreads over
+# two, those 1 apart.
 @pytest.mark.parametrize(
     ("lags", "shuffled", "count", "said"),
     [

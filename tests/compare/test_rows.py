@@ -162,9 +162,9 @@ def test_it_says_why():
         row(9, macs=120),
         row(9, macs=110, params=3),
     ]
-    assert (
-        choose(rows, 12).why
-        == "the largest window with no more parameters than the original and at most 12 % more MACs (+5.0 %)"
+    assert choose(rows, 12).why == (
+        "the largest window with no more parameters than the original "
+        "and at most 12 % more MACs (+5.0 %)"
     )
     larger = "of windows larger than the old kernels with no more parameters than the original"
     assert (

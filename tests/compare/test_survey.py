@@ -1,4 +1,7 @@
-"""`dcls-convert models`: what would become of the models of both registries; and all of them, marked `zoo`."""
+"""`dcls-convert models`: what would become of the models of both registries.
+
+And all of them, marked `zoo`.
+"""
 
 import csv
 import io

@@ -1,4 +1,6 @@
-"""Workers: whatever a job or a model does to its process, the others are done, and no process is left."""
+"""Workers: whatever a job or a model does to its process, the others are done, and no process is
+left.
+"""
 
 import json
 import multiprocessing
@@ -99,7 +101,10 @@ if __name__ == "__main__":
     "number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name
 )
 def test_a_signal_ends_everything_without_a_word(tmp_path, number, moment):
-    """SIGINT to the whole group, as a terminal sends it; the others to the parent alone, whose workers must notice."""
+    """SIGINT to the whole group, as a terminal sends it.
+
+    The others to the parent alone, whose workers must notice.
+    """
     (tmp_path / "program.py").write_text(PROGRAM)
     process = subprocess.Popen(
         [sys.executable, str(tmp_path / "program.py")],
@@ -154,7 +159,7 @@ HOSTILE = {
 
 
 def set_up_with_hostile_models():
-    """In a worker; this module imports no torch by itself, so that the other workers start quickly."""
+    """In a worker. This module imports no torch by itself, so that other workers start quickly."""
     import timm
 
     from dcls_convert.compare.survey import set_up_worker

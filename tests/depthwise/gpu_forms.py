@@ -1,4 +1,6 @@
-"""The forms of kernel construction that GPUs get, on the CPU, and a watch on what GPUs must not be asked for."""
+"""The forms of kernel construction that GPUs get, on the CPU, and a watch on what GPUs must not be
+asked for.
+"""
 
 from contextlib import contextmanager
 
@@ -42,7 +44,9 @@ def as_on_a_gpu(form):
 
 
 class Watch(TorchDispatchMode):
-    """Fails at operations that copy from the host or wait for it, that add in any order, or that TF32 may round."""
+    """Fails at operations that copy from the host or wait for it, that add in any order, or that
+    TF32 may round.
+    """
 
     def __init__(self, refused=HOST | UNORDERED | ROUNDED):
         super().__init__()

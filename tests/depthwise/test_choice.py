@@ -1,6 +1,6 @@
-"""Which way a convolution goes: by rule, by the environment, or by what was timed at first sight; and it stays so."""
+"""Which way a convolution takes: by a rule on its shapes, or by the environment."""
 
-import itertools
+import logging
 
 import pytest
 import torch
@@ -10,56 +10,80 @@ from dcls_convert.depthwise import choice, choices, matmul, onednn
 from dcls_convert.depthwise.choice import VARIABLE, conv2d, depthwise_way
 from dcls_convert.errors import DclsConvertError
 
-from .gpu_forms import Watch
-
-CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 CASE = {
-    "device": CUDA,
+    "device": "cuda",
     "dtype": torch.bfloat16,
-    "channels_last": False,
     "input_size": (128, 96, 56, 56),
-}
-GEOMETRY = {
     "kernel_size": (96, 1, 17, 17),
     "stride": (1, 1),
     "padding": (8, 8),
     "dilation": (1, 1),
     "groups": 96,
+    "gradients": True,
 }
 
 
 def way(**changes):
-    return depthwise_way(**{**CASE, **GEOMETRY, **changes})
+    return depthwise_way(**{**CASE, **changes})[0]
 
 
 @pytest.fixture(autouse=True)
 def _a_process_of_its_own(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(onednn, "most_columns", lambda: 6)
-    monkeypatch.setattr(choice, "chosen", {})
+    monkeypatch.setattr(choice, "_chosen", {})
 
 
-@pytest.mark.parametrize("device", ["cuda", "mps", "xpu"])
-def test_the_rule_on_gpus(device):
-    on_gpu = {"device": torch.device(device)}
-    assert (
-        way(**on_gpu)
-        == way(**on_gpu, padding="same")
-        == way(**on_gpu, dtype=torch.float64)
-        == "matmul"
-    )
-    assert way(**on_gpu, kernel_size=(96, 1, 9, 9), padding=(4, 4)) == "matmul"
-    assert way(**on_gpu, kernel_size=(96, 1, 9, 7), padding=(4, 3)) == "torch"
+def test_the_rule_is_that_of_patches_taps_and_inputs():
+    """By the numbers of patches and of inputs that a patch sees, counted one by one."""
+    bounds = {True: (81, 16), False: (169, 64)}
+    found = set()
+    for side in (56, 28, 14, 7, 64, 32, 16, 8):
+        for window in (7, 9, 11, 13, 17, 31):
+            for images in (1, 4, 8, 32, 128):
+                for gradients, (fewest_taps, ratio) in bounds.items():
+                    starts = range(0, side, -(-side // -(-side // 14)))
+                    a_side = min(side, starts[1] if len(starts) > 1 else side)
+                    inputs = (a_side + window - 1 if len(starts) > 1 else side) ** 2
+                    pays = images * len(starts) ** 2 * window**2 >= ratio * inputs
+                    expected = "matmul" if pays and window**2 >= fewest_taps else "torch"
+                    assert expected == way(
+                        input_size=(images, 96, side, side),
+                        kernel_size=(96, 1, window, window),
+                        padding=(window // 2, window // 2),
+                        gradients=gradients,
+                    )
+                    found.add((expected, gradients))
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize(
+    ("map_size", "forward", "step"), [(56, 13, 4), (28, 50, 13), (14, 44, 11), (7, 11, 3)]
+)
+def test_the_least_batches_for_a_window_of_17(map_size, forward, step):
+    for gradients, least in ((False, forward), (True, step)):
+        ways = [
+            way(input_size=(images, 96, map_size, map_size), gradients=gradients)
+            for images in (1, least - 1, least, 1024)
+        ]
+        assert ways == ["torch", "torch", "matmul", "matmul"]
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu"])
+def test_where_nothing_is_known_products_are_taken_on_demand_alone(monkeypatch, device):
+    assert way(device=device) == "torch"
+    monkeypatch.setenv(VARIABLE, "matmul")
+    assert way(device=device) == "matmul"
 
 
 def test_the_environment_overrules_where_products_can(monkeypatch):
-    assert way(device=CPU, dtype=torch.float32) == "onednn"
+    assert way(device="cpu", dtype=torch.float32) == "onednn"
     monkeypatch.setenv(VARIABLE, "torch")
-    assert way() == way(device=CPU) == "torch"
+    assert way() == way(device="cpu") == "torch"
     monkeypatch.setenv(VARIABLE, "matmul")
     small = {"input_size": (1, 96, 3, 4), "kernel_size": (96, 1, 2, 3), "padding": (1, 1)}
-    assert way(**small) == way(device=CPU) == "matmul"
-    assert way(device=CPU, stride=(2, 1)) == "onednn"
+    assert way(**small) == way(device="cpu") == "matmul"
+    assert way(device="cpu", stride=(2, 1)) == "onednn"
     monkeypatch.setenv(VARIABLE, "cudnn")
     with pytest.raises(DclsConvertError, match=f"{VARIABLE}='cudnn' must be auto, torch or matmul"):
         conv2d(torch.ones(1, 1, 3, 3), torch.ones(1, 1, 3, 3), None, (1, 1), (1, 1), (1, 1), 1)
@@ -74,134 +98,105 @@ def test_the_environment_overrules_where_products_can(monkeypatch):
         ({"padding": (0, 0), "input_size": (128, 96, 16, 56)}, "onednn"),  # whose error is torch's
         ({"dilation": (1, 2)}, "torch"),
         ({"kernel_size": (96, 1, 16, 16), "padding": "same"}, "torch"),
-        (
-            {"padding": (9, 8), "input_size": (128, 96, 0, 56)},
-            "torch",
-        ),  # padding alone is enough for the window
+        # Padding alone is enough for the window.
+        ({"padding": (9, 8), "input_size": (128, 96, 0, 56)}, "torch"),
         ({"input_size": (0, 96, 56, 56)}, "torch"),
         ({"dtype": torch.int32}, "torch"),
-        ({"dtype": None}, "torch"),
-        ({"device": torch.device("meta")}, "torch"),
+        ({"device": "meta"}, "torch"),
     ],
 )
 def test_what_products_cannot_goes_another_way(monkeypatch, changes, on_cpu):
     monkeypatch.setenv(VARIABLE, "matmul")
     assert way() == "matmul"
     assert way(**changes) == "torch"
-    assert way(**{"device": CPU, "dtype": torch.float32, **changes}) == on_cpu
+    assert way(**{"device": "cpu", "dtype": torch.float32, **changes}) == on_cpu
 
 
-# At first sight. The CPU stands in for a GPU.
+# The CPU stands in for a GPU.
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    """Sets the milliseconds that each way takes; `taken` has an entry for each look at the clock."""
-    monkeypatch.setattr(choice, "GPUS", frozenset({"cpu"}))
-
-    def set_times(matmul, torch):
-        times = itertools.accumulate(
-            itertools.cycle([0, 1e-3 * matmul, 0, 1e-3 * torch])
-        )  # a begin, an end, and so on
-        monkeypatch.setattr(
-            choice, "_now", lambda device: set_times.taken.append(device) or next(times)
-        )
-
-    set_times.taken = []
-    set_times(1.0, 2.0)
-    with torch.backends.cudnn.flags(benchmark=True):
-        yield set_times
+def _cpu_as_a_gpu(monkeypatch):
+    monkeypatch.setattr(choice, "ESTIMATED", frozenset({"cpu"}))
 
 
-MAPS, KERNEL = torch.ones(2, 3, 9, 9), torch.ones(3, 1, 9, 9)
+MAPS = torch.ones(64, 3, 9, 9)
+KERNEL = torch.ones(3, 1, 9, 9)
 
 
 def convolve(maps=MAPS, kernel=KERNEL):
     return conv2d(maps, kernel, None, (1, 1), (4, 4), (1, 1), 3)
 
 
-@pytest.mark.parametrize(
-    ("torchs", "taken"), [(2.0, "matmul"), (1.16, "matmul"), (1.14, "torch"), (0.5, "torch")]
-)
-def test_the_faster_way_is_taken_if_it_wins_by_15_percent_and_for_good(clock, torchs, taken):
-    clock(1.0, torchs)
-    convolve()
-    (made,) = choices()
-    assert (made.way, made.milliseconds) == (taken, pytest.approx({"matmul": 1.0, "torch": torchs}))
-    assert f"float32, batch from 2: {taken} (matmul 1 ms, torch {torchs:.3g} ms)" in str(made)
-    clock(torchs, 1.0)
-    convolve(torch.ones(3, 3, 9, 9))  # the same power of two
-    assert choices() == (made,)
-
-
-def test_each_case_is_timed_once(clock):
-    last = {"memory_format": torch.channels_last}
-    others = [
-        MAPS,
-        MAPS[:1],
-        torch.ones(4, 3, 9, 9),
-        torch.ones(2, 3, 9, 10),
-        MAPS.to(**last),
-        MAPS.double(),
-    ]
+@pytest.mark.usefixtures("_cpu_as_a_gpu")
+def test_each_choice_is_told_once_with_its_reason(caplog):
+    caplog.set_level(logging.DEBUG, "dcls_convert")
+    learnt = KERNEL.clone().requires_grad_()
     for _ in range(2):
-        for maps in others:
-            convolve(maps, KERNEL.to(maps.dtype))
-    assert len(choices()) == len(others)
-    assert len(clock.taken) == 2 * 2 * (choice.ROUNDS + 1) * len(others)
-
-
-def watched():
-    with Watch(refused=set()):
         convolve()
+        convolve(kernel=learnt)
+        convolve(MAPS[:1], learnt)
+    told = [str(made) for made in choices()]
+    assert told == [
+        "cpu, torch.float32, window 9x9 on 64 x 3 maps of 9x9, forward alone: torch "
+        "(fewer than 169 taps)",
+        "cpu, torch.float32, window 9x9 on 64 x 3 maps of 9x9, training: matmul "
+        "(estimate: enough patches for matrix products)",
+        "cpu, torch.float32, window 9x9 on 1 x 3 maps of 9x9, training: torch "
+        "(estimate: too few patches for matrix products)",
+    ]
+    assert [record.getMessage() for record in caplog.records] == told
 
 
-def compiled():
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("is_compiling", "is_dynamo_compiling"):
-            patch.setattr(torch.compiler, name, lambda: True)
-        convolve()
+@pytest.mark.usefixtures("_cpu_as_a_gpu")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiled_program_is_for_batches_on_both_sides_of_the_bound(dynamic):
+    """A batch of any size is no guard; products are then taken where gradients are wanted."""
+    graphs = []
 
+    def count(graph, _):
+        graphs.append(str(graph.graph))
+        return graph
 
-@pytest.mark.parametrize(
-    ("state", "run", "by_rule"),
-    [
-        ({"benchmark": False}, convolve, ["matmul"]),
-        ({"deterministic": True}, convolve, ["matmul"]),
-        ({}, watched, ["matmul"]),
-        ({}, compiled, []),
-    ],
-)
-def test_nothing_is_timed(clock, monkeypatch, state, run, by_rule):
-    monkeypatch.setattr(
-        torch, "are_deterministic_algorithms_enabled", lambda: "deterministic" in state
+    torch.compiler.reset()
+    learnt = KERNEL.clone().requires_grad_()
+    compiled = torch.compile(
+        lambda maps: convolve(maps, learnt), backend=count, dynamic=dynamic, fullgraph=True
     )
-    torch.backends.cudnn.benchmark = state.get("benchmark", True)
-    run()
-    assert not clock.taken
-    assert [made.way for made in choices()] == by_rule
+    for images in (16, 17, 64, 128):  # 16 is the first with products
+        maps = MAPS[:1].expand(images, -1, -1, -1).contiguous()
+        if dynamic:
+            torch._dynamo.mark_dynamic(maps, 0)
+        torch.testing.assert_close(compiled(maps), convolve(maps, learnt))
+    assert len(graphs) == (1 if dynamic else 4)
+    torch.compiler.reset()
 
 
-@pytest.mark.parametrize("capturing", [False, True])
-def test_nothing_is_timed_while_a_graph_is_captured(monkeypatch, capturing):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    monkeypatch.setattr(choice, "_time", lambda case, *tensors: {"matmul": 2.0, "torch": 1.0})
-    with torch.backends.cudnn.flags(benchmark=True):
-        assert way(tensors=(MAPS, KERNEL)) == ("matmul" if capturing else "torch")
-
-
+@pytest.mark.usefixtures("_cpu_as_a_gpu")
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_block_that_is_computed_again_goes_the_same_way(clock, monkeypatch, reentrant):
-    """Timing at first sight is inside the checkpointed block, whose saved tensors torch counts."""
-    gone, product = [], matmul.depthwise
+def test_a_block_that_is_computed_again_gives_the_gradients_of_torch(monkeypatch, reentrant):
+    gone = []
+    product = matmul.depthwise
     monkeypatch.setattr(matmul, "depthwise", lambda *given: gone.append(given) or product(*given))
-    clock(1.0, 2.0)
-    maps, kernel = (tensor.clone().requires_grad_() for tensor in (MAPS, KERNEL))
-    output = checkpoint(convolve, maps, kernel, use_reentrant=reentrant)
-    clock(2.0, 1.0)
-    output.sum().backward()
-    assert len(gone) == 2
+    maps = MAPS.clone().requires_grad_()
+    kernel = KERNEL.clone().requires_grad_()
+    checkpoint(convolve, maps, kernel, use_reentrant=reentrant).sum().backward()
+    # A reentrant checkpoint runs its block without gradients first.
+    assert len(gone) == (1 if reentrant else 2)
     expected = torch.autograd.grad(
         torch.nn.functional.conv2d(maps, kernel, padding=4, groups=3).sum(), (maps, kernel)
     )
     torch.testing.assert_close((maps.grad, kernel.grad), expected)
+
+
+@pytest.mark.parametrize("most_patches", [1, 5])
+def test_batches_in_parts_give_the_same_sums(monkeypatch, most_patches):
+    """As on MPS, whose products of many rows are wrong."""
+    maps = torch.randn(7, 3, 20, 9, dtype=torch.float64)
+    kernel = torch.randn(3, 1, 9, 9, dtype=torch.float64)
+    grad = torch.randn(7, 3, 20, 9, dtype=torch.float64)
+    whole = matmul.convolve(maps, kernel, (4, 4))
+    whole_gradient = matmul.kernel_gradient(maps, grad, (9, 9), (4, 4))
+    monkeypatch.setitem(matmul.MOST_PATCHES, "cpu", most_patches)
+    torch.testing.assert_close(matmul.convolve(maps, kernel, (4, 4)), whole)
+    torch.testing.assert_close(matmul.kernel_gradient(maps, grad, (9, 9), (4, 4)), whole_gradient)

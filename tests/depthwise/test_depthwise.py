@@ -1,4 +1,6 @@
-"""The depthwise convolution gives what torch's gives: values, memory format, gradients of any order, in every mode."""
+"""The depthwise convolution gives what torch's gives: values, memory format, gradients of any
+order, in every mode.
+"""
 
 import copy
 from contextlib import contextmanager
@@ -31,7 +33,10 @@ every_way = pytest.mark.parametrize("way", ["onednn", "matmul"])
 
 @contextmanager
 def going(way):
-    """Convolutions of any dtype go this way, on any processor; yields the paddings of all that went it."""
+    """Convolutions of any dtype go this way, on any processor.
+
+    Yields the paddings of all that went it.
+    """
     paddings, module = [], {"onednn": onednn, "matmul": matmul}[way]
     convolve = module.depthwise
     with pytest.MonkeyPatch.context() as patch:
@@ -124,7 +129,7 @@ def test_values_memory_format_and_gradients_are_those_of_torch(way, geometry):
 def test_gradients_and_gradients_of_gradients(way, geometry):
     inputs, arguments = tensors({**geometry, "channels": 2})
     with pytest.MonkeyPatch.context() as patch, going(way):
-        patch.setattr(onednn, "FEWEST_CELLS", 1)
+        patch.setattr(onednn, "FEWEST_GRADIENT_CELLS", 1)
         patch.setattr(matmul, "MOST_SIDE", 2)
         for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
             assert check(
@@ -272,7 +277,9 @@ def test_a_step_adds_in_one_order_and_keeps_map_and_window_alone():
 @pytest.mark.slow
 @pytest.mark.parametrize("most", [2**29, 2**26])
 def test_memory_is_that_on_paper(monkeypatch, most):
-    """Stage 1 of ConvNeXt-T at a batch of 8, float32: 16 patches of 14 x 14 outputs, which see 30 x 30 inputs."""
+    """Stage 1 of ConvNeXt-T at a batch of 8, float32: 16 patches of 14 x 14 outputs, which see 30 x
+    30 inputs.
+    """
     monkeypatch.setattr(matmul, "MOST_BYTES", most)
     patches, bank = 4 * 8 * 16 * 900, 4 * 196 * 900  # bytes of a channel
     channels = min(96, most // (patches + 4 * 8 * 16 * 196 + bank))

@@ -1,4 +1,6 @@
-"""What `dcls-convert fold` writes gives the outputs of the checkpoint it was made from, or is not written at all."""
+"""What `dcls-convert fold` writes gives the outputs of the checkpoint it was made from, or is not
+written at all.
+"""
 
 import importlib
 import json
@@ -14,17 +16,19 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-import dcls_convert.export
+import dcls_convert.export.fold
+import dcls_convert.export.onnx
 from dcls_convert import convert_, fold_to_dense_, load_converted, save_converted
 from dcls_convert.errors import DclsConvertError
-from dcls_convert.export.folding import BATCHES
-from dcls_convert.export.formats import FORMATS, fold_checkpoint
+from dcls_convert.export.fold import fold_checkpoint
+from dcls_convert.export.folded_model import BATCHES
+from dcls_convert.export.formats import EXPORT_FORMATS
 from dcls_convert.networks.outputs import relative_error
 
 from ..checkpoints.folders import IMAGE
 from ..command_line import run
 
-EXPORTS = ("onnx", "pt2")
+EXPORTS = [name for name, row in EXPORT_FORMATS.items() if row.is_file]
 FLOAT32_ERROR = 1e-5  # relative: other kernels, other orders of summation
 
 
@@ -33,19 +37,32 @@ def outputs_of(checkpoint, images):
         return load_converted(checkpoint, trust_code=True)(images)
 
 
+def run_by_onnxruntime(file, images):
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    outputs = session.run(None, {session.get_inputs()[0].name: images.numpy()})
+    return list(map(torch.from_numpy, outputs))
+
+
+def run_by_torch_export(file, images):
+    with torch.no_grad():
+        return torch.export.load(file).module()(images)
+
+
+# How users run what each format writes.
+RUN = {"timm": outputs_of, "onnx": run_by_onnxruntime, "pt2": run_by_torch_export}
+
+
 def error_of(checkpoint, written, batch=2):
     """Of the outputs of what was written, for images of a new batch."""
     images = torch.randn(batch, *IMAGE)
     outputs = outputs_of(checkpoint, images)
-    if written.format == "onnx":  # knows no structure
-        session = onnxruntime.InferenceSession(written.output, providers=["CPUExecutionProvider"])
-        given = session.run(None, {session.get_inputs()[0].name: images.numpy()})
+    if EXPORT_FORMATS[written.format].flat_outputs:
         outputs = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
-        return relative_error(outputs, list(map(torch.from_numpy, given)))
-    if written.format == "pt2":
-        with torch.no_grad():
-            return relative_error(outputs, torch.export.load(written.output).module()(images))
-    return relative_error(outputs, outputs_of(written.output, images))
+    return relative_error(outputs, RUN[written.format](written.output, images))
+
+
+def test_every_format_is_run_here():
+    assert RUN.keys() == EXPORT_FORMATS.keys()
 
 
 @pytest.mark.slow
@@ -103,7 +120,7 @@ def test_what_a_failed_export_wrote_is_gone(monkeypatch, checkpoints):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", EXPORT_FORMATS)
 def test_outputs_of_any_structure(checkpoints, format):
     written = fold_checkpoint(checkpoints / "Branching", format, trust_code=True)
     assert (written.kind, written.batch) == ("dcls" if format == "timm" else format, None)
@@ -152,7 +169,7 @@ def test_folding_that_changes_outputs_is_refused(tmp_path, monkeypatch, checkpoi
         model.stage[1].weight.data.mul_(2)
         return count
 
-    monkeypatch.setattr(dcls_convert.export.formats, "fold_to_dense_", fold_wrongly)
+    monkeypatch.setattr(dcls_convert.export.fold, "fold_to_dense_", fold_wrongly)
     with pytest.raises(DclsConvertError, match="folding: the outputs' relative error is"):
         fold_checkpoint(checkpoints / "Plain", "timm", tmp_path / "out", trust_code=True)
     assert list(tmp_path.iterdir()) == []
@@ -175,7 +192,7 @@ def test_folding_that_changes_outputs_is_refused(tmp_path, monkeypatch, checkpoi
 )
 def test_refusals_come_before_any_work(tmp_path, checkpoints, monkeypatch, arguments, says):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    monkeypatch.setattr(dcls_convert.export.formats, "load_converted", None)
+    monkeypatch.setattr(dcls_convert.export.fold, "load_checkpoint", None)
     (tmp_path / "in").symlink_to(checkpoints / "Plain")
     (tmp_path / "notes.txt").write_text("mine")
     out, err = run("fold", *arguments.split(), code=2)

@@ -11,7 +11,7 @@ import torch
 
 import dcls_convert
 from dcls_convert.checkpoints.folder import CONFIG
-from dcls_convert.export.formats import fold_checkpoint
+from dcls_convert.export.fold import fold_checkpoint
 from dcls_convert.export.pt2 import METADATA
 
 from ..checkpoints.folders import IMAGE, edit_json, seal

@@ -5,9 +5,9 @@ from pathlib import Path
 import onnx
 import pytest
 
-import dcls_convert.export
+import dcls_convert.export.onnx
 from dcls_convert.errors import DclsConvertError
-from dcls_convert.export.formats import fold_checkpoint
+from dcls_convert.export.fold import fold_checkpoint
 from dcls_convert.export.onnx import FIRST_OF_DYNAMO
 from dcls_convert.options import DEFAULT_OPSET, OPSETS
 

@@ -1,4 +1,6 @@
-"""Folding for stock timm: a folder that timm loads without this package, or a folded checkpoint where it cannot."""
+"""Folding for stock timm: a folder that timm loads without this package, or a folded checkpoint
+where it cannot.
+"""
 
 import json
 import subprocess
@@ -11,11 +13,11 @@ import timm
 import torch
 from timm.models import save_for_hf
 
-import dcls_convert.export
+import dcls_convert.export.stock_timm
 from dcls_convert import load_converted, predict_report
 from dcls_convert.checkpoints.folder import CARD, CONFIG, FILES, REPORT, WEIGHTS
 from dcls_convert.errors import DclsConvertError
-from dcls_convert.export.formats import fold_checkpoint
+from dcls_convert.export.fold import fold_checkpoint
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.networks.outputs import relative_error
 from dcls_convert.planning.rules import parse_rules

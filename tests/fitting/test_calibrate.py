@@ -1,4 +1,6 @@
-"""A network keeps its outputs for images: each channel's statistics, awkward cases by name, nothing else changed."""
+"""A network keeps its outputs for images: each channel's statistics, awkward cases by name, nothing
+else changed.
+"""
 
 import contextlib
 import copy
@@ -235,7 +237,7 @@ def test_what_cannot_be_calibrated_is_refused_by_name_and_the_model_left_as_it_w
 
 @pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize("fails_at", [None, 0, 3, 5])
-def test_every_module_keeps_its_own_mode_without_hooks_and_a_model_that_fails_in_the_middle_is_unchanged(
+def test_every_module_keeps_its_own_mode_without_hooks_and_a_model_that_fails_is_unchanged(
     fails_at,
 ):
     model, calls = network(bias=True), []

@@ -1,4 +1,6 @@
-"""Counts with the least summed error: the exact one, within the limit, and no worse than any that was considered."""
+"""Counts with the least summed error: the exact one, within the limit, and no worse than any that
+was considered.
+"""
 
 import itertools
 from collections import OrderedDict

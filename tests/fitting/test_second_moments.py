@@ -1,4 +1,6 @@
-"""What a layer's inputs and outputs have in common over many places, and the weights that follow from it."""
+"""What a layer's inputs and outputs have in common over many places, and the weights that follow
+from it.
+"""
 
 import math
 

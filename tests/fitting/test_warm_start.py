@@ -1,4 +1,6 @@
-"""Elements fitted to trained kernels: how close they come, what is guaranteed, and where it does not matter how."""
+"""Elements fitted to trained kernels: how close they come, what is guaranteed, and where it does
+not matter how.
+"""
 
 import itertools
 import math
@@ -84,7 +86,9 @@ MATRIX = [(name, "bilinear") for name in CASES] + [
 def test_the_fit_is_least_squares_and_closer_than_the_largest_cells_in_every_layer(
     name, interpolation
 ):
-    """For its positions, which lie where the old kernel was: a weight's gradient is nearly nothing, the ridge's."""
+    """For its positions, which lie where the old kernel was: a weight's gradient is nearly nothing,
+    the ridge's.
+    """
     case = CASES[name]
     box, kernels = box_for(case, interpolation), kernels_of(case)
     weights, positions = fit_elements(kernels, box, kernel_count=case["count"])
@@ -160,7 +164,10 @@ CELLS = st.lists(st.sampled_from([0.0, 1.0, -1.0, 1e-20, 1e10, 0.5]), min_size=9
 def test_odd_kernels_and_images_give_finite_elements_no_worse_than_the_largest(
     cells, count, interpolation, seen
 ):
-    """Kernels of zeros, equal cells, cells that drown others; channels in which nothing is ever seen."""
+    """Kernels of zeros, equal cells, cells that drown others.
+
+    Channels in which nothing is ever seen.
+    """
     kernels = [torch.tensor(layer).reshape(1, 1, 3, 3) for layer in cells]
     box = Box((3, 3), (1, 1), (7, 7), interpolation)
     sides = math.prod(box.sides)
@@ -233,7 +240,10 @@ def depthwise_net():
     [*((i, "cpu") for i in ("fit", "largest", "exact", "random")), ("fit", "meta")],
 )
 def test_the_report_states_each_layers_relative_kernel_error(init, device):
-    """None where elements are random or have no values. Positions of a fit get a gradient at once."""
+    """None where elements are random or have no values.
+
+    Positions of a fit get a gradient at once.
+    """
     model = depthwise_net().to(device)
     old = {
         name: module.weight.detach()

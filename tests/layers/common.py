@@ -1,4 +1,6 @@
-"""What the tests of this room share: numbers, comparisons in float64, and what memory operations take."""
+"""What the tests of this room share: numbers, comparisons in float64, and what memory operations
+take.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Bilinear construction block by block gives what plain operations give, however it is differentiated."""
+"""Bilinear construction block by block gives what plain operations give, however it is
+differentiated.
+"""
 
 import contextlib
 import itertools
@@ -40,7 +42,9 @@ def constructed(form):
 
 
 def inputs(size, channels=(2, 3), count=4, seed=0):
-    """weight (*C, E), positions (A, *C, E): on and between cells, inside the window, at its border, and beyond."""
+    """weight (*C, E), positions (A, *C, E): on and between cells, inside the window, at its border,
+    and beyond.
+    """
     weight, generator = randn(*channels, count, seed=seed), torch.Generator().manual_seed(seed + 1)
     anywhere = torch.rand(len(size), *weight.shape, generator=generator, dtype=torch.float64) - 0.5
     anywhere *= 1.4 * torch.tensor(size).view(-1, *[1] * weight.dim())

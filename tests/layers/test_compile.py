@@ -1,4 +1,6 @@
-"""torch.compile on a CPU: one graph for each layer and network, as without DCLS layers, and the eager results."""
+"""torch.compile on a CPU: one graph for each layer and network, as without DCLS layers, and the
+eager results.
+"""
 
 import copy
 

@@ -38,7 +38,9 @@ def built(conv_class, shape, seed=0):
 
 
 def there_and_back(conv, sizes):
-    """The layer with all cells of `conv` as elements, and it folded, after comparing both with `conv`."""
+    """The layer with all cells of `conv` as elements, and it folded, after comparing both with
+    `conv`.
+    """
     window = [
         (size - 1) * spacing + 5
         for size, spacing in zip(conv.kernel_size, conv.dilation, strict=True)
@@ -79,7 +81,9 @@ def test_a_dense_grid_of_elements_is_the_old_layer_with_its_gradients_there_and_
 
 @pytest.mark.parametrize("count", [1, 4, 9, 16])
 def test_the_scale_follows_the_number_of_elements(count):
-    """Scaled weight standardisation keeps the energy of a filter: gain^2 times gamma^2, whatever its fan-in."""
+    """Scaled weight standardisation keeps the energy of a filter: gain^2 times gamma^2, whatever
+    its fan-in.
+    """
     conv = built(ScaledStdConv2d, {"kernel_size": 3})
     layer = DclsConv2d.from_conv(conv, kernel_count=count, dilated_kernel_size=7)
     nn.init.normal_(layer.weight)
@@ -176,7 +180,9 @@ def test_a_class_is_not_known_before_it_is_registered_nor_is_one_that_overrides_
 
 
 class StaticSame(nn.Conv2d):
-    """SAME padding for images of one size: more cells after an axis than before it where their number is odd."""
+    """SAME padding for images of one size: more cells after an axis than before it where their
+    number is odd.
+    """
 
     def __init__(self, *args, image_size, padding_class=nn.ZeroPad2d, **kwargs):
         super().__init__(*args, **kwargs)

@@ -1,4 +1,6 @@
-"""Laws of the DCLS layers: nothing of a convolution is lost on the way there and back, and positions stay inside."""
+"""Laws of the DCLS layers: nothing of a convolution is lost on the way there and back, and
+positions stay inside.
+"""
 
 import copy
 import inspect
@@ -75,8 +77,15 @@ def test_parameters_have_the_shapes_and_starting_values_of_the_paper(interpolati
     assert abs(layer.positions.std().item() - 0.5) < 0.01
     bound = 1 / math.sqrt(32 * 8 * 9)
     assert bound * 0.99 < layer.weight.abs().max() <= bound
-    start = {"bilinear": None, "triangle": 1.0, "gaussian": 0.5}[interpolation]  # DCLS 0.1.1
+    start = INTERPOLATIONS[interpolation].initial_sigma
     assert layer.sigma is None if start is None else (layer.sigma == start).all()
+
+
+@pytest.mark.parametrize(
+    ("interpolation", "start"), [("bilinear", None), ("triangle", 1.0), ("gaussian", 0.5)]
+)
+def test_sigmas_start_as_in_dcls_0_1_1(interpolation, start):
+    assert INTERPOLATIONS[interpolation].initial_sigma == start
 
 
 @pytest.mark.parametrize(
@@ -150,7 +159,8 @@ def conv_geometries(draw):
         extent(k, d) + 2 * g for k, d, g in zip(kernel_size, dilation, grown, strict=True)
     )
     channels = (groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2)))
-    # Large enough for all paddings: reflect needs more cells than it adds, which is at most half the window and 2.
+    # Large enough for all paddings: reflect needs more cells than it adds, which is at most half
+    # the window and 2.
     spatial = [
         extent(size, spacing) + 3 + axis
         for axis, (size, spacing) in enumerate(zip(window, dilation, strict=True))
@@ -172,7 +182,8 @@ def test_as_many_elements_as_cells_give_the_same_layer(geometry, more):
     close(layer(geometry.input), conv(geometry.input))
     assert not layer.weight[..., cells:].any()
     assert not layer.positions[..., cells:].any()
-    # The old kernel's cells stand in the middle of the window, to the last bit, and nothing beside them.
+    # The old kernel's cells stand in the middle of the window, to the last bit, and nothing beside
+    # them.
     kernel = torch.zeros_like(layer.kernel())
     spacing = geometry.options["dilation"]
     middle = [
@@ -351,7 +362,9 @@ def test_the_cells_of_largest_energy_are_kept_at_places_that_all_layers_share(
 
 
 def strayed(**options):
-    """A layer after far too large a step: coordinates on both sides of the window, sigmas below their least value."""
+    """A layer after far too large a step: coordinates on both sides of the window, sigmas below
+    their least value.
+    """
     layer = seeded(
         DclsConv2d(
             2, 4, kernel_count=6, dilated_kernel_size=(5, 8), interpolation="gaussian", **options

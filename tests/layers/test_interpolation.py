@@ -1,4 +1,5 @@
-"""Laws of kernel construction, against plain loops over the paper's algorithms; the authors' layers are in `surgery`.
+"""Laws of kernel construction, against plain loops over the paper's algorithms; the authors' layers
+are in `surgery`.
 
 Windows are never square, so that swapped axes are seen.
 """
@@ -65,7 +66,10 @@ class Elements:
 
 
 def borders(size, dense_axes=()):
-    """The first and last cells of the window along each learnt axis, from its centre; written without the package."""
+    """The first and last cells of the window along each learnt axis, from its centre.
+
+    Written without the package.
+    """
     lengths = [length for axis, length in enumerate(size) if axis not in dense_axes]
     return [-(length // 2) for length in lengths], [length - 1 - length // 2 for length in lengths]
 
@@ -106,13 +110,17 @@ def random_like(tensor):
 
 
 def algorithm_1(weights, positions, size):
-    """weights (E), positions (A, E) -> kernel (*size). Autograd's derivative of the fractions makes it Algorithm 2."""
+    """weights (E), positions (A, E) -> kernel (*size).
+
+    Autograd's derivative of the fractions makes it Algorithm 2.
+    """
     kernel = torch.zeros(size, dtype=torch.float64)
     for weight, *position in zip(weights, *positions, strict=True):
         cells = [
             coordinate + length // 2 for coordinate, length in zip(position, size, strict=True)
         ]
-        # At the upper border there is no cell above: the cell below is taken as the last but one, its fraction as 1.
+        # At the upper border there is no cell above: the cell below is taken as the last but one,
+        # its fraction as 1.
         floors = [
             min(int(cell.detach().floor()), length - 2)
             for cell, length in zip(cells, size, strict=True)
@@ -125,7 +133,9 @@ def algorithm_1(weights, positions, size):
 
 
 def placed(where, size, *, count=6, channels=(2, 3)):
-    """Elements between cells, on whole cells below the upper border, at a border, or a mixture, axis by axis."""
+    """Elements between cells, on whole cells below the upper border, at a border, or a mixture,
+    axis by axis.
+    """
     inside = elements(size, count=count, channels=channels)
     low, high = (per_axis(border, inside.positions) for border in borders(size))
     places = {
@@ -282,7 +292,9 @@ def test_sigma_below_its_least_value_counts_as_that_value_and_can_grow_back(inte
 
 @st.composite
 def elements_anywhere(draw):
-    """Windows of every size, elements anywhere in or around them, on and between cells, of every width."""
+    """Windows of every size, elements anywhere in or around them, on and between cells, of every
+    width.
+    """
     size = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
     dense_axes = draw(
         st.sampled_from([(), *[(axis,) for axis in range(len(size)) if len(size) > 1]])

@@ -1,4 +1,6 @@
-"""What is done to whole networks works with DCLS layers in them: memory formats, torch.fx, compilers, DataParallel."""
+"""What is done to whole networks works with DCLS layers in them: memory formats, torch.fx,
+compilers, DataParallel.
+"""
 
 import copy
 import functools
@@ -107,7 +109,10 @@ def test_compiled_layers_keep_their_positions_inside_as_others_do(backend, sizes
 
 
 def test_a_replica_of_a_tied_layer_computes_on_its_own_device():
-    """As nn.DataParallel makes replicas for each device; the second device is meta here, which needs no hardware."""
+    """As nn.DataParallel makes replicas for each device.
+
+    The second device is meta here, which needs no hardware.
+    """
     model = stage((5, 7), 5, 5)
     replicas = {module: module._replicate_for_data_parallel() for module in model.modules()}
     for module, replica in replicas.items():

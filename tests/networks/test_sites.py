@@ -213,7 +213,9 @@ def test_a_convolution_that_shares_its_weight_is_skipped(build):
 
 
 class Mixed(nn.Module):
-    """Shared and frozen parts, parts in eval mode, hooks, buffers of double precision, a gradient, a tied head."""
+    """Shared and frozen parts, parts in eval mode, hooks, buffers of double precision, a gradient,
+    a tied head.
+    """
 
     def __init__(self, fails=False):
         super().__init__()

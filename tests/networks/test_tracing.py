@@ -9,7 +9,7 @@ from dcls_convert.errors import PlanError
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.networks.sites import find_convs
 from dcls_convert.networks.tracing import check_same_shapes
-from dcls_convert.pipeline import convert_
+from dcls_convert.pipeline.in_memory import convert_
 from dcls_convert.planning.planner import plan_conversion
 from dcls_convert.planning.rules import parse_rules
 
@@ -18,7 +18,9 @@ EVERYTHING = parse_rules("format: 1\nrules: [{match: {kernel_size: {min: 2}}}]")
 
 
 class PadsOutside(nn.Module):
-    """SAME padding by the model, from what the convolution says of itself, as in the MobileNets of transformers."""
+    """SAME padding by the model, from what the convolution says of itself, as in the MobileNets of
+    transformers.
+    """
 
     def __init__(self, *, shared=False, reads_size=True):
         super().__init__()
@@ -51,7 +53,9 @@ class AddsSkip(PadsOutside):
 
 
 class ReadsAttribute(AddsSkip):
-    """The model takes numbers from a tensor that is no buffer, as YOLO takes the strides of its maps."""
+    """The model takes numbers from a tensor that is no buffer, as YOLO takes the strides of its
+    maps.
+    """
 
     def __init__(self, skip=False):
         super().__init__(reads_size=False)

@@ -12,18 +12,26 @@ from safetensors.torch import save_file
 from dcls_convert import load_converted, save_converted
 from dcls_convert.errors import CheckpointError
 from dcls_convert.layers.dcls_conv import DclsConv2d
-from dcls_convert.networks.source import ModelSource
 from dcls_convert.networks.weights import load_weights_, read_weights
 from dcls_convert.options import PlanOptions
-from dcls_convert.pipeline import Job
+from dcls_convert.pipeline.conversion import convert_network
+from dcls_convert.pipeline.loaded import LoadedNetwork
+from dcls_convert.pipeline.request import ConversionRequest
+from dcls_convert.pipeline.resolved import resolve
+from dcls_convert.progress import silent
 
 from ..conftest import TINY
 
 
-def job_of(name, **options):
+def loaded(name, *, note=silent, **options):
     """Without a fit, which takes seconds."""
-    source = ModelSource(name=name, args=options.pop("args", {}))
-    return Job(source=source, init="largest", input_size=(3, 32, 32), **options)
+    request = ConversionRequest(model=name, init="largest", input_size=(3, 32, 32), **options)
+    return LoadedNetwork(request, note=note)
+
+
+def converted(name, **options):
+    network = loaded(name, **options)
+    return convert_network(network, resolve(network))
 
 
 @pytest.fixture
@@ -61,10 +69,9 @@ def test_all_but_the_kernels_is_kept_and_these_keep_their_largest_cells_over_the
     tmp_path, trained
 ):
     save_file(trained.state_dict(), tmp_path / "w.safetensors")
-    job = job_of(
+    done = converted(
         f"timm:{TINY}", weights=tmp_path / "w.safetensors", options=PlanOptions(dilated_size=11)
     )
-    done = job.convert()
     replaced = {
         name + ".weight" for name, m in done.model.named_modules() if isinstance(m, DclsConv2d)
     }
@@ -88,9 +95,9 @@ def test_all_but_the_kernels_is_kept_and_these_keep_their_largest_cells_over_the
 
 def test_another_head_starts_afresh_and_says_so(trained):
     notes = []
-    options = {"args": {"num_classes": 5}, "weights": trained.state_dict(), "note": notes.append}
-    job_of(f"timm:{TINY}", offline=True, **options).plan()
-    network = job_of(f"timm:{TINY}", **options).network
+    options = {"num_classes": 5, "weights": trained.state_dict(), "note": notes.append}
+    resolve(loaded(f"timm:{TINY}", offline=True, **options))
+    network = loaded(f"timm:{TINY}", **options).network
     assert (
         "head.fc.weight has another shape in the checkpoint and starts from random values" in notes
     )
@@ -134,12 +141,12 @@ def test_pretrained_comes_through_timm_or_a_folder_without_which_the_conversion_
             asked.append(f"{repo_id}/{filename}") or str(folder / filename)
         ),
     )
-    network = job_of(f"timm:{TINY}", pretrained=True).network
+    network = loaded(f"timm:{TINY}", pretrained=True).network
     assert asked == [
         f"timm/{trained.pretrained_cfg['hf_hub_id'].removeprefix('timm/')}/model.safetensors"
     ]
     assert torch.equal(network.stem[0].weight, trained.stem[0].weight)
-    done = job_of(f"local-dir:{folder}", pretrained=True).convert()
+    done = converted(f"local-dir:{folder}", pretrained=True)
     save_converted(done.model, done.report.plan, tmp_path / "out")
     shutil.rmtree(folder)
     assert done.report.plan.model == f"timm:{TINY}"
@@ -152,10 +159,9 @@ def test_torchvision_weights_come_through_its_own_loader(monkeypatch):
     monkeypatch.setattr(
         "torchvision.models._api.load_state_dict_from_url", lambda *_args, **_options: state
     )
-    network = job_of("torchvision:shufflenet_v2_x0_5", pretrained=True).network
+    network = loaded("torchvision:shufflenet_v2_x0_5", pretrained=True).network
     assert torch.equal(network.conv1[0].weight, state["conv1.0.weight"])
-    source = ModelSource(name="torchvision:shufflenet_v2_x0_5", args={"num_classes": 3})
-    tuned = Job(source=source, pretrained=True).network
+    tuned = loaded("torchvision:shufflenet_v2_x0_5", num_classes=3, pretrained=True).network
     assert tuned.fc.weight.shape == (3, 1024)
     assert all(
         torch.equal(tensor, state[name])

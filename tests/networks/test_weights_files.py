@@ -1,4 +1,7 @@
-"""Weights files, damaged or made to harm: read as they are, or refused in one line; no code of theirs runs."""
+"""Weights files, damaged or made to harm: read as they are, or refused in one line.
+
+No code of theirs runs.
+"""
 
 import contextlib
 import io
@@ -103,7 +106,10 @@ def with_header(length, header=b"{}"):
     return lambda _, path: path.write_bytes(struct.pack("<Q", length) + header)
 
 
-NO_TORCH = r"is damaged.*, or is no file of torch.save; it is read with weights_only=True, so save its state dict alone"
+NO_TORCH = (
+    r"is damaged.*, or is no file of torch.save; "
+    r"it is read with weights_only=True, so save its state dict alone"
+)
 NO_SAFETENSORS = "not a readable safetensors file"
 DAMAGES = {
     "missing.pth": (lambda *_: None, "there is no such file"),

@@ -63,7 +63,9 @@ def convs_of(name, input_size=(3, 224, 224), build=timm.create_model):
 
 
 def state_of(model):
-    """All that could change in a model: its objects, where they are, what hangs on them, and values."""
+    """All that could change in a model: its objects, where they are, what hangs on them, and
+    values.
+    """
     state = {}
     for name, module in model.named_modules(remove_duplicate=False):
         state[name] = (id(module), module.training, set(vars(module)))

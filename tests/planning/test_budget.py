@@ -1,4 +1,7 @@
-"""The count rule as a law: the solved count keeps to the budget, one more does not. And the paper's numbers."""
+"""The count rule as a law: the solved count keeps to the budget, one more does not.
+
+And the paper's numbers.
+"""
 
 import math
 import re
@@ -47,13 +50,18 @@ BASE = plan_of(Net()).layers[0]
 
 
 def draft(name="a", **changes):
-    """A layer that is to get a count: 4 lines of 9 weights, 49 cells, 2 coordinates for each element."""
+    """A layer that is to get a count: 4 lines of 9 weights, 49 cells, 2 coordinates for each
+    element.
+    """
     return replace(BASE, names=(name,), tie_group=None, kernel_count=0, **changes)
 
 
 @st.composite
 def drafts(draw):
-    """Layers of up to three stages, in tie groups and alone; a group has one shape, and one stated count or none."""
+    """Layers of up to three stages, in tie groups and alone.
+
+    A group has one shape, and one stated count or none.
+    """
     layers = []
     for index in range(draw(st.integers(1, 5))):
         size, dims, cells = (

@@ -1,4 +1,6 @@
-"""Parameters and MACs of the paper's tables (arXiv:2112.03740), to the digits printed there, without any weights."""
+"""Parameters and MACs of the paper's tables (arXiv:2112.03740), to the digits printed there,
+without any weights.
+"""
 
 from dataclasses import replace
 
@@ -56,8 +58,8 @@ def test_tables_1_2_and_5(name, size, options, count, before, after):
     assert printed((report.params.after, report.macs.after)) == after
 
 
-# The tables give the MACs of backbone and head together; the heads are the same before and after, so the differences
-# are those of the backbones.
+# The tables give the MACs of backbone and head together; the heads are the same before and after,
+# so the differences are those of the backbones.
 @pytest.mark.parametrize(
     ("name", "image", "difference"),
     [

@@ -1,4 +1,6 @@
-"""Rule files: which convolution a rule claims, what it then says, and that none can be wrong in silence."""
+"""Rule files: which convolution a rule claims, what it then says, and that none can be wrong in
+silence.
+"""
 
 import re
 from dataclasses import replace
@@ -7,6 +9,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import Field
 from torch import nn
 
 from dcls_convert.errors import DclsConvertError, NothingMatchesError, RuleError
@@ -14,8 +17,12 @@ from dcls_convert.networks.sites import ConvSite, find_convs
 from dcls_convert.planning.plan import ConversionPlan
 from dcls_convert.planning.planner import plan_conversion
 from dcls_convert.planning.rules import (
+    _NESTED,
     Match,
+    Range,
     Rule,
+    RuleSet,
+    Size,
     builtin_rules,
     choose_rules,
     claim_sites,
@@ -55,7 +62,9 @@ def rules_of(*rules, **top):
 
 @pytest.fixture(scope="module")
 def net():
-    """A stem, a stage with depthwise convolutions of two sizes and a dense one, and a stage with one of each."""
+    """A stem, a stage with depthwise convolutions of two sizes and a dense one, and a stage with
+    one of each.
+    """
     model = nn.Sequential()
     model.stem = nn.Conv2d(3, 4, 3, padding=1)
     model.layer1 = nn.Sequential(depthwise(3), depthwise(5), nn.Conv2d(4, 4, 3, padding=1))
@@ -99,6 +108,43 @@ def test_no_pattern_is_the_stage_of_what_is_outside_of_stages():
     assert claim_sites(rules_of({}), [outside])[0] == {SITE.name: 0}
 
 
+class _WiderMatch(Match):
+    """With a predicate more, as CONTRIBUTING.md says that one is added."""
+
+    output_size: Size | Range | None = Field(None, description="a size, or {min: N, max: N}")
+
+
+class _WiderRule(Rule):
+    match: _WiderMatch = Field(_WiderMatch(), description="a mapping of predicates")
+
+
+class _WiderRuleSet(RuleSet):
+    rules: list[_WiderRule] = Field(min_length=1, description="a list of rules")
+
+
+def test_a_new_predicate_is_one_typed_field(monkeypatch):
+    nested = {**_NESTED, "rules": _WiderRule, "match": _WiderMatch}
+    monkeypatch.setattr("dcls_convert.planning.rules.RuleSet", _WiderRuleSet)
+    monkeypatch.setattr("dcls_convert.planning.rules._NESTED", nested)
+    small = {"name": "small", "match": {"output_size": {"max": 7}}}
+    # It matches, and its reasons are those of all predicates.
+    assert claim_sites(rules_of(small), [SITE]) == ({SITE.name: 0}, {})
+    large = replace(SITE, output_size=(4, 8))
+    assert claim_sites(rules_of(small), [large])[1] == {
+        SITE.name: "not matched (rule 'small': output_size is 4x8, not to 7)"
+    }
+    # A convolution that is never called has no output size, which matches no predicate.
+    never_called = replace(SITE, output_size=None)
+    assert claim_sites(rules_of(small), [never_called])[1] == {
+        SITE.name: "not matched (rule 'small': output_size is not known)"
+    }
+    assert claim_sites(rules_of({}), [never_called])[0] == {SITE.name: 0}
+    # The file format, its messages and its schema know the predicate.
+    with pytest.raises(RuleError, match=r"output_size: found 'wide'; allowed is a size, or"):
+        rules_of({"match": {"output_size": "wide"}})
+    assert "output_size" in rules_schema()["$defs"]["_WiderMatch"]["properties"]
+
+
 def test_the_first_rule_that_matches_claims(net):
     rules = rules_of(
         {"name": "small", "match": {"kind": "depthwise", "kernel_size": 3, "stage": "layer1"}},
@@ -135,8 +181,9 @@ def test_the_first_rule_that_matches_claims(net):
         ),
         (
             [{"match": {"kind": "grouped"}}],
-            "nothing in the model matches rules 'rules'; it has 2 depthwise 3x3, 1 dense 3x3 in the stem, "
-            "1 depthwise 5x5, 1 dense 3x3; rules 'depthwise' would match 3; rules 'conv3x3' would match 1",
+            "nothing in the model matches rules 'rules'; it has 2 depthwise 3x3, "
+            "1 dense 3x3 in the stem, 1 depthwise 5x5, 1 dense 3x3; "
+            "rules 'depthwise' would match 3; rules 'conv3x3' would match 1",
         ),
     ],
 )
@@ -284,12 +331,15 @@ def rule(text):
 
 MISTAKES = {
     # a misspelt or unknown key, at every level
-    "formt: 1\nrules: [{}]": "unknown key 'formt' (did you mean 'format'?)",  # rather than: format is missing
+    # Not: format is missing.
+    "formt: 1\nrules: [{}]": "unknown key 'formt' (did you mean 'format'?)",
     rule("dilated_sise: 9"): "rules[0]: unknown key 'dilated_sise' (did you mean 'dilated_size'?)",
     rule(
         "match: {kernel_size: {mim: 3}}"
     ): "rules[0].match.kernel_size: unknown key 'mim' (did you mean 'min'?)",
-    "format: 1\ndefaults: {kernel_count: 3}\nrules: [{}]": "defaults: unknown key 'kernel_count'; known: dilated_",
+    "format: 1\ndefaults: {kernel_count: 3}\nrules: [{}]": (
+        "defaults: unknown key 'kernel_count'; known: dilated_"
+    ),
     # missing
     "rules: [{}]": "top level: format is missing",
     # values
@@ -314,7 +364,8 @@ MISTAKES = {
     rule(r'kernel_count: "\e]0;title\a"'): "rules[0].kernel_count: found '",
     rule(r'"\e[2J": 1'): "rules[0]: unknown key '",
 }
-MISTAKES_BEYOND_A_SCHEMA = {  # relations between values, keys that JSON does not have, patterns, YAML
+# Relations between values, keys that JSON does not have, patterns, YAML.
+MISTAKES_BEYOND_A_SCHEMA = {
     rule(
         "skip: "
     ): "rules[0].skip: found None; allowed is a text",  # it would be converted in silence
@@ -355,7 +406,8 @@ def test_a_mistake_is_one_line_with_the_place(text):
 
 
 def test_rules_that_are_not_there_are_refused_with_those_that_are():
-    message = "are neither a file nor one of conv3x3, dense3x3, dense3x3x3, depthwise, auto (did you mean 'depthwise'?)"
+    known = "conv3x3, dense3x3, dense3x3x3, depthwise, auto"
+    message = f"are neither a file nor one of {known} (did you mean 'depthwise'?)"
     with pytest.raises(RuleError, match=f"^rules 'depthwize' {re.escape(message)}$"):
         load_rules("depthwize")
 

@@ -18,7 +18,8 @@ from dcls_convert.views.report import report_markdown, report_view, stage_rows
 
 from ..planning.nets import IMAGE, Net, Shared, depthwise, on_meta, plan_of
 
-# The whole JSON of convnext_tiny at window 17, with one layer of each stage and two skipped convolutions.
+# The whole JSON of convnext_tiny at window 17, with one layer of each stage and two skipped
+# convolutions.
 DOCUMENTED = Path(__file__).with_name("convnext_tiny.json")
 
 

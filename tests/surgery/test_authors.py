@@ -1,5 +1,5 @@
-"""What the authors' package trained lands in our layers without loss: their layers against ours, networks with them,
-and files that do not fit.
+"""What the authors' package trained lands in our layers without loss: their layers against ours,
+networks with them, and files that do not fit.
 
 Axes: O output channels, I input channels per group, E kernel elements, A spatial axes.
 """
@@ -7,6 +7,7 @@ Axes: O output channels, I input channels per group, E kernel elements, A spatia
 import copy
 import functools
 import re
+from dataclasses import replace
 
 import DCLS.construct.modules as authors
 import pytest
@@ -19,6 +20,7 @@ import dcls_convert
 from dcls_convert.errors import CheckpointError
 from dcls_convert.layers.conv_classes import CONV_CLASSES
 from dcls_convert.layers.dcls_conv import DclsConvNd
+from dcls_convert.layers.interpolation import INTERPOLATIONS
 from dcls_convert.networks.weights import with_names_of
 from dcls_convert.planning.rules import parse_rules
 from dcls_convert.surgery.authors import sort_weights
@@ -31,11 +33,13 @@ FLOAT64_ATOL = 1e-10  # their normaliser, were it left out, would make 1e-7
 FLOAT32_TOLERANCE = 1e-5
 COUNT = 5
 SMALL = ("--input-size", "3x32x32")  # for speed
-INTERPOLATIONS = {"v0": "bilinear", "v1": "bilinear", "max": "triangle", "gauss": "gaussian"}
+INTERPOLATION_OF = {"v0": "bilinear", "v1": "bilinear", "max": "triangle", "gauss": "gaussian"}
 
 
 def random_places_(layer, generator):
-    """Places all over the window of one of their layers, its borders included, and spreads of both signs."""
+    """Places all over the window of one of their layers, its borders included, and spreads of both
+    signs.
+    """
     with torch.no_grad():
         for places, side in zip(layer.P, layer.dilated_kernel_size, strict=True):
             places.uniform_(-(side // 2), (side - 1) // 2, generator=generator)
@@ -49,7 +53,9 @@ def random_places_(layer, generator):
 
 @functools.cache
 def authors_convnext(version="v0"):
-    """A ConvNeXt with weights that are no initialisation, and the same places in every layer of a stage, as they do."""
+    """A ConvNeXt with weights that are no initialisation, and the same places in every layer of a
+    stage, as they do.
+    """
     model, generator = convnext(), torch.Generator().manual_seed(1)
     options = {"kernel_count": COUNT, "dilated_kernel_size": 17, "padding": 8, "version": version}
     shared = {}
@@ -101,7 +107,10 @@ def outputs(model):
 
 
 def close(ours, expected):
-    """Within the tolerance of the largest output; and the outputs are more than the bias of the last layer."""
+    """Within the tolerance of the largest output.
+
+    And the outputs are more than the bias of the last layer.
+    """
     assert expected.std(0).max() > expected.abs().max() / 100
     torch.testing.assert_close(
         ours, expected, rtol=0, atol=FLOAT32_TOLERANCE * expected.abs().max().item()
@@ -122,7 +131,7 @@ LAYERS = [
         (dims, version, (side,) * dims)
         for dims in (1, 2, 3)
         for side in (7, 6)
-        for version in INTERPOLATIONS
+        for version in INTERPOLATION_OF
     ),
     (2, "v0", (5, 8)),
     (3, "v0", (3, 6, 7)),
@@ -164,7 +173,7 @@ def test_layers_are_those_of_the_authors(dims, version, size, groups):
         {f"0.{name}": tensor for name, tensor in theirs.state_dict().items()},
         dilated_size=size,
         rules=parse_rules("format: 1\nrules:\n- match: {kernel_size: {min: 2}}\n"),
-        interpolation=INTERPOLATIONS[version],
+        interpolation=INTERPOLATION_OF[version],
         version="v1" if version == "v1" else None,
     )
     x = torch.randn(
@@ -369,7 +378,8 @@ REFUSED = {  # what becomes of the state dict, further options, and what the lin
     "outside of the window": (
         moved(9.25),
         {},
-        f"{FIRST} has elements 9.25 cells | axis 1 | window 17x17 | at least 21x21 (--dilated-size 21)",
+        f"{FIRST} has elements 9.25 cells | axis 1 | window 17x17 | "
+        "at least 21x21 (--dilated-size 21)",
     ),
     "a rectangular window": (
         moved(7.5),
@@ -421,6 +431,24 @@ def test_what_does_not_fit_is_one_line_and_leaves_the_model_alone(version, kind)
     assert "\n" not in line
     assert all(part in line for part in says.split(" | ")), line
     assert state_of(model) == before
+
+
+@pytest.mark.parametrize(
+    ("version", "like", "says"),
+    [
+        ("gauss", "gaussian", "has a SIG, so its interpolation is triangle"),
+        ("v0", "bilinear", "has no SIG, so its interpolation is bilinear, not bell"),
+    ],
+)
+def test_an_interpolation_that_their_package_lacks_is_refused_for_their_files(
+    monkeypatch, version, like, says
+):
+    ours_alone = replace(INTERPOLATIONS[like], authors_versions=())
+    monkeypatch.setitem(INTERPOLATIONS, "bell", ours_alone)
+    monkeypatch.setattr("dcls_convert.planning.planner.INTERPOLATION_NAMES", tuple(INTERPOLATIONS))
+    state = authors_convnext(version).state_dict()
+    with pytest.raises(CheckpointError, match=says):
+        convert_(convnext(), state, interpolation="bell")
 
 
 def test_a_version_of_a_file_without_elements_is_refused():

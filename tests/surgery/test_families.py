@@ -1,4 +1,6 @@
-"""Nothing of a model is lost: across families, with as many elements as cells the outputs stay as they were."""
+"""Nothing of a model is lost: across families, with as many elements as cells the outputs stay as
+they were.
+"""
 
 import pytest
 import torch
@@ -42,7 +44,9 @@ FAMILIES = {
 
 
 def built(name, options):
-    """With something in the parameters that start as zeros: what is multiplied by 0 is equal whatever it is."""
+    """With something in the parameters that start as zeros: what is multiplied by 0 is equal
+    whatever it is.
+    """
     source = ModelSource(name=name if ":" in name else f"timm:{name}", args=options)
     model = build_model(source).eval()
     generator = torch.Generator().manual_seed(1)

@@ -1,4 +1,6 @@
-"""A folded model gives the outputs of the model that it was made from, folded by our function or by timm's."""
+"""A folded model gives the outputs of the model that it was made from, folded by our function or by
+timm's.
+"""
 
 import copy
 import pickle
@@ -25,7 +27,9 @@ IMAGE = (3, 32, 32)
 
 
 def trained(model):
-    """Positions anywhere in the window, no layer scale of 1e-6, other weights and statistics than at the start."""
+    """Positions anywhere in the window, no layer scale of 1e-6, other weights and statistics than
+    at the start.
+    """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():

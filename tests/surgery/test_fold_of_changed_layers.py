@@ -1,4 +1,6 @@
-"""Folding layers whose weight or bias torch computes from other tensors: pruned, normed, parametrised."""
+"""Folding layers whose weight or bias torch computes from other tensors: pruned, normed,
+parametrised.
+"""
 
 import copy
 

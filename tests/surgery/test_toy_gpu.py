@@ -1,4 +1,5 @@
-"""A conversion mixes no tensors of the CPU with those of a model on a GPU, and gives what it gives on the CPU.
+"""A conversion mixes no tensors of the CPU with those of a model on a GPU, and gives what it gives
+on the CPU.
 
 The GPU is a toy: its tensors live in the CPU's memory, and are refused where a GPU's would be.
 """
@@ -91,7 +92,9 @@ class _Operations(TorchDispatchMode):
 
 
 class _Numbers(TorchFunctionMode):
-    """Tensors made from lists, and lists made from tensors: copies that are no operations, or refuse subclasses."""
+    """Tensors made from lists, and lists made from tensors: copies that are no operations, or
+    refuse subclasses.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -126,9 +129,11 @@ def toy_gpu():
     ],
 )
 def test_a_model_on_a_gpu_stays_there_and_becomes_what_it_becomes_on_the_cpu(options):
-    """Where new tensors are on the GPU by default, too: a generator of the CPU then needs the CPU to be named.
+    """Where new tensors are on the GPU by default, too: a generator of the CPU then needs the CPU
+    to be named.
 
-    In float64, since an order of sums that differs moves solutions in float32 by more than their rounding.
+    In float64, since an order of sums that differs moves solutions in float32 by more than their
+    rounding.
     """
     options = {"dilated_size": 9, "budget": 60, "input_size": SMALL, **options}
     ours, theirs = network(bias=True).double(), network(bias=True).double()

@@ -1,4 +1,4 @@
-"""Models of other libraries, built from their configurations without weights and without a network."""
+"""Models of other libraries, built from their configurations, without weights or a network."""
 
 import json
 import tempfile
@@ -56,7 +56,9 @@ monai_basic_unet = partial(monai, "BasicUNet", features=(4, 4, 8, 8, 16, 4))
 
 
 def open_clip_small():
-    """A ConvNeXt of timm's with a small transformer for texts, by a configuration of the user's own."""
+    """A ConvNeXt of timm's with a small transformer for texts, by a configuration of the user's
+    own.
+    """
     import open_clip
 
     vision = {

@@ -1,4 +1,5 @@
-"""Models of other libraries are converted, saved, loaded, folded and trained; a table says how each did.
+"""Models of other libraries are converted, saved, loaded, folded and trained; a table says how each
+did.
 
 `pytest -m thirdparty -n 0 -s tests/thirdparty` prints the table.
 """
@@ -136,7 +137,10 @@ def outputs(model, images):
 
 @pytest.fixture(scope="module")
 def converted(case):
-    """A model with random positions in float64, and the report. Tests that change the model take a copy."""
+    """A model with random positions in float64, and the report.
+
+    Tests that change the model take a copy.
+    """
     model = case.build().double()
     return model, convert_(model, dilated_size=case.window, init="random", input_size=case.size)
 
@@ -171,7 +175,9 @@ def test_folding_keeps_outputs(case, converted):
 
 
 def test_training_moves_positions(case, converted):
-    """In two steps: blocks whose last normalisation starts at zero, as timm's, have no gradient in the first."""
+    """In two steps: blocks whose last normalisation starts at zero, as timm's, have no gradient in
+    the first.
+    """
     model, _ = copy.deepcopy(converted)
     positions = {name: one for name, one in model.named_parameters() if name.endswith("positions")}
     before = {name: one.detach().clone() for name, one in positions.items()}

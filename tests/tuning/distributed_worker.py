@@ -1,7 +1,9 @@
-"""What `test_distributed` runs in every process: two steps of training, and runs of examples/finetune.py.
+"""What `test_distributed` runs in every process: two steps of training, and runs of
+examples/finetune.py.
 
-python -m tests.tuning.distributed_worker FOLDER RUN... as one of several processes, with the environment that
-torchrun sets, makes the runs one after the other, in FOLDER. Steps leave their results in FOLDER/RANK.pt.
+python -m tests.tuning.distributed_worker FOLDER RUN... as one of several processes, with the
+environment that torchrun sets, makes the runs one after the other, in FOLDER. Steps leave their
+results in FOLDER/RANK.pt.
 """
 
 import contextlib
@@ -45,7 +47,8 @@ FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    engine: str = "none"  # or "ddp", or which modules are FSDP2 groups of their own: "root", "block", "stage+block"
+    # "none", "ddp", or which modules are FSDP2 groups of their own: "root", "block", "stage+block".
+    engine: str = "none"
     interpolation: str = "bilinear"
     dilated_size: tuple[int, int] = (9, 9)
     accumulate: int = 1  # batches per step
@@ -84,7 +87,10 @@ def converted(case: Case) -> nn.Module:
 
 
 def shard_(model: nn.Module, engine: str) -> None:
-    """Shard by FSDP2, innermost modules first; positions that blocks share go to the next group above them."""
+    """Shard by FSDP2, innermost modules first.
+
+    Positions that blocks share go to the next group above them.
+    """
     for stage in model.stages:
         if "block" in engine:
             for block in stage.blocks:
@@ -102,7 +108,9 @@ def batches(step: int, case: Case) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def ties(model: nn.Module) -> list[tuple[int, int]]:
-    """For every layer, the index of its positions among the parameters, and how many names they have there."""
+    """For every layer, the index of its positions among the parameters, and how many names they
+    have there.
+    """
     parameters = [id(p) for _, p in model.named_parameters(remove_duplicate=False)]
     used = [id(module.positions) for module in model.modules() if isinstance(module, DclsConv2d)]
     return [(parameters.index(positions), parameters.count(positions)) for positions in used]

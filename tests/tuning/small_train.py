@@ -1,7 +1,9 @@
-"""Stands in for timm's train.py, which is not in timm's wheel: its options, the same calls of timm, and the same order.
+"""Stands in for timm's train.py, which is not in timm's wheel: its options, the same calls of timm,
+and the same order.
 
-Only what the recipes of examples/imagenet.md and docs/timm.md ask for, on CPUs, without their augmentation and losses.
-Where TIMM_TRAIN_SCRIPT names timm's own script, test_imagenet runs that instead.
+Only what the recipes of examples/imagenet.md and docs/timm.md ask for, on CPUs, without their
+augmentation and losses. Where TIMM_TRAIN_SCRIPT names timm's own script, test_imagenet runs that
+instead.
 """
 
 import argparse

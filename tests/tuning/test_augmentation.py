@@ -1,4 +1,6 @@
-"""The augmentations that we name run with every Pillow: at the largest magnitude that they can draw."""
+"""The augmentations that we name run with every Pillow: at the largest magnitude that they can
+draw.
+"""
 
 import random
 import re

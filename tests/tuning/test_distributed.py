@@ -38,7 +38,10 @@ ENVIRONMENT = {
 
 
 def start(folder: Path, *runs: str) -> list[subprocess.Popen]:
-    """Two processes, as torchrun starts them, that make these runs; once for many, since starting takes longest."""
+    """Two processes, as torchrun starts them, that make these runs.
+
+    Once for many, since starting takes longest.
+    """
     shared = {
         "WORLD_SIZE": PROCESSES,
         "MASTER_ADDR": "127.0.0.1",
@@ -60,7 +63,9 @@ def kill(processes: list[subprocess.Popen]) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What all runs leave: one of them was killed as soon as it had saved its first state, and resumed."""
+    """What all runs leave: one of them was killed as soon as it had saved its first state, and
+    resumed.
+    """
     folder = tmp_path_factory.mktemp("distributed")
     photographs(folder / "images")
     torch.manual_seed(0)

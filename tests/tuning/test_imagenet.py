@@ -1,4 +1,6 @@
-"""The commands of examples/imagenet.md run as they stand there, on shards and models that take seconds."""
+"""The commands of examples/imagenet.md run as they stand there, on shards and models that take
+seconds.
+"""
 
 import contextlib
 import itertools
@@ -91,7 +93,10 @@ def array_and_commands(block: str) -> tuple[str, list[str]]:
 
 @contextlib.contextmanager
 def started(folder: Path, script: str) -> Iterator[subprocess.Popen[str]]:
-    """Run a script of bash in the folder; what of it still runs at the end of the block is killed."""
+    """Run a script of bash in the folder.
+
+    What of it still runs at the end of the block is killed.
+    """
     environment = {
         **os.environ,
         **JOB,
@@ -159,7 +164,8 @@ def prepared(cluster):
 
 @pytest.fixture(scope="module")
 def runs(prepared):
-    """What was printed, and the last checkpoint: ConvNeXt-T by SLURM, for two steps and then two more; ResNet-50.
+    """What was printed, and the last checkpoint: ConvNeXt-T by SLURM, for two steps and then two
+    more; ResNet-50.
 
     ResNet-50 trains in one process.
     """

@@ -28,10 +28,10 @@ def seeded(*shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(params=[1, 12, repulsion.MOST_DISTANCES])
+@pytest.fixture(params=[1, 12, repulsion.DISTANCES_AT_ONCE])
 def _blocks(request, monkeypatch):
     """However many distances are held at once."""
-    monkeypatch.setattr(repulsion, "MOST_DISTANCES", request.param)
+    monkeypatch.setattr(repulsion, "DISTANCES_AT_ONCE", request.param)
 
 
 @pytest.mark.slow
@@ -105,7 +105,7 @@ def test_narrow_positions_are_computed_in_float32():
 
 @pytest.mark.parametrize("shape", [(2, 64, 64, 5), (2, 4, 1, 300)])
 def test_memory_stays_bounded_in_forward_and_backward(shape, monkeypatch):
-    monkeypatch.setattr(repulsion, "MOST_DISTANCES", 10_000)
+    monkeypatch.setattr(repulsion, "DISTANCES_AT_ONCE", 10_000)
     positions = torch.randn(shape, requires_grad=True)
     with Sizes([positions]) as sizes:
         loss_of(positions).backward()

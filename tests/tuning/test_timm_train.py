@@ -187,7 +187,10 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def run_script(tmp_path, monkeypatch):
-    """Runs the program on a script that makes an optimizer; gives the arguments that the script saw, and it."""
+    """Runs the program on a script that makes an optimizer.
+
+    Gives the arguments that the script saw, and it.
+    """
     monkeypatch.chdir(tmp_path)
     Path("scripts").mkdir()
     Path("scripts/helper_beside.py").touch()

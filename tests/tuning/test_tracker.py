@@ -21,7 +21,9 @@ from dcls_convert.tuning.tracker import FOLLOWED
 
 @pytest.fixture
 def model():
-    """Two layers of unlike windows, one with more elements than are followed, one with a dense axis and sigmas."""
+    """Two layers of unlike windows, one with more elements than are followed, one with a dense axis
+    and sigmas.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(0)
         one = DclsConv2d(6, 3, kernel_count=4, dilated_kernel_size=(4, 7))

@@ -1,4 +1,6 @@
-"""The page in a headless browser: nothing fails, nothing is asked of a network, everything is there to be seen."""
+"""The page in a headless browser: nothing fails, nothing is asked of a network, everything is there
+to be seen.
+"""
 
 import shutil
 

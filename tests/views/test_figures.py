@@ -1,4 +1,6 @@
-"""The pictures: nothing is lost in a heat map, a montage shows the layer's own kernels, and figures are files."""
+"""The pictures: nothing is lost in a heat map, a montage shows the layer's own kernels, and figures
+are files.
+"""
 
 import functools
 from dataclasses import replace

@@ -24,8 +24,8 @@ from dcls_convert.views.plot import draw
 from .test_figures import of_module, pictures_of
 
 OF_TENSOR = """
-    name speed border_share overlap_share mean_distance mean_sigma layers spread spread.0 followed followed.0
-    followed.0.0 histograms histograms.0 histograms.0.0
+    name speed border_share overlap_share mean_distance mean_sigma layers spread spread.0
+    followed followed.0 followed.0.0 histograms histograms.0 histograms.0.0
 """
 FIELDS = ["format", "step", *(f"positions.0.{field}" for field in OF_TENSOR.split())]
 NUMBERS = [math.nan, math.inf, 1e39, 1e41, 1e308, -1e308, 2**62, 2**70, -1, 0, 0.5, 1.5, 40]
@@ -34,7 +34,9 @@ VALUES = [*NUMBERS, None, [], [0.5], [[0.5]], [1e308], "</script>\x1b[31m\u2028"
 
 @pytest.fixture(scope="module")
 def tracked(tmp_path_factory):
-    """Pictures of a small network, and the lines of a tracker that saw its positions move by one cell."""
+    """Pictures of a small network, and the lines of a tracker that saw its positions move by one
+    cell.
+    """
     model, plan = of_module(nn.Sequential(nn.Conv2d(2, 4, 3, groups=2)), (2, 16, 16), 7)
     path = tmp_path_factory.mktemp("track") / "positions.jsonl"
     tracker = PositionTracker(model, path)

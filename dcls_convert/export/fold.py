@@ -1,0 +1,163 @@
+"""Fold a checkpoint's model into plain convolutions, and write it in a format of the table."""
+
+import importlib.util
+import math
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoints.folder import Checkpoint, not_of_a_checkpoint, open_checkpoint
+from ..checkpoints.load import load_checkpoint
+from ..depthwise.geometry import size_text
+from ..errors import CheckpointError, DclsConvertError, shown
+from ..networks.outputs import check_equal
+from ..networks.source import build_model, resolve_model
+from ..networks.tracing import image_dtype
+from ..options import MOST_PIXELS, OPSETS
+from ..output import check_output, not_a_file
+from ..progress import Notify, silent
+from ..surgery.fold import fold_to_dense_
+from .folded_model import BATCHES, FOLDING_BOUND, ExportReport, FoldedModel, flattened, run_model
+from .formats import EXPORT_FORMATS, ExportFormat
+
+IMAGES_SEED = 0  # of the random images for which outputs are compared
+
+
+def fold_checkpoint(
+    folder: Path,
+    format: str = "timm",
+    output: Path | None = None,
+    *,
+    opset: int | None = None,
+    model: str | None = None,
+    force: bool = False,
+    trust_code: bool = False,
+    notify: Notify = silent,
+) -> ExportReport:
+    """Fold a checkpoint's model, compare the outputs, and write it.
+
+    Args:
+        folder: The checkpoint.
+        format: A name in EXPORT_FORMATS.
+        output: To write; without it, something in the current directory.
+        opset: Of an ONNX model, one of OPSETS.
+        model: Builds the unconverted network of a checkpoint that does not name its own, such as
+            "package.module:factory", whose code is imported and run.
+        force: Replace an earlier output.
+        trust_code: Import and run the code that the folder names as its model.
+        notify: Is told what is being done.
+
+    Raises:
+        DclsConvertError: It cannot be folded or written, or the outputs would be others.
+    """
+    row = EXPORT_FORMATS[format]
+    _check_opset(format, opset)
+    checkpoint = open_checkpoint(folder)
+    if output is None:
+        output = Path(folder.resolve().name + row.suffix)
+    input_size = _check_request(checkpoint, format, output, force=force)
+
+    notify("loading")
+    unconverted = None
+    if model is not None:
+        unconverted = build_model(resolve_model(model), trust_code=True)
+    network = load_checkpoint(checkpoint, model=unconverted, trust_code=trust_code)
+
+    notify("folding")
+    params_before = _parameter_count(network)
+    images = _random_images(input_size, image_dtype(network))
+    outputs = run_model(network, images, f"{folder}: its model")
+    error = _fold_(network, images, outputs, f"{folder}: folding")
+    folded = FoldedModel(
+        model=network,
+        checkpoint=checkpoint,
+        input_size=input_size,
+        images=images,
+        outputs=outputs,
+        one_output=isinstance(outputs[0], Tensor),
+        relative_error=error,
+        params_before=params_before,
+        params_after=_parameter_count(network),
+        format=format,
+        output=output,
+        opset=opset,
+        force=force,
+        notify=notify,
+    )
+    if row.flat_outputs:
+        folded = flattened(folded)
+    write: Any = pkgutil.resolve_name(row.writer)
+    report: ExportReport = write(folded)
+    return report
+
+
+def _check_opset(format: str, opset: int | None) -> None:
+    """Refuse an opset that does not exist, or is for other formats."""
+    if opset is None:
+        return
+    if not EXPORT_FORMATS[format].has_opset:
+        takers = [name for name, row in EXPORT_FORMATS.items() if row.has_opset]
+        raise DclsConvertError(
+            f"--opset {opset} is for --format {', '.join(takers)}, not for --format {format}"
+        )
+    if opset not in OPSETS:
+        raise DclsConvertError(f"--opset {opset}: give an integer from {OPSETS[0]} to {OPSETS[-1]}")
+
+
+def _check_request(
+    checkpoint: Checkpoint, format: str, output: Path, *, force: bool
+) -> tuple[int, ...]:
+    """Refuse what could not be written or compared; the size of the images."""
+    row = EXPORT_FORMATS[format]
+    input_size = checkpoint.plan.input_size
+    _check_output(row, checkpoint.folder, output, force=force)
+    missing = [name for name in row.packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise DclsConvertError(f"--format {format} needs packages: pip install {' '.join(missing)}")
+    if input_size is None:
+        raise CheckpointError(
+            f"{checkpoint.folder}: its plan states no input size, so its outputs cannot be compared"
+        )
+    if math.prod(input_size[1:]) > MOST_PIXELS:
+        raise CheckpointError(
+            f"{checkpoint.folder}: its plan states images of {size_text(input_size[1:])} pixels; "
+            f"outputs are compared on {MOST_PIXELS:,} at most"
+        )
+    return input_size
+
+
+def _check_output(row: ExportFormat, folder: Path, output: Path, *, force: bool) -> None:
+    """Refuse an output that is the checkpoint, has another suffix, or must not be replaced."""
+    if row.is_file:
+        if output.suffix != row.suffix:
+            raise CheckpointError(f"output {shown(output)} must end in {row.suffix}")
+        check_output(output, force=force, foreign=not_a_file)
+        return
+    if output.resolve() == folder.resolve():
+        raise CheckpointError(
+            f"output {output} is the checkpoint itself, whose positions would be lost"
+        )
+    check_output(output, force=force, foreign=not_of_a_checkpoint)
+
+
+def _random_images(input_size: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Images of normal random numbers, one tensor for each batch size of BATCHES."""
+    generator = torch.Generator().manual_seed(IMAGES_SEED)
+    all_images = torch.randn(max(BATCHES), *input_size, generator=generator)
+    return tuple(all_images[:batch].to(dtype) for batch in BATCHES)
+
+
+def _fold_(
+    network: nn.Module, images: tuple[Tensor, ...], outputs: tuple[Any, ...], what: str
+) -> float:
+    """Fold the network; the relative error of its outputs, which must stay the same."""
+    fold_to_dense_(network)
+    folded_outputs = run_model(network, images, "the folded model")
+    return check_equal(outputs, folded_outputs, bound=FOLDING_BOUND, what=what)
+
+
+def _parameter_count(network: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in network.parameters())

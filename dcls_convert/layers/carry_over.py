@@ -1,0 +1,48 @@
+"""What a module that replaces another one takes over: mode, hooks, and attributes of the user's."""
+
+from collections import OrderedDict
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+# Hooks that compute a parameter from others before each forward pass.
+_COMPUTING = (BasePruningMethod, WeightNorm, SpectralNorm)
+# The dictionaries of hooks. A new module takes over the very objects, since the handle that a user
+# kept for `handle.remove()` refers to them.
+_HOOK_REGISTRIES = {name for name in vars(nn.Module()) if "ward_" in name and "hook" in name}
+
+
+def carry_over_(old: nn.Module, new: nn.Module, *, but: Collection[str]) -> None:
+    """Give `new` the mode, trainability and hooks of `old`, and all attributes that users added.
+
+    Args:
+        but: Names of attributes that `old` has by its class.
+    """
+    new.train(old.training)
+    for name, parameter in new.named_parameters(recurse=False):
+        if parameter is not getattr(old, name, None):
+            parameter.requires_grad_(bool(old.weight.requires_grad))
+    own_names = {*but, *vars(new), *new._parameters} - _HOOK_REGISTRIES
+    for name, value in vars(old).items():
+        if name not in own_names:
+            vars(new)[name] = value
+    # Hooks that compute a parameter are left out: what they compute it from is not in `new`.
+    other_hooks: OrderedDict[int, Any] = OrderedDict()
+    for key, hook in old._forward_pre_hooks.items():
+        if not isinstance(hook, _COMPUTING):
+            other_hooks[key] = hook
+    if len(other_hooks) < len(old._forward_pre_hooks):
+        new._forward_pre_hooks = other_hooks
+
+
+def compute_parameter_(layer: nn.Module, hook: Any) -> None:
+    """Run a hook of torch's that computes a parameter before each forward pass."""
+    if isinstance(hook, SpectralNorm):
+        weight = hook.compute_weight(layer, do_power_iteration=False)
+        setattr(layer, hook.name, weight)
+    elif isinstance(hook, _COMPUTING):
+        hook(layer, ())

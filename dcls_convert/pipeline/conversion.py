@@ -1,0 +1,196 @@
+"""A resolved request, carried out: a converted model, and what the conversion kept."""
+
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..fitting.calibrate import CalibrationStatistics
+from ..fitting.images import Calibration
+from ..networks.outputs import agreement, relative_distance
+from ..networks.running import evaluating, full_precision, run, unchanged_on_failure
+from ..options import MOST_PIXELS
+from ..planning.plan import ConversionPlan, taken_from
+from ..progress import LOG
+from ..reports.report import ConversionReport, Outcome, measure_report, predict_report
+from ..surgery.authors import start_from_authors_
+from ..surgery.start import LayerErrors, apply_plan_
+from .loaded import LoadedNetwork
+from .resolved import ResolvedRequest
+
+MANY_LINES = 300_000  # kernel lines; a core fits some 13,000 a second
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversion:
+    """What was done."""
+
+    model: nn.Module
+    report: ConversionReport  # measured on the converted model
+    # |new - old| / |old| of the outputs for random images; None if they were not compared.
+    moved: float | None = None
+
+
+def convert_network(
+    loaded: LoadedNetwork, resolved: ResolvedRequest, *, model: nn.Module | None = None
+) -> Conversion:
+    """Carry out the plan. After any error the model is as it was.
+
+    Args:
+        loaded: The network of the request.
+        resolved: What is done.
+        model: A copy of the network, which is converted in its place.
+
+    Raises:
+        DclsConvertError: The model does not take the weights or the images.
+    """
+    plan = resolved.plan
+    if model is None:
+        model = loaded.network
+    loaded.notify("converting")
+    images = loaded.calibration(plan)
+    held_out: Sequence[Tensor] = ()
+    if images is not None:
+        held_out = images.held_out
+    before = None
+    after = None
+    with unchanged_on_failure(model, values=_overwritten(model, resolved, images)):
+        if resolved.keeps_outputs:
+            shifted = [_shifted_by_a_pixel(batch) for batch in held_out]
+            before = _Outputs.of(model, plan, [*held_out, *shifted])
+        errors = _start_layers_(loaded, resolved, model, images)
+        report = measure_report(model, plan)
+        if report != predict_report(plan):
+            raise AssertionError(
+                f"{plan.model}: the converted model's counts differ from the plan's"
+            )
+        if resolved.keeps_outputs:
+            after = _Outputs.of(model, plan, held_out)
+    if before is None or after is None:
+        report = report.with_errors(errors.kernel, errors.output, reasons=errors.reasons)
+        return Conversion(model=model, report=report)
+    outcome = _outcome(before.batches, after.batches, held_out, errors)
+    moved = None
+    if before.random is not None:
+        moved = relative_distance(before.random, after.random)
+    report = report.with_errors(errors.kernel, errors.output, outcome, reasons=errors.reasons)
+    return Conversion(model=model, report=report, moved=moved)
+
+
+def _overwritten(
+    model: nn.Module, resolved: ResolvedRequest, images: Calibration | None
+) -> list[Tensor]:
+    """The tensors of the model whose values a conversion changes in place."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if resolved.elements is not None:
+        return tensors  # the weights beside the elements are loaded too
+    if images is not None:
+        return [tensor for tensor in tensors if tensor.dim() == 1]  # biases and running means
+    return []
+
+
+def _start_layers_(
+    loaded: LoadedNetwork,
+    resolved: ResolvedRequest,
+    model: nn.Module,
+    images: Calibration | None,
+) -> LayerErrors:
+    """Put DCLS layers with values into the model, and tell what their start left."""
+    request = resolved.request
+    plan = resolved.plan
+    if resolved.elements is not None:
+        kept = start_from_authors_(
+            model,
+            plan,
+            resolved.elements,
+            version=request.authors_version,
+            new_classifier=loaded.new_classifier,
+        )
+        loaded.note_kept(kept)
+        return LayerErrors(kernel={}, output={})
+    lines = sum(layer.lines for layer in plan.layers)
+    if resolved.init == "fit" and lines > MANY_LINES and request.device is None:
+        loaded.note(
+            f"fitting elements to {lines:,} kernels takes minutes on a CPU; --device cuda is faster"
+        )
+    calibration: Calibration | CalibrationStatistics | None = images
+    if resolved.statistics is not None and model is loaded.network:
+        calibration = resolved.statistics
+    errors = apply_plan_(
+        model,
+        plan,
+        init=resolved.init,
+        positions=request.positions,
+        generator=torch.Generator().manual_seed(request.seed),
+        calibration=calibration,
+        note=loaded.note,
+        notify=loaded.notify,
+    )
+    for name, error in errors.kernel.items():
+        LOG.debug("%s: relative error of the kernel %.4g", name, error)
+    for name, error in errors.output.items():
+        LOG.debug("%s: relative error of the outputs for images %.4g", name, error)
+    return errors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Outputs:
+    """What a model gives for some batches, and for random images."""
+
+    batches: list[Any]
+    random: Any  # None if the model does not take such images, or they are too large
+
+    @classmethod
+    @full_precision()
+    def of(cls, model: nn.Module, plan: ConversionPlan, batches: Sequence[Tensor]) -> "_Outputs":
+        with evaluating(model):
+            random = _random_outputs(model, plan)
+            return cls(random=random, batches=[run(model, batch) for batch in batches])
+
+
+def _random_outputs(model: nn.Module, plan: ConversionPlan) -> Any:
+    """The outputs for two random images; None where there are none to compare."""
+    size = plan.input_size
+    if size is None or math.prod(size[1:]) > MOST_PIXELS:
+        return None
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return None
+    noise = torch.randn(2, *size, generator=torch.Generator().manual_seed(0), device="cpu")
+    with contextlib.suppress(Exception):  # the model's own code; the comparison is not needed
+        return run(model, noise)
+    return None
+
+
+def _shifted_by_a_pixel(images: Tensor) -> Tensor:
+    """The images one pixel to the right; their first column is repeated."""
+    return torch.cat([images[..., :1], images[..., :-1]], dim=-1)
+
+
+def _outcome(
+    old: Sequence[Any], new: Sequence[Any], held_out: Sequence[Tensor], errors: LayerErrors
+) -> Outcome:
+    """How outputs and kernels changed.
+
+    Args:
+        old: Outputs for the held-out batches, and then for the same batches one pixel shifted.
+        new: Outputs for the held-out batches after the conversion.
+        held_out: Batches (N, channels, *spatial).
+        errors: Of the layers.
+    """
+    kernel_error = None
+    if errors.kernel:
+        kernel_error = sum(errors.kernel.values()) / len(errors.kernel)
+    unshifted = old[: len(held_out)]
+    shifted_agreement = None
+    if held_out:
+        shifted_agreement = agreement(unshifted, old[len(held_out) :])
+    return Outcome(
+        kernel_error=kernel_error,
+        images=sum(map(len, held_out)),
+        **taken_from(agreement(unshifted, new), Outcome),
+        shifted=shifted_agreement,
+    )

@@ -1,0 +1,230 @@
+"""A request in which everything is decided: the start, the kernel counts, and the plan."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..depthwise.geometry import size_text
+from ..errors import CheckpointError, PlanError, listed, shown
+from ..fitting.calibrate import CalibrationStatistics
+from ..fitting.counts import counts_by_error
+from ..fitting.groups import make_layers
+from ..fitting.warm_start import fit_seed
+from ..networks.tracing import check_same_shapes
+from ..options import AUTO, ERROR, EXACT, Init, PlanOptions, Scope
+from ..planning.plan import ConversionPlan, LayerCounts
+from ..planning.planner import make_plan
+from ..progress import LOG
+from ..surgery.authors import RELEASED_VERSION, AuthorsWeights, element_state
+from .loaded import LoadedNetwork
+from .request import ConversionRequest, stated_counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedRequest:
+    """What is done for a request: no option is "auto" any more."""
+
+    request: ConversionRequest
+    init: Init  # how new layers start, unless there are elements
+    elements: AuthorsWeights | None  # that new layers take over
+    plan: ConversionPlan
+    # Of the calibration, if the counts were chosen by it; for the loaded network alone, not copies.
+    statistics: CalibrationStatistics | None = None
+
+    @property
+    def keeps_outputs(self) -> bool:
+        """Whether the start is meant to keep the outputs of a trained network."""
+        return self.elements is None and self.request.trained and self.init != "random"
+
+
+def resolve(loaded: LoadedNetwork, options: PlanOptions | None = None) -> ResolvedRequest:
+    """Decide everything that a request leaves open, and plan.
+
+    For the scope "error" alone, the network is built with its weights: kernels are measured.
+
+    Args:
+        loaded: The request's network.
+        options: Instead of the request's.
+
+    Raises:
+        DclsConvertError: The network cannot be loaded, or does not take what was asked for.
+    """
+    request = loaded.request
+    if options is None:
+        options = request.options
+    elements = _elements(loaded)
+    statistics = None
+    if elements is not None:
+        _check_counts_left_open(options, elements, request.weights_name)
+        options = replace(options, kernel_count=elements.kernel_counts)
+    elif request.init == EXACT:
+        options = replace(options, kernel_count=EXACT)
+    else:
+        options = replace(options, scope=_resolved_scope(request, options))
+        if options.scope == ERROR and options.kernel_count == AUTO:
+            options, statistics = _with_counts_by_error(loaded, options)
+    resolved = ResolvedRequest(
+        request=request,
+        init=request.start,
+        elements=elements,
+        plan=_checked_plan(loaded, options, elements),
+        statistics=statistics,
+    )
+    _log(resolved)
+    return resolved
+
+
+def resolve_with_plan(loaded: LoadedNetwork, plan: ConversionPlan) -> ResolvedRequest:
+    """Take over a plan that was made for another checkpoint of the same network.
+
+    Raises:
+        PlanError: Names the first thing in which the network differs from the planned one.
+        CheckpointError: The weights have elements, and the request states how layers start.
+    """
+    name, arguments = _name_and_arguments(loaded)
+    planned_for = (plan.model, plan.model_args)
+    if planned_for != (name, arguments):
+        raise PlanError(
+            f"the plan is for {_described(*planned_for)}, not for {_described(name, arguments)}"
+        )
+    make_layers(loaded.structure, plan)
+    params = sum(parameter.numel() for parameter in loaded.structure.parameters())
+    if params != plan.params:
+        raise PlanError(
+            f"the plan is for a model of {plan.params:,} parameters, this one has {params:,}"
+        )
+    return ResolvedRequest(
+        request=loaded.request,
+        init=loaded.request.start,
+        elements=_elements(loaded),
+        plan=replace(plan, folded=False),
+    )
+
+
+def _name_and_arguments(loaded: LoadedNetwork) -> tuple[str | None, dict[str, Any]]:
+    source = loaded.rebuildable_source
+    if source is None:
+        return None, {}
+    return source.name, source.args
+
+
+def _described(name: str | None, arguments: Mapping[str, Any]) -> str:
+    described = shown(name or "a model that only its user can build")
+    if not arguments:
+        return described
+    stated = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    return f"{described} with {shown(stated)}"
+
+
+def _elements(loaded: LoadedNetwork) -> AuthorsWeights | None:
+    """The loaded elements; refuses options that they leave without effect."""
+    request = loaded.request
+    elements = loaded.elements
+    if elements is None:
+        if request.authors_version is not None:
+            raise CheckpointError(
+                f"{request.weights_name}: has no layers of the authors' package; "
+                "leave --authors-version"
+            )
+        return None
+    if request.init != AUTO:
+        raise _has_positions(request, f"--init {request.init}")
+    if request.positions != "normal":
+        raise _has_positions(request, f"--positions {request.positions}")
+    if request.calibration is not None:
+        raise _has_positions(request, "--calibrate")
+    if not elements.has_sigma and request.authors_version is None:
+        loaded.note(
+            f"{request.weights_name} is taken for version {RELEASED_VERSION} of the authors' "
+            "layers; see --authors-version"
+        )
+    return elements
+
+
+def _has_positions(request: ConversionRequest, option: str) -> CheckpointError:
+    return CheckpointError(
+        f"{request.weights_name}: has elements of its own, with positions; leave {option}"
+    )
+
+
+def _check_counts_left_open(
+    options: PlanOptions, elements: AuthorsWeights, weights_name: str
+) -> None:
+    """Refuse options that decide kernel counts, except for the very count of all elements."""
+    stated = stated_counts(options)
+    counts = set(elements.kernel_counts.counts.values())
+    if not stated or (stated == ["kernel count"] and counts == {options.kernel_count}):
+        return
+    raise CheckpointError(
+        f"{weights_name}: has elements of its own, {listed(sorted(counts))} in a kernel; "
+        f"leave {' and '.join(stated)}"
+    )
+
+
+def _resolved_scope(request: ConversionRequest, options: PlanOptions) -> Scope:
+    """The scope; "auto" is "error" if images decide, else "model"."""
+    if options.scope != AUTO:
+        return options.scope
+    if request.calibration is not None and options.kernel_count == AUTO:
+        return ERROR
+    return "model"
+
+
+def _with_counts_by_error(
+    loaded: LoadedNetwork, options: PlanOptions
+) -> tuple[PlanOptions, CalibrationStatistics | None]:
+    """The options with kernel counts by what the kernels lose, and the images' statistics."""
+    plan = make_plan(loaded.convs, replace(options, scope="model"))
+    check_same_shapes(loaded.convs.trace, plan.windows)  # before minutes of measuring
+    seed = fit_seed(torch.Generator().manual_seed(loaded.request.seed))
+    counts, statistics = counts_by_error(
+        loaded.network,
+        loaded.convs,
+        options,
+        seed=seed,
+        calibration=loaded.calibration(plan),
+        notify=loaded.notify,
+    )
+    return replace(options, kernel_count=counts), statistics
+
+
+def _checked_plan(
+    loaded: LoadedNetwork, options: PlanOptions, elements: AuthorsWeights | None
+) -> ConversionPlan:
+    """The plan; refuses one that the network, its weights or its input size do not take."""
+    request = loaded.request
+    name, arguments = _name_and_arguments(loaded)
+    plan = make_plan(loaded.convs, options, model=name, model_args=arguments or None)
+    is_by_error = isinstance(options.kernel_count, LayerCounts) and options.kernel_count.solved
+    if not is_by_error:  # counts by error were solved for shapes that are checked already
+        check_same_shapes(loaded.convs.trace, plan.windows)
+    if elements is not None:
+        element_state(elements, plan, request.authors_version)
+    elif request.offline and request.weights is not None:
+        # The network is not built, but its weights would be refused.
+        loaded.check_weights()
+    if plan.macs is None and request.input_size is not None and isinstance(request.model, str):
+        raise PlanError(f"input size {size_text(request.input_size)}: {plan.macs_note}")
+    return plan
+
+
+def _log(resolved: ResolvedRequest) -> None:
+    """Say at DEBUG what was decided: how layers start, and the plan of each convolution."""
+    plan = resolved.plan
+    start = resolved.init if resolved.elements is None else "elements of the authors' package"
+    LOG.debug("start: %s; scope of the counts: %s", start, plan.scope)
+    for layer in plan.layers:
+        LOG.debug(
+            "%s: rule %r; kernel %s, window %s; %d elements, %s; positions of %s",
+            layer.name,
+            layer.rule,
+            size_text(layer.kernel_size),
+            size_text(layer.dilated_size),
+            layer.kernel_count,
+            layer.interpolation,
+            layer.tie_group or layer.name,
+        )
+    for skipped in plan.skipped:
+        LOG.debug("%s: not converted: %s", skipped.name, skipped.reason)

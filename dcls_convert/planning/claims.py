@@ -1,0 +1,90 @@
+"""Which rule converts which convolution, and the errors of rules that convert nothing."""
+
+from dataclasses import fields
+
+from ..errors import NothingMatchesError, PlanError, RuleError
+from ..networks.sites import ModelConvs, Skipped, kinds_of_convs
+from ..options import EXACT, PlanOptions
+from .rules import AUTO_RULES, Rule, RuleSet, claim_sites, load_rules
+
+
+def claim_convs(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list[Skipped]]:
+    """Which rule converts which site, and what stays and why.
+
+    Returns:
+        The index of the rule, by the name of each site to convert; and the other convolutions.
+
+    Raises:
+        PlanError: The model is itself a convolution.
+        RuleError: A rule claims no site.
+        NothingMatchesError: No site would be converted.
+    """
+    index_of, reasons = claim_sites(rules, convs.sites)
+    skipped = list(convs.skipped)
+    rule_of: dict[str, int] = {}
+    for site in convs.sites:
+        if not site.name:
+            raise PlanError(
+                "the model is itself a convolution, which cannot be replaced in place; "
+                "use DclsConv2d.from_conv"
+            )
+        reason = reasons.get(site.name) or rules.rules[index_of[site.name]].skip
+        if reason is None:
+            rule_of[site.name] = index_of[site.name]
+        else:
+            skipped.append(Skipped(name=site.name, type=site.type, reason=reason))
+    if not index_of:
+        raise NothingMatchesError(_why_nothing_matches(rules, convs))
+    if not rule_of:
+        raise NothingMatchesError(
+            f"{rules.source}: its rules skip all that they match; nothing would be converted"
+        )
+    used = set(index_of.values())
+    for index, rule in enumerate(rules.rules):
+        if index not in used:
+            reason = _why_unused(rule, convs)
+            raise RuleError(f"{rules.source}: rule {rules.label(index)!r} claims nothing: {reason}")
+    return rule_of, skipped
+
+
+def _why_nothing_matches(rules: RuleSet, convs: ModelConvs) -> str:
+    """A message with what the model has instead, and which of the shipped rules would match."""
+    kinds: list[str] = []
+    for kind, count in kinds_of_convs(convs).most_common(4):
+        kinds.append(f"{count} {kind}")
+    has = ", ".join(kinds) or "no convolution at all"
+    message = f"nothing in the model matches rules {rules.source!r}; it has {has}"
+    for name in AUTO_RULES:
+        rule_of, _ = claim_sites(load_rules(name), convs.sites)
+        if rule_of and name != rules.source:
+            message += f"; rules {name!r} would match {len(rule_of)}"
+    return message
+
+
+def _why_unused(rule: Rule, convs: ModelConvs) -> str:
+    """Why a rule claims no site: earlier rules do, or it matches none."""
+    if any(map(rule.match.matches, convs.sites)):
+        return "earlier rules claim all that it matches"
+    reason = "no convolution of the model matches it"
+    if rule.match.stage is not None:
+        stages: list[str] = []
+        for site in convs.sites:
+            if site.stage and site.stage not in stages:
+                stages.append(site.stage)
+        reason += f"; its stages are {', '.join(stages) or 'not known'}"
+    return reason
+
+
+def check_overruled(rules: RuleSet, options: PlanOptions) -> None:
+    """Refuse (RuleError) an option without effect, because every rule states its own value."""
+    converting = [rule for rule in rules.rules if rule.skip is None]
+    for option in fields(options):
+        key = option.name
+        # An exact start refuses rules that state a count: `_check_exact` of the planner.
+        if key not in Rule.model_fields or getattr(options, key) in (option.default, EXACT):
+            continue
+        if all(getattr(rule, key) is not None for rule in converting):
+            raise RuleError(
+                f"{rules.source}: every rule states its own {key}, "
+                f"so the {key.replace('_', ' ')} given has no effect"
+            )

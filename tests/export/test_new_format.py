@@ -1,0 +1,74 @@
+"""A new format is one module and one row of the table: the command and the checks follow."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from dcls_convert.cli.arguments import Command
+from dcls_convert.errors import DclsConvertError
+from dcls_convert.export.fold import fold_checkpoint
+from dcls_convert.export.folded_model import export_file
+from dcls_convert.export.formats import EXPORT_FORMATS, ExportFormat
+
+FACTOR = 1.0  # of the outputs of what is written
+
+
+def write_toy(folded):
+    def export(path, images, dynamic):
+        torch.save(folded.model.state_dict(), path)
+        return lambda images: (FACTOR * folded.model(images),)
+
+    return export_file(folded, 1e-4, export, 'state = torch.load("{folder}")\n')
+
+
+@pytest.fixture(autouse=True)
+def _toy(monkeypatch):
+    row = ExportFormat(
+        writer=f"{__name__}:write_toy",
+        suffix=".toy",
+        noun="toy",
+        help="a file to play with",
+        packages=("torch",),
+        flat_outputs=True,
+    )
+    monkeypatch.setitem(EXPORT_FORMATS, "toy", row)
+
+
+def fold(*arguments):
+    """By the command, as it is imported now."""
+    spec = importlib.util.find_spec("dcls_convert.cli.fold")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    app = typer.Typer()
+    app.command(cls=Command)(module.fold)
+    done = CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
+    assert done.exit_code == 0
+    return done.stdout
+
+
+def test_the_command_lists_and_takes_it(checkpoints):
+    help = " ".join(fold("--help").replace("│", " ").split())
+    assert "timm|onnx|pt2|toy" in help
+    assert "toy: a file to play with." in help
+    assert "./CHECKPOINT.toy" in help
+    out = fold(checkpoints / "Plain", "--trust-code", "--format", "toy", "--json")
+    assert json.loads(out)["kind"] == "toy"
+    out = fold(checkpoints / "Plain", "--trust-code", "--format", "toy", "--output", "x.toy")
+    assert "Wrote x.toy: toy for images of 3x32x32, any number at a time." in out
+    assert 'torch.load("x.toy")' in out
+
+
+def test_it_is_checked_like_the_others(checkpoints, monkeypatch):
+    with pytest.raises(DclsConvertError, match=r"output x must end in \.toy"):
+        fold_checkpoint(checkpoints / "convnext", "toy", Path("x"))
+    with pytest.raises(DclsConvertError, match="not for --format toy"):
+        fold_checkpoint(checkpoints / "convnext", "toy", opset=17)
+    monkeypatch.setattr(f"{__name__}.FACTOR", 1.01)
+    with pytest.raises(DclsConvertError, match="the export to toy: the outputs' relative error is"):
+        fold_checkpoint(checkpoints / "convnext", "toy")
+    assert list(Path().iterdir()) == []
