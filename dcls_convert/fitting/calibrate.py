@@ -235,8 +235,10 @@ class CalibratedLayer:
             outputs = self.conv._conv_forward(input, self._kernel, self.layer.bias)
         if self.shifted is None:
             return outputs
-        later_axes = [1] * self.layer.dims
-        return outputs + self.mean_shift.to(outputs).reshape(-1, *later_axes)
+        by_channel = self.mean_shift.to(outputs)
+        for _ in range(self.layer.dims):
+            by_channel = by_channel.unsqueeze(-1)
+        return outputs + by_channel
 
     @torch.no_grad()
     def solve_(self, inputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
