@@ -14,6 +14,8 @@ from huggingface_hub import constants
 from hypothesis import HealthCheck, settings
 from torch import nn
 
+from dcls_convert.fitting.fit_settings import FitSettings
+
 TINY = "test_convnext"  # timm's own test model: depths 1, 2, 4, 2
 
 torch.set_num_threads(
@@ -47,13 +49,8 @@ def tiny() -> nn.Module:
 @pytest.fixture
 def quick_fit(monkeypatch):
     """Fits of fewer steps, where how close they come is not the question."""
-    for name in (
-        "warm_start.STARTS",
-        "warm_start.STARTS_ALONE",
-        "least_squares.MOST_LOOKS",
-        "least_squares.STEPS_BETWEEN_LOOKS",
-    ):
-        monkeypatch.setattr(f"dcls_convert.fitting.{name}", 2)
+    few = FitSettings(starts=2, starts_alone=2, most_looks=2, steps_between_looks=2)
+    monkeypatch.setattr("dcls_convert.fitting.warm_start.SETTINGS", few)
 
 
 @pytest.fixture(autouse=True)

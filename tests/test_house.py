@@ -85,7 +85,7 @@ def imports_of(path):
                 f"{module}.{alias.name}" for alias in node.names if alias.name != "__version__"
             ]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
-            ("_import", "import_module")
+            ("import_library", "import_module")
         ):
             names = [value.value for value in node.args if isinstance(value, ast.Constant)]
         for name in names if node not in typing else ():

@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from ..errors import one_line
 from ..networks.outputs import tensors_in
-from ..networks.running import evaluating, reproducible, seeded
+from ..networks.running import evaluating, full_precision, seeded
 from ..networks.tracing import image_dtype
 from ..options import MOST_PIXELS
 from ..records import Record
@@ -100,7 +100,7 @@ def _run(model: nn.Module, image: Tensor) -> Any:
     with (
         warnings.catch_warnings(action="ignore"),
         evaluating(model),
-        reproducible(),
+        full_precision(),
         seeded(FINGERPRINT_SEED),
     ):
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}

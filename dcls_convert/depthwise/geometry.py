@@ -1,4 +1,4 @@
-"""Sizes of convolution windows in plain integers: which ones fit, and which padding keeps the output size."""
+"""Sizes of convolution windows, in plain integers: which fit, and which padding they need."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import TypeGuard, cast
 from ..errors import PlanError
 
 MOST_CELLS = 1 << 28  # of one layer's constructed kernels: a gigabyte in float32
-# TensorFlow's SAME padding, which depends on the input's size: the rule of timm's Conv2dSame and related classes.
+# TensorFlow's SAME padding, which depends on the input's size, as in timm's Conv2dSame.
 DYNAMIC_SAME = "dynamic_same"
 Pair = tuple[int, int]
 Uneven = tuple[Pair, ...]  # cells before and after each axis
@@ -16,13 +16,13 @@ Padding = str | tuple[int, ...] | Uneven
 
 
 def is_uneven(padding: Padding) -> TypeGuard[Uneven]:
-    """Whether the padding states the cells before and after each axis apart."""
+    """Whether the padding states the cells before and after each axis separately."""
     return not isinstance(padding, str) and any(isinstance(cells, tuple) for cells in padding)
 
 
-def ceil_div(dividend: int, divisor: int) -> int:
-    """The quotient, rounded up."""
-    return -(-dividend // divisor)
+def ceil_div(amount: int, unit: int) -> int:
+    """How many whole units hold the amount."""
+    return (amount + unit - 1) // unit
 
 
 def extent(kernel_size: int, dilation: int) -> int:
@@ -41,33 +41,46 @@ def check_window(
     window: Sequence[int],
     dense_axes: Sequence[int] = (),
 ) -> None:
-    """Refuse (PlanError) a window smaller than the old extent, of the other parity, or with another dense side."""
+    """Check that a window can replace an old kernel.
+
+    Raises:
+        PlanError: The window is smaller than the old extent, or of the other parity, or it changes
+            the size of a dense axis.
+    """
     if len(window) != len(kernel_size):
         sides = "side" if len(window) == 1 else "sides"
         raise PlanError(
-            f"window {size_text(window)} has {len(window)} {sides}, the kernel has {len(kernel_size)}"
+            f"window {size_text(window)} has {len(window)} {sides}, "
+            f"the kernel has {len(kernel_size)}"
         )
     for axis, (kernel, spacing, size) in enumerate(zip(kernel_size, dilation, window, strict=True)):
         old = extent(kernel, spacing)
-        where = "" if len(window) == 1 else f" (axis {axis} of {size_text(window)})"
         if axis in dense_axes and (size != kernel or old != kernel):
             raise PlanError(f"dense axis {axis} must keep its size {kernel}, undilated")
-        spanning = (
-            f"kernel {kernel}"
-            if spacing == 1
-            else f"kernel {kernel} with dilation {spacing}, extent {old},"
+        where = str(size)
+        if len(window) > 1:
+            where += f" (axis {axis} of {size_text(window)})"
+        replaced = f"kernel {kernel}"
+        if spacing > 1:
+            replaced += f" with dilation {spacing}, extent {old},"
+        _check_side(size, old, where, replaced)
+
+
+def _check_side(size: int, old: int, where: str, replaced: str) -> None:
+    """Refuse (PlanError) the window's size along one axis, for a kernel of the extent `old`."""
+    if size < old:
+        raise PlanError(
+            f"window {where} is smaller than the {replaced} that it replaces; use {old} or more"
         )
-        if size < old:
-            raise PlanError(
-                f"window {size}{where} is smaller than the {spanning} that it replaces; use {old} or more"
-            )
-        if (size - old) % 2:
-            parity = "odd" if old % 2 else "even"
-            near = [str(other) for other in (size - 1, size + 1) if other >= old]
-            raise PlanError(
-                f"window {size}{where} must be {parity} as the {spanning} is, or the output would shift; "
-                f"use {' or '.join(near)}"
-            )
+    if (size - old) % 2:
+        parity = "odd" if old % 2 else "even"
+        near = str(size + 1)
+        if size - 1 >= old:
+            near = f"{size - 1} or {near}"
+        raise PlanError(
+            f"window {where} must be {parity} as the {replaced} is, or the output would shift; "
+            f"use {near}"
+        )
 
 
 def check_cells(kernels: int, window: Sequence[int]) -> None:
@@ -75,7 +88,8 @@ def check_cells(kernels: int, window: Sequence[int]) -> None:
     cells = kernels * math.prod(window)
     if cells > MOST_CELLS:
         raise PlanError(
-            f"window {size_text(window)} for {kernels:,} kernels has {cells:,} cells; {MOST_CELLS:,} are the most"
+            f"window {size_text(window)} for {kernels:,} kernels has {cells:,} cells; "
+            f"{MOST_CELLS:,} are the most"
         )
 
 
@@ -86,46 +100,58 @@ def grown_padding(
     window: Sequence[int],
     stride: Sequence[int],
 ) -> Padding:
-    """The padding with which a window that `check_window` takes keeps the output size and the old kernel's centre."""
+    """The padding with which a window keeps the output size and the old kernel's centre.
+
+    The window must be one that `check_window` accepts. PlanError: dynamic SAME padding of a kernel
+    that is smaller than its stride.
+    """
     extents = list(map(extent, kernel_size, dilation))
     if padding == DYNAMIC_SAME:
         for kernel, old, step in zip(kernel_size, extents, stride, strict=True):
             if old < step:  # SAME may then cut cells off instead of padding; a window would not
                 raise PlanError(
-                    f"dynamic SAME padding needs a kernel of at least the stride {step}, not {kernel}"
+                    f"dynamic SAME padding needs a kernel of at least the stride {step}, "
+                    f"not {kernel}"
                 )
-    if padding in (
-        "same",
-        DYNAMIC_SAME,
-    ):  # both put an odd cell at the end, for kernel and window alike
+    if padding in ("same", DYNAMIC_SAME):
+        # Both put an odd cell at the end, for kernel and window alike.
         return str(padding)
-    more = [(size - old) // 2 for size, old in zip(window, extents, strict=True)]
-    cells = padded_cells(padding, (), extents, ())
-    pairs = tuple(
-        (before + grown, after + grown) for (before, after), grown in zip(cells, more, strict=True)
-    )
-    return pairs if is_uneven(padding) else tuple(before for before, _ in pairs)
+    old_cells = padded_cells(padding, (), extents, ())
+    pairs = []
+    for (before, after), size, old in zip(old_cells, window, extents, strict=True):
+        grown = (size - old) // 2
+        pairs.append((before + grown, after + grown))
+    if is_uneven(padding):
+        return tuple(pairs)
+    return tuple(before for before, _ in pairs)
 
 
 def padded_cells(
     padding: Padding, input_size: Sequence[int], extents: Sequence[int], stride: Sequence[int]
-) -> list[tuple[int, int]]:
-    """Cells to add before and after each axis of an input, for a kernel of these extents."""
+) -> list[Pair]:
+    """Cells to add before and after each axis of an input, for a kernel of these extents.
+
+    `input_size` and `stride` matter for dynamic SAME padding alone.
+    """
     if padding == "valid":
         return [(0, 0)] * len(extents)
     if padding == "same":
-        totals = [window - 1 for window in extents]
-    elif padding == DYNAMIC_SAME:  # as many as give ceil(size / stride) outputs
-        sizes = zip(input_size, extents, stride, strict=True)
-        totals = [
-            max((ceil_div(size, step) - 1) * step + window - size, 0)
-            for size, window, step in sizes
-        ]
-    elif is_uneven(padding):
+        return [_halves(old - 1) for old in extents]
+    if padding == DYNAMIC_SAME:
+        pairs = []
+        for size, old, step in zip(input_size, extents, stride, strict=True):
+            outputs = ceil_div(size, step)
+            pairs.append(_halves(max((outputs - 1) * step + old - size, 0)))
+        return pairs
+    if is_uneven(padding):
         return list(padding)
-    else:
-        return [(cells, cells) for cells in cast(tuple[int, ...], padding)]
-    return [(total // 2, total - total // 2) for total in totals]
+    return [(cells, cells) for cells in cast(tuple[int, ...], padding)]
+
+
+def _halves(cells: int) -> Pair:
+    """Cells before and after; an odd one comes after."""
+    before = cells // 2
+    return before, cells - before
 
 
 def grid_positions(kernel_size: int, dilation: int, window: int) -> list[int]:

@@ -1,1 +1,1 @@
-"""Values for layers that are in no model yet: closest to old kernels, or to outputs; and how many elements to take."""
+"""Values for layers that are in no model yet, and how many elements each kernel gets."""

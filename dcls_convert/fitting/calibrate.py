@@ -66,19 +66,18 @@ def measure_inputs(
     statistics = CalibrationStatistics(
         images=calibration, settings=settings or CalibrationSettings()
     )
-    pairs = [
-        (conv, layer, group)
-        for group in groups
-        for conv, layer in zip(group.convs, group.layers, strict=True)
-    ]
-    convs = [conv for conv, _, _ in pairs]
+    convs: list[Conv] = []
+    for group in groups:
+        convs += group.convs
     with evaluating(model):
         feeders = _count_calls_(model, convs, statistics)
-        for conv, layer, group in pairs:
-            moments = partial(SecondMoments, layer, group.box, settings=statistics.settings)
-            statistics.by_line[conv] = moments(joint=False)
-            if statistics.calls[conv] > 1:
-                statistics.by_channel[conv] = moments(joint=True)
+        for group in groups:
+            for conv, layer in zip(group.convs, group.layers, strict=True):
+                moments = partial(SecondMoments, layer, group.box, settings=statistics.settings)
+                statistics.by_line[conv] = moments(joint=False)
+                if statistics.calls[conv] > 1:
+                    statistics.by_channel[conv] = moments(joint=True)
+        for conv in convs:
             norms: list[Any] = [norm for norm, fed_by in feeders.items() if fed_by == {conv}]
             if len(norms) == 1:
                 statistics.running_means[conv] = norms[0].running_mean
@@ -89,7 +88,10 @@ def measure_inputs(
 def _count_calls_(
     model: nn.Module, convs: Sequence[nn.Module], statistics: CalibrationStatistics
 ) -> dict[nn.Module, set[nn.Module | None]]:
-    """Count the calls of convs in a pass. Returns which convs feed each BatchNorm; None: others do."""
+    """Count the calls of convs in a pass. Returns which convs feed each BatchNorm.
+
+    None stands for anything else that feeds it.
+    """
     feeders: dict[nn.Module, set[nn.Module | None]] = {}
     outputs: list[tuple[nn.Module, Tensor]] = []
 
@@ -170,8 +172,8 @@ def fit_to_outputs_(
             layers[conv] = CalibratedLayer(plan.name, conv, layer, group.box, statistics)
     solved: list[CalibratedLayer] = []
 
-    def answer(conv: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
-        """Outputs of all passes: the first half are of the old network, the others of the new one."""
+    def step_all(conv: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
+        """Outputs of all passes: first those of the old network, then those of the new one."""
         layer = layers[conv]
         half = len(inputs) // 2
         old_outputs = [layer.old_forward(input) for input in inputs[:half]]
@@ -186,7 +188,7 @@ def fit_to_outputs_(
 
     passes = [partial(forward, model, batch) for batch in statistics.images.batches]
     with evaluating(model):
-        run_in_step(list(statistics.calls), [*passes, *passes], answer)
+        run_in_step(list(statistics.calls), [*passes, *passes], step_all)
     return solved
 
 
@@ -207,6 +209,7 @@ class CalibratedLayer:
         self.box = box
         self.old_forward = conv.forward  # `run_in_step` puts another one in its place
         self._settings = statistics.settings
+        self._calls = statistics.calls[conv]  # in a pass
         self._moments = statistics.by_channel.get(conv)
         # What takes the mean shift: the bias, or the running mean of the BatchNorm behind. None:
         # the layer has neither, and its means stay shifted.
@@ -216,6 +219,7 @@ class CalibratedLayer:
         # (out_channels,): to add to the outputs, so that each channel has the old mean.
         self.mean_shift = layer.weight.new_zeros(layer.out_channels, dtype=torch.float64)
         self.output_error: float | None = None  # |new - old| / |old| of the outputs, once solved
+        self.reasons: tuple[str, ...] = ()  # for an output error that is large, once solved
         self._kernel: Tensor | None = None  # of the old kernel's size, where it holds all elements
 
     @property
@@ -231,7 +235,9 @@ class CalibratedLayer:
             outputs = self.conv._conv_forward(input, self._kernel, self.layer.bias)
         if self.shifted is None:
             return outputs
-        by_channel = self.mean_shift.to(outputs).reshape(-1, *[1] * self.layer.dims)
+        by_channel = self.mean_shift.to(outputs)
+        for _ in range(self.layer.dims):
+            by_channel = by_channel.unsqueeze(-1)
         return outputs + by_channel
 
     @torch.no_grad()
@@ -260,6 +266,22 @@ class CalibratedLayer:
         bias = 0.0 if layer.bias is None else layer.bias.double()
         self.mean_shift = solution.mean_shift - bias
         self.output_error = solution.output_error
+        self.reasons = self._reasons(moments)
+
+    def _reasons(self, moments: SecondMoments) -> tuple[str, ...]:
+        """What keeps the outputs from being as wanted, beyond what the elements can do."""
+        layer = self.layer
+        reasons = []
+        weights = layer.weight[0].numel()  # of an output channel
+        if layer.form.weight is None and moments.places < self._settings.few_places * weights:
+            reasons.append(f"few sampled places ({moments.places:,} for {weights:,} weights)")
+        if self._calls > 1:
+            reasons.append(f"called {self._calls} times in a pass")
+        if layer.form.weight is not None:
+            reasons.append("weights fixed by weight standardisation")
+        if self.shifted is None:
+            reasons.append("no bias or single BatchNorm takes the mean shift")
+        return tuple(reasons)
 
     def _small_kernel(self) -> Tensor:
         """The box of the constructed kernel, which all elements are in: faster to convolve with."""

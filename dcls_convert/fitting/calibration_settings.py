@@ -5,15 +5,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CalibrationSettings:
-    """Measured on EfficientNet-Lite0 with ImageNet weights (benchmarks/pretrained.py) unless stated.
+    """Unless stated, measured by benchmarks/pretrained.py on a trained EfficientNet-Lite0.
 
     The letters are those of the objective in `solution.py`.
     """
 
     # Where images are sampled.
-    places_per_image: int = (
-        128  # about; neighbours say much the same: 64 to 256 give the same weights
-    )
+    # About so many; neighbours say much the same: 64 to 256 give the same weights.
+    places_per_image: int = 128
     # Places by which the first one moves from image to image along the second axis; along the
     # third, its square.
     shift_between_images: int = 7
@@ -21,20 +20,22 @@ class CalibrationSettings:
     # The objective.
     damping: float = 1e-2  # a; keeps a kernel close to the old one where the images have no energy
     least_energy: float = 1e-3  # share of the mean energy of all inputs that each input counts with
-    # Of depthwise layers: other images have other means and covariances than the few that calibrate.
+    # Of depthwise layers alone: other images have other means and covariances than these few.
     mean_patch: float = 100.0  # b; the mean patch differs most from image to image
-    shared_correlation: float = (
-        0.2  # c; what all channels of a layer see alike holds for other images
-    )
+    # c; what all channels of a layer see alike holds for other images
+    shared_correlation: float = 0.2
     ridge: float = 1e-4  # d; bounds elements that nearly coincide
 
     # Conjugate gradients. More steps fit the noise of few images.
     most_steps: int = 5
     least_residual: float = 1e-4  # of the first one, in the norm of the preconditioner
 
+    # Sampled places for each weight of an output channel. With fewer, the report gives them as a
+    # reason for the layer's error; a rule of thumb, which changes no result.
+    few_places: float = 2.0
+
 
 # Sizes of blocks. They change no result but for the order of sums.
 # Of patches; the system takes as long to give larger tensors as to fill them.
 PATCH_FLOATS_AT_ONCE = 1 << 20
-LEAST_PARTS = 16  # of a layer's groups, for as many processors
 ROWS_AT_ONCE = 256  # of the product of one large matrix

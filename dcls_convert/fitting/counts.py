@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from ..depthwise.geometry import ceil_div
 from ..errors import PlanError
-from ..networks.running import reproducible
+from ..networks.running import full_precision
 from ..networks.sites import ModelConvs
 from ..options import AUTO, ERROR, PlanOptions
 from ..planning.plan import ConversionPlan, LayerCounts
@@ -21,18 +22,15 @@ from ..planning.planner import make_plan
 from ..planning.rules import parse_rules
 from ..progress import Notify
 from .calibrate import CalibrationStatistics, measure_inputs
+from .fit_settings import CountSettings
 from .groups import LayerGroup, make_layers
 from .images import Calibration
 from .warm_start import fit_elements, relative_errors
 
-# Units in which the parameters of a budget are counted; a larger budget takes coarser units.
-MOST_UNITS = 1 << 21
-FIRST_COUNTS = 6  # counts at which the error of a group is measured before the first choice
-MEASURE_ALL = 9  # a group with at most so many possible counts is measured at all of them
-MOST_LINES = 128  # kernel lines by which the error of a group is measured, about
+SETTINGS = CountSettings()
 
 
-@reproducible()
+@full_precision()
 def counts_by_error(
     model: nn.Module,
     convs: ModelConvs,
@@ -165,8 +163,8 @@ def sample_lines(
 ) -> tuple[list[Tensor], Tensor | None]:
     """Kernels (O, I, *K) of every n-th channel, and the roots of their input channels.
 
-    MOST_LINES channel pairs are kept, or a few more. Thin out output channels first, then inputs,
-    then groups, so that as many groups as possible stay.
+    About `CountSettings.most_lines` channel pairs are kept. Output channels are thinned out first,
+    then inputs, then groups, so that as many groups as possible stay.
 
     Args:
         kernels: (O, I, *K) of each layer.
@@ -179,7 +177,7 @@ def sample_lines(
     lines = math.prod(sizes)
     steps = [1, 1, 1]
     for axis in (output_axis, input_axis, group_axis):
-        steps[axis] = max(1, min(sizes[axis], lines // MOST_LINES))
+        steps[axis] = max(1, min(sizes[axis], lines // SETTINGS.most_lines))
         lines //= steps[axis]
     every_group = slice(None, None, steps[group_axis])
     every_output = slice(None, None, steps[output_axis])
@@ -219,11 +217,11 @@ def least_error(groups: Sequence[GroupErrors], limit: int) -> list[int]:
 
 def _first_counts(most: int) -> set[int]:
     """Evenly spaced counts from 1 to the largest; all of them if they are few."""
-    if most <= MEASURE_ALL:
+    if most <= SETTINGS.measure_all:
         return set(range(1, most + 1))
     counts = set()
-    for step in range(FIRST_COUNTS):
-        counts.add(1 + round((most - 1) * step / (FIRST_COUNTS - 1)))
+    for step in range(SETTINGS.first_counts):
+        counts.add(1 + round((most - 1) * step / (SETTINGS.first_counts - 1)))
     return counts
 
 
@@ -241,16 +239,16 @@ def allocate(costs: Sequence[int], errors: Sequence[Mapping[int, float]], limit:
     """For each group, the count among `errors` with the least sum of errors, within a limit.
 
     Exact for any errors, by dynamic programming over the parameters spent: a multiple-choice
-    knapsack. Of equal sums, the one with fewer parameters. If the limit has more than MOST_UNITS
-    units, each group's costs are rounded up to coarser units: the result then stays within the
-    limit, but a better one may exist.
+    knapsack. Of equal sums, the one with fewer parameters. If the limit has more units than
+    `CountSettings.most_units`, each group's costs are rounded up to coarser units: the result then
+    stays within the limit, but a better one may exist.
 
     Args:
         costs: Parameters of one more element, for each group.
         errors: The error by count, for each group.
         limit: Parameters of all groups together.
     """
-    unit = max(math.gcd(*costs), _round_up(limit, MOST_UNITS))
+    unit = max(math.gcd(*costs), ceil_div(limit, SETTINGS.most_units))
     units = limit // unit
     # Least sum of errors of the groups so far, by the units that they may spend.
     least_sum = torch.zeros(units + 1, dtype=torch.float64)
@@ -262,12 +260,11 @@ def allocate(costs: Sequence[int], errors: Sequence[Mapping[int, float]], limit:
     # From the last group back to the first, along the picks that led to the least sum.
     units_left = int((least_sum == least_sum[-1]).nonzero()[0])
     chosen = []
-    for cost, error_of_count, picks in reversed(
-        list(zip(costs, errors, picks_of_groups, strict=True))
-    ):
-        count = sorted(error_of_count)[int(picks[units_left])]
+    for index in reversed(range(len(costs))):
+        picks = picks_of_groups[index]
+        count = sorted(errors[index])[int(picks[units_left])]
         chosen.append(count)
-        units_left -= _round_up(cost * count, unit)
+        units_left -= ceil_div(costs[index] * count, unit)
     chosen.reverse()
     return chosen
 
@@ -279,7 +276,7 @@ def _add_group(
     with_group = torch.full_like(least_sum, torch.inf)
     picks = torch.zeros(len(least_sum), dtype=torch.int16)
     for index, count in enumerate(sorted(error_of_count)):
-        spent = _round_up(cost * count, unit)
+        spent = ceil_div(cost * count, unit)
         if spent >= len(least_sum):
             break
         sums = least_sum[: len(least_sum) - spent] + error_of_count[count]
@@ -287,8 +284,3 @@ def _add_group(
         with_group[spent:] = torch.where(better, sums, with_group[spent:])
         picks[spent:][better] = index
     return with_group, picks
-
-
-def _round_up(amount: int, unit: int) -> int:
-    """So many whole units hold the amount."""
-    return (amount + unit - 1) // unit

@@ -16,29 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..networks.running import in_parallel
 from .batches import joined, last_summed, like, lines_innermost, product, solved
 from .boxes import Box, box_footprint
+from .fit_settings import FLOATS_IN_CACHE, LINES_INNERMOST, FitSettings
 
-# Share of the energy of an element in the middle of a cell; bounds the weights of elements that
-# nearly coincide.
-RIDGE = 1e-3
-LONGEST_STEP = 0.5  # cells; the footprint changes its form from cell to cell
-STEPS_BETWEEN_LOOKS = 8  # after each look, only lines whose cost still falls are refined further
-LEAST_GAIN = 1e-2  # of the cost of a line, between two looks
-MOST_LOOKS = 6
-MOST_LOOKS_WITH_ROOTS = 2  # fewer suffice for outputs: calibration solves for the weights again
-INITIAL_DAMPING = 0.1
-DAMPING_AFTER_GAIN = 1 / 3  # factor
-DAMPING_AFTER_FAILURE = 4.0  # factor
-LEAST_DAMPING = 1e-6
-MOST_DAMPING = 1e6
-# For a step; the exact minimum of the quadratic model is no better, since the model is not exact.
-CONJUGATE_GRADIENT_STEPS = 6
-# Rows of a line's matrices up to which lines are innermost in memory. A product of larger matrices
-# is worth a call of its own.
-LINES_INNERMOST = 24
-FLOATS_IN_CACHE = 1_000_000  # of matrices, for the lines that a processor works on at once
 TINY = 1e-30  # replaces a divisor of zero
 
 
@@ -64,7 +45,12 @@ class _State(NamedTuple):
 
 @torch.no_grad()
 def fit_lines(
-    targets: Tensor, starts: Sequence[Tensor], box: Box, *, roots: Tensor | None = None
+    targets: Tensor,
+    starts: Sequence[Tensor],
+    box: Box,
+    *,
+    settings: FitSettings,
+    roots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Places (N, E, A) in the box, and weights (N, L, E), whose kernels are close to the targets.
 
@@ -74,15 +60,17 @@ def fit_lines(
         targets: (N, L, S), of order 1.
         starts: Places (N, E, A) to start from.
         box: In which the kernels are fitted.
+        settings: How long, and with which ridge and damping.
         roots: (N, S, S). With them, an error e of a line counts as |e @ root|^2, else as |e|^2.
     """
     if roots is not None:
         norms = (targets @ roots).flatten(1).norm(dim=1)
         roots = roots / torch.where(norms > 0, norms, 1.0)[:, None, None]
-    run = _Run(_make_problem(targets, box, roots), torch.cat(list(starts)))
+    problem = _make_problem(targets, box, roots, settings.ridge)
+    run = _Run(problem, torch.cat(list(starts)), settings)
     lines = torch.arange(len(run.places), device=targets.device)
     remaining = lines.reshape(len(starts), -1)  # (starts, N): line numbers of the run
-    looks = MOST_LOOKS if roots is None else MOST_LOOKS_WITH_ROOTS
+    looks = settings.most_looks if roots is None else settings.most_looks_with_roots
     while len(remaining) > 1:
         run.refine_(remaining.flatten(), 1)
         looks -= 1
@@ -165,8 +153,10 @@ class _Problem:
         return product(footprint, self.roots), product(slopes, self.roots)
 
 
-def _make_problem(targets: Tensor, box: Box, roots: Tensor | None) -> _Problem:
-    ridge = torch.full_like(targets[:, :1, 0], RIDGE)
+def _make_problem(
+    targets: Tensor, box: Box, roots: Tensor | None, relative_ridge: float
+) -> _Problem:
+    ridge = torch.full_like(targets[:, :1, 0], relative_ridge)
     if roots is not None:
         targets = targets @ roots
         cell_energy = roots.square().sum(-1).mean(-1, keepdim=True)  # (N, 1)
@@ -183,15 +173,16 @@ class _Run:
     has the number s * N + i.
     """
 
-    def __init__(self, problem: _Problem, start: Tensor) -> None:
+    def __init__(self, problem: _Problem, start: Tensor, settings: FitSettings) -> None:
         self.problem = problem
+        self.settings = settings
         last_cells = [side - 1 for side in problem.box.sides]
         self.last_cells = start.new_tensor(last_cells)  # made once: copies to a GPU are slow
         self.places = self.inside(start)  # (starts * N, E, A), as all that follow
         layers = problem.targets.shape[1]
         self.weights = start.new_zeros(len(start), layers, start.shape[1])
         self.cost = start.new_full((len(start),), torch.inf)
-        self.damping = start.new_full((len(start),), INITIAL_DAMPING)
+        self.damping = start.new_full((len(start),), settings.initial_damping)
 
     def inside(self, places: Tensor) -> Tensor:
         """The places, moved into the box."""
@@ -207,8 +198,8 @@ class _Run:
             lines_at_once = max(1, FLOATS_IN_CACHE // floats_of_line)
         for _ in range(looks):
             parts = torch.split(lines, lines_at_once)
-            still_gaining = in_parallel(self._refine_part_, parts, lines.device)
-            lines = lines[torch.cat(still_gaining)]
+            still_gaining = torch.cat([self._refine_part_(part) for part in parts])
+            lines = lines[still_gaining]
             if not len(lines):
                 break
 
@@ -224,22 +215,26 @@ class _Run:
         if rows <= LINES_INNERMOST:
             problem = problem.map(lines_innermost)
             places = lines_innermost(places)
+        settings = self.settings
         state = problem.solve(places)
         first_cost = state.cost
-        for _ in range(STEPS_BETWEEN_LOOKS):
-            trial = problem.solve(self.inside(state.places + _step(state, damping)))
+        for _ in range(settings.steps_between_looks):
+            step = _step(state, damping, settings)
+            trial = problem.solve(self.inside(state.places + step))
             improved = trial.cost < state.cost
-            damping = damping * torch.where(improved, DAMPING_AFTER_GAIN, DAMPING_AFTER_FAILURE)
-            damping = damping.clamp(LEAST_DAMPING, MOST_DAMPING)
+            factor = torch.where(
+                improved, settings.damping_after_gain, settings.damping_after_failure
+            )
+            damping = (damping * factor).clamp(settings.least_damping, settings.most_damping)
             state = state.better_of(trial)
         self.places[lines] = state.places
         self.weights[lines] = state.weights
         self.cost[lines] = state.cost
         self.damping[lines] = damping
-        return state.cost < first_cost * (1 - LEAST_GAIN)
+        return state.cost < first_cost * (1 - settings.least_gain)
 
 
-def _step(state: _State, damping: Tensor) -> Tensor:
+def _step(state: _State, damping: Tensor, settings: FitSettings) -> Tensor:
     """The step (N, E, A) that nearly minimises the damped quadratic model of the cost.
 
     Conjugate gradients with the diagonal as preconditioner, in the letters of Shewchuk (1994), B3,
@@ -253,7 +248,7 @@ def _step(state: _State, damping: Tensor) -> Tensor:
     d = inverse_diagonal * r
     rz = (r * d).sum(1, keepdim=True)
     x = torch.zeros_like(r)
-    for _ in range(CONJUGATE_GRADIENT_STEPS):
+    for _ in range(settings.conjugate_gradient_steps):
         q = added * d + product(d[:, None], state.curvature)[:, 0]
         alpha = rz / (d * q).sum(1, keepdim=True).clamp(min=TINY)
         x = x + alpha * d
@@ -264,4 +259,5 @@ def _step(state: _State, damping: Tensor) -> Tensor:
         beta = rz / rz_before.clamp(min=TINY)
         d = z + beta * d
     step = x.reshape(state.descent.shape).mT
-    return step.nan_to_num(nan=0, posinf=0, neginf=0).clamp(-LONGEST_STEP, LONGEST_STEP)
+    finite = step.nan_to_num(nan=0, posinf=0, neginf=0)
+    return finite.clamp(-settings.longest_step, settings.longest_step)

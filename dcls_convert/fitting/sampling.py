@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..layers.dcls_conv import DclsConvNd
 from .boxes import Box
-from .calibration_settings import LEAST_PARTS, PATCH_FLOATS_AT_ONCE, CalibrationSettings
+from .calibration_settings import PATCH_FLOATS_AT_ONCE, CalibrationSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -42,18 +42,21 @@ class PatchSampler:
         lines = layer.in_channels
         for axis in layer.dense_axes:
             lines *= layer.kernel_size[axis]
-        self.groups = layer.groups if joint else lines
-        self.length = lines * math.prod(box.sides) // self.groups  # R * S
         # Axes of the views that count groups: channels, and without "joint" the dense axes too.
-        self.group_axes = 1 if joint else 1 + len(layer.dense_axes)
+        if joint:
+            self.groups = layer.groups
+            self.group_axes = 1
+        else:
+            self.groups = lines
+            self.group_axes = 1 + len(layer.dense_axes)
+        self.length = lines * math.prod(box.sides) // self.groups  # R * S
 
     def sample(
         self, images: Tensor, targets: Tensor | None, *, first_image: int
     ) -> list[SampledGroups]:
         """All groups in padded images (N, in_channels, *spatial), some groups at a time.
 
-        Which groups come together depends on no number of threads, so no sum does. `first_image` is
-        the number of the first image, since each image is sampled at other places.
+        `first_image` is the number of the first image: each image is sampled at other places.
         """
         patches = self._patches(images)
         if targets is not None:
@@ -83,7 +86,9 @@ class PatchSampler:
         dims = self.layer.dims
         first = part.patches[0]
         groups = self.groups_in(part)
-        outputs = part.targets[0].shape[1] if part.targets else 0
+        outputs = 0
+        if part.targets:
+            outputs = part.targets[0].shape[1]
         places = [math.prod(image.shape[-dims:]) for image in part.patches]
         dtype = torch.promote_types(first.dtype, torch.float32)
         rows = first.new_ones(groups, self.length + outputs + 1, sum(places), dtype=dtype)
@@ -126,6 +131,5 @@ class PatchSampler:
 
     def _groups_at_once(self, sampled: list[Tensor]) -> int:
         count = len(sampled[0])
-        most = math.ceil(count / LEAST_PARTS)
         floats = sum(image.numel() for image in sampled)
-        return max(1, min(most, PATCH_FLOATS_AT_ONCE * count // floats))
+        return max(1, PATCH_FLOATS_AT_ONCE * count // floats)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..errors import DclsConvertError
 from ..layers.dcls_conv import DclsConvNd
-from ..networks.running import in_parallel
 from .boxes import Box
 from .calibration_settings import ROWS_AT_ONCE, CalibrationSettings
 from .sampling import PatchSampler, SampledGroups
@@ -31,9 +30,8 @@ class Statistics:
     covariance: Tensor  # (G, R * S, R * S): of x
     cross: Tensor  # (G, Q, R * S): covariance of y and x
     target_variance: Tensor  # (G, Q)
-    energy: (
-        Tensor  # (G, R * S): mean variance of each line's input, at least a share of that of all
-    )
+    # (G, R * S): mean variance of each line's input, at least a share of that of all
+    energy: Tensor
 
 
 class SecondMoments:
@@ -59,8 +57,8 @@ class SecondMoments:
         self.groups = self.sampler.groups
         self.length = self.sampler.length  # R * S
         self.images = 0
-        # Of z z', where z is a patch, its wanted outputs, and 1: (G, R * S + Q + 1, same). Of a
-        # single group, the lower half alone.
+        # Sum over places of z z', where z is [patch (R * S), wanted outputs (Q), 1], by group:
+        # (G, R * S + Q + 1, same). A single group has only the lower triangle.
         self.sums: Tensor | None = None
 
     def add(self, input: Tensor, wanted: Tensor | None = None) -> None:
@@ -70,32 +68,36 @@ class SecondMoments:
         """
         if input.dim() < self.layer.dims + 2:
             input = input.unsqueeze(0)
-            wanted = None if wanted is None else wanted.unsqueeze(0)
+            if wanted is not None:
+                wanted = wanted.unsqueeze(0)
         if wanted is not None:
             wanted = wanted.detach()
         padded = self.layer.padded(input.detach())
         parts = self.sampler.sample(padded, wanted, first_image=self.images)
         self.images += len(input)
         if self.sums is None:
-            outputs = 0 if wanted is None else wanted.shape[1] // self.groups
-            side = self.length + outputs + 1
+            side = self.length + 1
+            if wanted is not None:
+                side += wanted.shape[1] // self.groups
             device = input.device
             self.sums = torch.zeros(self.groups, side, side, dtype=torch.float64, device=device)
         groups = [self.sampler.groups_in(part) for part in parts]
-        work = list(zip(torch.split(self.sums, groups), parts, strict=True))
-        in_parallel(lambda pair: self._add_products_(*pair), work, input.device)
+        for sums, part in zip(torch.split(self.sums, groups), parts, strict=True):
+            self._add_products_(sums, part)
 
     def _add_products_(self, sums: Tensor, part: SampledGroups) -> None:
         rows = self.sampler.rows(part)
         if self.groups > 1:
             sums += rows @ rows.mT
             return
-
-        def add(first: int) -> None:
+        for first in range(0, rows.shape[1], ROWS_AT_ONCE):
             last = first + ROWS_AT_ONCE
             sums[:, first:last, :last] += rows[:, first:last] @ rows[:, :last].mT
 
-        in_parallel(add, range(0, rows.shape[1], ROWS_AT_ONCE), rows.device)
+    @property
+    def places(self) -> int:
+        """How many sampled places were added, in all images and calls."""
+        return 0 if self.sums is None else int(self.sums[0, -1, -1])
 
     def check(self, name: str) -> None:
         """Refuse (DclsConvertError) values that are not finite, by the layer's name."""

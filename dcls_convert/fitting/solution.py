@@ -69,7 +69,9 @@ def solve_weights(
         matrix = matrix + prior
     damped = matrix.diagonal(dim1=1, dim2=2)
     damped.add_(damping)
-    weights = start if fixed else _minimise(matrix, footprint, goal, start, settings)
+    weights = start
+    if not fixed:
+        weights = _minimise(matrix, footprint, goal, start, settings)
     damped.sub_(damping)  # it may be the covariance's own memory, which is large for dense layers
     kernel = (weights.unsqueeze(1) @ footprint).reshape(statistics.cross.shape)
     mean_output = (kernel @ statistics.mean_patch.unsqueeze(2)).squeeze(2)  # (G, Q)
@@ -107,10 +109,10 @@ def _minimise(
 ) -> Tensor:
     """Weights (N, E) whose kernels k have the least k' matrix k - 2 k' goal, with the ridge.
 
-    Preconditioned conjugate gradients in the letters of Shewchuk (1994), B3, for all output channels
-    at once. The preconditioner solves each line exactly where the others stand, by Cholesky; where
-    an output channel has one line, the first step is the solution. Of elements that nearly coincide
-    only the sum counts, which the ridge keeps as it starts.
+    Preconditioned conjugate gradients in the letters of Shewchuk (1994), B3, for all output
+    channels at once. The preconditioner solves each line exactly, by Cholesky, with the other lines
+    held fixed; where an output channel has one line, the first step is the solution. If elements
+    nearly coincide, only the sum of their weights counts, which the ridge keeps as it starts.
     """
     groups, length, _ = matrix.shape
     lines, _, cells = footprint.shape
@@ -119,7 +121,9 @@ def _minimise(
     ridge = settings.ridge * normal.diagonal(dim1=1, dim2=2).mean(1, keepdim=True)  # (N, 1)
     factor = torch.linalg.cholesky(normal + torch.diag_embed(ridge.expand(start.shape) + 1e-30))
     # Most of the time goes into products with the matrix; steps need no more digits than float32.
-    multiplier = matrix.float() if inputs > 1 else matrix
+    multiplier = matrix
+    if inputs > 1:
+        multiplier = matrix.float()
 
     def apply(weights: Tensor) -> Tensor:
         """F M F' w + ridge w."""

@@ -13,17 +13,10 @@ from torch import Tensor
 
 from ..layers.interpolation import find_interpolation
 from .boxes import Box
+from .fit_settings import FLOATS_AT_ONCE, FitSettings
 from .least_squares import fit_lines
 
-# The last start is beside merged cells, the others are beside the largest cells.
-STARTS = 4
-# With roots, where an output channel has one line.
-STARTS_ALONE = 6
-# With roots, where an output channel sums several lines: solving for their weights together makes
-# up for most of what more starts would gain.
-STARTS_TOGETHER = 2
-JITTER = 0.3  # cells; at a cell's middle the cost has a kink, where a step models it badly
-FLOATS_AT_ONCE = 60_000_000  # of memory for the lines that are fitted together
+SETTINGS = FitSettings()  # of every fit
 
 # Indices of lines -> (lines, S, S), by which the errors of these lines are multiplied.
 Metric = Callable[[Tensor], Tensor]
@@ -75,13 +68,15 @@ def fit_elements(
         places=box.places_of(grid.to(lines)),
         weights=_weights_by_line(largest, lines) / scale,
     )
+    settings = SETTINGS
     if roots is None:
-        starts = STARTS
+        starts = settings.starts
     elif len(lines) == len(kernels[0]):
-        starts = STARTS_ALONE
+        starts = settings.starts_alone
     else:
-        starts = STARTS_TOGETHER
-    fitted = _fit(lines, fallback, box, metric, starts, seed)
+        starts = settings.starts_together
+    noise = _starting_noise(fallback.places, starts, settings.jitter, seed)
+    fitted = _fit(lines, fallback, box, metric, noise, settings)
     best = _no_layer_worse(lines, fitted, fallback, box, metric, scale)
     from_centre = best.places + lines.new_tensor(box.origin)
     positions = from_centre.movedim(-1, 0).reshape(grid.shape).to(grid)
@@ -92,24 +87,37 @@ def fit_elements(
     return weights, positions
 
 
-def _fit(
-    lines: Tensor, cells: _Elements, box: Box, metric: Metric | None, starts: int, seed: int
-) -> _Elements:
-    """The best elements for lines (N, L, S), from several starts beside the largest cells."""
-    # Drawn on the CPU and for all lines, so that a seed means the same on every device, however
-    # lines are split.
+def _starting_noise(places: Tensor, starts: int, jitter: float, seed: int) -> Tensor:
+    """What is added to places (N, E, A) for each start: (starts, N, E, A), on the CPU.
+
+    It is drawn for all lines at once, so a seed means the same on every device and for any chunks.
+    """
     generator = torch.Generator().manual_seed(seed)
-    noise = JITTER * torch.randn(starts, *cells.places.shape, generator=generator, device="cpu")
+    return jitter * torch.randn(starts, *places.shape, generator=generator, device="cpu")
+
+
+def _fit(
+    lines: Tensor,
+    cells: _Elements,
+    box: Box,
+    metric: Metric | None,
+    noise: Tensor,
+    settings: FitSettings,
+) -> _Elements:
+    """The best elements for lines (N, L, S), from several starts beside the largest cells.
+
+    The last start is beside merged cells. `noise` (starts, N, E, A) is added to the starts.
+    """
     fitted = _Elements(torch.empty_like(cells.places), torch.empty_like(cells.weights))
     for chunk in _chunks(cells, box):
         largest = cells.places[chunk]
-        bases = [largest] * (starts - 1)
+        bases = [largest] * (len(noise) - 1)
         bases.append(_merged_neighbours(lines[chunk], largest, box))
         jitter = noise[:, chunk.to(noise.device)].to(largest)
         places = [base + jitter[start] for start, base in enumerate(bases)]
         roots = None if metric is None else metric(chunk)
         fitted.places[chunk], fitted.weights[chunk] = fit_lines(
-            lines[chunk], places, box, roots=roots
+            lines[chunk], places, box, settings=settings, roots=roots
         )
     return fitted
 

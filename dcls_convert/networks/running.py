@@ -3,11 +3,9 @@
 import contextlib
 import io
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +14,6 @@ AUTOCASTING = ("cpu", "cuda", "xpu", "mps")  # types of device for which torch h
 # Parts of torch.backends that have an `fp32_precision` of their own.
 CPU_PRODUCTS = ("mkldnn.matmul", "mkldnn.conv")
 CUDA_PRODUCTS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
-
-_Part = TypeVar("_Part")
-_Result = TypeVar("_Result")
-# Threads of the innermost `reproducible`, for `in_parallel`.
-_POOL: ContextVar[ThreadPoolExecutor | None] = ContextVar("pool", default=None)
 
 
 @contextlib.contextmanager
@@ -85,43 +78,6 @@ def _older_precision_settings() -> tuple[str, bool] | None:
         return torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32
     except RuntimeError:  # torch refuses to read older settings after newer ones were made
         return None
-
-
-@contextlib.contextmanager
-def reproducible() -> Iterator[None]:
-    """Inside, float32 has full precision and torch uses one thread.
-
-    So sums do not depend on the number of threads. `in_parallel` then works in threads of its own.
-    """
-    threads = torch.get_num_threads()
-    with contextlib.ExitStack() as restore:
-        restore.enter_context(full_precision())
-        restore.callback(torch.set_num_threads, threads)
-        torch.set_num_threads(1)
-        if _POOL.get() is None and threads > 1:
-            pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
-            restore.enter_context(pool)
-            restore.callback(_POOL.reset, _POOL.set(pool))
-        yield
-
-
-def in_parallel(
-    work: Callable[[_Part], _Result], parts: Sequence[_Part], device: torch.device
-) -> list[_Result]:
-    """The results of `work` for each part, in the order of the parts; without gradients.
-
-    Inside `reproducible`, parts on the CPU are worked on in several threads.
-    """
-    pool = _POOL.get()
-    inference_mode = torch.is_inference_mode_enabled()
-
-    def work_without_gradients(part: _Part) -> _Result:
-        with torch.inference_mode(inference_mode), torch.no_grad():  # modes are of a thread
-            return work(part)
-
-    if pool is None or device.type != "cpu" or len(parts) < 2:
-        return [work_without_gradients(part) for part in parts]
-    return list(pool.map(work_without_gradients, parts))
 
 
 def run(model: nn.Module, batch: Tensor) -> Any:

@@ -13,7 +13,7 @@ import sys
 import urllib.parse
 import urllib.request
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +25,6 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from ..errors import DclsConvertError, ModelError, did_you_mean, one_line, shown
-from ..layers.conv_classes import AnyConv
 from ..records import read_json
 from .running import seeded
 
@@ -36,9 +35,6 @@ LIBRARIES = (*REGISTRIES, *FOREIGN_SOURCES)
 # Our entry in timm's registry. It rebuilds converted models and cannot be converted itself.
 TIMM_ARCHITECTURE = "dcls_convert"
 WEIGHTS_SUFFIXES = (".pth", ".pt", ".safetensors", ".bin", ".ckpt", ".tar")
-USUAL_INPUT_SIZE = (3, 224, 224)  # of ImageNet's classifiers; for models that state no size
-USUAL_CLASSES = 1000
-VIDEO_FRAMES = 16  # frames of a clip, for torchvision's video models
 # Largest integer argument: factories make lists of that length before they make any module.
 MOST_ARGUMENT = 1_000_000
 # Exempt from MOST_ARGUMENT: they size a single layer, and a meta tensor costs nothing.
@@ -144,11 +140,12 @@ def _is_registered(kind: str, name: str) -> bool:
     if kind == "torchvision":
         return name in _models_of(kind)
     architecture = name.partition(".")[0]  # before the tag of the weights
-    return name != TIMM_ARCHITECTURE and bool(_import("timm").is_model(architecture))
+    return name != TIMM_ARCHITECTURE and bool(import_library("timm").is_model(architecture))
 
 
 def _models_of(kind: str) -> list[str]:
-    registry = _import("timm") if kind == "timm" else _import("torchvision.models")
+    library = "timm" if kind == "timm" else "torchvision.models"
+    registry = import_library(library)
     return [name for name in registry.list_models() if name != TIMM_ARCHITECTURE]
 
 
@@ -190,26 +187,32 @@ def resolve_model(
                 "let the factory load, or --checkpoint"
             )
         return ModelSource(name=name, args=args)
-    bare_name = name
-    kinds: tuple[str, ...] = REGISTRIES
     if colon:
-        bare_name = rest
-        kinds = (prefix,)
-    kind = next((kind for kind in kinds if _is_registered(kind, bare_name)), None)
-    if kind is None:
-        _explain_wrong_model(name)
-        known: list[str] = []
-        for registry in kinds:
-            known += _models_of(registry)
-        raise ModelError(f"no model {name!r}{did_you_mean(bare_name, known, 3)}")
-    if kind == "timm":
-        _check_timm_tag(bare_name)
-    source = ModelSource(name=f"{kind}:{bare_name}", args=args)
-    if kind == "torchvision" and in_chans is not None:
+        source = ModelSource(name=_registered_name(name, rest, (prefix,)), args=args)
+    else:
+        source = ModelSource(name=_registered_name(name, name, REGISTRIES), args=args)
+    if source.kind == "torchvision" and in_chans is not None:
         raise ModelError(
             f"{source.name} has a fixed number of input channels; --in-chans is for timm"
         )
     return source
+
+
+def _registered_name(name: str, bare_name: str, kinds: Sequence[str]) -> str:
+    """The model's name with the first of these registries that has it: "timm:convnext_tiny".
+
+    ModelError: none has it; the message is about `name`, which is what the user gave.
+    """
+    for kind in kinds:
+        if _is_registered(kind, bare_name):
+            if kind == "timm":
+                _check_timm_tag(bare_name)
+            return f"{kind}:{bare_name}"
+    _explain_wrong_model(name)
+    known: list[str] = []
+    for kind in kinds:
+        known += _models_of(kind)
+    raise ModelError(f"no model {name!r}{did_you_mean(bare_name, known, 3)}")
 
 
 def _check_timm_tag(name: str) -> None:
@@ -217,7 +220,7 @@ def _check_timm_tag(name: str) -> None:
     architecture, dot, tag = name.partition(".")
     if not dot:
         return
-    tagged_names = _import("timm").list_pretrained(f"{architecture}.*")
+    tagged_names = import_library("timm").list_pretrained(f"{architecture}.*")
     tags = [tagged.partition(".")[2] for tagged in tagged_names]
     if tag not in tags:
         raise ModelError(
@@ -361,13 +364,13 @@ def _run_factory(source: ModelSource, *, pretrained: bool) -> Any:
             return _build_torchvision(name, source.args, pretrained=pretrained)
         if kind in LIBRARIES:
             name_for_timm = name if kind == "timm" else source.name
-            timm = _import("timm")
+            timm = import_library("timm")
             return timm.create_model(name_for_timm, pretrained=pretrained, **source.args)
         return _build_own(source)
 
 
 def _build_torchvision(name: str, args: dict[str, Any], *, pretrained: bool) -> nn.Module:
-    models = _import("torchvision.models")
+    models = import_library("torchvision.models")
     if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
         args = {**args, "weights_backbone": None}  # by default, a backbone is downloaded
     model: nn.Module
@@ -443,7 +446,7 @@ def _check_hub(name: str, *, offline: bool) -> None:
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
-    timm = _import("timm")
+    timm = import_library("timm")
     repository = name.partition(":")[2]
     repository_id, _, revision = repository.partition("@")
     try:
@@ -489,106 +492,17 @@ class _MetaWeights(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def stated_input_size(source: ModelSource, model: nn.Module) -> tuple[int, ...] | None:
-    """The input size (channels, *spatial) for a model that does not carry it, as timm's do.
-
-    None for timm's models, and for the user's own in 1-D and 3-D, whose usual size is not known.
-    """
-    is_timm = source.kind == "timm" or source.kind in FOREIGN_SOURCES
-    if is_timm or getattr(model, "pretrained_cfg", None):
-        return None
-    if source.kind == "torchvision":
-        return _torchvision_input_size(source.name.partition(":")[2], model)
-    usual_channels, *sides = USUAL_INPUT_SIZE
-    channels: list[int] = []
-    dims = len(sides)
-    convs = [module for module in model.modules() if isinstance(module, AnyConv)]
-    convs = [conv for conv in convs if conv.in_channels]  # a lazy convolution has none yet
-    if convs:
-        channels = [conv.in_channels for conv in convs]
-        dims = max(len(conv.kernel_size) for conv in convs)
-    if dims != len(sides):
-        return None
-    if usual_channels in channels or not channels:
-        return USUAL_INPUT_SIZE
-    return (channels[0], *sides)
-
-
-def _torchvision_input_size(name: str, model: nn.Module) -> tuple[int, ...]:
-    """(channels, *spatial) of the images that torchvision's transforms make for this model."""
-    models = _import("torchvision.models")
-    module_name = models.get_model_builder(name).__module__
-    family = module_name.removeprefix(models.__name__ + ".").partition(".")[0]
-    if family == "detection":  # these models scale their images themselves
-        scaling: Any = model.transform
-        return (3, *(scaling.fixed_size or (scaling.min_size[-1],) * 2))
-    side = getattr(model, "image_size", None)
-    if isinstance(side, int):  # vision transformers are built for one size
-        return (3, side, side)
-    weights = getattr(models.get_model_weights(name), "DEFAULT", None)  # without a download
-    transforms = weights.transforms() if weights is not None else None
-    size = getattr(transforms, "crop_size", None) or getattr(transforms, "resize_size", None)
-    if not size:
-        return USUAL_INPUT_SIZE
-    sides = (size[0], size[-1])  # a single number is for both
-    if family == "video":
-        return (3, VIDEO_FRAMES, *sides)
-    return (3, *sides)
-
-
-def known_source(model: nn.Module) -> ModelSource | None:
-    """Find out from which registry, name and arguments a model was built.
-
-    None where no registry builds a model of these names and shapes, or `check_source` refuses it.
-    """
-    config = getattr(model, "pretrained_cfg", None)
-    stored_args = getattr(model, "_model_args", None)
-    architecture = config.get("architecture") if isinstance(config, dict) else None
-    if not isinstance(architecture, str) or not isinstance(stored_args, dict):
-        return _torchvision_source(model)
-    args = dict(stored_args)
-    classes = getattr(model, "num_classes", None)  # the head may have been replaced since
-    if isinstance(config, dict) and classes not in (None, config.get("num_classes")):
-        args["num_classes"] = classes
-    source = ModelSource(name=f"timm:{architecture}", args=args)
-    try:
-        check_source(source)
-        rebuilt = build_model(source, device="meta")
-    except ModelError:
-        return None
-    if shapes_of(rebuilt) != shapes_of(model):
-        return None
-    return source
-
-
 def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
     """Of the tensors in the model's state dict, by name."""
     return {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
-def _torchvision_source(model: nn.Module) -> ModelSource | None:
-    """The model of torchvision's registry that has the same modules with the same settings."""
-    model_module = type(model).__module__
-    if not model_module.startswith("torchvision.models."):
-        return None
-    models = _import("torchvision.models")
-    args: dict[str, Any] = {}
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    if linears and linears[-1].out_features != USUAL_CLASSES:
-        args["num_classes"] = linears[-1].out_features
-    structure = repr(model)
-    for name in models.list_models():
-        if models.get_model_builder(name).__module__ != model_module:
-            continue
-        source = ModelSource(name=f"torchvision:{name}", args=args)
-        with contextlib.suppress(ModelError):
-            if repr(build_model(source, device="meta")) == structure:
-                return source
-    return None
+def import_library(name: str) -> ModuleType:
+    """Import timm or torchvision, or a part of them.
 
-
-def _import(name: str) -> ModuleType:
-    """timm or torchvision; ModelError where torch and torchvision do not match."""
+    Raises:
+        ModelError: torch and torchvision do not match, or the library is broken.
+    """
     try:
         with warnings.catch_warnings(action="ignore"):
             return importlib.import_module(name)

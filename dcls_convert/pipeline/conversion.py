@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..fitting.calibrate import CalibrationStatistics
 from ..fitting.images import Calibration
 from ..networks.outputs import agreement, relative_distance
-from ..networks.running import evaluating, reproducible, run, unchanged_on_failure
+from ..networks.running import evaluating, full_precision, run, unchanged_on_failure
 from ..options import MOST_PIXELS
 from ..planning.plan import ConversionPlan, taken_from
 from ..progress import LOG
@@ -71,12 +71,13 @@ def convert_network(
         if resolved.keeps_outputs:
             after = _Outputs.of(model, plan, held_out)
     if before is None or after is None:
-        return Conversion(model=model, report=report.with_errors(errors.kernel, errors.output))
+        report = report.with_errors(errors.kernel, errors.output, reasons=errors.reasons)
+        return Conversion(model=model, report=report)
     outcome = _outcome(before.batches, after.batches, held_out, errors)
     moved = None
     if before.random is not None:
         moved = relative_distance(before.random, after.random)
-    report = report.with_errors(errors.kernel, errors.output, outcome)
+    report = report.with_errors(errors.kernel, errors.output, outcome, reasons=errors.reasons)
     return Conversion(model=model, report=report, moved=moved)
 
 
@@ -144,7 +145,7 @@ class _Outputs:
     random: Any  # None if the model does not take such images, or they are too large
 
     @classmethod
-    @reproducible()
+    @full_precision()
     def of(cls, model: nn.Module, plan: ConversionPlan, batches: Sequence[Tensor]) -> "_Outputs":
         with evaluating(model):
             random = _random_outputs(model, plan)

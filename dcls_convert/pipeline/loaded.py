@@ -5,14 +5,13 @@ from functools import cached_property
 from torch import Tensor, nn
 
 from ..fitting.images import Calibration, calibrate
+from ..networks.recognition import known_source, stated_input_size
 from ..networks.sites import ModelConvs, find_convs
 from ..networks.source import (
     FOREIGN_SOURCES,
     ModelSource,
     build_model,
-    known_source,
     resolve_model,
-    stated_input_size,
 )
 from ..networks.weights import build_with_state, check_weights, read_weights, with_names_of
 from ..planning.plan import ConversionPlan

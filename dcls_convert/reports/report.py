@@ -76,6 +76,8 @@ class LayerReport:
     macs_after: int | None
     fit_error: float | None = None  # relative error of the kernel that a start gave
     output_error: float | None = None  # relative error of the outputs, on a calibration's images
+    # Why outputs may have lost much, as a calibration knows it; absent from the JSON where empty.
+    error_reasons: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,13 +163,22 @@ class ConversionReport(Record):
         kernel_errors: Mapping[str, float],
         output_errors: Mapping[str, float],
         outcome: Outcome | None = None,
+        *,
+        reasons: Mapping[str, tuple[str, ...]],
     ) -> "ConversionReport":
-        """The report with the relative errors that `apply_plan_` gave, by layer name."""
+        """The report with the errors and reasons that `apply_plan_` gave, by layer name."""
         layers = []
         for layer in self.layers:
             of_kernel = kernel_errors.get(layer.name)
             of_outputs = output_errors.get(layer.name)
-            layers.append(replace(layer, fit_error=of_kernel, output_error=of_outputs))
+            layers.append(
+                replace(
+                    layer,
+                    fit_error=of_kernel,
+                    output_error=of_outputs,
+                    error_reasons=reasons.get(layer.name, ()),
+                )
+            )
         return replace(self, layers=tuple(layers), outcome=outcome)
 
     def to_dict(self) -> dict[str, Any]:
@@ -175,6 +186,9 @@ class ConversionReport(Record):
         data = Record.to_dict(self)  # not `super()`, which finds no class with slots
         if self.outcome is None:
             del data["outcome"]
+        for layer in data["layers"]:
+            if not layer["error_reasons"]:
+                del layer["error_reasons"]
         return data
 
     def __rich__(self) -> Any:

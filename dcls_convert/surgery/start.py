@@ -5,7 +5,7 @@ learnt axes.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from ..fitting.images import Calibration, Images, calibrate
 from ..fitting.warm_start import fit_elements, fit_seed
 from ..layers.elements import Elements, first_cells, random_positions
 from ..layers.interpolation import find_interpolation
-from ..networks.running import reproducible, unchanged_on_failure
+from ..networks.running import full_precision, unchanged_on_failure
 from ..options import AUTO, EXACT, INITS, POSITIONS, Init, Positions
 from ..planning.plan import ConversionPlan
 from ..progress import Notify, silent
@@ -38,10 +38,12 @@ class LayerErrors:
     # |new - old| / |old| of the outputs at the sampled places of a calibration's images, given the
     # input from the layers that are converted already; empty without a calibration.
     output: dict[str, float]
+    # Why a layer's outputs may have lost much; only where a calibration knows a reason.
+    reasons: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @torch.no_grad()
-@reproducible()
+@full_precision()
 def apply_plan_(
     model: nn.Module,
     plan: ConversionPlan,
@@ -69,7 +71,8 @@ def apply_plan_(
         notify: Called with which layers are next.
 
     Returns:
-        The relative errors of the kernels, and with a calibration of the outputs.
+        The relative errors of the kernels, and with a calibration those of the outputs and reasons
+        for them.
 
     Raises:
         DclsConvertError: The model is not the one that was planned for, or does not take the
@@ -111,7 +114,8 @@ def apply_plan_(
     for layer in calibrated:
         if layer.output_error is not None:
             output_errors[layer.name] = layer.output_error
-    return LayerErrors(kernel=kernel_errors, output=output_errors)
+    reasons = {layer.name: layer.reasons for layer in calibrated if layer.reasons}
+    return LayerErrors(kernel=kernel_errors, output=output_errors, reasons=reasons)
 
 
 def _check_start(plan: ConversionPlan, init: Init, positions: Positions) -> None:
@@ -138,8 +142,8 @@ def _note_shifted_means(calibrated: Sequence[CalibratedLayer], note: Notify) -> 
     still_shifted = [layer.name for layer in calibrated if layer.shifted is None]
     if still_shifted:
         note(
-            f"{listed(still_shifted)} have neither a bias nor a BatchNorm behind them, so the means "
-            "of their outputs could not be set back to the old ones"
+            f"{listed(still_shifted)} have neither a bias nor a BatchNorm behind them, so the "
+            "means of their outputs could not be set back to the old ones"
         )
 
 

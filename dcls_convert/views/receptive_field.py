@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..depthwise.geometry import size_text
 from ..errors import DclsConvertError, ModelError, one_line
 from ..fitting.images import IMAGENET, read_images, stated_normalisation
-from ..networks.running import evaluating, quietly, reproducible
+from ..networks.running import evaluating, full_precision, quietly
 from ..networks.source import ModelSource, build_model
 from ..networks.weights import load_weights_, read_weights, with_names_of
 from ..planning.plan import ConversionPlan
@@ -190,7 +190,7 @@ def receptive_field(model: nn.Module, layer: str, images: Iterable[Tensor]) -> T
         lambda module, args, output: outputs.append(output)
     )
     try:
-        with evaluating(model), torch.enable_grad(), reproducible(), quietly():
+        with evaluating(model), torch.enable_grad(), full_precision(), quietly():
             for image in images:
                 pixels = image.unsqueeze(0).clone().requires_grad_()
                 model(pixels)

@@ -26,6 +26,7 @@ from .counts import arrow, exact, in_one_unit, percent, short_arrow
 
 COSTLY = 50.0  # percent more MACs
 WHY_SCOPE = {"model": ", as in the paper", "error": ", the default with images"}
+LAYERS_NAMED = 5  # layers with the largest errors that a verbose report names
 SMALL_ERROR = 1e-3  # kernel error below which a user would call the outputs unchanged
 NEAR_THE_CENTRE = (
     "Elements start near the centre, as in the paper, and need a long training to move;",
@@ -215,9 +216,32 @@ def _details(report: ConversionReport) -> list[RenderableType]:
     if any(layer.tie_group for layer in report.layers):
         footnote = "* with the positions that the next layers of its tie group share"
         parts.append(Text(footnote, style="dim italic"))
+    parts += _largest_error_lines(report)
     parts += [Text(), _model_table(report), Text()]
     parts += map(indented, _sentences(report))
     return parts
+
+
+def _largest_error_lines(report: ConversionReport) -> list[RenderableType]:
+    """The layers that lost most, and why, as far as that is known; nothing if none lost much.
+
+    The errors are those of the table's column.
+    """
+    has_output_errors = any(layer.output_error is not None for layer in report.layers)
+    errors: list[tuple[float, LayerReport]] = []
+    for layer in report.layers:
+        error = layer.output_error if has_output_errors else layer.fit_error
+        if error is not None and error >= SMALL_ERROR:
+            errors.append((error, layer))
+    if not errors:
+        return []
+    errors.sort(key=lambda pair: pair[0], reverse=True)
+    what = "outputs" if has_output_errors else "kernels"
+    lines: list[RenderableType] = [Text(), Text(f" Largest errors of the {what}:")]
+    for error, layer in errors[:LAYERS_NAMED]:
+        parts = [f"{shown(layer.name)}: {error:.3f}", *layer.error_reasons]
+        lines.append(indented("; ".join(parts), "dim", by=3))
+    return lines
 
 
 def _layer_params(row: LayerTotals) -> str:

@@ -26,6 +26,8 @@ from dcls_convert.fitting.calibration_settings import CalibrationSettings
 from dcls_convert.fitting.groups import make_layers
 from dcls_convert.fitting.images import Calibration
 from dcls_convert.progress import silent
+from dcls_convert.tables import as_text
+from dcls_convert.views.report import report_view
 
 from ..planning.nets import state_of
 
@@ -87,7 +89,8 @@ def error_of(model, before, images):
 def test_every_channel_has_its_mean_again(options, tie):
     """Over the places that are sampled; here, all."""
     settings = CalibrationSettings(places_per_image=10**6)
-    model, images = network(**options), photos(12)
+    model = network(**options)
+    images = photos(12)
     expected = means(model, images)
     old = copy.deepcopy(model)
     plan = plan_conversion(find_convs(model, SMALL), dilated_size=9, budget=60, tie=tie)
@@ -114,11 +117,13 @@ def outputs_by_layer(model, plan, images):
 
 @pytest.mark.usefixtures("quick_fit")
 def test_the_output_error_of_each_layer_is_what_its_outputs_lost():
-    model, images = network(bias=True, norm=False), photos(6)
+    model = network(bias=True, norm=False)
+    images = photos(6)
     plan = plan_conversion(find_convs(model, SMALL), dilated_size=9, budget=60)
     old = outputs_by_layer(model, plan, images)
     settings = CalibrationSettings(places_per_image=10**6)
-    groups, calibration = make_layers(model, plan), calibrate(model, plan, images)
+    groups = make_layers(model, plan)
+    calibration = calibrate(model, plan, images)
     statistics = measure_inputs(model, groups, calibration, silent, settings)
     errors = apply_plan_(model, plan, calibration=statistics)
     new = outputs_by_layer(model, plan, images)
@@ -129,7 +134,8 @@ def test_the_output_error_of_each_layer_is_what_its_outputs_lost():
 
 
 def test_layers_with_nowhere_to_put_their_means_are_named():
-    model, notes = network(norm=False), []
+    model = network(norm=False)
+    notes = []
     plan = plan_conversion(find_convs(model, SMALL), dilated_size=9, budget=60)
     apply_plan_(model, plan, calibration=calibrate(model, plan, [photos()]), note=notes.append)
     assert len(notes) == 1
@@ -138,38 +144,40 @@ def test_layers_with_nowhere_to_put_their_means_are_named():
 
 @pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize("calibrated", [False, True])
-def test_autocast_tf32_threads_and_the_global_generator_leave_no_trace(calibrated, monkeypatch):
-    seen, fit_lines = set(), warm_start.fit_lines
+def test_autocast_tf32_and_the_global_generator_leave_no_trace(calibrated, monkeypatch):
+    seen = set()
+    fit_lines = warm_start.fit_lines
 
     def watched(*args, **kwargs):
         seen.add(torch.backends.cuda.matmul.allow_tf32)
         return fit_lines(*args, **kwargs)
 
     monkeypatch.setattr(warm_start, "fit_lines", watched)
-    plain, other, images = network(channels=24), network(channels=24), photos(3, size=48)
+    plain = network(channels=24)
+    other = network(channels=24)
+    images = photos(3, size=48)
     options = {"dilated_size": 9, "budget": 60, "input_size": (3, 48, 48)}
     options["calibration"] = (
         Calibration(batches=(images[:2],), held_out=(images[2:],)) if calibrated else None
     )
-    report, threads = convert_(plain, **options), torch.get_num_threads()
+    report = convert_(plain, **options)
     torch.set_float32_matmul_precision("high")
-    torch.set_num_threads(3)
     torch.manual_seed(3)
     before = torch.get_rng_state()
     try:
         with torch.autocast("cpu", torch.bfloat16):
             assert convert_(other, **options) == report
-        assert (torch.get_float32_matmul_precision(), torch.get_num_threads()) == ("high", 3)
+        assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision("highest")
-        torch.set_num_threads(threads)
     assert torch.equal(torch.get_rng_state(), before)
     assert seen == {False}
     assert tensors_hash(plain.state_dict().items()) == tensors_hash(other.state_dict().items())
 
 
 def test_with_an_element_for_every_cell_nothing_changes():
-    model, images = network(), photos()
+    model = network()
+    images = photos()
     with torch.no_grad():
         before = model(images)
     convert_(model, dilated_size=9, kernel_count=25, calibration=[images], input_size=SMALL)
@@ -202,7 +210,8 @@ AWKWARD = {
 @pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize("case", AWKWARD)
 def test_awkward_cases_work(case):
-    model, (change, images) = network(), AWKWARD[case]
+    model = network()
+    (change, images) = AWKWARD[case]
     change(model)
     dtype = model[0].weight.dtype
     with torch.no_grad():
@@ -240,7 +249,8 @@ def test_what_cannot_be_calibrated_is_refused_by_name_and_the_model_left_as_it_w
 def test_every_module_keeps_its_own_mode_without_hooks_and_a_model_that_fails_is_unchanged(
     fails_at,
 ):
-    model, calls = network(bias=True), []
+    model = network(bias=True)
+    calls = []
     model.train()
     model[1][0][1].eval()
 
@@ -252,10 +262,8 @@ def test_every_module_keeps_its_own_mode_without_hooks_and_a_model_that_fails_is
             return input
 
     model[1][1][2] = Failing()
-    modes, before = (
-        {name: module.training for name, module in model.named_modules()},
-        state_of(model),
-    )
+    modes = {name: module.training for name, module in model.named_modules()}
+    before = state_of(model)
     with pytest.raises(MemoryError) if fails_at is not None else contextlib.nullcontext():
         convert_(model, dilated_size=9, calibration=[photos()], input_size=SMALL)
     if fails_at is not None:
@@ -278,7 +286,8 @@ class Shared(nn.Module):
 
 
 def test_a_convolution_called_twice_is_calibrated_for_both_and_an_idle_one_fitted():
-    model, images = Shared(), photos(16)
+    model = Shared()
+    images = photos(16)
     before = model(images).detach()
     plain = copy.deepcopy(model)
     convert_(plain, dilated_size=9, budget=60, input_size=SMALL, tie="none")
@@ -296,7 +305,8 @@ def statistics_of(model, images):
 
 
 def test_statistics_of_a_convolution_called_twice_are_of_both_calls():
-    model, images = Shared(), photos(4)
+    model = Shared()
+    images = photos(4)
     statistics = statistics_of(model, images)
     assert statistics.calls == {model.conv: 2}
     alone = nn.Sequential(model.conv)
@@ -313,7 +323,8 @@ class Norms(nn.Module):
     def __init__(self, forward):
         super().__init__()
         self.one, self.other = (nn.Conv2d(3, 3, 5, padding=2, groups=3) for _ in range(2))
-        self.norm, self.second = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+        self.norm = nn.BatchNorm2d(3)
+        self.second = nn.BatchNorm2d(3)
         self.wiring = forward
 
     def forward(self, input):
@@ -339,6 +350,44 @@ def test_only_a_norm_that_one_convolution_alone_feeds_takes_its_mean_shift(case)
     assert len(statistics_of(Norms(wiring), photos(2)).running_means) == expected
 
 
+REASONS = {
+    "few places": (network, photos(1, size=3), "few sampled places (9 for 9 weights)"),
+    "two calls": (Shared, photos(4), "called 2 times in a pass"),
+    "fixed weights": (
+        lambda: with_convs(StdConv2d, network()),
+        photos(4),
+        "weights fixed by weight standardisation",
+    ),
+    "no home for the means": (
+        partial(network, norm=False),
+        photos(4),
+        "no bias or single BatchNorm takes the mean shift",
+    ),
+    "none": (network, photos(4), None),
+}
+
+
+@pytest.mark.usefixtures("quick_fit")
+@pytest.mark.parametrize("case", REASONS)
+def test_the_report_says_what_kept_a_layers_outputs_from_being_closer(case):
+    make, images, expected = REASONS[case]
+    options = {"calibration": [images], "dilated_size": 9, "scope": "model", "budget": 60}
+    if case == "fixed weights":
+        options["rules"] = "conv3x3"
+    report = convert_(make(), input_size=tuple(images.shape[1:]), **options)
+    layer = report.layers[0]
+    if expected is None:
+        assert layer.error_reasons == ()
+    else:
+        (reason,) = layer.error_reasons
+        assert reason.startswith(expected)
+    shown = report.to_dict()["layers"][0]
+    assert shown.get("error_reasons", []) == list(layer.error_reasons)
+    lines = as_text(report_view(report, verbose=1))
+    assert f"{layer.name}: {layer.output_error:.3f}" in lines
+    assert expected is None or expected in " ".join(lines.split())
+
+
 def with_convs(conv_class, model):
     for part in model[1]:
         part[0] = conv_class(8, 8, 3, padding=1, bias=False)
@@ -358,7 +407,8 @@ def with_convs(conv_class, model):
     ids=["bilinear", "gaussian", "triangle", "dense", "standardised"],
 )
 def test_all_kinds_of_layers_keep_outputs_closer_with_images(change, options, share):
-    images, others = photos(12), photos(8, seed=1)
+    images = photos(12)
+    others = photos(8, seed=1)
     model = change(network()).eval()
     with torch.no_grad():
         before = model(others)

@@ -14,6 +14,7 @@ from torch import nn
 from dcls_convert import DclsConvertError, convert_, find_convs, plan_conversion
 from dcls_convert.fitting import counts as module
 from dcls_convert.fitting.counts import GroupErrors, allocate, least_error, sample_lines
+from dcls_convert.fitting.fit_settings import CountSettings
 from dcls_convert.planning.rules import parse_rules
 
 from ..conftest import many_examples
@@ -52,7 +53,7 @@ def test_no_other_counts_within_the_limit_have_a_smaller_sum(groups, more):
 
 
 def test_coarse_units_keep_the_limit(monkeypatch):
-    monkeypatch.setattr(module, "MOST_UNITS", 50)
+    monkeypatch.setattr(module, "SETTINGS", CountSettings(most_units=50))
     costs = [97, 61, 13]
     known = [{count: 1 / count for count in range(1, 30)}] * 3
     chosen = allocate(costs, known, 1000)
@@ -108,7 +109,8 @@ def two_stages():
 )
 def test_scope_error_has_the_least_summed_error_within_the_budget(budget, tie, calibrated):
     """With images, the error of the outputs."""
-    summed, images = {}, photos(16)
+    summed = {}
+    images = photos(16)
     for scope in ("model", "stage", "layer", "error"):
         model = two_stages()
         with torch.no_grad():
@@ -155,9 +157,7 @@ def test_counts_that_rules_state_stay_and_the_rest_of_the_budget_is_allocated(ti
 
 
 @pytest.mark.usefixtures("quick_fit")
-@pytest.mark.parametrize(
-    "options", [{"kernel_count": 4}, {"rules": ALL_STATED}, {"init": "largest"}], ids=str
-)
+@pytest.mark.parametrize("options", [{"kernel_count": 4}, {"rules": ALL_STATED}], ids=str)
 def test_where_there_is_nothing_to_measure_images_change_no_count(options):
     reports = [
         convert_(two_stages(), dilated_size=9, input_size=SMALL, calibration=images, **options)
@@ -182,7 +182,8 @@ def test_a_budget_that_one_count_can_keep_is_kept_though_no_layer_alone_could():
 @pytest.mark.usefixtures("quick_fit")
 def test_the_scope_is_error_with_images_and_else_the_papers():
     options = {"dilated_size": 9, "input_size": SMALL, "budget": 60}
-    plain, images = convert_(two_stages(), **options), [photos()]
+    plain = convert_(two_stages(), **options)
+    images = [photos()]
     assert (plain.budget.scope, plain.plan.scope) == ("model", "model")
     counts = [
         {
@@ -205,9 +206,8 @@ def test_some_lines_go_with_the_roots_of_their_input_channels(data):
     )  # (O, I, 1)
     (some,), roots = sample_lines([kernels], channels.reshape(-1, 1, 1), groups)
     left = groups * inputs * outputs
-    assert (
-        min(left, module.MOST_LINES) <= some[..., 0].numel() < max(left + 1, 4 * module.MOST_LINES)
-    )
+    most_lines = CountSettings().most_lines
+    assert min(left, most_lines) <= some[..., 0].numel() < max(left + 1, 4 * most_lines)
     per_group = some.shape[1]
     seen = roots.reshape(-1, 1, per_group).expand(-1, len(some) // (len(roots) // per_group), -1)
     assert torch.equal(seen.reshape(some[..., 0].shape), some[..., 0])
@@ -217,7 +217,7 @@ def test_scope_error_needs_kernels_to_fit():
     model = network()
     with pytest.raises(DclsConvertError, match="convert_"):
         plan_conversion(find_convs(model, SMALL), dilated_size=9, scope="error")
-    with pytest.raises(DclsConvertError, match="fitted"):
+    with pytest.raises(DclsConvertError, match="is for init='fit'"):
         convert_(model, dilated_size=9, scope="error", init="random", input_size=SMALL)
     with torch.device("meta"):
         meta_model = network()

@@ -55,7 +55,8 @@ def test_every_fifth_image_or_one_of_a_few_is_held_out_and_none_is_in_both(
 ):
     write_images(tmp_path, count)
     calibration = calibrate(*planned, tmp_path)
-    fitted, out = shades(calibration.batches), shades(calibration.held_out)
+    fitted = shades(calibration.batches)
+    out = shades(calibration.held_out)
     every = sorted({*fitted, *out})
     assert (len(fitted), len(every)) == (count - len(held), count)
     assert out == [every[index] for index in held]
@@ -77,7 +78,8 @@ def test_files_that_are_no_images_are_named_and_the_model_is_left_alone(planned,
     (tmp_path / "notes.txt").write_text("no image either")
     os.mkfifo(tmp_path / "endless.png")
     model, plan = planned
-    before, notes = state_of(model), []
+    before = state_of(model)
+    notes = []
     calibration = calibrate(model, plan, tmp_path, note=notes.append)
     assert [note.partition(":")[0] for note in notes] == [f"{tmp_path / 'broken.jpg'} is not taken"]
     assert {tuple(batch.shape[1:]) for batch in calibration.batches} == {plan.input_size}
@@ -122,10 +124,8 @@ def test_damaged_files_are_read_or_one_line_without_a_word_of_the_library(tmp_pa
     monkeypatch.setattr(
         logging.root, "handlers", []
     )  # as in the program, where what is logged goes to stderr
-    chunks, tiff = (
-        saved(Image.effect_noise((400, 400), 90), "PNG").rpartition(b"IDAT"),
-        saved(PHOTO, "TIFF"),
-    )
+    chunks = saved(Image.effect_noise((400, 400), 90), "PNG").rpartition(b"IDAT")
+    tiff = saved(PHOTO, "TIFF")
     assert tiff.count(SAMPLES + b"\3\0") == 1
     taken = {
         "exif.jpg": saved(
@@ -140,7 +140,8 @@ def test_damaged_files_are_read_or_one_line_without_a_word_of_the_library(tmp_pa
     }
     for name, data in (taken | others).items():
         (tmp_path / name).write_bytes(data)
-    notes, said = [], io.StringIO()
+    notes = []
+    said = io.StringIO()
     with warnings.catch_warnings(action="error"), contextlib.redirect_stderr(said):
         images = read_images(tmp_path, IMAGENET, SIZE, notes.append)
     assert said.getvalue() == ""
@@ -179,7 +180,8 @@ def test_pixels_of_32_bits_have_no_white_and_are_not_taken(tmp_path, mode, word)
 
 
 def test_an_image_is_turned_as_its_camera_was(tmp_path):
-    turned, exif = Image.effect_noise((60, 40), 90), Image.Exif()
+    turned = Image.effect_noise((60, 40), 90)
+    exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by a quarter clockwise
     (tmp_path / "a.png").write_bytes(saved(turned, "PNG", exif=exif))
     (tmp_path / "b.gif").write_bytes(saved(turned.rotate(-90, expand=True), "GIF"))

@@ -77,20 +77,20 @@ def test_the_best_weights_are_those_of_least_squares(name):
     wanted = torch.randn_like(layer(images))
     joint = moments_of(layer, box, images, wanted)
     patches = all_patches(layer, box, images)
-    old, places = (
-        box.lines_of(conv.weight.detach().double()),
-        box.places_of(layer.positions.detach()),
-    )
+    old = box.lines_of(conv.weight.detach().double())
+    places = box.places_of(layer.positions.detach())
     solution = solve_weights(joint, places, old, layer.weight.detach().flatten(0, -2))
     weights = solution.weights
-    footprint, cells = box.footprint(places), math.prod(box.sides)
+    footprint = box.footprint(places)
+    cells = math.prod(box.sides)
     centred = patches - patches.mean(2, keepdim=True)
     energy = (
         centred.square().mean(2).unflatten(1, (-1, cells)).mean(2).repeat_interleave(cells, 1)
     )  # (G, R * S)
     priors = 0.01 * torch.diag_embed(energy)
     if patches.shape[1] == cells:  # one line for each output channel
-        mean, scales = patches.mean(2), energy.unsqueeze(2).sqrt() * energy.unsqueeze(1).sqrt()
+        mean = patches.mean(2)
+        scales = energy.unsqueeze(2).sqrt() * energy.unsqueeze(1).sqrt()
         priors += 100 * mean.unsqueeze(2) * mean.unsqueeze(1)
         priors += 0.2 * (centred @ centred.mT / patches.shape[2] / scales).mean(0) * scales
     lines = len(weights) // layer.out_channels
@@ -98,7 +98,8 @@ def test_the_best_weights_are_those_of_least_squares(name):
         own = slice(channel * lines, (channel + 1) * lines)
         group = channel // (layer.out_channels // layer.groups)
         into = torch.block_diag(*footprint[own])  # (R * E, R * S)
-        seen, prior = centred[group], priors[group]
+        seen = centred[group]
+        prior = priors[group]
         goal = seen @ (target - target.mean()) / len(target) + prior @ old[own].flatten()
         matrix = seen @ seen.T / len(target) + prior
         exact = torch.linalg.solve(
@@ -116,10 +117,8 @@ def test_the_output_error_is_that_of_the_layer_with_the_mean_shift(name, fixed):
     conv, layer, box, images = layer_of(name)
     wanted = layer(images).detach() + 0.3 * torch.randn_like(layer(images))
     joint = moments_of(layer, box, images, wanted)
-    places, old = (
-        box.places_of(layer.positions.detach()),
-        box.lines_of(conv.weight.detach().double()),
-    )
+    places = box.places_of(layer.positions.detach())
+    old = box.lines_of(conv.weight.detach().double())
     solution = solve_weights(joint, places, old, layer.weight.detach().flatten(0, -2), fixed=fixed)
     with torch.no_grad():
         layer.weight.copy_(solution.weights.reshape(layer.weight.shape))
@@ -170,10 +169,8 @@ def test_the_root_measures_what_an_error_does_to_the_output(conv):
 def test_in_the_root_that_layers_share_each_counts_alike():
     torch.manual_seed(0)
     layer = DCLS_LAYERS[2].like(nn.Conv2d(4, 4, 3, groups=4, padding=1), 4, 7, "bilinear", ())
-    rough, smooth = (
-        torch.randn(2, 4, 20, 20),
-        nn.functional.avg_pool2d(torch.randn(2, 4, 20, 20), 3, stride=1),
-    )
+    rough = torch.randn(2, 4, 20, 20)
+    smooth = nn.functional.avg_pool2d(torch.randn(2, 4, 20, 20), 3, stride=1)
 
     def seeing(*batches):
         box = Box((3, 3), (1, 1), (7, 7), "bilinear")

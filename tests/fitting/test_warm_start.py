@@ -16,6 +16,7 @@ from dcls_convert import DclsConv2d, convert_
 from dcls_convert.depthwise.geometry import grid_positions
 from dcls_convert.fitting.batches import lines_innermost
 from dcls_convert.fitting.boxes import Box
+from dcls_convert.fitting.fit_settings import FitSettings
 from dcls_convert.fitting.least_squares import _make_problem, _step
 from dcls_convert.fitting.warm_start import fit_elements
 from dcls_convert.layers.construction import construct_kernel
@@ -89,15 +90,14 @@ def test_the_fit_is_least_squares_and_closer_than_the_largest_cells_in_every_lay
     the ridge's.
     """
     case = CASES[name]
-    box, kernels = box_for(case, interpolation), kernels_of(case)
+    box = box_for(case, interpolation)
+    kernels = kernels_of(case)
     weights, positions = fit_elements(kernels, box, kernel_count=case["count"])
     others, grid = box.largest(kernels, case["count"])
     assert positions.shape == grid.shape
     assert [weight.shape for weight in weights] == [weight.shape for weight in others]
-    fitted, largest = (
-        distances(kernels, weights, positions, box),
-        distances(kernels, others, grid, box),
-    )
+    fitted = distances(kernels, weights, positions, box)
+    largest = distances(kernels, others, grid, box)
     assert all(near <= far * (1 + 1e-6) for near, far in zip(fitted, largest, strict=True))
     assert sum(fitted) < 0.95 * sum(largest)
     most = max(float(kernel.abs().max()) for kernel in kernels)
@@ -132,7 +132,8 @@ def test_a_kernel_that_was_constructed_from_elements_is_found_again():
 @pytest.mark.parametrize("scale", [1e-30, 1e15])
 def test_the_scale_of_the_kernels_does_not_matter(scale):
     case = CASES["dense 3x3"]
-    box, kernels = box_for(case), kernels_of(case)
+    box = box_for(case)
+    kernels = kernels_of(case)
     scaled = [scale * kernel for kernel in kernels]
     one = sum(distances(kernels, *fit_elements(kernels, box, kernel_count=5), box))
     other = sum(distances(scaled, *fit_elements(scaled, box, kernel_count=5), box)) / scale
@@ -142,7 +143,8 @@ def test_the_scale_of_the_kernels_does_not_matter(scale):
 @pytest.mark.slow
 def test_lines_are_fitted_alike_however_many_are_fitted_together(monkeypatch):
     case = CASES["dense 3x3"]
-    box, kernels = box_for(case), kernels_of(case, dtype=torch.float64)
+    box = box_for(case)
+    kernels = kernels_of(case, dtype=torch.float64)
     together = fit_elements(kernels, box, kernel_count=5)
     monkeypatch.setattr("dcls_convert.fitting.warm_start.FLOATS_AT_ONCE", 1)
     torch.testing.assert_close(
@@ -203,7 +205,7 @@ def test_the_curvature_is_that_of_what_the_weights_leave(rooted):
     torch.manual_seed(0)
     box = Box((5, 5), (1, 1), (9, 9), "bilinear")
     roots = torch.randn(1, 25, 25).double() / 5 if rooted else None
-    problem = _make_problem(torch.randn(1, 3, 25).double(), box, roots)
+    problem = _make_problem(torch.randn(1, 3, 25).double(), box, roots, FitSettings().ridge)
     places = torch.rand(1, 6, 2).double() * 3.9
     state = problem.solve(places)
     gradient = torch.zeros(12, dtype=torch.double)
@@ -219,7 +221,7 @@ def test_the_curvature_is_that_of_what_the_weights_leave(rooted):
             value, getattr(state, name), msg=lambda text, name=name: f"{name}: {text}"
         )
     step = _step(
-        state, torch.full((1,), 1e6, dtype=torch.double)
+        state, torch.full((1,), 1e6, dtype=torch.double), FitSettings()
     ).flatten()  # so damped that it is steepest descent
     assert float(step @ gradient) < 0
 
@@ -263,7 +265,8 @@ def test_the_report_states_each_layers_relative_kernel_error(init, device):
         assert (init == "exact") == (layer.fit_error < 1e-6)
     if init == "fit" and device == "cpu":
         for layer in [module for module in model.modules() if isinstance(module, DclsConv2d)]:
-            kernel, positions = layer.kernel(), layer.positions
+            kernel = layer.kernel()
+            positions = layer.positions
             (gradient,) = torch.autograd.grad((kernel * torch.randn(6, 1, 9, 9)).sum(), positions)
             assert (gradient != 0).all()
 

@@ -18,7 +18,10 @@ class Network(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.one, self.other = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(2))
-        self.turns, self.fails, self.within, self.found = turns, fails, within, []
+        self.turns = turns
+        self.fails = fails
+        self.within = within
+        self.found = []
 
     def forward(self, input):
         if self.fails and len(input) == 1:
@@ -43,15 +46,14 @@ def run(model, batches, answer):
     [contextlib.nullcontext, torch.inference_mode, functools.partial(torch.autocast, "cpu")],
 )
 def test_passes_give_what_they_give_alone_and_a_call_sees_the_inputs_of_all(within):
-    model, batches, seen = (
-        Network(within=within),
-        [torch.randn(count, 3, 9, 9) for count in (2, 1, 3)],
-        [],
-    )
+    model = Network(within=within)
+    batches = [torch.randn(count, 3, 9, 9) for count in (2, 1, 3)]
+    seen = []
     old = {conv: conv.forward for conv in (model.one, model.other)}
     for batch in batches:
         model(batch)
-    expected, model.found = model.found, []
+    expected = model.found
+    model.found = []
 
     def answer(conv, inputs):
         seen.append((conv, [len(input) for input in inputs]))

@@ -35,7 +35,8 @@ def test_the_relative_error_is_that_of_the_worst_tensor():
 
 def test_tensors_are_found_in_any_nesting():
     pair = collections.namedtuple("Pair", "first second")
-    one, other = torch.ones(1), torch.zeros(1)
+    one = torch.ones(1)
+    other = torch.zeros(1)
     value = {"a": [1, (2, {"b": None})], 3: pair(one, collections.OrderedDict(x=other, y=[]))}
     assert [id(tensor) for tensor in tensors_in(value)] == [id(one), id(other)]
 
@@ -78,7 +79,8 @@ def test_the_relative_distance_is_over_all_tensors_or_none_where_there_is_no_suc
 
 
 def test_the_bound_is_the_largest_error_allowed():
-    a, b = torch.tensor([8.0, 4.0]), torch.tensor([8.0, 5.0])
+    a = torch.tensor([8.0, 4.0])
+    b = torch.tensor([8.0, 5.0])
     assert check_equal(a, b, bound=1 / 8, what="it") == 1 / 8
     with pytest.raises(
         ComparisonError, match=r"it: the outputs' relative error is 1\.2e-01, allowed is 1e-01"

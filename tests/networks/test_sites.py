@@ -22,7 +22,8 @@ class Holder(nn.Module):
 
     def __init__(self, conv, call=lambda conv, x: conv(x).relu()):
         super().__init__()
-        self.conv, self.call = conv, call
+        self.conv = conv
+        self.call = call
 
     def forward(self, x):
         return self.call(self.conv, x)
@@ -33,7 +34,8 @@ class WithOrdinary(nn.Module):
 
     def __init__(self, odd):
         super().__init__()
-        self.odd, self.ordinary = odd, depthwise()
+        self.odd = odd
+        self.ordinary = depthwise()
 
     def forward(self, x):
         return self.odd(self.ordinary(x))
@@ -251,7 +253,8 @@ class Mixed(nn.Module):
 )
 def test_the_model_is_left_exactly_as_it_was(build, input_size, runs):
     model = build()
-    before, generator = state_of(model), torch.get_rng_state()
+    before = state_of(model)
+    generator = torch.get_rng_state()
     convs = find_convs(model, input_size)
     assert state_of(model) == before
     assert torch.equal(torch.get_rng_state(), generator)

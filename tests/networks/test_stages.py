@@ -13,7 +13,9 @@ from ..planning.nets import convs_of
 
 IMAGE = (3, 224, 224)
 GET = torchvision.models.get_model
-MATCHER, STRUCTURE, PATH = "timm's group_matcher", "output stride and module path", "module path"
+MATCHER = "timm's group_matcher"
+STRUCTURE = "output stride and module path"
+PATH = "module path"
 
 
 def small_densenet(_):
@@ -131,7 +133,8 @@ class Versioned(nn.Module):
         )
         self.add_module(name, nn.ModuleDict({"stages": nn.Sequential(*stages)}))
         self.head = nn.Conv2d(4, 2, 3) if head else nn.Identity()
-        self.name, self.traced = name, traced
+        self.name = name
+        self.traced = traced
 
     def forward(self, x):
         return self.head(
@@ -155,7 +158,9 @@ def test_a_number_of_a_whole_network_makes_no_stage(options):
 def test_the_output_stride_is_what_the_strides_multiply_to(size):
     """However the borders are treated, as long as maps are not tiny."""
     for padding in (0, 1):
-        image, strides = torch.empty(1, 1, size, size, device="meta"), 1
+        image = torch.empty(1, 1, size, size, device="meta")
+        strides = 1
         while image.shape[-1] >= 16:
             assert output_stride((size, size), tuple(image.shape[-2:])) == (strides, strides)
-            image, strides = nn.Conv2d(1, 1, 3, 2, padding, device="meta")(image), 2 * strides
+            image = nn.Conv2d(1, 1, 3, 2, padding, device="meta")(image)
+            strides = 2 * strides

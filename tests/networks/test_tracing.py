@@ -59,7 +59,8 @@ class ReadsAttribute(AddsSkip):
 
     def __init__(self, skip=False):
         super().__init__(reads_size=False)
-        self.strides, self.skip = torch.tensor([1.0, 2.0]), skip
+        self.strides = torch.tensor([1.0, 2.0])
+        self.skip = skip
 
     def forward(self, x):
         self.reads_size = self.skip

@@ -75,7 +75,8 @@ def test_all_but_the_kernels_is_kept_and_these_keep_their_largest_cells_over_the
     replaced = {
         name + ".weight" for name, m in done.model.named_modules() if isinstance(m, DclsConv2d)
     }
-    own, old = done.model.state_dict(), trained.state_dict()
+    own = done.model.state_dict()
+    old = trained.state_dict()
     assert len(replaced) == 9
     assert all(torch.equal(own[name], old[name]) for name in old.keys() - replaced)
     for group in done.report.plan.tie_groups:
@@ -120,7 +121,8 @@ def test_masks_and_counters_of_a_model_are_loaded():
 def test_only_the_classifier_may_keep_its_initial_values():
     """A layer whose name begins like the classifier's is none."""
     model = torch.nn.Sequential()
-    model.head_conv, model.head = torch.nn.Linear(3, 2), torch.nn.Linear(2, 5)
+    model.head_conv = torch.nn.Linear(3, 2)
+    model.head = torch.nn.Linear(2, 5)
     state = {name: tensor + 1 for name, tensor in model.state_dict().items()}
     other = state | {"head.weight": torch.ones(7, 2), "head.bias": torch.ones(7)}
     assert load_weights_(model, other, "file", new_classifier=True) == ["head.weight", "head.bias"]

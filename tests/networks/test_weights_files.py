@@ -174,7 +174,8 @@ DAMAGES = {
 @pytest.mark.parametrize("name", DAMAGES)
 def test_each_damage_is_one_line_and_the_model_stays(tmp_path, name):
     write, says = DAMAGES[name]
-    path, model = tmp_path / name, network()
+    path = tmp_path / name
+    model = network()
     write(model.state_dict(), path)
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     RAN.clear()
@@ -196,10 +197,8 @@ def states(draw):
     """The network's, with entries that are odd, under other names or wrapped."""
     state = network().state_dict()
     for _ in range(draw(st.integers(0, 2))):
-        name, (make, _) = (
-            draw(st.sampled_from(sorted(state))),
-            CHANGES[draw(st.sampled_from(sorted(CHANGES)))],
-        )
+        name = draw(st.sampled_from(sorted(state)))
+        (make, _) = CHANGES[draw(st.sampled_from(sorted(CHANGES)))]
         with contextlib.suppress(Exception):  # a scalar has no rows, a list is no tensor, ...
             state[draw(st.sampled_from([name, name, f"module.{name}", "more"]))] = make(state[name])
     if draw(st.integers(0, 9)) == 0:
@@ -266,7 +265,8 @@ def damaged(draw, data):
 @pytest.mark.filterwarnings("ignore")
 def test_any_file_is_read_as_it_is_or_refused_in_one_line(tmp_path, file):
     suffix, data = file
-    path, model = tmp_path / f"weights{suffix}", network()
+    path = tmp_path / f"weights{suffix}"
+    model = network()
     path.write_bytes(data)
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     RAN.clear()

@@ -56,7 +56,8 @@ def test_the_json_has_the_documented_keys_and_values():
 
 def test_rows_and_rest_sum_to_the_total():
     report = report_of("convnext_tiny", dilated_size=17, scope="stage")
-    data, stages = report.to_dict(), stage_rows(report.layers)
+    data = report.to_dict()
+    stages = stage_rows(report.layers)
     for unit in ("params", "macs"):
         for when in ("before", "after"):
             replaced = sum(row[f"{unit}_{when}"] for row in data["layers"])
@@ -69,7 +70,7 @@ def test_rows_and_rest_sum_to_the_total():
 def test_a_number_that_is_not_finite_is_never_written():
     report = report_of("test_convnext")
     with pytest.raises(ValueError, match="JSON"):
-        report.with_errors({report.layers[0].name: float("nan")}, {}).to_json()
+        report.with_errors({report.layers[0].name: float("nan")}, {}, reasons={}).to_json()
 
 
 @pytest.mark.parametrize("name", ["convnext_tiny", "mixnet_s"])
@@ -211,7 +212,8 @@ def test_a_report_notices_a_model_that_is_not_what_was_planned():
     apply_plan_(model, plan)
     model.layer1[0].bias = None
     model.stem = nn.Conv2d(4, 4, 3, padding=1)
-    measured, predicted = measure_report(model, plan), predict_report(plan)
+    measured = measure_report(model, plan)
+    predicted = predict_report(plan)
     assert measured.layers[0].params_after == predicted.layers[0].params_after - 4
     assert measured.params.after == predicted.params.after - 4 + 4 * 4 * 8
     assert measured.macs.after == predicted.macs.after + 9 * 14 * 4 * 4 * 8

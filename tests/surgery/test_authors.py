@@ -56,7 +56,8 @@ def authors_convnext(version="v0"):
     """A ConvNeXt with weights that are no initialisation, and the same places in every layer of a
     stage, as they do.
     """
-    model, generator = convnext(), torch.Generator().manual_seed(1)
+    model = convnext()
+    generator = torch.Generator().manual_seed(1)
     options = {"kernel_count": COUNT, "dilated_kernel_size": 17, "padding": 8, "version": version}
     shared = {}
     for name, old in list(model.named_modules()):
@@ -66,7 +67,8 @@ def authors_convnext(version="v0"):
             if old.in_channels not in shared:  # stages differ in their widths
                 random_places_(layer, generator)
             first = shared.setdefault(old.in_channels, layer)
-            layer.P, layer.SIG = first.P, first.SIG
+            layer.P = first.P
+            layer.SIG = first.SIG
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             if not name.endswith(("P", "SIG")):
@@ -190,7 +192,8 @@ def test_layers_are_those_of_the_authors(dims, version, size, groups):
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn]
 )
 def test_numbers_of_v0_are_the_very_numbers_and_places_may_have_any_precision(dtype):
-    model, state = convnext(), authors_convnext().state_dict()
+    model = convnext()
+    state = authors_convnext().state_dict()
     state |= {name: tensor.to(dtype) for name, tensor in state.items() if name.endswith(".P")}
     convert_(model, state)
     for name, tensor in state.items():
@@ -303,10 +306,8 @@ FIRST, PAIR, OTHER = (
 
 
 def test_stages_may_differ_in_their_counts_and_a_mapping_may_hold_parameters():
-    model, state = (
-        convnext(),
-        shortened(shortened(authors_convnext().state_dict(), PAIR, 3), OTHER, 3),
-    )
+    model = convnext()
+    state = shortened(shortened(authors_convnext().state_dict(), PAIR, 3), OTHER, 3)
     report = convert_(model, {name: nn.Parameter(tensor) for name, tensor in state.items()})
     assert [row.kernel_count for row in report.layers] == [5, 3, 3, *[5] * 6]
     assert torch.equal(model.get_submodule(PAIR).weight, state[f"{PAIR}.weight"])

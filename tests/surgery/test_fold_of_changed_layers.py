@@ -48,7 +48,8 @@ def test_the_folded_layer_gives_the_same_and_is_an_ordinary_convolution(change):
         4, 6, kernel_count=5, dilated_kernel_size=7, padding=3, groups=2, dtype=torch.float64
     )
     CHANGES[change](layer)
-    model, images = nn.Sequential(layer).eval(), torch.randn(2, 4, 9, 9, dtype=torch.float64)
+    model = nn.Sequential(layer).eval()
+    images = torch.randn(2, 4, 9, 9, dtype=torch.float64)
     with torch.no_grad():
         model(images)
         for parameter in layer.parameters():

@@ -38,7 +38,9 @@ def photos(seed):
     ids=str,
 )
 def test_a_conversion_on_a_gpu_is_as_good_as_on_the_cpu(trained, options):
-    images, old, errors = photos(1), copy.deepcopy(trained), []
+    images = photos(1)
+    old = copy.deepcopy(trained)
+    errors = []
     for device in ("cpu", "cuda"):
         model = copy.deepcopy(trained).to(device)
         with (

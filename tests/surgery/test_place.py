@@ -65,7 +65,8 @@ def test_a_traced_graph_whose_copies_would_lose_shared_positions_is_refused():
 @pytest.mark.parametrize("missing", [False, True], ids=["another object", "no module"])
 def test_a_name_of_a_shared_object_that_is_not_that_object_is_refused(missing):
     """Or two convolutions would become one."""
-    plan, model = plan_of(Shared()), Shared(shared=False)
+    plan = plan_of(Shared())
+    model = Shared(shared=False)
     if missing:
         model.stages = nn.ModuleList([nn.Sequential(), nn.Sequential(depthwise())])
     refused(model, plan, PlanError)
@@ -106,13 +107,16 @@ def test_converting_depends_on_the_seed_alone_and_leaves_the_global_generator(in
     start = Net()
 
     def state(seed):
-        model, generator = copy.deepcopy(start), torch.get_rng_state()
+        model = copy.deepcopy(start)
+        generator = torch.get_rng_state()
         convert_(model, dilated_size=7, input_size=IMAGE, init=init, seed=seed)
         assert torch.equal(torch.get_rng_state(), generator)
         torch.rand(5)  # the state of the global generator must not matter
         return model.state_dict()
 
-    first, same, other = state(0), state(0), state(1)
+    first = state(0)
+    same = state(0)
+    other = state(1)
     assert first.keys() == same.keys()
     assert all(torch.equal(first[name], same[name]) for name in first)
     differing = {name for name in first if not torch.equal(first[name], other[name])}

@@ -136,7 +136,8 @@ def test_a_model_on_a_gpu_stays_there_and_becomes_what_it_becomes_on_the_cpu(opt
     rounding.
     """
     options = {"dilated_size": 9, "budget": 60, "input_size": SMALL, **options}
-    ours, theirs = network(bias=True).double(), network(bias=True).double()
+    ours = network(bias=True).double()
+    theirs = network(bias=True).double()
     convert_(ours, **options)
     with toy_gpu():
         theirs.to("cuda")

@@ -1,0 +1,76 @@
+"""Our algebra of many small matrices beside torch's: python benchmarks/batched_algebra.py [--threads N]
+
+Solving and multiplying as `fitting/least_squares.py` does, on the shapes of fits. Both ways are timed
+in turn, in one process; the numbers are minima. `innermost` says in which layout the fit has them.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dcls_convert.fitting.batches import lines_innermost, product, solved
+
+ROUNDS = 30
+# Lines N, elements E, cells S, and whether lines are innermost in memory.
+SHAPES = {
+    "ResNet-18, 3x3 to 7x7": (3571, 5, 9, True),
+    "EfficientNet-Lite0, 3x3, for outputs": (1500, 5, 9, True),
+    "EfficientNet-Lite0, 5x5, for outputs": (560, 12, 25, False),
+    "ConvNeXt-T, 7x7 to 17x17": (88, 34, 49, False),
+}
+
+
+def seconds(ways: list[Callable[[], object]]) -> list[float]:
+    """Least wall time of each way."""
+    least = [float("inf")] * len(ways)
+    for _ in range(ROUNDS):
+        for index, way in enumerate(ways):
+            begun = time.perf_counter()
+            way()
+            least[index] = min(least[index], time.perf_counter() - begun)
+    return least
+
+
+def by_torch(matrix: Tensor, right: Tensor) -> Tensor:
+    factor, _ = torch.linalg.cholesky_ex(matrix)
+    return torch.cholesky_solve(right, factor)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=1)
+    torch.set_num_threads(parser.parse_args().threads)
+    torch.manual_seed(0)
+    for name, (lines, elements, cells, innermost) in SHAPES.items():
+        footprint = torch.rand(lines, elements, cells)
+        matrix = footprint @ footprint.mT + torch.eye(elements)
+        slopes = torch.rand(lines, 2 * elements, cells)
+        ours = [matrix, footprint, slopes]
+        if innermost:
+            ours = [lines_innermost(tensor) for tensor in ours]
+        our_matrix, our_footprint, our_slopes = ours
+        solve_ours, solve_lu, solve_cholesky = seconds(
+            [
+                lambda a=our_matrix, b=our_footprint: solved(a, b),
+                lambda a=matrix, b=footprint: torch.linalg.solve_ex(a, b),
+                lambda a=matrix, b=footprint: by_torch(a, b),
+            ]
+        )
+        multiply_ours, multiply_torch = seconds(
+            [
+                lambda a=our_slopes, b=our_footprint: product(a, b.mT),
+                lambda a=slopes, b=footprint: torch.bmm(a, b.mT),
+            ]
+        )
+        print(f"{name}: {lines} lines, {elements} elements, {cells} cells, innermost {innermost}")
+        print(f"    solve: ours {1000 * solve_ours:.2f} ms; times as long:", end=" ")
+        print(f"solve_ex {solve_lu / solve_ours:.1f}, Cholesky {solve_cholesky / solve_ours:.1f}")
+        print(f"    product: ours {1000 * multiply_ours:.2f} ms; times as long:", end=" ")
+        print(f"bmm {multiply_torch / multiply_ours:.1f}")
+
+
+if __name__ == "__main__":
+    main()
