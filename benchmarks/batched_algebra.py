@@ -1,7 +1,9 @@
-"""Our algebra of many small matrices beside torch's: python benchmarks/batched_algebra.py [--threads N]
+"""Our algebra of many small matrices beside torch's.
 
-Solving and multiplying as `fitting/least_squares.py` does, on the shapes of fits. Both ways are timed
-in turn, in one process; the numbers are minima. `innermost` says in which layout the fit has them.
+    python benchmarks/batched_algebra.py [--threads N]
+
+Solving and multiplying as `fitting/least_squares.py` does, on the shapes of fits. Both ways are
+timed in turn, in one process; the numbers are minima. `innermost` says in which layout the fit has them.
 """
 
 import argparse

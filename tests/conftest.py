@@ -18,10 +18,10 @@ from dcls_convert.fitting.fit_settings import FitSettings
 
 TINY = "test_convnext"  # timm's own test model: depths 1, 2, 4, 2
 
-torch.set_num_threads(
-    1
-)  # the tensors are small, and on a busy machine two threads wait for one another
-# What was imported stays. accelerate searches all else, for each network, for what nobody refers to.
+# The tensors are small, and on a busy machine two threads wait for one another.
+torch.set_num_threads(1)
+# What was imported stays. accelerate searches all else, for each network, for what nobody refers
+# to.
 gc.freeze()
 
 

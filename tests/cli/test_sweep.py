@@ -12,6 +12,7 @@ from torch import nn
 
 from dcls_convert import convert_, fold_to_dense_
 from dcls_convert.compare import candidates
+from dcls_convert.compare.sweep import EQUAL_ERRORS
 
 from ..command_line import NET, net, run
 from .trained import write_trained
@@ -232,7 +233,7 @@ def test_errors_are_those_of_the_conversions(tmp_path):
         assert {name: row[name] for name in outcome} == outcome
         assert row["images"] == 5  # one, with its corners
     least = min(row["output_error"] for row in found["rows"][1:])
-    assert found["rows"][found["choice"]["row"]]["output_error"] == least
+    assert found["rows"][found["choice"]["row"]]["output_error"] <= least + EQUAL_ERRORS
     assert f"the least error of outputs for images held out ({least:.3f};" in found["choice"]["why"]
 
 

@@ -455,10 +455,7 @@ def test_an_interpolation_that_their_package_lacks_is_refused_for_their_files(
 def test_a_version_of_a_file_without_elements_is_refused():
     torch.save(convnext().state_dict(), "timms.pth")
     _, err = run(TINY, *SMALL, "--checkpoint", "timms.pth", "--authors-version", "v1", code=2)
-    assert (
-        "error: checkpoint timms.pth: has no layers of the authors' package; leave --authors-version"
-        in err
-    )
+    assert "error: checkpoint timms.pth: has no layers of the authors' package; leave" in err
 
 
 def test_an_ordinary_state_dict_is_none_of_theirs():
