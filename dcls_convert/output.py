@@ -1,6 +1,6 @@
 """Outputs that appear whole or not at all.
 
-They are made in a folder `.NAME.xxxxxxxx.partial` beside them, and then renamed.
+They are made in a folder `.NAME.HOST-PID.xxxxxxxx.partial` beside them, and then renamed.
 """
 
 import contextlib
@@ -8,9 +8,12 @@ import ctypes
 import errno
 import glob
 import os
+import re
 import secrets
 import shutil
+import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,10 @@ RENAME_EXCHANGE = 2
 AT_FDCWD = -100
 # Errors of renameat2 if the kernel or the file system lacks it.
 UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
+HOST_LENGTH = 20  # characters of the host's name in the names of partial folders
+# After which a partial folder of another host is taken to be left over: nobody can ask that host.
+SECONDS_UNTIL_LEFT_OVER = 24 * 3600
+PARTIAL_ENDING = re.compile(r"(?P<host>[A-Za-z0-9-]*)-(?P<process>\d+)\.[0-9a-f]{8}\.partial")
 OLD = ".old"  # suffix of the old output inside the partial folder, without renameat2
 
 # Says why an existing path must not be replaced; None if it may be.
@@ -90,23 +97,49 @@ def not_a_file(path: Path) -> str | None:
 
 
 def clean_up(output: Path) -> None:
-    """Remove what other runs left beside this output.
+    """Remove what runs that have ended left beside this output.
 
     If such a run moved the old output away, the old output gets its name back.
     """
     with contextlib.suppress(OSError):
-        any_token = "[0-9a-f]" * 8
-        name = f".{glob.escape(output.name)}.{any_token}.partial"
-        for entry in sorted(output.absolute().parent.glob(name)):
+        beginning = f".{output.name}."
+        for entry in sorted(output.absolute().parent.glob(f"{glob.escape(beginning)}*")):
+            owner = PARTIAL_ENDING.fullmatch(entry.name.removeprefix(beginning))
+            if owner is None or _is_written_to(entry, owner["host"], int(owner["process"])):
+                continue
             old = entry / (output.name + OLD)
             if os.path.lexists(old) and not os.path.lexists(output):
                 old.rename(output)
-            # Renamed first, so that a run that is still writing there publishes all or nothing.
+            # Renamed first: if the run is still writing there after all, it publishes all or nothing.
             shutil.rmtree(entry.rename(_new_partial(output)), ignore_errors=True)
 
 
 def _new_partial(output: Path) -> Path:
-    return output.absolute().with_name(f".{output.name}.{secrets.token_hex(4)}.partial")
+    name = f".{output.name}.{_host()}-{os.getpid()}.{secrets.token_hex(4)}.partial"
+    return output.absolute().with_name(name)
+
+
+def _host() -> str:
+    """The name of this machine, of characters that every file system takes."""
+    return re.sub(r"[^A-Za-z0-9]", "-", socket.gethostname())[:HOST_LENGTH]
+
+
+def _is_written_to(partial: Path, host: str, process: int) -> bool:
+    """Whether the process that made a partial folder may still be writing there."""
+    if host == _host() and sys.platform != "win32":  # where os.kill would end the process
+        return is_alive(process)
+    return time.time() - partial.stat().st_mtime < SECONDS_UNTIL_LEFT_OVER
+
+
+def is_alive(process: int) -> bool:
+    """Whether there is a process with this number on this machine."""
+    try:
+        os.kill(process, 0)  # sends nothing
+    except ProcessLookupError:
+        return False
+    except OSError:  # of another user
+        return True
+    return True
 
 
 @contextlib.contextmanager

@@ -5,10 +5,13 @@ kill leaves.
 import errno
 import functools
 import itertools
+import multiprocessing
 import os
 import signal
 import stat
+import subprocess
 import sys
+import time
 from collections import Counter
 
 import pytest
@@ -268,15 +271,47 @@ def test_permissions_are_the_usual_ones(tmp_path, mask):
 # --- What killed runs left
 
 
-def test_the_next_run_removes_what_others_left_and_nothing_else(tmp_path):
+def test_the_next_run_removes_what_ended_runs_left_and_nothing_else(tmp_path):
+    host = output._host()
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    ended = process.pid
     kept = [
-        ".other.0123abcd.partial",
-        ".out.x.0123abcd.partial",
-        ".out.0123.partial",
-        "out.0123abcd.partial",
+        f".other.{host}-{ended}.0123abcd.partial",
+        f".out.x.{host}-{ended}.0123abcd.partial",
+        f".out.{host}-{ended}.0123.partial",
+        f"out.{host}-{ended}.0123abcd.partial",
+        f".out.{host}-{os.getpid()}.0123abcd.partial",  # of a process that runs
+        f".out.{host}-{os.getppid()}.0123abcd.partial",
+        ".out.elsewhere-1.0123abcd.partial",  # of another host, a moment ago
     ]
-    for name in (".out.0123abcd.partial", ".out.4567abcd.partial", *kept):
+    left = [
+        f".out.{host}-{ended}.0123abcd.partial",
+        f".out.{host}-{ended}.4567abcd.partial",
+        ".out.elsewhere-1.4567abcd.partial",
+    ]
+    for name in (*left, *kept):
         (tmp_path / name / "out").mkdir(parents=True)
+    long_ago = time.time() - output.SECONDS_UNTIL_LEFT_OVER - 1
+    os.utime(tmp_path / left[-1], (long_ago, long_ago))
     folder_of("new")(tmp_path / "out")
     assert content(tmp_path / "out") == "new"
     assert {path.name for path in tmp_path.iterdir()} == {"out", *kept}
+
+
+def _write_often(path):
+    for number in range(30):
+        with new_file(path, force=True) as partial:
+            partial.write_text(f"{os.getpid()} {number}")
+
+
+def test_processes_that_write_one_file_at_once_do_not_fail_each_other(tmp_path):
+    processes = multiprocessing.get_context("fork")
+    writers = [processes.Process(target=_write_often, args=(tmp_path / "out",)) for _ in range(8)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    assert [writer.exitcode for writer in writers] == [0] * 8
+    assert (tmp_path / "out").read_text().endswith(" 29")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
