@@ -110,23 +110,23 @@ def clean_up(output: Path) -> None:
             old = entry / (output.name + OLD)
             if os.path.lexists(old) and not os.path.lexists(output):
                 old.rename(output)
-            # Renamed first: if the run is still writing there after all, it publishes all or nothing.
+            # Renamed first: if the run still writes there after all, it publishes all or nothing.
             shutil.rmtree(entry.rename(_new_partial(output)), ignore_errors=True)
 
 
 def _new_partial(output: Path) -> Path:
-    name = f".{output.name}.{_host()}-{os.getpid()}.{secrets.token_hex(4)}.partial"
+    name = f".{output.name}.{host_name()}-{os.getpid()}.{secrets.token_hex(4)}.partial"
     return output.absolute().with_name(name)
 
 
-def _host() -> str:
+def host_name() -> str:
     """The name of this machine, of characters that every file system takes."""
     return re.sub(r"[^A-Za-z0-9]", "-", socket.gethostname())[:HOST_LENGTH]
 
 
 def _is_written_to(partial: Path, host: str, process: int) -> bool:
     """Whether the process that made a partial folder may still be writing there."""
-    if host == _host() and sys.platform != "win32":  # where os.kill would end the process
+    if host == host_name() and sys.platform != "win32":  # where os.kill would end the process
         return is_alive(process)
     return time.time() - partial.stat().st_mtime < SECONDS_UNTIL_LEFT_OVER
 

@@ -272,7 +272,7 @@ def test_permissions_are_the_usual_ones(tmp_path, mask):
 
 
 def test_the_next_run_removes_what_ended_runs_left_and_nothing_else(tmp_path):
-    host = output._host()
+    host = output.host_name()
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
     ended = process.pid

@@ -58,7 +58,7 @@ STARTS_HELP = (
 )
 OUTPUT_HELP = "Folder of the runs; calling again trains the missing ones."
 HTML_HELP = "Add a page with the curves of all runs, and positions moving."
-ONLY_HELP = "Every N-th run, from the I-th on, for job arrays; all other calls use the same folder."
+ONLY_HELP = "Part I of N of the runs, for job arrays; the other parts use the same folder."
 
 
 def _starts(text: str) -> list[Positions]:

@@ -128,7 +128,7 @@ def _compared_result(
             image_differences.append(run.correct() - original[seed].correct())
     if not differences:
         return result
-    slower = result.step_ms / _median_step_ms(original.values())
+    slower = _slower(runs, original)
     over_seeds = over_all_seeds(differences)
     over_images = over_all_images(np.mean(image_differences, axis=0))
     said = sentence(differences, over_seeds, over_images, slower)
@@ -140,6 +140,25 @@ def _compared_result(
         slower=slower,
         sentence=f"{result.label}: {said}",
     )
+
+
+def _slower(runs: Mapping[int, Run], original: Mapping[int, Run]) -> float | None:
+    """Time of a step as a multiple of the original's, over pairs that one device trained.
+
+    None if there is no such pair.
+    """
+    own = []
+    others = []
+    for seed, run in runs.items():
+        other = original.get(seed)
+        if other is None:
+            continue
+        if (run.device, run.processes) == (other.device, other.processes):
+            own.append(run)
+            others.append(other)
+    if not own:
+        return None
+    return _median_step_ms(own) / _median_step_ms(others)
 
 
 def over_all_seeds(differences: Sequence[float]) -> Interval | None:
@@ -175,8 +194,16 @@ def over_all_images(differences: "np.ndarray[Any, np.dtype[np.float64]]") -> Int
     return Interval(mean=mean, low=min(low, mean - least_half), high=max(high, mean + least_half))
 
 
+def _time_in_words(slower: float | None) -> str:
+    if slower is None:
+        return "trained on other devices, so times are not compared"
+    if f"{slower:.2g}" == "1":
+        return "at the same speed"
+    return f"at {slower:.2g} times the time"
+
+
 def sentence(
-    differences: Sequence[float], seeds: Interval | None, images: Interval, slower: float
+    differences: Sequence[float], seeds: Interval | None, images: Interval, slower: float | None
 ) -> str:
     """What the differences say, by the union of both intervals.
 
@@ -186,14 +213,12 @@ def sentence(
         differences: Percentage points, for each seed.
         seeds: The interval over the seeds, of `over_all_seeds`.
         images: The interval over the test images, of `over_all_images`.
-        slower: Time of a step, as a multiple of the original's.
+        slower: Time of a step, as a multiple of the original's; None if other devices trained it.
     """
     every_difference = ", ".join(f"{difference:+.1f}" for difference in differences)
     if seeds is None or len(differences) < LEAST_SEEDS:
         return f"too few seeds to tell: differences of {every_difference} points"
-    time = f"at {slower:.2g} times the time"
-    if f"{slower:.2g}" == "1":
-        time = "at the same speed"
+    time = _time_in_words(slower)
     low = min(seeds.low, images.low)
     high = max(seeds.high, images.high)
     if low > 0 or high < 0:

@@ -73,7 +73,7 @@ def plan_runs(
         arms: All arms of the comparison.
         seeds: All its seeds.
         minutes: Time for all runs of the comparison; None: the trainer's settings state the epochs.
-        only: (i, n): this call trains every n-th run, from the i-th on.
+        only: (i, n): this call trains the i-th of n parts of the runs.
         notify: Told which arm is timed.
 
     Raises:
@@ -82,7 +82,10 @@ def plan_runs(
         DclsConvertError: An epoch takes longer than the minutes.
     """
     all_runs = list(in_turns(arms, seeds))
-    runs = pending_runs(trainer, all_runs, only)
+    runs = []
+    for run in part_of_runs(arms, seeds, only):
+        if trainer.finished(*run) is None:
+            runs.append(run)
     is_new = not _is_bound(trainer.folder)
     if is_new:
         _check_unused(trainer.folder)
@@ -101,16 +104,24 @@ def plan_runs(
     _take_stored_settings_(trainer, minutes)
     epochs = trainer.settings.recipe.epochs
     seconds = sum(epochs * epoch_seconds[arm] for arm, _ in runs)
-    return RunPlan(runs=runs, updates=_updates_per_epoch(trainer), seconds=seconds)
+    return RunPlan(runs=tuple(runs), updates=_updates_per_epoch(trainer), seconds=seconds)
 
 
-def pending_runs(
-    trainer: Trainer, all_runs: Sequence[tuple[Arm, int]], only: tuple[int, int]
-) -> tuple[tuple[Arm, int], ...]:
-    """Those of every n-th run, from the i-th on, that are not finished; `only` is (i, n)."""
-    first, step = only
-    own_runs = all_runs[first - 1 :: step]
-    return tuple(run for run in own_runs if trainer.finished(*run) is None)
+def part_of_runs(
+    arms: Sequence[Arm], seeds: Sequence[int], only: tuple[int, int]
+) -> list[tuple[Arm, int]]:
+    """The i-th of n parts of all runs; `only` is (i, n).
+
+    With no more parts than seeds, a part has all arms of its seeds, so that one device trains what
+    is compared. With more, a part has runs that follow one another in turns, by seed.
+    """
+    part, parts = only
+    if parts <= len(seeds):
+        return list(in_turns(arms, seeds[part - 1 :: parts]))
+    runs = list(in_turns(arms, seeds))
+    first = (part - 1) * len(runs) // parts
+    end = part * len(runs) // parts
+    return runs[first:end]
 
 
 def time_arms(trainer: Trainer, arms: Sequence[Arm], notify: Notify) -> dict[Arm, float]:
@@ -218,17 +229,26 @@ def train_pending(
     Raises:
         KeyboardInterrupt: An interrupt before any run is finished.
     """
+    owners: dict[tuple[Arm, int], str] = {}  # of runs that other processes train
     try:
-        for number, (arm, seed) in enumerate(plan.runs):
-            notify_run = functools.partial(_notify_run, notify, number, len(plan.runs))
-            trainer.run(arm, seed, notify_run)
-            _collect(trainer, arms, seeds)
+        runs = list(enumerate(plan.runs))
+        # Twice: whether the owner of a claim lives may only be seen after a while.
+        for patient in (False, True):
+            for number, (arm, seed) in runs:
+                notify_run = functools.partial(_notify_run, notify, number, len(plan.runs))
+                owner = trainer.run_unless_claimed(arm, seed, notify_run, patient=patient)
+                owners.pop((arm, seed), None)
+                if owner is not None:
+                    owners[arm, seed] = owner
+                else:
+                    _collect(trainer, arms, seeds, owners)
+            runs = [(number, run) for number, run in runs if run in owners]
     except KeyboardInterrupt:
-        comparison = _collect(trainer, arms, seeds)
+        comparison = _collect(trainer, arms, seeds, owners)
         if not comparison.runs:
             raise
         return replace(comparison, interrupted=True)
-    return _collect(trainer, arms, seeds)
+    return _collect(trainer, arms, seeds, owners)
 
 
 def _notify_run(notify: Notify, number: int, count: int, what: str, *_: int) -> None:
@@ -236,25 +256,49 @@ def _notify_run(notify: Notify, number: int, count: int, what: str, *_: int) -> 
     notify(f"run {number + 1} of {count}, {what}", number, count)
 
 
-def _collect(trainer: Trainer, arms: Sequence[Arm], seeds: Sequence[int]) -> Comparison:
-    """The comparison of all finished runs; it is also written as `comparison.json`."""
+def _collect(
+    trainer: Trainer,
+    arms: Sequence[Arm],
+    seeds: Sequence[int],
+    owners: Mapping[tuple[Arm, int], str],
+) -> Comparison:
+    """The comparison of all finished runs; it is also written as `comparison.json`.
+
+    Until the file has all of them: another process that saw fewer may have written it meanwhile.
+    """
+    comparison = _compare(trainer, arms, seeds, owners)
+    while trainer.accelerator.is_main_process:
+        with new_file(trainer.folder / COMPARISON, force=True) as partial_path:
+            partial_path.write_text(comparison.to_json())
+        written = comparison
+        comparison = _compare(trainer, arms, seeds, owners)
+        if len(comparison.runs) == len(written.runs):
+            break
+    return comparison
+
+
+def _compare(
+    trainer: Trainer,
+    arms: Sequence[Arm],
+    seeds: Sequence[int],
+    owners: Mapping[tuple[Arm, int], str],
+) -> Comparison:
     found: dict[tuple[Arm, int], Run | None] = {}
     for arm, seed in in_turns(arms, seeds):
         found[arm, seed] = trainer.finished(arm, seed)
     missing = []
     for (arm, seed), run in found.items():
-        if run is None:
+        owner = owners.get((arm, seed))
+        if run is None and owner is None:
             missing.append(f"{arm.label}, seed {seed}")
+        elif run is None:
+            missing.append(f"{arm.label}, seed {seed} (trained by {owner})")
     runs = []
     for arm in arms:
         for seed in seeds:
             run = found[arm, seed]
             if run is not None:
                 runs.append(run)
-    comparison = Comparison(
+    return Comparison(
         settings=trainer.settings, arms=results(runs), runs=tuple(runs), missing=tuple(missing)
     )
-    if trainer.accelerator.is_main_process:
-        with new_file(trainer.folder / COMPARISON, force=True) as partial_path:
-            partial_path.write_text(comparison.to_json())
-    return comparison

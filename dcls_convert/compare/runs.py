@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -27,8 +27,9 @@ from ..progress import Notify, silent
 from ..records import Record
 from ..tuning.images import ImageData, set_transforms_
 from ..tuning.recipe import Recipe
-from ..tuning.training import STATE, Training, median_after_warmup
+from ..tuning.training import STATE, Training, from_first_process, median_after_warmup
 from .arms import Arm, ArmNetwork, Moved, make_network
+from .claims import claimed
 
 SETTINGS = "settings.json"
 RUNS = "runs"
@@ -199,6 +200,28 @@ class Trainer:
         if not path.exists():
             return None
         return Run.from_json(path.read_bytes(), str(path))
+
+    def run_unless_claimed(
+        self, arm: Arm, seed: int, notify: Notify, *, patient: bool
+    ) -> str | None:
+        """Train an arm with a seed, unless another process does or has done so.
+
+        Args:
+            patient: Wait to see whether the other process still lives.
+
+        Returns:
+            The process that trains the run; None if the run is finished.
+        """
+        with contextlib.ExitStack() as stack:
+            answers: list[Any] = [None, None]  # the owner, and whether the run is finished
+            if self.accelerator.is_main_process:
+                claim = claimed(self.path(arm, seed), patient=patient)
+                answers[0] = stack.enter_context(claim)
+                answers[1] = self.finished(arm, seed) is not None
+            owner, is_finished = from_first_process(answers)
+            if owner is None and not is_finished:
+                self.run(arm, seed, notify)
+            return cast(str | None, owner)
 
     def run(self, arm: Arm, seed: int, notify: Notify) -> Run:
         """Train an arm with a seed, or continue its training, and write its file and its model."""

@@ -47,7 +47,13 @@ from .tracker import TRACK, PositionTracker
 
 try:
     from accelerate import Accelerator
-    from accelerate.utils import DistributedType, broadcast, gather, patch_environment
+    from accelerate.utils import (
+        DistributedType,
+        broadcast,
+        broadcast_object_list,
+        gather,
+        patch_environment,
+    )
 except ImportError as error:
     raise DclsConvertError("training needs accelerate: pip install accelerate scipy") from error
 
@@ -499,6 +505,12 @@ class Training:
         self.correct = state["correct"]
         for name, values in state["curves"].items():
             setattr(self, CURVES[name], values)
+
+
+def from_first_process(values: list[Any]) -> list[Any]:
+    """The values of the first process, in all processes."""
+    shared: list[Any] = broadcast_object_list(values)
+    return shared
 
 
 def _percent(correct: Tensor) -> float:

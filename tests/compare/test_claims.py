@@ -1,0 +1,103 @@
+"""One process a run: claims of those that live hold, those of the dead are taken over."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from dcls_convert.compare import claims
+from dcls_convert.compare.claims import CLAIM, claimed
+from dcls_convert.output import host_name
+
+from ..photographs import photographs
+
+OTHER = "elsewhere-1"
+
+
+@pytest.fixture(autouse=True)
+def _in_no_time(monkeypatch):
+    monkeypatch.setattr(claims, "SECONDS_BETWEEN_BEATS", 0.05)
+    monkeypatch.setattr(claims, "SECONDS_UNTIL_STALE", 1.0)
+    monkeypatch.setattr(claims, "SECONDS_TO_SETTLE", 0.2)
+
+
+def test_a_claim_holds_until_its_block_ends(tmp_path):
+    own = f"{host_name()}-{os.getpid()}"
+    with claimed(tmp_path, patient=False) as owner:
+        assert owner is None
+        for patient in (False, True):
+            with claimed(tmp_path, patient=patient) as other:
+                assert other == own
+    assert not (tmp_path / CLAIM).exists()
+    with claimed(tmp_path, patient=False) as owner:
+        assert owner is None
+
+
+def test_the_claim_of_a_dead_process_of_this_machine_is_taken_at_once(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    (tmp_path / CLAIM).write_text(f"{host_name()}-{process.pid}")
+    with claimed(tmp_path, patient=False) as owner:
+        assert owner is None
+
+
+def test_the_claim_of_another_machine_is_taken_when_it_stops_beating(tmp_path):
+    path = tmp_path / CLAIM
+    path.write_text(OTHER)
+    with claimed(tmp_path, patient=False) as owner:
+        assert owner == OTHER
+    ended = threading.Event()
+    beats = threading.Thread(target=claims._beat, args=(path, ended))
+    beats.start()
+    with claimed(tmp_path, patient=True) as owner:
+        assert owner == OTHER
+    ended.set()
+    beats.join()
+    with claimed(tmp_path, patient=True) as owner:
+        assert owner is None
+
+
+def _try(folder, number):
+    with claimed(folder, patient=True) as owner:
+        if owner is None:
+            (folder / f"trained-{number}").touch()
+            time.sleep(3)
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_of_processes_that_begin_at_once_one_trains(tmp_path, left):
+    if left:
+        (tmp_path / CLAIM).write_text(OTHER)
+    processes = multiprocessing.get_context("fork")
+    tries = [processes.Process(target=_try, args=(tmp_path, number)) for number in range(6)]
+    for one in tries:
+        one.start()
+    for one in tries:
+        one.join(60)
+    assert len(list(tmp_path.glob("trained-*"))) == 1
+    assert not (tmp_path / CLAIM).exists()
+
+
+@pytest.mark.processes
+def test_two_calls_share_the_work(tmp_path):
+    """Both end well, no run is trained twice, and the last one to end has all of them."""
+    photographs(tmp_path / "images")
+    command = [sys.executable, "-m", "dcls_convert", "compare", "test_convnext", "--data", "images"]
+    command += ["--sizes", "9", "--epochs", "2", "--seeds", "3", "--input-size", "3x32x32"]
+    command += ["--batch-size", "4", "--device", "cpu", "--output", "out"]
+    calls = []
+    for _ in range(2):
+        call = subprocess.Popen(
+            command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        calls.append(call)
+    told = [call.communicate(timeout=500) for call in calls]
+    assert [call.returncode for call in calls] == [0, 0], told
+    assert any("missing" not in out for out, _ in told)
+    lines = "".join(err for _, err in told).splitlines()
+    ends = [line for line in lines if "epoch 2 of 2" in line]
+    assert len(ends) == 6
