@@ -81,6 +81,11 @@ class Argument:
     idle_beside: Mapping[str, str] = field(default_factory=dict)
 
 
+def option_name(field_name: str) -> str:
+    """What is typed for the option of a field: "--kernel-count" for "kernel_count"."""
+    return f"--{field_name.replace('_', '-')}"
+
+
 def argument_of(option: Field[Any]) -> Argument:
     """How the command line takes the option of this field."""
     argument: Argument = option.metadata["argument"]

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcls_convert import PlanError, apply_plan_, convert_, find_convs, plan_conversion
+from dcls_convert.errors import CheckpointError
 from dcls_convert.options import PlanOptions
 from dcls_convert.pipeline.conversion import convert_network
 from dcls_convert.pipeline.loaded import LoadedNetwork
@@ -211,7 +212,12 @@ NOISE = (torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0)),)
         (
             {"positions": "uniform"},
             "positions='uniform' is for random positions, init='auto' keeps",
-            "--positions is for random positions, --init auto or exact keeps",
+            "--positions is for random positions, --init auto keeps",
+        ),
+        (
+            {"options": PlanOptions(kernel_count=7, budget=50)},
+            "kernel_count states the count, so budget and scope would have no effect",
+            "--kernel-count states the count, so --budget and --scope would have no effect",
         ),
         (
             {"mean": (0.5,)},
@@ -237,6 +243,16 @@ def test_options_in_conflict_are_refused_in_words_for_python_and_for_the_command
         ConversionRequest(**{"model": small(), **settings})
     assert str(refused.value).startswith(python)
     assert refused.value.on_command_line.startswith(command_line)
+
+
+def test_weights_that_do_not_fit_are_refused_though_the_network_is_not_built(tmp_path):
+    state = timm.create_model(TINY).state_dict()
+    del state["stem.0.weight"]
+    request = ConversionRequest(model=TINY, weights=state, init="largest", offline=True)
+    loaded = LoadedNetwork(request)
+    with pytest.raises(CheckpointError, match=r"stem\.0\.weight"):
+        resolve(loaded)
+    assert "network" not in vars(loaded)
 
 
 def test_a_request_with_another_seed_is_as_one_that_was_made_so():

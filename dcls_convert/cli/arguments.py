@@ -23,6 +23,7 @@ from ..options import (
     WHAT_TO_CONVERT,
     PlanOptions,
     argument_of,
+    option_name,
 )
 from ..pipeline.request import ConversionRequest
 from .completion import complete_files, complete_models, complete_rules
@@ -267,11 +268,6 @@ def planning_arguments(record: type[PlanOptions]) -> dict[str, Any]:
     return annotations
 
 
-def _typed(name: str) -> str:
-    """What is typed for the option of a field: "--kernel-count" for "kernel_count"."""
-    return f"--{name.replace('_', '-')}"
-
-
 def _planning_argument(option_field: Field[Any]) -> Any:
     stated = argument_of(option_field)
     panel = stated.group
@@ -283,7 +279,7 @@ def _planning_argument(option_field: Field[Any]) -> Any:
         settings["show_default"] = stated.shown_default
     match stated.form:
         case "flag":
-            return Annotated[bool, option(panel, help, _typed(option_field.name))]
+            return Annotated[bool, option(panel, help, option_name(option_field.name))]
         case "word":
             words = option_field.type
             if type(None) in get_args(words):  # Literal[...] | None
@@ -399,7 +395,7 @@ def with_records(command: Callable[..., None], *, but: Container[str] = ()) -> C
 def _plan_options(values: Mapping[str, Any]) -> PlanOptions:
     """Read the rules; refuse an option that would have no effect beside another one."""
     options = PlanOptions(**values)
-    conflict = options.idle_message(_typed)
+    conflict = options.idle_message(option_name)
     if conflict is not None:
         raise DclsConvertError(conflict)
     if values["rules"] != AUTO:

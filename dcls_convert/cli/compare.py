@@ -182,7 +182,7 @@ def compare(
     first = os.environ.get("RANK", "0") == "0"  # of the processes of accelerate launch or torchrun
     with console.steps(network.model, "planning", quiet=not first) as notify:
         from ..compare.arms import check_arms, make_arms
-        from ..compare.comparison import plan_runs, train_pending, usual_lr, with_epochs
+        from ..compare.comparison import plan_runs_, train_pending, usual_lr, with_epochs
         from ..compare.runs import Trainer
         from ..tuning.images import open_images
         from ..tuning.recipe import Recipe
@@ -220,7 +220,7 @@ def compare(
         )
         all_seeds = range(seeds)
         part = only or (1, 1)
-        run_plan = plan_runs(trainer, arms, all_seeds, minutes=minutes, only=part, notify=notify)
+        run_plan = plan_runs_(trainer, arms, all_seeds, minutes=minutes, only=part, notify=notify)
         if first and run_plan.runs:
             for line in work_lines(run_plan, trainer.settings, str(accelerator.device)):
                 console.note(line)

@@ -52,7 +52,7 @@ VERSION = choice(
     "Version of the authors' layers in a checkpoint of theirs without SIG.",
     show_default="v0, as released",
 )
-CHECKPOINT = option(
+CONVERTED_OUTPUT = option(
     OUTPUT,
     "Checkpoint to write.",
     "--output",
@@ -81,7 +81,7 @@ def convert(
     seed: Annotated[
         int, number(int, 0, MOST_SEED, WHERE, "Seed of all random values.", metavar="N")
     ] = 0,
-    output: Annotated[Path | None, CHECKPOINT] = None,
+    output: Annotated[Path | None, CONVERTED_OUTPUT] = None,
     html: Annotated[bool, option(OUTPUT, HTML_HELP, "--html")] = False,
     force: Force = False,
     dry_run: Annotated[

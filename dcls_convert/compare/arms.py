@@ -12,7 +12,7 @@ from ..depthwise.geometry import size_text
 from ..layers.position_statistics import outside_share
 from ..networks.positions import position_parameters
 from ..networks.source import LIBRARIES
-from ..options import AUTO, ERROR, EXACT, PlanOptions, Positions
+from ..options import AUTO, DEFAULT_BUDGET, ERROR, EXACT, PlanOptions, Positions
 from ..pipeline.conversion import convert_network
 from ..pipeline.loaded import LoadedNetwork
 from ..pipeline.request import ConversionRequest
@@ -185,7 +185,9 @@ def make_network(request: ConversionRequest, arm: Arm, *, note: Notify = silent)
 
 def _dense_request(request: ConversionRequest, options: PlanOptions) -> ConversionRequest:
     """The request for a network with an element for every cell of the old kernels."""
-    options = replace(options, kernel_count=EXACT, scope="auto", interpolation=None)
+    options = replace(
+        options, kernel_count=EXACT, scope="auto", budget=DEFAULT_BUDGET, interpolation=None
+    )
     return replace(request, init="exact", calibration=None, mean=None, std=None, options=options)
 
 

@@ -54,7 +54,7 @@ def usual_lr(batch_size: int, *, trained: bool) -> float:
     return float(f"{rate:.2g}")
 
 
-def plan_runs(
+def plan_runs_(
     trainer: Trainer,
     arms: Sequence[Arm],
     seeds: Sequence[int],
@@ -99,7 +99,7 @@ def plan_runs(
         pending_arms = list(dict.fromkeys(arm for arm, _ in runs))
         epoch_seconds = time_arms(trainer, pending_arms, notify)
     if is_new and trainer.accelerator.is_main_process:
-        claim_folder(trainer, minutes)
+        claim_folder_(trainer, minutes)
     trainer.accelerator.wait_for_everyone()
     _take_stored_settings_(trainer, minutes)
     epochs = trainer.settings.recipe.epochs
@@ -178,7 +178,7 @@ def _check_unused(folder: Path) -> None:
         )
 
 
-def claim_folder(trainer: Trainer, minutes: float | None) -> None:
+def claim_folder_(trainer: Trainer, minutes: float | None) -> None:
     """Write the trainer's settings into a folder that no settings hold for yet.
 
     Settings that are there already stay if they are the same but for epochs that minutes decided:
@@ -241,14 +241,14 @@ def train_pending(
                 if owner is not None:
                     owners[arm, seed] = owner
                 else:
-                    _collect(trainer, arms, seeds, owners)
+                    _write_comparison(trainer, arms, seeds, owners)
             runs = [(number, run) for number, run in runs if run in owners]
     except KeyboardInterrupt:
-        comparison = _collect(trainer, arms, seeds, owners)
+        comparison = _write_comparison(trainer, arms, seeds, owners)
         if not comparison.runs:
             raise
         return replace(comparison, interrupted=True)
-    return _collect(trainer, arms, seeds, owners)
+    return _write_comparison(trainer, arms, seeds, owners)
 
 
 def _notify_run(notify: Notify, number: int, count: int, what: str, *_: int) -> None:
@@ -256,7 +256,7 @@ def _notify_run(notify: Notify, number: int, count: int, what: str, *_: int) -> 
     notify(f"run {number + 1} of {count}, {what}", number, count)
 
 
-def _collect(
+def _write_comparison(
     trainer: Trainer,
     arms: Sequence[Arm],
     seeds: Sequence[int],
@@ -266,18 +266,18 @@ def _collect(
 
     Until the file has all of them: another process that saw fewer may have written it meanwhile.
     """
-    comparison = _compare(trainer, arms, seeds, owners)
+    comparison = _comparison_of(trainer, arms, seeds, owners)
     while trainer.accelerator.is_main_process:
         with new_file(trainer.folder / COMPARISON, force=True) as partial_path:
             partial_path.write_text(comparison.to_json())
         written = comparison
-        comparison = _compare(trainer, arms, seeds, owners)
+        comparison = _comparison_of(trainer, arms, seeds, owners)
         if len(comparison.runs) == len(written.runs):
             break
     return comparison
 
 
-def _compare(
+def _comparison_of(
     trainer: Trainer,
     arms: Sequence[Arm],
     seeds: Sequence[int],

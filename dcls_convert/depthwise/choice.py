@@ -30,20 +30,20 @@ MOST_CHOICES = 1000  # that are remembered; images of any size would give more a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Threshold:
-    """From where on matrix products are estimated to be faster than torch's convolution.
+    """The least work for which matrix products are estimated to be faster than torch's convolution.
 
-    Torch's time for a channel grows with outputs x taps. That of the products has a part for the
-    bank of shifted windows, which grows with the inputs that a patch sees and not with the number
-    of patches. So products pay if patches x taps / inputs of a patch is large.
+    The products need a bank of shifted windows, which costs the same for any number of patches.
+    Torch's convolution needs none, but is slower for each patch. So products pay if there are many
+    patches: if patches x taps is large beside the number of inputs that a patch sees.
     """
 
     fewest_taps: int
-    least_ratio: int
+    least_ratio: int  # of patches x taps to inputs of a patch
 
 
-# Estimates from counts of operations and bytes; none was measured. Where both take the same time,
-# the ratio is about 10 on an H100 and 20 to 35 on a 4090 for a training step, and 35 to 40 and 70
-# to 160 for a forward pass alone.
+# Estimated from counts of operations and bytes, not measured: both are expected to take the same
+# time where the ratio is about 10 on an H100 and 20 to 35 on a 4090 for a training step, and 35 to
+# 40 and 70 to 160 for a forward pass alone.
 WITH_GRADIENTS = Threshold(fewest_taps=81, least_ratio=16)
 WITHOUT_GRADIENTS = Threshold(fewest_taps=169, least_ratio=64)
 
@@ -96,8 +96,8 @@ def conv2d(
     runs_eagerly = is_eager(*tensors) and not is_counted()
     dtype = _computed_dtype(tensors)
     way: Way = "torch"
-    is_known = input.dim() == 4 and dtype is not None
-    if is_known and (runs_eagerly or is_compiled(*tensors)):
+    has_ways = input.dim() == 4 and dtype is not None
+    if has_ways and (runs_eagerly or is_compiled(*tensors)):
         wants_gradients = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
         way, why = depthwise_way(
             device=input.device.type,
@@ -136,7 +136,8 @@ def depthwise_way(
 ) -> tuple[Way, str]:
     """The way of a convolution, and why. Depends on the arguments and the environment alone.
 
-    So a block that is computed again, from a checkpoint, is computed in the same way.
+    A checkpointed block that is computed again takes the same way, unless the checkpoint is a
+    reentrant one, which runs the block without gradients first.
 
     Args:
         device: Its type: "cpu", "cuda".
@@ -160,9 +161,9 @@ def depthwise_way(
         return "torch", "no other way is known for such convolutions"
     map_size = (input_size[2], input_size[3])
     window = (kernel_size[2], kernel_size[3])
-    one_kernel_a_channel = kernel_size[0] == groups and tuple(stride) == (1, 1)
+    has_form_of_products = kernel_size[0] == groups and tuple(stride) == (1, 1)
     if (
-        one_kernel_a_channel
+        has_form_of_products
         and dtype in FLOATS
         and (device in GPUS or device == "cpu")
         and _fits_products(map_size, window, cells)

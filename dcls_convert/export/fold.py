@@ -42,7 +42,8 @@ def fold_checkpoint(
     Args:
         folder: The checkpoint.
         format: A name in EXPORT_FORMATS.
-        output: To write; without it, something in the current directory.
+        output: To write; without it, the folder's name with the format's suffix, in the
+            current directory.
         opset: Of an ONNX model, one of OPSETS.
         model: Builds the unconverted network of a checkpoint that does not name its own, such as
             "package.module:factory", whose code is imported and run.
@@ -53,6 +54,9 @@ def fold_checkpoint(
     Raises:
         DclsConvertError: It cannot be folded or written, or the outputs would be others.
     """
+    if format not in EXPORT_FORMATS:
+        known = ", ".join(EXPORT_FORMATS)
+        raise DclsConvertError(f"format {shown(format)!r} must be one of {known}")
     row = EXPORT_FORMATS[format]
     _check_opset(format, opset)
     checkpoint = open_checkpoint(folder)
@@ -99,9 +103,9 @@ def _check_opset(format: str, opset: int | None) -> None:
     if opset is None:
         return
     if not EXPORT_FORMATS[format].has_opset:
-        takers = [name for name, row in EXPORT_FORMATS.items() if row.has_opset]
+        with_opset = [name for name, row in EXPORT_FORMATS.items() if row.has_opset]
         raise DclsConvertError(
-            f"--opset {opset} is for --format {', '.join(takers)}, not for --format {format}"
+            f"--opset {opset} is for --format {', '.join(with_opset)}, not for --format {format}"
         )
     if opset not in OPSETS:
         raise DclsConvertError(f"--opset {opset}: give an integer from {OPSETS[0]} to {OPSETS[-1]}")
@@ -110,7 +114,7 @@ def _check_opset(format: str, opset: int | None) -> None:
 def _check_request(
     checkpoint: Checkpoint, format: str, output: Path, *, force: bool
 ) -> tuple[int, ...]:
-    """Refuse what could not be written or compared; the size of the images."""
+    """The size of the images. Refuses what could not be written or compared."""
     row = EXPORT_FORMATS[format]
     input_size = checkpoint.plan.input_size
     _check_output(row, checkpoint.folder, output, force=force)

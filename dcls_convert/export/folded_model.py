@@ -188,7 +188,10 @@ def _export_and_compare(
 
 
 def flattened(folded: FoldedModel) -> FoldedModel:
-    """The same with tuples of tensors as outputs, for formats that know no structure."""
+    """The same with tuples of tensors as outputs to compare with, for `flat_outputs`.
+
+    A model of several outputs, or of outputs with a structure, returns them as such a tuple.
+    """
     outputs = tuple(tuple(tensors_in(each)) for each in folded.outputs)
     if folded.one_output:
         return replace(folded, outputs=outputs)

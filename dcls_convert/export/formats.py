@@ -10,13 +10,17 @@ from dataclasses import dataclass
 class ExportFormat:
     """A format that a folded model can be written in."""
 
-    # "package.module:function", imported when it is called: (FoldedModel) -> ExportReport.
+    # "package.module:function", imported when it is called: (FoldedModel) -> ExportReport. For a
+    # file, the function calls `folded_model.export_file` with what writes one and loads it again.
     writer: str
-    suffix: str  # of the default output's name; a file's begins with a dot, and each output has it
+    # Of the default output's name. A file's is a dot and the format's name; all outputs have it.
+    suffix: str
     noun: str  # for messages: "ONNX model"
     help: str  # for --help: what is written
     packages: tuple[str, ...] = ()  # that must be installed
-    flat_outputs: bool = False  # whether outputs must be tensors, without structure
+    # Whether it knows no structure: the model to write then returns a tensor or a tuple of tensors,
+    # and what is loaded again must return them as a tuple.
+    flat_outputs: bool = False
     has_opset: bool = False  # whether --opset is for it
 
     @property

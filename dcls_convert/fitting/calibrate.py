@@ -213,9 +213,9 @@ class CalibratedLayer:
         self._moments = statistics.by_channel.get(conv)
         # What takes the mean shift: the bias, or the running mean of the BatchNorm behind. None:
         # the layer has neither, and its means stay shifted.
-        self.shifted: Tensor | None = layer.bias
+        self.shift_target: Tensor | None = layer.bias
         if layer.bias is None:
-            self.shifted = statistics.running_means.get(conv)
+            self.shift_target = statistics.running_means.get(conv)
         # (out_channels,): to add to the outputs, so that each channel has the old mean.
         self.mean_shift = layer.weight.new_zeros(layer.out_channels, dtype=torch.float64)
         self.output_error: float | None = None  # |new - old| / |old| of the outputs, once solved
@@ -223,8 +223,8 @@ class CalibratedLayer:
         self._kernel: Tensor | None = None  # of the old kernel's size, where it holds all elements
 
     @property
-    def change(self) -> Tensor:
-        """(out_channels,): what to add to `shifted`; a BatchNorm subtracts its running mean."""
+    def target_change(self) -> Tensor:
+        """(out_channels,): to add to `shift_target`; a BatchNorm subtracts its running mean."""
         return -self.mean_shift if self.layer.bias is None else self.mean_shift
 
     def outputs(self, input: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ class CalibratedLayer:
             outputs = self.layer.forward(input)
         else:
             outputs = self.conv._conv_forward(input, self._kernel, self.layer.bias)
-        if self.shifted is None:
+        if self.shift_target is None:
             return outputs
         by_channel = self.mean_shift.to(outputs)
         for _ in range(self.layer.dims):
@@ -251,7 +251,8 @@ class CalibratedLayer:
             for input, target in zip(inputs, wanted, strict=True):
                 moments.add(input, target)
         moments.check(self.name)
-        transformed = form.weight is not None  # by weight standardisation, which is not undone here
+        # By weight standardisation, for example; solved weights would have to be transformed back.
+        transformed = form.weight is not None
         solution = solve_weights(
             moments,
             self.box.places_of(layer.positions),
@@ -278,8 +279,8 @@ class CalibratedLayer:
         if self._calls > 1:
             reasons.append(f"called {self._calls} times in a pass")
         if layer.form.weight is not None:
-            reasons.append("weights fixed by weight standardisation")
-        if self.shifted is None:
+            reasons.append("weights fixed by weight standardisation or the like")
+        if self.shift_target is None:
             reasons.append("no bias or single BatchNorm takes the mean shift")
         return tuple(reasons)
 

@@ -178,7 +178,8 @@ class _Run:
         self.settings = settings
         last_cells = [side - 1 for side in problem.box.sides]
         self.last_cells = start.new_tensor(last_cells)  # made once: copies to a GPU are slow
-        self.places = self.inside(start)  # (starts * N, E, A), as all that follow
+        # All that follow have an entry for each start of each line, starts * N in all.
+        self.places = self.inside(start)  # (starts * N, E, A)
         layers = problem.targets.shape[1]
         self.weights = start.new_zeros(len(start), layers, start.shape[1])
         self.cost = start.new_full((len(start),), torch.inf)

@@ -233,7 +233,7 @@ def _merged_neighbours(lines: Tensor, grid: Tensor, box: Box) -> Tensor:
 def _neighbours(cells: Tensor) -> Tensor:
     """Indices (P, 2) of the cells that are one step apart along one axis."""
     apart = (cells[:, None] - cells[None]).abs()  # (K, K, A)
-    adjacent = (apart.sum(-1) == 1) & (apart.amax(-1) == 1)
+    adjacent = apart.sum(-1) == 1
     return adjacent.triu().nonzero()
 
 

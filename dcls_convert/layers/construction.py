@@ -47,8 +47,9 @@ def construct_kernel(
         (O, I, *size) in the dtype of weight; computed in float32 where that is narrower, also
         under autocast.
 
-    Gradients are the paper's Algorithm 2 everywhere: at integer positions the right-hand
-    derivative; at the upper border, and beyond it, the derivative that points inward.
+    Gradients of positions are the paper's Algorithm 2: where the derivative jumps, as at integer
+    positions of bilinear elements, the right-hand one; at the upper border, and beyond it, the one
+    that points inward.
 
     Raises:
         ValueError: Shapes that do not fit together, an unknown interpolation, sigma missing or

@@ -25,8 +25,11 @@ Profile = Callable[[Tensor, Tensor, int], Tensor]
 class Interpolation:
     """One way to spread an element along an axis of the window.
 
-    A new one needs `profile` and `slope`, and both sigmas if elements have a width. All other
-    fields are faster forms or properties of the shipped ones.
+    A new one needs `profile` and `slope`, both sigmas if elements have a width, and
+    `exact_on_cells` as it is. `construct` and `hat` are faster forms of the shipped ones.
+
+    The slope must not vanish for elements on cells: starts from old kernels put elements there, and
+    they would never move. Where profiles have a kink, it is the right-hand derivative.
     """
 
     # How much of the element each cell gets, before it is normalised; differentiable.
@@ -38,7 +41,9 @@ class Interpolation:
     # Versions of the authors' package whose elements are spread in the same way; none: the package
     # does not know this interpolation.
     authors_versions: tuple[str, ...] = ()
-    # Whether an element at the centre of a cell lies in that cell alone, with the initial sigma.
+    # Whether an element spreads less than one cell to either side, with the initial sigma: at the
+    # centre of a cell it lies in that cell alone. Else fits take a margin around the old kernel,
+    # and exact starts are refused.
     exact_on_cells: bool = False
     # Optional, only without sigma: a faster way to construct the kernel.
     construct: Callable[[Tensor, Tensor, Sequence[int]], Tensor] | None = None

@@ -106,9 +106,10 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
 
     Args:
         model: Left as it is. Its weights may be on any device, meta included.
-        input_size: (channels, *spatial) of one input, or only the spatial sizes where there are 3
-            channels; without it, the size that a timm model states. One forward pass on the meta
-            device gives output sizes and MACs; where the model does not run there, they are None.
+        input_size: (channels, *spatial) of one input; in 2-D and 3-D also the spatial sizes alone,
+            for 3 channels. Without it, the size that a timm model states. One forward pass on the
+            meta device gives output sizes and MACs; where the model does not run there, they are
+            None.
 
     Raises:
         PlanError: `input_size` is not positive integers for as many dimensions as the convolutions
@@ -134,7 +135,8 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
             skipped.append(Skipped(name=name, type=type(conv).__name__, reason=reason))
             continue
         calls: Calls | None = None
-        takes_image = not sites  # without a trace, the first convolution
+        is_first = not sites and not skipped
+        takes_image = is_first  # without a trace, the first convolution is taken to do so
         if traced is not None:
             calls = traced.calls.get(name)
             takes_image = calls is not None and calls.takes_image

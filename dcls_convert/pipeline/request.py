@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import PlanError, printable
-from ..options import AUTO, ERROR, EXACT, AuthorsVersion, Init, PlanOptions, Positions
+from ..options import (
+    AUTO,
+    ERROR,
+    EXACT,
+    AuthorsVersion,
+    Init,
+    PlanOptions,
+    Positions,
+    option_name,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -27,8 +36,9 @@ class ConversionRequest:
 
     # In memory, with its weights; or a MODEL of the command line, such as "timm:convnext_tiny".
     model: "nn.Module | str"
-    num_classes: int | None = None  # of a model that is named; None: the model's own
-    in_chans: int | None = None  # of a model that is named; None: the model's own
+    # Of a model that is named; None: the model's own.
+    num_classes: int | None = None
+    in_chans: int | None = None
     pretrained: bool = False  # with the weights that the model's library offers
     # A state dict or its file; its layers may be those of the authors' package.
     weights: "Mapping[str, Tensor] | Path | None" = None
@@ -87,6 +97,9 @@ def _refuse_conflicts(request: ConversionRequest) -> None:
             "authors_version describes the weights; give weights",
             on_command_line="--authors-version describes the file of --checkpoint",
         )
+    idle = request.options.idle_message(lambda name: name)
+    if idle is not None:
+        raise _conflict(idle, on_command_line=str(request.options.idle_message(option_name)))
     _refuse_conflicts_of_init(request)
     _refuse_conflicts_of_scope(request)
     _refuse_conflicts_of_images(request)
@@ -103,8 +116,8 @@ def _refuse_conflicts_of_init(request: ConversionRequest) -> None:
         raise _conflict(
             f"positions={request.positions!r} is for random positions, "
             f"init={request.init!r} keeps those of old kernels; give init='random'",
-            on_command_line="--positions is for random positions, --init auto or exact keeps those "
-            "of old kernels; use --init random",
+            on_command_line=f"--positions is for random positions, --init {request.init} keeps "
+            "those of old kernels; use --init random",
         )
     if request.init == EXACT and request.options.kernel_count != EXACT:
         stated = stated_counts(request.options)
@@ -131,9 +144,9 @@ def _refuse_conflicts_of_scope(request: ConversionRequest) -> None:
 
 
 def _refuse_conflicts_of_images(request: ConversionRequest) -> None:
-    is_normalised = request.mean is not None or request.std is not None
+    states_normalisation = request.mean is not None or request.std is not None
     if request.calibration is None:
-        if is_normalised:
+        if states_normalisation:
             raise _conflict(
                 "mean and std are for the images of calibration",
                 on_command_line="--mean and --std are for the images of --calibrate",
@@ -149,7 +162,7 @@ def _refuse_conflicts_of_images(request: ConversionRequest) -> None:
             f"calibration is for init='fit', not for {request.start!r}",
             on_command_line="--calibrate is for --init fit",
         )
-    if is_normalised and (request.mean is None or request.std is None):
+    if states_normalisation and (request.mean is None or request.std is None):
         raise _conflict(
             "calibration: give mean and std, or neither",
             on_command_line="--mean and --std belong together",

@@ -71,10 +71,11 @@ Globs = str | Annotated[list[str], Field(min_length=1)]
 
 
 def _holds(stated: Any, value: Any) -> bool:
-    """Whether a site's value (one, or one for each axis or name) is what a predicate states.
+    """Whether a site's value is what a predicate states.
 
     Args:
         stated: A range, a text or texts with * and ?, a number or numbers, or a truth value.
+        value: One, or a tuple with one for each axis or name. A range is about the largest side.
     """
     values = value if isinstance(value, tuple) else (value,)
     if isinstance(stated, Range):

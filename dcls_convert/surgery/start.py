@@ -31,7 +31,7 @@ from .place import put_layers_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerErrors:
-    """What a start left, by the layer's name."""
+    """The errors that a start leaves, by the layer's name."""
 
     # |new - old| / |old| of the constructed kernels; empty for "random" and on the meta device.
     kernel: dict[str, float]
@@ -80,6 +80,8 @@ def apply_plan_(
             as it was.
     """
     _check_start(plan, init, positions)
+    if calibration is not None and init not in ("fit", AUTO):
+        raise PlanError(f"calibration is for init='fit', not for {init!r}")
     groups = make_layers(model, plan)
     if generator is None:
         generator = torch.Generator().manual_seed(0)
@@ -103,13 +105,13 @@ def apply_plan_(
     # Biases and running means of the model, which take the mean shifts of the new layers.
     shifted: list[Tensor] = []
     for layer in calibrated:
-        if layer.shifted is not None:
-            shifted.append(layer.shifted)
+        if layer.shift_target is not None:
+            shifted.append(layer.shift_target)
     with unchanged_on_failure(model, values=shifted):
         put_layers_(model, plan, groups)
         for layer in calibrated:
-            if layer.shifted is not None:
-                layer.shifted.add_(layer.change.to(layer.shifted))
+            if layer.shift_target is not None:
+                layer.shift_target.add_(layer.target_change.to(layer.shift_target))
     output_errors: dict[str, float] = {}
     for layer in calibrated:
         if layer.output_error is not None:
@@ -139,7 +141,7 @@ def _check_start(plan: ConversionPlan, init: Init, positions: Positions) -> None
 
 def _note_shifted_means(calibrated: Sequence[CalibratedLayer], note: Notify) -> None:
     """Tell the user of layers whose output means cannot be set back to the old ones."""
-    still_shifted = [layer.name for layer in calibrated if layer.shifted is None]
+    still_shifted = [layer.name for layer in calibrated if layer.shift_target is None]
     if still_shifted:
         note(
             f"{listed(still_shifted)} have neither a bias nor a BatchNorm behind them, so the "

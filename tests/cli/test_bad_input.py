@@ -284,7 +284,7 @@ def test_numbers_that_are_none(option, values, allowed):
             "gaussian interpolation spreads an element over several cells"
         ),
         "--init exact --positions uniform": (
-            "--positions is for random positions, --init auto or exact keeps"
+            "--positions is for random positions, --init exact keeps"
         ),
         "--scope error": "--scope error needs trained kernels: --pretrained or --checkpoint",
         "--scope error --pretrained --dry-run": (

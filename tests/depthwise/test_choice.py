@@ -200,3 +200,21 @@ def test_batches_in_parts_give_the_same_sums(monkeypatch, most_patches):
     monkeypatch.setitem(matmul.MOST_PATCHES, "cpu", most_patches)
     torch.testing.assert_close(matmul.convolve(maps, kernel, (4, 4)), whole)
     torch.testing.assert_close(matmul.kernel_gradient(maps, grad, (9, 9), (4, 4)), whole_gradient)
+
+
+@pytest.mark.parametrize("images", [1, 64, 1024])
+@pytest.mark.parametrize("side", [7, 56, 200])
+def test_as_many_channels_are_taken_at_once_as_memory_admits(images, side):
+    maps = torch.empty(images, 4096, side, side, dtype=torch.float16, device="meta")
+    rows, columns = matmul.patches_of((side, side), (17, 17), (8, 8))
+    channels = matmul._channels_at_once(maps, rows, columns)
+
+    def bytes_of(channels):
+        patches = images * rows.patches * columns.patches
+        seen = rows.seen * columns.seen
+        outputs = rows.side * columns.side
+        numbers = [patches * seen, patches * outputs, seen * outputs]  # inputs, outputs, bank
+        return 2 * channels * sum(numbers)
+
+    assert bytes_of(channels) <= matmul.MOST_BYTES or channels == 1
+    assert bytes_of(channels + 1) > matmul.MOST_BYTES or channels == 4096

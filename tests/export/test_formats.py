@@ -28,6 +28,11 @@ from dcls_convert.networks.outputs import relative_error
 from ..checkpoints.folders import IMAGE
 from ..command_line import run
 
+
+def suffix_of(format):
+    return EXPORT_FORMATS[format].suffix
+
+
 EXPORTS = [name for name, row in EXPORT_FORMATS.items() if row.is_file]
 FLOAT32_ERROR = 1e-5  # relative: other kernels, other orders of summation
 
@@ -69,8 +74,12 @@ def test_every_format_is_run_here():
 @pytest.mark.parametrize("format", EXPORTS)
 def test_exported_files_give_the_same_for_any_number_of_images(checkpoints, format):
     written = fold_checkpoint(checkpoints / "convnext", format)
-    assert (written.kind, written.output, written.batch) == (format, f"convnext.{format}", None)
-    assert [path.name for path in Path().iterdir()] == [f"convnext.{format}"]
+    assert (written.kind, written.output, written.batch) == (
+        format,
+        f"convnext{suffix_of(format)}",
+        None,
+    )
+    assert [path.name for path in Path().iterdir()] == [f"convnext{suffix_of(format)}"]
     for batch in (1, 2, *BATCHES, 5):
         assert error_of(checkpoints / "convnext", written, batch) < FLOAT32_ERROR
 
@@ -211,15 +220,18 @@ def test_refusals_come_before_any_work(tmp_path, checkpoints, monkeypatch, argum
 def test_the_command_says_what_it_wrote(checkpoints, format):
     checkpoint = str(checkpoints / "Plain")
     fold = ["fold", checkpoint, "--trust-code", "--format", format]
-    out, err = run(*fold, "--json", "--output", f"x.{format}")
+    out, err = run(*fold, "--json", "--output", f"x{suffix_of(format)}")
     written = json.loads(out)
     assert written["format"] == format
-    assert written["output"] == f"x.{format}"
+    assert written["output"] == f"x{suffix_of(format)}"
     assert written["relative_error"] < FLOAT32_ERROR
     assert (written["layers"], written["input_size"]) == (2, list(IMAGE))
     assert all(line.startswith(f"{checkpoint}: ") for line in err.splitlines())
-    assert run(*fold, "--quiet", "--output", f"y.{format}") == (f"y.{format}\n", "")
-    out, _ = run(*fold, "--output", f"z.{format}")
+    assert run(*fold, "--quiet", "--output", f"y{suffix_of(format)}") == (
+        f"y{suffix_of(format)}\n",
+        "",
+    )
+    out, _ = run(*fold, "--output", f"z{suffix_of(format)}")
     assert f"{written['relative_error']:.1e}" in out
     assert f"{written['params_before']:,} → {written['params_after']:,}" in out
     snippet = out.partition("\n\n")[2]

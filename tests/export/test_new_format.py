@@ -53,7 +53,8 @@ def fold(*arguments):
 
 def test_the_command_lists_and_takes_it(checkpoints):
     help = " ".join(fold("--help").replace("│", " ").split())
-    assert "timm|onnx|pt2|toy" in help
+    choices = "|".join(EXPORT_FORMATS)
+    assert choices in help or f"One of {', '.join(EXPORT_FORMATS)}." in help
     assert "toy: a file to play with." in help
     assert "./CHECKPOINT.toy" in help
     out = fold(checkpoints / "Plain", "--trust-code", "--format", "toy", "--json")
