@@ -19,7 +19,7 @@ from .geometry import ceil_div
 
 # Outputs of a patch along an axis. Larger patches read fewer inputs twice, but multiply by more
 # zeros: by counts of operations, 14 is best for windows of 17 on maps of 14 to 56.
-MOST_SIDE = 14
+MOST_PATCH_SIDE = 14
 # Of patches and banks at once; if all channels need more, they are taken in parts.
 MOST_BYTES = 512 * 2**20
 # Patches that a product takes, by the device's type; more give wrong sums on M1 and M2.
@@ -44,7 +44,7 @@ def _axis(inputs: int, taps: int, padding: int) -> Axis:
     # minutes.
     inputs = len(range(inputs))
     outputs = inputs + 2 * padding - taps + 1
-    patches = ceil_div(outputs, MOST_SIDE)
+    patches = ceil_div(outputs, MOST_PATCH_SIDE)
     side = ceil_div(outputs, patches)
     seen = side + taps - 1
     hidden = 0

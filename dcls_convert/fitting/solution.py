@@ -67,12 +67,14 @@ def solve_weights(
         prior = _depthwise_prior(statistics, settings)
         goal = goal + old @ prior
         matrix = matrix + prior
-    damped = matrix.diagonal(dim1=1, dim2=2)
-    damped.add_(damping)
+    # Added in place, and taken off again: the matrix may be the covariance itself, of which a copy
+    # would be large for dense layers.
+    diagonal = matrix.diagonal(dim1=1, dim2=2)
+    diagonal.add_(damping)
     weights = start
     if not fixed:
         weights = _minimise(matrix, footprint, goal, start, settings)
-    damped.sub_(damping)  # it may be the covariance's own memory, which is large for dense layers
+    diagonal.sub_(damping)
     kernel = (weights.unsqueeze(1) @ footprint).reshape(statistics.cross.shape)
     mean_output = (kernel @ statistics.mean_patch.unsqueeze(2)).squeeze(2)  # (G, Q)
     return Solution(
@@ -111,18 +113,19 @@ def _minimise(
 
     Preconditioned conjugate gradients in the letters of Shewchuk (1994), B3, for all output
     channels at once. The preconditioner solves each line exactly, by Cholesky, with the other lines
-    held fixed; where an output channel has one line, the first step is the solution. If elements
-    nearly coincide, only the sum of their weights counts, which the ridge keeps as it starts.
+    held fixed. Where an output channel has one line, the first step is the solution, and a second
+    one takes off what rounding left. If elements nearly coincide, only the sum of their weights
+    counts, which the ridge keeps as it starts.
     """
     groups, length, _ = matrix.shape
     lines, _, cells = footprint.shape
-    inputs = length // cells  # R
+    lines_of_channel = length // cells  # R
     normal = _normal_equations(matrix, footprint)  # (N, E, E)
     ridge = settings.ridge * normal.diagonal(dim1=1, dim2=2).mean(1, keepdim=True)  # (N, 1)
     factor = torch.linalg.cholesky(normal + torch.diag_embed(ridge.expand(start.shape) + 1e-30))
     # Most of the time goes into products with the matrix; steps need no more digits than float32.
     multiplier = matrix
-    if inputs > 1:
+    if lines_of_channel > 1:
         multiplier = matrix.float()
 
     def apply(weights: Tensor) -> Tensor:
@@ -136,15 +139,15 @@ def _minimise(
 
     def dot(one: Tensor, other: Tensor) -> Tensor:
         """Over all elements of an output channel; given to each of its lines: (N, 1)."""
-        products = (one * other).reshape(-1, inputs * one.shape[1]).sum(1)
-        return products.repeat_interleave(inputs).unsqueeze(1)
+        products = (one * other).reshape(-1, lines_of_channel * one.shape[1]).sum(1)
+        return products.repeat_interleave(lines_of_channel).unsqueeze(1)
 
     x = start
     r = (footprint @ goal.reshape(lines, cells, 1)).squeeze(2) + ridge * start - apply(start)
     d = torch.zeros_like(r)
     rz_before = torch.ones_like(ridge)
     rz_first: Tensor | None = None
-    steps = settings.most_steps if inputs > 1 else 2
+    steps = settings.most_steps if lines_of_channel > 1 else 2
     for step in range(steps):
         z = precondition(r)
         rz = dot(r, z)

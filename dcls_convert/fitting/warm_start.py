@@ -53,36 +53,36 @@ def fit_elements(
     Returns:
         Weights (O, I, *D, E) of each layer, and the positions (A, O, I, *D, E).
     """
-    largest, grid = box.largest(kernels, kernel_count)
+    largest_weights, largest_positions = box.largest(kernels, kernel_count)
     one_for_each_cell = kernel_count >= len(box.cells())
     exact = one_for_each_cell and find_interpolation(box.interpolation).exact_on_cells
     if exact or kernels[0].is_meta:
-        return largest, grid
+        return largest_weights, largest_positions
     lines = _lines_of(kernels, box)
     # Each line is scaled to values of order 1, so that squares neither vanish nor overflow.
     scale = lines.abs().amax(dim=(1, 2), keepdim=True)  # (N, 1, 1)
     scale = torch.where(scale > 0, scale, 1.0)
     lines = lines / scale
     metric = _metric(roots, kernels[0], len(lines))
-    fallback = _Elements(
-        places=box.places_of(grid.to(lines)),
-        weights=_weights_by_line(largest, lines) / scale,
+    largest_cells = _Elements(
+        places=box.places_of(largest_positions.to(lines)),
+        weights=_weights_by_line(largest_weights, lines) / scale,
     )
     settings = SETTINGS
     if roots is None:
         starts = settings.starts
-    elif len(lines) == len(kernels[0]):
+    elif len(lines) == len(kernels[0]):  # one line for each output channel
         starts = settings.starts_alone
     else:
         starts = settings.starts_together
-    noise = _starting_noise(fallback.places, starts, settings.jitter, seed)
-    fitted = _fit(lines, fallback, box, metric, noise, settings)
-    best = _no_layer_worse(lines, fitted, fallback, box, metric, scale)
+    noise = _starting_noise(largest_cells.places, starts, settings.jitter, seed)
+    fitted = _fit(lines, largest_cells, box, metric, noise, settings)
+    best = _no_layer_worse(lines, fitted, largest_cells, box, metric, scale)
     from_centre = best.places + lines.new_tensor(box.origin)
-    positions = from_centre.movedim(-1, 0).reshape(grid.shape).to(grid)
+    positions = from_centre.movedim(-1, 0).reshape(largest_positions.shape).to(largest_positions)
     unscaled = (best.weights * scale).unbind(1)  # (N, E) of each layer
     weights = []
-    for weight, old in zip(unscaled, largest, strict=True):
+    for weight, old in zip(unscaled, largest_weights, strict=True):
         weights.append(weight.reshape(old.shape).to(old))
     return weights, positions
 
@@ -98,7 +98,7 @@ def _starting_noise(places: Tensor, starts: int, jitter: float, seed: int) -> Te
 
 def _fit(
     lines: Tensor,
-    cells: _Elements,
+    largest_cells: _Elements,
     box: Box,
     metric: Metric | None,
     noise: Tensor,
@@ -108,12 +108,14 @@ def _fit(
 
     The last start is beside merged cells. `noise` (starts, N, E, A) is added to the starts.
     """
-    fitted = _Elements(torch.empty_like(cells.places), torch.empty_like(cells.weights))
-    for chunk in _chunks(cells, box):
-        largest = cells.places[chunk]
-        bases = [largest] * (len(noise) - 1)
-        bases.append(_merged_neighbours(lines[chunk], largest, box))
-        jitter = noise[:, chunk.to(noise.device)].to(largest)
+    fitted = _Elements(
+        torch.empty_like(largest_cells.places), torch.empty_like(largest_cells.weights)
+    )
+    for chunk in _chunks(largest_cells, box):
+        places_of_cells = largest_cells.places[chunk]
+        bases = [places_of_cells] * (len(noise) - 1)
+        bases.append(_merged_neighbours(lines[chunk], places_of_cells, box))
+        jitter = noise[:, chunk.to(noise.device)].to(places_of_cells)
         places = [base + jitter[start] for start, base in enumerate(bases)]
         roots = None if metric is None else metric(chunk)
         fitted.places[chunk], fitted.weights[chunk] = fit_lines(
@@ -191,6 +193,8 @@ def _chunks(elements: _Elements, box: Box) -> Sequence[Tensor]:
     layers = elements.weights.shape[1]
     coordinates = count * axes
     cells = math.prod(box.sides)
+    # What a step of a line holds: footprints and their slopes, normal equations, residuals, a root;
+    # three starts of it are in memory at once.
     floats = 3 * coordinates * cells + 4 * coordinates**2 + 4 * layers * cells + cells**2
     lines_at_once = max(1, FLOATS_AT_ONCE // (3 * floats))
     indices = torch.arange(lines, device=elements.places.device)
@@ -278,29 +282,29 @@ def _merge_greedily(loss: Tensor, pairs: Tensor, cells: int, surplus: int) -> tu
 def _no_layer_worse(
     lines: Tensor,
     fitted: _Elements,
-    fallback: _Elements,
+    largest_cells: _Elements,
     box: Box,
     metric: Metric | None,
     scale: Tensor,
 ) -> _Elements:
-    """The fit, with the fallback for some lines, so that no layer as a whole is worse.
+    """The fit, with the largest_cells for some lines, so that no layer as a whole is worse.
 
     The fit minimises the sum over layers, where a layer of small weights can lose.
     """
     squared_scale = scale.flatten(1).double().square()  # (N, 1)
     fitted_errors = squared_scale * _squared_errors(lines, fitted, box, metric)  # (N, L)
-    fallback_errors = squared_scale * _squared_errors(lines, fallback, box, metric)
+    largest_cells_errors = squared_scale * _squared_errors(lines, largest_cells, box, metric)
     falls_back = ~fitted_errors.isfinite().all(dim=1)  # (N,)
     for _ in range(lines.shape[1]):
-        gain = torch.where(falls_back[:, None], 0.0, fallback_errors - fitted_errors)
+        gain = torch.where(falls_back[:, None], 0.0, largest_cells_errors - fitted_errors)
         worse_layers = gain.sum(0) < 0  # (L,)
         if not worse_layers.any():
             break
         falls_back |= (gain < 0)[:, worse_layers].any(dim=1)
     by_line = falls_back[:, None, None]
     return _Elements(
-        places=torch.where(by_line, fallback.places, fitted.places),
-        weights=torch.where(by_line, fallback.weights, fitted.weights),
+        places=torch.where(by_line, largest_cells.places, fitted.places),
+        weights=torch.where(by_line, largest_cells.weights, fitted.weights),
     )
 
 

@@ -23,8 +23,8 @@ from .request import ConversionRequest
 class LoadedNetwork:
     """The network of a request. Each part is loaded once, when it is first used.
 
-    No part depends on which other was used before. Only carrying out a conversion changes the
-    network, and with it `structure` if the request's model is in memory.
+    No part's value depends on which other was used before. Only carrying out a conversion changes
+    the network, and with it `structure` if the request's model is in memory.
 
     Args:
         request: What was asked. Its model may be code of the user's own, which is run.
@@ -110,7 +110,9 @@ class LoadedNetwork:
         return network.to(request.device)
 
     def check_weights(self) -> None:
-        """Check that the weights fit the structure, before or without building the network.
+        """Check that the weights fit the structure, for a network that will not be built.
+
+        A network that is built already has taken them; then nothing is left to be checked.
 
         Raises:
             CheckpointError: They do not.

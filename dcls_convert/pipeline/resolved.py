@@ -57,7 +57,7 @@ def resolve(loaded: LoadedNetwork, options: PlanOptions | None = None) -> Resolv
     elements = _elements(loaded)
     statistics = None
     if elements is not None:
-        _check_counts_left_open(options, elements, request.weights_name)
+        _refuse_stated_counts(options, elements, request.weights_name)
         options = replace(options, kernel_count=elements.kernel_counts)
     elif request.init == EXACT:
         options = replace(options, kernel_count=EXACT)
@@ -89,7 +89,7 @@ def resolve_with_plan(loaded: LoadedNetwork, plan: ConversionPlan) -> ResolvedRe
         raise PlanError(
             f"the plan is for {_described(*planned_for)}, not for {_described(name, arguments)}"
         )
-    make_layers(loaded.structure, plan)
+    make_layers(loaded.structure, plan)  # refuses another network
     params = sum(parameter.numel() for parameter in loaded.structure.parameters())
     if params != plan.params:
         raise PlanError(
@@ -99,7 +99,7 @@ def resolve_with_plan(loaded: LoadedNetwork, plan: ConversionPlan) -> ResolvedRe
         request=loaded.request,
         init=loaded.request.start,
         elements=_elements(loaded),
-        plan=replace(plan, folded=False),
+        plan=replace(plan, folded=False),  # also of a folded checkpoint: it is carried out anew
     )
 
 
@@ -149,7 +149,7 @@ def _has_positions(request: ConversionRequest, option: str) -> CheckpointError:
     )
 
 
-def _check_counts_left_open(
+def _refuse_stated_counts(
     options: PlanOptions, elements: AuthorsWeights, weights_name: str
 ) -> None:
     """Refuse options that decide kernel counts, except for the very count of all elements."""
@@ -201,7 +201,7 @@ def _checked_plan(
     if not is_by_error:  # counts by error were solved for shapes that are checked already
         check_same_shapes(loaded.convs.trace, plan.windows)
     if elements is not None:
-        element_state(elements, plan, request.authors_version)
+        element_state(elements, plan, request.authors_version)  # refuses what does not fit
     elif request.offline and request.weights is not None:
         # The network is not built, but its weights would be refused.
         loaded.check_weights()
