@@ -134,7 +134,7 @@ def test_gradients_and_gradients_of_gradients(way, geometry):
     inputs, arguments = tensors({**geometry, "channels": 2})
     with pytest.MonkeyPatch.context() as patch, going(way):
         patch.setattr(onednn, "FEWEST_GRADIENT_CELLS", 1)
-        patch.setattr(matmul, "MOST_SIDE", 2)
+        patch.setattr(matmul, "MOST_PATCH_SIDE", 2)
         for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
             assert check(
                 lambda *given: call(conv2d, given, arguments).tanh(), inputs, fast_mode=True
