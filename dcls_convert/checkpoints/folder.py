@@ -7,19 +7,19 @@ noticed.
 import contextlib
 import hashlib
 import json
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import ConfigDict
 from torch import Tensor
 
 from ..errors import CheckpointError, shown
 from ..files import check_folder
 from ..networks.source import TIMM_ARCHITECTURE, ModelSource, check_source
-from ..networks.weights import load_file, opened
+from ..networks.weights import tensors_hash
+from ..networks.weights_files import load_file, opened
 from ..planning.plan import ConversionPlan
 from ..records import Record, read_json
 from .fingerprint import Fingerprint
@@ -264,21 +264,6 @@ def config_hash(config: Mapping[str, Any]) -> str:
         "tensors": _entry(config.get(METADATA_KEY), "tensors"),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes of tensors, whatever their order.
-
-    It looks at one tensor after the other, so that they need not be in memory together.
-    """
-    digests = []
-    for name, tensor in tensors:
-        digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        # torch cannot view a tensor without axes as bytes.
-        flat = tensor.detach().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy().data)
-        digests.append((name, digest.hexdigest()))
-    return hashlib.sha256(json.dumps(sorted(digests)).encode()).hexdigest()
 
 
 def not_of_a_checkpoint(path: Path) -> str | None:

@@ -14,7 +14,7 @@ from ..errors import CheckpointError
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.sites import find_convs
 from ..networks.source import REGISTRIES, TIMM_ARCHITECTURE, ModelSource, build_model
-from ..networks.weights import alias_names, check_weights, misfits
+from ..networks.weights import alias_names, check_weights, misfits, tensors_hash
 from ..output import check_output, new_folder
 from ..pipeline.in_memory import convert_
 from ..planning.plan import ConversionPlan
@@ -34,7 +34,6 @@ from .folder import (
     config_hash,
     not_of_a_checkpoint,
     read_plan,
-    tensors_hash,
 )
 from .load import place_
 

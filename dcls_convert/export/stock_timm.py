@@ -19,7 +19,8 @@ from ..errors import DclsConvertError, ModelError
 from ..networks.outputs import ComparisonError, check_equal
 from ..networks.sites import find_convs
 from ..networks.source import ModelSource, build_model, shapes_of
-from ..networks.weights import alias_names, load_file
+from ..networks.weights import alias_names
+from ..networks.weights_files import load_file
 from ..output import new_folder
 from ..planning.plan import ConversionPlan
 from ..reports.report import ConversionReport, measure_report
