@@ -259,6 +259,12 @@ def alias_names(model: nn.Module) -> dict[str, str]:
     return aliases
 
 
+def can_be_hashed(tensor: Tensor) -> bool:
+    """Whether `tensors_hash` can read the bytes: not of meta, fake, sharded or sparse tensors."""
+    is_plain = type(tensor.detach()) is Tensor and tensor.layout == torch.strided
+    return is_plain and not tensor.is_meta and not tensor.is_quantized
+
+
 def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """SHA-256 over names, dtypes, shapes and bytes of tensors, whatever their order.
 
@@ -268,7 +274,7 @@ def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
     for name, tensor in tensors:
         digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
         # torch cannot view a tensor without axes as bytes.
-        flat = tensor.detach().contiguous().reshape(-1)
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy().data)
         digests.append((name, digest.hexdigest()))
     return hashlib.sha256(json.dumps(sorted(digests)).encode()).hexdigest()

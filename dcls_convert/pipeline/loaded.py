@@ -22,6 +22,7 @@ from ..networks.weights_files import read_weights
 from ..planning.plan import ConversionPlan
 from ..progress import Notify, silent
 from ..surgery.authors import AuthorsWeights, sort_weights
+from ..surgery.place import set_origin_
 from .request import ConversionRequest
 
 
@@ -154,11 +155,15 @@ class LoadedNetwork:
         if self.source is None:
             return self.structure
         if request.weights is not None and self.elements is None:
-            return self._build_with_weights(self.source).to(request.device)
+            network = self._build_with_weights(self.source)
+            set_origin_(network, {})
+            return network.to(request.device)
         self.notify("building with pretrained weights" if request.pretrained else "building")
         network = build_model(
             self.source, pretrained=request.pretrained, seed=request.seed, trust_code=True
         )
+        if not request.pretrained:
+            set_origin_(network, {})
         return network.to(request.device)
 
     def check_weights(self) -> None:
