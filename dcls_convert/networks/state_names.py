@@ -87,7 +87,7 @@ def _common_prefix(names: Collection[str]) -> str | None:
 
 
 def _count_known(names: Iterable[str], own: Collection[str]) -> int:
-    return sum(name in own for name in names)
+    return len(set(own).intersection(names))
 
 
 def _prefix_note(where: str, prefix: str, names: Iterable[str]) -> str:

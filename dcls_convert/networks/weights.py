@@ -149,18 +149,25 @@ def _without(state: Mapping[str, Tensor], names: Collection[str]) -> dict[str, T
 
 def _reshaped_classifier(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
     """Names of the classifier's tensors whose shapes differ between model and state dict."""
-    config = getattr(model, "pretrained_cfg", None)
-    classifiers: Any = config.get("classifier") if isinstance(config, dict) else None
-    if not classifiers:
-        classifiers = USUAL_CLASSIFIERS
-    elif isinstance(classifiers, str):
-        classifiers = (classifiers,)
-    prefixes = tuple(f"{module}." for module in classifiers)
+    prefixes = _classifier_prefixes(model)
     names: list[str] = []
     for name, tensor in model.state_dict().items():
         if name.startswith(prefixes) and name in state and state[name].shape != tensor.shape:
             names.append(name)
     return names
+
+
+def _classifier_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """How the names of the classifier's tensors begin: as timm states it, or as is usual."""
+    config = getattr(model, "pretrained_cfg", None)
+    classifiers: Any = None
+    if isinstance(config, dict):
+        classifiers = config.get("classifier")
+    if not classifiers:
+        classifiers = USUAL_CLASSIFIERS
+    elif isinstance(classifiers, str):
+        classifiers = (classifiers,)
+    return tuple(f"{module}." for module in classifiers)
 
 
 def other_classes(model: nn.Module, state: Mapping[str, Tensor]) -> int | None:
@@ -211,6 +218,8 @@ def misfits(
         differences.append(f"missing: {listed(missing)}")
     if unexpected:
         differences.append(f"unexpected: {listed(unexpected)}")
+    if missing and all(name.startswith(_classifier_prefixes(model)) for name in missing):
+        differences.append("--num-classes 0 is for weights without a classifier")
     if any(name.endswith("dcls_positions") for name in unexpected):
         differences.append("these weights are converted already")
     if differences:

@@ -20,7 +20,7 @@ def provenance_sentences(provenance: Provenance) -> list[str]:
         sentences.append(f"{text}.")
     versions = ", ".join(f"{name} {value}" for name, value in provenance.versions.items())
     sentences.append(f"Versions: {versions}.")
-    return [printable(sentence) for sentence in sentences]
+    return list(map(printable, sentences))
 
 
 def command_text(provenance: Provenance) -> str:

@@ -118,6 +118,14 @@ def test_the_classes_of_a_file_are_taken_if_none_are_stated(tmp_path):
     assert torch.equal(done.model.head.fc.weight, model.head.fc.weight)
 
 
+def test_weights_without_a_classifier_name_the_cure(tmp_path):
+    save_file(timm.create_model(TINY, num_classes=0).state_dict(), tmp_path / "w.safetensors")
+    weights = tmp_path / "w.safetensors"
+    with pytest.raises(CheckpointError, match="--num-classes 0 is for weights without a classif"):
+        resolve(loaded(TINY, weights=weights, offline=True))
+    assert loaded(TINY, weights=weights, num_classes=0).network.num_classes == 0
+
+
 def test_code_of_the_users_own_is_told_the_classes_of_its_weights(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save(net(num_classes=5).state_dict(), "five.pth")
