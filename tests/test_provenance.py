@@ -91,6 +91,23 @@ def test_the_recorded_call_gives_the_same_network():
     assert found.weights.tensors == hash_of(unconverted().state_dict())
 
 
+class Counter(torch.nn.Module):
+    """Its state dict holds something else than tensors."""
+
+    def get_extra_state(self):
+        return {"steps": 3}
+
+    def forward(self, x):
+        return x
+
+
+def test_weights_that_are_no_tensors_have_no_hash():
+    convs = [torch.nn.Conv2d(4, 4, 3, padding=1, groups=4) for _ in range(2)]
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.Sequential(*convs), Counter())
+    convert_(model, dilated_size=5, init="random")
+    assert provenance_of(model).weights.tensors is None
+
+
 def test_values_in_memory_are_variables_of_the_call():
     model = timm.create_model(MODEL)
     images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))

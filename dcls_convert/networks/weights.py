@@ -268,10 +268,14 @@ def alias_names(model: nn.Module) -> dict[str, str]:
     return aliases
 
 
-def can_be_hashed(tensor: Tensor) -> bool:
-    """Whether `tensors_hash` can read the bytes: not of meta, fake, sharded or sparse tensors."""
-    is_plain = type(tensor.detach()) is Tensor and tensor.layout == torch.strided
-    return is_plain and not tensor.is_meta and not tensor.is_quantized
+def can_be_hashed(value: object) -> bool:
+    """Whether `tensors_hash` takes an entry of a state dict.
+
+    Not tensors that are meta, fake, sharded, sparse or quantized, and no extra state.
+    """
+    if type(value) is not Tensor or value.is_meta or value.is_quantized:
+        return False
+    return value.layout == torch.strided
 
 
 def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
