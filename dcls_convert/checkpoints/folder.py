@@ -81,7 +81,7 @@ class Checkpoint:
     stored_source: ModelSource | None  # the unconverted model; None if only its user can build it
     input_size: Any  # of the model's images, as the plan or else `pretrained_cfg` states it
     preprocessing: Mapping[str, Any]  # what is stated about images and classes, in timm's names
-    provenance: Provenance | None  # None if the model was converted by hand, or not by convert_
+    provenance: Provenance | None  # None if the model's parts were converted one by one
     tensors_hash: object  # of the weights; None if timm's own savers wrote the config
     config_hash: str
 

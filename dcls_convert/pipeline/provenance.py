@@ -25,13 +25,13 @@ from .request import ConversionRequest
 from .resolved import ResolvedRequest
 
 ATTRIBUTE = "dcls_provenance"  # of a converted model; copies and pickles keep it
-# Fields of a request that are not recorded as options: `options` has its own fields, and what is
-# offline writes nothing.
-NOT_STATED = ("model", "options", "offline")
-# What the command line calls the fields of a request, if not by their names.
+# Fields of a request that are not options to record. `options` is recorded by its own fields;
+# `offline` is for dry runs, which write nothing.
+NO_OPTIONS = ("model", "options", "offline")
+# What the command line calls fields of a request whose names it does not use.
 ON_COMMAND_LINE = {"weights": "checkpoint", "calibration": "calibrate"}
 SEPARATED_BY_COMMAS = ("mean", "std")  # on the command line; other lists are sizes, 17x9
-# Start of layers that are the authors' own; all other starts are words of `--init`.
+# `Provenance.init` for elements of the authors' package; other starts are words of `--init`.
 AUTHORS = "authors"
 
 
@@ -181,9 +181,9 @@ def _stated_options(request: ConversionRequest) -> dict[str, Any]:
     for record in records:
         for option in fields(record):
             value = getattr(record, option.name)
-            # A tensor cannot be compared with None by `!=`.
-            if option.name in NOT_STATED or value is None or value is option.default:
+            if option.name in NO_OPTIONS or value is None or value is option.default:
                 continue
+            # Where the default is None, the value may be a tensor, for which `!=` is no one answer.
             if option.default is None or value != option.default:
                 stated[option.name] = _plain_value(option.name, value)
     return stated
