@@ -5,6 +5,7 @@ Imports no torch.
 
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -18,6 +19,9 @@ CHECKOUT_RULES = Path(__file__).parents[1] / "rules"
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".gif")
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 PLOT_LIBRARY = "matplotlib"  # in the extra `plot`
+
+# A URL as a path, which has lost one of its slashes. Drives of Windows have one letter.
+URL = re.compile(r"([a-z][a-z0-9+]+):/+(.+)", re.DOTALL)
 
 MOST_TEXT = 64 << 20  # bytes; the report of timm's largest model has half a megabyte
 
@@ -52,6 +56,12 @@ def check_weights_file(path: Path, what: str = "checkpoint") -> None:
     """Refuse what cannot be a file; the CheckpointError begins with `what` and the path."""
     try:
         if not path.is_file():
+            url = URL.fullmatch(path.as_posix())
+            if url is not None:
+                address = shown(f"{url[1]}://{url[2]}", 200)
+                raise CheckpointError(
+                    f"{what} {address}: download it first; URLs are not read".lstrip()
+                )
             problem = "there is no such file"
             if path.exists():
                 problem = "is not a file"

@@ -24,6 +24,8 @@ PICTURES = {
     "sweep": "dcls-convert sweep convnext_tiny",
     "help": "dcls-convert --help",
 }
+# `inspect` ends with how the checkpoint was made, which names versions and weights of this machine.
+RECORD = "Converted by:"
 _ROOT = Path(__file__).resolve().parent.parent
 _TERMINAL = {
     "COLUMNS": str(COLUMNS),
@@ -55,7 +57,12 @@ def main(target: str = str(Path(__file__).with_name("pictures"))) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, command in PICTURES.items():
             console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
-            lines = output_of(command, folder).rstrip().split("\n")
+            lines: list[str] = []
+            for line in output_of(command, folder).rstrip().split("\n"):
+                if RECORD in line:
+                    lines.pop()  # the empty line before it
+                    break
+                lines.append(line)
             console.print(Text.from_ansi("\n".join(line.rstrip() for line in lines)))
             svg = console.export_svg(title=command, unique_id=name)
             # Rich names fonts on a server; the page's own monospace font does.

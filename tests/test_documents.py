@@ -287,7 +287,7 @@ def test_commands_and_snippets_of_a_page_run_in_their_order(page, tmp_path, monk
             exec(compile("\n" * (block.line - 1) + block.text, str(DOCS / page), "exec"), namespace)
         elif block.language == "console":
             run_console(block.text)
-        else:
+        elif block.language != "bibtex":  # test_citation.py reads these
             raise AssertionError(
                 f"{page}:{block.line}: nothing runs a block of {block.language or 'no language'}"
             )

@@ -281,13 +281,14 @@ def zip_states(one, other):
     return zip(one.state_dict().values(), other.state_dict().values(), strict=True)
 
 
-PARTS = ("structure", "convs", "elements", "network", "rebuildable_source")
+PARTS = ("source", "structure", "convs", "elements", "network", "rebuildable_source")
 
 
 @pytest.mark.parametrize("order", [PARTS, PARTS[::-1], ("network", "structure")])
 def test_no_part_of_a_loaded_network_depends_on_which_was_read_before(tmp_path, order):
     weights = tmp_path / "weights.pth"
-    torch.save(timm.create_model(TINY).state_dict(), weights)
+    # Their number of classes, which is not stated, changes source and structure.
+    torch.save(timm.create_model(TINY, num_classes=10).state_dict(), weights)
     request = ConversionRequest(
         model=TINY, weights=weights, init="largest", options=PlanOptions(dilated_size=9)
     )
@@ -297,6 +298,7 @@ def test_no_part_of_a_loaded_network_depends_on_which_was_read_before(tmp_path, 
     resolved = resolve(loaded)
     done = convert_network(loaded, resolved)
     assert all(parameter.is_meta for parameter in loaded.structure.parameters())
+    assert done.model.num_classes == 10
     usual = LoadedNetwork(request)
     assert resolve(usual).plan == resolved.plan
     expected = convert_network(usual, resolve(usual)).model

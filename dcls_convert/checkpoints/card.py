@@ -4,6 +4,7 @@ from collections.abc import Container
 
 from .. import __version__
 from ..networks.source import REGISTRIES
+from ..pipeline.provenance import Provenance
 from ..reports.report import ConversionReport
 from .folder import PAGE, PICTURE
 
@@ -11,6 +12,20 @@ FOLDED = (
     "The model is folded: the kernels are constructed once and for all, and stand in plain "
     "convolutions of the windows' sizes; no positions are left to be learnt. "
 )
+# The paper, and this program; README and docs/index.md show the same.
+CITATION = """@inproceedings{khalfaoui-hassani2023dcls,
+  title = {Dilated convolution with learnable spacings},
+  author = {Khalfaoui-Hassani, Ismail and Pellegrini, Thomas and Masquelier, Timoth{\\'e}e},
+  booktitle = {The Eleventh International Conference on Learning Representations (ICLR)},
+  year = {2023},
+  url = {https://arxiv.org/abs/2112.03740},
+}
+@software{dcls-convert,
+  title = {dcls-convert},
+  author = {{The authors of dcls-convert}},
+  version = {VERSION},
+}
+""".replace("VERSION", __version__)
 LOAD_BY_TIMM_PLUGIN = """import timm
 import dcls_convert  # registers the architecture with timm
 
@@ -19,15 +34,21 @@ model = timm.create_model("local-dir:{folder}", pretrained=True, num_classes=10)
 
 
 def model_card(
-    report: ConversionReport, loading: str, files: str, *, pictures: Container[str] = ()
+    report: ConversionReport,
+    loading: str,
+    files: str,
+    *,
+    pictures: Container[str] = (),
+    provenance: Provenance | None = None,
 ) -> str:
-    """README.md of a folder: what the model is, its numbers, and how to load it.
+    """README.md of a folder: what the model is, its numbers, how to load it, and whom to cite.
 
     Args:
         report: The numbers.
         loading: Lines of Python, with `{folder}` for the folder.
         files: A sentence about the other files there.
         pictures: Names of the folder's pictures.
+        provenance: How the model was converted, if that is known.
     """
     from ..views.report import report_markdown
 
@@ -53,7 +74,24 @@ def model_card(
         "Where this folder is `dcls-model` below:\n\n"
         f"```python\n{loading.format(folder='dcls-model')}```\n\n"
         f"{files}\n"
+        f"{_conversion_section(provenance)}"
+        f"\n## Citation\n\n```bibtex\n{CITATION}```\n"
     )
+
+
+def _conversion_section(provenance: Provenance | None) -> str:
+    """The part of a card about how the model was converted; empty if that is not known."""
+    if provenance is None:
+        return ""
+    from ..views.provenance import command_text, provenance_sentences
+
+    language = "console"
+    if provenance.command is None:
+        language = "text"
+    elif provenance.command.startswith("dcls_convert."):
+        language = "python"
+    items = "".join(f"- {sentence}\n" for sentence in provenance_sentences(provenance))
+    return f"\n## Conversion\n\n```{language}\n{command_text(provenance)}\n```\n\n{items}"
 
 
 def loading_code(model: str | None) -> str:

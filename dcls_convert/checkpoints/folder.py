@@ -7,19 +7,20 @@ noticed.
 import contextlib
 import hashlib
 import json
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import ConfigDict
 from torch import Tensor
 
 from ..errors import CheckpointError, shown
 from ..files import check_folder
 from ..networks.source import TIMM_ARCHITECTURE, ModelSource, check_source
-from ..networks.weights import load_file, opened
+from ..networks.weights import tensors_hash
+from ..networks.weights_files import load_file, opened
+from ..pipeline.provenance import Provenance
 from ..planning.plan import ConversionPlan
 from ..records import Record, read_json
 from .fingerprint import Fingerprint
@@ -33,7 +34,8 @@ FILES = (WEIGHTS, CONFIG, REPORT, CARD)
 PAGE = "pictures.html"
 PICTURE = "positions.png"
 PLAN_PLACE = "model_args.plan"  # in config.json
-METADATA_KEY = "dcls_convert"
+METADATA_KEY = "dcls_convert"  # in the metadata of the weights, and in config.json
+PROVENANCE = "provenance"  # beside the hash of the tensors in config.json
 # accelerate and transformers refuse files that do not name torch as their format.
 FORMAT_METADATA = {"format": "pt"}
 # Entries of `pretrained_cfg` that describe the model to people, and may be edited.
@@ -79,6 +81,7 @@ class Checkpoint:
     stored_source: ModelSource | None  # the unconverted model; None if only its user can build it
     input_size: Any  # of the model's images, as the plan or else `pretrained_cfg` states it
     preprocessing: Mapping[str, Any]  # what is stated about images and classes, in timm's names
+    provenance: Provenance | None  # None if the model's parts were converted one by one
     tensors_hash: object  # of the weights; None if timm's own savers wrote the config
     config_hash: str
 
@@ -180,13 +183,19 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         plan = ConversionPlan.from_dict(args.get("plan"), f"{path}: {PLAN_PLACE}")
         source = _source_of(plan, args)
         input_size = plan.input_size
+    own_entries = config.get(METADATA_KEY)
+    provenance = _entry(own_entries, PROVENANCE)
+    if provenance is not None:
+        where = f"{path}: {METADATA_KEY}.{PROVENANCE}"
+        provenance = Provenance.from_json(json.dumps(provenance), where)
     return Checkpoint(
         folder=folder,
         stored_plan=plan,
         stored_source=source,
         input_size=input_size,
         preprocessing=_preprocessing(config),
-        tensors_hash=_entry(config.get(METADATA_KEY), "tensors"),
+        provenance=provenance,
+        tensors_hash=_entry(own_entries, "tensors"),
         config_hash=config_hash(config),
     )
 
@@ -262,23 +271,9 @@ def config_hash(config: Mapping[str, Any]) -> str:
         "num_classes": config.get("num_classes"),
         "pretrained_cfg": cfg,
         "tensors": _entry(config.get(METADATA_KEY), "tensors"),
+        PROVENANCE: _entry(config.get(METADATA_KEY), PROVENANCE),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes of tensors, whatever their order.
-
-    It looks at one tensor after the other, so that they need not be in memory together.
-    """
-    digests = []
-    for name, tensor in tensors:
-        digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        # torch cannot view a tensor without axes as bytes.
-        flat = tensor.detach().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy().data)
-        digests.append((name, digest.hexdigest()))
-    return hashlib.sha256(json.dumps(sorted(digests)).encode()).hexdigest()
 
 
 def not_of_a_checkpoint(path: Path) -> str | None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from ..errors import CheckpointError
 from ..layers import position_statistics as statistics
 from ..layers.interpolation import find_interpolation, learnt_axes, position_limits
 from ..networks.weights import not_finite
+from ..pipeline.provenance import Provenance
 from ..planning.plan import ConversionPlan, LayerPlan, TieGroup, taken_from
 from ..records import Record
 from .folder import Checkpoint, read_stamp, read_tensors
@@ -100,7 +101,10 @@ class PositionRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inspection(Record):
-    """Statistics of all positions of a checkpoint, which `dcls-convert inspect` shows."""
+    """Statistics of all positions of a checkpoint, and how it was converted, if that is known.
+
+    `dcls-convert inspect` shows it.
+    """
 
     format: int = 1
     folder: str
@@ -108,6 +112,7 @@ class Inspection(Record):
     border_margin: float = statistics.BORDER_MARGIN  # cells
     overlap_distance: float = statistics.OVERLAP_DISTANCE  # cells
     positions: tuple[PositionRow, ...]
+    provenance: Provenance | None = None
 
     @property
     def elements(self) -> int:
@@ -195,7 +200,8 @@ def inspect_state(checkpoint: Checkpoint, state: Mapping[str, Tensor]) -> Inspec
         raise CheckpointError(
             f"{checkpoint.weights}: {problem}; dcls-convert verify lists all problems"
         )
-    return inspect_positions(plan, state, checkpoint.folder)
+    inspection = inspect_positions(plan, state, checkpoint.folder)
+    return replace(inspection, provenance=checkpoint.provenance)
 
 
 def _problems(plan: ConversionPlan, state: Mapping[str, Tensor]) -> Iterator[str]:

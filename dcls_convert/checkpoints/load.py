@@ -12,8 +12,9 @@ from ..errors import CheckpointError, PlanError
 from ..networks.running import unchanged_on_failure
 from ..networks.source import ModelSource
 from ..networks.weights import build_with_state, load_weights_
+from ..pipeline.provenance import keep_provenance_
 from ..planning.plan import ConversionPlan
-from ..surgery.place import place_layers_
+from ..surgery.place import place_layers_, set_origin_
 from .folder import Checkpoint, open_checkpoint
 
 
@@ -56,6 +57,7 @@ def load_checkpoint(
     with unchanged_on_failure(model):
         place_(model, plan)
         load_weights_(model, state, str(checkpoint.weights))
+    _describe_(model, checkpoint)
     return model.eval()
 
 
@@ -72,7 +74,14 @@ def rebuild(checkpoint: Checkpoint, source: ModelSource) -> nn.Module:
         str(checkpoint.weights),
         prepare_=lambda model: place_(model, plan),
     )
+    _describe_(model, checkpoint)
     return model.eval()
+
+
+def _describe_(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Let a loaded model say where it comes from, so that what is written of it says so too."""
+    set_origin_(model, checkpoint.preprocessing)
+    keep_provenance_(model, checkpoint.provenance)
 
 
 def place_(model: nn.Module, plan: ConversionPlan) -> None:

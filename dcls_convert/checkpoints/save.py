@@ -14,9 +14,10 @@ from ..errors import CheckpointError
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.sites import find_convs
 from ..networks.source import REGISTRIES, TIMM_ARCHITECTURE, ModelSource, build_model
-from ..networks.weights import alias_names, check_weights, misfits
+from ..networks.weights import alias_names, check_weights, misfits, tensors_hash
 from ..output import check_output, new_folder
 from ..pipeline.in_memory import convert_
+from ..pipeline.provenance import Provenance, provenance_of
 from ..planning.plan import ConversionPlan
 from ..records import write_json
 from ..reports.report import ConversionReport, measure_report
@@ -28,13 +29,13 @@ from .folder import (
     CONFIG,
     FORMAT_METADATA,
     METADATA_KEY,
+    PROVENANCE,
     REPORT,
     WEIGHTS,
     Stamp,
     config_hash,
     not_of_a_checkpoint,
-    read_plan,
-    tensors_hash,
+    open_checkpoint,
 )
 from .load import place_
 
@@ -90,20 +91,38 @@ def save_converted(
             cannot be written; an old folder is then as it was.
     """
     folder = Path(folder)
+    provenance = provenance_of(model)
     if not isinstance(plan, ConversionPlan):
-        plan = _with_current_head(read_plan(plan), model)
+        checkpoint = open_checkpoint(plan)
+        if provenance is None:  # the model was loaded by timm
+            provenance = checkpoint.provenance
+        plan = _with_current_head(checkpoint.plan, model)
     check_fits_plan(model, plan, meta)
     if report is None:
         report = measure_report(model, plan)
     if pictures is None:
         pictures = {}
-    files = f"The plan and its rules stand in `{CONFIG}`; `{REPORT}` says what each layer costs."
+    files = f"`{CONFIG}` holds the plan and the rules; `{REPORT}` says what each layer costs."
     texts = {
         REPORT: replace(report, output=".").to_json(),  # the folder can be moved
-        CARD: model_card(report, loading_code(plan.model), files, pictures=pictures.keys()),
+        CARD: model_card(
+            report,
+            loading_code(plan.model),
+            files,
+            pictures=pictures.keys(),
+            provenance=provenance,
+        ),
     }
     with new_folder(folder, force=force, foreign=not_of_a_checkpoint) as partial:
-        write_files(model, plan, partial, timm_config(model, plan), texts, fingerprint=fingerprint)
+        write_files(
+            model,
+            plan,
+            partial,
+            timm_config(model, plan),
+            texts,
+            fingerprint=fingerprint,
+            provenance=provenance,
+        )
         for name, content in pictures.items():
             (partial / name).write_bytes(content)
     return folder
@@ -286,6 +305,7 @@ def write_files(
     texts: Mapping[str, str],
     *,
     fingerprint: bool = True,
+    provenance: Provenance | None = None,
 ) -> None:
     """Fill an empty folder with config, other texts, and weights.
 
@@ -293,15 +313,19 @@ def write_files(
         model: Its tensors are written.
         plan: States the size of the images for the fingerprint.
         folder: Empty.
-        config: What config.json says, but for the hash of the tensors.
+        config: What config.json says, but for this package's own entries.
         texts: Other files, name to content.
         fingerprint: Whether to run the model and note its outputs with the weights.
+        provenance: How the model was converted, if that is known.
     """
     outputs = None
     if fingerprint:
         outputs = take_fingerprint(model, plan.input_size)
     tensors = _tensors_to_save(model)
-    config = {**config, METADATA_KEY: {"tensors": tensors_hash(tensors.items())}}
+    own_entries: dict[str, Any] = {"tensors": tensors_hash(tensors.items())}
+    if provenance is not None:
+        own_entries[PROVENANCE] = provenance.to_dict()
+    config = {**config, METADATA_KEY: own_entries}
     config_text = write_json(config)
     for name, text in {CONFIG: config_text, **texts}.items():
         (folder / name).write_text(text, encoding="utf-8", newline="")

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from ..errors import DclsConvertError, one_line, shown
 from ..files import check_folder
-from ..networks.weights import build_with_state, load_file, not_finite
+from ..networks.weights import build_with_state, not_finite
+from ..networks.weights_files import load_file
 from ..planning.plan import ConversionPlan
 from ..progress import Notify, silent
 from ..records import Record, adapter

@@ -123,6 +123,7 @@ def convert(
         authors_version=authors_version,
         device=device,
         seed=seed,
+        plan=plan,
         offline=dry_run,
     )
     if output is not None:

@@ -22,7 +22,8 @@ def diff(
 ) -> None:
     """Show what differs between two checkpoints: plans, layer by layer, and whether weights do."""
     with console.steps("diff", "reading", lines=False):
-        from ..checkpoints.folder import open_checkpoint, read_tensors, tensors_hash
+        from ..checkpoints.folder import open_checkpoint, read_tensors
+        from ..networks.weights import tensors_hash
         from ..records import write_json
 
         first = open_checkpoint(checkpoint)

@@ -19,8 +19,10 @@ from ..errors import DclsConvertError, ModelError
 from ..networks.outputs import ComparisonError, check_equal
 from ..networks.sites import find_convs
 from ..networks.source import ModelSource, build_model, shapes_of
-from ..networks.weights import alias_names, load_file
+from ..networks.weights import alias_names
+from ..networks.weights_files import load_file
 from ..output import new_folder
+from ..pipeline.provenance import provenance_of
 from ..planning.plan import ConversionPlan
 from ..reports.report import ConversionReport, measure_report
 from .folded_model import FOLDING_BOUND, ExportReport, FoldedModel, run_model
@@ -64,10 +66,11 @@ def _write_for_timm(
         arguments = ", ".join(f"{name}={value}" for name, value in kernel_args.items())
         stock += f" with {arguments}"
     files = f"timm builds its own {stock}; no other package is needed."
-    card = model_card(report, LOAD_BY_TIMM, files)
+    provenance = provenance_of(folded.model)
+    card = model_card(report, LOAD_BY_TIMM, files, provenance=provenance)
     folded.notify(f"writing {folded.output}")
     with new_folder(folded.output, force=folded.force, foreign=not_of_a_checkpoint) as partial:
-        write_files(folded.model, plan, partial, config, {CARD: card})
+        write_files(folded.model, plan, partial, config, {CARD: card}, provenance=provenance)
         with weights_in_file_alone(folded.model, partial / WEIGHTS):
             # Equal shapes do not mean equal outputs, so the loaded model is run.
             return _error_of_folder(folded, partial, f"timm's {stock}")

@@ -96,6 +96,7 @@ class Calibration:
 
     batches: tuple[Tensor, ...]  # to fit outputs to
     held_out: tuple[Tensor, ...] = ()  # to measure outputs on
+    files: tuple[str, ...] = ()  # paths of the images below their folder; none for tensors
 
     def __len__(self) -> int:
         return sum(map(len, self.batches))
@@ -173,7 +174,8 @@ def _read_folder(
         held_out.append(image)
         for crop in _corners(_open_image(path, size), size):
             held_out.append(_to_tensor(crop, normalisation, size))
-    return Calibration(batches=_batches(fitted), held_out=_batches(held_out))
+    files = tuple(path.relative_to(folder).as_posix() for path in image_of_path)
+    return Calibration(batches=_batches(fitted), held_out=_batches(held_out), files=files)
 
 
 def _given_batches(images: Tensor | Iterable[Any], image_axes: int) -> Iterator[Tensor]:

@@ -1,123 +1,21 @@
-"""Read a network's weights from a file and load them; weights that are not finite are refused."""
+"""Load weights into a network; those that do not fit, or are not finite, are refused."""
 
-import argparse
-import contextlib
 import copy
+import hashlib
+import json
 import math
-import pickle
-import re
-import sys
-import warnings
-import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, listed, one_line, shown
-from ..files import check_weights_file
+from ..errors import CheckpointError, listed
 from .outputs import tensors_in
 from .source import LIBRARIES, ModelSource, build_model
 
-# Keys under which training scripts store a state dict. Averaged weights come first, as in timm.
-WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")
-MOST_WRAPPERS = 3  # nesting depth; bounded because a mapping can hold itself
-PREFIXES = re.compile(r"^(module\.|_orig_mod\.)+")  # of DistributedDataParallel and torch.compile
 USUAL_CLASSIFIERS = ("fc", "classifier", "head")  # for models that do not name their classifier
 ALIGNMENT = 64  # bytes; torch allocates memory at multiples of it
-MOST_HEADER = 16 << 20  # bytes of a safetensors header; enough for 150,000 tensors
-# Largest ratio of unpacked size to file size for a torch file. torch itself does not compress.
-MOST_GROWTH = 20
-ZIP_START = b"PK\x03\x04"  # first bytes of a torch file, except for files of torch before 1.6
-# Packed bits (bits8, float4_e2m1fn_x2) are left out: only special operators can read them.
-FRACTIONS = (
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-)
-INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-NUMBERS = {*FRACTIONS, *INTEGERS, torch.complex64, torch.complex128}
-
-
-def read_weights(weights: Mapping[str, Tensor] | str | Path) -> dict[str, Tensor]:
-    """Return the state dict that is given, or read it from a safetensors or torch file.
-
-    In a file, the mappings that training scripts put around a state dict are opened, and the
-    prefixes of DistributedDataParallel and torch.compile are removed from the names.
-
-    Raises:
-        CheckpointError: The file cannot be read, or there is no state dict in it.
-    """
-    if isinstance(weights, Mapping):
-        return checked_entries(weights, "the state dict")
-    path = Path(weights)
-    where = f"checkpoint {path}"
-    if path.suffix == ".safetensors":
-        content: Any = load_file(path, "checkpoint")
-    else:
-        content = _read_torch(path, where)
-    found = _find_state_dict(content)
-    if found is None:
-        kind = f"a {type(content).__name__}"
-        if isinstance(content, Mapping):
-            kind = f"a mapping with {listed(key for key in content if isinstance(key, str))}"
-        raise CheckpointError(f"{where}: holds {kind}, not a state dict (names to tensors)")
-    state: dict[str, Tensor] = {}
-    for name, tensor in checked_entries(found, where).items():
-        bare_name = PREFIXES.sub("", name)
-        if bare_name in state:
-            raise CheckpointError(
-                f"{where}: {shown(name, 120)} is there twice, with and without a wrapper's prefix"
-            )
-        state[bare_name] = tensor
-    return state
-
-
-def checked_entries(state: Mapping[Any, Any], where: str) -> dict[str, Tensor]:
-    """Return the entries of a state dict, detached.
-
-    Raises:
-        CheckpointError: A key is not a string, or a value is not an ordinary dense tensor.
-    """
-    # Name the types only: a small file can hold a tuple whose text would take gigabytes.
-    odd_types = {type(key).__name__ for key in state if not isinstance(key, str)}
-    if odd_types:
-        raise CheckpointError(
-            f"{where}: has keys of type {listed(sorted(odd_types))}; weights have names"
-        )
-    entries: dict[str, Tensor] = {}
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            raise CheckpointError(
-                f"{where}: entry {shown(name, 120)!r} is a {type(value).__name__}, not a tensor"
-            )
-        kind = _special_kind(value)
-        if kind is not None:
-            raise CheckpointError(
-                f"{where}: {shown(name, 120)} is {kind}; "
-                "weights must be ordinary dense tensors of numbers"
-            )
-        entries[name] = value.detach()
-    return entries
-
-
-def _special_kind(tensor: Tensor) -> str | None:
-    """What makes a tensor unusable as a weight, in words; None for a dense tensor of numbers."""
-    if tensor.is_meta:
-        return "without data (meta)"
-    if tensor.is_quantized:
-        return "quantized"
-    if tensor.layout != torch.strided:
-        return str(tensor.layout)
-    if tensor.dtype not in NUMBERS:
-        return str(tensor.dtype)
-    return None
 
 
 def load_weights_(
@@ -251,18 +149,42 @@ def _without(state: Mapping[str, Tensor], names: Collection[str]) -> dict[str, T
 
 def _reshaped_classifier(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
     """Names of the classifier's tensors whose shapes differ between model and state dict."""
-    config = getattr(model, "pretrained_cfg", None)
-    classifiers: Any = config.get("classifier") if isinstance(config, dict) else None
-    if not classifiers:
-        classifiers = USUAL_CLASSIFIERS
-    elif isinstance(classifiers, str):
-        classifiers = (classifiers,)
-    prefixes = tuple(f"{module}." for module in classifiers)
+    prefixes = _classifier_prefixes(model)
     names: list[str] = []
     for name, tensor in model.state_dict().items():
         if name.startswith(prefixes) and name in state and state[name].shape != tensor.shape:
             names.append(name)
     return names
+
+
+def _classifier_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """How the names of the classifier's tensors begin: as timm states it, or as is usual."""
+    config = getattr(model, "pretrained_cfg", None)
+    classifiers: Any = None
+    if isinstance(config, dict):
+        classifiers = config.get("classifier")
+    if not classifiers:
+        classifiers = USUAL_CLASSIFIERS
+    elif isinstance(classifiers, str):
+        classifiers = (classifiers,)
+    return tuple(f"{module}." for module in classifiers)
+
+
+def other_classes(model: nn.Module, state: Mapping[str, Tensor]) -> int | None:
+    """The state dict's number of classes, if its classifier differs from the model's in this alone.
+
+    None if the classifiers are equal, or differ in more.
+    """
+    own = model.state_dict()
+    numbers: set[int] = set()
+    for name in _reshaped_classifier(model, state):
+        theirs = state[name].shape
+        if theirs[1:] != own[name].shape[1:]:
+            return None
+        numbers.add(theirs[0])
+    if len(numbers) != 1 or 0 in numbers:
+        return None
+    return numbers.pop()
 
 
 def _first_not_finite(state: Mapping[str, Tensor], parameters: Collection[str]) -> str | None:
@@ -293,14 +215,15 @@ def misfits(
             unexpected.append(name)
     differences: list[str] = []
     if missing:
-        differences.append(f"lacks {listed(missing)}")
+        differences.append(f"missing: {listed(missing)}")
     if unexpected:
-        differences.append(f"has {listed(unexpected)} too many")
+        differences.append(f"unexpected: {listed(unexpected)}")
+    if missing and all(name.startswith(_classifier_prefixes(model)) for name in missing):
+        differences.append("--num-classes 0 is for weights without a classifier")
+    if any(name.endswith("dcls_positions") for name in unexpected):
+        differences.append("these weights are converted already")
     if differences:
-        hint = ""
-        if any(name.endswith("dcls_positions") for name in unexpected):
-            hint = "; these weights are converted already"
-        yield f"does not fit the model: it {' and '.join(differences)}{hint}"
+        yield f"does not fit the model; {'; '.join(differences)}"
     for name, theirs in state.items():
         ours = own.get(name, theirs)
         if theirs.shape != ours.shape:
@@ -345,137 +268,26 @@ def alias_names(model: nn.Module) -> dict[str, str]:
     return aliases
 
 
-def with_names_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the entries of a state dict to the model's names, where timm knows how.
+def can_be_hashed(value: object) -> bool:
+    """Whether `tensors_hash` takes an entry of a state dict.
 
-    timm translates downloaded weights by a function of the model's module. Files of other programs
-    also lack BatchNorm's `num_batches_tracked`; inference does not use it, so 0 is filled in.
+    Not tensors that are meta, fake, sharded, sparse or quantized, and no extra state.
     """
-    own = model.state_dict().keys()
-    if own != state.keys():
-        state = _translated_by_timm(model, state, own)
-    completed = dict(state)
-    differing = own ^ state.keys()
-    if all(name in own and name.endswith(".num_batches_tracked") for name in differing):
-        for name in differing:
-            completed[name] = torch.tensor(0)
-    return completed
+    if type(value) is not Tensor or value.is_meta or value.is_quantized:
+        return False
+    return value.layout == torch.strided
 
 
-def _translated_by_timm(
-    model: nn.Module, state: Mapping[str, Tensor], own: Collection[str]
-) -> Mapping[str, Tensor]:
-    """The state dict as timm's function for the model renames it, if more names then fit."""
-    module_name = type(model).__module__
-    if not module_name.startswith("timm."):
-        return state
-    translate = getattr(sys.modules.get(module_name), "checkpoint_filter_fn", None)
-    if translate is None:
-        return state
-    # The function may fail on names that it does not know; loading then says what does not fit.
-    with contextlib.suppress(Exception):
-        translated: dict[str, Any] = translate(dict(state), model)
-        fits_better = _name_differences(own, translated) < _name_differences(own, state)
-        if fits_better and _all_have_data(translated.values()):
-            return translated
-    return state
+def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes of tensors, whatever their order.
 
-
-def _name_differences(names: Collection[str], others: Collection[str]) -> int:
-    return len(set(names) ^ set(others))
-
-
-def _all_have_data(values: Iterable[Any]) -> bool:
-    return all(isinstance(value, Tensor) and not value.is_meta for value in values)
-
-
-def _open_lazily(path: Path) -> Any:
-    """Open a file whose tensors are read: views of a mapped file would count as memory too."""
-    try:
-        return safe_open(path, framework="pt", backend="pread")
-    except TypeError:  # safetensors before 0.8 maps files alone
-        return safe_open(path, framework="pt")
-
-
-@contextlib.contextmanager
-def opened(path: Path, what: str = "") -> Iterator[Any]:
-    """Open a safetensors file whose tensors are read one by one, when asked for.
-
-    Raises:
-        CheckpointError: The file cannot be read; also for errors inside the block.
+    It looks at one tensor after the other, so that they need not be in memory together.
     """
-    check_weights_file(path, what)
-    try:
-        with path.open("rb") as file:
-            header_length = int.from_bytes(file.read(8), "little")
-        if header_length > MOST_HEADER:
-            raise ValueError(
-                f"its header has {header_length:,} bytes; {MOST_HEADER:,} are the most"
-            )
-        with _open_lazily(path) as file:
-            yield file
-    except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as error:
-        where = f"{what} {path}".lstrip()
-        raise CheckpointError(
-            f"{where}: not a readable safetensors file: {one_line(error)[:200]}"
-        ) from error
-
-
-def load_file(path: Path, what: str = "") -> dict[str, Tensor]:
-    """Read all tensors of a safetensors file, each into memory of its own that a model can keep.
-
-    Raises:
-        CheckpointError: The file cannot be read.
-    """
-    with opened(path, what) as file:
-        return {name: file.get_tensor(name).clone() for name in file.keys()}
-
-
-def _read_torch(path: Path, where: str) -> Any:
-    """The content of a file of torch.save, unpickled with weights_only=True."""
-    check_weights_file(path)
-    try:
-        unpacked = _unpacked_size(path)
-        if unpacked > MOST_GROWTH * path.stat().st_size:
-            raise CheckpointError(
-                f"{where}: its parts unpack to {unpacked:,} bytes, "
-                f"more than {MOST_GROWTH} times the file's size"
-            )
-        # timm's training checkpoints hold their arguments as a Namespace. Old files make torch
-        # warn about its own code.
-        with (
-            warnings.catch_warnings(action="ignore"),
-            torch.serialization.safe_globals([argparse.Namespace]),
-        ):
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except CheckpointError:
-        raise
-    except Exception as error:  # damaged bytes raise anything when unpickled: struct.error, ...
-        what = "is damaged"
-        if isinstance(error, pickle.UnpicklingError):
-            what = "is damaged or holds more than tensors"
-        raise CheckpointError(
-            f"{where}: {what}, or is no file of torch.save; it is read with weights_only=True, "
-            f"so save its state dict alone ({type(error).__name__})"
-        ) from error
-
-
-def _unpacked_size(path: Path) -> int:
-    """Bytes of a zip file's parts when unpacked; 0 for a file of another format."""
-    with path.open("rb") as file:
-        if file.read(len(ZIP_START)) != ZIP_START:
-            return 0
-        return sum(part.file_size for part in zipfile.ZipFile(file).infolist())
-
-
-def _find_state_dict(content: Any, depth: int = 0) -> Mapping[Any, Any] | None:
-    """The state dict inside the mappings of a training script; None if it has no tensors."""
-    if not isinstance(content, Mapping) or depth > MOST_WRAPPERS:
-        return None
-    for key in WRAPPERS:
-        inner = _find_state_dict(content.get(key), depth + 1)
-        if inner is not None:
-            return inner
-    if any(isinstance(value, Tensor) for value in content.values()):
-        return content
-    return None
+    digests = []
+    for name, tensor in tensors:
+        digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        # torch cannot view a tensor without axes as bytes.
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
+        digests.append((name, digest.hexdigest()))
+    return hashlib.sha256(json.dumps(sorted(digests)).encode()).hexdigest()

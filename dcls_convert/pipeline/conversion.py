@@ -20,6 +20,7 @@ from ..reports.report import ConversionReport, Outcome, measure_report, predict_
 from ..surgery.authors import start_from_authors_
 from ..surgery.start import LayerErrors, apply_plan_
 from .loaded import LoadedNetwork
+from .provenance import describe_conversion, keep_provenance_
 from .resolved import ResolvedRequest
 
 MANY_LINES = 300_000  # kernel lines; a core fits some 13,000 a second
@@ -56,6 +57,9 @@ def convert_network(
     held_out: Sequence[Tensor] = ()
     if images is not None:
         held_out = images.held_out
+    provenance = None
+    if model is loaded.network:  # copies are compared, not kept
+        provenance = describe_conversion(resolved, model, images)
     before = None
     after = None
     with unchanged_on_failure(model, values=_overwritten(model, resolved, images)):
@@ -70,6 +74,7 @@ def convert_network(
             )
         if resolved.keeps_outputs:
             after = _Outputs.of(model, plan, held_out)
+    keep_provenance_(model, provenance)
     if before is None or after is None:
         report = report.with_errors(errors.kernel, errors.output, reasons=errors.reasons)
         return Conversion(model=model, report=report)

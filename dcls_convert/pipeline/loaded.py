@@ -1,22 +1,28 @@
 """What a request names, loaded: how the network is built, its structure, weights and images."""
 
+from dataclasses import replace
 from functools import cached_property
 
 from torch import Tensor, nn
 
+from ..errors import CheckpointError, printable
 from ..fitting.images import Calibration, calibrate
 from ..networks.recognition import known_source, stated_input_size
 from ..networks.sites import ModelConvs, find_convs
 from ..networks.source import (
     FOREIGN_SOURCES,
+    LIBRARIES,
     ModelSource,
     build_model,
     resolve_model,
 )
-from ..networks.weights import build_with_state, check_weights, read_weights, with_names_of
+from ..networks.state_names import with_names_of
+from ..networks.weights import build_with_state, check_weights, other_classes
+from ..networks.weights_files import read_weights
 from ..planning.plan import ConversionPlan
 from ..progress import Notify, silent
 from ..surgery.authors import AuthorsWeights, sort_weights
+from ..surgery.place import set_origin_
 from .request import ConversionRequest
 
 
@@ -44,7 +50,19 @@ class LoadedNetwork:
 
     @cached_property
     def source(self) -> ModelSource | None:
-        """How the network is built; None for a model in memory."""
+        """How the network is built; None for a model in memory.
+
+        If no number of classes is stated, it is that of the weights.
+        """
+        stated = self._stated_source
+        classes = self._classes_of_weights
+        if stated is None or classes is None:
+            return stated
+        return replace(stated, args={**stated.args, "num_classes": classes})
+
+    @cached_property
+    def _stated_source(self) -> ModelSource | None:
+        """The source with the arguments of the request."""
         request = self.request
         if not isinstance(request.model, str):
             return None
@@ -58,16 +76,55 @@ class LoadedNetwork:
     @cached_property
     def structure(self) -> nn.Module:
         """The network to plan from: a meta model, without weights; a model in memory itself."""
+        if self.source is None or self.source == self._stated_source:
+            return self._stated_structure
+        return self._build_structure(self.source)
+
+    @cached_property
+    def _stated_structure(self) -> nn.Module:
+        """The network of the stated source."""
         if not isinstance(self.request.model, str):
             return self.request.model
-        assert self.source is not None
+        assert self._stated_source is not None
+        return self._build_structure(self._stated_source)
+
+    def _build_structure(self, source: ModelSource) -> nn.Module:
         return build_model(
-            self.source,
+            source,
             device="meta",
             seed=self.request.seed,
             offline=self.request.offline,
             trust_code=True,
         )
+
+    @cached_property
+    def _classes_of_weights(self) -> int | None:
+        """The weights' number of classes, if it is to be taken: another one, and none is stated.
+
+        Raises:
+            CheckpointError: The model is in memory, or made by code of the user's own.
+        """
+        request = self.request
+        if request.weights is None or request.num_classes is not None:
+            return None
+        classes = other_classes(self._stated_structure, self._read_entries())
+        if classes is None:
+            return None
+        source = self._stated_source
+        if source is None or source.kind not in LIBRARIES:
+            problem = "its classifier is for another number of classes than the model's"
+            error = CheckpointError(
+                f"{request.weights_name}: build the model with num_classes={classes}; {problem}"
+            )
+            error.on_command_line = printable(
+                f"{request.weights_name}: give --num-classes {classes}; {problem}"
+            )
+            raise error
+        self.note(
+            f"{request.weights_name}: the number of classes is {classes:,} there, so it is taken; "
+            "--num-classes N makes a new classifier"
+        )
+        return classes
 
     @cached_property
     def rebuildable_source(self) -> ModelSource | None:
@@ -89,11 +146,7 @@ class LoadedNetwork:
         """The weights, if they are of the authors' layers: elements that are there already."""
         if self.request.weights is None:
             return None
-        entries = self._read_entries()
-        elements = sort_weights(entries, self.request.weights_name)
-        if elements is None:
-            self._entries = entries
-        return elements
+        return sort_weights(self._read_entries(), self.request.weights_name)
 
     @cached_property
     def network(self) -> nn.Module:
@@ -102,11 +155,15 @@ class LoadedNetwork:
         if self.source is None:
             return self.structure
         if request.weights is not None and self.elements is None:
-            return self._build_with_weights(self.source).to(request.device)
+            network = self._build_with_weights(self.source)
+            set_origin_(network, {})
+            return network.to(request.device)
         self.notify("building with pretrained weights" if request.pretrained else "building")
         network = build_model(
             self.source, pretrained=request.pretrained, seed=request.seed, trust_code=True
         )
+        if not request.pretrained:
+            set_origin_(network, {})
         return network.to(request.device)
 
     def check_weights(self) -> None:
@@ -157,9 +214,15 @@ class LoadedNetwork:
 
     def _read_entries(self) -> dict[str, Tensor]:
         """The entries of the weights, under the network's names."""
-        assert self.request.weights is not None
-        self.notify("reading weights")
-        return with_names_of(self.structure, read_weights(self.request.weights))
+        request = self.request
+        if self._entries is None:
+            assert request.weights is not None
+            self.notify("reading weights")
+            entries = read_weights(request.weights, note=self.note)
+            self._entries = with_names_of(
+                self._stated_structure, entries, where=request.weights_name, note=self.note
+            )
+        return self._entries
 
     def _build_with_weights(self, source: ModelSource) -> nn.Module:
         self.notify("building")

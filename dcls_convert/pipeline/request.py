@@ -53,6 +53,7 @@ class ConversionRequest:
     std: Sequence[float] | None = None
     authors_version: AuthorsVersion | None = None  # of layers of the authors' package in `weights`
     seed: int = 0
+    plan: Path | None = None  # checkpoint folder whose plan is carried out; None: one is made
     offline: bool = False  # without a download; the network is not built with its weights
     device: str | None = None  # on which a named model is fitted and compared; None: the CPU
 

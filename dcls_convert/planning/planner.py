@@ -111,7 +111,7 @@ def make_plan(
         **from_convs,
         model=model,
         model_args=arguments,
-        rules=rules.source,
+        rules=Path(rules.source).name,  # not the folder: plans hold no path of a machine
         rules_text=rules.text,
         scope=scope,
         tie=options.tie,

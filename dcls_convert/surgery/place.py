@@ -1,6 +1,6 @@
 """Put DCLS layers into a model: structure alone. Values are found elsewhere."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -10,6 +10,17 @@ from ..networks.positions import spare_from_decay_
 from ..networks.source import TIMM_ARCHITECTURE
 from ..planning.plan import ConversionPlan
 from .fold import fold_before_timm_fuses_
+
+# Entries of timm's config that are about its weights: whose they are, and who may use them.
+ORIGIN_KEYS = (
+    "tag",
+    "license",
+    "description",
+    "origin_url",
+    "paper_name",
+    "paper_ids",
+    "notes",
+)
 
 
 def place_layers_(model: nn.Module, plan: ConversionPlan) -> None:
@@ -71,6 +82,24 @@ def _register_shared_(model: nn.Module, group: LayerGroup) -> None:
 def note_for_timm(model: nn.Module, config: dict[str, Any]) -> None:
     """Set the preprocessing config of a model, under both names that timm reads."""
     vars(model).update(pretrained_cfg=config, default_cfg=config)
+
+
+def set_origin_(model: nn.Module, stated: Mapping[str, Any]) -> None:
+    """Let the config of a model say of its weights' origin what is stated, and nothing else.
+
+    Args:
+        model: If it is timm's, its config describes timm's own weights until then.
+        stated: Entries under timm's names; others than ORIGIN_KEYS are ignored.
+    """
+    config = getattr(model, "pretrained_cfg", None)
+    if not isinstance(config, dict):
+        return
+    config = dict(config)
+    for name in ORIGIN_KEYS:
+        config.pop(name, None)
+        if name in stated:
+            config[name] = stated[name]
+    note_for_timm(model, config)
 
 
 def timm_model_args(plan: ConversionPlan) -> dict[str, Any]:

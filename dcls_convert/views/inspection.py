@@ -9,6 +9,7 @@ from rich.text import Text
 from ..checkpoints.inspection import Inspection, PositionRow
 from ..depthwise.geometry import size_text
 from ..tables import Column, Table, counted, indented, title
+from .provenance import command_text, provenance_sentences
 
 NAME_COLUMNS = 16  # at least; most rows are tie groups, whose names are short
 
@@ -51,7 +52,12 @@ def inspection_view(inspection: Inspection) -> RenderableType:
     model = "" if inspection.model is None else f", {inspection.model} with DCLS"
     heading = title(inspection.folder, model)
     table = Table(POSITION_COLUMNS, rows, totals=_totals(inspection), least_name=NAME_COLUMNS)
-    return Group(heading, Text(), table, Text(), *map(indented, lines))
+    parts: list[RenderableType] = [heading, Text(), table, Text(), *map(indented, lines)]
+    if inspection.provenance is not None:
+        parts += [Text(), Text(" Converted by:", style="bold")]
+        parts.append(indented(command_text(inspection.provenance), by=3))
+        parts += map(indented, provenance_sentences(inspection.provenance))
+    return Group(*parts)
 
 
 def _totals(inspection: Inspection) -> list[PositionRow]:

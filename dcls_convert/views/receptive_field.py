@@ -17,7 +17,9 @@ from ..errors import DclsConvertError, ModelError, one_line
 from ..fitting.images import IMAGENET, read_images, stated_normalisation
 from ..networks.running import evaluating, full_precision, quietly
 from ..networks.source import ModelSource, build_model
-from ..networks.weights import load_weights_, read_weights, with_names_of
+from ..networks.state_names import with_names_of
+from ..networks.weights import load_weights_
+from ..networks.weights_files import read_weights
 from ..planning.plan import ConversionPlan
 from ..progress import Notify
 

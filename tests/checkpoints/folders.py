@@ -17,11 +17,11 @@ from dcls_convert.checkpoints.folder import (
     WEIGHTS,
     config_hash,
     open_checkpoint,
-    tensors_hash,
 )
 from dcls_convert.checkpoints.inspection import inspect_checkpoint
 from dcls_convert.checkpoints.verify import rebuild_here, verify_folder
 from dcls_convert.networks.source import ModelSource, build_model
+from dcls_convert.networks.weights import tensors_hash
 
 from ..conftest import TINY
 

@@ -122,7 +122,7 @@ DAMAGES = {
         CHANGED,
         "has 1 of 1248 elements outside the window",
     ),
-    "a tensor renamed": (tensors(renamed), CHANGED, f"lacks {WEIGHT} and has renamed too many"),
+    "a tensor renamed": (tensors(renamed), CHANGED, f"missing: {WEIGHT}; unexpected: renamed"),
     "a tensor of integers": (
         tensors(lambda t: t.update({WEIGHT: t[WEIGHT].int()})),
         CHANGED,

@@ -21,10 +21,10 @@ from dcls_convert.checkpoints.folder import (
     config_hash,
     read_plan,
     read_stamp,
-    tensors_hash,
 )
 from dcls_convert.errors import CheckpointError
 from dcls_convert.networks.source import ModelSource, build_model
+from dcls_convert.networks.weights import tensors_hash
 from dcls_convert.planning.rules import builtin_rules, parse_rules
 
 from ..command_line import run
@@ -267,7 +267,7 @@ NOT_FINITE = r"has \d+ of \d+ values that are NaN or infinite"
             lambda m: m.reset_classifier(5),
             r"head\.fc\.weight has shape \(5, 64\), the model needs \(1000, 64\)",
         ),
-        (lambda m: m.add_module("extra", nn.Linear(2, 2)), "has extra.weight, extra.bias too many"),
+        (lambda m: m.add_module("extra", nn.Linear(2, 2)), "unexpected: extra.weight, extra.bias"),
         (lambda m: m.stages.__setitem__(0, convert(kernel_count=5)[0].stages[0]), WINDOW),
         (lambda m: m.stem[0].weight.data[0].fill_(torch.nan), rf"stem\.0\.weight {NOT_FINITE}"),
         (lambda m: m.pretrained_cfg.update(crop_pct=torch.nan), "cannot be written as JSON"),

@@ -17,8 +17,8 @@ from dcls_convert.networks.weights import (
     assign_weights_,
     build_with_state,
     load_weights_,
-    read_weights,
 )
+from dcls_convert.networks.weights_files import read_weights
 
 from ..planning.nets import state_of
 from .folders import convert, save

@@ -12,7 +12,9 @@ from safetensors.torch import save_file
 from dcls_convert import load_converted, save_converted
 from dcls_convert.errors import CheckpointError
 from dcls_convert.layers.dcls_conv import DclsConv2d
-from dcls_convert.networks.weights import load_weights_, read_weights
+from dcls_convert.networks.state_names import with_names_of
+from dcls_convert.networks.weights import load_weights_
+from dcls_convert.networks.weights_files import read_weights
 from dcls_convert.options import PlanOptions
 from dcls_convert.pipeline.conversion import convert_network
 from dcls_convert.pipeline.loaded import LoadedNetwork
@@ -20,7 +22,10 @@ from dcls_convert.pipeline.request import ConversionRequest
 from dcls_convert.pipeline.resolved import resolve
 from dcls_convert.progress import silent
 
+from ..command_line import NET, net, run
 from ..conftest import TINY
+
+SMALL = ("--dilated-size", 9, "--input-size", "3x32x32", "--quiet")
 
 
 def loaded(name, *, note=silent, **options):
@@ -45,24 +50,90 @@ def trained():
     return model
 
 
+def prefixed(prefix, state):
+    return {f"{prefix}{name}": tensor for name, tensor in state.items()}
+
+
 @pytest.mark.parametrize(
-    "wrap",
+    ("wrap", "says"),
     [
-        lambda s: s,
-        lambda s: {"model": s, "optimizer": {"lr": 1.0}},
-        lambda s: {"model": {k: v * 0 for k, v in s.items()}, "model_ema": s},
-        lambda s: {
-            "state_dict": {f"module.{k}": v for k, v in s.items()},
-            "args": argparse.Namespace(lr=1),
-        },
-        lambda s: {"model": {"state_dict": {f"module._orig_mod.{k}": v for k, v in s.items()}}},
+        (lambda s: s, ()),
+        (lambda s: {"model": s, "optimizer": {"lr": 1.0}}, ["takes the weights under model"]),
+        (lambda s: {"model_state_dict": s, "epoch": 3}, ["the weights under model_state_dict"]),
+        (lambda s: {"net": s}, ["takes the weights under net"]),
+        (
+            lambda s: {"model": {k: v * 0 for k, v in s.items()}, "model_ema": s},
+            ["takes the averaged weights, model_ema, not model"],
+        ),
+        (
+            lambda s: {"state_dict": prefixed("module.", s), "args": argparse.Namespace(lr=1)},
+            ["under state_dict", "takes 'module.' off its names"],
+        ),
+        (
+            lambda s: {"model": {"state_dict": prefixed("module._orig_mod.", s)}},
+            ["under model / state_dict", "takes 'module._orig_mod.' off its names"],
+        ),
+        (
+            lambda s: {
+                "state_dict": prefixed("model.", s) | {"loss.weight": torch.ones(3)},
+                "pytorch-lightning_version": "2.5",
+            },
+            ["under state_dict", "'model.' off its names; without this prefix, and left out: loss"],
+        ),
+        (lambda s: prefixed("backbone.net._orig_mod.", s), ["'backbone.net._orig_mod.'"]),
     ],
 )
-def test_wrappers_and_prefixes_are_understood(tmp_path, trained, wrap):
+def test_wrappers_and_prefixes_are_understood_and_named(tmp_path, trained, wrap, says):
     torch.save(wrap(trained.state_dict()), tmp_path / "weights.pth")
-    state = read_weights(tmp_path / "weights.pth")
+    notes = []
+    read = read_weights(tmp_path / "weights.pth", note=notes.append)
+    state = with_names_of(trained, read, note=notes.append)
+    assert [note for note in notes if not any(word in note for word in says)] == []
+    assert all(any(word in note for note in notes) for word in says)
     assert state.keys() == trained.state_dict().keys()
     assert all(torch.equal(state[name], tensor) for name, tensor in trained.state_dict().items())
+
+
+def test_a_prefix_that_the_network_has_itself_stays():
+    """Also where its names fit only in part."""
+    model = torch.nn.Sequential()
+    model.features = torch.nn.Linear(2, 2)
+    state = {"features.weight": torch.ones(2, 2)}
+    assert with_names_of(model, state).keys() == state.keys()
+    others = {"backbone.stem.weight": torch.ones(1), "backbone.head.weight": torch.ones(1)}
+    assert with_names_of(model, others).keys() == others.keys()
+
+
+def test_the_classes_of_a_file_are_taken_if_none_are_stated(tmp_path):
+    model = timm.create_model(TINY, num_classes=10)
+    save_file(model.state_dict(), tmp_path / "own.safetensors")
+    notes = []
+    plan_alone = resolve(
+        loaded(TINY, weights=tmp_path / "own.safetensors", offline=True, note=notes.append)
+    ).plan
+    assert plan_alone.model_args == {"num_classes": 10}
+    assert ["the number of classes is 10 there" in note for note in notes] == [True]
+    done = converted(TINY, weights=tmp_path / "own.safetensors")
+    assert done.report.plan == plan_alone
+    assert torch.equal(done.model.head.fc.weight, model.head.fc.weight)
+
+
+def test_weights_without_a_classifier_name_the_cure(tmp_path):
+    save_file(timm.create_model(TINY, num_classes=0).state_dict(), tmp_path / "w.safetensors")
+    weights = tmp_path / "w.safetensors"
+    with pytest.raises(CheckpointError, match="--num-classes 0 is for weights without a classif"):
+        resolve(loaded(TINY, weights=weights, offline=True))
+    assert loaded(TINY, weights=weights, num_classes=0).network.num_classes == 0
+
+
+def test_code_of_the_users_own_is_told_the_classes_of_its_weights(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save(net(num_classes=5).state_dict(), "five.pth")
+    _, err = run(NET, "--checkpoint", "five.pth", "--dilated-size", 9, code=2)
+    assert "\nerror: checkpoint five.pth: give --num-classes 5; its classifier" in err
+    run(NET, "--checkpoint", "five.pth", "--num-classes", 5, "--init", "largest", *SMALL)
+    with pytest.raises(CheckpointError, match="build the model with num_classes=5; its classifier"):
+        resolve(LoadedNetwork(ConversionRequest(model=net(), weights=net(5).state_dict())))
 
 
 def test_all_but_the_kernels_is_kept_and_these_keep_their_largest_cells_over_the_tie_group(

@@ -19,7 +19,8 @@ from safetensors.torch import save
 from torch import nn
 
 from dcls_convert.errors import CheckpointError
-from dcls_convert.networks.weights import MOST_HEADER, load_weights_, read_weights
+from dcls_convert.networks.weights import load_weights_
+from dcls_convert.networks.weights_files import MOST_HEADER, read_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 FIRST = "0.weight"  # of `network`
@@ -72,7 +73,7 @@ CHANGES = {  # of a tensor, and what is said of the file then; None where it is 
         r"is torch\.bits8; weights must be",
     ),
     "no tensor": (lambda t: t.tolist(), "is a list, not a tensor"),
-    "payload": (lambda t: Payload(), "is damaged or holds more than tensors"),
+    "payload": (lambda t: Payload(), r"save its state dict alone, torch\.save"),
     "transposed": (lambda t: t.transpose(0, -1).contiguous().transpose(0, -1), None),
     "expanded": (lambda t: t.reshape(-1)[:1].expand(t.numel()).view(t.shape), None),
     "double": (lambda t: t.double(), None),
@@ -101,22 +102,34 @@ def compressed(state, path):
             new.writestr(part.filename, old.read(part))
 
 
+def cut(state, path):
+    """The first half of a torch file."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    path.write_bytes(buffer.getvalue()[: len(buffer.getvalue()) // 2])
+
+
 def with_header(length, header=b"{}"):
     """A safetensors file whose header is said to be so long."""
     return lambda _, path: path.write_bytes(struct.pack("<Q", length) + header)
 
 
-NO_TORCH = (
-    r"is damaged.*, or is no file of torch.save; "
-    r"it is read with weights_only=True, so save its state dict alone"
-)
+NEITHER = r"give a safetensors file or one of torch.save; this is neither \(\w+\)$"
 NO_SAFETENSORS = "not a readable safetensors file"
 DAMAGES = {
     "missing.pth": (lambda *_: None, "there is no such file"),
     "folder.pth": (lambda _, path: path.mkdir(), "is not a file"),
     "pipe.pth": (lambda _, path: os.mkfifo(path), "is not a file"),
     "broken link.pth": (lambda _, path: path.symlink_to("nowhere"), "leads nowhere"),
-    "empty.pth": (lambda _, path: path.touch(), NO_TORCH),
+    "empty.pth": (lambda _, path: path.touch(), NEITHER),
+    "text.txt": (lambda _, path: path.write_text("my weights"), NEITHER),
+    "torch.safetensors": (torch_file(dict), "rename it to .pth; it is a file of torch.save$"),
+    "safetensors.pth": (
+        lambda state, path: path.write_bytes(save(state)),
+        "rename it to .safetensors; it is a safetensors file$",
+    ),
+    "cut.pth": (cut, r"download or save it again; it is damaged \(\w+\)$"),
+    "whole model.pth": (torch_file(lambda _: network()), r"save its state dict alone, torch\.save"),
     "long header.safetensors": (
         with_header(MOST_HEADER + 1, b"{" + b" " * (MOST_HEADER - 1) + b"}"),
         "header has 16,777,217 bytes; 16,777,216 are the most",
@@ -126,7 +139,10 @@ DAMAGES = {
         compressed,
         r"its parts unpack to 4,19\d,\d+ bytes, more than 20 times the file's size",
     ),
-    "code.pth": (torch_file(lambda _: Payload()), r"holds more than tensors.*\(UnpicklingError\)"),
+    "code.pth": (
+        torch_file(lambda _: Payload()),
+        r"it holds more than tensors, which would run code, .* \(UnpicklingError\)$",
+    ),
     "tensor.pth": (
         torch_file(lambda _: torch.zeros(3)),
         r"holds a Tensor, not a state dict \(names to tensors\)",
@@ -145,15 +161,15 @@ DAMAGES = {
     ),
     "one missing.pth": (
         torch_file(lambda s: {n: s[n] for n in s if n != FIRST}),
-        f"the model: it lacks {FIRST}$",
+        f"does not fit the model; missing: {FIRST}$",
     ),
     "one too many.pth": (
         torch_file(lambda s: s | {"x": torch.zeros(1)}),
-        "the model: it has x too many$",
+        "does not fit the model; unexpected: x$",
     ),
     "named twice.pth": (
         torch_file(lambda s: s | {f"module.{FIRST}": s[FIRST]}),
-        f"module.{FIRST} is there twice",
+        f"does not fit the model; unexpected: module.{FIRST}$",
     ),
     "long name.pth": (
         torch_file(lambda s: s | {"\0" + "x" * 5000: 3}),
@@ -280,3 +296,10 @@ def test_any_file_is_read_as_it_is_or_refused_in_one_line(tmp_path, file):
     assert all(
         torch.equal(own, expected[name].to(own.dtype)) for name, own in model.state_dict().items()
     )
+
+
+def test_a_url_is_refused_with_all_its_slashes():
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint https://a\.org/w\.pth: download it first"
+    ):
+        read_weights("https://a.org/w.pth")

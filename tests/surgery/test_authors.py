@@ -21,7 +21,7 @@ from dcls_convert.errors import CheckpointError
 from dcls_convert.layers.conv_classes import CONV_CLASSES
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.layers.interpolation import INTERPOLATIONS
-from dcls_convert.networks.weights import with_names_of
+from dcls_convert.networks.state_names import with_names_of
 from dcls_convert.planning.rules import parse_rules
 from dcls_convert.surgery.authors import sort_weights
 
@@ -369,7 +369,7 @@ REFUSED = {  # what becomes of the state dict, further options, and what the lin
     "no gamma": (
         without("stages.0.blocks.0.gamma"),
         {},
-        "does not fit the model: it lacks stages.0.blocks.0.gamma",
+        "does not fit the model; missing: stages.0.blocks.0.gamma",
     ),
     "P not finite": (
         changed(f"{PAIR}.P", lambda places: places * float("nan")),

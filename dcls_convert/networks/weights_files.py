@@ -1,0 +1,246 @@
+"""Read weights from files: safetensors, and what torch.save writes. No code of theirs runs."""
+
+import argparse
+import contextlib
+import pickle
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..errors import CheckpointError, listed, one_line, shown
+from ..files import check_weights_file
+from ..progress import Notify, silent
+
+# Keys under which training scripts store a state dict. Averaged weights (EMA) come first, as in
+# timm.
+AVERAGED = ("state_dict_ema", "model_ema")
+WRAPPERS = (*AVERAGED, "state_dict", "model_state_dict", "model", "net")
+MOST_WRAPPERS = 3  # nesting depth; bounded because a mapping can hold itself
+SAFETENSORS = ".safetensors"  # suffix
+MOST_HEADER = 16 << 20  # bytes of a safetensors header; enough for 150,000 tensors
+# Largest ratio of unpacked size to file size for a torch file. torch itself does not compress.
+MOST_GROWTH = 20
+ZIP_START = b"PK\x03\x04"  # first bytes of a torch file
+OLD_START = b"\x80\x02\x8a\n"  # first bytes of files of torch before 1.6
+# Packed bits (bits8, float4_e2m1fn_x2) are left out: only special operators can read them.
+FRACTIONS = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
+INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+NUMBERS = {*FRACTIONS, *INTEGERS, torch.complex64, torch.complex128}
+
+
+def read_weights(
+    weights: Mapping[str, Tensor] | str | Path, *, note: Notify = silent
+) -> dict[str, Tensor]:
+    """Return the state dict that is given, or read it from a safetensors or torch file.
+
+    In a file, the mappings that training scripts put around a state dict are opened. Of averaged
+    weights and others, the averaged ones are taken.
+
+    Args:
+        weights: A state dict, or its file.
+        note: Told under which keys of the file the weights are.
+
+    Raises:
+        CheckpointError: The file cannot be read, or there is no state dict in it.
+    """
+    if isinstance(weights, Mapping):
+        return checked_entries(weights, "the state dict")
+    path = Path(weights)
+    check_weights_file(path)
+    where = f"checkpoint {path}"
+    _check_suffix(path, where)
+    if path.suffix == SAFETENSORS:
+        content: Any = load_file(path, "checkpoint")
+    else:
+        content = _read_torch(path, where)
+    keys = _keys_of_state_dict(content)
+    if keys is None:
+        kind = f"a {type(content).__name__}"
+        if isinstance(content, Mapping):
+            kind = f"a mapping with {listed(key for key in content if isinstance(key, str))}"
+        raise CheckpointError(f"{where}: holds {kind}, not a state dict (names to tensors)")
+    if keys:
+        note(f"{where}: {_choice_of_weights(content, keys)}")
+    found = content
+    for key in keys:
+        found = found[key]
+    return checked_entries(found, where)
+
+
+def _choice_of_weights(content: Mapping[Any, Any], keys: list[str]) -> str:
+    """Which of a file's weights are taken, in words."""
+    place = " / ".join(keys)
+    others = [key for key in WRAPPERS if key not in AVERAGED and key in content]
+    if keys[0] in AVERAGED and others:
+        return f"takes the averaged weights, {place}, not {listed(others)}"
+    return f"takes the weights under {place}"
+
+
+def checked_entries(state: Mapping[Any, Any], where: str) -> dict[str, Tensor]:
+    """Return the entries of a state dict, detached.
+
+    Raises:
+        CheckpointError: A key is not a string, or a value is not an ordinary dense tensor.
+    """
+    # Name the types only: a small file can hold a tuple whose text would take gigabytes.
+    odd_types = {type(key).__name__ for key in state if not isinstance(key, str)}
+    if odd_types:
+        raise CheckpointError(
+            f"{where}: has keys of type {listed(sorted(odd_types))}; weights have names"
+        )
+    entries: dict[str, Tensor] = {}
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"{where}: entry {shown(name, 120)!r} is a {type(value).__name__}, not a tensor"
+            )
+        kind = _special_kind(value)
+        if kind is not None:
+            raise CheckpointError(
+                f"{where}: {shown(name, 120)} is {kind}; "
+                "weights must be ordinary dense tensors of numbers"
+            )
+        entries[name] = value.detach()
+    return entries
+
+
+def _special_kind(tensor: Tensor) -> str | None:
+    """What makes a tensor unusable as a weight, in words; None for a dense tensor of numbers."""
+    if tensor.is_meta:
+        return "without data (meta)"
+    if tensor.is_quantized:
+        return "quantized"
+    if tensor.layout != torch.strided:
+        return str(tensor.layout)
+    if tensor.dtype not in NUMBERS:
+        return str(tensor.dtype)
+    return None
+
+
+def _open_lazily(path: Path) -> Any:
+    """Open a file whose tensors are read: views of a mapped file would count as memory too."""
+    try:
+        return safe_open(path, framework="pt", backend="pread")
+    except TypeError:  # safetensors before 0.8 maps files alone
+        return safe_open(path, framework="pt")
+
+
+@contextlib.contextmanager
+def opened(path: Path, what: str = "") -> Iterator[Any]:
+    """Open a safetensors file whose tensors are read one by one, when asked for.
+
+    Raises:
+        CheckpointError: The file cannot be read; also for errors inside the block.
+    """
+    check_weights_file(path, what)
+    try:
+        with path.open("rb") as file:
+            header_length = int.from_bytes(file.read(8), "little")
+        if header_length > MOST_HEADER:
+            raise ValueError(
+                f"its header has {header_length:,} bytes; {MOST_HEADER:,} are the most"
+            )
+        with _open_lazily(path) as file:
+            yield file
+    except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as error:
+        where = f"{what} {path}".lstrip()
+        raise CheckpointError(
+            f"{where}: not a readable safetensors file: {one_line(error)[:200]}"
+        ) from error
+
+
+def load_file(path: Path, what: str = "") -> dict[str, Tensor]:
+    """Read all tensors of a safetensors file, each into memory of its own that a model can keep.
+
+    Raises:
+        CheckpointError: The file cannot be read.
+    """
+    with opened(path, what) as file:
+        return {name: file.get_tensor(name).clone() for name in file.keys()}
+
+
+def _check_suffix(path: Path, where: str) -> None:
+    """Refuse (CheckpointError) a file whose suffix says another format than its first bytes."""
+    if path.suffix == SAFETENSORS and _begins_like_torch(path):
+        raise CheckpointError(f"{where}: rename it to .pth; it is a file of torch.save")
+    if path.suffix != SAFETENSORS and _begins_like_safetensors(path):
+        raise CheckpointError(f"{where}: rename it to {SAFETENSORS}; it is a safetensors file")
+
+
+def _first_bytes(path: Path, count: int) -> bytes:
+    with path.open("rb") as file:
+        return file.read(count)
+
+
+def _begins_like_torch(path: Path) -> bool:
+    return _first_bytes(path, 4) in (ZIP_START, OLD_START)
+
+
+def _begins_like_safetensors(path: Path) -> bool:
+    start = _first_bytes(path, 9)
+    header_length = int.from_bytes(start[:8], "little")
+    return start[8:] == b"{" and header_length < path.stat().st_size
+
+
+def _read_torch(path: Path, where: str) -> Any:
+    """The content of a file of torch.save, unpickled with weights_only=True."""
+    try:
+        unpacked = _unpacked_size(path)
+        if unpacked > MOST_GROWTH * path.stat().st_size:
+            raise CheckpointError(
+                f"{where}: its parts unpack to {unpacked:,} bytes, "
+                f"more than {MOST_GROWTH} times the file's size"
+            )
+        # timm's training checkpoints hold their arguments as a Namespace. Old files make torch
+        # warn about its own code.
+        with (
+            warnings.catch_warnings(action="ignore"),
+            torch.serialization.safe_globals([argparse.Namespace]),
+        ):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
+    except Exception as error:  # damaged bytes raise anything when unpickled: struct.error, ...
+        problem = "give a safetensors file or one of torch.save; this is neither"
+        if _begins_like_torch(path):
+            problem = "download or save it again; it is damaged"
+            if isinstance(error, pickle.UnpicklingError):
+                problem = (
+                    "save its state dict alone, torch.save(model.state_dict(), FILE); "
+                    "it holds more than tensors, which would run code, or it is damaged"
+                )
+        raise CheckpointError(f"{where}: {problem} ({type(error).__name__})") from error
+
+
+def _unpacked_size(path: Path) -> int:
+    """Bytes of a zip file's parts when unpacked; 0 for a file of another format."""
+    if _first_bytes(path, len(ZIP_START)) != ZIP_START:
+        return 0
+    with zipfile.ZipFile(path) as file:
+        return sum(part.file_size for part in file.infolist())
+
+
+def _keys_of_state_dict(content: Any, depth: int = 0) -> list[str] | None:
+    """Under which keys of a training script's mappings the state dict is; None if nowhere."""
+    if not isinstance(content, Mapping) or depth > MOST_WRAPPERS:
+        return None
+    for key in WRAPPERS:
+        inner_keys = _keys_of_state_dict(content.get(key), depth + 1)
+        if inner_keys is not None:
+            return [key, *inner_keys]
+    if any(isinstance(value, Tensor) for value in content.values()):
+        return []
+    return None

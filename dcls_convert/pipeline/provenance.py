@@ -1,0 +1,258 @@
+"""Where a converted network comes from: what was asked, from which weights, by which versions.
+
+The record names files, never their folders, and no time: equal requests give equal records.
+"""
+
+import hashlib
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ConfigDict
+from torch import nn
+
+from .. import __version__
+from ..fitting.images import Calibration
+from ..networks.weights import can_be_hashed, tensors_hash
+from ..options import PlanOptions
+from ..records import Record
+from ..surgery.authors import AuthorsWeights
+from .request import ConversionRequest
+from .resolved import ResolvedRequest
+
+ATTRIBUTE = "dcls_provenance"  # of a converted model; copies and pickles keep it
+# Fields of a request that are not options to record. `options` is recorded by its own fields;
+# `offline` is for dry runs, which write nothing.
+NO_OPTIONS = ("model", "options", "offline")
+# What the command line calls fields of a request whose names it does not use.
+ON_COMMAND_LINE = {"weights": "checkpoint", "calibration": "calibrate"}
+SEPARATED_BY_COMMAS = ("mean", "std")  # on the command line; other lists are sizes, 17x9
+# `Provenance.init` for elements of the authors' package; other starts are words of `--init`.
+AUTHORS = "authors"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsOrigin:
+    """The weights before the conversion."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+
+    # "random", "pretrained", "in memory", or the name of the file.
+    source: str
+    tensors: str | None  # `tensors_hash` of them; None if they cannot be read as bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImagesOrigin:
+    """The images of a calibration."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+
+    number: int  # of those that were read, the ones held out included
+    names: str | None  # SHA-256 of their sorted names below the folder; None for tensors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Provenance(Record):
+    """How a network was converted. It is kept while the network is trained, saved and folded."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+
+    format: int = 1
+    request: dict[str, Any]  # the model, and the options that differ from their defaults
+    # What can be pasted into a shell; for a model in memory, the call in Python. None if the
+    # command line cannot say it.
+    command: str | None
+    seed: int
+    init: str  # how new layers started
+    positions: str | None  # of the start "random"; None for others
+    weights: WeightsOrigin
+    calibration: ImagesOrigin | None
+    versions: dict[str, str]  # of this program, torch and timm
+
+
+@dataclass(frozen=True, slots=True)
+class _InMemory:
+    """A value that cannot be written down: a variable of the call, by its name."""
+
+    name: str
+
+
+def provenance_of(model: nn.Module) -> Provenance | None:
+    """The record that a converted model carries; None if it has none."""
+    found: Provenance | None = vars(model).get(ATTRIBUTE)
+    return found
+
+
+def keep_provenance_(model: nn.Module, provenance: Provenance | None) -> None:
+    """Let the model carry the record, also in copies; nothing changes if there is none."""
+    if provenance is not None:
+        vars(model)[ATTRIBUTE] = provenance
+
+
+def describe_conversion(
+    resolved: ResolvedRequest, model: nn.Module, images: Calibration | None
+) -> Provenance:
+    """The record of a conversion that is about to be carried out.
+
+    Args:
+        resolved: What will be done.
+        model: Still unconverted.
+        images: Of the calibration.
+    """
+    request = resolved.request
+    options = _stated_options(request)
+    init: str = resolved.init
+    if resolved.elements is not None:
+        init = AUTHORS
+    record = {"model": _model_name(request)}
+    for name, value in options.items():
+        record[name] = value
+        if isinstance(value, _InMemory):
+            record[name] = value.name
+    return Provenance(
+        request=record,
+        command=_command(request, options),
+        seed=request.seed,
+        init=init,
+        positions=request.positions if init == "random" else None,
+        weights=WeightsOrigin(
+            source=_weights_source(request), tensors=_weights_hash(model, resolved.elements)
+        ),
+        calibration=_images_origin(images),
+        versions={
+            "dcls-convert": __version__,
+            "torch": str(torch.__version__),
+            "timm": version("timm"),
+        },
+    )
+
+
+def _model_name(request: ConversionRequest) -> str:
+    """The model as it was named, without the folders of a path; of one in memory, its class."""
+    if not isinstance(request.model, str):
+        return type(request.model).__name__
+    if request.model.startswith("local-dir:"):
+        return f"local-dir:{Path(request.model).name}"
+    return request.model
+
+
+def _weights_source(request: ConversionRequest) -> str:
+    if isinstance(request.weights, Path):
+        return request.weights.name
+    if request.pretrained:
+        return "pretrained"
+    if isinstance(request.model, str) and request.weights is None:
+        return "random"
+    return "in memory"
+
+
+def _weights_hash(model: nn.Module, elements: AuthorsWeights | None) -> str | None:
+    """The hash of the weights before the conversion: the model's, or those with elements."""
+    tensors = model.state_dict()
+    if elements is not None:
+        tensors = dict(elements.rest)
+        for name, layer in elements.layers.items():
+            for entry, tensor in layer.items():
+                tensors[f"{name}.{entry}"] = tensor
+    if not all(map(can_be_hashed, tensors.values())):
+        return None
+    return tensors_hash(tensors.items())
+
+
+def _images_origin(images: Calibration | None) -> ImagesOrigin | None:
+    if images is None:
+        return None
+    if not images.files:
+        return ImagesOrigin(number=len(images), names=None)
+    names = "\n".join(sorted(images.files))
+    digest = hashlib.sha256(names.encode(errors="surrogateescape")).hexdigest()
+    return ImagesOrigin(number=len(images.files), names=digest)
+
+
+def _stated_options(request: ConversionRequest) -> dict[str, Any]:
+    """The options that differ from their defaults, as plain values or `_InMemory`."""
+    stated: dict[str, Any] = {}
+    records: tuple[ConversionRequest | PlanOptions, ...] = (request.options, request)
+    for record in records:
+        for option in fields(record):
+            value = getattr(record, option.name)
+            if option.name in NO_OPTIONS or value is None or value is option.default:
+                continue
+            # Where the default is None, the value may be a tensor, for which `!=` is no one answer.
+            if option.default is None or value != option.default:
+                stated[option.name] = _plain_value(option.name, value)
+    return stated
+
+
+def _plain_value(name: str, value: Any) -> Any:
+    """The value of an option as JSON has it; of a path, the last component."""
+    if name == "rules":
+        return _rules_name(value)
+    if isinstance(value, Path):
+        return value.name
+    if isinstance(value, str) and name == "calibration":
+        return Path(value).name
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Sequence) and all(isinstance(side, int | float) for side in value):
+        return list(value)
+    return _InMemory(name)
+
+
+def _rules_name(rules: Any) -> Any:
+    """The file or built-in set of rules; rules from a mapping have no name."""
+    if isinstance(rules, Mapping):
+        return _InMemory("rules")
+    return Path(getattr(rules, "source", rules)).name
+
+
+def _command(request: ConversionRequest, options: Mapping[str, Any]) -> str | None:
+    """The command line, or the call for a model in memory."""
+    if not isinstance(request.model, str):
+        return _call(options)
+    words = ["dcls-convert", _model_name(request)]
+    for name, value in options.items():
+        if isinstance(value, _InMemory):
+            return None
+        words.append(f"--{ON_COMMAND_LINE.get(name, name).replace('_', '-')}")
+        if value is not True:
+            words.append(_word(name, value))
+    return shlex.join(words)
+
+
+def _word(name: str, value: Any) -> str:
+    """An option's value as it is typed."""
+    if isinstance(value, list):
+        separator = "x"
+        if name in SEPARATED_BY_COMMAS:
+            separator = ","
+        return separator.join(map(_digits, value))
+    return _digits(value)
+
+
+def _digits(value: Any) -> str:
+    """A number without a needless ".0"; any other value as its text."""
+    return str(value).removesuffix(".0")
+
+
+def _call(options: Mapping[str, Any]) -> str:
+    """The call in Python; `model`, and other values in memory, are variables."""
+    function = "convert_"
+    arguments = ["model"]
+    for name, value in options.items():
+        written = repr(value)
+        if isinstance(value, _InMemory):
+            written = value.name
+        if name == "weights":
+            function = "convert_from_authors_"
+            arguments.insert(1, written)
+        elif name == "authors_version":
+            arguments.append(f"version={written}")
+        else:
+            arguments.append(f"{name}={written}")
+    return f"dcls_convert.{function}({', '.join(arguments)})"

@@ -1,0 +1,240 @@
+"""How a folder was made: recorded so that it can be done again, and true of its weights."""
+
+import copy
+import hashlib
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+import dcls_convert
+from dcls_convert import convert_, load_converted, save_converted
+from dcls_convert.checkpoints.folder import CARD, CONFIG, open_checkpoint
+from dcls_convert.cli.console import printable
+from dcls_convert.errors import CheckpointError
+from dcls_convert.networks.source import ModelSource, build_model
+from dcls_convert.networks.weights import tensors_hash
+from dcls_convert.pipeline.provenance import provenance_of
+from dcls_convert.surgery.place import ORIGIN_KEYS
+
+from .checkpoints.folders import edit_json, problems, same_states, verify
+from .cli.trained import write_trained
+from .command_line import NET, run
+from .conftest import TINY
+
+MODEL = "test_efficientnet"
+SMALL = ("--dilated-size", 5, "--input-size", "3x32x32")
+RULES = "format: 1\nrules: [{match: {kind: depthwise}, dilated_size: 7}]\n"
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def record(folder):
+    return json.loads((Path(folder) / CONFIG).read_text())["dcls_convert"]["provenance"]
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def hash_of(state):
+    return tensors_hash(state.items())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--positions", "uniform", "--seed", 7, "--tie", "none", *SMALL),
+        ("--rules", "my rules.yaml", "--num-classes", 3, "--interpolation", "gaussian"),
+        ("--checkpoint", "weights.safetensors", "--init", "largest", "--budget", "80%", *SMALL),
+        (
+            *("--checkpoint", "weights.safetensors", "--calibrate", "images", *SMALL),
+            *("--mean", "0.5", "--std", "0.25,0.5,0.5"),
+        ),
+    ],
+)
+def test_the_recorded_command_gives_the_same_bytes(tmp_path, options):
+    write_trained(tmp_path, MODEL, images=3)
+    (tmp_path / "my rules.yaml").write_text(RULES)
+    absolute = [tmp_path / one if (tmp_path / str(one)).exists() else one for one in options]
+    run(MODEL, *absolute, "--output", "out", "--quiet")
+    command = record("out")["command"]
+    program, *words = shlex.split(command)
+    assert program == "dcls-convert"
+    run(*words, "--output", "again", "--quiet")
+    assert contents("again") == contents("out")
+    for name, content in contents("out").items():
+        assert str(tmp_path).encode() not in content, name
+    assert command in (tmp_path / "out" / CARD).read_text()
+
+
+def test_the_recorded_call_gives_the_same_network():
+    def unconverted():
+        return build_model(ModelSource(name=f"timm:{TINY}"), seed=2)
+
+    model = unconverted()
+    convert_(model, dilated_size=(9, 9), init="random", input_size=[3, 32, 32], seed=5)
+    found = provenance_of(model)
+    again = unconverted()
+    eval(found.command, {"dcls_convert": dcls_convert, "model": again})
+    assert same_states(again, model)
+    assert provenance_of(again) == found
+    assert found.weights.source == "in memory"
+    assert found.weights.tensors == hash_of(unconverted().state_dict())
+
+
+class Counter(torch.nn.Module):
+    """Its state dict holds something else than tensors."""
+
+    def get_extra_state(self):
+        return {"steps": 3}
+
+    def forward(self, x):
+        return x
+
+
+def test_weights_that_are_no_tensors_have_no_hash():
+    convs = [torch.nn.Conv2d(4, 4, 3, padding=1, groups=4) for _ in range(2)]
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.Sequential(*convs), Counter())
+    convert_(model, dilated_size=5, init="random")
+    assert provenance_of(model).weights.tensors is None
+
+
+def test_values_in_memory_are_variables_of_the_call():
+    model = timm.create_model(MODEL)
+    images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    rules = {"format": 1, "rules": [{"match": {"kind": "depthwise"}, "dilated_size": 5}]}
+    convert_(model, rules=rules, calibration=images, input_size=(3, 32, 32))
+    found = provenance_of(model)
+    assert found.command == (
+        "dcls_convert.convert_(model, rules=rules, input_size=[3, 32, 32], calibration=calibration)"
+    )
+    assert (found.calibration.number, found.calibration.names) == (4, None)
+
+
+def test_the_plan_of_another_folder_is_named(tmp_path):
+    run(TINY, *SMALL[2:], "--dilated-size", 9, "--output", "first", "--quiet")
+    run(TINY, "--plan", tmp_path / "first", "--seed", 1, "--output", "second", "--quiet")
+    assert record("second")["command"] == f"dcls-convert {TINY} --seed 1 --plan first"
+
+
+def test_sources_and_hashes_are_those_of_weights_and_images(tmp_path):
+    write_trained(tmp_path, MODEL, images=3)
+    run(MODEL, *SMALL, "--seed", 4, "--output", "random", "--quiet")
+    found = record("random")
+    assert (found["seed"], found["init"], found["positions"]) == (4, "random", "normal")
+    state = build_model(ModelSource(name=f"timm:{MODEL}"), seed=4).state_dict()
+    assert found["weights"] == {"source": "random", "tensors": hash_of(state)}
+    assert found["calibration"] is None
+    assert found["versions"]["timm"] == timm.__version__
+    weights = ("--checkpoint", "weights.safetensors")
+    run(MODEL, *SMALL, *weights, "--calibrate", "images", "--output", "fit", "--quiet")
+    found = record("fit")
+    assert (found["init"], found["positions"]) == ("fit", None)
+    expected = hash_of(load_file("weights.safetensors"))
+    assert found["weights"] == {"source": "weights.safetensors", "tensors": expected}
+    names = hashlib.sha256(b"00.png\n01.png\n02.png").hexdigest()
+    assert found["calibration"] == {"number": 3, "names": names}
+
+
+def test_unreadable_images_are_not_counted(tmp_path):
+    write_trained(tmp_path, MODEL, images=3)
+    Path("images/00.png").write_bytes(b"")
+    Path("images/class").mkdir()
+    Image.new("RGB", (40, 40)).save("images/class/x.png")
+    weights = ("--checkpoint", "weights.safetensors")
+    run(MODEL, *SMALL, *weights, "--calibrate", "images", "--output", "fit", "--quiet")
+    names = hashlib.sha256(b"01.png\n02.png\nclass/x.png").hexdigest()
+    assert record("fit")["calibration"] == {"number": 3, "names": names}
+
+
+# What timm's config says of the weights.
+
+
+def stated_origin(config):
+    return {name: config[name] for name in ORIGIN_KEYS if config.get(name)}
+
+
+def folder_config(folder):
+    return json.loads((Path(folder) / CONFIG).read_text())["pretrained_cfg"]
+
+
+def test_only_timms_own_weights_are_called_timms(tmp_path, monkeypatch):
+    """Also after loading by us or by timm, saving again, and folding."""
+    model = timm.create_model(TINY)
+    timms = stated_origin(model.pretrained_cfg)
+    assert {"tag", "license"} <= timms.keys()
+    torch.save(model.state_dict(), "w.pth")
+    timm.models.save_for_hf(model, "hub", safe_serialization=True)
+    monkeypatch.setattr(
+        "timm.models._hub.hf_hub_download", lambda repo_id, filename, **_: f"hub/{filename}"
+    )
+    sizes = ("--dilated-size", 9, "--input-size", "3x32x32", "--init", "largest", "--quiet")
+    starts = {
+        "random": (*sizes[:4], "--quiet"),
+        "file": ("--checkpoint", "w.pth", *sizes),
+        "pretrained": ("--pretrained", *sizes),
+    }
+    for name, options in starts.items():
+        expected = timms if name == "pretrained" else {}
+        run(TINY, *options, "--output", name)
+        assert stated_origin(folder_config(name)) == expected, name
+        save_converted(load_converted(name), name, f"{name}-saved")
+        by_timm = timm.create_model(f"local-dir:{name}", pretrained=True)
+        save_converted(by_timm, name, f"{name}-timm")
+        run("fold", name)
+        for folder in (f"{name}-saved", f"{name}-timm", f"{name}-folded"):
+            assert stated_origin(folder_config(folder)) == expected, folder
+            assert record(folder) == record(name)
+
+
+def test_a_model_of_the_users_own_in_memory_keeps_its_config():
+    model = timm.create_model(TINY)
+    timms = stated_origin(model.pretrained_cfg)
+    report = convert_(model, dilated_size=9, init="random")
+    save_converted(copy.deepcopy(model), report.plan, "out")
+    assert stated_origin(folder_config("out")) == timms
+    assert record("out")["command"] == "dcls_convert.convert_(model, dilated_size=9, init='random')"
+
+
+# Reading it.
+
+
+def test_inspect_shows_it(tmp_path):
+    run(NET, "--dilated-size", 9, "--seed", 3, "--output", "out", "--quiet")
+    out, _ = run("inspect", "out")
+    words = " ".join(out.split())
+    assert f"dcls-convert {NET} --dilated-size 9 --seed 3 Start: random, seed 3" in words
+    assert f"torch {torch.__version__}" in words
+    out, _ = run("inspect", "out", "--json")
+    assert json.loads(out)["provenance"] == record("out")
+
+
+def test_a_record_is_data_and_is_read_as_strictly_as_a_plan():
+    run(NET, "--dilated-size", 9, "--output", "out", "--quiet")
+
+    def changed(**entries):
+        edit_json(
+            Path("out") / CONFIG,
+            lambda config: config["dcls_convert"]["provenance"].update(entries),
+        )
+
+    changed(command="rm -rf \x1b[31m")
+    assert any("the config was edited" in one for one in problems(verify("out")))
+    assert printable(open_checkpoint("out").provenance.command) == "rm -rf \\x1b[31m"
+    with pytest.raises(CheckpointError, match="the config was edited"):
+        load_converted("out", trust_code=True)
+    changed(format=2, more=1)
+    with pytest.raises(CheckpointError, match="provenance: has format 2, this dcls-convert knows"):
+        open_checkpoint("out")
+    changed(format=1)
+    with pytest.raises(CheckpointError, match="provenance: more: "):
+        open_checkpoint("out")
