@@ -24,9 +24,17 @@ from ..pipeline.conversion import convert_network
 from ..pipeline.loaded import LoadedNetwork
 from ..pipeline.resolved import ResolvedRequest, resolve
 from ..planning.plan import taken_from
-from ..planning.windows import larger_sizes
+from ..planning.windows import sizes_to_try
 from ..reports.report import predict_report
-from .sweep import Asked, AskedSize, Sweep, SweepRow, TimingSettings, choose, with_dominated
+from .sweep import (
+    Asked,
+    AskedSize,
+    Sweep,
+    SweepRow,
+    TimingSettings,
+    choose,
+    with_dominated,
+)
 from .timing import converted_copy, measure, summary
 
 LEAST_ROUNDS = 3  # of timing, whatever time they take
@@ -83,11 +91,10 @@ def combinations(
     return asked
 
 
-def usual_sizes(loaded: LoadedNetwork) -> list[int]:
-    """The windows of a sweep that states none: that of the smallest kernel, and larger ones."""
+def usual_sizes(loaded: LoadedNetwork) -> Sequence[AskedSize]:
+    """The windows of a sweep that states none: sizes, or growths if kernels have several sizes."""
     options = replace(loaded.request.options, dilated_size=AUTO, kernel_count=AUTO)
-    larger = larger_sizes(resolve(loaded, options).plan.layers)
-    return [larger[0] - 2, *larger[:-1]]
+    return sizes_to_try(resolve(loaded, options).plan.layers)
 
 
 def make_sweep(

@@ -18,7 +18,9 @@ from ..command_line import NET, net, run
 from .trained import write_trained
 
 SMALL = ("--input-size", "3x32x32")
-NARROW, OTHERS, UNABLE = (f"{__name__}:{name}" for name in ("narrow", "others", "unable"))
+NARROW, OTHERS, MIXED, UNABLE = (
+    f"{__name__}:{name}" for name in ("narrow", "others", "mixed", "unable")
+)
 
 
 def narrow():
@@ -30,6 +32,13 @@ def others():
     return nn.Sequential(
         nn.Conv2d(3, 8, 1), *[nn.Conv2d(8, 8, size, groups=8) for size in (3, 3, 4)]
     )
+
+
+def mixed():
+    """With kernels of 7 and of 3."""
+    network = net()
+    network.stages[1] = net(size=3).stages[1]
+    return network
 
 
 def unable():
@@ -73,6 +82,7 @@ def report_of(command, *arguments):
             "gaussian",
         ),
         ("--sizes", "7,9", "--scope", "stage", "--rules", "depthwise", "--num-classes", "5"),
+        ("--sizes", "+2,+4", "--budgets", "100"),
     ],
 )
 def test_rows_say_what_their_commands_do(options):
@@ -97,6 +107,31 @@ def test_rows_say_what_their_commands_do(options):
         assert found["input_size"] == report["input_size"]
     last = table(NET, *options).splitlines()[-1]
     assert last.strip() == found["choice"]["command"] == rows[found["choice"]["row"] - 1]["command"]
+
+
+def test_kernels_of_several_sizes_have_rows_by_growth():
+    found, _ = sweep(MIXED)
+    _, *rows = found["rows"]
+    assert [row["asked"]["size"] for row in rows] == [f"+{growth}" for growth in range(2, 20, 2)]
+    for row in rows:
+        growth = int(row["asked"]["size"])
+        assert row["dilated_sizes"] == [[3 + growth] * 2, [7 + growth] * 2]
+        assert row["layers"] == 4
+    taken = rows[found["choice"]["row"] - 1]
+    assert taken["macs"] == report_of(f"dcls-convert {MIXED}", "--dry-run", *SMALL)["macs"]["after"]
+    report = report_of(taken["command"], "--dry-run")
+    assert taken["macs"] == report["macs"]["after"]
+    assert f"> {taken['asked']['size']} (" in table(MIXED)
+    same = [row["asked"]["size"] for row in sweep(NET)[0]["rows"][1:]]
+    assert same == [*range(7, 25, 2)], "one size: as many cells as the kernel, and more"
+
+
+def test_the_default_folder_of_a_growth_has_a_name_that_shells_take():
+    out, _ = run(MIXED, "--dilated-size", "+4", *SMALL, "--quiet")
+    assert out.strip() == "mixed-dcls-plus4"
+    assert run(NARROW, "--dilated-size", "+4", *SMALL, "--quiet")[0].strip() == "narrow-dcls7"
+    out, _ = run(MIXED, "--dilated-size", "+4", *SMALL, "--dry-run")
+    assert "elements in 7x7..11x11 (+4): " in out
 
 
 def test_folded_bytes_are_those_of_the_folded_state_dict():
