@@ -2,7 +2,7 @@
 
 import functools
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,7 +40,7 @@ from .arguments import (
 if TYPE_CHECKING:
     import torch
 
-    from ..compare.sweep import Asked, TimingSettings
+    from ..compare.sweep import Asked, SweepRow, TimingSettings
 
 TIMES = "Times"
 MOST_ROWS = 1000
@@ -208,8 +208,16 @@ def sweep(
     if sweep.interrupted:
         raise KeyboardInterrupt
     if not any(row.status == "done" for row in sweep.rows):
-        reason = sweep.rows[1].reason
+        reason = _first_reason(sweep.rows)
         raise PlanError(f"no combination could be planned; the first failed with: {reason}")
+
+
+def _first_reason(rows: Sequence["SweepRow"]) -> str | None:
+    """Why the first row failed; if none did, why the first one does not fit."""
+    for row in rows:
+        if row.status == "failed":
+            return row.reason
+    return rows[1].reason
 
 
 def _timing(

@@ -26,9 +26,11 @@ from ..pipeline.resolved import ResolvedRequest, resolve
 from ..planning.plan import taken_from
 from ..planning.windows import sizes_to_try
 from ..reports.report import predict_report
+from ..tables import counted
 from .sweep import (
     Asked,
     AskedSize,
+    Recommendation,
     Sweep,
     SweepRow,
     TimingSettings,
@@ -150,6 +152,10 @@ def make_sweep(
     except KeyboardInterrupt:
         interrupted = True
     rows = with_dominated([candidate.row for candidate in candidates])
+    choice = choose(rows, slower)
+    if interrupted:
+        complete = _complete_rows(rows, fitted=request.trained, timed=timing is not None)
+        choice = Recommendation(why=f"it saw {complete} of {counted(len(asked), 'row')} in full")
     return Sweep(
         model=source.name,
         input_size=convs.input_size,
@@ -158,8 +164,20 @@ def make_sweep(
         timing=timing[0] if timing else None,
         slower=slower,
         interrupted=interrupted,
-        choice=choose(rows, slower),
+        choice=choice,
     )
+
+
+def _complete_rows(rows: Sequence[SweepRow], *, fitted: bool, timed: bool) -> int:
+    """How many rows have all that they were to have, or a reason why not; without the original."""
+    complete = 0
+    for row in rows[1:]:
+        is_done = row.status == "done"
+        lacks_error = fitted and row.kernel_error is None
+        lacks_times = timed and (row.step_ms is None or row.step_ms.runs < LEAST_ROUNDS)
+        if not is_done or not (lacks_error or lacks_times):
+            complete += 1
+    return complete
 
 
 def _plan_all_(

@@ -17,6 +17,8 @@ from ..tables import span
 
 # Relative errors that differ by less count as equal: training changes them more than that.
 EQUAL_ERRORS = 0.005
+# Why a sweep of a trained network recommends no size.
+NO_GAIN = "without training, no row gains anything, as elements are fitted inside the old kernels"
 RowStatus = Literal["original", "done", "does not fit", "failed"]
 AskedSize = int | tuple[int, ...] | str  # cells, or a growth such as "+4"
 
@@ -256,6 +258,10 @@ def choose(rows: Sequence[SweepRow], slower: float) -> Recommendation:
         limit = f"{slower:g} % more MACs"
     else:
         return Recommendation(why="neither MACs nor times are known")
+    if _is_known(_error, done):
+        least = min(map(_error, done))
+        if max(map(_error, done)) - least <= EQUAL_ERRORS:
+            return Recommendation(why=f"{NO_GAIN} (all errors are about {least:.3f})")
 
     # In windows no larger than the old kernels, elements have nowhere new to go.
     grown = [row for row in done if _folded_bytes(row) > _folded_bytes(original)]

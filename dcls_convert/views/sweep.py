@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 TAKEN = ">"
 DOMINATED = "-"
 WITHOUT = "!"
+UNTRAINED = (
+    "Without training, a conversion of a trained network gains nothing and costs MACs; it is a "
+    "start for a training."
+)
 PAPER = (
     "Only training shows the accuracy. In the paper, ConvNeXt lost with windows below 17x17 "
     "and gained nothing above; ResNet-50 had 7x7."
@@ -256,6 +260,7 @@ def _error_notes(sweep: Sweep) -> Iterator[RenderableType]:
     if has_classes:
         top1 = " Top-1: share of them with the same class as before."
     yield indented(f"Kernels: mean relative error. Outputs: relative error for {images}.{top1}")
+    yield indented(UNTRAINED)
 
 
 def sweep_csv(sweep: Sweep) -> str:

@@ -178,6 +178,19 @@ def test_without_a_row_that_fits_the_rows_are_shown_and_it_is_a_mistake():
     )
 
 
+def test_without_a_row_the_first_one_that_failed_says_why(monkeypatch):
+    resolve = candidates.resolve
+
+    def failing(loaded, options):
+        if options.dilated_size == 9:
+            raise MemoryError("no room")
+        return resolve(loaded, options)
+
+    monkeypatch.setattr(candidates, "resolve", failing)
+    _, err = sweep(NET, "--sizes", "8,9,10", code=2)
+    assert err.splitlines()[-1].endswith("the first failed with: planning: MemoryError: no room")
+
+
 def test_an_interrupt_keeps_the_rows_so_far(monkeypatch):
     resolve = candidates.resolve
 
@@ -191,7 +204,10 @@ def test_an_interrupt_keeps_the_rows_so_far(monkeypatch):
     assert found["interrupted"]
     assert [row["asked"] and row["asked"]["size"] for row in found["rows"]] == [None, 7, 9]
     assert err.splitlines()[-1] == "error: interrupted"
-    assert "Interrupted" in table(NET, "--sizes", "7..15", code=130)
+    assert found["choice"]["row"] is None
+    out = table(NET, "--sizes", "7..15", code=130)
+    assert "Interrupted" in out
+    assert out.splitlines()[-1] == " No size is recommended: it saw 2 of 5 rows in full."
 
 
 def test_an_interrupt_keeps_the_times_so_far(monkeypatch):
@@ -205,6 +221,7 @@ def test_an_interrupt_keeps_the_times_so_far(monkeypatch):
 
     monkeypatch.setattr(candidates, "measure", interrupted)
     found, _ = sweep(NARROW, "--sizes", "5,7", "--time", "--seconds", 1, code=130)
+    assert found["choice"]["why"] == "it saw 0 of 2 rows in full", "a time needs three rounds"
     assert [row["forward_ms"]["runs"] for row in found["rows"]] == [2, 1, 1]
     assert [row["step_ms"]["runs"] for row in found["rows"]] == [2, 1, 1]
 
@@ -261,7 +278,7 @@ def test_errors_are_those_of_the_conversions(tmp_path):
     write_trained(tmp_path, narrow(), images=6)
     weights = ("--checkpoint", "weights.safetensors", "--scope", "model")
     trained = (*weights, "--calibrate", "images", "--mean", "0.5,0.4,0.3", "--std", "0.25")
-    found, _ = sweep(NARROW, "--sizes", "5", "--budgets", "80%,100%", *trained, "--slower", "1000")
+    found, _ = sweep(NARROW, "--sizes", "5", "--budgets", "30%,100%", *trained, "--slower", "1000")
     for index, row in enumerate(found["rows"][1:]):
         outcome = report_of(row["command"], "--output", tmp_path / str(index))["outcome"]
         assert outcome.pop("shifted")["kl"] > 0
@@ -270,6 +287,17 @@ def test_errors_are_those_of_the_conversions(tmp_path):
     least = min(row["output_error"] for row in found["rows"][1:])
     assert found["rows"][found["choice"]["row"]]["output_error"] <= least + EQUAL_ERRORS
     assert f"the least error of outputs for images held out ({least:.3f};" in found["choice"]["why"]
+
+
+def test_no_larger_window_is_recommended_for_a_trained_network_that_gains_nothing():
+    torch.save(narrow().state_dict(), "weights.pth")
+    options = (NARROW, "--sizes", "3,5,7", "--checkpoint", "weights.pth")
+    found, _ = sweep(*options)
+    assert (found["choice"]["row"], found["choice"]["command"]) == (None, None)
+    out = table(*options)
+    last = " No size is recommended: without training, no row gains anything"
+    assert out.splitlines()[-1].startswith(last)
+    assert "Without training, a conversion of a trained network gains nothing" in out
 
 
 def test_a_picture_of_the_rows():
