@@ -44,8 +44,13 @@ EXACT: Final = "exact"
 MOST_SIDE = 9_999  # cells or pixels, four digits; a larger kernel or image is a typing mistake
 MOST_PIXELS = 2048 * 2048  # pixels or voxels of an image on which outputs are compared
 MOST_COUNT = 10**9  # elements, classes or channels
-MOST_WINDOW = 17  # cells; the largest "auto" size, which is the paper's for ConvNeXt
-# Percent of MACs that a recommended size may add; the paper's ConvNeXts have 11.6 to 12.9.
+# A window as growth: cells that each side has more than the kernel's extent. A growth is even, as
+# window and extent must both be odd or both be even.
+GROWTH = r"\+[1-9][0-9]{0,3}"
+EVEN_GROWTH = r"\+([2468]|[1-9][0-9]{0,2}[02468])"
+LEAST_GROWTH = 2  # cells
+MOST_WINDOW = 17  # cells; the largest window of "auto", which is the paper's for ConvNeXt
+# Percent of MACs that recommended windows may add; the paper's ConvNeXts have 11.6 to 12.9.
 MOST_SLOWER = 15.0
 OPSETS = range(7, 26)  # of ONNX, which torch 2.14 and onnxscript 0.7 write
 DEFAULT_OPSET = 20  # torch 2.14's own
@@ -66,7 +71,7 @@ class Argument:
     """How the command line takes a planning option; it stands in the metadata of its field."""
 
     # What is typed: a word of the field's type, nothing (the option alone is True), a number in
-    # plain digits, cells for all sides or each, or a rule set's name or file.
+    # plain digits, cells for all sides or each or a growth, or a rule set's name or file.
     form: Literal["word", "flag", "integer", "number", "size", "rules"]
     help: str
     group: str  # of options in --help
@@ -105,15 +110,17 @@ class PlanOptions:
     line.
     """
 
-    # Cells, an integer or one for each side. "auto": at most MOST_WINDOW, and within MOST_SLOWER.
-    dilated_size: int | Sequence[int] | Literal["auto"] = field(
+    # Cells, an integer or one for each side; a growth such as "+4"; or "auto": the largest growth
+    # with windows of at most MOST_WINDOW that adds at most MOST_SLOWER percent to the MACs.
+    dilated_size: int | Sequence[int] | str = field(
         default=AUTO,
         metadata=_argument(
             form="size",
-            help="Window in which elements move: 17 or 17x9 cells; auto: the largest, "
-            f"{MOST_WINDOW} at most, that adds at most {MOST_SLOWER:g} % to the MACs.",
+            help="Window in which elements move: 17 or 17x9 cells; +4: four cells more a side "
+            f"than each kernel; auto: the largest growth, to {MOST_WINDOW} cells at most, that "
+            f"adds at most {MOST_SLOWER:g} % to the MACs.",
             group=HOW_MANY_ELEMENTS,
-            metavar="N|HxW|auto",
+            metavar="N|HxW|+N|auto",
         ),
     )
     kernel_count: "int | Literal['auto', 'exact'] | LayerCounts" = field(
@@ -215,6 +222,21 @@ class PlanOptions:
             if other in argument_of(option).idle_beside:
                 names.append(option.name)
         return sorted(names)
+
+
+def check_even(growth: str) -> None:
+    """Check that a text that matches GROWTH is an even number.
+
+    Raises:
+        ValueError: It is odd; the message says what would do.
+    """
+    cells = int(growth)
+    if cells % 2 == 0:
+        return
+    near = f"+{cells + 1}"
+    if cells > LEAST_GROWTH:
+        near = f"+{cells - 1} or {near}"
+    raise ValueError(f"growth {growth} must be even, or the output would shift; use {near}")
 
 
 def _enumerated(names: Sequence[str]) -> str:

@@ -16,6 +16,7 @@ from ..errors import DclsConvertError, shown
 from ..files import check_folder, check_images, check_weights_file
 from ..options import (
     AUTO,
+    GROWTH,
     HOW_MANY_ELEMENTS,
     MOST_COUNT,
     MOST_SIDE,
@@ -23,6 +24,7 @@ from ..options import (
     WHAT_TO_CONVERT,
     PlanOptions,
     argument_of,
+    check_even,
     option_name,
 )
 from ..pipeline.request import ConversionRequest
@@ -109,16 +111,27 @@ def _sides(text: str, counts: range, what: str) -> tuple[int, ...]:
     return sides
 
 
-def parse_size_or_auto(text: str) -> int | str | tuple[int, ...]:
-    """ "auto", or a size as `parse_size` reads it."""
+def parse_window_or_auto(text: str) -> int | str | tuple[int, ...]:
+    """ "auto", or a window as `parse_window` reads it; refuses an odd growth."""
     if text == AUTO:
         return AUTO
-    return parse_size(text)
+    window = parse_window(text)
+    if isinstance(window, str):
+        try:
+            check_even(window)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+    return window
 
 
-def parse_size(text: str) -> int | tuple[int, ...]:
-    """ "17" -> 17, "17x9" -> (17, 9)."""
-    what = f"a size: give an integer from 1 to {MOST_SIDE} such as 17, or sides such as 17x9"
+def parse_window(text: str) -> int | str | tuple[int, ...]:
+    """ "17" -> 17, "17x9" -> (17, 9), and the growth "+4" as it is."""
+    if re.fullmatch(GROWTH, text):
+        return text
+    what = (
+        f"a size: give an integer from 1 to {MOST_SIDE} such as 17, sides such as 17x9, "
+        "or a growth such as +4"
+    )
     sides = _sides(text, range(1, 4), what)
     if len(sides) == 1:
         return sides[0]
@@ -286,7 +299,7 @@ def _planning_argument(option_field: Field[Any]) -> Any:
                 words = get_args(words)[0]
             return Annotated[option_field.type, choice(words, panel, help, **settings)]
         case "size":
-            return Annotated[Any, option(panel, help, parser=parse_size_or_auto, **settings)]
+            return Annotated[Any, option(panel, help, parser=parse_window_or_auto, **settings)]
         case "rules":
             return Annotated[str, option(panel, help, autocompletion=complete_rules, **settings)]
     kind: type[Any] = int

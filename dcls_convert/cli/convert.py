@@ -224,15 +224,22 @@ def _carry_out(
 def _default_output(loaded: "LoadedNetwork", resolved: "ResolvedRequest") -> Path:
     """The default folder: the model's name with the window's size and the start.
 
-    convnext_tiny-dcls17 or -dcls17x9; -dcls if the plan has several sizes; -dcls17-fit if
-    elements are not random, and -dcls17-calibrated if images decided.
+    convnext_tiny-dcls17 or -dcls17x9; efficientnet_b0-dcls-plus2 if kernels of several sizes grow
+    by the same; -dcls if windows differ otherwise; -dcls17-fit if elements are not random, and
+    -dcls17-calibrated if images decided.
     """
     layers = resolved.plan.layers
     sizes = {layer.dilated_size for layer in layers if not layer.dense_axes}
     if not sizes:
         sizes = {layers[0].dilated_size}
-    size = _short_size(*sizes) if len(sizes) == 1 else ""
-    start = "" if resolved.elements is not None else _start_suffix(loaded.request)
+    size = ""
+    if resolved.plan.growth is not None:
+        size = f"-plus{resolved.plan.growth}"
+    elif len(sizes) == 1:
+        size = _short_size(*sizes)
+    start = ""
+    if resolved.elements is None:
+        start = _start_suffix(loaded.request)
     assert loaded.source is not None
     return _output_of(loaded.source.name, size, start)
 
@@ -256,8 +263,8 @@ def _check_known_output(request: ConversionRequest, *, force: bool) -> None:
     It is for a size that is stated for all layers, and weights that have no elements of their own.
     """
     size = request.options.dilated_size
-    is_known = size != AUTO and request.options.rules == AUTO and request.weights is None
-    if is_known and isinstance(request.model, str):
+    is_known = request.options.rules == AUTO and request.weights is None
+    if is_known and isinstance(size, int | tuple) and isinstance(request.model, str):
         sides = size if isinstance(size, tuple) else (size,)
         output = _output_of(request.model, _short_size(sides), _start_suffix(request))
         if output.exists():

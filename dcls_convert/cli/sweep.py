@@ -2,7 +2,7 @@
 
 import functools
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,7 +32,7 @@ from .arguments import (
     Network,
     number,
     option,
-    parse_size,
+    parse_window,
     refuse,
     with_records,
 )
@@ -40,7 +40,7 @@ from .arguments import (
 if TYPE_CHECKING:
     import torch
 
-    from ..compare.sweep import Asked, TimingSettings
+    from ..compare.sweep import Asked, SweepRow, TimingSettings
 
 TIMES = "Times"
 MOST_ROWS = 1000
@@ -81,9 +81,9 @@ def list_option(
     return option(HOW_MANY, help, metavar=metavar, parser=parse_list)
 
 
-def _window(text: str) -> int | tuple[int, ...]:
-    """ "17" and "17x17" -> 17, "17x9" -> (17, 9)."""
-    size = parse_size(text)
+def _window(text: str) -> int | str | tuple[int, ...]:
+    """ "17" and "17x17" -> 17, "17x9" -> (17, 9), and the growth "+4" as it is."""
+    size = parse_window(text)
     if isinstance(size, tuple) and len(set(size)) == 1:
         return size[0]
     return size
@@ -91,9 +91,10 @@ def _window(text: str) -> int | tuple[int, ...]:
 
 SIZES = list_option(
     _window,
-    f"sizes from 1 to {MOST_SIDE}: 7..23 (every other), 7..23..4 (every fourth), 7,9,13, or 17x9",
+    f"sizes from 1 to {MOST_SIDE}: 7..23 (every other), 7..23..4 (every fourth), 7,9,13, 17x9, "
+    "or growths: +2,+4",
     "Windows: 7..23 tries every other size, as an odd kernel needs an odd window; "
-    "7..23..4 every fourth.",
+    "7..23..4 every fourth; +2,+4 are growths.",
     metavar="A..B|N,N",
     step=2,  # the window and the old kernel must both be odd or both be even
 )
@@ -207,8 +208,16 @@ def sweep(
     if sweep.interrupted:
         raise KeyboardInterrupt
     if not any(row.status == "done" for row in sweep.rows):
-        reason = sweep.rows[1].reason
+        reason = _first_reason(sweep.rows)
         raise PlanError(f"no combination could be planned; the first failed with: {reason}")
+
+
+def _first_reason(rows: Sequence["SweepRow"]) -> str | None:
+    """Why the first row failed; if none did, why the first one does not fit."""
+    for row in rows:
+        if row.status == "failed":
+            return row.reason
+    return rows[1].reason
 
 
 def _timing(

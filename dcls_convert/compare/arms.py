@@ -38,13 +38,15 @@ class Arm:
 
     @property
     def label(self) -> str:
-        """ "as it is", "17x17", "17x17 uniform", "17x17 frozen"; "auto" if no size is stated."""
+        """ "as it is", "17x17", "+4", "17x17 uniform", "17x17 frozen"; "auto" without a size."""
         if self.kind == "original":
             return AS_IT_IS
         if self.size is None:
             words = ["auto"]
         elif isinstance(self.size, int):
             words = [size_text((self.size, self.size))]
+        elif isinstance(self.size, str):
+            words = [self.size]
         else:
             words = [size_text(self.size)]
         if self.kind != "converted":

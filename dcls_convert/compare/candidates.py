@@ -24,9 +24,19 @@ from ..pipeline.conversion import convert_network
 from ..pipeline.loaded import LoadedNetwork
 from ..pipeline.resolved import ResolvedRequest, resolve
 from ..planning.plan import taken_from
-from ..planning.windows import larger_sizes
+from ..planning.windows import sizes_to_try
 from ..reports.report import predict_report
-from .sweep import Asked, AskedSize, Sweep, SweepRow, TimingSettings, choose, with_dominated
+from ..tables import counted
+from .sweep import (
+    Asked,
+    AskedSize,
+    Recommendation,
+    Sweep,
+    SweepRow,
+    TimingSettings,
+    choose,
+    with_dominated,
+)
 from .timing import converted_copy, measure, summary
 
 LEAST_ROUNDS = 3  # of timing, whatever time they take
@@ -83,11 +93,10 @@ def combinations(
     return asked
 
 
-def usual_sizes(loaded: LoadedNetwork) -> list[int]:
-    """The windows of a sweep that states none: that of the smallest kernel, and larger ones."""
+def usual_sizes(loaded: LoadedNetwork) -> Sequence[AskedSize]:
+    """The windows of a sweep that states none: sizes, or growths if kernels have several sizes."""
     options = replace(loaded.request.options, dilated_size=AUTO, kernel_count=AUTO)
-    larger = larger_sizes(resolve(loaded, options).plan.layers)
-    return [larger[0] - 2, *larger[:-1]]
+    return sizes_to_try(resolve(loaded, options).plan.layers)
 
 
 def make_sweep(
@@ -143,6 +152,10 @@ def make_sweep(
     except KeyboardInterrupt:
         interrupted = True
     rows = with_dominated([candidate.row for candidate in candidates])
+    choice = choose(rows, slower)
+    if interrupted:
+        complete = _complete_rows(rows, fitted=request.trained, timed=timing is not None)
+        choice = Recommendation(why=f"it saw {complete} of {counted(len(asked), 'row')} in full")
     return Sweep(
         model=source.name,
         input_size=convs.input_size,
@@ -151,8 +164,20 @@ def make_sweep(
         timing=timing[0] if timing else None,
         slower=slower,
         interrupted=interrupted,
-        choice=choose(rows, slower),
+        choice=choice,
     )
+
+
+def _complete_rows(rows: Sequence[SweepRow], *, fitted: bool, timed: bool) -> int:
+    """How many rows have all that they were to have, or a reason why not; without the original."""
+    complete = 0
+    for row in rows[1:]:
+        is_done = row.status == "done"
+        lacks_error = fitted and row.kernel_error is None
+        lacks_times = timed and (row.step_ms is None or row.step_ms.runs < LEAST_ROUNDS)
+        if not is_done or not (lacks_error or lacks_times):
+            complete += 1
+    return complete
 
 
 def _plan_all_(

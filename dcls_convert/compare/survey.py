@@ -44,6 +44,7 @@ class ModelRow:
     convolutions: dict[str, int] = field(default_factory=dict)
     replaced: dict[str, int] = field(default_factory=dict)  # of these, how many would be replaced
     dilated_sizes: tuple[tuple[int, ...], ...] = ()  # all that occur
+    growth: int | None = None  # as in `ConversionPlan`
     kernel_counts: tuple[int, ...] = ()  # all that occur
     params: Change = field(default_factory=Change)
     macs: MacsChange = field(default_factory=MacsChange)
@@ -119,6 +120,7 @@ def model_row(
         row,
         replaced=dict(replaced.most_common()),
         dilated_sizes=tuple(sorted(dilated_sizes)),
+        growth=plan.growth,
         kernel_counts=tuple(sorted(kernel_counts)),
         rules=plan.rules,
         params=Change(before=report.params.before, after=report.params.after),

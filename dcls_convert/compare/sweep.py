@@ -13,18 +13,21 @@ from typing import Any, Literal
 from ..depthwise.geometry import size_text
 from ..options import MOST_WINDOW
 from ..records import Record
+from ..tables import span
 
 # Relative errors that differ by less count as equal: training changes them more than that.
 EQUAL_ERRORS = 0.005
+# Why a sweep of a trained network recommends no size.
+NO_GAIN = "without training, no row gains anything, as elements are fitted inside the old kernels"
 RowStatus = Literal["original", "done", "does not fit", "failed"]
-AskedSize = int | tuple[int, ...]
+AskedSize = int | tuple[int, ...] | str  # cells, or a growth such as "+4"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
     """One combination."""
 
-    size: AskedSize  # cells, as `dilated_size` of the planning options
+    size: AskedSize  # as `dilated_size` of the planning options
     kernel_count: int | None = None  # None: solved for the budget
     budget: float | None = None  # percent; None: the default, or a count is given
 
@@ -72,18 +75,23 @@ class SweepRow:
 
     @property
     def window(self) -> str:
-        """ "17x17", or "7x7..9x9" for several windows; as asked for if nothing was planned."""
+        """ "17x17", or "7x7..9x9" for several windows; of a growth, "+4 (7x7..9x9)".
+
+        As asked for if nothing was planned.
+        """
         if self.asked is None:
             return "dense"
-        if self.dilated_sizes:
-            smallest = size_text(self.dilated_sizes[0])
-            largest = size_text(self.dilated_sizes[-1])
-            if smallest == largest:
-                return smallest
-            return f"{smallest}..{largest}"
-        if isinstance(self.asked.size, int):
-            return size_text((self.asked.size,))
-        return size_text(self.asked.size)
+        size = self.asked.size
+        planned = span(self.dilated_sizes, size_text)
+        if isinstance(size, str):
+            if not planned:
+                return size
+            return f"{size} ({planned})"
+        if planned:
+            return planned
+        if isinstance(size, int):
+            return str(size)
+        return size_text(size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,26 +175,28 @@ def _at_most(limit: float, value: Value, rows: Sequence[SweepRow]) -> list[Sweep
 
 
 def _window_sides(done: Sequence[SweepRow]) -> list[tuple[int, ...]]:
-    """Sides of the window of each row, with the same number of axes in all rows."""
-    sizes: list[AskedSize] = []
+    """Sides of the smallest and of the largest window of each row, equally many in all rows.
+
+    Both count: of two rows with the same largest window, one may give smaller kernels a smaller
+    window.
+    """
     axes = 1
     for row in done:
-        assert row.asked is not None
-        sizes.append(row.asked.size)
-        if isinstance(row.asked.size, tuple):
-            axes = max(axes, len(row.asked.size))
-    sides: list[tuple[int, ...]] = []
-    for size in sizes:
-        if isinstance(size, int):
-            size = tuple(itertools.repeat(size, axes))
-        sides.append(size)
-    return sides
+        axes = max(axes, *map(len, row.dilated_sizes))
+    all_sides: list[tuple[int, ...]] = []
+    for row in done:
+        sides: list[int] = []
+        for window in (row.dilated_sizes[0], row.dilated_sizes[-1]):
+            missing_axes = axes - len(window)
+            sides += [*window, *itertools.repeat(window[-1], missing_axes)]
+        all_sides.append(tuple(sides))
+    return all_sides
 
 
 def compared(done: Sequence[SweepRow]) -> list[tuple[float, ...]]:
     """The numbers by which the rows are compared, for each row; of each number, less is better.
 
-    They are the sides of the window negated, parameters, times (or else MACs), and the error (or
+    They are the sides of the windows negated, parameters, times (or else MACs), and the error (or
     else the number of elements negated). A number that some row lacks is not compared.
     """
     costs: list[Value] = []
@@ -248,6 +258,10 @@ def choose(rows: Sequence[SweepRow], slower: float) -> Recommendation:
         limit = f"{slower:g} % more MACs"
     else:
         return Recommendation(why="neither MACs nor times are known")
+    if _is_known(_error, done):
+        least = min(map(_error, done))
+        if max(map(_error, done)) - least <= EQUAL_ERRORS:
+            return Recommendation(why=f"{NO_GAIN} (all errors are about {least:.3f})")
 
     # In windows no larger than the old kernels, elements have nowhere new to go.
     grown = [row for row in done if _folded_bytes(row) > _folded_bytes(original)]

@@ -83,13 +83,30 @@ class LayerPlan(OldConv):
         return tuple(map(extent, self.kernel_size, self.dilation))
 
     @property
+    def learnt_extents(self) -> tuple[int, ...]:
+        """The extents along the learnt axes."""
+        return self._along_learnt_axes(self.extents)
+
+    @property
+    def growths(self) -> tuple[int, ...]:
+        """Cells by which the window is larger than the old kernel's extent, on each learnt axis."""
+        sides = self._along_learnt_axes(self.dilated_size)
+        growths = []
+        for side, old in zip(sides, self.learnt_extents, strict=True):
+            growths.append(side - old)
+        return tuple(growths)
+
+    def _along_learnt_axes(self, sides: tuple[int, ...]) -> tuple[int, ...]:
+        learnt = []
+        for axis, side in enumerate(sides):
+            if axis not in self.dense_axes:
+                learnt.append(side)
+        return tuple(learnt)
+
+    @property
     def cells(self) -> int:
         """Cells of the window along the learnt axes: the most elements that a kernel can use."""
-        cells = 1
-        for axis, side in enumerate(self.dilated_size):
-            if axis not in self.dense_axes:
-                cells *= side
-        return cells
+        return math.prod(self._along_learnt_axes(self.dilated_size))
 
     @property
     def coordinates(self) -> int:
@@ -226,6 +243,22 @@ class ConversionPlan(Record):
         from ..views.report import plan_view
 
         return as_html(plan_view(self))
+
+    @property
+    def growth(self) -> int | None:
+        """Cells that every side of a window has more than its kernel's extent.
+
+        None if the sides grow differently, or if all kernels have one extent: the window's size
+        then says the same.
+        """
+        extents: set[int] = set()
+        growths: set[int] = set()
+        for layer in self.layers:
+            extents.update(layer.learnt_extents)
+            growths.update(layer.growths)
+        if len(extents) == 1 or len(growths) > 1:
+            return None
+        return growths.pop()
 
     def group(self, name: str) -> TieGroup:
         """The tie group of that name, which must be one of the plan's."""

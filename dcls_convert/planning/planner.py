@@ -1,6 +1,7 @@
 """From sites and rules to a plan: which layer replaces which convolution, and what is tied."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,12 @@ from ..options import (
     DEFAULT_INTERPOLATION,
     ERROR,
     EXACT,
+    GROWTH,
     INTERPOLATION_NAMES,
     SCOPES,
     TIES,
     PlanOptions,
+    check_even,
     takes_plan_options,
 )
 from .budget import UNSOLVED, parse_percent, solve_counts
@@ -46,10 +49,11 @@ def plan_conversion(
         convs: What `find_convs` found.
         rules: A rule set, its name, file or mapping, or "auto": the first of AUTO_RULES that
             claims a convolution.
-        dilated_size: Window for rules that state none; an integer leaves sides of 1 in a longer
-            kernel as they are. "auto" takes the largest, 17 at most, that adds at most 15 % to the
-            model's MACs. If every window adds more, it takes the smallest that is larger than the
-            kernels.
+        dilated_size: Window for rules that state none: cells of all sides, of each side, or a
+            growth. "+4" gives each side four cells more than its kernel's extent: 7 for a kernel of
+            3. An integer and a growth leave sides of 1 in a longer kernel as they are. "auto" takes
+            the largest growth, with windows of 17 at most, that adds at most 15 % to the model's
+            MACs; "+2" if every growth adds more.
         kernel_count: Elements in a kernel for rules that state none. "auto" solves for the budget.
             "exact" takes as many as the old kernel has cells, whatever the budget; the layers can
             then start as the same function. `LayerCounts` gives the counts of existing elements; it
@@ -125,15 +129,7 @@ def make_plan(
 
 def _check_options(options: PlanOptions) -> None:
     """Refuse (PlanError) values that no model allows."""
-    size = options.dilated_size
-    if size != AUTO:
-        sides: Sequence[object] = [size]
-        if isinstance(size, Sequence):
-            sides = size
-        if not sides or any(type(side) is not int or side < 1 for side in sides):
-            raise PlanError(
-                f"dilated size {shown(repr(size))} must be a positive integer, or one for each side"
-            )
+    _check_size(options.dilated_size)
     choices = {"scope": SCOPES, "tie": TIES, "interpolation": (None, *INTERPOLATION_NAMES)}
     for name, allowed in choices.items():
         value = getattr(options, name)
@@ -144,6 +140,25 @@ def _check_options(options: PlanOptions) -> None:
     if count not in (AUTO, EXACT) and (type(count) is not int or count < 1):
         raise PlanError(
             f"kernel count {shown(repr(count))} must be a positive integer, auto or exact"
+        )
+
+
+def _check_size(size: int | Sequence[int] | str) -> None:
+    if size == AUTO:
+        return
+    if isinstance(size, str) and re.fullmatch(GROWTH, size):
+        try:
+            check_even(size)
+        except ValueError as error:
+            raise PlanError(f"dilated size: {error}") from None
+        return
+    sides: Sequence[object] = [size]
+    if isinstance(size, Sequence):
+        sides = size
+    if not sides or any(type(side) is not int or side < 1 for side in sides):
+        raise PlanError(
+            f"dilated size {shown(repr(size))} must be a positive integer, one for each side, "
+            "or a growth such as '+4'"
         )
 
 
@@ -225,7 +240,7 @@ def _draft_layers(
     """
     if options.kernel_count == EXACT:
         _check_exact(rules, options.interpolation)
-    size: int | Sequence[int] | None = None
+    size: int | Sequence[int] | str | None = None
     if options.dilated_size == AUTO:
         size = recommended_size(convs, rules, rule_of)
     else:
@@ -251,7 +266,7 @@ def _draft(
     site: ConvSite,
     rules: RuleSet,
     index: int,
-    size: int | Sequence[int] | None,
+    size: int | Sequence[int] | str | None,
     options: PlanOptions,
 ) -> LayerPlan:
     """A layer without tie group; its count is UNSOLVED if neither rule nor option states one.

@@ -9,14 +9,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 from yaml.constructor import ConstructorError
 
 from ..depthwise.geometry import size_text
 from ..errors import RuleError, did_you_mean, one_line, printable, shown
 from ..files import builtin_rules, read_bytes
-from ..options import AUTO, INTERPOLATION_NAMES, MOST_COUNT, MOST_SIDE, InterpolationName, Kind
+from ..options import (
+    AUTO,
+    EVEN_GROWTH,
+    GROWTH,
+    INTERPOLATION_NAMES,
+    MOST_COUNT,
+    MOST_SIDE,
+    InterpolationName,
+    Kind,
+    check_even,
+)
 
 if TYPE_CHECKING:
     from ..networks.sites import ConvSite  # which imports torch
@@ -25,6 +43,7 @@ RULES_FORMAT = 1
 AUTO_RULES = ("depthwise", "conv3x3", "dense3x3x3")  # in the order in which `auto` tries them
 Positive = Annotated[int, Field(ge=1)]
 MOST_RULE_BYTES = 1_000_000  # size of a rule file
+TEXT_TAG = "tag:yaml.org,2002:str"  # YAML's
 MOST_SHOWN = 200  # characters of a text from the file, in a message
 
 
@@ -65,8 +84,19 @@ class Range(_Strict):
         return " and ".join(ends)
 
 
+def _even_growth(text: str) -> str:
+    check_even(text)
+    return text
+
+
 Side = Annotated[int, Field(ge=1, le=MOST_SIDE)]
 Size = Side | Annotated[list[Side], Field(min_length=1, max_length=3)]
+Growth = Annotated[
+    str,
+    # Odd growths are refused by the program with what would do, and by the schema.
+    Field(pattern=f"^{GROWTH}$", json_schema_extra={"pattern": f"^{EVEN_GROWTH}$"}),
+    AfterValidator(_even_growth),
+]
 Globs = str | Annotated[list[str], Field(min_length=1)]
 
 
@@ -174,8 +204,10 @@ def _in_words(value: Any) -> str:
 class Defaults(_Strict):
     """What holds where neither the rule nor the command line says anything."""
 
-    dilated_size: Size | None = Field(
-        None, description=f"{_SIDE} for all sides, or a list with one for each side"
+    dilated_size: Size | Growth | None = Field(
+        None,
+        description=f"{_SIDE} for all sides, a list with one for each side, "
+        "or a growth: +4 is four cells more a side than the kernel's extent",
     )
 
 
@@ -314,9 +346,9 @@ class _StrictLoader(yaml.SafeLoader):
     """YAML in which a duplicate key is an error, and Python's own errors have a line number."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """As in SafeLoader, but an error for a duplicate key."""
+        """As in SafeLoader, but an error for a duplicate key, and "+4" for a growth of +4."""
         keys: set[str] = set()
-        for key, _ in node.value:
+        for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 continue
             if key.value in keys:
@@ -324,6 +356,9 @@ class _StrictLoader(yaml.SafeLoader):
                     problem=f"duplicate key {shown(key.value)!r}", problem_mark=key.start_mark
                 )
             keys.add(key.value)
+            if key.value == "dilated_size" and isinstance(value, yaml.ScalarNode):
+                if value.value.startswith("+"):
+                    value.tag = TEXT_TAG  # YAML would read a growth of +4 as the integer 4
         return super().construct_mapping(node, deep)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:

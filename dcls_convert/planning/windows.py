@@ -1,8 +1,7 @@
 """The window of each new layer, and the size that is recommended for a model."""
 
 import math
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ..depthwise.geometry import (
     Padding,
@@ -14,60 +13,81 @@ from ..depthwise.geometry import (
     size_text,
 )
 from ..errors import PlanError
-from ..networks.sites import ConvSite, ModelConvs, OldConv
-from ..options import MOST_SLOWER, MOST_WINDOW
+from ..networks.sites import ConvSite, ModelConvs
+from ..options import LEAST_GROWTH, MOST_SLOWER, MOST_WINDOW
+from .plan import LayerPlan
 from .rules import Rule, RuleSet
 
-SIZES_TO_TRY = 9  # windows that `larger_sizes` gives
+SIZES_TO_TRY = 9  # windows that `sizes_to_try` gives
 
 
-def recommended_size(convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, int]) -> int | None:
-    """The window for dilated size "auto"; None if the rules state all sizes."""
+def recommended_size(convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, int]) -> str | None:
+    """The growth for dilated size "auto", such as "+10"; None if the rules state all sizes.
+
+    The largest growth with windows of at most MOST_WINDOW that adds at most MOST_SLOWER percent to
+    the MACs; the smallest if there is none.
+    """
     if rules.defaults.dilated_size:
         return None
     converted: list[tuple[ConvSite, Rule]] = []
-    without_size: list[ConvSite] = []
+    without_size: list[tuple[ConvSite, Rule]] = []
     for site in convs.sites:
         if site.name in rule_of:
             rule = rules.rules[rule_of[site.name]]
             converted.append((site, rule))
             if not rule.dilated_size:
-                without_size.append(site)
+                without_size.append((site, rule))
     if not without_size:
         return None
-    sizes = larger_sizes(without_size)
     most_added = (convs.macs or 0) * MOST_SLOWER / 100
-    recommended = sizes[0]
-    for size in sizes:
-        if size <= MOST_WINDOW and _added_macs(converted, size) <= most_added:
-            recommended = size
-    return recommended
+    recommended = LEAST_GROWTH
+    for growth in range(LEAST_GROWTH, MOST_WINDOW, 2):
+        is_small = _largest_side(without_size, growth) <= MOST_WINDOW
+        if is_small and _added_macs(converted, growth) <= most_added:
+            recommended = growth
+    return f"+{recommended}"
 
 
-def larger_sizes(convs: Sequence[OldConv]) -> list[int]:
-    """Nine windows for the kernels, each two cells larger than the one before.
+def sizes_to_try(layers: Sequence[LayerPlan]) -> list[int] | list[str]:
+    """Nine windows for these kernels, each two cells larger than the one before.
 
-    All have the parity that most kernels have. The first one is the smallest that holds every
-    kernel of this parity and is larger than at least one of them.
+    Kernels of one extent: sizes, from this extent on. Others: growths, from "+2" on.
     """
-    extents = [max(map(extent, conv.kernel_size, conv.dilation)) for conv in convs]
-    parity = statistics.mode(size % 2 for size in extents)
-    of_this_parity = [size for size in extents if size % 2 == parity]
-    first = max(*of_this_parity, min(of_this_parity) + 2)
-    return list(range(first, first + 2 * SIZES_TO_TRY, 2))
+    extents: set[int] = set()
+    for layer in layers:
+        extents.update(layer.learnt_extents)
+    if len(extents) == 1:
+        (first,) = extents
+        return list(range(first, first + 2 * SIZES_TO_TRY, 2))
+    return [f"+{LEAST_GROWTH + 2 * index}" for index in range(SIZES_TO_TRY)]
 
 
-def _added_macs(converted: Sequence[tuple[ConvSite, Rule]], size: int) -> float:
-    """MACs that the new windows add, with this size where the rule states none.
-
-    Sites that cannot take the size add nothing. Infinite if the MACs of a site are not known.
-    """
-    added = 0
+def _windows(
+    converted: Sequence[tuple[ConvSite, Rule]], growth: int
+) -> Iterator[tuple[ConvSite, tuple[int, ...], tuple[int, ...]]]:
+    """Each site that can take this growth (or its rule's size), its window and its dense axes."""
     for site, rule in converted:
         try:
-            window, _ = choose_window(site, rule.dilated_size or size, rule)
+            window, dense_axes = choose_window(site, rule.dilated_size or f"+{growth}", rule)
         except PlanError:
             continue
+        yield site, window, dense_axes
+
+
+def _largest_side(converted: Sequence[tuple[ConvSite, Rule]], growth: int) -> int:
+    """Cells of the largest side of a window along which something is learnt."""
+    largest = 0
+    for _, window, dense_axes in _windows(converted, growth):
+        for axis, side in enumerate(window):
+            if axis not in dense_axes:
+                largest = max(largest, side)
+    return largest
+
+
+def _added_macs(converted: Sequence[tuple[ConvSite, Rule]], growth: int) -> float:
+    """MACs that the new windows add; infinite if the MACs of a site are not known."""
+    added = 0
+    for site, window, _ in _windows(converted, growth):
         before = site.macs(site.kernel_size)
         after = site.macs(window)
         if before is None or after is None:
@@ -77,19 +97,28 @@ def _added_macs(converted: Sequence[tuple[ConvSite, Rule]], size: int) -> float:
 
 
 def choose_window(
-    site: ConvSite, size: int | Sequence[int], rule: Rule
+    site: ConvSite, size: int | Sequence[int] | str, rule: Rule
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The window of the new layer, and its dense axes.
+
+    Args:
+        site: The old convolution.
+        size: Cells of every side, cells of each side, or a growth such as "+4".
+        rule: The one that claims the site; it may name dense axes.
 
     Raises:
         PlanError: The site cannot take this size.
     """
-    if isinstance(size, int):
+    if isinstance(size, int | str):
         dense_axes = _dense_axes(site, site.kernel_size, rule)
         sides = list(site.kernel_size)
         for axis in range(site.dims):
-            if axis not in dense_axes:
+            if axis in dense_axes:
+                continue
+            if isinstance(size, int):
                 sides[axis] = size
+            else:
+                sides[axis] = extent(site.kernel_size[axis], site.dilation[axis]) + int(size)
         window = tuple(sides)
     else:
         window = tuple(size)

@@ -16,7 +16,7 @@ from ..depthwise.geometry import size_text
 from ..errors import filled, printable, shown
 from ..layers.interpolation import find_interpolation
 from ..networks.outputs import Agreement
-from ..options import EXACT, MOST_SLOWER
+from ..options import EXACT, LEAST_GROWTH, MOST_SLOWER
 from ..pipeline.conversion import Conversion
 from ..pipeline.resolved import ResolvedRequest
 from ..planning.plan import ConversionPlan
@@ -152,6 +152,8 @@ def _heading(report: ConversionReport) -> list[RenderableType]:
     """What the conversion costs, what was converted, and warnings."""
     totals = LayerTotals(layers=report.layers)
     kernels = f"{totals.counts} elements in {totals.windows}"
+    if report.plan.growth is not None:
+        kernels += f" (+{report.plan.growth})"
     model = f": {report.model or 'model'}"
     if report.folded:
         model += ", folded"
@@ -162,7 +164,10 @@ def _heading(report: ConversionReport) -> list[RenderableType]:
         Text(kernels) + Text(printable(model), style="dim"),
     ]
     slower = _slower(report)
-    if slower > COSTLY:
+    if slower > MOST_SLOWER and _has_smallest_windows(report):
+        warning = f"Even the smallest larger windows cost {slower:.0f} % more MACs"
+        parts.append(Text(f"{warning}; rules can skip layers", style="yellow"))
+    elif slower > COSTLY:
         name = printable((report.model or "MODEL").removeprefix("timm:"))
         sizes = f"cheaper sizes: dcls-convert sweep {name}"
         parts.append(Text(f"{1 + slower / 100:.1f} times the MACs; {sizes}", style="yellow"))
@@ -199,6 +204,14 @@ def _slower(report: ConversionReport) -> float:
     if not report.macs.delta:
         return 0.0
     return 100 * report.macs.delta / (report.macs.before or 1)
+
+
+def _has_smallest_windows(report: ConversionReport) -> bool:
+    """Whether no window is more than the smallest growth larger than its kernel."""
+    for layer in report.plan.layers:
+        if max(layer.growths) > LEAST_GROWTH:
+            return False
+    return True
 
 
 def _only_loses_weights(layer: LayerReport) -> bool:

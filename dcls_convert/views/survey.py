@@ -91,7 +91,10 @@ def survey_csv(rows: Sequence[ModelRow]) -> str:
 def _replaced(row: ModelRow) -> str:
     """ "18 depthwise 7x7 → 17x17"; if nothing is replaced, why, and what the model has instead."""
     if row.status == "planned":
-        return f"{_kinds(row.replaced)} → {span(row.dilated_sizes, size_text)}"
+        replaced = f"{_kinds(row.replaced)} → {span(row.dilated_sizes, size_text)}"
+        if row.growth is not None:
+            replaced += f" (+{row.growth})"
+        return replaced
     if row.status == "nothing matches":
         return f"nothing; it has {_kinds(row.convolutions, MOST_KINDS) or 'no convolution at all'}"
     return f"{row.status}: {row.reason}"
@@ -121,7 +124,7 @@ CSV_COLUMNS: list[Column[ModelRow]] = [
     Column("dilated_sizes", lambda row: " ".join(map(size_text, row.dilated_sizes))),
     *map(
         field_column,
-        ("kernel_counts", "params.before", "params.after", "macs.before", "macs.after"),
+        ("growth", "kernel_counts", "params.before", "params.after", "macs.before", "macs.after"),
     ),
     Column("input_size", lambda row: size_text(row.input_size or ())),
     field_column("rules"),

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 TAKEN = ">"
 DOMINATED = "-"
 WITHOUT = "!"
+UNTRAINED = (
+    "Without training, a conversion of a trained network gains nothing and costs MACs; it is a "
+    "start for a training."
+)
 PAPER = (
     "Only training shows the accuracy. In the paper, ConvNeXt lost with windows below 17x17 "
     "and gained nothing above; ResNet-50 had 7x7."
@@ -106,7 +110,9 @@ class _Columns:
 def _columns(sweep: Sweep) -> _Columns:
     write_macs, macs_unit = in_one_unit(row.macs for row in sweep.rows)
     write_size, size_unit = in_one_unit(row.folded_bytes for row in sweep.rows)
-    layer_counts = {row.layers for row in _done(sweep)}
+    layer_counts = set()
+    for row in _done(sweep):
+        layer_counts.add(row.layers)
 
     def more_macs(row: SweepRow) -> float | None:
         original = sweep.rows[0]
@@ -238,17 +244,23 @@ def _timing_notes(sweep: Sweep) -> Iterator[RenderableType]:
 
 def _error_notes(sweep: Sweep) -> Iterator[RenderableType]:
     """What kernels' and outputs' errors are of; nothing if none was measured."""
-    measured = [row.images for row in sweep.rows if row.images is not None]
-    if not measured:
+    image_count: int | None = None  # the same in all rows
+    has_classes = False
+    for row in sweep.rows:
+        if row.images is not None:
+            image_count = row.images
+        if row.same_top1 is not None:
+            has_classes = True
+    if image_count is None:
         return
     images = "random images"
-    image_count = measured[0]  # the same in all rows
     if image_count:
         images = f"{counted(image_count, 'image')} held out of the calibration"
     top1 = ""
-    if any(row.same_top1 is not None for row in sweep.rows):
+    if has_classes:
         top1 = " Top-1: share of them with the same class as before."
     yield indented(f"Kernels: mean relative error. Outputs: relative error for {images}.{top1}")
+    yield indented(UNTRAINED)
 
 
 def sweep_csv(sweep: Sweep) -> str:
@@ -256,7 +268,8 @@ def sweep_csv(sweep: Sweep) -> str:
     paths = ["window", "asked.kernel_count", "asked.budget", "status", "layers", "kernel_counts"]
     paths += ["elements", "params", "macs", "folded_bytes"]
     for measured in ("forward_ms", "step_ms"):
-        paths += [f"{measured}.{field.name}" for field in fields(Timing)]
+        for field in fields(Timing):
+            paths.append(f"{measured}.{field.name}")
     paths += ["kernel_error", "images", "output_error", "same_top1", "kl", "dominated"]
     paths += ["reason", "command"]
     taken: Column[SweepRow] = Column("taken", lambda row: _sign(sweep, row)[0] == TAKEN)
@@ -275,7 +288,10 @@ def _picture(sweep: Sweep) -> "Figure":
     gain, y_label = _gain(sweep)
     figure = new_figure(6.4, 4.2)
     axes = figure.add_subplot()
-    points = [row for row in _done(sweep) if cost(row) is not None]
+    points = []
+    for row in _done(sweep):
+        if cost(row) is not None:
+            points.append(row)
     _draw_series(axes, points, cost, gain)
     if sweep.choice.row is not None:
         taken = sweep.rows[sweep.choice.row]
@@ -339,7 +355,7 @@ def _labels(points: list[SweepRow], cost: Value, gain: Value) -> dict[tuple[floa
 
 
 def _window(row: SweepRow) -> int:
-    return max(max(size) for size in row.dilated_sizes)
+    return max(map(max, row.dilated_sizes))
 
 
 def _cost(sweep: Sweep) -> tuple[Value, str]:

@@ -232,7 +232,10 @@ def test_what_torch_says_of_a_download_is_not_in_the_results(monkeypatch, tmp_pa
 # --- Options, in themselves and for this model
 
 
-NO_SIZE = "is not a size: give an integer from 1 to 9999 such as 17, or sides such as 17x9"
+NO_SIZE = (
+    "is not a size: give an integer from 1 to 9999 such as 17, sides such as 17x9, "
+    "or a growth such as +4"
+)
 NO_INPUT = "is not an input size: give channels and sides from 1 to 9999, such as 3x224x224"
 NO_COUNT = "is not an integer from 1 to 1000000000, or auto"
 NO_PERCENT = "is not a number from 0.0001 to 100000"
@@ -243,7 +246,7 @@ NEITHER = ["", "1_0", " 17 ", "\uff11\uff17", "-1", "1e3", "nan", "9" * 5000]
 @pytest.mark.parametrize(
     ("option", "values", "allowed"),
     [
-        ("--dilated-size", ["17x", "17x0", "17.0", "17x17x17x17", "10000"], NO_SIZE),
+        ("--dilated-size", ["17x", "17x0", "17.0", "17x17x17x17", "10000", "+0"], NO_SIZE),
         ("--input-size", ["3", "0x9x9", "3x1x1x1x1", "3,9,9", "3x10000x9"], NO_INPUT),
         ("--kernel-count", ["0", "AUTO", "1000000001"], NO_COUNT),
         ("--budget", ["0", "100%%", "100001"], NO_PERCENT),

@@ -18,7 +18,9 @@ from ..command_line import NET, net, run
 from .trained import write_trained
 
 SMALL = ("--input-size", "3x32x32")
-NARROW, OTHERS, UNABLE = (f"{__name__}:{name}" for name in ("narrow", "others", "unable"))
+NARROW, OTHERS, MIXED, UNABLE = (
+    f"{__name__}:{name}" for name in ("narrow", "others", "mixed", "unable")
+)
 
 
 def narrow():
@@ -30,6 +32,13 @@ def others():
     return nn.Sequential(
         nn.Conv2d(3, 8, 1), *[nn.Conv2d(8, 8, size, groups=8) for size in (3, 3, 4)]
     )
+
+
+def mixed():
+    """With kernels of 7 and of 3."""
+    network = net()
+    network.stages[1] = net(size=3).stages[1]
+    return network
 
 
 def unable():
@@ -73,6 +82,7 @@ def report_of(command, *arguments):
             "gaussian",
         ),
         ("--sizes", "7,9", "--scope", "stage", "--rules", "depthwise", "--num-classes", "5"),
+        ("--sizes", "+2,+4", "--budgets", "100"),
     ],
 )
 def test_rows_say_what_their_commands_do(options):
@@ -97,6 +107,31 @@ def test_rows_say_what_their_commands_do(options):
         assert found["input_size"] == report["input_size"]
     last = table(NET, *options).splitlines()[-1]
     assert last.strip() == found["choice"]["command"] == rows[found["choice"]["row"] - 1]["command"]
+
+
+def test_kernels_of_several_sizes_have_rows_by_growth():
+    found, _ = sweep(MIXED)
+    _, *rows = found["rows"]
+    assert [row["asked"]["size"] for row in rows] == [f"+{growth}" for growth in range(2, 20, 2)]
+    for row in rows:
+        growth = int(row["asked"]["size"])
+        assert row["dilated_sizes"] == [[3 + growth] * 2, [7 + growth] * 2]
+        assert row["layers"] == 4
+    taken = rows[found["choice"]["row"] - 1]
+    assert taken["macs"] == report_of(f"dcls-convert {MIXED}", "--dry-run", *SMALL)["macs"]["after"]
+    report = report_of(taken["command"], "--dry-run")
+    assert taken["macs"] == report["macs"]["after"]
+    assert f"> {taken['asked']['size']} (" in table(MIXED)
+    same = [row["asked"]["size"] for row in sweep(NET)[0]["rows"][1:]]
+    assert same == [*range(7, 25, 2)], "one size: as many cells as the kernel, and more"
+
+
+def test_the_default_folder_of_a_growth_has_a_name_that_shells_take():
+    out, _ = run(MIXED, "--dilated-size", "+4", *SMALL, "--quiet")
+    assert out.strip() == "mixed-dcls-plus4"
+    assert run(NARROW, "--dilated-size", "+4", *SMALL, "--quiet")[0].strip() == "narrow-dcls7"
+    out, _ = run(MIXED, "--dilated-size", "+4", *SMALL, "--dry-run")
+    assert "elements in 7x7..11x11 (+4): " in out
 
 
 def test_folded_bytes_are_those_of_the_folded_state_dict():
@@ -143,6 +178,19 @@ def test_without_a_row_that_fits_the_rows_are_shown_and_it_is_a_mistake():
     )
 
 
+def test_without_a_row_the_first_one_that_failed_says_why(monkeypatch):
+    resolve = candidates.resolve
+
+    def failing(loaded, options):
+        if options.dilated_size == 9:
+            raise MemoryError("no room")
+        return resolve(loaded, options)
+
+    monkeypatch.setattr(candidates, "resolve", failing)
+    _, err = sweep(NET, "--sizes", "8,9,10", code=2)
+    assert err.splitlines()[-1].endswith("the first failed with: planning: MemoryError: no room")
+
+
 def test_an_interrupt_keeps_the_rows_so_far(monkeypatch):
     resolve = candidates.resolve
 
@@ -156,7 +204,10 @@ def test_an_interrupt_keeps_the_rows_so_far(monkeypatch):
     assert found["interrupted"]
     assert [row["asked"] and row["asked"]["size"] for row in found["rows"]] == [None, 7, 9]
     assert err.splitlines()[-1] == "error: interrupted"
-    assert "Interrupted" in table(NET, "--sizes", "7..15", code=130)
+    assert found["choice"]["row"] is None
+    out = table(NET, "--sizes", "7..15", code=130)
+    assert "Interrupted" in out
+    assert out.splitlines()[-1] == " No size is recommended: it saw 2 of 5 rows in full."
 
 
 def test_an_interrupt_keeps_the_times_so_far(monkeypatch):
@@ -170,6 +221,7 @@ def test_an_interrupt_keeps_the_times_so_far(monkeypatch):
 
     monkeypatch.setattr(candidates, "measure", interrupted)
     found, _ = sweep(NARROW, "--sizes", "5,7", "--time", "--seconds", 1, code=130)
+    assert found["choice"]["why"] == "it saw 0 of 2 rows in full", "a time needs three rounds"
     assert [row["forward_ms"]["runs"] for row in found["rows"]] == [2, 1, 1]
     assert [row["step_ms"]["runs"] for row in found["rows"]] == [2, 1, 1]
 
@@ -226,7 +278,7 @@ def test_errors_are_those_of_the_conversions(tmp_path):
     write_trained(tmp_path, narrow(), images=6)
     weights = ("--checkpoint", "weights.safetensors", "--scope", "model")
     trained = (*weights, "--calibrate", "images", "--mean", "0.5,0.4,0.3", "--std", "0.25")
-    found, _ = sweep(NARROW, "--sizes", "5", "--budgets", "80%,100%", *trained, "--slower", "1000")
+    found, _ = sweep(NARROW, "--sizes", "5", "--budgets", "30%,100%", *trained, "--slower", "1000")
     for index, row in enumerate(found["rows"][1:]):
         outcome = report_of(row["command"], "--output", tmp_path / str(index))["outcome"]
         assert outcome.pop("shifted")["kl"] > 0
@@ -235,6 +287,17 @@ def test_errors_are_those_of_the_conversions(tmp_path):
     least = min(row["output_error"] for row in found["rows"][1:])
     assert found["rows"][found["choice"]["row"]]["output_error"] <= least + EQUAL_ERRORS
     assert f"the least error of outputs for images held out ({least:.3f};" in found["choice"]["why"]
+
+
+def test_no_larger_window_is_recommended_for_a_trained_network_that_gains_nothing():
+    torch.save(narrow().state_dict(), "weights.pth")
+    options = (NARROW, "--sizes", "3,5,7", "--checkpoint", "weights.pth")
+    found, _ = sweep(*options)
+    assert (found["choice"]["row"], found["choice"]["command"]) == (None, None)
+    out = table(*options)
+    last = " No size is recommended: without training, no row gains anything"
+    assert out.splitlines()[-1].startswith(last)
+    assert "Without training, a conversion of a trained network gains nothing" in out
 
 
 def test_a_picture_of_the_rows():

@@ -112,14 +112,14 @@ def test_results_pair_runs_by_seed():
 
 
 def test_labels_and_names_of_files_tell_arms_apart():
-    arms = make_arms([None, 17, (17, 9)], ["normal", "uniform"], ablate=True)
+    arms = make_arms([None, 17, (17, 9), "+4"], ["normal", "uniform"], ablate=True)
     assert (
         len({arm.label for arm in arms})
         == len({arm.file_name for arm in arms})
         == len(arms)
-        == 1 + 3 * 5
+        == 1 + 4 * 5
     )
-    assert {"as it is", "17x17", "17x17 uniform", "17x17 frozen", "17x17 dense", "17x9"} < {
+    assert {"as it is", "17x17", "17x17 uniform", "17x17 frozen", "17x17 dense", "17x9", "+4"} < {
         arm.label for arm in arms
     }
     assert Arm(kind="frozen", size=9, positions="uniform").label == "9x9 frozen uniform"

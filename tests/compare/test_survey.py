@@ -194,6 +194,7 @@ FULL = ModelRow(
     convolutions={"dense 3x3": 2},
     replaced={"dense 3x3": 1},
     dilated_sizes=((7, 7),),
+    growth=4,
     kernel_counts=(5, 6),
     rules="mine.yaml",
     input_size=(3, 8, 8),
@@ -227,6 +228,7 @@ def test_json_and_csv_tell_every_field_of_a_row():
     assert data["models"][0] == plain | {
         "input_size": [3, 8, 8],
         "dilated_sizes": [[7, 7]],
+        "growth": 4,
         "kernel_counts": [5, 6],
         "params": {"before": 10, "after": 9, "delta": -1},
         "macs": {"before": 20, "after": 30, "delta": 10, "note": "a note"},
@@ -241,17 +243,20 @@ def test_json_and_csv_tell_every_field_of_a_row():
 def test_the_table_has_a_line_for_each_model_and_the_failures_again():
     recorder = Console(width=160, file=io.StringIO(), highlight=False)
     planned = model_row(f"timm:{TINY}", PlanOptions())
+    mixed = model_row("timm:mobilenetv3_small_050", PlanOptions())
     failed = ModelRow(
         name="timm:b", status="failed", reason="its process was killed [by] SIGKILL\x1b"
     )
-    recorder.print(survey_view([planned, failed]))
+    recorder.print(survey_view([planned, mixed, failed]))
     lines = recorder.file.getvalue().splitlines()
     (line,) = [line for line in lines if line.startswith(f"timm:{TINY} ")]
-    assert "9 depthwise 7x7 → 9x9" in line
+    assert "9 depthwise 7x7 → 9x9  " in line
     assert f" {planned.kernel_counts[0]} " in line
+    (line,) = [line for line in lines if line.startswith("timm:mobilenetv3_small_050 ")]
+    assert "8 depthwise 5x5, 3 depthwise 3x3 → 5x5..7x7 (+2)" in line
     assert [lines[-2], lines[-1]] == [
         "failed: timm:b: its process was killed [by] SIGKILL\\x1b",
-        "2 models: 1 planned, 0 nothing matches, 1 failed",
+        "3 models: 2 planned, 0 nothing matches, 1 failed",
     ]
 
 

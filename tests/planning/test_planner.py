@@ -185,7 +185,7 @@ def test_a_window_that_no_convolution_can_take_is_refused_with_what_would_do(
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("dilated_size", size) for size in [0, 7.0, "7x7", True, (), (7, 0)]),
+        *(("dilated_size", size) for size in [0, 7.0, "7x7", "+0", "4", True, (), (7, 0)]),
         *(("scope", "block"), ("tie", "all"), ("interpolation", "cubic")),
     ],
 )
@@ -241,28 +241,76 @@ def test_what_cannot_take_the_size_is_skipped_with_the_reason_or_refused_if_stri
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [
-        ("convnext_tiny", 17),
-        ("convnext_nano", 17),
-        ("efficientnet_b0", 5),
-        ("mobilenetv3_large_100", 5),
-        ("resnet18", 5),
-    ],
+    [("convnext_tiny", 17), ("convnext_nano", 17), ("mobilenetv2_100", 5), ("resnet18", 5)],
 )
-def test_the_recommended_size_is_the_largest_that_adds_at_most_15_percent(name, size):
-    convs = convs_of(name)
-    plan = plan_conversion(convs)
+def test_kernels_of_one_size_get_the_usual_window(name, size):
+    plan = plan_conversion(convs_of(name))
     assert {layer.dilated_size for layer in plan.layers} == {(size, size)}
 
-    def growth(window):
-        return (
-            predict_report(plan_conversion(convs, dilated_size=window)).macs.after / convs.macs - 1
-        )
 
-    affordable = growth(size) <= 0.15
-    assert affordable == (name != "resnet18")  # for which every larger window costs more
-    if affordable and size < 17:
-        assert growth(size + 2) > 0.15
+@pytest.mark.parametrize(
+    "name",
+    [
+        "convnext_tiny",
+        "efficientnet_b0",
+        "mobilenetv3_large_100",
+        "mnasnet_100",
+        "mixnet_s",
+        "hgnetv2_b0",
+        "inception_next_tiny",
+        "resnet18",
+    ],
+)
+def test_every_window_grows_as_far_as_15_percent_more_macs_and_17_cells_allow(name):
+    convs = convs_of(name)
+    plan = plan_conversion(convs)
+    growths = {growth for layer in plan.layers for growth in layer.growths}
+    (growth,) = growths
+    assert growth >= 2
+
+    def is_usual(plan):
+        """Whether the windows have 17 cells at most and add at most 15 % to the MACs."""
+        largest = max(max(layer.dilated_size) for layer in plan.layers)
+        return largest <= 17 and predict_report(plan).macs.after <= 1.15 * convs.macs
+
+    assert is_usual(plan) or growth == 2
+    for larger in range(growth + 2, 18, 2):
+        assert not is_usual(plan_conversion(convs, dilated_size=f"+{larger}"))
+
+
+@pytest.mark.parametrize(
+    ("conv", "rule", "window"),
+    [
+        (depthwise(7), "{}", (11, 11)),
+        (depthwise((3, 5)), "{}", (7, 9)),
+        (depthwise(3, dilation=(2, 1)), "{}", (9, 7)),
+        (depthwise((1, 3)), "{}", (1, 7)),
+        (depthwise((3, 4)), "{dense_axes: [0]}", (3, 8)),
+    ],
+)
+def test_a_growth_adds_cells_to_the_extent_of_each_side(conv, rule, window):
+    assert windows(conv, "+4", rule)[0] == window
+    stated = rule.replace("{", "{dilated_size: +4, ").replace(", }", "}")
+    assert windows(conv, "auto", stated)[0] == window
+
+
+def test_a_growth_converts_kernels_of_both_parities():
+    plan = plan_of(Net(lambda: [depthwise(3), depthwise(4)]), dilated_size="+2", strict=True)
+    assert {layer.dilated_size for layer in plan.layers} == {(5, 5), (6, 6)}
+    assert plan.growth == 2
+
+
+def test_a_growth_and_the_size_that_it_gives_are_one_plan_for_kernels_of_one_size():
+    convs = convs_of("convnext_nano")
+    assert plan_conversion(convs, dilated_size="+10") == plan_conversion(convs, dilated_size=17)
+    assert plan_conversion(convs, dilated_size="+10").growth is None
+
+
+@pytest.mark.parametrize(("growth", "near"), [("+1", r"\+2"), ("+3", r"\+2 or \+4")])
+def test_an_odd_growth_is_refused_with_what_would_do(growth, near):
+    message = f"growth .{growth[1]} must be even, or the output would shift; use {near}$"
+    with pytest.raises(PlanError, match=message):
+        plan_of(Net(), dilated_size=growth)
 
 
 def test_rules_that_state_sizes_keep_them_and_leave_the_others_to_auto():

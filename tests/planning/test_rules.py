@@ -355,6 +355,13 @@ MISTAKES = {
     rule(
         "interpolation: cubic"
     ): "rules[0].interpolation: found 'cubic'; allowed is bilinear or triangle or gaussian",
+    rule("dilated_size: '+3'"): (
+        "rules[0].dilated_size: growth +3 must be even, or the output would shift; use +2 or +4"
+    ),
+    rule("dilated_size: '+0'"): (
+        "rules[0].dilated_size: found '+0'; allowed is an integer from 1 to 9999 for all sides, "
+        "a list with one for each side, or a growth: +4 is four cells more a side"
+    ),
     rule(
         "stage_pattern: ''"
     ): "rules[0].stage_pattern: found ''; allowed is a regular expression for module names",
@@ -405,6 +412,13 @@ def test_a_mistake_is_one_line_with_the_place(text):
     assert one_line(error.value).startswith((MISTAKES | MISTAKES_BEYOND_A_SCHEMA)[text])
 
 
+def test_a_growth_may_be_written_with_and_without_quotes():
+    for written in ("+4", "'+4'"):
+        rules = parse_rules(rule(f"dilated_size: {written}"))
+        assert rules.rules[0].dilated_size == "+4"
+        assert parse_rules(rules.text).rules == rules.rules
+
+
 def test_rules_that_are_not_there_are_refused_with_those_that_are():
     known = "conv3x3, dense3x3, dense3x3x3, depthwise, auto"
     message = f"are neither a file nor one of {known} (did you mean 'depthwise'?)"
@@ -440,7 +454,7 @@ def mappings(value):
 # Any file at all: other values and keys here and there.
 
 texts = st.sampled_from(
-    ["", "*", "\u202e", "a" * 300, "~", "9" * 5000, "auto", "gaussian"]
+    ["", "*", "\u202e", "a" * 300, "~", "9" * 5000, "auto", "gaussian", "+4"]
 ) | st.text(max_size=20)
 values = st.recursive(
     st.none()
@@ -489,6 +503,10 @@ def test_the_schema_takes_what_the_program_takes_and_refuses_what_it_refuses():
     jsonschema = pytest.importorskip("jsonschema")
     jsonschema.Draft202012Validator.check_schema(rules_schema())
     validator = jsonschema.Draft202012Validator(rules_schema())
-    for text in [VALID, *(path.read_text(encoding="utf-8") for path in builtin_rules().values())]:
+    for text in [
+        VALID,
+        rule("dilated_size: '+4'"),
+        *(path.read_text(encoding="utf-8") for path in builtin_rules().values()),
+    ]:
         assert validator.is_valid(yaml.safe_load(text))
     assert [text for text in MISTAKES if validator.is_valid(yaml.safe_load(text))] == []

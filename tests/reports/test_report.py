@@ -131,6 +131,24 @@ def test_colours_say_what_words_say():
     assert f"OVER BUDGET by {-report.budget.slack:,}" in " ".join(printed(report).split())
 
 
+@pytest.mark.parametrize(
+    ("size", "says"),
+    [
+        ("auto", "Even the smallest larger windows cost 164 % more MACs; rules can skip layers"),
+        (5, "Even the smallest larger windows cost 164 % more MACs; rules can skip layers"),
+        (7, "5.1 times the MACs; cheaper sizes: dcls-convert sweep resnet18"),
+    ],
+)
+def test_a_costly_conversion_names_cheaper_sizes_only_where_there_are_any(size, says):
+    assert says in printed(report_of("resnet18", dilated_size=size)).splitlines()
+
+
+def test_the_growth_is_shown_where_kernels_have_several_sizes():
+    mixed = printed(report_of("mobilenetv3_small_050")).splitlines()
+    assert mixed[1].startswith("10 elements in 5x5..7x7 (+2): timm:mobilenetv3_small_050")
+    assert "(+" not in printed(report_of("convnext_tiny")).splitlines()[1]
+
+
 def test_the_count_of_each_stage_stands_in_its_row():
     report = report_of("convnext_tiny", dilated_size=17, scope="stage")
     report = replace(
