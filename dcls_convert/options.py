@@ -96,8 +96,8 @@ def _argument(**settings: Any) -> dict[str, Argument]:
 class PlanOptions:
     """What may be asked of a plan.
 
-    The fields are keyword arguments of `convert_` and `plan_conversion`, and options of the command
-    line.
+    The fields are options of the command line. The public functions that plan have a keyword
+    argument for each field, written out, so that editors and type checkers find them.
     """
 
     # Cells, an integer or one for each side. "auto": at most MOST_WINDOW, and within MOST_SLOWER.
@@ -239,14 +239,12 @@ PLAN_PARAMETERS = plan_parameters(PlanOptions)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def takes_plan_options(function: _Function) -> _Function:
-    """Put the fields of `PlanOptions` into the signature, instead of the last one, `**planning`."""
-    signature = inspect.signature(function)
-    *parameters, _ = signature.parameters.values()
-    for parameter in PLAN_PARAMETERS:
-        if parameter.name not in signature.parameters:
-            parameters.append(parameter)
-    known = [parameter.name for parameter in parameters]
+def suggests_arguments(function: _Function) -> _Function:
+    """Answer a misspelt keyword argument with the one that it is closest to.
+
+    The function's signature stays as it is.
+    """
+    known = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
@@ -256,5 +254,4 @@ def takes_plan_options(function: _Function) -> _Function:
             )
         return function(*args, **options)
 
-    call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return cast(_Function, call)
