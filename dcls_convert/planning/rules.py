@@ -17,6 +17,7 @@ from ..depthwise.geometry import size_text
 from ..errors import RuleError, did_you_mean, one_line, printable, shown
 from ..files import builtin_rules, read_bytes
 from ..options import AUTO, INTERPOLATION_NAMES, MOST_COUNT, MOST_SIDE, InterpolationName, Kind
+from .paths import is_meant
 
 if TYPE_CHECKING:
     from ..networks.sites import ConvSite  # which imports torch
@@ -109,7 +110,11 @@ class Match(_Strict):
 
     # A predicate bears the name of the attribute of ConvSite that it is about; `path` alone does
     # not, it is about `names`.
-    path: Globs | None = Field(None, description=f"{_GLOB}, for the module's qualified name")
+    path: Globs | None = Field(
+        None,
+        description=f"{_GLOB}, for the module's qualified name; "
+        "without * and ?, also all that lies inside the module of that name",
+    )
     stage: Globs | None = Field(
         None, description=f"{_GLOB}, for the stage's name; '*' is any stage, not the stem"
     )
@@ -133,6 +138,13 @@ class Match(_Strict):
     in_channels: Positive | Range | None = Field(None, description=_NUMBER)
     out_channels: Positive | Range | None = Field(None, description=_NUMBER)
 
+    @property
+    def paths(self) -> list[str]:
+        """The patterns of `path`; none if it is not stated."""
+        if isinstance(self.path, str):
+            return [self.path]
+        return self.path or []
+
     def matches(self, site: "ConvSite") -> bool:
         """Whether all predicates hold."""
         return self.mismatch(site) is None
@@ -148,9 +160,10 @@ class Match(_Strict):
             if stated is None:
                 continue
             if predicate == "path":
-                value = site.names
-            else:
-                value = getattr(site, predicate)
+                if not any(is_meant(name, self.paths) for name in site.names):
+                    return f"path is {_in_words(site.names)}, not {_in_words(stated)}"
+                continue
+            value = getattr(site, predicate)
             # A stage of None is known: the site lies outside of all stages.
             if value is None and predicate != "stage":
                 return f"{predicate} is not known"
