@@ -1,6 +1,7 @@
 """Convert a model in memory: the library's front door."""
 
 import contextlib
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..fitting.images import Calibration, Images
+from ..networks.initialisation import are_as_torch_initialises
 from ..options import (
     AUTO,
     DEFAULT_BUDGET,
@@ -21,7 +23,7 @@ from ..options import (
     Tie,
     suggests_arguments,
 )
-from ..planning.plan import LayerCounts
+from ..planning.plan import ConversionPlan, LayerCounts
 from ..planning.rules import RuleSet
 from ..progress import SECONDS_UNSEEN, Notify, is_stderr_watched, show_progress, silent
 from ..reports.report import ConversionReport
@@ -46,6 +48,7 @@ def convert_(
     init: Init = "auto",
     positions: Positions = "normal",
     calibration: Images | Calibration | None = None,
+    held_out: Images | None = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     input_size: Sequence[int] | None = None,
@@ -74,7 +77,8 @@ def convert_(
         interpolation: How an element spreads over the cells, for rules that state none: "bilinear"
             (also None), "triangle" or "gaussian".
         strict: Refuse a matching convolution that cannot take the size, instead of skipping it.
-        init: "fit" (also "auto") starts from the elements whose kernels are closest to the model's
+        init: "auto" is "fit", with a warning if the kernels are as torch initialises them. "fit"
+            starts from the elements whose kernels are closest to the model's
             own; "largest" from the cells of every kernel with the most energy over its tie group;
             "random" from random positions, as the paper trains from scratch; "exact" gives every
             kernel as many elements as it had cells, at their places, so that the outputs stay as
@@ -83,6 +87,8 @@ def convert_(
             kernel, "uniform" over the window.
         calibration: For "fit": images, as in `calibrate`, or what it gave; the outputs then count
             instead of the kernels.
+        held_out: As in `calibrate`: images to compare outputs on. None takes every fifth image of
+            the calibration.
         mean, std: As in `calibrate`, for a folder of images.
         input_size: (channels, rows, columns) for MACs; without it, the size that a timm model
             states.
@@ -115,6 +121,7 @@ def convert_(
         init=init,
         positions=positions,
         calibration=calibration,
+        held_out=held_out,
         mean=mean,
         std=std,
         seed=seed,
@@ -125,7 +132,27 @@ def convert_(
         display = show_progress(type(model).__name__, wait=SECONDS_UNSEEN)
     with display as notify:
         loaded = LoadedNetwork(request, notify=notify)
-        return convert_network(loaded, resolve(loaded)).report
+        resolved = resolve(loaded)
+        if resolved.init == "fit" and init == AUTO:
+            _warn_if_untrained(model, resolved.plan)
+        return convert_network(loaded, resolved).report
+
+
+def _warn_if_untrained(model: nn.Module, plan: ConversionPlan) -> None:
+    """Warn where a start that nobody asked for would keep the random kernels of a new model."""
+    kernels = []
+    for layer in plan.layers:
+        weight = dict(model.get_submodule(layer.name).named_parameters(recurse=False)).get("weight")
+        if weight is None:  # parametrised, pruned or normed, which no new model is
+            return
+        kernels.append(weight)
+    if are_as_torch_initialises(kernels):
+        warnings.warn(
+            "the model's kernels are as torch initialises them, untrained, and the new layers are "
+            "fitted to them; init='random' starts as the paper does, init='fit' keeps them and "
+            "does not warn",
+            stacklevel=4,  # the line that calls `convert_`, beyond its decorator
+        )
 
 
 @suggests_arguments

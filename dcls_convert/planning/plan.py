@@ -188,7 +188,7 @@ class ConversionPlan(Record):
         try:
             _check_plan(plan)
         except PlanError as error:
-            raise CheckpointError(f"{where}: {error}") from error
+            raise CheckpointError(f"{where}: {error}") from None
         return plan
 
     @classmethod
@@ -359,7 +359,7 @@ def _check_layer(layer: LayerPlan) -> None:
     try:
         _check_values(layer)
     except ValueError as error:
-        raise PlanError(f"{shown(layer.name)}: {one_line(error)}") from error
+        raise PlanError(f"{shown(layer.name)}: {one_line(error)}") from None
 
 
 def _check_values(layer: LayerPlan) -> None:

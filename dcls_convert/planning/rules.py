@@ -318,7 +318,7 @@ def load_rules(source: str | Path | Mapping[str, Any]) -> RuleSet:
             f"rules {shown(source, MOST_SHOWN)}: cannot be read: {error.strerror}"
         ) from error
     except UnicodeDecodeError as error:
-        raise RuleError(f"{source}: is not a UTF-8 text: {one_line(error)}") from error
+        raise RuleError(f"{source}: is not a UTF-8 text: {one_line(error)}") from None
     return parse_rules(text, source=str(source))
 
 
@@ -371,7 +371,7 @@ def parse_rules(text: str, source: str = "rules") -> RuleSet:
             place = f" line {mark.line + 1}:"
         problem = getattr(error, "problem", None) or f"{type(error).__name__}: {one_line(error)}"
         message = f"{source}:{place} not valid YAML: {shown(problem, MOST_SHOWN)}"
-        raise RuleError(message) from error
+        raise RuleError(message) from None  # the message says it all
     if not isinstance(data, dict):
         kinds = {list: "a list", str: "a text", type(None): "empty"}
         kind = kinds.get(type(data), f"of type {type(data).__name__}")
@@ -380,7 +380,7 @@ def parse_rules(text: str, source: str = "rules") -> RuleSet:
     try:
         rules = RuleSet.model_validate(data)
     except ValidationError as error:
-        raise RuleError(f"{source}: {_first_problem(error)}") from error
+        raise RuleError(f"{source}: {_first_problem(error)}") from None
     rules._source = source
     rules._text = text
     return rules
