@@ -47,6 +47,10 @@ MOST_COUNT = 10**9  # elements, classes or channels
 MOST_WINDOW = 17  # cells; the largest "auto" size, which is the paper's for ConvNeXt
 # Percent of MACs that a recommended size may add; the paper's ConvNeXts have 11.6 to 12.9.
 MOST_SLOWER = 15.0
+# Of the times that a sweep measures.
+CPU_BATCH = 1  # images
+GPU_BATCH = 32  # images
+TIMING_SECONDS = 60  # for all rows together
 OPSETS = range(7, 26)  # of ONNX, which torch 2.14 and onnxscript 0.7 write
 DEFAULT_OPSET = 20  # torch 2.14's own
 MIRRORED = 0.5  # share of images that are mirrored in training, as timm does

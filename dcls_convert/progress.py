@@ -78,6 +78,20 @@ def show_progress(
         display.stop()
 
 
+def show_to_python(name: str, progress: bool | None) -> contextlib.AbstractContextManager[Notify]:
+    """Show progress of a call from Python, if it takes more than SECONDS_UNSEEN.
+
+    Args:
+        name: What the steps belong to; stands before each.
+        progress: Whether to show it; None: if somebody may be looking at stderr.
+    """
+    if progress is None:
+        progress = is_stderr_watched()
+    if not progress:
+        return contextlib.nullcontext(silent)
+    return show_progress(name, wait=SECONDS_UNSEEN)
+
+
 def is_stderr_watched() -> bool:
     """Whether somebody may be looking at stderr: on a terminal or in a notebook."""
     return "ipykernel" in sys.modules or bool(sys.stderr and sys.stderr.isatty())

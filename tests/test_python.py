@@ -16,6 +16,8 @@ from dcls_convert.networks.running import evaluating
 from dcls_convert.planning.plan import ConversionPlan
 from dcls_convert.progress import show_progress
 
+from .planning.nets import state_of
+
 SIZE = (3, 16, 16)
 
 
@@ -115,6 +117,53 @@ def test_a_single_image_is_said_to_be_few_and_asks_for_no_calibration():
     assert "Fitted to 1 image only" in text
     assert "No image was held out" in text
     assert "calibration=images" not in text
+
+
+# A sweep.
+
+
+@pytest.mark.usefixtures("quick_fit")
+def test_a_sweep_leaves_the_model_alone_and_its_call_gives_the_rows_network():
+    model = unet()
+    before = state_of(model)
+    found = dcls_convert.sweep(model, [3, 5, (7, 7), 4], input_size=SIZE, tie="none")
+    assert state_of(model) == before
+    assert [row.status for row in found.rows] == ["original", *["done"] * 3, "does not fit"]
+    text = shown(found)
+    for row in found.rows[:4]:
+        assert row.window in text
+        assert f"{row.params:,}" in text
+    assert found.rows[found.choice.row].command in text
+    row = found.rows[2]
+    assert row.command == (
+        "dcls_convert.convert_(model, dilated_size=5, tie='none', input_size=input_size)"
+    )
+    scope = {"dcls_convert": dcls_convert, "model": unet(), "input_size": SIZE}
+    report = eval(row.command, scope)
+    assert (report.params.after, report.macs.after) == (row.params, row.macs)
+    assert report.outcome.kernel_error == pytest.approx(row.kernel_error)
+
+
+@pytest.mark.usefixtures("quick_fit")
+def test_a_sweep_takes_counts_or_budgets_and_images():
+    photos = images(10)
+    found = dcls_convert.sweep(unet(), [5], budgets=[50, 100], input_size=SIZE, calibration=photos)
+    assert [row.asked.budget for row in found.rows[1:]] == [50, 100]
+    assert {row.images for row in found.rows[1:]} == {2}
+    assert "budget=50, input_size=input_size, calibration=calibration" in found.rows[1].command
+    (_, row) = dcls_convert.sweep(unet(), [5], counts=[4], init="random").rows
+    assert row.kernel_counts == (4,)
+    with pytest.raises(PlanError, match="counts and budgets exclude each other"):
+        dcls_convert.sweep(unet(), counts=[4], budgets=[50])
+
+
+def test_times_are_measured_if_asked_for_and_on_a_copy():
+    model = unet().train()
+    before = state_of(model)
+    found = dcls_convert.sweep(model, [5], input_size=SIZE, init="random", time=True, seconds=1)
+    assert all(row.step_ms.median > 0 for row in found.rows)
+    assert state_of(model) == before
+    assert model.training
 
 
 # Mistakes.

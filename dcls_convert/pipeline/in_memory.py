@@ -1,6 +1,5 @@
 """Convert a model in memory: the library's front door."""
 
-import contextlib
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from ..options import (
 )
 from ..planning.plan import ConversionPlan, LayerCounts
 from ..planning.rules import RuleSet
-from ..progress import SECONDS_UNSEEN, Notify, is_stderr_watched, show_progress, silent
+from ..progress import show_to_python
 from ..reports.report import ConversionReport
 from .conversion import convert_network
 from .loaded import LoadedNetwork
@@ -126,11 +125,7 @@ def convert_(
         std=std,
         seed=seed,
     )
-    shows_progress = is_stderr_watched() if progress is None else progress
-    display: contextlib.AbstractContextManager[Notify] = contextlib.nullcontext(silent)
-    if shows_progress:
-        display = show_progress(type(model).__name__, wait=SECONDS_UNSEEN)
-    with display as notify:
+    with show_to_python(type(model).__name__, progress) as notify:
         loaded = LoadedNetwork(request, notify=notify)
         resolved = resolve(loaded)
         if resolved.init == "fit" and init == AUTO:

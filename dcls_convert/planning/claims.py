@@ -6,7 +6,7 @@ from dataclasses import fields
 from ..errors import NothingMatchesError, PlanError, RuleError, listed, shown
 from ..networks.sites import ModelConvs, Skipped, kinds_of_convs
 from ..options import EXACT, PlanOptions
-from .paths import is_meant, nearest_paths
+from .paths import is_one_meant, nearest_paths
 from .rules import AUTO_RULES, Rule, RuleSet, claim_sites, load_rules
 
 
@@ -74,7 +74,7 @@ def _near_paths(patterns: Sequence[str], convs: ModelConvs) -> str:
         names += site.names
     unknown = []
     for pattern in patterns:
-        if not any(is_meant(name, [pattern]) for name in names):
+        if not is_one_meant(names, [pattern]):
             unknown.append(pattern)
     if not unknown:
         return ""

@@ -23,6 +23,14 @@ def is_meant(name: str, patterns: Sequence[str]) -> bool:
     return False
 
 
+def is_one_meant(names: Iterable[str], patterns: Sequence[str]) -> bool:
+    """Whether a pattern means one of these names, such as the names of one module."""
+    for name in names:
+        if is_meant(name, patterns):
+            return True
+    return False
+
+
 def nearest_paths(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
     """The paths that are spelt most like the patterns: of these modules, or of those around them.
 

@@ -19,7 +19,7 @@ from ..options import Scope, Tie
 from ..records import Ratio, Record
 from ..tables import as_html
 from .budget import BudgetUnit, solve_counts
-from .paths import is_meant, nearest_paths
+from .paths import is_one_meant, nearest_paths
 
 PLAN_FORMAT = 1
 _STRICT = ConfigDict(strict=True, extra="forbid")
@@ -240,7 +240,7 @@ class ConversionPlan(Record):
         kept = []
         removed = []
         for layer in self.layers:
-            if any(is_meant(name, patterns) for name in layer.names):
+            if is_one_meant(layer.names, patterns):
                 reason = f"left out of the plan by {' or '.join(map(shown, patterns))}"
                 kind = f"Conv{layer.dims}d"
                 removed.append(Skipped(name=layer.name, type=kind, reason=reason))
@@ -263,7 +263,7 @@ class ConversionPlan(Record):
         for layer in self.layers:
             names += layer.names
         for pattern in patterns:
-            if not any(is_meant(name, [pattern]) for name in names):
+            if not is_one_meant(names, [pattern]):
                 near = listed(nearest_paths([pattern], names), 6)
                 raise PlanError(f"the plan has no layer {shown(pattern)}; the nearest are {near}")
 
@@ -300,7 +300,9 @@ def _layer_differences(
 
 def _without_lone_ties(layers: Sequence[LayerPlan]) -> list[LayerPlan]:
     """The layers; one that shares its positions with no other is in no tie group."""
-    members = Counter(layer.tie_group for layer in layers)
+    members: Counter[str | None] = Counter()
+    for layer in layers:
+        members[layer.tie_group] += 1
     untied = []
     for layer in layers:
         if layer.tie_group is not None and members[layer.tie_group] == 1:

@@ -17,7 +17,7 @@ from ..depthwise.geometry import size_text
 from ..errors import RuleError, did_you_mean, one_line, printable, shown
 from ..files import builtin_rules, read_bytes
 from ..options import AUTO, INTERPOLATION_NAMES, MOST_COUNT, MOST_SIDE, InterpolationName, Kind
-from .paths import is_meant
+from .paths import is_one_meant
 
 if TYPE_CHECKING:
     from ..networks.sites import ConvSite  # which imports torch
@@ -160,7 +160,7 @@ class Match(_Strict):
             if stated is None:
                 continue
             if predicate == "path":
-                if not any(is_meant(name, self.paths) for name in site.names):
+                if not is_one_meant(site.names, self.paths):
                     return f"path is {_in_words(site.names)}, not {_in_words(stated)}"
                 continue
             value = getattr(site, predicate)
