@@ -77,11 +77,11 @@ def convert_(
             (also None), "triangle" or "gaussian".
         strict: Refuse a matching convolution that cannot take the size, instead of skipping it.
         init: "auto" is "fit", with a warning if the kernels are as torch initialises them. "fit"
-            starts from the elements whose kernels are closest to the model's
-            own; "largest" from the cells of every kernel with the most energy over its tie group;
-            "random" from random positions, as the paper trains from scratch; "exact" gives every
-            kernel as many elements as it had cells, at their places, so that the outputs stay as
-            they are at more parameters.
+            starts from the elements whose kernels are closest to the model's own; "largest" from
+            the cells of every kernel with the most energy over its tie group; "random" from random
+            positions, as the paper trains from scratch; "exact" gives every kernel as many elements
+            as it had cells, at their places, so that the outputs stay as they are at more
+            parameters.
         positions: For "random": "normal" is N(0, 0.5 cells), "kernel" is uniform over the old
             kernel, "uniform" over the window.
         calibration: For "fit": images, as in `calibrate`, or what it gave; the outputs then count
