@@ -306,12 +306,21 @@ def documented(function):
     return entries
 
 
-@pytest.mark.parametrize("name", PLANNING_FUNCTIONS)
+def test_a_sweep_takes_what_a_conversion_takes_but_for_what_its_rows_state():
+    conversion = inspect.signature(dcls_convert.convert_).parameters
+    sweep = inspect.signature(dcls_convert.sweep).parameters
+    assert conversion.keys() - sweep.keys() == {"dilated_size", "kernel_count", "budget"}
+    for name in conversion.keys() & sweep.keys():
+        assert sweep[name].default == conversion[name].default
+        assert sweep[name].annotation == conversion[name].annotation
+
+
+@pytest.mark.parametrize("name", [*PLANNING_FUNCTIONS, "sweep"])
 def test_a_docstring_has_an_entry_for_each_argument_and_each_word_of_an_option(name):
     function = getattr(dcls_convert, name)
     entries = documented(function)
     assert entries.keys() == inspect.signature(function).parameters.keys()
-    if name == "convert_from_authors_":  # where most options are "As in `convert_`"
+    if name in ("convert_from_authors_", "sweep"):  # where most options are "As in `convert_`"
         return
     words = {"scope": options.SCOPES, "tie": options.TIES}
     words["interpolation"] = options.INTERPOLATION_NAMES
