@@ -4,7 +4,7 @@ import difflib
 import fnmatch
 from collections.abc import Iterable, Sequence
 
-WILDCARDS = "*?["
+WILDCARDS = frozenset("*?[")
 MOST_NEAR = 3  # paths that a message names
 
 
@@ -17,8 +17,7 @@ def is_meant(name: str, patterns: Sequence[str]) -> bool:
     for pattern in patterns:
         if fnmatch.fnmatchcase(name, pattern):
             return True
-        is_plain = not any(character in pattern for character in WILDCARDS)
-        if is_plain and name.startswith(f"{pattern}."):
+        if WILDCARDS.isdisjoint(pattern) and name.startswith(f"{pattern}."):
             return True
     return False
 
