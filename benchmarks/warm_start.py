@@ -113,9 +113,7 @@ def convert(
     budget = 50.0 if start.endswith(HALF) else 100.0
     begun = time.perf_counter()
     if CALIBRATED in start:
-        convs = dcls_convert.find_convs(model, (1, SIDE, SIDE))
-        plan = dcls_convert.plan_conversion(convs, dilated_size=WINDOW, budget=budget)
-        calibration = dcls_convert.calibrate(model, plan, [images[:CALIBRATION_IMAGES]])
+        calibration = dcls_convert.Calibration(batches=(images[:CALIBRATION_IMAGES],))
     init = start.partition(",")[0]
     report = dcls_convert.convert_(
         model,

@@ -52,6 +52,10 @@ LEAST_GROWTH = 2  # cells
 MOST_WINDOW = 17  # cells; the largest window of "auto", which is the paper's for ConvNeXt
 # Percent of MACs that recommended windows may add; the paper's ConvNeXts have 11.6 to 12.9.
 MOST_SLOWER = 15.0
+# Of the times that a sweep measures.
+CPU_BATCH = 1  # images
+GPU_BATCH = 32  # images
+TIMING_SECONDS = 60  # for all rows together
 OPSETS = range(7, 26)  # of ONNX, which torch 2.14 and onnxscript 0.7 write
 DEFAULT_OPSET = 20  # torch 2.14's own
 MIRRORED = 0.5  # share of images that are mirrored in training, as timm does
@@ -106,8 +110,8 @@ def _argument(**settings: Any) -> dict[str, Argument]:
 class PlanOptions:
     """What may be asked of a plan.
 
-    The fields are keyword arguments of `convert_` and `plan_conversion`, and options of the command
-    line.
+    The fields are options of the command line. The public functions that plan have a keyword
+    argument for each field, written out, so that editors and type checkers find them.
     """
 
     # Cells, an integer or one for each side; a growth such as "+4"; or "auto": the largest growth
@@ -266,14 +270,12 @@ PLAN_PARAMETERS = plan_parameters(PlanOptions)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def takes_plan_options(function: _Function) -> _Function:
-    """Put the fields of `PlanOptions` into the signature, instead of the last one, `**planning`."""
-    signature = inspect.signature(function)
-    *parameters, _ = signature.parameters.values()
-    for parameter in PLAN_PARAMETERS:
-        if parameter.name not in signature.parameters:
-            parameters.append(parameter)
-    known = [parameter.name for parameter in parameters]
+def suggests_arguments(function: _Function) -> _Function:
+    """Answer a misspelt keyword argument with the one that it is closest to.
+
+    The function's signature stays as it is.
+    """
+    known = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
@@ -283,5 +285,4 @@ def takes_plan_options(function: _Function) -> _Function:
             )
         return function(*args, **options)
 
-    call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return cast(_Function, call)

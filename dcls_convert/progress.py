@@ -59,7 +59,7 @@ def show_progress(
     """
     console = Console(stderr=True, highlight=False, force_jupyter=False)
     display: _Bar | _Lines
-    if console.is_terminal and not console.is_dumb_terminal:
+    if _is_stderr_a_terminal() and not console.is_dumb_terminal:
         display = _Bar(shown(name), console, redirect)
     else:
         display = _Lines(shown(name), every, line)
@@ -78,9 +78,33 @@ def show_progress(
         display.stop()
 
 
+def show_to_python(name: str, progress: bool | None) -> contextlib.AbstractContextManager[Notify]:
+    """Show progress of a call from Python, if it takes more than SECONDS_UNSEEN.
+
+    Args:
+        name: What the steps belong to; stands before each.
+        progress: Whether to show it; None: if somebody may be looking at stderr.
+    """
+    if progress is None:
+        progress = is_stderr_watched()
+    if not progress:
+        return contextlib.nullcontext(silent)
+    return show_progress(name, wait=SECONDS_UNSEEN)
+
+
 def is_stderr_watched() -> bool:
     """Whether somebody may be looking at stderr: on a terminal or in a notebook."""
     return "ipykernel" in sys.modules or bool(sys.stderr and sys.stderr.isatty())
+
+
+def _is_stderr_a_terminal() -> bool:
+    """Whether frames can overwrite each other there.
+
+    rich takes FORCE_COLOR for a terminal, which ipykernel and many CIs set; their streams keep
+    every frame.
+    """
+    is_notebook = type(sys.stderr).__module__.startswith("ipykernel")
+    return not is_notebook and bool(sys.stderr and sys.stderr.isatty())
 
 
 class _Bar(progress.Progress):

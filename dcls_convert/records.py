@@ -85,7 +85,7 @@ class Record:
             place = ".".join(map(str, problem["loc"]))
             if place:
                 message = f"{shown(place)}: {message}"
-            raise CheckpointError(f"{where}: {message}") from error
+            raise CheckpointError(f"{where}: {message}") from None  # without pydantic's lines
         return record
 
 
@@ -123,7 +123,7 @@ def read_json(path: Path, where: str) -> dict[str, object]:
             reason = str(error.strerror)
         raise CheckpointError(f"{where}: cannot be read: {reason}") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: is not JSON: {shown(error, 200)}") from error
+        raise CheckpointError(f"{where}: is not JSON: {shown(error, 200)}") from None
     if not isinstance(data, dict):
         raise CheckpointError(f"{where}: is a {type(data).__name__}, not an object")
     return data

@@ -5,14 +5,12 @@ Pages from beside docs/, and references made from the package.
 A line `<!-- made: NAME -->` in a page becomes what REFERENCES[NAME] returns, in Markdown.
 """
 
-import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import griffe
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -129,27 +127,6 @@ def python_names() -> str:
         + "\n".join(f"::: {thing.__module__}.{thing.__name__}\n" for thing in things)
         for title, things in parts.items()
     )
-
-
-class WholeSignatures(griffe.Extension):
-    """Planning options stand in signatures one by one, as `inspect` shows them, instead of
-    `**planning`.
-    """
-
-    def on_function_instance(self, *, func: griffe.Function, **_: Any) -> None:
-        from dcls_convert.options import PLAN_PARAMETERS
-
-        if "planning" in func.parameters:
-            del func.parameters["planning"]
-            for one in (one for one in PLAN_PARAMETERS if one.name not in func.parameters):
-                kind = griffe.ParameterKind.keyword_only
-                annotation = one.annotation
-                if not isinstance(annotation, str):
-                    annotation = inspect.formatannotation(annotation)
-                default = repr(one.default)
-                func.parameters.add(
-                    griffe.Parameter(one.name, annotation=annotation, kind=kind, default=default)
-                )
 
 
 def _plain(text: str) -> str:

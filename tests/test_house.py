@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from dataclasses import fields
+import typing
 from pathlib import Path
 from types import ModuleType
 
@@ -25,6 +25,8 @@ from dcls_convert import options
 from dcls_convert.cli import app
 from dcls_convert.export.formats import EXPORT_FORMATS
 from dcls_convert.layers import interpolation
+from dcls_convert.planning.plan import LayerCounts
+from dcls_convert.planning.rules import RuleSet
 
 PACKAGE = Path(dcls_convert.__file__).parent
 
@@ -269,11 +271,62 @@ def test_public_names_are_sorted_and_have_a_docstring():
         assert not thing.__doc__.startswith(f"{name}("), "what a dataclass writes for itself"
 
 
-def test_a_function_that_takes_planning_options_shows_them_all():
-    planning = {field.name: field.default for field in fields(options.PlanOptions)}
-    for name in ("convert_", "convert_from_authors_", "plan_conversion"):
-        shown = inspect.signature(getattr(dcls_convert, name)).parameters
-        assert {key: shown[key].default for key in planning} == planning
+PLANNING_FUNCTIONS = ("convert_", "convert_from_authors_", "plan_conversion")
+# Classes that the annotations of options name, without importing torch.
+ANNOTATED = {"LayerCounts": LayerCounts, "RuleSet": RuleSet}
+
+
+@pytest.mark.parametrize("name", PLANNING_FUNCTIONS)
+def test_a_function_that_takes_planning_options_writes_them_all_out(name):
+    """In its source, which editors and type checkers read; with the record's types and defaults."""
+    function = inspect.unwrap(getattr(dcls_convert, name))
+    record = inspect.signature(options.PlanOptions).parameters
+    shown = inspect.signature(function).parameters
+    assert not any(each.kind is each.VAR_KEYWORD for each in shown.values())
+    assert {key: shown[key].default for key in record} == {
+        key: parameter.default for key, parameter in record.items()
+    }
+    types = typing.get_type_hints(function)
+    types_of_record = typing.get_type_hints(options.PlanOptions, localns=ANNOTATED)
+    assert {key: set(typing.get_args(types[key])) for key in record} == {
+        key: set(typing.get_args(types_of_record[key])) for key in record
+    }
+
+
+def documented(function):
+    """The entries of a docstring's Args, by the name of the argument."""
+    _, _, rest = inspect.getdoc(function).partition("Args:\n")
+    arguments = rest.partition("\n\n")[0]
+    entries = {}
+    for names, text in re.findall(
+        r"^    (\w[\w, ]*): (.*(?:\n      .*)*)", arguments, re.MULTILINE
+    ):
+        for name in names.split(", "):
+            entries[name] = text
+    return entries
+
+
+def test_a_sweep_takes_what_a_conversion_takes_but_for_what_its_rows_state():
+    conversion = inspect.signature(dcls_convert.convert_).parameters
+    sweep = inspect.signature(dcls_convert.sweep).parameters
+    assert conversion.keys() - sweep.keys() == {"dilated_size", "kernel_count", "budget"}
+    for name in conversion.keys() & sweep.keys():
+        assert sweep[name].default == conversion[name].default
+        assert sweep[name].annotation == conversion[name].annotation
+
+
+@pytest.mark.parametrize("name", [*PLANNING_FUNCTIONS, "sweep"])
+def test_a_docstring_has_an_entry_for_each_argument_and_each_word_of_an_option(name):
+    function = getattr(dcls_convert, name)
+    entries = documented(function)
+    assert entries.keys() == inspect.signature(function).parameters.keys()
+    if name in ("convert_from_authors_", "sweep"):  # where most options are "As in `convert_`"
+        return
+    words = {"scope": options.SCOPES, "tie": options.TIES}
+    words["interpolation"] = options.INTERPOLATION_NAMES
+    for option, choices in words.items():
+        for word in choices:
+            assert f'"{word}"' in entries[option]
 
 
 def test_options_name_all_interpolations():

@@ -59,8 +59,8 @@ def test_a_fit_tells_of_every_layer_in_order(images):
 
 @pytest.mark.parametrize("progress", [None, True])
 def test_python_is_silent_in_a_pipe_unless_asked(capfd, monkeypatch, progress):
-    monkeypatch.setattr("dcls_convert.pipeline.in_memory.SECONDS_UNSEEN", 0)
-    convert_(net(), dilated_size=9, input_size=(3, 32, 32), progress=progress)
+    monkeypatch.setattr("dcls_convert.progress.SECONDS_UNSEEN", 0)
+    convert_(net(), dilated_size=9, input_size=(3, 32, 32), init="fit", progress=progress)
     out, err = capfd.readouterr()
     assert out == ""
     assert (

@@ -13,11 +13,14 @@ from ..errors import PlanError, shown
 from ..files import check_picture
 from ..options import (
     AUTO,
+    CPU_BATCH,
+    GPU_BATCH,
     LEAST_PERCENT,
     MOST_COUNT,
     MOST_PERCENT,
     MOST_SIDE,
     MOST_SLOWER,
+    TIMING_SECONDS,
     PlanOptions,
 )
 from ..output import check_output, new_file, not_a_file
@@ -38,16 +41,11 @@ from .arguments import (
 )
 
 if TYPE_CHECKING:
-    import torch
-
-    from ..compare.sweep import Asked, SweepRow, TimingSettings
+    from ..compare.sweep import Asked, SweepRow
 
 TIMES = "Times"
 MOST_ROWS = 1000
 MOST_BATCH = 65_536
-CPU_BATCH = 1
-GPU_BATCH = 32
-SECONDS = 60
 
 
 def list_option(
@@ -120,7 +118,9 @@ TIMED_BATCH = number(
     show_default=f"{CPU_BATCH} on the CPU, else {GPU_BATCH}",
 )
 SECONDS_HELP = "For all measurements together; three rounds at least."
-TIME = number(int, 1, SECONDS_A_DAY, TIMES, SECONDS_HELP, metavar="N", show_default=str(SECONDS))
+TIME = number(
+    int, 1, SECONDS_A_DAY, TIMES, SECONDS_HELP, metavar="N", show_default=str(TIMING_SECONDS)
+)
 SLOWER_HELP = (
     "Cost that the recommended size may add, in percent: to the training step with --time, "
     "else to the MACs."
@@ -180,13 +180,14 @@ def sweep(
         check_output(picture, force=force, foreign=not_a_file)
     with console.steps(network.model, "planning") as notify:
         from ..compare.candidates import combinations, make_sweep, usual_sizes
+        from ..compare.timing import timing_settings
         from ..depthwise import choices
         from ..pipeline.loaded import LoadedNetwork
         from ..views.sweep import SweepView, draw_sweep, sweep_csv
 
         timing = None
         if time:
-            timing = _timing(device, batch_size, seconds or SECONDS, amp=amp)
+            timing = timing_settings(device, batch_size, seconds, amp=amp)
         loaded = LoadedNetwork(request, notify=notify, note=console.note)
         asked = combinations(sizes or usual_sizes(loaded), counts, budgets)
         sweep = make_sweep(
@@ -218,32 +219,6 @@ def _first_reason(rows: Sequence["SweepRow"]) -> str | None:
         if row.status == "failed":
             return row.reason
     return rows[1].reason
-
-
-def _timing(
-    device: str | None, batch: int | None, seconds: int, *, amp: bool
-) -> tuple["TimingSettings", "torch.device"]:
-    import torch
-
-    from ..compare.sweep import TimingSettings
-    from ..compare.timing import check_device
-
-    place = check_device(device or "cpu")
-    on_cpu = place.type == "cpu"
-    name = str(place)
-    if place.type == "cuda":
-        name = torch.cuda.get_device_name(place)
-    if batch is None:
-        batch = CPU_BATCH if on_cpu else GPU_BATCH
-    settings = TimingSettings(
-        device=name,
-        batch=batch,
-        seconds=seconds,
-        amp=amp,
-        threads=torch.get_num_threads() if on_cpu else None,
-        torch=torch.__version__,
-    )
-    return settings, place
 
 
 def _command(network: Network, asked: "Asked") -> str:

@@ -112,7 +112,7 @@ def make_sweep(
     Args:
         loaded: The network and the options that the combinations replace.
         asked: The combinations.
-        command: Makes the command line that converts with a combination.
+        command: Makes the command line, or the call, that converts with a combination.
         timing: None: nothing is timed.
         slower: Percent by which the cost of the recommended size may grow.
 
@@ -123,15 +123,16 @@ def make_sweep(
     """
     request = loaded.request
     convs = loaded.convs
-    source = loaded.source
-    assert source is not None
+    name = type(request.model).__name__
+    if loaded.source is not None:
+        name = loaded.source.name
     if loaded.elements is not None:
         raise CheckpointError(
             f"{request.weights_name}: has elements of its own, so there is nothing to compare"
         )
     needs_input_size = timing is not None and convs.input_size is None
     if convs.macs is None and (request.input_size is not None or needs_input_size):
-        raise PlanError(f"{shown(source.name)}: {convs.macs_note}")
+        raise PlanError(f"{shown(name)}: {convs.macs_note}")
     original = SweepRow(
         asked=None,
         status="original",
@@ -157,7 +158,7 @@ def make_sweep(
         complete = _complete_rows(rows, fitted=request.trained, timed=timing is not None)
         choice = Recommendation(why=f"it saw {complete} of {counted(len(asked), 'row')} in full")
     return Sweep(
-        model=source.name,
+        model=name,
         input_size=convs.input_size,
         macs_note=convs.macs_note,
         rows=rows,

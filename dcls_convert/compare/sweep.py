@@ -13,7 +13,7 @@ from typing import Any, Literal
 from ..depthwise.geometry import size_text
 from ..options import MOST_WINDOW
 from ..records import Record
-from ..tables import span
+from ..tables import as_html, as_text, span
 
 # Relative errors that differ by less count as equal: training changes them more than that.
 EQUAL_ERRORS = 0.005
@@ -52,7 +52,8 @@ class SweepRow:
     asked: Asked | None  # None: the dense original
     status: RowStatus
     reason: str | None = None  # why the status is not "done"; one line
-    command: str | None = None  # command line that converts with this combination
+    # Command line, or call in Python, that converts with this combination.
+    command: str | None = None
     layers: int = 0  # number of layers replaced
     dilated_sizes: tuple[tuple[int, ...], ...] = ()  # all that occur
     kernel_counts: tuple[int, ...] = ()  # all that occur
@@ -112,7 +113,7 @@ class Recommendation:
 
     row: int | None = None  # its index; None if no row can be recommended
     why: str
-    command: str | None = None  # command line that converts to this size
+    command: str | None = None  # command line, or call in Python, that converts to this size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +129,14 @@ class Sweep(Record):
     slower: float  # percent by which the cost of the recommended size may grow
     interrupted: bool = False  # rows are missing, or parts of them
     choice: Recommendation
+
+    def __rich__(self) -> Any:
+        from ..views.sweep import python_view
+
+        return python_view(self)
+
+    __str__ = as_text
+    _repr_html_ = as_html
 
 
 Value = Callable[[SweepRow], Any]

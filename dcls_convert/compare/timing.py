@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from ..errors import DclsConvertError, shown
 from ..networks.outputs import tensors_in
 from ..networks.running import run
+from ..options import CPU_BATCH, GPU_BATCH, TIMING_SECONDS
 from ..planning.plan import ConversionPlan
 from ..surgery.start import apply_plan_
-from .sweep import Timing
+from .sweep import Timing, TimingSettings
 
 # A run that is measured on a GPU is the mean of several calls, with one wait for the last of them.
 CALLS_ON_GPU = 5
@@ -33,6 +34,40 @@ def check_device(name: str) -> torch.device:
     if device.type == "meta":
         raise DclsConvertError("device meta computes nothing")
     return device
+
+
+def timing_settings(
+    device: str | None, batch: int | None, seconds: int | None, *, amp: bool
+) -> tuple[TimingSettings, torch.device]:
+    """How a sweep measures times, and where.
+
+    Args:
+        device: As torch names it; None: the CPU.
+        batch: Images at a time; None: CPU_BATCH or GPU_BATCH.
+        seconds: For all rows together; None: TIMING_SECONDS.
+        amp: In bfloat16 autocast.
+
+    Raises:
+        DclsConvertError: Nothing can be timed on the device.
+    """
+    place = check_device(device or "cpu")
+    name = str(place)
+    if place.type == "cuda":
+        name = torch.cuda.get_device_name(place)
+    usual_batch = GPU_BATCH
+    threads = None
+    if place.type == "cpu":
+        usual_batch = CPU_BATCH
+        threads = torch.get_num_threads()
+    settings = TimingSettings(
+        device=name,
+        batch=batch or usual_batch,
+        seconds=seconds or TIMING_SECONDS,
+        amp=amp,
+        threads=threads,
+        torch=torch.__version__,
+    )
+    return settings, place
 
 
 def converted_copy(model: nn.Module, plan: ConversionPlan) -> nn.Module:

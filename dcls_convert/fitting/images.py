@@ -4,7 +4,7 @@ Sizes are (channels, rows, columns).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..progress import Notify, silent
 
 MOST_IMAGES = 80  # of a folder
 CORNER = 0.75  # sides of a crop, as a share of the image's sides
-# One image of a folder in so many is held out: not fitted to, it shows what the conversion did
+# One image in so many is held out: not fitted to, it shows what the conversion did
 # to the outputs.
 HELD_OUT_EVERY = 5
 BATCH = 8  # images
@@ -107,6 +107,7 @@ def calibrate(
     plan: ConversionPlan,
     images: Images | Calibration,
     *,
+    held_out: Images | None = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     note: Notify = silent,
@@ -118,10 +119,13 @@ def calibrate(
             is not changed.
         plan: A plan for the model; states the size of its images.
         images: A folder, or tensors as the model takes them. From a folder, 80 images are taken,
-            evenly spread over the order of their names. Every fifth of them is held out, together
-            with crops of its corners if it is larger than the model's images. Tensors are one batch
-            (N, channels, *spatial), several batches, single images (channels, *spatial), or what a
-            data loader gives: lists that begin with a batch. No tensor is held out.
+            evenly spread over the order of their names. Tensors are one batch (N, channels,
+            *spatial), several batches, single images (channels, *spatial), or what a data loader
+            gives: lists that begin with a batch.
+        held_out: Images to compare outputs on, which nothing is fitted to; given as `images` are.
+            None holds every fifth of the images out, of a folder together with crops of its corners
+            if it is larger than the model's images. Of fewer than five images, a folder's second
+            one is held out, and no tensor. An empty list holds none out.
         mean, std: Normalisation of a folder's images, whose values are from 0 to 1; for each
             channel, or one for all. Needed if the model does not state them.
         note: Called with a message for each file that cannot be read.
@@ -135,18 +139,30 @@ def calibrate(
             "calibration: mean and std are for a folder of images; tensors are taken as they are"
         )
     if isinstance(images, Calibration):
+        if held_out is not None:
+            raise DclsConvertError("calibration: a Calibration states what it holds out itself")
         return images
-    if isinstance(images, str | Path):
-        calibration = _read_folder(model, plan, Path(images), mean, std, note)
-    else:
-        image_axes = 3 if plan.input_size is None else len(plan.input_size)
-        calibration = Calibration(batches=tuple(_given_batches(images, image_axes)))
+    image_axes = 3 if plan.input_size is None else len(plan.input_size)
+
+    def read(source: Images, *, holds_out: bool) -> Calibration:
+        if isinstance(source, str | Path):
+            return _read_folder(model, plan, Path(source), mean, std, note, holds_out=holds_out)
+        batches = tuple(_given_batches(source, image_axes))
+        if holds_out:
+            return _with_every_fifth_held_out(batches)
+        return Calibration(batches=batches)
+
+    calibration = read(images, holds_out=held_out is None)
+    if held_out is not None:
+        others = read(held_out, holds_out=False)
+        calibration = replace(calibration, held_out=others.batches)
     if not len(calibration):
         raise DclsConvertError(f"calibration: there are no images in {shown(images)}")
-    if not all(bool(batch.isfinite().all()) for batch in calibration.batches):
-        raise DclsConvertError(
-            "calibration: the images have values that are not finite (NaN or infinite)"
-        )
+    for batch in (*calibration.batches, *calibration.held_out):
+        if not bool(batch.isfinite().all()):
+            raise DclsConvertError(
+                "calibration: the images have values that are not finite (NaN or infinite)"
+            )
     return calibration
 
 
@@ -157,6 +173,8 @@ def _read_folder(
     mean: Sequence[float] | None,
     std: Sequence[float] | None,
     note: Notify,
+    *,
+    holds_out: bool,
 ) -> Calibration:
     check_images(folder)
     size = _size_of_files(plan.input_size)
@@ -168,7 +186,7 @@ def _read_folder(
     fitted: list[Tensor] = []
     held_out: list[Tensor] = []
     for index, (path, image) in enumerate(image_of_path.items()):
-        if index % HELD_OUT_EVERY != first_held_out:
+        if not holds_out or index % HELD_OUT_EVERY != first_held_out:
             fitted.append(image)
             continue
         held_out.append(image)
@@ -176,6 +194,24 @@ def _read_folder(
             held_out.append(_to_tensor(crop, normalisation, size))
     files = tuple(path.relative_to(folder).as_posix() for path in image_of_path)
     return Calibration(batches=_batches(fitted), held_out=_batches(held_out), files=files)
+
+
+def _with_every_fifth_held_out(batches: Sequence[Tensor]) -> Calibration:
+    """Given batches, of whose images every fifth is held out; none if there are fewer."""
+    fitted: list[Tensor] = []
+    held_out: list[Tensor] = []
+    first = 0  # index of the batch's first image among all images
+    for batch in batches:
+        indices = torch.arange(first, first + len(batch), device=batch.device)
+        is_held_out = indices % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+        if not is_held_out.any():
+            fitted.append(batch)  # no copy
+        else:
+            held_out.append(batch[is_held_out])
+            if not is_held_out.all():
+                fitted.append(batch[~is_held_out])
+        first += len(batch)
+    return Calibration(batches=tuple(fitted), held_out=tuple(held_out))
 
 
 def _given_batches(images: Tensor | Iterable[Any], image_axes: int) -> Iterator[Tensor]:

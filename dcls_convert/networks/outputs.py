@@ -1,7 +1,7 @@
 """How far the outputs of two models differ, whatever the outputs' structure."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +100,7 @@ def agreement(outputs: Any, others: Any) -> Agreement:
     same_top1: float | None = None
     kl: float | None = None
     pairs = list(zip(tensors_in(outputs), tensors_in(others), strict=True))
-    if pairs and all(old.dim() == 2 and old.shape[1] > 1 for old, _ in pairs):
+    if pairs and _are_class_scores([old for old, _ in pairs]):
         old_tensors, new_tensors = zip(*pairs, strict=True)
         old_scores = torch.cat(old_tensors).double()  # (N, classes)
         new_scores = torch.cat(new_tensors).double()
@@ -115,6 +115,16 @@ def agreement(outputs: Any, others: Any) -> Agreement:
         kl = max(0.0, float(divergence))  # rounding can make it slightly negative
     output_error = relative_distance(outputs, others)
     return Agreement(same_top1=same_top1, kl=kl, output_error=output_error)
+
+
+def _are_class_scores(outputs: Sequence[Tensor]) -> bool:
+    """Whether these are (N, classes) of two classes or more, the same number in all."""
+    classes = set()
+    for output in outputs:
+        if output.dim() != 2 or output.shape[1] < 2:
+            return False
+        classes.add(output.shape[1])
+    return len(classes) == 1
 
 
 def _errors(place: str, value: Any, other: Any) -> Iterator[float]:

@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -79,6 +79,8 @@ def convert_network(
         report = report.with_errors(errors.kernel, errors.output, reasons=errors.reasons)
         return Conversion(model=model, report=report)
     outcome = _outcome(before.batches, after.batches, held_out, errors)
+    if images is not None:
+        outcome = replace(outcome, fitted_images=len(images))
     moved = None
     if before.random is not None:
         moved = relative_distance(before.random, after.random)

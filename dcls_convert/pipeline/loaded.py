@@ -201,6 +201,7 @@ class LoadedNetwork:
                 self.network,
                 plan,
                 request.calibration,
+                held_out=request.held_out,
                 mean=request.mean,
                 std=request.std,
                 note=self.note,

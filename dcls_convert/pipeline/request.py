@@ -48,6 +48,8 @@ class ConversionRequest:
     init: Init = "auto"  # "fit" if the kernels are trained, else "random"
     positions: Positions = "normal"  # of the start "random"
     calibration: "Images | Calibration | None" = None  # for the start "fit"
+    # Images to compare outputs on; None: some of the calibration's images.
+    held_out: "Images | None" = None
     # With which the calibration's folder of images is normalised; None: as the model states.
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
@@ -147,6 +149,8 @@ def _refuse_conflicts_of_scope(request: ConversionRequest) -> None:
 def _refuse_conflicts_of_images(request: ConversionRequest) -> None:
     states_normalisation = request.mean is not None or request.std is not None
     if request.calibration is None:
+        if request.held_out is not None:
+            raise PlanError("held_out is for a calibration; give calibration")
         if states_normalisation:
             raise _conflict(
                 "mean and std are for the images of calibration",

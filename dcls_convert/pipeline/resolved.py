@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from ..depthwise.geometry import size_text
-from ..errors import CheckpointError, PlanError, listed, shown
+from ..errors import CheckpointError, PlanError, listed, one_line, shown
 from ..fitting.calibrate import CalibrationStatistics
 from ..fitting.counts import counts_by_error
 from ..fitting.groups import make_layers
 from ..fitting.warm_start import fit_seed
+from ..networks.running import evaluating, quietly, run
 from ..networks.tracing import check_same_shapes
 from ..options import AUTO, ERROR, EXACT, Init, PlanOptions, Scope
 from ..planning.plan import ConversionPlan, LayerCounts
@@ -205,9 +206,28 @@ def _checked_plan(
     elif request.offline and request.weights is not None:
         # The network is not built, but its weights would be refused.
         loaded.check_weights()
-    if plan.macs is None and request.input_size is not None and isinstance(request.model, str):
-        raise PlanError(f"input size {size_text(request.input_size)}: {plan.macs_note}")
+    if plan.macs is None and request.input_size is not None:
+        _check_input_size(loaded, plan)
     return plan
+
+
+def _check_input_size(loaded: LoadedNetwork, plan: ConversionPlan) -> None:
+    """Refuse (PlanError) an input size at which the network does not run, not on meta either.
+
+    A network in memory that only the meta device cannot run keeps its MACs unknown.
+    """
+    assert plan.input_size is not None
+    if isinstance(loaded.request.model, str):
+        raise PlanError(f"input size {size_text(plan.input_size)}: {plan.macs_note}")
+    network = loaded.network
+    try:
+        with evaluating(network), quietly():
+            run(network, torch.zeros(1, *plan.input_size))
+    except Exception as error:  # the user's own code runs here
+        raise PlanError(
+            f"input size {size_text(plan.input_size)}, as (channels, *spatial): "
+            f"the model does not run at it: {one_line(error)[:200]}"
+        ) from error
 
 
 def _log(resolved: ResolvedRequest) -> None:

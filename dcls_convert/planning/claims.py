@@ -1,10 +1,12 @@
 """Which rule converts which convolution, and the errors of rules that convert nothing."""
 
+from collections.abc import Sequence
 from dataclasses import fields
 
-from ..errors import NothingMatchesError, PlanError, RuleError
+from ..errors import NothingMatchesError, PlanError, RuleError, listed, shown
 from ..networks.sites import ModelConvs, Skipped, kinds_of_convs
 from ..options import EXACT, PlanOptions
+from .paths import is_one_meant, nearest_paths
 from .rules import AUTO_RULES, Rule, RuleSet, claim_sites, load_rules
 
 
@@ -54,6 +56,10 @@ def _why_nothing_matches(rules: RuleSet, convs: ModelConvs) -> str:
         kinds.append(f"{count} {kind}")
     has = ", ".join(kinds) or "no convolution at all"
     message = f"nothing in the model matches rules {rules.source!r}; it has {has}"
+    patterns: list[str] = []
+    for rule in rules.rules:
+        patterns += rule.match.paths
+    message += _near_paths(patterns, convs)
     for name in AUTO_RULES:
         rule_of, _ = claim_sites(load_rules(name), convs.sites)
         if rule_of and name != rules.source:
@@ -61,11 +67,27 @@ def _why_nothing_matches(rules: RuleSet, convs: ModelConvs) -> str:
     return message
 
 
+def _near_paths(patterns: Sequence[str], convs: ModelConvs) -> str:
+    """Paths of the model that are like those patterns that mean no convolution, for a message."""
+    names: list[str] = []
+    for site in convs.sites:
+        names += site.names
+    unknown = []
+    for pattern in patterns:
+        if not is_one_meant(names, [pattern]):
+            unknown.append(pattern)
+    if not unknown:
+        return ""
+    near = listed(nearest_paths(unknown, names), 6)
+    return f"; no path is {' or '.join(map(shown, unknown))}, the nearest are {near}"
+
+
 def _why_unused(rule: Rule, convs: ModelConvs) -> str:
     """Why a rule claims no site: earlier rules do, or it matches none."""
     if any(map(rule.match.matches, convs.sites)):
         return "earlier rules claim all that it matches"
     reason = "no convolution of the model matches it"
+    reason += _near_paths(rule.match.paths, convs)
     if rule.match.stage is not None:
         stages: list[str] = []
         for site in convs.sites:

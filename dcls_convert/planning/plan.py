@@ -5,7 +5,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Self
 
 from pydantic import ConfigDict, Field
@@ -18,7 +18,8 @@ from ..networks.stages import common_parent
 from ..options import Scope, Tie
 from ..records import Ratio, Record
 from ..tables import as_html
-from .budget import BudgetUnit
+from .budget import BudgetUnit, solve_counts
+from .paths import is_one_meant, nearest_paths
 
 PLAN_FORMAT = 1
 _STRICT = ConfigDict(strict=True, extra="forbid")
@@ -204,7 +205,7 @@ class ConversionPlan(Record):
         try:
             _check_plan(plan)
         except PlanError as error:
-            raise CheckpointError(f"{where}: {error}") from error
+            raise CheckpointError(f"{where}: {error}") from None
         return plan
 
     @classmethod
@@ -237,6 +238,51 @@ class ConversionPlan(Record):
         if only_theirs:
             differences.append(Difference(what="layers", one=False, other=True, layers=only_theirs))
         return (*differences, *_layer_differences(my_layers, their_layers))
+
+    def without(self, paths: str | Sequence[str]) -> "ConversionPlan":
+        """The plan without some of its layers, which stay as they are in the model.
+
+        The other layers keep their windows and counts. A layer that is left alone in its tie group
+        gets positions of its own. Budgets are those of the layers that remain.
+
+        Args:
+            paths: Qualified name of a module, of which all layers are left out; or a pattern for
+                layers' names, such as "dec1.*"; or a list of these.
+
+        Raises:
+            PlanError: One of them means no layer of the plan, or no layer would remain.
+        """
+        patterns = [paths] if isinstance(paths, str) else list(paths)
+        self._check_known(patterns)
+        kept = []
+        removed = []
+        for layer in self.layers:
+            if is_one_meant(layer.names, patterns):
+                reason = f"left out of the plan by {' or '.join(map(shown, patterns))}"
+                kind = f"Conv{layer.dims}d"
+                removed.append(Skipped(name=layer.name, type=kind, reason=reason))
+            else:
+                kept.append(layer)
+        if not kept:
+            raise PlanError(f"without {listed(patterns)}, no layer of the plan would remain")
+        layers, units = solve_counts(_without_lone_ties(kept), self.scope, self.share)
+        return replace(
+            self,
+            layers=layers,
+            tie_groups=named_owners(layers),
+            budget=units,
+            skipped=(*self.skipped, *removed),
+        )
+
+    def _check_known(self, patterns: Sequence[str]) -> None:
+        """Refuse (PlanError) a pattern that means no layer."""
+        names: list[str] = []
+        for layer in self.layers:
+            names += layer.names
+        for pattern in patterns:
+            if not is_one_meant(names, [pattern]):
+                near = listed(nearest_paths([pattern], names), 6)
+                raise PlanError(f"the plan has no layer {shown(pattern)}; the nearest are {near}")
 
     def _repr_html_(self) -> str:
         """The plan in a notebook: the report that it predicts."""
@@ -283,6 +329,19 @@ def _layer_differences(
         what, one, other = json.loads(difference)
         differences.append(Difference(what=what, one=one, other=other, layers=tuple(names)))
     return differences
+
+
+def _without_lone_ties(layers: Sequence[LayerPlan]) -> list[LayerPlan]:
+    """The layers; one that shares its positions with no other is in no tie group."""
+    members: Counter[str | None] = Counter()
+    for layer in layers:
+        members[layer.tie_group] += 1
+    untied = []
+    for layer in layers:
+        if layer.tie_group is not None and members[layer.tie_group] == 1:
+            layer = replace(layer, tie_group=None)
+        untied.append(layer)
+    return untied
 
 
 def named_owners(layers: Sequence[LayerPlan]) -> tuple[TieGroup, ...]:
@@ -335,7 +394,7 @@ def _check_layer(layer: LayerPlan) -> None:
     try:
         _check_values(layer)
     except ValueError as error:
-        raise PlanError(f"{shown(layer.name)}: {one_line(error)}") from error
+        raise PlanError(f"{shown(layer.name)}: {one_line(error)}") from None
 
 
 def _check_values(layer: LayerPlan) -> None:

@@ -5,13 +5,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import PlanError, RuleError, one_line, shown
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import ConvSite, ModelConvs, Skipped
 from ..options import (
     AUTO,
+    DEFAULT_BUDGET,
     DEFAULT_INTERPOLATION,
     ERROR,
     EXACT,
@@ -19,9 +20,12 @@ from ..options import (
     INTERPOLATION_NAMES,
     SCOPES,
     TIES,
+    InterpolationName,
     PlanOptions,
+    Scope,
+    Tie,
     check_even,
-    takes_plan_options,
+    suggests_arguments,
 )
 from .budget import UNSOLVED, parse_percent, solve_counts
 from .claims import check_overruled, claim_convs
@@ -34,14 +38,20 @@ from .windows import choose_window, recommended_size
 # A draft is a LayerPlan that has no tie group yet, and whose kernel count may still be UNSOLVED.
 
 
-@takes_plan_options
+@suggests_arguments
 def plan_conversion(
     convs: ModelConvs,
     rules: RuleSet | str | Path | Mapping[str, Any] = AUTO,
     *,
+    dilated_size: int | Sequence[int] | str = AUTO,
+    kernel_count: int | Literal["auto", "exact"] | LayerCounts = AUTO,
+    scope: Scope = AUTO,
+    tie: Tie = "stage",
+    budget: float | str = DEFAULT_BUDGET,
+    interpolation: InterpolationName | None = None,
+    strict: bool = False,
     model: str | None = None,
     model_args: dict[str, Any] | None = None,
-    **planning: Any,
 ) -> ConversionPlan:
     """Decide what becomes of every convolution.
 
@@ -58,13 +68,14 @@ def plan_conversion(
             "exact" takes as many as the old kernel has cells, whatever the budget; the layers can
             then start as the same function. `LayerCounts` gives the counts of existing elements; it
             must name exactly the layers that are converted.
-        scope: One count for the model (also "auto"), for each stage, or for each layer (a tie group
-            counts as one layer). "error" needs the model's kernels: only `convert_` and the command
-            line plan with it.
+        scope: One count for the "model" (also "auto"), for each "stage" or for each "layer" (a tie
+            group counts as one layer). "error" needs the model's kernels: only `convert_` and the
+            command line plan with it.
         tie: "stage" shares positions among layers of one stage and shape, "none" gives every layer
             its own.
         budget: Percent of the replaced weights that new weights, positions and sigmas may use.
-        interpolation: For rules that state none; the default is bilinear.
+        interpolation: How an element spreads over the cells, for rules that state none: "bilinear"
+            (also None), "triangle" or "gaussian".
         strict: Refuse a matching convolution that cannot take the size, instead of skipping it.
         model, model_args: How to build the model again, for a checkpoint.
 
@@ -73,7 +84,16 @@ def plan_conversion(
         PlanError: Sizes, counts or a budget that do not fit; names values that do.
         NothingMatchesError: No rule claims anything; says what the model has instead.
     """
-    options = PlanOptions(rules=rules, **planning)
+    options = PlanOptions(
+        dilated_size=dilated_size,
+        kernel_count=kernel_count,
+        rules=rules,
+        scope=scope,
+        tie=tie,
+        budget=budget,
+        interpolation=interpolation,
+        strict=strict,
+    )
     return make_plan(convs, options, model=model, model_args=model_args)
 
 

@@ -35,6 +35,7 @@ from ..options import (
     Kind,
     check_even,
 )
+from .paths import is_one_meant
 
 if TYPE_CHECKING:
     from ..networks.sites import ConvSite  # which imports torch
@@ -140,7 +141,11 @@ class Match(_Strict):
 
     # A predicate bears the name of the attribute of ConvSite that it is about; `path` alone does
     # not, it is about `names`.
-    path: Globs | None = Field(None, description=f"{_GLOB}, for the module's qualified name")
+    path: Globs | None = Field(
+        None,
+        description=f"{_GLOB}, for the module's qualified name; "
+        "without * and ?, also all that lies inside the module of that name",
+    )
     stage: Globs | None = Field(
         None, description=f"{_GLOB}, for the stage's name; '*' is any stage, not the stem"
     )
@@ -164,6 +169,13 @@ class Match(_Strict):
     in_channels: Positive | Range | None = Field(None, description=_NUMBER)
     out_channels: Positive | Range | None = Field(None, description=_NUMBER)
 
+    @property
+    def paths(self) -> list[str]:
+        """The patterns of `path`; none if it is not stated."""
+        if isinstance(self.path, str):
+            return [self.path]
+        return self.path or []
+
     def matches(self, site: "ConvSite") -> bool:
         """Whether all predicates hold."""
         return self.mismatch(site) is None
@@ -179,9 +191,10 @@ class Match(_Strict):
             if stated is None:
                 continue
             if predicate == "path":
-                value = site.names
-            else:
-                value = getattr(site, predicate)
+                if not is_one_meant(site.names, self.paths):
+                    return f"path is {_in_words(site.names)}, not {_in_words(stated)}"
+                continue
+            value = getattr(site, predicate)
             # A stage of None is known: the site lies outside of all stages.
             if value is None and predicate != "stage":
                 return f"{predicate} is not known"
@@ -338,7 +351,7 @@ def load_rules(source: str | Path | Mapping[str, Any]) -> RuleSet:
             f"rules {shown(source, MOST_SHOWN)}: cannot be read: {error.strerror}"
         ) from error
     except UnicodeDecodeError as error:
-        raise RuleError(f"{source}: is not a UTF-8 text: {one_line(error)}") from error
+        raise RuleError(f"{source}: is not a UTF-8 text: {one_line(error)}") from None
     return parse_rules(text, source=str(source))
 
 
@@ -394,7 +407,7 @@ def parse_rules(text: str, source: str = "rules") -> RuleSet:
             place = f" line {mark.line + 1}:"
         problem = getattr(error, "problem", None) or f"{type(error).__name__}: {one_line(error)}"
         message = f"{source}:{place} not valid YAML: {shown(problem, MOST_SHOWN)}"
-        raise RuleError(message) from error
+        raise RuleError(message) from None  # the message says it all
     if not isinstance(data, dict):
         kinds = {list: "a list", str: "a text", type(None): "empty"}
         kind = kinds.get(type(data), f"of type {type(data).__name__}")
@@ -403,7 +416,7 @@ def parse_rules(text: str, source: str = "rules") -> RuleSet:
     try:
         rules = RuleSet.model_validate(data)
     except ValidationError as error:
-        raise RuleError(f"{source}: {_first_problem(error)}") from error
+        raise RuleError(f"{source}: {_first_problem(error)}") from None
     rules._source = source
     rules._text = text
     return rules

@@ -121,6 +121,8 @@ class Outcome:
 
     kernel_error: float | None  # mean of the layers' `fit_error`
     images: int  # held-out images on which outputs were compared
+    # Images that the new layers were fitted to; not in the JSON.
+    fitted_images: Annotated[int, Field(exclude=True)] = 0
     same_top1: float | None = None  # this and the next two: as in `Agreement`
     kl: float | None = None
     output_error: float | None = None
@@ -192,9 +194,9 @@ class ConversionReport(Record):
         return data
 
     def __rich__(self) -> Any:
-        from ..views.report import report_view
+        from ..views.report import IN_PYTHON, report_view
 
-        return report_view(self)
+        return report_view(self, advice=IN_PYTHON)
 
     __str__ = as_text
     _repr_html_ = as_html

@@ -93,7 +93,10 @@ def apply_plan_(
             _fill_randomly_(group, positions, generator)
     else:
         if calibration is not None and not isinstance(calibration, CalibrationStatistics):
-            images = calibrate(model, plan, calibration, note=note)
+            if not isinstance(calibration, Calibration):
+                # Outputs are not compared here, so no image need be held out.
+                calibration = calibrate(model, plan, calibration, held_out=(), note=note)
+            images = calibration
             calibration = measure_inputs(model, groups, images, notify)
         _fill_all_from_kernels_(groups, calibration, init, seed, notify)
         if calibration is not None:

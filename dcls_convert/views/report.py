@@ -28,6 +28,8 @@ COSTLY = 50.0  # percent more MACs
 WHY_SCOPE = {"model": ", as in the paper", "error": ", the default with images"}
 LAYERS_NAMED = 5  # layers with the largest errors that a verbose report names
 SMALL_ERROR = 1e-3  # kernel error below which a user would call the outputs unchanged
+FEW_IMAGES = 4  # to fit to; fewer are said to be few
+FEWEST_FOR_PERCENT = 10  # images; of fewer, a share in percent says more than is known
 NEAR_THE_CENTRE = (
     "Elements start near the centre, as in the paper, and need a long training to move;",
     "for a short one, --positions uniform spreads them.",
@@ -35,6 +37,27 @@ NEAR_THE_CENTRE = (
 FOLDING_SENTENCE = (
     "Folding the kernels into plain convolutions keeps the outputs and these MACs, "
     "saves the construction, and stores window-sized kernels."
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advice:
+    """What a report tells its reader to do."""
+
+    cheaper_sizes: str  # with "{model}" for the model's name
+    why_kept: str
+    calibrate: str
+
+
+ON_COMMAND_LINE = Advice(
+    cheaper_sizes="cheaper sizes: dcls-convert sweep {model}",
+    why_kept="-v says why",
+    calibrate="--calibrate FOLDER, with some images,",
+)
+IN_PYTHON = Advice(
+    cheaper_sizes="cheaper sizes: dcls_convert.sweep, before converting",
+    why_kept="report.skipped says why",
+    calibrate="calibration=images",
 )
 
 
@@ -124,31 +147,37 @@ STAGE_COLUMNS: list[Column[LayerTotals]] = [
 
 
 def plan_view(plan: ConversionPlan) -> RenderableType:
-    """The report that a plan predicts."""
-    return report_view(predict_report(plan))
+    """The report that a plan predicts, in Python."""
+    return report_view(predict_report(plan), advice=IN_PYTHON)
 
 
-def report_view(report: ConversionReport, *, verbose: int = 0) -> RenderableType:
+def report_view(
+    report: ConversionReport, *, verbose: int = 0, advice: Advice = ON_COMMAND_LINE
+) -> RenderableType:
     """A report for a terminal of 80 columns or more.
 
     Args:
         report: The report to show.
         verbose: 0: a row for each stage. 1: a row for each layer, and why other convolutions
             are kept. 2: the name of each kept convolution, too.
+        advice: In words for the reader: ON_COMMAND_LINE or IN_PYTHON.
     """
-    parts = [*_heading(report), Text()]
+    parts = [*_heading(report, advice), Text()]
     if verbose == 0:
         parts += [_stage_table(report), Text(), indented(_budget(report))]
+        if report.macs.note:
+            parts.append(indented(_macs_sentence(report)))
         parts += map(indented, _error_sentences(report))
+        parts += map(indented, outcome_sentences(report, advice))
         if report.skipped:
-            parts.append(indented(f"{_skipped_count(report)} kept; -v says why."))
+            parts.append(indented(f"{_skipped_count(report)} kept; {advice.why_kept}."))
     else:
-        parts += _details(report)
+        parts += _details(report, advice)
         parts += _kept_lines(report, by_name=verbose > 1)
     return Group(*parts)
 
 
-def _heading(report: ConversionReport) -> list[RenderableType]:
+def _heading(report: ConversionReport, advice: Advice) -> list[RenderableType]:
     """What the conversion costs, what was converted, and warnings."""
     totals = LayerTotals(layers=report.layers)
     kernels = f"{totals.counts} elements in {totals.windows}"
@@ -169,7 +198,7 @@ def _heading(report: ConversionReport) -> list[RenderableType]:
         parts.append(Text(f"{warning}; rules can skip layers", style="yellow"))
     elif slower > COSTLY:
         name = printable((report.model or "MODEL").removeprefix("timm:"))
-        sizes = f"cheaper sizes: dcls-convert sweep {name}"
+        sizes = advice.cheaper_sizes.format(model=name)
         parts.append(Text(f"{1 + slower / 100:.1f} times the MACs; {sizes}", style="yellow"))
     fewer_weights = sum(_only_loses_weights(layer) for layer in report.layers)
     if fewer_weights:
@@ -220,7 +249,7 @@ def _only_loses_weights(layer: LayerReport) -> bool:
     return math.prod(layer.dilated_size) == cells and layer.kernel_count < cells
 
 
-def _details(report: ConversionReport) -> list[RenderableType]:
+def _details(report: ConversionReport, advice: Advice) -> list[RenderableType]:
     """A row for each layer, the whole model, and sentences."""
     rows = [LayerTotals(name=layer.name, layers=(layer,)) for layer in report.layers]
     name: Column[LayerTotals] = Column("Layer", lambda row: row.name)
@@ -231,7 +260,7 @@ def _details(report: ConversionReport) -> list[RenderableType]:
         parts.append(Text(footnote, style="dim italic"))
     parts += _largest_error_lines(report)
     parts += [Text(), _model_table(report), Text()]
-    parts += map(indented, _sentences(report))
+    parts += map(indented, _sentences(report, advice))
     return parts
 
 
@@ -288,7 +317,7 @@ def _skipped_count(report: ConversionReport) -> str:
 
 def report_markdown(report: ConversionReport) -> str:
     """The report for a model card."""
-    items = "".join(f"- {line}\n" for line in _sentences(report))
+    items = "".join(f"- {line}\n" for line in _sentences(report, ON_COMMAND_LINE))
     return "\n".join([_stage_table(report).markdown(), _model_table(report).markdown(), items])
 
 
@@ -373,11 +402,11 @@ def _budget(report: ConversionReport) -> str:
     return f"{text}."
 
 
-def _sentences(report: ConversionReport) -> list[str]:
+def _sentences(report: ConversionReport, advice: Advice) -> list[str]:
     """The budget, the new kernels, the MACs, and what became of a trained network's outputs."""
     kernels = f"{_kernels_sentence(report)}; stages from {report.stages_from}."
     lines = [_budget(report), *_error_sentences(report), kernels, _macs_sentence(report)]
-    lines += outcome_sentences(report)
+    lines += outcome_sentences(report, advice)
     return [printable(line) for line in lines]
 
 
@@ -410,18 +439,32 @@ def _macs_sentence(report: ConversionReport) -> str:
     return f"{sentence} {FOLDING_SENTENCE}"
 
 
-def outcome_sentences(report: ConversionReport) -> list[str]:
+def outcome_sentences(report: ConversionReport, advice: Advice = ON_COMMAND_LINE) -> list[str]:
     """How close a trained network's kernels and outputs stayed; empty if that is not known."""
     outcome = report.outcome
     if outcome is None or outcome.kernel_error is None:
         return []
     kernels = f"Mean relative error of the kernels: {outcome.kernel_error:.3f}."
-    if not outcome.images:
-        if outcome.kernel_error >= SMALL_ERROR:
-            kernels += " --calibrate FOLDER, with some images, would keep the outputs closer."
-        return [kernels]
+    is_calibrated = outcome.fitted_images > 0 or outcome.images > 0
+    if not is_calibrated and outcome.kernel_error >= SMALL_ERROR:
+        kernels += f" {advice.calibrate} would keep the outputs closer."
+    if is_calibrated:
+        kernels += " Their outputs were fitted instead."
+    lines = [kernels]
+    if 0 < outcome.fitted_images < FEW_IMAGES:
+        images = counted(outcome.fitted_images, "image")
+        lines.append(f"Fitted to {images} only: some dozens would keep the outputs closer.")
+    if outcome.images:
+        lines += _comparison_sentences(outcome)
+    elif is_calibrated:
+        lines.append("No image was held out, so nothing says how far the outputs moved.")
+    return lines
+
+
+def _comparison_sentences(outcome: Outcome) -> list[str]:
+    """How close the outputs for held-out images stayed, and a yardstick."""
     agreement = _agreement(outcome, outcome.images)
-    lines = [kernels, f"Images held out, with corners of large ones: {agreement}."]
+    lines = [f"On {counted(outcome.images, 'held-out image')}: {agreement}."]
     if outcome.shifted is not None:
         shifted = _agreement(outcome.shifted, outcome.images)
         lines.append(f"As a yardstick, the original with each image moved by one pixel: {shifted}.")
@@ -432,9 +475,10 @@ def _agreement(found: Outcome | Agreement, images: int) -> str:
     """How far outputs for so many images agree, as part of a sentence."""
     parts = []
     if found.same_top1 is not None:
-        same = round(found.same_top1 * images)
-        share = f"{100 * found.same_top1:.0f} %"
-        parts.append(f"{same} of {images} have the same top-1 class as before ({share})")
+        same = f"{round(found.same_top1 * images)} of {images} have the same top-1 class as before"
+        if images >= FEWEST_FOR_PERCENT:
+            same += f" ({100 * found.same_top1:.0f} %)"
+        parts.append(same)
     if found.kl is not None:
         parts.append(f"KL divergence {found.kl:.2g}")
     if found.output_error is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
 from ..compare.sweep import Sweep, SweepRow, Timing, Value, growth, step_ms
@@ -73,6 +73,13 @@ class SweepView:
             yield each
         yield Text()
         yield from _notes(sweep)
+
+
+def python_view(sweep: Sweep) -> RenderableType:
+    """The rows, and the call that converts to the recommended size."""
+    if sweep.choice.command is None:
+        return SweepView(sweep)
+    return Group(SweepView(sweep), Text(), indented(sweep.choice.command, by=4))
 
 
 def _sign(sweep: Sweep, row: SweepRow) -> tuple[str, str]:

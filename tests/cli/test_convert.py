@@ -1,6 +1,7 @@
 """`dcls-convert MODEL` on trained weights: what it says at the end, and where that stands."""
 
 import json
+import shutil
 
 import pytest
 import timm
@@ -44,6 +45,18 @@ def test_without_images_it_ends_with_the_kernels_error_and_a_better_way(trained,
     for text in (out[out.index("Fine-tune it") :], card):
         assert f"{mean:.3f}" in text
         assert "--calibrate FOLDER" in text
+
+
+def test_with_one_image_it_says_so_and_does_not_ask_for_images(trained, tmp_path):
+    image = next(path for path in sorted((trained / "images").rglob("*")) if path.is_file())
+    (tmp_path / "one").mkdir()
+    shutil.copy(image, tmp_path / "one")
+    out, report, card = convert(trained, tmp_path, "--calibrate", tmp_path / "one")
+    assert report["outcome"]["images"] == 0
+    for text in (out[out.index("Fine-tune it") :], card):
+        assert "Fitted to 1 image only" in text
+        assert "No image was held out" in text
+        assert "--calibrate FOLDER" not in text
 
 
 def test_with_images_it_ends_with_the_outputs_for_those_held_out(trained, tmp_path):

@@ -94,7 +94,7 @@ def test_every_channel_has_its_mean_again(options, tie):
     expected = means(model, images)
     old = copy.deepcopy(model)
     plan = plan_conversion(find_convs(model, SMALL), dilated_size=9, budget=60, tie=tie)
-    calibration = calibrate(model, plan, [images[:8], images[8:]])
+    calibration = calibrate(model, plan, [images[:8], images[8:]], held_out=())
     statistics = measure_inputs(model, make_layers(model, plan), calibration, silent, settings)
     apply_plan_(model, plan, calibration=statistics)
     torch.testing.assert_close(means(model, images), expected, rtol=1e-3, atol=1e-4)
@@ -123,7 +123,7 @@ def test_the_output_error_of_each_layer_is_what_its_outputs_lost():
     old = outputs_by_layer(model, plan, images)
     settings = CalibrationSettings(places_per_image=10**6)
     groups = make_layers(model, plan)
-    calibration = calibrate(model, plan, images)
+    calibration = calibrate(model, plan, images, held_out=())
     statistics = measure_inputs(model, groups, calibration, silent, settings)
     errors = apply_plan_(model, plan, calibration=statistics)
     new = outputs_by_layer(model, plan, images)
@@ -372,6 +372,7 @@ REASONS = {
 def test_the_report_says_what_kept_a_layers_outputs_from_being_closer(case):
     make, images, expected = REASONS[case]
     options = {"calibration": [images], "dilated_size": 9, "scope": "model", "budget": 60}
+    options["init"] = "fit"
     if case == "fixed weights":
         options["rules"] = "conv3x3"
     report = convert_(make(), input_size=tuple(images.shape[1:]), **options)
@@ -417,6 +418,7 @@ def test_all_kinds_of_layers_keep_outputs_closer_with_images(change, options, sh
         converted = copy.deepcopy(model)
         convert_(
             converted,
+            init="fit",
             dilated_size=7,
             budget=60,
             scope="model",

@@ -218,6 +218,28 @@ def test_one_batch_and_images_are_taken_as_batches(planned):
     assert len(calibrate(*planned, images[0])) == 1
 
 
+@pytest.mark.parametrize("sizes", [(5,), (1, 1, 1, 1, 1), (4, 2, 6), (3, 20)])
+def test_of_given_images_every_fifth_is_held_out_and_none_is_lost(planned, sizes):
+    numbers = torch.arange(sum(sizes), dtype=torch.float32)
+    images = numbers.view(-1, 1, 1, 1).expand(-1, *planned[1].input_size)
+    calibration = calibrate(*planned, images.split(sizes))
+    assert shades(calibration.held_out) == numbers[4::5].tolist()
+    assert sorted(shades((*calibration.batches, *calibration.held_out))) == numbers.tolist()
+
+
+def test_images_to_hold_out_may_be_given(planned, tmp_path):
+    write_images(tmp_path, 6)
+    others = torch.rand(2, *planned[1].input_size)
+    for images in (tmp_path, torch.rand(6, *planned[1].input_size)):
+        calibration = calibrate(*planned, images, held_out=others)
+        assert len(calibration) == 6
+        assert torch.equal(torch.cat(calibration.held_out), others)
+        assert calibrate(*planned, images, held_out=()).held_out == ()
+    assert len(torch.cat(calibrate(*planned, others, held_out=tmp_path).held_out)) == 6
+    with pytest.raises(DclsConvertError, match="states what it holds out itself"):
+        calibrate(*planned, calibration, held_out=others)
+
+
 def own_model():
     """Which states no normalisation."""
     model = nn.Sequential(nn.Conv2d(3, 8, 7, padding=3), nn.Conv2d(8, 8, 7, padding=3, groups=8))

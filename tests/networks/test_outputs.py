@@ -9,6 +9,7 @@ import torch
 
 from dcls_convert.networks.outputs import (
     ComparisonError,
+    agreement,
     check_equal,
     relative_distance,
     relative_error,
@@ -86,3 +87,19 @@ def test_the_bound_is_the_largest_error_allowed():
         ComparisonError, match=r"it: the outputs' relative error is 1\.2e-01, allowed is 1e-01"
     ):
         check_equal(a, b, bound=0.12, what="it")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "are_scores"),
+    [
+        ([(4, 10), (2, 10)], True),
+        ([(4, 10, 8, 8)], False),  # masks
+        ([(4, 1)], False),  # a number for each image
+        ([(4, 10), (4, 3)], False),  # two heads
+    ],
+)
+def test_only_class_scores_have_a_class(shapes, are_scores):
+    old = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in shapes]
+    found = agreement(old, [2 * output for output in old])
+    assert found.output_error == 1
+    assert (found.same_top1 is not None) == (found.kl is not None) == are_scores

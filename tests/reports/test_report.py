@@ -14,7 +14,13 @@ from rich.console import Console
 from torch import nn
 
 from dcls_convert import apply_plan_, find_convs, measure_report, plan_conversion, predict_report
-from dcls_convert.views.report import report_markdown, report_view, stage_rows
+from dcls_convert.reports.report import Outcome
+from dcls_convert.views.report import (
+    outcome_sentences,
+    report_markdown,
+    report_view,
+    stage_rows,
+)
 
 from ..planning.nets import IMAGE, Net, Shared, depthwise, on_meta, plan_of
 
@@ -104,7 +110,8 @@ def test_the_verdict_comes_first_in_twelve_lines():
     report = report_of("convnext_tiny", dilated_size=17)
     lines = printed(report).splitlines()
     assert len(lines) <= 12
-    assert str(report) == "\n".join(lines)
+    in_python = "\n".join(lines).replace("-v says why", "report.skipped says why")
+    assert str(report) == in_python
     assert "28,587,688" in "".join(
         xml.etree.ElementTree.fromstring(report._repr_html_()).itertext()
     )
@@ -181,8 +188,20 @@ def test_missing_macs_are_said_and_not_made_up():
     assert "MACs were not counted: no input size is known" in " ".join(
         printed(report, verbose=1).split()
     )
+    assert "MACs were not counted: no input size is known" in " ".join(str(report).split())
     assert json.loads(report.to_json())["macs"]["after"] is None
     assert "n/a" in report_markdown(report)
+
+
+@pytest.mark.parametrize(("images", "percent"), [(1, ""), (9, ""), (16, " (100 %)")])
+def test_a_share_of_few_images_is_no_percentage(images, percent):
+    outcome = Outcome(kernel_error=0.2, images=images, fitted_images=4 * images, same_top1=1.0)
+    (_, *lines) = outcome_sentences(replace(report_of("test_convnext"), outcome=outcome))
+    noun = "image" if images == 1 else "images"
+    assert lines[-1] == (
+        f"On {images} held-out {noun}: {images} of {images} have the same top-1 class as before"
+        f"{percent}."
+    )
 
 
 MODELS = {

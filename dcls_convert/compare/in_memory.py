@@ -1,0 +1,156 @@
+"""Sweep a model in memory: Python's way to what `dcls-convert sweep` shows."""
+
+import copy
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..errors import PlanError
+from ..fitting.images import Calibration, Images
+from ..options import (
+    AUTO,
+    MOST_SLOWER,
+    Init,
+    InterpolationName,
+    PlanOptions,
+    Positions,
+    Scope,
+    Tie,
+    suggests_arguments,
+)
+from ..pipeline.loaded import LoadedNetwork
+from ..pipeline.request import ConversionRequest
+from ..planning.rules import RuleSet
+from ..progress import show_to_python
+from .candidates import combinations, make_sweep, usual_sizes
+from .sweep import Asked, AskedSize, Sweep
+from .timing import timing_settings
+
+OF_A_ROW = ("dilated_size", "kernel_count", "budget")  # options that each row states itself
+# Arguments of `sweep` that are also arguments of `convert_`, beside the planning options.
+OF_THE_START = ("init", "positions", "calibration", "held_out", "mean", "std", "input_size", "seed")
+
+
+@suggests_arguments
+def sweep(
+    model: nn.Module,
+    sizes: Sequence[int | Sequence[int] | str] | None = None,
+    *,
+    counts: Sequence[int] | None = None,
+    budgets: Sequence[float] | None = None,
+    rules: str | Path | Mapping[str, Any] | RuleSet = AUTO,
+    scope: Scope = AUTO,
+    tie: Tie = "stage",
+    interpolation: InterpolationName | None = None,
+    strict: bool = False,
+    init: Init = "auto",
+    positions: Positions = "normal",
+    calibration: Images | Calibration | None = None,
+    held_out: Images | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    input_size: Sequence[int] | None = None,
+    seed: int = 0,
+    slower: float = MOST_SLOWER,
+    time: bool = False,
+    device: str | None = None,
+    batch_size: int | None = None,
+    seconds: int | None = None,
+    amp: bool = False,
+    progress: bool | None = None,
+) -> Sweep:
+    """Compare windows, and counts or budgets: parameters, MACs, and what kernels and outputs keep.
+
+    The model stays as it is; copies of it are converted.
+
+    Args:
+        model: An unconverted network.
+        sizes: Windows in cells: integers, or one integer for each side; or growths such as "+4".
+            None tries windows from the smallest kernel's on, or growths if kernels differ in size.
+        counts: Elements in a kernel. None: as many as the budget admits.
+        budgets: Percent of the replaced weights, such as (60, 80, 100), instead of counts.
+        rules, scope, tie, interpolation, strict: As in `convert_`.
+        init, positions, calibration, held_out, mean, std, seed: As in `convert_`.
+        input_size: As in `convert_`. If it is not known, MACs are not, and no size is recommended.
+        slower: Percent that the recommended size may add: to the training step with `time`, else to
+            the MACs.
+        time: Measure a forward pass and a training step of every row and of the original, in turn.
+        device: Of the times, as torch names it; None: the CPU.
+        batch_size: Images at a time; None: 1 on the CPU, else 32.
+        seconds: For all measurements together, three rounds at least; None: 60.
+        amp: Measure in bfloat16 autocast.
+        progress: As in `convert_`.
+
+    Returns:
+        A row for each combination, the dense original first, and which is recommended. Shown as a
+        table in notebooks and by `print`; `rows[index].command` is the call that converts so.
+
+    Raises:
+        DclsConvertError: With one line that says what does not fit. A size that does not fit is a
+            row with the reason.
+    """
+    if counts is not None and budgets is not None:
+        raise PlanError("counts and budgets exclude each other")
+    timing = None
+    if time:
+        timing = timing_settings(device, batch_size, seconds, amp=amp)
+        # Timing moves a model to the device, and changes statistics such as BatchNorm's.
+        model = copy.deepcopy(model)
+    request = ConversionRequest(
+        model=model,
+        options=PlanOptions(
+            rules=rules, scope=scope, tie=tie, interpolation=interpolation, strict=strict
+        ),
+        init=init,
+        positions=positions,
+        calibration=calibration,
+        held_out=held_out,
+        mean=mean,
+        std=std,
+        input_size=input_size,
+        seed=seed,
+    )
+    with show_to_python(type(model).__name__, progress) as notify:
+        loaded = LoadedNetwork(request, notify=notify)
+        windows: list[AskedSize] = []
+        for size in sizes or usual_sizes(loaded):
+            windows.append(size if isinstance(size, int | str) else tuple(size))
+        asked = combinations(windows, counts, budgets)
+        command = functools.partial(_call, request)
+        return make_sweep(loaded, asked, command, timing=timing, slower=slower)
+
+
+def _call(request: ConversionRequest, asked: Asked) -> str:
+    """The call of `convert_` that converts as a row of the sweep does.
+
+    Values that are no numbers and texts stand there by their arguments' names.
+    """
+    arguments: dict[str, Any] = {"dilated_size": asked.size}
+    if asked.kernel_count is not None:
+        arguments["kernel_count"] = asked.kernel_count
+    if asked.budget is not None:
+        arguments["budget"] = asked.budget
+    defaults: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    for option in fields(request.options):
+        if option.name not in OF_A_ROW:
+            defaults[option.name] = option.default
+            values[option.name] = getattr(request.options, option.name)
+    for part in fields(request):
+        if part.name in OF_THE_START:
+            defaults[part.name] = part.default
+            values[part.name] = getattr(request, part.name)
+    texts = []
+    for name, value in arguments.items():
+        texts.append(f"{name}={value!r}")
+    for name, value in values.items():
+        is_plain = isinstance(value, str | int)
+        if is_plain and value != defaults[name]:
+            texts.append(f"{name}={value!r}")
+        elif not is_plain and value is not None:
+            texts.append(f"{name}={name}")
+    return f"dcls_convert.convert_(model, {', '.join(texts)})"

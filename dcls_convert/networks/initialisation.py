@@ -1,0 +1,42 @@
+"""Whether kernels are still as torch initialises convolutions, and so untrained."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+LEAST_WEIGHTS = 1_000  # in all kernels; fewer can lie within the bounds by chance
+MOST_DEVIATIONS = 5.0  # standard errors of the mean square
+
+
+@torch.no_grad()
+def are_as_torch_initialises(kernels: Iterable[Tensor]) -> bool:
+    """Whether all kernels look as `torch.nn`'s convolutions leave them when they are built.
+
+    These draw weights from the uniform distribution between -b and b, with b = 1 / sqrt(inputs of a
+    kernel). One weight beyond its bound, or a mean square that is not a uniform one's, says that
+    something else made them: within some updates, training carries weights out, and decay shrinks
+    them. Of models with an initialisation of their own, nothing can be told.
+
+    Args:
+        kernels: (O, I, *kernel_size) each. On the meta device, or of other types than floats,
+            nothing can be told.
+    """
+    count = 0
+    squares = 0.0  # sum of (weight / b)^2, whose mean is 1/3 for a uniform distribution
+    for kernel in kernels:
+        if kernel.is_meta or not kernel.is_floating_point():
+            return False
+        bound = 1 / math.sqrt(kernel[0].numel())
+        relative = kernel.detach().double() / bound
+        rounding = torch.finfo(kernel.dtype).eps
+        if float(relative.abs().max()) > 1 + rounding:
+            return False
+        count += kernel.numel()
+        squares += float(relative.square().sum())
+    if count < LEAST_WEIGHTS:
+        return False
+    # The variance of a square is 1/5 - 1/9.
+    standard_error = math.sqrt((1 / 5 - 1 / 9) / count)
+    return abs(squares / count - 1 / 3) <= MOST_DEVIATIONS * standard_error

@@ -1,0 +1,45 @@
+"""Kernels as torch initialises them are told from all others."""
+
+import timm
+import torch
+from torch import nn
+
+from dcls_convert.networks.initialisation import are_as_torch_initialises
+
+
+def kernels_of(model):
+    return [module.weight for module in model.modules() if isinstance(module, nn.Conv2d)]
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.Conv2d(32, 32, 7, groups=32)
+    )
+
+
+def test_a_new_network_is_recognised_whatever_its_dtype():
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        assert are_as_torch_initialises(kernels_of(network().to(dtype)))
+
+
+def test_a_few_steps_of_training_are_noticed():
+    """With usual rates: some weight is near its bound, and moves across it."""
+    rates = {torch.optim.AdamW: 1e-3, torch.optim.SGD: 0.1}
+    for make_optimizer, rate in rates.items():
+        model = network()
+        optimizer = make_optimizer(model.parameters(), lr=rate)
+        for _ in range(10):
+            optimizer.zero_grad()
+            (model(torch.randn(2, 3, 16, 16)) - 1).square().mean().backward()
+            optimizer.step()
+        assert not are_as_torch_initialises(kernels_of(model))
+
+
+def test_smaller_weights_and_other_initialisations_are_not_claimed_to_be_new():
+    model = network()
+    scaled = [kernel.detach() * 0.9 for kernel in kernels_of(model)]
+    assert not are_as_torch_initialises(scaled)
+    assert not are_as_torch_initialises(kernels_of(timm.create_model("test_resnet")))
+    assert not are_as_torch_initialises(kernels_of(model)[:1])  # too few weights to tell
+    assert not are_as_torch_initialises(kernels_of(network().to("meta")))

@@ -1,0 +1,116 @@
+"""Paths of modules in rules and in `ConversionPlan.without`, and plans without some layers."""
+
+import pytest
+import torch
+
+from dcls_convert import (
+    apply_plan_,
+    load_converted,
+    measure_report,
+    predict_report,
+    save_converted,
+)
+from dcls_convert.errors import NothingMatchesError, PlanError
+from dcls_convert.networks.running import evaluating
+from dcls_convert.planning.paths import is_meant, nearest_paths
+from dcls_convert.planning.plan import ConversionPlan
+
+from .nets import IMAGE, Net, plan_of
+
+
+def rules(*paths):
+    return {"format": 1, "rules": [{"match": {"path": list(paths), "kind": "depthwise"}}]}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "meant", "others"),
+    [
+        ("enc1", {"enc1", "enc1.0", "enc1.0.conv"}, {"enc10", "enc10.0", "stem.enc1"}),
+        ("enc1.0", {"enc1.0", "enc1.0.conv"}, {"enc1", "enc1.01"}),
+        ("enc1.*", {"enc1.0", "enc1.0.conv"}, {"enc1", "enc10.0"}),
+        ("*.conv", {"enc1.0.conv", "stem.conv"}, {"conv", "stem.conv.inner"}),
+        ("enc?", {"enc1", "enc2"}, {"enc10", "enc1.0"}),
+        ("enc[12].0", {"enc1.0", "enc2.0"}, {"enc3.0", "enc1.0.conv"}),
+    ],
+)
+def test_a_plain_path_means_all_that_lies_in_it_and_a_pattern_whole_names(pattern, meant, others):
+    assert {name for name in meant | others if is_meant(name, [pattern])} == meant
+
+
+@pytest.mark.parametrize("path", ["layer1", "layer1.*", "layer1.?"])
+def test_a_rule_takes_a_module_by_its_name(path):
+    plan = plan_of(Net(), rules=rules(path))
+    assert [layer.name for layer in plan.layers] == ["layer1.0", "layer1.1", "layer1.2"]
+
+
+def test_a_rule_takes_a_list_of_modules():
+    plan = plan_of(Net(), rules=rules("layer1.0", "layer2"))
+    names = ["layer1.0", "layer2.0", "layer2.1", "layer2.2"]
+    assert [layer.name for layer in plan.layers] == names
+
+
+def test_where_no_path_is_right_the_nearest_are_named():
+    with pytest.raises(NothingMatchesError, match=r"no path is lajer1, the nearest are layer1"):
+        plan_of(Net(), rules=rules("lajer1"))
+    with pytest.raises(NothingMatchesError, match=r"the nearest are stem, layer1, layer2"):
+        plan_of(Net(), rules=rules("zzzz.*"))
+    assert nearest_paths(["dec1.*"], ["enc1.0.conv", "dec1.0.conv"])[0] == "dec1"
+
+
+# A plan without some layers.
+
+
+def test_a_plan_without_layers_is_the_same_for_all_others():
+    whole = plan_of(Net())
+    part = whole.without("layer2.*")
+    names = ["layer1.0", "layer1.1", "layer1.2"]
+    assert part.layers == tuple(layer for layer in whole.layers if layer.name in names)
+    assert [group.name for group in part.tie_groups] == ["layer1"]
+    assert ConversionPlan.from_json(part.to_json()) == part
+    reasons = {skip.name: skip.reason for skip in part.skipped}
+    assert reasons["layer2.1"] == "left out of the plan by layer2.*"
+    assert part.layers == whole.without("layer2").layers
+
+
+def test_a_layer_that_is_alone_in_its_tie_group_has_its_own_positions():
+    part = plan_of(Net()).without(["layer1.1", "layer2"])
+    assert {layer.name: layer.tie_group for layer in part.layers} == {
+        "layer1.0": None,
+        "layer1.2": None,
+    }
+    assert part.tie_groups == ()
+
+
+@pytest.mark.parametrize("scope", ["model", "stage", "layer"])
+def test_the_budget_is_that_of_the_layers_that_remain(scope):
+    part = plan_of(Net(), scope=scope).without(["layer1", "layer2.0"])
+    report = predict_report(part)
+    assert report.budget.limit == sum(layer.dense_weights for layer in part.layers)
+    assert report.budget.used == report.params.weights + report.params.positions
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        ("layer3", "the plan has no layer layer3; the nearest are layer2, layer1"),
+        (["layer1", "layer2"], "without layer1, layer2, no layer of the plan would remain"),
+    ],
+)
+def test_layers_that_are_not_there_and_all_of_them_cannot_be_left_out(paths, message):
+    with pytest.raises(PlanError, match=message):
+        plan_of(Net()).without(paths)
+
+
+def test_a_plan_without_layers_converts_saves_and_loads(tmp_path):
+    """What is left out keeps its very module, and the outputs are the same after loading."""
+    torch.manual_seed(0)
+    model = Net()
+    kept = model.layer2[0]
+    plan = plan_of(model).without("layer2")
+    apply_plan_(model, plan)
+    assert model.layer2[0] is kept
+    assert measure_report(model, plan) == predict_report(plan)
+    loaded = load_converted(save_converted(model, plan, tmp_path / "part"), model=Net())
+    image = torch.randn(1, *IMAGE)
+    with evaluating(model), evaluating(loaded):
+        torch.testing.assert_close(loaded(image), model(image), rtol=0, atol=0)

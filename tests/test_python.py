@@ -1,0 +1,258 @@
+"""A network of the user's own in Python: what a notebook shows of it, step by step."""
+
+import re
+import subprocess
+import sys
+import warnings
+import xml.etree.ElementTree
+
+import pytest
+import torch
+from torch import nn
+
+import dcls_convert
+from dcls_convert import CheckpointError, DclsConvertError, PlanError, RuleError, convert_
+from dcls_convert.networks.running import evaluating
+from dcls_convert.planning.plan import ConversionPlan
+from dcls_convert.progress import show_progress
+
+from .planning.nets import state_of
+
+SIZE = (3, 16, 16)
+
+
+def block(inputs, outputs):
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()
+    )
+
+
+class UNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = block(3, 8)
+        self.enc1 = block(8, 8)
+        self.enc2 = block(8, 16)
+        self.dec1 = block(24, 8)
+        self.head = nn.Conv2d(8, 2, 1)
+
+    def forward(self, x):
+        wide = self.enc1(self.stem(x))
+        narrow = self.enc2(nn.functional.max_pool2d(wide, 2))
+        up = nn.functional.interpolate(narrow, scale_factor=2)
+        return self.head(self.dec1(torch.cat([up, wide], 1)))
+
+
+def unet(*, trained=True):
+    """Trained as far as its kernels can tell: they are not those that torch draws any more."""
+    torch.manual_seed(0)
+    model = UNet()
+    if trained:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.2)
+    return model.eval()
+
+
+def images(count, seed=0):
+    return torch.rand(count, *SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+def shown(record):
+    """What a notebook shows as text, and what its HTML says; the two say the same."""
+    text = str(record)
+    page = "".join(xml.etree.ElementTree.fromstring(record._repr_html_()).itertext())
+    assert page.split() == text.split()
+    return " ".join(text.split())
+
+
+# What a report says.
+
+
+@pytest.mark.usefixtures("quick_fit")
+def test_a_report_gives_no_advice_for_a_shell_and_says_why_macs_are_missing():
+    text = shown(convert_(unet(), dilated_size=7))
+    assert "MACs were not counted: no input size is known" in text
+    assert "calibration=images would keep the outputs closer" in text
+    assert "report.skipped says why" in text
+    assert "dcls_convert.sweep" in shown(convert_(unet(), dilated_size=9, input_size=SIZE))
+    for advice in ("dcls-convert", "-v ", "--"):
+        assert advice not in text
+
+
+@pytest.mark.usefixtures("quick_fit")
+def test_batches_are_compared_by_outputs_and_masks_have_no_class():
+    """As a loader gives them, with masks; the report's number is that of the held-out images."""
+    photos = images(10)
+    model = unet()
+    held_out = photos[4::5]
+    with torch.no_grad():
+        before = model(held_out)
+    batches = [(photos[:6], torch.zeros(6)), (photos[6:], torch.zeros(4))]
+    report = convert_(model, dilated_size=5, input_size=SIZE, calibration=batches)
+    with torch.no_grad():
+        error = float((model(held_out) - before).norm() / before.norm())
+    outcome = report.outcome
+    assert (outcome.images, outcome.fitted_images) == (2, 8)
+    assert outcome.output_error == pytest.approx(error, rel=1e-3)
+    text = shown(report)
+    assert f"On 2 held-out images: relative error of the outputs {error:.3f}" in text
+    assert "class" not in text
+    assert "calibration=images" not in text
+
+
+@pytest.mark.usefixtures("quick_fit")
+def test_images_that_are_given_to_compare_on_are_compared():
+    options = {"dilated_size": 5, "input_size": SIZE, "calibration": images(3)}
+    report = convert_(unet(), held_out=images(4, seed=1), **options)
+    assert (report.outcome.images, report.outcome.fitted_images) == (4, 3)
+    with pytest.raises(PlanError, match="held_out is for a calibration"):
+        convert_(unet(), held_out=images(4))
+
+
+@pytest.mark.usefixtures("quick_fit")
+def test_a_single_image_is_said_to_be_few_and_asks_for_no_calibration():
+    report = convert_(unet(), dilated_size=5, input_size=SIZE, calibration=images(1))
+    text = shown(report)
+    assert "Fitted to 1 image only" in text
+    assert "No image was held out" in text
+    assert "calibration=images" not in text
+
+
+# A sweep.
+
+
+@pytest.mark.usefixtures("quick_fit")
+def test_a_sweep_leaves_the_model_alone_and_its_call_gives_the_rows_network():
+    model = unet()
+    before = state_of(model)
+    found = dcls_convert.sweep(model, [3, 5, (7, 7), 4], input_size=SIZE, tie="none")
+    assert state_of(model) == before
+    assert [row.status for row in found.rows] == ["original", *["done"] * 3, "does not fit"]
+    text = shown(found)
+    for row in found.rows[:4]:
+        assert row.window in text
+        assert f"{row.params:,}" in text
+    assert found.rows[found.choice.row].command in text
+    row = found.rows[2]
+    assert row.command == (
+        "dcls_convert.convert_(model, dilated_size=5, tie='none', input_size=input_size)"
+    )
+    scope = {"dcls_convert": dcls_convert, "model": unet(), "input_size": SIZE}
+    report = eval(row.command, scope)
+    assert (report.params.after, report.macs.after) == (row.params, row.macs)
+    assert report.outcome.kernel_error == pytest.approx(row.kernel_error)
+
+
+@pytest.mark.usefixtures("quick_fit")
+def test_a_sweep_takes_counts_or_budgets_and_images():
+    photos = images(10)
+    found = dcls_convert.sweep(unet(), [5], budgets=[50, 100], input_size=SIZE, calibration=photos)
+    assert [row.asked.budget for row in found.rows[1:]] == [50, 100]
+    assert {row.images for row in found.rows[1:]} == {2}
+    assert "budget=50, input_size=input_size, calibration=calibration" in found.rows[1].command
+    (_, row) = dcls_convert.sweep(unet(), [5], counts=[4], init="random").rows
+    assert row.kernel_counts == (4,)
+    with pytest.raises(PlanError, match="counts and budgets exclude each other"):
+        dcls_convert.sweep(unet(), counts=[4], budgets=[50])
+
+
+def test_times_are_measured_if_asked_for_and_on_a_copy():
+    model = unet().train()
+    before = state_of(model)
+    found = dcls_convert.sweep(model, [5], input_size=SIZE, init="random", time=True, seconds=1)
+    assert all(row.step_ms.median > 0 for row in found.rows)
+    assert state_of(model) == before
+    assert model.training
+
+
+# Mistakes.
+
+
+def test_a_size_at_which_the_model_does_not_run_is_an_error_and_changes_nothing():
+    model = unet()
+    with pytest.raises(PlanError, match=r"^input size 16x16x3, as \(channels, \*spatial\): "):
+        convert_(model, dilated_size=7, input_size=(16, 16, 3))
+    assert isinstance(model.enc1[0], nn.Conv2d)
+
+
+class OnlyReal(UNet):
+    """Reads a value, which the meta device does not have."""
+
+    def forward(self, x):
+        return super().forward(x) * (1 + int(x.sum() > 0))
+
+
+def test_a_model_that_only_the_meta_device_cannot_run_is_converted():
+    report = convert_(OnlyReal(), dilated_size=7, input_size=SIZE, init="random")
+    assert report.macs.after is None
+    assert "does not run on the meta device" in report.macs.note
+
+
+def test_kernels_of_a_new_model_are_not_fitted_without_a_word():
+    with pytest.warns(UserWarning, match="untrained") as caught:
+        convert_(unet(trained=False), dilated_size=5)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings(action="error"):
+        convert_(unet(), dilated_size=5)
+        convert_(unet(trained=False), dilated_size=5, init="fit")
+        convert_(unet(trained=False), dilated_size=5, init="random")
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: dcls_convert.load_rules({"format": 1, "rules": [{"mach": {}}]}), RuleError),
+        (lambda: ConversionPlan.from_json("{"), CheckpointError),
+        (lambda: ConversionPlan.from_json('{"format": 1}'), CheckpointError),
+    ],
+)
+def test_a_mistake_is_one_line_without_the_parsers_own_error(make, kind):
+    with pytest.raises(kind) as mistake:
+        make()
+    assert isinstance(mistake.value, DclsConvertError)
+    assert mistake.value.__cause__ is None
+    assert mistake.value.__suppress_context__
+
+
+# Progress.
+
+
+def test_progress_is_lines_in_a_notebook_and_in_a_file_that_colours_are_forced_into(tmp_path):
+    program = (
+        "import time; from dcls_convert.progress import show_progress\n"
+        "with show_progress('net') as notify:\n"
+        "    for number in range(3): notify(f'layer {number}', number, 3); time.sleep(0.2)\n"
+    )
+    log = tmp_path / "log.txt"
+    with log.open("w") as stderr:
+        command = [sys.executable, "-c", program]
+        subprocess.run(command, stderr=stderr, env={"FORCE_COLOR": "1"}, check=True, timeout=100)
+    assert log.read_text() == "net: layer 0\nnet: layer 1\nnet: layer 2\n"
+
+
+def test_a_notebooks_stream_gets_lines_even_where_it_calls_itself_a_terminal(monkeypatch):
+    written = []
+    members = {"isatty": lambda self: True, "write": lambda self, text: written.append(text)}
+    members |= {"flush": lambda self: None, "__module__": "ipykernel.iostream"}
+    monkeypatch.setattr(sys, "stderr", type("OutStream", (), members)())
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with show_progress("net") as notify:
+        notify("layer 0", 0, 1)
+    assert "".join(written) == "net: layer 0\n"
+
+
+# The whole way.
+
+
+def test_a_stage_is_left_out_saved_and_loaded(tmp_path):
+    model = unet()
+    convs = dcls_convert.find_convs(model, SIZE)
+    plan = dcls_convert.plan_conversion(convs, dilated_size=7).without("dec1")
+    dcls_convert.apply_plan_(model, plan, init="largest")
+    assert isinstance(model.dec1[0], nn.Conv2d)
+    dcls_convert.save_converted(model, plan, tmp_path / "unet")
+    loaded = dcls_convert.load_converted(tmp_path / "unet", model=UNet())
+    with evaluating(model), evaluating(loaded):
+        assert torch.equal(loaded(images(2)), model(images(2)))
+    assert re.search(r"dec1\.0 .*left out", str(plan.skipped[-1]).replace("'", " "))
