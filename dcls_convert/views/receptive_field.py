@@ -92,7 +92,7 @@ def field_pictures(
         state: The state dict of `model`.
         options: The images, their size, and the weights before conversion.
         notify: Is told what is done next.
-        note: Is told about images that are left out.
+        note: Is told about images that are skipped.
     """
     images, about_images = _images(model, plan, options, note)
     if not images:
