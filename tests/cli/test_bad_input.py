@@ -278,7 +278,7 @@ def test_numbers_that_are_none(option, values, allowed):
         "--json -v": "--json and --verbose exclude each other",
         "-q --dry-run": "--quiet with --dry-run would print nothing",
         "--init exact --kernel-count 9": (
-            "an exact start takes an element for each cell of the old kernels: leave"
+            "an exact start takes an element for each cell of the old kernels: omit"
         ),
         "--init exact --interpolation gaussian": (
             "gaussian interpolation spreads an element over several cells"
