@@ -97,7 +97,7 @@ def save_converted(
         report = measure_report(model, plan)
     if pictures is None:
         pictures = {}
-    files = f"The plan and its rules stand in `{CONFIG}`; `{REPORT}` says what each layer costs."
+    files = f"`{CONFIG}` holds the plan and the rules; `{REPORT}` says what each layer costs."
     texts = {
         REPORT: replace(report, output=".").to_json(),  # the folder can be moved
         CARD: model_card(report, loading_code(plan.model), files, pictures=pictures.keys()),

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ..pipeline.loaded import LoadedNetwork
     from ..pipeline.resolved import ResolvedRequest
 
-PLAN_HELP = "Carry out the plan of a checkpoint, on other weights of the same model."
+PLAN_HELP = "Apply the plan of a checkpoint to other weights of the same model."
 INIT_HELP = (
     "random; fit: closest to the old kernels; largest: at their largest cells; "
     "exact: at all cells, for the same outputs at more parameters; "

@@ -133,7 +133,7 @@ def inspect(
     html: Annotated[Path | None, option(PICTURES, PAGE_HELP, metavar="FILE")] = None,
     picture: Annotated[Path | None, option(PICTURES, FIGURE_HELP, metavar="FILE")] = None,
     figure: Annotated[
-        FigureName, choice(FigureName, PICTURES, "Which one --picture draws.")
+        FigureName, choice(FigureName, PICTURES, "Which figure --picture draws.")
     ] = "positions",
     history: Annotated[Path | None, HISTORY] = None,
     images: Annotated[Path | None, IMAGES] = None,

@@ -169,7 +169,7 @@ def _notes(sweep: Sweep) -> Iterator[RenderableType]:
     yield from _failure_notes(sweep)
     if any(row.dominated for row in rows):
         yield indented(_domination_note(sweep), "dim")
-    yield indented("Fold: the model's weights when folded.")
+    yield indented("Fold: size of the weights after folding.")
     if sweep.macs_note:
         yield indented(f"MACs were not counted: {sweep.macs_note}.")
     if sweep.timing is not None and any(row.forward_ms for row in rows):

@@ -195,7 +195,7 @@ def test_parts_make_the_whole_and_other_settings_are_refused(tmp_path):
         "dcls_convert.compare.runs.Trainer.time_trial", side_effect=AssertionError("timed first")
     ):
         _, err = compare("--sizes", "9", "--epochs", "2", "--output", "whole", code=2)
-    assert "output whole: compares with epochs 1, not 2; name another folder" in err
+    assert "output whole: holds runs with epochs 1, not 2; use the same or another --output" in err
     out, _ = compare(
         "--sizes", "9,11", "--epochs", "1", "--seeds", "3", "--only", "1/9", "--output", "whole"
     )
@@ -225,7 +225,7 @@ def test_a_run_that_was_killed_goes_on(tmp_path):
         out, err = compare(*options, "--output", "killed", code=130)
     assert out.splitlines()[-2:] == [
         " 1 run missing: 9x9 uniform, seed 0",
-        " Interrupted: the same command goes on with what is missing.",
+        " Interrupted: the same command continues with the missing runs.",
     ]
     assert err.splitlines()[-1] == "error: interrupted"
     assert (tmp_path / "killed/settings.json").exists()
@@ -253,7 +253,7 @@ def test_a_comparison_that_ended_before_any_epoch_does_not_bind_its_folder(tmp_p
     compare("--sizes", "9", "--epochs", "1", "--seeds", "1")
     assert read_comparison(folder).settings.recipe.epochs == 1
     _, err = compare("--sizes", "9", "--epochs", "7", "--seeds", "1", code=2)
-    assert "compares with epochs 1, not 7" in err
+    assert "holds runs with epochs 1, not 7" in err
 
 
 def test_minutes_decide_the_epochs_once(tmp_path):
@@ -275,7 +275,7 @@ def test_minutes_decide_the_epochs_once(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "--data FOLDER or --dataset NAME says what to learn"),
+        ((), "give --data FOLDER or --dataset NAME"),
         (("--data", "nowhere"), "--data nowhere: is not a folder"),
         (("--data", "images", "--epochs", "1", "--minutes", "1"), "exclude each other"),
         (("--data", "images", "--only", "4/3"), "'4/3' is not a part such as 3/12"),
