@@ -150,8 +150,10 @@ def comparison_page(comparison: Comparison, folder: Path) -> str:
         "Classes": exact(settings.classes),
     }
     labels = [arm.label for arm in comparison.arms]
-    # A line's ink is its colour (the network), and 8 times its dashes (the seed).
-    inks = [labels.index(run.arm.label) + 8 * seeds.index(run.seed) for run in runs]
+    networks_and_seeds = []  # of each run, as places in the lists of both
+    for run in runs:
+        network = labels.index(run.arm.label)
+        networks_and_seeds.append({"network": network, "seed": seeds.index(run.seed)})
     content = {
         "title": f"{settings.model}: does DCLS help?",
         "subtitle": recipe_line(settings),
@@ -163,9 +165,9 @@ def comparison_page(comparison: Comparison, folder: Path) -> str:
                 _page_table(comparison, COST_COLUMNS),
                 _page_table(comparison, ACCURACY_COLUMNS),
             ],
-            "legend": labels,
-            "names": [f"{run.arm.label}, seed {run.seed}" for run in runs],
-            "inks": inks,
+            "networks": labels,
+            "seeds": seeds,
+            "runs": networks_and_seeds,
             "epochs": list(range(1, settings.recipe.epochs + 1)),
             "charts": [
                 {"title": "Top-1 accuracy", "unit": "%", "lines": [run.top1 for run in runs]},

@@ -82,6 +82,8 @@ def read_history_of(path: str | os.PathLike[str], plan: ConversionPlan) -> Histo
         CheckpointError: As for `read_history`, or the record is of another model.
     """
     history = read_history(path)
+    if not history.tracks:
+        raise CheckpointError(f"{path}: is a record of a model without positions")
     sets = position_sets(plan)
     tracks = []
     for positions in sets:
@@ -92,10 +94,9 @@ def read_history_of(path: str | os.PathLike[str], plan: ConversionPlan) -> Histo
             if same_name and track.size == positions.learnt_size:
                 tracks.append(replace(track, name=positions.name))
     if len(tracks) != len(sets) or len(tracks) != len(history.tracks):
-        recorded = shown(_sizes_text([(track.name, track.size) for track in history.tracks]))
-        stored = shown(
-            _sizes_text([(each.parameters["positions"], each.learnt_size) for each in sets])
-        )
+        track = history.tracks[0]
+        recorded = _tensors_text(len(history.tracks), track.name, track.size)
+        stored = _tensors_text(len(sets), sets[0].parameters["positions"], sets[0].learnt_size)
         raise CheckpointError(
             f"{path}: is a record of another model; it follows {recorded}, the checkpoint has "
             f"{stored}"
@@ -103,11 +104,21 @@ def read_history_of(path: str | os.PathLike[str], plan: ConversionPlan) -> Histo
     return replace(history, tracks=tuple(tracks))
 
 
-def _sizes_text(sizes: Sequence[tuple[str, tuple[int, ...]]]) -> str:
+def _tensors_text(count: int, first: str, size: tuple[int, ...]) -> str:
     """ "4 positions tensors, the first stages.0.dcls_positions in 17x17"."""
-    name, size = sizes[0]
-    tensors = counted(len(sizes), "positions tensor")
-    return f"{tensors}, the first {name} in {size_text(size)}"
+    return f"{counted(count, 'positions tensor')}, the first {shown(first)} in {size_text(size)}"
+
+
+def isolated_points(curve: Curve) -> list[int]:
+    """Indices of known values whose neighbours are not known."""
+    isolated = []
+    padded = (None, *curve, None)
+    for index, value in enumerate(curve):
+        before = padded[index]
+        after = padded[index + 2]
+        if value is not None and before is None and after is None:
+            isolated.append(index)
+    return isolated
 
 
 def _form(record: TrackRecord) -> list[tuple[str, list[int]]]:
@@ -140,13 +151,20 @@ def _track_picture(
     rows: Sequence[TrackedPositions], moving_rows: Sequence[TrackedPositions]
 ) -> TrackPicture:
     """The picture of one positions tensor, whose rows are those of all records."""
+    speed = []
+    spread = []
+    border = []
+    for row in rows:
+        speed.append(row.speed)
+        spread.append(_root_mean_square(row.spread))
+        border.append(row.border_share)
     histograms = zip(*(row.histograms for row in moving_rows), strict=True)
     return TrackPicture(
         name=rows[0].name,
         size=tuple(map(len, rows[0].histograms)),
-        speed=tuple(row.speed for row in rows),
-        spread=tuple(_root_mean_square(row.spread) for row in rows),
-        border=tuple(row.border_share for row in rows),
+        speed=tuple(speed),
+        spread=tuple(spread),
+        border=tuple(border),
         frames=tuple(row.followed for row in moving_rows),
         histograms=tuple(histograms),
     )

@@ -161,9 +161,10 @@ def test_a_comparison_ends_as_a_table_files_and_checkpoints(tmp_path):
     assert comparison.arms[1].distance > 0
     page = (tmp_path / "out/comparison.html").read_text()
     data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
-    assert data["comparison"]["names"] == [
-        f"{run.arm.label}, seed {run.seed}" for run in comparison.runs
-    ]
+    drawn = data["comparison"]
+    assert [
+        (drawn["networks"][run["network"]], drawn["seeds"][run["seed"]]) for run in drawn["runs"]
+    ] == [(run.arm.label, run.seed) for run in comparison.runs]
     assert [history["title"] for history in data["histories"]] == [
         "Positions of 9x9 uniform, seed 0"
     ]

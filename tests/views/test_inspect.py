@@ -29,6 +29,12 @@ def make():
     return nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, padding=1, groups=8))
 """
 
+TWO_WIDE = """
+from torch import nn
+def make():
+    return nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 7, padding=3, groups=8))
+"""
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
@@ -113,6 +119,23 @@ def test_a_model_of_the_users_own_is_built_with_trust_only(here, monkeypatch):
     assert "--trust-code" in message
 
 
+def test_the_page_says_why_the_field_is_smaller_after_a_start_near_the_centre(here):
+    """A network whose field is its kernels: random 7x7 before, all elements in the middle after."""
+    (here / "two_wide.py").write_text(TWO_WIDE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(here))
+        for positions in ("normal", "uniform"):
+            run(
+                "two_wide:make",
+                *["--dilated-size", "17", "--input-size", "3x32x32", "-q"],
+                *["--positions", positions, "--output", positions],
+            )
+        notes = page_of("normal", "--trust-code")["fields"]["notes"]
+        assert "smaller, because the elements of this layer are closer to the centre" in notes[-1]
+        assert "instead of 2.65" in notes[-1]  # the mean distance of the cells of 7x7
+        assert len(page_of("uniform", "--trust-code")["fields"]["notes"]) == len(notes) - 1
+
+
 def track(folder, path, steps):
     """Record a training in which every coordinate moves by a quarter of a cell per step."""
     model = load_converted(folder)
@@ -159,6 +182,12 @@ def test_the_record_of_another_model_is_refused(checkpoint, here, other):
         assert out == ""
         assert "positions.jsonl: is a record of another model; it follows " in message
     assert names(here) == {"other", "positions.jsonl"}
+
+
+def test_the_record_of_an_unconverted_model_is_refused(checkpoint):
+    PositionTracker(nn.Conv2d(3, 8, 3), "positions.jsonl").update(0)
+    _, message = run("inspect", checkpoint, "--history", "positions.jsonl", code=2)
+    assert "positions.jsonl: is a record of a model without positions" in message
 
 
 REFUSED = {
