@@ -3,7 +3,6 @@ to be seen.
 """
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -17,27 +16,8 @@ from ..conftest import TINY
 
 pytestmark = [pytest.mark.browser, pytest.mark.filterwarnings("default")]
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-# --disable-quic and the rest keep the browser itself off the network.
-ARGUMENTS = (
-    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-).split()
 VIEWS = [(width, scheme) for width in (1280, 390) for scheme in ("light", "dark")]
 LEAST_SIDE = 40  # pixels of a figure that can be seen
-
-
-@pytest.fixture(scope="module")
-def browser():
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if CHROMIUM is None:
-        pytest.skip("there is no Chromium on the path")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
