@@ -27,8 +27,8 @@ TAKEN = ">"
 DOMINATED = "-"
 WITHOUT = "!"
 PAPER = (
-    "Only training shows the accuracy. In the paper, ConvNeXt lost with windows below 17x17 "
-    "and gained nothing above; ResNet-50 had 7x7."
+    "Only training shows the accuracy. In the paper, ConvNeXt was worse below 17x17 "
+    "and no better above; ResNet-50 used 7x7."
 )
 MARKERS = "o^Dvs*"
 MACS = "MACs"
@@ -210,7 +210,7 @@ def _domination_note(sweep: Sweep) -> str:
     else:
         gain = "error of kernels"
     compared = f"window, parameters, {cost} and {gain}"
-    return f"{DOMINATED} another row is as good in {compared}, and better in one."
+    return f"{DOMINATED} another row is at least as good in {compared}, and better in one."
 
 
 def _timing_notes(sweep: Sweep) -> Iterator[RenderableType]:
@@ -221,7 +221,7 @@ def _timing_notes(sweep: Sweep) -> Iterator[RenderableType]:
         device += f", {counted(timing.threads, 'thread')}"
     precision = "bfloat16 autocast" if timing.amp else "float32"
     yield indented(
-        "Times: median of runs by turns ± half the interquartile range; "
+        "Times: median of runs in turn ± half the interquartile range; "
         f"{counted(timing.batch, 'image')} at a time in {precision}, "
         f"{device}, torch {timing.torch}. Step: forward, backward, SGD."
     )
@@ -233,7 +233,7 @@ def _timing_notes(sweep: Sweep) -> Iterator[RenderableType]:
             widest = max(widest, 100 * interquartile_range / step.median)
     if widest > sweep.slower:
         advice = "measure longer (--seconds), on an idle machine"
-        yield indented(f"Equal runs differ by {widest:.0f} %: {advice}.")
+        yield indented(f"Repeated runs differ by {widest:.0f} %: {advice}.")
 
 
 def _error_notes(sweep: Sweep) -> Iterator[RenderableType]:
@@ -244,7 +244,7 @@ def _error_notes(sweep: Sweep) -> Iterator[RenderableType]:
     images = "random images"
     image_count = measured[0]  # the same in all rows
     if image_count:
-        images = f"{counted(image_count, 'image')} held out of the calibration"
+        images = f"{counted(image_count, 'image')} held out from the calibration"
     top1 = ""
     if any(row.same_top1 is not None for row in sweep.rows):
         top1 = " Top-1: share of them with the same class as before."
