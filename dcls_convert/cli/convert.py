@@ -110,7 +110,7 @@ def convert(
         (quiet and dry_run and not json_, "--quiet with --dry-run would print nothing"),
         (
             plan is not None and makes_a_plan,
-            "--plan carries out a plan as it is: omit the options that make one",
+            "--plan applies a plan unchanged; omit the planning options",
         ),
         (
             dry_run and network.options.scope == ERROR and network.trained,

@@ -270,7 +270,7 @@ def test_numbers_that_are_none(option, values, allowed):
         "--checkpoint gone.pth": "checkpoint gone.pth: there is no such file",
         "--checkpoint /": "checkpoint /: is not a file",
         # options in conflict
-        "--plan x --budget 90": "--plan carries out a plan as it is",
+        "--plan x --budget 90": "--plan applies a plan unchanged",
         "--pretrained --checkpoint x": "--pretrained and --checkpoint exclude each other",
         "--dry-run --force": "--force has no effect with --dry-run",
         "--dry-run --output x": "--output has no effect with --dry-run",

@@ -420,7 +420,7 @@ def test_images_that_cannot_be_read_are_named_and_left_out_and_classes_must_be_l
     found = open_images(folder, note=said.append)
     assert found.train.reader.samples == whole.train.reader.samples
     (line,) = said
-    assert line.endswith("2 images cannot be read, and are left out: dark/cut.png, dark/none.jpg")
+    assert line.endswith("skipping 2 images that cannot be read: dark/cut.png, dark/none.jpg")
     (folder / "validation/dark").rename(folder / "validation/dusk")
     with pytest.raises(DclsConvertError, match="nothing to learn dusk from"):
         open_images(folder)
