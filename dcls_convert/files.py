@@ -36,7 +36,7 @@ def read_bytes(path: Path, most: int = MOST_TEXT) -> bytes:
     if not stat.S_ISREG(state.st_mode):
         raise OSError(errno.EINVAL, "is not a file")
     if state.st_size > most:
-        raise OSError(errno.EFBIG, f"has {state.st_size:,} bytes; {most:,} are the most")
+        raise OSError(errno.EFBIG, f"has {state.st_size:,} bytes; at most {most:,} are read")
     return path.read_bytes()
 
 

@@ -153,7 +153,8 @@ class PlanOptions:
         default="auto",
         metadata=_argument(
             form="word",
-            help="What one count is solved for; auto: error with --calibrate, else model.",
+            help="Share one element count across: model, stage or layer; error: allocate where "
+            "kernels need it (default with --calibrate).",
             group=HOW_MANY_ELEMENTS,
             idle_beside={"kernel_count": "states the count"},
         ),

@@ -5,6 +5,7 @@ Pages from beside docs/, and references made from the package.
 A line `<!-- made: NAME -->` in a page becomes what REFERENCES[NAME] returns, in Markdown.
 """
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,32 @@ FIRST = "convert_"  # function of the API page
 MODULES = ("__version__", "depthwise", "tuning")  # public, but no functions or classes
 
 
+REPOSITORY = "REPOSITORY_URL"  # variable of the environment; without it, no page has an edit link
+EDIT = "/edit/main/"  # behind the repository's address; the folder and the file follow
+
+
+def on_config(config: Any) -> Any:
+    """Say the version on every page, and link to the repository if its address is known.
+
+    Not by `repo_url`: Material would ask the repository's host for the number of stars.
+    """
+    from dcls_convert import __version__
+
+    config.copyright = f"dcls-convert {__version__}, MIT licence"
+    repository = os.environ.get(REPOSITORY)
+    if repository:
+        config.copyright += f', <a href="{repository}">source</a>'
+        config.edit_uri = f"{repository}{EDIT}docs/"
+    return config
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Pictures of the terminal lead to themselves: on a narrow screen they are small."""
+    return re.sub(
+        r'<p>(<img [^>]*src="([^"]+\.svg)"[^>]*>)</p>', r'<p><a href="\2">\1</a></p>', html
+    )
+
+
 def on_files(files: Any, config: Any) -> Any:
     for folder in BESIDE:
         for path in sorted((ROOT / folder).rglob("*")):
@@ -34,6 +61,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_path.startswith(BESIDE):  # in the site, docs/ is the folder around these
+        if page.edit_url:
+            page.edit_url = page.edit_url.replace(f"{EDIT}docs/", EDIT)
         markdown = markdown.replace("](../docs/", "](../")
     else:
         markdown = re.sub(rf"\]\(\.\./({'|'.join(BESIDE)})/", r"](\1/", markdown)

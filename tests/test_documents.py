@@ -351,17 +351,36 @@ def test_the_reference_has_every_command_option_rule_and_name(hooks):
     assert listed == {*public} - {"__version__", "depthwise", "tuning"}
 
 
-@pytest.mark.processes
-def test_links_of_the_built_site_lead_somewhere(hooks, tmp_path):
-    command = [sys.executable, "-m", "mkdocs", "build", "-q", "--strict", "-d", str(tmp_path)]
-    subprocess.run(command, check=True, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"})
+REPOSITORY = "https://example.org/dcls-convert"
+
+
+@pytest.fixture(scope="module")
+def site(hooks, tmp_path_factory):
+    """Texts of the built site's pages, by their paths; the site knows its repository."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "-q", "--strict", "-d", str(folder)]
+    environment = {"NO_MKDOCS_2_WARNING": "1", "REPOSITORY_URL": REPOSITORY}
+    subprocess.run(command, check=True, cwd=ROOT, env=os.environ | environment)
     pages = {
         path: path.read_text(encoding="utf-8")
-        for path in tmp_path.rglob("*.html")
+        for path in folder.rglob("*.html")
         if path.name != "404.html"
     }
     assert len(pages) > 20
-    for path, text in pages.items():
+    return pages
+
+
+@pytest.mark.processes
+def test_pages_of_the_site_say_the_version_and_lead_to_their_sources(site):
+    for text in site.values():
+        assert f"dcls-convert {dcls_convert.__version__}" in text
+        (source,) = re.findall(rf'href="?{re.escape(REPOSITORY)}/edit/main/([^" >]+)', text)
+        assert (ROOT / source).is_file()
+
+
+@pytest.mark.processes
+def test_links_of_the_built_site_lead_somewhere(site):
+    for path, text in site.items():
         for link in re.findall(r'(?:href|src)="?([^" >]+)', text):
             target, _, anchor = html.unescape(link).partition("#")
             if re.match(r"[a-z]+:", target) or target.startswith("//"):
@@ -370,7 +389,22 @@ def test_links_of_the_built_site_lead_somewhere(hooks, tmp_path):
             found = found / "index.html" if found.is_dir() else found
             assert found.exists(), (path, link)
             if anchor and found.suffix == ".html":
-                assert re.search(rf'id="?{re.escape(anchor)}[" >]', pages[found]), (path, link)
+                assert re.search(rf'id="?{re.escape(anchor)}[" >]', site[found]), (path, link)
+
+
+@pytest.mark.browser
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_code_and_pictures_of_the_site_fit(site, browser, width):
+    too_wide = """() => [...document.querySelectorAll("pre > code, article img")].filter(
+        node => node.scrollWidth > node.clientWidth
+        || node.getBoundingClientRect().right > document.documentElement.clientWidth
+    ).map(node => node.src || node.innerText)"""
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    for path in site:
+        page.goto(path.as_uri())
+        assert page.evaluate(too_wide) == [], path
+    page.close()
 
 
 @pytest.mark.processes

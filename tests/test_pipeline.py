@@ -231,7 +231,7 @@ NOISE = (torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0)),)
         ),
         (
             {"init": "exact", "options": PlanOptions(budget=80)},
-            "an exact start takes an element for each cell of the old kernels: leave budget",
+            "an exact start takes an element for each cell of the old kernels: omit budget",
             "an exact start takes",
         ),
     ],

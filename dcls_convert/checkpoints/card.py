@@ -9,8 +9,8 @@ from ..reports.report import ConversionReport
 from .folder import PAGE, PICTURE
 
 FOLDED = (
-    "The model is folded: the kernels are constructed once and for all, and stand in plain "
-    "convolutions of the windows' sizes; no positions are left to be learnt. "
+    "The model is folded: the kernels are constructed and stored in plain convolutions of the "
+    "windows' sizes; positions can no longer be learnt. "
 )
 # The paper, and this program; README and docs/index.md show the same.
 CITATION = """@inproceedings{khalfaoui-hassani2023dcls,
@@ -71,7 +71,7 @@ def model_card(
         "each has a few weights, at learned positions in a larger window. "
         f"{folding}Made by dcls-convert {__version__}.\n\n"
         f"{shown_pictures}{report_markdown(report)}\n## Loading\n\n"
-        "Where this folder is `dcls-model` below:\n\n"
+        "`dcls-model` is this folder:\n\n"
         f"```python\n{loading.format(folder='dcls-model')}```\n\n"
         f"{files}\n"
         f"{_conversion_section(provenance)}"

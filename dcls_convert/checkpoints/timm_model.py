@@ -189,9 +189,7 @@ def _check_arguments(base: str, args: Mapping[str, Any]) -> None:
     for name in UNBOUNDED_ARGUMENTS:
         value = stored.get(name)
         if isinstance(value, int) and value > MOST_ARGUMENT:
-            raise ModelError(
-                f"{CONFIG}: {name}={value}: through timm, {MOST_ARGUMENT:,} is the most"
-            )
+            raise ModelError(f"{CONFIG}: {name}={value}: timm loads at most {MOST_ARGUMENT:,}")
 
 
 def _open_beside_weights(

@@ -284,10 +284,9 @@ def _check_outputs(
     taken = take_fingerprint(model.eval(), checkpoint.input_size)
     difference = deviation(taken, stored)
     tolerance = TOLERANCES[stored.dtype]
-    detail = (
-        f"differ by {difference:.1e} of the stored norm; "
-        f"up to {tolerance:g} is rounding in {stored.dtype}"
-    )
+    match = "do not match" if difference > tolerance else "match"
+    sizes = f"difference {difference:.1e}, tolerance {tolerance:g} in {stored.dtype}"
+    detail = f"{match} the stored ones ({sizes})"
     if taken.outputs is None:
         detail = f"the model does not run: {taken.reason}"
     problems = [detail] if difference > tolerance else []

@@ -245,17 +245,18 @@ def image_size(panel: str, help: str) -> Any:
 CheckpointFolder = Annotated[
     Path, checkpoint_argument("CHECKPOINT", "A folder that dcls-convert wrote.")
 ]
-SIZE_OF_IMAGES_HELP = "Size of images, for MACs, exports and training; without it, the model's own."
+SIZE_OF_IMAGES_HELP = "Image size for MACs, exports and training (default: the model's own)."
 InputSize = Annotated[Any, image_size(OUTPUT, SIZE_OF_IMAGES_HELP)]
 Json = Annotated[bool, option(OUTPUT, "Print one JSON object.", "--json")]
 Csv = Annotated[bool, option(OUTPUT, "Print CSV.", "--csv")]
 Force = Annotated[bool, option(OUTPUT, "Replace what an earlier run wrote.", "--force")]
 Quiet = Annotated[
-    bool, option(OUTPUT, "No progress and no report, only the output's name.", "--quiet", "-q")
+    bool,
+    option(OUTPUT, "Print no progress and no report, only the output's name.", "--quiet", "-q"),
 ]
 TRUST = (
-    "Import and run the code of your own that the checkpoint names as its model. "
-    "Never for folders of others."
+    "Import and run your own code that the checkpoint names as its model. "
+    "Do not use it on folders you did not create."
 )
 TrustCode = Annotated[bool, typer.Option("--trust-code", help=TRUST)]
 
@@ -264,13 +265,13 @@ MODEL_HELP = (
     "local-dir:FOLDER, or package.module:factory, which imports and runs your own code."
 )
 PRETRAINED_HELP = "Start from timm's or torchvision's trained weights."
-WEIGHTS_HELP = "Start from the weights in a safetensors or torch file, also one of DCLS's authors."
-IMAGES_HELP = "Images: fit outputs for them, not kernels."
+WEIGHTS_HELP = "Start from a safetensors or torch file (including the DCLS authors' checkpoints)."
+IMAGES_HELP = "Folder of images; match the network's outputs on them instead of its kernels."
 MEAN_HELP = (
-    "Mean with which the images are normalised, one for all channels or each; "
-    "without it, as the model states."
+    "Mean by which images are normalised, one for all channels or one for each "
+    "(default: the model's own)."
 )
-STD_HELP = "Standard deviation, likewise."
+STD_HELP = "Standard deviation by which images are normalised."
 
 
 def planning_arguments(record: type[PlanOptions]) -> dict[str, Any]:

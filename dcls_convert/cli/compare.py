@@ -47,14 +47,14 @@ SEEDS = 3
 START: Positions = "uniform"
 MOST = 10**6
 DATA_HELP = (
-    "A folder for each class, or train and validation (or val) with these; "
-    "with --dataset, where that lies."
+    "Folder with a folder per class, or with train and validation (or val) that have these; "
+    "with --dataset, the folder of the data set."
 )
 DATASET_HELP = "A data set by timm's name: torch/cifar10, hfds/cifar10."
-MINUTES_HELP = "For all runs together; decides the epochs, the same for all."
+MINUTES_HELP = "Time for all runs together; decides the number of epochs, the same for all runs."
 ABLATE_HELP = "Train with frozen positions, and with dense kernels of the window's size, too."
 STARTS_HELP = (
-    "Where they start, from scratch: normal, kernel or uniform, or several: normal,kernel."
+    "Where elements start from scratch: normal, kernel or uniform, or several: normal,kernel."
 )
 OUTPUT_HELP = "Folder of the runs; calling again trains the missing ones."
 HTML_HELP = "Add a page with the curves of all runs, and positions moving."
@@ -112,14 +112,12 @@ def compare(
     positions: Annotated[Any, STARTS_OPTION] = None,
     ablate: Annotated[bool, option(WHAT, ABLATE_HELP, "--ablate")] = False,
     epochs: Annotated[
-        int | None, _count("Of each run.", TRAINING, show_default=str(EPOCHS))
+        int | None, _count("Epochs per run.", TRAINING, show_default=str(EPOCHS))
     ] = None,
     minutes: Annotated[int | None, _count(MINUTES_HELP, TRAINING)] = None,
-    seeds: Annotated[
-        int, _count("Runs of each network; three are the least that answer.", TRAINING)
-    ] = SEEDS,
+    seeds: Annotated[int, _count("Runs per network (at least 3 for an answer).", TRAINING)] = SEEDS,
     batch_size: Annotated[
-        int, _count("Images of an update, in each process.", TRAINING)
+        int, _count("Images per update and process.", TRAINING)
     ] = IMAGES_PER_UPDATE,
     lr: Annotated[
         float | None,
@@ -135,13 +133,15 @@ def compare(
     ] = None,
     position_lr_scale: Annotated[float, POSITION_RATE] = POSITION_LR_SCALE,
     augmentation: Annotated[
-        Augmentation, choice(Augmentation, TRAINING, "Of images to train on.")
+        Augmentation, choice(Augmentation, TRAINING, "Augmentation of the images to train on.")
     ] = "light",
     hflip: Annotated[float | None, MIRRORED_SHARE] = None,
-    amp: Annotated[bool, option(RUNNING, "In bfloat16 autocast.", "--amp")] = False,
+    amp: Annotated[bool, option(RUNNING, "Use bfloat16 autocast.", "--amp")] = False,
     device: Annotated[
         str | None,
-        option(RUNNING, "As torch names it.", metavar="NAME", show_default="the first accelerator"),
+        option(
+            RUNNING, "Device, e.g. cuda:0.", metavar="NAME", show_default="the first accelerator"
+        ),
     ] = None,
     workers: Annotated[
         int, number(int, 0, 1024, RUNNING, "Processes that load images.", metavar="N")
@@ -166,7 +166,7 @@ def compare(
     two_lengths = epochs is not None and minutes is not None
     refuse(
         (missing, f"compare needs packages: pip install {' '.join(missing)}"),
-        (data is None and not dataset, "--data FOLDER or --dataset NAME says what to learn"),
+        (data is None and not dataset, "give --data FOLDER or --dataset NAME"),
         (two_lengths, "--epochs and --minutes exclude each other"),
         (
             positions and network.trained,

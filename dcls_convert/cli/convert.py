@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ..pipeline.loaded import LoadedNetwork
     from ..pipeline.resolved import ResolvedRequest
 
-PLAN_HELP = "Carry out the plan of a checkpoint, on other weights of the same model."
+PLAN_HELP = "Apply the plan of a checkpoint to other weights of the same model."
 INIT_HELP = (
     "random; fit: closest to the old kernels; largest: at their largest cells; "
     "exact: at all cells, for the same outputs at more parameters; "
@@ -110,7 +110,7 @@ def convert(
         (quiet and dry_run and not json_, "--quiet with --dry-run would print nothing"),
         (
             plan is not None and makes_a_plan,
-            "--plan carries out a plan as it is: omit the options that make one",
+            "--plan applies a plan unchanged; omit the planning options",
         ),
         (
             dry_run and network.options.scope == ERROR and network.trained,

@@ -44,7 +44,7 @@ def diff(
     lines = [_line(difference) for difference in differences]
     if not lines:
         lines = ["plans: the same"]
-    weights = "the same" if equal_weights else "other values"
+    weights = "the same" if equal_weights else "different"
     console.show(*lines, f"weights: {weights}")
 
 
@@ -66,7 +66,7 @@ def _differences(first: "ConversionPlan", second: "ConversionPlan") -> "list[Dif
 
 
 def _line(difference: "Difference") -> str:
-    """ "dilated_size: 9x9 → 11x11 in 9 layers: stages.0.blocks.0.conv_dw (8 more like it)"."""
+    """ "dilated_size: 9x9 → 11x11 in 9 layers: stages.0.blocks.0.conv_dw (and 8 more layers)"."""
     layers = counted(len(difference.layers), "layer")
     where = _where(difference.layers)
     if difference.what == "layers":
@@ -87,7 +87,7 @@ def _where(layers: Sequence[str]) -> str:
         return ""
     if len(layers) == 1:
         return shown(layers[0])
-    return f"{shown(layers[0])} ({len(layers) - 1:,} more like it)"
+    return f"{shown(layers[0])} (and {counted(len(layers) - 1, 'more layer')})"
 
 
 def _text(value: Any) -> str:

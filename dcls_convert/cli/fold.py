@@ -79,7 +79,7 @@ def fold(
 ) -> None:
     """Turn a checkpoint's layers into plain convolutions, for use elsewhere.
 
-    Positions are no longer learnable then. Outputs stay the same, which is checked before writing.
+    Positions are then no longer learnable. Outputs stay the same; this is checked before writing.
     """
     from ..export.fold import fold_checkpoint
     from ..records import write_json
@@ -114,7 +114,7 @@ def _lines(report: "ExportReport") -> list[str]:
     error = f"{report.relative_error:.1e}"
     lines = [
         f"Folded {layers}; parameters {report.params_before:,}{change}.",
-        f"Outputs equal those of the checkpoint, with a relative error of {error}.",
+        f"Outputs match the checkpoint (relative error {error}).",
         f"Wrote {report.output}: {_description(report)}.",
         "",
     ]

@@ -21,6 +21,8 @@ from .arguments import (
 )
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from ..checkpoints.folder import Checkpoint
     from ..checkpoints.inspection import Inspection
     from ..progress import Notify
@@ -28,7 +30,11 @@ if TYPE_CHECKING:
 PICTURES = "Pictures"  # a group of --help
 PAGE_HELP = "Write a page of pictures: positions, kernels, effective receptive field, cost."
 FIGURE_HELP = "Draw one figure into a .png, .svg or .pdf (extra plot)."
-HISTORY = option(PICTURES, "What a PositionTracker wrote in training.", metavar="positions.jsonl")
+HISTORY = option(
+    PICTURES,
+    "Record that a PositionTracker wrote in training: printed, and drawn by --html.",
+    metavar="positions.jsonl",
+)
 FIELD = "for the effective receptive field"
 IMAGES = option(PICTURES, f"Images {FIELD}.", metavar="FOLDER", show_default="seeded noise")
 ORIGINAL = option(
@@ -73,10 +79,6 @@ class PictureOptions:
             (
                 self.figure == "history" and self.history is None,
                 "--figure history needs --history",
-            ),
-            (
-                self.history and "history" not in self.figures,
-                "--history is for --html, or --picture with --figure history",
             ),
             (
                 describes_field and "receptive-field" not in self.figures,
@@ -131,7 +133,7 @@ def inspect(
     html: Annotated[Path | None, option(PICTURES, PAGE_HELP, metavar="FILE")] = None,
     picture: Annotated[Path | None, option(PICTURES, FIGURE_HELP, metavar="FILE")] = None,
     figure: Annotated[
-        FigureName, choice(FigureName, PICTURES, "Which one --picture draws.")
+        FigureName, choice(FigureName, PICTURES, "Which figure --picture draws.")
     ] = "positions",
     history: Annotated[Path | None, HISTORY] = None,
     images: Annotated[Path | None, IMAGES] = None,
@@ -157,6 +159,10 @@ def inspect(
         (plan and json_, "--plan and --json exclude each other; the plan is JSON"),
         (plan and outputs, "--plan prints the plan alone; omit --html and --picture"),
         (force and not outputs, "--force replaces the file of --html or --picture"),
+        (
+            history and "history" not in pictures.figures and (plan or json_),
+            "--history is printed as text; omit --plan and --json",
+        ),
     )
     pictures.check()
     for path in outputs:
@@ -164,9 +170,13 @@ def inspect(
 
     with console.steps(checkpoint, "reading", lines=bool(outputs)) as notify:
         from ..checkpoints.folder import open_checkpoint
-        from ..checkpoints.inspection import inspect_checkpoint
+        from ..checkpoints.inspection import inspect_checkpoint, plan_with_positions
+        from ..views.history import history_view, read_history_of
 
         opened = open_checkpoint(checkpoint)
+        views: list[RenderableType] = []
+        if history is not None:
+            views = ["", history_view(read_history_of(history, plan_with_positions(opened)))]
         if plan:
             text = opened.plan.to_json()
         elif outputs:
@@ -178,11 +188,11 @@ def inspect(
     elif json_:
         console.write(inspection.to_json())
     else:
-        _show(inspection, outputs)
+        _show(inspection, views, outputs)
 
 
-def _show(inspection: "Inspection", outputs: list[Path]) -> None:
-    """The inspection as a table, and the files that were written."""
+def _show(inspection: "Inspection", views: list["RenderableType"], outputs: list[Path]) -> None:
+    """The inspection as a table, what else is shown, and the files that were written."""
     from ..views.inspection import inspection_view
 
     lines = []
@@ -190,4 +200,4 @@ def _show(inspection: "Inspection", outputs: list[Path]) -> None:
         lines.append(f"Wrote {path} ({path.stat().st_size / 1e6:.2f} MB).")
     if lines:
         lines = ["", *lines]
-    console.show(inspection_view(inspection), *lines)
+    console.show(inspection_view(inspection), *views, *lines)

@@ -30,11 +30,13 @@ SECONDS_BETWEEN_LINES = 10.0  # of progress, where stderr is no terminal
 SHOW = "What to show"
 PATTERN_HELP = (
     "Names to survey, a shell pattern: 'convnext_*', 'timm:resnet*', 'torchvision:*'. "
-    "Without * ? or [ it is a name, or else a part of names. "
+    "Without * ? or [ it is a name or a part of names. "
     "Without a pattern, all models of both registries."
 )
-KIND_HELP = "Only models of which such convolutions are replaced."
-SORT_HELP = "The least first: before conversion, or elements and layers of the new kernels."
+KIND_HELP = "Only models in which convolutions of this kind are replaced."
+SORT_HELP = (
+    "Sort ascending by name, parameters or MACs before conversion, element count, or layers."
+)
 
 
 @with_records
@@ -48,10 +50,11 @@ def models(
     ] = None,
     jobs: Annotated[
         int | None,
-        number(int, 1, MOST_JOBS, RUNNING, "Processes; one a processor without it.", metavar="N"),
+        number(int, 1, MOST_JOBS, RUNNING, "Worker processes (default: one per CPU).", metavar="N"),
     ] = None,
     timeout: Annotated[
-        float, number(int, 1, SECONDS_A_DAY, RUNNING, "Limit for one model.", metavar="SECONDS")
+        float,
+        number(int, 1, SECONDS_A_DAY, RUNNING, "Time limit for one model.", metavar="SECONDS"),
     ] = SECONDS_A_MODEL,
     json_: Json = False,
     csv: Csv = False,

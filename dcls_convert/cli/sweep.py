@@ -89,17 +89,17 @@ def _window(text: str) -> int | str | tuple[int, ...]:
 
 SIZES = list_option(
     _window,
-    f"sizes from 1 to {MOST_SIDE}: 7..23 (every other), 7..23..4 (every fourth), 7,9,13, 17x9, "
+    f"sizes from 1 to {MOST_SIDE}: 7..23 (steps of 2), 7..23..4 (steps of 4), 7,9,13, 17x9, "
     "or growths: +2,+4",
-    "Windows: 7..23 tries every other size, as an odd kernel needs an odd window; "
-    "7..23..4 every fourth; +2,+4 are growths.",
+    "Windows: 7..23 tries 7, 9, ..., 23 (odd kernels need odd windows); "
+    "7..23..4 tries 7, 11, ..., 23; +2,+4 are growths.",
     metavar="A..B|N,N",
     step=2,  # the window and the old kernel must both be odd or both be even
 )
 COUNTS = list_option(
     number(int, 1, MOST_COUNT, HOW_MANY, "").parser,
     f"counts from 1 to {MOST_COUNT}, such as 20,34 or 20..40..5",
-    "Elements in a kernel: 20,34 or 20..40..5. Without it, as many as the budget admits.",
+    "Elements per kernel: 20,34 or 20..40..5 (default: as many as the budget allows).",
     metavar="N,N",
 )
 BUDGETS = list_option(
@@ -113,17 +113,17 @@ TIMED_BATCH = number(
     1,
     MOST_BATCH,
     TIMES,
-    "Images.",
+    "Images per batch.",
     metavar="N",
     show_default=f"{CPU_BATCH} on the CPU, else {GPU_BATCH}",
 )
-SECONDS_HELP = "For all measurements together; three rounds at least."
+SECONDS_HELP = "Time for all measurements together; at least three rounds are made."
 TIME = number(
     int, 1, SECONDS_A_DAY, TIMES, SECONDS_HELP, metavar="N", show_default=str(TIMING_SECONDS)
 )
 SLOWER_HELP = (
-    "Cost that the recommended size may add, in percent: to the training step with --time, "
-    "else to the MACs."
+    "Cost that the recommended size may add, in percent: of a training step with --time, "
+    "otherwise of the MACs."
 )
 TIME_HELP = "Measure a forward pass and a training step of every row and of the original, in turn."
 PICTURE_HELP = "Draw cost and gain; needs matplotlib, the extra plot."
@@ -138,10 +138,10 @@ def sweep(
     time: Annotated[bool, option(TIMES, TIME_HELP, "--time")] = False,
     device: Annotated[
         str | None,
-        option(TIMES, "As torch names it: cuda, cuda:1.", metavar="NAME", show_default="cpu"),
+        option(TIMES, "Device: cuda, cuda:1.", metavar="NAME", show_default="cpu"),
     ] = None,
     batch_size: Annotated[int | None, TIMED_BATCH] = None,
-    amp: Annotated[bool, option(TIMES, "In bfloat16 autocast.", "--amp")] = False,
+    amp: Annotated[bool, option(TIMES, "Use bfloat16 autocast.", "--amp")] = False,
     seconds: Annotated[int | None, TIME] = None,
     slower: Annotated[
         float, number(float, 0, MOST_PERCENT, OUTPUT, SLOWER_HELP, unit="%", metavar="PERCENT")
@@ -153,9 +153,9 @@ def sweep(
     json_: Json = False,
     csv: Csv = False,
 ) -> None:
-    """Compare windows, and counts or budgets: parameters, MACs, times, and what outputs keep.
+    """Compare windows, and counts or budgets: parameters, MACs, times, and errors of outputs.
 
-    A row each; the last line is the command of the recommended size.
+    One row each; the last line is the command for the recommended size.
     """
     rows = len(sizes or [None]) * len(counts or budgets or [None])
     scoped = network.options.scope != AUTO

@@ -227,7 +227,7 @@ def sentence(
         return f"{effect} by {abs(seeds.mean):.1f} ± {half:.1f} points {time}"
     largest = max(-low, high)
     if largest > LARGE:
-        scarce = "images to test with"
+        scarce = "test images"
         if seeds.high - seeds.low > images.high - images.low:
             scarce = "seeds"
         return f"too few {scarce} to tell: differences of {every_difference} points"

@@ -78,8 +78,8 @@ class Settings(Record):
             found = stored_values[name]
             if value != found:
                 raise CheckpointError(
-                    f"output {folder}: compares with {name.replace('_', ' ')} {found}, "
-                    f"not {value}; name another folder"
+                    f"output {folder}: holds runs with {name.replace('_', ' ')} {found}, "
+                    f"not {value}; use the same or another --output"
                 )
 
 

@@ -89,7 +89,7 @@ def check_cells(kernels: int, window: Sequence[int]) -> None:
     if cells > MOST_CELLS:
         raise PlanError(
             f"window {size_text(window)} for {kernels:,} kernels has {cells:,} cells; "
-            f"{MOST_CELLS:,} are the most"
+            f"at most {MOST_CELLS:,} are allowed"
         )
 
 

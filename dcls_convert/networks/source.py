@@ -131,7 +131,7 @@ def _check_argument(value: Any, where: str) -> None:
                 f"{where}: {shown(value)!r} is not allowed: it could be a path or a url"
             )
     elif isinstance(value, int) and value > MOST_ARGUMENT:
-        raise ModelError(f"{where} is {shown(value)}; {MOST_ARGUMENT:,} is the most")
+        raise ModelError(f"{where} is {shown(value)}; at most {MOST_ARGUMENT:,} is allowed")
     elif value is not None and not isinstance(value, bool | int | float):
         raise ModelError(f"{where} is a {type(value).__name__}, not a plain value")
 

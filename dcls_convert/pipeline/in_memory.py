@@ -58,10 +58,10 @@ def convert_(
 
     Args:
         model: Any module; its device, dtype, mode, hooks and frozen parameters stay as they are.
-        dilated_size: Window in which elements move, in cells: an integer, or one for each side; for
-            rules that state none. "auto" takes the largest, 17 at most, that adds at most 15 % to
-            the model's MACs. If every window adds more, it takes the smallest that is larger than
-            the kernels.
+        dilated_size: Window in which elements move, for rules that state none: cells of all sides,
+            of each side, or a growth such as "+4", four cells more on each axis than the kernel
+            has. "auto" takes the largest growth, with windows of 17 at most, that adds at most 15 %
+            to the model's MACs; "+2" if every growth adds more.
         kernel_count: Elements in a kernel, for rules that state none. "auto" solves for the budget;
             "exact" takes as many as the old kernel has cells.
         rules: A rule set, its name, file, or a mapping with the keys of a file. "auto" takes

@@ -127,7 +127,7 @@ def _refuse_conflicts_of_init(request: ConversionRequest) -> None:
         if stated:
             raise PlanError(
                 "an exact start takes an element for each cell of the old kernels: "
-                f"leave {' and '.join(stated)}"
+                f"omit {' and '.join(stated)}"
             )
 
 

@@ -127,7 +127,7 @@ def _elements(loaded: LoadedNetwork) -> AuthorsWeights | None:
         if request.authors_version is not None:
             raise CheckpointError(
                 f"{request.weights_name}: has no layers of the authors' package; "
-                "leave --authors-version"
+                "omit --authors-version"
             )
         return None
     if request.init != AUTO:
@@ -146,7 +146,7 @@ def _elements(loaded: LoadedNetwork) -> AuthorsWeights | None:
 
 def _has_positions(request: ConversionRequest, option: str) -> CheckpointError:
     return CheckpointError(
-        f"{request.weights_name}: has elements of its own, with positions; leave {option}"
+        f"{request.weights_name}: has elements of its own, with positions; omit {option}"
     )
 
 
@@ -160,7 +160,7 @@ def _refuse_stated_counts(
         return
     raise CheckpointError(
         f"{weights_name}: has elements of its own, {listed(sorted(counts))} in a kernel; "
-        f"leave {' and '.join(stated)}"
+        f"omit {' and '.join(stated)}"
     )
 
 

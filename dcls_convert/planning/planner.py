@@ -27,6 +27,7 @@ from ..options import (
     check_even,
     suggests_arguments,
 )
+from ..tables import counted
 from .budget import UNSOLVED, parse_percent, solve_counts
 from .claims import check_overruled, claim_convs
 from .known_counts import with_known_counts
@@ -277,7 +278,7 @@ def _draft_layers(
     if refused and (options.strict or not drafts):
         message = f"{refused[0].name}: {refused[0].reason}"
         if len(refused) > 1:
-            message += f" ({len(refused) - 1} more like it)"
+            message += f" (and {counted(len(refused) - 1, 'more layer')})"
         raise PlanError(message)
     return drafts, refused
 

@@ -78,7 +78,7 @@ def open_images(
 ) -> ImageData:
     """Open the images of a folder, or of one of timm's data sets, without transforms yet.
 
-    Images of a folder that cannot be decoded are left out; timm would replace each by the next one.
+    Images of a folder that cannot be decoded are skipped; timm would replace each by the next one.
 
     Args:
         data: Folder with a folder for each class, or with `train` and `validation` (or `val`) that
@@ -89,7 +89,7 @@ def open_images(
         classes: Number of classes, for data sets that do not name them.
         labelled: False for images that only serve to learn a teacher's outputs; their folders need
             not be classes.
-        note: Told which images are left out, and which classes have none to test with.
+        note: Told which images are skipped, and which classes have none to test with.
 
     Raises:
         DclsConvertError: No such data, fewer than two classes, classes without images to train on,
@@ -133,7 +133,7 @@ def _prepare_folders_(
     where: str,
     note: Notify,
 ) -> None:
-    """Leave unreadable images out, and hold images out for the test if there is no folder of them.
+    """Skip unreadable images, and hold images out for the test if there is no folder of them.
 
     Args:
         train: timm's reader of the images to train on.
@@ -142,13 +142,13 @@ def _prepare_folders_(
         root: The folder that holds the splits or the classes.
         class_to_idx: Classes of the training, which the test's images get; None without classes.
         where: How messages begin.
-        note: Told which images are left out, and which classes have none to test with.
+        note: Told which images are skipped, and which classes have none to test with.
     """
-    _leave_out_unreadable_(train, where, note)
+    _skip_unreadable_(train, where, note)
     if test.root != root:
         if class_to_idx is not None:
             _take_classes_of(test, class_to_idx, where, note)
-        _leave_out_unreadable_(test, where, note)
+        _skip_unreadable_(test, where, note)
     elif train.root == root:
         train.samples, test.samples = _held_out(train.samples)
     else:
@@ -182,7 +182,7 @@ def _take_classes_of(
     reader.samples = [(path, class_to_idx[own_names[number]]) for path, number in reader.samples]
 
 
-def _leave_out_unreadable_(reader: Any, where: str, note: Notify) -> None:
+def _skip_unreadable_(reader: Any, where: str, note: Notify) -> None:
     """Take the images that cannot be decoded out of a reader, and name some of them."""
     paths = [path for path, _ in reader.samples]
     with quietly(), ThreadPoolExecutor() as pool:
@@ -196,7 +196,7 @@ def _leave_out_unreadable_(reader: Any, where: str, note: Notify) -> None:
             lost.append(Path(sample[0]).relative_to(reader.root))
     if lost:
         images = counted(len(lost), "image")
-        note(f"{where}: {images} cannot be read, and are left out: {listed(lost)}")
+        note(f"{where}: skipping {images} that cannot be read: {listed(lost)}")
     reader.samples = kept
 
 

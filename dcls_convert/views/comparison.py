@@ -30,7 +30,7 @@ def comparison_view(comparison: Comparison) -> Group:
     if comparison.missing:
         lines.append(_missing_runs(comparison.missing))
     if comparison.interrupted:
-        lines.append("Interrupted: the same command goes on with what is missing.")
+        lines.append("Interrupted: the same command continues with the missing runs.")
     return Group(
         title(settings.model, extent),
         "",
@@ -79,8 +79,7 @@ ACCURACY_COLUMNS: list[Column[ArmResult]] = [
     Column("outside", lambda arm: arm.outside, "{:.0%}".format),
 ]
 DIFFERENCES = (
-    "Differences are to the network as it is, with 95 % intervals over seeds "
-    "and over the images to test."
+    "Differences are to the network as it is, with 95 % intervals over seeds and over test images."
 )
 
 
@@ -101,13 +100,16 @@ def work_lines(plan: RunPlan, settings: Settings, device: str) -> list[str]:
 def recipe_line(settings: Settings) -> str:
     """The recipe of all runs, in one line."""
     recipe = settings.recipe
-    weights = f"from {settings.weights} weights"
+    weights = f"weights from {settings.weights}"
     if settings.weights == "random":
         weights = "from scratch"
+    elif settings.weights == "pretrained":
+        weights = "pretrained weights"
     parts = [
         f"{weights}; AdamW",
-        f"lr {recipe.lr:g} for batches of {recipe.batch_size}",
-        f"positions {recipe.position_lr_scale:g} times",
+        f"lr {recipe.lr:g}",
+        f"batch size {recipe.batch_size}",
+        f"positions at {recipe.position_lr_scale:g}x lr",
         f"weight decay {recipe.weight_decay:g}",
         f"{recipe.sched} after {counted(recipe.warmup_epochs, 'epoch')} of warm-up",
         f"label smoothing {recipe.smoothing:g}",
@@ -148,8 +150,10 @@ def comparison_page(comparison: Comparison, folder: Path) -> str:
         "Classes": exact(settings.classes),
     }
     labels = [arm.label for arm in comparison.arms]
-    # A line's ink is its colour (the network), and 8 times its dashes (the seed).
-    inks = [labels.index(run.arm.label) + 8 * seeds.index(run.seed) for run in runs]
+    networks_and_seeds = []  # of each run, as places in the lists of both
+    for run in runs:
+        network = labels.index(run.arm.label)
+        networks_and_seeds.append({"network": network, "seed": seeds.index(run.seed)})
     content = {
         "title": f"{settings.model}: does DCLS help?",
         "subtitle": recipe_line(settings),
@@ -161,9 +165,9 @@ def comparison_page(comparison: Comparison, folder: Path) -> str:
                 _page_table(comparison, COST_COLUMNS),
                 _page_table(comparison, ACCURACY_COLUMNS),
             ],
-            "legend": labels,
-            "names": [f"{run.arm.label}, seed {run.seed}" for run in runs],
-            "inks": inks,
+            "networks": labels,
+            "seeds": seeds,
+            "runs": networks_and_seeds,
             "epochs": list(range(1, settings.recipe.epochs + 1)),
             "charts": [
                 {"title": "Top-1 accuracy", "unit": "%", "lines": [run.top1 for run in runs]},

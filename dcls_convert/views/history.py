@@ -3,13 +3,21 @@
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from ..checkpoints.inspection import position_sets
+from ..depthwise.geometry import size_text
 from ..errors import CheckpointError, shown
+from ..planning.plan import ConversionPlan
+from ..tables import Column, Table, counted, indented
 from ..tuning.tracker import TrackedPositions, TrackRecord, read_track
 
 Curve = tuple[float | None, ...]  # a value for each step; None where it is not known
 MOST_FRAME_NUMBERS = 120_000  # coordinates and counts of all moving pictures together
+MOST_STEPS = 10  # of the table; a record of a long training has hundreds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +28,7 @@ class TrackPicture:
     size: tuple[int, ...]  # cells of the window along the learnt axes
     speed: Curve  # cells for a step
     spread: Curve  # cells; root mean square over the axes
-    border: Curve  # share of the elements
+    border: tuple[float, ...]  # share of the elements
     # At each of `moving_steps`, coordinates of the followed elements along each learnt axis.
     frames: tuple[tuple[Curve, ...], ...]
     # Along each axis, at each of `moving_steps`, the number of elements in each bin.
@@ -67,6 +75,52 @@ def read_history(path: str | os.PathLike[str]) -> HistoryPicture:
     )
 
 
+def read_history_of(path: str | os.PathLike[str], plan: ConversionPlan) -> HistoryPicture:
+    """As `read_history`, with the names that an inspection of the plan's checkpoint shows.
+
+    Raises:
+        CheckpointError: As for `read_history`, or the record is of another model.
+    """
+    history = read_history(path)
+    if not history.tracks:
+        raise CheckpointError(f"{path}: is a record of a model without positions")
+    sets = position_sets(plan)
+    tracks = []
+    for positions in sets:
+        parameter = positions.parameters["positions"]
+        for track in history.tracks:
+            # The tracker may have followed a module that holds the network under a name.
+            same_name = track.name == parameter or track.name.endswith(f".{parameter}")
+            if same_name and track.size == positions.learnt_size:
+                tracks.append(replace(track, name=positions.name))
+    if len(tracks) != len(sets) or len(tracks) != len(history.tracks):
+        track = history.tracks[0]
+        recorded = _tensors_text(len(history.tracks), track.name, track.size)
+        stored = _tensors_text(len(sets), sets[0].parameters["positions"], sets[0].learnt_size)
+        raise CheckpointError(
+            f"{path}: is a record of another model; it follows {recorded}, the checkpoint has "
+            f"{stored}"
+        )
+    return replace(history, tracks=tuple(tracks))
+
+
+def _tensors_text(count: int, first: str, size: tuple[int, ...]) -> str:
+    """ "4 positions tensors, the first stages.0.dcls_positions in 17x17"."""
+    return f"{counted(count, 'positions tensor')}, the first {shown(first)} in {size_text(size)}"
+
+
+def isolated_points(curve: Curve) -> list[int]:
+    """Indices of known values whose neighbours are not known."""
+    isolated = []
+    padded = (None, *curve, None)
+    for index, value in enumerate(curve):
+        before = padded[index]
+        after = padded[index + 2]
+        if value is not None and before is None and after is None:
+            isolated.append(index)
+    return isolated
+
+
 def _form(record: TrackRecord) -> list[tuple[str, list[int]]]:
     """The name of each positions tensor, and its number of bins along each axis."""
     return [(row.name, list(map(len, row.histograms))) for row in record.positions]
@@ -83,23 +137,34 @@ def _moving_records(records: Sequence[TrackRecord]) -> list[TrackRecord]:
     for row in records[0].positions:
         numbers += sum(_followed_counts(row)) + sum(map(len, row.histograms))
     most = max(2, MOST_FRAME_NUMBERS // max(numbers, 1))
-    if len(records) <= most:
-        return list(records)
-    last = len(records) - 1
-    return [records[round(index * last / (most - 1))] for index in range(most)]
+    return [records[index] for index in _evenly_spaced(len(records), most)]
+
+
+def _evenly_spaced(count: int, most: int) -> list[int]:
+    """At most so many of `count` indices, the first and the last included."""
+    if count <= most:
+        return list(range(count))
+    return [round(index * (count - 1) / (most - 1)) for index in range(most)]
 
 
 def _track_picture(
     rows: Sequence[TrackedPositions], moving_rows: Sequence[TrackedPositions]
 ) -> TrackPicture:
     """The picture of one positions tensor, whose rows are those of all records."""
+    speed = []
+    spread = []
+    border = []
+    for row in rows:
+        speed.append(row.speed)
+        spread.append(_root_mean_square(row.spread))
+        border.append(row.border_share)
     histograms = zip(*(row.histograms for row in moving_rows), strict=True)
     return TrackPicture(
         name=rows[0].name,
         size=tuple(map(len, rows[0].histograms)),
-        speed=tuple(row.speed for row in rows),
-        spread=tuple(_root_mean_square(row.spread) for row in rows),
-        border=tuple(row.border_share for row in rows),
+        speed=tuple(speed),
+        spread=tuple(spread),
+        border=tuple(border),
         frames=tuple(row.followed for row in moving_rows),
         histograms=tuple(histograms),
     )
@@ -115,3 +180,47 @@ def _root_mean_square(sides: Curve) -> float | None:
     if not sides:
         return None
     return math.sqrt(squares / len(sides))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Row:
+    """One positions tensor at one step."""
+
+    name: str
+    step: int
+    speed: float | None
+    spread: float | None
+    border: float
+
+
+HISTORY_COLUMNS: list[Column[_Row]] = [
+    Column("Positions", lambda row: row.name),
+    Column("Step", lambda row: row.step, "{:,}".format),
+    Column("Speed", lambda row: row.speed, "{:.2g}".format),
+    Column("Spread", lambda row: row.spread, "{:.2f}".format),
+    Column("Border", lambda row: 100 * row.border, "{:.1f} %".format),
+]
+
+
+def history_view(history: HistoryPicture) -> RenderableType:
+    """For a terminal: each positions tensor at some steps, the first and the last among them."""
+    shown_steps = _evenly_spaced(len(history.steps), MOST_STEPS)
+    rows = []
+    for track in history.tracks:
+        for index in shown_steps:
+            rows.append(
+                _Row(
+                    name=track.name,
+                    step=history.steps[index],
+                    speed=track.speed[index],
+                    spread=track.spread[index],
+                    border=track.border[index],
+                )
+            )
+    lines = [
+        "Speed: mean distance that a coordinate moves per step, in cells.",
+        "Spread: standard deviation about the centre, over all axes, in cells.",
+    ]
+    if len(shown_steps) < len(history.steps):
+        lines.insert(0, f"{len(shown_steps)} of {len(history.steps):,} recorded steps.")
+    return Group(Table(HISTORY_COLUMNS, rows), Text(), *map(indented, lines))

@@ -37,13 +37,14 @@ def inspection_view(inspection: Inspection) -> RenderableType:
     """For a terminal of 80 columns or more."""
     rows = inspection.positions
     border = f"elements within {inspection.border_margin:g} cells of the window's limit"
-    near = f"elements nearer than {inspection.overlap_distance:g} cell"
+    near = f"elements closer than {inspection.overlap_distance:g} cell"
     elements = f"{inspection.elements:,} distinct elements"
     lines = [
         f"{counted(len(rows), 'position tensor')}{_shared(rows)}; {elements}.",
         "Elements: of one kernel, and the window in which they move.",
-        f"Border: {border}; where they are many, the window is too small.",
-        f"Overlap: {near} to another of their kernel.",
+        f"Border: {border}; if many are there, the window is too small.",
+        f"Overlap: {near} to another of their kernel; near 100 % is normal right after a random "
+        "start near the centre.",
         "Spread: standard deviation along each axis. Distance: mean. "
         "Both from the kernel's centre, in cells.",
     ]

@@ -29,7 +29,7 @@ from ..progress import Notify
 from ..reports.report import Change, ConversionReport, predict_report
 from .counts import arrow, exact, percent, short_count
 from .elements import LayerKernels, PositionPicture, kernel_pictures, position_pictures
-from .history import HistoryPicture, read_history
+from .history import HistoryPicture, read_history_of
 from .receptive_field import FieldOptions, FieldPictures, field_pictures
 from .report import LayerTotals, stage_rows
 
@@ -93,14 +93,14 @@ def pictures_of_folder(
         fields: How to find effective receptive fields; None: without them.
         history: What a `PositionTracker` wrote; None: no history.
         notify: Is told what is done next.
-        note: Is told about images that are left out.
+        note: Is told about images that are skipped.
         trust_code: Import and run the user's code that the folder names as its model. Without it,
             the kernels of such a folder are made from the stored weights.
     """
+    plan = plan_with_positions(checkpoint)
     track = None
     if history is not None:
-        track = read_history(history)
-    plan = plan_with_positions(checkpoint)
+        track = read_history_of(history, plan)
     model = None
     reason = None
     try:

@@ -18,6 +18,7 @@ from ..layers.interpolation import position_limits
 from ..options import FigureName
 from ..planning.plan import ConversionPlan
 from .elements import PositionPicture
+from .history import Curve, isolated_points
 from .page import Pictures, page, pictures_of_model
 
 if TYPE_CHECKING:
@@ -211,12 +212,22 @@ def _history(pictures: Pictures) -> "Figure":
     axes = figure.subplots(1, len(labels))
     for panel, (name, label) in zip(axes, labels.items(), strict=True):
         for track, line in zip(history.tracks, itertools.cycle(LINES), strict=False):
-            values = [math.nan if value is None else value for value in getattr(track, name)]
-            panel.plot(history.steps, values, line, label=shown(track.name, 30), linewidth=1.2)
+            values: Curve = getattr(track, name)
+            _draw_curve(panel, history.steps, values, line, shown(track.name, 30))
         panel.set(xlabel="step", ylabel=label)
         panel.set_ylim(bottom=0)
     axes[0].legend()
     return figure
+
+
+def _draw_curve(axes: "Axes", steps: tuple[int, ...], values: Curve, line: str, label: str) -> None:
+    """A line with gaps where values are not known, and a dot for a point between two gaps."""
+    heights = []
+    for value in values:
+        heights.append(math.nan if value is None else value)
+    (curve,) = axes.plot(steps, heights, line, label=label, linewidth=1.2)
+    for index in isolated_points(values):
+        axes.plot(steps[index], heights[index], ".", color=curve.get_color())
 
 
 FIGURES: dict[FigureName, Callable[[Pictures], "Figure"]] = {

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from ..depthwise.geometry import size_text
 from ..errors import DclsConvertError, ModelError, one_line
 from ..fitting.images import IMAGENET, read_images, stated_normalisation
+from ..layers.interpolation import learnt_axes
+from ..layers.position_statistics import mean_distance
 from ..networks.running import evaluating, full_precision, quietly
 from ..networks.source import ModelSource, build_model
 from ..networks.state_names import with_names_of
@@ -26,7 +28,14 @@ from ..progress import Notify
 MOST_DECADES = 5  # of the logarithmic scale
 FAINT = 0.02  # share of the pixels that may be below the scale
 MOST_MAP_SIDE = 112  # pixels of a map; larger fields are averaged, which also calms the noise
-SHARES = (0.5, 0.99)  # of the gradient, for which the central square is stated
+# Shares of the gradient, for which the central square is stated.
+HALF = 0.5
+NEARLY_ALL = 0.99
+SMALLER_AFTER = (
+    "The field after conversion is smaller, because the elements of this layer are closer to the "
+    "centre than the cells of the old kernel: on average {elements:.2f} cells away, instead of "
+    "{cells:.2f}. It grows as training moves them out."
+)
 NOISE_IMAGES = 4
 NOISE_SEED = 0
 MOST_FIELD_IMAGES = 16
@@ -94,7 +103,7 @@ def field_pictures(
         state: The state dict of `model`.
         options: The images, their size, and the weights before conversion.
         notify: Is told what is done next.
-        note: Is told about images that are left out.
+        note: Is told about images that are skipped.
     """
     images, about_images = _images(model, plan, options, note)
     if not images:
@@ -103,6 +112,7 @@ def field_pictures(
     notify("building the network before conversion")
     layer = plan.layers[-1].name
     fields = []
+    halves = []  # side of the central square with half of the gradient, of each field
     notes = [
         f"How much each pixel counts for the unit in the middle of {layer}, the last replaced "
         f"layer: mean absolute gradient over {about_images}, as a share of the largest, on a "
@@ -122,10 +132,31 @@ def field_pictures(
         what, network = named_network
         notify(f"effective receptive field {title.lower()}")
         try:
-            fields.append(field_picture(receptive_field(network, layer, images), title, what))
+            field = receptive_field(network, layer, images)
+            fields.append(field_picture(field, title, what))
+            halves.append(central_side(field, HALF))
         except DclsConvertError as error:
             notes.append(f"There is no field of {what}: {one_line(error)}.")
+    if len(halves) == len(networks) and halves[1] < halves[0]:
+        notes += _why_smaller(plan, model)
     return FieldPictures(fields=tuple(fields), notes=tuple(notes))
+
+
+def _why_smaller(plan: ConversionPlan, model: nn.Module) -> list[str]:
+    """Why the field of the plan's last layer is smaller than before, if its elements tell."""
+    layer = plan.layers[-1]
+    positions = model.get_submodule(layer.name).positions
+    assert isinstance(positions, Tensor)
+    sides = []
+    for axis in learnt_axes(len(layer.kernel_size), layer.dense_axes):
+        side = layer.kernel_size[axis]
+        sides.append(layer.dilation[axis] * (torch.arange(side) - (side - 1) / 2))
+    cells = torch.stack(torch.meshgrid(sides, indexing="ij"))  # (A, *sides of the old kernel)
+    distance = mean_distance(positions.detach())
+    old_distance = mean_distance(cells)
+    if distance >= old_distance:
+        return []
+    return [SMALLER_AFTER.format(elements=distance, cells=old_distance)]
 
 
 def _before(
@@ -223,18 +254,16 @@ def field_picture(field: Tensor, title: str, what: str) -> FieldPicture:
     map_size = (min(rows, MOST_MAP_SIDE), min(columns, MOST_MAP_SIDE))
     averaged = F.adaptive_avg_pool2d(field[None], map_size)[0]
     largest = float(averaged.max()) or 1.0
-    squares = []
-    for share in SHARES:
-        side = central_side(field, share)
-        squares.append(f"{side} x {side} hold {100 * share:.0f} %")
+    half = central_side(field, HALF)
+    nearly_all = central_side(field, NEARLY_ALL)
     return FieldPicture(
         title=title,
         what=what,
         size=(rows, columns),
         logs=(averaged / largest).clamp(min=10.0**-MOST_DECADES).log10(),
         sentence=(
-            f"Of the gradient, the central pixels: {', '.join(squares)}, "
-            f"of {size_text(field.shape)}."
+            f"Half of the gradient falls in the central {half}x{half} pixels, "
+            f"{100 * NEARLY_ALL:.0f} % in {nearly_all}x{nearly_all} (of {size_text(field.shape)})."
         ),
     )
 

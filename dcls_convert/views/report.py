@@ -25,14 +25,18 @@ from ..tables import Column, Table, counted, indented, span
 from .counts import arrow, exact, in_one_unit, percent, short_arrow
 
 COSTLY = 50.0  # percent more MACs
-WHY_SCOPE = {"model": ", as in the paper", "error": ", the default with images"}
+COUNTS_OF_SCOPE = {
+    "stage": "a count for each stage",
+    "layer": "a count for each layer",
+    "error": "counts by error, the default with images",
+}
 LAYERS_NAMED = 5  # layers with the largest errors that a verbose report names
 SMALL_ERROR = 1e-3  # kernel error below which a user would call the outputs unchanged
 FEW_IMAGES = 4  # to fit to; fewer are said to be few
 FEWEST_FOR_PERCENT = 10  # images; of fewer, a share in percent says more than is known
 NEAR_THE_CENTRE = (
-    "Elements start near the centre, as in the paper, and need a long training to move;",
-    "for a short one, --positions uniform spreads them.",
+    "Elements start near the centre, as in the paper, and need long training to move.",
+    "For a short training, --positions uniform spreads them.",
 )
 FOLDING_SENTENCE = (
     "Folding the kernels into plain convolutions keeps the outputs and these MACs, "
@@ -390,13 +394,15 @@ def _model_table(report: ConversionReport) -> Table[ModelCost]:
 def _budget(report: ConversionReport) -> str:
     """How much of the budget is used, in a sentence."""
     budget = report.budget
-    text = f"Budget ({budget.scope}{WHY_SCOPE.get(budget.scope, '')})"
+    text = "Budget"
+    if budget.scope in COUNTS_OF_SCOPE:
+        text += f" ({COUNTS_OF_SCOPE[budget.scope]})"
     if report.folded:
         text += " before folding"
     text += ": "
     if budget.exact_count is not None:
-        text += f"{budget.units[0].kernel_count} of {budget.exact_count:.2f} elements; "
-    text += f"{budget.used:,} of {budget.limit:,} used"
+        text += f"{counted(budget.units[0].kernel_count or 0, 'element')} per kernel use "
+    text += f"{budget.used:,} of {budget.limit:,} parameters (no biases)"
     if budget.slack < 0:
         text += f", OVER BUDGET by {-budget.slack:,}"
     return f"{text}."
@@ -493,7 +499,8 @@ def next_steps(resolved: ResolvedRequest, done: Conversion, output: Path) -> lis
     is_random = resolved.elements is None and resolved.init == "random"
     if is_random and request.positions == "normal":
         lines += NEAR_THE_CENTRE
-    lines.append(Text("Fine-tune it:\n", style="bold"))
+    heading = "Fine-tune it:" if request.trained else "Train it:"
+    lines.append(Text(f"{heading}\n", style="bold"))
     code = filled(training_code(done.report.model, trained=request.trained), output)
     lines += textwrap.indent(code, "    ").splitlines()
     outcome = done.report.outcome
@@ -524,5 +531,5 @@ def _start(resolved: ResolvedRequest) -> str:
     if resolved.init == "largest":
         return "the trained kernels, reduced to their largest cells"
     if request.calibration is not None:
-        return "the trained kernels, with elements fitted to what they give for images"
-    return "the trained kernels, with elements fitted to them"
+        return "the trained network, fitted to its outputs on your images"
+    return "the trained kernels, to which the elements are fitted"

@@ -31,8 +31,8 @@ UNTRAINED = (
     "start for a training."
 )
 PAPER = (
-    "Only training shows the accuracy. In the paper, ConvNeXt lost with windows below 17x17 "
-    "and gained nothing above; ResNet-50 had 7x7."
+    "Only training shows the accuracy. In the paper, ConvNeXt was worse below 17x17 "
+    "and no better above; ResNet-50 used 7x7."
 )
 MARKERS = "o^Dvs*"
 MACS = "MACs"
@@ -182,7 +182,7 @@ def _notes(sweep: Sweep) -> Iterator[RenderableType]:
     yield from _failure_notes(sweep)
     if any(row.dominated for row in rows):
         yield indented(_domination_note(sweep), "dim")
-    yield indented("Fold: the model's weights when folded.")
+    yield indented("Fold: size of the weights after folding.")
     if sweep.macs_note:
         yield indented(f"MACs were not counted: {sweep.macs_note}.")
     if sweep.timing is not None and any(row.forward_ms for row in rows):
@@ -223,7 +223,7 @@ def _domination_note(sweep: Sweep) -> str:
     else:
         gain = "error of kernels"
     compared = f"window, parameters, {cost} and {gain}"
-    return f"{DOMINATED} another row is as good in {compared}, and better in one."
+    return f"{DOMINATED} another row is at least as good in {compared}, and better in one."
 
 
 def _timing_notes(sweep: Sweep) -> Iterator[RenderableType]:
@@ -234,7 +234,7 @@ def _timing_notes(sweep: Sweep) -> Iterator[RenderableType]:
         device += f", {counted(timing.threads, 'thread')}"
     precision = "bfloat16 autocast" if timing.amp else "float32"
     yield indented(
-        "Times: median of runs by turns ± half the interquartile range; "
+        "Times: median of runs in turn ± half the interquartile range; "
         f"{counted(timing.batch, 'image')} at a time in {precision}, "
         f"{device}, torch {timing.torch}. Step: forward, backward, SGD."
     )
@@ -246,7 +246,7 @@ def _timing_notes(sweep: Sweep) -> Iterator[RenderableType]:
             widest = max(widest, 100 * interquartile_range / step.median)
     if widest > sweep.slower:
         advice = "measure longer (--seconds), on an idle machine"
-        yield indented(f"Equal runs differ by {widest:.0f} %: {advice}.")
+        yield indented(f"Repeated runs differ by {widest:.0f} %: {advice}.")
 
 
 def _error_notes(sweep: Sweep) -> Iterator[RenderableType]:
@@ -262,7 +262,7 @@ def _error_notes(sweep: Sweep) -> Iterator[RenderableType]:
         return
     images = "random images"
     if image_count:
-        images = f"{counted(image_count, 'image')} held out of the calibration"
+        images = f"{counted(image_count, 'image')} held out from the calibration"
     top1 = ""
     if has_classes:
         top1 = " Top-1: share of them with the same class as before."

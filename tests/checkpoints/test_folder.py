@@ -126,8 +126,8 @@ def test_dtype_is_kept_and_compared_in_and_channels_may_come_last(tmp_path):
     }
     verified = verify(folder)
     assert problems(verified) == []
-    assert verified.checks[-1].detail.startswith("differ by 0.0e+00 ")
-    assert verified.checks[-1].detail.endswith("rounding in bfloat16")
+    assert verified.checks[-1].detail.startswith("match the stored ones (difference 0.0e+00, ")
+    assert verified.checks[-1].detail.endswith(" in bfloat16)")
     model.float()
     assert same_states(load_converted(folder), model)
 

@@ -18,11 +18,23 @@ from dcls_convert.cli.app import EXAMPLES
 from dcls_convert.errors import NothingMatchesError
 from dcls_convert.options import PlanOptions, Scope
 from dcls_convert.planning.rules import load_rules
+from dcls_convert.tables import counted
 
 from ..command_line import NET, net, run
 from ..conftest import TINY
 
 SMALL = ("--input-size", "3x32x32")  # for speed
+
+
+def test_the_budget_is_a_sentence_that_adds_up():
+    """The paper's 34 elements; and counts that differ."""
+    out, _ = run("convnext_tiny", "--dilated-size", 17, "--dry-run")
+    sentence = "34 elements per kernel use 323,136 of 324,576 parameters (no biases)"
+    assert f" Budget: {sentence}.\n" in out
+    assert 324_576 < 323_136 // 34 * 35  # one more would not fit
+    out, _ = run(TINY, "--dilated-size", 9, "--scope", "stage", *SMALL, "--dry-run")
+    text = " ".join(out.split())
+    assert re.search(r"Budget \(a count for each stage\): [\d,]+ of [\d,]+ parameters", text)
 
 
 def test_main_job():
@@ -48,7 +60,7 @@ def test_help_has_names_and_words_but_no_types_within_80_columns(command, monkey
 def test_what_is_to_be_pasted_is_python_whatever_the_folder_is_called():
     name = 'it\'s a "b",\nlines\\{brace}é\x1b[0m'
     out, _ = run(TINY, *SMALL, "--dilated-size", 9, "--output", name)
-    snippet = re.search(r"Fine-tune it:\n\n(.*)", out, re.DOTALL)[1]
+    snippet = re.search(r"Train it:\n\n(.*)", out, re.DOTALL)[1]
     exec("\n".join(line[4:] for line in snippet.splitlines()), {})
     assert load_converted(f"{name}-tuned").num_classes == 10
 
@@ -61,12 +73,12 @@ def test_two_checkpoints_are_compared():
     }.items():
         run(NET, *SMALL, "--dilated-size", 9, "--output", folder, *options)
     assert run("diff", "a", "a")[0] == "plans: the same\nweights: the same\n"
-    assert run("diff", "a", "b")[0] == "plans: the same\nweights: other values\n"
+    assert run("diff", "a", "b")[0] == "plans: the same\nweights: different\n"
     damaged = bytearray(Path("b/model.safetensors").read_bytes())
     damaged[-1] ^= 1
     shutil.copytree("b", "damaged")
     Path("damaged/model.safetensors").write_bytes(damaged)
-    assert run("diff", "b", "damaged")[0] == "plans: the same\nweights: other values\n"
+    assert run("diff", "b", "damaged")[0] == "plans: the same\nweights: different\n"
     out = run("diff", "a", "c")[0]
     assert "scope: model → stage\nshare: 1 → 9/10\n" in out
     (row, *_) = [
@@ -75,7 +87,7 @@ def test_two_checkpoints_are_compared():
         if row["layers"]
     ]
     names = row["layers"]
-    more = f" ({len(names) - 1} more like it)" if names[1:] else ""
+    more = f" (and {counted(len(names) - 1, 'more layer')})" if names[1:] else ""
     assert f"kernel_count: {row['one']} → {row['other']} in {len(names)} layer" in out
     assert f": {names[0]}{more}\n" in out
 

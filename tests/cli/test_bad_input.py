@@ -273,7 +273,7 @@ def test_numbers_that_are_none(option, values, allowed):
         "--checkpoint gone.pth": "checkpoint gone.pth: there is no such file",
         "--checkpoint /": "checkpoint /: is not a file",
         # options in conflict
-        "--plan x --budget 90": "--plan carries out a plan as it is",
+        "--plan x --budget 90": "--plan applies a plan unchanged",
         "--pretrained --checkpoint x": "--pretrained and --checkpoint exclude each other",
         "--dry-run --force": "--force has no effect with --dry-run",
         "--dry-run --output x": "--output has no effect with --dry-run",
@@ -281,7 +281,7 @@ def test_numbers_that_are_none(option, values, allowed):
         "--json -v": "--json and --verbose exclude each other",
         "-q --dry-run": "--quiet with --dry-run would print nothing",
         "--init exact --kernel-count 9": (
-            "an exact start takes an element for each cell of the old kernels: leave"
+            "an exact start takes an element for each cell of the old kernels: omit"
         ),
         "--init exact --interpolation gaussian": (
             "gaussian interpolation spreads an element over several cells"

@@ -107,7 +107,7 @@ def test_results_pair_runs_by_seed():
     same = [replace(one, arm=arm) for arm in (original, converted) for one in runs[:3]]
     assert (
         results(same)[1].sentence
-        == "17x17: too few images to test with to tell: differences of +0.0, +0.0, +0.0 points"
+        == "17x17: too few test images to tell: differences of +0.0, +0.0, +0.0 points"
     )
 
 

@@ -161,9 +161,10 @@ def test_a_comparison_ends_as_a_table_files_and_checkpoints(tmp_path):
     assert comparison.arms[1].distance > 0
     page = (tmp_path / "out/comparison.html").read_text()
     data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
-    assert data["comparison"]["names"] == [
-        f"{run.arm.label}, seed {run.seed}" for run in comparison.runs
-    ]
+    drawn = data["comparison"]
+    assert [
+        (drawn["networks"][run["network"]], drawn["seeds"][run["seed"]]) for run in drawn["runs"]
+    ] == [(run.arm.label, run.seed) for run in comparison.runs]
     assert [history["title"] for history in data["histories"]] == [
         "Positions of 9x9 uniform, seed 0"
     ]
@@ -195,7 +196,7 @@ def test_parts_make_the_whole_and_other_settings_are_refused(tmp_path):
         "dcls_convert.compare.runs.Trainer.time_trial", side_effect=AssertionError("timed first")
     ):
         _, err = compare("--sizes", "9", "--epochs", "2", "--output", "whole", code=2)
-    assert "output whole: compares with epochs 1, not 2; name another folder" in err
+    assert "output whole: holds runs with epochs 1, not 2; use the same or another --output" in err
     out, _ = compare(
         "--sizes", "9,11", "--epochs", "1", "--seeds", "3", "--only", "1/9", "--output", "whole"
     )
@@ -225,7 +226,7 @@ def test_a_run_that_was_killed_goes_on(tmp_path):
         out, err = compare(*options, "--output", "killed", code=130)
     assert out.splitlines()[-2:] == [
         " 1 run missing: 9x9 uniform, seed 0",
-        " Interrupted: the same command goes on with what is missing.",
+        " Interrupted: the same command continues with the missing runs.",
     ]
     assert err.splitlines()[-1] == "error: interrupted"
     assert (tmp_path / "killed/settings.json").exists()
@@ -253,7 +254,7 @@ def test_a_comparison_that_ended_before_any_epoch_does_not_bind_its_folder(tmp_p
     compare("--sizes", "9", "--epochs", "1", "--seeds", "1")
     assert read_comparison(folder).settings.recipe.epochs == 1
     _, err = compare("--sizes", "9", "--epochs", "7", "--seeds", "1", code=2)
-    assert "compares with epochs 1, not 7" in err
+    assert "holds runs with epochs 1, not 7" in err
 
 
 def test_minutes_decide_the_epochs_once(tmp_path):
@@ -275,7 +276,7 @@ def test_minutes_decide_the_epochs_once(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "--data FOLDER or --dataset NAME says what to learn"),
+        ((), "give --data FOLDER or --dataset NAME"),
         (("--data", "nowhere"), "--data nowhere: is not a folder"),
         (("--data", "images", "--epochs", "1", "--minutes", "1"), "exclude each other"),
         (("--data", "images", "--only", "4/3"), "'4/3' is not a part such as 3/12"),
@@ -419,7 +420,7 @@ def test_images_that_cannot_be_read_are_named_and_left_out_and_classes_must_be_l
     found = open_images(folder, note=said.append)
     assert found.train.reader.samples == whole.train.reader.samples
     (line,) = said
-    assert line.endswith("2 images cannot be read, and are left out: dark/cut.png, dark/none.jpg")
+    assert line.endswith("skipping 2 images that cannot be read: dark/cut.png, dark/none.jpg")
     (folder / "validation/dark").rename(folder / "validation/dusk")
     with pytest.raises(DclsConvertError, match="nothing to learn dusk from"):
         open_images(folder)

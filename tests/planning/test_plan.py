@@ -144,7 +144,7 @@ def test_what_is_no_plan_is_refused_in_one_line(text):
         (("layers", -1, "kernel_count"), -1, "kernel count -1 must be from 1 to the 49 cells"),
         (("layers", 0, "kernel_count"), 1, "its layers have 2 different shapes"),
         (("layers", -1, "dilated_size"), [8, 8], "must be odd"),
-        (("layers", -1, "dilated_size"), [100_001, 100_001], "268,435,456 are the most"),
+        (("layers", -1, "dilated_size"), [100_001, 100_001], "at most 268,435,456 are allowed"),
         (("layers", -1, "dense_axes"), [5], "are not axes of a 2-D kernel"),
         (("layers", -1, "dense_axes"), [0], "dense axis 0 must keep its size 5"),
         (("layers", -1, "interpolation"), "cubic", "'cubic' is not known"),

@@ -230,7 +230,7 @@ def test_what_cannot_take_the_size_is_skipped_with_the_reason_or_refused_if_stri
     skipped = {skip.name: skip.reason for skip in plan.skipped}
     assert list(skipped) == ["stem", "layer1.1", "layer2.1"], "in the order of the model"
     assert reason in skipped["layer1.1"]
-    with pytest.raises(PlanError, match=f"^layer1.1: .*{reason}.* \\(1 more like it\\)$"):
+    with pytest.raises(PlanError, match=f"^layer1.1: .*{reason}.* \\(and 1 more layer\\)$"):
         plan_of(model, dilated_size=size, strict=True)
     with pytest.raises(PlanError, match=reason):  # nothing is left
         plan_of(Net(lambda: [build()]), dilated_size=size)

@@ -387,11 +387,11 @@ REFUSED = {  # what becomes of the state dict, further options, and what the lin
         {"dilated_size": (21, 11)},
         "outside of its window 21x11 | at least 21x17 (--dilated-size 21x17)",
     ),
-    "another count": (dict, {"kernel_count": 6}, "5 in a kernel; leave kernel count"),
+    "another count": (dict, {"kernel_count": 6}, "5 in a kernel; omit kernel count"),
     "a budget and a scope": (
         dict,
         {"budget": 90, "scope": "stage"},
-        "elements of its own | leave scope and budget",
+        "elements of its own | omit scope and budget",
     ),
     "a spread is asked for": (dict, GAUSSIAN, "has no SIG | bilinear, not gaussian"),
     "other elements in a rule": (
@@ -455,7 +455,7 @@ def test_an_interpolation_that_their_package_lacks_is_refused_for_their_files(
 def test_a_version_of_a_file_without_elements_is_refused():
     torch.save(convnext().state_dict(), "timms.pth")
     _, err = run(TINY, *SMALL, "--checkpoint", "timms.pth", "--authors-version", "v1", code=2)
-    assert "error: checkpoint timms.pth: has no layers of the authors' package; leave" in err
+    assert "error: checkpoint timms.pth: has no layers of the authors' package; omit" in err
 
 
 def test_an_ordinary_state_dict_is_none_of_theirs():

@@ -2,40 +2,22 @@
 to be seen.
 """
 
-import shutil
+import json
 
 import pytest
 import torch
 
 from dcls_convert import load_converted
 from dcls_convert.tuning import PositionTracker
+from dcls_convert.views.page import filled_page
 
 from ..command_line import run
 from ..conftest import TINY
 
 pytestmark = [pytest.mark.browser, pytest.mark.filterwarnings("default")]
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-# --disable-quic and the rest keep the browser itself off the network.
-ARGUMENTS = (
-    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-).split()
 VIEWS = [(width, scheme) for width in (1280, 390) for scheme in ("light", "dark")]
 LEAST_SIDE = 40  # pixels of a figure that can be seen
-
-
-@pytest.fixture(scope="module")
-def browser():
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if CHROMIUM is None:
-        pytest.skip("there is no Chromium on the path")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +41,20 @@ def page_file(tmp_path_factory):
             for name, parameter in model.named_parameters():
                 if name.endswith("positions"):
                     parameter.add_(0.3)
+    only_one_speed(here / "positions.jsonl")
     run(
         "inspect", here / "net", "--html", here / "page.html", "--history", here / "positions.jsonl"
     )
     return here / "page.html"
+
+
+def only_one_speed(record):
+    """As in a run of slow positions that was resumed before step 2 and again after it."""
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    for line in lines:
+        for row in line["positions"]:
+            row["speed"] = 7.8e-5 if line["step"] == 2 else None
+    record.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 @pytest.fixture(params=VIEWS, ids=lambda view: "-".join(map(str, view)))
@@ -117,6 +109,67 @@ def test_every_figure_has_a_name_and_is_seen_within_the_page(view):
         assert node.get_attribute("aria-label")
     for button in view.locator("button, input").all():
         assert button.get_attribute("aria-label") or button.inner_text()
+
+
+def test_no_text_of_a_tile_or_chart_is_cut_off(view):
+    tiles = view.locator(".facts div")
+    assert tiles.count() > 5
+    for tile in tiles.all():
+        assert tile.evaluate("node => node.scrollWidth <= node.clientWidth")
+    for chart in view.locator("section#training figure:not(.joint) > svg").all():
+        box = chart.bounding_box()
+        for text in chart.locator("text").all():
+            own = text.bounding_box()
+            assert box["x"] <= own["x"]
+            assert own["x"] + own["width"] <= box["x"] + box["width"]
+
+
+def test_a_value_between_unknown_ones_is_a_dot_under_its_own_scale(view):
+    chart = view.locator("section#training figure > svg").first
+    dots = chart.locator("circle")
+    assert dots.count() == len(view.locator("section#training figure.joint").all())
+    assert "7.8e\u22125" in chart.locator("text").all_text_contents()
+    box = chart.bounding_box()
+    for dot in dots.all():
+        own = dot.bounding_box()
+        assert own["width"] > 3
+        middle = own["x"] + own["width"] / 2
+        assert box["x"] + 0.4 * box["width"] < middle < box["x"] + 0.7 * box["width"]
+
+
+def test_in_a_comparison_colours_are_networks_and_dashes_are_seeds(browser, tmp_path):
+    runs = [{"network": network, "seed": seed} for network in (0, 1) for seed in (0, 1)]
+    chart = {"title": "Top-1 accuracy", "unit": "%", "lines": [[50.0, 60.0]] * 4}
+    comparison = {
+        "sentences": [],
+        "notes": [],
+        "tables": [],
+        "networks": ["as it is", "9x9"],
+        "seeds": [3, 5],
+        "runs": runs,
+        "epochs": [1, 2],
+        "charts": [chart],
+    }
+    content = {"title": "two", "subtitle": "", "facts": [], "comparison": comparison}
+    (tmp_path / "comparison.html").write_text(filled_page(content))
+    page = browser.new_page()
+    page.goto((tmp_path / "comparison.html").as_uri())
+
+    def look(path):
+        return [path.get_attribute(name) for name in ("stroke", "stroke-dasharray", "stroke-width")]
+
+    curves = [look(path) for path in page.locator("figure path:has(title)").all()]
+    assert len(curves) == 4
+    colours, dashes, widths = zip(*curves, strict=True)
+    assert colours[0] == colours[1] != colours[2] == colours[3]
+    assert dashes[0] == dashes[2] != dashes[1] == dashes[3]
+    assert float(widths[0]) > float(widths[2])  # an equal curve of the other does not hide it
+    entries = page.locator(".legend li")
+    assert entries.all_inner_texts() == ["as it is", "9x9", "seed 3", "seed 5"]
+    legend = [look(path) for path in page.locator(".legend path").all()]
+    assert legend[:2] == [curves[0], curves[2]]
+    assert [look[1] for look in legend[2:]] == [dashes[0], dashes[1]]
+    page.close()
 
 
 def test_choosing_a_kernel_shows_its_elements(view):

@@ -19,7 +19,7 @@ from dcls_convert.errors import CheckpointError
 from dcls_convert.tuning import PositionTracker
 from dcls_convert.views.history import read_history
 from dcls_convert.views.page import page
-from dcls_convert.views.plot import draw
+from dcls_convert.views.plot import FIGURES, draw
 
 from .test_figures import of_module, pictures_of
 
@@ -123,3 +123,18 @@ def test_speeds_and_places_are_those_of_the_training(tracked, tmp_path):
             math.isclose(one + 1, two, abs_tol=0.02) for one, two in zip(before, after, strict=True)
         )
     assert track.frames[0]
+
+
+def test_a_speed_between_unknown_ones_is_drawn(tracked, tmp_path):
+    """As in a run that was resumed twice, an epoch apart."""
+    pytest.importorskip("matplotlib")
+    pictures, lines = tracked
+    lines = edited(lines, [(slice(0, 1), "positions.0.speed", None)])
+    lines = edited(lines, [(slice(2, 3), "positions.0.speed", None)])
+    lines = edited(lines, [(SECOND, "positions.0.speed", 0.5)])
+    (tmp_path / "resumed.jsonl").write_bytes(written(lines))
+    figure = FIGURES["history"](replace(pictures, history=read_history(tmp_path / "resumed.jsonl")))
+    speed, spread, _ = figure.axes
+    dots = [line for line in speed.lines if line.get_marker() == "."]
+    assert [(list(dot.get_xdata()), list(dot.get_ydata())) for dot in dots] == [([1], [0.5])]
+    assert len(spread.lines) == 1

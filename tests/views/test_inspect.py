@@ -10,11 +10,13 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from torch import nn
 
 from dcls_convert import load_converted, save_converted
 from dcls_convert.checkpoints.folder import CARD, FILES, PAGE, PICTURE, read_plan
 from dcls_convert.checkpoints.verify import rebuild_here, verify_folder
 from dcls_convert.networks.source import ModelSource, build_model
+from dcls_convert.tuning import PositionTracker
 
 from ..command_line import run
 from .test_page import data_of
@@ -25,6 +27,12 @@ FACTORY = """
 from torch import nn
 def make():
     return nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, padding=1, groups=8))
+"""
+
+TWO_WIDE = """
+from torch import nn
+def make():
+    return nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 7, padding=3, groups=8))
 """
 
 
@@ -111,6 +119,77 @@ def test_a_model_of_the_users_own_is_built_with_trust_only(here, monkeypatch):
     assert "--trust-code" in message
 
 
+def test_the_page_says_why_the_field_is_smaller_after_a_start_near_the_centre(here):
+    """A network whose field is its kernels: random 7x7 before, all elements in the middle after."""
+    (here / "two_wide.py").write_text(TWO_WIDE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(here))
+        for positions in ("normal", "uniform"):
+            run(
+                "two_wide:make",
+                *["--dilated-size", "17", "--input-size", "3x32x32", "-q"],
+                *["--positions", positions, "--output", positions],
+            )
+        notes = page_of("normal", "--trust-code")["fields"]["notes"]
+        assert "smaller, because the elements of this layer are closer to the centre" in notes[-1]
+        assert "instead of 2.65" in notes[-1]  # the mean distance of the cells of 7x7
+        assert len(page_of("uniform", "--trust-code")["fields"]["notes"]) == len(notes) - 1
+
+
+def track(folder, path, steps):
+    """Record a training in which every coordinate moves by a quarter of a cell per step."""
+    model = load_converted(folder)
+    tracker = PositionTracker(model, path)
+    for step in range(steps):
+        tracker.update(step)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("positions"):
+                    parameter.add_(0.25)
+
+
+def test_the_record_of_a_training_is_printed_under_the_names_of_the_inspection(checkpoint):
+    track(checkpoint, "positions.jsonl", 40)
+    inspected, recorded = run("inspect", checkpoint, "--history", "positions.jsonl")[0].split(
+        "Positions  ", 2
+    )[1:]
+    assert "of 40 recorded steps" in recorded
+    lines = [line.split() for line in recorded.splitlines()]
+    assert "blocks.3.0.conv_dw  " in inspected
+    rows = [line for line in lines if line[:1] == ["blocks.3.0.conv_dw"]]
+    assert rows[0][1] == "0"
+    assert rows[-1][1:3] == ["39", "0.25"]
+    page = page_of(checkpoint, "--history", "positions.jsonl")
+    assert [one["name"] for one in page["history"]["tracks"]] == [
+        one["row"]["name"] for one in page["positions"]
+    ]
+
+
+def test_the_record_of_a_model_inside_another_is_that_of_the_model(checkpoint):
+    model = nn.Sequential(load_converted(checkpoint))
+    PositionTracker(model, "positions.jsonl").update(0)
+    out, _ = run("inspect", checkpoint, "--history", "positions.jsonl")
+    assert "blocks.3.0.conv_dw  " in out.split("Positions  ", 2)[2]
+
+
+@pytest.mark.parametrize("other", [[NETWORK, "--dilated-size", "9"], ["timm:test_convnext"]])
+def test_the_record_of_another_model_is_refused(checkpoint, here, other):
+    run(*other, "--input-size", "3x32x32", "-q", "--output", "other")
+    track("other", "positions.jsonl", 2)
+    for options in ([], ["--html", "page.html"], ["--picture", "x.png", "--figure", "history"]):
+        command = ["inspect", checkpoint, "--history", "positions.jsonl", *options]
+        out, message = run(*command, code=2)
+        assert out == ""
+        assert "positions.jsonl: is a record of another model; it follows " in message
+    assert names(here) == {"other", "positions.jsonl"}
+
+
+def test_the_record_of_an_unconverted_model_is_refused(checkpoint):
+    PositionTracker(nn.Conv2d(3, 8, 3), "positions.jsonl").update(0)
+    _, message = run("inspect", checkpoint, "--history", "positions.jsonl", code=2)
+    assert "positions.jsonl: is a record of a model without positions" in message
+
+
 REFUSED = {
     "--html page.html": "output page.html already exists; --force replaces it",
     "--html folder --force": "output folder is not a file",
@@ -118,7 +197,8 @@ REFUSED = {
     "--picture x.png --figure history": "--figure history needs --history",
     "--figure kernels": "--figure says what --picture draws",
     "--force": "--force replaces the file of --html or --picture",
-    "--history page.html": "--history is for --html, or --picture with --figure history",
+    "--history page.html": "page.html: line 1: ",
+    "--history page.html --json": "--history is printed as text; omit --plan and --json",
     "--picture x.png --images folder": "--images, --original and --input-size are for --html",
     "--html x.html --images nowhere": "images nowhere: there is no such folder",
     "--html x.html --original nowhere": "original nowhere: there is no such file",
