@@ -436,7 +436,8 @@ def test_a_file_is_utf_8_with_or_without_its_mark_and_of_at_most_a_megabyte(tmp_
     with path.open("wb") as file:
         file.truncate(1 << 40)  # sparse
     with pytest.raises(
-        RuleError, match=r"rules.yaml: cannot be read: has 1,099,511,627,776 bytes; 1,000,000 "
+        RuleError,
+        match=r"rules.yaml: cannot be read: has 1,099,511,627,776 bytes; at most 1,000,000 ",
     ):
         load_rules(path)
 
