@@ -60,30 +60,24 @@ def convert_network(
     provenance = None
     if model is loaded.network:  # copies are compared, not kept
         provenance = describe_conversion(resolved, model, images)
-    before = None
-    after = None
+    outcome = None
+    moved = None
     with unchanged_on_failure(model, values=_overwritten(model, resolved, images)):
+        before = None
         if resolved.keeps_outputs:
-            shifted = [_shifted_by_a_pixel(batch) for batch in held_out]
-            before = _Outputs.of(model, plan, [*held_out, *shifted])
+            before = _Outputs.of(model, plan, [*held_out, *map(_shifted_by_a_pixel, held_out)])
         errors = _start_layers_(loaded, resolved, model, images)
         report = measure_report(model, plan)
         if report != predict_report(plan):
             raise AssertionError(
                 f"{plan.model}: the converted model's counts differ from the plan's"
             )
-        if resolved.keeps_outputs:
+        if before is not None:
             after = _Outputs.of(model, plan, held_out)
+            outcome = _outcome(before.batches, after.batches, images, errors)
+            if before.random is not None:
+                moved = relative_distance(before.random, after.random)
     keep_provenance_(model, provenance)
-    if before is None or after is None:
-        report = report.with_errors(errors.kernel, errors.output, reasons=errors.reasons)
-        return Conversion(model=model, report=report)
-    outcome = _outcome(before.batches, after.batches, held_out, errors)
-    if images is not None:
-        outcome = replace(outcome, fitted_images=len(images))
-    moved = None
-    if before.random is not None:
-        moved = relative_distance(before.random, after.random)
     report = report.with_errors(errors.kernel, errors.output, outcome, reasons=errors.reasons)
     return Conversion(model=model, report=report, moved=moved)
 
@@ -178,26 +172,30 @@ def _shifted_by_a_pixel(images: Tensor) -> Tensor:
 
 
 def _outcome(
-    old: Sequence[Any], new: Sequence[Any], held_out: Sequence[Tensor], errors: LayerErrors
+    old: Sequence[Any], new: Sequence[Any], images: Calibration | None, errors: LayerErrors
 ) -> Outcome:
     """How outputs and kernels changed.
 
     Args:
         old: Outputs for the held-out batches, and then for the same batches one pixel shifted.
         new: Outputs for the held-out batches after the conversion.
-        held_out: Batches (N, channels, *spatial).
+        images: The calibration; None without one, and then no outputs are compared.
         errors: Of the layers.
     """
     kernel_error = None
     if errors.kernel:
         kernel_error = sum(errors.kernel.values()) / len(errors.kernel)
-    unshifted = old[: len(held_out)]
-    shifted_agreement = None
-    if held_out:
-        shifted_agreement = agreement(unshifted, old[len(held_out) :])
-    return Outcome(
-        kernel_error=kernel_error,
-        images=sum(map(len, held_out)),
+    outcome = Outcome(kernel_error=kernel_error, images=0)
+    if images is None:
+        return outcome
+    batches = images.held_out
+    unshifted = old[: len(batches)]
+    outcome = replace(
+        outcome,
+        images=sum(map(len, batches)),
+        fitted_images=len(images),
         **taken_from(agreement(unshifted, new), Outcome),
-        shifted=shifted_agreement,
     )
+    if batches:
+        outcome = replace(outcome, shifted=agreement(unshifted, old[len(batches) :]))
+    return outcome
