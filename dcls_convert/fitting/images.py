@@ -287,18 +287,40 @@ def _size_of_files(size: Sequence[int] | None) -> Sequence[int]:
 def _open_image(path: Path, size: Sequence[int]) -> Image.Image:
     """The image of a file, upright, in colour or grey of 8 bits as the model's size says."""
     with quietly(), Image.open(path, formats=FORMATS) as image:  # Pillow warns of odd metadata
+        has_16_bits = _has_16_bits(image)
+        check_white_level(image)
         upright = ImageOps.exif_transpose(image)
-        # Pillow opens the 16-bit images of these two formats in its 32-bit mode "I".
-        is_16_bit = image.mode == "I" and image.format in ("PNG", "PPM")
-        if is_16_bit or image.mode.startswith("I;16"):
-            upright = upright.convert("I").point(lambda value: value / 257).convert("L")
-        if upright.mode in ("I", "F"):
-            kind = "integers" if image.mode == "I" else "floating-point numbers"
-            raise ValueError(
-                f"its pixels are {kind} of 32 bits, and the white level is unknown; "
-                "convert it to 8 or 16 bits per channel"
-            )
-        return upright.convert("RGB" if size[0] == 3 else "L")
+        return _in_eight_bits(upright, has_16_bits, "RGB" if size[0] == 3 else "L")
+
+
+def in_eight_bits(image: Image.Image, mode: str) -> Image.Image:
+    """An image that was just opened, in Pillow's mode "RGB" or "L".
+
+    Pillow alone would clip 16 bits to 8.
+    """
+    return _in_eight_bits(image, _has_16_bits(image), mode)
+
+
+def _in_eight_bits(image: Image.Image, has_16_bits: bool, mode: str) -> Image.Image:
+    if has_16_bits:
+        image = image.convert("I").point(lambda value: value / 257).convert("L")
+    return image.convert(mode)
+
+
+def _has_16_bits(image: Image.Image) -> bool:
+    # Pillow opens the 16-bit images of these two formats in its 32-bit mode "I".
+    in_mode_of_32 = image.mode == "I" and image.format in ("PNG", "PPM")
+    return in_mode_of_32 or image.mode.startswith("I;16")
+
+
+def check_white_level(image: Image.Image) -> None:
+    """Refuse (ValueError) an image, just opened, whose white level is unknown."""
+    if image.mode in ("I", "F") and not _has_16_bits(image):
+        kind = "integers" if image.mode == "I" else "floating-point numbers"
+        raise ValueError(
+            f"its pixels are {kind} of 32 bits, and the white level is unknown; "
+            "convert it to 8 or 16 bits per channel"
+        )
 
 
 def _corners(image: Image.Image, size: Sequence[int]) -> list[Image.Image]:

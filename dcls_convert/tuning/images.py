@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from ..errors import DclsConvertError, listed, one_line, shown
-from ..fitting.images import FORMATS, UNREADABLE
+from ..fitting.images import FORMATS, UNREADABLE, check_white_level, in_eight_bits
 from ..networks.running import quietly, seeded
 from ..options import MIRRORED, Augmentation
 from ..progress import Notify, silent
@@ -157,7 +157,9 @@ def _prepare_folders_(
 
 def _open_split(dataset: str, root: str | None, split: str, where: str, note: Notify) -> Any:
     """Open a part of a data set of timm; with an index also for shards, which timm only streams."""
-    images = create_dataset(dataset, root=root, split=split)
+    # The images of a folder keep their mode, and transforms convert them: timm clips 16 bits to 8.
+    mode = "RGB" if dataset else ""
+    images = create_dataset(dataset, root=root, split=split, input_img_mode=mode)
     if not isinstance(getattr(images, "reader", None), ReaderWds):
         return images
     shards = counted(len(images.reader.split_info.filenames), "shard")
@@ -205,6 +207,7 @@ def _is_decodable(path: str) -> bool:
         with Image.open(path, formats=FORMATS) as image:
             image.draft("RGB", (64, 64))  # decodes a JPEG at an eighth of its size, much faster
             image.load()
+            check_white_level(image)
     except UNREADABLE:
         return False
     return True
@@ -264,7 +267,7 @@ def set_transforms_(
         **options, is_training=True, hflip=mirrored, **AUGMENTATIONS[augmentation]
     )
     data.test.transform = create_transform(**options, crop_pct=config["crop_pct"])
-    in_mode = partial(Image.Image.convert, mode=MODES[channels])
+    in_mode = partial(in_eight_bits, mode=MODES[channels])
     for part in (data.train, data.test):
         part.transform.transforms.insert(0, in_mode)
 

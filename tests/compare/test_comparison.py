@@ -7,6 +7,7 @@ import tarfile
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -301,6 +302,23 @@ def test_mistakes_are_one_line_and_write_nothing(tmp_path, arguments, message):
     _, err = run("compare", NET, *SIZE, "--device", "cpu", *arguments, "--output", "out", code=2)
     assert message in err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
+
+
+def test_images_of_16_bits_keep_their_shades(tmp_path):
+    """timm's reader, which converts them by Pillow, would make most of them white."""
+    ramp = np.linspace(0, 65535, 64 * 64).reshape(64, 64).astype(np.uint16)
+    for number in range(10):
+        for label in ("dark", "light"):
+            path = tmp_path / "deep" / label / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(ramp).save(path)
+    data = open_images(tmp_path / "deep")
+    set_transforms_(data, net(2), (3, 64, 64), "none")
+    for part in (data.train, data.test):
+        normalise = part.transform.transforms[-1]
+        image = part[0][0] * torch.as_tensor(normalise.std).view(-1, 1, 1)
+        shade = (image + torch.as_tensor(normalise.mean).view(-1, 1, 1)).mean()
+        assert abs(float(shade) - 0.5) < 0.02
 
 
 @pytest.mark.parametrize("augmentation", ["light", "strong"])
