@@ -70,7 +70,7 @@ def compared(tmp_path, monkeypatch):
     [
         ((3, 4), False, 20, ["helps by"]),
         ((2, 4), False, 1, ["harms by"]),
-        ((3, 4), True, 20, ["no difference", "too few seeds", "too few images"]),
+        ((3, 4), True, 20, ["no difference", "too few seeds", "too few test images"]),
     ],
     ids=["gain", "loss", "nothing"],
 )
