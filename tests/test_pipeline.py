@@ -3,6 +3,7 @@ all.
 """
 
 import itertools
+import json
 import pkgutil
 from dataclasses import replace
 
@@ -12,7 +13,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dcls_convert import PlanError, apply_plan_, convert_, find_convs, plan_conversion
+from dcls_convert import (
+    PlanError,
+    apply_plan_,
+    convert_,
+    find_convs,
+    plan_conversion,
+    save_converted,
+)
 from dcls_convert.errors import CheckpointError
 from dcls_convert.options import PlanOptions
 from dcls_convert.pipeline.conversion import convert_network
@@ -22,6 +30,7 @@ from dcls_convert.pipeline.resolved import resolve, resolve_with_plan
 from dcls_convert.surgery.place import place_layers_
 
 from .conftest import TINY
+from .photographs import photographs
 from .planning.nets import state_of
 
 PLACES = 12  # at which a failure is injected, spread over all operations
@@ -318,3 +327,21 @@ def test_a_model_that_is_false_is_converted():
     copied = LengthZero(*small())
     assert convert_network(loaded, resolved, model=copied).model is copied
     assert convert_(model, dilated_size=9, init="random").params.after
+
+
+@pytest.mark.usefixtures("quick_fit")
+def test_the_normalisation_of_a_calibration_stays_with_the_model(tmp_path):
+    photographs(tmp_path / "photos")
+    model = timm.create_model(TINY, pretrained_cfg_overlay={"input_size": (3, 32, 32)})
+    report = convert_(
+        model,
+        dilated_size=9,
+        kernel_count=4,
+        input_size=(3, 32, 32),
+        calibration=tmp_path / "photos",
+        mean=(0.25,),
+        std=(0.1, 0.2, 0.3),
+    )
+    save_converted(model, report.plan, tmp_path / "out")
+    config = json.loads((tmp_path / "out/config.json").read_text())["pretrained_cfg"]
+    assert (config["mean"], config["std"]) == ([0.25] * 3, [0.1, 0.2, 0.3])

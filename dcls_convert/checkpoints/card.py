@@ -29,7 +29,7 @@ CITATION = """@inproceedings{khalfaoui-hassani2023dcls,
 LOAD_BY_TIMM_PLUGIN = """import timm
 import dcls_convert  # registers the architecture with timm
 
-model = timm.create_model("local-dir:{folder}", pretrained=True, num_classes=10)
+model = timm.create_model("local-dir:{folder}", pretrained=True)
 """
 
 

@@ -95,6 +95,8 @@ def sweep(
     """
     if counts is not None and budgets is not None:
         raise PlanError("counts and budgets exclude each other")
+    if isinstance(sizes, str | int):
+        raise PlanError(f"sizes={sizes!r} must be a list, such as [5, 7, 9]")
     timing = None
     if time:
         timing = timing_settings(device, batch_size, seconds, amp=amp)

@@ -18,6 +18,7 @@ from ..planning.plan import ConversionPlan, taken_from
 from ..progress import LOG
 from ..reports.report import ConversionReport, Outcome, measure_report, predict_report
 from ..surgery.authors import start_from_authors_
+from ..surgery.place import set_normalisation_
 from ..surgery.start import LayerErrors, apply_plan_
 from .loaded import LoadedNetwork
 from .provenance import describe_conversion, keep_provenance_
@@ -78,8 +79,17 @@ def convert_network(
             if before.random is not None:
                 moved = relative_distance(before.random, after.random)
     keep_provenance_(model, provenance)
+    _keep_normalisation_(model, resolved)
     report = report.with_errors(errors.kernel, errors.output, outcome, reasons=errors.reasons)
     return Conversion(model=model, report=report, moved=moved)
+
+
+def _keep_normalisation_(model: nn.Module, resolved: ResolvedRequest) -> None:
+    """Let the model's config state the normalisation with which it was calibrated."""
+    request = resolved.request
+    size = resolved.plan.input_size
+    if request.mean is not None and request.std is not None and size is not None:
+        set_normalisation_(model, request.mean, request.std, size[0])
 
 
 def _overwritten(

@@ -102,6 +102,27 @@ def set_origin_(model: nn.Module, stated: Mapping[str, Any]) -> None:
     note_for_timm(model, config)
 
 
+def set_normalisation_(
+    model: nn.Module, mean: Sequence[float], std: Sequence[float], channels: int
+) -> None:
+    """Let the config of a model say with which mean and std its images are normalised.
+
+    Args:
+        model: Without a config, it stays as it is.
+        mean, std: For each channel, or one for all.
+        channels: Of the images.
+    """
+    config = getattr(model, "pretrained_cfg", None)
+    if not isinstance(config, dict):
+        return
+    stated = {}
+    for name, values in (("mean", mean), ("std", std)):
+        if len(values) == 1:
+            values = tuple(values) * channels
+        stated[name] = tuple(values)
+    note_for_timm(model, config | stated)
+
+
 def timm_model_args(plan: ConversionPlan) -> dict[str, Any]:
     """The arguments with which our entry point in timm's registry rebuilds the plan's model."""
     return {**plan.model_args, "plan": plan.to_dict()}
