@@ -5,6 +5,7 @@ Imports neither torch nor typer: `--help` reads this file.
 
 import functools
 import inspect
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from decimal import Decimal
@@ -58,6 +59,7 @@ GPU_BATCH = 32  # images
 TIMING_SECONDS = 60  # for all rows together
 OPSETS = range(7, 26)  # of ONNX, which torch 2.14 and onnxscript 0.7 write
 DEFAULT_OPSET = 20  # torch 2.14's own
+SEPARATED_BY_COMMAS = ("mean", "std")  # on the command line; other lists are sizes, 17x9
 MIRRORED = 0.5  # share of images that are mirrored in training, as timm does
 POSITION_LR_SCALE = 5.0  # paper, section 3 "Positions learning rate scaling"
 DEFAULT_BUDGET = 100.0  # percent of the weights replaced; the paper holds the parameter count
@@ -93,6 +95,35 @@ class Argument:
 def option_name(field_name: str) -> str:
     """What is typed for the option of a field: "--kernel-count" for "kernel_count"."""
     return f"--{field_name.replace('_', '-')}"
+
+
+def command_line(model: str, values: Mapping[str, Any]) -> str:
+    """The command that converts a model with these options, to be pasted into a shell.
+
+    Args:
+        model: A MODEL of the command line.
+        values: By the names of the options' fields. True is a flag, and None is not stated.
+    """
+    words = ["dcls-convert", model]
+    for name, value in values.items():
+        if value is None:
+            continue
+        words.append(option_name(name))
+        if isinstance(value, list | tuple):
+            separator = "x"
+            if name in SEPARATED_BY_COMMAS:
+                separator = ","
+            words.append(separator.join(map(_typed, value)))
+        elif value is not True:
+            words.append(_typed(value))
+    return shlex.join(words)
+
+
+def _typed(value: Any) -> str:
+    """A number without a needless ".0"; the name of a rule set; any other value as its text."""
+    if isinstance(value, float):
+        return str(value).removesuffix(".0")
+    return str(getattr(value, "source", value))
 
 
 def argument_of(option: Field[Any]) -> Argument:

@@ -19,6 +19,7 @@ from dcls_convert.cli.console import printable
 from dcls_convert.errors import CheckpointError
 from dcls_convert.networks.source import ModelSource, build_model
 from dcls_convert.networks.weights import tensors_hash
+from dcls_convert.options import command_line
 from dcls_convert.pipeline.provenance import provenance_of
 from dcls_convert.surgery.place import ORIGIN_KEYS
 
@@ -238,3 +239,18 @@ def test_a_record_is_data_and_is_read_as_strictly_as_a_plan():
     changed(format=1)
     with pytest.raises(CheckpointError, match="provenance: more: "):
         open_checkpoint("out")
+
+
+def test_a_command_line_states_names_and_numbers_as_they_are_typed():
+    values = {
+        "checkpoint": Path("epoch 1.0"),
+        "dilated_size": (17, 9),
+        "kernel_count": None,
+        "budget": 90.0,
+        "mean": (0.5, 0.25),
+        "strict": True,
+    }
+    assert command_line("timm:net", values) == (
+        "dcls-convert timm:net --checkpoint 'epoch 1.0' --dilated-size 17x9 --budget 90 "
+        "--mean 0.5,0.25 --strict"
+    )

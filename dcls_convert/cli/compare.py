@@ -57,7 +57,7 @@ STARTS_HELP = (
     "Where elements start from scratch: normal, kernel or uniform, or several: normal,kernel."
 )
 OUTPUT_HELP = "Folder of the runs; calling again trains the missing ones."
-HTML_HELP = "Add a page with the curves of all runs, and positions moving."
+CURVES_HELP = "Add a page with the curves of all runs, and positions moving."
 ONLY_HELP = "Part I of N of the runs, for job arrays; the other parts use the same folder."
 
 
@@ -151,7 +151,7 @@ def compare(
     ] = False,
     only: Annotated[Any, option(RUNNING, ONLY_HELP, metavar="I/N", parser=_part)] = None,
     output: Annotated[Path | None, RUNS_FOLDER] = None,
-    html: Annotated[bool, option(OUTPUT, HTML_HELP, "--html")] = False,
+    html: Annotated[bool, option(OUTPUT, CURVES_HELP, "--html")] = False,
     json_: Json = False,
 ) -> None:
     """Train a network as it is and converted, side by side, and say whether it helps.

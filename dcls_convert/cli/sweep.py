@@ -1,7 +1,6 @@
 """`dcls-convert sweep`: sizes and counts side by side, and the command of the recommended size."""
 
 import functools
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -22,6 +21,7 @@ from ..options import (
     MOST_SLOWER,
     TIMING_SECONDS,
     PlanOptions,
+    command_line,
 )
 from ..output import check_output, new_file, not_a_file
 from . import console
@@ -229,17 +229,7 @@ def _command(network: Network, asked: "Asked") -> str:
     if asked.budget is not None:
         values["budget"] = f"{asked.budget:.12g}%"
     values |= stated(network.options)
-    words = ["dcls-convert", network.model]
-    for name, value in values.items():
-        if value is None:
-            continue
-        words.append(f"--{name.replace('_', '-')}")
-        if isinstance(value, tuple):
-            separator = "," if name in ("mean", "std") else "x"
-            words.append(separator.join(map(str, value)))
-        elif value is not True:
-            words.append(str(getattr(value, "source", value)))
-    return shlex.join(words)
+    return command_line(network.model, values)
 
 
 def stated(record: Network | PlanOptions) -> dict[str, Any]:

@@ -23,11 +23,11 @@ from ..options import Kind, PlanOptions, Sort
 from ..pipeline.loaded import LoadedNetwork
 from ..pipeline.request import ConversionRequest
 from ..pipeline.resolved import resolve
+from ..planning.paths import WILDCARDS
 from ..reports.report import Change, MacsChange, predict_report
 from .workers import run_jobs
 
 Status = Literal["planned", "nothing matches", "does not fit", "failed"]
-WILDCARDS = "*?["
 MODELS_A_WORKER = 8  # fewer are not worth the seconds in which a worker imports torch
 
 
@@ -65,8 +65,7 @@ def names_matching(pattern: str | None) -> list[str]:
     lower = pattern.lower()
     prefix, colon, part = lower.rpartition(":")
     patterns = [lower]
-    has_wildcards = any(wildcard in lower for wildcard in WILDCARDS)
-    if lower and not has_wildcards:
+    if lower and WILDCARDS.isdisjoint(lower):
         patterns.append(f"{prefix}{colon}*{part}*")
     for each in patterns:
         matching = [name for name in names if _matches(name, each)]

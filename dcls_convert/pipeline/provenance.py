@@ -4,7 +4,6 @@ The record names files, never their folders, and no time: equal requests give eq
 """
 
 import hashlib
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.metadata import version
@@ -18,7 +17,7 @@ from torch import nn
 from .. import __version__
 from ..fitting.images import Calibration
 from ..networks.weights import can_be_hashed, tensors_hash
-from ..options import PlanOptions
+from ..options import PlanOptions, command_line
 from ..records import Record
 from ..surgery.authors import AuthorsWeights
 from .request import ConversionRequest
@@ -29,8 +28,7 @@ ATTRIBUTE = "dcls_provenance"  # of a converted model; copies and pickles keep i
 # `offline` is for dry runs, which write nothing.
 NO_OPTIONS = ("model", "options", "offline")
 # What the command line calls fields of a request whose names it does not use.
-ON_COMMAND_LINE = {"weights": "checkpoint", "calibration": "calibrate"}
-SEPARATED_BY_COMMAS = ("mean", "std")  # on the command line; other lists are sizes, 17x9
+OPTION_NAMES = {"weights": "checkpoint", "calibration": "calibrate"}
 # `Provenance.init` for elements of the authors' package; other starts are words of `--init`.
 AUTHORS = "authors"
 
@@ -215,29 +213,12 @@ def _command(request: ConversionRequest, options: Mapping[str, Any]) -> str | No
     """The command line, or the call for a model in memory."""
     if not isinstance(request.model, str):
         return _call(options)
-    words = ["dcls-convert", _model_name(request)]
+    values = {}
     for name, value in options.items():
         if isinstance(value, _InMemory):
             return None
-        words.append(f"--{ON_COMMAND_LINE.get(name, name).replace('_', '-')}")
-        if value is not True:
-            words.append(_word(name, value))
-    return shlex.join(words)
-
-
-def _word(name: str, value: Any) -> str:
-    """An option's value as it is typed."""
-    if isinstance(value, list):
-        separator = "x"
-        if name in SEPARATED_BY_COMMAS:
-            separator = ","
-        return separator.join(map(_digits, value))
-    return _digits(value)
-
-
-def _digits(value: Any) -> str:
-    """A number without a needless ".0"; any other value as its text."""
-    return str(value).removesuffix(".0")
+        values[OPTION_NAMES.get(name, name)] = value
+    return command_line(_model_name(request), values)
 
 
 def _call(options: Mapping[str, Any]) -> str:
