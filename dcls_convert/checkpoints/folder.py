@@ -172,6 +172,10 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     """
     folder = Path(folder)
     path = check_folder(folder) / CONFIG
+    if not path.exists() and not (folder / WEIGHTS).exists():
+        raise CheckpointError(
+            f"{shown(folder, 200)}: is no checkpoint; it holds neither {CONFIG} nor {WEIGHTS}"
+        )
     config = read_json(path, str(path))
     architecture = config.get("architecture")
     args = config.get("model_args", {})

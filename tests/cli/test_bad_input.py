@@ -92,6 +92,7 @@ def refused(*arguments, says, code=MISTAKE):
     {
         f"{NET} --plan nowhere": "nowhere: is not a folder",
         "rules nope": "No such command 'nope'",
+        "fold .": ".: is no checkpoint; it holds neither config.json nor model.safetensors",
         "inspect . --json --plan": "--plan and --json exclude each other",
     }
 )
