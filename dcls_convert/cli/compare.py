@@ -52,6 +52,7 @@ DATA_HELP = (
 )
 DATASET_HELP = "A data set by timm's name: torch/cifar10, hfds/cifar10."
 MINUTES_HELP = "Time for all runs together; decides the number of epochs, the same for all runs."
+SEEDS_HELP = "Runs per network (at least 3 for an answer); seeds added later make claims harder."
 ABLATE_HELP = "Train with frozen positions, and with dense kernels of the window's size, too."
 STARTS_HELP = (
     "Where elements start from scratch: normal, kernel or uniform, or several: normal,kernel."
@@ -115,7 +116,7 @@ def compare(
         int | None, _count("Epochs per run.", TRAINING, show_default=str(EPOCHS))
     ] = None,
     minutes: Annotated[int | None, _count(MINUTES_HELP, TRAINING)] = None,
-    seeds: Annotated[int, _count("Runs per network (at least 3 for an answer).", TRAINING)] = SEEDS,
+    seeds: Annotated[int, _count(SEEDS_HELP, TRAINING)] = SEEDS,
     batch_size: Annotated[
         int, _count("Images per update and process.", TRAINING)
     ] = IMAGES_PER_UPDATE,
@@ -207,6 +208,7 @@ def compare(
             mirrored=MIRRORED if hflip is None else hflip,
             recipe=Recipe(batch_size=batch_size, lr=lr, position_lr_scale=position_lr_scale),
             mixed_precision=accelerator.mixed_precision,
+            seeds=seeds,
         )
         trainer = Trainer(
             request=request,
@@ -257,6 +259,7 @@ def _settings(
     mirrored: float,
     recipe: "Recipe",
     mixed_precision: str,
+    seeds: int,
 ) -> "Settings":
     """What all runs have in common."""
     from ..compare.runs import Settings
@@ -286,4 +289,5 @@ def _settings(
         mirrored=mirrored,
         recipe=recipe,
         mixed_precision=None if mixed_precision == "no" else mixed_precision,
+        seeds=seeds,
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from scipy import stats
+from scipy import optimize, special
 
 from .arms import AS_IT_IS
 from .runs import Run
@@ -18,10 +18,11 @@ from .runs import Run
 LEAST_SEEDS = 3  # for a sentence about a difference
 # Points. An interval that contains 0 and reaches farther is too wide for an answer.
 LARGE = 2.0
-CONFIDENCE = 0.95
-RESAMPLES = 2000
-# Rule of three: if none of n test images differs, with 95 % confidence less than 3/n of all do.
-RULE_OF_THREE = 3
+LEVEL = 0.05  # of a false claim, if nothing differs
+POWER = 0.8  # chance to find a difference of the size that is called detectable
+LEAST_P_VALUE = 1e-9  # smaller ones are not told apart
+
+FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,11 +35,113 @@ class Interval:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """How the accuracies of two networks differ, in percentage points.
+
+    A half width is that of the confidence interval of the mean; at the level 0.05, of 95 %.
+    """
+
+    by_seed: FloatArray  # (seeds,)
+    by_image: FloatArray  # (images,); mean over the seeds
+
+    @property
+    def mean(self) -> float:
+        return float(self.by_seed.mean())
+
+    def half_over_seeds(self, level: float) -> float:
+        """Would another training give the same?"""
+        return _half_width(self.by_seed, level)
+
+    def half_over_images(self, level: float) -> float:
+        """Would other test images give the same?
+
+        Images that did not occur may differ: if none of n images does, the share of all that do is
+        below -ln(level) / n. At the level 0.05 this is the rule of three.
+        """
+        unseen = -100 * math.log(level) / len(self.by_image)
+        return max(_half_width(self.by_image, level), unseen)
+
+    def half_width(self, level: float) -> float:
+        """Over seeds and images, added in quadrature."""
+        return math.hypot(self.half_over_seeds(level), self.half_over_images(level))
+
+    def p_value(self) -> float:
+        """The level at which the interval over seeds and images just reaches 0."""
+        distance = abs(self.mean)
+        if self.half_width(LEAST_P_VALUE) <= distance:
+            return LEAST_P_VALUE
+        p_value = optimize.brentq(lambda level: self.half_width(level) - distance, LEAST_P_VALUE, 1)
+        return float(p_value)
+
+    def detectable(self, level: float) -> float:
+        """The true difference that would be found at this level with a chance of `POWER`."""
+        # Missed if the measured one is too small, not if it is too large: one side of two.
+        return self.half_width(level) + self.half_width(2 * (1 - POWER))
+
+
+def _half_width(values: FloatArray, level: float) -> float:
+    """Half width of Student's t interval for the mean; at least two values."""
+    quantile = float(special.stdtrit(len(values) - 1, 1 - level / 2))
+    return quantile * float(values.std(ddof=1)) / math.sqrt(len(values))
+
+
+def measured_difference(differences: FloatArray) -> Difference:
+    """The difference of two networks.
+
+    Args:
+        differences: (seeds, images), -1, 0 or 1: correct minus originally correct.
+    """
+    return Difference(
+        by_seed=100 * differences.mean(axis=1), by_image=100 * differences.mean(axis=0)
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Correction:
+    """For what the level of a claim is corrected."""
+
+    conversions: int = 1  # of the call; all are compared with one original
+    # Finished comparisons of the folder with different numbers of seeds, this one included.
+    looks: int = 1
+
+    @property
+    def level(self) -> float:
+        """The level for all conversions together.
+
+        Earlier looks have spent levels of their own. Divided by the square of the looks, the levels
+        of all looks sum to less than 1.65 times the first.
+        """
+        return LEVEL / self.looks**2
+
+    @property
+    def level_of_each(self) -> float:
+        """The level at which a conversion's claim holds whatever the others are (Bonferroni)."""
+        return self.level / self.conversions
+
+
+def holm(p_values: Mapping[str, float], tests: int) -> dict[str, float]:
+    """p-values that are corrected for several tests by Holm's method.
+
+    Args:
+        p_values: By the name of the test.
+        tests: How many there are, those that have no p-value yet included.
+    """
+    corrected = {}
+    largest = 0.0
+    by_size = sorted(p_values.items(), key=lambda item: item[1])
+    for rank, (name, p_value) in enumerate(by_size):
+        largest = max(largest, (tests - rank) * p_value)
+        corrected[name] = min(1.0, largest)
+    return corrected
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ArmResult:
     """What is known of an arm.
 
     Differences are to the network as it is, paired by seed. For that network itself, and for an arm
-    without a seed in common, they are empty, and intervals, `slower` and `sentence` are None.
+    without a seed in common, they are empty, and intervals, `slower` and `sentence` are None. With
+    fewer seeds than an answer needs, `half_width`, p-values and `detectable` are None.
     """
 
     label: str
@@ -53,26 +156,66 @@ class ArmResult:
     top1_before: float | None = None  # before training: mean over the runs, in percent
     differences: tuple[float, ...] = ()  # percentage points, for each seed that both have
     over_seeds: Interval | None = None  # by Student's t
-    over_images: Interval | None = None  # by bootstrap over the test images
+    over_images: Interval | None = None  # over the test images; by Student's t
+    half_width: float | None = None  # 95 %, over seeds and test images together
+    p_value: float | None = None  # of this arm alone
+    p_corrected: float | None = None  # for the number of conversions and of looks
+    detectable: float | None = None  # points; would have been found four times in five
     slower: float | None = None  # time of a step, as a multiple of the original's
     distance: float | None = None  # cells; mean distance that elements moved in training
     outside: float | None = None  # share of the elements that end outside the old kernel
     sentence: str | None = None
 
 
-def results(runs: Sequence[Run]) -> tuple[ArmResult, ...]:
+def results(runs: Sequence[Run], correction: Correction) -> tuple[ArmResult, ...]:
     """The result of each arm, in the order of the runs."""
     by_arm: dict[str, dict[int, Run]] = {}
     for run in runs:
         by_arm.setdefault(run.arm.label, {})[run.seed] = run
     original = by_arm.get(AS_IT_IS, {})
+    differences = {}
+    for label, arm_runs in by_arm.items():
+        difference = _paired_difference(arm_runs, original)
+        if label != AS_IT_IS and difference is not None:
+            differences[label] = difference
+    p_corrected = _corrected_p_values(differences, correction)
     found = []
     for label, arm_runs in by_arm.items():
         result = _own_result(label, list(arm_runs.values()))
-        if label != AS_IT_IS:
-            result = _compared_result(result, arm_runs, original)
+        if label in differences:
+            result = replace(
+                result,
+                slower=_slower(arm_runs, original),
+                p_corrected=p_corrected.get(label),
+            )
+            result = _compared_result(result, differences[label], correction)
         found.append(result)
     return tuple(found)
+
+
+def _corrected_p_values(
+    differences: Mapping[str, Difference], correction: Correction
+) -> dict[str, float]:
+    """p-values by label, of those with seeds enough; to be compared with `LEVEL`."""
+    p_values = {}
+    for label, difference in differences.items():
+        if len(difference.by_seed) >= LEAST_SEEDS:
+            p_values[label] = difference.p_value()
+    corrected = {}
+    for label, p_value in holm(p_values, correction.conversions).items():
+        corrected[label] = min(1.0, p_value * LEVEL / correction.level)
+    return corrected
+
+
+def _paired_difference(runs: Mapping[int, Run], original: Mapping[int, Run]) -> Difference | None:
+    """An arm's difference to the network as it is; None without a seed in common."""
+    differences = []  # of each pair: (images,), -1, 0 or 1
+    for seed, run in runs.items():
+        if seed in original:
+            differences.append(run.correct() - original[seed].correct())
+    if not differences:
+        return None
+    return measured_difference(np.stack(differences))
 
 
 def _own_result(label: str, runs: Sequence[Run]) -> ArmResult:
@@ -117,29 +260,35 @@ def _median_step_ms(runs: Iterable[Run]) -> float:
 
 
 def _compared_result(
-    result: ArmResult, runs: Mapping[int, Run], original: Mapping[int, Run]
+    result: ArmResult, difference: Difference, correction: Correction
 ) -> ArmResult:
-    """An arm's result with its differences to the network as it is; runs are by seed."""
-    differences: list[float] = []
-    image_differences = []  # of each pair: (images,), -1, 0 or 1
-    for seed, run in runs.items():
-        if seed in original:
-            differences.append(run.top1[-1] - original[seed].top1[-1])
-            image_differences.append(run.correct() - original[seed].correct())
-    if not differences:
-        return result
-    slower = _slower(runs, original)
-    over_seeds = over_all_seeds(differences)
-    over_images = over_all_images(np.mean(image_differences, axis=0))
-    said = sentence(differences, over_seeds, over_images, slower)
-    return replace(
+    """An arm's result with its difference to the network as it is.
+
+    Its corrected p-value and its time are known; without the p-value, there are too few seeds.
+    """
+    over_seeds = None
+    if len(difference.by_seed) > 1:
+        over_seeds = _interval(difference.mean, difference.half_over_seeds(LEVEL))
+    said = sentence(difference, result.p_corrected, correction, result.slower)
+    result = replace(
         result,
-        differences=tuple(differences),
+        differences=tuple(difference.by_seed.tolist()),
         over_seeds=over_seeds,
-        over_images=over_images,
-        slower=slower,
+        over_images=_interval(difference.mean, difference.half_over_images(LEVEL)),
         sentence=f"{result.label}: {said}",
     )
+    if result.p_corrected is None:
+        return result
+    return replace(
+        result,
+        half_width=difference.half_width(LEVEL),
+        p_value=difference.p_value(),
+        detectable=difference.detectable(correction.level_of_each),
+    )
+
+
+def _interval(mean: float, half_width: float) -> Interval:
+    return Interval(mean=mean, low=mean - half_width, high=mean + half_width)
 
 
 def _slower(runs: Mapping[int, Run], original: Mapping[int, Run]) -> float | None:
@@ -161,39 +310,6 @@ def _slower(runs: Mapping[int, Run], original: Mapping[int, Run]) -> float | Non
     return _median_step_ms(own) / _median_step_ms(others)
 
 
-def over_all_seeds(differences: Sequence[float]) -> Interval | None:
-    """Student's t interval for the mean difference; None for a single difference."""
-    if len(differences) < 2:
-        return None
-    mean = statistics.mean(differences)
-    quantile = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(differences) - 1))
-    half = quantile * statistics.stdev(differences) / math.sqrt(len(differences))
-    return Interval(mean=mean, low=mean - half, high=mean + half)
-
-
-def over_all_images(differences: "np.ndarray[Any, np.dtype[np.float64]]") -> Interval:
-    """Bootstrap interval (percentiles) for the mean difference over the test images.
-
-    Args:
-        differences: (images,); of each image, the mean over the seeds of correct minus originally
-            correct, from -1 to 1.
-    """
-    resampled = stats.bootstrap(
-        (differences,),
-        np.mean,
-        n_resamples=RESAMPLES,
-        batch=50,
-        method="percentile",
-        rng=np.random.default_rng(0),
-    )
-    low = 100 * float(resampled.confidence_interval.low)
-    high = 100 * float(resampled.confidence_interval.high)
-    mean = 100 * float(np.mean(differences))
-    # The bootstrap says nothing of differences that are too rare to occur in these images.
-    least_half = 100 * RULE_OF_THREE / len(differences)
-    return Interval(mean=mean, low=min(low, mean - least_half), high=max(high, mean + least_half))
-
-
 def _time_in_words(slower: float | None) -> str:
     if slower is None:
         return "trained on other devices, so times are not compared"
@@ -203,32 +319,36 @@ def _time_in_words(slower: float | None) -> str:
 
 
 def sentence(
-    differences: Sequence[float], seeds: Interval | None, images: Interval, slower: float | None
+    difference: Difference,
+    p_corrected: float | None,
+    correction: Correction,
+    slower: float | None,
 ) -> str:
-    """What the differences say, by the union of both intervals.
+    """What the difference says.
 
-    A gain or loss is claimed only if this does not contain 0.
+    Claims, of a difference or of none, hold at the corrected level; `±` is that of 95 %.
 
     Args:
-        differences: Percentage points, for each seed.
-        seeds: The interval over the seeds, of `over_all_seeds`.
-        images: The interval over the test images, of `over_all_images`.
+        difference: To the network as it is.
+        p_corrected: Its p-value, corrected; None for too few seeds.
+        correction: For what the level is corrected.
         slower: Time of a step, as a multiple of the original's; None if other devices trained it.
     """
-    every_difference = ", ".join(f"{difference:+.1f}" for difference in differences)
-    if seeds is None or len(differences) < LEAST_SEEDS:
+    every_difference = ", ".join(f"{one:+.1f}" for one in difference.by_seed)
+    if p_corrected is None:
         return f"too few seeds to tell: differences of {every_difference} points"
     time = _time_in_words(slower)
-    low = min(seeds.low, images.low)
-    high = max(seeds.high, images.high)
-    if low > 0 or high < 0:
-        effect = "helps" if low > 0 else "harms"
-        half = max(high - seeds.mean, seeds.mean - low)
-        return f"{effect} by {abs(seeds.mean):.1f} ± {half:.1f} points {time}"
-    largest = max(-low, high)
+    mean = difference.mean
+    half = difference.half_width(LEVEL)
+    if p_corrected <= LEVEL:
+        effect = "helps" if mean > 0 else "harms"
+        return f"{effect} by {abs(mean):.1f} ± {half:.1f} points {time}"
+    if abs(mean) >= half:
+        return f"{mean:+.1f} ± {half:.1f} points taken alone, too little for a claim"
+    largest = abs(mean) + difference.half_width(correction.level_of_each)
     if largest > LARGE:
         scarce = "test images"
-        if seeds.high - seeds.low > images.high - images.low:
+        if difference.half_over_seeds(LEVEL) > difference.half_over_images(LEVEL):
             scarce = "seeds"
         return f"too few {scarce} to tell: differences of {every_difference} points"
     rounded_up = math.ceil(10 * largest) / 10

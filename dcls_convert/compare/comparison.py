@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..errors import CheckpointError, DclsConvertError, OutputExistsError
@@ -12,7 +12,7 @@ from ..output import new_file
 from ..progress import Notify
 from ..records import Record
 from ..tuning.training import STATE
-from .answer import ArmResult, results
+from .answer import LEAST_SEEDS, ArmResult, Correction, results
 from .arms import Arm
 from .runs import FINISHED, RUNS, SETTINGS, Run, Settings, Trainer, in_turns
 
@@ -35,6 +35,9 @@ class Comparison(Record):
     runs: tuple[Run, ...]
     missing: tuple[str, ...]  # not finished yet
     interrupted: bool = False  # before this call's runs were finished
+    # Numbers of seeds of the finished comparisons that were written into this folder.
+    looks: tuple[int, ...] = ()
+    correction: Correction = field(default_factory=Correction)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,13 +205,15 @@ def claim_folder_(trainer: Trainer, minutes: float | None) -> None:
 def _take_stored_settings_(trainer: Trainer, minutes: float | None) -> None:
     """Check that the folder's settings are the trainer's.
 
-    If minutes were to decide the epochs, the trainer gets the epochs of the folder's settings.
+    The trainer gets the number of seeds that was stated first, and, if minutes were to decide the
+    epochs, these too.
     """
     path = trainer.folder / SETTINGS
     stored = Settings.from_json(path.read_bytes(), str(path))
     if minutes:
         trainer.settings = with_epochs(trainer.settings, stored.recipe.epochs)
     trainer.settings.check_same(stored, trainer.folder)
+    trainer.settings = replace(trainer.settings, seeds=stored.seeds)
 
 
 def with_epochs(settings: Settings, epochs: int) -> Settings:
@@ -299,6 +304,24 @@ def _comparison_of(
             run = found[arm, seed]
             if run is not None:
                 runs.append(run)
+    looks = _looks(trainer.folder)
+    with_this = tuple(dict.fromkeys([*looks, len(seeds)]))
+    # With fewer seeds than an answer needs, nothing could be claimed yet.
+    answers = [number for number in with_this if number >= LEAST_SEEDS]
+    correction = Correction(conversions=len(arms) - 1, looks=max(1, len(answers)))
     return Comparison(
-        settings=trainer.settings, arms=results(runs), runs=tuple(runs), missing=tuple(missing)
+        settings=trainer.settings,
+        arms=results(runs, correction),
+        runs=tuple(runs),
+        missing=tuple(missing),
+        looks=looks if missing else with_this,
+        correction=correction,
     )
+
+
+def _looks(folder: Path) -> tuple[int, ...]:
+    """Numbers of seeds of the finished comparisons in a folder so far."""
+    path = folder / COMPARISON
+    if not path.exists():
+        return ()
+    return Comparison.from_json(path.read_bytes(), str(path)).looks

@@ -59,12 +59,14 @@ class Settings(Record):
     mirrored: float = MIRRORED  # share of the images to train on
     recipe: Recipe  # without the seed, which each run replaces
     mixed_precision: str | None = None
+    seeds: int | None = None  # as the first call stated
 
     def comparable(self) -> dict[str, Any]:
         """What must be equal in all runs, by name; values of the recipe stand beside the others."""
         values = self.to_dict() | asdict(self.recipe)
         del values["recipe"]
         del values["data"]  # machines have it in different places
+        del values["seeds"]  # later calls may state others
         return values
 
     def check_same(self, stored: "Settings", folder: Path) -> None:

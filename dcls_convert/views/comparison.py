@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Group
 
-from ..compare.answer import ArmResult, Interval
+from ..compare.answer import LEVEL, ArmResult, Interval
 from ..compare.comparison import Comparison, RunPlan
 from ..compare.runs import RUNS, Settings
 from ..tables import Column, Table, counted, indented, title
@@ -26,7 +26,7 @@ def comparison_view(comparison: Comparison) -> Group:
     settings = comparison.settings
     seeds = len({run.seed for run in comparison.runs})
     extent = f"  {counted(settings.recipe.epochs, 'epoch')}, {counted(seeds, 'seed')}"
-    lines = [arm.sentence for arm in comparison.arms if arm.sentence is not None]
+    lines = _sentences(comparison)
     if comparison.missing:
         lines.append(_missing_runs(comparison.missing))
     if comparison.interrupted:
@@ -39,7 +39,32 @@ def comparison_view(comparison: Comparison) -> Group:
         Table(ACCURACY_COLUMNS, comparison.arms),
         "",
         *map(indented, lines),
+        *map(indented, answer_notes(comparison)),
     )
+
+
+def _sentences(comparison: Comparison) -> list[str]:
+    return [arm.sentence for arm in comparison.arms if arm.sentence is not None]
+
+
+def answer_notes(comparison: Comparison) -> list[str]:
+    """How to read the answer, if there is one."""
+    if all(arm.p_value is None for arm in comparison.arms):
+        return []
+    correction = comparison.correction
+    notes = [
+        "difference ±: 95 %, over seeds and test images together, of each network alone.",
+        "detectable: with these images and seeds, a difference of this many points would have "
+        "been seen four times in five.",
+    ]
+    if correction.conversions > 1:
+        notes.append(f"Claims are corrected for {correction.conversions} conversions (Holm).")
+    if correction.looks > 1:
+        notes.append(
+            f"The number of seeds was changed after {counted(correction.looks - 1, 'look')}, "
+            f"so claims need a level of {100 * correction.level:.3g} %, not {100 * LEVEL:g} %."
+        )
+    return notes
 
 
 def _missing_runs(missing: Sequence[str]) -> str:
@@ -56,8 +81,16 @@ def _top1(arm: ArmResult) -> str:
     return f"{arm.top1:.2f} ± {arm.top1_deviation:.2f}"
 
 
-def _bounds(interval: Interval) -> str:
-    return f"[{interval.low:+.2f}, {interval.high:+.2f}]"
+def _difference(arm: ArmResult) -> str:
+    """ "+1.20 ± 0.50"; without the half width if there are too few seeds."""
+    assert arm.over_images is not None
+    if arm.half_width is None:
+        return f"{arm.over_images.mean:+.2f}"
+    return f"{arm.over_images.mean:+.2f} ± {arm.half_width:.2f}"
+
+
+def _half_width(interval: Interval) -> str:
+    return f"± {interval.high - interval.mean:.2f}"
 
 
 COST_COLUMNS: list[Column[ArmResult]] = [
@@ -72,15 +105,14 @@ ACCURACY_COLUMNS: list[Column[ArmResult]] = [
     Column("network", lambda arm: arm.label),
     Column("before", lambda arm: arm.top1_before, "{:.2f}".format),
     Column("top-1 %", lambda arm: arm, _top1),
-    Column("difference", lambda arm: arm.over_images and arm.over_images.mean, "{:+.2f}".format),
-    Column("over seeds", lambda arm: arm.over_seeds, _bounds),
-    Column("over images", lambda arm: arm.over_images, _bounds),
+    Column("difference", lambda arm: arm if arm.over_images else None, _difference),
+    Column("detectable", lambda arm: arm.detectable, "{:.1f}".format),
+    Column("over seeds", lambda arm: arm.over_seeds, _half_width),
+    Column("over images", lambda arm: arm.over_images, _half_width),
     Column("cells moved", lambda arm: arm.distance, "{:.2f}".format),
     Column("outside", lambda arm: arm.outside, "{:.0%}".format),
 ]
-DIFFERENCES = (
-    "Differences are to the network as it is, with 95 % intervals over seeds and over test images."
-)
+DIFFERENCES = "Differences are to the network as it is."
 
 
 def work_lines(plan: RunPlan, settings: Settings, device: str) -> list[str]:
@@ -159,8 +191,8 @@ def comparison_page(comparison: Comparison, folder: Path) -> str:
         "subtitle": recipe_line(settings),
         "facts": list(facts.items()),
         "comparison": {
-            "sentences": [arm.sentence for arm in comparison.arms if arm.sentence is not None],
-            "notes": [DIFFERENCES],
+            "sentences": _sentences(comparison),
+            "notes": [DIFFERENCES, *answer_notes(comparison)],
             "tables": [
                 _page_table(comparison, COST_COLUMNS),
                 _page_table(comparison, ACCURACY_COLUMNS),

@@ -2,6 +2,7 @@
 without one.
 """
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -11,13 +12,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from dcls_convert.compare.answer import Interval, over_all_images, over_all_seeds, results, sentence
+from dcls_convert.compare.answer import (
+    LEVEL,
+    POWER,
+    Correction,
+    Difference,
+    Interval,
+    holm,
+    measured_difference,
+    results,
+    sentence,
+)
 from dcls_convert.compare.arms import Arm, make_arms
 from dcls_convert.compare.runs import Run
 
 from ..conftest import many_examples
 
 POINTS = st.lists(st.floats(-20, 20).map(lambda value: round(value, 2)), min_size=2, max_size=8)
+ALONE = Correction()
 
 
 def run(arm, seed, right, step_ms=10.0):
@@ -39,74 +51,170 @@ def run(arm, seed, right, step_ms=10.0):
     )
 
 
+def with_halves(by_seed, over_images):
+    """A difference with this half width of its interval over images, at the level of 5 %."""
+    by_seed = np.array(by_seed)
+    images = 10_000
+    scale = over_images * math.sqrt(images - 1) / stats.t.ppf(1 - LEVEL / 2, images - 1)
+    return Difference(
+        by_seed=by_seed, by_image=by_seed.mean() + scale * np.resize([-1.0, 1.0], images)
+    )
+
+
 @many_examples
 @given(POINTS, POINTS)
 def test_the_interval_over_seeds_is_that_of_a_paired_t_test(ours, theirs):
     pairs = list(zip(ours, theirs, strict=False))
-    interval = over_all_seeds([one - other for one, other in pairs])
-    if np.ptp([one - other for one, other in pairs]) < 1e-9:
-        assert interval.high - interval.low < 1e-6
+    differences = np.array([one - other for one, other in pairs])
+    half = Difference(by_seed=differences, by_image=np.zeros(9)).half_over_seeds(LEVEL)
+    if np.ptp(differences) < 1e-9:
+        assert half < 1e-6
         return
     expected = stats.ttest_rel(*zip(*pairs, strict=True)).confidence_interval(0.95)
-    assert [interval.low, interval.high] == pytest.approx(
+    assert [differences.mean() - half, differences.mean() + half] == pytest.approx(
         [expected.low, expected.high], rel=1e-9, abs=1e-9
     )
 
 
-def test_the_interval_over_images_is_near_the_normal_one_for_many():
+def test_the_interval_over_images_is_near_the_bootstrap_one_for_many():
     differences = np.random.default_rng(0).choice([-1.0, 0.0, 1.0], 4000, p=[0.1, 0.7, 0.2])
-    interval = over_all_images(differences)
-    half = 1.96 * 100 * differences.std() / math.sqrt(len(differences))
-    assert interval.mean == 100 * differences.mean()
-    assert [interval.mean - interval.low, interval.high - interval.mean] == pytest.approx(
-        [half] * 2, rel=0.1
+    difference = measured_difference(differences[np.newaxis])
+    resampled = stats.bootstrap(
+        (100 * differences,), np.mean, n_resamples=2000, batch=50, rng=np.random.default_rng(0)
     )
+    low, high = resampled.confidence_interval
+    assert difference.mean == pytest.approx(100 * differences.mean())
+    assert difference.half_over_images(LEVEL) == pytest.approx((high - low) / 2, rel=0.1)
+
+
+@pytest.mark.parametrize("level", [0.05, 0.01, 0.001])
+def test_images_that_never_differ_may_hide_as_many_as_go_unseen_with_this_chance(level):
+    images = 400
+    share = measured_difference(np.zeros((3, images))).half_over_images(level) / 100
+    assert (1 - share) ** images == pytest.approx(level, rel=0.1)
 
 
 @many_examples
-@given(POINTS, st.floats(0, 10), st.floats(0.1, 10))
-def test_a_gain_or_a_loss_is_claimed_only_where_no_interval_holds_0(differences, half, slower):
-    seeds = over_all_seeds(differences)
-    images = Interval(mean=seeds.mean, low=seeds.mean - half, high=seeds.mean + half)
-    said = sentence(differences, seeds, images, slower)
-    low = min(seeds.low, images.low)
-    high = max(seeds.high, images.high)
-    clear = len(differences) >= 3 and (low > 0 or high < 0)
+@given(POINTS, st.floats(0.1, 10))
+def test_half_widths_add_in_quadrature_and_reach_0_at_the_p_value(by_seed, over_images):
+    difference = with_halves(by_seed, over_images)
+    assert difference.half_over_images(LEVEL) == pytest.approx(over_images)
+    for level in (LEVEL, 0.001):
+        seeds = difference.half_over_seeds(level)
+        images = difference.half_over_images(level)
+        assert difference.half_width(level) ** 2 == pytest.approx(seeds**2 + images**2)
+    p_value = difference.p_value()
+    if 1e-8 < p_value < 0.99:
+        assert difference.half_width(p_value) == pytest.approx(abs(difference.mean), rel=1e-3)
+
+
+@many_examples
+@given(st.lists(st.floats(0, 0.2), min_size=1, max_size=6), st.integers(0, 2))
+def test_holm_is_the_closed_test_of_bonferroni(p_values, untested):
+    """A difference holds if Bonferroni refuses that no one differs of any set that has it."""
+    everything = [*p_values, *[1.0] * untested]
+    found = holm(dict(enumerate(p_values)), len(everything))
+    for one in range(len(p_values)):
+        largest = 0.0
+        for size in range(1, len(everything) + 1):
+            for chosen in itertools.combinations(range(len(everything)), size):
+                if one in chosen:
+                    largest = max(largest, size * min(everything[index] for index in chosen))
+        assert found[one] == pytest.approx(min(1, largest))
+
+
+@many_examples
+@given(POINTS, st.floats(0.1, 10), st.integers(1, 6), st.integers(1, 3))
+def test_a_gain_or_a_loss_is_claimed_only_if_the_corrected_interval_does_not_hold_0(
+    by_seed, half, conversions, looks
+):
+    difference = with_halves(by_seed, half)
+    times = conversions * looks**2
+    p_corrected = min(1.0, times * difference.p_value())
+    correction = Correction(conversions=conversions, looks=looks)
+    said = sentence(difference, p_corrected, correction, 1.0)
+    corrected_half = difference.half_width(LEVEL / times)
+    clear = abs(difference.mean) > corrected_half
     assert clear == said.startswith(("helps by", "harms by"))
-    assert not clear or said.startswith("helps") == (seeds.mean > 0)
+    assert not clear or said.startswith("helps") == (difference.mean > 0)
     if said.startswith("no difference larger than"):
-        assert float(said.split()[4]) >= max(-low, high)
+        assert float(said.split()[4]) >= abs(difference.mean) + corrected_half
 
 
-def test_the_three_answers():
-    narrow = Interval(mean=1.2, low=0.7, high=1.7)
+def test_the_answers():
+    gain = with_halves([1.2, 1.2, 1.2], 0.5)
+    assert sentence(gain, 0.01, ALONE, 1.31) == "helps by 1.2 ± 0.5 points at 1.3 times the time"
     assert (
-        sentence([1.2, 1.1, 1.3], narrow, narrow, 1.31)
-        == "helps by 1.2 ± 0.5 points at 1.3 times the time"
+        sentence(gain, 0.06, Correction(conversions=60), 1.31)
+        == "+1.2 ± 0.5 points taken alone, too little for a claim"
     )
-    around = Interval(mean=0.1, low=-0.6, high=0.8)
+    around = with_halves([0.1, 0.1, 0.1], 0.7)
     assert (
-        sentence([0.1] * 3, around, around, 2.0)
+        sentence(around, 0.7, ALONE, 2.0)
         == "no difference larger than 0.8 points, at 2 times the time"
     )
     assert (
-        sentence([0.3, -0.4], around, around, 1.0)
+        sentence(with_halves([0.3, -0.4], 0.7), None, ALONE, 1.0)
         == "too few seeds to tell: differences of +0.3, -0.4 points"
     )
+    wide = "to tell: differences of +0.3, -0.4, +1.1 points"
+    unsure = with_halves([0.3, -0.4, 1.1], 0.7)
+    assert sentence(unsure, 0.5, ALONE, 1.0) == f"too few seeds {wide}"
+    unsure = with_halves([0.3, -0.4, 1.1], 2.7)
+    assert sentence(unsure, 0.5, ALONE, 1.0) == f"too few test images {wide}"
+
+
+def simulated(gain, repetitions=300, networks=5, seeds=10, images=1000):
+    """The differences to network 0 of comparisons in which the other networks score higher by this.
+
+    Some images are harder than others, for all networks and for each; and so are some trainings.
+    """
+    draw = np.random.default_rng(0)
+    for _ in range(repetitions):
+        scores = 1 + draw.standard_normal(images)
+        scores = scores + 0.3 * draw.standard_normal((networks, 1, images))
+        scores = scores + 0.04 * draw.standard_normal((networks, seeds, 1))
+        scores = scores + 0.3 * draw.standard_normal((networks, seeds, images))
+        scores[1:] += gain
+        right = (scores > 0).astype(np.float64)  # (networks, seeds, images)
+        yield [measured_difference(other - right[0]) for other in right[1:]]
+
+
+def test_one_comparison_in_twenty_claims_what_is_not():
+    """Holm keeps this for four conversions; each alone at 5 % does not."""
+    alone = []
+    together = []
+    for differences in simulated(gain=0):
+        p_values = [difference.p_value() for difference in differences]
+        alone.append(min(p_values) <= LEVEL)
+        together.append(min(holm(dict(enumerate(p_values)), 4).values()) <= LEVEL)
+    assert np.mean(together) <= LEVEL < np.mean(alone)
+
+
+def test_what_is_called_detectable_is_found_four_times_in_five():
+    means = []
+    detectable = []
+    found = []
+    for (difference,) in simulated(gain=0.1, networks=2):
+        means.append(difference.mean)
+        detectable.append(difference.detectable(LEVEL))
+        found.append(difference.p_value() <= LEVEL)
+    assert np.mean(means) == pytest.approx(np.mean(detectable), rel=0.05)  # so the gain was chosen
+    assert abs(np.mean(found) - POWER) < 0.08
 
 
 def test_results_pair_runs_by_seed():
     original, converted = make_arms([17], ["normal"])
     runs = [run(original, 0, "1100"), run(original, 1, "1000"), run(original, 2, "0000")]
     runs += [run(converted, 1, "1100", 30.0), run(converted, 2, "1000", 30.0)]
-    first, second = results(runs)
+    first, second = results(runs, ALONE)
     assert (first.label, first.top1, first.sentence) == ("as it is", 25, None)
     assert (second.differences, second.slower, second.seeds) == ((25, 25), 3, (1, 2))
     assert second.over_seeds == Interval(mean=25, low=25, high=25)
     assert second.over_images.mean == 25
     same = [replace(one, arm=arm) for arm in (original, converted) for one in runs[:3]]
     assert (
-        results(same)[1].sentence
+        results(same, ALONE)[1].sentence
         == "17x17: too few test images to tell: differences of +0.0, +0.0, +0.0 points"
     )
 

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from dcls_convert.checkpoints.verify import rebuild_here, verify_folder
+from dcls_convert.compare.answer import Correction
 from dcls_convert.compare.arms import Arm, make_arms, make_network
 from dcls_convert.compare.comparison import COMPARISON, Comparison, usual_lr
 from dcls_convert.compare.runs import Settings, Trainer
@@ -176,6 +177,10 @@ def test_a_comparison_ends_as_a_table_files_and_checkpoints(tmp_path):
     )
     assert "runs of" not in err
     assert json.loads(again) == comparison.to_dict()
+    assert "The number of seeds was changed" not in out
+    out, _ = compare("--sizes", "9", "--epochs", "2", "--seeds", "4", "--output", "out")
+    said = "The number of seeds was changed after 1 look, so claims need a level of 1.25 %"
+    assert said in " ".join(out.split())
 
 
 def test_parts_make_the_whole_and_other_settings_are_refused(tmp_path):
@@ -184,6 +189,7 @@ def test_parts_make_the_whole_and_other_settings_are_refused(tmp_path):
     for part in ("2/3", "1/3", "3/3"):
         out, _ = compare(*whole, "--only", part, "--output", "parts")
     assert "missing" not in out
+    assert read_comparison(tmp_path / "parts").looks == (2,)  # all parts are one look
     one, other = (read_comparison(tmp_path / name) for name in ("whole", "parts"))
     for mine, theirs in zip(one.runs, other.runs, strict=True):
         assert (mine.arm, mine.seed, mine.loss, mine.right) == (
@@ -203,6 +209,9 @@ def test_parts_make_the_whole_and_other_settings_are_refused(tmp_path):
     )
     missing = "11x11 uniform, seed 0; 11x11 uniform, seed 1; as it is, seed 2; 9x9 uniform, seed 2"
     assert f"5 runs missing: {missing}; and 1 more" in " ".join(out.split())
+    more = read_comparison(tmp_path / "whole")
+    assert (more.settings.seeds, more.looks) == (2, (2,))  # that of 3 seeds is not finished
+    assert more.correction == Correction(conversions=2, looks=1)  # 2 seeds give no answer
     _, err = compare(*whole, "--output", "images", code=2)
     assert (
         err.splitlines()[-1]
