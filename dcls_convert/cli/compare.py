@@ -71,7 +71,9 @@ def _starts(text: str) -> list[Positions]:
 
 def _part(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
-    part = (int(found[1]), int(found[2])) if found else (0, 0)
+    part = (0, 0)
+    if found:
+        part = (int(found[1]), int(found[2]))
     if not 1 <= part[0] <= part[1]:
         raise typer.BadParameter(f"'{shown(text)}' is not a part such as 3/12")
     return part
@@ -185,6 +187,7 @@ def compare(
         from ..compare.arms import check_arms, make_arms
         from ..compare.comparison import plan_runs_, train_pending, usual_lr, with_epochs
         from ..compare.runs import Trainer
+        from ..tuning.identity import images_hash
         from ..tuning.images import open_images
         from ..tuning.recipe import Recipe
         from ..tuning.training import accelerator_for
@@ -196,16 +199,22 @@ def compare(
         arms = make_arms(sizes or [None], starts, ablate=ablate)
         check_arms(request, arms)
         notify("reading the images")
+        if hflip is None:
+            hflip = MIRRORED
         if lr is None:
             lr = usual_lr(batch_size * accelerator.num_processes, trained=network.trained)
         images = open_images(data, dataset, classes=network.num_classes, note=note)
         request = _with_classes_of(images, request)
+        data_name = dataset
+        if data is not None and not dataset:
+            data_name = data.resolve().name
         settings = _settings(
             request,
             images,
-            data=dataset or str(data),
+            data=data_name,
+            images_hash=images_hash(dataset, images),
             augmentation=augmentation,
-            mirrored=MIRRORED if hflip is None else hflip,
+            mirrored=hflip,
             recipe=Recipe(batch_size=batch_size, lr=lr, position_lr_scale=position_lr_scale),
             mixed_precision=accelerator.mixed_precision,
             seeds=seeds,
@@ -255,6 +264,7 @@ def _settings(
     images: "ImageData",
     *,
     data: str,
+    images_hash: str,
     augmentation: Augmentation,
     mirrored: float,
     recipe: "Recipe",
@@ -264,10 +274,15 @@ def _settings(
     """What all runs have in common."""
     from ..compare.runs import Settings
     from ..pipeline.loaded import LoadedNetwork
+    from ..pipeline.provenance import weights_hash
 
-    source = LoadedNetwork(request).source
+    loaded = LoadedNetwork(request)
+    source = loaded.source
     assert source is not None
     weights = "random"
+    tensors_hash = None
+    if request.trained:
+        tensors_hash = weights_hash(loaded.network, loaded.elements)
     if request.pretrained:
         weights = "pretrained"
     elif isinstance(request.weights, Path):
@@ -279,11 +294,13 @@ def _settings(
         model=source.name,
         model_args=dict(source.args),
         weights=weights,
+        weights_hash=tensors_hash,
         planning=planning,
         data=data,
         classes=len(images.classes),
         train_images=len(images.train),
         test_images=len(images.test),
+        images_hash=images_hash,
         input_size=None if request.input_size is None else tuple(request.input_size),
         augmentation=augmentation,
         mirrored=mirrored,

@@ -26,7 +26,7 @@ from ..pipeline.request import ConversionRequest
 from ..progress import Notify, silent
 from ..records import Record
 from ..tuning.images import ImageData, set_transforms_
-from ..tuning.recipe import Recipe
+from ..tuning.recipe import RECIPE_VERSION, Recipe
 from ..tuning.training import STATE, Training, from_first_process, median_after_warmup
 from .arms import Arm, ArmNetwork, Moved, make_network
 from .claims import claimed
@@ -44,20 +44,23 @@ TRIAL_TEST_BATCHES = 3  # at most; by which the test of each arm is timed
 class Settings(Record):
     """What all runs of a comparison have in common; a folder keeps those of its first call."""
 
-    format: int = 1
+    format: int = 2
     model: str
     model_args: dict[str, Any] = field(default_factory=dict)
     weights: str = "random"  # "pretrained", or the file's name
+    weights_hash: str | None = None  # of their tensors; None for random ones
     # Options of the conversion that differ from the defaults.
     planning: dict[str, str] = field(default_factory=dict)
-    data: str
+    data: str  # timm's name of the data set, or the folder's own name
     classes: int
     train_images: int
     test_images: int
+    images_hash: str | None = None
     input_size: tuple[int, ...] | None
     augmentation: Augmentation
     mirrored: float = MIRRORED  # share of the images to train on
     recipe: Recipe  # without the seed, which each run replaces
+    recipe_version: int = RECIPE_VERSION
     mixed_precision: str | None = None
     seeds: int | None = None  # as the first call stated
 
@@ -65,7 +68,7 @@ class Settings(Record):
         """What must be equal in all runs, by name; values of the recipe stand beside the others."""
         values = self.to_dict() | asdict(self.recipe)
         del values["recipe"]
-        del values["data"]  # machines have it in different places
+        del values["data"]  # a copy of a folder may have another name
         del values["seeds"]  # later calls may state others
         return values
 
@@ -75,13 +78,23 @@ class Settings(Record):
         Raises:
             CheckpointError: Names the first value that differs.
         """
+        if stored.format != self.format:
+            raise CheckpointError(
+                f"output {folder}: holds runs of an earlier dcls-convert, "
+                "which did not record their images and weights; use another --output"
+            )
+        differences = {
+            "images_hash": f"on other images than those of {self.data}",
+            "weights_hash": f"from other weights, though their name is the same, {self.weights}",
+        }
         stored_values = stored.comparable()
         for name, value in self.comparable().items():
             found = stored_values[name]
             if value != found:
+                usual = f"with {name.replace('_', ' ')} {found}, not {value}"
                 raise CheckpointError(
-                    f"output {folder}: holds runs with {name.replace('_', ' ')} {found}, "
-                    f"not {value}; use the same or another --output"
+                    f"output {folder}: holds runs {differences.get(name, usual)}; "
+                    "use the same or another --output"
                 )
 
 

@@ -119,7 +119,7 @@ def describe_conversion(
         init=init,
         positions=request.positions if init == "random" else None,
         weights=WeightsOrigin(
-            source=_weights_source(request), tensors=_weights_hash(model, resolved.elements)
+            source=_weights_source(request), tensors=weights_hash(model, resolved.elements)
         ),
         calibration=_images_origin(images),
         versions={
@@ -149,8 +149,11 @@ def _weights_source(request: ConversionRequest) -> str:
     return "in memory"
 
 
-def _weights_hash(model: nn.Module, elements: AuthorsWeights | None) -> str | None:
-    """The hash of the weights before the conversion: the model's, or those with elements."""
+def weights_hash(model: nn.Module, elements: AuthorsWeights | None) -> str | None:
+    """The hash of the weights before the conversion: the model's, or those with elements.
+
+    None if a tensor cannot be read as bytes.
+    """
     tensors = model.state_dict()
     if elements is not None:
         tensors = dict(elements.rest)

@@ -9,6 +9,8 @@ from .param_groups import WEIGHT_DECAY
 
 AT_LEAST_ONE = ("epochs", "batch_size", "accumulate")
 BELOW_ONE = ("smoothing", "ema")
+# Raised when a change of this package makes later runs not comparable with earlier ones.
+RECIPE_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

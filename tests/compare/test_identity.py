@@ -1,0 +1,106 @@
+"""A comparison's folder takes no runs on other images, or from other weights, than its own."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from safetensors.torch import save_file
+from timm.data import dataset_factory
+
+from ..command_line import NET, net, run
+from ..photographs import photographs
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:unclosed file:ResourceWarning"
+)  # timm leaves images open
+OPTIONS = ("--input-size", "3x32x32", "--batch-size", "4", "--device", "cpu", "--sizes", "9")
+ONE_RUN = ("--epochs", "1", "--seeds", "1", "--only", "1/2", "--output", "out")
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    photographs(tmp_path / "images")
+    monkeypatch.chdir(tmp_path)
+
+
+def compare(*arguments, code=0):
+    """The last line that the command told."""
+    _, err = run("compare", NET, *arguments, *OPTIONS, *ONE_RUN, code=code)
+    return err.splitlines()[-1]
+
+
+def test_images_are_known_by_their_files_wherever_they_lie(tmp_path):
+    compare("--data", "images")
+    settings = json.loads(Path("out/settings.json").read_text())
+    assert settings["data"] == "images"
+    assert str(tmp_path) not in json.dumps(settings)
+    shutil.copytree("images", "elsewhere/renamed")
+    compare("--data", "elsewhere/renamed")
+
+    shutil.copytree("images", "other/images")
+    Image.new("RGB", (64, 64)).save("other/images/train/dark/1.png")
+    refused = "error: output out: holds runs on other images than those of images; "
+    assert compare("--data", "other/images", code=2).startswith(refused)
+    shutil.copytree("images", "swapped/images")
+    for part in ("train", "validation"):
+        folder = Path("swapped/images", part)
+        (folder / "dark").rename(folder / "was_dark")
+        (folder / "light").rename(folder / "dark")
+        (folder / "was_dark").rename(folder / "light")
+    assert compare("--data", "swapped/images", code=2).startswith(refused)
+    Path("other/images/train/dark/1.png").unlink()
+    assert "with train images 16, not 15" in compare("--data", "other/images", code=2)
+
+
+def test_data_sets_are_known_by_their_names(monkeypatch):
+    """Both have ten classes, and images of the same names, numbers and sizes."""
+
+    class Read:
+        def __init__(self, **_):
+            self.classes = self.class_to_idx = {str(digit): digit for digit in range(10)}
+            self.transform = None
+
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            return self.transform(Image.new("RGB", (28, 28))), index
+
+    for name in ("mnist", "fashion_mnist"):
+        monkeypatch.setitem(dataset_factory._TORCH_BASIC_DS, name, Read)
+    compare("--dataset", "torch/mnist", "--data", ".")
+    refused = compare("--dataset", "torch/fashion_mnist", "--data", ".", code=2)
+    assert "holds runs on other images than those of torch/fashion_mnist" in refused
+
+
+def test_weights_are_known_by_their_values():
+    for epoch in (10, 90):
+        folder = Path(f"epoch_{epoch}")
+        folder.mkdir()
+        save_file(net(2).state_dict(), folder / "model.safetensors")
+    compare("--data", "images", "--checkpoint", "epoch_10/model.safetensors")
+    refused = compare("--data", "images", "--checkpoint", "epoch_90/model.safetensors", code=2)
+    assert "holds runs from other weights, though their name is the same, " in refused
+    Path("epoch_10").rename("moved")
+    compare("--data", "images", "--checkpoint", "moved/model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"format": 1}, "holds runs of an earlier dcls-convert, "),
+        ({"recipe_version": 0}, "holds runs with recipe version 0, not 1; "),
+    ],
+)
+def test_runs_of_another_version_are_refused(changed, message):
+    compare("--data", "images")
+    path = Path("out/settings.json")
+    settings = json.loads(path.read_text())
+    if "format" in changed:
+        for name in ("weights_hash", "images_hash", "recipe_version"):
+            del settings[name]
+    path.write_text(json.dumps(settings | changed))
+    refused = compare("--data", "images", code=2)
+    assert refused.startswith(f"error: output out: {message}")
