@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from rich.cells import cell_len
 
+# Parts of the messages by which torch, C++ and the dynamic loader say that memory is exhausted.
+NO_MEMORY = ("allocate memory", "bad_alloc", "failed to map segment", "out of memory")
 MOST_SAID = 10_000  # characters; what an error says beyond them is ignored
 
 
@@ -52,6 +54,11 @@ class OutputExistsError(CheckpointError):
         self.on_command_line = printable(
             f"output {path} already exists; --force replaces it, or name another"
         )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory is exhausted."""
+    return isinstance(error, MemoryError) or any(words in one_line(error) for words in NO_MEMORY)
 
 
 def did_you_mean(word: str, known: Iterable[str], limit: int = 1) -> str:

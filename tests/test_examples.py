@@ -285,4 +285,4 @@ def test_a_run_is_neither_overwritten_nor_resumed_as_another(finetune, refused, 
     refused(*options, "--resume", "--lr", "1", says="was written with lr 0.001, not 1.0")
     assert Path("runs/test_convnext/state.pt").read_bytes() == state
     Path("runs/test_convnext/state.pt").write_bytes(state[:1000])
-    refused(*options, "--resume", says="state.pt: cannot be read")
+    refused(*options, "--resume", says="state.pt: is damaged")

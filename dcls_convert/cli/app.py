@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
-from ..errors import DclsConvertError, one_line, shown
+from ..errors import DclsConvertError, is_out_of_memory, one_line, shown
 from . import console
 from .arguments import Command, CommandGroup
 from .compare import compare
@@ -36,8 +36,6 @@ EXIT_CODES = (
 )
 # Dependencies that some users install by hand, so that they can be missing.
 NETWORK_LIBRARIES = ("torch", "torchvision", "timm")
-# Parts of the messages by which torch, C++ and the dynamic loader say that memory is exhausted.
-NO_MEMORY = ("allocate memory", "bad_alloc", "failed to map segment", "out of memory")
 # Options that users guess, and the ones that are suggested instead.
 ALIASES = {
     "size": "dilated-size",
@@ -180,7 +178,7 @@ def _run(arguments: list[str]) -> tuple[int, str | None]:
         if isinstance(error, ModuleNotFoundError) and error.name in NETWORK_LIBRARIES:
             install = f"pip install {' '.join(NETWORK_LIBRARIES)}"
             return EXIT_MISTAKE, f"{error.name} is not installed: {install}"
-        if isinstance(error, MemoryError) or any(words in one_line(error) for words in NO_MEMORY):
+        if is_out_of_memory(error):
             return EXIT_MISTAKE, "out of memory"
         if os.environ.get(TRACEBACK_VARIABLE):
             raise

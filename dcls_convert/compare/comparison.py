@@ -14,7 +14,7 @@ from ..records import Record
 from ..tuning.training import STATE
 from .answer import LEAST_SEEDS, ArmResult, Correction, results
 from .arms import Arm
-from .runs import FINISHED, RUNS, SETTINGS, Run, Settings, Trainer, in_turns
+from .runs import FINISHED, RUNS, SETTINGS, Run, Settings, Trainer, advice_on_memory, in_turns
 
 COMPARISON = "comparison.json"
 # Learning rate from scratch, for LR_BATCH images in an update. Scaled by the square root of their
@@ -133,7 +133,8 @@ def time_arms(trainer: Trainer, arms: Sequence[Arm], notify: Notify) -> dict[Arm
     epoch_seconds = {}
     for number, arm in enumerate(arms):
         notify(f"timing {arm.label}, {number + 1} of {len(arms)}", number, len(arms))
-        per_update, per_test = trainer.time_trial(arm)
+        with advice_on_memory(arm.label):
+            per_update, per_test = trainer.time_trial(arm)
         epoch_seconds[arm] = updates * per_update + per_test
     return epoch_seconds
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import Subset
 
 from ..checkpoints.save import save_trained
-from ..errors import CheckpointError, DclsConvertError, one_line
+from ..errors import CheckpointError, DclsConvertError, is_out_of_memory, one_line
 from ..fitting.images import BATCH, Calibration
 from ..options import MIRRORED, Augmentation
 from ..output import new_file
@@ -191,9 +191,9 @@ class Trainer:
         )
         try:
             training.run(most_updates=TRIAL_UPDATES)
-        except (DclsConvertError, MemoryError, torch.OutOfMemoryError):
-            raise
         except Exception as error:  # the model's own code
+            if isinstance(error, DclsConvertError) or is_out_of_memory(error):
+                raise
             raise DclsConvertError(
                 f"{arm.label}: fails on these images: {one_line(error)[:200]}"
             ) from error
@@ -235,7 +235,8 @@ class Trainer:
                 answers[1] = self.finished(arm, seed) is not None
             owner, is_finished = from_first_process(answers)
             if owner is None and not is_finished:
-                self.run(arm, seed, notify)
+                with advice_on_memory(f"{arm.label}, seed {seed}"):
+                    self.run(arm, seed, notify)
             return cast(str | None, owner)
 
     def run(self, arm: Arm, seed: int, notify: Notify) -> Run:
@@ -317,6 +318,19 @@ class Trainer:
             right="".join("1" if correct else "0" for correct in training.correct.tolist()),
             moved=network.moved(trained),
         )
+
+
+@contextlib.contextmanager
+def advice_on_memory(title: str) -> Iterator[None]:
+    """Raise DclsConvertError, which begins with `title`, if memory is exhausted inside."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise DclsConvertError(
+            f"{title}: out of memory; take a smaller --batch-size or --input-size"
+        ) from error
 
 
 @contextlib.contextmanager

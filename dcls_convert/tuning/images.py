@@ -151,6 +151,10 @@ def _prepare_folders_(
         _skip_unreadable_(test, where, note)
     elif train.root == root:
         train.samples, test.samples = _held_out(train.samples)
+        if class_to_idx is not None:
+            tested = {label for _, label in test.samples}
+            untested = [name for name, label in class_to_idx.items() if label not in tested]
+            _note_untested(untested, where, note)
     else:
         raise DclsConvertError(f"{where}: has train, but neither validation nor val")
 
@@ -178,10 +182,15 @@ def _take_classes_of(
             f"{where}: there is nothing to learn {listed(unknown)} from, only to test with"
         )
     untested = [name for name in class_to_idx if name not in reader.class_to_idx]
-    if untested:
-        note(f"no images to test {listed(untested)} with")
+    _note_untested(untested, where, note)
     reader.class_to_idx = class_to_idx
     reader.samples = [(path, class_to_idx[own_names[number]]) for path, number in reader.samples]
+
+
+def _note_untested(names: Sequence[str], where: str, note: Notify) -> None:
+    """Say how many classes have no images to test with, and name some of them."""
+    if names:
+        note(f"{where}: classes without images to test with: {len(names):,} ({listed(names)})")
 
 
 def _skip_unreadable_(reader: Any, where: str, note: Notify) -> None:

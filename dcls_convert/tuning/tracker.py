@@ -41,7 +41,8 @@ class TrackedPositions:
     name: str  # of the parameter, without what wrappers add to it
     layers: tuple[str, ...]  # names of the layers that use it
     # Mean |P_t - P_s| / (t - s) of a coordinate, where s is the step of the last update and t that
-    # of this one. None in the first update.
+    # of this one. None in the first update, and in the first of a training that continues from a
+    # state within an epoch.
     speed: Length | None
     border_share: Share  # of elements at the border; a large share means: the window is too small
     overlap_share: Share  # of elements nearer than a cell to another one of their kernel
@@ -116,6 +117,20 @@ class PositionTracker:
         if self.path is not None and is_first_rank():
             _append_line(self.path, adapter(TrackRecord).dump_json(record))
         return record
+
+    @torch.no_grad()
+    def continue_from(self, step: int) -> None:
+        """Take the model's positions for those of the last record, which another process took.
+
+        Under DDP and FSDP2 every rank must call it.
+
+        Args:
+            step: The number of the last record.
+        """
+        self._step = step
+        for parameter in position_parameters(unwrapped(self.model), "positions"):
+            name = INSIDE_WRAPPERS.sub("", parameter.name)
+            self._before[name] = whole(parameter.tensor.detach()).clone()
 
     def _row(self, parameter: PositionParameter, step: int) -> TrackedPositions:
         positions = whole(parameter.tensor.detach())  # (A, *C, E)

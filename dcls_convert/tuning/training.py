@@ -10,6 +10,7 @@ repeatable.
 import contextlib
 import copy
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy, kl_div
 from torch.utils.data import DataLoader
 
-from ..errors import CheckpointError, DclsConvertError, one_line
+from ..errors import CheckpointError, DclsConvertError, is_out_of_memory, one_line
 from ..networks.outputs import tensors_in
 from ..networks.positions import clamp_positions_
 from ..output import new_file
@@ -172,6 +173,8 @@ class Training:
         if folder is not None and (folder / STATE).exists():
             self._load_state_(folder / STATE)
         self.tracker = PositionTracker(model, self._prepare_track_file())
+        if self.updates_done and self.updates_done % self.updates_per_epoch == 0:
+            self.tracker.continue_from(len(self.top1))
 
     def trained(self) -> nn.Module:
         """The trained model, in eval mode, whole and on the CPU; of the averaged weights if any.
@@ -443,11 +446,11 @@ class Training:
         track = self.folder / TRACK
         if self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
-            lines: list[bytes] = []
-            if track.exists():
-                lines = track.read_bytes().splitlines(keepends=True)
+            track.touch()
+            lines = track.read_bytes().splitlines(keepends=True)
             epochs_done = len(self.top1)
-            track.write_bytes(b"".join(lines[:epochs_done]))
+            # Rather than written anew: a kill would lose the records of the epochs that are done.
+            os.truncate(track, sum(len(line) for line in lines[:epochs_done]))
         return track
 
     def _save_state(self, path: Path) -> None:
@@ -484,7 +487,11 @@ class Training:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:
-            raise CheckpointError(f"{path}: cannot be read: {one_line(error)[:200]}") from error
+            if isinstance(error, OSError) or is_out_of_memory(error):
+                raise  # the file may be whole
+            raise CheckpointError(
+                f"{path}: is damaged ({type(error).__name__}); delete it, and the run begins again"
+            ) from error
         for name, value in self.settings.items():
             found = state["settings"].get(name)
             if found != value:

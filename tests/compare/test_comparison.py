@@ -24,6 +24,7 @@ from dcls_convert.options import PlanOptions
 from dcls_convert.pipeline.request import ConversionRequest
 from dcls_convert.tuning.images import open_images, set_transforms_
 from dcls_convert.tuning.recipe import Recipe
+from dcls_convert.tuning.tracker import TRACK
 from dcls_convert.tuning.training import Training, accelerator_for
 
 from ..command_line import NET, net, run
@@ -252,6 +253,39 @@ def test_a_run_that_was_killed_goes_on(tmp_path):
     assert [(run.loss, run.top1, run.moved) for run in one.runs] == [
         (run.loss, run.top1, run.moved) for run in other.runs
     ]
+    tracks = [Path(name, "runs/9x9-uniform-seed0", TRACK) for name in ("whole", "killed")]
+    assert tracks[0].read_bytes() == tracks[1].read_bytes()
+
+
+def test_a_damaged_state_is_one_line():
+    state = Path("out/runs/as-it-is-seed0/state.pt")
+    state.parent.mkdir(parents=True)
+    state.write_bytes(b"\x80\x02\x8a\nno state")
+    options = ("--sizes", "9", "--epochs", "1", "--seeds", "1", "--output", "out")
+    _, err = compare(*options, code=2)
+    last = err.splitlines()[-1]
+    assert last == f"error: {state}: is damaged (EOFError); delete it, and the run begins again"
+    state.unlink()
+    compare(*options)
+
+
+@pytest.mark.parametrize("updates", [0, 10])  # in the trial, and in the first run
+def test_out_of_memory_says_what_to_do(updates):
+    real = Training._backward
+    calls = 0
+
+    def full(*arguments):
+        nonlocal calls
+        calls += 1
+        if calls > updates:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")
+        return real(*arguments)
+
+    with patch.object(Training, "_backward", full):
+        _, err = compare("--sizes", "9", "--epochs", "1", "--seeds", "1", code=2)
+    last = err.splitlines()[-1]
+    assert last.startswith("error: as it is")
+    assert last.endswith(": out of memory; take a smaller --batch-size or --input-size")
 
 
 def test_a_comparison_that_ended_before_any_epoch_does_not_bind_its_folder(tmp_path):
@@ -455,4 +489,17 @@ def test_images_that_cannot_be_read_are_named_and_left_out_and_classes_must_be_l
     said.clear()
     light = open_images(folder, note=said.append).test
     assert {label for _, label in light.reader.samples} == {1}
-    assert said[-1] == "no images to test dark with"
+    assert said[-1].endswith(": classes without images to test with: 1 (dark)")
+
+
+def test_classes_too_small_to_be_tested_are_counted(tmp_path):
+    for label, images in {"a": 1, "b": 4, "c": 5, "d": 9, "e": 2, "f": 3}.items():
+        folder = tmp_path / "classes" / label
+        folder.mkdir(parents=True)
+        for number in range(images):
+            Image.new("RGB", (8, 8)).save(folder / f"{number}.png")
+    said = []
+    data = open_images(tmp_path / "classes", note=said.append)
+    assert len(data.test) == 2
+    (line,) = said
+    assert line.endswith(": classes without images to test with: 4 (a, b, e and 1 more)")
