@@ -92,15 +92,33 @@ def summary(runs: Sequence[float]) -> Timing:
 
 
 def measure(model: nn.Module, images: Tensor, *, amp: bool) -> tuple[float, float]:
-    """Milliseconds of a forward pass and of a training step.
-
-    The learning rate is 0, so the step changes no weights, only statistics such as BatchNorm's.
-    """
+    """Milliseconds of a forward pass and of a training step."""
     autocast = torch.autocast(images.device.type, torch.bfloat16, enabled=amp)
+    try:
+        forward_ms = _milliseconds(forward_pass(model, images, autocast), images.device)
+        step_ms = _milliseconds(training_step(model, images, autocast), images.device)
+        return forward_ms, step_ms
+    finally:
+        model.zero_grad(set_to_none=True)
+
+
+def forward_pass(model: nn.Module, images: Tensor, autocast: torch.autocast) -> Callable[[], None]:
+    """A function that infers once; puts the model into eval mode."""
+    model.eval()
 
     def forward() -> None:
         with torch.no_grad(), autocast:
             run(model, images)
+
+    return forward
+
+
+def training_step(model: nn.Module, images: Tensor, autocast: torch.autocast) -> Callable[[], None]:
+    """A function that trains for one step; puts the model into training mode.
+
+    The learning rate is 0, so a step changes no weights, only statistics such as BatchNorm's.
+    """
+    optimizer = torch.optim.SGD(model.train().parameters(), lr=0.0)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -111,14 +129,7 @@ def measure(model: nn.Module, images: Tensor, *, amp: bool) -> tuple[float, floa
         torch.autograd.backward(loss)
         optimizer.step()
 
-    try:
-        model.eval()
-        forward_ms = _milliseconds(forward, images.device)
-        optimizer = torch.optim.SGD(model.train().parameters(), lr=0.0)
-        step_ms = _milliseconds(step, images.device)
-        return forward_ms, step_ms
-    finally:
-        model.zero_grad(set_to_none=True)
+    return step
 
 
 def _milliseconds(call: Callable[[], None], device: torch.device) -> float:

@@ -73,8 +73,10 @@ def build():
 
 
 def commands():
-    """Every command of the program, by its words."""
+    """Every command of the program, by its words; without `gpu`, which takes minutes on a GPU."""
     for name, command in typer.main.get_command(app).commands.items():
+        if name == "gpu":
+            continue
         inner = getattr(command, "commands", None)
         yield from (
             [((name, word), each) for word, each in inner.items()]

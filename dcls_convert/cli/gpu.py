@@ -1,0 +1,76 @@
+"""`dcls-convert gpu`: whether matrix products are right and fast on the user's GPU."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from ..options import PlanOptions
+from ..output import check_output, new_file, not_a_file
+from ..pipeline.request import ConversionRequest
+from . import console
+from .arguments import (
+    MODEL_HELP,
+    OUTPUT,
+    RUNNING,
+    SECONDS_A_DAY,
+    WHAT,
+    Force,
+    InputSize,
+    argument,
+    number,
+    option,
+    parse_window_or_auto,
+)
+from .completion import complete_models
+
+if TYPE_CHECKING:
+    from ..compare.gpu import GpuRow
+
+SECONDS = 180
+RESULTS = Path("dcls-convert-gpu.json")
+WINDOW = option(
+    WHAT, "Window: a size, a growth, or auto.", metavar="SIZE", parser=parse_window_or_auto
+)
+TIME = number(
+    int, 1, SECONDS_A_DAY, RUNNING, "After this time, no measurement is begun.", metavar="N"
+)
+DEVICE_HELP = "Device: cuda:1, mps; cpu tries the command with small batches."
+
+
+def gpu(
+    model: Annotated[str, argument("MODEL", MODEL_HELP, complete_models)] = "convnext_tiny",
+    dilated_size: Annotated[Any, WINDOW] = "17",
+    device: Annotated[
+        str | None, option(RUNNING, DEVICE_HELP, metavar="NAME", show_default="cuda")
+    ] = None,
+    seconds: Annotated[int, TIME] = SECONDS,
+    output: Annotated[
+        Path, option(OUTPUT, "JSON file of the results.", "--output", "-o", metavar="FILE")
+    ] = RESULTS,
+    input_size: InputSize = None,
+    force: Force = False,
+) -> None:
+    """Check depthwise layers on a GPU, and time a network there, dense, converted and folded.
+
+    Takes about three minutes. Every line is printed and stored as soon as it is measured; the last
+    says which way of computing the layers is the fastest.
+    """
+    check_output(output, force=force, foreign=not_a_file)
+    with console.steps(model, "building") as notify:
+        from ..compare.gpu import GpuCheck, gpu_device
+        from ..pipeline.loaded import LoadedNetwork
+
+        place = gpu_device(device)
+        options = PlanOptions(dilated_size=dilated_size)
+        request = ConversionRequest(model=model, options=options, input_size=input_size)
+        check = GpuCheck(LoadedNetwork(request, notify=notify), place, seconds)
+    rows: list[GpuRow] = []
+    report = check.report(rows)
+    console.show(f"{report.model} on {report.device}, torch {report.torch}, {report.dtype}")
+    for row in check.rows():
+        rows.append(row)
+        report = check.report(rows)
+        with new_file(output, force=force or len(rows) > 1) as partial:
+            partial.write_text(report.to_json(), encoding="utf-8")
+        console.show(str(row))
+    console.show("", *report.choices, "", report.verdict)
+    console.message(f"{model}: wrote {output}; please attach it to an issue")

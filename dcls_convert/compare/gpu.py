@@ -1,0 +1,410 @@
+"""Check depthwise layers on a device, and time a network there: a row for each measurement."""
+
+import contextlib
+import copy
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..depthwise.choice import VARIABLE, Preference, choices, conv2d
+from ..depthwise.eager import is_channels_last
+from ..depthwise.geometry import size_text
+from ..errors import DclsConvertError, PlanError, one_line, shown
+from ..layers.dcls_conv import DclsConv2d
+from ..networks.running import full_precision
+from ..pipeline.loaded import LoadedNetwork
+from ..pipeline.resolved import resolve
+from ..records import Record
+from ..surgery.fold import fold_to_dense_
+from .timing import check_device, converted_copy, forward_pass, training_step
+
+Part = Literal["proof", "network", "layer"]
+Work = Literal["inference", "training"]
+
+WORKS: tuple[Work, ...] = ("inference", "training")
+WAYS: tuple[Preference, ...] = ("torch", "matmul")
+GPU_BATCHES = (64, 8, 1)
+CPU_BATCHES = (2, 1)  # for a trial of the command
+PROOF_WINDOW = 17
+PROOF_IMAGES = 2
+# (channels, side of the map). The last one's banks of shifted windows exceed what is made at once
+# (matmul.MOST_BYTES) in every dtype, so its channels are taken in parts.
+PROOF_MAPS = ((8, 7), (8, 13), (8, 16), (1600, 28))
+# Largest relative error, norm by norm, of results whose inputs are exact. Rounding the result alone
+# gives a fifth of the first two; TF32, or a reduction in a lower precision, exceeds the last.
+MOST_ERROR = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+MS_OF_A_ROUND = 100.0
+MOST_CALLS = 50  # in a round
+ROUNDS = 3
+LEAST_GAIN = 1.1  # by which another way must be faster for the verdict to name it
+OUT_OF_MEMORY = "out of memory"
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuRow:
+    """One measurement. None: not measured, or it does not apply."""
+
+    part: Part
+    what: str
+    way: Preference | None = None  # None: layers that the package does not compute
+    work: Work | None = None
+    batch: int
+    error: float | None = None  # relative, of the output or of a gradient, the largest
+    ms: float | None = None  # median of a call
+    images_per_second: float | None = None
+    peak_mib: float | None = None  # most memory that torch has allocated, weights included
+    problem: str | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.part:7} {self.what:28} {self.way or '':6} {self.work or '':9} "
+        text += f"batch {self.batch:<3}"
+        if self.ms is not None:
+            text += f"{self.ms:9.2f} ms {self.images_per_second:8,.1f} images/s"
+        if self.peak_mib is not None:
+            text += f"{self.peak_mib:7,.0f} MiB"
+        if self.error is not None:
+            text += f"error {self.error:.1e}"
+        if self.problem is not None:
+            text += self.problem
+        return text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuReport(Record):
+    """All rows, and what they were measured with."""
+
+    format: int = 1
+    model: str
+    device: str  # its name
+    torch: str  # version
+    backend: str | None  # version of CUDA or ROCm
+    dtype: str  # of autocast, for networks and layers
+    rows: tuple[GpuRow, ...]
+    choices: tuple[str, ...]  # the package's own, in the networks
+    verdict: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Case:
+    """What is timed, for any batch."""
+
+    part: Part
+    what: str
+    model: nn.Module
+    input: Tensor  # for one image
+    way: Preference | None
+    work: Work
+
+
+class GpuCheck:
+    """The measurements of a network on a device.
+
+    Args:
+        loaded: The network, and how to convert it.
+        device: From `gpu_device`.
+        seconds: After which no measurement is begun.
+
+    Raises:
+        DclsConvertError: The network cannot be loaded or converted, or takes no known input.
+    """
+
+    def __init__(self, loaded: LoadedNetwork, device: torch.device, seconds: float) -> None:
+        self.end = time.monotonic() + seconds
+        self.device = device
+        self.model = str(loaded.request.model)
+        input_size = loaded.convs.input_size
+        if input_size is None:
+            raise PlanError(f"{shown(self.model)}: {loaded.convs.macs_note}")
+        self.image = torch.randn(1, *input_size, device=device)
+        self.dtype = torch.bfloat16
+        if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+            self.dtype = torch.float16
+        self.autocast = torch.autocast(device.type, self.dtype)
+        self.batches = CPU_BATCHES if device.type == "cpu" else GPU_BATCHES
+        plan = resolve(loaded).plan
+        self.dense = loaded.network.to(device)
+        self.converted = converted_copy(self.dense, plan)
+        self.folded = copy.deepcopy(self.converted)
+        fold_to_dense_(self.folded)
+
+    def rows(self) -> Iterator[GpuRow]:
+        """Every measurement, as soon as it is made.
+
+        Compiled networks are last, since compiling takes about a minute for each.
+        """
+        yield from self._proofs()
+        largest_batch = self.batches[0]
+        networks = self._network_cases()
+        for batch in self.batches:
+            for case in networks:
+                yield from self._timed_rows(case, batch)
+        for case in (*self._layer_cases(), *self._compiled_cases()):
+            yield from self._timed_rows(case, largest_batch)
+
+    def report(self, rows: Sequence[GpuRow]) -> GpuReport:
+        """The rows so far, the package's choices so far, and the verdict on them."""
+        name = str(self.device)
+        if self.device.type == "cuda":
+            name = torch.cuda.get_device_name(self.device)
+        return GpuReport(
+            model=shown(self.model),
+            device=name,
+            torch=torch.__version__,
+            backend=torch.version.cuda or torch.version.hip,
+            dtype=str(self.dtype),
+            rows=tuple(rows),
+            choices=tuple(str(choice) for choice in choices() if VARIABLE not in choice.why),
+            verdict=verdict(rows),
+        )
+
+    def _proofs(self) -> Iterator[GpuRow]:
+        """The largest error of matrix products for each map and dtype."""
+        for channels, side in PROOF_MAPS:
+            for dtype, most in MOST_ERROR.items():
+                error = None
+                problem = None
+                try:
+                    with full_precision(), taking("matmul"):
+                        error = largest_error(channels, side, dtype, self.device)
+                except Exception as failure:  # of a library on this device: what is to be found
+                    problem = _reason(failure)
+                if error is not None and not error <= most:  # NaN too
+                    problem = f"wrong: {error:.1e}, where {most:g} is allowed"
+                    error = None
+                yield GpuRow(
+                    part="proof",
+                    what=f"{channels} channels of {side}x{side}, {_name(dtype)}",
+                    way="matmul",
+                    batch=PROOF_IMAGES,
+                    error=error,
+                    problem=problem,
+                )
+
+    def _network_cases(self) -> list[_Case]:
+        cases = []
+        for work in WORKS:
+            cases.append(self._network_case("dense", self.dense, None, work))
+            for way in ("auto", *WAYS):
+                cases.append(self._network_case("converted", self.converted, way, work))
+        cases.append(self._network_case("folded", self.folded, None, "inference"))
+        return cases
+
+    def _compiled_cases(self) -> list[_Case]:
+        dense: Any = torch.compile(self.dense)
+        converted: Any = torch.compile(self.converted)
+        cases = []
+        for work in WORKS:
+            cases.append(self._network_case("converted, compiled", converted, "auto", work))
+            cases.append(self._network_case("dense, compiled", dense, None, work))
+        return cases
+
+    def _network_case(
+        self, what: str, model: nn.Module, way: Preference | None, work: Work
+    ) -> _Case:
+        return _Case(part="network", what=what, model=model, input=self.image, way=way, work=work)
+
+    def _layer_cases(self) -> list[_Case]:
+        """Both ways for each kind of depthwise layer in the network."""
+        cases = []
+        for layer, maps in self._distinct_layers():
+            size = f"{layer.in_channels} channels of {size_text(maps.shape[2:])}"
+            what = f"{size}, {size_text(layer.dilated_kernel_size)}"
+            for work in WORKS:
+                for way in WAYS:
+                    case = _Case(
+                        part="layer", what=what, model=layer, input=maps, way=way, work=work
+                    )
+                    cases.append(case)
+        return cases
+
+    def _distinct_layers(self) -> list[tuple[DclsConv2d, Tensor]]:
+        """One depthwise layer of each kind, with its input for one image."""
+        layers: dict[object, tuple[DclsConv2d, Tensor]] = {}
+
+        def note(layer: Any, arguments: tuple[Tensor, ...]) -> None:
+            maps = arguments[0]
+            kind = (maps.shape, layer.dilated_kernel_size, layer.stride)
+            if layer.groups == layer.in_channels:
+                layers.setdefault(kind, (layer, maps))
+
+        hooks = []
+        for module in self.converted.modules():
+            if isinstance(module, DclsConv2d):
+                hooks.append(module.register_forward_pre_hook(note))
+        forward_pass(self.converted, self.image, self.autocast)()
+        for hook in hooks:
+            hook.remove()
+        return list(layers.values())
+
+    def _timed_rows(self, case: _Case, batch: int) -> Iterator[GpuRow]:
+        """The row of a case; if memory is exhausted, another one for half of the batch."""
+        while batch:
+            row = self._timed_row(case, batch)
+            yield row
+            if row.problem != OUT_OF_MEMORY:
+                return
+            batch //= 2
+
+    def _timed_row(self, case: _Case, batch: int) -> GpuRow:
+        known: dict[str, Any] = {"problem": "skipped: the time is over"}
+        if time.monotonic() < self.end:
+            try:
+                with taking(case.way or "auto"):
+                    known = self._time(case, batch)
+            except Exception as failure:  # of a library or compiler: a result for this device
+                known["problem"] = _reason(failure)
+            case.model.zero_grad(set_to_none=True)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+        return GpuRow(
+            part=case.part, what=case.what, way=case.way, work=case.work, batch=batch, **known
+        )
+
+    def _time(self, case: _Case, batch: int) -> dict[str, float]:
+        """Fields of the row."""
+        memory_format = torch.contiguous_format
+        if is_channels_last(case.input):
+            memory_format = torch.channels_last
+        images = torch.randn(batch, *case.input.shape[1:], device=self.device)
+        images = images.contiguous(memory_format=memory_format)
+        # A layer inside of a network also computes its input's gradient.
+        images.requires_grad_(case.part == "layer")
+        make = forward_pass if case.work == "inference" else training_step
+        call = make(case.model, images, self.autocast)
+        call()  # sets up libraries, and compiles
+        known = {}
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        first_ms = _milliseconds(call, 1, self.device)
+        if self.device.type == "cuda":
+            known["peak_mib"] = torch.cuda.max_memory_allocated(self.device) / MIB
+        calls = min(max(1, round(MS_OF_A_ROUND / first_ms)), MOST_CALLS)
+        ms = statistics.median(_milliseconds(call, calls, self.device) for _ in range(ROUNDS))
+        return {**known, "ms": ms, "images_per_second": 1e3 * batch / ms}
+
+
+def gpu_device(name: str | None) -> torch.device:
+    """The device of this name; None: the GPU.
+
+    Raises:
+        DclsConvertError: There is none.
+    """
+    if name is None and not torch.cuda.is_available():
+        raise DclsConvertError(
+            "torch finds no GPU here (CUDA or ROCm); --device names another device, "
+            "and --device cpu tries this command with small batches"
+        )
+    return check_device(name or "cuda")
+
+
+def verdict(rows: Sequence[GpuRow]) -> str:
+    """What to do, in one line: nothing, or where the environment should overrule the package."""
+    for row in rows:
+        if row.part == "proof" and row.problem is not None:
+            return f"matrix products are wrong or fail here; export {VARIABLE}=torch, and report it"
+    timed = [row for row in rows if row.ms is not None]
+    own_choices = [row for row in timed if row.what == "converted" and row.way == "auto"]
+    if not own_choices:
+        return "no converted network was timed"
+    advice = []
+    for own in own_choices:
+        kind = (own.what, own.work, own.batch)
+        ways = [row for row in timed if (row.what, row.work, row.batch) == kind]
+        best = min(ways, key=_ms)
+        gain = _ms(own) / _ms(best)
+        if gain >= LEAST_GAIN:
+            advice.append(f"{best.way} for {own.work} at batch {own.batch} ({gain:.1f} x as fast)")
+    if not advice:
+        return "nothing to do: no way is clearly faster than the package's own choice"
+    return f"export {VARIABLE} as {', '.join(advice)}"
+
+
+def _ms(row: GpuRow) -> float:
+    assert row.ms is not None
+    return row.ms
+
+
+def largest_error(channels: int, side: int, dtype: torch.dtype, device: torch.device) -> float:
+    """The largest relative error of a depthwise convolution and its gradients on the device.
+
+    They are compared with float64 on the CPU, in Frobenius norms. All dtypes get the same inputs,
+    rounded to bfloat16.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shapes = (
+        (PROOF_IMAGES, channels, side, side),
+        (channels, 1, PROOF_WINDOW, PROOF_WINDOW),
+        (PROOF_IMAGES, channels, side, side),
+    )
+    exact = []
+    for shape in shapes:
+        exact.append(torch.randn(shape, generator=generator).bfloat16().double())
+    padding = PROOF_WINDOW // 2
+    maps, kernel, grad = (tensor.to(dtype).to(device) for tensor in exact)
+    output = conv2d(
+        maps.requires_grad_(),
+        kernel.requires_grad_(),
+        None,
+        (1, 1),
+        (padding,) * 2,
+        (1, 1),
+        channels,
+    )
+    results = [output, *torch.autograd.grad(output, (maps, kernel), grad)]
+    maps, kernel, grad = exact
+    output = F.conv2d(
+        maps.requires_grad_(), kernel.requires_grad_(), padding=padding, groups=channels
+    )
+    expected = [output, *torch.autograd.grad(output, (maps, kernel), grad)]
+    errors = []
+    for result, wanted in zip(results, expected, strict=True):
+        errors.append((result.detach().cpu().double() - wanted).norm() / wanted.norm())
+    return torch.stack(errors).max().item()  # NaN if any is
+
+
+@contextlib.contextmanager
+def taking(way: Preference) -> Iterator[None]:
+    """Inside, depthwise layers take this way; the variable is read at every forward."""
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = way
+    try:
+        yield
+    finally:
+        del os.environ[VARIABLE]
+        if before is not None:
+            os.environ[VARIABLE] = before
+
+
+def _milliseconds(call: Callable[[], None], calls: int, device: torch.device) -> float:
+    """The mean of calls in a row: on GPUs, between two events."""
+    if device.type == "cpu":
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return 1e3 * (time.perf_counter() - began) / calls
+    start = torch.Event(device, enable_timing=True)
+    end = torch.Event(device, enable_timing=True)
+    start.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / calls
+
+
+def _reason(failure: Exception) -> str:
+    if isinstance(failure, torch.OutOfMemoryError):
+        return OUT_OF_MEMORY
+    return f"{type(failure).__name__}: {one_line(failure)[:200]}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

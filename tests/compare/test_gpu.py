@@ -1,0 +1,176 @@
+"""The check of a GPU, on a CPU: it finds what is wrong or slow, and stores what it has found."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from dcls_convert.compare import gpu
+from dcls_convert.compare.gpu import GpuCheck, GpuReport, GpuRow, largest_error, taking, verdict
+from dcls_convert.depthwise import matmul
+from dcls_convert.depthwise.choice import VARIABLE
+from dcls_convert.options import PlanOptions
+from dcls_convert.pipeline.loaded import LoadedNetwork
+from dcls_convert.pipeline.request import ConversionRequest
+
+from ..command_line import NET, net, run
+
+CPU = torch.device("cpu")
+ASKED = ("gpu", NET, "--input-size", "3x16x16", "--dilated-size", 9)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch, tmp_path):
+    """Without the large map, and without compilers."""
+    monkeypatch.setattr(gpu, "PROOF_MAPS", gpu.PROOF_MAPS[:1])
+    monkeypatch.setattr(gpu, "ROUNDS", 1)
+    monkeypatch.setattr(gpu, "MS_OF_A_ROUND", 0.0)
+    monkeypatch.setattr(GpuCheck, "_compiled_cases", lambda self: [])
+    monkeypatch.chdir(tmp_path)
+
+
+def checked(model):
+    options = PlanOptions(dilated_size=9)
+    request = ConversionRequest(model=model, options=options, input_size=(3, 16, 16))
+    return GpuCheck(LoadedNetwork(request), CPU, seconds=60)
+
+
+def timed(way, ms, work="training", batch=64):
+    return GpuRow(part="network", what="converted", way=way, work=work, batch=batch, ms=ms)
+
+
+def test_the_program_prints_and_stores_every_row_and_the_verdict():
+    out, err = run(*ASKED, "--device", "cpu")
+    report = GpuReport.from_json(Path("dcls-convert-gpu.json").read_bytes(), "here")
+    lines = out.splitlines()
+    assert lines[1 : 1 + len(report.rows)] == [str(row).rstrip() for row in report.rows]
+    assert lines[-1] == report.verdict
+    assert report.choices
+    assert "wrote dcls-convert-gpu.json" in err
+    assert all(row.problem is None for row in report.rows)
+    kinds = {(row.part, row.what.split(",")[0], row.way, row.work) for row in report.rows}
+    for work in ("inference", "training"):
+        for way in ("auto", "torch", "matmul"):
+            assert ("network", "converted", way, work) in kinds
+        for way in ("torch", "matmul"):
+            assert {("layer", f"8 channels of {side}x{side}", way, work) for side in (8, 4)} < kinds
+    assert "already exists" in run(*ASKED, "--device", "cpu", code=2)[1]
+
+
+def test_without_a_gpu_one_line_says_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    out, err = run(*ASKED, code=2)
+    assert not out
+    assert "error: torch finds no GPU here" in err.splitlines()[-1]
+    assert not list(Path().iterdir())
+
+
+def test_what_was_measured_before_an_interruption_is_stored(monkeypatch):
+    def interrupt(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(GpuCheck, "_network_cases", interrupt)
+    run(*ASKED, "--device", "cpu", code=130)
+    report = GpuReport.from_json(Path("dcls-convert-gpu.json").read_bytes(), "here")
+    assert [row.part for row in report.rows] == ["proof"] * 3
+
+
+def test_when_the_time_is_over_nothing_is_begun():
+    check = checked(net())
+    check.end = 0.0
+    rows = [row for row in check.rows() if row.part != "proof"]
+    assert {row.problem for row in rows} == {"skipped: the time is over"}
+
+
+@pytest.mark.parametrize("dtype", gpu.MOST_ERROR, ids=str)
+def test_products_are_right_and_a_wrong_one_is_found(dtype, monkeypatch):
+    with taking("matmul"):
+        assert largest_error(8, 13, dtype, CPU) < gpu.MOST_ERROR[dtype]
+    product = torch.bmm
+
+    def drop_the_last_column(a, b):
+        result = product(a, b)
+        result[..., -1] = 0
+        return result
+
+    monkeypatch.setattr(torch, "bmm", drop_the_last_column)
+    problems = [row.problem for row in checked(net())._proofs()]
+    assert all(problem.startswith("wrong: ") for problem in problems)
+
+
+@pytest.mark.parametrize("dtype", gpu.MOST_ERROR, ids=str)
+def test_channels_of_the_last_map_are_taken_in_parts(dtype, monkeypatch):
+    monkeypatch.undo()
+    channels, side = gpu.PROOF_MAPS[-1]
+    calls = []
+    product = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b: calls.append(a.shape) or product(a, b))
+    options = {"dtype": dtype, "device": "meta"}
+    maps = torch.empty(gpu.PROOF_IMAGES, channels, side, side, **options)
+    kernel = torch.empty(channels, 1, gpu.PROOF_WINDOW, gpu.PROOF_WINDOW, **options)
+    matmul.convolve(maps, kernel, (8, 8))
+    assert len(calls) > 1
+
+
+def test_exhausted_memory_is_a_row_and_halves_the_batch(monkeypatch):
+    check = checked(net())
+    case = check._network_cases()[0]
+
+    def refuse(model, inputs):
+        if len(inputs[0]) > 2:
+            raise torch.OutOfMemoryError("allocation of 20 GiB")
+
+    check.dense.register_forward_pre_hook(refuse)
+    rows = list(check._timed_rows(case, 8))
+    assert [(row.batch, row.problem) for row in rows] == [
+        (8, "out of memory"),
+        (4, "out of memory"),
+        (2, None),
+    ]
+
+
+def test_a_failure_is_a_row_with_its_reason(monkeypatch):
+    check = checked(net())
+
+    def fail(model, inputs):
+        raise RuntimeError("no kernel\nfor this device")
+
+    check.folded.register_forward_pre_hook(fail)
+    failed = [row for row in check.rows() if row.problem is not None]
+    assert {(row.what, row.problem) for row in failed} == {
+        ("folded", "RuntimeError: no kernel for this device")
+    }
+
+
+@pytest.mark.parametrize(
+    ("rows", "advice"),
+    [
+        ([timed("auto", 1.05), timed("torch", 1.0), timed("matmul", 3.0)], "nothing to do"),
+        (
+            [timed("auto", 2.0), timed("torch", 1.0), timed("matmul", 3.0)],
+            f"export {VARIABLE} as torch for training at batch 64 (2.0 x as fast)",
+        ),
+        (  # another batch, and another work, are no rivals
+            [timed("auto", 2.0), timed("torch", 1.0, batch=1), timed("torch", 1.0, "inference")],
+            "nothing to do",
+        ),
+        ([timed("torch", 1.0)], "no converted network was timed"),
+        (
+            [GpuRow(part="proof", what="a map", batch=2, problem="wrong"), timed("auto", 1.0)],
+            f"matrix products are wrong or fail here; export {VARIABLE}=torch",
+        ),
+    ],
+)
+def test_the_verdict_names_what_is_faster_than_the_own_choice(rows, advice):
+    assert verdict(rows).startswith(advice)
+
+
+@pytest.mark.parametrize("before", [None, "torch"])
+def test_the_environment_is_as_before(before, monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if before is not None:
+        monkeypatch.setenv(VARIABLE, before)
+    with taking("matmul"):
+        assert os.environ[VARIABLE] == "matmul"
+    assert os.environ.get(VARIABLE) == before
