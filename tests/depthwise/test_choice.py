@@ -1,6 +1,9 @@
 """Which way a convolution takes: by a rule on its shapes, or by the environment."""
 
+import itertools
 import logging
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,6 +58,33 @@ def test_the_rule_is_that_of_patches_taps_and_inputs():
                     )
                     found.add((expected, gradients))
     assert len(found) == 4
+
+
+def smallest_batch(window, side, gradients):
+    """The smallest batch that is computed as products, as docs/speed.md writes it."""
+    if way(kernel_size=(96, 1, window, window), gradients=gradients) == "torch":
+        return "-"
+    for images in itertools.count(1):
+        found = way(
+            input_size=(images, 96, side, side),
+            kernel_size=(96, 1, window, window),
+            padding=(window // 2, window // 2),
+            gradients=gradients,
+        )
+        if found == "matmul":
+            return str(images)
+
+
+def test_the_documented_table_is_the_rule():
+    text = (Path(__file__).parents[2] / "docs" / "speed.md").read_text(encoding="utf-8")
+    _, _, table = text.partition("| window |")
+    sides = list(map(int, re.findall(r"map (\d+)", table)))
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", table, re.MULTILINE)
+    assert rows
+    for window, cells in rows:
+        for side, cell in zip(sides, cells.split(" | "), strict=True):
+            expected = [smallest_batch(int(window), side, gradients) for gradients in (True, False)]
+            assert cell == " / ".join(expected), (window, side)
 
 
 @pytest.mark.parametrize(
