@@ -17,7 +17,7 @@ from ..networks.sites import OldConv, Skipped
 from ..networks.stages import common_parent
 from ..options import Scope, Tie
 from ..records import Ratio, Record
-from ..tables import as_html
+from ..tables import as_html, as_text
 from .budget import BudgetUnit, solve_counts
 from .paths import is_one_meant, nearest_paths
 
@@ -283,6 +283,12 @@ class ConversionPlan(Record):
             if not is_one_meant(names, [pattern]):
                 near = listed(nearest_paths([pattern], names), 6)
                 raise PlanError(f"the plan has no layer {shown(pattern)}; the nearest are {near}")
+
+    def __str__(self) -> str:
+        """The report that the plan predicts."""
+        from ..views.report import plan_view
+
+        return as_text(plan_view(self))
 
     def _repr_html_(self) -> str:
         """The plan in a notebook: the report that it predicts."""

@@ -13,6 +13,7 @@ import pytest
 
 from dcls_convert.errors import CheckpointError, PlanError
 from dcls_convert.planning.plan import ConversionPlan
+from dcls_convert.reports.report import predict_report
 
 from ..checkpoints.folders import places
 from .nets import IMAGE, Net, plan_of
@@ -36,6 +37,15 @@ def test_a_plan_survives_json(name):
     assert (again.hash, again.to_json()) == (plan.hash, plan.to_json())
     assert ConversionPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
     assert plan.diff(again) == ()
+
+
+def test_a_plan_prints_as_the_report_that_it_predicts():
+    plan = plan_of(Net(), scope="stage")
+    text = str(plan)
+    predicted = predict_report(plan)
+    assert f"{predicted.params.before:,} → {predicted.params.after:,} parameters" in text
+    for stage in {layer.stage for layer in plan.layers}:
+        assert f"\n{stage} " in text
 
 
 def test_a_notebook_shows_the_counts_of_each_stage():
