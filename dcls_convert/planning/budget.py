@@ -90,11 +90,14 @@ def solve_counts(
     if least_shares:
         least = math.ceil(max(least_shares.values()) * 10_000) / 100  # percent, rounded up
         least_text = f"{least:.2f}".rstrip("0").rstrip(".")
-        raise PlanError(
-            f"a budget of {float(share * 100):.6g} % leaves no room for even one element per "
-            f"kernel in {listed(least_shares, 1)}; "
-            f"the smallest sufficient budget is {least_text} %"
+        percent = float(share * 100)
+        message = (
+            f"a budget of {percent:.6g} % leaves no room for even one element per kernel in "
+            f"{listed(least_shares, 1)}; the smallest sufficient budget is {least_text} %"
         )
+        if percent < 1:  # probably meant as a share
+            message += f" (for a share of {percent:.6g}, give {100 * percent:.6g} %)"
+        raise PlanError(message)
     return tuple(layer_of[draft.name] for draft in drafts), tuple(units)
 
 

@@ -132,7 +132,7 @@ def test_the_smallest_budget_that_is_named_does_and_less_does_not(layers, hundre
         solve_counts(layers, "stage", share)
     except PlanError as error:
         named = parse_percent(
-            re.fullmatch(r".*the smallest sufficient budget is (\S+) %", str(error))[1]
+            re.search(r"the smallest sufficient budget is (\S+) %", str(error))[1]
         )
         assert named > share
         assert min(layer.kernel_count for layer in solve_counts(layers, "stage", named)[0]) >= 1
@@ -151,6 +151,15 @@ def test_several_units_without_an_element_are_counted_in_one_line():
     )
     with pytest.raises(PlanError, match=f"^{re.escape(message)}$"):
         solve_counts(layers, "layer", Fraction(1))
+
+
+@pytest.mark.parametrize(
+    ("percent", "hint"),
+    [("0.9", r" \(for a share of 0\.9, give 90 %\)$"), ("1", r"budget is 300 %$")],
+)
+def test_a_budget_that_was_meant_as_a_share_is_written_in_percent(percent, hint):
+    with pytest.raises(PlanError, match=hint):
+        solve_counts([draft("a", kernel_size=(1, 1))], "model", parse_percent(percent))
 
 
 # Percentages.
