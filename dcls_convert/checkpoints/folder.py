@@ -99,8 +99,8 @@ class Checkpoint:
         """
         if self.stored_plan is None:
             raise CheckpointError(
-                f"{self.folder}: there is no plan in {CONFIG}, "
-                "which is of another model or of stock timm's"
+                f"{self.folder}: there is no plan in {CONFIG}; the model is folded for timm "
+                "already, or was never converted"
             )
         return self.stored_plan
 

@@ -16,7 +16,7 @@ from timm.models import save_for_hf
 import dcls_convert.export.stock_timm
 from dcls_convert import load_converted, predict_report
 from dcls_convert.checkpoints.folder import CARD, CONFIG, FILES, REPORT, WEIGHTS
-from dcls_convert.errors import DclsConvertError
+from dcls_convert.errors import CheckpointError, DclsConvertError
 from dcls_convert.export.fold import fold_checkpoint
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.networks.outputs import relative_error
@@ -106,6 +106,8 @@ def test_windows_of_the_kernels_size_need_no_argument(tmp_path):
     save(tmp_path / "in", *convert("timm:test_resnet", 3), fingerprint=False)
     written = fold_checkpoint(tmp_path / "in", "timm", tmp_path / "out")
     assert (written.kind, written.kernel_args) == ("stock timm", {})
+    with pytest.raises(CheckpointError, match="is folded for timm already, or was never converted"):
+        fold_checkpoint(tmp_path / "out", "timm", tmp_path / "again")
 
 
 def test_shapes_that_fit_are_not_enough_for_stock_timm(tmp_path, monkeypatch, checkpoints):
