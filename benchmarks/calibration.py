@@ -1,29 +1,49 @@
-"""What a calibration costs.
+"""What a calibration costs, and what it does with few images.
 
     python benchmarks/calibration.py [MODEL] [--scope SCOPE] [--images N] [--threads N]
+    python benchmarks/calibration.py --few [--label LABEL] [--only NETWORK ...]
+    python benchmarks/calibration.py --table
 
-Processor time of `convert_` with images, divided by that of one forward pass of the same images
-through the original, and the memory that it needs beyond what the model and the images had. Images
-are smooth noise, weights random; for EfficientNet-Lite0 they are its own. With PYTHONPATH at
-another checkout the same is measured there.
+The first prints processor time of `convert_` with images, divided by that of one forward pass of
+the same images through the original, and the memory that it needs beyond what the model and the
+images had. Images are smooth noise, weights random; for EfficientNet-Lite0 they are its own.
+
+With --few, three small networks of timm are trained on digits of 32 pixels, and EfficientNet-Lite1
+has its ImageNet weights and photographs of 160 pixels. They are converted from few images, tiny
+ones and useless ones, and compared with themselves on images that nothing was fitted to. With
+PYTHONPATH at another checkout its calibration is measured, and --label names its rows; results go
+to benchmarks/results/calibration.json.
 """
 
 import argparse
 import copy
 import json
 import resource
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import timm
-import torch
-from lite0 import NAME, pretrained_network
-from torch import nn
+from measuring import RESULTS, markdown_table, store, stored_rows
 
-import dcls_convert
-from dcls_convert.fitting.images import Calibration
+if TYPE_CHECKING:  # they import torch, which --table does without
+    from torch import Tensor, nn
 
 BATCH = 8  # images, as a calibration has from a folder
+LITE0 = "tf_efficientnet_lite0"
+
+# With --few.
+DIGITS_NETWORKS = ("test_efficientnet", "test_resnet", "test_convnext")
+LITE1 = "tf_efficientnet_lite1"
+NETWORKS = (*DIGITS_NETWORKS, LITE1)
+SOURCES = ("1", "2", "3", "5", "20", "80", "5 of 16 pixels", "10 constants", "black", "noise")
+BUDGETS = (60, 100, 150)  # percent
+DIGITS_SIDE = 32  # pixels
+DIGITS_TO_TRAIN = 1200  # of 1797; the others test
+PHOTOGRAPHS_SIDE = 160  # pixels
+CROPS_TO_TEST = 80
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -37,23 +57,20 @@ def mebibytes() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", nargs="?", default=NAME)
-    parser.add_argument("--scope", default="model")
-    parser.add_argument("--dilated-size", type=int, default=9)
-    parser.add_argument("--images", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(0)
+def measure_cost(options: argparse.Namespace) -> dict[str, Any]:
+    """Time and memory of one calibration."""
+    import timm
+    import torch
+    from lite0 import pretrained_network
+
+    import dcls_convert
+    from dcls_convert.fitting.images import Calibration
+
     network = (
-        pretrained_network() if options.model == NAME else timm.create_model(options.model).eval()
+        pretrained_network() if options.model == LITE0 else timm.create_model(options.model).eval()
     )
     noise = torch.randn(options.images, 3, 236, 236)
-    images = 3 * nn.functional.avg_pool2d(noise, 13, stride=1)
+    images = 3 * torch.nn.functional.avg_pool2d(noise, 13, stride=1)
     batches = images.split(BATCH)
 
     @torch.no_grad()
@@ -74,7 +91,7 @@ def main() -> None:
             calibration=calibration,
         )
     )
-    found = {
+    return {
         "model": options.model,
         "scope": options.scope,
         "images": options.images,
@@ -84,7 +101,185 @@ def main() -> None:
         "ratio": round(took / once, 2),
         "more_mib": round(mebibytes() - before),
     }
-    print(json.dumps(found))
+
+
+# Few images.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A trained network, and images (N, 3, rows, columns) as it takes them."""
+
+    name: str
+    network: "nn.Module"
+    to_calibrate: "Tensor"  # 80 images
+    to_test: "Tensor"
+    black: float  # value of a black pixel
+
+    def images(self, source: str) -> "Tensor":
+        """What calibrates, for one of SOURCES."""
+        import torch
+        from torch.nn.functional import interpolate
+
+        side = self.to_test.shape[-1]
+        if source == "5 of 16 pixels":
+            return interpolate(self.to_calibrate[:5], (16, 16), mode="bilinear", antialias=True)
+        if source == "10 constants":
+            shades = torch.linspace(self.black, -self.black, 10).view(-1, 1, 1, 1)
+            return shades.expand(-1, 3, side, side)
+        if source == "black":
+            return torch.full((1, 3, side, side), self.black)
+        if source == "noise":
+            return torch.randn(8, 3, side, side, generator=torch.Generator().manual_seed(0))
+        return self.to_calibrate[: int(source)]
+
+
+def digits_task(name: str) -> Task:
+    """A small network of timm, trained on digits for some seconds."""
+    import timm
+    import torch
+    from sklearn.datasets import load_digits
+    from small import train_
+
+    digits = load_digits()
+    pixels = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
+    images = torch.nn.functional.interpolate(pixels, (DIGITS_SIDE, DIGITS_SIDE), mode="bilinear")
+    images = images.expand(-1, 3, -1, -1)
+    classes = torch.tensor(digits.target)
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(images), generator=generator)
+    to_train = order[:DIGITS_TO_TRAIN]
+    torch.manual_seed(0)
+    options = {"ls_init_value": 0.1} if name == "test_convnext" else {}
+    network = timm.create_model(name, num_classes=10, **options)
+
+    def batches() -> Any:
+        while True:
+            picked = to_train[torch.randint(DIGITS_TO_TRAIN, (64,), generator=generator)]
+            yield images[picked], classes[picked]
+
+    train_(network, batches(), steps=300, lr=3e-3)
+    return Task(
+        name=name,
+        network=network.eval(),
+        to_calibrate=images[to_train[:80]],
+        to_test=images[order[DIGITS_TO_TRAIN:]],
+        black=-1.0,
+    )
+
+
+def photographs_task() -> Task:
+    from lite0 import crops, pixels, pretrained_network
+    from torch.nn.functional import interpolate
+
+    def shrunk(half: int, count: int, seed: int) -> "Tensor":
+        side = (PHOTOGRAPHS_SIDE, PHOTOGRAPHS_SIDE)
+        images = pixels(crops(half, count, seed=seed))
+        return interpolate(images, side, mode="bilinear", antialias=True)
+
+    return Task(
+        name=LITE1,
+        network=pretrained_network(LITE1),
+        to_calibrate=shrunk(0, 80, seed=0),
+        to_test=shrunk(1, CROPS_TO_TEST, seed=1),
+        black=-1.0,
+    )
+
+
+def measure_few(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Measure what is not in the rows yet, and store it row by row."""
+    done = [(row["label"], row["network"], row["budget"], row["source"]) for row in rows]
+    for name in options.only or NETWORKS:
+        task = photographs_task() if name == LITE1 else digits_task(name)
+        for budget in BUDGETS:
+            for source in ("fit", *SOURCES):
+                key = (options.label, name, budget, source)
+                if key in done:
+                    continue
+                measured = few_row(task, budget, source)
+                rows.append(dict(zip(("label", "network", "budget", "source"), key, strict=True)))
+                rows[-1].update(measured)
+                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+                command = "python benchmarks/calibration.py --few"
+                store(options.output, command=command, settings=SETTINGS, rows=rows)
+
+
+SETTINGS = {"seed": 0, "dilated_size": 9, "scope": "model"}
+
+
+def few_row(task: Task, budget: int, source: str) -> dict[str, Any]:
+    """How far the converted network is from the original, on the images that test."""
+    from lite0 import compared, logits
+
+    import dcls_convert
+
+    model = copy.deepcopy(task.network)
+    calibration = None
+    if source != "fit":
+        calibration = list(task.images(source).split(BATCH))
+    try:
+        dcls_convert.convert_(
+            model,
+            dilated_size=SETTINGS["dilated_size"],
+            scope=SETTINGS["scope"],
+            budget=budget,
+            input_size=tuple(task.to_test.shape[1:]),
+            init="fit",
+            calibration=calibration
+            and dcls_convert.fitting.images.Calibration(batches=tuple(calibration)),
+        )
+    except Exception as error:  # of an older checkout
+        return {"error": type(error).__name__}
+    return compared(logits(task.network, task.to_test), logits(model, task.to_test))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: a row for each network and budget, a column for each source."""
+    found = {}
+    for row in rows:
+        place = (row["network"], row["budget"], row["label"])
+        found.setdefault(place, {})[row["source"]] = cell(row)
+    lines = []
+    for place in sorted(found, key=lambda place: (NETWORKS.index(place[0]), place[1])):
+        cells = [found[place].get(source, "") for source in ("fit", *SOURCES)]
+        lines.append([place[0], str(place[1]), place[2], *cells])
+    return markdown_table(["network", "budget", "version", "fit", *SOURCES], lines)
+
+
+def cell(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return row["error"]
+    return f"{100 * row['same_top1']:.1f} ({row['kl']:.3f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", nargs="?", default=LITE0)
+    parser.add_argument("--scope", default="model")
+    parser.add_argument("--dilated-size", type=int, default=9)
+    parser.add_argument("--images", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--few", action="store_true", help="compare outputs after few images")
+    parser.add_argument("--label", default="now", help="of the rows of --few")
+    parser.add_argument("--only", nargs="+", choices=NETWORKS, help="networks of --few")
+    parser.add_argument("--output", type=Path, default=RESULTS / "calibration.json")
+    parser.add_argument("--table", action="store_true", help="print the stored rows of --few")
+    options = parser.parse_args()
+    if options.table:
+        print(table(json.loads(options.output.read_text(encoding="utf-8"))["rows"]))
+        return
+    import torch
+
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    if not options.few:
+        print(json.dumps(measure_cost(options)))
+        return
+    rows = stored_rows(options.output, settings=SETTINGS)
+    measure_few(options, rows)
+    print(table(rows))
 
 
 if __name__ == "__main__":

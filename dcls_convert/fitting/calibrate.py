@@ -219,6 +219,7 @@ class CalibratedLayer:
         # (out_channels,): to add to the outputs, so that each channel has the old mean.
         self.mean_shift = layer.weight.new_zeros(layer.out_channels, dtype=torch.float64)
         self.output_error: float | None = None  # |new - old| / |old| of the outputs, once solved
+        self.keeps_fit = False  # for too few places; without a mean shift
         self.reasons: tuple[str, ...] = ()  # for an output error that is large, once solved
         self._kernel: Tensor | None = None  # of the old kernel's size, where it holds all elements
 
@@ -253,19 +254,21 @@ class CalibratedLayer:
         moments.check(self.name)
         # By weight standardisation, for example; solved weights would have to be transformed back.
         transformed = form.weight is not None
+        self.keeps_fit = moments.places < self._settings.least_places
         solution = solve_weights(
             moments,
             self.box.places_of(layer.positions),
             self.box.lines_of(form.effective_weight(self.conv, self.conv.weight)),
             form.effective_weight(layer, layer.weight).flatten(0, -2),
-            fixed=transformed,
+            fixed=transformed or self.keeps_fit,
         )
-        if not transformed:
+        if not transformed and not self.keeps_fit:
             layer.weight.copy_(solution.weights.reshape(layer.weight.shape))
         if form is PLAIN and self.box.sides == self.box.kernel_size:
             self._kernel = self._small_kernel()
-        bias = 0.0 if layer.bias is None else layer.bias.double()
-        self.mean_shift = solution.mean_shift - bias
+        if not self.keeps_fit:
+            bias = 0.0 if layer.bias is None else layer.bias.double()
+            self.mean_shift = solution.mean_shift - bias
         self.output_error = solution.output_error
         self.reasons = self._reasons(moments)
 

@@ -18,7 +18,16 @@ class CalibrationSettings:
     shift_between_images: int = 7
 
     # The objective.
-    damping: float = 1e-2  # a; keeps a kernel close to the old one where the images have no energy
+    # a, with any number of places; keeps a kernel close to the old one where the images have no
+    # energy.
+    damping: float = 1e-2
+    # What a grows by where places are few: the old kernel counts as if it had been seen in white
+    # noise, at so many places for each cell of an output channel. One place a cell determines a
+    # kernel, so it weighs as much as what is just enough: benchmarks/calibration.py --few.
+    places_of_old_kernel: float = 1.0
+    # A layer that is sampled at fewer places keeps its fit. Of one or two images, its means and
+    # variances are theirs alone.
+    least_places: int = 16
     least_energy: float = 1e-3  # share of the mean energy of all inputs that each input counts with
     # Of depthwise layers alone: other images have other means and covariances than these few.
     mean_patch: float = 100.0  # b; the mean patch differs most from image to image

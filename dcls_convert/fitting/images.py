@@ -24,6 +24,7 @@ CORNER = 0.75  # sides of a crop, as a share of the image's sides
 # to the outputs.
 HELD_OUT_EVERY = 5
 BATCH = 8  # images
+NOISE_CORRELATION = 0.1  # of neighbouring pixels; photographs have 0.8 and more
 # Formats that are read, whatever a file's name says. Pillow reads more, but runs PostScript as a
 # program.
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "PPM", "GIF")
@@ -163,7 +164,21 @@ def calibrate(
             raise DclsConvertError(
                 "calibration: the images have values that are not finite (NaN or infinite)"
             )
+    if _is_noise(calibration.batches[0]):
+        note(
+            "the images look like noise, whose neighbouring pixels are unrelated; calibrate with "
+            "images that the network will see"
+        )
     return calibration
+
+
+def _is_noise(batch: Tensor) -> bool:
+    """Whether neighbours along the last axis are uncorrelated, as in no photograph."""
+    values = batch.double().flatten(0, -2)  # (lines of pixels, columns)
+    values = values - values.mean()
+    energy = values.square().mean()
+    neighbours = (values[:, 1:] * values[:, :-1]).mean()
+    return bool(energy > 0) and bool(neighbours < NOISE_CORRELATION * energy)
 
 
 def _read_folder(

@@ -82,7 +82,7 @@ class PatchSampler:
         return parts
 
     def rows(self, part: SampledGroups) -> Tensor:
-        """Patches, targets and a row of ones: (groups, R * S + Q + 1, P), in float32 at least."""
+        """Patches and targets: (groups, R * S + Q, P), in float32 at least."""
         dims = self.layer.dims
         first = part.patches[0]
         groups = self.groups_in(part)
@@ -91,13 +91,13 @@ class PatchSampler:
             outputs = part.targets[0].shape[1]
         places = [math.prod(image.shape[-dims:]) for image in part.patches]
         dtype = torch.promote_types(first.dtype, torch.float32)
-        rows = first.new_ones(groups, self.length + outputs + 1, sum(places), dtype=dtype)
+        rows = first.new_empty(groups, self.length + outputs, sum(places), dtype=dtype)
         for index, of_image in enumerate(torch.split(rows, places, dim=2)):
             image = part.patches[index]
             by_place = of_image.view(*of_image.shape[:2], *image.shape[-dims:])
             by_place[:, : self.length].view(image.shape).copy_(image)
             if part.targets:
-                by_place[:, self.length : -1].copy_(part.targets[index])
+                by_place[:, self.length :].copy_(part.targets[index])
         return rows
 
     def groups_in(self, part: SampledGroups) -> int:

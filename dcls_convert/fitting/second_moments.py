@@ -18,7 +18,7 @@ from ..errors import DclsConvertError
 from ..layers.dcls_conv import DclsConvNd
 from .boxes import Box
 from .calibration_settings import ROWS_AT_ONCE, CalibrationSettings
-from .sampling import PatchSampler, SampledGroups
+from .sampling import PatchSampler
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -32,14 +32,19 @@ class Statistics:
     target_variance: Tensor  # (G, Q)
     # (G, R * S): mean variance of each line's input, at least a share of that of all
     energy: Tensor
+    damping: Tensor  # (G, R * S): a diag(v) of the objective in `solution.py`
 
 
 class SecondMoments:
-    """Sums of products over the patches of a layer, and of the outputs that are wanted there.
+    """Means and products over the patches of a layer, and of the outputs that are wanted there.
 
     The lines that one output channel sums are seen together (joint), as G groups; otherwise each
     line is a group of its own. Products are summed as the images are, in float32 at least, and the
     sums of batches in float64.
+
+    Each batch is centred before its products are taken, and merged by what its mean differs in
+    (Chan et al. 1979). Products less those of the means would cancel, and variances of inputs that
+    hardly vary could be negative.
     """
 
     def __init__(
@@ -57,9 +62,11 @@ class SecondMoments:
         self.groups = self.sampler.groups
         self.length = self.sampler.length  # R * S
         self.images = 0
-        # Sum over places of z z', where z is [patch (R * S), wanted outputs (Q), 1], by group:
-        # (G, R * S + Q + 1, same). A single group has only the lower triangle.
-        self.sums: Tensor | None = None
+        self.places = 0  # sampled, in all images and calls
+        # Of z, which is [patch (R * S), wanted outputs (Q)], over all places, by group.
+        self.means: Tensor | None = None  # (G, R * S + Q)
+        # Sum of (z - mean)(z - mean)': (G, R * S + Q, same). Only the lower triangle counts.
+        self.products: Tensor | None = None
 
     def add(self, input: Tensor, wanted: Tensor | None = None) -> None:
         """Add what the layer sees in a batch, and the outputs that are wanted there.
@@ -75,57 +82,72 @@ class SecondMoments:
         padded = self.layer.padded(input.detach())
         parts = self.sampler.sample(padded, wanted, first_image=self.images)
         self.images += len(input)
-        if self.sums is None:
-            side = self.length + 1
+        if self.means is None or self.products is None:
+            side = self.length
             if wanted is not None:
                 side += wanted.shape[1] // self.groups
-            device = input.device
-            self.sums = torch.zeros(self.groups, side, side, dtype=torch.float64, device=device)
+            self.means = padded.new_zeros(self.groups, side, dtype=torch.float64)
+            self.products = padded.new_zeros(self.groups, side, side, dtype=torch.float64)
         groups = [self.sampler.groups_in(part) for part in parts]
-        for sums, part in zip(torch.split(self.sums, groups), parts, strict=True):
-            self._add_products_(sums, part)
+        means = torch.split(self.means, groups)
+        products = torch.split(self.products, groups)
+        places = 0
+        for index, part in enumerate(parts):
+            rows = self.sampler.rows(part)
+            places = rows.shape[2]
+            self._merge_(means[index], products[index], rows)
+        self.places += places
 
-    def _add_products_(self, sums: Tensor, part: SampledGroups) -> None:
-        rows = self.sampler.rows(part)
+    def _merge_(self, means: Tensor, products: Tensor, rows: Tensor) -> None:
+        """Merge some groups' rows (groups, R * S + Q, P), which are changed, into their sums."""
+        total = self.places + rows.shape[2]
+        rows_mean = rows.mean(2, dtype=torch.float64)
+        rows -= rows_mean.unsqueeze(2)
         if self.groups > 1:
-            sums += rows @ rows.mT
-            return
-        for first in range(0, rows.shape[1], ROWS_AT_ONCE):
-            last = first + ROWS_AT_ONCE
-            sums[:, first:last, :last] += rows[:, first:last] @ rows[:, :last].mT
-
-    @property
-    def places(self) -> int:
-        """How many sampled places were added, in all images and calls."""
-        return 0 if self.sums is None else int(self.sums[0, -1, -1])
+            products += rows @ rows.mT
+        else:
+            for first in range(0, rows.shape[1], ROWS_AT_ONCE):
+                last = first + ROWS_AT_ONCE
+                products[:, first:last, :last] += rows[:, first:last] @ rows[:, :last].mT
+        step = rows_mean - means
+        factor = self.places * rows.shape[2] / total
+        products.baddbmm_(step.unsqueeze(2), step.unsqueeze(1), alpha=factor)
+        means.add_(step, alpha=rows.shape[2] / total)
 
     def check(self, name: str) -> None:
         """Refuse (DclsConvertError) values that are not finite, by the layer's name."""
-        if self.sums is not None and not bool(self.sums.isfinite().all()):
+        if self.products is not None and not bool(self.products.isfinite().all()):
             raise DclsConvertError(
                 f"calibration: {name} sees or gives values that are not finite (NaN or infinite)"
             )
 
     def statistics(self) -> Statistics:
         """Means and covariances of all that was added; something must have been."""
-        assert self.sums is not None
-        sums = self.sums
-        if self.groups == 1:
-            sums = sums.tril() + sums.tril(-1).mT
-        places = sums[0, -1, -1]
-        products = sums / places
-        means = products[:, :-1, -1].clone()
-        covariances = products[:, :-1, :-1]
-        covariances.baddbmm_(means.unsqueeze(2), means.unsqueeze(1), alpha=-1)
+        assert self.means is not None
+        assert self.products is not None
+        covariances = (self.products.tril() + self.products.tril(-1).mT).div_(self.places)
         covariance = covariances[:, : self.length, : self.length]
+        energy = self._energy(covariance)
         return Statistics(
-            mean_patch=means[:, : self.length],
-            mean_target=means[:, self.length :],
+            mean_patch=self.means[:, : self.length],
+            mean_target=self.means[:, self.length :],
             covariance=covariance,
             cross=covariances[:, self.length :, : self.length],
             target_variance=covariances.diagonal(dim1=1, dim2=2)[:, self.length :],
-            energy=self._energy(covariance),
+            energy=energy,
+            damping=self._damping(energy),
         )
+
+    def _damping(self, energy: Tensor) -> Tensor:
+        """a diag(v) of the objective, and the places at which the old kernel counts as seen."""
+        assert self.means is not None
+        settings = self.settings
+        cells = math.prod(self.box.sides)
+        # With the means: few places may not vary at all, and other images will.
+        squared_means = self.means[:, : self.length].square().reshape(self.groups, -1, cells)
+        mean_square = energy + squared_means.mean(-1).repeat_interleave(cells, dim=1)
+        share = settings.places_of_old_kernel * self.length / self.places
+        return settings.damping * energy + share * mean_square
 
     def _energy(self, covariance: Tensor) -> Tensor:
         cells = math.prod(self.box.sides)
@@ -140,16 +162,15 @@ def shared_roots(moments: Sequence[SecondMoments]) -> Tensor | None:
 
     An error e of a line costs |e @ root|^2: root root' is the mean of the damped covariances that
     layers of the same form see, not joint, each scaled to a mean variance of 1. Roots for each
-    layer alone would cost as many fits, and kept outputs no closer. None where no layer saw
-    anything.
+    layer alone would cost as many fits, and kept outputs no closer. None where no layer saw enough.
     """
     scaled = []
     for alone in moments:
-        if alone.sums is None:
+        if alone.places < max(1, alone.settings.least_places):
             continue
         statistics = alone.statistics()
         covariance = statistics.covariance
-        covariance.diagonal(dim1=1, dim2=2).add_(statistics.energy, alpha=alone.settings.damping)
+        covariance.diagonal(dim1=1, dim2=2).add_(statistics.damping)
         by_channel = covariance.reshape(alone.layer.in_channels, -1, *covariance.shape[1:])
         matrix = by_channel.mean(1)
         scaled.append(matrix / matrix.diagonal(dim1=1, dim2=2).mean())

@@ -10,6 +10,8 @@ of F, the footprint, says how one element spreads over the cells of its line. Th
     + c (k - k0)' P (k - k0)         P: shared correlation    (depthwise layers alone)
     + d |w - w0|^2                   w0: weights to start from
 
+a grows where places are few, where v also has the squared means: see `SecondMoments`.
+
 P has v's scale: the mean over channels of the covariances, each divided by its v, times v. The mean
 of the outputs is not part of it: the mean shift sets it afterwards. The numbers a to d, and where
 they come from, are in `CalibrationSettings`: `damping`, `mean_patch`, `shared_correlation`, `ridge`
@@ -59,7 +61,7 @@ def solve_weights(
     footprint = moments.box.footprint(places.double())  # (N, E, S)
     old = old.double().reshape(statistics.cross.shape)  # (G, Q, R * S)
     start = start.double()
-    damping = settings.damping * statistics.energy  # (G, R * S)
+    damping = statistics.damping
     matrix = statistics.covariance
     goal = statistics.cross + old * damping.unsqueeze(1)
     one_line_a_channel = moments.length == footprint.shape[2]

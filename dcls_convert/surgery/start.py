@@ -101,6 +101,7 @@ def apply_plan_(
         _fill_all_from_kernels_(groups, calibration, init, seed, notify)
         if calibration is not None:
             calibrated = fit_to_outputs_(model, groups, calibration, notify)
+            _note_kept_fits(calibrated, note)
             _note_shifted_means(calibrated, note)
         for group in groups:
             kernel_errors |= group.kernel_errors()
@@ -140,6 +141,16 @@ def _check_start(plan: ConversionPlan, init: Init, positions: Positions) -> None
                 f"keeps them in their cells, the plan has {layer.kernel_count}, "
                 f"{layer.interpolation}; plan with kernel_count='exact'"
             )
+
+
+def _note_kept_fits(calibrated: Sequence[CalibratedLayer], note: Notify) -> None:
+    """Tell the user of layers of which the images show too little."""
+    count = sum(layer.keeps_fit for layer in calibrated)
+    if count:
+        note(
+            f"{count} of {len(calibrated)} layers keep what was fitted to their kernels: the "
+            "images show too few places of them; give more or larger images"
+        )
 
 
 def _note_shifted_means(calibrated: Sequence[CalibratedLayer], note: Notify) -> None:

@@ -298,6 +298,43 @@ def test_a_convolution_called_twice_is_calibrated_for_both_and_an_idle_one_fitte
     assert all(layer.fit_error < 1 for layer in report.layers)
 
 
+@pytest.mark.usefixtures("quick_fit")
+@pytest.mark.parametrize(
+    "images",
+    [
+        photos(1),
+        photos(2),
+        photos(5, size=6),
+        torch.full((1, *SMALL), -1.0),
+        torch.linspace(-1, 1, 10).reshape(-1, 1, 1, 1).expand(-1, *SMALL),
+    ],
+    ids=["one", "two", "tiny", "black", "constant"],
+)
+def test_calibration_on_few_or_useless_images_is_not_worse_than_the_fit(images):
+    unseen = photos(16, seed=1)
+    before = network(stride=2)(unseen).detach()
+    fit, calibrated = network(stride=2), network(stride=2)
+    convert_(fit, dilated_size=9, budget=60, init="fit", input_size=SMALL)
+    options = {"dilated_size": 9, "budget": 60, "scope": "model", "input_size": SMALL}
+    convert_(calibrated, calibration=Calibration(batches=(images,)), **options)
+    assert error_of(calibrated, before, unseen) <= 1.05 * error_of(fit, before, unseen)
+
+
+@pytest.mark.usefixtures("quick_fit")
+def test_layers_of_which_too_few_places_are_seen_keep_their_fit_and_are_counted():
+    model = network(stride=2)  # one image has 144, 36 and 9 places
+    plan = plan_conversion(find_convs(model, SMALL), dilated_size=9, budget=60, tie="none")
+    fit = copy.deepcopy(model)
+    apply_plan_(fit, plan, init="fit")
+    notes = []
+    apply_plan_(model, plan, calibration=Calibration(batches=(photos(1),)), note=notes.append)
+    assert [note for note in notes if note.startswith("1 of 3 layers keep")] == notes
+    same = []
+    for one, other in zip(fit[1], model[1], strict=True):
+        same.append(torch.equal(one[0].weight, other[0].weight))
+    assert same == [False, False, True]
+
+
 def statistics_of(model, images):
     plan = plan_conversion(find_convs(model, SMALL), dilated_size=9, tie="none")
     calibration = calibrate(model, plan, images)
@@ -310,10 +347,8 @@ def test_statistics_of_a_convolution_called_twice_are_of_both_calls():
     statistics = statistics_of(model, images)
     assert statistics.calls == {model.conv: 2}
     alone = nn.Sequential(model.conv)
-    places = [
-        of.by_line[model.conv].sums[0, -1, -1] for of in (statistics, statistics_of(alone, images))
-    ]
-    assert places[0] == 2 * places[1] == statistics.by_channel[model.conv].sums[0, -1, -1]
+    places = [of.by_line[model.conv].places for of in (statistics, statistics_of(alone, images))]
+    assert places[0] == 2 * places[1] == statistics.by_channel[model.conv].places
     assert not statistics_of(alone, images).by_channel
 
 

@@ -62,6 +62,17 @@ def test_every_fifth_image_or_one_of_a_few_is_held_out_and_none_is_in_both(
     assert out == [every[index] for index in held]
 
 
+@pytest.mark.parametrize("noise", [True, False])
+def test_images_like_noise_get_a_note(planned, noise):
+    images = torch.randn(3, 3, 36, 36, generator=torch.Generator().manual_seed(0))
+    if not noise:
+        images = nn.functional.avg_pool2d(images, 5, stride=1)
+    notes = []
+    calibrate(*planned, images, note=notes.append)
+    assert len(notes) == noise
+    assert all("look like noise" in note for note in notes)
+
+
 def test_of_many_images_some_of_every_folder_are_taken(planned, tmp_path):
     for red, name in enumerate("abcde"):
         (tmp_path / name).mkdir()

@@ -33,7 +33,11 @@ CASES = {
 
 EVERY_PLACE = CalibrationSettings(places_per_image=10**6)
 EXACT = CalibrationSettings(
-    places_per_image=10**6, ridge=1e-10, most_steps=1000, least_residual=1e-12
+    places_per_image=10**6,
+    ridge=1e-10,
+    most_steps=1000,
+    least_residual=1e-12,
+    places_of_old_kernel=0,
 )
 
 
@@ -67,7 +71,7 @@ def all_patches(layer, box, images):
     """(G, R * S, P)."""
     sampler = PatchSampler(layer, box, joint=True, settings=EXACT)
     parts = sampler.sample(layer.padded(images), None, first_image=0)
-    return torch.cat([sampler.rows(part) for part in parts])[:, :-1]
+    return torch.cat([sampler.rows(part) for part in parts])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -127,6 +131,38 @@ def test_the_output_error_is_that_of_the_layer_with_the_mean_shift(name, fixed):
             layer.bias.zero_()
         error = (layer(images) + shift - wanted).norm() / wanted.norm()
     assert solution.output_error == pytest.approx(float(error), rel=1e-6)
+
+
+def test_covariances_are_symmetric_and_not_negative_where_inputs_hardly_vary():
+    """Sums of squares less the square of the mean would leave rounding errors of either sign."""
+    _, layer, box, _ = layer_of("not padded")
+    layer.float()
+    torch.manual_seed(0)
+    moments = SecondMoments(layer, box, joint=True, settings=EVERY_PLACE)
+    for _ in range(3):
+        images = 1000 + 1e-3 * torch.rand(2, 4, 7, 7)
+        moments.add(images, layer(images))
+    covariance = moments.statistics().covariance
+    assert torch.equal(covariance, covariance.mT)
+    assert float(torch.linalg.eigvalsh(covariance).min()) > -1e-12
+    assert 0 < float(covariance.diagonal(dim1=1, dim2=2).max()) < 1e-6
+
+
+def test_the_fewer_places_the_closer_the_weights_are_to_those_of_the_old_kernel():
+    """In the limit, the constructed kernel is the closest to the old one."""
+    conv, layer, box, images = layer_of("depthwise")
+    wanted = torch.randn_like(layer(images))  # nothing to learn from
+    places = box.places_of(layer.positions.detach())
+    old = box.lines_of(conv.weight.detach().double())
+    footprint = box.footprint(places)
+    closest = torch.linalg.lstsq(footprint.mT, old.unsqueeze(2)).solution.squeeze(2)
+    distances = []
+    for places_per_image in (1, 4, 16, 10**6):
+        settings = CalibrationSettings(places_per_image=places_per_image)
+        joint = moments_of(layer, box, images, wanted, settings)
+        solution = solve_weights(joint, places, old, layer.weight.detach().flatten(0, -2))
+        distances.append(float((solution.weights - closest).norm() / closest.norm()))
+    assert distances == sorted(distances), distances
 
 
 def test_places_are_others_in_each_image():
