@@ -219,6 +219,7 @@ def _plan(loaded: LoadedNetwork, candidate: Candidate, asked: Asked) -> None:
     candidate.resolved = resolved
     candidate.change(
         layers=len(plan.layers),
+        layers_beyond_map=report.layers_beyond_map,
         dilated_sizes=tuple(sorted(dilated_sizes)),
         kernel_counts=tuple(sorted(kernel_counts)),
         elements=report.params.weights,

@@ -55,6 +55,7 @@ class SweepRow:
     # Command line, or call in Python, that converts with this combination.
     command: str | None = None
     layers: int = 0  # number of layers replaced
+    layers_beyond_map: int = 0  # whose windows have cells that never meet the map
     dilated_sizes: tuple[tuple[int, ...], ...] = ()  # all that occur
     kernel_counts: tuple[int, ...] = ()  # all that occur
     elements: int | None = None  # in all kernels

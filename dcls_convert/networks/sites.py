@@ -35,6 +35,8 @@ class OldConv:
     dilation: tuple[int, ...]
     # Spatial positions of all calls for one image; None where not known.
     output_positions: int | None
+    # Smallest spatial input of any call, at the stated input size; None where not known.
+    input_extent: tuple[int, ...] | None
 
     @property
     def name(self) -> str:
@@ -70,7 +72,6 @@ class ConvSite(OldConv):
     padding_mode: str
     # Of the first call, at the stated input size; None where not known.
     output_size: tuple[int, ...] | None
-    input_extent: tuple[int, ...] | None  # smallest spatial input of any call; None where not known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -83,7 +83,8 @@ def convert_(
             as it had cells, at their places, so that the outputs stay as they are at more
             parameters.
         positions: For "random": "normal" is N(0, 0.5 cells), "kernel" is uniform over the old
-            kernel, "uniform" over the window.
+            kernel, "uniform" over the window. If the input size is known, "uniform" keeps closer to
+            the centre than the map is wide.
         calibration: For "fit": images, as in `calibrate`, or what it gave; the outputs then count
             instead of the kernels.
         held_out: As in `calibrate`: images to compare outputs on. None takes every fifth image of

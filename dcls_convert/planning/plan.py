@@ -84,6 +84,24 @@ class LayerPlan(OldConv):
         return tuple(map(extent, self.kernel_size, self.dilation))
 
     @property
+    def reach(self) -> tuple[int, ...]:
+        """Cells around the window's centre that can meet the map, on each axis.
+
+        They are closer to the centre than the map is wide. If the map is not known, all cells.
+        """
+        if self.input_extent is None:
+            return self.dilated_size
+        reach = []
+        for side, map_side in zip(self.dilated_size, self.input_extent, strict=True):
+            reach.append(min(side, 2 * map_side - 1))
+        return tuple(reach)
+
+    @property
+    def exceeds_map(self) -> bool:
+        """Whether the window has cells that never meet the map."""
+        return self.reach != self.dilated_size
+
+    @property
     def learnt_extents(self) -> tuple[int, ...]:
         """The extents along the learnt axes."""
         return self._along_learnt_axes(self.extents)

@@ -160,6 +160,12 @@ class ConversionReport(Record):
         """Whether plain convolutions stand in the layers' places."""
         return self.plan.folded
 
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def layers_beyond_map(self) -> int:
+        """Layers whose windows have cells that never meet the map, at the input size."""
+        return sum(layer.exceeds_map for layer in self.plan.layers)
+
     def with_errors(
         self,
         kernel_errors: Mapping[str, float],

@@ -176,7 +176,12 @@ def _fill_randomly_(group: LayerGroup, positions: Positions, generator: torch.Ge
     weights = []
     for conv in group.convs:
         weights.append(first_cells(conv.weight.detach(), plan.kernel_count, plan.dense_axes))
-    size = plan.extents if positions == "kernel" else plan.dilated_size
+    size = plan.dilated_size
+    if positions == "kernel":
+        size = plan.extents
+    elif positions == "uniform":
+        reaches = zip(*(layer.reach for layer in group.plans), strict=True)  # by axis
+        size = tuple(map(min, reaches))
     uniform = positions != "normal"
     places = random_positions(weights[0], size, plan.dense_axes, generator, uniform=uniform)
     _fill_(group, (weights, places))

@@ -166,6 +166,8 @@ def _facts(report: ConversionReport, inspection: Inspection) -> list[tuple[str, 
         ("Layers replaced", exact(len(report.layers))),
         ("Distinct elements", exact(inspection.elements)),
     ]
+    if report.layers_beyond_map:
+        facts.append(("With windows twice the map or larger", exact(report.layers_beyond_map)))
     if inspection.positions:
         farthest = max(inspection.positions, key=lambda row: row.mean_distance)
         distance = f"{farthest.name}, {farthest.mean_distance:.2f} cells"

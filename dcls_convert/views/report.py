@@ -412,6 +412,7 @@ def _sentences(report: ConversionReport, advice: Advice) -> list[str]:
     """The budget, the new kernels, the MACs, and what became of a trained network's outputs."""
     kernels = f"{_kernels_sentence(report)}; stages from {report.stages_from}."
     lines = [_budget(report), *_error_sentences(report), kernels, _macs_sentence(report)]
+    lines += _map_sentences(report)
     lines += outcome_sentences(report, advice)
     return [printable(line) for line in lines]
 
@@ -421,6 +422,16 @@ def _error_sentences(report: ConversionReport) -> list[str]:
     if LayerTotals(layers=report.layers).output_error is None:
         return []
     return ["Error: what each layer's outputs lost, on the images that it was fitted to."]
+
+
+def _map_sentences(report: ConversionReport) -> list[str]:
+    """In how many layers the window has cells that never meet the map; nothing if in none."""
+    if not report.layers_beyond_map:
+        return []
+    return [
+        f"In {report.layers_beyond_map} of {counted(len(report.layers), 'layer')}, the window is "
+        "at least twice as large as the map at this input size; its outer cells meet only padding."
+    ]
 
 
 def _kernels_sentence(report: ConversionReport) -> str:

@@ -183,6 +183,7 @@ def _notes(sweep: Sweep) -> Iterator[RenderableType]:
     if any(row.dominated for row in rows):
         yield indented(_domination_note(sweep), "dim")
     yield indented("Fold: size of the weights after folding.")
+    yield from _map_notes(sweep)
     if sweep.macs_note:
         yield indented(f"MACs were not counted: {sweep.macs_note}.")
     if sweep.timing is not None and any(row.forward_ms for row in rows):
@@ -209,6 +210,20 @@ def _failure_notes(sweep: Sweep) -> Iterator[RenderableType]:
             failures.append(failure)
     for failure in failures:
         yield indented(failure, "yellow")
+
+
+def _map_notes(sweep: Sweep) -> Iterator[RenderableType]:
+    """Which windows have cells that never meet the map, and in how many layers."""
+    counts: dict[str, int] = {}
+    for row in sweep.rows:
+        if row.layers_beyond_map:
+            counts[row.window] = row.layers_beyond_map
+    if counts:
+        windows = ", ".join(f"{window} ({layers})" for window, layers in counts.items())
+        yield indented(
+            "Windows at least twice as large as the map at this input size, whose outer cells "
+            f"meet only padding (in how many layers): {windows}."
+        )
 
 
 def _domination_note(sweep: Sweep) -> str:

@@ -1,0 +1,64 @@
+"""Random starts."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from dcls_convert.pipeline.in_memory import convert_
+from dcls_convert.views.report import report_markdown
+
+
+def converted(model, size, image, **options):
+    convert_(model, dilated_size=size, init="random", input_size=image, **options)
+    return model
+
+
+@settings(max_examples=20, deadline=None)
+@given(map_size=st.tuples(st.integers(1, 9), st.integers(1, 9)), kernel=st.sampled_from([3, 4]))
+def test_uniform_elements_all_meet_the_map_and_a_report_counts_windows_that_exceed_it(
+    map_size, kernel
+):
+    window = kernel + 8
+    conv = nn.Conv2d(4, 4, kernel, padding="same", groups=4, bias=False)
+    model = nn.Sequential(conv)
+    report = convert_(
+        model,
+        dilated_size=window,
+        init="random",
+        positions="uniform",
+        kernel_count=9,
+        input_size=(4, *map_size),
+    )
+    layer = model[0]
+    layer(torch.rand(1, 4, *map_size) + 0.1).sum().backward()
+    if kernel % 2:  # even windows lie half a cell beside their map
+        assert (layer.weight.grad > 0).all()
+
+    dense = layer.fuse()
+    dense.weight.grad = None
+    dense(torch.rand(1, 4, *map_size) + 0.1).sum().backward()
+    assert report.layers_beyond_map == bool((dense.weight.grad == 0).any())
+    assert report.to_dict()["layers_beyond_map"] == report.layers_beyond_map
+    said = "meet only padding" in report_markdown(report)
+    assert said == bool(report.layers_beyond_map)
+
+
+def test_windows_within_the_map_and_unknown_maps_give_the_same_positions():
+    positions = []
+    for image in ((4, 16, 16), (4, 5, 9), None):
+        model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, groups=4))
+        converted(model, (9, 13), image, positions="uniform")
+        positions.append(model[0].positions)
+    assert torch.equal(positions[0], positions[2])
+    assert torch.equal(positions[0], positions[1])
+
+
+def test_layers_that_share_positions_take_the_smallest_map():
+    model = nn.Sequential()
+    model.stem = nn.Conv2d(4, 4, 1)
+    blocks = [nn.Conv2d(4, 4, 3, padding=1, groups=4), nn.MaxPool2d(4)]
+    model.layer1 = nn.Sequential(*blocks, nn.Conv2d(4, 4, 3, padding=1, groups=4))
+    converted(model, 9, (4, 8, 8), positions="uniform")
+    assert model.layer1[0].positions is model.layer1[2].positions
+    assert model.layer1[0].positions.abs().max() <= 1  # of a map of 2 cells
