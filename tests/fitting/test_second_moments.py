@@ -3,6 +3,7 @@ from it.
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -148,8 +149,21 @@ def test_covariances_are_symmetric_and_not_negative_where_inputs_hardly_vary():
     assert 0 < float(covariance.diagonal(dim1=1, dim2=2).max()) < 1e-6
 
 
-def test_the_fewer_places_the_closer_the_weights_are_to_those_of_the_old_kernel():
-    """In the limit, the constructed kernel is the closest to the old one."""
+def test_places_of_the_old_kernel_count_beside_those_that_are_seen():
+    """Seen twice as often, images have half as much pull to the old kernel against them."""
+    _, layer, box, images = layer_of("depthwise")
+    pulls = []
+    for times in (1, 2):
+        moments = SecondMoments(layer, box, joint=True, settings=EVERY_PLACE)
+        for _ in range(times):
+            moments.add(images, layer(images))
+        statistics = moments.statistics()
+        pulls.append(statistics.damping - EVERY_PLACE.damping * statistics.energy)
+    torch.testing.assert_close(pulls[1], pulls[0] / 2)
+
+
+def test_with_a_strong_pull_the_constructed_kernel_is_the_closest_to_the_old_one():
+    torch.manual_seed(0)
     conv, layer, box, images = layer_of("depthwise")
     wanted = torch.randn_like(layer(images))  # nothing to learn from
     places = box.places_of(layer.positions.detach())
@@ -157,12 +171,13 @@ def test_the_fewer_places_the_closer_the_weights_are_to_those_of_the_old_kernel(
     footprint = box.footprint(places)
     closest = torch.linalg.lstsq(footprint.mT, old.unsqueeze(2)).solution.squeeze(2)
     distances = []
-    for places_per_image in (1, 4, 16, 10**6):
-        settings = CalibrationSettings(places_per_image=places_per_image)
+    for places_of_old_kernel in (1e-2, 1, 1e2, 1e8):
+        settings = replace(EXACT, places_of_old_kernel=places_of_old_kernel)
         joint = moments_of(layer, box, images, wanted, settings)
         solution = solve_weights(joint, places, old, layer.weight.detach().flatten(0, -2))
         distances.append(float((solution.weights - closest).norm() / closest.norm()))
-    assert distances == sorted(distances), distances
+    assert distances == sorted(distances, reverse=True)
+    assert distances[-1] < 1e-3
 
 
 def test_places_are_others_in_each_image():
