@@ -106,9 +106,14 @@ def _bank(kernel: Tensor, rows: Axis, columns: Axis) -> Tensor:
     top = rows.side - 1 - rows.hidden
     bottom = rows.seen + rows.hidden - rows.taps
     windows = _padded(kernel[:, 0], (left, right, top, bottom))
-    shifted = windows.unfold(1, rows.seen, 1).unfold(2, columns.seen, 1)
+    # Cells are numbered, and then gathered by number: a flipped view of the windows themselves
+    # would be copied twice.
+    cells = torch.arange(windows[0].numel(), device=kernel.device).view(windows.shape[1:])
+    shifted = cells.unfold(0, rows.seen, 1).unfold(1, columns.seen, 1)
     # The first view holds the window that is shifted the most.
-    return shifted.flip(1, 2).reshape(kernel.shape[0], rows.side * columns.side, -1)
+    index = shifted.flip(0, 1).reshape(-1)
+    bank = windows.flatten(1).index_select(1, index)
+    return bank.view(kernel.shape[0], rows.side * columns.side, -1)
 
 
 def convolve(input: Tensor, kernel: Tensor, padding: Sequence[int]) -> Tensor:
