@@ -1,13 +1,39 @@
-"""Whether kernels are still as torch initialises convolutions, and so untrained."""
+"""How a network is initialised: whether it is untrained, and whether it relies on norms."""
 
 import math
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 LEAST_WEIGHTS = 1_000  # in all kernels; fewer can lie within the bounds by chance
 MOST_DEVIATIONS = 5.0  # standard errors of the mean square
+
+
+def has_norms(model: nn.Module) -> bool:
+    """Whether the network normalises anything, so that the size of outputs hardly matters.
+
+    Classes are known by their names, as libraries have norms of their own: "FrozenBatchNorm2d".
+    """
+    return any("Norm" in type(module).__name__ for module in model.modules())
+
+
+@torch.no_grad()
+def output_power(kernel: Tensor) -> float:
+    """The sum over output channels of the outputs' mean square, for rectified white noise.
+
+    Of a unit's mean square that a ReLU has rectified, 1 / pi is the square of its mean; the rest
+    is variance, which neighbours do not share. So the variance meets the squares of the weights,
+    and the mean the square of their sum. Input channels are taken as independent, as their weights
+    are at random.
+
+    Args:
+        kernel: (out_channels, in_channels / groups, *kernel_size).
+    """
+    weights = kernel.double().flatten(2)
+    of_variance = float(weights.square().sum())
+    of_mean = float(weights.sum(2).square().sum())
+    return of_variance + (of_mean - of_variance) / math.pi
 
 
 @torch.no_grad()

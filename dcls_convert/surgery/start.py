@@ -4,6 +4,7 @@ Axes: O output channels, I input channels per group, D cells of the dense axes, 
 learnt axes.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ from ..fitting.images import Calibration, Images, calibrate
 from ..fitting.warm_start import fit_elements, fit_seed
 from ..layers.elements import Elements, first_cells, random_positions
 from ..layers.interpolation import find_interpolation
+from ..networks.initialisation import has_norms, output_power
 from ..networks.running import full_precision, unchanged_on_failure
 from ..options import AUTO, EXACT, INITS, POSITIONS, Init, Positions
 from ..planning.plan import ConversionPlan
@@ -63,7 +65,8 @@ def apply_plan_(
             the constructed kernels are placed.
         init: As in `convert_`. "exact" needs a plan with an element for every cell
             (`plan_conversion(kernel_count="exact")`). The weights of "random" elements are cells of
-            the old kernels, so that they stay distributed as the model initialises them.
+            the old kernels, so that they stay distributed as the model initialises them. In a model
+            without norms, they are then scaled: outputs get the mean square of the old ones.
         positions: As in `convert_`.
         generator: Source of all randomness; without it, a new one with seed 0.
         calibration: For "fit": images, as in `convert_`; or the statistics of a pass over them.
@@ -91,6 +94,8 @@ def apply_plan_(
     if init == "random":
         for group in groups:
             _fill_randomly_(group, positions, generator)
+        if not has_norms(model):
+            _scale_to_old_kernels_(groups)
     else:
         if calibration is not None and not isinstance(calibration, CalibrationStatistics):
             if not isinstance(calibration, Calibration):
@@ -185,6 +190,21 @@ def _fill_randomly_(group: LayerGroup, positions: Positions, generator: torch.Ge
     uniform = positions != "normal"
     places = random_positions(weights[0], size, plan.dense_axes, generator, uniform=uniform)
     _fill_(group, (weights, places))
+
+
+def _scale_to_old_kernels_(groups: Sequence[LayerGroup]) -> None:
+    """Give the outputs of layers the mean square that they have with the old kernels.
+
+    It would be smaller, as there are fewer elements than cells, and an element is spread over
+    several cells.
+    """
+    for group in groups:
+        for old_kernel, layer in zip(group.effective_kernels(), group.layers, strict=True):
+            if layer.weight.is_meta:
+                continue
+            power = output_power(layer.kernel())
+            if power > 0:  # kernels may start from zero
+                layer.weight.mul_(math.sqrt(output_power(old_kernel) / power))
 
 
 def _fill_all_from_kernels_(

@@ -1,17 +1,58 @@
 """Random starts."""
 
+import pytest
+import timm
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from dcls_convert.networks.initialisation import output_power
+from dcls_convert.options import INTERPOLATION_NAMES, POSITIONS
 from dcls_convert.pipeline.in_memory import convert_
 from dcls_convert.views.report import report_markdown
+
+SAMPLES = (64, 8, 24, 24)  # of noise
 
 
 def converted(model, size, image, **options):
     convert_(model, dilated_size=size, init="random", input_size=image, **options)
     return model
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    growth=st.tuples(st.sampled_from([0, 2, 6]), st.sampled_from([0, 4])),
+    count=st.integers(1, 9),
+    interpolation=st.sampled_from(INTERPOLATION_NAMES),
+    positions=st.sampled_from(POSITIONS),
+    seed=st.integers(0, 99),
+)
+def test_without_norms_outputs_for_rectified_noise_keep_their_mean_square(
+    growth, count, interpolation, positions, seed
+):
+    torch.manual_seed(seed)
+    conv = nn.Conv2d(8, 8, (3, 5), groups=8, bias=False, dtype=torch.float64)
+    size = (3 + growth[0], 5 + growth[1])
+    noise = torch.randn(SAMPLES, dtype=torch.float64).relu()
+    before = conv(noise).square().mean()
+    options = {"kernel_count": count, "interpolation": interpolation, "positions": positions}
+    rules = {"format": 1, "rules": [{"match": {"path": "*"}}]}
+    model = converted(nn.Sequential(conv), size, (8, 24, 24), rules=rules, seed=seed, **options)
+    layer = model[0]
+    assert output_power(layer.kernel()) == pytest.approx(output_power(conv.weight))
+    layer.padding = (0, 0)  # padding is no noise
+    torch.testing.assert_close(layer(noise).square().mean(), before, rtol=0.1, atol=0)
+
+
+def test_with_norms_the_weights_of_random_elements_are_cells_of_the_old_kernels():
+    for name in ("test_convnext", "test_resnet"):
+        model = timm.create_model(name)
+        cells = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        report_model = converted(model, "+4", (3, 64, 64))
+        for module in report_model.modules():
+            if hasattr(module, "kernel_count"):
+                assert torch.isin(module.weight, cells).all()
 
 
 @settings(max_examples=20, deadline=None)
