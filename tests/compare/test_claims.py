@@ -1,5 +1,6 @@
 """One process a run: claims of those that live hold, those of the dead are taken over."""
 
+import json
 import multiprocessing
 import os
 import subprocess
@@ -82,22 +83,45 @@ def test_of_processes_that_begin_at_once_one_trains(tmp_path, left):
     assert not (tmp_path / CLAIM).exists()
 
 
+TIMES = ("step_ms", "images_per_second", "seconds")
+
+
+def runs_without_times(folder):
+    comparison = json.loads((folder / "comparison.json").read_text())
+    assert comparison["missing"] == []
+    for run in comparison["runs"]:
+        for name in TIMES:
+            del run[name]
+    return comparison["runs"]
+
+
 @pytest.mark.processes
-def test_two_calls_share_the_work(tmp_path):
-    """Both end well, no run is trained twice, and the last one to end has all of them."""
+def test_calls_share_the_work_and_one_that_is_killed_loses_none(tmp_path):
+    """All runs are as those of one call that nothing disturbs."""
     photographs(tmp_path / "images")
     command = [sys.executable, "-m", "dcls_convert", "compare", "test_convnext", "--data", "images"]
-    command += ["--sizes", "9", "--epochs", "2", "--seeds", "3", "--input-size", "3x32x32"]
-    command += ["--batch-size", "4", "--device", "cpu", "--output", "out"]
-    calls = []
-    for _ in range(2):
+    command += ["--sizes", "9", "--epochs", "3", "--seeds", "2", "--input-size", "3x32x32"]
+    command += ["--batch-size", "4", "--device", "cpu", "--output"]
+    calls = {}
+    for options in (["whole"], ["out"], ["out"], ["out", "--only", "2/2"]):
         call = subprocess.Popen(
-            command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command + options,
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-        calls.append(call)
-    told = [call.communicate(timeout=500) for call in calls]
-    assert [call.returncode for call in calls] == [0, 0], told
-    assert any("missing" not in out for out, _ in told)
-    lines = "".join(err for _, err in told).splitlines()
-    ends = [line for line in lines if "epoch 2 of 2" in line]
-    assert len(ends) == 6
+        calls[call.pid] = call
+    while not (states := list(tmp_path.glob("out/runs/*/state.pt"))):
+        time.sleep(0.01)
+    _, _, owner = states[0].with_name(CLAIM).read_text().rpartition("-")
+    killed = calls.pop(int(owner))
+    killed.kill()
+    killed.communicate()
+    told = [call.communicate(timeout=500) for call in calls.values()]
+    assert [call.returncode for call in calls.values()] == [0, 0, 0], told
+    assert runs_without_times(tmp_path / "out") == runs_without_times(tmp_path / "whole")
+    for track in tmp_path.glob("out/runs/*/positions.jsonl"):
+        undisturbed = tmp_path / "whole" / track.relative_to(tmp_path / "out")
+        assert track.read_bytes() == undisturbed.read_bytes()
+    assert not list(tmp_path.glob(f"out/runs/*/{CLAIM}"))
