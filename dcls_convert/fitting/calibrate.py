@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import DclsConvertError, one_line
+from ..errors import DclsConvertError, is_out_of_memory, one_line
 from ..layers.conv_classes import PLAIN, Conv
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.in_step import run_in_step
@@ -145,9 +145,13 @@ def forward(model: nn.Module, batch: Tensor) -> None:
         batch = batch.contiguous(memory_format=torch.channels_last)
     try:
         run(model, batch)
-    except (DclsConvertError, MemoryError, torch.OutOfMemoryError):
+    except DclsConvertError:
         raise
     except Exception as error:  # the model's own code
+        if is_out_of_memory(error):
+            raise DclsConvertError(
+                "calibration: out of memory; give fewer or smaller images"
+            ) from error
         problem = one_line(error)[:200]
         raise DclsConvertError(
             f"calibration: the model does not take the images: {problem}"

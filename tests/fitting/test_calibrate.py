@@ -245,9 +245,18 @@ def test_what_cannot_be_calibrated_is_refused_by_name_and_the_model_left_as_it_w
 
 
 @pytest.mark.usefixtures("quick_fit")
-@pytest.mark.parametrize("fails_at", [None, 0, 3, 5])
+@pytest.mark.parametrize(
+    ("fails_at", "raised"),
+    [
+        (None, contextlib.nullcontext()),
+        (0, pytest.raises(DclsConvertError, match="out of memory")),
+        (3, pytest.raises(DclsConvertError, match="out of memory")),
+        (5, pytest.raises(MemoryError)),
+    ],
+    ids=["not", "first pass", "in step", "at the end"],
+)
 def test_every_module_keeps_its_own_mode_without_hooks_and_a_model_that_fails_is_unchanged(
-    fails_at,
+    fails_at, raised
 ):
     model = network(bias=True)
     calls = []
@@ -264,7 +273,7 @@ def test_every_module_keeps_its_own_mode_without_hooks_and_a_model_that_fails_is
     model[1][1][2] = Failing()
     modes = {name: module.training for name, module in model.named_modules()}
     before = state_of(model)
-    with pytest.raises(MemoryError) if fails_at is not None else contextlib.nullcontext():
+    with raised:
         convert_(model, dilated_size=9, calibration=[photos()], input_size=SMALL)
     if fails_at is not None:
         assert state_of(model) == before
