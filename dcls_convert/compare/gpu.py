@@ -64,7 +64,7 @@ class GpuRow:
     problem: str | None = None
 
     def __str__(self) -> str:
-        text = f"{self.part:7} {self.what:28} {self.way or '':6} {self.work or '':9} "
+        text = f"{self.part:7} {self.what:34} {self.way or '':6} {self.work or '':9} "
         text += f"batch {self.batch:<3}"
         if self.ms is not None:
             text += f"{self.ms:9.2f} ms {self.images_per_second:8,.1f} images/s"

@@ -38,6 +38,8 @@ def comparison_view(comparison: Comparison) -> Group:
         "",
         Table(ACCURACY_COLUMNS, comparison.arms),
         "",
+        Table(DETAIL_COLUMNS, comparison.arms),
+        "",
         *map(indented, lines),
         *map(indented, answer_notes(comparison)),
     )
@@ -107,6 +109,9 @@ ACCURACY_COLUMNS: list[Column[ArmResult]] = [
     Column("top-1 %", lambda arm: arm, _top1),
     Column("difference", lambda arm: arm if arm.over_images else None, _difference),
     Column("detectable", lambda arm: arm.detectable, "{:.1f}".format),
+]
+DETAIL_COLUMNS: list[Column[ArmResult]] = [
+    Column("network", lambda arm: arm.label),
     Column("over seeds", lambda arm: arm.over_seeds, _half_width),
     Column("over images", lambda arm: arm.over_images, _half_width),
     Column("cells moved", lambda arm: arm.distance, "{:.2f}".format),
@@ -196,6 +201,7 @@ def comparison_page(comparison: Comparison, folder: Path) -> str:
             "tables": [
                 _page_table(comparison, COST_COLUMNS),
                 _page_table(comparison, ACCURACY_COLUMNS),
+                _page_table(comparison, DETAIL_COLUMNS),
             ],
             "networks": labels,
             "seeds": seeds,
