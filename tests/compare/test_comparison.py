@@ -144,11 +144,11 @@ def test_a_comparison_ends_as_a_table_files_and_checkpoints(tmp_path):
     out, err = compare("--sizes", "9", "--epochs", "2", "--seeds", "3", "--output", "out", "--html")
     assert "6 runs of 2 epochs of 4 updates on cpu: about" in err
     assert "AdamW, lr" in err
-    assert "9x9 uniform: " in out
+    assert "9x9 kernel: " in out
     comparison = read_comparison(tmp_path / "out")
-    assert [arm.label for arm in comparison.arms] == ["as it is", "9x9 uniform"]
+    assert [arm.label for arm in comparison.arms] == ["as it is", "9x9 kernel"]
     assert [(run.arm.label, run.seed) for run in comparison.runs] == [
-        (label, seed) for label in ("as it is", "9x9 uniform") for seed in range(3)
+        (label, seed) for label in ("as it is", "9x9 kernel") for seed in range(3)
     ]
     assert all(
         len(run.loss) == len(run.top1) == 2 and len(run.right) == 4 for run in comparison.runs
@@ -169,10 +169,10 @@ def test_a_comparison_ends_as_a_table_files_and_checkpoints(tmp_path):
         (drawn["networks"][run["network"]], drawn["seeds"][run["seed"]]) for run in drawn["runs"]
     ] == [(run.arm.label, run.seed) for run in comparison.runs]
     assert [history["title"] for history in data["histories"]] == [
-        "Positions of 9x9 uniform, seed 0"
+        "Positions of 9x9 kernel, seed 0"
     ]
     assert not list((tmp_path / "out").rglob("state.pt"))
-    assert verify_folder(tmp_path / "out/models/9x9-uniform-seed0", rebuild=rebuild_here).ok
+    assert verify_folder(tmp_path / "out/models/9x9-kernel-seed0", rebuild=rebuild_here).ok
     again, err = compare(
         "--sizes", "9", "--epochs", "2", "--seeds", "3", "--output", "out", "--json"
     )
@@ -208,7 +208,7 @@ def test_parts_make_the_whole_and_other_settings_are_refused(tmp_path):
     out, _ = compare(
         "--sizes", "9,11", "--epochs", "1", "--seeds", "3", "--only", "1/9", "--output", "whole"
     )
-    missing = "11x11 uniform, seed 0; 11x11 uniform, seed 1; as it is, seed 2; 9x9 uniform, seed 2"
+    missing = "11x11 kernel, seed 0; 11x11 kernel, seed 1; as it is, seed 2; 9x9 kernel, seed 2"
     assert f"5 runs missing: {missing}; and 1 more" in " ".join(out.split())
     more = read_comparison(tmp_path / "whole")
     assert (more.settings.seeds, more.looks) == (2, (2,))  # that of 3 seeds is not finished
@@ -236,13 +236,13 @@ def test_a_run_that_was_killed_goes_on(tmp_path):
     with patch.object(Training, "_train_update", killed):
         out, err = compare(*options, "--output", "killed", code=130)
     assert out.splitlines()[-2:] == [
-        " 1 run missing: 9x9 uniform, seed 0",
+        " 1 run missing: 9x9 kernel, seed 0",
         " Interrupted: the same command continues with the missing runs.",
     ]
     assert err.splitlines()[-1] == "error: interrupted"
     assert (tmp_path / "killed/settings.json").exists()
     assert [path.parent.name for path in (tmp_path / "killed").rglob("state.pt")] == [
-        "9x9-uniform-seed0"
+        "9x9-kernel-seed0"
     ]
     with patch(
         "dcls_convert.compare.runs.save_trained", side_effect=KeyboardInterrupt
@@ -253,7 +253,7 @@ def test_a_run_that_was_killed_goes_on(tmp_path):
     assert [(run.loss, run.top1, run.moved) for run in one.runs] == [
         (run.loss, run.top1, run.moved) for run in other.runs
     ]
-    tracks = [Path(name, "runs/9x9-uniform-seed0", TRACK) for name in ("whole", "killed")]
+    tracks = [Path(name, "runs/9x9-kernel-seed0", TRACK) for name in ("whole", "killed")]
     assert tracks[0].read_bytes() == tracks[1].read_bytes()
 
 
