@@ -36,7 +36,7 @@ class OldConv:
     # Spatial positions of all calls for one image; None where not known.
     output_positions: int | None
     # Smallest spatial input of any call, at the stated input size; None where not known.
-    input_extent: tuple[int, ...] | None
+    input_extent: tuple[int, ...] | None = None
 
     @property
     def name(self) -> str:

@@ -233,8 +233,11 @@ class ConversionPlan(Record):
 
     @property
     def hash(self) -> str:
-        """SHA-256 over the canonical JSON."""
-        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+        """SHA-256 over the canonical JSON, without sizes of maps, which older plans do not state."""
+        values = self.to_dict()
+        for layer in values["layers"]:
+            del layer["input_extent"]
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     def diff(self, other: "ConversionPlan") -> tuple[Difference, ...]:
         """What differs: first in the plans as a whole, then in layers.
