@@ -21,9 +21,10 @@ class CalibrationSettings:
     # a, with any number of places; keeps a kernel close to the old one where the images have no
     # energy.
     damping: float = 1e-2
-    # What a grows by where places are few: the old kernel counts as if it had been seen in white
-    # noise, at so many places for each cell of an output channel. One place a cell determines a
-    # kernel, so it weighs as much as what is just enough: benchmarks/calibration.py --few.
+    # What a grows by where places are few: by the square of so many times the cells of an output
+    # channel, over the places. One place a cell just determines a kernel, so there the old kernel
+    # weighs as much as the images. Without the square, many places were pulled, too:
+    # benchmarks/calibration.py --few.
     places_of_old_kernel: float = 1.0
     # A layer that is sampled at fewer places keeps its fit. Of one or two images, its means and
     # variances are theirs alone.

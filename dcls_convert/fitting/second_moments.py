@@ -146,7 +146,7 @@ class SecondMoments:
         # With the means: few places may not vary at all, and other images will.
         squared_means = self.means[:, : self.length].square().reshape(self.groups, -1, cells)
         mean_square = energy + squared_means.mean(-1).repeat_interleave(cells, dim=1)
-        share = settings.places_of_old_kernel * self.length / self.places
+        share = (settings.places_of_old_kernel * self.length / self.places) ** 2
         return settings.damping * energy + share * mean_square
 
     def _energy(self, covariance: Tensor) -> Tensor:

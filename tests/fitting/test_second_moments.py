@@ -150,7 +150,7 @@ def test_covariances_are_symmetric_and_not_negative_where_inputs_hardly_vary():
 
 
 def test_places_of_the_old_kernel_count_beside_those_that_are_seen():
-    """Seen twice as often, images have half as much pull to the old kernel against them."""
+    """Seen twice as often, images have a quarter of the pull to the old kernel against them."""
     _, layer, box, images = layer_of("depthwise")
     pulls = []
     for times in (1, 2):
@@ -159,7 +159,7 @@ def test_places_of_the_old_kernel_count_beside_those_that_are_seen():
             moments.add(images, layer(images))
         statistics = moments.statistics()
         pulls.append(statistics.damping - EVERY_PLACE.damping * statistics.energy)
-    torch.testing.assert_close(pulls[1], pulls[0] / 2)
+    torch.testing.assert_close(pulls[1], pulls[0] / 4)
 
 
 def test_with_a_strong_pull_the_constructed_kernel_is_the_closest_to_the_old_one():
