@@ -233,7 +233,7 @@ class ConversionPlan(Record):
 
     @property
     def hash(self) -> str:
-        """SHA-256 over the canonical JSON, without sizes of maps, which older plans do not state."""
+        """SHA-256 over the canonical JSON, but for sizes of maps, which older plans lack."""
         values = self.to_dict()
         for layer in values["layers"]:
             del layer["input_extent"]
