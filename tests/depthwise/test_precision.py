@@ -1,0 +1,68 @@
+"""Matrix products of each precision beside float64 on the CPU, on every device that is there."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dcls_convert.depthwise import matmul
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+        ],
+    ),
+]
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PRECISIONS["tf32"] = torch.float32  # which CPUs do not have
+CHANNELS = 6
+WINDOW = 9
+
+
+@pytest.fixture(params=PRECISIONS)
+def dtype(request):
+    if request.param == "tf32":
+        torch.set_float32_matmul_precision("high")
+    yield PRECISIONS[request.param]
+    torch.set_float32_matmul_precision("highest")
+
+
+def output_and_gradients(convolve, images, kernel, grad):
+    images = images.detach().requires_grad_()
+    kernel = kernel.detach().requires_grad_()
+    output = convolve(images, kernel)
+    gradients = torch.autograd.grad(output, (images, kernel), grad)
+    return [output.detach(), *gradients]
+
+
+def by_torch(images, kernel):
+    return F.conv2d(images, kernel, padding=WINDOW // 2, groups=CHANNELS)
+
+
+def by_products(images, kernel):
+    padding = (WINDOW // 2, WINDOW // 2)
+    return matmul.depthwise(images, kernel, None, (1, 1), padding)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("side", [7, 13, 16, 30])
+@pytest.mark.parametrize(("images", "parts"), [(1, 1), (4, 1), (4, 2)])
+def test_products_lose_no_more_than_torch_does(monkeypatch, device, dtype, side, images, parts):
+    torch.manual_seed(0)
+    if parts > 1:
+        monkeypatch.setattr(matmul, "_channels_at_once", lambda *_: CHANNELS // parts)
+    shapes = [(images, CHANNELS, side, side), (CHANNELS, 1, WINDOW, WINDOW)]
+    given = [torch.randn(shape).to(device, dtype) for shape in (*shapes, shapes[0])]
+    exact = output_and_gradients(by_torch, *[one.cpu().double() for one in given])
+    products = output_and_gradients(by_products, *given)
+    others = output_and_gradients(by_torch, *given)
+    rounding = torch.finfo(dtype).eps
+    if torch.get_float32_matmul_precision() == "high":
+        rounding = torch.finfo(torch.float16).eps  # TF32 has as many digits
+    for product, other, wanted in zip(products, others, exact, strict=True):
+        error = (product.cpu().double() - wanted).norm() / wanted.norm()
+        error_of_torch = (other.cpu().double() - wanted).norm() / wanted.norm()
+        assert error <= 2 * error_of_torch + rounding
