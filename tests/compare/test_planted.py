@@ -23,7 +23,7 @@ from torch import nn
 def net(num_classes):
     see = nn.Conv2d(16, 16, 3, padding=1, groups=16)
     return nn.Sequential(
-        nn.Conv2d(3, 16, 1), see, nn.ReLU(),
+        nn.Conv2d(3, 16, 1), see, nn.BatchNorm2d(16), nn.ReLU(),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, num_classes),
     )
 """
