@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..depthwise.choice import VARIABLE, Preference, choices, conv2d
 from ..depthwise.eager import is_channels_last
 from ..depthwise.geometry import size_text
-from ..errors import DclsConvertError, PlanError, one_line, shown
+from ..errors import DclsConvertError, PlanError, is_out_of_memory, one_line, shown
 from ..layers.dcls_conv import DclsConv2d
 from ..networks.running import full_precision
 from ..pipeline.loaded import LoadedNetwork
@@ -401,7 +401,7 @@ def _milliseconds(call: Callable[[], None], calls: int, device: torch.device) ->
 
 
 def _reason(failure: Exception) -> str:
-    if isinstance(failure, torch.OutOfMemoryError):
+    if is_out_of_memory(failure):
         return OUT_OF_MEMORY
     return f"{type(failure).__name__}: {one_line(failure)[:200]}"
 

@@ -119,7 +119,7 @@ def test_exhausted_memory_is_a_row_and_halves_the_batch(monkeypatch):
 
     def refuse(model, inputs):
         if len(inputs[0]) > 2:
-            raise torch.OutOfMemoryError("allocation of 20 GiB")
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
     check.dense.register_forward_pre_hook(refuse)
     rows = list(check._timed_rows(case, 8))
