@@ -72,5 +72,10 @@ def gpu(
         with new_file(output, force=force or len(rows) > 1) as partial:
             partial.write_text(report.to_json(), encoding="utf-8")
         console.show(str(row))
+    if report.not_begun:
+        console.note(
+            f"{report.not_begun} measurements were not begun in {seconds} seconds; "
+            "--seconds gives more time"
+        )
     console.show("", *report.choices, "", report.verdict)
     console.message(f"{model}: wrote {output}; please attach it to an issue")

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import os
 import statistics
 import time
@@ -88,6 +89,7 @@ class GpuReport(Record):
     backend: str | None  # version of CUDA or ROCm
     dtype: str  # of autocast, for networks and layers
     rows: tuple[GpuRow, ...]
+    not_begun: int  # measurements of networks and layers for which the time was too short
     choices: tuple[str, ...]  # the package's own, in the networks
     verdict: str
 
@@ -118,6 +120,7 @@ class GpuCheck:
 
     def __init__(self, loaded: LoadedNetwork, device: torch.device, seconds: float) -> None:
         self.end = time.monotonic() + seconds
+        self.not_begun = 0  # measurements, until their turn comes
         self.device = device
         self.model = str(loaded.request.model)
         input_size = loaded.convs.input_size
@@ -141,13 +144,15 @@ class GpuCheck:
         Compiled networks are last, since compiling takes about a minute for each.
         """
         yield from self._proofs()
-        largest_batch = self.batches[0]
-        networks = self._network_cases()
-        for batch in self.batches:
-            for case in networks:
-                yield from self._timed_rows(case, batch)
+        measurements = list(itertools.product(self.batches, self._network_cases()))
         for case in (*self._layer_cases(), *self._compiled_cases()):
-            yield from self._timed_rows(case, largest_batch)
+            measurements.append((self.batches[0], case))
+        self.not_begun = len(measurements)
+        for batch, case in measurements:
+            if time.monotonic() >= self.end:
+                return
+            self.not_begun -= 1
+            yield from self._timed_rows(case, batch)
 
     def report(self, rows: Sequence[GpuRow]) -> GpuReport:
         """The rows so far, the package's choices so far, and the verdict on them."""
@@ -161,6 +166,7 @@ class GpuCheck:
             backend=torch.version.cuda or torch.version.hip,
             dtype=str(self.dtype),
             rows=tuple(rows),
+            not_begun=self.not_begun,
             choices=tuple(str(choice) for choice in choices() if VARIABLE not in choice.why),
             verdict=verdict(rows),
         )
@@ -254,16 +260,15 @@ class GpuCheck:
             batch //= 2
 
     def _timed_row(self, case: _Case, batch: int) -> GpuRow:
-        known: dict[str, Any] = {"problem": "skipped: the time is over"}
-        if time.monotonic() < self.end:
-            try:
-                with taking(case.way or "auto"):
-                    known = self._time(case, batch)
-            except Exception as failure:  # of a library or compiler: a result for this device
-                known["problem"] = _reason(failure)
-            case.model.zero_grad(set_to_none=True)
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+        known: dict[str, Any]
+        try:
+            with taking(case.way or "auto"):
+                known = self._time(case, batch)
+        except Exception as failure:  # of a library or compiler: a result for this device
+            known = {"problem": _reason(failure)}
+        case.model.zero_grad(set_to_none=True)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
         return GpuRow(
             part=case.part, what=case.what, way=case.way, work=case.work, batch=batch, **known
         )

@@ -79,8 +79,16 @@ def test_what_was_measured_before_an_interruption_is_stored(monkeypatch):
 def test_when_the_time_is_over_nothing_is_begun():
     check = checked(net())
     check.end = 0.0
-    rows = [row for row in check.rows() if row.part != "proof"]
-    assert {row.problem for row in rows} == {"skipped: the time is over"}
+    rows = list(check.rows())
+    assert {row.part for row in rows} == {"proof"}
+    assert check.report(rows).not_begun > 0
+
+
+def test_with_time_enough_everything_is_begun():
+    check = checked(net())
+    rows = list(check.rows())
+    assert {row.part for row in rows} == {"proof", "network", "layer"}
+    assert check.report(rows).not_begun == 0
 
 
 @pytest.mark.parametrize("dtype", gpu.MOST_ERROR, ids=str)
