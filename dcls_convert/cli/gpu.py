@@ -23,7 +23,7 @@ from .arguments import (
 from .completion import complete_models
 
 if TYPE_CHECKING:
-    from ..compare.gpu import GpuRow
+    from ..compare.gpu import GpuReport, GpuRow
 
 SECONDS = 180
 RESULTS = Path("dcls-convert-gpu.json")
@@ -68,10 +68,10 @@ def gpu(
     console.show(f"{report.model} on {report.device}, torch {report.torch}, {report.dtype}")
     for row in check.rows():
         rows.append(row)
-        report = check.report(rows)
-        with new_file(output, force=force or len(rows) > 1) as partial:
-            partial.write_text(report.to_json(), encoding="utf-8")
+        _write(check.report(rows), output, force=force or len(rows) > 1)
         console.show(str(row))
+    report = check.report(rows)
+    _write(report, output, force=True)
     if report.not_begun:
         console.note(
             f"{report.not_begun} measurements were not begun in {seconds} seconds; "
@@ -79,3 +79,8 @@ def gpu(
         )
     console.show("", *report.choices, "", report.verdict)
     console.message(f"{model}: wrote {output}; please attach it to an issue")
+
+
+def _write(report: "GpuReport", output: Path, *, force: bool) -> None:
+    with new_file(output, force=force) as partial:
+        partial.write_text(report.to_json(), encoding="utf-8")
