@@ -265,6 +265,8 @@ class Training:
     def _place_models_(self) -> None:
         """Move the models to the device, make the averaged one, and shard both under FSDP2."""
         self.model.to(self.accelerator.device)
+        if not self.fsdp:  # which takes contiguous parameters only
+            _store_channels_last_(self.model)
         if self.teacher is not None:
             self.teacher.to(self.accelerator.device).eval().requires_grad_(False)
         self.average: ModelEmaV3 | None = None
@@ -512,6 +514,16 @@ class Training:
         self.correct = state["correct"]
         for name, values in state["curves"].items():
             setattr(self, CURVES[name], values)
+
+
+def _store_channels_last_(model: nn.Module) -> None:
+    """Store the kernels of 2-D convolutions with their channels last, as images are.
+
+    The kernels decide for images of one channel, which are stored alike both ways.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.to(memory_format=torch.channels_last)
 
 
 def from_first_process(values: list[Any]) -> list[Any]:
