@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from ..errors import DclsConvertError, listed, one_line, shown
-from ..fitting.images import FORMATS, UNREADABLE, check_white_level, in_eight_bits
+from ..fitting.image_files import FORMATS, UNREADABLE, check_white_level, in_eight_bits
 from ..networks.running import quietly, seeded
 from ..options import MIRRORED, Augmentation
 from ..progress import Notify, silent

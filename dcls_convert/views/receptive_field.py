@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..depthwise.geometry import size_text
 from ..errors import DclsConvertError, ModelError, one_line
-from ..fitting.images import IMAGENET, read_images, stated_normalisation
+from ..fitting.image_files import IMAGENET, read_images, stated_normalisation
 from ..layers.interpolation import learnt_axes
 from ..layers.position_statistics import mean_distance
 from ..networks.running import evaluating, full_precision, quietly
