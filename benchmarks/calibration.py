@@ -1,12 +1,17 @@
 """What a calibration costs, and what it does with few images.
 
     python benchmarks/calibration.py [MODEL] [--scope SCOPE] [--images N] [--threads N]
+    python benchmarks/calibration.py --many [--images N] [--in-step N] [--threads N]
     python benchmarks/calibration.py --few [--label LABEL] [--only NETWORK ...]
     python benchmarks/calibration.py --table
 
 The first prints processor time of `convert_` with images, divided by that of one forward pass of
 the same images through the original, and the memory that it needs beyond what the model and the
 images had. Images are smooth noise, weights random; for EfficientNet-Lite0 they are its own.
+
+With --many, EfficientNet-Lite0 with its ImageNet weights is converted from a folder of photographs
+and compared with itself on others. It prints the processor time of reading and converting, and how
+much memory that takes at most. --in-step says how many images go through the network in step.
 
 With --few, three small networks of timm are trained on digits of 32 pixels, and EfficientNet-Lite1
 has its ImageNet weights and photographs of 160 pixels. They are converted from few images, tiny
@@ -17,6 +22,7 @@ to benchmarks/results/calibration.json.
 
 import argparse
 import copy
+import functools
 import json
 import resource
 import sys
@@ -24,6 +30,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from measuring import RESULTS, markdown_table, store, stored_rows
@@ -100,6 +107,51 @@ def measure_cost(options: argparse.Namespace) -> dict[str, Any]:
         "convert_s": round(took, 2),
         "ratio": round(took / once, 2),
         "more_mib": round(mebibytes() - before),
+    }
+
+
+# Many images.
+
+
+def forget_peak() -> None:
+    """Let the highest resident memory be counted from now on (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def measure_many(options: argparse.Namespace) -> dict[str, Any]:
+    """What a folder of photographs costs, and how close it keeps EfficientNet-Lite0's outputs."""
+    from lite0 import compared, crops, logits, pixels, pretrained_network
+
+    import dcls_convert
+    from dcls_convert.fitting import calibrate
+
+    if options.in_step is not None:
+        calibrate.CalibrationSettings = functools.partial(
+            calibrate.CalibrationSettings, images_in_step=options.in_step
+        )
+    network = pretrained_network()
+    to_test = pixels(crops(1, CROPS_TO_TEST, seed=1))
+    expected = logits(network, to_test)
+    how = {"dilated_size": options.dilated_size, "scope": options.scope}
+    with TemporaryDirectory() as folder:
+        for number, crop in enumerate(crops(0, options.images, seed=0)):
+            crop.save(Path(folder) / f"{number:05}.png")
+        forget_peak()
+        before = mebibytes()
+
+        def convert() -> None:
+            plan = dcls_convert.plan_conversion(dcls_convert.find_convs(network), **how)
+            images = dcls_convert.calibrate(network, plan, folder, most_images=options.images)
+            dcls_convert.convert_(network, calibration=images, **how)
+
+        took = seconds(convert)
+    return {
+        "images": options.images,
+        "in_step": options.in_step,
+        "threads": options.threads,
+        "convert_s": round(took, 1),
+        "more_mib": round(mebibytes() - before),
+        **compared(expected, logits(network, to_test)),
     }
 
 
@@ -261,6 +313,8 @@ def main() -> None:
     parser.add_argument("--dilated-size", type=int, default=9)
     parser.add_argument("--images", type=int, default=64)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--many", action="store_true", help="read a folder of photographs")
+    parser.add_argument("--in-step", type=int, help="with --many")
     parser.add_argument("--few", action="store_true", help="compare outputs after few images")
     parser.add_argument("--label", default="now", help="of the rows of --few")
     parser.add_argument("--only", nargs="+", choices=NETWORKS, help="networks of --few")
@@ -274,6 +328,9 @@ def main() -> None:
 
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
+    if options.many:
+        print(json.dumps(measure_many(options)))
+        return
     if not options.few:
         print(json.dumps(measure_cost(options)))
         return

@@ -53,6 +53,7 @@ LEAST_GROWTH = 2  # cells
 MOST_WINDOW = 17  # cells; the largest window of "auto", which is the paper's for ConvNeXt
 # Percent of MACs that recommended windows may add; the paper's ConvNeXts have 11.6 to 12.9.
 MOST_SLOWER = 15.0
+CALIBRATION_IMAGES = 80  # of a folder, if no other number is asked for
 # Of the times that a sweep measures.
 CPU_BATCH = 1  # images
 GPU_BATCH = 32  # images

@@ -16,6 +16,7 @@ from ..errors import DclsConvertError, shown
 from ..files import check_folder, check_images, check_weights_file
 from ..options import (
     AUTO,
+    CALIBRATION_IMAGES,
     GROWTH,
     HOW_MANY_ELEMENTS,
     MOST_COUNT,
@@ -267,6 +268,7 @@ MODEL_HELP = (
 PRETRAINED_HELP = "Start from timm's or torchvision's trained weights."
 WEIGHTS_HELP = "Start from a safetensors or torch file (including the DCLS authors' checkpoints)."
 IMAGES_HELP = "Folder of images; match the network's outputs on them instead of its kernels."
+MOST_IMAGES_HELP = "Images of --calibrate, evenly spread; some are held out to compare outputs on."
 MEAN_HELP = (
     "Mean by which images are normalised, one for all channels or one for each "
     "(default: the model's own)."
@@ -336,6 +338,18 @@ class Network:
     ] = None
     options: PlanOptions = field(default_factory=PlanOptions)
     calibrate: Annotated[Path | None, option(WHERE, IMAGES_HELP, metavar="FOLDER")] = None
+    images: Annotated[
+        int | None,
+        number(
+            int,
+            1,
+            MOST_COUNT,
+            WHERE,
+            MOST_IMAGES_HELP,
+            metavar="N",
+            show_default=str(CALIBRATION_IMAGES),
+        ),
+    ] = None
     mean: Annotated[Any, option(WHERE, MEAN_HELP, metavar="M,M,M", parser=parse_numbers)] = None
     std: Annotated[Any, option(WHERE, STD_HELP, metavar="S,S,S", parser=parse_numbers)] = None
     input_size: InputSize = None
@@ -356,6 +370,7 @@ class Network:
             options=self.options,
             input_size=self.input_size,
             calibration=self.calibrate,
+            most_images=self.images,
             mean=self.mean,
             std=self.std,
             **settings,

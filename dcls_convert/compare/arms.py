@@ -89,15 +89,7 @@ def check_arms(request: ConversionRequest, arms: Sequence[Arm]) -> None:
     options = request.options
     if options.scope == ERROR:
         options = replace(options, scope="model")
-    bare = replace(
-        request,
-        options=options,
-        pretrained=False,
-        weights=None,
-        calibration=None,
-        mean=None,
-        std=None,
-    )
+    bare = replace(request.without_images(), options=options, pretrained=False, weights=None)
     loaded = LoadedNetwork(bare)
     if loaded.source is None or loaded.source.kind not in LIBRARIES:
         return  # code of the user's own, which may need the number of classes
@@ -190,7 +182,7 @@ def _dense_request(request: ConversionRequest, options: PlanOptions) -> Conversi
     options = replace(
         options, kernel_count=EXACT, scope="auto", budget=DEFAULT_BUDGET, interpolation=None
     )
-    return replace(request, init="exact", calibration=None, mean=None, std=None, options=options)
+    return replace(request.without_images(), init="exact", options=options)
 
 
 def _make_dense_network(loaded: LoadedNetwork) -> ArmNetwork:

@@ -18,7 +18,8 @@ from torch.utils.data import Subset
 
 from ..checkpoints.save import save_trained
 from ..errors import CheckpointError, DclsConvertError, is_out_of_memory, one_line
-from ..fitting.images import BATCH, Calibration
+from ..fitting.image_files import BATCH
+from ..fitting.images import Calibration
 from ..options import MIRRORED, Augmentation
 from ..output import new_file
 from ..pipeline.loaded import LoadedNetwork

@@ -4,9 +4,13 @@ The images go through the network twice in step, as it was and as it becomes. Ea
 for what the old convolution gives, given the input from the layers that are converted already. So
 each layer makes up for the errors of the layers before it, as in GPTQ (arXiv:2210.17323). The
 network itself is not changed.
+
+What the network holds of all images in step must be in memory at once. Many images go through it
+in parts, therefore: each part adds to the sums of every layer, and solves it again.
 """
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -175,6 +179,50 @@ def fit_to_outputs_(
         for conv, layer, plan in zip(group.convs, group.layers, group.plans, strict=True):
             layers[conv] = CalibratedLayer(plan.name, conv, layer, group.box, statistics)
     solved: list[CalibratedLayer] = []
+    with evaluating(model):
+        for part in _parts_of(statistics.images, statistics.settings.images_in_step):
+            solved = _fit_to_part_(model, layers, statistics, part, notify)
+    return solved
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """Batches of the images that run in step."""
+
+    number: int  # from 0
+    of: int  # so many parts
+    indices: range  # of the batches
+
+    @property
+    def is_last(self) -> bool:
+        return self.number + 1 == self.of
+
+    def __str__(self) -> str:
+        if self.of == 1:
+            return ""
+        return f", part {self.number + 1} of {self.of} of the images"
+
+
+def _parts_of(images: Calibration, most: int) -> list[_Part]:
+    """Parts of about `most` images, each spread over all of them."""
+    batches = len(images.batches)
+    count = min(math.ceil(len(images) / most), batches)
+    parts = []
+    for number in range(count):
+        parts.append(_Part(number=number, of=count, indices=range(number, batches, count)))
+    return parts
+
+
+def _fit_to_part_(
+    model: nn.Module,
+    layers: dict[nn.Module, "CalibratedLayer"],
+    statistics: CalibrationStatistics,
+    part: _Part,
+    notify: Notify,
+) -> list["CalibratedLayer"]:
+    """Solve the layers that the network calls, for the images of this part and those before it."""
+    solved: list[CalibratedLayer] = []
+    count = len(statistics.calls)
 
     def step_all(conv: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
         """Outputs of all passes: first those of the old network, then those of the new one."""
@@ -183,16 +231,16 @@ def fit_to_outputs_(
         old_outputs = [layer.old_forward(input) for input in inputs[:half]]
         new_inputs = inputs[half:]
         if layer not in solved:
-            total = len(statistics.calls)
-            number = len(solved)
-            notify(f"calibrating {layer.name}, layer {number + 1} of {total}", number, total)
-            layer.solve_(new_inputs, old_outputs)
+            done = len(solved)
+            message = f"calibrating {layer.name}, layer {done + 1} of {count}{part}"
+            notify(message, part.number * count + done, part.of * count)
+            layer.solve_(new_inputs, old_outputs, more_follow=not part.is_last)
             solved.append(layer)
         return [*old_outputs, *map(layer.outputs, new_inputs)]
 
-    passes = [partial(forward, model, batch) for batch in statistics.images.batches]
-    with evaluating(model):
-        run_in_step(list(statistics.calls), [*passes, *passes], step_all)
+    batches = [statistics.images.batches[index] for index in part.indices]
+    passes = [partial(forward, model, batch) for batch in batches]
+    run_in_step(list(statistics.calls), [*passes, *passes], step_all)
     return solved
 
 
@@ -214,7 +262,10 @@ class CalibratedLayer:
         self.old_forward = conv.forward  # `run_in_step` puts another one in its place
         self._settings = statistics.settings
         self._calls = statistics.calls[conv]  # in a pass
+        self._called_once = conv not in statistics.by_channel
         self._moments = statistics.by_channel.get(conv)
+        # Every solution starts here, so that the parts of the images add up to all of them.
+        self._fitted_weight = layer.weight.detach().clone()
         # What takes the mean shift: the bias, or the running mean of the BatchNorm behind. None:
         # the layer has neither, and its means stay shifted.
         self.shift_target: Tensor | None = layer.bias
@@ -246,15 +297,22 @@ class CalibratedLayer:
         return outputs + by_channel
 
     @torch.no_grad()
-    def solve_(self, inputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
-        """Give the layer the weights, for its positions, by which its outputs are as wanted."""
+    def solve_(
+        self, inputs: Sequence[Tensor], wanted: Sequence[Tensor], *, more_follow: bool
+    ) -> None:
+        """Give the layer the weights, for its positions, by which its outputs are as wanted.
+
+        For these images and those before them. If `more_follow`, sums are kept to add them to.
+        """
         layer = self.layer
         form = layer.form
         moments = self._moments
         if moments is None:
             moments = SecondMoments(layer, self.box, joint=True, settings=self._settings)
+        if self._called_once:
             for input, target in zip(inputs, wanted, strict=True):
                 moments.add(input, target)
+        self._moments = moments if more_follow else None
         moments.check(self.name)
         # By weight standardisation, for example; solved weights would have to be transformed back.
         transformed = form.weight is not None
@@ -263,7 +321,7 @@ class CalibratedLayer:
             moments,
             self.box.places_of(layer.positions),
             self.box.lines_of(form.effective_weight(self.conv, self.conv.weight)),
-            form.effective_weight(layer, layer.weight).flatten(0, -2),
+            form.effective_weight(layer, self._fitted_weight).flatten(0, -2),
             fixed=transformed or self.keeps_fit,
         )
         if not transformed and not self.keeps_fit:

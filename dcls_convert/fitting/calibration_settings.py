@@ -36,6 +36,11 @@ class CalibrationSettings:
     shared_correlation: float = 0.2
     ridge: float = 1e-4  # d; bounds elements that nearly coincide
 
+    # So many go through the network in step, as both networks: what it holds of them is most of the
+    # memory that a calibration takes. In parts of 64, outputs of many images are as close as with
+    # all at once: benchmarks/calibration.py --many.
+    images_in_step: int = 64
+
     # Conjugate gradients. More steps fit the noise of few images.
     most_steps: int = 5
     least_residual: float = 1e-4  # of the first one, in the norm of the preconditioner

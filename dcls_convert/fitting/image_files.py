@@ -3,9 +3,11 @@
 Sizes are (channels, rows, columns).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image, ImageOps
@@ -16,7 +18,7 @@ from ..files import image_paths
 from ..networks.running import quietly
 from ..progress import Notify
 
-MOST_IMAGES = 80  # of a folder
+BATCH = 8  # images
 CORNER = 0.75  # sides of a crop, as a share of the image's sides
 # Formats that are read, whatever a file's name says. Pillow reads more, but runs PostScript as a
 # program.
@@ -80,15 +82,29 @@ def _listed(values: Sequence[float]) -> str:
     return ",".join(f"{value:g}" for value in values)
 
 
-def read_images(
-    folder: Path,
-    normalisation: Normalisation,
-    size: Sequence[int] | None,
-    note: Notify,
-    *,
-    most: int = MOST_IMAGES,
+class PixelBatches(Sequence[Tensor]):
+    """Batches (N, channels, rows, columns) in float32, kept as pixels of 8 bits.
+
+    A batch is normalised whenever it is asked for, so of many images few are in memory as floats.
+    """
+
+    def __init__(self, pixels: Sequence[Tensor], normalisation: Normalisation) -> None:
+        """Of pixels (channels, rows, columns), as from `read_pixels`."""
+        self.pixels = pixels
+        self.normalisation = normalisation
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.pixels) / BATCH)
+
+    def __getitem__(self, index: Any) -> Any:
+        first = range(0, len(self.pixels), BATCH)[index]
+        return normalised(torch.stack([*self.pixels[first : first + BATCH]]), self.normalisation)
+
+
+def read_pixels(
+    folder: Path, size: Sequence[int] | None, note: Notify, *, most: int
 ) -> dict[Path, Tensor]:
-    """At most `most` images of a folder, as the model takes them: (channels, rows, columns) each.
+    """At most `most` images of a folder, in the model's size: (channels, rows, columns), uint8.
 
     They are evenly spaced over the order of the paths, so a folder of classes gives some of each.
     Files that cannot be read are left out, and `note` is told.
@@ -100,7 +116,7 @@ def read_images(
     for index in range(count):
         path = paths[index * len(paths) // count]
         try:
-            images[path] = to_tensor(open_image(path, size), normalisation, size)
+            images[path] = to_pixels(open_image(path, size), size)
         except UNREADABLE as error:
             note(f"{path} is not taken: {one_line(error)[:200]}")
     return images
@@ -171,12 +187,17 @@ def corners(image: Image.Image, size: Sequence[int]) -> list[Image.Image]:
     return crops
 
 
-def to_tensor(image: Image.Image, normalisation: Normalisation, size: Sequence[int]) -> Tensor:
-    """The image as the model takes it: of its size, and normalised; (channels, rows, columns)."""
+def to_pixels(image: Image.Image, size: Sequence[int]) -> Tensor:
+    """The image in the model's size: (channels, rows, columns), uint8."""
     channels, rows, columns = size
-    mean = torch.tensor(normalisation.mean[:channels]).view(-1, 1, 1)
-    std = torch.tensor(normalisation.std[:channels]).view(-1, 1, 1)
     fitted = ImageOps.fit(image, (columns, rows), Image.Resampling.BICUBIC)
     values = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8)
-    pixels = values.reshape(rows, columns, channels).movedim(-1, 0)
+    return values.reshape(rows, columns, channels).movedim(-1, 0)
+
+
+def normalised(pixels: Tensor, normalisation: Normalisation) -> Tensor:
+    """Pixels (..., channels, rows, columns) of 8 bits as the model takes them, in float32."""
+    channels = pixels.shape[-3]
+    mean = torch.tensor(normalisation.mean[:channels]).view(-1, 1, 1)
+    std = torch.tensor(normalisation.std[:channels]).view(-1, 1, 1)
     return (pixels.float() / 255 - mean) / std

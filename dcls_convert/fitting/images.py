@@ -3,6 +3,7 @@
 Sizes are (channels, rows, columns).
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,21 +14,26 @@ from torch import Tensor, nn
 
 from ..errors import DclsConvertError, shown
 from ..files import check_images
+from ..options import CALIBRATION_IMAGES
 from ..planning.plan import ConversionPlan
 from ..progress import Notify, silent
 from .image_files import (
+    Normalisation,
+    PixelBatches,
     corners,
     normalisation_of,
     open_image,
-    read_images,
+    read_pixels,
     size_of_files,
-    to_tensor,
+    to_pixels,
 )
 
 # One image in so many is held out: not fitted to, it shows what the conversion did
 # to the outputs.
 HELD_OUT_EVERY = 5
-BATCH = 8  # images
+# Of a folder, whose images have four crops each: the outputs of 200 images tell enough.
+MOST_FILES_HELD_OUT = 40
+MOST_IN_BATCH = 64  # images; larger given batches are split
 NOISE_CORRELATION = 0.1  # of neighbouring pixels; photographs have 0.8 and more
 
 # A folder; or tensors as the model takes them: one batch (N, channels, *spatial), several batches,
@@ -39,8 +45,8 @@ Images = str | Path | Tensor | Iterable[Tensor]
 class Calibration:
     """The images of a calibration, in batches (N, channels, *spatial)."""
 
-    batches: tuple[Tensor, ...]  # to fit outputs to
-    held_out: tuple[Tensor, ...] = ()  # to measure outputs on
+    batches: Sequence[Tensor]  # to fit outputs to
+    held_out: Sequence[Tensor] = ()  # to measure outputs on
     files: tuple[str, ...] = ()  # paths of the images below their folder; none for tensors
 
     def __len__(self) -> int:
@@ -53,6 +59,7 @@ def calibrate(
     images: Images | Calibration,
     *,
     held_out: Images | None = None,
+    most_images: int | None = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     note: Notify = silent,
@@ -63,14 +70,15 @@ def calibrate(
         model: Its normalisation, as timm states it, is applied to the images of a folder. The model
             is not changed.
         plan: A plan for the model; states the size of its images.
-        images: A folder, or tensors as the model takes them. From a folder, 80 images are taken,
-            evenly spread over the order of their names. Tensors are one batch (N, channels,
+        images: A folder, or tensors as the model takes them. Tensors are one batch (N, channels,
             *spatial), several batches, single images (channels, *spatial), or what a data loader
-            gives: lists that begin with a batch.
+            gives: lists that begin with a batch. They all stay in memory.
         held_out: Images to compare outputs on, which nothing is fitted to; given as `images` are.
-            None holds every fifth of the images out, of a folder together with crops of its corners
-            if it is larger than the model's images. Of fewer than five images, a folder's second
-            one is held out, and no tensor. An empty list holds none out.
+            None holds every fifth of the images out, of a folder at most 40, together with crops of
+            its corners if it is larger than the model's images. Of fewer than five images, a
+            folder's second one is held out, and no tensor. An empty list holds none out.
+        most_images: Of a folder, taken evenly spread over the order of their names; 80 by default.
+            An image stays in memory as pixels of 8 bits.
         mean, std: Normalisation of a folder's images, whose values are from 0 to 1; for each
             channel, or one for all. Needed if the model does not state them.
         note: Called with a message for each file that cannot be read.
@@ -79,20 +87,28 @@ def calibrate(
         DclsConvertError: There are no images, or their values are not finite, or their
             normalisation is not known.
     """
-    if not isinstance(images, str | Path) and (mean is not None or std is not None):
-        raise DclsConvertError(
-            "calibration: mean and std are for a folder of images; tensors are taken as they are"
-        )
+    if not isinstance(images, str | Path):
+        for name, value in (("mean", mean), ("std", std), ("most_images", most_images)):
+            if value is not None:
+                raise DclsConvertError(
+                    f"calibration: {name} is for a folder of images; tensors are taken as they are"
+                )
     if isinstance(images, Calibration):
         if held_out is not None:
             raise DclsConvertError("calibration: a Calibration states what it holds out itself")
         return images
     image_axes = 3 if plan.input_size is None else len(plan.input_size)
+    most = CALIBRATION_IMAGES if most_images is None else most_images
 
     def read(source: Images, *, holds_out: bool) -> Calibration:
         if isinstance(source, str | Path):
-            return _read_folder(model, plan, Path(source), mean, std, note, holds_out=holds_out)
+            size = size_of_files(plan.input_size)
+            normalisation = normalisation_of(model, size[0], mean, std)
+            return _read_folder(
+                Path(source), size, normalisation, note, most=most, holds_out=holds_out
+            )
         batches = tuple(_given_batches(source, image_axes))
+        _refuse_infinite(batches)
         if holds_out:
             return _with_every_fifth_held_out(batches)
         return Calibration(batches=batches)
@@ -103,11 +119,6 @@ def calibrate(
         calibration = replace(calibration, held_out=others.batches)
     if not len(calibration):
         raise DclsConvertError(f"calibration: there are no images in {shown(images)}")
-    for batch in (*calibration.batches, *calibration.held_out):
-        if not bool(batch.isfinite().all()):
-            raise DclsConvertError(
-                "calibration: the images have values that are not finite (NaN or infinite)"
-            )
     if _is_noise(calibration.batches[0]):
         note(
             "the images look like noise, whose neighbouring pixels are unrelated; calibrate with "
@@ -125,34 +136,44 @@ def _is_noise(batch: Tensor) -> bool:
     return bool(energy > 0) and bool(neighbours < NOISE_CORRELATION * energy)
 
 
+def _refuse_infinite(batches: Sequence[Tensor]) -> None:
+    for batch in batches:
+        if not bool(batch.isfinite().all()):
+            raise DclsConvertError(
+                "calibration: the images have values that are not finite (NaN or infinite)"
+            )
+
+
 def _read_folder(
-    model: nn.Module,
-    plan: ConversionPlan,
     folder: Path,
-    mean: Sequence[float] | None,
-    std: Sequence[float] | None,
+    size: Sequence[int],
+    normalisation: Normalisation,
     note: Notify,
     *,
+    most: int,
     holds_out: bool,
 ) -> Calibration:
     check_images(folder)
-    size = size_of_files(plan.input_size)
-    normalisation = normalisation_of(model, size[0], mean, std)
-    image_of_path = read_images(folder, normalisation, size, note)
-    first_held_out = HELD_OUT_EVERY - 1
-    if len(image_of_path) < HELD_OUT_EVERY:  # of few images, the second one is held out
+    pixels_of_path = read_pixels(folder, size, note, most=most)
+    count = len(pixels_of_path)
+    held_out_every = max(HELD_OUT_EVERY, math.ceil(count / MOST_FILES_HELD_OUT))
+    first_held_out = held_out_every - 1
+    if count < HELD_OUT_EVERY:  # of few images, the second one is held out
         first_held_out = 1
     fitted: list[Tensor] = []
     held_out: list[Tensor] = []
-    for index, (path, image) in enumerate(image_of_path.items()):
-        if not holds_out or index % HELD_OUT_EVERY != first_held_out:
-            fitted.append(image)
+    for index, (path, pixels) in enumerate(pixels_of_path.items()):
+        if not holds_out or index % held_out_every != first_held_out:
+            fitted.append(pixels)
             continue
-        held_out.append(image)
+        held_out.append(pixels)
         for crop in corners(open_image(path, size), size):
-            held_out.append(to_tensor(crop, normalisation, size))
-    files = tuple(path.relative_to(folder).as_posix() for path in image_of_path)
-    return Calibration(batches=_batches(fitted), held_out=_batches(held_out), files=files)
+            held_out.append(to_pixels(crop, size))
+    return Calibration(
+        batches=PixelBatches(fitted, normalisation),
+        held_out=PixelBatches(held_out, normalisation),
+        files=tuple(path.relative_to(folder).as_posix() for path in pixels_of_path),
+    )
 
 
 def _with_every_fifth_held_out(batches: Sequence[Tensor]) -> Calibration:
@@ -189,7 +210,7 @@ def _given_batches(images: Tensor | Iterable[Any], image_axes: int) -> Iterator[
         if tensor.dim() == image_axes:
             batch = tensor.unsqueeze(0)
         if len(batch):
-            yield batch
+            yield from torch.split(batch, MOST_IN_BATCH)
 
 
 def _wrong_tensor(found: str, image_axes: int) -> DclsConvertError:
@@ -197,8 +218,3 @@ def _wrong_tensor(found: str, image_axes: int) -> DclsConvertError:
         f"calibration: found {found}; give batches of {image_axes + 1} axes, "
         f"(N, channels, *spatial), or images of {image_axes}"
     )
-
-
-def _batches(images: list[Tensor]) -> tuple[Tensor, ...]:
-    firsts = range(0, len(images), BATCH)
-    return tuple(torch.stack(images[first : first + BATCH]) for first in firsts)

@@ -1,8 +1,9 @@
 """A resolved request, carried out: a converted model, and what the conversion kept."""
 
 import contextlib
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,7 +67,8 @@ def convert_network(
     with unchanged_on_failure(model, values=_overwritten(model, resolved, images)):
         before = None
         if resolved.keeps_outputs:
-            before = _Outputs.of(model, plan, [*held_out, *map(_shifted_by_a_pixel, held_out)])
+            shifted = map(_shifted_by_a_pixel, held_out)
+            before = _Outputs.of(model, plan, itertools.chain(held_out, shifted))
         errors = _start_layers_(loaded, resolved, model, images)
         report = measure_report(model, plan)
         if report != predict_report(plan):
@@ -157,7 +159,7 @@ class _Outputs:
 
     @classmethod
     @full_precision()
-    def of(cls, model: nn.Module, plan: ConversionPlan, batches: Sequence[Tensor]) -> "_Outputs":
+    def of(cls, model: nn.Module, plan: ConversionPlan, batches: Iterable[Tensor]) -> "_Outputs":
         with evaluating(model):
             random = _random_outputs(model, plan)
             return cls(random=random, batches=[run(model, batch) for batch in batches])

@@ -202,6 +202,7 @@ class LoadedNetwork:
                 plan,
                 request.calibration,
                 held_out=request.held_out,
+                most_images=request.most_images,
                 mean=request.mean,
                 std=request.std,
                 note=self.note,

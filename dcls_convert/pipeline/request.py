@@ -4,7 +4,7 @@ Imports nothing heavy, so that the command line refuses conflicting options at o
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,6 +50,7 @@ class ConversionRequest:
     calibration: "Images | Calibration | None" = None  # for the start "fit"
     # Images to compare outputs on; None: some of the calibration's images.
     held_out: "Images | None" = None
+    most_images: int | None = None  # of the calibration's folder; None: CALIBRATION_IMAGES
     # With which the calibration's folder of images is normalised; None: as the model states.
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
@@ -73,6 +74,10 @@ class ConversionRequest:
         if self.init != AUTO:
             return self.init
         return "fit" if self.trained else "random"
+
+    def without_images(self) -> "ConversionRequest":
+        """The same without a calibration."""
+        return replace(self, calibration=None, held_out=None, most_images=None, mean=None, std=None)
 
     @property
     def weights_name(self) -> str:
@@ -151,6 +156,11 @@ def _refuse_conflicts_of_images(request: ConversionRequest) -> None:
     if request.calibration is None:
         if request.held_out is not None:
             raise PlanError("held_out is for a calibration; give calibration")
+        if request.most_images is not None:
+            raise _conflict(
+                "most_images is for a calibration; give calibration",
+                on_command_line="--images is for --calibrate; give a folder of images",
+            )
         if states_normalisation:
             raise _conflict(
                 "mean and std are for the images of calibration",

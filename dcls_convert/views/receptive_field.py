@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..depthwise.geometry import size_text
 from ..errors import DclsConvertError, ModelError, one_line
-from ..fitting.image_files import IMAGENET, read_images, stated_normalisation
+from ..fitting.image_files import IMAGENET, normalised, read_pixels, stated_normalisation
 from ..layers.interpolation import learnt_axes
 from ..layers.position_statistics import mean_distance
 from ..networks.running import evaluating, full_precision, quietly
@@ -197,8 +197,9 @@ def _images(
     pixels = f"{size_text(size[1:])} pixels"
     if options.images is not None:
         normalisation = stated_normalisation(model) or IMAGENET
-        read = read_images(options.images, normalisation, size, note, most=MOST_FIELD_IMAGES)
-        return [*read.values()], f"{len(read)} images of {options.images.name}, {pixels}"
+        read = read_pixels(options.images, size, note, most=MOST_FIELD_IMAGES)
+        images = [normalised(pixels, normalisation) for pixels in read.values()]
+        return images, f"{len(read)} images of {options.images.name}, {pixels}"
     generator = torch.Generator().manual_seed(NOISE_SEED)
     noise = torch.randn(NOISE_IMAGES, *size, generator=generator)
     return list(noise), f"{NOISE_IMAGES} images of seeded noise, {pixels}"

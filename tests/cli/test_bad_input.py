@@ -296,6 +296,7 @@ def test_numbers_that_are_none(option, values, allowed):
         ),
         "--scope error --pretrained --init largest": "--scope error is for --init fit",
         "--calibrate .": "--calibrate needs trained kernels: --pretrained or --checkpoint",
+        "--images 100": "--images is for --calibrate; give a folder of images",
         "--authors-version v0": "--authors-version describes the file of --checkpoint",
         "--positions uniform --pretrained": re.compile(
             "--positions is for random positions.*use --init random"

@@ -1,7 +1,6 @@
 """`dcls-convert MODEL` on trained weights: what it says at the end, and where that stands."""
 
 import json
-import shutil
 
 import pytest
 import timm
@@ -48,10 +47,7 @@ def test_without_images_it_ends_with_the_kernels_error_and_a_better_way(trained,
 
 
 def test_with_one_image_it_says_so_and_does_not_ask_for_images(trained, tmp_path):
-    image = next(path for path in sorted((trained / "images").rglob("*")) if path.is_file())
-    (tmp_path / "one").mkdir()
-    shutil.copy(image, tmp_path / "one")
-    out, report, card = convert(trained, tmp_path, "--calibrate", tmp_path / "one")
+    out, report, card = convert(trained, tmp_path, "--calibrate", trained / "images", "--images", 1)
     assert report["outcome"]["images"] == 0
     for text in (out[out.index("Fine-tune it") :], card):
         assert "Fitted to 1 image only" in text
@@ -77,7 +73,7 @@ def test_with_images_it_ends_with_the_outputs_for_those_held_out(trained, tmp_pa
     old.load_state_dict(read_weights(trained / "weights.safetensors"))
     new = load_converted(tmp_path / "out").eval()
     plan = plan_conversion(find_convs(old, (3, 32, 32)), dilated_size=5)
-    images = torch.cat(calibrate(old, plan, trained / "images").held_out)
+    images = torch.cat(list(calibrate(old, plan, trained / "images").held_out))
     with torch.no_grad():
         one = old(images)
         other = new(images)

@@ -20,6 +20,7 @@ from dcls_convert import (
     plan_conversion,
 )
 from dcls_convert.checkpoints.folder import tensors_hash
+from dcls_convert.fitting import calibrate as calibrate_module
 from dcls_convert.fitting import warm_start
 from dcls_convert.fitting.calibrate import measure_inputs
 from dcls_convert.fitting.calibration_settings import CalibrationSettings
@@ -102,6 +103,35 @@ def test_every_channel_has_its_mean_again(options, tie):
         if isinstance(one, nn.BatchNorm2d):
             assert torch.equal(one.running_var, other.running_var)
             assert torch.equal(one.weight, other.weight)
+
+
+@pytest.mark.usefixtures("quick_fit")
+def test_images_in_parts_give_the_same_sums_and_outputs_about_as_close(monkeypatch):
+    """The first layer sees the same; later ones see what was made of the parts before."""
+    images, others = photos(24), photos(16, seed=1)
+    old = network()
+    before = old(others).detach()
+    plan = plan_conversion(find_convs(old, SMALL), dilated_size=9, budget=60, tie="none")
+    together = []  # passes of the old and the new network in step
+    run = calibrate_module.run_in_step
+
+    def counting(convs, passes, step_all):
+        together.append(len(passes))
+        run(convs, passes, step_all)
+
+    monkeypatch.setattr(calibrate_module, "run_in_step", counting)
+    first_weights, errors = [], []
+    for in_step in (24, 8):
+        model = copy.deepcopy(old)
+        calibration = Calibration(batches=images.split(2))
+        settings = CalibrationSettings(images_in_step=in_step)
+        statistics = measure_inputs(model, make_layers(model, plan), calibration, silent, settings)
+        apply_plan_(model, plan, calibration=statistics)
+        first_weights.append(model[1][0][0].weight)
+        errors.append(error_of(model, before, others))
+    assert together == [24, 8, 8, 8]
+    torch.testing.assert_close(first_weights[1], first_weights[0], rtol=1e-4, atol=1e-5)
+    assert errors[1] == pytest.approx(errors[0], rel=0.05)
 
 
 def outputs_by_layer(model, plan, images):

@@ -18,7 +18,7 @@ from dcls_convert import DclsConvertError, calibrate, convert_, find_convs, plan
 from dcls_convert.fitting.image_files import (
     IMAGENET,
     Normalisation,
-    read_images,
+    read_pixels,
     stated_normalisation,
 )
 
@@ -81,6 +81,29 @@ def test_of_many_images_some_of_every_folder_are_taken(planned, tmp_path):
     calibration = calibrate(*planned, tmp_path)
     assert (len(calibration), len(shades(calibration.held_out))) == (64, 16)
     assert len(set(shades(calibration.batches))) == len(set(shades(calibration.held_out))) == 5
+
+
+@pytest.mark.parametrize(("most", "fitted", "held_out"), [(1, 1, 0), (60, 48, 12), (250, 215, 35)])
+def test_as_many_images_as_asked_for_are_taken_and_at_most_40_held_out(
+    planned, tmp_path, most, fitted, held_out
+):
+    for index in range(250):
+        Image.new("L", (2, 2), index).save(tmp_path / f"{index:03d}.png")
+    calibration = calibrate(*planned, tmp_path, most_images=most)
+    assert (len(calibration), len(shades(calibration.held_out))) == (fitted, held_out)
+
+
+def test_images_of_a_folder_are_kept_in_8_bits_and_normalised_when_they_are_asked_for(
+    planned, tmp_path
+):
+    write_images(tmp_path, 20)
+    batches = calibrate(*planned, tmp_path, held_out=()).batches
+    assert {pixels.dtype for pixels in batches.pixels} == {torch.uint8}
+    assert [len(batch) for batch in batches] == [8, 8, 4]
+    colour = torch.tensor([17, 90, 200], dtype=torch.float64) / 255
+    stated = stated_normalisation(planned[0])
+    expected = (colour - torch.tensor(stated.mean)) / torch.tensor(stated.std)
+    torch.testing.assert_close(batches[2][1, :, 3, 4], expected.float())
 
 
 def test_files_that_are_no_images_are_named_and_the_model_is_left_alone(planned, tmp_path):
@@ -154,7 +177,7 @@ def test_damaged_files_are_read_or_one_line_without_a_word_of_the_library(tmp_pa
     notes = []
     said = io.StringIO()
     with warnings.catch_warnings(action="error"), contextlib.redirect_stderr(said):
-        images = read_images(tmp_path, IMAGENET, SIZE, notes.append)
+        images = read_pixels(tmp_path, SIZE, notes.append, most=80)
     assert said.getvalue() == ""
     assert [path.name for path in images] == [*taken]
     assert [note.partition(" is not taken: ")[0] for note in notes] == [
@@ -177,7 +200,7 @@ def test_grey_values_of_16_bits_are_scaled(tmp_path, form, mode):
     (tmp_path / "a.png").write_bytes(saved(grey("L", 64, 192), "PNG"))
     (tmp_path / "b.png").write_bytes(saved(grey(mode, 64 * 257, 192 * 257), form))
     notes = []
-    one, other = read_images(tmp_path, IMAGENET, SIZE, notes.append).values()
+    one, other = read_pixels(tmp_path, SIZE, notes.append, most=80).values()
     assert torch.equal(one, other)
     assert not notes
 
@@ -186,7 +209,7 @@ def test_grey_values_of_16_bits_are_scaled(tmp_path, form, mode):
 def test_pixels_of_32_bits_have_no_white_and_are_not_taken(tmp_path, mode, word):
     (tmp_path / "a.tif").write_bytes(saved(grey(mode, 64, 192), "TIFF"))
     notes = []
-    assert not read_images(tmp_path, IMAGENET, SIZE, notes.append)
+    assert not read_pixels(tmp_path, SIZE, notes.append, most=80)
     assert word in notes[0]
 
 
@@ -196,8 +219,8 @@ def test_an_image_is_turned_as_its_camera_was(tmp_path):
     exif[0x0112] = 6  # to be turned by a quarter clockwise
     (tmp_path / "a.png").write_bytes(saved(turned, "PNG", exif=exif))
     (tmp_path / "b.gif").write_bytes(saved(turned.rotate(-90, expand=True), "GIF"))
-    one, other = read_images(tmp_path, IMAGENET, SIZE, print).values()
-    torch.testing.assert_close(one, other)
+    one, other = read_pixels(tmp_path, SIZE, print, most=80).values()
+    assert torch.equal(one, other)
 
 
 def test_of_what_is_held_out_the_corners_are_too_where_they_are_larger_than_the_input(
@@ -210,7 +233,7 @@ def test_of_what_is_held_out_the_corners_are_too_where_they_are_larger_than_the_
         colour = Image.new("RGB", (width, height))
         colour.paste((255, 0, 0), (0, 0, width // 4, height // 4))
         colour.save(tmp_path / f"{index:02d}.png")
-    held = torch.cat(calibrate(*planned, tmp_path).held_out)
+    held = torch.cat(list(calibrate(*planned, tmp_path).held_out))
     assert len(held) == 4 + 4  # 04, 09, 14, 19, of which 09 is large
     whole, top_left, bottom_left, top_right, _ = held[1:6, 0, :5, :5].mean((1, 2)).tolist()
     assert min(whole, top_left) > 0.5 > max(bottom_left, top_right)
@@ -219,7 +242,7 @@ def test_of_what_is_held_out_the_corners_are_too_where_they_are_larger_than_the_
 def test_a_loader_may_give_labels_too(planned):
     images = torch.rand(2, *planned[1].input_size)
     (batch,) = calibrate(*planned, [(images, torch.zeros(2))]).batches
-    assert batch is images
+    assert batch.data_ptr() == images.data_ptr()  # no copy
 
 
 def test_one_batch_and_images_are_taken_as_batches(planned):
@@ -246,7 +269,7 @@ def test_images_to_hold_out_may_be_given(planned, tmp_path):
         assert len(calibration) == 6
         assert torch.equal(torch.cat(calibration.held_out), others)
         assert calibrate(*planned, images, held_out=()).held_out == ()
-    assert len(torch.cat(calibrate(*planned, others, held_out=tmp_path).held_out)) == 6
+    assert len(torch.cat(list(calibrate(*planned, others, held_out=tmp_path).held_out))) == 6
     with pytest.raises(DclsConvertError, match="states what it holds out itself"):
         calibrate(*planned, calibration, held_out=others)
 
