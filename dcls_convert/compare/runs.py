@@ -36,7 +36,7 @@ SETTINGS = "settings.json"
 RUNS = "runs"
 MODELS = "models"
 FINISHED = "run.json"
-CALIBRATION_IMAGES = 64  # at most; of the images to train on
+TRAIN_IMAGES_TO_CALIBRATE = 64  # at most; of the images to train on
 TRIAL_UPDATES = 5  # by which each arm is timed
 TRIAL_TEST_BATCHES = 3  # at most; by which the test of each arm is timed
 
@@ -168,7 +168,7 @@ class Trainer:
     def _calibration(self) -> Calibration:
         """Images to train on, spread over the data set, without augmentation."""
         images = self.data.train
-        count = min(CALIBRATION_IMAGES, len(images))
+        count = min(TRAIN_IMAGES_TO_CALIBRATE, len(images))
         chosen = []
         with _transformed_as(images, self.data.test):
             for number in range(count):
