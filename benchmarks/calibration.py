@@ -33,7 +33,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from measuring import RESULTS, markdown_table, store, stored_rows
+from measuring import (
+    MIB,
+    RESULTS,
+    markdown_table,
+    peak_bytes,
+    reset_peak_bytes,
+    store,
+    stored_rows,
+)
 
 if TYPE_CHECKING:  # they import torch, which --table does without
     from torch import Tensor, nn
@@ -113,11 +121,6 @@ def measure_cost(options: argparse.Namespace) -> dict[str, Any]:
 # Many images.
 
 
-def forget_peak() -> None:
-    """Let the highest resident memory be counted from now on (Linux)."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
 def measure_many(options: argparse.Namespace) -> dict[str, Any]:
     """What a folder of photographs costs, and how close it keeps EfficientNet-Lite0's outputs."""
     from lite0 import compared, crops, logits, pixels, pretrained_network
@@ -136,8 +139,8 @@ def measure_many(options: argparse.Namespace) -> dict[str, Any]:
     with TemporaryDirectory() as folder:
         for number, crop in enumerate(crops(0, options.images, seed=0)):
             crop.save(Path(folder) / f"{number:05}.png")
-        forget_peak()
-        before = mebibytes()
+        reset_peak_bytes()
+        before = peak_bytes()
 
         def convert() -> None:
             plan = dcls_convert.plan_conversion(dcls_convert.find_convs(network), **how)
@@ -150,7 +153,7 @@ def measure_many(options: argparse.Namespace) -> dict[str, Any]:
         "in_step": options.in_step,
         "threads": options.threads,
         "convert_s": round(took, 1),
-        "more_mib": round(mebibytes() - before),
+        "more_mib": round((peak_bytes() - before) / MIB),
         **compared(expected, logits(network, to_test)),
     }
 
