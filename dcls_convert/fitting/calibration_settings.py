@@ -31,7 +31,11 @@ class CalibrationSettings:
     least_places: int = 16
     least_energy: float = 1e-3  # share of the mean energy of all inputs that each input counts with
     # Of depthwise layers alone: other images have other means and covariances than these few.
-    mean_patch: float = 100.0  # b; the mean patch differs most from image to image
+    # b, for each sampled place of an image. An error of the mean response is the same at all
+    # places, so it adds up in the sums over places that follow (global pooling); other errors
+    # cancel. 100 on maps of a few pixels left kernels of few elements nothing else to fit:
+    # benchmarks/calibration.py --few.
+    mean_patch: float = 1.0
     # c; what all channels of a layer see alike holds for other images
     shared_correlation: float = 0.2
     ridge: float = 1e-4  # d; bounds elements that nearly coincide

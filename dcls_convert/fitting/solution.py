@@ -10,7 +10,8 @@ of F, the footprint, says how one element spreads over the cells of its line. Th
     + c (k - k0)' P (k - k0)         P: shared correlation    (depthwise layers alone)
     + d |w - w0|^2                   w0: weights to start from
 
-a grows where places are few, where v also has the squared means: see `SecondMoments`.
+a grows where places are few, where v also has the squared means: see `SecondMoments`. b is for each
+sampled place of an image.
 
 P has v's scale: the mean over channels of the covariances, each divided by its v, times v. The mean
 of the outputs is not part of it: the mean shift sets it afterwards. The numbers a to d, and where
@@ -66,7 +67,8 @@ def solve_weights(
     goal = statistics.cross + old * damping.unsqueeze(1)
     one_line_a_channel = moments.length == footprint.shape[2]
     if one_line_a_channel:
-        prior = _depthwise_prior(statistics, settings)
+        places_of_image = moments.places / moments.images
+        prior = _depthwise_prior(statistics, settings, settings.mean_patch * places_of_image)
         goal = goal + old @ prior
         matrix = matrix + prior
     # Added in place, and taken off again: the matrix may be the covariance itself, of which a copy
@@ -86,15 +88,15 @@ def solve_weights(
     )
 
 
-def _depthwise_prior(statistics: Statistics, settings: CalibrationSettings) -> Tensor:
-    """b m m' + c P of the objective, (G, S, S)."""
+def _depthwise_prior(
+    statistics: Statistics, settings: CalibrationSettings, of_mean_patch: float
+) -> Tensor:
+    """b m m' + c P of the objective, (G, S, S), with b as `of_mean_patch`."""
     energy = statistics.energy.unsqueeze(2)
     mean_patch = statistics.mean_patch
     shared = (statistics.covariance / energy).mean(0)
     prior = settings.shared_correlation * shared * energy
-    return prior.baddbmm_(
-        mean_patch.unsqueeze(2), mean_patch.unsqueeze(1), alpha=settings.mean_patch
-    )
+    return prior.baddbmm_(mean_patch.unsqueeze(2), mean_patch.unsqueeze(1), alpha=of_mean_patch)
 
 
 def _output_error(kernel: Tensor, statistics: Statistics) -> float:

@@ -96,7 +96,8 @@ def test_the_best_weights_are_those_of_least_squares(name):
     if patches.shape[1] == cells:  # one line for each output channel
         mean = patches.mean(2)
         scales = energy.unsqueeze(2).sqrt() * energy.unsqueeze(1).sqrt()
-        priors += 100 * mean.unsqueeze(2) * mean.unsqueeze(1)
+        places_of_image = patches.shape[2] / len(images)
+        priors += places_of_image * mean.unsqueeze(2) * mean.unsqueeze(1)
         priors += 0.2 * (centred @ centred.mT / patches.shape[2] / scales).mean(0) * scales
     lines = len(weights) // layer.out_channels
     for channel, target in enumerate(per_channel(wanted)):
@@ -114,6 +115,26 @@ def test_the_best_weights_are_those_of_least_squares(name):
         torch.testing.assert_close(
             weights[own].flatten() @ into, kernels, rtol=0, atol=1e-3 * float(kernels.norm())
         )
+
+
+def test_the_mean_response_counts_once_for_each_place_of_an_image():
+    """The same patches, shown as images of one place each, count it once."""
+    conv, layer, box, images = layer_of("not padded")
+    by_place = images.unfold(2, 3, 1).unfold(3, 3, 1).movedim(1, 3)  # (N, rows, columns, 4, 3, 3)
+    patches = by_place.flatten(0, 2)
+    places_of_image = len(patches) / len(images)
+    places = box.places_of(layer.positions.detach())
+    old = box.lines_of(conv.weight.detach().double())
+    start = layer.weight.detach().flatten(0, -2)
+
+    def weights(images, mean_patch):
+        settings = replace(EXACT, mean_patch=mean_patch)
+        moments = SecondMoments(layer, box, joint=True, settings=settings)
+        moments.add(images, conv.double()(images).detach())
+        return solve_weights(moments, places, old, start).weights
+
+    torch.testing.assert_close(weights(images, 0.5), weights(patches, 0.5 * places_of_image))
+    assert float((weights(images, 0.5) - weights(patches, 0.5)).norm()) > 1e-2
 
 
 @pytest.mark.parametrize("name", CASES)
