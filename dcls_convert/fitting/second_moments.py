@@ -114,6 +114,11 @@ class SecondMoments:
         products.baddbmm_(step.unsqueeze(2), step.unsqueeze(1), alpha=factor)
         means.add_(step, alpha=rows.shape[2] / total)
 
+    @property
+    def too_few_places(self) -> bool:
+        """Whether the layer keeps its fit, with its bias as it is."""
+        return self.places < self.settings.least_places
+
     def check(self, name: str) -> None:
         """Refuse (DclsConvertError) values that are not finite, by the layer's name."""
         if self.products is not None and not bool(self.products.isfinite().all()):
@@ -166,7 +171,7 @@ def shared_roots(moments: Sequence[SecondMoments]) -> Tensor | None:
     """
     scaled = []
     for alone in moments:
-        if alone.places < max(1, alone.settings.least_places):
+        if alone.places == 0 or alone.too_few_places:
             continue
         statistics = alone.statistics()
         covariance = statistics.covariance

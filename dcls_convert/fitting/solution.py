@@ -37,7 +37,9 @@ class Solution:
     """The best weights of one layer, and what is left."""
 
     weights: Tensor  # (N, E)
-    mean_shift: Tensor  # (O,): to add to the outputs, so that each channel has the wanted mean
+    # (O,): to add to the outputs without bias, so that each channel has the wanted mean. Of too few
+    # places, the bias that the layer has.
+    mean_shift: Tensor
     output_error: float  # |new - wanted| / |wanted| over the sampled places, with the mean shift
 
 
@@ -55,7 +57,7 @@ def solve_weights(
         moments: Joint, with wanted outputs.
         places: (N, E, A) of the elements, in cells from the first cell of the box.
         old: (N, S), the old kernel.
-        start: (N, E), weights to go on from; kept as they are if `fixed`.
+        start: (N, E), weights to go on from; kept as they are if `fixed`, or of too few places.
     """
     settings = moments.settings
     statistics = moments.statistics()
@@ -76,15 +78,21 @@ def solve_weights(
     diagonal = matrix.diagonal(dim1=1, dim2=2)
     diagonal.add_(damping)
     weights = start
-    if not fixed:
+    if not fixed and not moments.too_few_places:
         weights = _minimise(matrix, footprint, goal, start, settings)
     diagonal.sub_(damping)
     kernel = (weights.unsqueeze(1) @ footprint).reshape(statistics.cross.shape)
     mean_output = (kernel @ statistics.mean_patch.unsqueeze(2)).squeeze(2)  # (G, Q)
+    missing_mean = statistics.mean_target - mean_output
+    mean_shift = missing_mean
+    if moments.too_few_places:
+        mean_shift = torch.zeros_like(missing_mean)
+        if moments.layer.bias is not None:
+            mean_shift += moments.layer.bias.detach().reshape(mean_shift.shape)
     return Solution(
         weights=weights,
-        mean_shift=(statistics.mean_target - mean_output).flatten(),
-        output_error=_output_error(kernel, statistics),
+        mean_shift=mean_shift.flatten(),
+        output_error=_output_error(kernel, statistics, missing_mean - mean_shift),
     )
 
 
@@ -99,15 +107,16 @@ def _depthwise_prior(
     return prior.baddbmm_(mean_patch.unsqueeze(2), mean_patch.unsqueeze(1), alpha=of_mean_patch)
 
 
-def _output_error(kernel: Tensor, statistics: Statistics) -> float:
-    """|k'x - y| / |y| over all output channels, where the mean shift has set the means."""
+def _output_error(kernel: Tensor, statistics: Statistics, missing_mean: Tensor) -> float:
+    """|new - y| / |y| over all output channels, whose means lack `missing_mean` (G, Q)."""
     spread = ((kernel @ statistics.covariance) * kernel).sum()
     common = (kernel * statistics.cross).sum()
-    left = spread - 2 * common + statistics.target_variance.sum()
+    variance_left = spread - 2 * common + statistics.target_variance.sum()
+    left = variance_left.clamp(min=0) + missing_mean.square().sum()
     wanted = (statistics.target_variance + statistics.mean_target.square()).sum()
     if wanted <= 0:
         return 0.0
-    return float((left.clamp(min=0) / wanted).sqrt())
+    return float((left / wanted).sqrt())
 
 
 def _minimise(

@@ -146,9 +146,11 @@ def outputs_by_layer(model, plan, images):
 
 
 @pytest.mark.usefixtures("quick_fit")
-def test_the_output_error_of_each_layer_is_what_its_outputs_lost():
-    model = network(bias=True, norm=False)
-    images = photos(6)
+@pytest.mark.parametrize(("count", "stride"), [(6, 1), (1, 2)], ids=["enough", "too few places"])
+def test_the_output_error_of_each_layer_is_what_its_outputs_lost(count, stride):
+    """In layers that keep their fit, without a mean shift."""
+    model = network(bias=True, norm=False, stride=stride)
+    images = photos(count)
     plan = plan_conversion(find_convs(model, SMALL), dilated_size=9, budget=60)
     old = outputs_by_layer(model, plan, images)
     settings = CalibrationSettings(places_per_image=10**6)
