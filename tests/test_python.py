@@ -6,12 +6,20 @@ import sys
 import warnings
 import xml.etree.ElementTree
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import dcls_convert
-from dcls_convert import CheckpointError, DclsConvertError, PlanError, RuleError, convert_
+from dcls_convert import (
+    CheckpointError,
+    DclsConvertError,
+    ModelError,
+    PlanError,
+    RuleError,
+    convert_,
+)
 from dcls_convert.networks.running import evaluating
 from dcls_convert.planning.plan import ConversionPlan
 from dcls_convert.progress import show_progress
@@ -216,6 +224,45 @@ def test_a_mistake_is_one_line_without_the_parsers_own_error(make, kind):
     assert isinstance(mistake.value, DclsConvertError)
     assert mistake.value.__cause__ is None
     assert mistake.value.__suppress_context__
+
+
+def test_what_is_no_model_is_refused_by_every_front_door():
+    """A name too: the network that is built for it would be lost."""
+    for model, found in ((unet().state_dict(), "a OrderedDict"), ("resnet18", "'resnet18'")):
+        for front_door in (
+            convert_,
+            dcls_convert.sweep,
+            dcls_convert.find_convs,
+            lambda model: dcls_convert.convert_from_authors_(model, {}),
+        ):
+            with pytest.raises(ModelError, match=f"^model: found {found}; give a torch.nn.Module"):
+                front_door(model)
+
+
+@pytest.mark.parametrize(
+    ("rules", "found"),
+    [
+        (["depthwise", "conv3x3"], "a list; give the name of a rule set, a file, or a mapping"),
+        (None, "a NoneType; give the name"),
+        (
+            {"format": 1, "rules": [{"kernel_count": np.int64(5)}]},
+            r"np.int64\(5\) of type int64; allowed are texts, numbers",
+        ),
+    ],
+)
+def test_rules_of_a_wrong_type_are_refused_and_change_nothing(rules, found):
+    model = unet()
+    with pytest.raises(RuleError, match=f"^rules: found {found}"):
+        convert_(model, rules=rules, init="random")
+    assert isinstance(model.enc1[0], nn.Conv2d)
+
+
+def test_paths_that_are_no_texts_are_refused():
+    plan = dcls_convert.plan_conversion(dcls_convert.find_convs(unet(), SIZE), dilated_size=7)
+    for paths in (1, [1], None):
+        with pytest.raises(PlanError, match=r"^paths: found .*; give a module's name"):
+            plan.without(paths)
+    assert plan.without(("dec1", "enc1")) == plan.without(["dec1", "enc1"])
 
 
 # Progress.

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..errors import PlanError
 from ..fitting.images import Calibration, Images
+from ..networks.sites import check_module
 from ..options import (
     AUTO,
     MOST_SLOWER,
@@ -97,6 +98,7 @@ def sweep(
         raise PlanError("counts and budgets exclude each other")
     if isinstance(sizes, str | int):
         raise PlanError(f"sizes={sizes!r} must be a list, such as [5, 7, 9]")
+    check_module(model)
     timing = None
     if time:
         timing = timing_settings(device, batch_size, seconds, amp=amp)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ..depthwise.geometry import Padding, size_text
-from ..errors import PlanError, one_line
+from ..errors import ModelError, PlanError, one_line, shown
 from ..layers.conv_classes import AnyConv, padding_of, why_not_replaceable
 from ..layers.dcls_conv import DclsConvNd
 from .stages import OutputStride, find_stages, output_stride
@@ -113,9 +113,11 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
             None.
 
     Raises:
+        ModelError: `model` is not a module.
         PlanError: `input_size` is not positive integers for as many dimensions as the convolutions
             have, or the model has DCLS layers already, or is compiled.
     """
+    check_module(model)
     _check_not_compiled_or_converted(model)
     names_of = _convs_with_names(model)
     dims = max((len(conv.kernel_size) for conv in names_of), default=2)
@@ -156,6 +158,17 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
         stages_from=stages_from,
         trace=traced,
     )
+
+
+def check_module(model: object) -> None:
+    """Refuse (ModelError) a name, a state dict and whatever else is not a module."""
+    if not isinstance(model, nn.Module):
+        found = f"a {type(model).__name__}"
+        if isinstance(model, str):
+            found = shown(repr(model))
+        raise ModelError(
+            f"model: found {found}; give a torch.nn.Module, such as timm.create_model(...)"
+        )
 
 
 def _check_not_compiled_or_converted(model: nn.Module) -> None:

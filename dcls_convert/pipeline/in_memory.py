@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from ..fitting.images import Calibration, Images
 from ..networks.initialisation import are_as_torch_initialises
+from ..networks.sites import check_module
 from ..options import (
     AUTO,
     DEFAULT_BUDGET,
@@ -105,6 +106,7 @@ def convert_(
         DclsConvertError: With one line that says what does not fit, or which options exclude each
             other; the model is then unchanged.
     """
+    check_module(model)
     request = ConversionRequest(
         model=model,
         options=PlanOptions(
@@ -191,6 +193,7 @@ def convert_from_authors_(
     Raises:
         DclsConvertError: With one line that says what does not fit; the model is then unchanged.
     """
+    check_module(model)
     request = ConversionRequest(
         model=model,
         weights=weights if isinstance(weights, Mapping) else Path(weights),

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Self
 
@@ -271,9 +271,10 @@ class ConversionPlan(Record):
                 layers' names, such as "dec1.*"; or a list of these.
 
         Raises:
-            PlanError: One of them means no layer of the plan, or no layer would remain.
+            PlanError: One of them is no text, or means no layer of the plan; or no layer would
+                remain.
         """
-        patterns = [paths] if isinstance(paths, str) else list(paths)
+        patterns = _as_patterns(paths)
         self._check_known(patterns)
         kept = []
         removed = []
@@ -336,6 +337,17 @@ class ConversionPlan(Record):
     def group(self, name: str) -> TieGroup:
         """The tie group of that name, which must be one of the plan's."""
         return next(group for group in self.tie_groups if group.name == name)
+
+
+def _as_patterns(paths: str | Sequence[str]) -> list[str]:
+    """Refuses (PlanError) what is neither a text nor texts."""
+    if isinstance(paths, str):
+        return [paths]
+    if not isinstance(paths, Iterable) or not all(isinstance(path, str) for path in paths):
+        raise PlanError(
+            f"paths: found {shown(repr(paths))}; give a module's name, a pattern or a list of these"
+        )
+    return list(paths)
 
 
 def _layer_differences(

@@ -20,6 +20,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 from yaml.constructor import ConstructorError
+from yaml.representer import RepresenterError
 
 from ..depthwise.geometry import size_text
 from ..errors import RuleError, did_you_mean, one_line, printable, shown
@@ -335,7 +336,12 @@ def load_rules(source: str | Path | Mapping[str, Any]) -> RuleSet:
             with the place.
     """
     if isinstance(source, Mapping):
-        return parse_rules(yaml.safe_dump(dict(source), sort_keys=False))
+        return parse_rules(_as_yaml(source))
+    if not isinstance(source, str | Path):
+        raise RuleError(
+            f"rules: found a {type(source).__name__}; "
+            "give the name of a rule set, a file, or a mapping with the keys of a file"
+        )
     path = builtin_rules().get(str(source), Path(source))
     try:
         if not path.is_file():
@@ -353,6 +359,17 @@ def load_rules(source: str | Path | Mapping[str, Any]) -> RuleSet:
     except UnicodeDecodeError as error:
         raise RuleError(f"{source}: is not a UTF-8 text: {one_line(error)}") from None
     return parse_rules(text, source=str(source))
+
+
+def _as_yaml(rules: Mapping[str, Any]) -> str:
+    try:
+        return yaml.safe_dump(dict(rules), sort_keys=False)
+    except RepresenterError as error:
+        value = error.args[1]
+        raise RuleError(
+            f"rules: found {shown(repr(value))} of type {type(value).__name__}; "
+            "allowed are texts, numbers, truth values, lists and mappings"
+        ) from None
 
 
 class _StrictLoader(yaml.SafeLoader):
