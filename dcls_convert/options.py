@@ -98,14 +98,17 @@ def option_name(field_name: str) -> str:
     return f"--{field_name.replace('_', '-')}"
 
 
-def command_line(model: str, values: Mapping[str, Any]) -> str:
+def command_line(model: str, values: Mapping[str, Any], command: str = "") -> str:
     """The command that converts a model with these options, to be pasted into a shell.
 
     Args:
         model: A MODEL of the command line.
         values: By the names of the options' fields. True is a flag, and None is not stated.
+        command: Another command than the default one, such as "sweep".
     """
     words = ["dcls-convert", model]
+    if command:
+        words.insert(1, command)
     for name, value in values.items():
         if value is None:
             continue

@@ -86,6 +86,8 @@ def test_a_report_gives_no_advice_for_a_shell_and_says_why_macs_are_missing():
     assert "dcls_convert.sweep" in shown(convert_(unet(), dilated_size=9, input_size=SIZE))
     for advice in ("dcls-convert", "-v ", "--"):
         assert advice not in text
+    plan = dcls_convert.plan_conversion(dcls_convert.find_convs(unet()), dilated_size=7)
+    assert "plan.skipped says why" in shown(plan)
 
 
 @pytest.mark.usefixtures("quick_fit")

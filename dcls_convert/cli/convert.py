@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ..files import PLOT_LIBRARY, can_plot, check_folder
-from ..options import AUTO, ERROR, AuthorsVersion, Init, PlanOptions, Positions
+from ..options import (
+    AUTO,
+    ERROR,
+    AuthorsVersion,
+    Init,
+    PlanOptions,
+    Positions,
+    command_line,
+)
 from ..output import check_output
 from ..pipeline.request import ConversionRequest
 from ..progress import silent
@@ -27,6 +35,7 @@ from .arguments import (
     with_records,
 )
 from .completion import complete_files
+from .sweep import stated
 
 if TYPE_CHECKING:
     from ..pipeline.conversion import Conversion
@@ -46,6 +55,8 @@ POSITIONS_HELP = (
 HTML_HELP = (
     "Add a page of pictures to the checkpoint, and positions to its model card (extra plot)."
 )
+# Options that decide MACs, and that `sweep` takes too.
+DECIDE_MACS = ("num_classes", "in_chans", "rules", "input_size")
 VERSION = choice(
     AuthorsVersion,
     WHERE,
@@ -136,7 +147,7 @@ def convert(
         from ..compare.timing import check_device
         from ..pipeline.loaded import LoadedNetwork
         from ..reports.report import predict_report
-        from ..views.report import next_steps, report_view
+        from ..views.report import ON_COMMAND_LINE, next_steps, report_view
 
         if device is not None:
             request = replace(request, device=str(check_device(device)))
@@ -158,7 +169,18 @@ def convert(
     elif quiet:
         console.show(str(output))
     else:
-        console.show(report_view(replace(report, outcome=None), verbose=verbose), *steps)
+        advice = replace(ON_COMMAND_LINE, cheaper_sizes=f"cheaper sizes: {_sweep(network)}")
+        report = replace(report, outcome=None)
+        console.show(report_view(report, verbose=verbose, advice=advice), *steps)
+
+
+def _sweep(network: Network) -> str:
+    """The command that shows the costs of other sizes."""
+    values = {}
+    for name, value in (stated(network) | stated(network.options)).items():
+        if name in DECIDE_MACS:
+            values[name] = value
+    return command_line(network.model, values, command="sweep")
 
 
 def _not_of_a_checkpoint(path: Path) -> str | None:

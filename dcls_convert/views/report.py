@@ -4,7 +4,7 @@ import math
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,13 @@ FOLDING_SENTENCE = (
 class Advice:
     """What a report tells its reader to do."""
 
-    cheaper_sizes: str  # with "{model}" for the model's name
+    cheaper_sizes: str
     why_kept: str
     calibrate: str
 
 
 ON_COMMAND_LINE = Advice(
-    cheaper_sizes="cheaper sizes: dcls-convert sweep {model}",
+    cheaper_sizes="cheaper sizes: dcls-convert sweep",
     why_kept="-v says why",
     calibrate="--calibrate FOLDER, with some images,",
 )
@@ -63,6 +63,7 @@ IN_PYTHON = Advice(
     why_kept="report.skipped says why",
     calibrate="calibration=images",
 )
+OF_A_PLAN = replace(IN_PYTHON, why_kept="plan.skipped says why")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,7 +153,7 @@ STAGE_COLUMNS: list[Column[LayerTotals]] = [
 
 def plan_view(plan: ConversionPlan) -> RenderableType:
     """The report that a plan predicts, in Python."""
-    return report_view(predict_report(plan), advice=IN_PYTHON)
+    return report_view(predict_report(plan), advice=OF_A_PLAN)
 
 
 def report_view(
@@ -164,7 +165,7 @@ def report_view(
         report: The report to show.
         verbose: 0: a row for each stage. 1: a row for each layer, and why other convolutions
             are kept. 2: the name of each kept convolution, too.
-        advice: In words for the reader: ON_COMMAND_LINE or IN_PYTHON.
+        advice: In words for the reader, such as ON_COMMAND_LINE or IN_PYTHON.
     """
     parts = [*_heading(report, advice), Text()]
     if verbose == 0:
@@ -201,9 +202,9 @@ def _heading(report: ConversionReport, advice: Advice) -> list[RenderableType]:
         warning = f"Even the smallest larger windows cost {slower:.0f} % more MACs"
         parts.append(Text(f"{warning}; rules can skip layers", style="yellow"))
     elif slower > COSTLY:
-        name = printable((report.model or "MODEL").removeprefix("timm:"))
-        sizes = advice.cheaper_sizes.format(model=name)
-        parts.append(Text(f"{1 + slower / 100:.1f} times the MACs; {sizes}", style="yellow"))
+        times = f"{1 + slower / 100:.1f} times the MACs"
+        sizes = printable(advice.cheaper_sizes)
+        parts.append(Text(f"{times}; {sizes}", style="yellow"))
     fewer_weights = sum(_only_loses_weights(layer) for layer in report.layers)
     if fewer_weights:
         of_layers = f"{counted(fewer_weights, 'layer')} of {len(report.layers)}"

@@ -362,3 +362,20 @@ def test_a_model_that_does_not_run_has_rows_without_macs_and_no_row_to_take():
         "no combination could be planned; the first failed with: timing: ValueError: no [image]"
     )
     assert err.splitlines()[-1] == f"error: {failure}"
+
+
+def test_a_costly_conversion_suggests_a_sweep_of_the_same_network(tmp_path):
+    rules = tmp_path / "stage 0.yaml"
+    rules.write_text("format: 1\nrules:\n- match: {stage: stages.0}\n")
+    options = ("--input-size", "3x48x48", "--num-classes", "5", "--rules", rules, "--tie", "none")
+    arguments = (NET, "--dilated-size", 21, *options, "--dry-run")
+    report = json.loads(run(*arguments, "--json")[0])
+    words = " ".join(run(*arguments)[0].split()).split(" times the MACs; cheaper sizes: ")[1]
+    command = words[: words.index(" Stage ")]
+    program, *suggested = shlex.split(command)
+    assert program == "dcls-convert"
+    original, row = json.loads(run(*suggested, "--sizes", "21", "--json")[0])["rows"]
+    for one, when in ((original, "before"), (row, "after")):
+        assert one["macs"] == report["macs"][when]
+    assert original["params"] == report["params"]["before"]
+    assert row["layers"] == len(report["layers"])

@@ -143,7 +143,7 @@ def test_colours_say_what_words_say():
     [
         ("auto", "Even the smallest larger windows cost 164 % more MACs; rules can skip layers"),
         (5, "Even the smallest larger windows cost 164 % more MACs; rules can skip layers"),
-        (7, "5.1 times the MACs; cheaper sizes: dcls-convert sweep resnet18"),
+        (7, "5.1 times the MACs; cheaper sizes: dcls-convert sweep"),
     ],
 )
 def test_a_costly_conversion_names_cheaper_sizes_only_where_there_are_any(size, says):
