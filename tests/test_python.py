@@ -1,5 +1,6 @@
 """A network of the user's own in Python: what a notebook shows of it, step by step."""
 
+import functools
 import re
 import subprocess
 import sys
@@ -202,14 +203,23 @@ def test_a_model_that_only_the_meta_device_cannot_run_is_converted():
     assert "does not run on the meta device" in report.macs.note
 
 
-def test_kernels_of_a_new_model_are_not_fitted_without_a_word():
+@pytest.mark.usefixtures("quick_fit")
+@pytest.mark.parametrize(
+    "function",
+    [
+        functools.partial(convert_, dilated_size=5),
+        functools.partial(dcls_convert.sweep, sizes=[5]),
+        functools.partial(dcls_convert.sweep, sizes=[4, 5], rules="conv3x3"),
+    ],
+)
+def test_kernels_of_a_new_model_are_not_fitted_without_a_word(function):
     with pytest.warns(UserWarning, match="untrained") as caught:
-        convert_(unet(trained=False), dilated_size=5)
-    assert caught[0].filename == __file__
+        function(unet(trained=False))
+    assert [warning.filename for warning in caught] == [__file__]
     with warnings.catch_warnings(action="error"):
-        convert_(unet(), dilated_size=5)
-        convert_(unet(trained=False), dilated_size=5, init="fit")
-        convert_(unet(trained=False), dilated_size=5, init="random")
+        function(unet())
+        function(unet(trained=False), init="fit")
+        function(unet(trained=False), init="random")
 
 
 @pytest.mark.parametrize(

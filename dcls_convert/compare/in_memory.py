@@ -23,8 +23,11 @@ from ..options import (
     Tie,
     suggests_arguments,
 )
+from ..pipeline.in_memory import warn_if_untrained
 from ..pipeline.loaded import LoadedNetwork
 from ..pipeline.request import ConversionRequest
+from ..planning.claims import claim_convs
+from ..planning.planner import find_rules
 from ..planning.rules import RuleSet
 from ..progress import show_to_python
 from .candidates import combinations, make_sweep, usual_sizes
@@ -123,6 +126,9 @@ def sweep(
         windows: list[AskedSize] = []
         for size in sizes or usual_sizes(loaded):
             windows.append(size if isinstance(size, int | str) else tuple(size))
+        if request.start == "fit" and init == AUTO:
+            rule_of, _ = claim_convs(find_rules(rules, loaded.convs), loaded.convs)
+            warn_if_untrained(model, rule_of)
         asked = combinations(windows, counts, budgets)
         command = functools.partial(_call, request)
         return make_sweep(loaded, asked, command, timing=timing, slower=slower)

@@ -1,7 +1,7 @@
 """Convert a model in memory: the library's front door."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from ..options import (
     Tie,
     suggests_arguments,
 )
-from ..planning.plan import ConversionPlan, LayerCounts
+from ..planning.plan import LayerCounts
 from ..planning.rules import RuleSet
 from ..progress import show_to_python
 from ..reports.report import ConversionReport
@@ -132,15 +132,23 @@ def convert_(
         loaded = LoadedNetwork(request, notify=notify)
         resolved = resolve(loaded)
         if resolved.init == "fit" and init == AUTO:
-            _warn_if_untrained(model, resolved.plan)
+            warn_if_untrained(model, [layer.name for layer in resolved.plan.layers])
         return convert_network(loaded, resolved).report
 
 
-def _warn_if_untrained(model: nn.Module, plan: ConversionPlan) -> None:
-    """Warn where a start that nobody asked for would keep the random kernels of a new model."""
+def warn_if_untrained(model: nn.Module, names: Iterable[str]) -> None:
+    """Warn where a start that nobody asked for would keep the random kernels of a new model.
+
+    To be called by a function that `suggests_arguments` decorates: the warning names the line that
+    calls this function.
+
+    Args:
+        model: Unconverted.
+        names: Of the convolutions to convert.
+    """
     kernels = []
-    for layer in plan.layers:
-        weight = dict(model.get_submodule(layer.name).named_parameters(recurse=False)).get("weight")
+    for name in names:
+        weight = dict(model.get_submodule(name).named_parameters(recurse=False)).get("weight")
         if weight is None:  # parametrised, pruned or normed, which no new model is
             return
         kernels.append(weight)
@@ -149,7 +157,7 @@ def _warn_if_untrained(model: nn.Module, plan: ConversionPlan) -> None:
             "the model's kernels are as torch initialises them, untrained, and the new layers are "
             "fitted to them; init='random' starts as the paper does, init='fit' keeps them and "
             "does not warn",
-            stacklevel=4,  # the line that calls `convert_`, beyond its decorator
+            stacklevel=4,  # beyond this function, its caller and the caller's decorator
         )
 
 

@@ -125,7 +125,7 @@ def make_plan(
         scope = "model"
     share = parse_percent(options.budget)
     arguments = _json_arguments(model_args)
-    rules = _find_rules(options.rules, convs)
+    rules = find_rules(options.rules, convs)
     drafts, skipped = _draft_model(convs, rules, options, known_counts)
     layers, units = solve_counts(drafts, scope, share)
 
@@ -191,7 +191,8 @@ def _json_arguments(model_args: dict[str, Any] | None) -> dict[str, Any]:
         raise PlanError(f"model_args cannot be kept in a JSON file: {one_line(error)}") from error
 
 
-def _find_rules(rules: RuleSet | str | Path | Mapping[str, Any], convs: ModelConvs) -> RuleSet:
+def find_rules(rules: RuleSet | str | Path | Mapping[str, Any], convs: ModelConvs) -> RuleSet:
+    """The rule set that an option states: loaded, or for "auto" chosen for the convolutions."""
     if isinstance(rules, RuleSet):
         return rules
     if rules == AUTO:
