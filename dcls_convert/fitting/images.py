@@ -107,7 +107,7 @@ def calibrate(
             return _read_folder(
                 Path(source), size, normalisation, note, most=most, holds_out=holds_out
             )
-        batches = tuple(_given_batches(source, image_axes))
+        batches = tuple(_given_batches(source, image_axes, plan.input_size))
         _refuse_infinite(batches)
         if holds_out:
             return _with_every_fifth_held_out(batches)
@@ -194,18 +194,24 @@ def _with_every_fifth_held_out(batches: Sequence[Tensor]) -> Calibration:
     return Calibration(batches=tuple(fitted), held_out=tuple(held_out))
 
 
-def _given_batches(images: Tensor | Iterable[Any], image_axes: int) -> Iterator[Tensor]:
+def _given_batches(
+    images: Tensor | Iterable[Any], image_axes: int, input_size: Sequence[int] | None
+) -> Iterator[Tensor]:
     """The batches in what was given: one batch, batches, images, or what a loader gives."""
     if isinstance(images, Tensor):
         images = [images]
+    if not isinstance(images, Iterable):
+        raise _wrong_tensor(images, image_axes)
     for given in images:
         tensor = given
         if isinstance(given, list | tuple):  # a loader's batch, with labels
             tensor = given[0]
-        if not isinstance(tensor, Tensor):
-            raise _wrong_tensor(f"a {type(tensor).__name__}", image_axes)
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            raise _wrong_tensor(tensor, image_axes)
         if tensor.dim() not in (image_axes, image_axes + 1):
-            raise _wrong_tensor(f"a tensor of {tensor.dim()} axes", image_axes)
+            raise _wrong_tensor(tensor, image_axes)
+        if input_size is not None and _has_channels_last(tensor, image_axes, input_size[0]):
+            raise _wrong_tensor(tensor, image_axes, str(input_size[0]))
         batch = tensor
         if tensor.dim() == image_axes:
             batch = tensor.unsqueeze(0)
@@ -213,8 +219,24 @@ def _given_batches(images: Tensor | Iterable[Any], image_axes: int) -> Iterator[
             yield from torch.split(batch, MOST_IN_BATCH)
 
 
-def _wrong_tensor(found: str, image_axes: int) -> DclsConvertError:
+def _has_channels_last(images: Tensor, image_axes: int, channels: int) -> bool:
+    return images.shape[-image_axes] != channels and images.shape[-1] == channels
+
+
+def _wrong_tensor(found: object, image_axes: int, channels: str = "channels") -> DclsConvertError:
+    """The error that says what was found in the place of images.
+
+    Args:
+        channels: Their number, where it is known.
+    """
+    kind = f"a {type(found).__name__}"
+    if isinstance(found, Tensor):
+        dtype = str(found.dtype).removeprefix("torch.")
+        kind = f"a tensor of {tuple(found.shape)}, {dtype}"
+    spatial = "rows, columns"
+    if image_axes != 3:
+        spatial = "*spatial"
     return DclsConvertError(
-        f"calibration: found {found}; give batches of {image_axes + 1} axes, "
-        f"(N, channels, *spatial), or images of {image_axes}"
+        f"calibration: found {kind}; give float images (N, {channels}, {spatial}), "
+        "normalised as the model takes them"
     )

@@ -4,6 +4,7 @@ import contextlib
 import io
 import logging
 import os
+import re
 import warnings
 from dataclasses import replace
 
@@ -341,8 +342,8 @@ def test_a_normalisation_that_does_not_fit_is_refused(planned, tmp_path, options
         (".", (4, 8, 8), "1 or 3 channels"),
         ([], SIZE, "there are no images"),
         ([torch.full((1, 3, 8, 8), float("nan"))], SIZE, "not finite"),
-        ([torch.zeros(8)], SIZE, "found a tensor of 1 axes; give batches of 4 axes"),
-        (["a.png"], SIZE, "found a str; give batches"),
+        (["a.png"], SIZE, "found a str; give float images"),
+        (8, SIZE, "found a int; give float images"),
     ],
     ids=str,
 )
@@ -356,3 +357,28 @@ def test_what_holds_no_images_is_refused(planned, tmp_path, images, size, messag
             replace(plan, input_size=size),
             tmp_path / images if isinstance(images, str) else images,
         )
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "size", "expected"),
+    [
+        ((8,), torch.float32, SIZE, "(N, channels, rows, columns)"),
+        ((5, 3, 8, 8), torch.uint8, SIZE, "(N, channels, rows, columns)"),
+        ((5, 8, 8, 3), torch.float32, SIZE, "(N, 3, rows, columns)"),
+        ((8, 8, 3), torch.float16, SIZE, "(N, 3, rows, columns)"),
+        ((5, 8, 1), torch.float32, (1, 8), "(N, 1, *spatial)"),
+    ],
+)
+def test_a_tensor_that_is_no_image_is_refused_with_the_shape_to_give(
+    planned, shape, dtype, size, expected
+):
+    model, plan = planned
+    name = str(dtype).removeprefix("torch.")
+    message = (
+        f"calibration: found a tensor of {shape}, {name}; "
+        f"give float images {expected}, normalised as the model takes them"
+    )
+    tensor = torch.zeros(shape, dtype=dtype)
+    for images in (tensor, [tensor]):
+        with pytest.raises(DclsConvertError, match=f"^{re.escape(message)}$"):
+            calibrate(model, replace(plan, input_size=size), images)
