@@ -275,7 +275,7 @@ def choose(rows: Sequence[SweepRow], slower: float) -> Recommendation:
 
     # In windows no larger than the old kernels, elements have nowhere new to go.
     grown = [row for row in done if _folded_bytes(row) > _folded_bytes(original)]
-    candidates = grown or done
+    candidates = _with_most_layers(grown or done)
     fewest_params = min(map(_params, candidates))
     if fewest_params <= _params(original):
         small = _at_most(_params(original), _params, candidates)
@@ -295,6 +295,12 @@ def choose(rows: Sequence[SweepRow], slower: float) -> Recommendation:
         larger = "windows larger than the old kernels" if grown else "those"
         why = f"it costs the least ({percent}) of {larger} with {held}; none has at most {limit}"
     return Recommendation(row=rows.index(taken), why=why, command=taken.command)
+
+
+def _with_most_layers(rows: Sequence[SweepRow]) -> list[SweepRow]:
+    """The rows that convert most layers; those that others refuse would make these look cheap."""
+    most = max(row.layers for row in rows)
+    return [row for row in rows if row.layers == most]
 
 
 def _best(affordable: Sequence[SweepRow], done: Sequence[SweepRow]) -> tuple[SweepRow, str]:

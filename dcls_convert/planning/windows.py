@@ -25,7 +25,7 @@ def recommended_size(convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, in
     """The growth for dilated size "auto", such as "+10"; None if the rules state all sizes.
 
     The largest growth with windows of at most MOST_WINDOW that adds at most MOST_SLOWER percent to
-    the MACs; the smallest if there is none.
+    the MACs; the smallest if there is none. No layer refuses it that takes the smallest growth.
     """
     if rules.defaults.dilated_size:
         return None
@@ -40,8 +40,12 @@ def recommended_size(convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, in
     if not without_size:
         return None
     most_added = (convs.macs or 0) * MOST_SLOWER / 100
+    most_layers = _number_of_layers(converted, LEAST_GROWTH)
     recommended = LEAST_GROWTH
     for growth in range(LEAST_GROWTH, MOST_WINDOW, 2):
+        # A layer that refuses a growth adds no MACs: it would make larger growths look cheap.
+        if _number_of_layers(converted, growth) < most_layers:
+            continue
         is_small = _largest_side(without_size, growth) <= MOST_WINDOW
         if is_small and _added_macs(converted, growth) <= most_added:
             recommended = growth
@@ -72,6 +76,10 @@ def _windows(
         except PlanError:
             continue
         yield site, window, dense_axes
+
+
+def _number_of_layers(converted: Sequence[tuple[ConvSite, Rule]], growth: int) -> int:
+    return len(list(_windows(converted, growth)))
 
 
 def _largest_side(converted: Sequence[tuple[ConvSite, Rule]], growth: int) -> int:

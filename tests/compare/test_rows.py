@@ -200,6 +200,13 @@ def test_it_says_why():
     assert choose(rows[:1], 12).why == "no row is done"
 
 
+def test_a_size_that_layers_refuse_is_not_taken_because_it_is_cheap():
+    refused = row(9, macs=2, layers=1)
+    all_layers = row(7, macs=2, layers=2)
+    assert choose([ORIGINAL, refused, all_layers], 15).row == 2
+    assert choose([ORIGINAL, refused], 15).row == 1
+
+
 def test_no_size_is_recommended_where_no_row_keeps_more_of_a_trained_network():
     def with_errors(*errors):
         rows = [row(size, kernel_error=error) for size, error in zip((7, 9), errors, strict=True)]

@@ -11,6 +11,7 @@ from torch import nn
 
 from dcls_convert.errors import PlanError
 from dcls_convert.layers.dcls_conv import DclsConv2d, DclsConvNd
+from dcls_convert.networks.sites import find_convs
 from dcls_convert.planning.planner import plan_conversion
 from dcls_convert.planning.rules import parse_rules
 from dcls_convert.reports.report import predict_report
@@ -311,6 +312,22 @@ def test_an_odd_growth_is_refused_with_what_would_do(growth, near):
     message = f"growth .{growth[1]} must be even, or the output would shift; use {near}$"
     with pytest.raises(PlanError, match=message):
         plan_of(Net(), dilated_size=growth)
+
+
+@pytest.mark.parametrize("map_side", [4, 8, 32])
+def test_auto_skips_no_layer_that_the_smallest_growth_converts(map_side):
+    """With reflect padding, which must be smaller than the map; a layer that is skipped is free."""
+    net = nn.Sequential(
+        *[nn.Conv2d(3, 4, 1), depthwise(3), nn.AvgPool2d(2)],
+        *[depthwise(3, padding=1, padding_mode="reflect"), nn.Upsample(scale_factor=8)],
+        *[nn.Conv2d(4, 512, 1), nn.Conv2d(512, 4, 1)],  # beside which larger windows are cheap
+    )
+    convs = find_convs(net, (3, 2 * map_side, 2 * map_side))
+    smallest = plan_conversion(convs, dilated_size="+2")
+    usual = plan_conversion(convs)
+    assert [layer.name for layer in usual.layers] == [layer.name for layer in smallest.layers]
+    (growth,) = {growth for layer in usual.layers for growth in layer.growths}
+    assert growth == {4: 4, 8: 12, 32: 14}[map_side]
 
 
 def test_rules_that_state_sizes_keep_them_and_leave_the_others_to_auto():
