@@ -107,6 +107,6 @@ def check_overruled(rules: RuleSet, options: PlanOptions) -> None:
             continue
         if all(getattr(rule, key) is not None for rule in converting):
             raise RuleError(
-                f"{rules.source}: every rule states its own {key}, "
-                f"so the {key.replace('_', ' ')} given has no effect"
+                f"{rules.source}: every rule states its own {key}, so no other has an effect; "
+                "omit it in a rule that should take another"
             )

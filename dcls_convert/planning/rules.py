@@ -386,9 +386,8 @@ class _StrictLoader(yaml.SafeLoader):
                     problem=f"duplicate key {shown(key.value)!r}", problem_mark=key.start_mark
                 )
             keys.add(key.value)
-            if key.value == "dilated_size" and isinstance(value, yaml.ScalarNode):
-                if value.value.startswith("+"):
-                    value.tag = TEXT_TAG  # YAML would read a growth of +4 as the integer 4
+            if key.value == "dilated_size":
+                _keep_growths_(value)
         return super().construct_mapping(node, deep)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
@@ -401,6 +400,14 @@ class _StrictLoader(yaml.SafeLoader):
             problem = f"{type(error).__name__}: {one_line(error)}"
             raise ConstructorError(problem=problem, problem_mark=node.start_mark) from error
         return value
+
+
+def _keep_growths_(size: yaml.Node) -> None:
+    """Tag growths as texts: YAML would read +4 as the integer 4, in a list of sides too."""
+    sides = size.value if isinstance(size, yaml.SequenceNode) else [size]
+    for side in sides:
+        if isinstance(side, yaml.ScalarNode) and side.value.startswith("+"):
+            side.tag = TEXT_TAG
 
 
 def parse_rules(text: str, source: str = "rules") -> RuleSet:

@@ -364,6 +364,17 @@ def test_a_model_that_does_not_run_has_rows_without_macs_and_no_row_to_take():
     assert err.splitlines()[-1] == f"error: {failure}"
 
 
+def test_rules_that_state_all_sizes_leave_none_to_compare(tmp_path):
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("format: 1\nrules:\n- dilated_size: 9\n")
+    for sizes in ((), ("--sizes", "9,11")):
+        _, err = run("sweep", NET, *SMALL, "--rules", rules, *sizes, code=2)
+        assert err.splitlines()[-1] == (
+            f"error: {rules}: every rule states its own dilated_size, so no other has an effect; "
+            "omit it in a rule that should take another"
+        )
+
+
 def test_a_costly_conversion_suggests_a_sweep_of_the_same_network(tmp_path):
     rules = tmp_path / "stage 0.yaml"
     rules.write_text("format: 1\nrules:\n- match: {stage: stages.0}\n")

@@ -224,9 +224,8 @@ def test_a_rule_overrules_an_option_and_an_option_a_default(
 
 def test_an_option_that_no_rule_leaves_open_is_refused(net):
     rules = rules_of(CLAIMS | {"kernel_count": 3}, {"match": {"kind": "dense"}, "skip": "dense"})
-    with pytest.raises(
-        RuleError, match="states its own kernel_count, so the kernel count given has no effect"
-    ):
+    message = "^rules: every rule states its own kernel_count, so no other has an effect; omit"
+    with pytest.raises(RuleError, match=message):
         plan_conversion(net, rules, dilated_size=9, kernel_count=5)
 
 
@@ -495,6 +494,13 @@ def test_any_file_is_one_line_of_error_or_rules_that_say_the_same_when_written_a
     except DclsConvertError:
         return
     assert ConversionPlan.from_dict(plan.to_dict()) == plan
+
+
+def test_a_growth_in_a_list_of_sides_is_refused_and_not_read_as_a_size():
+    """There is one growth for all sides."""
+    for written in ("[+4, +4]", "[9, +4]", "['+4', '+4']"):
+        with pytest.raises(RuleError, match=r"^rules: rules\[0\].dilated_size: found .*'\+4'"):
+            parse_rules(rule(f"dilated_size: {written}"))
 
 
 # The schema, for editors.
