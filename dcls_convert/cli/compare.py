@@ -289,14 +289,20 @@ def _settings(
     elif isinstance(request.weights, Path):
         weights = request.weights.name
     planning = {}
+    rules_hash = None
     for name, value in stated(request.options).items():
-        planning[name] = str(getattr(value, "source", value))
+        if name == "rules":
+            planning[name] = Path(value.source).name
+            rules_hash = value.hash
+        else:
+            planning[name] = str(value)
     return Settings(
         model=source.name,
         model_args=dict(source.args),
         weights=weights,
         weights_hash=tensors_hash,
         planning=planning,
+        rules_hash=rules_hash,
         data=data,
         classes=len(images.classes),
         train_images=len(images.train),

@@ -20,7 +20,7 @@ from ..checkpoints.save import save_trained
 from ..errors import CheckpointError, DclsConvertError, is_out_of_memory, one_line
 from ..fitting.image_files import BATCH
 from ..fitting.images import Calibration
-from ..options import MIRRORED, Augmentation
+from ..options import AUTO, MIRRORED, Augmentation
 from ..output import new_file
 from ..pipeline.loaded import LoadedNetwork
 from ..pipeline.request import ConversionRequest
@@ -37,6 +37,7 @@ RUNS = "runs"
 MODELS = "models"
 FINISHED = "run.json"
 TRAIN_IMAGES_TO_CALIBRATE = 64  # at most; of the images to train on
+FIRST_WITH_IMAGES = 2  # format of settings that state which images and weights were used
 TRIAL_UPDATES = 5  # by which each arm is timed
 TRIAL_TEST_BATCHES = 3  # at most; by which the test of each arm is timed
 
@@ -45,13 +46,14 @@ TRIAL_TEST_BATCHES = 3  # at most; by which the test of each arm is timed
 class Settings(Record):
     """What all runs of a comparison have in common; a folder keeps those of its first call."""
 
-    format: int = 2
+    format: int = 3
     model: str
     model_args: dict[str, Any] = field(default_factory=dict)
     weights: str = "random"  # "pretrained", or the file's name
     weights_hash: str | None = None  # of their tensors; None for random ones
-    # Options of the conversion that differ from the defaults.
+    # Options of the conversion that differ from the defaults; of rules, the file's own name.
     planning: dict[str, str] = field(default_factory=dict)
+    rules_hash: str | None = None  # of their text; None for "auto"
     data: str  # timm's name of the data set, or the folder's own name
     classes: int
     train_images: int
@@ -69,6 +71,8 @@ class Settings(Record):
         """What must be equal in all runs, by name; values of the recipe stand beside the others."""
         values = self.to_dict() | asdict(self.recipe)
         del values["recipe"]
+        del values["format"]
+        values["planning"].pop("rules", None)  # a copy of a file may have another name
         del values["data"]  # a copy of a folder may have another name
         del values["seeds"]  # later calls may state others
         return values
@@ -79,12 +83,20 @@ class Settings(Record):
         Raises:
             CheckpointError: Names the first value that differs.
         """
-        if stored.format != self.format:
+        rules = self.planning.get("rules", AUTO)
+        stored_rules = stored.planning.get("rules", AUTO)
+        unknown = None
+        if stored.format < FIRST_WITH_IMAGES:
+            unknown = "their images and weights"
+        elif stored_rules != AUTO and stored.rules_hash is None:
+            unknown = f"what {stored_rules} says"
+        if unknown is not None:
             raise CheckpointError(
                 f"output {folder}: holds runs of an earlier dcls-convert, "
-                "which did not record their images and weights; use another --output"
+                f"which did not record {unknown}; use another --output"
             )
         differences = {
+            "rules_hash": f"by the rules of {stored_rules}, which are not those of {rules} now",
             "images_hash": f"on other images than those of {self.data}",
             "weights_hash": f"from other weights, though their name is the same, {self.weights}",
         }

@@ -1,6 +1,7 @@
 """Rule files: from YAML to a strict, frozen rule set; and which rule claims a convolution."""
 
 import fnmatch
+import hashlib
 import math
 import re
 import reprlib
@@ -318,6 +319,11 @@ class RuleSet(_Strict):
     def text(self) -> str:
         """The rules as YAML: as they were given, or written from the record."""
         return self._text or yaml.safe_dump(self.model_dump(exclude_none=True), sort_keys=False)
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the rules' text."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
 
     def label(self, index: int) -> str:
         """How messages call a rule: its name, or its place."""

@@ -87,6 +87,57 @@ def test_weights_are_known_by_their_values():
     compare("--data", "images", "--checkpoint", "moved/model.safetensors")
 
 
+RULES = "format: 1\nrules:\n- match: {kind: depthwise, stage: stages.0}\n"
+
+
+def test_rules_are_known_by_what_they_say_wherever_their_file_lies(tmp_path):
+    for name, text in (("one", RULES), ("two", RULES), ("other", RULES.replace("0}", "1}"))):
+        Path(name).mkdir()
+        Path(name, "rules.yaml").write_text(text)
+    compare("--data", "images", "--rules", "one/rules.yaml")
+    settings = json.loads(Path("out/settings.json").read_text())
+    assert settings["planning"] == {"rules": "rules.yaml"}
+    compare("--data", "images", "--rules", tmp_path / "two/rules.yaml")
+    Path("two/rules.yaml").rename("moved.yaml")
+    compare("--data", "images", "--rules", "moved.yaml")
+
+    refused = "error: output out: holds runs by the rules of rules.yaml, which are not those of "
+    for options, now in (
+        (("--rules", "other/rules.yaml"), "rules.yaml"),
+        (("--rules", "depthwise"), "depthwise"),
+        ((), "auto"),
+    ):
+        line = compare("--data", "images", *options, code=2)
+        assert line == f"{refused}{now} now; use the same or another --output"
+
+
+def make_format_2_():
+    """Change the folder's settings to those of the format that knew rules by their path alone."""
+    path = Path("out/settings.json")
+    settings = json.loads(path.read_text()) | {"format": 2}
+    del settings["rules_hash"]
+    path.write_text(json.dumps(settings))
+
+
+def test_a_folder_of_the_format_before_is_taken_up_if_it_had_no_rules():
+    compare("--data", "images")
+    make_format_2_()
+    compare("--data", "images")
+    Path("rules.yaml").write_text(RULES)
+    assert "by the rules of auto" in compare("--data", "images", "--rules", "rules.yaml", code=2)
+
+
+def test_a_folder_of_the_format_before_is_refused_if_its_rules_are_unknown():
+    Path("rules.yaml").write_text(RULES)
+    compare("--data", "images", "--rules", "rules.yaml")
+    make_format_2_()
+    for options in (("--rules", "rules.yaml"), ()):
+        assert compare("--data", "images", *options, code=2) == (
+            "error: output out: holds runs of an earlier dcls-convert, "
+            "which did not record what rules.yaml says; use another --output"
+        )
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
