@@ -65,8 +65,8 @@ def patches_of(
     return rows, columns
 
 
-def _channels_at_once(maps: Tensor, rows: Axis, columns: Axis) -> int:
-    """As many as patches and banks of MOST_BYTES allow; one at least."""
+def _parts_of_channels(maps: Tensor, rows: Axis, columns: Axis) -> int:
+    """As few as patches and banks of MOST_BYTES in each allow; at most one for each channel."""
     channels = maps.shape[1]
     patches = maps.shape[0] * rows.patches * columns.patches
     inputs = rows.seen * columns.seen
@@ -74,8 +74,8 @@ def _channels_at_once(maps: Tensor, rows: Axis, columns: Axis) -> int:
     bytes_each = (patches * (inputs + outputs) + inputs * outputs) * maps.element_size()
     # Asked first, so that torch.compile need not know the size of the batch.
     if channels * bytes_each <= MOST_BYTES:
-        return channels
-    return max(1, MOST_BYTES // bytes_each)
+        return 1
+    return ceil_div(channels, max(1, MOST_BYTES // bytes_each))
 
 
 def _images_at_once(maps: Tensor, rows: Axis, columns: Axis) -> int | None:
@@ -124,11 +124,9 @@ def convolve(input: Tensor, kernel: Tensor, padding: Sequence[int]) -> Tensor:
         parts = [convolve(part, kernel, padding) for part in torch.split(input, images)]
         return torch.cat(parts)
     maps = input.contiguous()  # channels_last maps are transposed once, not patch by patch
-    channels = _channels_at_once(maps, rows, columns)
+    count = _parts_of_channels(maps, rows, columns)
     products = []
-    for part, windows in zip(
-        torch.split(maps, channels, 1), torch.split(kernel, channels), strict=True
-    ):
+    for part, windows in zip(maps.tensor_split(count, 1), kernel.tensor_split(count), strict=True):
         patches = _seen_by_patches(part, rows, columns)
         products.append(torch.bmm(patches, _bank(windows, rows, columns).mT))
     outputs = torch.cat(products) if len(products) > 1 else products[0]
@@ -179,9 +177,9 @@ def kernel_gradient(
     right = columns.patches * columns.side - columns.outputs
     grad = _padded(grad.contiguous(), (0, right, 0, below))
     sums = []
-    channels = _channels_at_once(maps, rows, columns)
+    count = _parts_of_channels(maps, rows, columns)
     for part, grad_of_part in zip(
-        torch.split(maps, channels, 1), torch.split(grad, channels, 1), strict=True
+        maps.tensor_split(count, 1), grad.tensor_split(count, 1), strict=True
     ):
         of_outputs = _outputs_by_patches(grad_of_part, rows, columns)
         banks = torch.bmm(of_outputs.mT, _seen_by_patches(part, rows, columns))

@@ -235,10 +235,11 @@ def test_batches_in_parts_give_the_same_sums(monkeypatch, most_patches):
 
 @pytest.mark.parametrize("images", [1, 64, 1024])
 @pytest.mark.parametrize("side", [7, 56, 200])
-def test_as_many_channels_are_taken_at_once_as_memory_admits(images, side):
+def test_channels_are_taken_in_the_fewest_parts_that_memory_admits(images, side):
+    """The parts are equal, or differ by one channel."""
     maps = torch.empty(images, 4096, side, side, dtype=torch.float16, device="meta")
     rows, columns = matmul.patches_of((side, side), (17, 17), (8, 8))
-    channels = matmul._channels_at_once(maps, rows, columns)
+    parts = matmul._parts_of_channels(maps, rows, columns)
 
     def bytes_of(channels):
         patches = images * rows.patches * columns.patches
@@ -247,8 +248,21 @@ def test_as_many_channels_are_taken_at_once_as_memory_admits(images, side):
         numbers = [patches * seen, patches * outputs, seen * outputs]  # inputs, outputs, bank
         return 2 * channels * sum(numbers)
 
+    channels = -(-4096 // parts)
     assert bytes_of(channels) <= matmul.MOST_BYTES or channels == 1
-    assert bytes_of(channels + 1) > matmul.MOST_BYTES or channels == 4096
+    if parts > 1:
+        assert bytes_of(-(-4096 // (parts - 1))) > matmul.MOST_BYTES
+
+
+def test_parts_of_channels_are_balanced(monkeypatch):
+    taken = []
+    product = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda *pair: taken.append(len(pair[0])) or product(*pair))
+    monkeypatch.setattr(matmul, "_parts_of_channels", lambda *_: 3)
+    maps = torch.randn(1, 7, 9, 9)
+    matmul.convolve(maps, torch.randn(7, 1, 9, 9), (4, 4))
+    matmul.kernel_gradient(maps, maps, (9, 9), (4, 4))
+    assert taken == [3, 2, 2] * 2
 
 
 class Written(TorchDispatchMode):

@@ -53,7 +53,7 @@ def by_products(images, kernel):
 def test_products_lose_no_more_than_torch_does(monkeypatch, device, dtype, side, images, parts):
     torch.manual_seed(0)
     if parts > 1:
-        monkeypatch.setattr(matmul, "_channels_at_once", lambda *_: CHANNELS // parts)
+        monkeypatch.setattr(matmul, "_parts_of_channels", lambda *_: parts)
     shapes = [(images, CHANNELS, side, side), (CHANNELS, 1, WINDOW, WINDOW)]
     given = [torch.randn(shape).to(device, dtype) for shape in (*shapes, shapes[0])]
     exact = output_and_gradients(by_torch, *[one.cpu().double() for one in given])
