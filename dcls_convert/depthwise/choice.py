@@ -116,10 +116,12 @@ def conv2d(
         return F.conv2d(
             input, kernel, bias, cast(Any, stride), cast(Any, padding), cast(Any, dilation), groups
         )
-    input, kernel, *rest = (tensor.to(dtype) for tensor in tensors)  # as autocast does
+    kernel = kernel.to(dtype)  # as autocast does; both ways cast the input
+    if bias is not None:
+        bias = bias.to(dtype)
     convolve = matmul.depthwise if way == "matmul" else onednn.depthwise
     cells = cast(Pair, _cells(padding, kernel.shape))
-    return convolve(input, kernel, rest[0] if rest else None, cast(Pair, tuple(stride)), cells)
+    return convolve(input, kernel, bias, cast(Pair, tuple(stride)), cells)
 
 
 def depthwise_way(

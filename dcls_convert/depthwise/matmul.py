@@ -116,21 +116,28 @@ def _bank(kernel: Tensor, rows: Axis, columns: Axis) -> Tensor:
     return bank.view(kernel.shape[0], rows.side * columns.side, -1)
 
 
-def convolve(input: Tensor, kernel: Tensor, padding: Sequence[int]) -> Tensor:
-    """(N, C, H, W), (C, 1, R, S) -> (N, C, H', W') in the input's memory format."""
-    rows, columns = patches_of(input.shape[2:], kernel.shape[2:], padding)
-    images = _images_at_once(input, rows, columns)
-    if images is not None and input.shape[0] > images:
-        parts = [convolve(part, kernel, padding) for part in torch.split(input, images)]
+def convolve(
+    maps: Tensor, kernel: Tensor, padding: Sequence[int], *, channels_last: bool = False
+) -> Tensor:
+    """(N, C, H, W), (C, 1, R, S) -> (N, C, H', W'), contiguous or channels_last.
+
+    Maps are best contiguous, or else they are transposed patch by patch.
+    """
+    rows, columns = patches_of(maps.shape[2:], kernel.shape[2:], padding)
+    images = _images_at_once(maps, rows, columns)
+    if images is not None and maps.shape[0] > images:
+        parts = [
+            convolve(part, kernel, padding, channels_last=channels_last)
+            for part in torch.split(maps, images)
+        ]
         return torch.cat(parts)
-    maps = input.contiguous()  # channels_last maps are transposed once, not patch by patch
     count = _parts_of_channels(maps, rows, columns)
     products = []
     for part, windows in zip(maps.tensor_split(count, 1), kernel.tensor_split(count), strict=True):
         patches = _seen_by_patches(part, rows, columns)
         products.append(torch.bmm(patches, _bank(windows, rows, columns).mT))
     outputs = torch.cat(products) if len(products) > 1 else products[0]
-    return _as_maps(outputs, rows, columns, channels_last=is_channels_last(input))
+    return _as_maps(outputs, rows, columns, channels_last=channels_last)
 
 
 def _as_maps(outputs: Tensor, rows: Axis, columns: Axis, *, channels_last: bool) -> Tensor:
@@ -153,29 +160,22 @@ def _as_maps(outputs: Tensor, rows: Axis, columns: Axis, *, channels_last: bool)
     return maps.contiguous(memory_format=memory_format)
 
 
-def input_gradient(grad: Tensor, kernel: Tensor, padding: Sequence[int]) -> Tensor:
-    """Of the output, (N, C, H', W') -> of the input, (N, C, H, W)."""
-    opposite = [taps - 1 - cells for taps, cells in zip(kernel.shape[2:], padding, strict=True)]
-    return convolve(grad, kernel.flip(2, 3), opposite)
-
-
 def kernel_gradient(
-    input: Tensor, grad: Tensor, window: Sequence[int], padding: Sequence[int]
+    maps: Tensor, grad: Tensor, window: Sequence[int], padding: Sequence[int]
 ) -> Tensor:
     """(N, C, H, W) and the gradient of the outputs, (N, C, H', W') -> (C, 1, R, S)."""
-    rows, columns = patches_of(input.shape[2:], window, padding)
-    images = _images_at_once(input, rows, columns)
-    if images is not None and input.shape[0] > images:
+    rows, columns = patches_of(maps.shape[2:], window, padding)
+    images = _images_at_once(maps, rows, columns)
+    if images is not None and maps.shape[0] > images:
         total: Tensor | float = 0.0
         for part, grad_of_part in zip(
-            torch.split(input, images), torch.split(grad, images), strict=True
+            torch.split(maps, images), torch.split(grad, images), strict=True
         ):
             total = total + kernel_gradient(part, grad_of_part, window, padding)
         return cast(Tensor, total)
-    maps = input.contiguous()
     below = rows.patches * rows.side - rows.outputs
     right = columns.patches * columns.side - columns.outputs
-    grad = _padded(grad.contiguous(), (0, right, 0, below))
+    grad = _padded(grad, (0, right, 0, below))
     sums = []
     count = _parts_of_channels(maps, rows, columns)
     for part, grad_of_part in zip(
@@ -186,7 +186,7 @@ def kernel_gradient(
         banks = banks.view(-1, rows.side, columns.side, rows.seen, columns.seen)
         of_rows = _sum_diagonals(banks.transpose(1, 2), columns)  # (C, T, A, S)
         sums.append(_sum_diagonals(of_rows.transpose(2, 3), rows).mT)
-    return torch.cat(sums).unsqueeze(1).to(input.dtype)
+    return torch.cat(sums).unsqueeze(1).to(maps.dtype)
 
 
 def _outputs_by_patches(maps: Tensor, rows: Axis, columns: Axis) -> Tensor:
@@ -210,23 +210,29 @@ class _Depthwise(torch.autograd.Function):
     """Backward is made of differentiable operations, for gradients of gradients."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, kernel: Tensor, padding: tuple[int, int]) -> Tensor:
+    def forward(
+        ctx: Any, maps: Tensor, kernel: Tensor, padding: tuple[int, int], channels_last: bool
+    ) -> Tensor:
         ctx.padding = padding
-        ctx.save_for_backward(input, kernel)
-        with torch.autocast(input.device.type, enabled=False):
-            return convolve(input, kernel, padding)
+        ctx.save_for_backward(maps, kernel)
+        with torch.autocast(maps.device.type, enabled=False):
+            return convolve(maps, kernel, padding, channels_last=channels_last)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        input, kernel = ctx.saved_tensors
-        of_input = None
+        maps, kernel = ctx.saved_tensors
+        window = kernel.shape[2:]
+        channels_last = is_channels_last(grad)
+        grad = grad.contiguous()  # transposed once, for both gradients
+        of_maps = None
         of_kernel = None
-        with torch.autocast(input.device.type, enabled=False):
+        with torch.autocast(maps.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
-                of_input = input_gradient(grad, kernel, ctx.padding)
+                rest = [size - 1 - pad for size, pad in zip(window, ctx.padding, strict=True)]
+                of_maps = convolve(grad, kernel.flip(2, 3), rest, channels_last=channels_last)
             if ctx.needs_input_grad[1]:
-                of_kernel = kernel_gradient(input, grad, kernel.shape[2:], ctx.padding)
-        return of_input, of_kernel, None
+                of_kernel = kernel_gradient(maps, grad, window, ctx.padding)
+        return of_maps, of_kernel, None, None
 
 
 def depthwise(
@@ -238,9 +244,11 @@ def depthwise(
 ) -> Tensor:
     """input (N, C, H, W), kernel (C, 1, R, S), bias (C) -> (N, C, H', W'); the stride is 1.
 
-    The output is in the input's memory format.
+    The output is in the input's memory format and the kernel's dtype.
     """
-    output = cast(Tensor, _Depthwise.apply(input, kernel, padding))
+    # Cast and transposed in one copy, which the backward pass has too.
+    maps = input.to(kernel.dtype, memory_format=torch.contiguous_format)
+    output = cast(Tensor, _Depthwise.apply(maps, kernel, padding, is_channels_last(input)))
     if bias is None:
         return output
     return output + bias[:, None, None]

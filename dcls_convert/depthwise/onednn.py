@@ -36,7 +36,11 @@ def most_columns() -> int | None:
 def depthwise(
     input: Tensor, kernel: Tensor, bias: Tensor | None, stride: Pair, padding: Pair
 ) -> Tensor:
-    """input (N, C, H, W), kernel (O, 1, R, S), O a multiple of C, as `F.conv2d` with C groups."""
+    """input (N, C, H, W), kernel (O, 1, R, S), O a multiple of C, as `F.conv2d` with C groups.
+
+    The output is in the kernel's dtype.
+    """
+    input = input.to(kernel.dtype)
     cells = kernel.shape[-2] * kernel.shape[-1]
     wants_kernel_gradient = torch.is_grad_enabled() and kernel.requires_grad
     if (

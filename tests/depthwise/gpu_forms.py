@@ -5,6 +5,7 @@ asked for.
 from contextlib import contextmanager
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcls_convert.layers import bilinear, interpolation
@@ -55,3 +56,20 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert str(func).split(".")[1] not in self.refused, func
         return func(*args, **(kwargs or {}))
+
+
+class Written(TorchDispatchMode):
+    """Keeps the memory, of so many bytes each, that operations write."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+        self.kept = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            memory = result.untyped_storage()
+            if memory.nbytes() == self.size:
+                self.kept[memory.data_ptr()] = memory
+        return result

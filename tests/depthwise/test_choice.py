@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from dcls_convert.depthwise import choice, choices, matmul, onednn
@@ -263,28 +262,3 @@ def test_parts_of_channels_are_balanced(monkeypatch):
     matmul.convolve(maps, torch.randn(7, 1, 9, 9), (4, 4))
     matmul.kernel_gradient(maps, maps, (9, 9), (4, 4))
     assert taken == [3, 2, 2] * 2
-
-
-class Written(TorchDispatchMode):
-    """Keeps the memory, of so many bytes each, that operations write."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.size = size
-        self.kept = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            memory = result.untyped_storage()
-            if memory.nbytes() == self.size:
-                self.kept[memory.data_ptr()] = memory
-        return result
-
-
-def test_a_bank_is_written_once():
-    """Of five channels, with 81 x 81 numbers each for maps of 9 x 9."""
-    rows, columns = matmul.patches_of((9, 9), (7, 7), (3, 3))
-    with Written(5 * 81 * 81 * 4) as written:
-        matmul._bank(torch.randn(5, 1, 7, 7), rows, columns)
-    assert len(written.kept) == 1

@@ -23,7 +23,7 @@ from dcls_convert.depthwise.choice import VARIABLE, conv2d
 from dcls_convert.layers.dcls_conv import DclsConv2d
 
 from ..layers.common import close
-from .gpu_forms import HOST, UNORDERED, Watch
+from .gpu_forms import HOST, UNORDERED, Watch, Written
 
 FLOAT64_ATOL = 1e-11  # sums of some thousand products of numbers of order 1
 LIMIT = 6
@@ -276,6 +276,31 @@ def test_a_step_adds_in_one_order_and_keeps_map_and_window_alone():
             maps, kernel, output = stage(1)
             torch.autograd.grad(output, (maps, kernel), torch.ones_like(output))
     assert [tensor.data_ptr() for tensor in kept] == [maps.data_ptr(), kernel.data_ptr()]
+
+
+def test_a_bank_is_written_once():
+    """Of five channels, with 81 x 81 numbers each for maps of 9 x 9."""
+    rows, columns = matmul.patches_of((9, 9), (7, 7), (3, 3))
+    with Written(5 * 81 * 81 * 4) as written:
+        matmul._bank(torch.randn(5, 1, 7, 7), rows, columns)
+    assert len(written.kept) == 1
+
+
+def test_a_step_copies_the_map_once_and_the_gradient_once():
+    """Though the map is cast, and both are transposed. For a single patch, nothing else is copied:
+    each of the two convolutions writes a product and its output.
+    """
+    maps = torch.randn(4, 8, 14, 14).to(memory_format=LAST).requires_grad_()
+    kernel = torch.randn(8, 1, 17, 17, requires_grad=True)
+    grad = torch.randn_like(maps, dtype=torch.bfloat16)
+    with (
+        going("matmul"),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        Written(2 * maps.numel()) as written,
+    ):
+        output = conv2d(maps, kernel, None, (1, 1), (8, 8), (1, 1), 8)
+        torch.autograd.grad(output, (maps, kernel), grad)
+    assert len(written.kept) == 2 + 2 * 2
 
 
 @pytest.mark.slow
