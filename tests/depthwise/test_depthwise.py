@@ -3,6 +3,8 @@ order, in every mode.
 """
 
 import copy
+import math
+import re
 from contextlib import contextmanager
 
 import pytest
@@ -11,7 +13,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch import _inductor as inductor
 from torch._dynamo import lookup_backend
+from torch._inductor.utils import get_code
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -286,6 +290,43 @@ def test_a_bank_is_written_once():
     assert len(written.kept) == 1
 
 
+@pytest.mark.parametrize("side", [14, 15, 30])
+def test_rows_of_products_are_aligned_where_maps_are_cut(monkeypatch, side):
+    """The row of a whole map is the map itself, which filling would copy."""
+    pairs = []
+    product = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda *pair: pairs.append(pair) or product(*pair))
+    maps = torch.randn(2, 3, side, side)
+    matmul.convolve(maps, torch.randn(3, 1, 9, 9), (4, 4))
+    matmul.kernel_gradient(maps, maps, (9, 9), (4, 4))
+    (patches, bank), (of_outputs, same_patches) = pairs
+    lengths = [patches.shape[2], bank.shape[2], of_outputs.shape[1], same_patches.shape[2]]
+    if side == 14:
+        assert lengths == [14 * 14] * 4
+        assert {patches.data_ptr(), of_outputs.data_ptr()} == {maps.data_ptr()}
+    else:
+        assert not any(length % 8 for length in lengths)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch._prims_common:FutureWarning")  # by inductor, of itself
+def test_compiled_code_writes_patches_once():
+    """With memory laid out as for GPUs, in strides that are multiples of 128 bytes."""
+    maps = torch.randn(4, 6, 28, 28).to(memory_format=LAST)
+    kernel = torch.randn(6, 1, 17, 17)
+    patches = 4 * 6 * 4 * 900  # numbers
+    with inductor.config.patch(disable_padding_cpu=False, fx_graph_cache=False):
+        for function in (
+            lambda: matmul.convolve(maps, kernel, (8, 8), channels_last=True),
+            lambda: matmul.kernel_gradient(maps, maps, (17, 17), (8, 8)),
+        ):
+            code = get_code(torch.compile(function, fullgraph=True))[0]
+            shapes = re.findall(r"= empty_strided_cpu\(\(([\d, ]+)\)", code)
+            sizes = [math.prod(map(int, shape.split(","))) for shape in shapes]
+            assert sum(patches <= size < 1.1 * patches for size in sizes) == 1
+    torch.compiler.reset()
+
+
 def test_a_step_copies_the_map_once_and_the_gradient_once():
     """Though the map is cast, and both are transposed. For a single patch, nothing else is copied:
     each of the two convolutions writes a product and its output.
@@ -307,12 +348,12 @@ def test_a_step_copies_the_map_once_and_the_gradient_once():
 @pytest.mark.parametrize("most", [2**29, 2**26])
 def test_memory_is_that_on_paper(monkeypatch, most):
     """Stage 1 of ConvNeXt-T at a batch of 8, float32: 16 patches of 14 x 14 outputs, which see 30 x
-    30 inputs.
+    30 inputs; in rows of 200 and 904.
     """
     monkeypatch.setattr(matmul, "MOST_BYTES", most)
-    patches = 4 * 8 * 16 * 900
-    bank = 4 * 196 * 900  # bytes of a channel
-    channels = min(96, most // (patches + 4 * 8 * 16 * 196 + bank))
+    patches = 4 * 8 * 16 * 904
+    bank = 4 * 200 * 904  # bytes of a channel
+    channels = min(96, most // (patches + 4 * 8 * 16 * 200 + bank))
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         maps, kernel, output = stage(8)
