@@ -41,11 +41,11 @@ class Threshold:
     least_ratio: int  # of patches x taps to inputs of a patch
 
 
-# Estimated from counts of operations and bytes, not measured: both are expected to take the same
-# time where the ratio is about 10 on an H100 and 20 to 35 on a 4090 for a training step, and 35 to
-# 40 and 70 to 160 for a forward pass alone.
-WITH_GRADIENTS = Threshold(fewest_taps=81, least_ratio=16)
-WITHOUT_GRADIENTS = Threshold(fewest_taps=169, least_ratio=64)
+# Estimated from counts of operations and bytes, not measured (benchmarks/depthwise_estimates.py):
+# in bfloat16, both are expected to take the same time where the ratio is 4 to 6 on an H100 and 9 to
+# 18 on a 4090 for a training step, and 9 to 15 and 18 to 37 for a forward pass alone.
+WITH_GRADIENTS = Threshold(fewest_taps=81, least_ratio=8)
+WITHOUT_GRADIENTS = Threshold(fewest_taps=169, least_ratio=32)
 
 
 class Choice(NamedTuple):

@@ -22,9 +22,9 @@ from .geometry import Pair, ceil_div
 # Outputs of a patch along an axis. Larger patches read fewer inputs twice, but multiply by more
 # zeros: by counts of operations, 14 is best for windows of 17 on maps of 14 to 56.
 MOST_PATCH_SIDE = 14
-# Numbers: GPUs multiply rows of whole 16 bytes up to three times as fast. By counts of operations,
-# patches of 16 x 16 outputs, which would need no zeros, are slower than 14 x 14 with zeros: for
-# ConvNeXt-T at 224 pixels, by 14 % on an H100 and 16 % on a 4090.
+# Numbers: GPUs multiply rows of whole 16 bytes up to three times as fast. Patches of 16 x 16
+# outputs need no zeros, but by counts of operations they are slower for ConvNeXt-T at 224 pixels:
+# they have more cells than the map.
 ALIGNED = 8
 # Of patches and banks at once; if all channels need more, they are taken in parts.
 MOST_BYTES = 512 * 2**20
@@ -62,7 +62,7 @@ def _axis(inputs: int, taps: int, padding: int) -> Axis:
     return Axis(taps, outputs, patches, side, seen, before, after, hidden)
 
 
-def _row_length(cells: int, rows: Axis, columns: Axis) -> int:
+def row_length(cells: int, rows: Axis, columns: Axis) -> int:
     """Numbers in the row of a product that has so many cells of a patch."""
     if rows.patches == columns.patches == 1:
         return cells  # rows are views of the maps, which filling would copy
@@ -82,8 +82,8 @@ def _parts_of_channels(maps: Tensor, rows: Axis, columns: Axis) -> int:
     """As few as patches and banks of MOST_BYTES in each allow; at most one for each channel."""
     channels = maps.shape[1]
     patches = maps.shape[0] * rows.patches * columns.patches
-    inputs = _row_length(rows.seen * columns.seen, rows, columns)
-    outputs = _row_length(rows.side * columns.side, rows, columns)
+    inputs = row_length(rows.seen * columns.seen, rows, columns)
+    outputs = row_length(rows.side * columns.side, rows, columns)
     bytes_each = (patches * (inputs + outputs) + inputs * outputs) * maps.element_size()
     # Asked first, so that torch.compile need not know the size of the batch.
     if channels * bytes_each <= MOST_BYTES:
@@ -115,7 +115,7 @@ def _cut(maps: Tensor, size: Pair, rows: Axis, columns: Axis) -> Tensor:
     """(N, C, ., .) -> (C, N * patches, row), each row a patch of this size."""
     patches = maps.unfold(2, size[0], rows.side).unfold(3, size[1], columns.side).transpose(0, 1)
     cells = size[0] * size[1]
-    length = _row_length(cells, rows, columns)
+    length = row_length(cells, rows, columns)
     if length == cells:
         return patches.reshape(maps.shape[1], -1, cells)
     filled = maps.new_empty(maps.shape[1], math.prod(patches.shape[1:4]), length)
@@ -137,7 +137,7 @@ def _bank(kernel: Tensor, rows: Axis, columns: Axis) -> Tensor:
     shifted = cells.unfold(0, rows.seen, 1).unfold(1, columns.seen, 1)
     # The first view holds the window that is shifted the most.
     index = shifted.flip(0, 1).reshape(rows.side * columns.side, -1)
-    height, width = (_row_length(cells, rows, columns) for cells in index.shape)
+    height, width = (row_length(cells, rows, columns) for cells in index.shape)
     # Cell 0 is a zero wherever there are several patches.
     index = F.pad(index, (0, width - index.shape[1], 0, height - index.shape[0]))
     return windows.flatten(1).index_select(1, index.flatten()).view(-1, height, width)

@@ -1,0 +1,210 @@
+"""Times that GPUs are expected to take for the depthwise layers of ConvNeXt-T, from counts alone.
+
+python benchmarks/depthwise_estimates.py; prints the estimates in docs/speed.md. Also the ratio of
+patches x taps to inputs of a patch, as in the rule of dcls_convert/depthwise/choice.py, from which
+products are expected to be faster than torch's convolution. Nothing is measured; expect errors of
+40 %.
+
+Each kernel takes the time of its slowest part: bytes to and from memory, instructions, or products.
+Time on the host is not counted.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dcls_convert.depthwise import matmul
+
+LAYERS = ((96, 56, 3), (192, 28, 3), (384, 14, 9), (768, 7, 3))  # channels, map, number of layers
+STEP = ("forward", "input's gradient", "window's gradient")
+FORWARD = STEP[:1]
+SECTOR = 32  # bytes that a cache gives for each number, if numbers are read across a map
+# Instructions for each number that a strided copy writes: in all, and for each axis of its index.
+# Counted in torch's kernels for sm_90.
+COPY, COPY_AXIS = 20, 12
+# Of torch's convolution, for each number of the output and tap; counted in the same way.
+TAP = {"forward": 7.4, "input's gradient": 14.3, "window's gradient": 34.5}
+# Others measured 1.8 to 2 times what these instructions take: see docs/speed.md.
+CALIBRATION = 2.0
+TILE = 64  # rows or columns of a matrix that a GPU multiplies at once
+LEAST_USE = 0.3  # of a GPU's products, whatever the shape of the matrices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What a GPU does in a second, as far as kernels are known to get there."""
+
+    name: str
+    bytes_of_a_number: int
+    memory: float  # bytes
+    cache: float  # bytes
+    instructions: float  # at the highest; copies get three quarters
+    products: dict[int, float]  # FLOP, for rows of multiples of so many numbers
+
+
+DEVICES = (
+    Device(
+        name="H100, bfloat16",
+        bytes_of_a_number=2,
+        memory=2.85e12,
+        cache=3.85e12,
+        instructions=132 * 128 * 1.755e9,
+        products={8: 450e12, 4: 140e12, 1: 110e12},
+    ),
+    Device(
+        name="RTX 4090, bfloat16",
+        bytes_of_a_number=2,
+        memory=0.88e12,
+        cache=3.5e12,
+        instructions=128 * 128 * 2.52e9,
+        products={8: 140e12, 4: 110e12, 1: 95e12},
+    ),
+    Device(
+        name="RTX 4090, float32",
+        bytes_of_a_number=4,
+        memory=0.88e12,
+        cache=3.5e12,
+        instructions=128 * 128 * 2.52e9,
+        products={1: 54e12},
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A depthwise layer with a square window, on a device; maps are channels_last."""
+
+    device: Device
+    channels: int
+    map_size: int
+    window: int
+    images: int
+
+    def copied(self, numbers: float, *, axes: int, read: float, transposed: bool = False) -> float:
+        """Seconds of a copy that writes and reads so many numbers."""
+        device = self.device
+        parts = [
+            (numbers + read) * device.bytes_of_a_number / device.memory,
+            numbers * (COPY + COPY_AXIS * axes) / (0.75 * device.instructions),
+        ]
+        if transposed:
+            parts.append(numbers * SECTOR / device.cache)
+        return max(parts)
+
+    def streamed(self, numbers: float) -> float:
+        """Seconds to read or write numbers in their order."""
+        return numbers * self.device.bytes_of_a_number / self.device.memory
+
+    def multiplied(self, height: int, width: int, inner: int, *, aligned: int) -> float:
+        """Seconds of a product (height, inner) x (inner, width) for each channel.
+
+        The rows of all three matrices are multiples of so many numbers.
+        """
+        rates = self.device.products
+        rate = max(rates[numbers] for numbers in rates if aligned % numbers == 0)
+        if len(rates) > 1:  # on cores for matrices
+            used = [size / (TILE * math.ceil(size / TILE)) for size in (height, width)]
+            rate *= max(LEAST_USE, math.prod(used))
+        numbers = self.channels * (height * inner + inner * width + height * width)
+        flop = 2 * self.channels * height * width * inner
+        return max(flop / rate, self.streamed(numbers))
+
+    def axis(self) -> matmul.Axis:
+        """How patches lie along rows, and columns too."""
+        size = (self.map_size, self.map_size)
+        window = (self.window, self.window)
+        return matmul.patches_of(size, window, (self.window // 2, self.window // 2))[0]
+
+    def by_products(self) -> dict[str, float]:
+        """Seconds of each pass, by matrix products: the steps of `matmul.depthwise`."""
+        axis = self.axis()
+        is_cut = axis.patches > 1
+        inputs = matmul.row_length(axis.seen**2, axis, axis)
+        outputs = matmul.row_length(axis.side**2, axis, axis)
+        patches = self.images * axis.patches**2
+        maps = self.images * self.channels
+        cells = maps * self.map_size**2
+        results = self.channels * patches * outputs
+        bank_cells = self.channels * inputs * outputs
+
+        transposed = self.copied(cells, axes=3, read=cells, transposed=True)
+        cut = 0.0
+        cut_outputs = 0.0
+        if is_cut:
+            padded = maps * (axis.patches * axis.side + self.window - 1) ** 2
+            seen = self.channels * patches * inputs
+            cut = self.copied(cells, axes=4, read=cells) + self.streamed(padded)
+            cut += self.copied(seen, axes=6, read=min(seen, 2 * padded))
+            cut_outputs = self.copied(results, axes=6, read=results)
+        bank = self.copied(bank_cells, axes=4, read=bank_cells / 50)
+        folded = self.copied(results, axes=6 if is_cut else 3, read=results, transposed=True)
+        aligned = math.gcd(inputs, outputs)
+        convolved = cut + bank + self.multiplied(patches, outputs, inputs, aligned=aligned) + folded
+        # Diagonals are summed along rows and then along columns, each with an intermediate copy.
+        of_rows = self.channels * axis.side * axis.seen * self.window
+        diagonals = self.streamed(bank_cells * (1 if is_cut else 2.2))
+        diagonals += 8 * of_rows / self.device.memory
+        window_gradient = cut + cut_outputs + 2.5 * diagonals
+        window_gradient += self.multiplied(outputs, inputs, patches, aligned=aligned)
+        bias = self.streamed(2 * cells)
+        bias_gradient = self.streamed(cells)
+        return {
+            "forward": transposed + convolved + bias,
+            "input's gradient": transposed + convolved,
+            "window's gradient": window_gradient + bias_gradient,
+        }
+
+    def by_torch(self) -> dict[str, float]:
+        """Seconds of each pass, by torch's convolution."""
+        taps = self.images * self.channels * self.map_size**2 * self.window**2
+        return {
+            name: CALIBRATION * taps * count / self.device.instructions
+            for name, count in TAP.items()
+        }
+
+    def ratio(self) -> float:
+        """Patches x taps over the inputs of a patch, as in the rule."""
+        axis = self.axis()
+        return self.images * axis.patches**2 * self.window**2 / axis.seen**2
+
+
+def total(seconds: dict[str, float], passes: Sequence[str]) -> float:
+    return sum(seconds[name] for name in passes)
+
+
+def network(device: Device, images: int, passes: Sequence[str]) -> tuple[float, float]:
+    """Milliseconds of all layers with windows of 17, by products and by torch."""
+    products = 0.0
+    torch = 0.0
+    for channels, map_size, count in LAYERS:
+        layer = Layer(device=device, channels=channels, map_size=map_size, window=17, images=images)
+        products += count * total(layer.by_products(), passes)
+        torch += count * total(layer.by_torch(), passes)
+    return 1e3 * products, 1e3 * torch
+
+
+def equal_at(device: Device, layer: tuple[int, int, int], passes: Sequence[str]) -> str:
+    """The ratio from which on products are faster with a window of 17."""
+    channels, map_size, _ = layer
+    for images in range(1, 1000):
+        case = Layer(device=device, channels=channels, map_size=map_size, window=17, images=images)
+        if total(case.by_products(), passes) < total(case.by_torch(), passes):
+            return f"{case.ratio():.0f} (batch {images})"
+    return "none"
+
+
+def main() -> None:
+    print("ms of the 18 layers: forward by products and torch, step by products and torch")
+    for device in DEVICES:
+        for images in (128, 32, 8, 1):
+            times = [*network(device, images, FORWARD), *network(device, images, STEP)]
+            print(f"{device.name}, batch {images}: " + ", ".join(f"{one:.1f}" for one in times))
+    print("\nratio from which on products are faster, by map: 56, 28, 14, 7")
+    for device in DEVICES:
+        for name, passes in (("step", STEP), ("forward", FORWARD)):
+            found = [equal_at(device, layer, passes) for layer in LAYERS]
+            print(f"{device.name}, {name}: " + ", ".join(found))
+
+
+if __name__ == "__main__":
+    main()
