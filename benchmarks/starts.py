@@ -22,7 +22,6 @@ import timm
 import torch
 import torchvision
 from measuring import markdown_table
-from sklearn.datasets import load_digits
 from small import Data, accuracy, main, mean_and_spread, small_convnext, train_
 from torch import Tensor, nn
 
@@ -83,6 +82,8 @@ def started(dense: nn.Module, how: str, window: int, seed: int, side: int) -> nn
 
 def digits() -> tuple[Data, Data]:
     """Images (N, 1, 32, 32) and classes to train on, and to test with."""
+    from sklearn.datasets import load_digits
+
     found = load_digits()
     pixels = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
     images = nn.functional.interpolate(pixels, (SIDE, SIDE), mode="bilinear")

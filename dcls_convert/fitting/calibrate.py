@@ -316,7 +316,7 @@ class CalibratedLayer:
         moments.check(self.name)
         # By weight standardisation, for example; solved weights would have to be transformed back.
         transformed = form.weight is not None
-        self.keeps_fit = moments.places < self._settings.least_places
+        self.keeps_fit = moments.too_few_places
         solution = solve_weights(
             moments,
             self.box.places_of(layer.positions),
