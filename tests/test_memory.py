@@ -63,6 +63,9 @@ def test_no_command_holds_a_second_copy_of_the_weights(tmp_path):
     assert done.returncode == 0, done.stderr
     peaks = json.loads(done.stdout.splitlines()[-1])
     print(peaks)
-    # timm's own loading, with which a folded folder is tried, draws weights and maps the file's.
-    assert {name: peak for name, peak in peaks.items() if peak > LIMIT + (name == "fold")} == {}
+    limits = dict.fromkeys(peaks, LIMIT)
+    # timm's own loading, with which a folded folder is tried, draws weights and maps the file's, of
+    # which more or fewer pages are resident. One more copy would add 1.
+    limits["fold"] = LIMIT + 1.3
+    assert {name: peak for name, peak in peaks.items() if peak > limits[name]} == {}
     assert min(peaks.values()) > 0.9, "the weights must have been there once"
