@@ -322,15 +322,14 @@ class CalibratedLayer:
             self.box.places_of(layer.positions),
             self.box.lines_of(form.effective_weight(self.conv, self.conv.weight)),
             form.effective_weight(layer, self._fitted_weight).flatten(0, -2),
-            fixed=transformed or self.keeps_fit,
+            fixed=transformed,
         )
-        if not transformed and not self.keeps_fit:
+        if not transformed:
             layer.weight.copy_(solution.weights.reshape(layer.weight.shape))
         if form is PLAIN and self.box.sides == self.box.kernel_size:
             self._kernel = self._small_kernel()
-        if not self.keeps_fit:
-            bias = 0.0 if layer.bias is None else layer.bias.double()
-            self.mean_shift = solution.mean_shift - bias
+        bias = 0.0 if layer.bias is None else layer.bias.double()
+        self.mean_shift = solution.mean_shift - bias
         self.output_error = solution.output_error
         self.reasons = self._reasons(moments)
 
