@@ -193,14 +193,10 @@ def digits_task(name: str) -> Task:
     """A small network of timm, trained on digits for some seconds."""
     import timm
     import torch
-    from sklearn.datasets import load_digits
-    from small import train_
+    from small import digits, train_
 
-    digits = load_digits()
-    pixels = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
-    images = torch.nn.functional.interpolate(pixels, (DIGITS_SIDE, DIGITS_SIDE), mode="bilinear")
+    images, classes = digits(DIGITS_SIDE)
     images = images.expand(-1, 3, -1, -1)
-    classes = torch.tensor(digits.target)
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(len(images), generator=generator)
     to_train = order[:DIGITS_TO_TRAIN]

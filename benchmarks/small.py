@@ -81,6 +81,16 @@ def small_convnext(
     return model.to(memory_format=torch.channels_last)
 
 
+def digits(side: int) -> Data:
+    """scikit-learn's 1797 digits, in one channel from -1 to 1: (1797, 1, side, side)."""
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    pixels = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
+    images = nn.functional.interpolate(pixels, (side, side), mode="bilinear")
+    return images, torch.tensor(found.target)
+
+
 def train_(
     model: nn.Module,
     batches: Iterator[Data],

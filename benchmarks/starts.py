@@ -22,7 +22,7 @@ import timm
 import torch
 import torchvision
 from measuring import markdown_table
-from small import Data, accuracy, main, mean_and_spread, small_convnext, train_
+from small import Data, accuracy, digits, main, mean_and_spread, small_convnext, train_
 from torch import Tensor, nn
 
 import dcls_convert
@@ -80,14 +80,9 @@ def started(dense: nn.Module, how: str, window: int, seed: int, side: int) -> nn
     return model
 
 
-def digits() -> tuple[Data, Data]:
+def divided_digits() -> tuple[Data, Data]:
     """Images (N, 1, 32, 32) and classes to train on, and to test with."""
-    from sklearn.datasets import load_digits
-
-    found = load_digits()
-    pixels = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
-    images = nn.functional.interpolate(pixels, (SIDE, SIDE), mode="bilinear")
-    classes = torch.tensor(found.target)
+    images, classes = digits(SIDE)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     parts = (order[:TO_TRAIN], order[TO_TRAIN:])
     train, test = ((images[part], classes[part]) for part in parts)
@@ -115,7 +110,7 @@ def measure(seed: int) -> Iterator[dict[str, Any]]:
     for how in STARTS:
         logits = deviation_of_logits(started(vgg, how, 7, seed, 224), noise)
         yield {"network": "VGG-11, logits", "start": how, "value": logits / dense_logits}
-    train, test = digits()
+    train, test = divided_digits()
     for name, (make, window) in NETWORKS.items():
         torch.manual_seed(seed)
         dense = make()
