@@ -299,6 +299,7 @@ def main() -> None:
         (args.output / "history.json").write_text(json.dumps(history) + "\n")
         draw(args.output, history, measure)
         print(f"best {measure} {max(training.top1):.2f} %: {args.output / 'best'}")
+    accelerator.wait_for_everyone()  # none ends before the folder is written
     accelerator.end_training()
 
 
