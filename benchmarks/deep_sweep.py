@@ -35,9 +35,11 @@ from torch.utils._pytree import tree_leaves
 
 import dcls_convert
 from dcls_convert.compare.workers import run_jobs
+from dcls_convert.networks.building import build_model
 from dcls_convert.networks.recognition import stated_input_size
+from dcls_convert.networks.registries import registry_names
 from dcls_convert.networks.sites import find_convs
-from dcls_convert.networks.source import build_model, registry_names, resolve_model
+from dcls_convert.networks.source import resolve_model
 
 MOST_PARAMS = 60_000_000
 MOST_FOLD_ERROR = 1e-4

@@ -17,7 +17,8 @@ from dcls_convert import convert_, load_converted, save_converted
 from dcls_convert.checkpoints.folder import CARD, CONFIG, open_checkpoint
 from dcls_convert.cli.console import printable
 from dcls_convert.errors import CheckpointError
-from dcls_convert.networks.source import ModelSource, build_model
+from dcls_convert.networks.building import build_model
+from dcls_convert.networks.source import ModelSource
 from dcls_convert.networks.weights import tensors_hash
 from dcls_convert.options import command_line
 from dcls_convert.pipeline.provenance import provenance_of

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ..errors import CheckpointError, shown
 from ..files import check_folder
-from ..networks.source import TIMM_ARCHITECTURE, ModelSource, check_source
+from ..networks.registries import TIMM_ARCHITECTURE
+from ..networks.source import ModelSource, check_source
 from ..networks.weights import tensors_hash
 from ..networks.weights_files import load_file, opened
 from ..pipeline.provenance import Provenance

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from .. import __version__
 from ..errors import CheckpointError
 from ..layers.dcls_conv import DclsConvNd
+from ..networks.building import build_model
+from ..networks.registries import REGISTRIES, TIMM_ARCHITECTURE
 from ..networks.sites import find_convs
-from ..networks.source import REGISTRIES, TIMM_ARCHITECTURE, ModelSource, build_model
+from ..networks.source import ModelSource
 from ..networks.weights import alias_names, check_weights, misfits, tensors_hash
 from ..output import check_output, new_folder
 from ..pipeline.in_memory import convert_

@@ -11,14 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, ModelError, listed
-from ..networks.source import (
-    MOST_ARGUMENT,
-    TIMM_ARCHITECTURE,
-    UNBOUNDED_ARGUMENTS,
-    ModelSource,
-    build_model,
-    check_source,
-)
+from ..networks.building import build_model
+from ..networks.registries import TIMM_ARCHITECTURE
+from ..networks.source import MOST_ARGUMENT, UNBOUNDED_ARGUMENTS, ModelSource, check_source
 from ..networks.stages import common_parent
 from ..networks.weights import alias_names
 from ..planning.plan import ConversionPlan

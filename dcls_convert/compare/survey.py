@@ -17,8 +17,8 @@ import torch
 
 from ..depthwise.geometry import size_text
 from ..errors import DclsConvertError, ModelError, NothingMatchesError, did_you_mean, shown
+from ..networks.registries import registry_names
 from ..networks.sites import kinds_of_convs
-from ..networks.source import registry_names
 from ..options import Kind, PlanOptions, Sort
 from ..pipeline.loaded import LoadedNetwork
 from ..pipeline.request import ConversionRequest

@@ -13,8 +13,9 @@ from ..checkpoints.folder import Checkpoint, not_of_a_checkpoint, open_checkpoin
 from ..checkpoints.load import load_checkpoint
 from ..depthwise.geometry import size_text
 from ..errors import CheckpointError, DclsConvertError, shown
+from ..networks.building import build_model
 from ..networks.outputs import check_equal
-from ..networks.source import build_model, resolve_model
+from ..networks.source import resolve_model
 from ..networks.tracing import image_dtype
 from ..options import MOST_PIXELS, OPSETS
 from ..output import check_output, not_a_file

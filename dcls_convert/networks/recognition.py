@@ -7,14 +7,9 @@ from torch import nn
 
 from ..errors import ModelError
 from ..layers.conv_classes import AnyConv
-from .source import (
-    FOREIGN_SOURCES,
-    ModelSource,
-    build_model,
-    check_source,
-    import_library,
-    shapes_of,
-)
+from .building import build_model, shapes_of
+from .registries import import_library
+from .source import FOREIGN_SOURCES, ModelSource, check_source
 
 USUAL_INPUT_SIZE = (3, 224, 224)  # of ImageNet's classifiers; for models that state no size
 USUAL_CLASSES = 1000

@@ -1,46 +1,24 @@
-"""Build a model from a name such as "timm:convnext_tiny".
+"""Which model a name such as "timm:convnext_tiny" means, and whether it is safe to build.
 
 Names of timm and torchvision run no code of the user's, open no file and use no network.
 """
 
-import contextlib
-import importlib
-import inspect
-import itertools
-import os
-import socket
-import sys
-import urllib.parse
-import urllib.request
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import torch
-from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
-from torch.overrides import TorchFunctionMode
+from ..errors import ModelError, did_you_mean, shown
+from .registries import REGISTRIES, import_library, is_registered, models_of
 
-from ..errors import DclsConvertError, ModelError, did_you_mean, one_line, shown
-from ..records import read_json
-from .running import seeded
-
-REGISTRIES = ("timm", "torchvision")
 FOREIGN_SOURCES = ("hf-hub", "local-dir")  # timm itself loads these
 # Sources whose models are built by a library's code; all others run code of the user's.
 LIBRARIES = (*REGISTRIES, *FOREIGN_SOURCES)
-# Our entry in timm's registry. It rebuilds converted models and cannot be converted itself.
-TIMM_ARCHITECTURE = "dcls_convert"
 WEIGHTS_SUFFIXES = (".pth", ".pt", ".safetensors", ".bin", ".ckpt", ".tar")
 # Largest integer argument: factories make lists of that length before they make any module.
 MOST_ARGUMENT = 1_000_000
 # Exempt from MOST_ARGUMENT: they size a single layer, and a meta tensor costs nothing.
 UNBOUNDED_ARGUMENTS = ("num_classes", "in_chans")
-MOST_MODULES = 4_000  # modules of a library's model; timm's largest has 1,800
-INSTALL_HINT = "install matching versions together: pip install --upgrade torch torchvision timm"
 # An argument whose name holds one of these words can make a factory open a file or reach the
 # network.
 REFUSED_WORDS = frozenset(
@@ -63,21 +41,6 @@ REFUSED_WORDS = frozenset(
     }
 )
 REFUSED_CHARACTERS = frozenset("/\\:")  # of paths and urls
-# Methods with which factories fill new weights. `_MetaWeights` skips them on meta tensors.
-FILLING_METHODS = {
-    torch.Tensor.uniform_,
-    torch.Tensor.normal_,
-    torch.Tensor.erfinv_,
-    torch.Tensor.mul_,
-    torch.Tensor.add_,
-    torch.Tensor.clamp_,
-    torch.Tensor.fill_,
-    torch.Tensor.zero_,
-}
-
-
-class _TooManyModulesError(ModelError):
-    """The arguments ask for too many modules; building on another device would not help."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +66,7 @@ def check_source(source: ModelSource) -> None:
             a harmless plain value.
     """
     kind, _, name = source.name.partition(":")
-    if kind not in REGISTRIES or not _is_registered(kind, name):
+    if kind not in REGISTRIES or not is_registered(kind, name):
         raise ModelError(
             f"{shown(source.name)}: is not the name of a model of timm or torchvision. "
             "To run code of your own for it, pass model=... or trust_code=True (--trust-code)"
@@ -134,27 +97,6 @@ def _check_argument(value: Any, where: str) -> None:
         raise ModelError(f"{where} is {shown(value)}; at most {MOST_ARGUMENT:,} is allowed")
     elif value is not None and not isinstance(value, bool | int | float):
         raise ModelError(f"{where} is a {type(value).__name__}, not a plain value")
-
-
-def _is_registered(kind: str, name: str) -> bool:
-    if kind == "torchvision":
-        return name in _models_of(kind)
-    architecture = name.partition(".")[0]  # before the tag of the weights
-    return name != TIMM_ARCHITECTURE and bool(import_library("timm").is_model(architecture))
-
-
-def _models_of(kind: str) -> list[str]:
-    library = "timm" if kind == "timm" else "torchvision.models"
-    registry = import_library(library)
-    return [name for name in registry.list_models() if name != TIMM_ARCHITECTURE]
-
-
-def registry_names() -> list[str]:
-    """Every model of both registries: "timm:..." and then "torchvision:...", each sorted."""
-    names: list[str] = []
-    for kind in REGISTRIES:
-        names += [f"{kind}:{name}" for name in sorted(_models_of(kind))]
-    return names
 
 
 def resolve_model(
@@ -204,14 +146,14 @@ def _registered_name(name: str, bare_name: str, kinds: Sequence[str]) -> str:
     ModelError: none has it; the message is about `name`, which is what the user gave.
     """
     for kind in kinds:
-        if _is_registered(kind, bare_name):
+        if is_registered(kind, bare_name):
             if kind == "timm":
                 _check_timm_tag(bare_name)
             return f"{kind}:{bare_name}"
     _explain_wrong_model(name)
     known: list[str] = []
     for kind in kinds:
-        known += _models_of(kind)
+        known += models_of(kind)
     raise ModelError(f"no model {name!r}{did_you_mean(bare_name, known, 3)}")
 
 
@@ -246,267 +188,3 @@ def _explain_wrong_model(name: str) -> None:
         )
     if "/" in name:
         raise ModelError(f"no model {name!r}; one of the hub is hf-hub:{name}")
-
-
-def build_model(
-    source: ModelSource,
-    *,
-    pretrained: bool = False,
-    device: str = "cpu",
-    seed: int | None = 0,
-    offline: bool = False,
-    trust_code: bool = False,
-) -> nn.Module:
-    """Build the model, in the mode (training or eval) in which its factory leaves it.
-
-    Args:
-        source: What to build.
-        pretrained: Load the library's pretrained weights.
-        device: "cpu" or "meta". "meta" puts at least the parameters on meta; a model that cannot
-            be built so is built on the CPU.
-        seed: Of the random initialisation; None uses the global generators.
-        offline: Download nothing; a model of the hub must be in the local cache.
-        trust_code: Build sources that `check_source` refuses.
-
-    Raises:
-        DclsConvertError: The source is not trusted, or the model cannot be built.
-    """
-    if not trust_code:
-        check_source(source)
-    if source.kind == "hf-hub":
-        _check_hub(source.name, offline=offline)
-    if source.kind == "local-dir":
-        _check_local_folder(source.name)
-    with seeded(seed), warnings.catch_warnings(action="ignore"):
-        if device == "meta" and not pretrained:
-            meta = _build_on_meta(source)
-            if meta is not None:
-                return meta
-        with seeded(seed):  # attempts on meta may have drawn random numbers
-            model = _build(source, pretrained=pretrained)
-    has_meta_parameters = any(parameter.is_meta for parameter in model.parameters())
-    if has_meta_parameters and not _new_parameters_are_on_meta():
-        raise ModelError(
-            f"{source.name}: was built on the meta device, without weights; build it on the CPU"
-        )
-    return model
-
-
-def _check_local_folder(name: str) -> None:
-    """Refuse (ModelError) a folder whose config names no architecture of timm's."""
-    path = Path(name.partition(":")[2]) / "config.json"
-    if not isinstance(read_json(path, f"{name}: {path}").get("architecture"), str):
-        raise ModelError(f"{name}: {path} names no architecture; it is not a config of timm")
-
-
-def _build_on_meta(source: ModelSource) -> nn.Module | None:
-    """Build the model with its parameters on meta; None where the factory cannot do this."""
-    # First everything on meta. A factory that calculates with tensors needs real ones: then the
-    # parameters alone.
-    meta_strategies = (torch.device("meta"), contextlib.nullcontext())
-    for strategy in meta_strategies:
-        try:
-            with strategy, _MetaWeights():
-                return _build(source, pretrained=False)
-        except _TooManyModulesError:
-            raise
-        except ModelError:
-            continue  # an error that is not due to meta occurs again on the CPU, and is reported
-    return None
-
-
-def _new_parameters_are_on_meta() -> bool:
-    """Whether the caller uses `torch.device("meta")` or accelerate's `init_empty_weights()`."""
-    return nn.PReLU().weight.is_meta  # a module that draws no random numbers
-
-
-def _build(source: ModelSource, *, pretrained: bool) -> nn.Module:
-    try:
-        model = _run_factory(source, pretrained=pretrained)
-    except DclsConvertError:
-        raise
-    except SystemExit as error:
-        problem = f"its factory leaves the program (SystemExit {one_line(error)[:200]})"
-        raise ModelError(f"{source.name}: {problem}") from error
-    except Exception as error:  # timm, torchvision, the hub and the user's code share no base
-        kind_of_error = type(error).__name__
-        offline_errors = ("LocalEntryNotFoundError", "OfflineModeIsEnabled")
-        if pretrained and kind_of_error in offline_errors:
-            raise ModelError(
-                f"{source.name}: cannot download its pretrained weights; are you online?"
-            ) from error
-        what = "its pretrained weights cannot be loaded" if pretrained else "cannot be built"
-        raise ModelError(
-            f"{source.name}: {what}: {kind_of_error}: {one_line(error)[:300]}"
-        ) from error
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"{source.name}: gives a {type(model).__name__}, not a torch.nn.Module")
-    return model
-
-
-def _run_factory(source: ModelSource, *, pretrained: bool) -> Any:
-    """Call what builds the model, with a limit on a library's number of modules."""
-    kind, _, name = source.name.partition(":")
-    module_numbers = itertools.count(1)
-
-    def count_module(*_: object) -> None:
-        if next(module_numbers) > MOST_MODULES:  # for example a depth of a million
-            raise _TooManyModulesError(
-                f"{source.name}: its arguments ask for more than {MOST_MODULES:,} modules"
-            )
-
-    with contextlib.ExitStack() as contexts:
-        if kind in LIBRARIES:
-            contexts.enter_context(register_module_module_registration_hook(count_module))
-        if pretrained or kind in FOREIGN_SOURCES:
-            contexts.enter_context(_offline_if_unreachable())
-        if kind == "torchvision":
-            return _build_torchvision(name, source.args, pretrained=pretrained)
-        if kind in LIBRARIES:
-            name_for_timm = name if kind == "timm" else source.name
-            timm = import_library("timm")
-            return timm.create_model(name_for_timm, pretrained=pretrained, **source.args)
-        return _build_own(source)
-
-
-def _build_torchvision(name: str, args: dict[str, Any], *, pretrained: bool) -> nn.Module:
-    models = import_library("torchvision.models")
-    if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
-        args = {**args, "weights_backbone": None}  # by default, a backbone is downloaded
-    model: nn.Module
-    if pretrained and "num_classes" in args:  # torchvision refuses the two together
-        with_weights = models.get_model(name, weights="DEFAULT")
-        model = models.get_model(name, **args)
-        _copy_all_but_the_head_(with_weights, model)
-    else:
-        model = models.get_model(name, weights="DEFAULT" if pretrained else None, **args)
-    return model
-
-
-def _copy_all_but_the_head_(pretrained: nn.Module, model: nn.Module) -> None:
-    """Give `model` all pretrained tensors that have its shapes; a head of other shape stays new."""
-    shapes = shapes_of(model)
-    state: dict[str, torch.Tensor] = {}
-    for name, tensor in pretrained.state_dict().items():
-        if shapes.get(name) == tensor.shape:
-            state[name] = tensor
-    model.load_state_dict(state, strict=False)
-    # Pretrained Inceptions were trained on inputs that the model itself normalises again.
-    if hasattr(pretrained, "transform_input"):
-        model.transform_input = pretrained.transform_input
-
-
-def _build_own(source: ModelSource) -> Any:
-    """Import the user's module, the current folder included, and call its factory."""
-    module_name, _, attribute = source.name.partition(":")
-    here = os.getcwd()
-    sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        near = did_you_mean(module_name, LIBRARIES)
-        raise ModelError(
-            f"{source.name}: module {module_name!r} cannot be imported: {one_line(error)}{near}"
-        ) from error
-    finally:
-        sys.path.remove(here)
-    factory = getattr(module, attribute, None)
-    if not callable(factory):
-        raise ModelError(f"{source.name}: module {module_name!r} has no function {attribute!r}")
-    return factory(**source.args)
-
-
-@contextlib.contextmanager
-def _offline_if_unreachable() -> Iterator[None]:
-    """Inside, huggingface_hub is in offline mode if DNS cannot resolve the hub's name.
-
-    Otherwise it would retry for a minute. A proxy resolves names itself, so nothing is checked
-    behind one.
-    """
-    from huggingface_hub import constants
-
-    offline_before: bool = constants.HF_HUB_OFFLINE
-    try:
-        if not urllib.request.getproxies():
-            socket.getaddrinfo(urllib.parse.urlsplit(constants.ENDPOINT).hostname, None)
-    except OSError:
-        constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = offline_before
-
-
-@_offline_if_unreachable()
-def _check_hub(name: str, *, offline: bool) -> None:
-    """Check (ModelError) that a repository of the hub has a config, or that the cache holds it.
-
-    timm would fetch the config too, but it is called once for each device that is tried.
-    """
-    from huggingface_hub import constants, try_to_load_from_cache
-    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
-
-    timm = import_library("timm")
-    repository = name.partition(":")[2]
-    repository_id, _, revision = repository.partition("@")
-    try:
-        if not offline:
-            timm.models.load_model_config_from_hf(repository)
-            return
-        cached = try_to_load_from_cache(repository_id, "config.json", revision=revision or None)
-    except DclsConvertError:
-        raise
-    except Exception as error:  # of the hub, of its HTTP client, or of a config that is not JSON
-        # For a missing file, huggingface_hub keeps the reason as the cause.
-        reason: BaseException = error
-        if isinstance(error, LocalEntryNotFoundError) and error.__cause__:
-            reason = error.__cause__
-        problem = f"{type(reason).__name__}: {one_line(reason)[:300]}"
-        if isinstance(reason, RepositoryNotFoundError):
-            problem = (
-                f"{constants.ENDPOINT} has no such repository, "
-                "or it is private and there is no token for it (HF_TOKEN)"
-            )
-        raise ModelError(f"{name}: cannot be built: {problem}") from error
-    if not isinstance(cached, str):
-        raise ModelError(
-            f"{name}: its config is not in the local cache, and a dry run downloads nothing"
-        )
-
-
-class _MetaWeights(TorchFunctionMode):
-    """Makes `torch.empty` give meta tensors, and skips filling them.
-
-    Factories make their weights with `torch.empty`; tensors that they calculate with stay real.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        # Without this, torch would calculate shapes in Python, one operation after another.
-        if func in FILLING_METHODS and args[0].is_meta:
-            return args[0]
-        kwargs = kwargs or {}
-        if func is torch.empty and kwargs.get("device") is None:
-            kwargs["device"] = "meta"
-        return func(*args, **kwargs)
-
-
-def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
-    """Of the tensors in the model's state dict, by name."""
-    return {name: tensor.shape for name, tensor in model.state_dict().items()}
-
-
-def import_library(name: str) -> ModuleType:
-    """Import timm or torchvision, or a part of them.
-
-    Raises:
-        ModelError: torch and torchvision do not match, or the library is broken.
-    """
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            return importlib.import_module(name)
-    except (ImportError, RuntimeError, AttributeError, OSError) as error:
-        raise ModelError(
-            f"{name} cannot be imported: {one_line(error)[:200]}; {INSTALL_HINT}"
-        ) from error

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, listed
+from .building import build_model
 from .outputs import tensors_in
-from .source import LIBRARIES, ModelSource, build_model
+from .source import LIBRARIES, ModelSource
 
 USUAL_CLASSIFIERS = ("fc", "classifier", "head")  # for models that do not name their classifier
 ALIGNMENT = 64  # bytes; torch allocates memory at multiples of it

@@ -7,15 +7,10 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, printable
 from ..fitting.images import Calibration, calibrate
+from ..networks.building import build_model
 from ..networks.recognition import known_source, stated_input_size
 from ..networks.sites import ModelConvs, find_convs
-from ..networks.source import (
-    FOREIGN_SOURCES,
-    LIBRARIES,
-    ModelSource,
-    build_model,
-    resolve_model,
-)
+from ..networks.source import FOREIGN_SOURCES, LIBRARIES, ModelSource, resolve_model
 from ..networks.state_names import with_names_of
 from ..networks.weights import build_with_state, check_weights, other_classes
 from ..networks.weights_files import read_weights

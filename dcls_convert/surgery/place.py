@@ -7,7 +7,7 @@ from torch import nn
 
 from ..fitting.groups import LayerGroup, make_layers
 from ..networks.positions import spare_from_decay_
-from ..networks.source import TIMM_ARCHITECTURE
+from ..networks.registries import TIMM_ARCHITECTURE
 from ..planning.plan import ConversionPlan
 from .fold import fold_before_timm_fuses_
 

@@ -17,8 +17,9 @@ from ..errors import DclsConvertError, ModelError, one_line
 from ..fitting.image_files import IMAGENET, normalised, read_pixels, stated_normalisation
 from ..layers.interpolation import learnt_axes
 from ..layers.position_statistics import mean_distance
+from ..networks.building import build_model
 from ..networks.running import evaluating, full_precision, quietly
-from ..networks.source import ModelSource, build_model
+from ..networks.source import ModelSource
 from ..networks.state_names import with_names_of
 from ..networks.weights import load_weights_
 from ..networks.weights_files import read_weights

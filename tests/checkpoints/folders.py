@@ -20,7 +20,8 @@ from dcls_convert.checkpoints.folder import (
 )
 from dcls_convert.checkpoints.inspection import inspect_checkpoint
 from dcls_convert.checkpoints.verify import rebuild_here, verify_folder
-from dcls_convert.networks.source import ModelSource, build_model
+from dcls_convert.networks.building import build_model
+from dcls_convert.networks.source import ModelSource
 from dcls_convert.networks.weights import tensors_hash
 
 from ..conftest import TINY

@@ -23,7 +23,8 @@ from dcls_convert.checkpoints.folder import (
     read_stamp,
 )
 from dcls_convert.errors import CheckpointError
-from dcls_convert.networks.source import ModelSource, build_model
+from dcls_convert.networks.building import build_model
+from dcls_convert.networks.source import ModelSource
 from dcls_convert.networks.weights import tensors_hash
 from dcls_convert.planning.rules import builtin_rules, parse_rules
 

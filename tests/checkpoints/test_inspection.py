@@ -59,7 +59,7 @@ def test_rows_are_those_of_the_model(tmp_path, options):
 
 
 def test_nothing_is_built(folders, monkeypatch):
-    monkeypatch.setattr("dcls_convert.networks.source._build", None)
+    monkeypatch.setattr("dcls_convert.networks.building._build", None)
     monkeypatch.setattr(nn.Module, "__init__", None)
     assert inspect_folder(folders / "good").elements
 

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 from dcls_convert import load_converted
 from dcls_convert.errors import CheckpointError
 from dcls_convert.networks import weights
-from dcls_convert.networks.source import ModelSource, build_model
+from dcls_convert.networks.building import build_model
+from dcls_convert.networks.source import ModelSource
 from dcls_convert.networks.weights import (
     assign_weights_,
     build_with_state,
@@ -89,7 +90,7 @@ def test_a_model_with_random_values_that_no_file_has_is_built(monkeypatch, value
             self.conv = nn.Conv2d(3, 3, 3, groups=3)
             self.hidden = {"scales": [values()]}
 
-    monkeypatch.setattr("dcls_convert.networks.source._build", lambda *_, **__: Unsaved())
+    monkeypatch.setattr("dcls_convert.networks.building._build", lambda *_, **__: Unsaved())
     meta = build_model(ModelSource(name="timm:x"), device="meta", trust_code=True)
     assert not assign_weights_(meta, Unsaved().state_dict(), "file")
 

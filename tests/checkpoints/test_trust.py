@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from dcls_convert import DclsConvertError, ModelError, load_converted
 from dcls_convert.checkpoints.folder import CONFIG
 from dcls_convert.export.fold import fold_checkpoint
+from dcls_convert.networks.building import build_model
 from dcls_convert.networks.recognition import known_source
-from dcls_convert.networks.source import ModelSource, build_model, check_source
+from dcls_convert.networks.source import ModelSource, check_source
 
 from ..conftest import TINY
 from ..hub import upload

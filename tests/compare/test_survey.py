@@ -23,9 +23,10 @@ from dcls_convert.compare.survey import (
     survey_models,
 )
 from dcls_convert.errors import ModelError
+from dcls_convert.networks.building import build_model
 from dcls_convert.networks.recognition import stated_input_size
 from dcls_convert.networks.sites import find_convs
-from dcls_convert.networks.source import ModelSource, build_model
+from dcls_convert.networks.source import ModelSource
 from dcls_convert.options import PlanOptions
 from dcls_convert.reports.report import Change, MacsChange
 from dcls_convert.views.survey import (

@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 from dcls_convert import apply_plan_, find_convs, plan_conversion, save_converted
-from dcls_convert.networks.source import ModelSource, build_model
+from dcls_convert.networks.building import build_model
+from dcls_convert.networks.source import ModelSource
 
 from ..checkpoints.folders import IMAGE
 

@@ -7,7 +7,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from dcls_convert import convert_
-from dcls_convert.networks.source import ModelSource, build_model
+from dcls_convert.networks.building import build_model
+from dcls_convert.networks.source import ModelSource
 from dcls_convert.planning.rules import parse_rules
 
 FACTORISED = parse_rules(

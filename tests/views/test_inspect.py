@@ -15,7 +15,8 @@ from torch import nn
 from dcls_convert import load_converted, save_converted
 from dcls_convert.checkpoints.folder import CARD, FILES, PAGE, PICTURE, read_plan
 from dcls_convert.checkpoints.verify import rebuild_here, verify_folder
-from dcls_convert.networks.source import ModelSource, build_model
+from dcls_convert.networks.building import build_model
+from dcls_convert.networks.source import ModelSource
 from dcls_convert.tuning import PositionTracker
 
 from ..command_line import run

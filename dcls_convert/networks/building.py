@@ -1,0 +1,231 @@
+"""Build a model from its source: by its library or the user's factory, on the CPU or on meta."""
+
+import contextlib
+import importlib
+import inspect
+import itertools
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.overrides import TorchFunctionMode
+
+from ..errors import DclsConvertError, ModelError, did_you_mean, one_line
+from ..records import read_json
+from .hub import check_hub, offline_if_unreachable
+from .registries import import_library
+from .running import seeded
+from .source import FOREIGN_SOURCES, LIBRARIES, ModelSource, check_source
+
+MOST_MODULES = 4_000  # modules of a library's model; timm's largest has 1,800
+# Methods with which factories fill new weights. `_MetaWeights` skips them on meta tensors.
+FILLING_METHODS = {
+    torch.Tensor.uniform_,
+    torch.Tensor.normal_,
+    torch.Tensor.erfinv_,
+    torch.Tensor.mul_,
+    torch.Tensor.add_,
+    torch.Tensor.clamp_,
+    torch.Tensor.fill_,
+    torch.Tensor.zero_,
+}
+
+
+class _TooManyModulesError(ModelError):
+    """The arguments ask for too many modules; building on another device would not help."""
+
+
+def build_model(
+    source: ModelSource,
+    *,
+    pretrained: bool = False,
+    device: str = "cpu",
+    seed: int | None = 0,
+    offline: bool = False,
+    trust_code: bool = False,
+) -> nn.Module:
+    """Build the model, in the mode (training or eval) in which its factory leaves it.
+
+    Args:
+        source: What to build.
+        pretrained: Load the library's pretrained weights.
+        device: "cpu" or "meta". "meta" puts at least the parameters on meta; a model that cannot
+            be built so is built on the CPU.
+        seed: Of the random initialisation; None uses the global generators.
+        offline: Download nothing; a model of the hub must be in the local cache.
+        trust_code: Build sources that `check_source` refuses.
+
+    Raises:
+        DclsConvertError: The source is not trusted, or the model cannot be built.
+    """
+    if not trust_code:
+        check_source(source)
+    if source.kind == "hf-hub":
+        check_hub(source.name, offline=offline)
+    if source.kind == "local-dir":
+        _check_local_folder(source.name)
+    with seeded(seed), warnings.catch_warnings(action="ignore"):
+        if device == "meta" and not pretrained:
+            meta = _build_on_meta(source)
+            if meta is not None:
+                return meta
+        with seeded(seed):  # attempts on meta may have drawn random numbers
+            model = _build(source, pretrained=pretrained)
+    has_meta_parameters = any(parameter.is_meta for parameter in model.parameters())
+    if has_meta_parameters and not _new_parameters_are_on_meta():
+        raise ModelError(
+            f"{source.name}: was built on the meta device, without weights; build it on the CPU"
+        )
+    return model
+
+
+def _check_local_folder(name: str) -> None:
+    """Refuse (ModelError) a folder whose config names no architecture of timm's."""
+    path = Path(name.partition(":")[2]) / "config.json"
+    if not isinstance(read_json(path, f"{name}: {path}").get("architecture"), str):
+        raise ModelError(f"{name}: {path} names no architecture; it is not a config of timm")
+
+
+def _build_on_meta(source: ModelSource) -> nn.Module | None:
+    """Build the model with its parameters on meta; None where the factory cannot do this."""
+    # First everything on meta. A factory that calculates with tensors needs real ones: then the
+    # parameters alone.
+    meta_strategies = (torch.device("meta"), contextlib.nullcontext())
+    for strategy in meta_strategies:
+        try:
+            with strategy, _MetaWeights():
+                return _build(source, pretrained=False)
+        except _TooManyModulesError:
+            raise
+        except ModelError:
+            continue  # an error that is not due to meta occurs again on the CPU, and is reported
+    return None
+
+
+def _new_parameters_are_on_meta() -> bool:
+    """Whether the caller uses `torch.device("meta")` or accelerate's `init_empty_weights()`."""
+    return nn.PReLU().weight.is_meta  # a module that draws no random numbers
+
+
+def _build(source: ModelSource, *, pretrained: bool) -> nn.Module:
+    try:
+        model = _run_factory(source, pretrained=pretrained)
+    except DclsConvertError:
+        raise
+    except SystemExit as error:
+        problem = f"its factory leaves the program (SystemExit {one_line(error)[:200]})"
+        raise ModelError(f"{source.name}: {problem}") from error
+    except Exception as error:  # timm, torchvision, the hub and the user's code share no base
+        kind_of_error = type(error).__name__
+        offline_errors = ("LocalEntryNotFoundError", "OfflineModeIsEnabled")
+        if pretrained and kind_of_error in offline_errors:
+            raise ModelError(
+                f"{source.name}: cannot download its pretrained weights; are you online?"
+            ) from error
+        what = "its pretrained weights cannot be loaded" if pretrained else "cannot be built"
+        raise ModelError(
+            f"{source.name}: {what}: {kind_of_error}: {one_line(error)[:300]}"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{source.name}: gives a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def _run_factory(source: ModelSource, *, pretrained: bool) -> Any:
+    """Call what builds the model, with a limit on a library's number of modules."""
+    kind, _, name = source.name.partition(":")
+    module_numbers = itertools.count(1)
+
+    def count_module(*_: object) -> None:
+        if next(module_numbers) > MOST_MODULES:  # for example a depth of a million
+            raise _TooManyModulesError(
+                f"{source.name}: its arguments ask for more than {MOST_MODULES:,} modules"
+            )
+
+    with contextlib.ExitStack() as contexts:
+        if kind in LIBRARIES:
+            contexts.enter_context(register_module_module_registration_hook(count_module))
+        if pretrained or kind in FOREIGN_SOURCES:
+            contexts.enter_context(offline_if_unreachable())
+        if kind == "torchvision":
+            return _build_torchvision(name, source.args, pretrained=pretrained)
+        if kind in LIBRARIES:
+            name_for_timm = name if kind == "timm" else source.name
+            timm = import_library("timm")
+            return timm.create_model(name_for_timm, pretrained=pretrained, **source.args)
+        return _build_own(source)
+
+
+def _build_torchvision(name: str, args: dict[str, Any], *, pretrained: bool) -> nn.Module:
+    models = import_library("torchvision.models")
+    if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
+        args = {**args, "weights_backbone": None}  # by default, a backbone is downloaded
+    model: nn.Module
+    if pretrained and "num_classes" in args:  # torchvision refuses the two together
+        with_weights = models.get_model(name, weights="DEFAULT")
+        model = models.get_model(name, **args)
+        _copy_all_but_the_head_(with_weights, model)
+    else:
+        model = models.get_model(name, weights="DEFAULT" if pretrained else None, **args)
+    return model
+
+
+def _copy_all_but_the_head_(pretrained: nn.Module, model: nn.Module) -> None:
+    """Give `model` all pretrained tensors that have its shapes; a head of other shape stays new."""
+    shapes = shapes_of(model)
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor in pretrained.state_dict().items():
+        if shapes.get(name) == tensor.shape:
+            state[name] = tensor
+    model.load_state_dict(state, strict=False)
+    # Pretrained Inceptions were trained on inputs that the model itself normalises again.
+    if hasattr(pretrained, "transform_input"):
+        model.transform_input = pretrained.transform_input
+
+
+def _build_own(source: ModelSource) -> Any:
+    """Import the user's module, the current folder included, and call its factory."""
+    module_name, _, attribute = source.name.partition(":")
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        near = did_you_mean(module_name, LIBRARIES)
+        raise ModelError(
+            f"{source.name}: module {module_name!r} cannot be imported: {one_line(error)}{near}"
+        ) from error
+    finally:
+        sys.path.remove(here)
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        raise ModelError(f"{source.name}: module {module_name!r} has no function {attribute!r}")
+    return factory(**source.args)
+
+
+class _MetaWeights(TorchFunctionMode):
+    """Makes `torch.empty` give meta tensors, and skips filling them.
+
+    Factories make their weights with `torch.empty`; tensors that they calculate with stay real.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Without this, torch would calculate shapes in Python, one operation after another.
+        if func in FILLING_METHODS and args[0].is_meta:
+            return args[0]
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
+    """Of the tensors in the model's state dict, by name."""
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}

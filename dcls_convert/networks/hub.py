@@ -1,0 +1,68 @@
+"""What is asked of the hub before timm downloads: is it there, and has the repository a config?"""
+
+import contextlib
+import socket
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+
+from ..errors import DclsConvertError, ModelError, one_line
+from .registries import import_library
+
+
+@contextlib.contextmanager
+def offline_if_unreachable() -> Iterator[None]:
+    """Inside, huggingface_hub is in offline mode if DNS cannot resolve the hub's name.
+
+    Otherwise it would retry for a minute. A proxy resolves names itself, so nothing is checked
+    behind one.
+    """
+    from huggingface_hub import constants
+
+    offline_before: bool = constants.HF_HUB_OFFLINE
+    try:
+        if not urllib.request.getproxies():
+            socket.getaddrinfo(urllib.parse.urlsplit(constants.ENDPOINT).hostname, None)
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = offline_before
+
+
+@offline_if_unreachable()
+def check_hub(name: str, *, offline: bool) -> None:
+    """Check (ModelError) that a repository of the hub has a config, or that the cache holds it.
+
+    timm would fetch the config too, but it is called once for each device that is tried.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+
+    timm = import_library("timm")
+    repository = name.partition(":")[2]
+    repository_id, _, revision = repository.partition("@")
+    try:
+        if not offline:
+            timm.models.load_model_config_from_hf(repository)
+            return
+        cached = try_to_load_from_cache(repository_id, "config.json", revision=revision or None)
+    except DclsConvertError:
+        raise
+    except Exception as error:  # of the hub, of its HTTP client, or of a config that is not JSON
+        # For a missing file, huggingface_hub keeps the reason as the cause.
+        reason: BaseException = error
+        if isinstance(error, LocalEntryNotFoundError) and error.__cause__:
+            reason = error.__cause__
+        problem = f"{type(reason).__name__}: {one_line(reason)[:300]}"
+        if isinstance(reason, RepositoryNotFoundError):
+            problem = (
+                f"{constants.ENDPOINT} has no such repository, "
+                "or it is private and there is no token for it (HF_TOKEN)"
+            )
+        raise ModelError(f"{name}: cannot be built: {problem}") from error
+    if not isinstance(cached, str):
+        raise ModelError(
+            f"{name}: its config is not in the local cache, and a dry run downloads nothing"
+        )

@@ -1,0 +1,48 @@
+"""What timm and torchvision have: their models' names, and the libraries themselves."""
+
+import importlib
+import warnings
+from types import ModuleType
+
+from ..errors import ModelError, one_line
+
+REGISTRIES = ("timm", "torchvision")
+# Our entry in timm's registry. It rebuilds converted models and cannot be converted itself.
+TIMM_ARCHITECTURE = "dcls_convert"
+INSTALL_HINT = "install matching versions together: pip install --upgrade torch torchvision timm"
+
+
+def is_registered(kind: str, name: str) -> bool:
+    if kind == "torchvision":
+        return name in models_of(kind)
+    architecture = name.partition(".")[0]  # before the tag of the weights
+    return name != TIMM_ARCHITECTURE and bool(import_library("timm").is_model(architecture))
+
+
+def models_of(kind: str) -> list[str]:
+    library = "timm" if kind == "timm" else "torchvision.models"
+    registry = import_library(library)
+    return [name for name in registry.list_models() if name != TIMM_ARCHITECTURE]
+
+
+def registry_names() -> list[str]:
+    """Every model of both registries: "timm:..." and then "torchvision:...", each sorted."""
+    names: list[str] = []
+    for kind in REGISTRIES:
+        names += [f"{kind}:{name}" for name in sorted(models_of(kind))]
+    return names
+
+
+def import_library(name: str) -> ModuleType:
+    """Import timm or torchvision, or a part of them.
+
+    Raises:
+        ModelError: torch and torchvision do not match, or the library is broken.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return importlib.import_module(name)
+    except (ImportError, RuntimeError, AttributeError, OSError) as error:
+        raise ModelError(
+            f"{name} cannot be imported: {one_line(error)[:200]}; {INSTALL_HINT}"
+        ) from error
