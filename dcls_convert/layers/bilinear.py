@@ -5,10 +5,12 @@ kernels in one axis. `cells` are positions counted from the first cell of the wi
 
 Four forms with equal results:
 
-- `_Construct`, on a CPU: scattered additions in blocks, with the first derivative in closed form.
-- `of_products`, on GPUs: products over the whole window. Scattered additions have no fixed order
-  there.
-- `of_plain_operations`, for compilers and for derivatives of any kind.
+- `_Construct`, where operations run at once: in blocks, with the first derivative in closed form.
+  On a CPU by scattered additions, elsewhere by `of_products`.
+- `of_plain_operations`, on a CPU in compiled programs; on any device for derivatives of
+  `_Construct`'s derivatives.
+- `of_products`, on other devices: products over the whole window. Scattered additions have no fixed
+  order there.
 - `of_matrix_products`, in exports: few formats have translators for scattered additions, and some
   of these are wrong.
 """
@@ -23,6 +25,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..depthwise.eager import is_eager, is_exported, on_cpu
+from .clamping import clamped, per_axis
 
 # On a CPU, elements per thread and block: temporary tensors stay in the cache. torch does not
 # split work into parts smaller than this.
@@ -68,23 +71,6 @@ def bilinear_kernel(weight: Tensor, positions: Tensor, size: Sequence[int]) -> T
     else:
         kernel = of_products(weight, cells, wide_size)
     return kernel.reshape(*weight.shape[:-1], *size)
-
-
-def per_axis(values: Sequence[float], like: Tensor) -> Tensor:
-    """One number for each learnt axis, to be broadcast with positions: (A, 1, 1, ...)."""
-    # Filled in on the device: a copy from the host would wait for it, and cannot be part of a CUDA
-    # graph.
-    filled = [torch.full((1,), value, dtype=like.dtype, device=like.device) for value in values]
-    return torch.cat(filled).reshape(-1, *[1] * (like.dim() - 1))
-
-
-def clamped(value: Tensor, low: float, high: float) -> Tensor:
-    """`value` inside [low, high], with the gradient of the identity.
-
-    The gradient of a plain clamp is 0 beyond a limit, so that a value would be stuck there.
-    """
-    fixed = value.detach()
-    return fixed.clamp(low, high) + (value - fixed)
 
 
 def of_plain_operations(weight: Tensor, cells: Tensor, size: WindowSize) -> Tensor:

@@ -11,9 +11,13 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 # Hooks that compute a parameter from others before each forward pass.
 _COMPUTING = (BasePruningMethod, WeightNorm, SpectralNorm)
-# The dictionaries of hooks. A new module takes over the very objects, since the handle that a user
+# Where a module keeps its forward and backward hooks, and of which kind the latter are; not the
+# hooks of state dicts. A new module takes over the very dictionaries, since the handle that a user
 # kept for `handle.remove()` refers to them.
-_HOOK_REGISTRIES = {name for name in vars(nn.Module()) if "ward_" in name and "hook" in name}
+_HOOK_REGISTRIES = {"_is_full_backward_hook"}
+_HOOK_REGISTRIES |= {
+    name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_"))
+}
 
 
 def carry_over_(old: nn.Module, new: nn.Module, *, but: Collection[str]) -> None:

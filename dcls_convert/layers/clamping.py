@@ -1,4 +1,7 @@
-"""Clamping of a parameter in place, also in compiled programs and under FSDP2."""
+"""Clamping: of values with the identity's gradient, and of parameters in place.
+
+In place also in compiled programs and under FSDP2.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +9,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .bilinear import per_axis
+
+def per_axis(values: Sequence[float], like: Tensor) -> Tensor:
+    """One number for each learnt axis, to be broadcast with positions: (A, 1, 1, ...)."""
+    # Filled in on the device: a copy from the host would wait for it, and cannot be part of a CUDA
+    # graph.
+    filled = [torch.full((1,), value, dtype=like.dtype, device=like.device) for value in values]
+    return torch.cat(filled).reshape(-1, *[1] * (like.dim() - 1))
+
+
+def clamped(value: Tensor, low: float, high: float) -> Tensor:
+    """`value` inside [low, high], with the gradient of the identity.
+
+    The gradient of a plain clamp is 0 beyond a limit, so that a value would be stuck there.
+    """
+    fixed = value.detach()
+    return fixed.clamp(low, high) + (value - fixed)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether FSDP2 has sharded the tensor: it is a DTensor."""
+    return hasattr(tensor, "device_mesh")
 
 
 def clamp_(tensor: Tensor, low: Sequence[float], high: Sequence[float]) -> None:
@@ -21,16 +44,17 @@ def clamp_(tensor: Tensor, low: Sequence[float], high: Sequence[float]) -> None:
     else:
         lowest = per_axis(low, tensor)
         highest = per_axis(high, tensor)
-        if hasattr(tensor, "device_mesh"):  # FSDP2; the limits are the same on every rank
-            lowest = _replicated(lowest, tensor.device_mesh)
-            highest = _replicated(highest, tensor.device_mesh)
+        if is_sharded(tensor):  # the limits are the same on every rank
+            lowest = _replicated(lowest, tensor)
+            highest = _replicated(highest, tensor)
         tensor.copy_(tensor.maximum(lowest).minimum(highest))
 
 
-def _replicated(tensor: Tensor, mesh: Any) -> Tensor:
-    """A tensor that is the same on all ranks, for operations with tensors that FSDP2 has spread."""
+def _replicated(tensor: Tensor, sharded: Any) -> Tensor:
+    """A tensor that is the same on all ranks, for operations with a sharded one."""
     from torch.distributed.tensor import DTensor, Replicate
 
+    mesh = sharded.device_mesh
     placements = [Replicate() for _ in range(mesh.ndim)]
     return DTensor.from_local(tensor, mesh, placements, run_check=False)
 

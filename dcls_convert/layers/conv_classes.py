@@ -26,7 +26,7 @@ _COMPUTING_METHODS = ("forward", "_conv_forward", "__call__")
 class ConvForm:
     """What the forward of a subclass of convolution does beside convolving; see `register_conv`."""
 
-    weight: Callable[[nn.Module, Tensor], Tensor] | None = None
+    transform_weight: Callable[[nn.Module, Tensor], Tensor] | None = None
     parameters: tuple[str, ...] = ()
     same_padding: Callable[[nn.Module], bool] | bool = False
     padding_module: str | None = None
@@ -34,9 +34,9 @@ class ConvForm:
 
     def effective_weight(self, conv: nn.Module, weight: Tensor) -> Tensor:
         """The kernel that is convolved where the parameter is `weight`."""
-        if self.weight is None:
+        if self.transform_weight is None:
             return weight
-        return self.weight(conv, weight)
+        return self.transform_weight(conv, weight)
 
 
 PLAIN = ConvForm()
@@ -200,7 +200,8 @@ def _why_weight_unknown(conv: nn.Module, form: ConvForm) -> str | None:
     parameters = {name for name, _ in conv.named_parameters(recurse=False, remove_duplicate=False)}
     expected: set[str] = set()
     for name in ("weight", "bias", *form.parameters):
-        if getattr(conv, name, ...) is not None:
+        is_none = hasattr(conv, name) and getattr(conv, name) is None  # as a bias that is left out
+        if not is_none:
             expected.add(name)
     if parameters == expected:
         return None
@@ -214,7 +215,7 @@ def _why_padding_unknown(
     if form.padding_module is None:
         return None
     pads_itself = conv.padding_mode != "zeros" or conv.padding == "same"
-    if padding_modules and not pads_itself:
+    if form.padding_module in padding_modules and not pads_itself:
         return None
     return f"{type(conv).__name__} does not pad by {form.padding_module} alone"
 

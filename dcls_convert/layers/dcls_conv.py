@@ -29,12 +29,12 @@ from .construction import construct_kernel
 from .conv_classes import PLAIN, Conv, ConvForm, find_form, padding_of, why_not_replaceable
 from .elements import POSITION_STD, largest_elements
 from .interpolation import find_interpolation, learnt_axes, position_limits
-from .ties import Tied
+from .ties import Tieable
 
 IntOrTuple = int | Sequence[int]
 
 
-class DclsConvNd(Tied):
+class DclsConvNd(Tieable):
     """What the DCLS layers of 1, 2 and 3 dimensions share.
 
     Parameters of a layer: `weight` (O, I, E), `positions` (A, O, I, E) in cells from the kernel
@@ -444,7 +444,7 @@ DCLS_LAYERS: dict[int, type[DclsConvNd]] = {1: DclsConv1d, 2: DclsConv2d, 3: Dcl
 def _with_even_padding(
     kernel: Tensor, padding: Sequence[tuple[int, int]]
 ) -> tuple[Tensor, tuple[int, ...]]:
-    """Grow a kernel by zeros, so that as many cells on both sides of the input do.
+    """Add zeros to a kernel, so that it needs as much padding after each axis as before it.
 
     Returns the kernel and the padding of each axis; the outputs are the same.
     """

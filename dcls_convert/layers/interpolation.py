@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..depthwise.eager import on_cpu
-from .bilinear import bilinear_kernel, clamped
+from .bilinear import bilinear_kernel
+from .clamping import clamped
 
 # cells and sigma (*C, E), length of the window -> (*C, E, length)
 Profile = Callable[[Tensor, Tensor, int], Tensor]
@@ -25,8 +26,9 @@ Profile = Callable[[Tensor, Tensor, int], Tensor]
 class Interpolation:
     """One way to spread an element along an axis of the window.
 
-    A new one needs `profile` and `slope`, both sigmas if elements have a width, and
-    `exact_on_cells` as it is. `construct` and `hat` are faster forms of the shipped ones.
+    A new one needs `profile` and `slope`, `min_sigma` and `initial_sigma` if elements have a width,
+    and `exact_on_cells=True` if that holds for it. `construct` and `hat` only make the shipped ones
+    faster.
 
     The slope must not vanish for elements on cells: starts from old kernels put elements there, and
     they would never move. Where profiles have a kink, it is the right-hand derivative.

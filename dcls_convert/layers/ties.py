@@ -13,6 +13,8 @@ from typing import Any, Self, cast
 
 from torch import Tensor, nn
 
+from .clamping import is_sharded
+
 # The parameters that say where elements are. Layers of a tie group share them.
 POSITION_PARAMETERS = ("positions", "sigma")
 # The method of nn.Module through which `to`, `cuda`, `half`, `to_empty` and so on change tensors.
@@ -21,7 +23,7 @@ APPLY = "_apply"
 TensorChange = Callable[[Tensor], Tensor]
 
 
-class Tied(nn.Module):
+class Tieable(nn.Module):
     """A layer that holds its positions (and sigma) itself, until it is told of an owner."""
 
     _owner: nn.Module | None
@@ -158,12 +160,12 @@ class Tied(nn.Module):
     def _apply(self, fn: TensorChange, recurse: bool = True) -> Self:
         """Change the layer's tensors with the tied parameters.
 
-        The owner, if it is there, then finds nothing left to change. Where FSDP2 spreads the tied
-        parameters over ranks they are left out: it moves what it owns by itself.
+        The owner, if it is there, then finds nothing left to change. Sharded parameters are left
+        out: FSDP2 moves what it owns by itself.
         """
-        spread = any(hasattr(getattr(self, name), "device_mesh") for name in self._owner_names)
+        owned_by_fsdp = any(is_sharded(getattr(self, name)) for name in self._owner_names)
         with contextlib.ExitStack() as context:
-            if not spread:
+            if not owned_by_fsdp:
                 context.enter_context(self._standing_in())
             change = _on_flat_tensors(fn, self.parameters(recurse=False))
             super()._apply(change, recurse)  # type: ignore[no-untyped-call]
@@ -233,7 +235,7 @@ def shared_parameter_names(owner: nn.Module) -> set[str]:
     """Names of the owner's parameters that layers below it share."""
     names: set[str] = set()
     for layer in owner.modules():
-        if isinstance(layer, Tied) and layer._owner is owner:
+        if isinstance(layer, Tieable) and layer._owner is owner:
             names.update(layer._owner_names.values())
     return names
 
@@ -256,7 +258,7 @@ def _on_flat_tensors(fn: TensorChange, parameters: Iterable[Tensor]) -> TensorCh
         flattened |= {id(parameter), id(parameter.grad)}
 
     def apply(tensor: Tensor) -> Tensor:
-        if id(tensor) not in flattened or hasattr(tensor, "device_mesh"):  # spread by FSDP2
+        if id(tensor) not in flattened or is_sharded(tensor):
             return fn(tensor)
         flat = tensor.flatten()
         changed = fn(flat)

@@ -121,7 +121,7 @@ def start_from_authors_(
     for layer in plan.layers:
         conv = model.get_submodule(layer.name)
         form = find_form(conv) or PLAIN
-        if form.weight:
+        if form.transform_weight:
             raise CheckpointError(
                 f"{weights.where}: {layer.name} is a {type(conv).__name__}, "
                 "which would transform the file's elements"

@@ -254,7 +254,7 @@ def _fill_from_kernels_(group: LayerGroup, roots: Tensor | None, init: Init, see
         return
     fitted = fit_elements(effective, group.box, kernel_count=count, roots=roots, seed=seed)
     _fill_(group, fitted)
-    if any(layer.form.weight for layer in group.layers):
+    if any(layer.form.transform_weight for layer in group.layers):
         # Weight standardisation transforms the elements and can undo the fit. The largest cells
         # stay if they are better for any layer of the group.
         fitted_errors = group.kernel_errors()

@@ -65,7 +65,7 @@ def test_a_dense_grid_of_elements_is_the_old_layer_with_its_gradients_there_and_
     other = copy.deepcopy(conv)
     image = randn(2, 6, 9, 9)
     layer, folded = there_and_back(other, SIZES)
-    assert find_form(folded).weight is None
+    assert find_form(folded).transform_weight is None
     assert isinstance(folded, Conv2dSame) is (layer.padding == DYNAMIC_SAME)
     assert set(folded.state_dict()) <= {"weight", "bias"}
     conv(image).square().sum().backward()
