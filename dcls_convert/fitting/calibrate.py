@@ -40,22 +40,24 @@ INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 class CalibrationStatistics:
     """What the old network's convolutions see in the images."""
 
-    images: Calibration
+    calibration: Calibration
     settings: CalibrationSettings
     calls: Counter[nn.Module] = field(default_factory=Counter)  # of each conv in a forward pass
-    # Each line by itself, for the positions.
-    by_line: dict[nn.Module, SecondMoments] = field(default_factory=dict)
-    # The lines of an output channel together, and the outputs, for the weights. Only for convs that
-    # a pass calls several times; the others are looked at when their turn comes.
-    by_channel: dict[nn.Module, SecondMoments] = field(default_factory=dict)
+    # By convolution; of each line by itself, for the positions. A line: the cells of a kernel along
+    # the learnt axes, for one output channel and one input channel.
+    line_moments: dict[nn.Module, SecondMoments] = field(default_factory=dict)
+    # By convolution; of the lines of an output channel together, and the outputs, for the weights.
+    # Only for convs that a pass calls several times; the others are looked at when their turn
+    # comes.
+    channel_moments: dict[nn.Module, SecondMoments] = field(default_factory=dict)
     # Running mean of the one BatchNorm that is fed by this conv, and by nothing else.
     running_means: dict[nn.Module, Tensor] = field(default_factory=dict)
 
     def roots(self, group: LayerGroup) -> Tensor | None:
         """What an error of a kernel does to the outputs, for `fit_elements`."""
         for conv, plan in zip(group.convs, group.plans, strict=True):
-            self.by_line[conv].check(plan.name)
-        return shared_roots([self.by_line[conv] for conv in group.convs])
+            self.line_moments[conv].check(plan.name)
+        return shared_roots([self.line_moments[conv] for conv in group.convs])
 
 
 def measure_inputs(
@@ -68,34 +70,28 @@ def measure_inputs(
     """Run the old network with all images, and sum up what its convolutions see."""
     notify("looking at the images")
     statistics = CalibrationStatistics(
-        images=calibration, settings=settings or CalibrationSettings()
+        calibration=calibration, settings=settings or CalibrationSettings()
     )
     convs: list[Conv] = []
     for group in groups:
         convs += group.convs
     with evaluating(model):
-        feeders = _count_calls_(model, convs, statistics)
+        _observe_pass_(model, convs, statistics)
         for group in groups:
             for conv, layer in zip(group.convs, group.layers, strict=True):
                 moments = partial(SecondMoments, layer, group.box, settings=statistics.settings)
-                statistics.by_line[conv] = moments(joint=False)
+                statistics.line_moments[conv] = moments(joint=False)
                 if statistics.calls[conv] > 1:
-                    statistics.by_channel[conv] = moments(joint=True)
-        for conv in convs:
-            norms: list[Any] = [norm for norm, fed_by in feeders.items() if fed_by == {conv}]
-            if len(norms) == 1:
-                statistics.running_means[conv] = norms[0].running_mean
+                    statistics.channel_moments[conv] = moments(joint=True)
         _add_inputs_(model, convs, statistics)
     return statistics
 
 
-def _count_calls_(
+def _observe_pass_(
     model: nn.Module, convs: Sequence[nn.Module], statistics: CalibrationStatistics
-) -> dict[nn.Module, set[nn.Module | None]]:
-    """Count the calls of convs in a pass. Returns which convs feed each BatchNorm.
-
-    None stands for anything else that feeds it.
-    """
+) -> None:
+    """Run one image: count the calls of convs, and find the BatchNorms that they alone feed."""
+    # What feeds each BatchNorm; None stands for anything but one of the convs.
     feeders: dict[nn.Module, set[nn.Module | None]] = {}
     outputs: list[tuple[nn.Module, Tensor]] = []
 
@@ -117,8 +113,11 @@ def _count_calls_(
         for module in model.modules():
             if _is_batch_norm(module):
                 hooks.callback(module.register_forward_pre_hook(note_feeder).remove)
-        forward(model, statistics.images.batches[0][:1])
-    return feeders
+        forward(model, statistics.calibration.batches[0][:1])
+    for conv in convs:
+        norms: list[Any] = [norm for norm, fed_by in feeders.items() if fed_by == {conv}]
+        if len(norms) == 1:
+            statistics.running_means[conv] = norms[0].running_mean
 
 
 def _is_batch_norm(module: nn.Module) -> bool:
@@ -132,14 +131,14 @@ def _add_inputs_(
 ) -> None:
     def add(conv: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         input = args[0] if args else kwargs["input"]
-        statistics.by_line[conv].add(input)
-        if conv in statistics.by_channel:
-            statistics.by_channel[conv].add(input, output)
+        statistics.line_moments[conv].add(input)
+        if conv in statistics.channel_moments:
+            statistics.channel_moments[conv].add(input, output)
 
     with contextlib.ExitStack() as hooks:
         for conv in convs:
             hooks.callback(conv.register_forward_hook(add, with_kwargs=True).remove)
-        for batch in statistics.images.batches:
+        for batch in statistics.calibration.batches:
             forward(model, batch)
 
 
@@ -180,7 +179,7 @@ def fit_to_outputs_(
             layers[conv] = CalibratedLayer(plan.name, conv, layer, group.box, statistics)
     solved: list[CalibratedLayer] = []
     with evaluating(model):
-        for part in _parts_of(statistics.images, statistics.settings.images_in_step):
+        for part in _parts_of(statistics.calibration, statistics.settings.images_in_step):
             solved = _fit_to_part_(model, layers, statistics, part, notify)
     return solved
 
@@ -190,26 +189,26 @@ class _Part:
     """Batches of the images that run in step."""
 
     number: int  # from 0
-    of: int  # so many parts
+    parts: int  # in all
     indices: range  # of the batches
 
     @property
     def is_last(self) -> bool:
-        return self.number + 1 == self.of
+        return self.number + 1 == self.parts
 
     def __str__(self) -> str:
-        if self.of == 1:
+        if self.parts == 1:
             return ""
-        return f", part {self.number + 1} of {self.of} of the images"
+        return f", part {self.number + 1} of {self.parts} of the images"
 
 
-def _parts_of(images: Calibration, most: int) -> list[_Part]:
-    """Parts of about `most` images, each spread over all of them."""
-    batches = len(images.batches)
-    count = min(math.ceil(len(images) / most), batches)
+def _parts_of(calibration: Calibration, images_in_step: int) -> list[_Part]:
+    """Parts of about so many images, each spread over all of them."""
+    batches = len(calibration.batches)
+    count = min(math.ceil(len(calibration) / images_in_step), batches)
     parts = []
     for number in range(count):
-        parts.append(_Part(number=number, of=count, indices=range(number, batches, count)))
+        parts.append(_Part(number=number, parts=count, indices=range(number, batches, count)))
     return parts
 
 
@@ -222,7 +221,7 @@ def _fit_to_part_(
 ) -> list["CalibratedLayer"]:
     """Solve the layers that the network calls, for the images of this part and those before it."""
     solved: list[CalibratedLayer] = []
-    count = len(statistics.calls)
+    layer_count = len(statistics.calls)
 
     def step_all(conv: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
         """Outputs of all passes: first those of the old network, then those of the new one."""
@@ -232,13 +231,13 @@ def _fit_to_part_(
         new_inputs = inputs[half:]
         if layer not in solved:
             done = len(solved)
-            message = f"calibrating {layer.name}, layer {done + 1} of {count}{part}"
-            notify(message, part.number * count + done, part.of * count)
+            message = f"calibrating {layer.name}, layer {done + 1} of {layer_count}{part}"
+            notify(message, part.number * layer_count + done, part.parts * layer_count)
             layer.solve_(new_inputs, old_outputs, more_follow=not part.is_last)
             solved.append(layer)
         return [*old_outputs, *map(layer.outputs, new_inputs)]
 
-    batches = [statistics.images.batches[index] for index in part.indices]
+    batches = [statistics.calibration.batches[index] for index in part.indices]
     passes = [partial(forward, model, batch) for batch in batches]
     run_in_step(list(statistics.calls), [*passes, *passes], step_all)
     return solved
@@ -262,8 +261,7 @@ class CalibratedLayer:
         self.old_forward = conv.forward  # `run_in_step` puts another one in its place
         self._settings = statistics.settings
         self._calls = statistics.calls[conv]  # in a pass
-        self._called_once = conv not in statistics.by_channel
-        self._moments = statistics.by_channel.get(conv)
+        self._moments = statistics.channel_moments.get(conv)
         # Every solution starts here, so that the parts of the images add up to all of them.
         self._fitted_weight = layer.weight.detach().clone()
         # What takes the mean shift: the bias, or the running mean of the BatchNorm behind. None:
@@ -306,16 +304,11 @@ class CalibratedLayer:
         """
         layer = self.layer
         form = layer.form
-        moments = self._moments
-        if moments is None:
-            moments = SecondMoments(layer, self.box, joint=True, settings=self._settings)
-        if self._called_once:
-            for input, target in zip(inputs, wanted, strict=True):
-                moments.add(input, target)
+        moments = self._moments_with(inputs, wanted)
         self._moments = moments if more_follow else None
         moments.check(self.name)
         # By weight standardisation, for example; solved weights would have to be transformed back.
-        transformed = form.weight is not None
+        transformed = form.transform_weight is not None
         self.keeps_fit = moments.too_few_places
         solution = solve_weights(
             moments,
@@ -333,16 +326,32 @@ class CalibratedLayer:
         self.output_error = solution.output_error
         self.reasons = self._reasons(moments)
 
+    def _moments_with(self, inputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> SecondMoments:
+        """The sums of all images so far.
+
+        A convolution that a pass calls once adds these images, with inputs from the new network.
+        One that is called several times has the sums of all images already, from the old network.
+        """
+        moments = self._moments
+        if moments is None:
+            moments = SecondMoments(self.layer, self.box, joint=True, settings=self._settings)
+        if self._calls == 1:
+            for input, target in zip(inputs, wanted, strict=True):
+                moments.add(input, target)
+        return moments
+
     def _reasons(self, moments: SecondMoments) -> tuple[str, ...]:
         """What keeps the outputs from being as wanted, beyond what the elements can do."""
         layer = self.layer
         reasons = []
         weights = layer.weight[0].numel()  # of an output channel
-        if layer.form.weight is None and moments.places < self._settings.few_places * weights:
+        few_places = moments.places < self._settings.few_places * weights
+        transformed = layer.form.transform_weight is not None
+        if few_places and not transformed:
             reasons.append(f"few sampled places ({moments.places:,} for {weights:,} weights)")
         if self._calls > 1:
             reasons.append(f"called {self._calls} times in a pass")
-        if layer.form.weight is not None:
+        if transformed:
             reasons.append("weights fixed by weight standardisation or the like")
         if self.shift_target is None:
             reasons.append("no bias or single BatchNorm takes the mean shift")

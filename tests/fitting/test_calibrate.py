@@ -388,9 +388,10 @@ def test_statistics_of_a_convolution_called_twice_are_of_both_calls():
     statistics = statistics_of(model, images)
     assert statistics.calls == {model.conv: 2}
     alone = nn.Sequential(model.conv)
-    places = [of.by_line[model.conv].places for of in (statistics, statistics_of(alone, images))]
-    assert places[0] == 2 * places[1] == statistics.by_channel[model.conv].places
-    assert not statistics_of(alone, images).by_channel
+    once = statistics_of(alone, images)
+    places = [of.line_moments[model.conv].places for of in (statistics, once)]
+    assert places[0] == 2 * places[1] == statistics.channel_moments[model.conv].places
+    assert not once.channel_moments
 
 
 class Norms(nn.Module):
