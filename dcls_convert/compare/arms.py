@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..depthwise.geometry import size_text
 from ..layers.position_statistics import outside_share
 from ..networks.positions import position_parameters
-from ..networks.source import LIBRARIES
+from ..networks.source import LIBRARY_KINDS
 from ..options import AUTO, DEFAULT_BUDGET, ERROR, EXACT, PlanOptions, Positions
 from ..pipeline.conversion import convert_network
 from ..pipeline.loaded import LoadedNetwork
@@ -91,7 +91,7 @@ def check_arms(request: ConversionRequest, arms: Sequence[Arm]) -> None:
         options = replace(options, scope="model")
     bare = replace(request.without_images(), options=options, pretrained=False, weights=None)
     loaded = LoadedNetwork(bare)
-    if loaded.source is None or loaded.source.kind not in LIBRARIES:
+    if loaded.source is None or loaded.source.kind not in LIBRARY_KINDS:
         return  # code of the user's own, which may need the number of classes
     for size in dict.fromkeys(arm.size for arm in arms if arm.kind != "original"):
         resolve(loaded, replace(options, dilated_size=size or AUTO))

@@ -144,6 +144,11 @@ class TrialSeconds(NamedTuple):
     per_test: float  # of all test images
 
 
+def run_folder(comparison: Path, arm: Arm, seed: int) -> Path:
+    """Where a comparison's folder keeps a run."""
+    return comparison / RUNS / f"{arm.file_name}-seed{seed}"
+
+
 @dataclass(kw_only=True)
 class Trainer:
     """Makes, times and trains the networks of a comparison."""
@@ -218,13 +223,9 @@ class Trainer:
             per_test=test_seconds * all_images / test_images,
         )
 
-    def path(self, arm: Arm, seed: int) -> Path:
-        """The folder of a run."""
-        return self.folder / RUNS / f"{arm.file_name}-seed{seed}"
-
     def finished(self, arm: Arm, seed: int) -> Run | None:
         """A run that is finished, read from its file; None if there is no such file."""
-        path = self.path(arm, seed) / FINISHED
+        path = run_folder(self.folder, arm, seed) / FINISHED
         if not path.exists():
             return None
         return Run.from_json(path.read_bytes(), str(path))
@@ -243,7 +244,7 @@ class Trainer:
         with contextlib.ExitStack() as stack:
             answers: list[Any] = [None, None]  # the owner, and whether the run is finished
             if self.accelerator.is_main_process:
-                claim = claimed(self.path(arm, seed), patient=patient)
+                claim = claimed(run_folder(self.folder, arm, seed), patient=patient)
                 answers[0] = stack.enter_context(claim)
                 answers[1] = self.finished(arm, seed) is not None
             owner, is_finished = from_first_process(answers)
@@ -258,7 +259,7 @@ class Trainer:
         notify(f"{title}: converting")
         network = self.prepare(arm, seed)
         recipe = replace(self.settings.recipe, seed=seed)
-        folder = self.path(arm, seed)
+        folder = run_folder(self.folder, arm, seed)
         if self._is_on_gpu():
             torch.cuda.reset_peak_memory_stats(self.accelerator.device)
         training = Training(

@@ -56,8 +56,8 @@ class SweepRow:
     command: str | None = None
     layers: int = 0  # number of layers replaced
     layers_beyond_map: int = 0  # whose windows have cells that never meet the map
-    dilated_sizes: tuple[tuple[int, ...], ...] = ()  # all that occur
-    kernel_counts: tuple[int, ...] = ()  # all that occur
+    dilated_sizes: tuple[tuple[int, ...], ...] = ()  # all that occur, sorted
+    kernel_counts: tuple[int, ...] = ()  # all that occur, sorted
     elements: int | None = None  # in all kernels
     params: int | None = None  # of the whole model
     macs: int | None = None  # of the whole model, for one image
@@ -176,7 +176,8 @@ def _is_known(value: Value, rows: Sequence[SweepRow]) -> bool:
     return bool(rows) and all(value(row) is not None for row in rows)
 
 
-def _done(rows: Sequence[SweepRow]) -> list[SweepRow]:
+def done_rows(rows: Sequence[SweepRow]) -> list[SweepRow]:
+    """The rows that could be planned; not the original."""
     return [row for row in rows if row.status == "done"]
 
 
@@ -203,7 +204,7 @@ def _window_sides(done: Sequence[SweepRow]) -> list[tuple[int, ...]]:
     return all_sides
 
 
-def compared(done: Sequence[SweepRow]) -> list[tuple[float, ...]]:
+def numbers_to_compare(done: Sequence[SweepRow]) -> list[tuple[float, ...]]:
     """The numbers by which the rows are compared, for each row; of each number, less is better.
 
     They are the sides of the windows negated, parameters, times (or else MACs), and the error (or
@@ -232,7 +233,7 @@ def dominates(one: Sequence[float], other: Sequence[float]) -> bool:
 
 def with_dominated(rows: Sequence[SweepRow]) -> tuple[SweepRow, ...]:
     """The rows, with `dominated` set in those that are done."""
-    numbers = compared(_done(rows))
+    numbers = numbers_to_compare(done_rows(rows))
     numbers_left = iter(numbers)
     marked = []
     for row in rows:
@@ -244,7 +245,7 @@ def with_dominated(rows: Sequence[SweepRow]) -> tuple[SweepRow, ...]:
     return tuple(marked)
 
 
-def growth(row: SweepRow, original: SweepRow, value: Value) -> float:
+def percent_more(row: SweepRow, original: SweepRow, value: Value) -> float:
     """Percent by which a row's value exceeds the original's."""
     return float(100 * (value(row) / value(original) - 1))
 
@@ -257,15 +258,15 @@ def choose(rows: Sequence[SweepRow], slower: float) -> Recommendation:
         slower: Percent by which the training step's time, or else the MACs, may grow.
     """
     original = rows[0]
-    done = _done(rows)
+    done = done_rows(rows)
     if not done:
         return Recommendation(why="no row is done")
     if _is_known(step_ms, [original, *done]):
         cost: Value = step_ms
-        limit = f"{slower:g} % more time for a training step"
+        limit_text = f"{slower:g} % more time for a training step"
     elif _is_known(_macs, [original, *done]):
         cost = _macs
-        limit = f"{slower:g} % more MACs"
+        limit_text = f"{slower:g} % more MACs"
     else:
         return Recommendation(why="neither MACs nor times are known")
     if _is_known(_error, done):
@@ -273,27 +274,29 @@ def choose(rows: Sequence[SweepRow], slower: float) -> Recommendation:
         if max(map(_error, done)) - least <= EQUAL_ERRORS:
             return Recommendation(why=f"{NO_GAIN} (all errors are about {least:.3f})")
 
-    # In windows no larger than the old kernels, elements have nowhere new to go.
+    # Windows that do not grow give elements nowhere new to go. A folded kernel has as many cells as
+    # its window, so if its weights take more bytes, a row has a larger window somewhere.
     grown = [row for row in done if _folded_bytes(row) > _folded_bytes(original)]
     candidates = _with_most_layers(grown or done)
     fewest_params = min(map(_params, candidates))
     if fewest_params <= _params(original):
         small = _at_most(_params(original), _params, candidates)
-        held = "no more parameters than the original"
+        params_text = "no more parameters than the original"
     else:
         small = _at_most(fewest_params, _params, candidates)
-        held = "fewest parameters"
+        params_text = "fewest parameters"
 
-    affordable = _at_most(slower, lambda row: growth(row, original, cost), small)
+    affordable = _at_most(slower, lambda row: percent_more(row, original, cost), small)
     if affordable:
         taken, merit = _best(affordable, done)
-        percent = f"{growth(taken, original, cost):+.1f} %"
-        why = f"the {merit} with {held} and at most {limit} ({percent})"
+        percent = f"{percent_more(taken, original, cost):+.1f} %"
+        why = f"the {merit} with {params_text} and at most {limit_text} ({percent})"
     else:
         taken = min(small, key=cost)
-        percent = f"{growth(taken, original, cost):+.1f} %"
+        percent = f"{percent_more(taken, original, cost):+.1f} %"
         larger = "windows larger than the old kernels" if grown else "those"
-        why = f"it costs the least ({percent}) of {larger} with {held}; none has at most {limit}"
+        which = f"of {larger} with {params_text}; none has at most {limit_text}"
+        why = f"it costs the least ({percent}) {which}"
     return Recommendation(row=rows.index(taken), why=why, command=taken.command)
 
 

@@ -9,7 +9,7 @@ from rich.console import Group
 
 from ..compare.answer import LEVEL, ArmResult, Interval
 from ..compare.comparison import Comparison, RunPlan
-from ..compare.runs import RUNS, Settings
+from ..compare.runs import Settings, run_folder
 from ..tables import Column, Table, counted, indented, title
 from ..tuning.tracker import TRACK
 from .counts import exact, short_count
@@ -227,7 +227,7 @@ def _histories(comparison: Comparison, folder: Path) -> list[dict[str, Any]]:
     histories = []
     for arm in comparison.arms:
         run = next(run for run in comparison.runs if run.arm.label == arm.label)
-        track = folder / RUNS / f"{run.arm.file_name}-seed{run.seed}" / TRACK
+        track = run_folder(folder, run.arm, run.seed) / TRACK
         if run.moved is not None and track.exists():
             heading = f"Positions of {arm.label}, seed {run.seed}"
             histories.append({"title": heading, **asdict(read_history(track))})

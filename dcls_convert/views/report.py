@@ -197,12 +197,12 @@ def _heading(report: ConversionReport, advice: Advice) -> list[RenderableType]:
         Text(_verdict(report), style=_verdict_style(report)),
         Text(kernels) + Text(printable(model), style="dim"),
     ]
-    slower = _slower(report)
-    if slower > MOST_SLOWER and _has_smallest_windows(report):
-        warning = f"Even the smallest larger windows cost {slower:.0f} % more MACs"
+    more_macs = report.macs.percent or 0.0  # 0 if they are not known
+    if more_macs > MOST_SLOWER and _grows_by_the_least(report):
+        warning = f"Even the smallest larger windows cost {more_macs:.0f} % more MACs"
         parts.append(Text(f"{warning}; rules can skip layers", style="yellow"))
-    elif slower > COSTLY:
-        times = f"{1 + slower / 100:.1f} times the MACs"
+    elif more_macs > COSTLY:
+        times = f"{1 + more_macs / 100:.1f} times the MACs"
         sizes = printable(advice.cheaper_sizes)
         parts.append(Text(f"{times}; {sizes}", style="yellow"))
     fewer_weights = sum(_only_loses_weights(layer) for layer in report.layers)
@@ -222,26 +222,19 @@ def _verdict(report: ConversionReport) -> str:
 
 def _verdict_style(report: ConversionReport) -> str:
     """rich's style; the colours repeat what the numbers and words say."""
-    slower = _slower(report)
+    more_macs = report.macs.percent or 0.0  # 0 if they are not known
     more_params = report.params.delta or 0
-    if report.budget.slack < 0 or slower > COSTLY:
+    if report.budget.slack < 0 or more_macs > COSTLY:
         return "bold red"
-    if more_params > 0 or slower > MOST_SLOWER:
+    if more_params > 0 or more_macs > MOST_SLOWER:
         return "bold yellow"
     if more_params < 0:
         return "bold green"
     return "bold"
 
 
-def _slower(report: ConversionReport) -> float:
-    """Percent more MACs; 0 if they are not known."""
-    if not report.macs.delta:
-        return 0.0
-    return 100 * report.macs.delta / (report.macs.before or 1)
-
-
-def _has_smallest_windows(report: ConversionReport) -> bool:
-    """Whether no window is more than the smallest growth larger than its kernel."""
+def _grows_by_the_least(report: ConversionReport) -> bool:
+    """Whether every window is at most LEAST_GROWTH cells larger than its kernel, on each axis."""
     for layer in report.plan.layers:
         if max(layer.growths) > LEAST_GROWTH:
             return False

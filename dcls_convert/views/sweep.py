@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
-from ..compare.sweep import Sweep, SweepRow, Timing, Value, growth, step_ms
+from ..compare.sweep import Sweep, SweepRow, Timing, Value, done_rows, percent_more, step_ms
 from ..depthwise.geometry import size_text
 from ..errors import printable
 from ..options import DEFAULT_BUDGET
@@ -93,11 +93,6 @@ def _sign(sweep: Sweep, row: SweepRow) -> tuple[str, str]:
     return "", ""
 
 
-def _done(sweep: Sweep) -> list[SweepRow]:
-    """The rows that could be planned, the original included."""
-    return [row for row in sweep.rows if row.status == "done"]
-
-
 def _all_know(rows: list[SweepRow], field: str) -> bool:
     return all(getattr(row, field) is not None for row in rows)
 
@@ -118,14 +113,14 @@ def _columns(sweep: Sweep) -> _Columns:
     write_macs, macs_unit = in_one_unit(row.macs for row in sweep.rows)
     write_size, size_unit = in_one_unit(row.folded_bytes for row in sweep.rows)
     layer_counts = set()
-    for row in _done(sweep):
+    for row in done_rows(sweep.rows):
         layer_counts.add(row.layers)
 
     def more_macs(row: SweepRow) -> float | None:
         original = sweep.rows[0]
         if row.asked is None or row.macs is None or not original.macs:
             return None
-        return growth(row, original, lambda row: row.macs)
+        return percent_more(row, original, lambda row: row.macs)
 
     def layers(row: SweepRow) -> int | None:
         if len(layer_counts) <= 1 or not row.layers:
@@ -227,7 +222,7 @@ def _map_notes(sweep: Sweep) -> Iterator[RenderableType]:
 
 
 def _domination_note(sweep: Sweep) -> str:
-    done = _done(sweep)
+    done = done_rows(sweep.rows)
     cost = "MACs"
     if _all_know(done, "step_ms"):
         cost = "times"
@@ -311,7 +306,7 @@ def _picture(sweep: Sweep) -> "Figure":
     figure = new_figure(6.4, 4.2)
     axes = figure.add_subplot()
     points = []
-    for row in _done(sweep):
+    for row in done_rows(sweep.rows):
         if cost(row) is not None:
             points.append(row)
     _draw_series(axes, points, cost, gain)
@@ -382,14 +377,14 @@ def _window(row: SweepRow) -> int:
 
 def _cost(sweep: Sweep) -> tuple[Value, str]:
     """What to draw along x, and its name."""
-    if _all_know(_done(sweep), "step_ms"):
+    if _all_know(done_rows(sweep.rows), "step_ms"):
         return step_ms, "training step, ms"
     return attrgetter("macs"), MACS
 
 
 def _gain(sweep: Sweep) -> tuple[Value, str]:
     """What to draw along y, and its name."""
-    done = _done(sweep)
+    done = done_rows(sweep.rows)
     if _all_have_images(done):
         return attrgetter("output_error"), "relative error of outputs"
     if _all_know(done, "kernel_error"):

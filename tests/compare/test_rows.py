@@ -11,9 +11,9 @@ from dcls_convert.compare.sweep import (
     SweepRow,
     Timing,
     choose,
-    compared,
     dominates,
-    growth,
+    numbers_to_compare,
+    percent_more,
     with_dominated,
 )
 
@@ -76,7 +76,7 @@ def test_no_row_that_is_left_is_dominated_and_every_other_one_is_by_one_that_is_
     assert [replace(row, dominated=False) for row in marked] == rows
     done = [row for row in marked if row.status == "done"]
     assert all(row in done for row in marked if row.dominated)
-    numbers = compared(done)
+    numbers = numbers_to_compare(done)
     front = [number for number, row in zip(numbers, done, strict=True) if not row.dominated]
     assert bool(front) == bool(done)
     for number, row in zip(numbers, done, strict=True):
@@ -159,7 +159,7 @@ def test_the_row_to_take_keeps_what_its_reason_says(rows, slower, more):
         found for found in wide if found.params == min(other.params for other in wide)
     ]
     assert taken in light
-    within = [found for found in light if growth(found, rows[0], cost) <= slower]
+    within = [found for found in light if percent_more(found, rows[0], cost) <= slower]
     assert taken in within or (not within and cost(taken) == min(map(cost, light)))
     assert ("none has at most" in choice.why) == (not within)
     if within and all(found.kernel_error is not None for found in done):
