@@ -411,14 +411,27 @@ def with_records(command: Callable[..., None], *, but: Container[str] = ()) -> C
 
     @functools.wraps(command)
     def call(**values: Any) -> None:
-        values["options"] = _plan_options({each.name: values.pop(each.name) for each in planning})
+        options = _plan_options({each.name: values.pop(each.name) for each in planning})
         if "network" in command_parameters:
-            values["network"] = Network(**{name: values.pop(name) for name in network_fields})
+            others = {name: values.pop(name) for name in network_fields if name != "options"}
+            values["network"] = Network(options=options, **others)
+        else:
+            values["options"] = options
         command(**values)
 
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return call
+
+
+def changed_options(record: Network | PlanOptions) -> dict[str, Any]:
+    """The options that differ from their defaults."""
+    values = {}
+    for option in fields(record):
+        value = getattr(record, option.name)
+        if option.name not in ("model", "options") and value != option.default:
+            values[option.name] = value
+    return values
 
 
 def _plan_options(values: Mapping[str, Any]) -> PlanOptions:

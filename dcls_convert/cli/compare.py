@@ -23,13 +23,14 @@ from .arguments import (
     WHERE,
     Json,
     Network,
+    changed_options,
     choice,
     number,
     option,
     refuse,
     with_records,
 )
-from .sweep import SIZES, stated
+from .sweep import SIZES
 
 if TYPE_CHECKING:
     from ..compare.runs import Settings
@@ -290,7 +291,7 @@ def _settings(
         weights = request.weights.name
     planning = {}
     rules_hash = None
-    for name, value in stated(request.options).items():
+    for name, value in changed_options(request.options).items():
         if name == "rules":
             planning[name] = Path(value.source).name
             rules_hash = value.hash

@@ -28,6 +28,7 @@ from .arguments import (
     Json,
     Network,
     Quiet,
+    changed_options,
     choice,
     number,
     option,
@@ -35,7 +36,6 @@ from .arguments import (
     with_records,
 )
 from .completion import complete_files
-from .sweep import stated
 
 if TYPE_CHECKING:
     from ..pipeline.conversion import Conversion
@@ -137,10 +137,12 @@ def convert(
         plan=plan,
         offline=dry_run,
     )
+    # An existing output is refused as soon as its name is known: here if it is given or follows
+    # from the options, after a cheap plan if planning is slow, and in any case before writing.
     if output is not None:
         check_output(output, force=force, foreign=_not_of_a_checkpoint)
     elif plan is None and not dry_run:
-        _check_known_output(request, force=force)
+        _check_output_named_by_options(request, force=force)
     if plan is not None:
         check_folder(plan)
     with console.steps(network.model, "planning", quiet=quiet) as notify:
@@ -153,8 +155,8 @@ def convert(
             request = replace(request, device=str(check_device(device)))
         note = silent if quiet else console.note
         loaded = LoadedNetwork(request, notify=notify, note=note)
-        if output is None and plan is None and not dry_run and _measures_kernels(request):
-            _check_default_output(loaded, force=force)
+        if output is None and plan is None and not dry_run and _planning_is_slow(request):
+            _check_output_named_by_plan(loaded, force=force)
         resolved = _resolve(loaded, plan)
         report = predict_report(resolved.plan)
         steps = []
@@ -169,15 +171,15 @@ def convert(
     elif quiet:
         console.show(str(output))
     else:
-        advice = replace(ON_COMMAND_LINE, cheaper_sizes=f"cheaper sizes: {_sweep(network)}")
-        report = replace(report, outcome=None)
+        advice = replace(ON_COMMAND_LINE, cheaper_sizes=f"cheaper sizes: {_sweep_command(network)}")
+        report = replace(report, outcome=None)  # `next_steps` tells it, with the checkpoint
         console.show(report_view(report, verbose=verbose, advice=advice), *steps)
 
 
-def _sweep(network: Network) -> str:
+def _sweep_command(network: Network) -> str:
     """The command that shows the costs of other sizes."""
     values = {}
-    for name, value in (stated(network) | stated(network.options)).items():
+    for name, value in (changed_options(network) | changed_options(network.options)).items():
         if name in DECIDE_MACS:
             values[name] = value
     return command_line(network.model, values, command="sweep")
@@ -190,12 +192,12 @@ def _not_of_a_checkpoint(path: Path) -> str | None:
     return not_of_a_checkpoint(path)
 
 
-def _measures_kernels(request: ConversionRequest) -> bool:
-    """Whether planning alone takes minutes."""
+def _planning_is_slow(request: ConversionRequest) -> bool:
+    """Whether planning alone may take minutes, because kernels are measured."""
     return request.calibration is not None or request.options.scope == ERROR
 
 
-def _check_default_output(loaded: "LoadedNetwork", *, force: bool) -> None:
+def _check_output_named_by_plan(loaded: "LoadedNetwork", *, force: bool) -> None:
     """Refuse a default output that exists, before kernels are measured for minutes."""
     from ..pipeline.resolved import resolve
 
@@ -279,7 +281,7 @@ def _start_suffix(request: ConversionRequest) -> str:
     return f"-{request.start}"
 
 
-def _check_known_output(request: ConversionRequest, *, force: bool) -> None:
+def _check_output_named_by_options(request: ConversionRequest, *, force: bool) -> None:
     """Refuse a default output that exists, if its name is known before the network is planned.
 
     It is for a size that is stated for all layers, and weights that have no elements of their own.

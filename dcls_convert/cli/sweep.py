@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +19,6 @@ from ..options import (
     MOST_SIDE,
     MOST_SLOWER,
     TIMING_SECONDS,
-    PlanOptions,
     command_line,
 )
 from ..output import check_output, new_file, not_a_file
@@ -33,6 +31,7 @@ from .arguments import (
     Force,
     Json,
     Network,
+    changed_options,
     number,
     option,
     parse_window,
@@ -223,20 +222,10 @@ def _first_reason(rows: Sequence["SweepRow"]) -> str | None:
 
 def _command(network: Network, asked: "Asked") -> str:
     """The command that converts as a row of the sweep does."""
-    values = stated(network)
+    values = changed_options(network)
     values["dilated_size"] = asked.size
     values["kernel_count"] = asked.kernel_count
     if asked.budget is not None:
         values["budget"] = f"{asked.budget:.12g}%"
-    values |= stated(network.options)
+    values |= changed_options(network.options)
     return command_line(network.model, values)
-
-
-def stated(record: Network | PlanOptions) -> dict[str, Any]:
-    """The options that differ from their defaults."""
-    values = {}
-    for field in fields(record):
-        value = getattr(record, field.name)
-        if field.name not in ("model", "options") and value != field.default:
-            values[field.name] = value
-    return values
