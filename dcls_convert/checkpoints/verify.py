@@ -26,7 +26,7 @@ from .inspection import position_sets
 from .load import place_
 
 REBUILD_SECONDS = 600.0  # the process that rebuilds the model may take
-# -P: a json.py in the working directory is not meant.
+# -P keeps the working directory out of the import path: a json.py there would hide Python's.
 FRESH_PROCESS = (
     "-P",
     "-c",
@@ -61,8 +61,19 @@ class Checks(list[Check]):
 
     def add(self, name: str, problems: Iterable[str], good: str) -> None:
         """Add a check for every problem, or one that says what is good."""
-        failed = [Check(name=name, ok=False, detail=problem) for problem in problems]
-        self.extend(failed or [Check(name=name, ok=True, detail=good)])
+        before = len(self)
+        for problem in problems:
+            self.fail(name, problem)
+        if len(self) == before:
+            self.succeed(name, good)
+
+    def succeed(self, name: str, good: str) -> None:
+        """Add a check that found no problem."""
+        self.append(Check(name=name, ok=True, detail=good))
+
+    def fail(self, name: str, problem: str) -> None:
+        """Add a problem."""
+        self.append(Check(name=name, ok=False, detail=problem))
 
     def skip(self, name: str, reason: str) -> None:
         """Add a check that was not made."""
@@ -77,7 +88,7 @@ class Checks(list[Check]):
             return work()
         except DclsConvertError as error:
             problem = one_line(error).removeprefix(f"{path}: ")
-            self.append(Check(name=name or path.name, ok=False, detail=problem))
+            self.fail(name or path.name, problem)
             return None
 
 
@@ -153,10 +164,10 @@ def _check_as_written(
     checks.attempt(path, lambda: checkpoint.check_tensors(state))
     if stamp is None and checkpoint.tensors_hash is None:
         problem = "has no metadata of dcls-convert: nothing says that it belongs to this folder"
-        checks.add(WEIGHTS, [problem], "")
+        checks.fail(WEIGHTS, problem)
     if len(checks) == before:
-        checks.add(CONFIG, [], "as written")
-        checks.add(WEIGHTS, [], f"{counted(len(state), 'tensor')}, as written")
+        checks.succeed(CONFIG, "as written")
+        checks.succeed(WEIGHTS, f"{counted(len(state), 'tensor')}, as written")
 
 
 def _not_finite_values(state: Mapping[str, Tensor]) -> Iterator[str]:
@@ -234,7 +245,8 @@ def main(folder: str, trust_code: str, result: str) -> None:
 def rebuild_here(folder: Path, trust_code: bool) -> list[Check]:
     """Build the model of a folder that can be read; check names, shapes and outputs.
 
-    It is built, too, where the weights do not belong to the config: `verify_folder` says so.
+    Whether the weights belong to the config is not checked here: `verify_folder` has done so, and a
+    mismatch is no reason not to build.
     """
     checks = Checks()
     checkpoint = open_checkpoint(folder)
@@ -254,7 +266,7 @@ def rebuild_here(folder: Path, trust_code: bool) -> list[Check]:
     if built is None:
         return checks
     model, _ = built
-    checks.add("model", [], f"{shown(source.name)} rebuilt; all {len(state)} tensors fit")
+    checks.succeed("model", f"{shown(source.name)} rebuilt; all {len(state)} tensors fit")
     _check_outputs(checks, model, checkpoint, stamp)
     return checks
 

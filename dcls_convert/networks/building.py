@@ -20,7 +20,7 @@ from ..records import read_json
 from .hub import check_hub, offline_if_unreachable
 from .registries import import_library
 from .running import seeded
-from .source import FOREIGN_SOURCES, LIBRARIES, ModelSource, check_source
+from .source import LIBRARY_KINDS, OTHER_TIMM_KINDS, ModelSource, check_source
 
 MOST_MODULES = 4_000  # modules of a library's model; timm's largest has 1,800
 # Methods with which factories fill new weights. `_MetaWeights` skips them on meta tensors.
@@ -148,13 +148,13 @@ def _run_factory(source: ModelSource, *, pretrained: bool) -> Any:
             )
 
     with contextlib.ExitStack() as contexts:
-        if kind in LIBRARIES:
+        if kind in LIBRARY_KINDS:
             contexts.enter_context(register_module_module_registration_hook(count_module))
-        if pretrained or kind in FOREIGN_SOURCES:
+        if pretrained or kind in OTHER_TIMM_KINDS:
             contexts.enter_context(offline_if_unreachable())
         if kind == "torchvision":
             return _build_torchvision(name, source.args, pretrained=pretrained)
-        if kind in LIBRARIES:
+        if kind in LIBRARY_KINDS:
             name_for_timm = name if kind == "timm" else source.name
             timm = import_library("timm")
             return timm.create_model(name_for_timm, pretrained=pretrained, **source.args)
@@ -196,7 +196,7 @@ def _build_own(source: ModelSource) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        near = did_you_mean(module_name, LIBRARIES)
+        near = did_you_mean(module_name, LIBRARY_KINDS)
         raise ModelError(
             f"{source.name}: module {module_name!r} cannot be imported: {one_line(error)}{near}"
         ) from error

@@ -9,7 +9,7 @@ from ..errors import ModelError
 from ..layers.conv_classes import AnyConv
 from .building import build_model, shapes_of
 from .registries import import_library
-from .source import FOREIGN_SOURCES, ModelSource, check_source
+from .source import OTHER_TIMM_KINDS, ModelSource, check_source
 
 USUAL_INPUT_SIZE = (3, 224, 224)  # of ImageNet's classifiers; for models that state no size
 USUAL_CLASSES = 1000
@@ -21,7 +21,7 @@ def stated_input_size(source: ModelSource, model: nn.Module) -> tuple[int, ...] 
 
     None for timm's models, and for the user's own in 1-D and 3-D, whose usual size is not known.
     """
-    is_timm = source.kind == "timm" or source.kind in FOREIGN_SOURCES
+    is_timm = source.kind == "timm" or source.kind in OTHER_TIMM_KINDS
     if is_timm or getattr(model, "pretrained_cfg", None):
         return None
     if source.kind == "torchvision":

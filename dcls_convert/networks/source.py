@@ -11,9 +11,9 @@ from typing import Any
 from ..errors import ModelError, did_you_mean, shown
 from .registries import REGISTRIES, import_library, is_registered, models_of
 
-FOREIGN_SOURCES = ("hf-hub", "local-dir")  # timm itself loads these
+OTHER_TIMM_KINDS = ("hf-hub", "local-dir")  # timm itself loads these
 # Sources whose models are built by a library's code; all others run code of the user's.
-LIBRARIES = (*REGISTRIES, *FOREIGN_SOURCES)
+LIBRARY_KINDS = (*REGISTRIES, *OTHER_TIMM_KINDS)
 WEIGHTS_SUFFIXES = (".pth", ".pt", ".safetensors", ".bin", ".ckpt", ".tar")
 # Largest integer argument: factories make lists of that length before they make any module.
 MOST_ARGUMENT = 1_000_000
@@ -59,7 +59,7 @@ class ModelSource:
 
 
 def check_source(source: ModelSource) -> None:
-    """Check that building the source runs no foreign code, opens no file and uses no network.
+    """Check that building the source runs no code of the user's, opens no file and uses no network.
 
     Raises:
         ModelError: The name is not in the registry of timm or torchvision, or an argument is not
@@ -123,7 +123,7 @@ def resolve_model(
         module = prefix.removesuffix(".py").replace("/", ".")
         raise ModelError(f"{name}: name the module, not its file: {module}:{rest}")
     if colon and prefix not in REGISTRIES:
-        if pretrained and prefix not in FOREIGN_SOURCES:
+        if pretrained and prefix not in OTHER_TIMM_KINDS:
             raise ModelError(
                 f"{name}: --pretrained is for timm and torchvision; "
                 "let the factory load, or --checkpoint"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, listed
 from .building import build_model
 from .outputs import tensors_in
-from .source import LIBRARIES, ModelSource
+from .source import LIBRARY_KINDS, ModelSource
 
 USUAL_CLASSIFIERS = ("fc", "classifier", "head")  # for models that do not name their classifier
 ALIGNMENT = 64  # bytes; torch allocates memory at multiples of it
@@ -109,7 +109,7 @@ def build_with_state(
     Raises:
         CheckpointError: From `check_weights`.
     """
-    if source.kind in LIBRARIES:  # the user's own code is not run twice, so not on meta first
+    if source.kind in LIBRARY_KINDS:  # the user's own code is not run twice, so not on meta first
         if meta is None:
             model = build_model(source, device="meta", trust_code=True)
         else:

@@ -10,7 +10,7 @@ from ..fitting.images import Calibration, calibrate
 from ..networks.building import build_model
 from ..networks.recognition import known_source, stated_input_size
 from ..networks.sites import ModelConvs, find_convs
-from ..networks.source import FOREIGN_SOURCES, LIBRARIES, ModelSource, resolve_model
+from ..networks.source import LIBRARY_KINDS, OTHER_TIMM_KINDS, ModelSource, resolve_model
 from ..networks.state_names import with_names_of
 from ..networks.weights import build_with_state, check_weights, other_classes
 from ..networks.weights_files import read_weights
@@ -106,7 +106,7 @@ class LoadedNetwork:
         if classes is None:
             return None
         source = self._stated_source
-        if source is None or source.kind not in LIBRARIES:
+        if source is None or source.kind not in LIBRARY_KINDS:
             problem = "its classifier is for another number of classes than the model's"
             error = CheckpointError(
                 f"{request.weights_name}: build the model with num_classes={classes}; {problem}"
@@ -124,7 +124,7 @@ class LoadedNetwork:
     @cached_property
     def rebuildable_source(self) -> ModelSource | None:
         """The source for checkpoints; None if only the user's code can build the model."""
-        if self.source is None or self.source.kind in FOREIGN_SOURCES:
+        if self.source is None or self.source.kind in OTHER_TIMM_KINDS:
             return known_source(self.structure)
         return self.source
 

@@ -158,11 +158,13 @@ def _prepare_folders_(
         note: Told which images are skipped, and which classes have none to test with.
     """
     _skip_unreadable_(train, where, note)
-    if test.root != root:
+    has_test_folder = test.root != root
+    has_train_folder = train.root != root
+    if has_test_folder:
         if class_to_idx is not None:
-            _take_classes_of(test, class_to_idx, where, note)
+            _renumber_classes_(test, class_to_idx, where, note)
         _skip_unreadable_(test, where, note)
-    elif train.root == root:
+    elif not has_train_folder:  # class folders alone
         train.samples, test.samples = _held_out(train.samples)
         if class_to_idx is not None:
             tested = {label for _, label in test.samples}
@@ -184,7 +186,7 @@ def _open_split(dataset: str, root: str | None, split: str, where: str, note: No
     return ImageDataset("", reader=Shards(images.reader))
 
 
-def _take_classes_of(
+def _renumber_classes_(
     reader: Any, class_to_idx: Mapping[str, int], where: str, note: Notify
 ) -> None:
     """Replace the class numbers of a reader's samples by those of `class_to_idx`, by class name."""
@@ -310,24 +312,24 @@ class Repeatable(Dataset[Any]):
         return self.images[index]
 
 
-def batches(
-    images: int, recipe: Recipe, rank: int, processes: int, start: int
+def batch_keys(
+    image_count: int, recipe: Recipe, rank: int, process_count: int, start: int
 ) -> Iterator[list[tuple[int, int]]]:
     """Keys (epoch, index) of this process's part of every batch, to the end of the run.
 
     Args:
-        images: Number of images to train on.
+        image_count: Number of images to train on.
         recipe: States the sizes, the epochs and the seed.
         rank: Number of this process.
-        processes: Number of processes.
+        process_count: Number of processes.
         start: Update to begin with.
     """
-    updates_per_epoch = images // recipe.update_size(processes)
+    updates_per_epoch = image_count // recipe.update_size(process_count)
     for epoch in range(start // updates_per_epoch, recipe.epochs):
-        order = np.random.default_rng([recipe.seed, epoch]).permutation(images).tolist()
+        order = np.random.default_rng([recipe.seed, epoch]).permutation(image_count).tolist()
         updates_done = max(0, start - epoch * updates_per_epoch)
         first_batch = updates_done * recipe.accumulate
-        for batch in range(first_batch, updates_per_epoch * recipe.accumulate):
-            first = (batch * processes + rank) * recipe.batch_size
+        for batch_index in range(first_batch, updates_per_epoch * recipe.accumulate):
+            first = (batch_index * process_count + rank) * recipe.batch_size
             indices = order[first : first + recipe.batch_size]
             yield [(epoch, index) for index in indices]

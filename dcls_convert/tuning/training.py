@@ -40,7 +40,7 @@ from ..errors import CheckpointError, DclsConvertError, is_out_of_memory, one_li
 from ..networks.outputs import tensors_in
 from ..networks.positions import clamp_positions_
 from ..output import new_file
-from .images import ImageData, Repeatable, batches, generators_kept, seed_all
+from .images import ImageData, Repeatable, batch_keys, generators_kept, seed_all
 from .param_groups import param_groups
 from .recipe import Recipe
 from .repulsion import repulsive_loss
@@ -205,7 +205,7 @@ class Training:
         last_update = self.recipe.epochs * self.updates_per_epoch
         if most_updates is not None:
             last_update = min(last_update, most_updates)
-        keys = batches(
+        keys = batch_keys(
             len(self.data.train),
             self.recipe,
             self.accelerator.process_index,
