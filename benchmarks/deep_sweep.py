@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 import dcls_convert
 from dcls_convert.compare.workers import run_jobs
 from dcls_convert.networks.building import build_model
-from dcls_convert.networks.recognition import stated_input_size
+from dcls_convert.networks.recognition import assumed_input_size
 from dcls_convert.networks.registries import registry_names
 from dcls_convert.networks.sites import find_convs
 from dcls_convert.networks.source import resolve_model
@@ -62,7 +62,7 @@ def _sweep_one(name: str) -> dict[str, Any]:
     source = resolve_model(name)
     twin = build_model(source, device="meta")
     params = sum(parameter.numel() for parameter in twin.parameters())
-    own_size = find_convs(twin, stated_input_size(source, twin)).input_size
+    own_size = find_convs(twin, assumed_input_size(source, twin)).input_size
     if params > MOST_PARAMS:
         return {"status": "too large", "params": params}
     try:

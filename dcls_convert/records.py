@@ -127,3 +127,12 @@ def read_json(path: Path, where: str) -> dict[str, object]:
     if not isinstance(data, dict):
         raise CheckpointError(f"{where}: is a {type(data).__name__}, not an object")
     return data
+
+
+def taken_from(record: object, kind: type) -> dict[str, Any]:
+    """Those fields of the dataclass `kind` that `record` has too, with its values."""
+    values = {}
+    for part in fields(kind):
+        if hasattr(record, part.name):
+            values[part.name] = getattr(record, part.name)
+    return values

@@ -14,8 +14,8 @@ from ..layers import position_statistics as statistics
 from ..layers.interpolation import find_interpolation, learnt_axes, position_limits
 from ..networks.weights import not_finite
 from ..pipeline.provenance import Provenance
-from ..planning.plan import ConversionPlan, LayerPlan, TieGroup, taken_from
-from ..records import Record
+from ..planning.plan import ConversionPlan, LayerPlan, TieGroup
+from ..records import Record, taken_from
 from .folder import Checkpoint, read_stamp, read_tensors
 
 # Types of positions whose statistics are computed; torch cannot compare float8 numbers.

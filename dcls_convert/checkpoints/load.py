@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError, PlanError
+from ..networks.pretrained_cfg import set_origin_
 from ..networks.running import unchanged_on_failure
 from ..networks.source import ModelSource
 from ..networks.weights import build_with_state, load_weights_
 from ..pipeline.provenance import keep_provenance_
 from ..planning.plan import ConversionPlan
-from ..surgery.place import place_layers_, set_origin_
+from ..surgery.place import place_layers_
 from .folder import Checkpoint, open_checkpoint
 
 

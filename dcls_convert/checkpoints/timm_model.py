@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, ModelError, listed
 from ..networks.building import build_model
+from ..networks.pretrained_cfg import set_pretrained_cfg_
 from ..networks.registries import TIMM_ARCHITECTURE
 from ..networks.source import MOST_ARGUMENT, UNBOUNDED_ARGUMENTS, ModelSource, check_source
 from ..networks.stages import common_parent
 from ..networks.weights import alias_names
 from ..planning.plan import ConversionPlan
-from ..surgery.place import note_for_timm
 from ..surgery.start import apply_plan_
 from .folder import CONFIG, PLAN_PLACE, WEIGHTS, Checkpoint, open_checkpoint, read_stamp
 from .load import place_
@@ -79,7 +79,7 @@ def create_converted(
     for name in ("classifier", "first_conv"):
         if name in timm_cfg:
             config[name] = timm_cfg[name]
-    note_for_timm(model, {**config, "architecture": TIMM_ARCHITECTURE})
+    set_pretrained_cfg_(model, {**config, "architecture": TIMM_ARCHITECTURE})
     if pretrained:
         _load_by_timm_(
             model,

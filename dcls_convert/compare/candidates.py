@@ -23,8 +23,8 @@ from ..options import AUTO, DEFAULT_BUDGET
 from ..pipeline.conversion import convert_network
 from ..pipeline.loaded import LoadedNetwork
 from ..pipeline.resolved import ResolvedRequest, resolve
-from ..planning.plan import taken_from
 from ..planning.windows import sizes_to_try
+from ..records import taken_from
 from ..reports.report import predict_report
 from ..tables import counted
 from .sweep import (

@@ -35,7 +35,7 @@ class CalibrationSettings:
     # places, so it adds up in the sums over places that follow (global pooling); other errors
     # cancel. 100 on maps of a few pixels left kernels of few elements nothing else to fit:
     # benchmarks/calibration.py --few.
-    mean_patch: float = 1.0
+    mean_patch_weight: float = 1.0
     # c; what all channels of a layer see alike holds for other images
     shared_correlation: float = 0.2
     ridge: float = 1e-4  # d; bounds elements that nearly coincide

@@ -149,10 +149,9 @@ def _group_errors(
         )
         return sum(relative_errors(kernels, weights, positions, box, roots=sampled_roots))
 
-    cells = first.dense_weights // first.lines
     return GroupErrors(
         cost=_cost(group),
-        most=max(cells, *planned_counts),
+        most=max(first.old_cells, *planned_counts),
         always_measured=planned_counts,
         error=error,
     )

@@ -54,4 +54,4 @@ FLOATS_AT_ONCE = 60_000_000  # of memory, for the lines that are fitted together
 FLOATS_IN_CACHE = 1_000_000  # of matrices, for the lines that a CPU works on at once
 # Rows of a line's matrices up to which lines are innermost in memory. A product of larger matrices
 # is worth a call of its own.
-LINES_INNERMOST = 24
+MOST_ROWS_INNERMOST = 24

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .batches import joined, last_summed, like, lines_innermost, product, solved
 from .boxes import Box, box_footprint
-from .fit_settings import FLOATS_IN_CACHE, LINES_INNERMOST, FitSettings
+from .fit_settings import FLOATS_IN_CACHE, MOST_ROWS_INNERMOST, FitSettings
 
 TINY = 1e-30  # replaces a divisor of zero
 
@@ -54,7 +54,9 @@ def fit_lines(
 ) -> tuple[Tensor, Tensor]:
     """Places (N, E, A) in the box, and weights (N, L, E), whose kernels are close to the targets.
 
-    After each look, each line drops the worse half of its starts, until one is left.
+    A look is `settings.steps_between_looks` steps, after which costs are compared. After each look,
+    each line drops the worse half of its starts, until one is left, which gets the looks that
+    remain.
 
     Args:
         targets: (N, L, S), of order 1.
@@ -78,7 +80,7 @@ def fit_lines(
         kept = (len(remaining) + 1) // 2
         remaining = remaining.gather(0, order[:kept])
     best = remaining[0]
-    run.refine_(best, looks)
+    run.refine_(best, looks)  # nothing, if dropping starts took all looks
     return run.places[best], run.weights[best]
 
 
@@ -213,7 +215,7 @@ class _Run:
         rows = places[0].numel()
         if problem.roots is not None:
             rows = max(rows, problem.targets.shape[2])
-        if rows <= LINES_INNERMOST:
+        if rows <= MOST_ROWS_INNERMOST:
             problem = problem.map(lines_innermost)
             places = lines_innermost(places)
         settings = self.settings

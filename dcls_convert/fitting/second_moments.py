@@ -116,7 +116,7 @@ class SecondMoments:
 
     @property
     def too_few_places(self) -> bool:
-        """Whether the layer keeps its fit, with its bias as it is."""
+        """Whether too few places are sampled to solve for: the layer keeps its fit and its bias."""
         return self.places < self.settings.least_places
 
     def check(self, name: str) -> None:
@@ -144,7 +144,7 @@ class SecondMoments:
         )
 
     def _damping(self, energy: Tensor) -> Tensor:
-        """a diag(v) of the objective, and the places at which the old kernel counts as seen."""
+        """a diag(v) of the objective, and the part by which it grows where places are few."""
         assert self.means is not None
         settings = self.settings
         cells = math.prod(self.box.sides)
@@ -165,9 +165,15 @@ class SecondMoments:
 def shared_roots(moments: Sequence[SecondMoments]) -> Tensor | None:
     """What an error of a kernel does to the outputs, for `fit_elements`: roots (in_channels, S, S).
 
-    An error e of a line costs |e @ root|^2: root root' is the mean of the damped covariances that
-    layers of the same form see, not joint, each scaled to a mean variance of 1. Roots for each
-    layer alone would cost as many fits, and kept outputs no closer. None where no layer saw enough.
+    An error e of a line costs |e @ root|^2: root @ root.mT is the mean of the layers' damped
+    covariances for the line's input channel, each layer's scaled to a mean variance of 1. Roots for
+    each layer alone would cost as many fits, and kept outputs no closer.
+
+    Args:
+        moments: Of the layers of a tie group, each line by itself (not joint).
+
+    Returns:
+        None if every layer saw too few places.
     """
     scaled = []
     for alone in moments:

@@ -1,4 +1,4 @@
-"""The weights of elements at given positions that keep a layer's outputs, in closed form.
+"""Regularised least squares: weights of elements at given positions that keep the outputs.
 
 For an output channel, let k be its kernel (its lines in a row), k0 the old kernel, x a patch and y
 the output that is wanted there. The kernel is made of elements with weights w: k = F'w, where a row
@@ -10,13 +10,13 @@ of F, the footprint, says how one element spreads over the cells of its line. Th
     + c (k - k0)' P (k - k0)         P: shared correlation    (depthwise layers alone)
     + d |w - w0|^2                   w0: weights to start from
 
-a grows where places are few, where v also has the squared means: see `SecondMoments`. b is for each
-sampled place of an image.
+a grows where places are few; what it grows by weighs squared means as well as v, see
+`SecondMoments._damping`. b is `mean_patch_weight` times the sampled places of an image.
 
 P has v's scale: the mean over channels of the covariances, each divided by its v, times v. The mean
 of the outputs is not part of it: the mean shift sets it afterwards. The numbers a to d, and where
-they come from, are in `CalibrationSettings`: `damping`, `mean_patch`, `shared_correlation`, `ridge`
-(times the mean diagonal of the normal equations).
+they come from, are in `CalibrationSettings`: `damping`, `mean_patch_weight`, `shared_correlation`,
+`ridge` (times the mean diagonal of the normal equations).
 
 It is what GPTQ (arXiv:2210.17323) and Optimal Brain Surgeon minimise, plus priors for few images.
 
@@ -70,7 +70,8 @@ def solve_weights(
     one_line_a_channel = moments.length == footprint.shape[2]
     if one_line_a_channel:
         places_of_image = moments.places / moments.images
-        prior = _depthwise_prior(statistics, settings, settings.mean_patch * places_of_image)
+        b = settings.mean_patch_weight * places_of_image
+        prior = _depthwise_prior(statistics, settings, b)
         goal = goal + old @ prior
         matrix = matrix + prior
     # Added in place, and taken off again: the matrix may be the covariance itself, of which a copy
@@ -96,15 +97,13 @@ def solve_weights(
     )
 
 
-def _depthwise_prior(
-    statistics: Statistics, settings: CalibrationSettings, of_mean_patch: float
-) -> Tensor:
-    """b m m' + c P of the objective, (G, S, S), with b as `of_mean_patch`."""
+def _depthwise_prior(statistics: Statistics, settings: CalibrationSettings, b: float) -> Tensor:
+    """b m m' + c P of the objective, (G, S, S)."""
     energy = statistics.energy.unsqueeze(2)
     mean_patch = statistics.mean_patch
     shared = (statistics.covariance / energy).mean(0)
     prior = settings.shared_correlation * shared * energy
-    return prior.baddbmm_(mean_patch.unsqueeze(2), mean_patch.unsqueeze(1), alpha=of_mean_patch)
+    return prior.baddbmm_(mean_patch.unsqueeze(2), mean_patch.unsqueeze(1), alpha=b)
 
 
 def _output_error(kernel: Tensor, statistics: Statistics, missing_mean: Tensor) -> float:

@@ -295,6 +295,8 @@ def _no_layer_worse(
     fitted_errors = squared_scale * _squared_errors(lines, fitted, box, metric)  # (N, L)
     largest_cells_errors = squared_scale * _squared_errors(lines, largest_cells, box, metric)
     falls_back = ~fitted_errors.isfinite().all(dim=1)  # (N,)
+    # In each round, layers that are worse take back all their losing lines, and cannot become worse
+    # again. So as many rounds as layers are enough.
     for _ in range(lines.shape[1]):
         gain = torch.where(falls_back[:, None], 0.0, largest_cells_errors - fitted_errors)
         worse_layers = gain.sum(0) < 0  # (L,)

@@ -22,10 +22,10 @@ def has_norms(model: nn.Module) -> bool:
 def output_power(kernel: Tensor) -> float:
     """The sum over output channels of the outputs' mean square, for rectified white noise.
 
-    Of a unit's mean square that a ReLU has rectified, 1 / pi is the square of its mean; the rest
-    is variance, which neighbours do not share. So the variance meets the squares of the weights,
-    and the mean the square of their sum. Input channels are taken as independent, as their weights
-    are at random.
+    Let the rectified noise have mean square 1. The square of its mean is then 1 / pi, and the rest
+    is variance, in which neighbours are independent. The variance is multiplied by the sum of the
+    squared weights, the squared mean by the square of their sum. Input channels are taken as
+    independent, as their weights are at random.
 
     Args:
         kernel: (out_channels, in_channels / groups, *kernel_size).

@@ -16,10 +16,11 @@ USUAL_CLASSES = 1000
 VIDEO_FRAMES = 16  # frames of a clip, for torchvision's video models
 
 
-def stated_input_size(source: ModelSource, model: nn.Module) -> tuple[int, ...] | None:
-    """The input size (channels, *spatial) for a model that does not carry it, as timm's do.
+def assumed_input_size(source: ModelSource, model: nn.Module) -> tuple[int, ...] | None:
+    """The input size (channels, *spatial) to assume where the model itself states none.
 
-    None for timm's models, and for the user's own in 1-D and 3-D, whose usual size is not known.
+    None for timm's models, which state theirs, and for the user's own in 1-D and 3-D, whose usual
+    size is not known.
     """
     is_timm = source.kind == "timm" or source.kind in OTHER_TIMM_KINDS
     if is_timm or getattr(model, "pretrained_cfg", None):

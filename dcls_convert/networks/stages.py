@@ -112,7 +112,7 @@ def common_parent(names: Iterable[str]) -> str:
 def _timm_patterns(model: nn.Module) -> tuple[list[re.Pattern[str]], list[re.Pattern[str]]]:
     """Patterns of the stages and of the stem, from timm's `group_matcher`.
 
-    There are none for stages where the model groups its blocks alone.
+    Without patterns of stages if the coarse groups are the fine ones: those are single blocks.
     """
     blocks: list[re.Pattern[str]] = []
     stems: list[re.Pattern[str]] = []
@@ -171,6 +171,8 @@ def _stages_from_structure(
     for children_of_stride in children.values():
         strides_of_child.update(children_of_stride)
     for (container, stride), children_of_stride in children.items():
+        # A child names the stage if it alone has spatial convolutions of this stride, has none of
+        # another stride, and is not itself a convolution.
         names = counted[container, stride]
         stage = _stride_stage(container, stride)
         if len(children_of_stride) == 1:

@@ -206,7 +206,7 @@ def _stop(*_: object) -> None:
 
 
 def meta_copy(model: nn.Module, *, real_attributes: bool = False) -> nn.Module:
-    """A copy in eval mode on meta, without hooks.
+    """A copy in eval mode on meta, without forward hooks. Forward pre-hooks stay.
 
     `real_attributes` copies tensors in plain attributes as they are: YOLO's models read them.
     """

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from ..fitting.calibrate import CalibrationStatistics
 from ..fitting.images import Calibration
 from ..networks.outputs import agreement, relative_distance
+from ..networks.pretrained_cfg import set_normalisation_
 from ..networks.running import evaluating, full_precision, run, unchanged_on_failure
 from ..options import MOST_PIXELS
-from ..planning.plan import ConversionPlan, taken_from
+from ..planning.plan import ConversionPlan
 from ..progress import LOG
+from ..records import taken_from
 from ..reports.report import ConversionReport, Outcome, measure_report, predict_report
 from ..surgery.authors import start_from_authors_
-from ..surgery.place import set_normalisation_
 from ..surgery.start import LayerErrors, apply_plan_
 from .loaded import LoadedNetwork
 from .provenance import describe_conversion, keep_provenance_
@@ -67,6 +68,7 @@ def convert_network(
     with unchanged_on_failure(model, values=_overwritten(model, resolved, images)):
         before = None
         if resolved.keeps_outputs:
+            # How far a shift by one pixel moves the outputs is a yardstick for the conversion.
             shifted = map(_shifted_by_a_pixel, held_out)
             before = _Outputs.of(model, plan, itertools.chain(held_out, shifted))
         errors = _start_layers_(loaded, resolved, model, images)
@@ -77,9 +79,9 @@ def convert_network(
             )
         if before is not None:
             after = _Outputs.of(model, plan, held_out)
-            outcome = _outcome(before.batches, after.batches, images, errors)
-            if before.random is not None:
-                moved = relative_distance(before.random, after.random)
+            outcome = _outcome(before.for_batches, after.for_batches, images, errors)
+            if before.for_random is not None:
+                moved = relative_distance(before.for_random, after.for_random)
     keep_provenance_(model, provenance)
     _keep_normalisation_(model, resolved)
     report = report.with_errors(errors.kernel, errors.output, outcome, reasons=errors.reasons)
@@ -154,15 +156,15 @@ def _start_layers_(
 class _Outputs:
     """What a model gives for some batches, and for random images."""
 
-    batches: list[Any]
-    random: Any  # None if the model does not take such images, or they are too large
+    for_batches: list[Any]
+    for_random: Any  # None if the model does not take such images, or they are too large
 
     @classmethod
     @full_precision()
     def of(cls, model: nn.Module, plan: ConversionPlan, batches: Iterable[Tensor]) -> "_Outputs":
         with evaluating(model):
             random = _random_outputs(model, plan)
-            return cls(random=random, batches=[run(model, batch) for batch in batches])
+            return cls(for_random=random, for_batches=[run(model, batch) for batch in batches])
 
 
 def _random_outputs(model: nn.Module, plan: ConversionPlan) -> Any:

@@ -93,7 +93,7 @@ def convert_(
         mean, std: As in `calibrate`, for a folder of images.
         input_size: (channels, rows, columns) for MACs; without it, the size that a timm model
             states.
-        seed: For random positions. The global generator is not touched.
+        seed: For random positions, and for where fits start. The global generator is not touched.
         progress: Show on stderr what is being done, if it takes more than two seconds: a bar with
             the time left on a terminal, else lines. None shows it on a terminal and in a notebook.
 

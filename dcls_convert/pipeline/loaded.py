@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, printable
 from ..fitting.images import Calibration, calibrate
 from ..networks.building import build_model
-from ..networks.recognition import known_source, stated_input_size
+from ..networks.pretrained_cfg import set_origin_
+from ..networks.recognition import assumed_input_size, known_source
 from ..networks.sites import ModelConvs, find_convs
 from ..networks.source import LIBRARY_KINDS, OTHER_TIMM_KINDS, ModelSource, resolve_model
 from ..networks.state_names import with_names_of
@@ -17,7 +18,6 @@ from ..networks.weights_files import read_weights
 from ..planning.plan import ConversionPlan
 from ..progress import Notify, silent
 from ..surgery.authors import AuthorsWeights, sort_weights
-from ..surgery.place import set_origin_
 from .request import ConversionRequest
 
 
@@ -133,7 +133,7 @@ class LoadedNetwork:
         """The network's convolutions, traced at the input size."""
         input_size = self.request.input_size
         if input_size is None and self.rebuildable_source is not None:
-            input_size = stated_input_size(self.rebuildable_source, self.structure)
+            input_size = assumed_input_size(self.rebuildable_source, self.structure)
         return find_convs(self.structure, input_size)
 
     @cached_property
@@ -205,7 +205,7 @@ class LoadedNetwork:
         return self._images[plan.input_size]
 
     def note_kept(self, names: list[str]) -> None:
-        """Say that tensors of the classifier have no values in the weights."""
+        """Say which tensors of the classifier start at random, as the weights have other shapes."""
         for name in names:
             self.note(f"{name} has another shape in the checkpoint and starts from random values")
 

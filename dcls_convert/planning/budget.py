@@ -161,10 +161,10 @@ def _with_count(layers: Sequence["LayerPlan"], count: int) -> list["LayerPlan"]:
 def _params(layers: Sequence["LayerPlan"]) -> int:
     """Parameters of layers; UNSOLVED ones have none, and coordinates of a tie group count once."""
     weights = 0
-    coordinates: dict[str, int] = {}
+    coordinates_of: dict[str, int] = {}  # by tie group; a layer alone is a group of its own
     for layer in layers:
         elements = layer.lines * layer.kernel_count
         weights += elements
-        owner = layer.tie_group or f"\0{layer.name}"  # no tie group is named with a null character
-        coordinates[owner] = elements * layer.coordinates
-    return weights + sum(coordinates.values())
+        group = layer.tie_group or f"\0{layer.name}"  # no tie group is named with a null character
+        coordinates_of[group] = elements * layer.coordinates
+    return weights + sum(coordinates_of.values())

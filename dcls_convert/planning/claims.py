@@ -21,32 +21,32 @@ def claim_convs(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list
         RuleError: A rule claims no site.
         NothingMatchesError: No site would be converted.
     """
-    index_of, reasons = claim_sites(rules, convs.sites)
+    claimed_by, reasons = claim_sites(rules, convs.sites)  # index of the rule, by the site's name
     skipped = list(convs.skipped)
-    rule_of: dict[str, int] = {}
+    converted_by: dict[str, int] = {}  # the same, without rules that skip
     for site in convs.sites:
         if not site.name:
             raise PlanError(
                 "the model is itself a convolution, which cannot be replaced in place; "
                 "use DclsConv2d.from_conv"
             )
-        reason = reasons.get(site.name) or rules.rules[index_of[site.name]].skip
+        reason = reasons.get(site.name) or rules.rules[claimed_by[site.name]].skip
         if reason is None:
-            rule_of[site.name] = index_of[site.name]
+            converted_by[site.name] = claimed_by[site.name]
         else:
             skipped.append(Skipped(name=site.name, type=site.type, reason=reason))
-    if not index_of:
+    if not claimed_by:
         raise NothingMatchesError(_why_nothing_matches(rules, convs))
-    if not rule_of:
+    if not converted_by:
         raise NothingMatchesError(
             f"{rules.source}: its rules skip all that they match; nothing would be converted"
         )
-    used = set(index_of.values())
+    used = set(claimed_by.values())
     for index, rule in enumerate(rules.rules):
         if index not in used:
             reason = _why_unused(rule, convs)
             raise RuleError(f"{rules.source}: rule {rules.label(index)!r} claims nothing: {reason}")
-    return rule_of, skipped
+    return converted_by, skipped
 
 
 def _why_nothing_matches(rules: RuleSet, convs: ModelConvs) -> str:

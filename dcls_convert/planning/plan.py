@@ -5,7 +5,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Self
 
 from pydantic import ConfigDict, Field
@@ -26,15 +26,6 @@ _STRICT = ConfigDict(strict=True, extra="forbid")
 # Fields that `diff` does not compare as a whole: they follow from layers and options, or the layers
 # are compared one by one.
 _NOT_COMPARED_WHOLE = {"layers", "tie_groups", "budget", "skipped"}
-
-
-def taken_from(record: object, kind: type) -> dict[str, Any]:
-    """Those fields of the dataclass `kind` that `record` has too, with its values."""
-    values = {}
-    for part in fields(kind):
-        if hasattr(record, part.name):
-            values[part.name] = getattr(record, part.name)
-    return values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +73,11 @@ class LayerPlan(OldConv):
     def extents(self) -> tuple[int, ...]:
         """Cells that the old kernel spans, on each axis."""
         return tuple(map(extent, self.kernel_size, self.dilation))
+
+    @property
+    def old_cells(self) -> int:
+        """Cells of the old kernel along the learnt axes."""
+        return math.prod(self._along_learnt_axes(self.kernel_size))
 
     @property
     def reach(self) -> tuple[int, ...]:
@@ -291,7 +287,7 @@ class ConversionPlan(Record):
         return replace(
             self,
             layers=layers,
-            tie_groups=named_owners(layers),
+            tie_groups=tie_groups_of(layers),
             budget=units,
             skipped=(*self.skipped, *removed),
         )
@@ -383,7 +379,7 @@ def _without_lone_ties(layers: Sequence[LayerPlan]) -> list[LayerPlan]:
     return untied
 
 
-def named_owners(layers: Sequence[LayerPlan]) -> tuple[TieGroup, ...]:
+def tie_groups_of(layers: Sequence[LayerPlan]) -> tuple[TieGroup, ...]:
     """The tie groups, each on the lowest module that holds its layers.
 
     Groups on the same module have different names for their parameters there.
@@ -421,7 +417,7 @@ def _check_plan(plan: ConversionPlan) -> None:
             raise PlanError(
                 f"tie group {shown(group.name)}: its layers have {len(shapes)} different shapes"
             )
-    if plan.tie_groups != named_owners(plan.layers):
+    if plan.tie_groups != tie_groups_of(plan.layers):
         names = listed(group.name for group in plan.tie_groups)
         raise PlanError(f"the plan's tie groups are not those of its layers: {names}")
 

@@ -27,11 +27,12 @@ from ..options import (
     check_even,
     suggests_arguments,
 )
+from ..records import taken_from
 from ..tables import counted
 from .budget import UNSOLVED, parse_percent, solve_counts
 from .claims import check_overruled, claim_convs
 from .known_counts import with_known_counts
-from .plan import ConversionPlan, LayerCounts, LayerPlan, named_owners, taken_from
+from .plan import ConversionPlan, LayerCounts, LayerPlan, tie_groups_of
 from .rules import Rule, RuleSet, choose_rules, load_rules
 from .tie_groups import with_tie_groups
 from .windows import choose_window, recommended_size
@@ -129,11 +130,13 @@ def make_plan(
     drafts, skipped = _draft_model(convs, rules, options, known_counts)
     layers, units = solve_counts(drafts, scope, share)
 
-    from_convs = taken_from(convs, ConversionPlan)
-    from_convs["skipped"] = _in_model_order(skipped, convs)
-    from_convs["stages_from"] = _stages_from(convs, rules)
     return ConversionPlan(
-        **from_convs,
+        input_size=convs.input_size,
+        params=convs.params,
+        macs=convs.macs,
+        macs_note=convs.macs_note,
+        skipped=_in_model_order(skipped, convs),
+        stages_from=_stages_from(convs, rules),
         model=model,
         model_args=arguments,
         rules=Path(rules.source).name,  # not the folder: plans hold no path of a machine
@@ -142,7 +145,7 @@ def make_plan(
         tie=options.tie,
         share=share,
         layers=layers,
-        tie_groups=named_owners(layers),
+        tie_groups=tie_groups_of(layers),
         budget=units,
         folded=False,
     )
@@ -257,8 +260,8 @@ def _draft_layers(
     """Drafts of the layers, and the sites that cannot take their size.
 
     Raises:
-        PlanError: A site cannot take its size, and either `strict` is set or no site can; or an
-            exact start is asked for and impossible.
+        PlanError: A site cannot take its size, and either `strict` is set or no site can.
+        RuleError, PlanError: A rule's count, or an interpolation, makes an exact start impossible.
     """
     if options.kernel_count == EXACT:
         _check_exact(rules, options.interpolation)

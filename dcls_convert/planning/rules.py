@@ -517,8 +517,10 @@ def _first_problem(error: ValidationError) -> str:
     location = problem["loc"]
     if _RANK.get(problem["type"]) == 0:
         place, _, model = _describe(location[:-1])
+        if model is None:  # inside a predicate, where the only mappings are ranges
+            model = Range
         key = str(location[-1])
-        known = list((model or Range).model_fields)
+        known = list(model.model_fields)
         near = did_you_mean(key, known)
         complaint = f"unknown key {shown(key)!r}{near}; known: {', '.join(known)}"
         if place:

@@ -129,6 +129,7 @@ def choose_window(
                 sides[axis] = extent(site.kernel_size[axis], site.dilation[axis]) + int(size)
         window = tuple(sides)
     else:
+        # Every side is stated, so a side of 1 may grow: the window says which axes are dense.
         window = tuple(size)
         if len(window) != site.dims:
             raise PlanError(

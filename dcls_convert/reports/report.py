@@ -11,8 +11,8 @@ from torch import nn
 from ..networks.outputs import Agreement
 from ..networks.sites import Skipped
 from ..networks.tracing import trace
-from ..planning.plan import ConversionPlan, LayerPlan, taken_from
-from ..records import Record
+from ..planning.plan import ConversionPlan, LayerPlan
+from ..records import Record, taken_from
 from ..tables import as_html, as_text
 
 

@@ -157,11 +157,11 @@ def element_state(
             f"(--interpolation {' or '.join(versions_of)}); "
             f"--authors-version {version} is for files without"
         )
-    released = version in (None, RELEASED_VERSION)
+    version = version or RELEASED_VERSION
     ours: dict[str, dict[str, Tensor]] = {}
     positions: dict[str, Tensor] = {}
     for layer in plan.layers:
-        ours[layer.name] = _translate(layer, weights, released)
+        ours[layer.name] = _translate(layer, weights, version)
         positions[layer.name] = ours[layer.name]["positions"]
     _check_windows(plan, positions, weights.where)
     state: dict[str, Tensor] = {}
@@ -192,7 +192,9 @@ def _shared_part(
     return shared
 
 
-def _translate(layer: LayerPlan, weights: AuthorsWeights, released: bool) -> dict[str, Tensor]:
+def _translate(
+    layer: LayerPlan, weights: AuthorsWeights, version: AuthorsVersion
+) -> dict[str, Tensor]:
     """One of the authors' layers as ours.
 
     Returns:
@@ -206,7 +208,7 @@ def _translate(layer: LayerPlan, weights: AuthorsWeights, released: bool) -> dic
     sigma = theirs.get(_SIGMA)
     size = layer.dilated_size
     dims = len(size)
-    is_v0 = released and sigma is None
+    is_v0 = version == "v0" and sigma is None
     their_axes = tuple(reversed(range(dims)))
     if is_v0:
         their_axes = _AXES[dims]

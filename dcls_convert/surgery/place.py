@@ -1,26 +1,16 @@
 """Put DCLS layers into a model: structure alone. Values are found elsewhere."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from ..fitting.groups import LayerGroup, make_layers
 from ..networks.positions import spare_from_decay_
+from ..networks.pretrained_cfg import set_pretrained_cfg_
 from ..networks.registries import TIMM_ARCHITECTURE
 from ..planning.plan import ConversionPlan
 from .fold import fold_before_timm_fuses_
-
-# Entries of timm's config that are about its weights: whose they are, and who may use them.
-ORIGIN_KEYS = (
-    "tag",
-    "license",
-    "description",
-    "origin_url",
-    "paper_name",
-    "paper_ids",
-    "notes",
-)
 
 
 def place_layers_(model: nn.Module, plan: ConversionPlan) -> None:
@@ -64,7 +54,7 @@ def put_layers_(
     # With this, timm's own savers write a config that rebuilds the converted model.
     config = getattr(model, "pretrained_cfg", None)
     if isinstance(config, dict) and plan.model is not None:
-        note_for_timm(model, {**config, "architecture": TIMM_ARCHITECTURE})
+        set_pretrained_cfg_(model, {**config, "architecture": TIMM_ARCHITECTURE})
         vars(model)["_model_args"] = timm_model_args(plan)
 
 
@@ -77,50 +67,6 @@ def _register_shared_(model: nn.Module, group: LayerGroup) -> None:
         owner.register_parameter(owner_name, getattr(group.layers[0], name))
     for layer in group.layers:
         layer.tie_(owner, group.tie.parameters)
-
-
-def note_for_timm(model: nn.Module, config: dict[str, Any]) -> None:
-    """Set the preprocessing config of a model, under both names that timm reads."""
-    vars(model).update(pretrained_cfg=config, default_cfg=config)
-
-
-def set_origin_(model: nn.Module, stated: Mapping[str, Any]) -> None:
-    """Let the config of a model say of its weights' origin what is stated, and nothing else.
-
-    Args:
-        model: If it is timm's, its config describes timm's own weights until then.
-        stated: Entries under timm's names; others than ORIGIN_KEYS are ignored.
-    """
-    config = getattr(model, "pretrained_cfg", None)
-    if not isinstance(config, dict):
-        return
-    config = dict(config)
-    for name in ORIGIN_KEYS:
-        config.pop(name, None)
-        if name in stated:
-            config[name] = stated[name]
-    note_for_timm(model, config)
-
-
-def set_normalisation_(
-    model: nn.Module, mean: Sequence[float], std: Sequence[float], channels: int
-) -> None:
-    """Let the config of a model say with which mean and std its images are normalised.
-
-    Args:
-        model: Without a config, it stays as it is.
-        mean, std: For each channel, or one for all.
-        channels: Of the images.
-    """
-    config = getattr(model, "pretrained_cfg", None)
-    if not isinstance(config, dict):
-        return
-    stated = {}
-    for name, values in (("mean", mean), ("std", std)):
-        if len(values) == 1:
-            values = tuple(values) * channels
-        stated[name] = tuple(values)
-    note_for_timm(model, config | stated)
 
 
 def timm_model_args(plan: ConversionPlan) -> dict[str, Any]:

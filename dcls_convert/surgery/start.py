@@ -97,15 +97,10 @@ def apply_plan_(
         if not has_norms(model):
             _scale_to_old_kernels_(groups)
     else:
-        if calibration is not None and not isinstance(calibration, CalibrationStatistics):
-            if not isinstance(calibration, Calibration):
-                # Outputs are not compared here, so no image need be held out.
-                calibration = calibrate(model, plan, calibration, held_out=(), note=note)
-            images = calibration
-            calibration = measure_inputs(model, groups, images, notify)
-        _fill_all_from_kernels_(groups, calibration, init, seed, notify)
-        if calibration is not None:
-            calibrated = fit_to_outputs_(model, groups, calibration, notify)
+        statistics = _statistics(model, plan, groups, calibration, note, notify)
+        _fill_all_from_kernels_(groups, statistics, init, seed, notify)
+        if statistics is not None:
+            calibrated = fit_to_outputs_(model, groups, statistics, notify)
             _note_kept_fits(calibrated, note)
             _note_shifted_means(calibrated, note)
         for group in groups:
@@ -138,7 +133,7 @@ def _check_start(plan: ConversionPlan, init: Init, positions: Positions) -> None
     if init != EXACT:
         return
     for layer in plan.layers:
-        cells = layer.dense_weights // layer.lines
+        cells = layer.old_cells
         exact_on_cells = find_interpolation(layer.interpolation).exact_on_cells
         if layer.kernel_count < cells or not exact_on_cells:
             raise PlanError(
@@ -207,9 +202,26 @@ def _scale_to_old_kernels_(groups: Sequence[LayerGroup]) -> None:
                 layer.weight.mul_(math.sqrt(output_power(old_kernel) / power))
 
 
+def _statistics(
+    model: nn.Module,
+    plan: ConversionPlan,
+    groups: Sequence[LayerGroup],
+    calibration: Images | Calibration | CalibrationStatistics | None,
+    note: Notify,
+    notify: Notify,
+) -> CalibrationStatistics | None:
+    """What the old convolutions see in the images of a calibration; None without one."""
+    if calibration is None or isinstance(calibration, CalibrationStatistics):
+        return calibration
+    if not isinstance(calibration, Calibration):
+        # Outputs are not compared here, so no image need be held out.
+        calibration = calibrate(model, plan, calibration, held_out=(), note=note)
+    return measure_inputs(model, groups, calibration, notify)
+
+
 def _fill_all_from_kernels_(
     groups: Sequence[LayerGroup],
-    calibration: CalibrationStatistics | None,
+    statistics: CalibrationStatistics | None,
     init: Init,
     seed: int,
     notify: Notify,
@@ -227,8 +239,8 @@ def _fill_all_from_kernels_(
         which = f"layer {last}" if last == first else f"layers {first} to {last}"
         notify(f"fitting {group.title}, {which} of {layers}", done_weights, total_weights)
         roots = None
-        if calibration is not None:
-            roots = calibration.roots(group)
+        if statistics is not None:
+            roots = statistics.roots(group)
         _fill_from_kernels_(group, roots, init, seed)
         first = last + 1
         done_weights += _dense_weights(group)
@@ -242,8 +254,9 @@ def _fill_from_kernels_(group: LayerGroup, roots: Tensor | None, init: Init, see
     """Fill the layers with the largest cells of the old kernels, or with fitted elements.
 
     Args:
-        roots: For each input channel a square root of the covariance of its patches, (I, S, S)
-            with S cells; fits are then close in outputs. None: close in kernels.
+        roots: For each input channel a square root of the covariance of its patches,
+            (in_channels, S, S) with S cells of the box; fits are then close in outputs. None: close
+            in kernels.
     """
     count = group.plans[0].kernel_count
     effective = group.effective_kernels()

@@ -24,7 +24,7 @@ from dcls_convert.compare.survey import (
 )
 from dcls_convert.errors import ModelError
 from dcls_convert.networks.building import build_model
-from dcls_convert.networks.recognition import stated_input_size
+from dcls_convert.networks.recognition import assumed_input_size
 from dcls_convert.networks.sites import find_convs
 from dcls_convert.networks.source import ModelSource
 from dcls_convert.options import PlanOptions
@@ -87,9 +87,9 @@ def test_a_pattern_that_matches_nothing_names_what_is_near(pattern, near):
         "raft_small": (3, 224, 224),  # nothing is stated
     }.items(),
 )
-def test_stated_input_sizes(name, size):
+def test_assumed_input_sizes(name, size):
     source = ModelSource(name=f"torchvision:{name}")
-    assert stated_input_size(source, build_model(source, device="meta")) == size
+    assert assumed_input_size(source, build_model(source, device="meta")) == size
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_stated_input_sizes(name, size):
     ids=str,
 )
 def test_a_model_of_the_users_own_takes_what_its_convolutions_take(convs, size):
-    assert stated_input_size(ModelSource(name="mymodel:build"), nn.Sequential(*convs)) == size
+    assert assumed_input_size(ModelSource(name="mymodel:build"), nn.Sequential(*convs)) == size
 
 
 @pytest.mark.parametrize("name", ["lraspp_mobilenet_v3_large", "mc3_18", "ssd300_vgg16"])
@@ -111,7 +111,7 @@ def test_macs_are_those_that_torchvision_states(name):
     """At the stated size; for detectors too, which do not run to their end without an image."""
     source = ModelSource(name=f"torchvision:{name}")
     model = build_model(source, device="meta")
-    convs = find_convs(model, stated_input_size(source, model))
+    convs = find_convs(model, assumed_input_size(source, model))
     stated = torchvision.models.get_model_weights(name).DEFAULT.meta["_ops"]
     assert convs.macs / 1e9 == pytest.approx(stated, abs=0.0011)
 

@@ -128,7 +128,7 @@ def test_the_mean_response_counts_once_for_each_place_of_an_image():
     start = layer.weight.detach().flatten(0, -2)
 
     def weights(images, mean_patch):
-        settings = replace(EXACT, mean_patch=mean_patch)
+        settings = replace(EXACT, mean_patch_weight=mean_patch)
         moments = SecondMoments(layer, box, joint=True, settings=settings)
         moments.add(images, conv.double()(images).detach())
         return solve_weights(moments, places, old, start).weights
