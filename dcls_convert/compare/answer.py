@@ -75,7 +75,8 @@ class Difference:
 
     def detectable(self, level: float) -> float:
         """The true difference that would be found at this level with a chance of `POWER`."""
-        # Missed if the measured one is too small, not if it is too large: one side of two.
+        # It is missed, with a chance of 1 - POWER, if the measured difference is too far below it.
+        # That is one tail, and a half width at a level has half of the level in each tail.
         return self.half_width(level) + self.half_width(2 * (1 - POWER))
 
 
@@ -183,12 +184,13 @@ def results(runs: Sequence[Run], correction: Correction) -> tuple[ArmResult, ...
     for label, arm_runs in by_arm.items():
         result = _own_result(label, list(arm_runs.values()))
         if label in differences:
-            result = replace(
+            result = _compared_result(
                 result,
-                slower=_slower(arm_runs, original),
+                differences[label],
+                correction,
                 p_corrected=p_corrected.get(label),
+                slower=_slower(arm_runs, original),
             )
-            result = _compared_result(result, differences[label], correction)
         found.append(result)
     return tuple(found)
 
@@ -260,24 +262,31 @@ def _median_step_ms(runs: Iterable[Run]) -> float:
 
 
 def _compared_result(
-    result: ArmResult, difference: Difference, correction: Correction
+    result: ArmResult,
+    difference: Difference,
+    correction: Correction,
+    *,
+    p_corrected: float | None,
+    slower: float | None,
 ) -> ArmResult:
     """An arm's result with its difference to the network as it is.
 
-    Its corrected p-value and its time are known; without the p-value, there are too few seeds.
+    Without a corrected p-value there are too few seeds for an answer.
     """
     over_seeds = None
     if len(difference.by_seed) > 1:
         over_seeds = _interval(difference.mean, difference.half_over_seeds(LEVEL))
-    said = sentence(difference, result.p_corrected, correction, result.slower)
+    said = sentence(difference, p_corrected, correction, slower)
     result = replace(
         result,
         differences=tuple(difference.by_seed.tolist()),
         over_seeds=over_seeds,
         over_images=_interval(difference.mean, difference.half_over_images(LEVEL)),
+        p_corrected=p_corrected,
+        slower=slower,
         sentence=f"{result.label}: {said}",
     )
-    if result.p_corrected is None:
+    if p_corrected is None:
         return result
     return replace(
         result,

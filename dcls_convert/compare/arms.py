@@ -12,7 +12,7 @@ from ..depthwise.geometry import size_text
 from ..layers.position_statistics import outside_share
 from ..networks.positions import position_parameters
 from ..networks.source import LIBRARY_KINDS
-from ..options import AUTO, DEFAULT_BUDGET, ERROR, EXACT, PlanOptions, Positions
+from ..options import AUTO, DEFAULT_BUDGET, ERROR_SCOPE, EXACT, PlanOptions, Positions
 from ..pipeline.conversion import convert_network
 from ..pipeline.loaded import LoadedNetwork
 from ..pipeline.request import ConversionRequest
@@ -87,7 +87,7 @@ def check_arms(request: ConversionRequest, arms: Sequence[Arm]) -> None:
         DclsConvertError: The network does not take a size.
     """
     options = request.options
-    if options.scope == ERROR:
+    if options.scope == ERROR_SCOPE:
         options = replace(options, scope="model")
     bare = replace(request.without_images(), options=options, pretrained=False, weights=None)
     loaded = LoadedNetwork(bare)

@@ -173,10 +173,11 @@ def _complete_rows(rows: Sequence[SweepRow], *, fitted: bool, timed: bool) -> in
     """How many rows have all that they were to have, or a reason why not; without the original."""
     complete = 0
     for row in rows[1:]:
-        is_done = row.status == "done"
+        # A row is "done" from its planning on, unless something fails.
+        has_reason = row.status != "done"
         lacks_error = fitted and row.kernel_error is None
         lacks_times = timed and (row.step_ms is None or row.step_ms.runs < LEAST_ROUNDS)
-        if not is_done or not (lacks_error or lacks_times):
+        if has_reason or not (lacks_error or lacks_times):
             complete += 1
     return complete
 

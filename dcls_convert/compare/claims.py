@@ -73,8 +73,10 @@ def _owner_after_taking(path: Path, own: str, patient: bool) -> str | None:
 def _lives(path: Path, owner: str, patient: bool) -> bool:
     """Whether the owner of a claim still lives.
 
-    A process of this machine can be asked for. Of one on another machine, the claim's file tells:
-    clocks may differ, so only a change of its time says that the process lives.
+    It is dead if it is of this machine, and no process here has its number. Otherwise it may live:
+    it is on another machine, or its number may be that of another process by now. Without
+    `patient`, it is then taken to live. With it, the claim's file tells: clocks may differ, so only
+    a change of the file's time says that the owner lives.
     """
     host, _, process = owner.rpartition("-")
     if host == host_name() and process.isdigit() and not is_alive(int(process)):

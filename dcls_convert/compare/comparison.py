@@ -89,7 +89,7 @@ def plan_runs_(
     for run in part_of_runs(arms, seeds, only):
         if trainer.finished(*run) is None:
             runs.append(run)
-    is_new = not _is_bound(trainer.folder)
+    is_new = not _has_begun_runs(trainer.folder)
     if is_new:
         _check_unused(trainer.folder)
     else:
@@ -102,8 +102,9 @@ def plan_runs_(
         pending_arms = list(dict.fromkeys(arm for arm, _ in runs))
         epoch_seconds = time_arms(trainer, pending_arms, notify)
     if is_new and trainer.accelerator.is_main_process:
-        claim_folder_(trainer, minutes)
+        write_settings_(trainer, minutes)
     trainer.accelerator.wait_for_everyone()
+    # Of several processes and jobs that timed the arms, one has written its epochs: all take these.
     _take_stored_settings_(trainer, minutes)
     epochs = trainer.settings.recipe.epochs
     seconds = sum(epochs * epoch_seconds[arm] for arm, _ in runs)
@@ -162,10 +163,10 @@ def choose_epochs(
     return int(minutes / minutes_per_epoch)
 
 
-def _is_bound(folder: Path) -> bool:
-    """Whether a folder has settings that hold for later calls.
+def _has_begun_runs(folder: Path) -> bool:
+    """Whether a run in the folder is finished, or has a state from which it can go on.
 
-    Settings hold once a run is finished, or has a state from which it can go on.
+    From then on, the folder's settings hold for all later calls.
     """
     if not (folder / SETTINGS).exists():
         return False
@@ -182,12 +183,12 @@ def _check_unused(folder: Path) -> None:
         )
 
 
-def claim_folder_(trainer: Trainer, minutes: float | None) -> None:
-    """Write the trainer's settings into a folder that no settings hold for yet.
+def write_settings_(trainer: Trainer, minutes: float | None) -> None:
+    """Write the trainer's settings into a folder in which no run has begun.
 
-    Settings that are there already stay if they are the same but for epochs that minutes decided:
-    another job of the same comparison has written them. Others were left by a call that ended
-    early.
+    Settings that are there already stay if they differ in nothing but epochs that `minutes`
+    decided: another job of the same comparison has written them. Others are replaced: a call that
+    ended early has left them.
     """
     trainer.folder.mkdir(parents=True, exist_ok=True)
     path = trainer.folder / SETTINGS
@@ -268,19 +269,21 @@ def _write_comparison(
     seeds: Sequence[int],
     owners: Mapping[tuple[Arm, int], str],
 ) -> Comparison:
-    """The comparison of all finished runs; it is also written as `comparison.json`.
+    """The comparison of all finished runs; the first process also writes it as `comparison.json`.
 
-    Until the file has all of them: another process that saw fewer may have written it meanwhile.
+    Meanwhile, another call may finish a run and write the file with more runs, which this process
+    then replaces by one with fewer. So it writes again until no run was finished in the meantime.
     """
     comparison = _comparison_of(trainer, arms, seeds, owners)
-    while trainer.accelerator.is_main_process:
+    if not trainer.accelerator.is_main_process:
+        return comparison
+    while True:
         with new_file(trainer.folder / COMPARISON, force=True) as partial_path:
             partial_path.write_text(comparison.to_json())
         written = comparison
         comparison = _comparison_of(trainer, arms, seeds, owners)
         if len(comparison.runs) == len(written.runs):
-            break
-    return comparison
+            return comparison
 
 
 def _comparison_of(

@@ -130,14 +130,14 @@ def sweep(
             rule_of, _ = claim_convs(find_rules(rules, loaded.convs), loaded.convs)
             warn_if_untrained(model, rule_of)
         asked = combinations(windows, counts, budgets)
-        command = functools.partial(_call, request)
+        command = functools.partial(_call_text, request)
         return make_sweep(loaded, asked, command, timing=timing, slower=slower)
 
 
-def _call(request: ConversionRequest, asked: Asked) -> str:
-    """The call of `convert_` that converts as a row of the sweep does.
+def _call_text(request: ConversionRequest, asked: Asked) -> str:
+    """The text of the call of `convert_` that converts as a row of the sweep does.
 
-    Values that are no numbers and texts stand there by their arguments' names.
+    A value that is neither a text nor an integer is written as its argument's name: `mean=mean`.
     """
     arguments: dict[str, Any] = {"dilated_size": asked.size}
     if asked.kernel_count is not None:

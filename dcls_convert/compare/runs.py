@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -203,6 +203,7 @@ class Trainer:
         all_images = len(self.data.test)
         test_images = min(all_images, TRIAL_TEST_BATCHES * self.settings.recipe.batch_size)
         data = replace(self.data, test=Subset(self.data.test, range(test_images)))
+        # An epoch has one update at least, so that these are epochs enough for TRIAL_UPDATES.
         recipe = replace(self.settings.recipe, epochs=TRIAL_UPDATES)
         training = Training(
             network.model, data, recipe, accelerator=self.accelerator, fsdp=self.fsdp
@@ -242,16 +243,17 @@ class Trainer:
             The process that trains the run; None if the run is finished.
         """
         with contextlib.ExitStack() as stack:
-            answers: list[Any] = [None, None]  # the owner, and whether the run is finished
+            owner: str | None = None  # the other process; None: this one has the claim
+            is_finished = False
             if self.accelerator.is_main_process:
                 claim = claimed(run_folder(self.folder, arm, seed), patient=patient)
-                answers[0] = stack.enter_context(claim)
-                answers[1] = self.finished(arm, seed) is not None
-            owner, is_finished = from_first_process(answers)
+                owner = stack.enter_context(claim)
+                is_finished = self.finished(arm, seed) is not None
+            owner, is_finished = from_first_process([owner, is_finished])
             if owner is None and not is_finished:
                 with advice_on_memory(f"{arm.label}, seed {seed}"):
                     self.run(arm, seed, notify)
-            return cast(str | None, owner)
+            return owner
 
     def run(self, arm: Arm, seed: int, notify: Notify) -> Run:
         """Train an arm with a seed, or continue its training, and write its file and its model."""
