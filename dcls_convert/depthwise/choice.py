@@ -120,8 +120,8 @@ def conv2d(
     if bias is not None:
         bias = bias.to(dtype)
     convolve = matmul.depthwise if way == "matmul" else onednn.depthwise
-    cells = cast(Pair, _cells(padding, kernel.shape))
-    return convolve(input, kernel, bias, cast(Pair, tuple(stride)), cells)
+    pads = cast(Pair, _symmetric_padding(padding, kernel.shape))
+    return convolve(input, kernel, bias, cast(Pair, tuple(stride)), pads)
 
 
 def depthwise_way(
@@ -155,48 +155,48 @@ def depthwise_way(
         DclsConvertError: The environment variable has a value that is not allowed.
     """
     preferred = preference()
-    cells = _cells(padding, kernel_size)
+    pads = _symmetric_padding(padding, kernel_size)
     is_depthwise = kernel_size[1] == 1 and groups == input_size[1] and tuple(dilation) == (1, 1)
     if preferred == "torch":
         return "torch", f"{VARIABLE}=torch"
-    if not is_depthwise or cells is None or not all(input_size):
+    if not is_depthwise or pads is None or not all(input_size):
         return "torch", "no other way is known for such convolutions"
     map_size = (input_size[2], input_size[3])
     window = (kernel_size[2], kernel_size[3])
-    has_form_of_products = kernel_size[0] == groups and tuple(stride) == (1, 1)
-    if (
-        has_form_of_products
+    can_use_products = (
+        kernel_size[0] == groups  # one kernel for each channel
+        and tuple(stride) == (1, 1)
         and dtype in FLOATS
         and (device in GPUS or device == "cpu")
-        and _fits_products(map_size, window, cells)
-    ):
-        if preferred == "matmul":
-            return "matmul", f"{VARIABLE}=matmul"
-        if device in ESTIMATED:
-            return _estimated_way(input_size[0], map_size, window, cells, gradients)
+        and _fits_products(map_size, window, pads)
+    )
+    if can_use_products and preferred == "matmul":
+        return "matmul", f"{VARIABLE}=matmul"
+    if can_use_products and device in ESTIMATED:
+        return _estimated_way(input_size[0], map_size, window, pads, gradients)
     if device == "cpu" and dtype in onednn.DTYPES and onednn.most_columns() is not None:
         return "onednn", "fast kernels of oneDNN on x86"
     return "torch", "no other way is known to be faster"
 
 
-def _fits_products(map_size: Pair, window: Pair, cells: Pair) -> bool:
+def _fits_products(map_size: Pair, window: Pair, pads: Pair) -> bool:
     """Whether matrix products take the window, which must not be larger than the padded map."""
     if max(window) > LARGEST_WINDOW:
         return False
-    for size, taps, pad in zip(map_size, window, cells, strict=True):
+    for size, taps, pad in zip(map_size, window, pads, strict=True):
         if size + 2 * pad < taps:
             return False
     return True
 
 
 def _estimated_way(
-    images: int, map_size: Pair, window: Pair, cells: Pair, gradients: bool
+    images: int, map_size: Pair, window: Pair, pads: Pair, gradients: bool
 ) -> tuple[Way, str]:
     threshold = WITH_GRADIENTS if gradients else WITHOUT_GRADIENTS
     taps = window[0] * window[1]
     if taps < threshold.fewest_taps:
         return "torch", f"fewer than {threshold.fewest_taps} taps"
-    rows, columns = matmul.patches_of(map_size, window, cells)
+    rows, columns = matmul.patches_of(map_size, window, pads)
     taps_of_patches = images * rows.patches * columns.patches * taps
     least = threshold.least_ratio * rows.seen * columns.seen
     if _is_at_least(taps_of_patches, least, unknown=gradients):
@@ -218,8 +218,8 @@ def _is_at_least(number: int, least: int, *, unknown: bool) -> bool:
     return unknown
 
 
-def _cells(padding: Padding, kernel_size: Sequence[int]) -> Pair | None:
-    """Padding as cells on either side of rows and columns.
+def _symmetric_padding(padding: Padding, kernel_size: Sequence[int]) -> Pair | None:
+    """Padding as cells on either side of rows and columns, of an undilated kernel.
 
     None if the sides differ, as for 'same' with an even window.
     """

@@ -136,12 +136,12 @@ def padded_cells(
     if padding == "valid":
         return [(0, 0)] * len(extents)
     if padding == "same":
-        return [_halves(old - 1) for old in extents]
+        return [_halves(side - 1) for side in extents]
     if padding == DYNAMIC_SAME:
         pairs = []
-        for size, old, step in zip(input_size, extents, stride, strict=True):
+        for size, side, step in zip(input_size, extents, stride, strict=True):
             outputs = ceil_div(size, step)
-            pairs.append(_halves(max((outputs - 1) * step + old - size, 0)))
+            pairs.append(_halves(max((outputs - 1) * step + side - size, 0)))
         return pairs
     if is_uneven(padding):
         return list(padding)

@@ -137,8 +137,9 @@ def _bank(kernel: Tensor, rows: Axis, columns: Axis) -> Tensor:
     shifted = cells.unfold(0, rows.seen, 1).unfold(1, columns.seen, 1)
     # The first view holds the window that is shifted the most.
     index = shifted.flip(0, 1).reshape(rows.side * columns.side, -1)
-    height, width = (row_length(cells, rows, columns) for cells in index.shape)
-    # Cell 0 is a zero wherever there are several patches.
+    height = row_length(index.shape[0], rows, columns)
+    width = row_length(index.shape[1], rows, columns)
+    # What is added takes cell 0: with several patches, the zero in the corner of the padded window.
     index = F.pad(index, (0, width - index.shape[1], 0, height - index.shape[0]))
     return windows.flatten(1).index_select(1, index.flatten()).view(-1, height, width)
 

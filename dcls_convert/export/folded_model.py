@@ -158,27 +158,30 @@ def export_file(
     with new_file(folded.output, force=folded.force) as partial:
         folded.notify("exporting")
         try:
-            error = _export_and_compare(folded, bound, export, partial, len(BATCHES))
+            error = _export_and_compare(folded, bound, export, partial, any_batch=True)
             return folded.report(folded.format, error, loading)
         except DclsConvertError as reason:
+            # Until it is published, the file is in a folder of its own. The failed attempt may have
+            # left it there, and a second file of weights.
             for leftover in partial.parent.iterdir():
                 leftover.unlink()
             folded.notify("exporting again, for one image at a time")
-            error = _export_and_compare(folded, bound, export, partial, 1)
+            error = _export_and_compare(folded, bound, export, partial, any_batch=False)
             return folded.report(folded.format, error, loading, batch=1, note=str(reason))
 
 
 def _export_and_compare(
-    folded: FoldedModel, bound: float, export: ExportFunction, path: Path, count: int
+    folded: FoldedModel, bound: float, export: ExportFunction, path: Path, *, any_batch: bool
 ) -> float:
-    """Export for the first `count` of BATCHES; the relative error of the file's outputs.
+    """Export for any number of images, or for one; the relative error of the file's outputs.
 
-    With several, the file must take any number of images.
+    A file for any number is compared on all of BATCHES, and exported with the last of them.
     """
     what = f"the export to {folded.format}"
+    count = len(BATCHES) if any_batch else 1
     try:
         with torch.no_grad(), quietly():
-            exported = export(path, folded.images[count - 1], count > 1)
+            exported = export(path, folded.images[count - 1], any_batch)
     except (OSError, DclsConvertError):
         raise
     except Exception as error:  # exporters raise anything

@@ -155,19 +155,19 @@ def _values(base: nn.Module, plan: ConversionPlan) -> Iterator[int | list[int]]:
     """
     windows = {layer.name: set(layer.dilated_size) for layer in plan.layers}
     yield from sorted(set().union(*windows.values()))
-    converted: dict[str, set[int]] = {}
-    kept: dict[str, set[int]] = {}
+    window_sides: dict[str, set[int]] = {}  # by stage, of its converted layers
+    old_sides: dict[str, set[int]] = {}  # by stage, of its depthwise kernels before conversion
     for site in find_convs(base, plan.input_size).sites:
         if site.stage is None:
             continue
-        converted.setdefault(site.stage, set()).update(windows.get(site.name, ()))
-        of_stage = kept.setdefault(site.stage, set())
+        window_sides.setdefault(site.stage, set()).update(windows.get(site.name, ()))
+        old_sides.setdefault(site.stage, set())
         if site.kind == "depthwise":
-            of_stage.update(site.kernel_size)
+            old_sides[site.stage].update(site.kernel_size)
     sizes: list[int] = []
-    for stage, of_stage in converted.items():
-        stage_sizes = of_stage or kept[stage]
-        if len(stage_sizes) != 1:
+    for stage, sides in window_sides.items():
+        stage_sides = sides or old_sides[stage]
+        if len(stage_sides) != 1:  # no single size builds this stage
             return
-        sizes += stage_sizes
+        sizes += stage_sides
     yield sizes
