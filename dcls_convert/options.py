@@ -39,7 +39,7 @@ POSITIONS: tuple[str, ...] = get_args(Positions)
 AUTO: Final = "auto"
 DEFAULT_INTERPOLATION: InterpolationName = "bilinear"  # the paper's
 # A scope for trained kernels: each tie group gets as many elements as its kernels need.
-ERROR: Scope = "error"
+ERROR_SCOPE: Scope = "error"
 # As many elements as the old kernel has cells, at the places of these cells: the same function.
 EXACT: Final = "exact"
 MOST_SIDE = 9_999  # cells or pixels, four digits; a larger kernel or image is a typing mistake

@@ -320,9 +320,9 @@ def write_files(
         fingerprint: Whether to run the model and note its outputs with the weights.
         provenance: How the model was converted, if that is known.
     """
-    outputs = None
+    taken = None
     if fingerprint:
-        outputs = take_fingerprint(model, plan.input_size)
+        taken = take_fingerprint(model, plan.input_size)
     tensors = _tensors_to_save(model)
     own_entries: dict[str, Any] = {"tensors": tensors_hash(tensors.items())}
     if provenance is not None:
@@ -331,8 +331,9 @@ def write_files(
     config_text = write_json(config)
     for name, text in {CONFIG: config_text, **texts}.items():
         (folder / name).write_text(text, encoding="utf-8", newline="")
+    # The hash is of the config as it is read again: JSON makes texts of all keys.
     stamp = Stamp(
-        version=__version__, config=config_hash(json.loads(config_text)), fingerprint=outputs
+        version=__version__, config=config_hash(json.loads(config_text)), fingerprint=taken
     )
     weights = folder / WEIGHTS
     save_file(tensors, weights, metadata={METADATA_KEY: stamp.to_json(), **FORMAT_METADATA})

@@ -258,8 +258,8 @@ def _flat(name: str) -> str:
 def _names_in_whole_model(names: Collection[str], known: Container[str]) -> dict[str, str]:
     """Names in a feature extractor -> flat names in the whole model.
 
-    Of the prefixes that the extractor may have put before them, that is removed which makes most
-    names known.
+    The extractor may have put a prefix before all names: the one whose removal makes the most names
+    known is removed.
     """
     best: dict[str, str] = {}
     for prefix in WRAPPER_PREFIXES:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from ..files import PLOT_LIBRARY, can_plot, check_folder
 from ..options import (
     AUTO,
-    ERROR,
+    ERROR_SCOPE,
     AuthorsVersion,
     Init,
     PlanOptions,
@@ -124,7 +124,7 @@ def convert(
             "--plan applies a plan unchanged; omit the planning options",
         ),
         (
-            dry_run and network.options.scope == ERROR and network.trained,
+            dry_run and network.options.scope == ERROR_SCOPE and network.trained,
             "--scope error measures what kernels lose; --dry-run reads none",
         ),
     )
@@ -194,7 +194,7 @@ def _not_of_a_checkpoint(path: Path) -> str | None:
 
 def _planning_is_slow(request: ConversionRequest) -> bool:
     """Whether planning alone may take minutes, because kernels are measured."""
-    return request.calibration is not None or request.options.scope == ERROR
+    return request.calibration is not None or request.options.scope == ERROR_SCOPE
 
 
 def _check_output_named_by_plan(loaded: "LoadedNetwork", *, force: bool) -> None:

@@ -16,7 +16,7 @@ from ..depthwise.geometry import ceil_div
 from ..errors import PlanError
 from ..networks.running import full_precision
 from ..networks.sites import ModelConvs
-from ..options import AUTO, ERROR, PlanOptions
+from ..options import AUTO, ERROR_SCOPE, PlanOptions
 from ..planning.plan import ConversionPlan, LayerCounts
 from ..planning.planner import make_plan
 from ..planning.rules import parse_rules
@@ -75,7 +75,7 @@ def counts_by_error(
         for group, count in zip(free_groups, chosen, strict=True):
             for layer in group.plans:
                 counts[layer.name] = count
-    return LayerCounts(source=f"scope {ERROR}", counts=counts, solved=True), statistics
+    return LayerCounts(source=f"scope {ERROR_SCOPE}", counts=counts, solved=True), statistics
 
 
 def _plans_of_other_scopes(convs: ModelConvs, options: PlanOptions) -> list[ConversionPlan]:
@@ -94,8 +94,8 @@ def _check_values(groups: Sequence[LayerGroup]) -> None:
         for conv in group.convs:
             if conv.weight.is_meta:
                 raise PlanError(
-                    f"scope {ERROR!r} measures what the kernels lose, and the model is on the meta "
-                    "device"
+                    f"scope {ERROR_SCOPE!r} measures what the kernels lose, "
+                    "and the model is on the meta device"
                 )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..errors import PlanError, printable
 from ..options import (
     AUTO,
-    ERROR,
+    ERROR_SCOPE,
     EXACT,
     AuthorsVersion,
     Init,
@@ -137,16 +137,16 @@ def _refuse_conflicts_of_init(request: ConversionRequest) -> None:
 
 
 def _refuse_conflicts_of_scope(request: ConversionRequest) -> None:
-    if request.options.scope != ERROR:
+    if request.options.scope != ERROR_SCOPE:
         return
     if not request.trained:
         raise _conflict(
-            f"scope={ERROR!r} needs trained kernels: pretrained or weights",
+            f"scope={ERROR_SCOPE!r} needs trained kernels: pretrained or weights",
             on_command_line="--scope error needs trained kernels: --pretrained or --checkpoint",
         )
     if request.start != "fit":
         raise _conflict(
-            f"scope={ERROR!r} is for init='fit', not for {request.start!r}",
+            f"scope={ERROR_SCOPE!r} is for init='fit', not for {request.start!r}",
             on_command_line="--scope error is for --init fit",
         )
 

@@ -14,7 +14,7 @@ from ..fitting.groups import make_layers
 from ..fitting.warm_start import fit_seed
 from ..networks.running import evaluating, quietly, run
 from ..networks.tracing import check_same_shapes
-from ..options import AUTO, ERROR, EXACT, Init, PlanOptions, Scope
+from ..options import AUTO, ERROR_SCOPE, EXACT, Init, PlanOptions, Scope
 from ..planning.plan import ConversionPlan, LayerCounts
 from ..planning.planner import make_plan
 from ..progress import LOG
@@ -64,7 +64,7 @@ def resolve(loaded: LoadedNetwork, options: PlanOptions | None = None) -> Resolv
         options = replace(options, kernel_count=EXACT)
     else:
         options = replace(options, scope=_resolved_scope(request, options))
-        if options.scope == ERROR and options.kernel_count == AUTO:
+        if options.scope == ERROR_SCOPE and options.kernel_count == AUTO:
             options, statistics = _with_counts_by_error(loaded, options)
     resolved = ResolvedRequest(
         request=request,
@@ -169,7 +169,7 @@ def _resolved_scope(request: ConversionRequest, options: PlanOptions) -> Scope:
     if options.scope != AUTO:
         return options.scope
     if request.calibration is not None and options.kernel_count == AUTO:
-        return ERROR
+        return ERROR_SCOPE
     return "model"
 
 

@@ -14,7 +14,7 @@ from ..options import (
     AUTO,
     DEFAULT_BUDGET,
     DEFAULT_INTERPOLATION,
-    ERROR,
+    ERROR_SCOPE,
     EXACT,
     GROWTH,
     INTERPOLATION_NAMES,
@@ -115,9 +115,9 @@ def make_plan(
     if isinstance(options.kernel_count, LayerCounts):
         known_counts = options.kernel_count
         options = replace(options, kernel_count=AUTO)
-    elif options.scope == ERROR and options.kernel_count == AUTO:
+    elif options.scope == ERROR_SCOPE and options.kernel_count == AUTO:
         raise PlanError(
-            f"scope {ERROR!r} measures what trained kernels lose; "
+            f"scope {ERROR_SCOPE!r} measures what trained kernels lose; "
             "convert_ and dcls-convert MODEL can"
         )
     _check_options(options)

@@ -41,14 +41,18 @@ LAYER_GROUPING = {"layer_decay_min_scale": "min_scale", "layer_decay_no_opt_scal
 
 
 def create_optimizer(
-    timms: Callable[..., Any], options: argparse.Namespace, model: Any, *args: Any, **kwargs: Any
+    timm_create: Callable[..., Any],
+    options: argparse.Namespace,
+    model: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Make timm's optimizer, with positions in groups of their own and clamped after every step.
 
     With `--repulsive-loss-from` and `--track`, positions are also repelled and recorded.
 
     Args:
-        timms: timm's `create_optimizer_v2`.
+        timm_create: timm's `create_optimizer_v2`.
         options: Of this program.
         model: With `args` and `kwargs`, the arguments of timm's function.
         args: See `model`.
@@ -66,7 +70,7 @@ def create_optimizer(
         )
     if converted and kwargs.get("param_group_fn") is None:
         kwargs["param_group_fn"] = _param_group_function(options, kwargs)
-    optimizer = timms(model, *args, **kwargs)
+    optimizer = timm_create(model, *args, **kwargs)
     if converted:
         optimizer.register_step_post_hook(lambda *_: clamp_positions_(model))
     if by_epochs:

@@ -96,7 +96,9 @@ def accelerator_for(
 class Training:
     """A network in training.
 
-        training = Training(model, data, Recipe(epochs=30), "runs/one")
+        training = Training(
+            model, data, Recipe(epochs=30), Path("runs/one"), accelerator=accelerator_for()
+        )
         training.run(lambda training: print(training.top1[-1]))
 
     Args:
@@ -173,6 +175,8 @@ class Training:
         if folder is not None and (folder / STATE).exists():
             self._load_state_(folder / STATE)
         self.tracker = PositionTracker(model, self._prepare_track_file())
+        # At the end of an epoch, the loaded positions are those of the last record. Within an epoch
+        # they have moved since, and the next record states no speed.
         if self.updates_done and self.updates_done % self.updates_per_epoch == 0:
             self.tracker.continue_from(len(self.top1))
 
@@ -348,14 +352,16 @@ class Training:
         self._set_train_mode_()
         loss = torch.zeros((), device=accelerator.device)
         seconds = 0.0
-        for batch in range(recipe.accumulate):
+        for batch_index in range(recipe.accumulate):
             images, labels = next(loaded)
             images = images.to(accelerator.device, non_blocking=True)
             labels = labels.to(accelerator.device, non_blocking=True)
             began = time.perf_counter()
             # Seeded here, since loading in this process seeds the global generators too.
-            seed_all("update", recipe.seed, self.updates_done, batch, accelerator.process_index)
-            loss += self._backward(batch, images, labels, mixup, criterion)
+            seed_all(
+                "update", recipe.seed, self.updates_done, batch_index, accelerator.process_index
+            )
+            loss += self._backward(batch_index, images, labels, mixup, criterion)
             seconds += time.perf_counter() - began
         began = time.perf_counter()
         self._step()
@@ -373,7 +379,7 @@ class Training:
 
     def _backward(
         self,
-        batch: int,
+        batch_index: int,
         images: Tensor,
         labels: Tensor,
         mixup: Mixup | None,
@@ -381,11 +387,11 @@ class Training:
     ) -> Tensor:
         """Add a batch's gradients to those of the update; the batch's share of the update's loss.
 
-        `batch` counts the batches of the update from 0.
+        `batch_index` counts the batches of the update from 0.
         """
         recipe = self.recipe
         accelerator = self.accelerator
-        is_last = batch == recipe.accumulate - 1
+        is_last = batch_index == recipe.accumulate - 1
         if mixup is not None:
             if self.teacher is not None:  # labels are not used, and may be no class numbers
                 labels = torch.zeros_like(labels)

@@ -48,8 +48,8 @@ class Pictures:
     inspection: Inspection
     positions: tuple[PositionPicture, ...]
     kernels: tuple[LayerKernels, ...]
-    # Why kernels are made from the stored weights; None if the model was rebuilt.
-    raw_weights: str | None = None
+    # Why the model was not rebuilt; kernels are then made from the stored weights.
+    why_not_rebuilt: str | None = None
     fields: FieldPictures | None = None  # None: not asked for, or the model was not rebuilt
     history: HistoryPicture | None = None  # None: not asked for
 
@@ -118,7 +118,7 @@ def pictures_of_folder(
     if fields is not None and model is not None:
         drawn_fields = field_pictures(model, source, plan, state, fields, notify, note)
     return _pictures(
-        plan, state, model, inspection, raw_weights=reason, fields=drawn_fields, history=track
+        plan, state, model, inspection, why_not_rebuilt=reason, fields=drawn_fields, history=track
     )
 
 
@@ -147,7 +147,7 @@ def page(pictures: Pictures) -> str:
         "positions": pictures.positions,
         "kernels": list(map(_kernels, pictures.kernels)),
         "volumes": any(len(layer.dilated_size) == 3 for layer in report.layers),
-        "rawWeights": pictures.raw_weights,
+        "rawWeights": pictures.why_not_rebuilt,
         "costs": costs,
         "untouched": exact(report.params_untouched),
         "macsNote": report.macs.note,

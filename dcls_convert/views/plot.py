@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANEL_INCHES = 2.4  # side of a panel
-MOST_PANELS = 12  # of positions or layers; those with the most elements, or the first
+MOST_PANELS = 12  # of positions or layers, in the order of the plan; more are left out
 PANELS_IN_A_ROW = 6
 KERNELS = 8  # of a layer
 LINES = ("-", "--", "-.", ":")
@@ -175,7 +175,7 @@ def _fields(pictures: Pictures) -> "Figure":
     """The effective receptive fields on one logarithmic scale."""
     fields = pictures.fields
     if fields is None:
-        raise _no_field(str(pictures.raw_weights))
+        raise _no_field(str(pictures.why_not_rebuilt))
     if not fields.fields:
         raise _no_field("; ".join(fields.notes))
     figure = new_figure(3.2 * len(fields.fields), 3.6)

@@ -199,7 +199,7 @@ def _images(
     if options.images is not None:
         normalisation = stated_normalisation(model) or IMAGENET
         read = read_pixels(options.images, size, note, most=MOST_FIELD_IMAGES)
-        images = [normalised(pixels, normalisation) for pixels in read.values()]
+        images = [normalised(image, normalisation) for image in read.values()]
         return images, f"{len(read)} images of {options.images.name}, {pixels}"
     generator = torch.Generator().manual_seed(NOISE_SEED)
     noise = torch.randn(NOISE_IMAGES, *size, generator=generator)

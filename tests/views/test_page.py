@@ -87,7 +87,7 @@ def test_hostile_names_stay_text(converted):
         name=HOSTILE,
         positions=positions,
         kernels=kernels,
-        raw_weights=HOSTILE,
+        why_not_rebuilt=HOSTILE,
         fields=fields,
     )
     text = page(replace(hostile, report=replace(pictures.report, model=HOSTILE)))
