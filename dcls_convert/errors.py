@@ -1,7 +1,6 @@
-"""Mistakes of the user, as exceptions of one line: where, what was found, what is allowed."""
+"""Mistakes of the user, as exceptions of one line; and texts from outside, made safe to print."""
 
 import difflib
-import json
 from collections.abc import Iterable
 
 from rich.cells import cell_len
@@ -106,16 +105,6 @@ def shown(text: object, limit: int = 60) -> str:
     while cell_len(end) > end_room:
         end = end[1:]
     return f"{start}{'...'[:limit]}{end}"
-
-
-def filled(code: str, folder: object) -> str:
-    """Lines of Python with the folder's name for "{folder}", inside a string literal.
-
-    They are valid Python, whatever characters the name has.
-    """
-    text = str(folder)
-    literal = json.dumps(text, ensure_ascii=not text.isprintable())
-    return code.format(folder=literal[1:-1])
 
 
 def listed(names: Iterable[object], most: int = 3) -> str:

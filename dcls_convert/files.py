@@ -16,7 +16,7 @@ from .errors import CheckpointError, DclsConvertError, shown
 SHIPPED_RULES = Path(__file__).parent / "rules"  # in a wheel
 CHECKOUT_RULES = Path(__file__).parents[1] / "rules"
 # Suffixes of images that are read, and of pictures that are drawn.
-SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".gif")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".gif")
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 PLOT_LIBRARY = "matplotlib"  # in the extra `plot`
 
@@ -52,8 +52,13 @@ def is_checkpoint(path: Path) -> bool:
     return has_config and os.path.isfile(path / "model.safetensors")
 
 
-def check_weights_file(path: Path, what: str = "checkpoint") -> None:
-    """Refuse what cannot be a file; the CheckpointError begins with `what` and the path."""
+def check_file(path: Path, what: str = "checkpoint") -> None:
+    """Check that there is a file.
+
+    Raises:
+        CheckpointError: There is none. The message begins with `what`, which may be "", and the
+            path.
+    """
     try:
         if not path.is_file():
             url = URL.fullmatch(path.as_posix())
@@ -88,14 +93,14 @@ def check_images(folder: Path, what: str = "calibration images") -> None:
         raise DclsConvertError(f"{what} {shown(folder)}: {problem}")
     if not any(image_paths(folder)):
         raise DclsConvertError(
-            f"{what} {shown(folder)}: no files there end in {', '.join(SUFFIXES)}"
+            f"{what} {shown(folder)}: no files there end in {', '.join(IMAGE_SUFFIXES)}"
         )
 
 
 def image_paths(folder: Path) -> Iterator[Path]:
     """Files in the folder and below it that have the suffix of an image."""
     for path in folder.rglob("*"):
-        if path.suffix.lower() in SUFFIXES and path.is_file():
+        if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file():
             yield path
 
 

@@ -54,7 +54,7 @@ MOST_WINDOW = 17  # cells; the largest window of "auto", which is the paper's fo
 # Percent of MACs that recommended windows may add; the paper's ConvNeXts have 11.6 to 12.9.
 MOST_SLOWER = 15.0
 CALIBRATION_IMAGES = 80  # of a folder, if no other number is asked for
-# Of the times that a sweep measures.
+# Defaults for the times that a sweep measures.
 CPU_BATCH = 1  # images
 GPU_BATCH = 32  # images
 TIMING_SECONDS = 60  # for all rows together
@@ -64,7 +64,7 @@ SEPARATED_BY_COMMAS = ("mean", "std")  # on the command line; other lists are si
 MIRRORED = 0.5  # share of images that are mirrored in training, as timm does
 POSITION_LR_SCALE = 5.0  # paper, section 3 "Positions learning rate scaling"
 DEFAULT_BUDGET = 100.0  # percent of the weights replaced; the paper holds the parameter count
-# Of a budget. Both bounds keep fractions short: as one, 1e-999999 would fill the memory.
+# Bounds of a budget. They keep its fraction short: that of 1e-999999 would fill the memory.
 LEAST_PERCENT = Decimal("0.0001")
 MOST_PERCENT = 100_000
 
@@ -77,8 +77,9 @@ HOW_MANY_ELEMENTS = "How many elements"
 class Argument:
     """How the command line takes a planning option; it stands in the metadata of its field."""
 
-    # What is typed: a word of the field's type, nothing (the option alone is True), a number in
-    # plain digits, cells for all sides or each or a growth, or a rule set's name or file.
+    # What is typed. "word": one of the words of the field's type; "flag": nothing, the option alone
+    # is True; "integer", "number": plain digits; "size": cells for all sides or for each, or a
+    # growth; "rules": the name or the file of a rule set.
     form: Literal["word", "flag", "integer", "number", "size", "rules"]
     help: str
     group: str  # of options in --help

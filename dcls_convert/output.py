@@ -42,7 +42,8 @@ def check_output(path: Path, *, force: bool, foreign: Foreign) -> None:
     """Refuse an output that could not be written in the end.
 
     Args:
-        force: Accept a path that exists, unless it is `foreign`.
+        force: Accept a path that exists, if `foreign` gives no reason to keep it.
+        foreign: Says why an existing path must not be replaced; None if it may be.
     """
     try:
         if path.name in ("", ".."):

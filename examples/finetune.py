@@ -95,13 +95,15 @@ def parse_arguments() -> argparse.Namespace:
         "recipe", "dcls_convert.tuning.Recipe says what each of these means"
     )
     for field in fields(tuning.Recipe):
-        usual = {"ema": 0.99}.get(field.name, field.default)
-        how: Any = (
-            {"action": "store_true"}
-            if usual is False
-            else {"type": type(usual), "help": f"default: {usual}"}
-        )
-        recipe.add_argument(f"--{field.name.replace('_', '-')}", default=usual, **how)
+        name = f"--{field.name.replace('_', '-')}"
+        default: Any = field.default
+        if field.name == "ema":
+            default = 0.99  # Recipe's own, 0, keeps no average
+        if default is False:
+            recipe.add_argument(name, action="store_true")
+        else:
+            usual = f"default: {default}"
+            recipe.add_argument(name, type=type(default), default=default, help=usual)
     args = parser.parse_args()
     if args.teacher_checkpoint and not args.teacher:
         parser.error("--teacher-checkpoint needs --teacher, which names the model")
@@ -157,11 +159,11 @@ def build_model(args: argparse.Namespace, classes: int | None) -> tuple[nn.Modul
     """The model, with a head for the classes (None: with the head that it has), and its plan or the
     folder with it.
     """
-    options = {
-        name: value
-        for name, value in [("num_classes", classes), ("drop_path_rate", args.drop_path)]
-        if value
-    }
+    options: dict[str, Any] = {}
+    if classes:
+        options["num_classes"] = classes
+    if args.drop_path:
+        options["drop_path_rate"] = args.drop_path
     torch.manual_seed(args.seed)  # of a new head
     if Path(args.model).is_dir():
         return timm.create_model(f"local-dir:{args.model}", pretrained=True, **options), args.model
@@ -170,12 +172,10 @@ def build_model(args: argparse.Namespace, classes: int | None) -> tuple[nn.Modul
     model = timm.create_model(args.model, pretrained=args.pretrained, **options)
     if args.dilated_size is None:
         return model, None
-    init = (
-        "fit" if args.pretrained else "random"
-    )  # as on the command line: random kernels are not worth a fit
-    return model, dcls_convert.convert_(
-        model, dilated_size=args.dilated_size, init=init, seed=args.seed
-    ).plan
+    # As on the command line: random kernels are not worth a fit.
+    init = "fit" if args.pretrained else "random"
+    report = dcls_convert.convert_(model, dilated_size=args.dilated_size, init=init, seed=args.seed)
+    return model, report.plan
 
 
 def build_teacher(args: argparse.Namespace, student: nn.Module) -> nn.Module | None:
@@ -186,10 +186,10 @@ def build_teacher(args: argparse.Namespace, student: nn.Module) -> nn.Module | N
     if not args.teacher:
         return None
     name = f"local-dir:{args.teacher}" if Path(args.teacher).is_dir() else args.teacher
-    path, classes = (
-        args.teacher_checkpoint,
-        {"num_classes": student.num_classes} if args.teacher_checkpoint else {},
-    )
+    path = args.teacher_checkpoint
+    classes = {}
+    if path:
+        classes["num_classes"] = student.num_classes
     try:
         teacher = timm.create_model(name, pretrained=not path, checkpoint_path=path, **classes)
     except Exception as error:  # of timm, the hub or the file
@@ -202,7 +202,8 @@ def build_teacher(args: argparse.Namespace, student: nn.Module) -> nn.Module | N
             f"--teacher {args.teacher}: has {teacher.num_classes} classes, "
             f"{args.model} has {student.num_classes}"
         )
-    mine, theirs = (resolve_data_config(model=model) for model in (student, teacher))
+    mine = resolve_data_config(model=student)
+    theirs = resolve_data_config(model=teacher)
     if any(tuple(mine[name]) != tuple(theirs[name]) for name in ("mean", "std")):
         raise DclsConvertError(
             f"--teacher {args.teacher}: takes images with another mean and std than {args.model}"
@@ -277,14 +278,14 @@ def main() -> None:
             )
 
         def after_epoch(training: Training) -> None:
-            epoch, updates = len(training.top1), training.updates_per_epoch
-            loss, seconds = float(np.mean(training.loss[-updates:])), training.epoch_seconds[-1]
+            epoch = len(training.top1)
+            loss = float(np.mean(training.loss[-training.updates_per_epoch :]))
+            seconds = training.epoch_seconds[-1]
             top1 = f"{measure} {training.top1[-1]:.2f} %"
             line = f"epoch {epoch:3d}/{args.epochs}: loss {loss:.4f}, {top1}"
             accelerator.print(f"{line}, {seconds:.0f} s", flush=True)
-            if training.top1[-1] >= max(
-                training.top1
-            ):  # of equal ones, the one that has learnt longest
+            # Of epochs that are equally good, keep the last, which has learnt longest.
+            if training.top1[-1] >= max(training.top1):
                 trained = training.trained()
                 if accelerator.is_main_process:
                     save_trained(trained, plan, args.output / "best")

@@ -1,5 +1,6 @@
 """The README.md of a checkpoint folder, and the lines of Python that load it."""
 
+import json
 from collections.abc import Container
 
 from .. import __version__
@@ -130,3 +131,13 @@ def training_code(model: str | None, *, trained: bool) -> str:
         "...  # train\n"
         'dcls_convert.save_converted(model, "{folder}", "{folder}-tuned")\n'
     )
+
+
+def with_folder(code: str, folder: object) -> str:
+    """Lines of Python with the folder's name for "{folder}", inside a string literal.
+
+    They are valid Python, whatever characters the name has.
+    """
+    text = str(folder)
+    literal = json.dumps(text, ensure_ascii=not text.isprintable())
+    return code.format(folder=literal[1:-1])

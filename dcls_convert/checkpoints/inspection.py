@@ -119,7 +119,7 @@ class Inspection(Record):
         """Elements with a position of their own; those of a tie group count once."""
         return sum(row.elements for row in self.positions)
 
-    def share(self, name: str) -> float:
+    def mean_over_elements(self, name: str) -> float:
         """The mean of a row's field over all elements."""
         total = sum(getattr(row, name) * row.elements for row in self.positions)
         return float(total) / max(self.elements, 1)
@@ -128,9 +128,9 @@ class Inspection(Record):
         total = {
             "layers": sum(len(row.layers) for row in self.positions),
             "elements": self.elements,
-            "border_share": self.share("border_share"),
-            "overlap_share": self.share("overlap_share"),
-            "mean_distance": self.share("mean_distance"),
+            "border_share": self.mean_over_elements("border_share"),
+            "overlap_share": self.mean_over_elements("overlap_share"),
+            "mean_distance": self.mean_over_elements("mean_distance"),
         }
         return {**Record.to_dict(self), "total": total}
 

@@ -1,4 +1,4 @@
-"""The shell: one file a command with its options, its call and its print.
+"""The command line: one file for each command, with its options, one call, and what it prints.
 
 Imports no torch before a command runs.
 """

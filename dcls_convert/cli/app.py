@@ -51,7 +51,7 @@ if hasattr(signal, "SIGHUP"):  # not on Windows
     SIGNALS.append(signal.SIGHUP)
 
 
-def _completion_asked() -> bool:
+def _adds_completion_options() -> bool:
     """Whether to add the options for completion.
 
     With them, typer imports pydantic for every command.
@@ -70,7 +70,7 @@ def _completion_asked() -> bool:
 
 app = typer.Typer(
     name="dcls-convert",
-    add_completion=_completion_asked(),
+    add_completion=_adds_completion_options(),
     cls=CommandGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="rich",

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from ..errors import DclsConvertError, shown
-from ..files import check_folder, check_images, check_weights_file
+from ..files import check_file, check_folder, check_images
 from ..options import (
     AUTO,
     CALIBRATION_IMAGES,
@@ -65,7 +65,15 @@ def number(
     unit: str = "",
     **settings: Any,
 ) -> Any:
-    """An option for a number in plain digits, or for one word.
+    """An option for a number in plain digits, or for one word."""
+    parse = number_parser(kind, least, most, word=word, unit=unit)
+    return option(panel, help, parser=parse, **settings)
+
+
+def number_parser(
+    kind: type[Any], least: Any, most: int, *, word: str = "", unit: str = ""
+) -> Callable[[Any], Any]:
+    """A function that reads a number in plain digits, or one word.
 
     int() and float() alone would also accept `1_000`, ` 17 ` and `nan`.
     """
@@ -88,7 +96,7 @@ def number(
                 return value
         raise typer.BadParameter(f"'{shown(text)}' is not {allowed}")
 
-    return option(panel, help, parser=parse, **settings)
+    return parse
 
 
 def choice(words: Any, panel: str, help: str, **settings: Any) -> Any:
@@ -376,7 +384,7 @@ class Network:
             **settings,
         )
         if self.checkpoint is not None:
-            check_weights_file(self.checkpoint)
+            check_file(self.checkpoint)
         if self.calibrate is not None:
             check_images(self.calibrate)
         return request

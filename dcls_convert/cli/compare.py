@@ -44,10 +44,11 @@ COMPARISON_PAGE = "comparison.html"
 EPOCHS = 30
 IMAGES_PER_UPDATE = 64
 SEEDS = 3
-# From the paper's start, elements hardly leave the centre in trainings as short as these. Over the
-# old kernel, they gained in the mean of 12 pairs of runs: benchmarks/results.md, "Emoji, compared".
+# From the paper's start, elements hardly leave the centre in trainings as short as these. Spread
+# over the old kernel, they made networks better in the mean of 12 pairs of runs:
+# benchmarks/results.md, "Emoji, compared".
 START: Positions = "kernel"
-MOST = 10**6
+MOST_COUNTED = 10**6  # epochs, minutes, seeds, or images in an update
 DATA_HELP = (
     "Folder with a folder per class, or with train and validation (or val) that have these; "
     "with --dataset, the folder of the data set."
@@ -82,7 +83,7 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def _count(help: str, panel: str, **settings: Any) -> Any:
-    return number(int, 1, MOST, panel, help, metavar="N", **settings)
+    return number(int, 1, MOST_COUNTED, panel, help, metavar="N", **settings)
 
 
 POSITION_RATE = number(
@@ -184,8 +185,9 @@ def compare(
         (output.exists() and not output.is_dir(), f"output {output}: is not a folder"),
     )
     request = network.request()
-    first = os.environ.get("RANK", "0") == "0"  # of the processes of accelerate launch or torchrun
-    with console.steps(network.model, "planning", quiet=not first) as notify:
+    # Of those of accelerate launch or torchrun.
+    first_process = os.environ.get("RANK", "0") == "0"
+    with console.steps(network.model, "planning", quiet=not first_process) as notify:
         from ..compare.arms import check_arms, make_arms
         from ..compare.comparison import plan_runs_, train_pending, usual_lr, with_epochs
         from ..compare.runs import Trainer
@@ -195,7 +197,7 @@ def compare(
         from ..tuning.training import accelerator_for
         from ..views.comparison import comparison_page, comparison_view, work_lines
 
-        note = console.note if first else silent
+        note = console.note if first_process else silent
         accelerator = accelerator_for(device=device, mixed_precision="bf16" if amp else None)
         starts = positions or ["normal" if network.trained else START]
         arms = make_arms(sizes or [None], starts, ablate=ablate)
@@ -234,16 +236,16 @@ def compare(
         all_seeds = range(seeds)
         part = only or (1, 1)
         run_plan = plan_runs_(trainer, arms, all_seeds, minutes=minutes, only=part, notify=notify)
-        if first and run_plan.runs:
+        if first_process and run_plan.runs:
             for line in work_lines(run_plan, trainer.settings, str(accelerator.device)):
                 console.note(line)
         comparison = train_pending(trainer, run_plan, arms, all_seeds, notify)
-        if html and first:
+        if html and first_process:
             with new_file(output / COMPARISON_PAGE, force=True) as partial:
                 partial.write_text(comparison_page(comparison, output))
-    if first and json_:
+    if first_process and json_:
         console.write(comparison.to_json())
-    elif first:
+    elif first_process:
         console.show(comparison_view(comparison))
         if html:
             console.show(f" Wrote {output / COMPARISON_PAGE}.")

@@ -31,7 +31,10 @@ class OutputError(DclsConvertError):
 
 
 def set_up() -> None:
-    """Replace characters that the encodings of stdout and stderr lack (cp1252 has no arrow)."""
+    """Prepare stdout and stderr, and ignore a width of 0 in COLUMNS.
+
+    Characters that the streams' encodings lack will be replaced (cp1252 has no arrow).
+    """
     columns = os.environ.get("COLUMNS", "80")
     if not columns.strip("0"):
         # A terminal that does not know its width states 0, and rich would print nothing.

@@ -131,7 +131,9 @@ def _description(report: "ExportReport") -> str:
         arguments = f", with {sizes}" if sizes else ""
         return f"timm loads it by itself{arguments}; dcls-convert is not needed"
     if report.kind == "dcls":
-        by_timm = "trust_code" not in report.loading and "unconverted" not in report.loading
+        # The lines of code state one of these arguments if timm alone cannot load the folder.
+        special = ('", trust_code=True)', '", model=unconverted)')
+        by_timm = not any(arguments in report.loading for arguments in special)
         loader = "dcls_convert.load_converted"
         if by_timm:
             loader = "timm, where dcls-convert is installed,"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-from ..files import check_images, check_picture, check_weights_file
+from ..files import check_file, check_images, check_picture
 from ..options import FigureName
 from ..output import check_output, new_file, not_a_file
 from . import console
@@ -91,9 +91,9 @@ class PictureOptions:
         if self.images is not None:
             check_images(self.images, "images")
         if self.original is not None:
-            check_weights_file(self.original, "original")
+            check_file(self.original, "original")
         if self.history is not None:
-            check_weights_file(self.history, "history")
+            check_file(self.history, "history")
 
     def draw(
         self,

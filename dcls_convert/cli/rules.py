@@ -84,7 +84,7 @@ def _claims(rules: "RuleSet", model_name: str) -> list[str]:
             model=model_name, options=PlanOptions(rules=rules), offline=True
         )
         loaded = LoadedNetwork(request)
-        resolve(loaded)
+        resolve(loaded)  # raises if the rules do not fit the model, as a conversion would
         rule_of, reasons = claim_sites(rules, loaded.convs.sites)
     counts = Counter(rule_of.values())
     all_sites = counted(len(loaded.convs.sites), "convolution")

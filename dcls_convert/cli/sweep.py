@@ -33,6 +33,7 @@ from .arguments import (
     Network,
     changed_options,
     number,
+    number_parser,
     option,
     parse_window,
     refuse,
@@ -96,13 +97,13 @@ SIZES = list_option(
     step=2,  # the window and the old kernel must both be odd or both be even
 )
 COUNTS = list_option(
-    number(int, 1, MOST_COUNT, HOW_MANY, "").parser,
+    number_parser(int, 1, MOST_COUNT),
     f"counts from 1 to {MOST_COUNT}, such as 20,34 or 20..40..5",
     "Elements per kernel: 20,34 or 20..40..5 (default: as many as the budget allows).",
     metavar="N,N",
 )
 BUDGETS = list_option(
-    number(float, LEAST_PERCENT, MOST_PERCENT, HOW_MANY, "", unit="%").parser,
+    number_parser(float, LEAST_PERCENT, MOST_PERCENT, unit="%"),
     f"percentages from {LEAST_PERCENT} to {MOST_PERCENT}, such as 60%,80%,100%",
     "Budgets in percent of the weights replaced: 60%,80%,100%.",
     metavar="P,P",
@@ -213,11 +214,12 @@ def sweep(
 
 
 def _first_reason(rows: Sequence["SweepRow"]) -> str | None:
-    """Why the first row failed; if none did, why the first one does not fit."""
+    """Why the first row failed; if none did, why the first combination does not fit."""
     for row in rows:
         if row.status == "failed":
             return row.reason
-    return rows[1].reason
+    first_combination = rows[1]  # rows[0] is the original
+    return first_combination.reason
 
 
 def _command(network: Network, asked: "Asked") -> str:

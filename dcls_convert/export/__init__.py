@@ -1,4 +1,4 @@
 """A folded checkpoint in other formats.
 
-What is written was run before, and gave the checkpoint's outputs.
+Outputs are compared with the checkpoint's before a file or folder gets its final name.
 """

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import __version__
+from ..checkpoints.card import with_folder
 from ..checkpoints.folder import Checkpoint
-from ..errors import DclsConvertError, ModelError, filled, one_line, shown
+from ..errors import DclsConvertError, ModelError, one_line, shown
 from ..networks.outputs import check_equal, tensors_in
 from ..networks.running import quietly
 from ..output import new_file
@@ -81,7 +82,7 @@ class FoldedModel:
             output=str(self.output),
             kind=kind,
             relative_error=max(error, self.relative_error),
-            loading=filled(loading, self.output),
+            loading=with_folder(loading, self.output),
             layers=len(self.checkpoint.plan.layers),
             params_before=self.params_before,
             params_after=self.params_after,

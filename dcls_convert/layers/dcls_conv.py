@@ -313,9 +313,10 @@ class DclsConvNd(Tieable):
         interpolation: str,
         dense_axes: Sequence[int],
     ) -> Self:
-        """The DCLS layer that replaces `conv`, with uninitialised weights and positions.
+        """The DCLS layer that replaces `conv`, without values for its weights and positions.
 
-        The caller has checked that the window fits. See `from_conv` for what is kept of `conv`.
+        Sigma has its initial value. The caller has checked that the window fits. See `from_conv`
+        for what is kept of `conv`.
         """
         layer = cls(
             conv.in_channels,
@@ -357,6 +358,8 @@ class DclsConvNd(Tieable):
         contiguous maps; `model.to(memory_format=torch.channels_last)`, with images of that format,
         helps.
         """
+        # Pruning and normalisation compute the weight in hooks before a forward pass. Without one,
+        # the weight may be older than what they compute it from.
         for hook in self._forward_pre_hooks.values():
             compute_parameter_(self, hook)
         if kernel is None:

@@ -27,7 +27,7 @@ def border_share(positions: Tensor, size: Sequence[int]) -> float:
     `size` is the window along the learnt axes.
     """
     at_border = torch.zeros(positions.shape[1:], dtype=torch.bool, device=positions.device)
-    for coordinate, side in zip(_exact(positions), size, strict=True):
+    for coordinate, side in zip(_at_least_float32(positions), size, strict=True):
         if side > 1:  # along an axis of one cell, nothing can move
             low, high = position_limits(side)
             at_border |= coordinate <= low + BORDER_MARGIN
@@ -50,7 +50,7 @@ def overlap_share(positions: Tensor) -> float:
 
     Two elements overlap if their Euclidean distance is below `OVERLAP_DISTANCE`.
     """
-    kernels = _exact(positions).reshape(positions.shape[0], -1, positions.shape[-1])
+    kernels = _at_least_float32(positions).reshape(positions.shape[0], -1, positions.shape[-1])
     overlapping = 0
     for _, _, squares in pairs(kernels, MOST_DISTANCES):
         # Every element is near itself.
@@ -69,7 +69,8 @@ def spread(positions: Tensor) -> tuple[float, ...]:
 
 def mean_distance(positions: Tensor) -> float:
     """Mean Euclidean distance of elements (A, *C, E) from the kernel centre, in cells."""
-    return float(torch.linalg.vector_norm(_exact(positions), dim=0).mean(dtype=torch.float64))
+    distances = torch.linalg.vector_norm(_at_least_float32(positions), dim=0)
+    return float(distances.mean(dtype=torch.float64))
 
 
 def bins(coordinate: Tensor, size: int, bins_per_cell: int) -> Tensor:
@@ -78,7 +79,7 @@ def bins(coordinate: Tensor, size: int, bins_per_cell: int) -> Tensor:
     Bin 0 begins half a cell before the first cell. The outermost bins also take all beyond them.
     """
     low = position_limits(size)[0] - 0.5
-    index = ((_exact(coordinate) - low) * bins_per_cell).floor()
+    index = ((_at_least_float32(coordinate) - low) * bins_per_cell).floor()
     return index.clamp(0, size * bins_per_cell - 1).long()
 
 
@@ -109,6 +110,6 @@ def pairs(
         yield part, differences, squared_distances
 
 
-def _exact(positions: Tensor) -> Tensor:
+def _at_least_float32(positions: Tensor) -> Tensor:
     """Positions in float32 at least; half precision would round their differences."""
     return positions.detach().to(torch.promote_types(positions.dtype, torch.float32))

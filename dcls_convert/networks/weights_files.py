@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError, listed, one_line, shown
-from ..files import check_weights_file
+from ..files import check_file
 from ..progress import Notify, silent
 
 # Keys under which training scripts store a state dict. Averaged weights (EMA) come first, as in
@@ -59,7 +59,7 @@ def read_weights(
     if isinstance(weights, Mapping):
         return checked_entries(weights, "the state dict")
     path = Path(weights)
-    check_weights_file(path)
+    check_file(path)
     where = f"checkpoint {path}"
     _check_suffix(path, where)
     if path.suffix == SAFETENSORS:
@@ -145,7 +145,7 @@ def opened(path: Path, what: str = "") -> Iterator[Any]:
     Raises:
         CheckpointError: The file cannot be read; also for errors inside the block.
     """
-    check_weights_file(path, what)
+    check_file(path, what)
     try:
         with path.open("rb") as file:
             header_length = int.from_bytes(file.read(8), "little")

@@ -1,1 +1,1 @@
-"""What a conversion costs, as data. Records are counted once, and views only format them."""
+"""What a conversion costs, as data. It is counted here, once; views only format it."""

@@ -76,7 +76,7 @@ class LayerReport:
     macs_after: int | None
     fit_error: float | None = None  # relative error of the kernel that a start gave
     output_error: float | None = None  # relative error of the outputs, on a calibration's images
-    # Why outputs may have lost much, as a calibration knows it; absent from the JSON where empty.
+    # What raises `output_error` beyond what the elements can do; absent from the JSON if empty.
     error_reasons: tuple[str, ...] = ()
 
 
@@ -327,7 +327,7 @@ def _planned_layer(plan: ConversionPlan, layer: LayerPlan) -> LayerReport:
     if plan.folded:
         weights = layer.folded_weights
     else:
-        weights = layer.lines * layer.kernel_count
+        weights = layer.lines * layer.kernel_count  # so many elements on each kernel line
         if layer.tie_group is None or plan.group(layer.tie_group).layers[0] == layer.name:
             positions = layer.position_params
     from_plan = taken_from(layer, LayerReport)

@@ -76,25 +76,27 @@ def position_pictures(
 ) -> tuple[PositionPicture, ...]:
     """A picture for each positions tensor of the plan, in the inspection's order."""
     sets = position_sets(plan)
-    cells = sum(math.prod(place.learnt_size[-2:]) for place in sets)
+    cells = sum(math.prod(position_set.learnt_size[-2:]) for position_set in sets)
     per_cell = 1
     if cells * FINE**2 <= MOST_BINS:
         per_cell = FINE
     pictures = []
-    for place, row in zip(sets, inspection.positions, strict=True):
-        positions = state[place.parameters["positions"]]
-        pictures.append(_position_picture(place, row, positions, per_cell))
+    for position_set, row in zip(sets, inspection.positions, strict=True):
+        positions = state[position_set.parameters["positions"]]
+        pictures.append(_position_picture(position_set, row, positions, per_cell))
     return tuple(pictures)
 
 
 def _position_picture(
-    place: PositionSet, row: PositionRow, positions: Tensor, per_cell: int
+    position_set: PositionSet, row: PositionRow, positions: Tensor, per_cell: int
 ) -> PositionPicture:
     """The picture of one positions tensor (A, O, I, *dense axes, E)."""
-    size = place.learnt_size
+    size = position_set.learnt_size
     dims = len(row.dilated_size)
     learnt = learnt_axes(dims, row.dense_axes)
-    old_extents = [tuple(old.extents[axis] for axis in learnt) for old in place.layers]
+    old_extents = []
+    for layer in position_set.layers:
+        old_extents.append(tuple(layer.extents[axis] for axis in learnt))
     largest_extent = list(map(max, zip(*old_extents, strict=True)))  # along each axis
     histograms = []
     for axis, side in zip(positions, size, strict=True):
@@ -151,9 +153,9 @@ def kernel_pictures(
         CheckpointError: A layer's weight is missing, or has another shape than in the plan.
     """
     parameters = {}  # names of the positions and sigma of each layer
-    for place in position_sets(plan):
-        for old in place.layers:
-            parameters[old.name] = place.parameters
+    for position_set in position_sets(plan):
+        for layer in position_set.layers:
+            parameters[layer.name] = position_set.parameters
     most = _shown_kernels(plan)
     pictures = []
     for layer in plan.layers:

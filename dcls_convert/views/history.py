@@ -16,6 +16,7 @@ from ..tables import Column, Table, counted, indented
 from ..tuning.tracker import TrackedPositions, TrackRecord, read_track
 
 Curve = tuple[float | None, ...]  # a value for each step; None where it is not known
+Coordinates = tuple[float | None, ...]  # of the followed elements along one axis
 MOST_FRAME_NUMBERS = 120_000  # coordinates and counts of all moving pictures together
 MOST_STEPS = 10  # of the table; a record of a long training has hundreds
 
@@ -28,16 +29,16 @@ class TrackPicture:
     size: tuple[int, ...]  # cells of the window along the learnt axes
     speed: Curve  # cells for a step
     spread: Curve  # cells; root mean square over the axes
-    border: tuple[float, ...]  # share of the elements
+    border: tuple[float, ...]  # share of the elements at the window's border, at each step
     # At each of `moving_steps`, coordinates of the followed elements along each learnt axis.
-    frames: tuple[tuple[Curve, ...], ...]
+    frames: tuple[tuple[Coordinates, ...], ...]
     # Along each axis, at each of `moving_steps`, the number of elements in each bin.
     histograms: tuple[tuple[tuple[int, ...], ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HistoryPicture:
-    """All of a record."""
+    """A whole record of a training: every positions tensor, at every recorded step."""
 
     steps: tuple[int, ...]
     moving_steps: tuple[int, ...]  # those that the moving pictures show
@@ -132,7 +133,10 @@ def _followed_counts(row: TrackedPositions) -> tuple[int, ...]:
 
 
 def _moving_records(records: Sequence[TrackRecord]) -> list[TrackRecord]:
-    """Evenly spaced records, the first and the last included, of MOST_FRAME_NUMBERS numbers."""
+    """Evenly spaced records, first and last included, of MOST_FRAME_NUMBERS numbers at most.
+
+    There are two at least, however many numbers they have.
+    """
     numbers = 0  # in one record
     for row in records[0].positions:
         numbers += sum(_followed_counts(row)) + sum(map(len, row.histograms))
@@ -161,7 +165,7 @@ def _track_picture(
     histograms = zip(*(row.histograms for row in moving_rows), strict=True)
     return TrackPicture(
         name=rows[0].name,
-        size=tuple(map(len, rows[0].histograms)),
+        size=tuple(map(len, rows[0].histograms)),  # a tracker counts a bin for each cell
         speed=tuple(speed),
         spread=tuple(spread),
         border=tuple(border),
@@ -170,7 +174,7 @@ def _track_picture(
     )
 
 
-def _root_mean_square(sides: Curve) -> float | None:
+def _root_mean_square(sides: Sequence[float | None]) -> float | None:
     """None if a side is not known, or there are none."""
     squares = 0.0
     for side in sides:

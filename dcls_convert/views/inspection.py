@@ -71,9 +71,9 @@ def _totals(inspection: Inspection) -> list[PositionRow]:
         name="all",
         layers=tuple(layer for row in rows for layer in row.layers),
         kernel_count=0,
-        border_share=inspection.share("border_share"),
-        overlap_share=inspection.share("overlap_share"),
-        mean_distance=inspection.share("mean_distance"),
+        border_share=inspection.mean_over_elements("border_share"),
+        overlap_share=inspection.mean_over_elements("overlap_share"),
+        mean_distance=inspection.mean_over_elements("mean_distance"),
         spread=(),
         mean_sigma=None,
     )

@@ -173,8 +173,8 @@ def _facts(report: ConversionReport, inspection: Inspection) -> list[tuple[str, 
         distance = f"{farthest.name}, {farthest.mean_distance:.2f} cells"
         facts.append(("Farthest out on average", distance))
     facts += [
-        ("At the border", f"{100 * inspection.share('border_share'):.1f} %"),
-        ("Overlapping", f"{100 * inspection.share('overlap_share'):.1f} %"),
+        ("At the border", f"{100 * inspection.mean_over_elements('border_share'):.1f} %"),
+        ("Overlapping", f"{100 * inspection.mean_over_elements('overlap_share'):.1f} %"),
     ]
     return facts
 

@@ -11,9 +11,9 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..checkpoints.card import training_code
+from ..checkpoints.card import training_code, with_folder
 from ..depthwise.geometry import size_text
-from ..errors import filled, printable, shown
+from ..errors import printable, shown
 from ..layers.interpolation import find_interpolation
 from ..networks.outputs import Agreement
 from ..options import EXACT, LEAST_GROWTH, MOST_SLOWER
@@ -506,7 +506,7 @@ def next_steps(resolved: ResolvedRequest, done: Conversion, output: Path) -> lis
         lines += NEAR_THE_CENTRE
     heading = "Fine-tune it:" if request.trained else "Train it:"
     lines.append(Text(f"{heading}\n", style="bold"))
-    code = filled(training_code(done.report.model, trained=request.trained), output)
+    code = with_folder(training_code(done.report.model, trained=request.trained), output)
     lines += textwrap.indent(code, "    ").splitlines()
     outcome = done.report.outcome
     if outcome is not None:
