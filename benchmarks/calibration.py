@@ -265,10 +265,11 @@ def few_row(task: Task, budget: int, source: str) -> dict[str, Any]:
     import dcls_convert
 
     model = copy.deepcopy(task.network)
-    calibration = None
-    if source != "fit":
-        calibration = list(task.images(source).split(BATCH))
     try:
+        calibration = None
+        if source != "fit":
+            batches = tuple(task.images(source).split(BATCH))
+            calibration = dcls_convert.fitting.images.Calibration(batches=batches)
         dcls_convert.convert_(
             model,
             dilated_size=SETTINGS["dilated_size"],
@@ -276,8 +277,7 @@ def few_row(task: Task, budget: int, source: str) -> dict[str, Any]:
             budget=budget,
             input_size=tuple(task.to_test.shape[1:]),
             init="fit",
-            calibration=calibration
-            and dcls_convert.fitting.images.Calibration(batches=tuple(calibration)),
+            calibration=calibration,
         )
     except Exception as error:  # of an older checkout
         return {"error": type(error).__name__}

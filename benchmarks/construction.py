@@ -127,10 +127,10 @@ def given(case: Case, implementation: str, device: str) -> tuple[list[Any], Any]
     positions = torch.rand(2, *case.shape, generator=generator) * (cells - 1) - cells // 2
     gradient = torch.randn(*case.shape[:2], *case.size, generator=generator)
     inputs = [weight, positions]
-    if (
-        implementation in WITH_SIGMA
-    ):  # both have a deviation of half a cell: the authors add 0.27 to theirs
-        inputs.append(torch.full_like(positions, 0.23 if implementation == "gauss" else 0.5))
+    if implementation in WITH_SIGMA:
+        # Both have a deviation of half a cell: the authors add 0.27 to theirs.
+        sigma = 0.23 if implementation == "gauss" else 0.5
+        inputs.append(torch.full_like(positions, sigma))
     return [tensor.to(device).requires_grad_() for tensor in inputs], gradient.to(device)
 
 

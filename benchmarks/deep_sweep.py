@@ -112,9 +112,8 @@ def smallest_input(model: nn.Module, own: tuple[int, ...]) -> tuple[int, ...]:
         if side >= own[-1]:
             break
         size = (*own[:-2], side, side)
-        with contextlib.suppress(
-            Exception
-        ):  # whatever the model's own code says to a size that it is not made for
+        # The model's own code may raise anything for a size that it is not made for.
+        with contextlib.suppress(Exception):
             if largest(outputs(model, torch.rand(1, *size))) > 0:
                 return size
     return own

@@ -71,7 +71,7 @@ def small_convmixer(num_classes: int = 1000) -> "nn.Module":
 
 
 def prepare(folder: Path, test: str, packages: Path) -> int:
-    """How many emoji there are."""
+    """Write the images of all emoji; returns how many emoji there are."""
     from PIL import Image
 
     archives = {
@@ -100,7 +100,7 @@ def prepare(folder: Path, test: str, packages: Path) -> int:
 
 
 def keep(comparisons: Sequence[Path]) -> None:
-    """What `compare` found, without what it found for each image."""
+    """Store what `compare` found, without what it found for each image."""
     found = [
         json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
         for folder in comparisons
@@ -121,9 +121,7 @@ def keep(comparisons: Sequence[Path]) -> None:
 
 
 def named(arm: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """With the network, the vendor to test with, and what else than the label makes the arm another
-    one.
-    """
+    """The arm, with its network, the vendor to test with, and a label that states the options."""
     from dcls_convert.options import POSITION_LR_SCALE
 
     test = next((vendor for vendor in VENDORS if vendor in Path(settings["data"]).name), VENDORS[0])

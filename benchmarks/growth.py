@@ -50,13 +50,8 @@ def commands(name: str, weights: Path, scratch: Path) -> dict[str, list[str]]:
     found = {
         "plan": [PROGRAM, name, *size, "--dry-run"],
         "random": [PROGRAM, name, *size, "--quiet", "--output", str(scratch / "random")],
-        "fold": [
-            PROGRAM,
-            "fold",
-            str(scratch / "random"),
-            "--output",
-            str(scratch / "fold"),
-        ],  # of what that wrote
+        # Folds what "random" wrote.
+        "fold": [PROGRAM, "fold", str(scratch / "random"), "--output", str(scratch / "fold")],
     }
     if name in FIT_MODELS:
         fitted = [

@@ -24,10 +24,9 @@ from torchvision.transforms.functional import to_tensor
 NAME = "tf_efficientnet_lite0"
 LITE1 = "tf_efficientnet_lite1"
 SIDE = 224  # pixels
-MEAN, STD = (
-    0.5,
-    0.5,
-)  # as timm states for this model; the original's 127/255 and 128/255 are the same to 0.4 %
+# As timm states for this model; the original's 127/255 and 128/255 are the same to 0.4 %.
+MEAN = 0.5
+STD = 0.5
 BATCH = 16  # crops
 CROP_AREA = (0.2, 1.0)  # of the photograph
 MISSING = "is not installed: pip install '.[bench]'"

@@ -253,7 +253,7 @@ def store(
 def stored_rows(path: Path, *, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows of an earlier run with the same settings, to go on from.
 
-    None if there is no such run.
+    An empty list if there is no such run.
     """
     if not path.exists():
         return []

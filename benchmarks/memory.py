@@ -26,9 +26,8 @@ from measuring import MIB, RESULTS, markdown_table, run_fresh, store
 
 RESULT = RESULTS / "memory.json"
 PROGRAM = os.path.join(sysconfig.get_path("scripts"), "dcls-convert")
-LARGEST = (
-    "davit_giant"  # of timm's models, the one with the most parameters that has layers to convert
-)
+# Of timm's models that have layers to convert, the one with the most parameters.
+LARGEST = "davit_giant"
 SECONDS_BETWEEN = 0.05  # two looks at a command's processes
 IMPORTS = "import torch, torchvision, timm, safetensors.torch; import dcls_convert.checkpoints.save"
 SAVE = (

@@ -44,9 +44,8 @@ class Case:
 
     model: str
     window: int
-    channels_last: bool = (
-        False  # whether its own blocks run in it, so that there is nothing to compare
-    )
+    # Whether the model's own blocks run in it, so that there is nothing to compare.
+    channels_last: bool = False
 
 
 CASES = (

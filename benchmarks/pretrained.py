@@ -41,9 +41,8 @@ FOLDS = (0, 1)
 SEED = 0
 LONGEST_SIDE = 640  # pixels of a photograph that is trained on
 COPIES = 32  # of each photograph in an epoch
-# Ten photographs are few: mixed, and at a temperature above 1, they say more about the network that
-# is to be copied.
-# Their statistics are not those of others.
+# Ten photographs are few. Mixed, and at a temperature above 1, they say more about the teacher.
+# BatchNorm keeps its statistics, since those of ten photographs are not those of other images.
 HEALING = {
     "steps": 200,
     "batch-size": 16,
