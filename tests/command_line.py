@@ -38,12 +38,8 @@ def exit_code(*arguments: object) -> int:
             main([str(argument) for argument in arguments])
     finally:
         sys.unraisablehook = hook
-        for (
-            number,
-            handler,
-        ) in (
-            handlers.items()
-        ):  # here, since folders that a session shares are made by commands, too
+        # Here, since folders that a session shares are made by commands, too.
+        for number, handler in handlers.items():
             signal.signal(number, handler)
     return stopped.value.code
 

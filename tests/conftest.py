@@ -1,4 +1,4 @@
-"""Models shared by the tests: small, seeded, in eval mode."""
+"""What all tests share: no hub, one thread, the profiles of hypothesis, and fixtures."""
 
 import gc
 import os
@@ -21,8 +21,7 @@ TINY = "test_convnext"  # timm's own test model: depths 1, 2, 4, 2
 
 # The tensors are small, and on a busy machine two threads wait for one another.
 torch.set_num_threads(1)
-# What was imported stays. accelerate searches all else, for each network, for what nobody refers
-# to.
+# accelerate collects garbage for each network; this keeps all that is imported out of the search.
 gc.freeze()
 
 

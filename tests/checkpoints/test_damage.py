@@ -64,7 +64,7 @@ def config(change):
 
 
 def planned(change):
-    return config(lambda data: change(data["model_args"]["plan"]) and None)
+    return config(lambda data: change(data["model_args"]["plan"]))
 
 
 def layer(index, **changes):
@@ -96,7 +96,7 @@ def instead(name, make=lambda path: None):
     return damage
 
 
-def fill(name, index, value):
+def one_value(name, index, value):
     def change(tensors):
         tensors[name].view(-1)[index] = value
 
@@ -118,7 +118,7 @@ DAMAGES = {
     "a flipped bit, in the middle": (flipped(-50_000), CHANGED),
     "weights of another seed": (swapped(WEIGHTS, "seed"), APART, CHANGED),
     "outside the window": (
-        tensors(fill(POSITIONS, 7, 4.5)),
+        tensors(one_value(POSITIONS, 7, 4.5)),
         CHANGED,
         "has 1 of 1248 elements outside the window",
     ),
@@ -230,18 +230,18 @@ def test_labels_layout_report_card_and_other_files_are_the_users_business(folder
     [
         (
             "good",
-            fill(WEIGHT, 0, torch.nan),
+            one_value(WEIGHT, 0, torch.nan),
             f"values: {WEIGHT} has 1 of 832 values that are NaN or infinite",
         ),
-        ("good", fill(WEIGHT, 0, 1e6), "outputs: do not match the stored ones (difference"),
+        ("good", one_value(WEIGHT, 0, 1e6), "outputs: do not match the stored ones (difference"),
         (
             "gauss",
-            fill("stages.2.blocks.dcls_sigma", 0, 0.2),
+            one_value("stages.2.blocks.dcls_sigma", 0, 0.2),
             "has 1 of 1728 sigmas below 0.27 cells, the minimum",
         ),
     ],
 )
-def test_values_are_looked_at_where_the_folder_says_that_they_were_written_so(
+def test_wrong_values_are_found_though_the_hashes_of_the_folder_fit_them(
     folders, tmp_path, kind, change, says
 ):
     folder = Path(shutil.copytree(folders / kind, tmp_path / "sealed"))
@@ -463,6 +463,6 @@ def test_without_a_fingerprint_nothing_runs(converted, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(type(model), "forward", lambda *_: pytest.fail("must not run"))
         folder = save(tmp_path / "out", model, plan, fingerprint=False)
-    verified = verify(folder)
+        verified = verify(folder)
     assert verified.ok
     assert [line.partition(":")[0] for line in problems(verified)] == ["outputs"]

@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _in_an_empty_folder(tmp_path, monkeypatch):
-    """Without what terminals wish for, and without bytecode; the user's module goes afterwards."""
+    """Without variables that change the output, and without bytecode; `mymodel` is forgotten."""
     monkeypatch.chdir(tmp_path)
     for variable in (
         "FORCE_COLOR",

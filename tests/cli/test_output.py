@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torchvision
 from torch import nn
 
 from dcls_convert.checkpoints.load import load_converted
@@ -84,6 +86,30 @@ def test_no_control_character_of_data_reaches_the_terminal(capsys, arguments):
     assert exit_code(*arguments) in (0, 2)
     for text in capsys.readouterr():
         assert {character for character in text if not character.isprintable()} <= {"\n"}, text
+
+
+# Text of libraries.
+
+
+def test_what_torch_says_of_a_download_is_not_in_the_results(monkeypatch, tmp_path_factory):
+    name = "shufflenet_v2_x0_5"
+
+    def download(_, path, *__, **___):
+        torch.save(torchvision.models.get_model(name).state_dict(), path)
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", download)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path_factory.mktemp("torch")))
+    out, err = run(
+        f"torchvision:{name}",
+        "--pretrained",
+        "--json",
+        "--output",
+        "out",
+        "--input-size",
+        "3x32x32",
+    )
+    assert isinstance(json.loads(out), dict)
+    assert "Downloading" in err
 
 
 # What stdout can take.

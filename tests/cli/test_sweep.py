@@ -18,8 +18,8 @@ from ..command_line import NET, net, run
 from .trained import write_trained
 
 SMALL = ("--input-size", "3x32x32")
-NARROW, OTHERS, MIXED, UNABLE = (
-    f"{__name__}:{name}" for name in ("narrow", "others", "mixed", "unable")
+NARROW, ODD_AND_EVEN, MIXED, UNABLE = (
+    f"{__name__}:{name}" for name in ("narrow", "odd_and_even", "mixed", "unable")
 )
 
 
@@ -27,8 +27,8 @@ def narrow():
     return net(size=3)
 
 
-def others():
-    """With kernels of both parities."""
+def odd_and_even():
+    """With two kernels of 3 and one of 4."""
     return nn.Sequential(
         nn.Conv2d(3, 8, 1), *[nn.Conv2d(8, 8, size, groups=8) for size in (3, 3, 4)]
     )
@@ -143,15 +143,20 @@ def test_folded_bytes_are_those_of_the_folded_state_dict():
         assert row["folded_bytes"] == sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
-def test_what_does_not_fit_or_fails_is_a_row_with_its_reason(monkeypatch):
+def fail_at(monkeypatch, size, error):
+    """Planning this size raises the error."""
     resolve = candidates.resolve
 
     def failing(loaded, options):
-        if options.dilated_size == 11:
-            raise RuntimeError("something [broke]\nhere")
+        if options.dilated_size == size:
+            raise error
         return resolve(loaded, options)
 
     monkeypatch.setattr(candidates, "resolve", failing)
+
+
+def test_what_does_not_fit_or_fails_is_a_row_with_its_reason(monkeypatch):
+    fail_at(monkeypatch, 11, RuntimeError("something [broke]\nhere"))
     found, _ = sweep(NET, "--sizes", "8..11..1")
     assert [row["status"] for row in found["rows"]] == [
         "original",
@@ -179,27 +184,13 @@ def test_without_a_row_that_fits_the_rows_are_shown_and_it_is_a_mistake():
 
 
 def test_without_a_row_the_first_one_that_failed_says_why(monkeypatch):
-    resolve = candidates.resolve
-
-    def failing(loaded, options):
-        if options.dilated_size == 9:
-            raise MemoryError("no room")
-        return resolve(loaded, options)
-
-    monkeypatch.setattr(candidates, "resolve", failing)
+    fail_at(monkeypatch, 9, MemoryError("no room"))
     _, err = sweep(NET, "--sizes", "8,9,10", code=2)
     assert err.splitlines()[-1].endswith("the first failed with: planning: MemoryError: no room")
 
 
 def test_an_interrupt_keeps_the_rows_so_far(monkeypatch):
-    resolve = candidates.resolve
-
-    def interrupted(loaded, options):
-        if options.dilated_size == 11:
-            raise KeyboardInterrupt
-        return resolve(loaded, options)
-
-    monkeypatch.setattr(candidates, "resolve", interrupted)
+    fail_at(monkeypatch, 11, KeyboardInterrupt())
     found, err = sweep(NET, "--sizes", "7..15", code=130)
     assert found["interrupted"]
     assert [row["asked"] and row["asked"]["size"] for row in found["rows"]] == [None, 7, 9]
@@ -246,16 +237,15 @@ def test_times_are_measured_by_turns():
 
 
 def test_json_csv_and_the_table_agree():
-    """With the same error in more parameters, the larger of two counts is dominated.
-
-    9 cells hold 9 elements.
+    """9 elements keep the 9 cells of a kernel, so that 16 have the same error with more parameters:
+    their row is dominated.
     """
     torch.save(narrow().state_dict(), "weights.pth")
     options = (NARROW, "--sizes", "4..5..1", "--counts", "1,9,16", "--checkpoint", "weights.pth")
     found, _ = sweep(*options)
     lines = list(csv.DictReader(io.StringIO(table(*options, "--csv"))))
     assert len(lines) == len(found["rows"])
-    for line, (index, row) in zip(lines, enumerate(found["rows"]), strict=True):
+    for index, (line, row) in enumerate(zip(lines, found["rows"], strict=True)):
         same = "status layers elements params macs folded_bytes kernel_error output_error images"
         for name in (*same.split(), "same_top1", "reason", "command", "dominated"):
             assert line[name] == ("" if row[name] is None else str(row[name])), name
@@ -340,11 +330,14 @@ def test_a_picture_of_the_rows():
 def test_mistakes_are_one_line(options, says):
     out, err = run("sweep", NET, *options, code=2)
     assert out == ""
-    assert says in err.splitlines()[-1]
+    *others, last = err.splitlines()
+    assert last.startswith("error: ")
+    assert says in last
+    assert not any(line.startswith("error: ") for line in others), err
 
 
 def test_rows_that_replace_other_layers_say_how_many():
-    heading, _, _, *rows = table(OTHERS, "--sizes", "4,5").split("\n\n")[1].splitlines()
+    heading, _, _, *rows = table(ODD_AND_EVEN, "--sizes", "4,5").split("\n\n")[1].splitlines()
     assert "Layers" in heading
     assert [row.split()[-6] for row in rows] == ["1", "2"]
     assert "Layers" not in table(NET, "--sizes", "7,9")

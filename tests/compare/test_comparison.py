@@ -7,22 +7,18 @@ import tarfile
 from pathlib import Path
 from unittest.mock import patch
 
-import numpy as np
 import pytest
-import timm
 import torch
-from PIL import Image
 
 from dcls_convert.checkpoints.verify import rebuild_here, verify_folder
 from dcls_convert.compare.answer import Correction
 from dcls_convert.compare.arms import Arm, make_arms, make_network
 from dcls_convert.compare.comparison import COMPARISON, Comparison, usual_lr
 from dcls_convert.compare.runs import Settings, Trainer
-from dcls_convert.errors import DclsConvertError
 from dcls_convert.networks.positions import position_parameters
 from dcls_convert.options import PlanOptions
 from dcls_convert.pipeline.request import ConversionRequest
-from dcls_convert.tuning.images import open_images, set_transforms_
+from dcls_convert.tuning.images import open_images
 from dcls_convert.tuning.recipe import Recipe
 from dcls_convert.tuning.tracker import TRACK
 from dcls_convert.tuning.training import Training, accelerator_for
@@ -145,6 +141,7 @@ def test_a_comparison_ends_as_a_table_files_and_checkpoints(tmp_path):
     assert "6 runs of 2 epochs of 4 updates on cpu: about" in err
     assert "AdamW, lr" in err
     assert "9x9 kernel: " in out
+    assert "The number of seeds was changed" not in out
     comparison = read_comparison(tmp_path / "out")
     assert [arm.label for arm in comparison.arms] == ["as it is", "9x9 kernel"]
     assert [(run.arm.label, run.seed) for run in comparison.runs] == [
@@ -156,10 +153,8 @@ def test_a_comparison_ends_as_a_table_files_and_checkpoints(tmp_path):
     assert all(run.top1[-1] == 25 * run.right.count("1") for run in comparison.runs)
     assert all(run.top1_before in (0, 25, 50, 75, 100) for run in comparison.runs)
     assert f"{comparison.arms[0].top1_before:.2f}" in out
-    for number in range(1, 7):
-        for epoch in (1, 2):
-            assert f"run {number} of 6, " in err
-            assert err.count(f": epoch {epoch} of 2, top-1") == 6
+    assert all(f"run {number} of 6, " in err for number in range(1, 7))
+    assert all(err.count(f": epoch {epoch} of 2, top-1") == 6 for epoch in (1, 2))
     assert comparison.missing == ()
     assert comparison.arms[1].distance > 0
     page = (tmp_path / "out/comparison.html").read_text()
@@ -178,7 +173,6 @@ def test_a_comparison_ends_as_a_table_files_and_checkpoints(tmp_path):
     )
     assert "runs of" not in err
     assert json.loads(again) == comparison.to_dict()
-    assert "The number of seeds was changed" not in out
     out, _ = compare("--sizes", "9", "--epochs", "2", "--seeds", "4", "--output", "out")
     said = "The number of seeds was changed after 1 look, so claims need a level of 1.25 %"
     assert said in " ".join(out.split())
@@ -220,40 +214,40 @@ def test_parts_make_the_whole_and_other_settings_are_refused(tmp_path):
     )
 
 
-def test_a_run_that_was_killed_goes_on(tmp_path):
+def test_a_run_that_was_interrupted_goes_on(tmp_path):
     options = ("--sizes", "9", "--epochs", "3", "--seeds", "1")
     compare(*options, "--output", "whole")
     real = Training._train_update
     calls = 0
 
-    def killed(*arguments):
+    def interrupted(*arguments):
         nonlocal calls
         calls += 1
-        if calls > 10 + 12 + 7:  # trials and the first run come before
+        if calls > 10 + 12 + 7:  # two trials, the first run, 7 of the 12 of the second
             raise KeyboardInterrupt
         return real(*arguments)
 
-    with patch.object(Training, "_train_update", killed):
-        out, err = compare(*options, "--output", "killed", code=130)
+    with patch.object(Training, "_train_update", interrupted):
+        out, err = compare(*options, "--output", "interrupted", code=130)
     assert out.splitlines()[-2:] == [
         " 1 run missing: 9x9 kernel, seed 0",
         " Interrupted: the same command continues with the missing runs.",
     ]
     assert err.splitlines()[-1] == "error: interrupted"
-    assert (tmp_path / "killed/settings.json").exists()
-    assert [path.parent.name for path in (tmp_path / "killed").rglob("state.pt")] == [
+    assert (tmp_path / "interrupted/settings.json").exists()
+    assert [path.parent.name for path in (tmp_path / "interrupted").rglob("state.pt")] == [
         "9x9-kernel-seed0"
     ]
     with patch(
         "dcls_convert.compare.runs.save_trained", side_effect=KeyboardInterrupt
     ):  # after its last epoch
-        compare(*options, "--output", "killed", code=130)
-    compare(*options, "--output", "killed")
-    one, other = (read_comparison(tmp_path / name) for name in ("whole", "killed"))
+        compare(*options, "--output", "interrupted", code=130)
+    compare(*options, "--output", "interrupted")
+    one, other = (read_comparison(tmp_path / name) for name in ("whole", "interrupted"))
     assert [(run.loss, run.top1, run.moved) for run in one.runs] == [
         (run.loss, run.top1, run.moved) for run in other.runs
     ]
-    tracks = [Path(name, "runs/9x9-kernel-seed0", TRACK) for name in ("whole", "killed")]
+    tracks = [Path(name, "runs/9x9-kernel-seed0", TRACK) for name in ("whole", "interrupted")]
     assert tracks[0].read_bytes() == tracks[1].read_bytes()
 
 
@@ -338,6 +332,10 @@ def test_minutes_decide_the_epochs_once(tmp_path):
             "has fewer than two classes; each is a folder of images",
         ),
         (("--data", "images", "--fsdp"), "--fsdp: needs several processes"),
+        (
+            ("--data", "images", "--augmentation", "none", "--hflip", "0.2"),
+            "--hflip has no effect with --augmentation none",
+        ),
         (("--data", "images", "--sizes", "8", "--batch-size", "4"), "8x8"),
     ],
 )
@@ -345,36 +343,6 @@ def test_mistakes_are_one_line_and_write_nothing(tmp_path, arguments, message):
     _, err = run("compare", NET, *SIZE, "--device", "cpu", *arguments, "--output", "out", code=2)
     assert message in err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
-
-
-def test_images_of_16_bits_keep_their_shades(tmp_path):
-    """timm's reader, which converts them by Pillow, would make most of them white."""
-    ramp = np.linspace(0, 65535, 64 * 64).reshape(64, 64).astype(np.uint16)
-    for number in range(10):
-        for label in ("dark", "light"):
-            path = tmp_path / "deep" / label / f"{number}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(ramp).save(path)
-    data = open_images(tmp_path / "deep")
-    set_transforms_(data, net(2), (3, 64, 64), "none")
-    for part in (data.train, data.test):
-        normalise = part.transform.transforms[-1]
-        image = part[0][0] * torch.as_tensor(normalise.std).view(-1, 1, 1)
-        shade = (image + torch.as_tensor(normalise.mean).view(-1, 1, 1)).mean()
-        assert abs(float(shade) - 0.5) < 0.02
-
-
-@pytest.mark.parametrize("augmentation", ["light", "strong"])
-def test_images_are_mirrored_as_asked_for(augmentation):
-    data = open_images(Path("images"))
-    for mirrored in (0.0, 0.25):
-        set_transforms_(data, net(2), (3, 32, 32), augmentation, mirrored=mirrored)
-        steps = [str(step) for step in data.train.transform.transforms]
-        assert [step for step in steps if "HorizontalFlip" in step] == (
-            [f"RandomHorizontalFlip(p={mirrored})"] if mirrored else []
-        )
-    options = ("--augmentation", "none", "--hflip", "0.2")
-    assert "--hflip has no effect with" in compare("--sizes", "9", *options, code=2)[1]
 
 
 def test_a_size_that_does_not_fit_is_refused_before_images_are_read():
@@ -393,17 +361,6 @@ def test_a_network_that_does_not_take_the_images_is_no_bug():
     assert err.splitlines()[-1] == "error: as it is: fails on these images: division by zero"
 
 
-@pytest.mark.parametrize(("channels", "mode"), [(1, "RGB"), (3, "L")])
-def test_images_have_the_channels_that_the_network_takes(channels, mode):
-    data = open_images(Path("images"))
-    size = (channels, 32, 32)
-    set_transforms_(data, timm.create_model("test_convnext", in_chans=channels), size)
-    for part in (data.train, data.test):
-        assert part.transform(Image.new(mode, (40, 40))).shape == size
-    with pytest.raises(DclsConvertError, match="images have 1 or 3 channels; the model takes 2"):
-        set_transforms_(data, timm.create_model("test_convnext", in_chans=2), (2, 32, 32))
-
-
 def test_what_is_not_installed_is_named(monkeypatch):
     monkeypatch.setattr("dcls_convert.cli.compare.PACKAGES", ("accelerate", "no_such_package"))
     _, err = compare(code=2)
@@ -413,15 +370,6 @@ def test_what_is_not_installed_is_named(monkeypatch):
 def test_the_usual_rate_is_the_papers_for_its_batches():
     assert usual_lr(4096, trained=False) == 4e-3
     assert usual_lr(256, trained=True) == 1e-4
-
-
-def test_folders_of_classes_alone_are_split_class_by_class(tmp_path):
-    data = open_images(tmp_path / "images" / "train")
-    assert data.classes == ("dark", "light")
-    assert (len(data.train), len(data.test)) == (14, 2)
-    paths = [{path for path, _ in part.reader.samples} for part in (data.train, data.test)]
-    assert not paths[0] & paths[1]
-    assert {label for _, label in data.test.reader.samples} == {0, 1}
 
 
 def test_shards_give_the_runs_that_a_folder_of_the_same_images_gives(tmp_path):
@@ -434,10 +382,8 @@ def test_shards_give_the_runs_that_a_folder_of_the_same_images_gives(tmp_path):
             names, (images.reader.samples[:half], images.reader.samples[half:]), strict=True
         ):
             with tarfile.open(tmp_path / name, "w") as shard:
-                for image, label in [
-                    *samples,
-                    (samples[0][0], -1),
-                ]:  # the last has no label, for timm
+                # To timm, the last has no label.
+                for image, label in [*samples, (samples[0][0], -1)]:
                     (tmp_path / "label").write_text(str(label))
                     shard.add(image, f"some.folder/{Path(image).stem}{label}.png")
                     shard.add(tmp_path / "label", f"some.folder/{Path(image).stem}{label}.cls")
@@ -468,38 +414,3 @@ def test_shards_give_the_runs_that_a_folder_of_the_same_images_gives(tmp_path):
         run("compare", NET, *data, *settings)
     one, other = (read_comparison(tmp_path / output).runs for output in ("one", "other"))
     assert [(run.loss, run.right) for run in one] == [(run.loss, run.right) for run in other]
-
-
-def test_images_that_cannot_be_read_are_named_and_left_out_and_classes_must_be_learnt(tmp_path):
-    folder = tmp_path / "images"
-    said = []
-    whole = open_images(folder, note=said.append)
-    assert said == []
-    image = next((folder / "train/light").iterdir())
-    (folder / "train/dark/cut.png").write_bytes(image.read_bytes()[:60])
-    (folder / "train/dark/none.jpg").write_text("no image")
-    found = open_images(folder, note=said.append)
-    assert found.train.reader.samples == whole.train.reader.samples
-    (line,) = said
-    assert line.endswith("skipping 2 images that cannot be read: dark/cut.png, dark/none.jpg")
-    (folder / "validation/dark").rename(folder / "validation/dusk")
-    with pytest.raises(DclsConvertError, match="nothing to learn dusk from"):
-        open_images(folder)
-    (folder / "validation/dusk").rename(tmp_path / "dusk")
-    said.clear()
-    light = open_images(folder, note=said.append).test
-    assert {label for _, label in light.reader.samples} == {1}
-    assert said[-1].endswith(": classes without images to test with: 1 (dark)")
-
-
-def test_classes_too_small_to_be_tested_are_counted(tmp_path):
-    for label, images in {"a": 1, "b": 4, "c": 5, "d": 9, "e": 2, "f": 3}.items():
-        folder = tmp_path / "classes" / label
-        folder.mkdir(parents=True)
-        for number in range(images):
-            Image.new("RGB", (8, 8)).save(folder / f"{number}.png")
-    said = []
-    data = open_images(tmp_path / "classes", note=said.append)
-    assert len(data.test) == 2
-    (line,) = said
-    assert line.endswith(": classes without images to test with: 4 (a, b, e and 1 more)")

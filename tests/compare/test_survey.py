@@ -78,11 +78,8 @@ def test_a_pattern_that_matches_nothing_names_what_is_near(pattern, near):
     ("name", "size"),
     {
         "resnet50": (3, 224, 224),
-        "vit_h_14": (
-            3,
-            224,
-            224,
-        ),  # its weights are for 518 pixels, without them it is built for 224
+        # Its weights are for 518 pixels, without them it is built for 224.
+        "vit_h_14": (3, 224, 224),
         "deeplabv3_mobilenet_v3_large": (3, 520, 520),
         "raft_small": (3, 224, 224),  # nothing is stated
     }.items(),
@@ -129,12 +126,24 @@ SOME = [
         replaced={"depthwise 3x3": 9},
         kernel_counts=(5, 7),
         params=Change(before=3),
+        macs=MacsChange(before=10),
     ),
     ModelRow(
-        name="torchvision:a", status="planned", replaced={"dense 3x3": 2}, params=Change(before=1)
+        name="torchvision:a",
+        status="planned",
+        replaced={"dense 3x3": 2},
+        kernel_counts=(6,),
+        params=Change(before=1),
+        macs=MacsChange(before=30),
     ),
     ModelRow(name="timm:c", status="failed", reason="no"),
-    ModelRow(name="timm:d", status="nothing matches", reason="no", params=Change(before=2)),
+    ModelRow(
+        name="timm:d",
+        status="nothing matches",
+        reason="no",
+        params=Change(before=2),
+        macs=MacsChange(before=20),
+    ),
 ]
 
 
@@ -143,8 +152,8 @@ SOME = [
     {
         "name": "abcd",
         "params": "adbc",
-        "macs": "bacd",
-        "count": "bacd",
+        "macs": "bdac",
+        "count": "abcd",  # by the largest
         "layers": "abcd",
         None: "bacd",
     }.items(),

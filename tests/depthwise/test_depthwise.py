@@ -60,13 +60,14 @@ def geometry(
     side,
     *,
     stride=(1, 1),
-    last=False,
+    channels_last=False,
     channels=3,
     batch=2,
     bias=True,
-    part=2**29,
-    each=1,
+    most_at_once=2**29,
+    kernels_per_channel=1,
 ):
+    """A case: these arguments by name. With `most_at_once=1`, each image or channel is a part."""
     return locals()
 
 
@@ -79,20 +80,26 @@ def geometries(draw, most=24):
     flags = st.booleans()
     counts = st.integers(1, 3)
     parts = st.sampled_from([1, 2**29])
-    options = {"last": flags, "bias": flags, "channels": counts, "batch": counts, "part": parts}
+    options = {
+        "channels_last": flags,
+        "bias": flags,
+        "channels": counts,
+        "batch": counts,
+        "most_at_once": parts,
+    }
     return geometry(window, padding, side, **draw(st.fixed_dictionaries(options)))
 
 
 def tensors(geometry, dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
     channels = geometry["channels"]
-    kernels = geometry["channels"] * geometry["each"]
+    kernels = channels * geometry["kernels_per_channel"]
     input = torch.randn(
         geometry["batch"], channels, *geometry["side"], dtype=torch.float64, generator=generator
     )
     kernel = torch.randn(kernels, 1, *geometry["window"], dtype=torch.float64, generator=generator)
     bias = [torch.randn(kernels, dtype=torch.float64, generator=generator)] * geometry["bias"]
-    input = input.to(memory_format=LAST if geometry["last"] else torch.contiguous_format)
+    input = input.to(memory_format=LAST if geometry["channels_last"] else torch.contiguous_format)
     arguments = geometry["stride"], geometry["padding"], (1, 1), channels
     return [tensor.to(dtype).requires_grad_() for tensor in (input, kernel, *bias)], arguments
 
@@ -111,19 +118,19 @@ def outputs_and_gradients(function, inputs, arguments):
 
 @every_way
 @example(geometry((17, 17), (8, 8), (28, 30)))
-@example(geometry((17, 17), (8, 8), (14, 7), last=True))
-@example(geometry((51, 49), (25, 24), (30, 15), part=1))
+@example(geometry((17, 17), (8, 8), (14, 7), channels_last=True))
+@example(geometry((51, 49), (25, 24), (30, 15), most_at_once=1))
 @example(geometry((14, 15), (7, 6), (20, 9), stride=(2, 1)))
-@example(geometry((17, 17), (0, 0), (19, 18), stride=(3, 1), last=True))
+@example(geometry((17, 17), (0, 0), (19, 18), stride=(3, 1), channels_last=True))
 @example(geometry((7, 7), (9, 9), (1, 1)))
-@example(geometry((17, 17), (8, 8), (9, 20), each=2))
+@example(geometry((17, 17), (8, 8), (9, 20), kernels_per_channel=2))
 @example(geometry((7, 17), (3, 8), (5, 16), batch=0))
 @given(geometry=geometries())
 def test_values_memory_format_and_gradients_are_those_of_torch(way, geometry):
     inputs, arguments = tensors(geometry)
     with pytest.MonkeyPatch.context() as patch, going(way):
-        patch.setattr(matmul, "MOST_BYTES", geometry["part"])  # one channel at a time
-        patch.setattr(onednn, "PART", geometry["part"])  # one image
+        patch.setattr(matmul, "MOST_BYTES", geometry["most_at_once"])  # one channel at a time
+        patch.setattr(onednn, "PART", geometry["most_at_once"])  # one image
         ours = outputs_and_gradients(conv2d, inputs, arguments)
     theirs = outputs_and_gradients(F.conv2d, inputs, arguments)
     close(ours, theirs, FLOAT64_ATOL)
@@ -134,7 +141,7 @@ def test_values_memory_format_and_gradients_are_those_of_torch(way, geometry):
 @pytest.mark.slow
 @every_way
 @given(geometry=geometries(most=3))
-def test_gradients_and_gradients_of_gradients(way, geometry):
+def test_first_and_second_gradients_are_those_of_differences(way, geometry):
     inputs, arguments = tensors({**geometry, "channels": 2})
     with pytest.MonkeyPatch.context() as patch, going(way):
         patch.setattr(onednn, "FEWEST_GRADIENT_CELLS", 1)
@@ -157,9 +164,8 @@ def test_rounding_is_little_more_than_torchs(way, dtype, side):
     with going(way) as paddings:
         ours = outputs_and_gradients(conv2d, inputs, arguments)
     assert paddings
-    factor = (
-        10 if (way, dtype) == ("onednn", torch.float32) else 1.5
-    )  # there, sums in an order of its own
+    # In float32, oneDNN adds in an order of its own.
+    factor = 10 if (way, dtype) == ("onednn", torch.float32) else 1.5
     for mine, other, true in zip(ours, theirs, exact, strict=True):
         assert mine.dtype == dtype
         least = 0.5 * torch.finfo(dtype).eps * true.norm()
@@ -171,7 +177,7 @@ WIDE = geometry((7, 17), (3, 8), (5, 16), channels=2)
 
 @every_way
 @pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")  # by torch, of its own use or ours
-def test_function_transforms_tangents_and_batches_of_gradients(way):
+def test_function_transforms_tangents_and_batches_of_gradients_are_those_of_torch(way):
     inputs, arguments = tensors(WIDE)
     plain = [tensor.detach() for tensor in inputs]
     tangents = tuple(torch.ones_like(tensor) for tensor in plain)
@@ -199,7 +205,7 @@ def test_function_transforms_tangents_and_batches_of_gradients(way):
 
 
 @every_way
-def test_autocast(way):
+def test_autocast_gives_what_torch_gives_under_it(way):
     inputs, arguments = tensors(WIDE, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         theirs = outputs_and_gradients(F.conv2d, inputs, arguments)
@@ -364,7 +370,8 @@ def test_memory_is_that_on_paper(monkeypatch, most):
     )  # or the padded map
 
 
-# Networks, compiled and spread over processes: `matmul` against torch's way.
+# Networks, compiled, and wrapped by DDP and FSDP2 in a group of one process: `matmul` against
+# torch's way.
 
 
 def steps(model, images):
@@ -389,7 +396,7 @@ def network():
 
 
 @pytest.mark.slow
-def test_a_compiled_training_step(monkeypatch):
+def test_a_compiled_training_step_has_no_plain_convolution_and_trains_as_torchs_way(monkeypatch):
     images = torch.randn(2, 4, 20, 18, dtype=torch.float64).to(memory_format=LAST)
     monkeypatch.setenv(VARIABLE, "torch")
     expected = steps(network(), images)
@@ -418,7 +425,7 @@ def test_a_compiled_training_step(monkeypatch):
     "spread",
     [DistributedDataParallel, lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (1,)))],
 )
-def test_spread_layers(tmp_path, monkeypatch, spread):
+def test_layers_wrapped_for_several_processes_train_as_torchs_way(tmp_path, monkeypatch, spread):
     images = torch.randn(2, 4, 20, 18, dtype=torch.float64)
     monkeypatch.setenv(VARIABLE, "torch")
     expected = steps(network(), images)

@@ -60,7 +60,7 @@ def network(channels=8, **options):
 
 
 def means(model, images):
-    """Mean of each channel where the convolutions' outputs have passed what stands behind them."""
+    """Of each channel behind each convolution's BatchNorm, or the identity in its place."""
     seen = []
     with torch.no_grad(), contextlib.ExitStack() as hooks:
         for part in model[1]:
@@ -112,7 +112,7 @@ def test_images_in_parts_give_the_same_sums_and_outputs_about_as_close(monkeypat
     old = network()
     before = old(others).detach()
     plan = plan_conversion(find_convs(old, SMALL), dilated_size=9, budget=60, tie="none")
-    together = []  # passes of the old and the new network in step
+    together = []  # passes in step: one for each batch of 2 images and each network, old and new
     run = calibrate_module.run_in_step
 
     def counting(convs, passes, step_all):
@@ -129,7 +129,7 @@ def test_images_in_parts_give_the_same_sums_and_outputs_about_as_close(monkeypat
         apply_plan_(model, plan, calibration=statistics)
         first_weights.append(model[1][0][0].weight)
         errors.append(error_of(model, before, others))
-    assert together == [24, 8, 8, 8]
+    assert together == [24, 8, 8, 8]  # 2 networks, each 12 batches; then each 4 batches at a time
     torch.testing.assert_close(first_weights[1], first_weights[0], rtol=1e-4, atol=1e-5)
     assert errors[1] == pytest.approx(errors[0], rel=0.05)
 
@@ -216,6 +216,10 @@ def test_with_an_element_for_every_cell_nothing_changes():
     assert error_of(model, before, images) < 1e-4
 
 
+def unchanged(model):
+    return model
+
+
 def zero_kernels(model):
     for part in model[1]:
         part[0].weight.data[::2] = 0
@@ -229,10 +233,10 @@ def dead_channels(model):
 AWKWARD = {
     "zero kernels": (zero_kernels, photos()),
     "dead channels": (dead_channels, photos()),
-    "constant": (nn.Module.float, torch.full((4, *SMALL), 0.5)),
-    "zero": (nn.Module.float, torch.zeros(2, *SMALL)),
-    "one image": (nn.Module.float, photos(1)),
-    "small images": (nn.Module.float, photos(4, size=3)),
+    "constant": (unchanged, torch.full((4, *SMALL), 0.5)),
+    "zero": (unchanged, torch.zeros(2, *SMALL)),
+    "one image": (unchanged, photos(1)),
+    "small images": (unchanged, photos(4, size=3)),
     "bfloat16": (nn.Module.bfloat16, photos()),
     "float16": (nn.Module.half, photos()),
     "float64": (nn.Module.double, photos()),
@@ -241,7 +245,7 @@ AWKWARD = {
 
 @pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize("case", AWKWARD)
-def test_awkward_cases_work(case):
+def test_awkward_cases_give_finite_tensors_of_the_same_dtype_and_outputs_not_far_off(case):
     model = network()
     (change, images) = AWKWARD[case]
     change(model)
@@ -287,7 +291,7 @@ def test_what_cannot_be_calibrated_is_refused_by_name_and_the_model_left_as_it_w
     ],
     ids=["not", "first pass", "in step", "at the end"],
 )
-def test_every_module_keeps_its_own_mode_without_hooks_and_a_model_that_fails_is_unchanged(
+def test_modules_keep_their_modes_and_no_hooks_and_a_failure_leaves_the_model_unchanged(
     fails_at, raised
 ):
     model = network(bias=True)
@@ -369,7 +373,8 @@ def test_layers_of_which_too_few_places_are_seen_keep_their_fit_and_are_counted(
     apply_plan_(fit, plan, init="fit")
     notes = []
     apply_plan_(model, plan, calibration=Calibration(batches=(photos(1),)), note=notes.append)
-    assert [note for note in notes if note.startswith("1 of 3 layers keep")] == notes
+    (note,) = notes
+    assert note.startswith("1 of 3 layers keep")
     same = []
     for one, other in zip(fit[1], model[1], strict=True):
         same.append(torch.equal(one[0].weight, other[0].weight))
@@ -476,9 +481,9 @@ def with_convs(conv_class, model):
 @pytest.mark.parametrize(
     ("change", "options", "share"),
     [
-        (nn.Module.eval, {}, 0.5),
-        (nn.Module.eval, {"interpolation": "gaussian"}, 0.7),
-        (nn.Module.eval, {"interpolation": "triangle"}, 0.7),
+        (unchanged, {}, 0.5),
+        (unchanged, {"interpolation": "gaussian"}, 0.7),
+        (unchanged, {"interpolation": "triangle"}, 0.7),
         (partial(with_convs, nn.Conv2d), {"rules": "conv3x3"}, 0.5),
         (partial(with_convs, StdConv2d), {"rules": "conv3x3"}, 1.0),
     ],

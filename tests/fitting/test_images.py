@@ -84,7 +84,11 @@ def test_of_many_images_some_of_every_folder_are_taken(planned, tmp_path):
     assert len(set(shades(calibration.batches))) == len(set(shades(calibration.held_out))) == 5
 
 
-@pytest.mark.parametrize(("most", "fitted", "held_out"), [(1, 1, 0), (60, 48, 12), (250, 215, 35)])
+@pytest.mark.parametrize(
+    ("most", "fitted", "held_out"),
+    # From 201 on, every sixth is held out, or fewer: every fifth would be more than 40.
+    [(1, 1, 0), (60, 48, 12), (200, 160, 40), (205, 171, 34), (250, 215, 35)],
+)
 def test_as_many_images_as_asked_for_are_taken_and_at_most_40_held_out(
     planned, tmp_path, most, fitted, held_out
 ):

@@ -152,13 +152,13 @@ def placed(where, size, *, count=6, channels=(2, 3)):
 @every_dims
 @pytest.mark.parametrize("where", ["inside", "whole", "lower", "upper", "mixed"])
 def test_bilinear_is_algorithms_1_and_2(dims, where):
-    old = placed(where, WINDOWS[dims])
-    kernel = old.kernel()
+    some = placed(where, WINDOWS[dims])
+    kernel = some.kernel()
     toward = random_like(kernel)
-    grad_weight, grad_positions = old.gradients(toward)
+    grad_weight, grad_positions = some.gradients(toward)
     for o, i in itertools.product(range(2), range(3)):
-        inputs = [old.weight[o, i].requires_grad_(), old.positions[:, o, i].requires_grad_()]
-        expected = algorithm_1(*inputs, old.size)
+        inputs = [some.weight[o, i].requires_grad_(), some.positions[:, o, i].requires_grad_()]
+        expected = algorithm_1(*inputs, some.size)
         close(kernel[o, i], expected.detach())
         close(
             (grad_weight[o, i], grad_positions[:, o, i]),
@@ -257,20 +257,20 @@ def test_a_new_interpolation_is_one_record_for_layers_and_fits(monkeypatch):
 @pytest.mark.parametrize("sigma", [1.0, 2.0])  # whole sigmas: the kinks lie on cells
 def test_triangle_derivatives_at_kinks_are_those_of_the_side_that_is_meant(dims, where, sigma):
     # One element a kernel, so that all may be moved at once and looked at kernel by kernel.
-    old = placed(where, WINDOWS[dims], count=1, channels=(4, 3))
-    old = replace(old, interpolation="triangle", sigma=torch.full_like(old.positions, sigma))
-    toward = random_like(old.kernel())
+    some = placed(where, WINDOWS[dims], count=1, channels=(4, 3))
+    some = replace(some, interpolation="triangle", sigma=torch.full_like(some.positions, sigma))
+    toward = random_like(some.kernel())
 
     def difference(name, axis, step):
-        changed = getattr(old, name).clone()
+        changed = getattr(some, name).clone()
         changed[axis] += step
-        moved = replace(old, **{name: changed}).kernel() - old.kernel()
+        moved = replace(some, **{name: changed}).kernel() - some.kernel()
         return (toward * moved).flatten(2).sum(2, keepdim=True) / step
 
-    _, grad_positions, grad_sigma = old.gradients(toward)
-    inward = -STEP if where == "upper" else STEP
+    _, grad_positions, grad_sigma = some.gradients(toward)
+    step = -STEP if where == "upper" else STEP
     for axis in range(dims):
-        close(grad_positions[axis], difference("positions", axis, inward), ONE_SIDED_ATOL)
+        close(grad_positions[axis], difference("positions", axis, step), ONE_SIDED_ATOL)
         close(grad_sigma[axis], difference("sigma", axis, STEP), ONE_SIDED_ATOL)
 
 
@@ -278,10 +278,10 @@ def test_triangle_derivatives_at_kinks_are_those_of_the_side_that_is_meant(dims,
     ("interpolation", "least"), [("triangle", 1.0), ("gaussian", 0.27)]
 )  # DCLS 0.1.1
 def test_sigma_below_its_least_value_counts_as_that_value_and_can_grow_back(interpolation, least):
-    old = elements((5, 8), interpolation)
-    at_least = replace(old, sigma=torch.full_like(old.sigma, least))
-    below = replace(old, sigma=torch.full_like(old.sigma, least - 0.2))
-    toward = random_like(old.kernel())
+    some = elements((5, 8), interpolation)
+    at_least = replace(some, sigma=torch.full_like(some.sigma, least))
+    below = replace(some, sigma=torch.full_like(some.sigma, least - 0.2))
+    toward = random_like(some.kernel())
     close(below.kernel(), at_least.kernel())
     close(below.gradients(toward), at_least.gradients(toward))
     assert (below.gradients(toward)[2] != 0).all()
@@ -349,13 +349,13 @@ def test_elements_beyond_the_window_are_taken_at_its_border_and_can_come_back(
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("form", [None, *FORMS])
 def test_a_position_that_is_not_a_number_shows_in_its_kernel_alone(interpolation, axis, form):
-    old = elements((5, 7), interpolation)
-    positions = old.positions.clone()
+    some = elements((5, 7), interpolation)
+    positions = some.positions.clone()
     positions[axis, 0, 0, 1] = math.nan
-    broken = replace(old, positions=positions)
+    broken = replace(some, positions=positions)
     with as_on_a_gpu(form):
         kernel = broken.kernel()
-        healthy = old.kernel()
+        healthy = some.kernel()
         assert kernel[0, 0].isnan().any()
         kernel[0, 0] = healthy[0, 0]
         assert torch.equal(kernel, healthy)

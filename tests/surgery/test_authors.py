@@ -33,6 +33,10 @@ FLOAT64_ATOL = 1e-10  # their normaliser, were it left out, would make 1e-7
 FLOAT32_TOLERANCE = 1e-5
 COUNT = 5
 SMALL = ("--input-size", "3x32x32")  # for speed
+# The network's first layers: alone in its stage, and the two of the next.
+FIRST = "stages.0.blocks.0.conv_dw"
+SECOND = "stages.1.blocks.0.conv_dw"
+THIRD = "stages.1.blocks.1.conv_dw"
 INTERPOLATION_OF = {"v0": "bilinear", "v1": "bilinear", "max": "triangle", "gauss": "gaussian"}
 
 
@@ -81,7 +85,7 @@ def convnext():
     return timm.create_model(TINY)
 
 
-def convert_(model, state, **options):
+def convert_from_theirs_(model, state, **options):
     model.pretrained_cfg = None  # no input size: a trace would take most of the time
     return dcls_convert.convert_from_authors_(model, state, **{"dilated_size": 17, **options})
 
@@ -151,9 +155,9 @@ def authors_layer(dims, version, size, groups):
         6, 6, 4, dilated_kernel_size=size, padding=padding, stride=2, groups=groups, version=version
     )
     random_places_(layer, generator)
-    if (
-        len(set(size)) > 1
-    ):  # then they count from half the size of another axis; the places are to be in the window
+    # Between unequal sides, they count from half the size of another axis; the places are to be in
+    # the window.
+    if len(set(size)) > 1:
         with torch.no_grad():
             for index, axis in enumerate(AXES[dims, version == "v0"]):
                 layer.P[index].uniform_(0, size[axis] - 1, generator=generator).sub_(
@@ -195,7 +199,7 @@ def test_numbers_of_v0_are_the_very_numbers_and_places_may_have_any_precision(dt
     model = convnext()
     state = authors_convnext().state_dict()
     state |= {name: tensor.to(dtype) for name, tensor in state.items() if name.endswith(".P")}
-    convert_(model, state)
+    convert_from_theirs_(model, state)
     for name, tensor in state.items():
         if name.endswith(".P"):
             positions = model.get_submodule(name[:-2]).positions
@@ -220,7 +224,7 @@ def test_a_network_gives_the_authors_outputs_through_the_command_line():
         close(outputs(model), outputs(theirs))
     layers = [module for module in ours.modules() if isinstance(module, DclsConvNd)]
     assert {layer.kernel_count for layer in layers} == {COUNT}
-    assert sum(layer.is_tied for layer in layers) >= 2
+    assert [layer.is_tied for layer in layers] == [False, *[True] * 8]  # 1, 2, 4 and 2 a stage
 
 
 # --- Names in files
@@ -284,10 +288,10 @@ def test_another_head_starts_afresh_and_says_so():
 
 def test_untied_layers_may_have_places_of_their_own_and_larger_windows():
     theirs = copy.deepcopy(authors_convnext())
-    layer = theirs.get_submodule(PAIR)
+    layer = theirs.get_submodule(SECOND)
     layer.P = nn.Parameter(layer.P.detach() / 2)
     torch.save({"model": theirs.state_dict()}, "theirs.pth")
-    convert_(model := convnext(), "theirs.pth", dilated_size=21, tie="none")
+    convert_from_theirs_(model := convnext(), "theirs.pth", dilated_size=21, tie="none")
     close(outputs(model), outputs(theirs))
     assert not any(layer.is_tied for layer in model.modules() if isinstance(layer, DclsConvNd))
 
@@ -299,18 +303,14 @@ def shortened(state, layer, count):
     }
 
 
-# Alone in its stage, and the two of the next.
-FIRST, PAIR, OTHER = (
-    f"stages.{place}.conv_dw" for place in ("0.blocks.0", "1.blocks.0", "1.blocks.1")
-)
-
-
 def test_stages_may_differ_in_their_counts_and_a_mapping_may_hold_parameters():
     model = convnext()
-    state = shortened(shortened(authors_convnext().state_dict(), PAIR, 3), OTHER, 3)
-    report = convert_(model, {name: nn.Parameter(tensor) for name, tensor in state.items()})
+    state = shortened(shortened(authors_convnext().state_dict(), SECOND, 3), THIRD, 3)
+    report = convert_from_theirs_(
+        model, {name: nn.Parameter(tensor) for name, tensor in state.items()}
+    )
     assert [row.kernel_count for row in report.layers] == [5, 3, 3, *[5] * 6]
-    assert torch.equal(model.get_submodule(PAIR).weight, state[f"{PAIR}.weight"])
+    assert torch.equal(model.get_submodule(SECOND).weight, state[f"{SECOND}.weight"])
 
 
 # --- What does not fit
@@ -335,15 +335,15 @@ def moved(size):
     return changed(f"{FIRST}.P", move)
 
 
-OTHERS = "format: 1\nrules:\n- match: {kind: depthwise}\n  kernel_count: 7\n"
+SEVEN_ELEMENTS = "format: 1\nrules:\n- match: {kind: depthwise}\n  kernel_count: 7\n"
 GAUSSIAN = {"interpolation": "gaussian"}
 REFUSED = {  # what becomes of the state dict, further options, and what the line says, in parts
     "no P of two layers": (
-        without(f"{FIRST}.P", f"{PAIR}.P"),
+        without(f"{FIRST}.P", f"{SECOND}.P"),
         {},
         f"has no elements for {FIRST} and 1 more",
     ),
-    "P alone": (without(f"{PAIR}.weight"), {}, f"has {PAIR}.P, but no {PAIR}.weight"),
+    "P alone": (without(f"{SECOND}.weight"), {}, f"has {SECOND}.P, but no {SECOND}.weight"),
     "P for what is no convolution": (
         lambda state: (
             state | {"head.fc.P": torch.zeros(2, 3, 1, 5), "head.fc.weight": torch.zeros(3, 1, 5)}
@@ -352,19 +352,19 @@ REFUSED = {  # what becomes of the state dict, further options, and what the lin
         "has elements for head.fc, which would not be converted: the model has no such convolution",
     ),
     "other counts in a stage": (
-        lambda state: shortened(state, PAIR, 4),
+        lambda state: shortened(state, SECOND, 4),
         {},
-        f"layers of stages.1 cannot share positions | {PAIR} has 4, {OTHER} has 5 | --tie none",
+        f"layers of stages.1 cannot share positions | {SECOND} has 4, {THIRD} has 5 | --tie none",
     ),
     "other places in a stage": (
-        changed(f"{OTHER}.P", lambda places: places / 2),
+        changed(f"{THIRD}.P", lambda places: places / 2),
         {},
-        f"positions of {PAIR} and {OTHER} differ | --tie none",
+        f"positions of {SECOND} and {THIRD} differ | --tie none",
     ),
     "P of another count than its weight": (
-        changed(f"{PAIR}.P", lambda places: places[..., :4]),
+        changed(f"{SECOND}.P", lambda places: places[..., :4]),
         {},
-        f"{PAIR}.P has shape (2, 32, 1, 4), which does not fit its weight (32, 1, 5)",
+        f"{SECOND}.P has shape (2, 32, 1, 4), which does not fit its weight (32, 1, 5)",
     ),
     "no gamma": (
         without("stages.0.blocks.0.gamma"),
@@ -372,9 +372,9 @@ REFUSED = {  # what becomes of the state dict, further options, and what the lin
         "does not fit the model; missing: stages.0.blocks.0.gamma",
     ),
     "P not finite": (
-        changed(f"{PAIR}.P", lambda places: places * float("nan")),
+        changed(f"{SECOND}.P", lambda places: places * float("nan")),
         {},
-        f"{PAIR}.P must be finite",
+        f"{SECOND}.P must be finite",
     ),
     "outside of the window": (
         moved(9.25),
@@ -396,11 +396,11 @@ REFUSED = {  # what becomes of the state dict, further options, and what the lin
     "a spread is asked for": (dict, GAUSSIAN, "has no SIG | bilinear, not gaussian"),
     "other elements in a rule": (
         dict,
-        {"rules": parse_rules(OTHERS)},
+        {"rules": parse_rules(SEVEN_ELEMENTS)},
         f"{FIRST} has 5 elements in a kernel, but rule | states 7",
     ),
 }
-SIGMA = {
+REFUSED_WITH_SIG = {
     "not said which": (
         dict,
         {},
@@ -412,7 +412,7 @@ SIGMA = {
         "has SIG entries | --authors-version v0",
     ),
     "not shared": (
-        changed(f"{OTHER}.SIG", lambda sigma: sigma + 1),
+        changed(f"{THIRD}.SIG", lambda sigma: sigma + 1),
         GAUSSIAN,
         "sigma of | --tie none",
     ),
@@ -420,14 +420,15 @@ SIGMA = {
 
 
 @pytest.mark.parametrize(
-    ("version", "kind"), [*(("v0", kind) for kind in REFUSED), *(("gauss", kind) for kind in SIGMA)]
+    ("version", "kind"),
+    [*(("v0", kind) for kind in REFUSED), *(("gauss", kind) for kind in REFUSED_WITH_SIG)],
 )
 def test_what_does_not_fit_is_one_line_and_leaves_the_model_alone(version, kind):
-    change, options, says = (REFUSED | SIGMA)[kind]
+    change, options, says = (REFUSED | REFUSED_WITH_SIG)[kind]
     model = convnext()
     before = state_of(model)
     with pytest.raises(dcls_convert.DclsConvertError, match=r"^the state dict: ") as caught:
-        convert_(model, change(authors_convnext(version).state_dict()), **options)
+        convert_from_theirs_(model, change(authors_convnext(version).state_dict()), **options)
     line = str(caught.value)
     assert "\n" not in line
     assert all(part in line for part in says.split(" | ")), line
@@ -449,7 +450,7 @@ def test_an_interpolation_that_their_package_lacks_is_refused_for_their_files(
     monkeypatch.setattr("dcls_convert.planning.planner.INTERPOLATION_NAMES", tuple(INTERPOLATIONS))
     state = authors_convnext(version).state_dict()
     with pytest.raises(CheckpointError, match=says):
-        convert_(convnext(), state, interpolation="bell")
+        convert_from_theirs_(convnext(), state, interpolation="bell")
 
 
 def test_a_version_of_a_file_without_elements_is_refused():
@@ -463,7 +464,7 @@ def test_an_ordinary_state_dict_is_none_of_theirs():
     assert sort_weights(model.state_dict(), "a file") is None
     assert sort_weights({"P": torch.zeros(1), "x.P": torch.zeros(1)}, "a file") is None
     with pytest.raises(CheckpointError, match="has no layers of the authors' package"):
-        convert_(model, model.state_dict())
+        convert_from_theirs_(model, model.state_dict())
 
 
 def test_a_layer_that_would_transform_the_elements_is_refused():
@@ -473,5 +474,5 @@ def test_a_layer_that_would_transform_the_elements_is_refused():
     with pytest.raises(
         CheckpointError, match="1 is a StdConv2d, which would transform the file's elements"
     ):
-        convert_(model, state, dilated_size=7)
+        convert_from_theirs_(model, state, dilated_size=7)
     assert model[1].weight is kernel

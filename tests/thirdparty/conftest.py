@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture(scope="package", autouse=True)
 def _libraries_at_rest(tmp_path_factory):
-    """Before they are imported: what they read when they are."""
+    """Sets variables that the libraries read when they are imported, which tests do later."""
     folder = tmp_path_factory.mktemp("settings")
     with pytest.MonkeyPatch.context() as patch:
         for variable in ("YOLO_CONFIG_DIR", "HF_HOME", "MPLCONFIGDIR", "XDG_CACHE_HOME"):

@@ -1,0 +1,107 @@
+"""Images to train on and to test with: how they are split, read and transformed."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+
+from dcls_convert.errors import DclsConvertError
+from dcls_convert.tuning.images import open_images, set_transforms_
+
+from ..command_line import net
+from ..photographs import photographs
+
+# timm leaves images open.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    photographs(tmp_path / "images")
+    monkeypatch.chdir(tmp_path)
+
+
+def test_images_of_16_bits_keep_their_shades(tmp_path):
+    """timm's reader, which converts them by Pillow, would make most of them white."""
+    ramp = np.linspace(0, 65535, 64 * 64).reshape(64, 64).astype(np.uint16)
+    for number in range(10):
+        for label in ("dark", "light"):
+            path = tmp_path / "deep" / label / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(ramp).save(path)
+    data = open_images(tmp_path / "deep")
+    set_transforms_(data, net(2), (3, 64, 64), "none")
+    for part in (data.train, data.test):
+        normalise = part.transform.transforms[-1]
+        image = part[0][0] * torch.as_tensor(normalise.std).view(-1, 1, 1)
+        shade = (image + torch.as_tensor(normalise.mean).view(-1, 1, 1)).mean()
+        assert abs(float(shade) - 0.5) < 0.02
+
+
+@pytest.mark.parametrize("augmentation", ["light", "strong"])
+def test_images_are_mirrored_as_asked_for(augmentation):
+    data = open_images(Path("images"))
+    for mirrored in (0.0, 0.25):
+        set_transforms_(data, net(2), (3, 32, 32), augmentation, mirrored=mirrored)
+        steps = [str(step) for step in data.train.transform.transforms]
+        assert [step for step in steps if "HorizontalFlip" in step] == (
+            [f"RandomHorizontalFlip(p={mirrored})"] if mirrored else []
+        )
+
+
+@pytest.mark.parametrize(("channels", "mode"), [(1, "RGB"), (3, "L")])
+def test_images_have_the_channels_that_the_network_takes(channels, mode):
+    data = open_images(Path("images"))
+    size = (channels, 32, 32)
+    set_transforms_(data, timm.create_model("test_convnext", in_chans=channels), size)
+    for part in (data.train, data.test):
+        assert part.transform(Image.new(mode, (40, 40))).shape == size
+    with pytest.raises(DclsConvertError, match="images have 1 or 3 channels; the model takes 2"):
+        set_transforms_(data, timm.create_model("test_convnext", in_chans=2), (2, 32, 32))
+
+
+def test_folders_of_classes_alone_are_split_class_by_class(tmp_path):
+    data = open_images(tmp_path / "images" / "train")
+    assert data.classes == ("dark", "light")
+    assert (len(data.train), len(data.test)) == (14, 2)
+    paths = [{path for path, _ in part.reader.samples} for part in (data.train, data.test)]
+    assert not paths[0] & paths[1]
+    assert {label for _, label in data.test.reader.samples} == {0, 1}
+
+
+def test_images_that_cannot_be_read_are_named_and_left_out_and_classes_must_be_learnt(tmp_path):
+    folder = tmp_path / "images"
+    said = []
+    whole = open_images(folder, note=said.append)
+    assert said == []
+    image = next((folder / "train/light").iterdir())
+    (folder / "train/dark/cut.png").write_bytes(image.read_bytes()[:60])
+    (folder / "train/dark/none.jpg").write_text("no image")
+    found = open_images(folder, note=said.append)
+    assert found.train.reader.samples == whole.train.reader.samples
+    (line,) = said
+    assert line.endswith("skipping 2 images that cannot be read: dark/cut.png, dark/none.jpg")
+    (folder / "validation/dark").rename(folder / "validation/dusk")
+    with pytest.raises(DclsConvertError, match="nothing to learn dusk from"):
+        open_images(folder)
+    (folder / "validation/dusk").rename(tmp_path / "dusk")
+    said.clear()
+    light = open_images(folder, note=said.append).test
+    assert {label for _, label in light.reader.samples} == {1}
+    assert said[-1].endswith(": classes without images to test with: 1 (dark)")
+
+
+def test_classes_too_small_to_be_tested_are_counted(tmp_path):
+    for label, images in {"a": 1, "b": 4, "c": 5, "d": 9, "e": 2, "f": 3}.items():
+        folder = tmp_path / "classes" / label
+        folder.mkdir(parents=True)
+        for number in range(images):
+            Image.new("RGB", (8, 8)).save(folder / f"{number}.png")
+    said = []
+    data = open_images(tmp_path / "classes", note=said.append)
+    assert len(data.test) == 2
+    (line,) = said
+    assert line.endswith(": classes without images to test with: 4 (a, b, e and 1 more)")
