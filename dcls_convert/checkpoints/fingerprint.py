@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..errors import one_line
-from ..networks.outputs import tensors_in
+from ..networks.model_outputs import tensors_in
 from ..networks.running import evaluating, full_precision, seeded
 from ..networks.tracing import image_dtype
 from ..options import MOST_PIXELS

@@ -5,14 +5,12 @@ noticed.
 """
 
 import contextlib
-import hashlib
 import json
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict
 from torch import Tensor
 
 from ..errors import CheckpointError, shown
@@ -23,8 +21,8 @@ from ..networks.weights import tensors_hash
 from ..networks.weights_files import load_file, opened
 from ..pipeline.provenance import Provenance
 from ..planning.plan import ConversionPlan
-from ..records import Record, read_json
-from .fingerprint import Fingerprint
+from ..records import read_json
+from .stamp import METADATA_KEY, PROVENANCE, Stamp, config_hash, entry_of, read_stamp
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -35,39 +33,10 @@ FILES = (WEIGHTS, CONFIG, REPORT, CARD)
 PAGE = "pictures.html"
 PICTURE = "positions.png"
 PLAN_PLACE = "model_args.plan"  # in config.json
-METADATA_KEY = "dcls_convert"  # in the metadata of the weights, and in config.json
-PROVENANCE = "provenance"  # beside the hash of the tensors in config.json
 # accelerate and transformers refuse files that do not name torch as their format.
 FORMAT_METADATA = {"format": "pt"}
-# Entries of `pretrained_cfg` that describe the model to people, and may be edited.
-DESCRIPTIVE = {
-    "label_names",
-    "label_descriptions",
-    "description",
-    "tag",
-    "notes",
-    "license",
-    "origin_url",
-    "paper_name",
-    "paper_ids",
-}
 # Entries that timm's own savers write beside `pretrained_cfg`; they overrule those inside.
 BESIDE_PREPROCESSING = ("num_classes", "label_names", "label_descriptions")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stamp(Record):
-    """The metadata that `save_converted` puts into the weights file.
-
-    The hash of the file's tensors is in config.json.
-    """
-
-    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
-
-    format: int = 1
-    version: str  # of the program that wrote it
-    config: str  # config_hash of the config.json beside it
-    fingerprint: Fingerprint | None  # None if save_converted was called with fingerprint=False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,13 +153,13 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         raise CheckpointError(f"{path}: names no architecture, or has arguments that are no object")
     plan = None
     source: ModelSource | None = ModelSource(name=f"timm:{architecture}", args=args)
-    input_size = _entry(config.get("pretrained_cfg"), "input_size")
+    input_size = entry_of(config.get("pretrained_cfg"), "input_size")
     if architecture == TIMM_ARCHITECTURE:
         plan = ConversionPlan.from_dict(args.get("plan"), f"{path}: {PLAN_PLACE}")
         source = _source_of(plan, args)
         input_size = plan.input_size
     own_entries = config.get(METADATA_KEY)
-    provenance = _entry(own_entries, PROVENANCE)
+    provenance = entry_of(own_entries, PROVENANCE)
     if provenance is not None:
         where = f"{path}: {METADATA_KEY}.{PROVENANCE}"
         provenance = Provenance.from_json(json.dumps(provenance), where)
@@ -201,7 +170,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         input_size=input_size,
         preprocessing=_preprocessing(config),
         provenance=provenance,
-        tensors_hash=_entry(own_entries, "tensors"),
+        tensors_hash=entry_of(own_entries, "tensors"),
         config_hash=config_hash(config),
     )
 
@@ -235,51 +204,12 @@ def _preprocessing(config: Mapping[str, Any]) -> dict[str, Any]:
     return stated
 
 
-def _entry(data: object, name: str) -> Any:
-    """The entry of an object of JSON; None if it has none, or is no object."""
-    if isinstance(data, dict):
-        return data.get(name)
-    return None
-
-
-def read_stamp(path: Path) -> Stamp | None:
-    """The stamp in the header of a weights file.
-
-    None if another program wrote the file, as timm does after fine-tuning.
-    """
-    with opened(path) as file:
-        metadata = file.metadata() or {}
-    text = metadata.get(METADATA_KEY)
-    if text is None:
-        return None
-    return Stamp.from_json(text, f"{path}: its metadata {METADATA_KEY!r}")
-
-
 def read_tensors(path: Path, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors of a safetensors file, read one at a time: all, or those in `names`."""
     with opened(path) as file:
         for name in sorted(file.keys()):
             if names is None or name in names:
                 yield name, file.get_tensor(name)
-
-
-def config_hash(config: Mapping[str, Any]) -> str:
-    """SHA-256 of what matters in a parsed config.json.
-
-    Layout, order, labels and descriptions do not.
-    """
-    cfg = config.get("pretrained_cfg")
-    if isinstance(cfg, dict):
-        cfg = {name: value for name, value in cfg.items() if name not in DESCRIPTIVE}
-    parts = {
-        "architecture": config.get("architecture"),
-        "model_args": config.get("model_args"),
-        "num_classes": config.get("num_classes"),
-        "pretrained_cfg": cfg,
-        "tensors": _entry(config.get(METADATA_KEY), "tensors"),
-        PROVENANCE: _entry(config.get(METADATA_KEY), PROVENANCE),
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def not_of_a_checkpoint(path: Path) -> str | None:

@@ -16,7 +16,8 @@ from ..networks.weights import not_finite
 from ..pipeline.provenance import Provenance
 from ..planning.plan import ConversionPlan, LayerPlan, TieGroup
 from ..records import Record, taken_from
-from .folder import Checkpoint, read_stamp, read_tensors
+from .folder import Checkpoint, read_tensors
+from .stamp import read_stamp
 
 # Types of positions whose statistics are computed; torch cannot compare float8 numbers.
 COMPARED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -30,16 +30,13 @@ from .folder import (
     CARD,
     CONFIG,
     FORMAT_METADATA,
-    METADATA_KEY,
-    PROVENANCE,
     REPORT,
     WEIGHTS,
-    Stamp,
-    config_hash,
     not_of_a_checkpoint,
     open_checkpoint,
 )
 from .load import place_
+from .stamp import METADATA_KEY, PROVENANCE, Stamp, config_hash
 
 # Entries of timm's config that say where weights come from. They are left out: the weights are in
 # the same folder.

@@ -19,8 +19,9 @@ from ..networks.stages import common_parent
 from ..networks.weights import alias_names
 from ..planning.plan import ConversionPlan
 from ..surgery.start import apply_plan_
-from .folder import CONFIG, PLAN_PLACE, WEIGHTS, Checkpoint, open_checkpoint, read_stamp
+from .folder import CONFIG, PLAN_PLACE, WEIGHTS, Checkpoint, open_checkpoint
 from .load import place_
+from .stamp import read_stamp
 
 # Prefixes that timm's feature extractors put before the names of the model that they hold.
 WRAPPER_PREFIXES = ("", "model.", "body.", "graph_module.")

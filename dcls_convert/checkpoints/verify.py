@@ -21,9 +21,10 @@ from ..progress import Notify, silent
 from ..records import Record, adapter
 from ..tables import counted
 from .fingerprint import TOLERANCES, deviation, take_fingerprint
-from .folder import CONFIG, WEIGHTS, Checkpoint, Stamp, open_checkpoint, read_stamp
+from .folder import CONFIG, WEIGHTS, Checkpoint, open_checkpoint
 from .inspection import position_sets
 from .load import place_
+from .stamp import Stamp, read_stamp
 
 REBUILD_SECONDS = 600.0  # the process that rebuilds the model may take
 # -P keeps the working directory out of the import path: a json.py there would hide Python's.

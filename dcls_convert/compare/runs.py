@@ -30,7 +30,7 @@ from ..tuning.images import ImageData, set_transforms_
 from ..tuning.recipe import RECIPE_VERSION, Recipe
 from ..tuning.training import STATE, Training, from_first_process, median_after_warmup
 from .arms import Arm, ArmNetwork, Moved, make_network
-from .claims import claimed
+from .run_claims import claimed
 
 SETTINGS = "settings.json"
 RUNS = "runs"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError, shown
-from ..networks.outputs import tensors_in
+from ..networks.model_outputs import tensors_in
 from ..networks.running import run
 from ..options import CPU_BATCH, GPU_BATCH, TIMING_SECONDS
 from ..planning.plan import ConversionPlan

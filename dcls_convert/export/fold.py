@@ -14,7 +14,7 @@ from ..checkpoints.load import load_checkpoint
 from ..depthwise.geometry import size_text
 from ..errors import CheckpointError, DclsConvertError, shown
 from ..networks.building import build_model
-from ..networks.outputs import check_equal
+from ..networks.model_outputs import check_equal
 from ..networks.source import resolve_model
 from ..networks.tracing import image_dtype
 from ..options import MOST_PIXELS, OPSETS

@@ -13,7 +13,7 @@ from .. import __version__
 from ..checkpoints.card import with_folder
 from ..checkpoints.folder import Checkpoint
 from ..errors import DclsConvertError, ModelError, one_line, shown
-from ..networks.outputs import check_equal, tensors_in
+from ..networks.model_outputs import check_equal, tensors_in
 from ..networks.running import quietly
 from ..output import new_file
 from ..progress import Notify

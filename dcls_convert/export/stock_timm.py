@@ -17,7 +17,7 @@ from ..checkpoints.folder import CARD, WEIGHTS, not_of_a_checkpoint
 from ..checkpoints.save import save_converted, timm_config, write_files
 from ..errors import DclsConvertError, ModelError
 from ..networks.building import build_model, shapes_of
-from ..networks.outputs import ComparisonError, check_equal
+from ..networks.model_outputs import ComparisonError, check_equal
 from ..networks.sites import find_convs
 from ..networks.source import ModelSource
 from ..networks.weights import alias_names

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..depthwise.eager import is_eager, is_exported, on_cpu
-from .clamping import clamped, per_axis
+from .limits import clamped, per_axis
 
 # On a CPU, elements per thread and block: temporary tensors stay in the cache. torch does not
 # split work into parts smaller than this.

@@ -24,11 +24,11 @@ from ..depthwise.geometry import (
     padded_cells,
 )
 from .carry_over import carry_over_, compute_parameter_
-from .clamping import clamp_
 from .construction import construct_kernel
 from .conv_classes import PLAIN, Conv, ConvForm, find_form, padding_of, why_not_replaceable
 from .elements import POSITION_STD, largest_elements
 from .interpolation import find_interpolation, learnt_axes, position_limits
+from .limits import clamp_
 from .ties import Tieable
 
 IntOrTuple = int | Sequence[int]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..depthwise.eager import on_cpu
 from .bilinear import bilinear_kernel
-from .clamping import clamped
+from .limits import clamped
 
 # cells and sigma (*C, E), length of the window -> (*C, E, length)
 Profile = Callable[[Tensor, Tensor, int], Tensor]

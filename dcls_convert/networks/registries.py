@@ -2,9 +2,10 @@
 
 import importlib
 import warnings
+from collections.abc import Sequence
 from types import ModuleType
 
-from ..errors import ModelError, one_line
+from ..errors import ModelError, did_you_mean, one_line
 
 REGISTRIES = ("timm", "torchvision")
 # Our entry in timm's registry. It rebuilds converted models and cannot be converted itself.
@@ -31,6 +32,17 @@ def registry_names() -> list[str]:
     for kind in REGISTRIES:
         names += [f"{kind}:{name}" for name in sorted(models_of(kind))]
     return names
+
+
+def unknown_model(name: str, bare_name: str, kinds: Sequence[str]) -> ModelError:
+    """An error that names models like `bare_name`, of these registries.
+
+    `name` is what the user gave.
+    """
+    known: list[str] = []
+    for kind in kinds:
+        known += models_of(kind)
+    return ModelError(f"no model {name!r}{did_you_mean(bare_name, known, 3)}")
 
 
 def import_library(name: str) -> ModuleType:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import ModelError, did_you_mean, shown
-from .registries import REGISTRIES, import_library, is_registered, models_of
+from ..errors import ModelError, shown
+from .registries import REGISTRIES, import_library, is_registered, unknown_model
 
 OTHER_TIMM_KINDS = ("hf-hub", "local-dir")  # timm itself loads these
 # Sources whose models are built by a library's code; all others run code of the user's.
@@ -151,10 +151,7 @@ def _registered_name(name: str, bare_name: str, kinds: Sequence[str]) -> str:
                 _check_timm_tag(bare_name)
             return f"{kind}:{bare_name}"
     _explain_wrong_model(name)
-    known: list[str] = []
-    for kind in kinds:
-        known += models_of(kind)
-    raise ModelError(f"no model {name!r}{did_you_mean(bare_name, known, 3)}")
+    raise unknown_model(name, bare_name, kinds)
 
 
 def _check_timm_tag(name: str) -> None:

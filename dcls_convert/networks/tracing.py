@@ -16,7 +16,7 @@ from ..errors import PlanError, one_line, shown
 from ..layers.conv_classes import AnyConv
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 from ..options import DEFAULT_INTERPOLATION
-from .outputs import tensors_in
+from .model_outputs import tensors_in
 
 # Detectors of torchvision that have all their convolutions in backbone and head.
 ONE_STAGE_DETECTORS = ("FCOS", "RetinaNet", "SSD")

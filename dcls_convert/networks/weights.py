@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, listed
 from .building import build_model
-from .outputs import tensors_in
+from .model_outputs import tensors_in
 from .source import LIBRARY_KINDS, ModelSource
 
 USUAL_CLASSIFIERS = ("fc", "classifier", "head")  # for models that do not name their classifier

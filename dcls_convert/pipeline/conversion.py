@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..fitting.calibrate import CalibrationStatistics
 from ..fitting.images import Calibration
-from ..networks.outputs import agreement, relative_distance
+from ..networks.model_outputs import agreement, relative_distance
 from ..networks.pretrained_cfg import set_normalisation_
 from ..networks.running import evaluating, full_precision, run, unchanged_on_failure
 from ..options import MOST_PIXELS

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, computed_field
 from torch import nn
 
-from ..networks.outputs import Agreement
+from ..networks.model_outputs import Agreement
 from ..networks.sites import Skipped
 from ..networks.tracing import trace
 from ..planning.plan import ConversionPlan, LayerPlan

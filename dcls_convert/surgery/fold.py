@@ -1,4 +1,4 @@
-"""Fold: replace every DCLS layer by its plain convolution.
+"""Fold: replace every DCLS layer by its plain convolution, which `DclsConvNd.fuse` makes.
 
 Either by our own function, or through timm's `reparameterize_model`.
 """

@@ -9,7 +9,8 @@ and EMA; under FSDP2 if the docstring says so. Only `clamp_positions_` changes a
 arXiv:2112.03740, section 3 "Learning techniques".
 """
 
-from ..networks.positions import clamp_positions_, no_weight_decay
+from ..networks.positions import no_weight_decay
+from .clamping import clamp_positions_
 from .param_groups import param_groups
 from .recipe import Recipe
 from .repulsion import repulsive_loss

@@ -37,9 +37,9 @@ from torch.nn.functional import cross_entropy, kl_div
 from torch.utils.data import DataLoader
 
 from ..errors import CheckpointError, DclsConvertError, is_out_of_memory, one_line
-from ..networks.outputs import tensors_in
-from ..networks.positions import clamp_positions_
+from ..networks.model_outputs import tensors_in
 from ..output import new_file
+from .clamping import clamp_positions_
 from .images import ImageData, Repeatable, batch_keys, generators_kept, seed_all
 from .param_groups import param_groups
 from .recipe import Recipe

@@ -15,7 +15,7 @@ from ..checkpoints.card import training_code, with_folder
 from ..depthwise.geometry import size_text
 from ..errors import printable, shown
 from ..layers.interpolation import find_interpolation
-from ..networks.outputs import Agreement
+from ..networks.model_outputs import Agreement
 from ..options import EXACT, LEAST_GROWTH, MOST_SLOWER
 from ..pipeline.conversion import Conversion
 from ..pipeline.resolved import ResolvedRequest

@@ -11,14 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dcls_convert import apply_plan_, find_convs, plan_conversion, predict_report, save_converted
-from dcls_convert.checkpoints.folder import (
-    CONFIG,
-    METADATA_KEY,
-    WEIGHTS,
-    config_hash,
-    open_checkpoint,
-)
+from dcls_convert.checkpoints.folder import CONFIG, WEIGHTS, open_checkpoint
 from dcls_convert.checkpoints.inspection import inspect_checkpoint
+from dcls_convert.checkpoints.stamp import METADATA_KEY, config_hash
 from dcls_convert.checkpoints.verify import rebuild_here, verify_folder
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.source import ModelSource

@@ -17,15 +17,8 @@ from torch import nn
 
 from dcls_convert import apply_plan_, find_convs, load_converted, plan_conversion, save_converted
 from dcls_convert.checkpoints import verify as verification
-from dcls_convert.checkpoints.folder import (
-    CARD,
-    CONFIG,
-    DESCRIPTIVE,
-    METADATA_KEY,
-    REPORT,
-    WEIGHTS,
-    config_hash,
-)
+from dcls_convert.checkpoints.folder import CARD, CONFIG, REPORT, WEIGHTS
+from dcls_convert.checkpoints.stamp import DESCRIPTIVE, METADATA_KEY, config_hash
 from dcls_convert.errors import CheckpointError, DclsConvertError, ModelError
 from dcls_convert.export.fold import fold_checkpoint
 from dcls_convert.surgery.fold import fold_to_dense_

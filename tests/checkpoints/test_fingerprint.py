@@ -9,9 +9,9 @@ from torch import nn
 
 from dcls_convert import find_convs
 from dcls_convert.checkpoints.fingerprint import Fingerprint, take_fingerprint
-from dcls_convert.checkpoints.folder import tensors_hash
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.source import ModelSource
+from dcls_convert.networks.weights import tensors_hash
 
 from .folders import IMAGE
 

@@ -14,14 +14,8 @@ import dcls_convert
 from dcls_convert import convert_and_save_, load_converted, predict_report, save_converted
 from dcls_convert.checkpoints import folder as checkpoint_folder
 from dcls_convert.checkpoints.fingerprint import take_fingerprint
-from dcls_convert.checkpoints.folder import (
-    CONFIG,
-    FILES,
-    WEIGHTS,
-    config_hash,
-    read_plan,
-    read_stamp,
-)
+from dcls_convert.checkpoints.folder import CONFIG, FILES, WEIGHTS, read_plan
+from dcls_convert.checkpoints.stamp import config_hash, read_stamp
 from dcls_convert.errors import CheckpointError
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.source import ModelSource

@@ -10,7 +10,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 
-from dcls_convert.checkpoints.folder import METADATA_KEY, WEIGHTS
+from dcls_convert.checkpoints.folder import WEIGHTS
+from dcls_convert.checkpoints.stamp import METADATA_KEY
 
 from .folders import convert, outputs, same_states, save
 

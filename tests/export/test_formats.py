@@ -23,7 +23,7 @@ from dcls_convert.errors import DclsConvertError
 from dcls_convert.export.fold import fold_checkpoint
 from dcls_convert.export.folded_model import BATCHES
 from dcls_convert.export.formats import EXPORT_FORMATS
-from dcls_convert.networks.outputs import relative_error
+from dcls_convert.networks.model_outputs import relative_error
 
 from ..checkpoints.folders import IMAGE
 from ..command_line import run

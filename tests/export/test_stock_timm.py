@@ -19,7 +19,7 @@ from dcls_convert.checkpoints.folder import CARD, CONFIG, FILES, REPORT, WEIGHTS
 from dcls_convert.errors import CheckpointError, DclsConvertError
 from dcls_convert.export.fold import fold_checkpoint
 from dcls_convert.layers.dcls_conv import DclsConvNd
-from dcls_convert.networks.outputs import relative_error
+from dcls_convert.networks.model_outputs import relative_error
 from dcls_convert.planning.rules import parse_rules
 
 from ..checkpoints.folders import IMAGE, convert, outputs, save

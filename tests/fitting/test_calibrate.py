@@ -19,13 +19,13 @@ from dcls_convert import (
     find_convs,
     plan_conversion,
 )
-from dcls_convert.checkpoints.folder import tensors_hash
 from dcls_convert.fitting import calibrate as calibrate_module
 from dcls_convert.fitting import warm_start
 from dcls_convert.fitting.calibrate import measure_inputs
 from dcls_convert.fitting.calibration_settings import CalibrationSettings
 from dcls_convert.fitting.groups import make_layers
 from dcls_convert.fitting.images import Calibration
+from dcls_convert.networks.weights import tensors_hash
 from dcls_convert.progress import silent
 from dcls_convert.tables import as_text
 from dcls_convert.views.report import report_view

@@ -16,7 +16,7 @@ from torch import nn
 
 from dcls_convert import apply_plan_, convert_, find_convs, fold_to_dense_, plan_conversion
 from dcls_convert.layers.dcls_conv import DclsConvNd
-from dcls_convert.networks.outputs import relative_error
+from dcls_convert.networks.model_outputs import relative_error
 from dcls_convert.reports.report import measure_report, predict_report
 
 from ..conftest import TINY

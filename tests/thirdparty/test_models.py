@@ -25,7 +25,7 @@ from dcls_convert import (
     tuning,
 )
 from dcls_convert.layers.dcls_conv import DclsConvNd
-from dcls_convert.networks.outputs import relative_error
+from dcls_convert.networks.model_outputs import relative_error
 from dcls_convert.networks.running import evaluating
 
 from ..command_line import run

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from dcls_convert.compare import claims
-from dcls_convert.compare.claims import CLAIM, claimed
+from dcls_convert.compare import run_claims
+from dcls_convert.compare.run_claims import CLAIM, claimed
 from dcls_convert.output import host_name
 
 from ..photographs import photographs
@@ -21,9 +21,9 @@ OTHER = "elsewhere-1"
 
 @pytest.fixture(autouse=True)
 def _in_no_time(monkeypatch):
-    monkeypatch.setattr(claims, "SECONDS_BETWEEN_BEATS", 0.05)
-    monkeypatch.setattr(claims, "SECONDS_UNTIL_STALE", 1.0)
-    monkeypatch.setattr(claims, "SECONDS_TO_SETTLE", 0.2)
+    monkeypatch.setattr(run_claims, "SECONDS_BETWEEN_BEATS", 0.05)
+    monkeypatch.setattr(run_claims, "SECONDS_UNTIL_STALE", 1.0)
+    monkeypatch.setattr(run_claims, "SECONDS_TO_SETTLE", 0.2)
 
 
 def test_a_claim_holds_until_its_block_ends(tmp_path):
@@ -52,7 +52,7 @@ def test_the_claim_of_another_machine_is_taken_when_it_stops_beating(tmp_path):
     with claimed(tmp_path, patient=False) as owner:
         assert owner == OTHER
     ended = threading.Event()
-    beats = threading.Thread(target=claims._beat, args=(path, ended))
+    beats = threading.Thread(target=run_claims._beat, args=(path, ended))
     beats.start()
     with claimed(tmp_path, patient=True) as owner:
         assert owner == OTHER

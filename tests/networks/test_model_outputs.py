@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from dcls_convert.networks.outputs import (
+from dcls_convert.networks.model_outputs import (
     ComparisonError,
     agreement,
     check_equal,

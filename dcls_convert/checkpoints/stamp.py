@@ -1,0 +1,86 @@
+"""What config and weights of a checkpoint say of each other, so that a mix of two is noticed.
+
+The weights hold a stamp with the hash of the config, the config a hash of the weights' tensors.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict
+
+from ..networks.weights_files import opened
+from ..records import Record
+from .fingerprint import Fingerprint
+
+METADATA_KEY = "dcls_convert"  # in the metadata of the weights, and in config.json
+PROVENANCE = "provenance"  # beside the hash of the tensors in config.json
+# Entries of `pretrained_cfg` that describe the model to people, and may be edited.
+DESCRIPTIVE = {
+    "label_names",
+    "label_descriptions",
+    "description",
+    "tag",
+    "notes",
+    "license",
+    "origin_url",
+    "paper_name",
+    "paper_ids",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stamp(Record):
+    """The metadata that `save_converted` puts into the weights file.
+
+    The hash of the file's tensors is in config.json.
+    """
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+
+    format: int = 1
+    version: str  # of the program that wrote it
+    config: str  # config_hash of the config.json beside it
+    fingerprint: Fingerprint | None  # None if save_converted was called with fingerprint=False
+
+
+def read_stamp(path: Path) -> Stamp | None:
+    """The stamp in the header of a weights file.
+
+    None if another program wrote the file, as timm does after fine-tuning.
+    """
+    with opened(path) as file:
+        metadata = file.metadata() or {}
+    text = metadata.get(METADATA_KEY)
+    if text is None:
+        return None
+    return Stamp.from_json(text, f"{path}: its metadata {METADATA_KEY!r}")
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """SHA-256 of what matters in a parsed config.json.
+
+    Layout, order, labels and descriptions do not.
+    """
+    cfg = config.get("pretrained_cfg")
+    if isinstance(cfg, dict):
+        cfg = {name: value for name, value in cfg.items() if name not in DESCRIPTIVE}
+    parts = {
+        "architecture": config.get("architecture"),
+        "model_args": config.get("model_args"),
+        "num_classes": config.get("num_classes"),
+        "pretrained_cfg": cfg,
+        "tensors": entry_of(config.get(METADATA_KEY), "tensors"),
+        PROVENANCE: entry_of(config.get(METADATA_KEY), PROVENANCE),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def entry_of(data: object, name: str) -> Any:
+    """The entry of an object of JSON; None if it has none, or is no object."""
+    if isinstance(data, dict):
+        return data.get(name)
+    return None
