@@ -36,7 +36,7 @@ FEW_IMAGES = 4  # to fit to; fewer are said to be few
 FEWEST_FOR_PERCENT = 10  # images; of fewer, a share in percent says more than is known
 NEAR_THE_CENTRE = (
     "Elements start near the centre, as in the paper, and need long training to move.",
-    "For a short training, --positions kernel or uniform spreads them.",
+    "For a short training, --positions kernel spreads them over the old kernel.",
 )
 FOLDING_SENTENCE = (
     "Folding the kernels into plain convolutions keeps the outputs and these MACs, "
