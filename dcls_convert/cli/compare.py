@@ -185,7 +185,7 @@ def compare(
         (output.exists() and not output.is_dir(), f"output {output}: is not a folder"),
     )
     request = network.request()
-    # Of those of accelerate launch or torchrun.
+    # Of the processes that accelerate launch or torchrun has started.
     first_process = os.environ.get("RANK", "0") == "0"
     with console.steps(network.model, "planning", quiet=not first_process) as notify:
         from ..compare.arms import check_arms, make_arms

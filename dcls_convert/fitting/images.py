@@ -47,6 +47,8 @@ class Calibration:
 
     batches: Sequence[Tensor]  # to fit outputs to
     held_out: Sequence[Tensor] = ()  # to measure outputs on
+    # Images of a folder that these are crops of; 0 for tensors, and if each image is taken once.
+    images_cropped: int = 0
     files: tuple[str, ...] = ()  # paths of the images below their folder; none for tensors
 
     def __len__(self) -> int:
@@ -162,16 +164,19 @@ def _read_folder(
         first_held_out = 1
     fitted: list[Tensor] = []
     held_out: list[Tensor] = []
+    images_held_out = 0
     for index, (path, pixels) in enumerate(pixels_of_path.items()):
         if not holds_out or index % held_out_every != first_held_out:
             fitted.append(pixels)
             continue
+        images_held_out += 1
         held_out.append(pixels)
         for crop in corners(open_image(path, size), size):
             held_out.append(to_pixels(crop, size))
     return Calibration(
         batches=PixelBatches(fitted, normalisation),
         held_out=PixelBatches(held_out, normalisation),
+        images_cropped=images_held_out if len(held_out) > images_held_out else 0,
         files=tuple(path.relative_to(folder).as_posix() for path in pixels_of_path),
     )
 

@@ -73,7 +73,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole parameter, gathered if FSDP2 spreads it over ranks; differentiable.
+    """The whole parameter, gathered if FSDP2 has sharded it; differentiable.
 
     Under FSDP2, all ranks must call it.
     """

@@ -208,6 +208,7 @@ def _outcome(
         outcome,
         images=sum(map(len, batches)),
         fitted_images=len(images),
+        images_cropped=images.images_cropped,
         **taken_from(agreement(unshifted, new), Outcome),
     )
     if batches:

@@ -475,7 +475,10 @@ def outcome_sentences(report: ConversionReport, advice: Advice = ON_COMMAND_LINE
 def _comparison_sentences(outcome: Outcome) -> list[str]:
     """How close the outputs for held-out images stayed, and a yardstick."""
     agreement = _agreement(outcome, outcome.images)
-    lines = [f"On {counted(outcome.images, 'held-out image')}: {agreement}."]
+    images = counted(outcome.images, "held-out image")
+    if outcome.images_cropped:
+        images = f"{outcome.images} crops of {counted(outcome.images_cropped, 'held-out image')}"
+    lines = [f"On {images}: {agreement}."]
     if outcome.shifted is not None:
         shifted = _agreement(outcome.shifted, outcome.images)
         lines.append(f"As a yardstick, the original with each image moved by one pixel: {shifted}.")

@@ -272,7 +272,7 @@ def _error_notes(sweep: Sweep) -> Iterator[RenderableType]:
         return
     images = "random images"
     if image_count:
-        images = f"{counted(image_count, 'image')} held out from the calibration"
+        images = f"{counted(image_count, 'image')} or crops held out from the calibration"
     top1 = ""
     if has_classes:
         top1 = " Top-1: share of them with the same class as before."

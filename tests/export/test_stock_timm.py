@@ -23,6 +23,7 @@ from dcls_convert.networks.model_outputs import relative_error
 from dcls_convert.planning.rules import parse_rules
 
 from ..checkpoints.folders import IMAGE, convert, outputs, save
+from ..command_line import run
 from ..conftest import TINY
 from .test_formats import FLOAT32_ERROR
 
@@ -125,6 +126,11 @@ def test_shapes_that_fit_are_not_enough_for_stock_timm(tmp_path, monkeypatch, ch
     assert written.kind == "dcls"
     assert "kernel_sizes=9: the outputs' relative error is" in written.note
     assert {path.name for path in (tmp_path / "out").iterdir()} == set(FILES)
+
+
+def test_what_loads_a_folder_is_said_whatever_its_name(checkpoints):
+    out, _ = run("fold", checkpoints / "efficientnet", "--format", "timm", "-o", "unconverted-net")
+    assert "Wrote unconverted-net: timm, where dcls-convert is installed, loads it" in out
 
 
 def test_other_architectures_become_a_folded_checkpoint(tmp_path, checkpoints):

@@ -238,8 +238,10 @@ def test_of_what_is_held_out_the_corners_are_too_where_they_are_larger_than_the_
         colour = Image.new("RGB", (width, height))
         colour.paste((255, 0, 0), (0, 0, width // 4, height // 4))
         colour.save(tmp_path / f"{index:02d}.png")
-    held = torch.cat(list(calibrate(*planned, tmp_path).held_out))
+    calibration = calibrate(*planned, tmp_path)
+    held = torch.cat(list(calibration.held_out))
     assert len(held) == 4 + 4  # 04, 09, 14, 19, of which 09 is large
+    assert calibration.images_cropped == 4
     whole, top_left, bottom_left, top_right, _ = held[1:6, 0, :5, :5].mean((1, 2)).tolist()
     assert min(whole, top_left) > 0.5 > max(bottom_left, top_right)
 

@@ -204,6 +204,12 @@ def test_a_share_of_few_images_is_no_percentage(images, percent):
     )
 
 
+def test_crops_of_held_out_images_are_no_images():
+    outcome = Outcome(kernel_error=0.2, images=10, images_cropped=2, output_error=0.1)
+    lines = outcome_sentences(replace(report_of("test_convnext"), outcome=outcome))
+    assert lines[-1].startswith("On 10 crops of 2 held-out images: relative error")
+
+
 MODELS = {
     "net": (Net, IMAGE),
     "shared": (Shared, IMAGE),
