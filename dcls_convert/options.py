@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast, get_args
 from .errors import did_you_mean
 
 if TYPE_CHECKING:
-    from .planning.plan import LayerCounts  # which imports torch
+    from .planning.known_counts import LayerCounts  # which imports torch
     from .planning.rules import RuleSet
 
 # Their records are in layers/interpolation.py.

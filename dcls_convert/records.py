@@ -12,11 +12,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationError
+from pydantic import ConfigDict, PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
 from .errors import CheckpointError, one_line, shown
 from .files import read_bytes
 
+# pydantic's settings of records: values have exactly the stated types, and no field is unknown.
+STRICT = ConfigDict(strict=True, extra="forbid")
 _FRACTION = re.compile(r"-?\d+([./]\d+)?")  # without exponents: 1e999999999 would fill the memory
 
 

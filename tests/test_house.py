@@ -25,7 +25,7 @@ from dcls_convert import options
 from dcls_convert.cli import app
 from dcls_convert.export.formats import EXPORT_FORMATS
 from dcls_convert.layers import interpolation
-from dcls_convert.planning.plan import LayerCounts
+from dcls_convert.planning.known_counts import LayerCounts
 from dcls_convert.planning.rules import RuleSet
 
 PACKAGE = Path(dcls_convert.__file__).parent

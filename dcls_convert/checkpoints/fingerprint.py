@@ -19,7 +19,7 @@ from ..networks.model_outputs import tensors_in
 from ..networks.running import evaluating, full_precision, seeded
 from ..networks.tracing import image_dtype
 from ..options import MOST_PIXELS
-from ..records import Record
+from ..records import STRICT, Record
 
 FINGERPRINT_SEED = 0
 SAMPLES = 16  # values of each output
@@ -49,7 +49,7 @@ class OutputPrint:
 class Fingerprint(Record):
     """The output for one image of normal random numbers, batch 1."""
 
-    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+    __pydantic_config__ = STRICT
 
     dtype: Literal["float64", "float32", "float16", "bfloat16"]  # of the image
     seed: Literal[0] = 0  # FINGERPRINT_SEED

@@ -14,7 +14,9 @@ from ..layers import position_statistics as statistics
 from ..layers.interpolation import find_interpolation, learnt_axes, position_limits
 from ..networks.weights import not_finite
 from ..pipeline.provenance import Provenance
-from ..planning.plan import ConversionPlan, LayerPlan, TieGroup
+from ..planning.layer_plan import LayerPlan
+from ..planning.plan import ConversionPlan
+from ..planning.tie_groups import TieGroup
 from ..records import Record, taken_from
 from .folder import Checkpoint, read_tensors
 from .stamp import read_stamp

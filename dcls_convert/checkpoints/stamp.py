@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict
-
 from ..networks.weights_files import opened
-from ..records import Record
+from ..records import STRICT, Record
 from .fingerprint import Fingerprint
 
 METADATA_KEY = "dcls_convert"  # in the metadata of the weights, and in config.json
@@ -39,7 +37,7 @@ class Stamp(Record):
     The hash of the file's tensors is in config.json.
     """
 
-    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+    __pydantic_config__ = STRICT
 
     format: int = 1
     version: str  # of the program that wrote it

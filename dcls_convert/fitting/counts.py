@@ -17,7 +17,8 @@ from ..errors import PlanError
 from ..networks.running import full_precision
 from ..networks.sites import ModelConvs
 from ..options import AUTO, ERROR_SCOPE, PlanOptions
-from ..planning.plan import ConversionPlan, LayerCounts
+from ..planning.known_counts import LayerCounts
+from ..planning.plan import ConversionPlan
 from ..planning.planner import make_plan
 from ..planning.rules import parse_rules
 from ..progress import Notify

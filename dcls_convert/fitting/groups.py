@@ -9,7 +9,9 @@ from torch import Tensor, fx, nn
 from ..errors import PlanError
 from ..layers.conv_classes import CONV_CLASSES, Conv, why_not_replaceable
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
-from ..planning.plan import ConversionPlan, LayerPlan, TieGroup
+from ..planning.layer_plan import LayerPlan
+from ..planning.plan import ConversionPlan
+from ..planning.tie_groups import TieGroup
 from .boxes import Box
 
 

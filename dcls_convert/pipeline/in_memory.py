@@ -23,7 +23,7 @@ from ..options import (
     Tie,
     suggests_arguments,
 )
-from ..planning.plan import LayerCounts
+from ..planning.known_counts import LayerCounts
 from ..planning.rules import RuleSet
 from ..progress import show_to_python
 from ..reports.report import ConversionReport

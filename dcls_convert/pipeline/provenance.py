@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ConfigDict
 from torch import nn
 
 from .. import __version__
 from ..fitting.images import Calibration
 from ..networks.weights import can_be_hashed, tensors_hash
 from ..options import PlanOptions, command_line
-from ..records import Record
+from ..records import STRICT, Record
 from ..surgery.authors import AuthorsWeights
 from .request import ConversionRequest
 from .resolved import ResolvedRequest
@@ -37,7 +36,7 @@ AUTHORS = "authors"
 class WeightsOrigin:
     """The weights before the conversion."""
 
-    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+    __pydantic_config__ = STRICT
 
     # "random", "pretrained", "in memory", or the name of the file.
     source: str
@@ -48,7 +47,7 @@ class WeightsOrigin:
 class ImagesOrigin:
     """The images of a calibration."""
 
-    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+    __pydantic_config__ = STRICT
 
     number: int  # of those that were read, the ones held out included
     names: str | None  # SHA-256 of their sorted names below the folder; None for tensors
@@ -58,7 +57,7 @@ class ImagesOrigin:
 class Provenance(Record):
     """How a network was converted. It is kept while the network is trained, saved and folded."""
 
-    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+    __pydantic_config__ = STRICT
 
     format: int = 1
     request: dict[str, Any]  # the model, and the options that differ from their defaults

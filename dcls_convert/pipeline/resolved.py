@@ -15,7 +15,8 @@ from ..fitting.warm_start import fit_seed
 from ..networks.running import evaluating, quietly, run
 from ..networks.tracing import check_same_shapes
 from ..options import AUTO, ERROR_SCOPE, EXACT, Init, PlanOptions, Scope
-from ..planning.plan import ConversionPlan, LayerCounts
+from ..planning.known_counts import LayerCounts
+from ..planning.plan import ConversionPlan
 from ..planning.planner import make_plan
 from ..progress import LOG
 from ..surgery.authors import RELEASED_VERSION, AuthorsWeights, element_state

@@ -18,7 +18,7 @@ from ..options import LEAST_PERCENT, MOST_PERCENT, Scope
 from ..records import Ratio
 
 if TYPE_CHECKING:
-    from .plan import LayerPlan  # which imports torch
+    from .layer_plan import LayerPlan  # which imports torch
 
 UNSOLVED = 0  # kernel count of a layer for which the budget decides; nothing can state a count of 0
 MODEL_UNIT = "model"  # the unit of the budget with scope "model"

@@ -1,14 +1,24 @@
 """A plan for elements that exist already, whose kernel counts it takes over."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ..errors import PlanError, listed, shown
 from ..networks.sites import Skipped
 from ..options import Tie
 from .budget import UNSOLVED
-from .plan import LayerCounts, LayerPlan
-from .tie_groups import group_layers
+from .layer_plan import LayerPlan
+from .tie_groups import check_counts_can_be_tied
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerCounts:
+    """Kernel counts of elements that exist already, for all layers to convert."""
+
+    source: str  # "checkpoint weights.pth", for messages
+    counts: Mapping[str, int]  # by the layer's name
+    # True: solved for each of these layers. False: a tie group had one count when it was trained.
+    solved: bool = False
 
 
 def with_known_counts(
@@ -52,7 +62,7 @@ def with_known_counts(
                 f"but rule {draft.rule!r} states {draft.kernel_count}"
             )
     if tie == "stage" and not known.solved:
-        _check_counts_can_be_tied(drafts, count_of, known.source)
+        check_counts_can_be_tied(drafts, count_of, known.source)
     return [replace(draft, kernel_count=count_of[draft.name]) for draft in drafts]
 
 
@@ -62,19 +72,3 @@ def _known_count(draft: LayerPlan, known: LayerCounts) -> int | None:
         if name in known.counts:
             return known.counts[name]
     return None
-
-
-def _check_counts_can_be_tied(
-    drafts: Sequence[LayerPlan], count_of: Mapping[str, int], source: str
-) -> None:
-    """Refuse different counts for layers that would be a tie group if their counts were equal."""
-    without_counts = [replace(draft, kernel_count=UNSOLVED) for draft in drafts]
-    for group, (first, *others) in group_layers(without_counts).items():
-        count = count_of[first.name]
-        for other in others:
-            if count_of[other.name] != count:
-                raise PlanError(
-                    f"{source}: layers of {group} cannot share positions, "
-                    f"since their kernel counts differ: {first.name} has {count}, "
-                    f"{other.name} has {count_of[other.name]}; use --tie none"
-                )

@@ -2,163 +2,26 @@
 
 import hashlib
 import json
-import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Self
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
-from ..depthwise.geometry import check_cells, check_window, extent
-from ..errors import CheckpointError, PlanError, listed, one_line, shown
-from ..layers.interpolation import find_interpolation
-from ..networks.sites import OldConv, Skipped
-from ..networks.stages import common_parent
+from ..errors import CheckpointError, PlanError, listed, shown
+from ..networks.sites import Skipped
 from ..options import Scope, Tie
-from ..records import Ratio, Record
+from ..records import STRICT, Ratio, Record
 from ..tables import as_html, as_text
 from .budget import BudgetUnit, solve_counts
+from .layer_plan import LayerPlan, check_layer
 from .paths import is_one_meant, nearest_paths
+from .tie_groups import TieGroup, tie_groups_of, without_lone_ties
 
 PLAN_FORMAT = 1
-_STRICT = ConfigDict(strict=True, extra="forbid")
 # Fields that `diff` does not compare as a whole: they follow from layers and options, or the layers
 # are compared one by one.
 _NOT_COMPARED_WHOLE = {"layers", "tie_groups", "budget", "skipped"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerPlan(OldConv):
-    """One convolution, and the DCLS layer that takes its place."""
-
-    __pydantic_config__ = _STRICT
-
-    dilated_size: tuple[int, ...]
-    dense_axes: tuple[int, ...]
-    interpolation: str
-    kernel_count: int
-    tie_group: str | None  # None: positions of its own
-    rule: str  # label of the rule that claimed it
-
-    @property
-    def shared_parameters(self) -> tuple[str, ...]:
-        """What the layers of a tie group share."""
-        if find_interpolation(self.interpolation).has_sigma:
-            return ("positions", "sigma")
-        return ("positions",)
-
-    @property
-    def position_shape(self) -> tuple[int, ...]:
-        """(A, O, I, *dense axes, E): learnt axes, channels, cells of dense axes, elements."""
-        dense = [self.dilated_size[axis] for axis in self.dense_axes]
-        learnt = len(self.dilated_size) - len(dense)
-        return (
-            learnt,
-            self.out_channels,
-            self.in_channels // self.groups,
-            *dense,
-            self.kernel_count,
-        )
-
-    @property
-    def lines(self) -> int:
-        """Kernel lines: cells of one kernel along the learnt axes, for a pair of channels.
-
-        As many weights are needed for one more element.
-        """
-        return math.prod(self.position_shape[1:-1])
-
-    @property
-    def extents(self) -> tuple[int, ...]:
-        """Cells that the old kernel spans, on each axis."""
-        return tuple(map(extent, self.kernel_size, self.dilation))
-
-    @property
-    def old_cells(self) -> int:
-        """Cells of the old kernel along the learnt axes."""
-        return math.prod(self._along_learnt_axes(self.kernel_size))
-
-    @property
-    def reach(self) -> tuple[int, ...]:
-        """Cells around the window's centre that can meet the map, on each axis.
-
-        They are closer to the centre than the map is wide. If the map is not known, all cells.
-        """
-        if self.input_extent is None:
-            return self.dilated_size
-        reach = []
-        for side, map_side in zip(self.dilated_size, self.input_extent, strict=True):
-            reach.append(min(side, 2 * map_side - 1))
-        return tuple(reach)
-
-    @property
-    def exceeds_map(self) -> bool:
-        """Whether the window has cells that never meet the map."""
-        return self.reach != self.dilated_size
-
-    @property
-    def learnt_extents(self) -> tuple[int, ...]:
-        """The extents along the learnt axes."""
-        return self._along_learnt_axes(self.extents)
-
-    @property
-    def growths(self) -> tuple[int, ...]:
-        """Cells by which the window is larger than the old kernel's extent, on each learnt axis."""
-        sides = self._along_learnt_axes(self.dilated_size)
-        growths = []
-        for side, old in zip(sides, self.learnt_extents, strict=True):
-            growths.append(side - old)
-        return tuple(growths)
-
-    def _along_learnt_axes(self, sides: tuple[int, ...]) -> tuple[int, ...]:
-        learnt = []
-        for axis, side in enumerate(sides):
-            if axis not in self.dense_axes:
-                learnt.append(side)
-        return tuple(learnt)
-
-    @property
-    def cells(self) -> int:
-        """Cells of the window along the learnt axes: the most elements that a kernel can use."""
-        return math.prod(self._along_learnt_axes(self.dilated_size))
-
-    @property
-    def coordinates(self) -> int:
-        """Learnable numbers of one element beside its weight: its position, and sigma if any."""
-        return self.position_shape[0] * len(self.shared_parameters)
-
-    @property
-    def folded_weights(self) -> int:
-        """Weights of the plain convolution with the constructed kernel."""
-        return self.lines * self.cells
-
-    @property
-    def position_params(self) -> int:
-        """Parameters of positions and sigma, which the tie group shares."""
-        return self.lines * self.kernel_count * self.coordinates
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerCounts:
-    """Kernel counts of elements that exist already, for all layers to convert."""
-
-    source: str  # "checkpoint weights.pth", for messages
-    counts: Mapping[str, int]  # by the layer's name
-    # True: solved for each of these layers. False: a tie group had one count when it was trained.
-    solved: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TieGroup:
-    """Layers that share their positions, and the module on which the positions are registered."""
-
-    __pydantic_config__ = _STRICT
-
-    name: str
-    owner: str  # qualified name of the lowest module that holds the group; "" is the model itself
-    parameters: dict[str, str]  # "positions" (and "sigma") -> the parameter's name on the owner
-    layers: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,7 +38,7 @@ class Difference:
 class ConversionPlan(Record):
     """Everything that the conversion decides; enough to rebuild the converted model."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
 
     # Not Literal[1]: to Python, true is 1.
     format: Annotated[int, Field(ge=PLAN_FORMAT, le=PLAN_FORMAT)] = PLAN_FORMAT
@@ -283,7 +146,7 @@ class ConversionPlan(Record):
                 kept.append(layer)
         if not kept:
             raise PlanError(f"without {listed(patterns)}, no layer of the plan would remain")
-        layers, units = solve_counts(_without_lone_ties(kept), self.scope, self.share)
+        layers, units = solve_counts(without_lone_ties(kept), self.scope, self.share)
         return replace(
             self,
             layers=layers,
@@ -366,48 +229,10 @@ def _layer_differences(
     return differences
 
 
-def _without_lone_ties(layers: Sequence[LayerPlan]) -> list[LayerPlan]:
-    """The layers; one that shares its positions with no other is in no tie group."""
-    members: Counter[str | None] = Counter()
-    for layer in layers:
-        members[layer.tie_group] += 1
-    untied = []
-    for layer in layers:
-        if layer.tie_group is not None and members[layer.tie_group] == 1:
-            layer = replace(layer, tie_group=None)
-        untied.append(layer)
-    return untied
-
-
-def tie_groups_of(layers: Sequence[LayerPlan]) -> tuple[TieGroup, ...]:
-    """The tie groups, each on the lowest module that holds its layers.
-
-    Groups on the same module have different names for their parameters there.
-    """
-    members_of: dict[str, list[LayerPlan]] = {}
-    for layer in layers:
-        if layer.tie_group is not None:
-            members_of.setdefault(layer.tie_group, []).append(layer)
-    groups_on: Counter[str] = Counter()
-    groups = []
-    for group, members in members_of.items():
-        names = tuple(layer.name for layer in members)
-        owner = common_parent(names)
-        groups_on[owner] += 1
-        suffix = ""
-        if groups_on[owner] > 1:
-            suffix = f"_{groups_on[owner]}"
-        parameters = {}
-        for parameter in members[0].shared_parameters:
-            parameters[parameter] = f"dcls_{parameter}{suffix}"
-        groups.append(TieGroup(name=group, owner=owner, parameters=parameters, layers=names))
-    return tuple(groups)
-
-
 def _check_plan(plan: ConversionPlan) -> None:
     """Refuse (PlanError) layers that cannot be, and tie groups that are not those of the layers."""
     for layer in plan.layers:
-        _check_layer(layer)
+        check_layer(layer)
     for group in plan.tie_groups:
         shapes = set()
         for layer in plan.layers:
@@ -420,36 +245,3 @@ def _check_plan(plan: ConversionPlan) -> None:
     if plan.tie_groups != tie_groups_of(plan.layers):
         names = listed(group.name for group in plan.tie_groups)
         raise PlanError(f"the plan's tie groups are not those of its layers: {names}")
-
-
-def _check_layer(layer: LayerPlan) -> None:
-    """Refuse (PlanError, with the layer's name) values that no layer can have."""
-    if not layer.names:
-        raise PlanError("a layer: has no name")
-    try:
-        _check_values(layer)
-    except ValueError as error:
-        raise PlanError(f"{shown(layer.name)}: {one_line(error)}") from None
-
-
-def _check_values(layer: LayerPlan) -> None:
-    channels_of = {"in_channels": layer.in_channels, "out_channels": layer.out_channels}
-    for name, channels in channels_of.items():
-        if min(channels, layer.groups) < 1 or channels % layer.groups:
-            raise PlanError(
-                f"{name} {channels} must be a positive multiple of its groups, {layer.groups}"
-            )
-    find_interpolation(layer.interpolation)  # an error for an unknown one
-    dims = len(layer.kernel_size)
-    if not set(layer.dense_axes) < set(range(dims)):
-        raise PlanError(
-            f"dense axes {layer.dense_axes} are not axes of a {dims}-D kernel, "
-            "or leave none to be learnt"
-        )
-    check_window(layer.kernel_size, layer.dilation, layer.dilated_size, layer.dense_axes)
-    check_cells(layer.out_channels * layer.in_channels // layer.groups, layer.dilated_size)
-    if not 1 <= layer.kernel_count <= layer.cells:
-        raise PlanError(
-            f"kernel count {layer.kernel_count} must be from 1 "
-            f"to the {layer.cells} cells of its window"
-        )

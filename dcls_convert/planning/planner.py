@@ -31,10 +31,11 @@ from ..records import taken_from
 from ..tables import counted
 from .budget import UNSOLVED, parse_percent, solve_counts
 from .claims import check_overruled, claim_convs
-from .known_counts import with_known_counts
-from .plan import ConversionPlan, LayerCounts, LayerPlan, tie_groups_of
+from .known_counts import LayerCounts, with_known_counts
+from .layer_plan import LayerPlan
+from .plan import ConversionPlan
 from .rules import Rule, RuleSet, choose_rules, load_rules
-from .tie_groups import with_tie_groups
+from .tie_groups import tie_groups_of, with_tie_groups
 from .windows import choose_window, recommended_size
 
 # A draft is a LayerPlan that has no tie group yet, and whose kernel count may still be UNSOLVED.

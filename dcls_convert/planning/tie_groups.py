@@ -5,10 +5,26 @@ A draft is a LayerPlan that has no tie group yet, and whose kernel count may sti
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ..depthwise.geometry import size_text
-from .plan import LayerPlan
+from ..errors import PlanError
+from ..networks.stages import common_parent
+from ..records import STRICT
+from .budget import UNSOLVED
+from .layer_plan import LayerPlan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TieGroup:
+    """Layers that share their positions, and the module on which the positions are registered."""
+
+    __pydantic_config__ = STRICT
+
+    name: str
+    owner: str  # qualified name of the lowest module that holds the group; "" is the model itself
+    parameters: dict[str, str]  # "positions" (and "sigma") -> the parameter's name on the owner
+    layers: tuple[str, ...]
 
 
 def with_tie_groups(drafts: Sequence[LayerPlan]) -> list[LayerPlan]:
@@ -66,3 +82,57 @@ def _group_name(first: LayerPlan, taken: Mapping[str, object], *, alone_in_stage
     if same_name:
         name += f"/{same_name + 1}"
     return name
+
+
+def check_counts_can_be_tied(
+    drafts: Sequence[LayerPlan], count_of: Mapping[str, int], source: str
+) -> None:
+    """Refuse different counts for layers that would be a tie group if their counts were equal."""
+    without_counts = [replace(draft, kernel_count=UNSOLVED) for draft in drafts]
+    for group, (first, *others) in group_layers(without_counts).items():
+        count = count_of[first.name]
+        for other in others:
+            if count_of[other.name] != count:
+                raise PlanError(
+                    f"{source}: layers of {group} cannot share positions, "
+                    f"since their kernel counts differ: {first.name} has {count}, "
+                    f"{other.name} has {count_of[other.name]}; use --tie none"
+                )
+
+
+def tie_groups_of(layers: Sequence[LayerPlan]) -> tuple[TieGroup, ...]:
+    """The tie groups, each on the lowest module that holds its layers.
+
+    Groups on the same module have different names for their parameters there.
+    """
+    members_of: dict[str, list[LayerPlan]] = {}
+    for layer in layers:
+        if layer.tie_group is not None:
+            members_of.setdefault(layer.tie_group, []).append(layer)
+    groups_on: Counter[str] = Counter()
+    groups = []
+    for group, members in members_of.items():
+        names = tuple(layer.name for layer in members)
+        owner = common_parent(names)
+        groups_on[owner] += 1
+        suffix = ""
+        if groups_on[owner] > 1:
+            suffix = f"_{groups_on[owner]}"
+        parameters = {}
+        for parameter in members[0].shared_parameters:
+            parameters[parameter] = f"dcls_{parameter}{suffix}"
+        groups.append(TieGroup(name=group, owner=owner, parameters=parameters, layers=names))
+    return tuple(groups)
+
+
+def without_lone_ties(layers: Sequence[LayerPlan]) -> list[LayerPlan]:
+    """The layers; one that shares its positions with no other is in no tie group."""
+    members: Counter[str | None] = Counter()
+    for layer in layers:
+        members[layer.tie_group] += 1
+    untied = []
+    for layer in layers:
+        if layer.tie_group is not None and members[layer.tie_group] == 1:
+            layer = replace(layer, tie_group=None)
+        untied.append(layer)
+    return untied

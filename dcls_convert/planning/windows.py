@@ -15,7 +15,7 @@ from ..depthwise.geometry import (
 from ..errors import PlanError
 from ..networks.sites import ConvSite, ModelConvs
 from ..options import LEAST_GROWTH, MOST_SLOWER, MOST_WINDOW
-from .plan import LayerPlan
+from .layer_plan import LayerPlan
 from .rules import Rule, RuleSet
 
 SIZES_TO_TRY = 9  # windows that `sizes_to_try` gives

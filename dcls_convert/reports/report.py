@@ -11,7 +11,8 @@ from torch import nn
 from ..networks.model_outputs import Agreement
 from ..networks.sites import Skipped
 from ..networks.tracing import trace
-from ..planning.plan import ConversionPlan, LayerPlan
+from ..planning.layer_plan import LayerPlan
+from ..planning.plan import ConversionPlan
 from ..records import Record, taken_from
 from ..tables import as_html, as_text
 

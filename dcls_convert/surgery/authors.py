@@ -21,7 +21,10 @@ from ..layers.conv_classes import PLAIN, find_form
 from ..layers.interpolation import INTERPOLATIONS, Interpolation, find_interpolation
 from ..networks.weights import load_weights_, not_finite
 from ..options import AuthorsVersion
-from ..planning.plan import ConversionPlan, LayerCounts, LayerPlan, TieGroup
+from ..planning.known_counts import LayerCounts
+from ..planning.layer_plan import LayerPlan
+from ..planning.plan import ConversionPlan
+from ..planning.tie_groups import TieGroup
 from .place import put_layers_
 
 # Entries of one of the authors' layers, beside its bias.

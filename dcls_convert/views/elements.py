@@ -16,7 +16,8 @@ from ..layers.construction import construct_kernel
 from ..layers.dcls_conv import DclsConvNd
 from ..layers.interpolation import learnt_axes
 from ..layers.position_statistics import BORDER_MARGIN, bins, outside_share
-from ..planning.plan import ConversionPlan, LayerPlan
+from ..planning.layer_plan import LayerPlan
+from ..planning.plan import ConversionPlan
 
 AXES = ("depth", "row", "column")  # fewer dimensions take the last ones
 # Bins in a cell along each axis; odd, so that an element on a cell is in the middle of a bin.

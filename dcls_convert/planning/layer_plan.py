@@ -1,0 +1,154 @@
+"""One convolution of a plan: the DCLS layer that takes its place, and what follows from it."""
+
+import math
+from dataclasses import dataclass
+
+from ..depthwise.geometry import check_cells, check_window, extent
+from ..errors import PlanError, one_line, shown
+from ..layers.interpolation import find_interpolation
+from ..networks.sites import OldConv
+from ..records import STRICT
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerPlan(OldConv):
+    """One convolution, and the DCLS layer that takes its place."""
+
+    __pydantic_config__ = STRICT
+
+    dilated_size: tuple[int, ...]
+    dense_axes: tuple[int, ...]
+    interpolation: str
+    kernel_count: int
+    tie_group: str | None  # None: positions of its own
+    rule: str  # label of the rule that claimed it
+
+    @property
+    def shared_parameters(self) -> tuple[str, ...]:
+        """What the layers of a tie group share."""
+        if find_interpolation(self.interpolation).has_sigma:
+            return ("positions", "sigma")
+        return ("positions",)
+
+    @property
+    def position_shape(self) -> tuple[int, ...]:
+        """(A, O, I, *dense axes, E): learnt axes, channels, cells of dense axes, elements."""
+        dense = [self.dilated_size[axis] for axis in self.dense_axes]
+        learnt = len(self.dilated_size) - len(dense)
+        return (
+            learnt,
+            self.out_channels,
+            self.in_channels // self.groups,
+            *dense,
+            self.kernel_count,
+        )
+
+    @property
+    def lines(self) -> int:
+        """Kernel lines: cells of one kernel along the learnt axes, for a pair of channels.
+
+        As many weights are needed for one more element.
+        """
+        return math.prod(self.position_shape[1:-1])
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """Cells that the old kernel spans, on each axis."""
+        return tuple(map(extent, self.kernel_size, self.dilation))
+
+    @property
+    def old_cells(self) -> int:
+        """Cells of the old kernel along the learnt axes."""
+        return math.prod(self._along_learnt_axes(self.kernel_size))
+
+    @property
+    def reach(self) -> tuple[int, ...]:
+        """Cells around the window's centre that can meet the map, on each axis.
+
+        They are closer to the centre than the map is wide. If the map is not known, all cells.
+        """
+        if self.input_extent is None:
+            return self.dilated_size
+        reach = []
+        for side, map_side in zip(self.dilated_size, self.input_extent, strict=True):
+            reach.append(min(side, 2 * map_side - 1))
+        return tuple(reach)
+
+    @property
+    def exceeds_map(self) -> bool:
+        """Whether the window has cells that never meet the map."""
+        return self.reach != self.dilated_size
+
+    @property
+    def learnt_extents(self) -> tuple[int, ...]:
+        """The extents along the learnt axes."""
+        return self._along_learnt_axes(self.extents)
+
+    @property
+    def growths(self) -> tuple[int, ...]:
+        """Cells by which the window is larger than the old kernel's extent, on each learnt axis."""
+        sides = self._along_learnt_axes(self.dilated_size)
+        growths = []
+        for side, old in zip(sides, self.learnt_extents, strict=True):
+            growths.append(side - old)
+        return tuple(growths)
+
+    def _along_learnt_axes(self, sides: tuple[int, ...]) -> tuple[int, ...]:
+        learnt = []
+        for axis, side in enumerate(sides):
+            if axis not in self.dense_axes:
+                learnt.append(side)
+        return tuple(learnt)
+
+    @property
+    def cells(self) -> int:
+        """Cells of the window along the learnt axes: the most elements that a kernel can use."""
+        return math.prod(self._along_learnt_axes(self.dilated_size))
+
+    @property
+    def coordinates(self) -> int:
+        """Learnable numbers of one element beside its weight: its position, and sigma if any."""
+        return self.position_shape[0] * len(self.shared_parameters)
+
+    @property
+    def folded_weights(self) -> int:
+        """Weights of the plain convolution with the constructed kernel."""
+        return self.lines * self.cells
+
+    @property
+    def position_params(self) -> int:
+        """Parameters of positions and sigma, which the tie group shares."""
+        return self.lines * self.kernel_count * self.coordinates
+
+
+def check_layer(layer: LayerPlan) -> None:
+    """Refuse (PlanError, with the layer's name) values that no layer can have."""
+    if not layer.names:
+        raise PlanError("a layer: has no name")
+    try:
+        _check_values(layer)
+    except ValueError as error:
+        raise PlanError(f"{shown(layer.name)}: {one_line(error)}") from None
+
+
+def _check_values(layer: LayerPlan) -> None:
+    channels_of = {"in_channels": layer.in_channels, "out_channels": layer.out_channels}
+    for name, channels in channels_of.items():
+        if min(channels, layer.groups) < 1 or channels % layer.groups:
+            raise PlanError(
+                f"{name} {channels} must be a positive multiple of its groups, {layer.groups}"
+            )
+    find_interpolation(layer.interpolation)  # an error for an unknown one
+    dims = len(layer.kernel_size)
+    if not set(layer.dense_axes) < set(range(dims)):
+        raise PlanError(
+            f"dense axes {layer.dense_axes} are not axes of a {dims}-D kernel, "
+            "or leave none to be learnt"
+        )
+    check_window(layer.kernel_size, layer.dilation, layer.dilated_size, layer.dense_axes)
+    check_cells(layer.out_channels * layer.in_channels // layer.groups, layer.dilated_size)
+    if not 1 <= layer.kernel_count <= layer.cells:
+        raise PlanError(
+            f"kernel count {layer.kernel_count} must be from 1 "
+            f"to the {layer.cells} cells of its window"
+        )
