@@ -42,8 +42,8 @@ from measuring import (
 SECONDS = 2.0  # of timed passes for each case and implementation
 REPETITIONS = 100  # at most
 WARM_UPS = 10  # of what is quick
-FEWEST_REPETITIONS = 3
-FEWEST_SLOW_REPETITIONS = 2  # of passes of more than SLOW seconds
+MIN_REPETITIONS = 3
+MIN_SLOW_REPETITIONS = 2  # of passes of more than SLOW seconds
 SLOW = 8.0
 SEED = 0
 PAGE = 4096  # bytes; less than it is not seen
@@ -98,7 +98,7 @@ def measure(case: Case, implementation: str, device: str, threads: int) -> dict[
     warm_up(device)
     start = memory(device, reset=True)
     before = sum(one_pass(construct, inputs, gradient, device))
-    least = FEWEST_SLOW_REPETITIONS if before > SLOW else FEWEST_REPETITIONS
+    least = MIN_SLOW_REPETITIONS if before > SLOW else MIN_REPETITIONS
     for _ in range(WARM_UPS if before < SECONDS / REPETITIONS else 0):
         before = sum(one_pass(construct, inputs, gradient, device))
     repetitions = max(least, min(REPETITIONS, int(SECONDS / max(before, 1e-9))))

@@ -41,8 +41,8 @@ from dcls_convert.networks.registries import registry_names
 from dcls_convert.networks.sites import find_convs
 from dcls_convert.networks.source import resolve_model
 
-MOST_PARAMS = 60_000_000
-MOST_FOLD_ERROR = 1e-4
+MAX_PARAMS = 60_000_000
+MAX_FOLD_ERROR = 1e-4
 SIDES = (32, 64, 96, 128, 160, 192, 224, 256)  # tried in turn, before the model's own
 SECONDS = 900  # for one model
 NOT_RUN = ("nothing matches", "too large")
@@ -63,7 +63,7 @@ def _sweep_one(name: str) -> dict[str, Any]:
     twin = build_model(source, device="meta")
     params = sum(parameter.numel() for parameter in twin.parameters())
     own_size = find_convs(twin, assumed_input_size(source, twin)).input_size
-    if params > MOST_PARAMS:
+    if params > MAX_PARAMS:
         return {"status": "too large", "params": params}
     try:
         plan = dcls_convert.plan_conversion(find_convs(twin, own_size), model=source.name)
@@ -83,7 +83,7 @@ def _sweep_one(name: str) -> dict[str, Any]:
     folded = dcls_convert.fold_to_dense_(model)
     fold_error = largest_difference(outputs(model, image), converted) / largest(converted)
     return {
-        "status": "done" if fold_error <= MOST_FOLD_ERROR and reload_difference == 0 else "failed",
+        "status": "done" if fold_error <= MAX_FOLD_ERROR and reload_difference == 0 else "failed",
         "family": type(twin)
         .__module__.removeprefix("torchvision.models.")
         .rpartition("timm.models.")[2],

@@ -27,7 +27,7 @@ TAP = {"forward": 7.4, "input's gradient": 14.3, "window's gradient": 34.5}
 # Others measured 1.8 to 2 times what these instructions take: see docs/speed.md.
 CALIBRATION = 2.0
 TILE = 64  # rows or columns of a matrix that a GPU multiplies at once
-LEAST_USE = 0.3  # of a GPU's products, whatever the shape of the matrices
+MIN_USE = 0.3  # of a GPU's products, whatever the shape of the matrices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ class Layer:
         rate = max(rates[numbers] for numbers in rates if aligned % numbers == 0)
         if len(rates) > 1:  # on cores for matrices
             used = [size / (TILE * math.ceil(size / TILE)) for size in (height, width)]
-            rate *= max(LEAST_USE, math.prod(used))
+            rate *= max(MIN_USE, math.prod(used))
         numbers = self.channels * (height * inner + inner * width + height * width)
         flop = 2 * self.channels * height * width * inner
         return max(flop / rate, self.streamed(numbers))

@@ -24,7 +24,7 @@ CLASSES = 400
 SIDE = 48  # pixels of an image
 DRAWN_SIDE = 96  # pixels of the drawing that is reduced to it
 TYPE_SIZE = 80  # pixels of the drawing
-LEAST_INK = 20  # dark pixels of an image; a typeface may have an empty glyph for a character
+MIN_INK = 20  # dark pixels of an image; a typeface may have an empty glyph for a character
 FONTS = Path("/usr/share/fonts")
 # Kanji of JIS X 0208, level 1, in the bytes of Shift JIS.
 FIRST_KANJI = 0x889F
@@ -175,7 +175,7 @@ def draw(file: str, characters: Sequence[str]) -> list["Image.Image"]:
 
 
 def has_ink(image: "Image.Image") -> bool:
-    return sum(image.histogram()[:128]) >= LEAST_INK
+    return sum(image.histogram()[:128]) >= MIN_INK
 
 
 def prepare(folder: Path, *, second: bool) -> list[str]:

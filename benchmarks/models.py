@@ -23,7 +23,7 @@ from typing import Any
 import measuring
 
 IMAGE = (3, 224, 224)
-LEAST_ROUNDS, MOST_ROUNDS = 3, 30
+MIN_ROUNDS, MAX_ROUNDS = 3, 30
 SLOW = 2.0  # seconds of one image; such an implementation is not warmed again, and constructs once
 TOLERANCE = 1e-4  # of the largest output
 FLOATS_KEPT = 10  # by the authors' v0 in training, for every element and cell of its window; about
@@ -258,7 +258,7 @@ def interleaved(
     seconds: float,
     *,
     warm: Iterable[str] = (),
-    least: int = LEAST_ROUNDS,
+    least: int = MIN_ROUNDS,
 ) -> dict[str, list[float]]:
     """Rounds in which each takes one turn, after one for warmth of those that are not warm.
 
@@ -269,7 +269,7 @@ def interleaved(
     times: dict[str, list[float]] = {name: [] for name in run}
     end = time.perf_counter() + seconds
     names = list(run)
-    for count in range(MOST_ROUNDS):
+    for count in range(MAX_ROUNDS):
         if count >= least and time.perf_counter() > end:
             break
         for name in names[count % len(names) :] + names[: count % len(names)]:

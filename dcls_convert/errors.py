@@ -7,7 +7,7 @@ from rich.cells import cell_len
 
 # Parts of the messages by which torch, C++ and the dynamic loader say that memory is exhausted.
 NO_MEMORY = ("allocate memory", "bad_alloc", "failed to map segment", "out of memory")
-MOST_SAID = 10_000  # characters; what an error says beyond them is ignored
+MAX_ERROR_CHARACTERS = 10_000  # characters; what an error says beyond them is ignored
 
 
 class DclsConvertError(ValueError):
@@ -118,6 +118,6 @@ def listed(names: Iterable[object], most: int = 3) -> str:
 
 def one_line(error: BaseException) -> str:
     """The message of any exception, on one line: what a library said, without its layout."""
-    words = str(error)[:MOST_SAID].split()
+    words = str(error)[:MAX_ERROR_CHARACTERS].split()
     message = " ".join(words) or type(error).__name__
     return printable(message)

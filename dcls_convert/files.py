@@ -23,10 +23,10 @@ PLOT_LIBRARY = "matplotlib"  # in the extra `plot`
 # A URL as a path, which has lost one of its slashes. Drives of Windows have one letter.
 URL = re.compile(r"([a-z][a-z0-9+]+):/+(.+)", re.DOTALL)
 
-MOST_TEXT = 64 << 20  # bytes; the report of timm's largest model has half a megabyte
+MAX_TEXT_BYTES = 64 << 20  # bytes; the report of timm's largest model has half a megabyte
 
 
-def read_bytes(path: Path, most: int = MOST_TEXT) -> bytes:
+def read_bytes(path: Path, most: int = MAX_TEXT_BYTES) -> bytes:
     """The bytes of a regular file.
 
     Raises:

@@ -42,17 +42,17 @@ DEFAULT_INTERPOLATION: InterpolationName = "bilinear"  # the paper's
 ERROR_SCOPE: Scope = "error"
 # As many elements as the old kernel has cells, at the places of these cells: the same function.
 EXACT: Final = "exact"
-MOST_SIDE = 9_999  # cells or pixels, four digits; a larger kernel or image is a typing mistake
-MOST_PIXELS = 2048 * 2048  # pixels or voxels of an image on which outputs are compared
-MOST_COUNT = 10**9  # elements, classes or channels
+MAX_SIDE = 9_999  # cells or pixels, four digits; a larger kernel or image is a typing mistake
+MAX_PIXELS = 2048 * 2048  # pixels or voxels of an image on which outputs are compared
+MAX_COUNT = 10**9  # elements, classes or channels
 # A window as growth: cells that each side has more than the kernel's extent. A growth is even, as
 # window and extent must both be odd or both be even.
 GROWTH = r"\+[1-9][0-9]{0,3}"
 EVEN_GROWTH = r"\+([2468]|[1-9][0-9]{0,2}[02468])"
-LEAST_GROWTH = 2  # cells
-MOST_WINDOW = 17  # cells; the largest window of "auto", which is the paper's for ConvNeXt
+MIN_GROWTH = 2  # cells
+MAX_WINDOW = 17  # cells; the largest window of "auto", which is the paper's for ConvNeXt
 # Percent of MACs that recommended windows may add; the paper's ConvNeXts have 11.6 to 12.9.
-MOST_SLOWER = 15.0
+MAX_ADDED_MACS_PERCENT = 15.0
 CALIBRATION_IMAGES = 80  # of a folder, if no other number is asked for
 # Defaults for the times that a sweep measures.
 CPU_BATCH = 1  # images
@@ -65,8 +65,8 @@ MIRRORED = 0.5  # share of images that are mirrored in training, as timm does
 POSITION_LR_SCALE = 5.0  # paper, section 3 "Positions learning rate scaling"
 DEFAULT_BUDGET = 100.0  # percent of the weights replaced; the paper holds the parameter count
 # Bounds of a budget. They keep its fraction short: that of 1e-999999 would fill the memory.
-LEAST_PERCENT = Decimal("0.0001")
-MOST_PERCENT = 100_000
+MIN_PERCENT = Decimal("0.0001")
+MAX_PERCENT = 100_000
 
 # Groups of options in --help.
 WHAT_TO_CONVERT = "What to convert"
@@ -85,7 +85,7 @@ class Argument:
     group: str  # of options in --help
     metavar: str | None = None  # what --help shows for the value; None: the words of the type
     least: int | Decimal = 1  # of an integer or a number
-    most: int = MOST_COUNT
+    most: int = MAX_COUNT
     word: str = ""  # what may be typed instead of an integer or a number
     unit: str = ""  # what may stand behind an integer or a number
     shown_default: str | None = None  # in --help, if the field's default does not say it
@@ -151,14 +151,14 @@ class PlanOptions:
     """
 
     # Cells, an integer or one for each side; a growth such as "+4"; or "auto": the largest growth
-    # with windows of at most MOST_WINDOW that adds at most MOST_SLOWER percent to the MACs.
+    # with windows of at most MAX_WINDOW that adds at most MAX_ADDED_MACS_PERCENT to the MACs.
     dilated_size: int | Sequence[int] | str = field(
         default=AUTO,
         metadata=_argument(
             form="size",
             help="Window in which elements move: 17 or 17x9 cells; +4: four cells more a side "
-            f"than each kernel; auto: the largest growth, to {MOST_WINDOW} cells at most, that "
-            f"adds at most {MOST_SLOWER:g} % to the MACs.",
+            f"than each kernel; auto: the largest growth, to {MAX_WINDOW} cells at most, that "
+            f"adds at most {MAX_ADDED_MACS_PERCENT:g} % to the MACs.",
             group=HOW_MANY_ELEMENTS,
             metavar="N|HxW|+N|auto",
         ),
@@ -211,8 +211,8 @@ class PlanOptions:
             help="Parameters for the new kernels, in percent of the weights that they replace.",
             group=HOW_MANY_ELEMENTS,
             metavar="PERCENT",
-            least=LEAST_PERCENT,
-            most=MOST_PERCENT,
+            least=MIN_PERCENT,
+            most=MAX_PERCENT,
             unit="%",
             idle_beside={"kernel_count": "states the count"},
         ),
@@ -275,7 +275,7 @@ def check_even(growth: str) -> None:
     if cells % 2 == 0:
         return
     near = f"+{cells + 1}"
-    if cells > LEAST_GROWTH:
+    if cells > MIN_GROWTH:
         near = f"+{cells - 1} or {near}"
     raise ValueError(f"growth {growth} must be even, or the output would shift; use {near}")
 

@@ -16,7 +16,7 @@ from .errors import printable, shown
 LOG = logging.getLogger("dcls_convert")  # at DEBUG: each decision
 SECONDS_UNSEEN = 2.0  # calls from Python that take less show no progress
 BAR_WIDTH = 16  # columns
-LEAST_TEXT_WIDTH = 20  # columns
+MIN_TEXT_WIDTH = 20  # columns
 BESIDE_TEXT = BAR_WIDTH + 11  # columns of spinner, bar and time
 
 
@@ -119,7 +119,7 @@ class _Bar(progress.Progress):
             speed_estimate_period=600,
         )
         self._name = name
-        self._text_width = max(LEAST_TEXT_WIDTH, console.width - BESIDE_TEXT)
+        self._text_width = max(MIN_TEXT_WIDTH, console.width - BESIDE_TEXT)
         self._begin(None)
 
     def _begin(self, total: int | None) -> None:

@@ -16,7 +16,7 @@ from .errors import printable, shown
 
 # Columns of the terminal. Names are shortened down to this width, with the space beside them; in a
 # table that is still too wide, numbers are folded.
-LEAST_NAME = 24
+MIN_NAME_WIDTH = 24
 ENDLESS = 1_000_000  # columns; the width at which a table is asked for its natural width
 MARKDOWN_ESCAPES = {ord("\\"): "\\\\", ord("|"): "\\|"}
 
@@ -58,7 +58,7 @@ class Table(Generic[Row]):
     rows: Sequence[Row]
     style: Callable[[Row], str] = lambda row: ""  # style of a row, as rich writes it
     totals: Sequence[Row] = ()  # rows below the others, in bold
-    least_name: int = LEAST_NAME
+    min_name_width: int = MIN_NAME_WIDTH
 
     def csv(self) -> str:
         """A line for each row, of values; one that is not known is empty."""
@@ -93,7 +93,7 @@ class Table(Generic[Row]):
         surplus = self.surplus(console, options)
         if surplus > 0 and not _with_words(self.columns):
             longest = self._longest_name(name_width)
-            shortest_allowed = min(longest, self.least_name - 1)
+            shortest_allowed = min(longest, self.min_name_width - 1)
             name_width = max(longest - surplus, shortest_allowed)
         yield self._laid_out(name_width)
 

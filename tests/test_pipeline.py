@@ -121,7 +121,7 @@ def test_outputs_are_not_compared_on_images_too_large(monkeypatch):
     loaded, resolved = resolved_for(small(), "largest")
     resolved = replace(resolved, plan=replace(resolved.plan, input_size=(3, 16, 16)))
     assert convert_network(loaded, resolved).moved is not None
-    monkeypatch.setattr("dcls_convert.pipeline.conversion.MOST_PIXELS", 16 * 16 - 1)
+    monkeypatch.setattr("dcls_convert.pipeline.conversion.MAX_PIXELS", 16 * 16 - 1)
     assert convert_network(loaded, resolved, model=small()).moved is None
 
 

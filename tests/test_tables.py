@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from dcls_convert.errors import printable, shown
-from dcls_convert.tables import LEAST_NAME, Column, Table
+from dcls_convert.tables import MIN_NAME_WIDTH, Column, Table
 
 from .conftest import many_examples
 
@@ -54,7 +54,7 @@ def test_what_is_shown_fits_and_keeps_both_ends(name, limit):
 @given(ROWS, st.integers(0, 60))
 def test_a_table_fits_by_its_names_and_never_cuts_a_number(rows, more):
     rows = [*rows, ("long" * 20, 1_000_000_000)]
-    width = LEAST_NAME + len("1,000,000,000 ") + len(NUMBER) + 3 + more  # with spaces between
+    width = MIN_NAME_WIDTH + len("1,000,000,000 ") + len(NUMBER) + 3 + more  # with spaces between
     head, _, *lines = printed(Table(COLUMNS, rows), width)
     assert len(lines) == len(rows)
     assert max(map(cell_len, (head, *lines))) <= width

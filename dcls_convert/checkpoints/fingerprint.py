@@ -18,7 +18,7 @@ from ..errors import one_line
 from ..networks.model_outputs import tensors_in
 from ..networks.running import evaluating, full_precision, seeded
 from ..networks.tracing import image_dtype
-from ..options import MOST_PIXELS
+from ..options import MAX_PIXELS
 from ..records import STRICT, Record
 
 FINGERPRINT_SEED = 0
@@ -71,8 +71,8 @@ def take_fingerprint(model: nn.Module, input_size: Sequence[int] | None) -> Fing
     dtype: Any = str(image_type).removeprefix("torch.")
     if input_size is None:
         return Fingerprint(dtype=dtype, outputs=None, reason="the plan has no input size")
-    if math.prod(input_size[1:]) > MOST_PIXELS:
-        reason = f"images of more than {MOST_PIXELS:,} pixels are not run"
+    if math.prod(input_size[1:]) > MAX_PIXELS:
+        reason = f"images of more than {MAX_PIXELS:,} pixels are not run"
         return Fingerprint(dtype=dtype, outputs=None, reason=reason)
     generator = torch.Generator().manual_seed(FINGERPRINT_SEED)
     image = torch.randn(1, *input_size, generator=generator, device="cpu")

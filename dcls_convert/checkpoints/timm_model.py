@@ -14,7 +14,7 @@ from ..errors import CheckpointError, ModelError, listed
 from ..networks.building import build_model
 from ..networks.pretrained_cfg import set_pretrained_cfg_
 from ..networks.registries import TIMM_ARCHITECTURE
-from ..networks.source import MOST_ARGUMENT, UNBOUNDED_ARGUMENTS, ModelSource, check_source
+from ..networks.source import MAX_ARGUMENT, UNBOUNDED_ARGUMENTS, ModelSource, check_source
 from ..networks.stages import common_parent
 from ..networks.weights import alias_names
 from ..planning.plan import ConversionPlan
@@ -184,8 +184,8 @@ def _check_arguments(base: str, args: Mapping[str, Any]) -> None:
     # `load_converted` compares these with the weights before they cost memory; timm does not.
     for name in UNBOUNDED_ARGUMENTS:
         value = stored.get(name)
-        if isinstance(value, int) and value > MOST_ARGUMENT:
-            raise ModelError(f"{CONFIG}: {name}={value}: timm loads at most {MOST_ARGUMENT:,}")
+        if isinstance(value, int) and value > MAX_ARGUMENT:
+            raise ModelError(f"{CONFIG}: {name}={value}: timm loads at most {MAX_ARGUMENT:,}")
 
 
 def _open_beside_weights(

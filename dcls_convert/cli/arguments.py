@@ -19,8 +19,8 @@ from ..options import (
     CALIBRATION_IMAGES,
     GROWTH,
     HOW_MANY_ELEMENTS,
-    MOST_COUNT,
-    MOST_SIDE,
+    MAX_COUNT,
+    MAX_SIDE,
     PLAN_PARAMETERS,
     WHAT_TO_CONVERT,
     PlanOptions,
@@ -41,7 +41,7 @@ RUNNING = "How to run"
 DEFAULT = "convert"  # the command that is run if none is named
 LONGEST_CHOICES = 22  # characters of words|to|choose|from; --help would break longer ones
 SECONDS_A_DAY = 86_400  # the longest time that an option takes
-MOST_SEED = 2**63 - 1  # of torch.Generator
+MAX_SEED = 2**63 - 1  # of torch.Generator
 
 
 def option(panel: str, help: str, *names: str, **settings: Any) -> Any:
@@ -138,7 +138,7 @@ def parse_window(text: str) -> int | str | tuple[int, ...]:
     if re.fullmatch(GROWTH, text):
         return text
     what = (
-        f"a size: give an integer from 1 to {MOST_SIDE} such as 17, sides such as 17x9, "
+        f"a size: give an integer from 1 to {MAX_SIDE} such as 17, sides such as 17x9, "
         "or a growth such as +4"
     )
     sides = _sides(text, range(1, 4), what)
@@ -149,7 +149,7 @@ def parse_window(text: str) -> int | str | tuple[int, ...]:
 
 def parse_input_size(text: str) -> tuple[int, ...]:
     """ "3x224x224" -> (3, 224, 224)."""
-    what = f"an input size: give channels and sides from 1 to {MOST_SIDE}, such as 3x224x224"
+    what = f"an input size: give channels and sides from 1 to {MAX_SIDE}, such as 3x224x224"
     return _sides(text, range(2, 5), what)
 
 
@@ -276,7 +276,7 @@ MODEL_HELP = (
 PRETRAINED_HELP = "Start from timm's or torchvision's trained weights."
 WEIGHTS_HELP = "Start from a safetensors or torch file (including the DCLS authors' checkpoints)."
 IMAGES_HELP = "Folder of images; match the network's outputs on them instead of its kernels."
-MOST_IMAGES_HELP = "Images of --calibrate, evenly spread; some are held out to compare outputs on."
+MAX_IMAGES_HELP = "Images of --calibrate, evenly spread; some are held out to compare outputs on."
 MEAN_HELP = (
     "Mean by which images are normalised, one for all channels or one for each "
     "(default: the model's own)."
@@ -339,10 +339,10 @@ class Network:
     pretrained: Annotated[bool, option(WHAT, PRETRAINED_HELP, "--pretrained")] = False
     checkpoint: Annotated[Path | None, option(WHAT, WEIGHTS_HELP, metavar="FILE")] = None
     num_classes: Annotated[
-        int | None, number(int, 0, MOST_COUNT, WHAT, "Classes of the model's head.", metavar="N")
+        int | None, number(int, 0, MAX_COUNT, WHAT, "Classes of the model's head.", metavar="N")
     ] = None
     in_chans: Annotated[
-        int | None, number(int, 1, MOST_COUNT, WHAT, "Input channels.", metavar="N")
+        int | None, number(int, 1, MAX_COUNT, WHAT, "Input channels.", metavar="N")
     ] = None
     options: PlanOptions = field(default_factory=PlanOptions)
     calibrate: Annotated[Path | None, option(WHERE, IMAGES_HELP, metavar="FOLDER")] = None
@@ -351,9 +351,9 @@ class Network:
         number(
             int,
             1,
-            MOST_COUNT,
+            MAX_COUNT,
             WHERE,
-            MOST_IMAGES_HELP,
+            MAX_IMAGES_HELP,
             metavar="N",
             show_default=str(CALIBRATION_IMAGES),
         ),

@@ -48,7 +48,7 @@ SEEDS = 3
 # over the old kernel, they made networks better in the mean of 12 pairs of runs:
 # benchmarks/results.md, "Emoji, compared".
 START: Positions = "kernel"
-MOST_COUNTED = 10**6  # epochs, minutes, seeds, or images in an update
+MAX_COUNTED = 10**6  # epochs, minutes, seeds, or images in an update
 DATA_HELP = (
     "Folder with a folder per class, or with train and validation (or val) that have these; "
     "with --dataset, the folder of the data set."
@@ -83,7 +83,7 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def _count(help: str, panel: str, **settings: Any) -> Any:
-    return number(int, 1, MOST_COUNTED, panel, help, metavar="N", **settings)
+    return number(int, 1, MAX_COUNTED, panel, help, metavar="N", **settings)
 
 
 POSITION_RATE = number(

@@ -20,7 +20,7 @@ from ..pipeline.request import ConversionRequest
 from ..progress import silent
 from . import console
 from .arguments import (
-    MOST_SEED,
+    MAX_SEED,
     OUTPUT,
     WHAT,
     WHERE,
@@ -90,7 +90,7 @@ def convert(
     authors_version: Annotated[AuthorsVersion | None, VERSION] = None,
     device: Annotated[str | None, DEVICE] = None,
     seed: Annotated[
-        int, number(int, 0, MOST_SEED, WHERE, "Seed of all random values.", metavar="N")
+        int, number(int, 0, MAX_SEED, WHERE, "Seed of all random values.", metavar="N")
     ] = 0,
     output: Annotated[Path | None, CONVERTED_OUTPUT] = None,
     html: Annotated[bool, option(OUTPUT, HTML_HELP, "--html")] = False,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..compare.survey import ModelRow
 
 EXIT_FAILED = 1  # a model that fails is a bug, here or in its library
-MOST_JOBS = 1024
+MAX_JOBS = 1024
 SECONDS_A_MODEL = 120  # the slowest of all models takes two seconds on an idle core
 SECONDS_BETWEEN_LINES = 10.0  # of progress, where stderr is no terminal
 SHOW = "What to show"
@@ -50,7 +50,7 @@ def models(
     ] = None,
     jobs: Annotated[
         int | None,
-        number(int, 1, MOST_JOBS, RUNNING, "Worker processes (default: one per CPU).", metavar="N"),
+        number(int, 1, MAX_JOBS, RUNNING, "Worker processes (default: one per CPU).", metavar="N"),
     ] = None,
     timeout: Annotated[
         float,

@@ -13,11 +13,11 @@ from ..options import (
     AUTO,
     CPU_BATCH,
     GPU_BATCH,
-    LEAST_PERCENT,
-    MOST_COUNT,
-    MOST_PERCENT,
-    MOST_SIDE,
-    MOST_SLOWER,
+    MAX_ADDED_MACS_PERCENT,
+    MAX_COUNT,
+    MAX_PERCENT,
+    MAX_SIDE,
+    MIN_PERCENT,
     TIMING_SECONDS,
     command_line,
 )
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from ..compare.sweep import Asked, SweepRow
 
 TIMES = "Times"
-MOST_ROWS = 1000
-MOST_BATCH = 65_536
+MAX_ROWS = 1000
+MAX_BATCH = 65_536
 
 
 def list_option(
@@ -67,9 +67,9 @@ def list_option(
                     numbers = range(first, last + 1, *steps or [step])
                     if last < first:
                         raise typer.BadParameter(f"'{part}' runs backwards; give {last}..{first}")
-                    if len(numbers) > MOST_ROWS:
+                    if len(numbers) > MAX_ROWS:
                         raise typer.BadParameter(
-                            f"'{part}' has {len(numbers):,} values; {MOST_ROWS:,} are allowed"
+                            f"'{part}' has {len(numbers):,} values; {MAX_ROWS:,} are allowed"
                         )
                     values |= dict.fromkeys(numbers)
                 case _:
@@ -89,7 +89,7 @@ def _window(text: str) -> int | str | tuple[int, ...]:
 
 SIZES = list_option(
     _window,
-    f"sizes from 1 to {MOST_SIDE}: 7..23 (steps of 2), 7..23..4 (steps of 4), 7,9,13, 17x9, "
+    f"sizes from 1 to {MAX_SIDE}: 7..23 (steps of 2), 7..23..4 (steps of 4), 7,9,13, 17x9, "
     "or growths: +2,+4",
     "Windows: 7..23 tries 7, 9, ..., 23 (odd kernels need odd windows); "
     "7..23..4 tries 7, 11, ..., 23; +2,+4 are growths.",
@@ -97,21 +97,21 @@ SIZES = list_option(
     step=2,  # the window and the old kernel must both be odd or both be even
 )
 COUNTS = list_option(
-    number_parser(int, 1, MOST_COUNT),
-    f"counts from 1 to {MOST_COUNT}, such as 20,34 or 20..40..5",
+    number_parser(int, 1, MAX_COUNT),
+    f"counts from 1 to {MAX_COUNT}, such as 20,34 or 20..40..5",
     "Elements per kernel: 20,34 or 20..40..5 (default: as many as the budget allows).",
     metavar="N,N",
 )
 BUDGETS = list_option(
-    number_parser(float, LEAST_PERCENT, MOST_PERCENT, unit="%"),
-    f"percentages from {LEAST_PERCENT} to {MOST_PERCENT}, such as 60%,80%,100%",
+    number_parser(float, MIN_PERCENT, MAX_PERCENT, unit="%"),
+    f"percentages from {MIN_PERCENT} to {MAX_PERCENT}, such as 60%,80%,100%",
     "Budgets in percent of the weights replaced: 60%,80%,100%.",
     metavar="P,P",
 )
 TIMED_BATCH = number(
     int,
     1,
-    MOST_BATCH,
+    MAX_BATCH,
     TIMES,
     "Images per batch.",
     metavar="N",
@@ -144,8 +144,8 @@ def sweep(
     amp: Annotated[bool, option(TIMES, "Use bfloat16 autocast.", "--amp")] = False,
     seconds: Annotated[int | None, TIME] = None,
     slower: Annotated[
-        float, number(float, 0, MOST_PERCENT, OUTPUT, SLOWER_HELP, unit="%", metavar="PERCENT")
-    ] = MOST_SLOWER,
+        float, number(float, 0, MAX_PERCENT, OUTPUT, SLOWER_HELP, unit="%", metavar="PERCENT")
+    ] = MAX_ADDED_MACS_PERCENT,
     picture: Annotated[
         Path | None, option(OUTPUT, PICTURE_HELP, metavar="FILE.png|svg|pdf")
     ] = None,
@@ -170,7 +170,7 @@ def sweep(
         (counts is not None and budgets is not None, "--counts and --budgets exclude each other"),
         (counts and scoped, "--counts states the counts, so --scope would have no effect"),
         (force and picture is None, "--force replaces the file of --picture"),
-        (rows > MOST_ROWS, f"{rows:,} rows are asked for; {MOST_ROWS:,} are allowed"),
+        (rows > MAX_ROWS, f"{rows:,} rows are asked for; {MAX_ROWS:,} are allowed"),
     )
     for name, value in needs_time.items():
         refuse((value and not time, f"{name} is for --time"))

@@ -15,12 +15,12 @@ from scipy import optimize, special
 from .arms import AS_IT_IS
 from .runs import Run
 
-LEAST_SEEDS = 3  # for a sentence about a difference
+MIN_SEEDS = 3  # for a sentence about a difference
 # Points. An interval that contains 0 and reaches farther is too wide for an answer.
 LARGE = 2.0
 LEVEL = 0.05  # of a false claim, if nothing differs
 POWER = 0.8  # chance to find a difference of the size that is called detectable
-LEAST_P_VALUE = 1e-9  # smaller ones are not told apart
+MIN_P_VALUE = 1e-9  # smaller ones are not told apart
 
 FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -68,9 +68,9 @@ class Difference:
     def p_value(self) -> float:
         """The level at which the interval over seeds and images just reaches 0."""
         distance = abs(self.mean)
-        if self.half_width(LEAST_P_VALUE) <= distance:
-            return LEAST_P_VALUE
-        p_value = optimize.brentq(lambda level: self.half_width(level) - distance, LEAST_P_VALUE, 1)
+        if self.half_width(MIN_P_VALUE) <= distance:
+            return MIN_P_VALUE
+        p_value = optimize.brentq(lambda level: self.half_width(level) - distance, MIN_P_VALUE, 1)
         return float(p_value)
 
     def detectable(self, level: float) -> float:
@@ -201,7 +201,7 @@ def _corrected_p_values(
     """p-values by label, of those with seeds enough; to be compared with `LEVEL`."""
     p_values = {}
     for label, difference in differences.items():
-        if len(difference.by_seed) >= LEAST_SEEDS:
+        if len(difference.by_seed) >= MIN_SEEDS:
             p_values[label] = difference.p_value()
     corrected = {}
     for label, p_value in holm(p_values, correction.conversions).items():

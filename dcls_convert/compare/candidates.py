@@ -39,8 +39,8 @@ from .sweep import (
 )
 from .timing import converted_copy, measure, summary
 
-LEAST_ROUNDS = 3  # of timing, whatever time they take
-MOST_ROUNDS = 100
+MIN_ROUNDS = 3  # of timing, whatever time they take
+MAX_ROUNDS = 100
 
 
 @dataclass(slots=True)
@@ -176,7 +176,7 @@ def _complete_rows(rows: Sequence[SweepRow], *, fitted: bool, timed: bool) -> in
         # A row is "done" from its planning on, unless something fails.
         has_reason = row.status != "done"
         lacks_error = fitted and row.kernel_error is None
-        lacks_times = timed and (row.step_ms is None or row.step_ms.runs < LEAST_ROUNDS)
+        lacks_times = timed and (row.step_ms is None or row.step_ms.runs < MIN_ROUNDS)
         if has_reason or not (lacks_error or lacks_times):
             complete += 1
     return complete
@@ -273,9 +273,9 @@ def _time_all(
     began = time.perf_counter()
     loaded.notify("warming up")
     _time_round(candidates, images, settings, keep=False)
-    for number in range(MOST_ROUNDS):
+    for number in range(MAX_ROUNDS):
         spent = time.perf_counter() - began
-        is_enough = spent >= settings.seconds and number >= LEAST_ROUNDS
+        is_enough = spent >= settings.seconds and number >= MIN_ROUNDS
         has_models = any(candidate.model is not None for candidate in candidates)
         if is_enough or not has_models:
             break

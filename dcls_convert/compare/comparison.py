@@ -12,7 +12,7 @@ from ..output import new_file
 from ..progress import Notify
 from ..records import Record
 from ..tuning.training import STATE
-from .answer import LEAST_SEEDS, ArmResult, Correction, results
+from .answer import MIN_SEEDS, ArmResult, Correction, results
 from .arms import Arm
 from .runs import FINISHED, RUNS, SETTINGS, Run, Settings, Trainer, advice_on_memory, in_turns
 
@@ -311,7 +311,7 @@ def _comparison_of(
     looks = _looks(trainer.folder)
     with_this = tuple(dict.fromkeys([*looks, len(seeds)]))
     # With fewer seeds than an answer needs, nothing could be claimed yet.
-    answers = [number for number in with_this if number >= LEAST_SEEDS]
+    answers = [number for number in with_this if number >= MIN_SEEDS]
     correction = Correction(conversions=len(arms) - 1, looks=max(1, len(answers)))
     return Comparison(
         settings=trainer.settings,

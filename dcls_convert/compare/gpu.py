@@ -36,15 +36,15 @@ CPU_BATCHES = (2, 1)  # for a trial of the command
 PROOF_WINDOW = 17
 PROOF_IMAGES = 2
 # (channels, side of the map). The last one's banks of shifted windows exceed what is made at once
-# (matmul.MOST_BYTES) in every dtype, so its channels are taken in parts.
+# (matmul.MAX_BYTES) in every dtype, so its channels are taken in parts.
 PROOF_MAPS = ((8, 7), (8, 13), (8, 16), (1600, 28))
 # Largest relative error, norm by norm, of results whose inputs are exact. Rounding the result alone
 # gives a fifth of the first two; TF32, or a reduction in a lower precision, exceeds the last.
-MOST_ERROR = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+MAX_ERROR = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 MS_OF_A_ROUND = 100.0
-MOST_CALLS = 50  # in a round
+MAX_CALLS = 50  # in a round
 ROUNDS = 3
-LEAST_GAIN = 1.1  # by which another way must be faster for the verdict to name it
+MIN_GAIN = 1.1  # by which another way must be faster for the verdict to name it
 OUT_OF_MEMORY = "out of memory"
 MIB = 2**20
 
@@ -174,7 +174,7 @@ class GpuCheck:
     def _proofs(self) -> Iterator[GpuRow]:
         """The largest error of matrix products for each map and dtype."""
         for channels, side in PROOF_MAPS:
-            for dtype, most in MOST_ERROR.items():
+            for dtype, most in MAX_ERROR.items():
                 error = None
                 problem = None
                 try:
@@ -291,7 +291,7 @@ class GpuCheck:
         first_ms = _milliseconds(call, 1, self.device)
         if self.device.type == "cuda":
             known["peak_mib"] = torch.cuda.max_memory_allocated(self.device) / MIB
-        calls = min(max(1, round(MS_OF_A_ROUND / first_ms)), MOST_CALLS)
+        calls = min(max(1, round(MS_OF_A_ROUND / first_ms)), MAX_CALLS)
         ms = statistics.median(_milliseconds(call, calls, self.device) for _ in range(ROUNDS))
         return {**known, "ms": ms, "images_per_second": 1e3 * batch / ms}
 
@@ -325,7 +325,7 @@ def verdict(rows: Sequence[GpuRow]) -> str:
         ways = [row for row in timed if (row.what, row.work, row.batch) == kind]
         best = min(ways, key=_ms)
         gain = _ms(own) / _ms(best)
-        if gain >= LEAST_GAIN:
+        if gain >= MIN_GAIN:
             advice.append(f"{best.way} for {own.work} at batch {own.batch} ({gain:.1f} x as fast)")
     if not advice:
         return "nothing to do: no way is clearly faster than the package's own choice"

@@ -14,7 +14,7 @@ from ..fitting.images import Calibration, Images
 from ..networks.sites import check_module
 from ..options import (
     AUTO,
-    MOST_SLOWER,
+    MAX_ADDED_MACS_PERCENT,
     Init,
     InterpolationName,
     PlanOptions,
@@ -59,7 +59,7 @@ def sweep(
     std: Sequence[float] | None = None,
     input_size: Sequence[int] | None = None,
     seed: int = 0,
-    slower: float = MOST_SLOWER,
+    slower: float = MAX_ADDED_MACS_PERCENT,
     time: bool = False,
     device: str | None = None,
     batch_size: int | None = None,

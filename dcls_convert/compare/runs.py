@@ -209,7 +209,7 @@ class Trainer:
             network.model, data, recipe, accelerator=self.accelerator, fsdp=self.fsdp
         )
         try:
-            training.run(most_updates=TRIAL_UPDATES)
+            training.run(max_updates=TRIAL_UPDATES)
         except Exception as error:  # the model's own code
             if isinstance(error, DclsConvertError) or is_out_of_memory(error):
                 raise

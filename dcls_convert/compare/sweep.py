@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from ..depthwise.geometry import size_text
-from ..options import MOST_WINDOW
+from ..options import MAX_WINDOW
 from ..records import Record
 from ..tables import as_html, as_text, span
 
@@ -278,12 +278,12 @@ def choose(rows: Sequence[SweepRow], slower: float) -> Recommendation:
     # its window, so if its weights take more bytes, a row has a larger window somewhere.
     grown = [row for row in done if _folded_bytes(row) > _folded_bytes(original)]
     candidates = _with_most_layers(grown or done)
-    fewest_params = min(map(_params, candidates))
-    if fewest_params <= _params(original):
+    min_params = min(map(_params, candidates))
+    if min_params <= _params(original):
         small = _at_most(_params(original), _params, candidates)
         params_text = "no more parameters than the original"
     else:
-        small = _at_most(fewest_params, _params, candidates)
+        small = _at_most(min_params, _params, candidates)
         params_text = "fewest parameters"
 
     affordable = _at_most(slower, lambda row: percent_more(row, original, cost), small)
@@ -309,12 +309,12 @@ def _with_most_layers(rows: Sequence[SweepRow]) -> list[SweepRow]:
 def _best(affordable: Sequence[SweepRow], done: Sequence[SweepRow]) -> tuple[SweepRow, str]:
     """The row with the least error, or if errors are not known, the largest window; and this merit.
 
-    Rows with windows above MOST_WINDOW are taken only if there is no other.
+    Rows with windows above MAX_WINDOW are taken only if there is no other.
     """
     sides_of = {}
     for row, sides in zip(done, _window_sides(done), strict=True):
         sides_of[id(row)] = sides
-    best = _at_most(MOST_WINDOW, lambda row: max(sides_of[id(row)]), affordable) or affordable
+    best = _at_most(MAX_WINDOW, lambda row: max(sides_of[id(row)]), affordable) or affordable
     has_errors = _is_known(_error, done)
     if has_errors:
         best = _at_most(min(map(_error, best)) + EQUAL_ERRORS, _error, best)

@@ -25,7 +25,7 @@ GPUS = frozenset({"cuda", "mps", "xpu"})
 ESTIMATED = frozenset({"cuda"})
 FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 LARGEST_WINDOW = 51  # cells of a side; matrix products were not tested with larger ones
-MOST_CHOICES = 1000  # that are remembered; images of any size would give more and more
+MAX_CHOICES = 1000  # that are remembered; images of any size would give more and more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,15 +37,15 @@ class Threshold:
     patches: if patches x taps is large beside the number of inputs that a patch sees.
     """
 
-    fewest_taps: int
-    least_ratio: int  # of patches x taps to inputs of a patch
+    min_taps: int
+    min_ratio: int  # of patches x taps to inputs of a patch
 
 
 # Estimated from counts of operations and bytes, not measured (benchmarks/depthwise_estimates.py):
 # in bfloat16, both are expected to take the same time where the ratio is 4 to 6 on an H100 and 9 to
 # 18 on a 4090 for a training step, and 9 to 15 and 18 to 37 for a forward pass alone.
-WITH_GRADIENTS = Threshold(fewest_taps=81, least_ratio=8)
-WITHOUT_GRADIENTS = Threshold(fewest_taps=169, least_ratio=32)
+WITH_GRADIENTS = Threshold(min_taps=81, min_ratio=8)
+WITHOUT_GRADIENTS = Threshold(min_taps=169, min_ratio=32)
 
 
 class Choice(NamedTuple):
@@ -174,7 +174,7 @@ def depthwise_way(
         return "matmul", f"{VARIABLE}=matmul"
     if can_use_products and device in ESTIMATED:
         return _estimated_way(input_size[0], map_size, window, pads, gradients)
-    if device == "cpu" and dtype in onednn.DTYPES and onednn.most_columns() is not None:
+    if device == "cpu" and dtype in onednn.DTYPES and onednn.max_padding_columns() is not None:
         return "onednn", "fast kernels of oneDNN on x86"
     return "torch", "no other way is known to be faster"
 
@@ -194,11 +194,11 @@ def _estimated_way(
 ) -> tuple[Way, str]:
     threshold = WITH_GRADIENTS if gradients else WITHOUT_GRADIENTS
     taps = window[0] * window[1]
-    if taps < threshold.fewest_taps:
-        return "torch", f"fewer than {threshold.fewest_taps} taps"
+    if taps < threshold.min_taps:
+        return "torch", f"fewer than {threshold.min_taps} taps"
     rows, columns = matmul.patches_of(map_size, window, pads)
     taps_of_patches = images * rows.patches * columns.patches * taps
-    least = threshold.least_ratio * rows.seen * columns.seen
+    least = threshold.min_ratio * rows.seen * columns.seen
     if _is_at_least(taps_of_patches, least, unknown=gradients):
         return "matmul", "estimate: enough patches for matrix products"
     return "torch", "estimate: too few patches for matrix products"
@@ -271,6 +271,6 @@ def _remember(
         way=way,
         why=why,
     )
-    if choice not in _chosen and len(_chosen) < MOST_CHOICES:
+    if choice not in _chosen and len(_chosen) < MAX_CHOICES:
         _chosen[choice] = None
         LOG.debug("%s", choice)

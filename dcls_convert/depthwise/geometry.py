@@ -6,7 +6,7 @@ from typing import TypeGuard, cast
 
 from ..errors import PlanError
 
-MOST_CELLS = 1 << 28  # of one layer's constructed kernels: a gigabyte in float32
+MAX_CELLS = 1 << 28  # of one layer's constructed kernels: a gigabyte in float32
 # TensorFlow's SAME padding, which depends on the input's size, as in timm's Conv2dSame.
 DYNAMIC_SAME = "dynamic_same"
 Pair = tuple[int, int]
@@ -86,10 +86,10 @@ def _check_side(size: int, old: int, where: str, replaced: str) -> None:
 def check_cells(kernels: int, window: Sequence[int]) -> None:
     """Refuse (PlanError) a window whose constructed kernels alone would fill memory."""
     cells = kernels * math.prod(window)
-    if cells > MOST_CELLS:
+    if cells > MAX_CELLS:
         raise PlanError(
             f"window {size_text(window)} for {kernels:,} kernels has {cells:,} cells; "
-            f"at most {MOST_CELLS:,} are allowed"
+            f"at most {MAX_CELLS:,} are allowed"
         )
 
 

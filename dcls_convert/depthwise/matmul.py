@@ -21,15 +21,15 @@ from .geometry import Pair, ceil_div
 
 # Outputs of a patch along an axis. Larger patches read fewer inputs twice, but multiply by more
 # zeros: by counts of operations, 14 is best for windows of 17 on maps of 14 to 56.
-MOST_PATCH_SIDE = 14
+MAX_PATCH_SIDE = 14
 # Numbers: GPUs multiply rows of whole 16 bytes up to three times as fast. Patches of 16 x 16
 # outputs need no zeros, but by counts of operations they are slower for ConvNeXt-T at 224 pixels:
 # they have more cells than the map.
 ALIGNED = 8
 # Of patches and banks at once; if all channels need more, they are taken in parts.
-MOST_BYTES = 512 * 2**20
+MAX_BYTES = 512 * 2**20
 # Patches that a product takes, by the device's type; more give wrong sums on M1 and M2.
-MOST_PATCHES = {"mps": 32_767}
+MAX_PATCHES = {"mps": 32_767}
 
 
 class Axis(NamedTuple):
@@ -50,7 +50,7 @@ def _axis(inputs: int, taps: int, padding: int) -> Axis:
     # minutes.
     inputs = len(range(inputs))
     outputs = inputs + 2 * padding - taps + 1
-    patches = ceil_div(outputs, MOST_PATCH_SIDE)
+    patches = ceil_div(outputs, MAX_PATCH_SIDE)
     side = ceil_div(outputs, patches)
     seen = side + taps - 1
     hidden = 0
@@ -79,21 +79,21 @@ def patches_of(
 
 
 def _parts_of_channels(maps: Tensor, rows: Axis, columns: Axis) -> int:
-    """As few as patches and banks of MOST_BYTES in each allow; at most one for each channel."""
+    """As few as patches and banks of MAX_BYTES in each allow; at most one for each channel."""
     channels = maps.shape[1]
     patches = maps.shape[0] * rows.patches * columns.patches
     inputs = row_length(rows.seen * columns.seen, rows, columns)
     outputs = row_length(rows.side * columns.side, rows, columns)
     bytes_each = (patches * (inputs + outputs) + inputs * outputs) * maps.element_size()
     # Asked first, so that torch.compile need not know the size of the batch.
-    if channels * bytes_each <= MOST_BYTES:
+    if channels * bytes_each <= MAX_BYTES:
         return 1
-    return ceil_div(channels, max(1, MOST_BYTES // bytes_each))
+    return ceil_div(channels, max(1, MAX_BYTES // bytes_each))
 
 
 def _images_at_once(maps: Tensor, rows: Axis, columns: Axis) -> int | None:
-    """As many as MOST_PATCHES allow, one at least; None if the device has no bound."""
-    most = MOST_PATCHES.get(maps.device.type)
+    """As many as MAX_PATCHES allow, one at least; None if the device has no bound."""
+    most = MAX_PATCHES.get(maps.device.type)
     if most is None:
         return None
     return max(1, most // (rows.patches * columns.patches))

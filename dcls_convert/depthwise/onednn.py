@@ -1,7 +1,7 @@
 """Depthwise convolution on x86 CPUs: torch's oneDNN, made to take its fast kernels.
 
 ONEDNN_VERBOSE=1 (torch 2.15, oneDNN 3.13) shows two cases in which oneDNN takes its slow
-`gemm:jit`: contiguous maps with more padding on the left than MOST_COLUMNS, and nearly all
+`gemm:jit`: contiguous maps with more padding on the left than MAX_PADDING_COLUMNS, and nearly all
 gradients of the weight. So the surplus columns are put around the map before, and the gradient of
 the weight is computed as a depthwise convolution too: of every map, with the gradient of its output
 as the window.
@@ -17,20 +17,20 @@ from torch.compiler import assume_constant_result
 from .geometry import Pair
 
 # Columns of padding. On other processors nothing has been measured, or this changes nothing.
-MOST_COLUMNS = {"AVX512": 6, "AVX2": 4}
+MAX_PADDING_COLUMNS = {"AVX512": 6, "AVX2": 4}
 # oneDNN convolves these; no other dtype was faster in this way.
 DTYPES = frozenset({torch.float32, torch.bfloat16})
 # In windows whose gradient is convolved; smaller ones may lose on channels_last maps.
-FEWEST_GRADIENT_CELLS = 49
+MIN_GRADIENT_CELLS = 49
 PART = 2**22  # numbers held at once in the gradients of a window by each image
 
 
 # torch.compile cannot trace the question (its answer is no tensor), and looks through a cache
 # around it.
 @assume_constant_result  # type: ignore[untyped-decorator]
-def most_columns() -> int | None:
+def max_padding_columns() -> int | None:
     """Columns of padding that the fast kernel of this processor takes; None if it is not known."""
-    return MOST_COLUMNS.get(torch.backends.cpu.get_cpu_capability())
+    return MAX_PADDING_COLUMNS.get(torch.backends.cpu.get_cpu_capability())
 
 
 def depthwise(
@@ -46,7 +46,7 @@ def depthwise(
     if (
         wants_kernel_gradient
         and kernel.shape[0] == input.shape[1]
-        and cells >= FEWEST_GRADIENT_CELLS
+        and cells >= MIN_GRADIENT_CELLS
         # Under autocast, F.conv2d casts its arguments, and autograd must see the casts.
         and not torch.is_autocast_enabled("cpu")
     ):
@@ -57,7 +57,7 @@ def depthwise(
 def _forward(
     input: Tensor, kernel: Tensor, bias: Tensor | None, stride: Pair, padding: Pair
 ) -> Tensor:
-    surplus = padding[1] - cast(int, most_columns())
+    surplus = padding[1] - cast(int, max_padding_columns())
     # channels_last maps are fast with any padding. Maps of one channel or one cell are in both
     # formats.
     if (
@@ -130,7 +130,7 @@ def _kernel_gradient(
     The gradient of the output is the window that goes over the map, and the stride its dilation.
     """
     dtype = torch.promote_types(kernel.dtype, torch.float32)
-    most = cast(int, most_columns())
+    most = cast(int, max_padding_columns())
     inner = []  # padding that the convolution is told of, on each axis
     around = []  # padding that is put around the maps before, on each axis
     for cells, step, side in zip(padding, stride, grad.shape[2:], strict=True):

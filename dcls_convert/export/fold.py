@@ -17,7 +17,7 @@ from ..networks.building import build_model
 from ..networks.model_outputs import check_equal
 from ..networks.source import resolve_model
 from ..networks.tracing import image_dtype
-from ..options import MOST_PIXELS, OPSETS
+from ..options import MAX_PIXELS, OPSETS
 from ..output import check_output, not_a_file
 from ..progress import Notify, silent
 from ..surgery.fold import fold_to_dense_
@@ -126,10 +126,10 @@ def _check_request(
         raise CheckpointError(
             f"{checkpoint.folder}: its plan states no input size, so its outputs cannot be compared"
         )
-    if math.prod(input_size[1:]) > MOST_PIXELS:
+    if math.prod(input_size[1:]) > MAX_PIXELS:
         raise CheckpointError(
             f"{checkpoint.folder}: its plan states images of {size_text(input_size[1:])} pixels; "
-            f"outputs are compared on {MOST_PIXELS:,} at most"
+            f"outputs are compared on {MAX_PIXELS:,} at most"
         )
     return input_size
 

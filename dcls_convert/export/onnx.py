@@ -17,7 +17,7 @@ from .folded_model import ExportReport, FoldedModel, ModelFunction, export_file,
 BOUND = 1e-3  # relative error; onnxruntime has other kernels, and folds constants beforehand
 # onnxruntime 1.29 and later would otherwise send names of models to its makers.
 NO_TELEMETRY = "ORT_DISABLE_TELEMETRY"
-MOST_IN_ONE_FILE = 1_900_000_000  # bytes of weights; a protobuf, and so an ONNX file, ends at 2 GiB
+MAX_IN_ONE_FILE = 1_900_000_000  # bytes of weights; a protobuf, and so an ONNX file, ends at 2 GiB
 FIRST_OF_DYNAMO = 18  # opset below which torch's newer exporter fails for most models
 INPUT_NAME = "input"
 OUTPUT_NAME = "output"  # if there is one output
@@ -31,7 +31,7 @@ def write_onnx(folded: FoldedModel) -> ExportReport:
 
     opset = folded.opset or DEFAULT_OPSET
     size = sum(tensor.nbytes for tensor in folded.model.state_dict().values())
-    external_data = size > MOST_IN_ONE_FILE
+    external_data = size > MAX_IN_ONE_FILE
     if external_data and opset < FIRST_OF_DYNAMO:
         raise ModelError(
             f"--opset {opset}: {size / 1e9:.1f} GB of weights do not fit into one file; "

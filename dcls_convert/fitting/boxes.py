@@ -45,7 +45,7 @@ class Box:
         # How elements spread along an axis, and the derivative of this by their places:
         # (N, E), side -> (N, E, side) each.
         self.profile = method.footprint
-        most_margin = 0 if method.exact_on_cells else SPREAD_MARGIN
+        max_margin = 0 if method.exact_on_cells else SPREAD_MARGIN
         kernel_sizes = []
         grids = []
         sides = []
@@ -53,7 +53,7 @@ class Box:
         for axis in self.axes:
             grid = grid_positions(kernel_size[axis], dilation[axis], size[axis])
             old_extent = extent(kernel_size[axis], dilation[axis])
-            margin = min(most_margin, (size[axis] - old_extent) // 2)
+            margin = min(max_margin, (size[axis] - old_extent) // 2)
             kernel_sizes.append(kernel_size[axis])
             grids.append(grid)
             sides.append(old_extent + 2 * margin)

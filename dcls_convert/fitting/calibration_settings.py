@@ -28,8 +28,8 @@ class CalibrationSettings:
     places_of_old_kernel: float = 1.0
     # A layer that is sampled at fewer places keeps its fit. Of one or two images, its means and
     # variances are theirs alone.
-    least_places: int = 16
-    least_energy: float = 1e-3  # share of the mean energy of all inputs that each input counts with
+    min_places: int = 16
+    min_energy: float = 1e-3  # share of the mean energy of all inputs that each input counts with
     # Of depthwise layers alone: other images have other means and covariances than these few.
     # b, for each sampled place of an image. An error of the mean response is the same at all
     # places, so it adds up in the sums over places that follow (global pooling); other errors
@@ -46,8 +46,8 @@ class CalibrationSettings:
     images_in_step: int = 64
 
     # Conjugate gradients. More steps fit the noise of few images.
-    most_steps: int = 5
-    least_residual: float = 1e-4  # of the first one, in the norm of the preconditioner
+    max_steps: int = 5
+    min_residual: float = 1e-4  # of the first one, in the norm of the preconditioner
 
     # Sampled places for each weight of an output channel. With fewer, the report gives them as a
     # reason for the layer's error; a rule of thumb, which changes no result.

@@ -72,7 +72,7 @@ def counts_by_error(
         group_errors.append(_group_errors(group, _planned_counts(group, plans), roots, seed))
     counts = {layer.name: layer.kernel_count for layer in model_plan.layers}
     if free_groups:
-        chosen = least_error(group_errors, limit)
+        chosen = counts_of_min_error(group_errors, limit)
         for group, count in zip(free_groups, chosen, strict=True):
             for layer in group.plans:
                 counts[layer.name] = count
@@ -163,7 +163,7 @@ def sample_lines(
 ) -> tuple[list[Tensor], Tensor | None]:
     """Kernels (O, I, *K) of every n-th channel, and the roots of their input channels.
 
-    About `CountSettings.most_lines` channel pairs are kept. Output channels are thinned out first,
+    About `CountSettings.max_lines` channel pairs are kept. Output channels are thinned out first,
     then inputs, then groups, so that as many groups as possible stay.
 
     Args:
@@ -177,7 +177,7 @@ def sample_lines(
     lines = math.prod(sizes)
     steps = [1, 1, 1]
     for axis in (output_axis, input_axis, group_axis):
-        steps[axis] = max(1, min(sizes[axis], lines // SETTINGS.most_lines))
+        steps[axis] = max(1, min(sizes[axis], lines // SETTINGS.max_lines))
         lines //= steps[axis]
     every_group = slice(None, None, steps[group_axis])
     every_output = slice(None, None, steps[output_axis])
@@ -191,7 +191,7 @@ def sample_lines(
     return sampled, grouped_roots[every_group, every_input].flatten(0, 1)
 
 
-def least_error(groups: Sequence[GroupErrors], limit: int) -> list[int]:
+def counts_of_min_error(groups: Sequence[GroupErrors], limit: int) -> list[int]:
     """A count of at least 1 for each group, with the least sum of errors within `limit` parameters.
 
     Errors are measured at a few counts and interpolated between them. The chosen counts are then
@@ -240,7 +240,7 @@ def allocate(costs: Sequence[int], errors: Sequence[Mapping[int, float]], limit:
 
     Exact for any errors, by dynamic programming over the parameters spent: a multiple-choice
     knapsack. Of equal sums, the one with fewer parameters. If the limit has more units than
-    `CountSettings.most_units`, each group's costs are rounded up to coarser units: the result then
+    `CountSettings.max_units`, each group's costs are rounded up to coarser units: the result then
     stays within the limit, but a better one may exist.
 
     Args:
@@ -248,17 +248,17 @@ def allocate(costs: Sequence[int], errors: Sequence[Mapping[int, float]], limit:
         errors: The error by count, for each group.
         limit: Parameters of all groups together.
     """
-    unit = max(math.gcd(*costs), ceil_div(limit, SETTINGS.most_units))
+    unit = max(math.gcd(*costs), ceil_div(limit, SETTINGS.max_units))
     units = limit // unit
     # Least sum of errors of the groups so far, by the units that they may spend.
-    least_sum = torch.zeros(units + 1, dtype=torch.float64)
+    min_sum = torch.zeros(units + 1, dtype=torch.float64)
     picks_of_groups = []
     for cost, error_of_count in zip(costs, errors, strict=True):
-        least_sum, picks = _add_group(least_sum, cost, error_of_count, unit)
+        min_sum, picks = _add_group(min_sum, cost, error_of_count, unit)
         picks_of_groups.append(picks)
-    assert least_sum[-1].isfinite(), "the planner has refused what admits no element for each group"
+    assert min_sum[-1].isfinite(), "the planner has refused what admits no element for each group"
     # From the last group back to the first, along the picks that led to the least sum.
-    units_left = int((least_sum == least_sum[-1]).nonzero()[0])
+    units_left = int((min_sum == min_sum[-1]).nonzero()[0])
     chosen = []
     for index in reversed(range(len(costs))):
         picks = picks_of_groups[index]
@@ -270,16 +270,16 @@ def allocate(costs: Sequence[int], errors: Sequence[Mapping[int, float]], limit:
 
 
 def _add_group(
-    least_sum: Tensor, cost: int, error_of_count: Mapping[int, float], unit: int
+    min_sum: Tensor, cost: int, error_of_count: Mapping[int, float], unit: int
 ) -> tuple[Tensor, Tensor]:
     """The least sums with one more group, and which of its sorted counts each sum takes."""
-    with_group = torch.full_like(least_sum, torch.inf)
-    picks = torch.zeros(len(least_sum), dtype=torch.int16)
+    with_group = torch.full_like(min_sum, torch.inf)
+    picks = torch.zeros(len(min_sum), dtype=torch.int16)
     for index, count in enumerate(sorted(error_of_count)):
         spent = ceil_div(cost * count, unit)
-        if spent >= len(least_sum):
+        if spent >= len(min_sum):
             break
-        sums = least_sum[: len(least_sum) - spent] + error_of_count[count]
+        sums = min_sum[: len(min_sum) - spent] + error_of_count[count]
         better = sums < with_group[spent:]
         with_group[spent:] = torch.where(better, sums, with_group[spent:])
         picks[spent:][better] = index

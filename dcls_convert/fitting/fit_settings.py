@@ -24,17 +24,17 @@ class FitSettings:
 
     # How long fits last. After each look, only lines whose cost still falls are refined further.
     steps_between_looks: int = 8
-    least_gain: float = 1e-2  # share of a line's cost, between two looks
-    most_looks: int = 6
-    most_looks_with_roots: int = 2  # calibration solves for the weights again
+    min_gain: float = 1e-2  # share of a line's cost, between two looks
+    max_looks: int = 6
+    max_looks_with_roots: int = 2  # calibration solves for the weights again
 
     # Levenberg-Marquardt: the damping is a factor on the diagonal of the curvature.
     longest_step: float = 0.5  # cells; the footprint changes its form from cell to cell
     initial_damping: float = 0.1
     damping_after_gain: float = 1 / 3  # factor
     damping_after_failure: float = 4.0  # factor
-    least_damping: float = 1e-6
-    most_damping: float = 1e6
+    min_damping: float = 1e-6
+    max_damping: float = 1e6
     # The exact minimum of the quadratic model is no better, since the model is not exact.
     conjugate_gradient_steps: int = 6
 
@@ -43,10 +43,10 @@ class FitSettings:
 class CountSettings:
     """Of `counts.py`: how exactly kernel counts are chosen by error."""
 
-    most_units: int = 1 << 21  # of a budget; a larger one is counted in coarser units
+    max_units: int = 1 << 21  # of a budget; a larger one is counted in coarser units
     first_counts: int = 6  # counts at which a group's error is measured before the first choice
     measure_all: int = 9  # a group with at most so many possible counts is measured at all of them
-    most_lines: int = 128  # kernel lines by which the error of a group is measured, about
+    max_lines: int = 128  # kernel lines by which the error of a group is measured, about
 
 
 # Sizes of blocks. They change no result but for the order of sums.
@@ -54,4 +54,4 @@ FLOATS_AT_ONCE = 60_000_000  # of memory, for the lines that are fitted together
 FLOATS_IN_CACHE = 1_000_000  # of matrices, for the lines that a CPU works on at once
 # Rows of a line's matrices up to which lines are innermost in memory. A product of larger matrices
 # is worth a call of its own.
-MOST_ROWS_INNERMOST = 24
+MAX_ROWS_INNERMOST = 24

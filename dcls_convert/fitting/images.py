@@ -32,8 +32,8 @@ from .image_files import (
 # to the outputs.
 HELD_OUT_EVERY = 5
 # Of a folder, whose images have four crops each: the outputs of 200 images tell enough.
-MOST_FILES_HELD_OUT = 40
-MOST_IN_BATCH = 64  # images; larger given batches are split
+MAX_FILES_HELD_OUT = 40
+MAX_IN_BATCH = 64  # images; larger given batches are split
 NOISE_CORRELATION = 0.1  # of neighbouring pixels; photographs have 0.8 and more
 
 # A folder; or tensors as the model takes them: one batch (N, channels, *spatial), several batches,
@@ -158,7 +158,7 @@ def _read_folder(
     check_images(folder)
     pixels_of_path = read_pixels(folder, size, note, most=most)
     count = len(pixels_of_path)
-    held_out_every = max(HELD_OUT_EVERY, math.ceil(count / MOST_FILES_HELD_OUT))
+    held_out_every = max(HELD_OUT_EVERY, math.ceil(count / MAX_FILES_HELD_OUT))
     first_held_out = held_out_every - 1
     if count < HELD_OUT_EVERY:  # of few images, the second one is held out
         first_held_out = 1
@@ -221,7 +221,7 @@ def _given_batches(
         if tensor.dim() == image_axes:
             batch = tensor.unsqueeze(0)
         if len(batch):
-            yield from torch.split(batch, MOST_IN_BATCH)
+            yield from torch.split(batch, MAX_IN_BATCH)
 
 
 def _has_channels_last(images: Tensor, image_axes: int, channels: int) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .batches import joined, last_summed, like, lines_innermost, product, solved
 from .boxes import Box, box_footprint
-from .fit_settings import FLOATS_IN_CACHE, MOST_ROWS_INNERMOST, FitSettings
+from .fit_settings import FLOATS_IN_CACHE, MAX_ROWS_INNERMOST, FitSettings
 
 TINY = 1e-30  # replaces a divisor of zero
 
@@ -72,7 +72,7 @@ def fit_lines(
     run = _Run(problem, torch.cat(list(starts)), settings)
     lines = torch.arange(len(run.places), device=targets.device)
     remaining = lines.reshape(len(starts), -1)  # (starts, N): line numbers of the run
-    looks = settings.most_looks if roots is None else settings.most_looks_with_roots
+    looks = settings.max_looks if roots is None else settings.max_looks_with_roots
     while len(remaining) > 1:
         run.refine_(remaining.flatten(), 1)
         looks -= 1
@@ -215,7 +215,7 @@ class _Run:
         rows = places[0].numel()
         if problem.roots is not None:
             rows = max(rows, problem.targets.shape[2])
-        if rows <= MOST_ROWS_INNERMOST:
+        if rows <= MAX_ROWS_INNERMOST:
             problem = problem.map(lines_innermost)
             places = lines_innermost(places)
         settings = self.settings
@@ -228,13 +228,13 @@ class _Run:
             factor = torch.where(
                 improved, settings.damping_after_gain, settings.damping_after_failure
             )
-            damping = (damping * factor).clamp(settings.least_damping, settings.most_damping)
+            damping = (damping * factor).clamp(settings.min_damping, settings.max_damping)
             state = state.better_of(trial)
         self.places[lines] = state.places
         self.weights[lines] = state.weights
         self.cost[lines] = state.cost
         self.damping[lines] = damping
-        return state.cost < first_cost * (1 - settings.least_gain)
+        return state.cost < first_cost * (1 - settings.min_gain)
 
 
 def _step(state: _State, damping: Tensor, settings: FitSettings) -> Tensor:

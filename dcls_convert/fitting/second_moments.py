@@ -117,7 +117,7 @@ class SecondMoments:
     @property
     def too_few_places(self) -> bool:
         """Whether too few places are sampled to solve for: the layer keeps its fit and its bias."""
-        return self.places < self.settings.least_places
+        return self.places < self.settings.min_places
 
     def check(self, name: str) -> None:
         """Refuse (DclsConvertError) values that are not finite, by the layer's name."""
@@ -158,7 +158,7 @@ class SecondMoments:
         cells = math.prod(self.box.sides)
         variances = covariance.diagonal(dim1=1, dim2=2)  # (G, R * S)
         energy = variances.reshape(self.groups, -1, cells).mean(-1)  # (G, R)
-        least = energy.mean() * self.settings.least_energy + 1e-12
+        least = energy.mean() * self.settings.min_energy + 1e-12
         return energy.maximum(least).repeat_interleave(cells, dim=1)
 
 

@@ -159,13 +159,13 @@ def _minimise(
     d = torch.zeros_like(r)
     rz_before = torch.ones_like(ridge)
     rz_first: Tensor | None = None
-    steps = settings.most_steps if lines_of_channel > 1 else 2
+    steps = settings.max_steps if lines_of_channel > 1 else 2
     for step in range(steps):
         z = precondition(r)
         rz = dot(r, z)
         if rz_first is None:
             rz_first = rz
-        if bool((rz <= rz_first * settings.least_residual**2).all()):
+        if bool((rz <= rz_first * settings.min_residual**2).all()):
             break
         beta = rz / rz_before if step > 0 else 0.0
         d = z + beta * d

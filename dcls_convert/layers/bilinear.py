@@ -30,9 +30,9 @@ from .limits import clamped, per_axis
 # On a CPU, elements per thread and block: temporary tensors stay in the cache. torch does not
 # split work into parts smaller than this.
 BLOCK_ELEMENTS = 32768
-MOST_THREADS = 8  # cap on threads when sizing blocks; bounds memory
+MAX_THREADS = 8  # cap on threads when sizing blocks; bounds memory
 # On other devices, elements x cells of the window in a block: 256 MiB in float32.
-MOST_PRODUCTS = 1 << 26
+MAX_PRODUCTS = 1 << 26
 
 WindowSize = tuple[int, ...]  # along the learnt axes, in cells
 
@@ -250,10 +250,10 @@ def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """
     elements = tensors[-1].shape[-1]
     if on_cpu(tensors[-1]):
-        most_elements = BLOCK_ELEMENTS * min(torch.get_num_threads(), MOST_THREADS)
+        max_elements = BLOCK_ELEMENTS * min(torch.get_num_threads(), MAX_THREADS)
     else:
-        most_elements = MOST_PRODUCTS // tensors[0].shape[-1]
-    kernels_in_block = max(1, most_elements // max(elements, 1))
+        max_elements = MAX_PRODUCTS // tensors[0].shape[-1]
+    kernels_in_block = max(1, max_elements // max(elements, 1))
     splits = [torch.split(tensor, kernels_in_block, tensor.dim() - 2) for tensor in tensors]
     return zip(*splits, strict=True)
 

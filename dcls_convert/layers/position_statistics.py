@@ -18,7 +18,7 @@ from .interpolation import position_limits
 BORDER_MARGIN = 0.5
 # Cells. Nearer elements share cells, and the paper's repulsive loss pushes them apart.
 OVERLAP_DISTANCE = 1.0
-MOST_DISTANCES = 1 << 22  # held at once: 16 MiB in float32
+MAX_DISTANCES = 1 << 22  # held at once: 16 MiB in float32
 
 
 def border_share(positions: Tensor, size: Sequence[int]) -> float:
@@ -52,7 +52,7 @@ def overlap_share(positions: Tensor) -> float:
     """
     kernels = _at_least_float32(positions).reshape(positions.shape[0], -1, positions.shape[-1])
     overlapping = 0
-    for _, _, squares in pairs(kernels, MOST_DISTANCES):
+    for _, _, squares in pairs(kernels, MAX_DISTANCES):
         # Every element is near itself.
         overlapping += int(((squares < OVERLAP_DISTANCE**2).sum(-1) > 1).sum())
     return overlapping / max(math.prod(positions.shape[1:]), 1)
@@ -84,9 +84,9 @@ def bins(coordinate: Tensor, size: int, bins_per_cell: int) -> Tensor:
 
 
 def pairs(
-    kernels: Tensor, most_distances: int
+    kernels: Tensor, max_distances: int
 ) -> Iterator[tuple[tuple[slice, slice], list[Tensor], Tensor]]:
-    """All pairs of elements in kernels (A, C, E), in parts of at most `most_distances` pairs.
+    """All pairs of elements in kernels (A, C, E), in parts of at most `max_distances` pairs.
 
     Each part is: where the first elements of the pairs are in (C, E), the differences of the pairs
     along each axis, and their squared distances (C, first elements, E).
@@ -94,8 +94,8 @@ def pairs(
     # Axis by axis: torch.cdist with matrix products is not exact, and without them it is slow for
     # small kernels.
     elements = kernels.shape[-1]
-    kernels_at_once = max(1, most_distances // max(elements * elements, 1))
-    elements_at_once = max(1, most_distances // max(elements, 1))
+    kernels_at_once = max(1, max_distances // max(elements * elements, 1))
+    elements_at_once = max(1, max_distances // max(elements, 1))
     kernel_starts = range(0, kernels.shape[1], kernels_at_once)
     element_starts = range(0, elements, elements_at_once)
     for kernel_start, element_start in itertools.product(kernel_starts, element_starts):

@@ -22,7 +22,7 @@ from .registries import import_library
 from .running import seeded
 from .source import LIBRARY_KINDS, OTHER_TIMM_KINDS, ModelSource, check_source
 
-MOST_MODULES = 4_000  # modules of a library's model; timm's largest has 1,800
+MAX_MODULES = 4_000  # modules of a library's model; timm's largest has 1,800
 # Methods with which factories fill new weights. `_MetaWeights` skips them on meta tensors.
 FILLING_METHODS = {
     torch.Tensor.uniform_,
@@ -142,9 +142,9 @@ def _run_factory(source: ModelSource, *, pretrained: bool) -> Any:
     module_numbers = itertools.count(1)
 
     def count_module(*_: object) -> None:
-        if next(module_numbers) > MOST_MODULES:  # for example a depth of a million
+        if next(module_numbers) > MAX_MODULES:  # for example a depth of a million
             raise _TooManyModulesError(
-                f"{source.name}: its arguments ask for more than {MOST_MODULES:,} modules"
+                f"{source.name}: its arguments ask for more than {MAX_MODULES:,} modules"
             )
 
     with contextlib.ExitStack() as contexts:

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-LEAST_WEIGHTS = 1_000  # in all kernels; fewer can lie within the bounds by chance
-MOST_DEVIATIONS = 5.0  # standard errors of the mean square
+MIN_WEIGHTS = 1_000  # in all kernels; fewer can lie within the bounds by chance
+MAX_DEVIATIONS = 5.0  # standard errors of the mean square
 
 
 def has_norms(model: nn.Module) -> bool:
@@ -61,8 +61,8 @@ def are_as_torch_initialises(kernels: Iterable[Tensor]) -> bool:
             return False
         count += kernel.numel()
         squares += float(relative.square().sum())
-    if count < LEAST_WEIGHTS:
+    if count < MIN_WEIGHTS:
         return False
     # The variance of a square is 1/5 - 1/9.
     standard_error = math.sqrt((1 / 5 - 1 / 9) / count)
-    return abs(squares / count - 1 / 3) <= MOST_DEVIATIONS * standard_error
+    return abs(squares / count - 1 / 3) <= MAX_DEVIATIONS * standard_error

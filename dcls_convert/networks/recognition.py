@@ -29,15 +29,15 @@ def assumed_input_size(source: ModelSource, model: nn.Module) -> tuple[int, ...]
         return _torchvision_input_size(source.name.partition(":")[2], model)
     usual_channels, *sides = USUAL_INPUT_SIZE
     channels: list[int] = []  # input channels of each convolution
-    most_dims = 0
+    max_dims = 0
     for module in model.modules():
         # A lazy convolution has no channels yet.
         if isinstance(module, AnyConv) and module.in_channels:
             channels.append(module.in_channels)
-            most_dims = max(most_dims, len(module.kernel_size))
+            max_dims = max(max_dims, len(module.kernel_size))
     if not channels:
         return USUAL_INPUT_SIZE
-    if most_dims != len(sides):
+    if max_dims != len(sides):
         return None
     if usual_channels in channels:
         return USUAL_INPUT_SIZE

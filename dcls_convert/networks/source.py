@@ -16,8 +16,8 @@ OTHER_TIMM_KINDS = ("hf-hub", "local-dir")  # timm itself loads these
 LIBRARY_KINDS = (*REGISTRIES, *OTHER_TIMM_KINDS)
 WEIGHTS_SUFFIXES = (".pth", ".pt", ".safetensors", ".bin", ".ckpt", ".tar")
 # Largest integer argument: factories make lists of that length before they make any module.
-MOST_ARGUMENT = 1_000_000
-# Exempt from MOST_ARGUMENT: they size a single layer, and a meta tensor costs nothing.
+MAX_ARGUMENT = 1_000_000
+# Exempt from MAX_ARGUMENT: they size a single layer, and a meta tensor costs nothing.
 UNBOUNDED_ARGUMENTS = ("num_classes", "in_chans")
 # An argument whose name holds one of these words can make a factory open a file or reach the
 # network.
@@ -93,8 +93,8 @@ def _check_argument(value: Any, where: str) -> None:
             raise ModelError(
                 f"{where}: {shown(value)!r} is not allowed: it could be a path or a url"
             )
-    elif isinstance(value, int) and value > MOST_ARGUMENT:
-        raise ModelError(f"{where} is {shown(value)}; at most {MOST_ARGUMENT:,} is allowed")
+    elif isinstance(value, int) and value > MAX_ARGUMENT:
+        raise ModelError(f"{where} is {shown(value)}; at most {MAX_ARGUMENT:,} is allowed")
     elif value is not None and not isinstance(value, bool | int | float):
         raise ModelError(f"{where} is a {type(value).__name__}, not a plain value")
 

@@ -15,8 +15,8 @@ from ..depthwise.geometry import size_text
 
 # The deepest stems have this many spatial convolutions. A "stem" with more is a backbone (hybrid
 # of ResNet and ViT).
-MOST_STEM_CONVS = 8
-MOST_STRIDES_OF_A_STAGE = 2  # its own, and that of its input
+MAX_STEM_CONVS = 8
+MAX_STRIDES_OF_A_STAGE = 2  # its own, and that of its input
 
 OutputStride = tuple[int, ...]  # input cells for one output cell, per axis
 
@@ -38,7 +38,7 @@ def find_stages(
     """
     blocks, stems = _timm_patterns(model)
     in_stem = partial(_matches_any, stems)
-    if sum(map(in_stem, spatial)) > MOST_STEM_CONVS:
+    if sum(map(in_stem, spatial)) > MAX_STEM_CONVS:
         in_stem = partial(_matches_any, [])
     if blocks:
         return "timm's group_matcher", partial(_stage_by_timm, blocks), in_stem
@@ -207,7 +207,7 @@ def _versions(strides: Mapping[str, OutputStride]) -> set[str]:
     members = Counter(series.values())
     versions: set[str] = set()
     for path, inside in strides_inside.items():
-        if len(inside) > MOST_STRIDES_OF_A_STAGE and members[series[path]] == 1:
+        if len(inside) > MAX_STRIDES_OF_A_STAGE and members[series[path]] == 1:
             versions.add(path)
     return versions
 

@@ -13,7 +13,7 @@ from ..progress import Notify, silent
 
 # Largest share of names that may lack a prefix which all others have: those are of a trainer, such
 # as the weights of its loss.
-MOST_OTHERS = 0.1
+MAX_OTHER_SHARE = 0.1
 
 
 def with_names_of(
@@ -81,7 +81,7 @@ def _common_prefix(names: Collection[str]) -> str | None:
         if dot:
             counts[component] = counts.get(component, 0) + 1
     for component, count in counts.items():
-        if count >= (1 - MOST_OTHERS) * len(names):
+        if count >= (1 - MAX_OTHER_SHARE) * len(names):
             return f"{component}."
     return None
 

@@ -21,11 +21,11 @@ from ..progress import Notify, silent
 # timm.
 AVERAGED = ("state_dict_ema", "model_ema")
 WRAPPERS = (*AVERAGED, "state_dict", "model_state_dict", "model", "net")
-MOST_WRAPPERS = 3  # nesting depth; bounded because a mapping can hold itself
+MAX_WRAPPERS = 3  # nesting depth; bounded because a mapping can hold itself
 SAFETENSORS = ".safetensors"  # suffix
-MOST_HEADER = 16 << 20  # bytes of a safetensors header; enough for 150,000 tensors
+MAX_HEADER_BYTES = 16 << 20  # bytes of a safetensors header; enough for 150,000 tensors
 # Largest ratio of unpacked size to file size for a torch file. torch itself does not compress.
-MOST_GROWTH = 20
+MAX_GROWTH = 20
 ZIP_START = b"PK\x03\x04"  # first bytes of a torch file
 OLD_START = b"\x80\x02\x8a\n"  # first bytes of files of torch before 1.6
 # Packed bits (bits8, float4_e2m1fn_x2) are left out: only special operators can read them.
@@ -149,9 +149,9 @@ def opened(path: Path, what: str = "") -> Iterator[Any]:
     try:
         with path.open("rb") as file:
             header_length = int.from_bytes(file.read(8), "little")
-        if header_length > MOST_HEADER:
+        if header_length > MAX_HEADER_BYTES:
             raise ValueError(
-                f"its header has {header_length:,} bytes; {MOST_HEADER:,} are the most"
+                f"its header has {header_length:,} bytes; {MAX_HEADER_BYTES:,} are the most"
             )
         with _open_lazily(path) as file:
             yield file
@@ -199,10 +199,10 @@ def _read_torch(path: Path, where: str) -> Any:
     """The content of a file of torch.save, unpickled with weights_only=True."""
     try:
         unpacked = _unpacked_size(path)
-        if unpacked > MOST_GROWTH * path.stat().st_size:
+        if unpacked > MAX_GROWTH * path.stat().st_size:
             raise CheckpointError(
                 f"{where}: its parts unpack to {unpacked:,} bytes, "
-                f"more than {MOST_GROWTH} times the file's size"
+                f"more than {MAX_GROWTH} times the file's size"
             )
         # timm's training checkpoints hold their arguments as a Namespace. Old files make torch
         # warn about its own code.
@@ -235,7 +235,7 @@ def _unpacked_size(path: Path) -> int:
 
 def _keys_of_state_dict(content: Any, depth: int = 0) -> list[str] | None:
     """Under which keys of a training script's mappings the state dict is; None if nowhere."""
-    if not isinstance(content, Mapping) or depth > MOST_WRAPPERS:
+    if not isinstance(content, Mapping) or depth > MAX_WRAPPERS:
         return None
     for key in WRAPPERS:
         inner_keys = _keys_of_state_dict(content.get(key), depth + 1)

@@ -15,7 +15,7 @@ from ..fitting.images import Calibration
 from ..networks.model_outputs import agreement, relative_distance
 from ..networks.pretrained_cfg import set_normalisation_
 from ..networks.running import evaluating, full_precision, run, unchanged_on_failure
-from ..options import MOST_PIXELS
+from ..options import MAX_PIXELS
 from ..planning.plan import ConversionPlan
 from ..progress import LOG
 from ..records import taken_from
@@ -170,7 +170,7 @@ class _Outputs:
 def _random_outputs(model: nn.Module, plan: ConversionPlan) -> Any:
     """The outputs for two random images; None where there are none to compare."""
     size = plan.input_size
-    if size is None or math.prod(size[1:]) > MOST_PIXELS:
+    if size is None or math.prod(size[1:]) > MAX_PIXELS:
         return None
     if any(parameter.is_meta for parameter in model.parameters()):
         return None

@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from ..errors import PlanError, listed, shown
-from ..options import LEAST_PERCENT, MOST_PERCENT, Scope
+from ..options import MAX_PERCENT, MIN_PERCENT, Scope
 from ..records import Ratio
 
 if TYPE_CHECKING:
@@ -45,9 +45,9 @@ def parse_percent(text: str | float | int) -> Fraction:
         percent = Decimal(str(text).removesuffix("%"))
     except InvalidOperation:
         percent = Decimal("nan")
-    if not percent.is_finite() or not LEAST_PERCENT <= percent <= MOST_PERCENT:
+    if not percent.is_finite() or not MIN_PERCENT <= percent <= MAX_PERCENT:
         raise PlanError(
-            f"budget {shown(text)!r} must be a percentage from {LEAST_PERCENT} to {MOST_PERCENT}"
+            f"budget {shown(text)!r} must be a percentage from {MIN_PERCENT} to {MAX_PERCENT}"
         )
     return Fraction(percent) / 100
 
@@ -79,21 +79,21 @@ def solve_counts(
         members_of.setdefault(_unit_name(draft, scope), []).append(draft)
     layer_of: dict[str, LayerPlan] = {}
     units: list[BudgetUnit] = []
-    least_shares: dict[str, Fraction] = {}  # of units whose budget has no room for one element
+    min_shares: dict[str, Fraction] = {}  # of units whose budget has no room for one element
     for name, members in members_of.items():
         layers, unit = _solve_unit(name, members, share)
         for layer in layers:
             layer_of[layer.name] = layer
         if unit.kernel_count is not None and unit.kernel_count < 1:
-            least_shares[name] = _least_share(members)
+            min_shares[name] = _min_share(members)
         units.append(unit)
-    if least_shares:
-        least = math.ceil(max(least_shares.values()) * 10_000) / 100  # percent, rounded up
-        least_text = f"{least:.2f}".rstrip("0").rstrip(".")
+    if min_shares:
+        least = math.ceil(max(min_shares.values()) * 10_000) / 100  # percent, rounded up
+        min_text = f"{least:.2f}".rstrip("0").rstrip(".")
         percent = float(share * 100)
         message = (
             f"a budget of {percent:.6g} % leaves no room for even one element per kernel in "
-            f"{listed(least_shares, 1)}; the smallest sufficient budget is {least_text} %"
+            f"{listed(min_shares, 1)}; the smallest sufficient budget is {min_text} %"
         )
         if percent < 1:  # probably meant as a share
             message += f" (for a share of {percent:.6g}, give {100 * percent:.6g} %)"
@@ -121,8 +121,8 @@ def _solve_unit(
     if unsolved:
         params_per_element = Fraction(_params(_with_count(unsolved, 1)))
         exact = (limit - _params(members)) / params_per_element
-        fewest_cells = min(layer.cells for layer in unsolved)
-        count = min(math.floor(exact), fewest_cells)
+        min_cells = min(layer.cells for layer in unsolved)
+        count = min(math.floor(exact), min_cells)
         layers = _with_count(members, count)
     else:
         layers = list(members)
@@ -136,7 +136,7 @@ def _solve_unit(
     return layers, unit
 
 
-def _least_share(members: Sequence["LayerPlan"]) -> Fraction:
+def _min_share(members: Sequence["LayerPlan"]) -> Fraction:
     """The share with which the budget would have room for one element in each UNSOLVED layer."""
     return Fraction(_params(_with_count(members, 1)), _replaced_weights(members))
 

@@ -5,7 +5,7 @@ import fnmatch
 from collections.abc import Iterable, Sequence
 
 WILDCARDS = frozenset("*?[")
-MOST_NEAR = 3  # paths that a message names
+MAX_NEAREST = 3  # paths that a message names
 
 
 def is_meant(name: str, patterns: Sequence[str]) -> bool:
@@ -42,7 +42,7 @@ def nearest_paths(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
             paths[".".join(parts[:length])] = None
     near: list[str] = []
     for pattern in patterns:
-        near += difflib.get_close_matches(pattern.strip("*."), list(paths), n=MOST_NEAR)
+        near += difflib.get_close_matches(pattern.strip("*."), list(paths), n=MAX_NEAREST)
     if not near:
         near = [path for path in paths if "." not in path]
     return list(dict.fromkeys(near))

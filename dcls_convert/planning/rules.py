@@ -31,8 +31,8 @@ from ..options import (
     EVEN_GROWTH,
     GROWTH,
     INTERPOLATION_NAMES,
-    MOST_COUNT,
-    MOST_SIDE,
+    MAX_COUNT,
+    MAX_SIDE,
     InterpolationName,
     Kind,
     check_even,
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 RULES_FORMAT = 1
 AUTO_RULES = ("depthwise", "conv3x3", "dense3x3x3")  # in the order in which `auto` tries them
 Positive = Annotated[int, Field(ge=1)]
-MOST_RULE_BYTES = 1_000_000  # size of a rule file
+MAX_RULE_BYTES = 1_000_000  # size of a rule file
 TEXT_TAG = "tag:yaml.org,2002:str"  # YAML's
-MOST_SHOWN = 200  # characters of a text from the file, in a message
+MAX_SHOWN_CHARACTERS = 200  # characters of a text from the file, in a message
 
 
 class _Strict(BaseModel):
@@ -92,7 +92,7 @@ def _even_growth(text: str) -> str:
     return text
 
 
-Side = Annotated[int, Field(ge=1, le=MOST_SIDE)]
+Side = Annotated[int, Field(ge=1, le=MAX_SIDE)]
 Size = Side | Annotated[list[Side], Field(min_length=1, max_length=3)]
 Growth = Annotated[
     str,
@@ -113,9 +113,9 @@ def _holds(stated: Any, value: Any) -> bool:
     values = value if isinstance(value, tuple) else (value,)
     if isinstance(stated, Range):
         largest = max(values)
-        least_allowed = stated.min or 0
-        most_allowed = stated.max or math.inf
-        return bool(least_allowed <= largest <= most_allowed)
+        min_allowed = stated.min or 0
+        max_allowed = stated.max or math.inf
+        return bool(min_allowed <= largest <= max_allowed)
     alternatives = stated if isinstance(stated, list) else [stated]
     if isinstance(alternatives[0], str):
         return _any_matches(values, alternatives)
@@ -133,7 +133,7 @@ def _any_matches(names: Sequence[str], globs: Sequence[str]) -> bool:
 
 
 _GLOB = "a pattern with * and ?, or a list of such patterns"
-_SIDE = f"an integer from 1 to {MOST_SIDE}"
+_SIDE = f"an integer from 1 to {MAX_SIDE}"
 _NUMBER = "a positive integer, or {min: N, max: N}"
 _AXES = f"{_SIDE} for all axes, or a list with one for each"
 
@@ -209,11 +209,11 @@ def _in_words(value: Any) -> str:
     """A value of a rule or a site, as a message shows it."""
     if isinstance(value, list | tuple):
         if isinstance(value[0], int):
-            return shown(size_text(value), MOST_SHOWN)
-        return shown(" or ".join(map(str, value)), MOST_SHOWN)
+            return shown(size_text(value), MAX_SHOWN_CHARACTERS)
+        return shown(" or ".join(map(str, value)), MAX_SHOWN_CHARACTERS)
     if value is None or isinstance(value, bool):
         return str(value).lower()
-    return shown(str(value) or repr(value), MOST_SHOWN)
+    return shown(str(value) or repr(value), MAX_SHOWN_CHARACTERS)
 
 
 class Defaults(_Strict):
@@ -231,8 +231,8 @@ class Rule(Defaults):
     """The first rule whose match holds claims the convolution: it is skipped, or replaced as the \
 other keys say."""
 
-    kernel_count: Annotated[int, Field(ge=1, le=MOST_COUNT)] | Literal["auto"] | None = Field(
-        None, description=f"an integer from 1 to {MOST_COUNT}, or auto"
+    kernel_count: Annotated[int, Field(ge=1, le=MAX_COUNT)] | Literal["auto"] | None = Field(
+        None, description=f"an integer from 1 to {MAX_COUNT}, or auto"
     )
     interpolation: InterpolationName | None = Field(
         None, description=" or ".join(INTERPOLATION_NAMES)
@@ -357,10 +357,10 @@ def load_rules(source: str | Path | Mapping[str, Any]) -> RuleSet:
                 f"rules {shown(source)!r} are neither a file nor one of {', '.join(known)}{near}"
             )
         # With "sig": some editors begin a file with a byte order mark.
-        text = read_bytes(path, MOST_RULE_BYTES).decode("utf-8-sig")
+        text = read_bytes(path, MAX_RULE_BYTES).decode("utf-8-sig")
     except OSError as error:
         raise RuleError(
-            f"rules {shown(source, MOST_SHOWN)}: cannot be read: {error.strerror}"
+            f"rules {shown(source, MAX_SHOWN_CHARACTERS)}: cannot be read: {error.strerror}"
         ) from error
     except UnicodeDecodeError as error:
         raise RuleError(f"{source}: is not a UTF-8 text: {one_line(error)}") from None
@@ -436,7 +436,7 @@ def parse_rules(text: str, source: str = "rules") -> RuleSet:
         if mark:
             place = f" line {mark.line + 1}:"
         problem = getattr(error, "problem", None) or f"{type(error).__name__}: {one_line(error)}"
-        message = f"{source}:{place} not valid YAML: {shown(problem, MOST_SHOWN)}"
+        message = f"{source}:{place} not valid YAML: {shown(problem, MAX_SHOWN_CHARACTERS)}"
         raise RuleError(message) from None  # the message says it all
     if not isinstance(data, dict):
         kinds = {list: "a list", str: "a text", type(None): "empty"}

@@ -14,7 +14,7 @@ from ..depthwise.geometry import (
 )
 from ..errors import PlanError
 from ..networks.sites import ConvSite, ModelConvs
-from ..options import LEAST_GROWTH, MOST_SLOWER, MOST_WINDOW
+from ..options import MAX_ADDED_MACS_PERCENT, MAX_WINDOW, MIN_GROWTH
 from .layer_plan import LayerPlan
 from .rules import Rule, RuleSet
 
@@ -24,8 +24,13 @@ SIZES_TO_TRY = 9  # windows that `sizes_to_try` gives
 def recommended_size(convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, int]) -> str | None:
     """The growth for dilated size "auto", such as "+10"; None if the rules state all sizes.
 
-    The largest growth with windows of at most MOST_WINDOW that adds at most MOST_SLOWER percent to
-    the MACs; the smallest if there is none. No layer refuses it that takes the smallest growth.
+    It is the largest growth that
+
+    - adds at most MAX_ADDED_MACS_PERCENT to the MACs,
+    - makes no window larger than MAX_WINDOW,
+    - fits every layer that the smallest growth fits.
+
+    If there is none, it is the smallest growth.
     """
     if rules.defaults.dilated_size:
         return None
@@ -39,15 +44,15 @@ def recommended_size(convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, in
                 without_size.append((site, rule))
     if not without_size:
         return None
-    most_added = (convs.macs or 0) * MOST_SLOWER / 100
-    most_layers = _number_of_layers(converted, LEAST_GROWTH)
-    recommended = LEAST_GROWTH
-    for growth in range(LEAST_GROWTH, MOST_WINDOW, 2):
+    max_added_macs = (convs.macs or 0) * MAX_ADDED_MACS_PERCENT / 100
+    layers_at_min_growth = _number_of_layers(converted, MIN_GROWTH)
+    recommended = MIN_GROWTH
+    for growth in range(MIN_GROWTH, MAX_WINDOW, 2):
         # A layer that refuses a growth adds no MACs: it would make larger growths look cheap.
-        if _number_of_layers(converted, growth) < most_layers:
+        if _number_of_layers(converted, growth) < layers_at_min_growth:
             continue
-        is_small = _largest_side(without_size, growth) <= MOST_WINDOW
-        if is_small and _added_macs(converted, growth) <= most_added:
+        is_small = _largest_side(without_size, growth) <= MAX_WINDOW
+        if is_small and _added_macs(converted, growth) <= max_added_macs:
             recommended = growth
     return f"+{recommended}"
 
@@ -63,7 +68,7 @@ def sizes_to_try(layers: Sequence[LayerPlan]) -> list[int] | list[str]:
     if len(extents) == 1:
         (first,) = extents
         return list(range(first, first + 2 * SIZES_TO_TRY, 2))
-    return [f"+{LEAST_GROWTH + 2 * index}" for index in range(SIZES_TO_TRY)]
+    return [f"+{MIN_GROWTH + 2 * index}" for index in range(SIZES_TO_TRY)]
 
 
 def _windows(

@@ -194,10 +194,10 @@ class Training:
         self,
         on_epoch: Callable[["Training"], None] = lambda _: None,
         *,
-        most_updates: int | None = None,
+        max_updates: int | None = None,
         tests_first: bool = False,
     ) -> None:
-        """Train to the end of the recipe, or until `most_updates` updates are done.
+        """Train to the end of the recipe, or until `max_updates` updates are done.
 
         `on_epoch` is called after each epoch and its test. With `tests_first`, the model is also
         tested before the first update.
@@ -207,8 +207,8 @@ class Training:
             CheckpointError: The state cannot be written.
         """
         last_update = self.recipe.epochs * self.updates_per_epoch
-        if most_updates is not None:
-            last_update = min(last_update, most_updates)
+        if max_updates is not None:
+            last_update = min(last_update, max_updates)
         keys = batch_keys(
             len(self.data.train),
             self.recipe,

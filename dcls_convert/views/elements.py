@@ -22,9 +22,9 @@ from ..planning.plan import ConversionPlan
 AXES = ("depth", "row", "column")  # fewer dimensions take the last ones
 # Bins in a cell along each axis; odd, so that an element on a cell is in the middle of a bin.
 FINE = 3
-MOST_BINS = 150_000  # in all heat maps together; if more, a bin is a whole cell
-MOST_KERNELS = 32  # shown per layer
-MOST_KERNEL_NUMBERS = 1_200_000  # cells and coordinates of all shown kernels together
+MAX_BINS = 150_000  # in all heat maps together; if more, a bin is a whole cell
+MAX_KERNELS = 32  # shown per layer
+MAX_KERNEL_NUMBERS = 1_200_000  # cells and coordinates of all shown kernels together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -79,7 +79,7 @@ def position_pictures(
     sets = position_sets(plan)
     cells = sum(math.prod(position_set.learnt_size[-2:]) for position_set in sets)
     per_cell = 1
-    if cells * FINE**2 <= MOST_BINS:
+    if cells * FINE**2 <= MAX_BINS:
         per_cell = FINE
     pictures = []
     for position_set, row in zip(sets, inspection.positions, strict=True):
@@ -173,7 +173,7 @@ def _shown_kernels(plan: ConversionPlan) -> int:
     numbers = 0  # for one kernel of each layer: its cells, and two coordinates and a weight each
     for layer in plan.layers:
         numbers += math.prod(layer.dilated_size) + 3 * math.prod(layer.position_shape[3:])
-    return max(1, min(MOST_KERNELS, MOST_KERNEL_NUMBERS // max(numbers, 1)))
+    return max(1, min(MAX_KERNELS, MAX_KERNEL_NUMBERS // max(numbers, 1)))
 
 
 def _elements_weight(

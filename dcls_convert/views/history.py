@@ -17,8 +17,8 @@ from ..tuning.tracker import TrackedPositions, TrackRecord, read_track
 
 Curve = tuple[float | None, ...]  # a value for each step; None where it is not known
 Coordinates = tuple[float | None, ...]  # of the followed elements along one axis
-MOST_FRAME_NUMBERS = 120_000  # coordinates and counts of all moving pictures together
-MOST_STEPS = 10  # of the table; a record of a long training has hundreds
+MAX_FRAME_NUMBERS = 120_000  # coordinates and counts of all moving pictures together
+MAX_STEPS = 10  # of the table; a record of a long training has hundreds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,14 +133,14 @@ def _followed_counts(row: TrackedPositions) -> tuple[int, ...]:
 
 
 def _moving_records(records: Sequence[TrackRecord]) -> list[TrackRecord]:
-    """Evenly spaced records, first and last included, of MOST_FRAME_NUMBERS numbers at most.
+    """Evenly spaced records, first and last included, of MAX_FRAME_NUMBERS numbers at most.
 
     There are two at least, however many numbers they have.
     """
     numbers = 0  # in one record
     for row in records[0].positions:
         numbers += sum(_followed_counts(row)) + sum(map(len, row.histograms))
-    most = max(2, MOST_FRAME_NUMBERS // max(numbers, 1))
+    most = max(2, MAX_FRAME_NUMBERS // max(numbers, 1))
     return [records[index] for index in _evenly_spaced(len(records), most)]
 
 
@@ -208,7 +208,7 @@ HISTORY_COLUMNS: list[Column[_Row]] = [
 
 def history_view(history: HistoryPicture) -> RenderableType:
     """For a terminal: each positions tensor at some steps, the first and the last among them."""
-    shown_steps = _evenly_spaced(len(history.steps), MOST_STEPS)
+    shown_steps = _evenly_spaced(len(history.steps), MAX_STEPS)
     rows = []
     for track in history.tracks:
         for index in shown_steps:

@@ -52,7 +52,7 @@ def inspection_view(inspection: Inspection) -> RenderableType:
         lines.append("Sigma: mean width of the elements, in cells.")
     model = "" if inspection.model is None else f", {inspection.model} with DCLS"
     heading = title(inspection.folder, model)
-    table = Table(POSITION_COLUMNS, rows, totals=_totals(inspection), least_name=NAME_COLUMNS)
+    table = Table(POSITION_COLUMNS, rows, totals=_totals(inspection), min_name_width=NAME_COLUMNS)
     parts: list[RenderableType] = [heading, Text(), table, Text(), *map(indented, lines)]
     if inspection.provenance is not None:
         parts += [Text(), Text(" Converted by:", style="bold")]

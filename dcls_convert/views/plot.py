@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANEL_INCHES = 2.4  # side of a panel
-MOST_PANELS = 12  # of positions or layers, in the order of the plan; more are left out
+MAX_PANELS = 12  # of positions or layers, in the order of the plan; more are left out
 PANELS_IN_A_ROW = 6
 KERNELS = 8  # of a layer
 LINES = ("-", "--", "-.", ":")
@@ -82,7 +82,7 @@ def new_figure(width: float, height: float) -> "Figure":
 
 def _positions(pictures: Pictures) -> "Figure":
     """A heat map of each positions tensor, and below it the histograms along its axes."""
-    chosen = pictures.positions[:MOST_PANELS]
+    chosen = pictures.positions[:MAX_PANELS]
     columns = min(len(chosen), PANELS_IN_A_ROW)
     rows = math.ceil(len(chosen) / columns)
     figure = new_figure(columns * PANEL_INCHES, 2 * rows * PANEL_INCHES)
@@ -125,8 +125,8 @@ def _draw_histograms(axes: "Axes", picture: PositionPicture) -> None:
 def _explain(figure: "Figure", pictures: Pictures, legend: str) -> None:
     """Write the legend below the panels, and how many of them are left out."""
     total = len(pictures.positions)
-    if total > MOST_PANELS:
-        legend += f"; the first {MOST_PANELS} of {total} positions tensors"
+    if total > MAX_PANELS:
+        legend += f"; the first {MAX_PANELS} of {total} positions tensors"
     figure.supxlabel(legend, fontsize="small")
 
 
@@ -142,7 +142,7 @@ def _kernels(pictures: Pictures) -> "Figure":
 
     Elements are dots, which are filled if their weight is positive.
     """
-    first = [picture.row.layers[0] for picture in pictures.positions][:MOST_PANELS]
+    first = [picture.row.layers[0] for picture in pictures.positions][:MAX_PANELS]
     layers = {layer.name: layer for layer in pictures.kernels}
     figure = new_figure(1.15 * KERNELS, 1.3 * len(first))
     rows = figure.subfigures(len(first), 1, squeeze=False)

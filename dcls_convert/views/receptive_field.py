@@ -26,9 +26,9 @@ from ..networks.weights_files import read_weights
 from ..planning.plan import ConversionPlan
 from ..progress import Notify
 
-MOST_DECADES = 5  # of the logarithmic scale
+MAX_DECADES = 5  # of the logarithmic scale
 FAINT = 0.02  # share of the pixels that may be below the scale
-MOST_MAP_SIDE = 112  # pixels of a map; larger fields are averaged, which also calms the noise
+MAX_MAP_SIDE = 112  # pixels of a map; larger fields are averaged, which also calms the noise
 # Shares of the gradient, for which the central square is stated.
 HALF = 0.5
 NEARLY_ALL = 0.99
@@ -39,9 +39,9 @@ SMALLER_AFTER = (
 )
 NOISE_IMAGES = 4
 NOISE_SEED = 0
-MOST_FIELD_IMAGES = 16
+MAX_FIELD_IMAGES = 16
 # Pixels of an image, unless the user states its size: a gradient keeps every layer's outputs.
-MOST_FIELD_PIXELS = 1024 * 1024
+MAX_FIELD_PIXELS = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class FieldPicture:
     title: str
     what: str  # whose field it is
     size: tuple[int, int]  # pixels of the images
-    logs: Tensor  # (rows, columns); log10 of the share, from -MOST_DECADES to 0
+    logs: Tensor  # (rows, columns); log10 of the share, from -MAX_DECADES to 0
     sentence: str  # how large the field is
 
 
@@ -75,7 +75,7 @@ class FieldPictures:
     def decades(self) -> int:
         """How many decades a scale common to these pictures needs."""
         if not self.fields:
-            return MOST_DECADES
+            return MAX_DECADES
         decades = 1
         for field in self.fields:
             faint = int(FAINT * field.logs.numel())
@@ -192,13 +192,13 @@ def _images(
     size = options.input_size or plan.input_size
     if size is None:
         return [], "the size of the model's images is not known"
-    if options.input_size is None and math.prod(size[1:]) > MOST_FIELD_PIXELS:
-        limit = f"images of more than {MOST_FIELD_PIXELS:,} pixels"
+    if options.input_size is None and math.prod(size[1:]) > MAX_FIELD_PIXELS:
+        limit = f"images of more than {MAX_FIELD_PIXELS:,} pixels"
         return [], f"{limit} are run where --input-size asks for them"
     pixels = f"{size_text(size[1:])} pixels"
     if options.images is not None:
         normalisation = stated_normalisation(model) or IMAGENET
-        read = read_pixels(options.images, size, note, most=MOST_FIELD_IMAGES)
+        read = read_pixels(options.images, size, note, most=MAX_FIELD_IMAGES)
         images = [normalised(image, normalisation) for image in read.values()]
         return images, f"{len(read)} images of {options.images.name}, {pixels}"
     generator = torch.Generator().manual_seed(NOISE_SEED)
@@ -253,7 +253,7 @@ def receptive_field(model: nn.Module, layer: str, images: Iterable[Tensor]) -> T
 def field_picture(field: Tensor, title: str, what: str) -> FieldPicture:
     """A field (rows, columns) as a picture."""
     rows, columns = field.shape
-    map_size = (min(rows, MOST_MAP_SIDE), min(columns, MOST_MAP_SIDE))
+    map_size = (min(rows, MAX_MAP_SIDE), min(columns, MAX_MAP_SIDE))
     averaged = F.adaptive_avg_pool2d(field[None], map_size)[0]
     largest = float(averaged.max()) or 1.0
     half = central_side(field, HALF)
@@ -262,7 +262,7 @@ def field_picture(field: Tensor, title: str, what: str) -> FieldPicture:
         title=title,
         what=what,
         size=(rows, columns),
-        logs=(averaged / largest).clamp(min=10.0**-MOST_DECADES).log10(),
+        logs=(averaged / largest).clamp(min=10.0**-MAX_DECADES).log10(),
         sentence=(
             f"Half of the gradient falls in the central {half}x{half} pixels, "
             f"{100 * NEARLY_ALL:.0f} % in {nearly_all}x{nearly_all} (of {size_text(field.shape)})."

@@ -16,7 +16,7 @@ from ..depthwise.geometry import size_text
 from ..errors import printable, shown
 from ..layers.interpolation import find_interpolation
 from ..networks.model_outputs import Agreement
-from ..options import EXACT, LEAST_GROWTH, MOST_SLOWER
+from ..options import EXACT, MAX_ADDED_MACS_PERCENT, MIN_GROWTH
 from ..pipeline.conversion import Conversion
 from ..pipeline.resolved import ResolvedRequest
 from ..planning.plan import ConversionPlan
@@ -33,7 +33,7 @@ COUNTS_OF_SCOPE = {
 LAYERS_NAMED = 5  # layers with the largest errors that a verbose report names
 SMALL_ERROR = 1e-3  # kernel error below which a user would call the outputs unchanged
 FEW_IMAGES = 4  # to fit to; fewer are said to be few
-FEWEST_FOR_PERCENT = 10  # images; of fewer, a share in percent says more than is known
+MIN_IMAGES_FOR_PERCENT = 10  # images; of fewer, a share in percent says more than is known
 NEAR_THE_CENTRE = (
     "Elements start near the centre, as in the paper, and need long training to move.",
     "For a short training, --positions kernel spreads them over the old kernel.",
@@ -198,7 +198,7 @@ def _heading(report: ConversionReport, advice: Advice) -> list[RenderableType]:
         Text(kernels) + Text(printable(model), style="dim"),
     ]
     more_macs = report.macs.percent or 0.0  # 0 if they are not known
-    if more_macs > MOST_SLOWER and _grows_by_the_least(report):
+    if more_macs > MAX_ADDED_MACS_PERCENT and _grows_by_the_least(report):
         warning = f"Even the smallest larger windows cost {more_macs:.0f} % more MACs"
         parts.append(Text(f"{warning}; rules can skip layers", style="yellow"))
     elif more_macs > COSTLY:
@@ -226,7 +226,7 @@ def _verdict_style(report: ConversionReport) -> str:
     more_params = report.params.delta or 0
     if report.budget.slack < 0 or more_macs > COSTLY:
         return "bold red"
-    if more_params > 0 or more_macs > MOST_SLOWER:
+    if more_params > 0 or more_macs > MAX_ADDED_MACS_PERCENT:
         return "bold yellow"
     if more_params < 0:
         return "bold green"
@@ -234,9 +234,9 @@ def _verdict_style(report: ConversionReport) -> str:
 
 
 def _grows_by_the_least(report: ConversionReport) -> bool:
-    """Whether every window is at most LEAST_GROWTH cells larger than its kernel, on each axis."""
+    """Whether every window is at most MIN_GROWTH cells larger than its kernel, on each axis."""
     for layer in report.plan.layers:
-        if max(layer.growths) > LEAST_GROWTH:
+        if max(layer.growths) > MIN_GROWTH:
             return False
     return True
 
@@ -490,7 +490,7 @@ def _agreement(found: Outcome | Agreement, images: int) -> str:
     parts = []
     if found.same_top1 is not None:
         same = f"{round(found.same_top1 * images)} of {images} have the same top-1 class as before"
-        if images >= FEWEST_FOR_PERCENT:
+        if images >= MIN_IMAGES_FOR_PERCENT:
             same += f" ({100 * found.same_top1:.0f} %)"
         parts.append(same)
     if found.kl is not None:

@@ -17,7 +17,7 @@ from ..reports.report import Change
 from ..tables import Column, Table, counted, field_column, span
 from .counts import short_arrow, short_count
 
-MOST_KINDS = 4  # kinds of convolutions that a row names if nothing matches
+MAX_KINDS = 4  # kinds of convolutions that a row names if nothing matches
 STYLES = {"planned": "", "nothing matches": "dim", "does not fit": "yellow", "failed": "red"}
 
 
@@ -96,7 +96,7 @@ def _replaced(row: ModelRow) -> str:
             replaced += f" (+{row.growth})"
         return replaced
     if row.status == "nothing matches":
-        return f"nothing; it has {_kinds(row.convolutions, MOST_KINDS) or 'no convolution at all'}"
+        return f"nothing; it has {_kinds(row.convolutions, MAX_KINDS) or 'no convolution at all'}"
     return f"{row.status}: {row.reason}"
 
 

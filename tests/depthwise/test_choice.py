@@ -33,7 +33,7 @@ def way(**changes):
 @pytest.fixture(autouse=True)
 def _a_process_of_its_own(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(onednn, "most_columns", lambda: 6)
+    monkeypatch.setattr(onednn, "max_padding_columns", lambda: 6)
     monkeypatch.setattr(choice, "_chosen", {})
 
 
@@ -44,12 +44,12 @@ def test_the_rule_is_that_of_patches_taps_and_inputs():
     for side in (56, 28, 14, 7, 64, 32, 16, 8):
         for window in (7, 9, 11, 13, 17, 31):
             for images in (1, 4, 8, 32, 128):
-                for gradients, (fewest_taps, ratio) in bounds.items():
+                for gradients, (min_taps, ratio) in bounds.items():
                     starts = range(0, side, -(-side // -(-side // 14)))
                     a_side = min(side, starts[1] if len(starts) > 1 else side)
                     inputs = (a_side + window - 1 if len(starts) > 1 else side) ** 2
                     pays = images * len(starts) ** 2 * window**2 >= ratio * inputs
-                    expected = "matmul" if pays and window**2 >= fewest_taps else "torch"
+                    expected = "matmul" if pays and window**2 >= min_taps else "torch"
                     assert expected == way(
                         input_size=(images, 96, side, side),
                         kernel_size=(96, 1, window, window),
@@ -219,15 +219,15 @@ def test_a_block_that_is_computed_again_gives_the_gradients_of_torch(monkeypatch
     torch.testing.assert_close((maps.grad, kernel.grad), expected)
 
 
-@pytest.mark.parametrize("most_patches", [1, 5])
-def test_batches_in_parts_give_the_same_sums(monkeypatch, most_patches):
+@pytest.mark.parametrize("max_patches", [1, 5])
+def test_batches_in_parts_give_the_same_sums(monkeypatch, max_patches):
     """As on MPS, whose products of many rows are wrong."""
     maps = torch.randn(7, 3, 20, 9, dtype=torch.float64)
     kernel = torch.randn(3, 1, 9, 9, dtype=torch.float64)
     grad = torch.randn(7, 3, 20, 9, dtype=torch.float64)
     whole = matmul.convolve(maps, kernel, (4, 4))
     whole_gradient = matmul.kernel_gradient(maps, grad, (9, 9), (4, 4))
-    monkeypatch.setitem(matmul.MOST_PATCHES, "cpu", most_patches)
+    monkeypatch.setitem(matmul.MAX_PATCHES, "cpu", max_patches)
     torch.testing.assert_close(matmul.convolve(maps, kernel, (4, 4)), whole)
     torch.testing.assert_close(matmul.kernel_gradient(maps, grad, (9, 9), (4, 4)), whole_gradient)
 
@@ -251,9 +251,9 @@ def test_channels_are_taken_in_the_fewest_parts_that_memory_admits(images, side)
         return 2 * channels * sum(numbers)
 
     channels = -(-4096 // parts)
-    assert bytes_of(channels) <= matmul.MOST_BYTES or channels == 1
+    assert bytes_of(channels) <= matmul.MAX_BYTES or channels == 1
     if parts > 1:
-        assert bytes_of(-(-4096 // (parts - 1))) > matmul.MOST_BYTES
+        assert bytes_of(-(-4096 // (parts - 1))) > matmul.MAX_BYTES
 
 
 def test_parts_of_channels_are_balanced(monkeypatch):

@@ -45,7 +45,7 @@ def going(way):
     module = {"onednn": onednn, "matmul": matmul}[way]
     convolve = module.depthwise
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(onednn, "most_columns", lambda: LIMIT)
+        patch.setattr(onednn, "max_padding_columns", lambda: LIMIT)
         patch.setattr(onednn, "DTYPES", choice.FLOATS)
         patch.setenv(VARIABLE, "matmul" if way == "matmul" else "auto")
         patch.setattr(
@@ -64,10 +64,10 @@ def geometry(
     channels=3,
     batch=2,
     bias=True,
-    most_at_once=2**29,
+    max_at_once=2**29,
     kernels_per_channel=1,
 ):
-    """A case: these arguments by name. With `most_at_once=1`, each image or channel is a part."""
+    """A case: these arguments by name. With `max_at_once=1`, each image or channel is a part."""
     return locals()
 
 
@@ -85,7 +85,7 @@ def geometries(draw, most=24):
         "bias": flags,
         "channels": counts,
         "batch": counts,
-        "most_at_once": parts,
+        "max_at_once": parts,
     }
     return geometry(window, padding, side, **draw(st.fixed_dictionaries(options)))
 
@@ -119,7 +119,7 @@ def outputs_and_gradients(function, inputs, arguments):
 @every_way
 @example(geometry((17, 17), (8, 8), (28, 30)))
 @example(geometry((17, 17), (8, 8), (14, 7), channels_last=True))
-@example(geometry((51, 49), (25, 24), (30, 15), most_at_once=1))
+@example(geometry((51, 49), (25, 24), (30, 15), max_at_once=1))
 @example(geometry((14, 15), (7, 6), (20, 9), stride=(2, 1)))
 @example(geometry((17, 17), (0, 0), (19, 18), stride=(3, 1), channels_last=True))
 @example(geometry((7, 7), (9, 9), (1, 1)))
@@ -129,8 +129,8 @@ def outputs_and_gradients(function, inputs, arguments):
 def test_values_memory_format_and_gradients_are_those_of_torch(way, geometry):
     inputs, arguments = tensors(geometry)
     with pytest.MonkeyPatch.context() as patch, going(way):
-        patch.setattr(matmul, "MOST_BYTES", geometry["most_at_once"])  # one channel at a time
-        patch.setattr(onednn, "PART", geometry["most_at_once"])  # one image
+        patch.setattr(matmul, "MAX_BYTES", geometry["max_at_once"])  # one channel at a time
+        patch.setattr(onednn, "PART", geometry["max_at_once"])  # one image
         ours = outputs_and_gradients(conv2d, inputs, arguments)
     theirs = outputs_and_gradients(F.conv2d, inputs, arguments)
     close(ours, theirs, FLOAT64_ATOL)
@@ -144,8 +144,8 @@ def test_values_memory_format_and_gradients_are_those_of_torch(way, geometry):
 def test_first_and_second_gradients_are_those_of_differences(way, geometry):
     inputs, arguments = tensors({**geometry, "channels": 2})
     with pytest.MonkeyPatch.context() as patch, going(way):
-        patch.setattr(onednn, "FEWEST_GRADIENT_CELLS", 1)
-        patch.setattr(matmul, "MOST_PATCH_SIDE", 2)
+        patch.setattr(onednn, "MIN_GRADIENT_CELLS", 1)
+        patch.setattr(matmul, "MAX_PATCH_SIDE", 2)
         for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
             assert check(
                 lambda *given: call(conv2d, given, arguments).tanh(), inputs, fast_mode=True
@@ -356,7 +356,7 @@ def test_memory_is_that_on_paper(monkeypatch, most):
     """Stage 1 of ConvNeXt-T at a batch of 8, float32: 16 patches of 14 x 14 outputs, which see 30 x
     30 inputs; in rows of 200 and 904.
     """
-    monkeypatch.setattr(matmul, "MOST_BYTES", most)
+    monkeypatch.setattr(matmul, "MAX_BYTES", most)
     patches = 4 * 8 * 16 * 904
     bank = 4 * 200 * 904  # bytes of a channel
     channels = min(96, most // (patches + 4 * 8 * 16 * 200 + bank))

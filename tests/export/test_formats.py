@@ -138,7 +138,7 @@ def test_outputs_of_any_structure(checkpoints, format):
 
 @pytest.mark.slow
 def test_weights_go_into_a_second_file_where_one_is_too_small(tmp_path, monkeypatch, checkpoints):
-    monkeypatch.setattr(dcls_convert.export.onnx, "MOST_IN_ONE_FILE", 0)
+    monkeypatch.setattr(dcls_convert.export.onnx, "MAX_IN_ONE_FILE", 0)
     written = fold_checkpoint(checkpoints / "Plain", "onnx", tmp_path / "x.onnx", trust_code=True)
     assert {path.name for path in tmp_path.iterdir()} == {"x.onnx", "x.onnx.data"}
     assert error_of(checkpoints / "Plain", written) < FLOAT32_ERROR

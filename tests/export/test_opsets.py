@@ -59,7 +59,7 @@ def test_another_opset_than_that_asked_for_is_not_kept(checkpoints, monkeypatch)
 
 
 def test_weights_for_two_files_need_the_newer_exporter(checkpoints, monkeypatch):
-    monkeypatch.setattr(dcls_convert.export.onnx, "MOST_IN_ONE_FILE", 0)
+    monkeypatch.setattr(dcls_convert.export.onnx, "MAX_IN_ONE_FILE", 0)
     with pytest.raises(DclsConvertError, match=r"do not fit into one file; .* from opset 18 on"):
         fold_checkpoint(checkpoints / "Plain", "onnx", opset=17, trust_code=True)
     assert list(Path().iterdir()) == []

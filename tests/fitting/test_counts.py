@@ -13,7 +13,7 @@ from torch import nn
 
 from dcls_convert import DclsConvertError, convert_, find_convs, plan_conversion
 from dcls_convert.fitting import counts as module
-from dcls_convert.fitting.counts import GroupErrors, allocate, least_error, sample_lines
+from dcls_convert.fitting.counts import GroupErrors, allocate, counts_of_min_error, sample_lines
 from dcls_convert.fitting.fit_settings import CountSettings
 from dcls_convert.planning.rules import parse_rules
 
@@ -53,7 +53,7 @@ def test_no_other_counts_within_the_limit_have_a_smaller_sum(groups, more):
 
 
 def test_coarse_units_keep_the_limit(monkeypatch):
-    monkeypatch.setattr(module, "SETTINGS", CountSettings(most_units=50))
+    monkeypatch.setattr(module, "SETTINGS", CountSettings(max_units=50))
     costs = [97, 61, 13]
     known = [{count: 1 / count for count in range(1, 30)}] * 3
     chosen = allocate(costs, known, 1000)
@@ -76,7 +76,7 @@ def test_no_counts_that_were_tried_are_better(groups, data):
         )
         for (cost, known), count in zip(groups, tried, strict=True)
     ]
-    chosen = least_error(group_errors, limit)
+    chosen = counts_of_min_error(group_errors, limit)
     assert spent(costs, chosen) <= limit
     total = sum(group.error(count) for group, count in zip(group_errors, chosen, strict=True))
     assert (
@@ -206,8 +206,8 @@ def test_some_lines_go_with_the_roots_of_their_input_channels(data):
     )  # (O, I, 1)
     (some,), roots = sample_lines([kernels], channels.reshape(-1, 1, 1), groups)
     left = groups * inputs * outputs
-    most_lines = CountSettings().most_lines
-    assert min(left, most_lines) <= some[..., 0].numel() < max(left + 1, 4 * most_lines)
+    max_lines = CountSettings().max_lines
+    assert min(left, max_lines) <= some[..., 0].numel() < max(left + 1, 4 * max_lines)
     per_group = some.shape[1]
     seen = roots.reshape(-1, 1, per_group).expand(-1, len(some) // (len(roots) // per_group), -1)
     assert torch.equal(seen.reshape(some[..., 0].shape), some[..., 0])

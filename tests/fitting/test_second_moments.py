@@ -36,8 +36,8 @@ EVERY_PLACE = CalibrationSettings(places_per_image=10**6)
 EXACT = CalibrationSettings(
     places_per_image=10**6,
     ridge=1e-10,
-    most_steps=1000,
-    least_residual=1e-12,
+    max_steps=1000,
+    min_residual=1e-12,
     places_of_old_kernel=0,
 )
 

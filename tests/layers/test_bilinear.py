@@ -86,7 +86,7 @@ def test_kernel_and_gradients_are_those_of_plain_operations(
     some = inputs(size, channels, count, seed)
     with constructed(form), pytest.MonkeyPatch.context() as patch:
         patch.setattr(bilinear, "BLOCK_ELEMENTS", block)
-        patch.setattr(bilinear, "MOST_PRODUCTS", block)
+        patch.setattr(bilinear, "MAX_PRODUCTS", block)
         inputs_of_fast = [tensor.mT.contiguous().mT for tensor in some] if strided else some
         fast = kernel_and_gradients(bilinear_kernel, inputs_of_fast, size, learnt, create_graph)
     close(fast, kernel_and_gradients(of_plain_operations, some, size, learnt))
@@ -137,7 +137,7 @@ def test_function_transforms_give_what_they_give_for_plain_operations():
 @pytest.mark.parametrize("size", [(9,), (4, 3, 6)], ids=str)
 def test_only_kernel_positions_and_gradients_grow_with_the_layer(size, form, monkeypatch):
     monkeypatch.setattr(bilinear, "BLOCK_ELEMENTS", 64)
-    monkeypatch.setattr(bilinear, "MOST_PRODUCTS", products := 100 * math.prod(size))
+    monkeypatch.setattr(bilinear, "MAX_PRODUCTS", products := 100 * math.prod(size))
     some = [tensor.requires_grad_() for tensor in inputs(size, channels=(40, 25))]
     kernel_gradient = toward(torch.empty(40, 25, *size))
     with as_on_a_gpu(form), Sizes([*some, kernel_gradient]) as sizes:

@@ -46,7 +46,7 @@ def test_statistics_are_those_of_plain_loops(shape, whole, monkeypatch):
     kernels = positions.reshape(shape[0], -1, shape[-1]).permute(1, 2, 0).tolist()
     elements = [element for kernel in kernels for element in kernel]
     for most in (1, 7, 40, 1 << 22):
-        monkeypatch.setattr(position_statistics, "MOST_DISTANCES", most)
+        monkeypatch.setattr(position_statistics, "MAX_DISTANCES", most)
         assert overlap_share(positions) == slow_overlap(kernels)
     assert border_share(positions, size) == slow_border(elements, size)
     squares = [sum(place**2 for place in axis) / len(axis) for axis in zip(*elements, strict=True)]

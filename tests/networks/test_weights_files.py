@@ -20,7 +20,7 @@ from torch import nn
 
 from dcls_convert.errors import CheckpointError
 from dcls_convert.networks.weights import load_weights_
-from dcls_convert.networks.weights_files import MOST_HEADER, read_weights
+from dcls_convert.networks.weights_files import MAX_HEADER_BYTES, read_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 FIRST = "0.weight"  # of `network`
@@ -131,7 +131,7 @@ DAMAGES = {
     "cut.pth": (cut, r"download or save it again; it is damaged \(\w+\)$"),
     "whole model.pth": (torch_file(lambda _: network()), r"save its state dict alone, torch\.save"),
     "long header.safetensors": (
-        with_header(MOST_HEADER + 1, b"{" + b" " * (MOST_HEADER - 1) + b"}"),
+        with_header(MAX_HEADER_BYTES + 1, b"{" + b" " * (MAX_HEADER_BYTES - 1) + b"}"),
         "header has 16,777,217 bytes; 16,777,216 are the most",
     ),
     "short header.safetensors": (with_header(100), NO_SAFETENSORS),

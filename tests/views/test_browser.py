@@ -17,7 +17,7 @@ from ..conftest import TINY
 pytestmark = [pytest.mark.browser, pytest.mark.filterwarnings("default")]
 
 VIEWS = [(width, scheme) for width in (1280, 390) for scheme in ("light", "dark")]
-LEAST_SIDE = 40  # pixels of a figure that can be seen
+MIN_SIDE = 40  # pixels of a figure that can be seen
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_every_figure_has_a_name_and_is_seen_within_the_page(view):
     for figure in figures:
         for part in [figure, *figure.locator("> svg, svg[role=img], canvas").all()]:
             box = part.bounding_box()
-            assert min(box["width"], box["height"]) >= LEAST_SIDE
+            assert min(box["width"], box["height"]) >= MIN_SIDE
             assert 0 <= box["x"] <= width - box["width"]
     for node in view.locator("figure [role=img]").all():
         assert node.get_attribute("aria-label")

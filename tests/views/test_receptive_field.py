@@ -6,7 +6,7 @@ from torch import nn
 
 from dcls_convert.errors import ModelError
 from dcls_convert.views.receptive_field import (
-    MOST_MAP_SIDE,
+    MAX_MAP_SIDE,
     central_side,
     field_picture,
     receptive_field,
@@ -78,5 +78,5 @@ def test_a_picture_is_scaled_to_its_largest_pixel_and_bounded():
     field = torch.rand(700, 300, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     picture = field_picture(field, "After", "what")
     assert picture.size == (700, 300)
-    assert picture.logs.shape == (MOST_MAP_SIDE, MOST_MAP_SIDE)
+    assert picture.logs.shape == (MAX_MAP_SIDE, MAX_MAP_SIDE)
     assert picture.logs.max() == 0.0
