@@ -67,7 +67,7 @@ MARKS |= dict.fromkeys(("lightning.md", "trainer.md", "libraries.md"), IN_THIRDP
 SMALL = {"convnext_tiny": TINY}  # .ci/run takes the real one
 STAND_INS = dict.fromkeys(("convert.md", "deploying.md", "hub.md", "index.md", "python.md"), SMALL)
 QUICK = {
-    "--sizes 17 --epochs 30": (
+    "--sizes 17 --epochs 30 --seeds 5": (
         "--sizes 17 --epochs 1 --batch-size 4 --input-size 3x32x32 --device cpu --seeds 1"
     )
 }
