@@ -22,11 +22,11 @@ from .pipeline.in_memory import convert_ as convert_
 from .pipeline.in_memory import convert_from_authors_ as convert_from_authors_
 from .planning.plan import ConversionPlan as ConversionPlan
 from .planning.planner import plan_conversion as plan_conversion
+from .planning.rule_files import load_rules as load_rules
 from .planning.rules import RuleSet as RuleSet
-from .planning.rules import load_rules as load_rules
+from .reports.measure import measure_report as measure_report
+from .reports.predict import predict_report as predict_report
 from .reports.report import ConversionReport as ConversionReport
-from .reports.report import measure_report as measure_report
-from .reports.report import predict_report as predict_report
 from .surgery.fold import fold_to_dense_ as fold_to_dense_
 from .surgery.start import apply_plan_ as apply_plan_
 

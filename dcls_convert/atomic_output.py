@@ -20,7 +20,8 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from .errors import CheckpointError, OutputExistsError, one_line, shown
+from .errors import CheckpointError, OutputExistsError
+from .text import one_line, shown
 
 # Flags of Linux's renameat2.
 RENAME_NOREPLACE = 1
@@ -29,21 +30,21 @@ AT_FDCWD = -100
 # Errors of renameat2 if the kernel or the file system lacks it.
 UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 HOST_LENGTH = 20  # characters of the host's name in the names of partial folders
-# After which a partial folder of another host is taken to be left over: nobody can ask that host.
+# Age at which a partial folder of another host counts as left over: nobody can ask that host.
 SECONDS_UNTIL_LEFT_OVER = 24 * 3600
 PARTIAL_ENDING = re.compile(r"(?P<host>[A-Za-z0-9-]*)-(?P<process>\d+)\.[0-9a-f]{8}\.partial")
 OLD = ".old"  # suffix of the old output inside the partial folder, without renameat2
 
-# Says why an existing path must not be replaced; None if it may be.
-Foreign = Callable[[Path], str | None]
+# Says why an existing path must be kept; None if it may be replaced.
+WhyKeep = Callable[[Path], str | None]
 
 
-def check_output(path: Path, *, force: bool, foreign: Foreign) -> None:
+def check_output(path: Path, *, force: bool, why_keep: WhyKeep) -> None:
     """Refuse an output that could not be written in the end.
 
     Args:
-        force: Accept a path that exists, if `foreign` gives no reason to keep it.
-        foreign: Says why an existing path must not be replaced; None if it may be.
+        force: Accept a path that exists, if `why_keep` gives no reason to keep it.
+        why_keep: Says why an existing path must be kept; None if it may be replaced.
     """
     try:
         if path.name in ("", ".."):
@@ -53,7 +54,7 @@ def check_output(path: Path, *, force: bool, foreign: Foreign) -> None:
         # These raise OSError for a name that is too long.
         if path.is_symlink() or path.exists():
             # Without `force`, folders are not looked into, which may take long imports.
-            reason = foreign(path) if force or not path.is_dir() else None
+            reason = why_keep(path) if force or not path.is_dir() else None
             if reason:
                 raise CheckpointError(
                     f"output {path} {reason}, so it is left as it is; name another"
@@ -70,12 +71,12 @@ def check_output(path: Path, *, force: bool, foreign: Foreign) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(folder: Path, *, force: bool, foreign: Foreign) -> Iterator[Path]:
+def new_folder(folder: Path, *, force: bool, why_keep: WhyKeep) -> Iterator[Path]:
     """A folder to fill, which takes its final name when the block ends without an error.
 
     Until then, an old folder keeps the name.
     """
-    with _partial(folder, force, foreign) as new:
+    with _partial(folder, force, why_keep) as new:
         new.mkdir()
         yield new
 
@@ -85,10 +86,10 @@ def new_file(path: Path, *, force: bool) -> contextlib.AbstractContextManager[Pa
 
     Other files that the block writes beside it are published before it.
     """
-    return _partial(path, force, not_a_file)
+    return _partial(path, force, why_not_a_file)
 
 
-def not_a_file(path: Path) -> str | None:
+def why_not_a_file(path: Path) -> str | None:
     """Why a path must not be replaced by a file; None for a regular file."""
     if path.is_symlink():
         return "is a link"
@@ -144,13 +145,13 @@ def is_alive(process: int) -> bool:
 
 
 @contextlib.contextmanager
-def _partial(output: Path, force: bool, foreign: Foreign) -> Iterator[Path]:
+def _partial(output: Path, force: bool, why_keep: WhyKeep) -> Iterator[Path]:
     """A path in a partial folder beside the output.
 
     All that is in the folder is published when the block ends without an error.
     """
     clean_up(output)
-    check_output(output, force=force, foreign=foreign)
+    check_output(output, force=force, why_keep=why_keep)
     partial = _new_partial(output)
     try:
         try:
@@ -158,7 +159,7 @@ def _partial(output: Path, force: bool, foreign: Foreign) -> Iterator[Path]:
             yield partial / output.name
             # The output itself is published last.
             for entry in sorted(partial.iterdir(), key=lambda entry: entry.name == output.name):
-                _publish(entry, output.with_name(entry.name), force, foreign)
+                _publish(entry, output.with_name(entry.name), force, why_keep)
         except (OSError, SafetensorError) as error:
             state = "nothing was left there"
             if os.path.lexists(output):
@@ -173,12 +174,12 @@ def _partial(output: Path, force: bool, foreign: Foreign) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _publish(new: Path, output: Path, force: bool, foreign: Foreign) -> None:
+def _publish(new: Path, output: Path, force: bool, why_keep: WhyKeep) -> None:
     """Give a new file or folder its final name.
 
     With `force`, what is there keeps the name until then.
     """
-    check_output(output, force=force, foreign=foreign)
+    check_output(output, force=force, why_keep=why_keep)
     replaces = force and os.path.lexists(output)
     flag = RENAME_EXCHANGE if replaces else RENAME_NOREPLACE
     try:
@@ -187,7 +188,7 @@ def _publish(new: Path, output: Path, force: bool, foreign: Foreign) -> None:
         elif not _renameat2(new, output, flag):
             _publish_without_renameat2(new, output, replaces)
     except FileExistsError:  # the output appeared since the check, which now decides again
-        _publish(new, output, force, foreign)
+        _publish(new, output, force, why_keep)
 
 
 def _publish_without_renameat2(new: Path, output: Path, replaces: bool) -> None:

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from .errors import CheckpointError, DclsConvertError, shown
+from .errors import CheckpointError, DclsConvertError
+from .text import shown
 
 SHIPPED_RULES = Path(__file__).parent / "rules"  # in a wheel
 CHECKOUT_RULES = Path(__file__).parents[1] / "rules"

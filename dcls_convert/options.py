@@ -12,7 +12,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast, get_args
 
-from .errors import did_you_mean
+from .text import did_you_mean, enumerated
 
 if TYPE_CHECKING:
     from .planning.known_counts import LayerCounts  # which imports torch
@@ -253,7 +253,7 @@ class PlanOptions:
             for other, reason in argument_of(option).idle_beside.items():
                 if option.name in stated and other in stated:
                     names = [shown(name) for name in self._all_idle_beside(other)]
-                    return f"{shown(other)} {reason}, so {_enumerated(names)} would have no effect"
+                    return f"{shown(other)} {reason}, so {enumerated(names)} would have no effect"
         return None
 
     def _all_idle_beside(self, other: str) -> list[str]:
@@ -278,14 +278,6 @@ def check_even(growth: str) -> None:
     if cells > MIN_GROWTH:
         near = f"+{cells - 1} or {near}"
     raise ValueError(f"growth {growth} must be even, or the output would shift; use {near}")
-
-
-def _enumerated(names: Sequence[str]) -> str:
-    """ "a, b and c"."""
-    *first, last = names
-    if not first:
-        return last
-    return f"{', '.join(first)} and {last}"
 
 
 def plan_parameters(record: type[PlanOptions]) -> list[inspect.Parameter]:

@@ -11,7 +11,7 @@ from typing import Protocol
 from rich import progress
 from rich.console import Console
 
-from .errors import printable, shown
+from .text import printable, shown
 
 LOG = logging.getLogger("dcls_convert")  # at DEBUG: each decision
 SECONDS_UNSEEN = 2.0  # calls from Python that take less show no progress

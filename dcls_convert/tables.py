@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.text import Text
 
-from .errors import printable, shown
+from .text import printable, shown
 
 # Columns of the terminal. Names are shortened down to this width, with the space beside them; in a
 # table that is still too wide, numbers are folded.
@@ -212,25 +212,3 @@ def _recorded(part: RenderableType) -> Console:
     console = Console(record=True, file=io.StringIO(), width=80, force_jupyter=False)
     console.print(part)
     return console
-
-
-def span(values: Iterable[Any], text: Callable[[Any], str] = str) -> str:
-    """The least and the greatest value, "29..40".
-
-    A single value stands by itself, and no values give an empty text.
-    """
-    ordered = sorted(values)
-    if not ordered:
-        return ""
-    least = text(ordered[0])
-    greatest = text(ordered[-1])
-    if least == greatest:
-        return least
-    return f"{least}..{greatest}"
-
-
-def counted(count: int, noun: str) -> str:
-    """1 and "layer" -> "1 layer"; 1200 -> "1,200 layers"."""
-    if count == 1:
-        return f"{count:,} {noun}"
-    return f"{count:,} {noun}s"

@@ -109,7 +109,7 @@ def _commands(command: Any, name: str, parent: Any = None) -> Iterator[str]:
 
 def rules() -> str:
     """Every key of a rule file, from the schema that `dcls-convert rules schema` prints."""
-    from dcls_convert.planning.rules import rules_schema
+    from dcls_convert.planning.rule_files import rules_schema
 
     schema = rules_schema()
     parts = {

@@ -244,7 +244,9 @@ def main() -> None:
         recipe = tuning.Recipe(
             **{field.name: getattr(args, field.name) for field in fields(tuning.Recipe)}
         )
-        from dcls_convert.tuning.training import STATE, Training, accelerator_for
+        from dcls_convert.tuning.distributed import accelerator_for
+        from dcls_convert.tuning.training import Training
+        from dcls_convert.tuning.training_state import STATE
 
         accelerator = accelerator_for(mixed_precision=args.mixed_precision)
         if (args.output / STATE).exists() and not args.resume:

@@ -49,7 +49,7 @@ def tiny() -> nn.Module:
 @pytest.fixture
 def quick_fit(monkeypatch):
     """Fits of fewer steps, where how close they come is not the question."""
-    few = FitSettings(starts=2, starts_alone=2, max_looks=2, steps_between_looks=2)
+    few = FitSettings(starts=2, starts_depthwise=2, max_rounds=2, steps_per_round=2)
     monkeypatch.setattr("dcls_convert.fitting.warm_start.SETTINGS", few)
 
 

@@ -17,9 +17,9 @@ from collections import Counter
 import pytest
 from safetensors import SafetensorError
 
-from dcls_convert import output, save_converted
+from dcls_convert import atomic_output, save_converted
+from dcls_convert.atomic_output import clean_up, new_file, new_folder
 from dcls_convert.errors import CheckpointError
-from dcls_convert.output import clean_up, new_file, new_folder
 
 from .checkpoints.folders import convert
 
@@ -27,7 +27,7 @@ from .checkpoints.folders import convert
 def folder_of(text):
     """Fills a new folder with a file that holds the text."""
     return writer(
-        text, "file", lambda path, force: new_folder(path, force=force, foreign=lambda _: None)
+        text, "file", lambda path, force: new_folder(path, force=force, why_keep=lambda _: None)
     )
 
 
@@ -57,7 +57,7 @@ def without_renameat2(*_):
 def _platform(request, monkeypatch):
     """With and without the system call that exchanges two names."""
     if request.param != "renameat2":
-        monkeypatch.setattr(output, "_renameat2", without_renameat2)
+        monkeypatch.setattr(atomic_output, "_renameat2", without_renameat2)
 
 
 KINDS = pytest.mark.parametrize("kind", [folder_of, file_of])
@@ -91,18 +91,18 @@ def test_what_appears_meanwhile_is_replaced_by_force_alone(
 ):
     """Whether it comes before the last look at the name, or between that look and the renaming."""
     path = tmp_path / "out"
-    check = output.check_output
+    check = atomic_output.check_output
     calls = itertools.count()
 
     def checked(*arguments, **options):
         check(*arguments, **options)
         if next(calls) == late:
-            monkeypatch.setattr(output, "check_output", check)
+            monkeypatch.setattr(atomic_output, "check_output", check)
             theirs = path / "file" if kind is folder_of else path
             theirs.parent.mkdir(exist_ok=True)
             theirs.write_text("theirs")
 
-    monkeypatch.setattr(output, "check_output", checked)
+    monkeypatch.setattr(atomic_output, "check_output", checked)
     if force:
         kind("ours")(path, force=True)
     else:
@@ -114,9 +114,9 @@ def test_what_appears_meanwhile_is_replaced_by_force_alone(
 
 def test_files_written_beside_a_file_are_published_before_it(tmp_path, monkeypatch):
     order = []
-    publish = output._publish
+    publish = atomic_output._publish
     monkeypatch.setattr(
-        output, "_publish", lambda new, *rest: (order.append(new.name), publish(new, *rest))
+        atomic_output, "_publish", lambda new, *rest: (order.append(new.name), publish(new, *rest))
     )
     with new_file(tmp_path / "a.onnx", force=False) as path:
         path.write_text("main")
@@ -141,7 +141,10 @@ def is_step(after, frame, event, argument):
     if event == ("c_return" if after else "c_call"):
         module = argument.__module__ or type(argument.__self__).__module__
         return module in ("posix", "io", "_io") and argument.__name__ not in QUESTIONS
-    return event == ("return" if after else "call") and frame.f_code is output._renameat2.__code__
+    return (
+        event == ("return" if after else "call")
+        and frame.f_code is atomic_output._renameat2.__code__
+    )
 
 
 def fail_with(error):
@@ -212,7 +215,7 @@ def test_whatever_ends_a_run_at_any_step_leaves_the_old_or_the_new_one(tmp_path,
         if force:
             kind("old")(path)
         reached, failed = WAYS_TO_END[end](functools.partial(kind("new"), path, force=force), step)
-        if end == "kill" and output._renameat2 is without_renameat2:
+        if end == "kill" and atomic_output._renameat2 is without_renameat2:
             clean_up(path)  # as the next run does
         state = content(path)
         assert state == "new" or (failed and state == ("old" if force else None)), (
@@ -272,7 +275,7 @@ def test_permissions_are_the_usual_ones(tmp_path, mask):
 
 
 def test_the_next_run_removes_what_ended_runs_left_and_nothing_else(tmp_path):
-    host = output.host_name()
+    host = atomic_output.host_name()
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
     ended = process.pid
@@ -292,7 +295,7 @@ def test_the_next_run_removes_what_ended_runs_left_and_nothing_else(tmp_path):
     ]
     for name in (*left, *kept):
         (tmp_path / name / "out").mkdir(parents=True)
-    long_ago = time.time() - output.SECONDS_UNTIL_LEFT_OVER - 1
+    long_ago = time.time() - atomic_output.SECONDS_UNTIL_LEFT_OVER - 1
     os.utime(tmp_path / left[-1], (long_ago, long_ago))
     folder_of("new")(tmp_path / "out")
     assert content(tmp_path / "out") == "new"

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 import dcls_convert
 from dcls_convert.checkpoints.verify import rebuild_here, verify_folder
 from dcls_convert.tuning import read_track
-from dcls_convert.tuning.training import soft_target_loss
+from dcls_convert.tuning.distillation import soft_target_loss
 
 from .photographs import photographs
 

@@ -34,7 +34,8 @@ PACKAGE = Path(dcls_convert.__file__).parent
 # above where a record is shown, when it is shown; and every room may take `__version__` from the
 # front door.
 ORDER = (
-    *("errors", "options", "files", "records", "output", "tables", "progress"),
+    *("text", "errors", "options", "geometry", "files"),
+    *("records", "atomic_output", "tables", "progress"),
     *("depthwise", "layers", "networks", "planning", "reports", "fitting", "surgery", "pipeline"),
     *(
         "checkpoints",
@@ -52,13 +53,14 @@ ORDER = (
 FOREIGN = {
     "timm": {"layers", "networks", "checkpoints", "tuning", "timm_plugin"},
     "torchvision": {"networks"},
-    "safetensors": {"output", "networks", "checkpoints"},
+    "safetensors": {"atomic_output", "networks", "checkpoints"},
     "typer": {"cli"},
     "matplotlib": {"views"},
     "accelerate": {"tuning"},
     "scipy": {"compare"},
 }
-TRAINS = ("tuning.images", "tuning.training")  # which nothing imports before it trains
+# Nothing imports these before it trains.
+TRAINS = ("tuning.images", "tuning.seeding", "tuning.training")
 
 
 def imports_of(path):

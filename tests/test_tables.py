@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from dcls_convert.errors import printable, shown
 from dcls_convert.tables import MIN_NAME_WIDTH, Column, Table
+from dcls_convert.text import printable, shown
 
 from .conftest import many_examples
 

@@ -14,12 +14,12 @@ from pydantic import ConfigDict
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..errors import one_line
 from ..networks.model_outputs import tensors_in
 from ..networks.running import evaluating, full_precision, seeded
 from ..networks.tracing import image_dtype
 from ..options import MAX_PIXELS
 from ..records import STRICT, Record
+from ..text import one_line
 
 FINGERPRINT_SEED = 0
 SAMPLES = 16  # values of each output

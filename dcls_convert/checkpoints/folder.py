@@ -13,15 +13,17 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import CheckpointError, shown
+from ..errors import CheckpointError
 from ..files import check_folder
 from ..networks.registries import TIMM_ARCHITECTURE
-from ..networks.source import ModelSource, check_source
-from ..networks.weights import tensors_hash
+from ..networks.source import ModelSource
+from ..networks.tensors_hash import tensors_hash
+from ..networks.trust import check_source
 from ..networks.weights_files import load_file, opened
 from ..pipeline.provenance import Provenance
 from ..planning.plan import ConversionPlan
 from ..records import read_json
+from ..text import shown
 from .stamp import METADATA_KEY, PROVENANCE, Stamp, config_hash, entry_of, read_stamp
 
 WEIGHTS = "model.safetensors"
@@ -212,7 +214,7 @@ def read_tensors(path: Path, names: Container[str] | None = None) -> Iterator[tu
                 yield name, file.get_tensor(name)
 
 
-def not_of_a_checkpoint(path: Path) -> str | None:
+def why_not_a_checkpoint(path: Path) -> str | None:
     """Why an existing path is no checkpoint folder, and must not be replaced; None if it is one."""
     if path.is_symlink():
         return "is a link, not a folder"

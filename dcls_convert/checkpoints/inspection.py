@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..layers import position_statistics as statistics
 from ..layers.interpolation import find_interpolation, learnt_axes, position_limits
-from ..networks.weights import not_finite
+from ..networks.weights import describe_non_finite
 from ..pipeline.provenance import Provenance
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
@@ -97,7 +97,7 @@ class PositionRow:
     elements: int  # of one layer
     border_share: float
     overlap_share: float
-    spread: tuple[float, ...]  # standard deviation along each learnt axis
+    spread: tuple[float, ...]  # root mean square along each learnt axis
     mean_distance: float  # from the kernel centre
     mean_sigma: float | None
 
@@ -214,7 +214,7 @@ def _problems(plan: ConversionPlan, state: Mapping[str, Tensor]) -> Iterator[str
         yield from positions.misfits(state)
     for positions in sets:
         for name in positions.parameters.values():
-            problem = not_finite(name, state[name], mask=False)
+            problem = describe_non_finite(name, state[name], mask=False)
             if problem is not None:
                 yield problem
 
@@ -244,7 +244,7 @@ def _row(position_set: PositionSet, state: Mapping[str, Tensor]) -> PositionRow:
         elements=math.prod(positions.shape[1:]),
         border_share=statistics.border_share(positions, position_set.learnt_size),
         overlap_share=statistics.overlap_share(positions),
-        spread=statistics.spread(positions),
+        spread=statistics.rms_per_axis(positions),
         mean_distance=statistics.mean_distance(positions),
         mean_sigma=mean_sigma,
     )

@@ -10,19 +10,21 @@ from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 
 from .. import __version__
+from ..atomic_output import check_output, new_folder
 from ..errors import CheckpointError
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.building import build_model
 from ..networks.registries import REGISTRIES, TIMM_ARCHITECTURE
 from ..networks.sites import find_convs
 from ..networks.source import ModelSource
-from ..networks.weights import alias_names, check_weights, misfits, tensors_hash
-from ..output import check_output, new_folder
+from ..networks.tensors_hash import tensors_hash
+from ..networks.weights import alias_names, check_weights, misfits
 from ..pipeline.in_memory import convert_
 from ..pipeline.provenance import Provenance, provenance_of
 from ..planning.plan import ConversionPlan
 from ..records import write_json
-from ..reports.report import ConversionReport, measure_report
+from ..reports.measure import measure_report
+from ..reports.report import ConversionReport
 from ..surgery.place import timm_model_args
 from .card import loading_code, model_card
 from .fingerprint import take_fingerprint
@@ -32,8 +34,8 @@ from .folder import (
     FORMAT_METADATA,
     REPORT,
     WEIGHTS,
-    not_of_a_checkpoint,
     open_checkpoint,
+    why_not_a_checkpoint,
 )
 from .load import place_
 from .stamp import METADATA_KEY, PROVENANCE, Stamp, config_hash
@@ -112,7 +114,7 @@ def save_converted(
             provenance=provenance,
         ),
     }
-    with new_folder(folder, force=force, foreign=not_of_a_checkpoint) as partial:
+    with new_folder(folder, force=force, why_keep=why_not_a_checkpoint) as partial:
         write_files(
             model,
             plan,
@@ -144,7 +146,7 @@ def convert_and_save_(
         DclsConvertError: As both.
     """
     folder = Path(folder)
-    check_output(folder, force=force, foreign=not_of_a_checkpoint)
+    check_output(folder, force=force, why_keep=why_not_a_checkpoint)
     report = convert_(model, **options)
     save_converted(model, report.plan, folder, report=report, force=force)
     return report
@@ -289,7 +291,8 @@ def save_trained(model: nn.Module, plan: ConversionPlan | str | Path | None, fol
     if plan is not None:
         save_converted(model, plan, folder, force=True)
         return
-    with new_folder(folder, force=True, foreign=lambda _: None) as partial:
+    # Whatever is in the folder is replaced.
+    with new_folder(folder, force=True, why_keep=lambda _: None) as partial:
         if getattr(model, "pretrained_cfg", None):
             save_for_hf(model, str(partial), safe_serialization=True)
         else:

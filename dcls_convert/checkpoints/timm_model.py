@@ -10,15 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, ModelError, listed
+from ..errors import CheckpointError, ModelError
 from ..networks.building import build_model
 from ..networks.pretrained_cfg import set_pretrained_cfg_
 from ..networks.registries import TIMM_ARCHITECTURE
-from ..networks.source import MAX_ARGUMENT, UNBOUNDED_ARGUMENTS, ModelSource, check_source
+from ..networks.source import ModelSource
 from ..networks.stages import common_parent
+from ..networks.trust import MAX_ARGUMENT, UNBOUNDED_ARGUMENTS, check_source
 from ..networks.weights import alias_names
 from ..planning.plan import ConversionPlan
 from ..surgery.start import apply_plan_
+from ..text import listed
 from .folder import CONFIG, PLAN_PLACE, WEIGHTS, Checkpoint, open_checkpoint
 from .load import place_
 from .stamp import read_stamp
@@ -65,11 +67,11 @@ def create_converted(
         )
     conversion = ConversionPlan.from_dict(plan, f"{CONFIG}: {PLAN_PLACE}")
     _check_arguments(conversion.model or "", pretrained_model_args or kwargs)
-    config = _resolved_config(pretrained_cfg, pretrained_cfg_overlay)
+    cfg = _resolved_cfg(pretrained_cfg, pretrained_cfg_overlay)
     checkpoint = None
     if pretrained:
-        checkpoint = _open_beside_weights(config, cache_dir)
-    model = _build(conversion, kwargs, config, features_only=features_only)
+        checkpoint = _open_beside_weights(cfg, cache_dir)
+    model = _build(conversion, kwargs, cfg, features_only=features_only)
     if features_only:
         conversion = _plan_for_features(model, conversion)
     if pretrained:
@@ -79,12 +81,12 @@ def create_converted(
     timm_cfg = getattr(model, "pretrained_cfg", None) or {}
     for name in ("classifier", "first_conv"):
         if name in timm_cfg:
-            config[name] = timm_cfg[name]
-    set_pretrained_cfg_(model, {**config, "architecture": TIMM_ARCHITECTURE})
+            cfg[name] = timm_cfg[name]
+    set_pretrained_cfg_(model, {**cfg, "architecture": TIMM_ARCHITECTURE})
     if pretrained:
         _load_by_timm_(
             model,
-            config,
+            cfg,
             checkpoint,
             in_chans=kwargs.get("in_chans"),
             features_only=features_only,
@@ -93,10 +95,10 @@ def create_converted(
     return model
 
 
-def _resolved_config(
+def _resolved_cfg(
     pretrained_cfg: Any, pretrained_cfg_overlay: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """timm's config of the weights, without other places than the folder."""
+    """timm's `pretrained_cfg` of the weights, without other places than the folder."""
     from timm.models import resolve_pretrained_cfg
 
     resolved: Any = resolve_pretrained_cfg(
@@ -108,7 +110,7 @@ def _resolved_config(
 def _build(
     plan: ConversionPlan,
     kwargs: Mapping[str, Any],
-    config: Mapping[str, Any],
+    cfg: Mapping[str, Any],
     *,
     features_only: bool,
 ) -> nn.Module:
@@ -116,7 +118,7 @@ def _build(
     name = plan.model or ""
     args = dict(kwargs)
     if name.startswith("timm:"):
-        args.setdefault("num_classes", config["num_classes"])
+        args.setdefault("num_classes", cfg["num_classes"])
     elif features_only:
         raise ModelError(f"features_only is for models that timm builds, not for {name}")
     if features_only:
@@ -127,7 +129,7 @@ def _build(
 
 def _load_by_timm_(
     model: nn.Module,
-    config: dict[str, Any],
+    cfg: dict[str, Any],
     checkpoint: Checkpoint | None,
     *,
     in_chans: int | None,
@@ -138,7 +140,7 @@ def _load_by_timm_(
 
     Args:
         model: With the layers placed.
-        config: timm's, of the weights.
+        cfg: timm's `pretrained_cfg` of the weights.
         checkpoint: The folder of the weights; None if they are no safetensors file.
         in_chans: Channels that the caller asked for.
         features_only: Whether the model is a feature extractor.
@@ -146,8 +148,8 @@ def _load_by_timm_(
     """
     from timm.models import load_pretrained
 
-    stored_channels = config["input_size"][0]
-    classes = getattr(model, "num_classes", config["num_classes"])
+    stored_channels = cfg["input_size"][0]
+    classes = getattr(model, "num_classes", cfg["num_classes"])
     channels = in_chans or stored_channels
     if features_only:  # has no head; `_features_state` adapts the first convolution
         classes = 0
@@ -157,14 +159,14 @@ def _load_by_timm_(
         if checkpoint is not None:
             checkpoint.check_tensors(state)
         if features_only:
-            state = _features_state(state, model, config, in_chans)
-        return _complete_state(state, model, config)
+            state = _features_state(state, model, cfg, in_chans)
+        return _complete_state(state, model, cfg)
 
     if checkpoint is not None:
-        config = {**config, "source": "local-dir", "file": str(checkpoint.folder)}
+        cfg = {**cfg, "source": "local-dir", "file": str(checkpoint.folder)}
     load_pretrained(
         model,
-        pretrained_cfg=config,
+        pretrained_cfg=cfg,
         num_classes=classes,
         in_chans=channels,
         filter_fn=adapt,
@@ -188,14 +190,12 @@ def _check_arguments(base: str, args: Mapping[str, Any]) -> None:
             raise ModelError(f"{CONFIG}: {name}={value}: timm loads at most {MAX_ARGUMENT:,}")
 
 
-def _open_beside_weights(
-    config: Mapping[str, Any], cache_dir: str | Path | None
-) -> Checkpoint | None:
+def _open_beside_weights(cfg: Mapping[str, Any], cache_dir: str | Path | None) -> Checkpoint | None:
     """The checkpoint whose weights timm will load, downloaded now, with its stamp checked.
 
     None if they are no safetensors file.
     """
-    path = _weights_path(config, cache_dir)
+    path = _weights_path(cfg, cache_dir)
     if path is None or not os.path.lexists(path):
         return None
     checkpoint = open_checkpoint(path.parent)
@@ -203,16 +203,16 @@ def _open_beside_weights(
     return checkpoint
 
 
-def _weights_path(config: Mapping[str, Any], cache_dir: str | Path | None) -> Path | None:
+def _weights_path(cfg: Mapping[str, Any], cache_dir: str | Path | None) -> Path | None:
     """Where the safetensors file is, if there is one; None for other sources of timm's."""
-    path = Path(config.get("file") or "") / WEIGHTS
-    if config.get("source") == "local-dir":
+    path = Path(cfg.get("file") or "") / WEIGHTS
+    if cfg.get("source") == "local-dir":
         return path
-    if config.get("source") != "hf-hub":
+    if cfg.get("source") != "hf-hub":
         return None
     import huggingface_hub
 
-    repository, _, revision = str(config.get("hf_hub_id")).partition("@")
+    repository, _, revision = str(cfg.get("hf_hub_id")).partition("@")
     with contextlib.suppress(huggingface_hub.errors.EntryNotFoundError):
         file = huggingface_hub.hf_hub_download(
             repository, WEIGHTS, revision=revision or None, cache_dir=cache_dir
@@ -222,14 +222,14 @@ def _weights_path(config: Mapping[str, Any], cache_dir: str | Path | None) -> Pa
 
 
 def _names(entry: str | Iterable[str] | None) -> list[str]:
-    """The modules that a config names as its classifier or first convolution: none, or several."""
+    """The modules that an entry of a `pretrained_cfg` names: none, one or several."""
     if isinstance(entry, str):
         return [entry]
     return list(entry or ())
 
 
 def _complete_state(
-    state: Mapping[str, Tensor], model: nn.Module, config: Mapping[str, Any]
+    state: Mapping[str, Tensor], model: nn.Module, cfg: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """The tensors, with aliases.
 
@@ -239,7 +239,7 @@ def _complete_state(
     for alias, name in alias_names(model).items():
         if name in state:
             complete[alias] = state[name]
-    heads = tuple(f"{name}." for name in _names(config.get("classifier")))
+    heads = tuple(f"{name}." for name in _names(cfg.get("classifier")))
     missing = []
     for name in model.state_dict():
         if name not in complete and not name.startswith(heads):
@@ -303,14 +303,14 @@ def _plan_for_features(model: nn.Module, plan: ConversionPlan) -> ConversionPlan
 
 
 def _features_state(
-    state: Mapping[str, Tensor], model: nn.Module, config: Mapping[str, Any], in_chans: int | None
+    state: Mapping[str, Tensor], model: nn.Module, cfg: Mapping[str, Any], in_chans: int | None
 ) -> dict[str, Tensor]:
     """The checkpoint's tensors under the feature extractor's names."""
     from timm.models import adapt_input_conv
 
     flat = {_flat(name): tensor for name, tensor in state.items()}
-    if in_chans not in (None, config["input_size"][0]):
-        for name in _names(config.get("first_conv")):
+    if in_chans not in (None, cfg["input_size"][0]):
+        for name in _names(cfg.get("first_conv")):
             weight = _flat(f"{name}.weight")
             flat[weight] = adapt_input_conv(in_chans, flat[weight])
     names = _names_in_whole_model(model.state_dict(), flat)

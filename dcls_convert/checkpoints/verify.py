@@ -12,14 +12,14 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from ..errors import DclsConvertError, one_line, shown
+from ..errors import DclsConvertError
 from ..files import check_folder
-from ..networks.weights import build_with_state, not_finite
+from ..networks.weights import build_with_state, describe_non_finite
 from ..networks.weights_files import load_file
 from ..planning.plan import ConversionPlan
 from ..progress import Notify, silent
 from ..records import Record, adapter
-from ..tables import counted
+from ..text import counted, one_line, shown
 from .fingerprint import TOLERANCES, deviation, take_fingerprint
 from .folder import CONFIG, WEIGHTS, Checkpoint, open_checkpoint
 from .inspection import position_sets
@@ -174,7 +174,7 @@ def _check_as_written(
 def _not_finite_values(state: Mapping[str, Tensor]) -> Iterator[str]:
     """Messages about tensors with NaN or infinite values; masks of -inf are allowed."""
     for name, tensor in state.items():
-        problem = not_finite(name, tensor, mask=tensor.dim() > 1)
+        problem = describe_non_finite(name, tensor, mask=tensor.dim() > 1)
         if problem is not None:
             yield problem
 

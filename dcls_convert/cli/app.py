@@ -13,7 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
-from ..errors import DclsConvertError, is_out_of_memory, one_line, shown
+from ..errors import DclsConvertError, is_out_of_memory
+from ..text import one_line, shown
 from . import console
 from .arguments import Command, CommandGroup
 from .compare import compare

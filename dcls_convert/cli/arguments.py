@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_args
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
-from ..errors import DclsConvertError, shown
+from ..errors import DclsConvertError
 from ..files import check_file, check_folder, check_images
 from ..options import (
     AUTO,
@@ -29,6 +29,7 @@ from ..options import (
     option_name,
 )
 from ..pipeline.request import ConversionRequest
+from ..text import shown
 from .completion import complete_files, complete_models, complete_rules
 
 # Groups of options in --help.
@@ -449,7 +450,7 @@ def _plan_options(values: Mapping[str, Any]) -> PlanOptions:
     if conflict is not None:
         raise DclsConvertError(conflict)
     if values["rules"] != AUTO:
-        from ..planning.rules import load_rules
+        from ..planning.rule_files import load_rules
 
         options = replace(options, rules=load_rules(values["rules"]))
     return options

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import DclsConvertError, shown
+from ..atomic_output import new_file
+from ..errors import DclsConvertError
 from ..options import MIRRORED, POSITION_LR_SCALE, POSITIONS, Augmentation, Positions
-from ..output import new_file
 from ..pipeline.request import ConversionRequest
 from ..progress import silent
+from ..text import shown
 from . import console
 from .arguments import (
     OUTPUT,
@@ -33,9 +34,7 @@ from .arguments import (
 from .sweep import SIZES
 
 if TYPE_CHECKING:
-    from ..compare.runs import Settings
     from ..tuning.images import ImageData
-    from ..tuning.recipe import Recipe
 
 DATA = "Images"
 TRAINING = "Training"
@@ -189,12 +188,11 @@ def compare(
     first_process = os.environ.get("RANK", "0") == "0"
     with console.steps(network.model, "planning", quiet=not first_process) as notify:
         from ..compare.arms import check_arms, make_arms
-        from ..compare.comparison import plan_runs_, train_pending, usual_lr, with_epochs
+        from ..compare.comparison import plan_runs_, train_pending
         from ..compare.runs import Trainer
-        from ..tuning.identity import images_hash
+        from ..compare.settings import recipe_for, settings_for
+        from ..tuning.distributed import accelerator_for
         from ..tuning.images import open_images
-        from ..tuning.recipe import Recipe
-        from ..tuning.training import accelerator_for
         from ..views.comparison import comparison_page, comparison_view, work_lines
 
         note = console.note if first_process else silent
@@ -203,30 +201,32 @@ def compare(
         arms = make_arms(sizes or [None], starts, ablate=ablate)
         check_arms(request, arms)
         notify("reading the images")
-        if hflip is None:
-            hflip = MIRRORED
-        if lr is None:
-            lr = usual_lr(batch_size * accelerator.num_processes, trained=network.trained)
         images = open_images(data, dataset, classes=network.num_classes, note=note)
         request = _with_classes_of(images, request)
-        data_name = dataset
-        if data is not None and not dataset:
-            data_name = data.resolve().name
-        settings = _settings(
+        recipe = recipe_for(
+            epochs=epochs or EPOCHS,
+            batch_size=batch_size,
+            lr=lr,
+            position_lr_scale=position_lr_scale,
+            processes=accelerator.num_processes,
+            trained=network.trained,
+        )
+        settings = settings_for(
             request,
             images,
-            data=data_name,
-            images_hash=images_hash(dataset, images),
+            data=data,
+            dataset=dataset,
+            planning=changed_options(request.options),
             augmentation=augmentation,
-            mirrored=hflip,
-            recipe=Recipe(batch_size=batch_size, lr=lr, position_lr_scale=position_lr_scale),
+            mirrored=MIRRORED if hflip is None else hflip,
+            recipe=recipe,
             mixed_precision=accelerator.mixed_precision,
             seeds=seeds,
         )
         trainer = Trainer(
             request=request,
             data=images,
-            settings=with_epochs(settings, epochs or EPOCHS),
+            settings=settings,
             folder=output,
             accelerator=accelerator,
             workers=workers,
@@ -261,60 +261,3 @@ def _with_classes_of(images: "ImageData", request: ConversionRequest) -> Convers
             f"--num-classes {request.num_classes}: the images have {classes} classes"
         )
     return replace(request, num_classes=classes)
-
-
-def _settings(
-    request: ConversionRequest,
-    images: "ImageData",
-    *,
-    data: str,
-    images_hash: str,
-    augmentation: Augmentation,
-    mirrored: float,
-    recipe: "Recipe",
-    mixed_precision: str,
-    seeds: int,
-) -> "Settings":
-    """What all runs have in common."""
-    from ..compare.runs import Settings
-    from ..pipeline.loaded import LoadedNetwork
-    from ..pipeline.provenance import weights_hash
-
-    loaded = LoadedNetwork(request)
-    source = loaded.source
-    assert source is not None
-    weights = "random"
-    tensors_hash = None
-    if request.trained:
-        tensors_hash = weights_hash(loaded.network, loaded.elements)
-    if request.pretrained:
-        weights = "pretrained"
-    elif isinstance(request.weights, Path):
-        weights = request.weights.name
-    planning = {}
-    rules_hash = None
-    for name, value in changed_options(request.options).items():
-        if name == "rules":
-            planning[name] = Path(value.source).name
-            rules_hash = value.hash
-        else:
-            planning[name] = str(value)
-    return Settings(
-        model=source.name,
-        model_args=dict(source.args),
-        weights=weights,
-        weights_hash=tensors_hash,
-        planning=planning,
-        rules_hash=rules_hash,
-        data=data,
-        classes=len(images.classes),
-        train_images=len(images.train),
-        test_images=len(images.test),
-        images_hash=images_hash,
-        input_size=None if request.input_size is None else tuple(request.input_size),
-        augmentation=augmentation,
-        mirrored=mirrored,
-        recipe=recipe,
-        mixed_precision=None if mixed_precision == "no" else mixed_precision,
-        seeds=seeds,
-    )

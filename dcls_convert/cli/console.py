@@ -15,8 +15,9 @@ from rich.console import Console, RenderableType
 from rich.segment import Segment, Segments
 from rich.text import Text
 
-from ..errors import DclsConvertError, printable, shown
+from ..errors import DclsConvertError
 from ..progress import LOG, Notify, show_progress, silent
+from ..text import printable, shown
 
 LOG_VARIABLE = "DCLS_CONVERT_LOG"
 EXIT_UNPRINTED = 1  # stdout is closed or full

@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from ..atomic_output import check_output
 from ..files import PLOT_LIBRARY, can_plot, check_folder
 from ..options import (
-    AUTO,
     ERROR_SCOPE,
     AuthorsVersion,
     Init,
@@ -15,8 +15,6 @@ from ..options import (
     Positions,
     command_line,
 )
-from ..output import check_output
-from ..pipeline.request import ConversionRequest
 from ..progress import silent
 from . import console
 from .arguments import (
@@ -36,6 +34,13 @@ from .arguments import (
     with_records,
 )
 from .completion import complete_files
+from .output_name import (
+    check_output_named_by_options,
+    check_output_named_by_plan,
+    default_output,
+    planning_is_slow,
+    why_not_a_checkpoint,
+)
 
 if TYPE_CHECKING:
     from ..pipeline.conversion import Conversion
@@ -140,29 +145,31 @@ def convert(
     # An existing output is refused as soon as its name is known: here if it is given or follows
     # from the options, after a cheap plan if planning is slow, and in any case before writing.
     if output is not None:
-        check_output(output, force=force, foreign=_not_of_a_checkpoint)
+        check_output(output, force=force, why_keep=why_not_a_checkpoint)
     elif plan is None and not dry_run:
-        _check_output_named_by_options(request, force=force)
+        check_output_named_by_options(request, force=force)
     if plan is not None:
         check_folder(plan)
     with console.steps(network.model, "planning", quiet=quiet) as notify:
         from ..compare.timing import check_device
         from ..pipeline.loaded import LoadedNetwork
-        from ..reports.report import predict_report
-        from ..views.report import ON_COMMAND_LINE, next_steps, report_view
+        from ..reports.predict import predict_report
+        from ..views.advice import ON_COMMAND_LINE
+        from ..views.next_steps import next_steps
+        from ..views.report import report_view
 
         if device is not None:
             request = replace(request, device=str(check_device(device)))
         note = silent if quiet else console.note
         loaded = LoadedNetwork(request, notify=notify, note=note)
-        if output is None and plan is None and not dry_run and _planning_is_slow(request):
-            _check_output_named_by_plan(loaded, force=force)
+        if output is None and plan is None and not dry_run and planning_is_slow(request):
+            check_output_named_by_plan(loaded, force=force)
         resolved = _resolve(loaded, plan)
         report = predict_report(resolved.plan)
         steps = []
         if not dry_run:
             if output is None:
-                output = _default_output(loaded, resolved)
+                output = default_output(loaded, resolved)
             done = _carry_out(loaded, resolved, output, force=force, html=html)
             report = replace(done.report, output=str(output))
             steps = next_steps(resolved, done, output)
@@ -185,27 +192,6 @@ def _sweep_command(network: Network) -> str:
     return command_line(network.model, values, command="sweep")
 
 
-def _not_of_a_checkpoint(path: Path) -> str | None:
-    # Imports torch, so it is imported only if the output exists already.
-    from ..checkpoints.folder import not_of_a_checkpoint
-
-    return not_of_a_checkpoint(path)
-
-
-def _planning_is_slow(request: ConversionRequest) -> bool:
-    """Whether planning alone may take minutes, because kernels are measured."""
-    return request.calibration is not None or request.options.scope == ERROR_SCOPE
-
-
-def _check_output_named_by_plan(loaded: "LoadedNetwork", *, force: bool) -> None:
-    """Refuse a default output that exists, before kernels are measured for minutes."""
-    from ..pipeline.resolved import resolve
-
-    unmeasured = replace(loaded.request.options, scope="model")
-    output = _default_output(loaded, resolve(loaded, unmeasured))
-    check_output(output, force=force, foreign=_not_of_a_checkpoint)
-
-
 def _resolve(loaded: "LoadedNetwork", plan: Path | None) -> "ResolvedRequest":
     """The resolved request, with the plan of a checkpoint if one is given."""
     from ..checkpoints.folder import read_plan
@@ -224,7 +210,7 @@ def _carry_out(
     from ..pipeline.conversion import convert_network
     from ..views.plot import picture_files
 
-    check_output(output, force=force, foreign=_not_of_a_checkpoint)
+    check_output(output, force=force, why_keep=why_not_a_checkpoint)
     done = convert_network(loaded, resolved)
     loaded.notify(f"writing {output}")
     if html and not can_plot():
@@ -243,62 +229,3 @@ def _carry_out(
         meta=copy.deepcopy(loaded.structure),
     )
     return done
-
-
-def _default_output(loaded: "LoadedNetwork", resolved: "ResolvedRequest") -> Path:
-    """The default folder: the model's name with the window's size and the start.
-
-    convnext_tiny-dcls17 or -dcls17x9; efficientnet_b0-dcls-plus2 if kernels of several sizes grow
-    by the same; -dcls if windows differ otherwise; -dcls17-fit if elements are not random, and
-    -dcls17-calibrated if images decided.
-    """
-    layers = resolved.plan.layers
-    sizes = {layer.dilated_size for layer in layers if not layer.dense_axes}
-    if not sizes:
-        sizes = {layers[0].dilated_size}
-    size = ""
-    if resolved.plan.growth is not None:
-        size = f"-plus{resolved.plan.growth}"
-    elif len(sizes) == 1:
-        size = _short_size(*sizes)
-    start = ""
-    if resolved.elements is None:
-        start = _start_suffix(loaded.request)
-    assert loaded.source is not None
-    return _output_of(loaded.source.name, size, start)
-
-
-def _output_of(model_name: str, size: str, start: str) -> Path:
-    _, _, name = model_name.rpartition(":")
-    return Path(f"{Path(name).name}-dcls{size}{start}")
-
-
-def _start_suffix(request: ConversionRequest) -> str:
-    if request.calibration is not None:
-        return "-calibrated"
-    if request.start == "random":
-        return ""
-    return f"-{request.start}"
-
-
-def _check_output_named_by_options(request: ConversionRequest, *, force: bool) -> None:
-    """Refuse a default output that exists, if its name is known before the network is planned.
-
-    It is for a size that is stated for all layers, and weights that have no elements of their own.
-    """
-    size = request.options.dilated_size
-    is_known = request.options.rules == AUTO and request.weights is None
-    if is_known and isinstance(size, int | tuple) and isinstance(request.model, str):
-        sides = size if isinstance(size, tuple) else (size,)
-        output = _output_of(request.model, _short_size(sides), _start_suffix(request))
-        if output.exists():
-            check_output(output, force=force, foreign=_not_of_a_checkpoint)
-
-
-def _short_size(size: tuple[int, ...]) -> str:
-    """ "17" for (17, 17), "17x9" for (17, 9)."""
-    from ..depthwise.geometry import size_text
-
-    if len(set(size)) == 1:
-        return str(size[0])
-    return size_text(size)

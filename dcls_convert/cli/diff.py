@@ -6,8 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..errors import shown
-from ..tables import counted
+from ..text import counted, shown
 from . import console
 from .arguments import CheckpointFolder, Json, checkpoint_argument
 
@@ -23,7 +22,7 @@ def diff(
     """Show what differs between two checkpoints: plans, layer by layer, and whether weights do."""
     with console.steps("diff", "reading", lines=False):
         from ..checkpoints.folder import open_checkpoint, read_tensors
-        from ..networks.weights import tensors_hash
+        from ..networks.tensors_hash import tensors_hash
         from ..records import write_json
 
         first = open_checkpoint(checkpoint)
@@ -51,7 +50,7 @@ def diff(
 def _differences(first: "ConversionPlan", second: "ConversionPlan") -> "list[Difference]":
     """What differs between two plans, and between the costs of the models that they make."""
     from ..planning.plan import Difference
-    from ..reports.report import predict_report
+    from ..reports.predict import predict_report
 
     differences = [*first.diff(second)]
     first_report = predict_report(first)

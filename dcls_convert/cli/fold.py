@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from ..export.formats import EXPORT_FORMATS
 from ..options import DEFAULT_OPSET, OPSETS
-from ..tables import counted
+from ..text import counted
 from . import console
 from .arguments import (
     OUTPUT,
@@ -143,7 +143,7 @@ def _description(report: "ExportReport") -> str:
 
 def _file_description(report: "ExportReport") -> str:
     """ "ONNX model of opset 20 for images of 3x224x224, any number at a time"."""
-    from ..depthwise.geometry import size_text
+    from ..geometry import size_text
 
     text = EXPORT_FORMATS[report.format].noun
     if report.opset is not None:

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from ..atomic_output import check_output, new_file, why_not_a_file
 from ..options import PlanOptions
-from ..output import check_output, new_file, not_a_file
 from ..pipeline.request import ConversionRequest
 from . import console
 from .arguments import (
@@ -23,7 +23,7 @@ from .arguments import (
 from .completion import complete_models
 
 if TYPE_CHECKING:
-    from ..compare.gpu import GpuReport, GpuRow
+    from ..compare.gpu import GpuReport
 
 SECONDS = 180
 RESULTS = Path("dcls-convert-gpu.json")
@@ -54,23 +54,22 @@ def gpu(
     Takes about three minutes. Every line is printed and stored as soon as it is measured; the last
     says which way of computing the layers is the fastest.
     """
-    check_output(output, force=force, foreign=not_a_file)
+    check_output(output, force=force, why_keep=why_not_a_file)
     with console.steps(model, "building") as notify:
         from ..compare.gpu import GpuCheck, gpu_device
         from ..pipeline.loaded import LoadedNetwork
+        from ..views.gpu import row_line
 
         place = gpu_device(device)
         options = PlanOptions(dilated_size=dilated_size)
         request = ConversionRequest(model=model, options=options, input_size=input_size)
         check = GpuCheck(LoadedNetwork(request, notify=notify), place, seconds)
-    rows: list[GpuRow] = []
-    report = check.report(rows)
+    report = check.report()
     console.show(f"{report.model} on {report.device}, torch {report.torch}, {report.dtype}")
-    for row in check.rows():
-        rows.append(row)
-        _write(check.report(rows), output, force=force or len(rows) > 1)
-        console.show(str(row))
-    report = check.report(rows)
+    for row in check.measure():
+        _write(check.report(), output, force=force or len(check.rows) > 1)
+        console.show(row_line(row))
+    report = check.report()
     _write(report, output, force=True)
     if report.not_begun:
         console.note(

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
+from ..atomic_output import check_output, new_file, why_not_a_file
 from ..files import check_file, check_images, check_picture
 from ..options import FigureName
-from ..output import check_output, new_file, not_a_file
 from . import console
 from .arguments import (
     OUTPUT,
@@ -166,7 +166,7 @@ def inspect(
     )
     pictures.check()
     for path in outputs:
-        check_output(path, force=force, foreign=not_a_file)
+        check_output(path, force=force, why_keep=why_not_a_file)
 
     with console.steps(checkpoint, "reading", lines=bool(outputs)) as notify:
         from ..checkpoints.folder import open_checkpoint

@@ -8,7 +8,7 @@ import typer
 
 from ..files import builtin_rules
 from ..options import PlanOptions
-from ..tables import counted
+from ..text import counted
 from . import console
 from .arguments import Command, CommandGroup, argument
 from .completion import complete_models, complete_rules
@@ -27,7 +27,7 @@ rules_app = typer.Typer(
 @rules_app.command("list", cls=Command)
 def rules_list() -> None:
     """List the built-in rule sets."""
-    from ..planning.rules import load_rules
+    from ..planning.rule_files import load_rules
 
     console.show(*[f"{name:12} {load_rules(name).description}" for name in builtin_rules()])
 
@@ -37,7 +37,7 @@ def rules_show(
     name: Annotated[str, argument("NAME|FILE", "A built-in set, or a file.", complete_rules)],
 ) -> None:
     """Print a rule set as YAML."""
-    from ..planning.rules import load_rules
+    from ..planning.rule_files import load_rules
 
     console.write(load_rules(name).text)
 
@@ -50,7 +50,7 @@ def rules_check(
     ] = None,
 ) -> None:
     """Check a rule file, and with --model whether it fits the model, as a conversion would."""
-    from ..planning.rules import load_rules
+    from ..planning.rule_files import load_rules
 
     rules = load_rules(file)
     count = f"{file}: valid, {counted(len(rules.rules), 'rule')}"
@@ -63,7 +63,7 @@ def rules_check(
 @rules_app.command("schema", cls=Command)
 def rules_json_schema() -> None:
     """Print the JSON Schema of rule files, for an editor."""
-    from ..planning.rules import rules_schema
+    from ..planning.rule_files import rules_schema
 
     console.write(json.dumps(rules_schema(), indent=2) + "\n")
 
@@ -78,7 +78,7 @@ def _claims(rules: "RuleSet", model_name: str) -> list[str]:
         from ..pipeline.loaded import LoadedNetwork
         from ..pipeline.request import ConversionRequest
         from ..pipeline.resolved import resolve
-        from ..planning.rules import claim_sites
+        from ..planning.claims import claim_sites
 
         request = ConversionRequest(
             model=model_name, options=PlanOptions(rules=rules), offline=True

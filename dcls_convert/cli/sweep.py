@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import PlanError, shown
+from ..atomic_output import check_output, new_file, why_not_a_file
+from ..errors import PlanError
 from ..files import check_picture
 from ..options import (
     AUTO,
@@ -21,7 +22,7 @@ from ..options import (
     TIMING_SECONDS,
     command_line,
 )
-from ..output import check_output, new_file, not_a_file
+from ..text import shown
 from . import console
 from .arguments import (
     HOW_MANY,
@@ -177,9 +178,9 @@ def sweep(
     request = network.request()
     if picture is not None:
         check_picture(picture, "--picture")
-        check_output(picture, force=force, foreign=not_a_file)
+        check_output(picture, force=force, why_keep=why_not_a_file)
     with console.steps(network.model, "planning") as notify:
-        from ..compare.candidates import combinations, make_sweep, usual_sizes
+        from ..compare.make_sweep import combinations, make_sweep, usual_sizes
         from ..compare.timing import timing_settings
         from ..depthwise import choices
         from ..pipeline.loaded import LoadedNetwork
@@ -191,15 +192,22 @@ def sweep(
         loaded = LoadedNetwork(request, notify=notify, note=console.note)
         asked = combinations(sizes or usual_sizes(loaded), counts, budgets)
         sweep = make_sweep(
-            loaded, asked, functools.partial(_command, network), timing=timing, slower=slower
+            loaded,
+            asked,
+            functools.partial(_command, network),
+            timing=timing,
+            max_added_percent=slower,
         )
     if json_:
         console.write(sweep.to_json())
     elif csv:
         console.write(sweep_csv(sweep))
     else:
-        on_gpus = [f" {choice}" for choice in choices() if choice.device != "cpu"]
-        console.show(SweepView(sweep), *on_gpus, wide=True)
+        algorithm_lines = []  # which algorithms depthwise layers were timed with on a GPU
+        for algorithm_choice in choices():
+            if algorithm_choice.device != "cpu":
+                algorithm_lines.append(f" {algorithm_choice}")
+        console.show(SweepView(sweep), *algorithm_lines, wide=True)
         if sweep.choice.row is not None:
             console.show("", f"    {sweep.rows[sweep.choice.row].command}")
     if picture is not None:

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from ..errors import CheckpointError, printable
-from ..tables import counted
+from ..errors import CheckpointError
+from ..text import counted, printable
 from . import console
 from .arguments import CheckpointFolder, Json, TrustCode
 

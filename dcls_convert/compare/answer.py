@@ -1,6 +1,10 @@
 """The answer of a comparison's runs: differences of accuracy, their intervals, and a sentence.
 
-Differences are paired by seed; each arm but the network as it is has a sentence.
+Each arm is compared with the network as it is, in differences paired by seed. An arm's interval has
+two independent parts: Student's t interval over the seeds, and the one over the test images; their
+half widths are added in quadrature. Claims about several arms are corrected by Holm's method (1979,
+"A simple sequentially rejective multiple test procedure"). benchmarks/verdicts.py simulates how
+often claims are false, and how often true differences are found.
 """
 
 import math
@@ -18,7 +22,9 @@ from .runs import Run
 MIN_SEEDS = 3  # for a sentence about a difference
 # Points. An interval that contains 0 and reaches farther is too wide for an answer.
 LARGE = 2.0
-LEVEL = 0.05  # of a false claim, if nothing differs
+# Nominal chance that a comparison claims a difference where there is none, at its first look. The
+# levels of later looks add up to it: LEVEL x (1 + 1/4 + 1/9 + ...), in all less than 8.3 %.
+LEVEL = 0.05
 POWER = 0.8  # chance to find a difference of the size that is called detectable
 MIN_P_VALUE = 1e-9  # smaller ones are not told apart
 
@@ -38,7 +44,8 @@ class Interval:
 class Difference:
     """How the accuracies of two networks differ, in percentage points.
 
-    A half width is that of the confidence interval of the mean; at the level 0.05, of 95 %.
+    Half widths are those of confidence intervals of the mean. At the level 0.05, the confidence is
+    95 %.
     """
 
     by_seed: FloatArray  # (seeds,)
@@ -49,20 +56,22 @@ class Difference:
         return float(self.by_seed.mean())
 
     def half_over_seeds(self, level: float) -> float:
-        """Would another training give the same?"""
+        """Half width of the t interval over seeds, at this level."""
         return _half_width(self.by_seed, level)
 
     def half_over_images(self, level: float) -> float:
-        """Would other test images give the same?
+        """Half width of the t interval over test images, at this level, but not less than a bound.
 
-        Images that did not occur may differ: if none of n images does, the share of all that do is
-        below -ln(level) / n. At the level 0.05 this is the rule of three.
+        The bound matters if hardly an image differs, which makes the t interval too narrow. It is
+        -ln(level) / n for n images: if this share of all images differed, the chance to find none
+        among n would be the level. At the level 0.05, this is the rule of three (Hanley and
+        Lippman-Hand 1983).
         """
-        unseen = -100 * math.log(level) / len(self.by_image)
-        return max(_half_width(self.by_image, level), unseen)
+        least = -100 * math.log(level) / len(self.by_image)
+        return max(_half_width(self.by_image, level), least)
 
     def half_width(self, level: float) -> float:
-        """Over seeds and images, added in quadrature."""
+        """Half width over seeds and images, added in quadrature, at this level."""
         return math.hypot(self.half_over_seeds(level), self.half_over_images(level))
 
     def p_value(self) -> float:
@@ -99,18 +108,19 @@ def measured_difference(differences: FloatArray) -> Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """For what the level of a claim is corrected."""
+    """What the level of a claim is corrected for."""
 
-    conversions: int = 1  # of the call; all are compared with one original
-    # Finished comparisons of the folder with different numbers of seeds, this one included.
+    conversions: int = 1  # number in this call; all are compared with one original
+    # Number of finished comparisons of the folder, this one included, each with another number of
+    # seeds.
     looks: int = 1
 
     @property
     def level(self) -> float:
-        """The level for all conversions together.
+        """The level for all conversions together, at this look.
 
-        Earlier looks have spent levels of their own. Divided by the square of the looks, the levels
-        of all looks sum to less than 1.65 times the first.
+        Each earlier look has had a level of its own, and the levels add up. The n-th look's is
+        LEVEL / n squared, so that all looks together have less than 1.65 times the first one's.
         """
         return LEVEL / self.looks**2
 
@@ -125,7 +135,7 @@ def holm(p_values: Mapping[str, float], tests: int) -> dict[str, float]:
 
     Args:
         p_values: By the name of the test.
-        tests: How many there are, those that have no p-value yet included.
+        tests: Number of all tests, including those that have no p-value yet.
     """
     corrected = {}
     largest = 0.0
@@ -138,34 +148,35 @@ def holm(p_values: Mapping[str, float], tests: int) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArmResult:
-    """What is known of an arm.
-
-    Differences are to the network as it is, paired by seed. For that network itself, and for an arm
-    without a seed in common, they are empty, and intervals, `slower` and `sentence` are None. With
-    fewer seeds than an answer needs, `half_width`, p-values and `detectable` are None.
-    """
+    """What is known of an arm."""
 
     label: str
     seeds: tuple[int, ...]  # of the finished runs
     params: int
-    macs: int | None  # for one image
+    macs: int | None  # for one image; None if they could not be counted
     step_ms: float  # median over the runs
     images_per_second: float  # in training; median over the runs
-    peak_mib: float | None  # of a GPU's memory, in training; largest of the runs
+    peak_mib: float | None  # of a GPU's memory, in training; largest of the runs; None on a CPU
     top1: float  # mean over the runs, in percent
-    top1_deviation: float | None  # standard deviation; None for one run
-    top1_before: float | None = None  # before training: mean over the runs, in percent
+    top1_deviation: float | None  # standard deviation over the runs; None for one run
+    # Before training: mean over the runs, in percent. None if no run recorded it.
+    top1_before: float | None = None
+    # The difference to the network as it is, paired by seed. That network itself, and an arm
+    # without a seed in common with it, have the defaults.
     differences: tuple[float, ...] = ()  # percentage points, for each seed that both have
-    over_seeds: Interval | None = None  # by Student's t
+    over_seeds: Interval | None = None  # by Student's t; None also for one seed
     over_images: Interval | None = None  # over the test images; by Student's t
+    # These four are None also if there are fewer than MIN_SEEDS seeds.
     half_width: float | None = None  # 95 %, over seeds and test images together
     p_value: float | None = None  # of this arm alone
     p_corrected: float | None = None  # for the number of conversions and of looks
     detectable: float | None = None  # points; would have been found four times in five
-    slower: float | None = None  # time of a step, as a multiple of the original's
-    distance: float | None = None  # cells; mean distance that elements moved in training
+    # Time of a step, as a multiple of the original's; None also if other devices trained it.
+    slower: float | None = None
+    # How far positions moved: mean over the runs; None without DCLS layers.
+    distance: float | None = None  # cells; mean over the elements
     outside: float | None = None  # share of the elements that end outside the old kernel
-    sentence: str | None = None
+    sentence: str | None = None  # None where there is no difference
 
 
 def results(runs: Sequence[Run], correction: Correction) -> tuple[ArmResult, ...]:
@@ -189,7 +200,7 @@ def results(runs: Sequence[Run], correction: Correction) -> tuple[ArmResult, ...
                 differences[label],
                 correction,
                 p_corrected=p_corrected.get(label),
-                slower=_slower(arm_runs, original),
+                time_ratio=_time_ratio(arm_runs, original),
             )
         found.append(result)
     return tuple(found)
@@ -198,7 +209,7 @@ def results(runs: Sequence[Run], correction: Correction) -> tuple[ArmResult, ...
 def _corrected_p_values(
     differences: Mapping[str, Difference], correction: Correction
 ) -> dict[str, float]:
-    """p-values by label, of those with seeds enough; to be compared with `LEVEL`."""
+    """p-values by label, of differences over enough seeds; to be compared with `LEVEL`."""
     p_values = {}
     for label, difference in differences.items():
         if len(difference.by_seed) >= MIN_SEEDS:
@@ -267,7 +278,7 @@ def _compared_result(
     correction: Correction,
     *,
     p_corrected: float | None,
-    slower: float | None,
+    time_ratio: float | None,
 ) -> ArmResult:
     """An arm's result with its difference to the network as it is.
 
@@ -276,14 +287,14 @@ def _compared_result(
     over_seeds = None
     if len(difference.by_seed) > 1:
         over_seeds = _interval(difference.mean, difference.half_over_seeds(LEVEL))
-    said = sentence(difference, p_corrected, correction, slower)
+    said = sentence(difference, p_corrected, correction, time_ratio)
     result = replace(
         result,
         differences=tuple(difference.by_seed.tolist()),
         over_seeds=over_seeds,
         over_images=_interval(difference.mean, difference.half_over_images(LEVEL)),
         p_corrected=p_corrected,
-        slower=slower,
+        slower=time_ratio,
         sentence=f"{result.label}: {said}",
     )
     if p_corrected is None:
@@ -300,7 +311,7 @@ def _interval(mean: float, half_width: float) -> Interval:
     return Interval(mean=mean, low=mean - half_width, high=mean + half_width)
 
 
-def _slower(runs: Mapping[int, Run], original: Mapping[int, Run]) -> float | None:
+def _time_ratio(runs: Mapping[int, Run], original: Mapping[int, Run]) -> float | None:
     """Time of a step as a multiple of the original's, over pairs that one device trained.
 
     None if there is no such pair.
@@ -319,34 +330,35 @@ def _slower(runs: Mapping[int, Run], original: Mapping[int, Run]) -> float | Non
     return _median_step_ms(own) / _median_step_ms(others)
 
 
-def _time_in_words(slower: float | None) -> str:
-    if slower is None:
+def _time_in_words(time_ratio: float | None) -> str:
+    if time_ratio is None:
         return "trained on other devices, so times are not compared"
-    if f"{slower:.2g}" == "1":
+    if f"{time_ratio:.2g}" == "1":
         return "at the same speed"
-    return f"at {slower:.2g} times the time"
+    return f"at {time_ratio:.2g} times the time"
 
 
 def sentence(
     difference: Difference,
     p_corrected: float | None,
     correction: Correction,
-    slower: float | None,
+    time_ratio: float | None,
 ) -> str:
-    """What the difference says.
+    """What the difference says, in words.
 
-    Claims, of a difference or of none, hold at the corrected level; `±` is that of 95 %.
+    Claims, of a difference or of none, hold at the corrected level; `±` is a half width of 95 %.
 
     Args:
         difference: To the network as it is.
         p_corrected: Its p-value, corrected; None for too few seeds.
-        correction: For what the level is corrected.
-        slower: Time of a step, as a multiple of the original's; None if other devices trained it.
+        correction: What the level is corrected for.
+        time_ratio: Time of a step as a multiple of the original's; None if they were trained on
+            different devices.
     """
     every_difference = ", ".join(f"{one:+.1f}" for one in difference.by_seed)
     if p_corrected is None:
         return f"too few seeds to tell: differences of {every_difference} points"
-    time = _time_in_words(slower)
+    time = _time_in_words(time_ratio)
     mean = difference.mean
     half = difference.half_width(LEVEL)
     if p_corrected <= LEVEL:

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..depthwise.geometry import size_text
+from ..geometry import size_text
 from ..layers.position_statistics import outside_share
 from ..networks.positions import position_parameters
 from ..networks.source import LIBRARY_KINDS
@@ -23,6 +23,8 @@ from ..surgery.fold import fold_to_dense_
 from .sweep import AskedSize
 
 AS_IT_IS = "as it is"
+# frozen: converted, with positions that stay where they start.
+# dense: not converted; plain convolutions whose kernels have the window's size ("large kernels").
 ArmKind = Literal["original", "converted", "frozen", "dense"]
 
 
@@ -30,8 +32,6 @@ ArmKind = Literal["original", "converted", "frozen", "dense"]
 class Arm:
     """A network of a comparison."""
 
-    # frozen: converted, with positions that stay where they start; dense: plain convolutions whose
-    # kernels have the window's size.
     kind: ArmKind = "original"
     size: AskedSize | None = None  # of the window; None: as the rules state
     positions: Positions = "normal"  # where they start, for random starts
@@ -67,7 +67,7 @@ def make_arms(
     """The network as it is, and converted to each size, from each start.
 
     With `ablate`, each converted network also has an arm with frozen positions, and each size one
-    with dense kernels.
+    with large kernels.
     """
     arms = [Arm()]
     for size in sizes:
@@ -110,8 +110,8 @@ class ArmNetwork:
         positions = position_parameters(self.model, "positions")
         self.start = [one.tensor.detach().clone() for one in positions]
 
-    def moved(self, trained: nn.Module) -> "Moved | None":
-        """How far positions went; None without DCLS layers.
+    def position_shift(self, trained: nn.Module) -> "PositionShift | None":
+        """How far positions moved in training; None without DCLS layers.
 
         Args:
             trained: The same network after training, on the CPU.
@@ -133,7 +133,7 @@ class ArmNetwork:
             counts.append(now.numel())
             outside.append(outside_share(now, old_sides))
             outside_before.append(outside_share(start, old_sides))
-        return Moved(
+        return PositionShift(
             distance=float(torch.cat(distances).mean()),
             outside=_weighted_mean(outside, counts),
             outside_before=_weighted_mean(outside_before, counts),
@@ -148,12 +148,12 @@ def _weighted_mean(values: Sequence[float], weights: Sequence[int]) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Moved:
-    """What a training did to positions."""
+class PositionShift:
+    """How far the positions of a network moved in training."""
 
     distance: float  # cells; mean over all elements
-    outside: float  # share of the elements that lie outside the old kernel
-    outside_before: float  # the same before the training
+    outside: float  # share of the elements that lie outside the old kernel after training
+    outside_before: float  # the same before training
 
 
 def make_network(request: ConversionRequest, arm: Arm, *, note: Notify = silent) -> ArmNetwork:
@@ -167,7 +167,7 @@ def make_network(request: ConversionRequest, arm: Arm, *, note: Notify = silent)
         return ArmNetwork(model=loaded.network, macs=loaded.convs.macs)
     options = replace(request.options, dilated_size=arm.size or AUTO)
     if arm.kind == "dense":
-        return _make_dense_network(load(_dense_request(request, options)))
+        return _make_large_kernel_network(load(_large_kernel_request(request, options)))
     loaded = load(replace(request, positions=arm.positions, options=options))
     conversion = convert_network(loaded, resolve(loaded))
     if arm.kind == "frozen":
@@ -177,18 +177,23 @@ def make_network(request: ConversionRequest, arm: Arm, *, note: Notify = silent)
     return ArmNetwork(model=conversion.model, plan=report.plan, macs=report.macs.after)
 
 
-def _dense_request(request: ConversionRequest, options: PlanOptions) -> ConversionRequest:
-    """The request for a network with an element for every cell of the old kernels."""
+def _large_kernel_request(request: ConversionRequest, options: PlanOptions) -> ConversionRequest:
+    """The request for a network with an element for every cell of the old kernels.
+
+    Folded, its kernels are the old ones in larger windows.
+    """
     options = replace(
         options, kernel_count=EXACT, scope="auto", budget=DEFAULT_BUDGET, interpolation=None
     )
     return replace(request.without_images(), init="exact", options=options)
 
 
-def _make_dense_network(loaded: LoadedNetwork) -> ArmNetwork:
-    """Plain convolutions with a weight in every cell of the window.
+def _make_large_kernel_network(loaded: LoadedNetwork) -> ArmNetwork:
+    """A network of plain convolutions with a weight in every cell of the window.
 
-    They start as the old kernels with zeros around them.
+    Args:
+        loaded: Of a `_large_kernel_request`, so that the kernels start as the old ones with zeros
+            around them.
     """
     conversion = convert_network(loaded, resolve(loaded))
     fold_to_dense_(conversion.model)

@@ -6,35 +6,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ..atomic_output import new_file
 from ..errors import CheckpointError, DclsConvertError, OutputExistsError
 from ..files import is_checkpoint
-from ..output import new_file
 from ..progress import Notify
 from ..records import Record
-from ..tuning.training import STATE
+from ..tuning.training_state import STATE
 from .answer import MIN_SEEDS, ArmResult, Correction, results
 from .arms import Arm
-from .runs import FINISHED, RUNS, SETTINGS, Run, Settings, Trainer, advice_on_memory, in_turns
+from .runs import FINISHED, RUNS, Run, Trainer, advice_on_memory, in_turns
+from .settings import SETTINGS, Settings, with_epochs
 
 COMPARISON = "comparison.json"
-# Learning rate from scratch, for LR_BATCH images in an update. Scaled by the square root of their
-# number, it is the paper's 4e-3 for 4,096 images.
-LR = 1e-3
-LR_BATCH = 256
-TRAINED_LR_FACTOR = 0.1  # for weights that are trained already
-EPOCHS_PER_WARMUP_EPOCH = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison(Record):
-    """All of it: `comparison.json`."""
+    """The contents of `comparison.json`."""
 
     format: int = 1
     settings: Settings
     arms: tuple[ArmResult, ...]
     runs: tuple[Run, ...]
-    missing: tuple[str, ...]  # not finished yet
-    interrupted: bool = False  # before this call's runs were finished
+    missing: tuple[str, ...]  # runs that are not finished yet
+    interrupted: bool = False  # whether this call was, before its runs were finished
     # Numbers of seeds of the finished comparisons that were written into this folder.
     looks: tuple[int, ...] = ()
     correction: Correction = field(default_factory=Correction)
@@ -47,14 +42,6 @@ class RunPlan:
     runs: tuple[tuple[Arm, int], ...]  # still to be trained by this call; (arm, seed)
     updates: int  # in an epoch
     seconds: float  # for all of these runs
-
-
-def usual_lr(batch_size: int, *, trained: bool) -> float:
-    """The default learning rate for `batch_size` images in an update, to two digits."""
-    rate = LR * math.sqrt(batch_size / LR_BATCH)
-    if trained:
-        rate *= TRAINED_LR_FACTOR
-    return float(f"{rate:.2g}")
 
 
 def plan_runs_(
@@ -84,31 +71,32 @@ def plan_runs_(
             cannot be written.
         DclsConvertError: An epoch takes longer than the minutes.
     """
-    all_runs = list(in_turns(arms, seeds))
-    runs = []
-    for run in part_of_runs(arms, seeds, only):
-        if trainer.finished(*run) is None:
-            runs.append(run)
+    runs = pending_runs(trainer, part_of_runs(arms, seeds, only))
     is_new = not _has_begun_runs(trainer.folder)
     if is_new:
         _check_unused(trainer.folder)
     else:
         _take_stored_settings_(trainer, minutes)
-    if minutes and is_new:
+    if is_new and minutes:
         epoch_seconds = time_arms(trainer, arms, notify)
-        epochs = choose_epochs(all_runs, epoch_seconds, minutes)
+        epochs = choose_epochs(list(in_turns(arms, seeds)), epoch_seconds, minutes)
         trainer.settings = with_epochs(trainer.settings, epochs)
     else:
         pending_arms = list(dict.fromkeys(arm for arm, _ in runs))
         epoch_seconds = time_arms(trainer, pending_arms, notify)
-    if is_new and trainer.accelerator.is_main_process:
-        write_settings_(trainer, minutes)
-    trainer.accelerator.wait_for_everyone()
-    # Of several processes and jobs that timed the arms, one has written its epochs: all take these.
-    _take_stored_settings_(trainer, minutes)
+    settle_settings_(trainer, minutes, is_new=is_new)
     epochs = trainer.settings.recipe.epochs
     seconds = sum(epochs * epoch_seconds[arm] for arm, _ in runs)
     return RunPlan(runs=tuple(runs), updates=_updates_per_epoch(trainer), seconds=seconds)
+
+
+def pending_runs(trainer: Trainer, runs: Sequence[tuple[Arm, int]]) -> list[tuple[Arm, int]]:
+    """The runs that are not finished."""
+    pending = []
+    for arm, seed in runs:
+        if trainer.finished(arm, seed) is None:
+            pending.append((arm, seed))
+    return pending
 
 
 def part_of_runs(
@@ -183,12 +171,24 @@ def _check_unused(folder: Path) -> None:
         )
 
 
-def write_settings_(trainer: Trainer, minutes: float | None) -> None:
+def settle_settings_(trainer: Trainer, minutes: float | None, *, is_new: bool) -> None:
+    """Write the trainer's settings into a new folder; then all processes take the folder's.
+
+    Of several processes and jobs that timed the arms, one has written its number of epochs: all
+    others take this number.
+    """
+    if is_new and trainer.accelerator.is_main_process:
+        _write_settings_(trainer, minutes)
+    trainer.accelerator.wait_for_everyone()
+    _take_stored_settings_(trainer, minutes)
+
+
+def _write_settings_(trainer: Trainer, minutes: float | None) -> None:
     """Write the trainer's settings into a folder in which no run has begun.
 
-    Settings that are there already stay if they differ in nothing but epochs that `minutes`
-    decided: another job of the same comparison has written them. Others are replaced: a call that
-    ended early has left them.
+    Settings that are there already are kept if they differ only in a number of epochs that
+    `minutes` decided. Then another job of the same comparison has written them. Other settings are
+    replaced. A call that ended early has left them.
     """
     trainer.folder.mkdir(parents=True, exist_ok=True)
     path = trainer.folder / SETTINGS
@@ -207,8 +207,8 @@ def write_settings_(trainer: Trainer, minutes: float | None) -> None:
 def _take_stored_settings_(trainer: Trainer, minutes: float | None) -> None:
     """Check that the folder's settings are the trainer's.
 
-    The trainer gets the number of seeds that was stated first, and, if minutes were to decide the
-    epochs, these too.
+    The trainer gets the folder's number of seeds, which the first call stated. If `minutes` decide
+    the number of epochs, the trainer gets the folder's number too.
     """
     path = trainer.folder / SETTINGS
     stored = Settings.from_json(path.read_bytes(), str(path))
@@ -216,13 +216,6 @@ def _take_stored_settings_(trainer: Trainer, minutes: float | None) -> None:
         trainer.settings = with_epochs(trainer.settings, stored.recipe.epochs)
     trainer.settings.check_same(stored, trainer.folder)
     trainer.settings = replace(trainer.settings, seeds=stored.seeds)
-
-
-def with_epochs(settings: Settings, epochs: int) -> Settings:
-    """The settings with so many epochs, of which one in 20 warms up, but at least one."""
-    warmup_epochs = max(1, epochs // EPOCHS_PER_WARMUP_EPOCH)
-    recipe = replace(settings.recipe, epochs=epochs, warmup_epochs=warmup_epochs)
-    return replace(settings, recipe=recipe)
 
 
 def train_pending(
@@ -237,19 +230,23 @@ def train_pending(
         KeyboardInterrupt: An interrupt before any run is finished.
     """
     owners: dict[tuple[Arm, int], str] = {}  # of runs that other processes train
+
+    def train(numbered_runs: Sequence[tuple[int, tuple[Arm, int]]], *, patient: bool) -> None:
+        for number, (arm, seed) in numbered_runs:
+            notify_run = functools.partial(_notify_run, notify, number, len(plan.runs))
+            owner = trainer.run_unless_locked(arm, seed, notify_run, patient=patient)
+            if owner is not None:
+                owners[arm, seed] = owner
+                continue
+            owners.pop((arm, seed), None)
+            _write_comparison(trainer, arms, seeds, owners)
+
     try:
         runs = list(enumerate(plan.runs))
-        # Twice: whether the owner of a claim lives may only be seen after a while.
-        for patient in (False, True):
-            for number, (arm, seed) in runs:
-                notify_run = functools.partial(_notify_run, notify, number, len(plan.runs))
-                owner = trainer.run_unless_claimed(arm, seed, notify_run, patient=patient)
-                owners.pop((arm, seed), None)
-                if owner is not None:
-                    owners[arm, seed] = owner
-                else:
-                    _write_comparison(trainer, arms, seeds, owners)
-            runs = [(number, run) for number, run in runs if run in owners]
+        train(runs, patient=False)
+        # Only after a while can be seen whether the owners of the locked runs still live.
+        locked_runs = [(number, run) for number, run in runs if run in owners]
+        train(locked_runs, patient=True)
     except KeyboardInterrupt:
         comparison = _write_comparison(trainer, arms, seeds, owners)
         if not comparison.runs:
@@ -271,8 +268,8 @@ def _write_comparison(
 ) -> Comparison:
     """The comparison of all finished runs; the first process also writes it as `comparison.json`.
 
-    Meanwhile, another call may finish a run and write the file with more runs, which this process
-    then replaces by one with fewer. So it writes again until no run was finished in the meantime.
+    Meanwhile, another call may finish a run and write the file with more runs. This process would
+    replace it by one with fewer, so it writes again until no run was finished in the meantime.
     """
     comparison = _comparison_of(trainer, arms, seeds, owners)
     if not trainer.accelerator.is_main_process:
@@ -310,7 +307,7 @@ def _comparison_of(
                 runs.append(run)
     looks = _looks(trainer.folder)
     with_this = tuple(dict.fromkeys([*looks, len(seeds)]))
-    # With fewer seeds than an answer needs, nothing could be claimed yet.
+    # With fewer seeds than an answer needs, nothing could be claimed, so these are no looks.
     answers = [number for number in with_this if number >= MIN_SEEDS]
     correction = Correction(conversions=len(arms) - 1, looks=max(1, len(answers)))
     return Comparison(

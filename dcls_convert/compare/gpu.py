@@ -6,7 +6,7 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,37 +14,46 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..depthwise.choice import VARIABLE, Preference, choices, conv2d
+from ..depthwise.choice import VARIABLE, Preference, choices, fastest_conv2d
 from ..depthwise.eager import is_channels_last
-from ..depthwise.geometry import size_text
-from ..errors import DclsConvertError, PlanError, is_out_of_memory, one_line, shown
+from ..errors import DclsConvertError, PlanError, is_out_of_memory
+from ..geometry import size_text
 from ..layers.dcls_conv import DclsConv2d
 from ..networks.running import full_precision
 from ..pipeline.loaded import LoadedNetwork
 from ..pipeline.resolved import resolve
 from ..records import Record
 from ..surgery.fold import fold_to_dense_
-from .timing import check_device, converted_copy, forward_pass, training_step
+from ..text import one_line, shown
+from .timing import (
+    check_device,
+    converted_copy,
+    forward_pass,
+    mean_device_milliseconds,
+    training_step,
+)
 
+# proof: the accuracy of matrix products; network, layer: the time of these.
 Part = Literal["proof", "network", "layer"]
 Work = Literal["inference", "training"]
 
 WORKS: tuple[Work, ...] = ("inference", "training")
-WAYS: tuple[Preference, ...] = ("torch", "matmul")
+ALGORITHMS: tuple[Preference, ...] = ("torch", "matmul")
 GPU_BATCHES = (64, 8, 1)
 CPU_BATCHES = (2, 1)  # for a trial of the command
-PROOF_WINDOW = 17
-PROOF_IMAGES = 2
+# What the accuracy is checked with.
+ACCURACY_WINDOW = 17
+ACCURACY_IMAGES = 2
 # (channels, side of the map). The last one's banks of shifted windows exceed what is made at once
 # (matmul.MAX_BYTES) in every dtype, so its channels are taken in parts.
-PROOF_MAPS = ((8, 7), (8, 13), (8, 16), (1600, 28))
+ACCURACY_MAPS = ((8, 7), (8, 13), (8, 16), (1600, 28))
 # Largest relative error, norm by norm, of results whose inputs are exact. Rounding the result alone
 # gives a fifth of the first two; TF32, or a reduction in a lower precision, exceeds the last.
 MAX_ERROR = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 MS_OF_A_ROUND = 100.0
 MAX_CALLS = 50  # in a round
 ROUNDS = 3
-MIN_GAIN = 1.1  # by which another way must be faster for the verdict to name it
+MIN_GAIN = 1.1  # by which another algorithm must be faster for the verdict to name it
 OUT_OF_MEMORY = "out of memory"
 MIB = 2**20
 
@@ -55,7 +64,8 @@ class GpuRow:
 
     part: Part
     what: str
-    way: Preference | None = None  # None: layers that the package does not compute
+    # The algorithm asked for; None: layers that the package does not compute.
+    way: Preference | None = None
     work: Work | None = None
     batch: int
     error: float | None = None  # relative, of the output or of a gradient, the largest
@@ -63,19 +73,6 @@ class GpuRow:
     images_per_second: float | None = None
     peak_mib: float | None = None  # most memory that torch has allocated, weights included
     problem: str | None = None
-
-    def __str__(self) -> str:
-        text = f"{self.part:7} {self.what:34} {self.way or '':6} {self.work or '':9} "
-        text += f"batch {self.batch:<3}"
-        if self.ms is not None:
-            text += f"{self.ms:9.2f} ms {self.images_per_second:8,.1f} images/s"
-        if self.peak_mib is not None:
-            text += f"{self.peak_mib:7,.0f} MiB"
-        if self.error is not None:
-            text += f"error {self.error:.1e}"
-        if self.problem is not None:
-            text += self.problem
-        return text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +87,7 @@ class GpuReport(Record):
     dtype: str  # of autocast, for networks and layers
     rows: tuple[GpuRow, ...]
     not_begun: int  # measurements of networks and layers for which the time was too short
-    choices: tuple[str, ...]  # the package's own, in the networks
+    choices: tuple[str, ...]  # algorithms that the package chose itself, in the networks
     verdict: str
 
 
@@ -102,7 +99,7 @@ class _Case:
     what: str
     model: nn.Module
     input: Tensor  # for one image
-    way: Preference | None
+    algorithm: Preference | None  # None: as in a row
     work: Work
 
 
@@ -120,6 +117,7 @@ class GpuCheck:
 
     def __init__(self, loaded: LoadedNetwork, device: torch.device, seconds: float) -> None:
         self.end = time.monotonic() + seconds
+        self.rows: list[GpuRow] = []  # of the measurements so far
         self.not_begun = 0  # measurements, until their turn comes
         self.device = device
         self.model = str(loaded.request.model)
@@ -133,17 +131,22 @@ class GpuCheck:
         self.autocast = torch.autocast(device.type, self.dtype)
         self.batches = CPU_BATCHES if device.type == "cpu" else GPU_BATCHES
         plan = resolve(loaded).plan
-        self.dense = loaded.network.to(device)
-        self.converted = converted_copy(self.dense, plan)
+        self.original = loaded.network.to(device)
+        self.converted = converted_copy(self.original, plan)
         self.folded = copy.deepcopy(self.converted)
         fold_to_dense_(self.folded)
 
-    def rows(self) -> Iterator[GpuRow]:
-        """Every measurement, as soon as it is made.
+    def measure(self) -> Iterator[GpuRow]:
+        """Make all measurements; yield the row of each as soon as it is made.
 
         Compiled networks are last, since compiling takes about a minute for each.
         """
-        yield from self._proofs()
+        for row in self._measured_rows():
+            self.rows.append(row)
+            yield row
+
+    def _measured_rows(self) -> Iterator[GpuRow]:
+        yield from self._accuracy_rows()
         measurements = list(itertools.product(self.batches, self._network_cases()))
         for case in (*self._layer_cases(), *self._compiled_cases()):
             measurements.append((self.batches[0], case))
@@ -154,7 +157,7 @@ class GpuCheck:
             self.not_begun -= 1
             yield from self._timed_rows(case, batch)
 
-    def report(self, rows: Sequence[GpuRow]) -> GpuReport:
+    def report(self) -> GpuReport:
         """The rows so far, the package's choices so far, and the verdict on them."""
         name = str(self.device)
         if self.device.type == "cuda":
@@ -165,20 +168,20 @@ class GpuCheck:
             torch=torch.__version__,
             backend=torch.version.cuda or torch.version.hip,
             dtype=str(self.dtype),
-            rows=tuple(rows),
+            rows=tuple(self.rows),
             not_begun=self.not_begun,
             choices=tuple(str(choice) for choice in choices() if VARIABLE not in choice.why),
-            verdict=verdict(rows),
+            verdict=verdict(self.rows),
         )
 
-    def _proofs(self) -> Iterator[GpuRow]:
+    def _accuracy_rows(self) -> Iterator[GpuRow]:
         """The largest error of matrix products for each map and dtype."""
-        for channels, side in PROOF_MAPS:
+        for channels, side in ACCURACY_MAPS:
             for dtype, most in MAX_ERROR.items():
                 error = None
                 problem = None
                 try:
-                    with full_precision(), taking("matmul"):
+                    with full_precision(), forced_algorithm("matmul"):
                         error = largest_error(channels, side, dtype, self.device)
                 except Exception as failure:  # of a library on this device: what is to be found
                     problem = _reason(failure)
@@ -189,7 +192,7 @@ class GpuCheck:
                     part="proof",
                     what=f"{channels} channels of {side}x{side}, {_name(dtype)}",
                     way="matmul",
-                    batch=PROOF_IMAGES,
+                    batch=ACCURACY_IMAGES,
                     error=error,
                     problem=problem,
                 )
@@ -197,36 +200,48 @@ class GpuCheck:
     def _network_cases(self) -> list[_Case]:
         cases = []
         for work in WORKS:
-            cases.append(self._network_case("dense", self.dense, None, work))
-            for way in ("auto", *WAYS):
-                cases.append(self._network_case("converted", self.converted, way, work))
+            cases.append(self._network_case("dense", self.original, None, work))
+            for algorithm in ("auto", *ALGORITHMS):
+                cases.append(self._network_case("converted", self.converted, algorithm, work))
         cases.append(self._network_case("folded", self.folded, None, "inference"))
         return cases
 
     def _compiled_cases(self) -> list[_Case]:
-        dense: Any = torch.compile(self.dense)
+        original: Any = torch.compile(self.original)
         converted: Any = torch.compile(self.converted)
         cases = []
         for work in WORKS:
             cases.append(self._network_case("converted, compiled", converted, "auto", work))
-            cases.append(self._network_case("dense, compiled", dense, None, work))
+            cases.append(self._network_case("dense, compiled", original, None, work))
         return cases
 
     def _network_case(
-        self, what: str, model: nn.Module, way: Preference | None, work: Work
+        self, what: str, model: nn.Module, algorithm: Preference | None, work: Work
     ) -> _Case:
-        return _Case(part="network", what=what, model=model, input=self.image, way=way, work=work)
+        return _Case(
+            part="network",
+            what=what,
+            model=model,
+            input=self.image,
+            algorithm=algorithm,
+            work=work,
+        )
 
     def _layer_cases(self) -> list[_Case]:
-        """Both ways for each kind of depthwise layer in the network."""
+        """Both algorithms for each kind of depthwise layer in the network."""
         cases = []
         for layer, maps in self._distinct_layers():
             size = f"{layer.in_channels} channels of {size_text(maps.shape[2:])}"
             what = f"{size}, {size_text(layer.dilated_kernel_size)}"
             for work in WORKS:
-                for way in WAYS:
+                for algorithm in ALGORITHMS:
                     case = _Case(
-                        part="layer", what=what, model=layer, input=maps, way=way, work=work
+                        part="layer",
+                        what=what,
+                        model=layer,
+                        input=maps,
+                        algorithm=algorithm,
+                        work=work,
                     )
                     cases.append(case)
         return cases
@@ -262,7 +277,7 @@ class GpuCheck:
     def _timed_row(self, case: _Case, batch: int) -> GpuRow:
         known: dict[str, Any]
         try:
-            with taking(case.way or "auto"):
+            with forced_algorithm(case.algorithm or "auto"):
                 known = self._time(case, batch)
         except Exception as failure:  # of a library or compiler: a result for this device
             known = {"problem": _reason(failure)}
@@ -270,7 +285,12 @@ class GpuCheck:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return GpuRow(
-            part=case.part, what=case.what, way=case.way, work=case.work, batch=batch, **known
+            part=case.part,
+            what=case.what,
+            way=case.algorithm,
+            work=case.work,
+            batch=batch,
+            **known,
         )
 
     def _time(self, case: _Case, batch: int) -> dict[str, float]:
@@ -288,11 +308,14 @@ class GpuCheck:
         known = {}
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        first_ms = _milliseconds(call, 1, self.device)
+        first_ms = mean_device_milliseconds(call, 1, self.device)
         if self.device.type == "cuda":
             known["peak_mib"] = torch.cuda.max_memory_allocated(self.device) / MIB
         calls = min(max(1, round(MS_OF_A_ROUND / first_ms)), MAX_CALLS)
-        ms = statistics.median(_milliseconds(call, calls, self.device) for _ in range(ROUNDS))
+        rounds_ms = []
+        for _ in range(ROUNDS):
+            rounds_ms.append(mean_device_milliseconds(call, calls, self.device))
+        ms = statistics.median(rounds_ms)
         return {**known, "ms": ms, "images_per_second": 1e3 * batch / ms}
 
 
@@ -322,8 +345,8 @@ def verdict(rows: Sequence[GpuRow]) -> str:
     advice = []
     for own in own_choices:
         kind = (own.what, own.work, own.batch)
-        ways = [row for row in timed if (row.what, row.work, row.batch) == kind]
-        best = min(ways, key=_ms)
+        rivals = [row for row in timed if (row.what, row.work, row.batch) == kind]
+        best = min(rivals, key=_ms)
         gain = _ms(own) / _ms(best)
         if gain >= MIN_GAIN:
             advice.append(f"{best.way} for {own.work} at batch {own.batch} ({gain:.1f} x as fast)")
@@ -345,16 +368,16 @@ def largest_error(channels: int, side: int, dtype: torch.dtype, device: torch.de
     """
     generator = torch.Generator().manual_seed(0)
     shapes = (
-        (PROOF_IMAGES, channels, side, side),
-        (channels, 1, PROOF_WINDOW, PROOF_WINDOW),
-        (PROOF_IMAGES, channels, side, side),
+        (ACCURACY_IMAGES, channels, side, side),
+        (channels, 1, ACCURACY_WINDOW, ACCURACY_WINDOW),
+        (ACCURACY_IMAGES, channels, side, side),
     )
     exact = []
     for shape in shapes:
         exact.append(torch.randn(shape, generator=generator).bfloat16().double())
-    padding = PROOF_WINDOW // 2
+    padding = ACCURACY_WINDOW // 2
     maps, kernel, grad = (tensor.to(dtype).to(device) for tensor in exact)
-    output = conv2d(
+    output = fastest_conv2d(
         maps.requires_grad_(),
         kernel.requires_grad_(),
         None,
@@ -376,33 +399,16 @@ def largest_error(channels: int, side: int, dtype: torch.dtype, device: torch.de
 
 
 @contextlib.contextmanager
-def taking(way: Preference) -> Iterator[None]:
-    """Inside, depthwise layers take this way; the variable is read at every forward."""
+def forced_algorithm(algorithm: Preference) -> Iterator[None]:
+    """Inside, depthwise layers use this algorithm; they read the variable in every forward."""
     before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = way
+    os.environ[VARIABLE] = algorithm
     try:
         yield
     finally:
         del os.environ[VARIABLE]
         if before is not None:
             os.environ[VARIABLE] = before
-
-
-def _milliseconds(call: Callable[[], None], calls: int, device: torch.device) -> float:
-    """The mean of calls in a row: on GPUs, between two events."""
-    if device.type == "cpu":
-        began = time.perf_counter()
-        for _ in range(calls):
-            call()
-        return 1e3 * (time.perf_counter() - began) / calls
-    start = torch.Event(device, enable_timing=True)
-    end = torch.Event(device, enable_timing=True)
-    start.record()
-    for _ in range(calls):
-        call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / calls
 
 
 def _reason(failure: Exception) -> str:

@@ -30,7 +30,7 @@ from ..planning.claims import claim_convs
 from ..planning.planner import find_rules
 from ..planning.rules import RuleSet
 from ..progress import show_to_python
-from .candidates import combinations, make_sweep, usual_sizes
+from .make_sweep import combinations, make_sweep, usual_sizes
 from .sweep import Asked, AskedSize, Sweep
 from .timing import timing_settings
 
@@ -90,8 +90,8 @@ def sweep(
         progress: As in `convert_`.
 
     Returns:
-        A row for each combination, the dense original first, and which is recommended. Shown as a
-        table in notebooks and by `print`; `rows[index].command` is the call that converts so.
+        A row for each combination, the original first, and which is recommended. Shown as a table
+        in notebooks and by `print`; `rows[index].command` is the call that converts so.
 
     Raises:
         DclsConvertError: With one line that says what does not fit. A size that does not fit is a
@@ -131,7 +131,7 @@ def sweep(
             warn_if_untrained(model, rule_of)
         asked = combinations(windows, counts, budgets)
         command = functools.partial(_call_text, request)
-        return make_sweep(loaded, asked, command, timing=timing, slower=slower)
+        return make_sweep(loaded, asked, command, timing=timing, max_added_percent=slower)
 
 
 def _call_text(request: ConversionRequest, asked: Asked) -> str:

@@ -7,7 +7,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,99 +16,31 @@ import torch
 from torch import nn
 from torch.utils.data import Subset
 
+from ..atomic_output import new_file
 from ..checkpoints.save import save_trained
-from ..errors import CheckpointError, DclsConvertError, is_out_of_memory, one_line
+from ..errors import DclsConvertError, is_out_of_memory
 from ..fitting.image_files import BATCH
 from ..fitting.images import Calibration
-from ..options import AUTO, MIRRORED, Augmentation
-from ..output import new_file
 from ..pipeline.loaded import LoadedNetwork
 from ..pipeline.request import ConversionRequest
 from ..progress import Notify, silent
 from ..records import Record
+from ..text import one_line
+from ..tuning.distributed import from_first_process
 from ..tuning.images import ImageData, set_transforms_
-from ..tuning.recipe import RECIPE_VERSION, Recipe
-from ..tuning.training import STATE, Training, from_first_process, median_after_warmup
-from .arms import Arm, ArmNetwork, Moved, make_network
-from .run_claims import claimed
+from ..tuning.training import Training, median_after_warmup
+from ..tuning.training_state import STATE
+from .arms import Arm, ArmNetwork, PositionShift, make_network
+from .run_locks import locked
+from .settings import Settings
 
-SETTINGS = "settings.json"
 RUNS = "runs"
 MODELS = "models"
 FINISHED = "run.json"
 TRAIN_IMAGES_TO_CALIBRATE = 64  # at most; of the images to train on
-FIRST_WITH_IMAGES = 2  # format of settings that state which images and weights were used
-TRIAL_UPDATES = 5  # by which each arm is timed
-TRIAL_TEST_BATCHES = 3  # at most; by which the test of each arm is timed
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings(Record):
-    """What all runs of a comparison have in common; a folder keeps those of its first call."""
-
-    format: int = 3
-    model: str
-    model_args: dict[str, Any] = field(default_factory=dict)
-    weights: str = "random"  # "pretrained", or the file's name
-    weights_hash: str | None = None  # of their tensors; None for random ones
-    # Options of the conversion that differ from the defaults; of rules, the file's own name.
-    planning: dict[str, str] = field(default_factory=dict)
-    rules_hash: str | None = None  # of their text; None for "auto"
-    data: str  # timm's name of the data set, or the folder's own name
-    classes: int
-    train_images: int
-    test_images: int
-    images_hash: str | None = None
-    input_size: tuple[int, ...] | None
-    augmentation: Augmentation
-    mirrored: float = MIRRORED  # share of the images to train on
-    recipe: Recipe  # without the seed, which each run replaces
-    recipe_version: int = RECIPE_VERSION
-    mixed_precision: str | None = None
-    seeds: int | None = None  # as the first call stated
-
-    def comparable(self) -> dict[str, Any]:
-        """What must be equal in all runs, by name; values of the recipe stand beside the others."""
-        values = self.to_dict() | asdict(self.recipe)
-        del values["recipe"]
-        del values["format"]
-        values["planning"].pop("rules", None)  # a copy of a file may have another name
-        del values["data"]  # a copy of a folder may have another name
-        del values["seeds"]  # later calls may state others
-        return values
-
-    def check_same(self, stored: "Settings", folder: Path) -> None:
-        """Check that the runs in a folder, whose settings are `stored`, have these settings.
-
-        Raises:
-            CheckpointError: Names the first value that differs.
-        """
-        rules = self.planning.get("rules", AUTO)
-        stored_rules = stored.planning.get("rules", AUTO)
-        unknown = None
-        if stored.format < FIRST_WITH_IMAGES:
-            unknown = "their images and weights"
-        elif stored_rules != AUTO and stored.rules_hash is None:
-            unknown = f"what {stored_rules} says"
-        if unknown is not None:
-            raise CheckpointError(
-                f"output {folder}: holds runs of an earlier dcls-convert, "
-                f"which did not record {unknown}; use another --output"
-            )
-        differences = {
-            "rules_hash": f"by the rules of {stored_rules}, which are not those of {rules} now",
-            "images_hash": f"on other images than those of {self.data}",
-            "weights_hash": f"from other weights, though their name is the same, {self.weights}",
-        }
-        stored_values = stored.comparable()
-        for name, value in self.comparable().items():
-            found = stored_values[name]
-            if value != found:
-                usual = f"with {name.replace('_', ' ')} {found}, not {value}"
-                raise CheckpointError(
-                    f"output {folder}: holds runs {differences.get(name, usual)}; "
-                    "use the same or another --output"
-                )
+# Of a timing trial, which estimates how long an arm takes.
+TRIAL_UPDATES = 5
+TRIAL_TEST_BATCHES = 3  # at most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +61,7 @@ class Run(Record):
     top1: tuple[float, ...]  # percent of the test images
     seconds: tuple[float, ...]  # without the test
     right: str  # one "0" or "1" per test image: classified right after the last epoch
-    moved: Moved | None
+    moved: PositionShift | None  # None without DCLS layers
     top1_before: float | None = None  # percent, before training
 
     def correct(self) -> "np.ndarray[Any, np.dtype[np.float64]]":
@@ -231,29 +163,29 @@ class Trainer:
             return None
         return Run.from_json(path.read_bytes(), str(path))
 
-    def run_unless_claimed(
+    def run_unless_locked(
         self, arm: Arm, seed: int, notify: Notify, *, patient: bool
     ) -> str | None:
         """Train an arm with a seed, unless another process does or has done so.
 
         Args:
-            patient: Wait to see whether the other process still lives.
+            patient: Wait to see whether another process that has locked the run still lives.
 
         Returns:
-            The process that trains the run; None if the run is finished.
+            The other process that trains the run; None if the run is finished.
         """
         with contextlib.ExitStack() as stack:
-            owner: str | None = None  # the other process; None: this one has the claim
+            other_owner: str | None = None  # of the lock; None: this process has it
             is_finished = False
             if self.accelerator.is_main_process:
-                claim = claimed(run_folder(self.folder, arm, seed), patient=patient)
-                owner = stack.enter_context(claim)
+                lock = locked(run_folder(self.folder, arm, seed), patient=patient)
+                other_owner = stack.enter_context(lock)
                 is_finished = self.finished(arm, seed) is not None
-            owner, is_finished = from_first_process([owner, is_finished])
-            if owner is None and not is_finished:
+            other_owner, is_finished = from_first_process([other_owner, is_finished])
+            if other_owner is None and not is_finished:
                 with advice_on_memory(f"{arm.label}, seed {seed}"):
                     self.run(arm, seed, notify)
-            return owner
+            return other_owner
 
     def run(self, arm: Arm, seed: int, notify: Notify) -> Run:
         """Train an arm with a seed, or continue its training, and write its file and its model."""
@@ -332,7 +264,7 @@ class Trainer:
             top1_before=next(iter(training.top1_before), None),
             seconds=tuple(training.epoch_seconds),
             right="".join("1" if correct else "0" for correct in training.correct.tolist()),
-            moved=network.moved(trained),
+            moved=network.position_shift(trained),
         )
 
 

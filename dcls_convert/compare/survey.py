@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import torch
 
-from ..depthwise.geometry import size_text
-from ..errors import DclsConvertError, ModelError, NothingMatchesError, did_you_mean, shown
+from ..errors import DclsConvertError, ModelError, NothingMatchesError
+from ..geometry import size_text
 from ..networks.registries import registry_names
 from ..networks.sites import kinds_of_convs
 from ..options import Kind, PlanOptions, Sort
@@ -24,7 +24,9 @@ from ..pipeline.loaded import LoadedNetwork
 from ..pipeline.request import ConversionRequest
 from ..pipeline.resolved import resolve
 from ..planning.paths import WILDCARDS
-from ..reports.report import Change, MacsChange, predict_report
+from ..reports.predict import predict_report
+from ..reports.report import Change, MacsChange
+from ..text import did_you_mean, shown
 from .workers import run_jobs
 
 Status = Literal["planned", "nothing matches", "does not fit", "failed"]

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import DclsConvertError, shown
+from ..errors import DclsConvertError
 from ..networks.model_outputs import tensors_in
 from ..networks.running import run
 from ..options import CPU_BATCH, GPU_BATCH, TIMING_SECONDS
 from ..planning.plan import ConversionPlan
 from ..surgery.start import apply_plan_
+from ..text import shown
 from .sweep import Timing, TimingSettings
 
-# A run that is measured on a GPU is the mean of several calls, with one wait for the last of them.
-CALLS_ON_GPU = 5
+CALLS_ON_GPU = 5  # for one measured time, which is their mean
 
 
 def check_device(name: str) -> torch.device:
@@ -93,10 +93,12 @@ def summary(runs: Sequence[float]) -> Timing:
 
 def measure(model: nn.Module, images: Tensor, *, amp: bool) -> tuple[float, float]:
     """Milliseconds of a forward pass and of a training step."""
-    autocast = torch.autocast(images.device.type, torch.bfloat16, enabled=amp)
+    device = images.device
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
+    calls = 1 if device.type == "cpu" else CALLS_ON_GPU
     try:
-        forward_ms = _milliseconds(forward_pass(model, images, autocast), images.device)
-        step_ms = _milliseconds(training_step(model, images, autocast), images.device)
+        forward_ms = mean_milliseconds(forward_pass(model, images, autocast), calls, device)
+        step_ms = mean_milliseconds(training_step(model, images, autocast), calls, device)
         return forward_ms, step_ms
     finally:
         model.zero_grad(set_to_none=True)
@@ -132,14 +134,31 @@ def training_step(model: nn.Module, images: Tensor, autocast: torch.autocast) ->
     return step
 
 
-def _milliseconds(call: Callable[[], None], device: torch.device) -> float:
-    if device.type == "cpu":
-        began = time.perf_counter()
-        call()
-        return 1e3 * (time.perf_counter() - began)
-    torch.accelerator.synchronize(device)
+def mean_milliseconds(call: Callable[[], None], calls: int, device: torch.device) -> float:
+    """The mean time of calls in a row; on a GPU, with one wait for the last of them."""
+    has_queue = device.type != "cpu"
+    if has_queue:
+        torch.accelerator.synchronize(device)
     began = time.perf_counter()
-    for _ in range(CALLS_ON_GPU):
+    for _ in range(calls):
         call()
-    torch.accelerator.synchronize(device)
-    return 1e3 * (time.perf_counter() - began) / CALLS_ON_GPU
+    if has_queue:
+        torch.accelerator.synchronize(device)
+    return 1e3 * (time.perf_counter() - began) / calls
+
+
+def mean_device_milliseconds(call: Callable[[], None], calls: int, device: torch.device) -> float:
+    """The same by the device's own clock, between two events; on the CPU, by the wall clock.
+
+    So the last wait for the device does not count, which matters for short layers.
+    """
+    if device.type == "cpu":
+        return mean_milliseconds(call, calls, device)
+    start = torch.Event(device, enable_timing=True)
+    end = torch.Event(device, enable_timing=True)
+    start.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / calls

@@ -16,7 +16,7 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from ..errors import one_line
+from ..text import one_line
 
 SECONDS_BETWEEN_CHECKS = 1.0  # of whether the pool is broken
 

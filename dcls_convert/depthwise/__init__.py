@@ -1,16 +1,4 @@
-"""Depthwise convolution with wide kernels, in the fastest way known for the device.
+"""Depthwise convolution with wide kernels, by the algorithm that is fastest on the device."""
 
-Also sizes and padding of convolutions in general.
-"""
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .choice import Choice
-
-
-def choices() -> "tuple[Choice, ...]":
-    """The ways that depthwise convolutions took in this process, and why."""
-    from . import choice  # imports torch, which this room's arithmetic does without
-
-    return choice.choices()
+from .choice import Choice as Choice
+from .choice import choices as choices

@@ -1,4 +1,7 @@
-"""Which way a depthwise convolution takes: a rule on its shapes, which the user can overrule."""
+"""Which algorithm computes a depthwise convolution: a rule on its shapes decides.
+
+The user can overrule it by an environment variable.
+"""
 
 import os
 from collections.abc import Sequence
@@ -10,13 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import assume_constant_result
 
-from ..errors import DclsConvertError, did_you_mean, shown
+from ..errors import DclsConvertError
+from ..geometry import Padding, Pair, size_text, static_padding
 from ..progress import LOG
+from ..text import did_you_mean, shown
 from . import matmul, onednn
 from .eager import is_compiled, is_counted, is_eager
-from .geometry import Padding, Pair, padded_cells, size_text
 
-Way = Literal["torch", "onednn", "matmul"]
+Algorithm = Literal["torch", "onednn", "matmul"]
 Preference = Literal["auto", "torch", "matmul"]
 VARIABLE = "DCLS_CONVERT_DEPTHWISE"
 # Devices that multiply matrices much faster than torch convolves there. ROCm's are called cuda.
@@ -34,7 +38,8 @@ class Threshold:
 
     The products need a bank of shifted windows, which costs the same for any number of patches.
     Torch's convolution needs none, but is slower for each patch. So products pay if there are many
-    patches: if patches x taps is large beside the number of inputs that a patch sees.
+    patches: if patches x taps is large beside the number of inputs of a patch. A tap is a cell of
+    the window.
     """
 
     min_taps: int
@@ -49,14 +54,14 @@ WITHOUT_GRADIENTS = Threshold(min_taps=169, min_ratio=32)
 
 
 class Choice(NamedTuple):
-    """The way of one kind of convolution."""
+    """The algorithm of one kind of convolution."""
 
     device: str
     dtype: torch.dtype
     input_size: tuple[int, ...]  # (N, C, H, W)
     window: tuple[int, ...]
     gradients: bool  # whether they are wanted
-    way: Way
+    algorithm: Algorithm
     why: str
 
     def __str__(self) -> str:
@@ -64,7 +69,7 @@ class Choice(NamedTuple):
         purpose = "training" if self.gradients else "forward alone"
         return (
             f"{self.device}, {self.dtype}, window {size_text(self.window)} on {images} x "
-            f"{channels} maps of {size_text(map_size)}, {purpose}: {self.way} ({self.why})"
+            f"{channels} maps of {size_text(map_size)}, {purpose}: {self.algorithm} ({self.why})"
         )
 
 
@@ -73,11 +78,11 @@ _chosen: dict[Choice, None] = {}
 
 
 def choices() -> tuple[Choice, ...]:
-    """The ways that depthwise convolutions took in this process, and why."""
+    """Which algorithms computed depthwise convolutions in this process, and why."""
     return tuple(_chosen)
 
 
-def conv2d(
+def fastest_conv2d(
     input: Tensor,
     kernel: Tensor,
     bias: Tensor | None,
@@ -86,20 +91,20 @@ def conv2d(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """`torch.nn.functional.conv2d`, computed in the way that `depthwise_way` says.
+    """`torch.nn.functional.conv2d`, computed by the algorithm that `choose_algorithm` names.
 
-    Torch's own way is taken in exports and under torch.func.
+    In exports and under torch.func, it is torch's own.
     """
     tensors = [input, kernel]
     if bias is not None:
         tensors.append(bias)
     runs_eagerly = is_eager(*tensors) and not is_counted()
     dtype = _computed_dtype(tensors)
-    way: Way = "torch"
-    has_ways = input.dim() == 4 and dtype is not None
-    if has_ways and (runs_eagerly or is_compiled(*tensors)):
+    algorithm: Algorithm = "torch"
+    has_choice = input.dim() == 4 and dtype is not None
+    if has_choice and (runs_eagerly or is_compiled(*tensors)):
         wants_gradients = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
-        way, why = depthwise_way(
+        algorithm, why = choose_algorithm(
             device=input.device.type,
             dtype=cast(torch.dtype, dtype),
             input_size=input.shape,
@@ -111,20 +116,20 @@ def conv2d(
             gradients=wants_gradients,
         )
         if runs_eagerly and groups > 1 and not input.is_meta:
-            _remember(input, kernel, cast(torch.dtype, dtype), wants_gradients, way, why)
-    if way == "torch":
+            _remember(input, kernel, cast(torch.dtype, dtype), wants_gradients, algorithm, why)
+    if algorithm == "torch":
         return F.conv2d(
             input, kernel, bias, cast(Any, stride), cast(Any, padding), cast(Any, dilation), groups
         )
-    kernel = kernel.to(dtype)  # as autocast does; both ways cast the input
+    kernel = kernel.to(dtype)  # as autocast does; both algorithms cast the input
     if bias is not None:
         bias = bias.to(dtype)
-    convolve = matmul.depthwise if way == "matmul" else onednn.depthwise
+    convolve = matmul.depthwise if algorithm == "matmul" else onednn.depthwise
     pads = cast(Pair, _symmetric_padding(padding, kernel.shape))
     return convolve(input, kernel, bias, cast(Pair, tuple(stride)), pads)
 
 
-def depthwise_way(
+def choose_algorithm(
     *,
     device: str,
     dtype: torch.dtype,
@@ -135,11 +140,12 @@ def depthwise_way(
     dilation: Sequence[int],
     groups: int,
     gradients: bool,
-) -> tuple[Way, str]:
-    """The way of a convolution, and why. Depends on the arguments and the environment alone.
+) -> tuple[Algorithm, str]:
+    """The algorithm of a convolution, and why.
 
-    A checkpointed block that is computed again takes the same way, unless the checkpoint is a
-    reentrant one, which runs the block without gradients first.
+    It depends on the arguments and the environment alone. A checkpointed block that is computed
+    again takes the same algorithm, unless the checkpoint is a reentrant one, which runs the block
+    without gradients first.
 
     Args:
         device: Its type: "cpu", "cuda".
@@ -173,7 +179,7 @@ def depthwise_way(
     if can_use_products and preferred == "matmul":
         return "matmul", f"{VARIABLE}=matmul"
     if can_use_products and device in ESTIMATED:
-        return _estimated_way(input_size[0], map_size, window, pads, gradients)
+        return _estimated_algorithm(input_size[0], map_size, window, pads, gradients)
     if device == "cpu" and dtype in onednn.DTYPES and onednn.max_padding_columns() is not None:
         return "onednn", "fast kernels of oneDNN on x86"
     return "torch", "no other way is known to be faster"
@@ -189,16 +195,17 @@ def _fits_products(map_size: Pair, window: Pair, pads: Pair) -> bool:
     return True
 
 
-def _estimated_way(
+def _estimated_algorithm(
     images: int, map_size: Pair, window: Pair, pads: Pair, gradients: bool
-) -> tuple[Way, str]:
+) -> tuple[Algorithm, str]:
     threshold = WITH_GRADIENTS if gradients else WITHOUT_GRADIENTS
     taps = window[0] * window[1]
     if taps < threshold.min_taps:
         return "torch", f"fewer than {threshold.min_taps} taps"
-    rows, columns = matmul.patches_of(map_size, window, pads)
-    taps_of_patches = images * rows.patches * columns.patches * taps
-    least = threshold.min_ratio * rows.seen * columns.seen
+    vertical, horizontal = matmul.tile_map(map_size, window, pads)
+    taps_of_patches = images * vertical.patches * horizontal.patches * taps
+    inputs_per_patch = vertical.inputs_per_patch * horizontal.inputs_per_patch
+    least = threshold.min_ratio * inputs_per_patch
     if _is_at_least(taps_of_patches, least, unknown=gradients):
         return "matmul", "estimate: enough patches for matrix products"
     return "torch", "estimate: too few patches for matrix products"
@@ -223,7 +230,7 @@ def _symmetric_padding(padding: Padding, kernel_size: Sequence[int]) -> Pair | N
 
     None if the sides differ, as for 'same' with an even window.
     """
-    rows, columns = padded_cells(padding, (), kernel_size[2:], ())
+    rows, columns = static_padding(padding, kernel_size[2:])
     if rows[0] != rows[1] or columns[0] != columns[1]:
         return None
     return rows[0], columns[0]
@@ -259,7 +266,12 @@ def preference() -> Preference:
 
 
 def _remember(
-    input: Tensor, kernel: Tensor, dtype: torch.dtype, gradients: bool, way: Way, why: str
+    input: Tensor,
+    kernel: Tensor,
+    dtype: torch.dtype,
+    gradients: bool,
+    algorithm: Algorithm,
+    why: str,
 ) -> None:
     """Add to `choices`, and to the log, what was chosen for the first time."""
     choice = Choice(
@@ -268,7 +280,7 @@ def _remember(
         input_size=tuple(input.shape),
         window=tuple(kernel.shape[2:]),
         gradients=gradients,
-        way=way,
+        algorithm=algorithm,
         why=why,
     )
     if choice not in _chosen and len(_chosen) < MAX_CHOICES:

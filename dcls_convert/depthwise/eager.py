@@ -1,6 +1,7 @@
-"""When the fast forms of this package may be used.
+"""When the fast implementations of this package may be used.
 
-They have a first derivative in closed form, and nothing else.
+They are autograd Functions written by hand: right only for ordinary eager tensors, without
+forward-mode AD, torch.func or tracing.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 # Private: torch has nothing public that tells whether torch.func (vmap, grad, jvp, ...) is
 # transforming this code, or whether a mode sees its operations. If these are missing, assume so:
-# the plain forms are right everywhere.
+# the implementations in plain operations are right everywhere.
 _transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 
@@ -41,12 +42,18 @@ def _are_ordinary(tensors: Sequence[Tensor]) -> bool:
 
 
 def on_cpu(tensor: Tensor) -> bool:
-    """Whether to take the forms for CPUs, which add in a loop; those for GPUs add in parallel."""
+    """Whether to use the implementations for CPUs.
+
+    A function of its own because tests patch it, to run the code for GPUs on a CPU.
+    """
     return tensor.is_cpu
 
 
 def is_counted() -> bool:
-    """Whether torch's FlopCounterMode counts all operations: it is to count the convolution."""
+    """Whether torch's FlopCounterMode is active.
+
+    Then use F.conv2d, so that it counts one convolution.
+    """
     if _dispatch_modes() == 0:
         return False
     modes = _get_current_dispatch_mode_stack()
@@ -73,7 +80,10 @@ def _is_exporting() -> bool:
 
 
 def is_channels_last(maps: Tensor) -> bool:
-    """Whether maps (N, C, H, W), or slices of them, have that memory format and no other."""
+    """Whether feature maps (N, C, H, W), or slices of them, are channels_last alone.
+
+    Maps of one channel or one cell are contiguous too.
+    """
     # Asked one after the other: for torch.compile, both at once would be a symbol, which functions
     # of constants do not take.
     if maps.stride(1) != 1:

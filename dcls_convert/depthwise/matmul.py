@@ -1,11 +1,18 @@
 """Depthwise convolution of wide windows as batched matrix products, in plain torch.
 
-Axes: N images, C channels, H x W a map, R x S the window, T x U outputs in a patch, A x B the
-inputs that a patch sees.
+Axes: N images, C channels, H x W a feature map (a map, for short), R x S the window, T x U the
+outputs in a patch, A x B the inputs that these outputs need.
 
-The outputs of a patch are its inputs times the bank, a matrix (T * U, A * B) of which each row
-holds the window, shifted to one output (t, u). Stride and dilation are 1. Where a map is cut into
-several patches, zeros fill the rows of both up to a multiple of ALIGNED.
+A map is tiled into patches. The outputs of a patch are its inputs times the bank: a doubly blocked
+Toeplitz matrix (T * U, A * B), in each row of which is the window, shifted to one output (t, u).
+Along one axis, a bank of 3 cells for 2 outputs from 4 inputs is
+
+    k0 k1 k2  0
+     0 k0 k1 k2
+
+and on two axes each entry is such a matrix of one row of the window. Stride and dilation are 1.
+Where a map is tiled into several patches, zeros fill the rows of patches and bank up to a multiple
+of ALIGNED.
 """
 
 import math
@@ -16,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..geometry import Pair, ceil_div
 from .eager import is_channels_last
-from .geometry import Pair, ceil_div
 
 # Outputs of a patch along an axis. Larger patches read fewer inputs twice, but multiply by more
 # zeros: by counts of operations, 14 is best for windows of 17 on maps of 14 to 56.
@@ -32,58 +39,71 @@ MAX_BYTES = 512 * 2**20
 MAX_PATCHES = {"mps": 32_767}
 
 
-class Axis(NamedTuple):
-    """How patches lie along one axis of the map; in cells, except for `patches`."""
+class PatchTiling(NamedTuple):
+    """How patches tile one axis of a map; all in cells, except for `patches`."""
 
-    taps: int
+    kernel_size: int
     outputs: int
     patches: int
-    side: int  # outputs of a patch
-    seen: int  # inputs that a patch sees
-    before: int  # padding to put before the map; if negative, cells are cut off the map
-    after: int
-    hidden: int  # padding before the map that neither patches nor the bank have
+    outputs_per_patch: int
+    inputs_per_patch: int
+    padding_before: int  # to put before the map; if negative, cells are cut off the map
+    padding_after: int
+    omitted_padding: int  # before the map, for which neither patches nor the bank have cells
 
 
-def _axis(inputs: int, taps: int, padding: int) -> Axis:
+def _tile_axis(inputs: int, kernel_size: int, padding: int) -> PatchTiling:
     # Under torch.compile, too, this makes a number of it: with symbols for sizes, compiling takes
     # minutes.
     inputs = len(range(inputs))
-    outputs = inputs + 2 * padding - taps + 1
+    outputs = inputs + 2 * padding - kernel_size + 1
     patches = ceil_div(outputs, MAX_PATCH_SIDE)
-    side = ceil_div(outputs, patches)
-    seen = side + taps - 1
-    hidden = 0
-    if patches == 1:  # the only patch sees the map, and no padding
-        seen = inputs + 2 * min(padding, 0)
-        hidden = max(padding, 0)
-    before = padding - hidden
-    after = (patches - 1) * side + seen - inputs - before
-    return Axis(taps, outputs, patches, side, seen, before, after, hidden)
+    outputs_per_patch = ceil_div(outputs, patches)
+    inputs_per_patch = outputs_per_patch + kernel_size - 1
+    omitted_padding = 0
+    if patches == 1:  # the only patch is the map, without padding
+        inputs_per_patch = inputs + 2 * min(padding, 0)
+        omitted_padding = max(padding, 0)
+    padding_before = padding - omitted_padding
+    padded = (patches - 1) * outputs_per_patch + inputs_per_patch
+    return PatchTiling(
+        kernel_size=kernel_size,
+        outputs=outputs,
+        patches=patches,
+        outputs_per_patch=outputs_per_patch,
+        inputs_per_patch=inputs_per_patch,
+        padding_before=padding_before,
+        padding_after=padded - inputs - padding_before,
+        omitted_padding=omitted_padding,
+    )
 
 
-def row_length(cells: int, rows: Axis, columns: Axis) -> int:
-    """Numbers in the row of a product that has so many cells of a patch."""
-    if rows.patches == columns.patches == 1:
-        return cells  # rows are views of the maps, which filling would copy
+def row_length(cells: int, vertical: PatchTiling, horizontal: PatchTiling) -> int:
+    """Numbers in a row of a factor that holds so many cells of a patch."""
+    if vertical.patches == horizontal.patches == 1:
+        return cells  # such rows are views of the maps; to add zeros would copy them
     return ceil_div(cells, ALIGNED) * ALIGNED
 
 
-def patches_of(
+def tile_map(
     map_size: Sequence[int], window: Sequence[int], padding: Sequence[int]
-) -> tuple[Axis, Axis]:
-    """How patches lie along rows and columns; all arguments are of rows and columns too."""
-    rows = _axis(map_size[0], window[0], padding[0])
-    columns = _axis(map_size[1], window[1], padding[1])
-    return rows, columns
+) -> tuple[PatchTiling, PatchTiling]:
+    """The tilings along the vertical and the horizontal axis; arguments are in this order too."""
+    vertical = _tile_axis(map_size[0], window[0], padding[0])
+    horizontal = _tile_axis(map_size[1], window[1], padding[1])
+    return vertical, horizontal
 
 
-def _parts_of_channels(maps: Tensor, rows: Axis, columns: Axis) -> int:
-    """As few as patches and banks of MAX_BYTES in each allow; at most one for each channel."""
+def _parts_of_channels(maps: Tensor, vertical: PatchTiling, horizontal: PatchTiling) -> int:
+    """The fewest parts whose patches and bank need at most MAX_BYTES; at most one a channel."""
     channels = maps.shape[1]
-    patches = maps.shape[0] * rows.patches * columns.patches
-    inputs = row_length(rows.seen * columns.seen, rows, columns)
-    outputs = row_length(rows.side * columns.side, rows, columns)
+    patches = maps.shape[0] * vertical.patches * horizontal.patches
+    inputs = row_length(
+        vertical.inputs_per_patch * horizontal.inputs_per_patch, vertical, horizontal
+    )
+    outputs = row_length(
+        vertical.outputs_per_patch * horizontal.outputs_per_patch, vertical, horizontal
+    )
     bytes_each = (patches * (inputs + outputs) + inputs * outputs) * maps.element_size()
     # Asked first, so that torch.compile need not know the size of the batch.
     if channels * bytes_each <= MAX_BYTES:
@@ -91,12 +111,12 @@ def _parts_of_channels(maps: Tensor, rows: Axis, columns: Axis) -> int:
     return ceil_div(channels, max(1, MAX_BYTES // bytes_each))
 
 
-def _images_at_once(maps: Tensor, rows: Axis, columns: Axis) -> int | None:
-    """As many as MAX_PATCHES allow, one at least; None if the device has no bound."""
+def _images_at_once(maps: Tensor, vertical: PatchTiling, horizontal: PatchTiling) -> int | None:
+    """As many images as MAX_PATCHES allows, at least one; None if the device has no bound."""
     most = MAX_PATCHES.get(maps.device.type)
     if most is None:
         return None
-    return max(1, most // (rows.patches * columns.patches))
+    return max(1, most // (vertical.patches * horizontal.patches))
 
 
 def _padded(tensor: Tensor, cells: tuple[int, ...]) -> Tensor:
@@ -105,17 +125,24 @@ def _padded(tensor: Tensor, cells: tuple[int, ...]) -> Tensor:
     return F.pad(tensor, cells)
 
 
-def _seen_by_patches(maps: Tensor, rows: Axis, columns: Axis) -> Tensor:
+def _input_patches(maps: Tensor, vertical: PatchTiling, horizontal: PatchTiling) -> Tensor:
     """(N, C, H, W), contiguous -> (C, N * patches, row of A * B)."""
-    maps = _padded(maps, (columns.before, columns.after, rows.before, rows.after))
-    return _cut(maps, (rows.seen, columns.seen), rows, columns)
+    padding = (
+        *(horizontal.padding_before, horizontal.padding_after),
+        *(vertical.padding_before, vertical.padding_after),
+    )
+    size = (vertical.inputs_per_patch, horizontal.inputs_per_patch)
+    return _extract_patches(_padded(maps, padding), size, vertical, horizontal)
 
 
-def _cut(maps: Tensor, size: Pair, rows: Axis, columns: Axis) -> Tensor:
+def _extract_patches(
+    maps: Tensor, size: Pair, vertical: PatchTiling, horizontal: PatchTiling
+) -> Tensor:
     """(N, C, ., .) -> (C, N * patches, row), each row a patch of this size."""
-    patches = maps.unfold(2, size[0], rows.side).unfold(3, size[1], columns.side).transpose(0, 1)
+    patches = maps.unfold(2, size[0], vertical.outputs_per_patch)
+    patches = patches.unfold(3, size[1], horizontal.outputs_per_patch).transpose(0, 1)
     cells = size[0] * size[1]
-    length = row_length(cells, rows, columns)
+    length = row_length(cells, vertical, horizontal)
     if length == cells:
         return patches.reshape(maps.shape[1], -1, cells)
     filled = maps.new_empty(maps.shape[1], math.prod(patches.shape[1:4]), length)
@@ -124,21 +151,28 @@ def _cut(maps: Tensor, size: Pair, rows: Axis, columns: Axis) -> Tensor:
     return filled
 
 
-def _bank(kernel: Tensor, rows: Axis, columns: Axis) -> Tensor:
-    """(C, 1, R, S) -> (C, rows of T * U, row of A * B)."""
-    left = columns.side - 1 - columns.hidden
-    right = columns.seen + columns.hidden - columns.taps
-    top = rows.side - 1 - rows.hidden
-    bottom = rows.seen + rows.hidden - rows.taps
+def _bank(kernel: Tensor, vertical: PatchTiling, horizontal: PatchTiling) -> Tensor:
+    """(C, 1, R, S) -> (C, rows of T * U, row of A * B).
+
+    Along one axis, entry (t, a) is cell a - t + omitted_padding of the kernel, or 0 outside it. So
+    row t is a part of the kernel with zeros around it, and begins one cell before row t - 1.
+    """
+    left = horizontal.outputs_per_patch - 1 - horizontal.omitted_padding
+    right = horizontal.inputs_per_patch + horizontal.omitted_padding - horizontal.kernel_size
+    top = vertical.outputs_per_patch - 1 - vertical.omitted_padding
+    bottom = vertical.inputs_per_patch + vertical.omitted_padding - vertical.kernel_size
     windows = _padded(kernel[:, 0], (left, right, top, bottom))
     # Cells are numbered, and then gathered by number: a flipped view of the windows themselves
     # would be copied twice.
     cells = torch.arange(windows[0].numel(), device=kernel.device).view(windows.shape[1:])
-    shifted = cells.unfold(0, rows.seen, 1).unfold(1, columns.seen, 1)
-    # The first view holds the window that is shifted the most.
-    index = shifted.flip(0, 1).reshape(rows.side * columns.side, -1)
-    height = row_length(index.shape[0], rows, columns)
-    width = row_length(index.shape[1], rows, columns)
+    shifted = cells.unfold(0, vertical.inputs_per_patch, 1)
+    shifted = shifted.unfold(1, horizontal.inputs_per_patch, 1)
+    # The first view is the last row of the bank.
+    index = shifted.flip(0, 1).reshape(
+        vertical.outputs_per_patch * horizontal.outputs_per_patch, -1
+    )
+    height = row_length(index.shape[0], vertical, horizontal)
+    width = row_length(index.shape[1], vertical, horizontal)
     # What is added takes cell 0: with several patches, the zero in the corner of the padded window.
     index = F.pad(index, (0, width - index.shape[1], 0, height - index.shape[0]))
     return windows.flatten(1).index_select(1, index.flatten()).view(-1, height, width)
@@ -151,31 +185,34 @@ def convolve(
 
     Maps are best contiguous, or else they are transposed patch by patch.
     """
-    rows, columns = patches_of(maps.shape[2:], kernel.shape[2:], padding)
-    images = _images_at_once(maps, rows, columns)
+    vertical, horizontal = tile_map(maps.shape[2:], kernel.shape[2:], padding)
+    images = _images_at_once(maps, vertical, horizontal)
     if images is not None and maps.shape[0] > images:
         parts = [
             convolve(part, kernel, padding, channels_last=channels_last)
             for part in torch.split(maps, images)
         ]
         return torch.cat(parts)
-    count = _parts_of_channels(maps, rows, columns)
+    count = _parts_of_channels(maps, vertical, horizontal)
     products = []
     for part, windows in zip(maps.tensor_split(count, 1), kernel.tensor_split(count), strict=True):
-        patches = _seen_by_patches(part, rows, columns)
-        products.append(torch.bmm(patches, _bank(windows, rows, columns).mT))
+        patches = _input_patches(part, vertical, horizontal)
+        products.append(torch.bmm(patches, _bank(windows, vertical, horizontal).mT))
     outputs = torch.cat(products) if len(products) > 1 else products[0]
-    return _as_maps(outputs, rows, columns, channels_last=channels_last)
+    return _as_maps(outputs, vertical, horizontal, channels_last=channels_last)
 
 
-def _as_maps(outputs: Tensor, rows: Axis, columns: Axis, *, channels_last: bool) -> Tensor:
+def _as_maps(
+    outputs: Tensor, vertical: PatchTiling, horizontal: PatchTiling, *, channels_last: bool
+) -> Tensor:
     """(C, N * patches, row of T * U) -> (N, C, H', W')."""
     channels = outputs.shape[0]
-    height = rows.patches * rows.side
-    width = columns.patches * columns.side
-    outputs = outputs.narrow(2, 0, rows.side * columns.side).view(
-        channels, -1, rows.patches, columns.patches, rows.side, columns.side
-    )  # (C, N, patches, patches, T, U)
+    height = vertical.patches * vertical.outputs_per_patch
+    width = horizontal.patches * horizontal.outputs_per_patch
+    patch_size = (vertical.outputs_per_patch, horizontal.outputs_per_patch)
+    outputs = outputs.narrow(2, 0, patch_size[0] * patch_size[1])
+    # (C, N, patches, patches, T, U)
+    outputs = outputs.view(channels, -1, vertical.patches, horizontal.patches, *patch_size)
     images = outputs.shape[1]
     if channels_last:
         maps = outputs.permute(1, 2, 4, 3, 5, 0).reshape(images, height, width, channels)
@@ -184,50 +221,55 @@ def _as_maps(outputs: Tensor, rows: Axis, columns: Axis, *, channels_last: bool)
     else:
         maps = outputs.permute(1, 0, 2, 4, 3, 5).reshape(images, channels, height, width)
         memory_format = torch.contiguous_format
-    maps = maps.narrow(2, 0, rows.outputs).narrow(3, 0, columns.outputs)
+    maps = maps.narrow(2, 0, vertical.outputs).narrow(3, 0, horizontal.outputs)
     return maps.contiguous(memory_format=memory_format)
 
 
-def kernel_gradient(
-    maps: Tensor, grad: Tensor, window: Sequence[int], padding: Sequence[int]
+def weight_gradient(
+    maps: Tensor, grad_output: Tensor, window: Sequence[int], padding: Sequence[int]
 ) -> Tensor:
     """(N, C, H, W) and the gradient of the outputs, (N, C, H', W') -> (C, 1, R, S)."""
-    rows, columns = patches_of(maps.shape[2:], window, padding)
-    images = _images_at_once(maps, rows, columns)
+    vertical, horizontal = tile_map(maps.shape[2:], window, padding)
+    images = _images_at_once(maps, vertical, horizontal)
     if images is not None and maps.shape[0] > images:
         total: Tensor | float = 0.0
         for part, grad_of_part in zip(
-            torch.split(maps, images), torch.split(grad, images), strict=True
+            torch.split(maps, images), torch.split(grad_output, images), strict=True
         ):
-            total = total + kernel_gradient(part, grad_of_part, window, padding)
+            total = total + weight_gradient(part, grad_of_part, window, padding)
         return cast(Tensor, total)
-    below = rows.patches * rows.side - rows.outputs
-    right = columns.patches * columns.side - columns.outputs
-    grad = _padded(grad, (0, right, 0, below))
+    patch_size = (vertical.outputs_per_patch, horizontal.outputs_per_patch)
+    below = vertical.patches * patch_size[0] - vertical.outputs
+    right = horizontal.patches * patch_size[1] - horizontal.outputs
+    grad_output = _padded(grad_output, (0, right, 0, below))
     sums = []
-    count = _parts_of_channels(maps, rows, columns)
+    count = _parts_of_channels(maps, vertical, horizontal)
     for part, grad_of_part in zip(
-        maps.tensor_split(count, 1), grad.tensor_split(count, 1), strict=True
+        maps.tensor_split(count, 1), grad_output.tensor_split(count, 1), strict=True
     ):
-        of_outputs = _cut(grad_of_part, (rows.side, columns.side), rows, columns)
-        banks = torch.bmm(of_outputs.mT, _seen_by_patches(part, rows, columns))
-        banks = banks.narrow(1, 0, rows.side * columns.side)
-        banks = banks.narrow(2, 0, rows.seen * columns.seen)
-        banks = banks.view(-1, rows.side, columns.side, rows.seen, columns.seen)
-        of_rows = _sum_diagonals(banks.transpose(1, 2), columns)  # (C, T, A, S)
-        sums.append(_sum_diagonals(of_rows.transpose(2, 3), rows).mT)
+        grad_patches = _extract_patches(grad_of_part, patch_size, vertical, horizontal)
+        grad_bank = torch.bmm(grad_patches.mT, _input_patches(part, vertical, horizontal))
+        grad_bank = grad_bank.narrow(1, 0, patch_size[0] * patch_size[1])
+        inputs = vertical.inputs_per_patch * horizontal.inputs_per_patch
+        grad_bank = grad_bank.narrow(2, 0, inputs)
+        grad_bank = grad_bank.view(
+            -1, *patch_size, vertical.inputs_per_patch, horizontal.inputs_per_patch
+        )
+        horizontal_sums = _sum_diagonals(grad_bank.transpose(1, 2), horizontal)  # (C, T, A, S)
+        sums.append(_sum_diagonals(horizontal_sums.transpose(2, 3), vertical).mT)
     return torch.cat(sums).unsqueeze(1).to(maps.dtype)
 
 
-def _sum_diagonals(banks: Tensor, axis: Axis) -> Tensor:
-    """(C, side, ..., seen) -> (C, ..., taps).
+def _sum_diagonals(bank: Tensor, tiling: PatchTiling) -> Tensor:
+    """(C, outputs per patch, ..., inputs per patch) -> (C, ..., kernel size).
 
-    Tap r is the sum of all entries whose input is r cells after their output.
+    Kernel cell r is the sum of all entries whose input is r cells after their output.
     """
-    after = axis.side + axis.taps - 1 - axis.seen - axis.hidden
-    banks = _padded(banks, (axis.hidden, after))
-    diagonals = banks.unfold(-1, axis.taps, 1).diagonal(0, 1, -2)
-    return diagonals.sum(-1, dtype=torch.promote_types(banks.dtype, torch.float32))
+    before = tiling.omitted_padding
+    after = tiling.outputs_per_patch + tiling.kernel_size - 1 - tiling.inputs_per_patch - before
+    bank = _padded(bank, (before, after))
+    diagonals = bank.unfold(-1, tiling.kernel_size, 1).diagonal(0, 1, -2)
+    return diagonals.sum(-1, dtype=torch.promote_types(bank.dtype, torch.float32))
 
 
 class _Depthwise(torch.autograd.Function):
@@ -243,20 +285,21 @@ class _Depthwise(torch.autograd.Function):
             return convolve(maps, kernel, padding, channels_last=channels_last)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         maps, kernel = ctx.saved_tensors
         window = kernel.shape[2:]
-        channels_last = is_channels_last(grad)
-        grad = grad.contiguous()  # transposed once, for both gradients
-        of_maps = None
-        of_kernel = None
+        channels_last = is_channels_last(grad_output)
+        grad_output = grad_output.contiguous()  # transposed once, for both gradients
+        grad_input = None
+        grad_weight = None
         with torch.autocast(maps.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
                 rest = [size - 1 - pad for size, pad in zip(window, ctx.padding, strict=True)]
-                of_maps = convolve(grad, kernel.flip(2, 3), rest, channels_last=channels_last)
+                flipped = kernel.flip(2, 3)
+                grad_input = convolve(grad_output, flipped, rest, channels_last=channels_last)
             if ctx.needs_input_grad[1]:
-                of_kernel = kernel_gradient(maps, grad, window, ctx.padding)
-        return of_maps, of_kernel, None, None
+                grad_weight = weight_gradient(maps, grad_output, window, ctx.padding)
+        return grad_input, grad_weight, None, None
 
 
 def depthwise(

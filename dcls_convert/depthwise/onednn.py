@@ -1,10 +1,10 @@
 """Depthwise convolution on x86 CPUs: torch's oneDNN, made to take its fast kernels.
 
 ONEDNN_VERBOSE=1 (torch 2.15, oneDNN 3.13) shows two cases in which oneDNN takes its slow
-`gemm:jit`: contiguous maps with more padding on the left than MAX_PADDING_COLUMNS, and nearly all
-gradients of the weight. So the surplus columns are put around the map before, and the gradient of
-the weight is computed as a depthwise convolution too: of every map, with the gradient of its output
-as the window.
+`gemm:jit`: contiguous feature maps with more padding on the left than MAX_PADDING_COLUMNS, and
+nearly all gradients of the weight. So the surplus columns are put around the map before, and the
+gradient of the weight is computed as a depthwise convolution too: of every map, with the gradient
+of its output as the window.
 """
 
 from typing import Any, cast
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import assume_constant_result
 
-from .geometry import Pair
+from ..geometry import Pair
 
 # Columns of padding. On other processors nothing has been measured, or this changes nothing.
 MAX_PADDING_COLUMNS = {"AVX512": 6, "AVX2": 4}
@@ -22,7 +22,7 @@ MAX_PADDING_COLUMNS = {"AVX512": 6, "AVX2": 4}
 DTYPES = frozenset({torch.float32, torch.bfloat16})
 # In windows whose gradient is convolved; smaller ones may lose on channels_last maps.
 MIN_GRADIENT_CELLS = 49
-PART = 2**22  # numbers held at once in the gradients of a window by each image
+PART = 2**22  # numbers held at once: gradients of the weight, one for each image
 
 
 # torch.compile cannot trace the question (its answer is no tensor), and looks through a cache
@@ -42,9 +42,9 @@ def depthwise(
     """
     input = input.to(kernel.dtype)
     cells = kernel.shape[-2] * kernel.shape[-1]
-    wants_kernel_gradient = torch.is_grad_enabled() and kernel.requires_grad
+    wants_weight_gradient = torch.is_grad_enabled() and kernel.requires_grad
     if (
-        wants_kernel_gradient
+        wants_weight_gradient
         and kernel.shape[0] == input.shape[1]
         and cells >= MIN_GRADIENT_CELLS
         # Under autocast, F.conv2d casts its arguments, and autograd must see the casts.
@@ -87,27 +87,27 @@ class _Depthwise(torch.autograd.Function):
         return _forward(input, kernel, bias, stride, padding)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         input, kernel = ctx.saved_tensors
-        of_input = None
-        of_kernel = None
-        of_bias = None
+        grad_input = None
+        grad_weight = None
+        grad_bias = None
         with torch.autocast("cpu", enabled=False):
             if ctx.needs_input_grad[0]:
-                of_input = _input_gradient(input, grad, kernel, ctx.stride, ctx.padding)
+                grad_input = _input_gradient(input, grad_output, kernel, ctx.stride, ctx.padding)
             if ctx.needs_input_grad[1]:
-                of_kernel = _kernel_gradient(input, grad, kernel, ctx.stride, ctx.padding)
+                grad_weight = _weight_gradient(input, grad_output, kernel, ctx.stride, ctx.padding)
             if ctx.has_bias and ctx.needs_input_grad[2]:
-                of_bias = grad.sum((0, 2, 3))
-        return of_input, of_kernel, of_bias, None, None
+                grad_bias = grad_output.sum((0, 2, 3))
+        return grad_input, grad_weight, grad_bias, None, None
 
 
 def _input_gradient(
-    input: Tensor, grad: Tensor, kernel: Tensor, stride: Pair, padding: Pair
+    input: Tensor, grad_output: Tensor, kernel: Tensor, stride: Pair, padding: Pair
 ) -> Tensor:
-    """grad (N, C, H', W') -> (N, C, H, W)."""
+    """grad_output (N, C, H', W') -> (N, C, H, W)."""
     gradients = torch.ops.aten.convolution_backward(
-        grad,
+        grad_output,
         input,
         kernel,
         None,  # sizes of a bias
@@ -122,31 +122,33 @@ def _input_gradient(
     return cast(Tensor, gradients[0])
 
 
-def _kernel_gradient(
-    input: Tensor, grad: Tensor, kernel: Tensor, stride: Pair, padding: Pair
+def _weight_gradient(
+    input: Tensor, grad_output: Tensor, kernel: Tensor, stride: Pair, padding: Pair
 ) -> Tensor:
-    """input (N, C, H, W), grad (N, C, H', W') -> (C, 1, R, S), summed in float32 at least.
+    """input (N, C, H, W), grad_output (N, C, H', W') -> (C, 1, R, S), summed in float32 at least.
 
-    The gradient of the output is the window that goes over the map, and the stride its dilation.
+    A convolution of each map: its window is the gradient of the output, its dilation the stride.
     """
     dtype = torch.promote_types(kernel.dtype, torch.float32)
     most = cast(int, max_padding_columns())
     inner = []  # padding that the convolution is told of, on each axis
     around = []  # padding that is put around the maps before, on each axis
-    for cells, step, side in zip(padding, stride, grad.shape[2:], strict=True):
+    for cells, step, side in zip(padding, stride, grad_output.shape[2:], strict=True):
         extent = step * (side - 1) + 1
         inner.append(min(cells, most, extent - 1))
         around.append(cells - inner[-1])
     height, width = kernel.shape[2:]
     total: Tensor | float = 0.0
     images = max(1, PART // kernel.numel())
-    for maps, out in zip(torch.split(input, images), torch.split(grad, images), strict=True):
+    for maps, grads in zip(
+        torch.split(input, images), torch.split(grad_output, images), strict=True
+    ):
         if any(around):
             maps = F.pad(maps, (around[1], around[1], around[0], around[0]))
-        count = out.shape[0] * out.shape[1]
+        count = grads.shape[0] * grads.shape[1]
         planes = maps.to(dtype).contiguous().reshape(1, count, *maps.shape[2:])
-        windows = out.to(dtype).contiguous().reshape(count, 1, *out.shape[2:])
-        of_each = F.conv2d(planes, windows, padding=inner, dilation=stride, groups=count)
+        windows = grads.to(dtype).contiguous().reshape(count, 1, *grads.shape[2:])
+        gradient_of_each = F.conv2d(planes, windows, padding=inner, dilation=stride, groups=count)
         # The stride may have left cells at the end of a map unread, which are cut off.
-        total = total + of_each[0, :, :height, :width].reshape(-1, *kernel.shape).sum(0)
+        total = total + gradient_of_each[0, :, :height, :width].reshape(-1, *kernel.shape).sum(0)
     return cast(Tensor, total).to(kernel.dtype)

@@ -9,18 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.folder import Checkpoint, not_of_a_checkpoint, open_checkpoint
+from ..atomic_output import check_output, why_not_a_file
+from ..checkpoints.folder import Checkpoint, open_checkpoint, why_not_a_checkpoint
 from ..checkpoints.load import load_checkpoint
-from ..depthwise.geometry import size_text
-from ..errors import CheckpointError, DclsConvertError, shown
+from ..errors import CheckpointError, DclsConvertError
+from ..geometry import size_text
 from ..networks.building import build_model
 from ..networks.model_outputs import check_equal
 from ..networks.source import resolve_model
 from ..networks.tracing import image_dtype
 from ..options import MAX_PIXELS, OPSETS
-from ..output import check_output, not_a_file
 from ..progress import Notify, silent
 from ..surgery.fold import fold_to_dense_
+from ..text import shown
 from .folded_model import BATCHES, FOLDING_BOUND, ExportReport, FoldedModel, flattened, run_model
 from .formats import EXPORT_FORMATS, ExportFormat
 
@@ -139,13 +140,13 @@ def _check_output(row: ExportFormat, folder: Path, output: Path, *, force: bool)
     if row.is_file:
         if output.suffix != row.suffix:
             raise CheckpointError(f"output {shown(output)} must end in {row.suffix}")
-        check_output(output, force=force, foreign=not_a_file)
+        check_output(output, force=force, why_keep=why_not_a_file)
         return
     if output.resolve() == folder.resolve():
         raise CheckpointError(
             f"output {output} is the checkpoint itself, whose positions would be lost"
         )
-    check_output(output, force=force, foreign=not_of_a_checkpoint)
+    check_output(output, force=force, why_keep=why_not_a_checkpoint)
 
 
 def _random_images(input_size: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:

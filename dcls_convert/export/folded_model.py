@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from .. import __version__
+from ..atomic_output import new_file
 from ..checkpoints.card import with_folder
 from ..checkpoints.folder import Checkpoint
-from ..errors import DclsConvertError, ModelError, one_line, shown
+from ..errors import DclsConvertError, ModelError
 from ..networks.model_outputs import check_equal, tensors_in
 from ..networks.running import quietly
-from ..output import new_file
 from ..progress import Notify
 from ..records import Record
+from ..text import one_line, shown
 
 FOLDING_BOUND = 1e-4  # relative error in float32: the same sums in another order
 BATCHES = (1, 3)  # numbers of images for which outputs are compared

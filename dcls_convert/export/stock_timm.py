@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import nn
 
+from ..atomic_output import new_folder
 from ..checkpoints.card import loading_code, model_card
-from ..checkpoints.folder import CARD, WEIGHTS, not_of_a_checkpoint
+from ..checkpoints.folder import CARD, WEIGHTS, why_not_a_checkpoint
 from ..checkpoints.save import save_converted, timm_config, write_files
 from ..errors import DclsConvertError, ModelError
 from ..networks.building import build_model, shapes_of
@@ -22,10 +23,10 @@ from ..networks.sites import find_convs
 from ..networks.source import ModelSource
 from ..networks.weights import alias_names
 from ..networks.weights_files import load_file
-from ..output import new_folder
 from ..pipeline.provenance import provenance_of
 from ..planning.plan import ConversionPlan
-from ..reports.report import ConversionReport, measure_report
+from ..reports.measure import measure_report
+from ..reports.report import ConversionReport
 from .folded_model import FOLDING_BOUND, ExportReport, FoldedModel, run_model
 
 # Parts of the names of timm's arguments for kernel sizes: kernel_size, kernel_sizes, kernels,
@@ -70,7 +71,7 @@ def _write_for_timm(
     provenance = provenance_of(folded.model)
     card = model_card(report, LOAD_BY_TIMM, files, provenance=provenance)
     folded.notify(f"writing {folded.output}")
-    with new_folder(folded.output, force=folded.force, foreign=not_of_a_checkpoint) as partial:
+    with new_folder(folded.output, force=folded.force, why_keep=why_not_a_checkpoint) as partial:
         write_files(folded.model, plan, partial, config, {CARD: card}, provenance=provenance)
         with weights_in_file_alone(folded.model, partial / WEIGHTS):
             # Equal shapes do not mean equal outputs, so the loaded model is run.

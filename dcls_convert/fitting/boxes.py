@@ -1,11 +1,11 @@
 """The box in which a kernel is fitted: the old kernel's extent, and how an element spreads in it.
 
-A kernel line is one kernel along the learnt axes, for one output and one input channel and one cell
-of the dense axes. Places count cells from the first cell of the box.
+Positions count cells from the centre of the window, and box positions from the first cell of the
+box.
 
 Axes: L layers, O output channels, I input channels per group, D cells of the dense axes,
-N = O * I * D kernel lines, K cells of the old kernel along the learnt axes, S cells of the box,
-E elements, A learnt axes.
+N = O * I * D kernel lines (see `layers/elements.py`), K cells of the old kernel along the learnt
+axes, S cells of the box, E elements, A learnt axes.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..depthwise.geometry import extent, grid_positions
+from ..geometry import extent, grid_positions
 from ..layers.elements import cells_last, largest_elements
 from ..layers.interpolation import find_interpolation, learnt_axes
 
@@ -42,9 +42,9 @@ class Box:
         self.dense_axes = dense_axes
         self.axes = learnt_axes(len(size), dense_axes)
         method = find_interpolation(interpolation)
-        # How elements spread along an axis, and the derivative of this by their places:
+        # How elements spread along an axis, and the derivative of this by their box positions:
         # (N, E), side -> (N, E, side) each.
-        self.profile = method.footprint
+        self.normalised_profile_and_slope = method.normalised_profile_and_slope
         max_margin = 0 if method.exact_on_cells else SPREAD_MARGIN
         kernel_sizes = []
         grids = []
@@ -89,15 +89,15 @@ class Box:
             effective=effective,
         )
 
-    def cells(self) -> Tensor:
-        """The places of the old kernel's cells: (K, A)."""
+    def old_cell_coordinates(self) -> Tensor:
+        """The box positions of the old kernel's cells, as integers: (K, A)."""
         positions = torch.tensor(list(itertools.product(*self.grids)))
         return positions - torch.tensor(self.origin)
 
-    def flat_cells(self) -> Tensor:
+    def old_cell_indices(self) -> Tensor:
         """The indices of the old kernel's cells among the S cells of the box: (K,)."""
         strides = [math.prod(self.sides[axis + 1 :]) for axis in range(len(self.sides))]
-        return (self.cells() * torch.tensor(strides)).sum(1)
+        return (self.old_cell_coordinates() * torch.tensor(strides)).sum(1)
 
     def lines_of(self, kernel: Tensor) -> Tensor:
         """The lines (N, S) of a kernel (O, I, *kernel size), in float32 at least.
@@ -107,21 +107,26 @@ class Box:
         values = cells_last(kernel, self.axes).flatten(0, -2)  # (N, K)
         values = values.to(torch.promote_types(values.dtype, torch.float32))
         boxed = values.new_zeros(len(values), math.prod(self.sides))
-        boxed[:, self.flat_cells().to(values.device)] = values
+        boxed[:, self.old_cell_indices().to(values.device)] = values
         return boxed
 
-    def footprint(self, places: Tensor) -> Tensor:
-        """How elements at places (N, E, A) spread over the cells of the box: (N, E, S)."""
+    def footprint(self, box_positions: Tensor) -> Tensor:
+        """How elements at box positions (N, E, A) spread over the cells of the box: (N, E, S)."""
         profiles = []
         for axis, side in enumerate(self.sides):
-            profile, _ = self.profile(places[..., axis], side)
+            profile, _ = self.normalised_profile_and_slope(box_positions[..., axis], side)
             profiles.append(profile)
         return box_footprint(profiles)
 
-    def places_of(self, positions: Tensor) -> Tensor:
-        """The places (N, E, A) of elements at positions (A, O, I, *D, E)."""
-        places = positions.flatten(1, -2).movedim(0, -1)
-        return places - places.new_tensor(self.origin)
+    def to_box(self, positions: Tensor) -> Tensor:
+        """The box positions (N, E, A) of elements at positions (A, O, I, *D, E)."""
+        by_line = positions.flatten(1, -2).movedim(0, -1)
+        return by_line - by_line.new_tensor(self.origin)
+
+    def from_box(self, box_positions: Tensor, shape: Sequence[int]) -> Tensor:
+        """The positions, of shape (A, O, I, *D, E), of elements at box positions (N, E, A)."""
+        by_line = box_positions + box_positions.new_tensor(self.origin)
+        return by_line.movedim(-1, 0).reshape(shape)
 
 
 def box_footprint(profiles: Sequence[Tensor]) -> Tensor:

@@ -13,51 +13,48 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import DclsConvertError, is_out_of_memory, one_line
-from ..layers.conv_classes import PLAIN, Conv
-from ..layers.dcls_conv import DclsConvNd
+from ..errors import DclsConvertError, is_out_of_memory
+from ..layers.conv_classes import Conv
 from ..networks.in_step import run_in_step
 from ..networks.running import evaluating, run
 from ..progress import Notify
-from .boxes import Box
+from ..text import one_line
+from .calibrated_layer import CalibratedLayer
 from .calibration_settings import CalibrationSettings
 from .groups import LayerGroup
 from .images import Calibration
-from .second_moments import SecondMoments, shared_roots
-from .solution import solve_weights
+from .second_moments import SecondMoments, shared_covariance_roots
 
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CalibrationStatistics:
     """What the old network's convolutions see in the images."""
 
     calibration: Calibration
     settings: CalibrationSettings
-    calls: Counter[nn.Module] = field(default_factory=Counter)  # of each conv in a forward pass
-    # By convolution; of each line by itself, for the positions. A line: the cells of a kernel along
-    # the learnt axes, for one output channel and one input channel.
-    line_moments: dict[nn.Module, SecondMoments] = field(default_factory=dict)
-    # By convolution; of the lines of an output channel together, and the outputs, for the weights.
-    # Only for convs that a pass calls several times; the others are looked at when their turn
-    # comes.
-    channel_moments: dict[nn.Module, SecondMoments] = field(default_factory=dict)
+    calls: Counter[nn.Module]  # how often a forward pass calls each conv
+    # Moments of each conv, with lines that are not joint; for the positions.
+    separate_moments: dict[nn.Module, SecondMoments]
+    # Moments of convs that a pass calls several times, with joint lines, and of their outputs; for
+    # the weights. Other convs are measured when their layers are solved.
+    joint_moments: dict[nn.Module, SecondMoments]
     # Running mean of the one BatchNorm that is fed by this conv, and by nothing else.
-    running_means: dict[nn.Module, Tensor] = field(default_factory=dict)
+    running_means: dict[nn.Module, Tensor]
 
-    def roots(self, group: LayerGroup) -> Tensor | None:
+    def covariance_roots(self, group: LayerGroup) -> Tensor | None:
         """What an error of a kernel does to the outputs, for `fit_elements`."""
         for conv, plan in zip(group.convs, group.plans, strict=True):
-            self.line_moments[conv].check(plan.name)
-        return shared_roots([self.line_moments[conv] for conv in group.convs])
+            self.separate_moments[conv].check(plan.name)
+        return shared_covariance_roots([self.separate_moments[conv] for conv in group.convs])
 
 
 def measure_inputs(
@@ -69,34 +66,45 @@ def measure_inputs(
 ) -> CalibrationStatistics:
     """Run the old network with all images, and sum up what its convolutions see."""
     notify("looking at the images")
-    statistics = CalibrationStatistics(
-        calibration=calibration, settings=settings or CalibrationSettings()
-    )
+    settings = settings or CalibrationSettings()
     convs: list[Conv] = []
     for group in groups:
         convs += group.convs
     with evaluating(model):
-        _observe_pass_(model, convs, statistics)
+        calls, running_means = _observe_pass(model, convs, calibration.batches[0][:1])
+        separate_moments: dict[nn.Module, SecondMoments] = {}
+        joint_moments: dict[nn.Module, SecondMoments] = {}
         for group in groups:
             for conv, layer in zip(group.convs, group.layers, strict=True):
-                moments = partial(SecondMoments, layer, group.box, settings=statistics.settings)
-                statistics.line_moments[conv] = moments(joint=False)
-                if statistics.calls[conv] > 1:
-                    statistics.channel_moments[conv] = moments(joint=True)
-        _add_inputs_(model, convs, statistics)
-    return statistics
+                moments = partial(SecondMoments, layer, group.box, settings=settings)
+                separate_moments[conv] = moments(joint=False)
+                if calls[conv] > 1:
+                    joint_moments[conv] = moments(joint=True)
+        _add_images_(separate_moments, joint_moments, model, calibration.batches)
+    return CalibrationStatistics(
+        calibration=calibration,
+        settings=settings,
+        calls=calls,
+        separate_moments=separate_moments,
+        joint_moments=joint_moments,
+        running_means=running_means,
+    )
 
 
-def _observe_pass_(
-    model: nn.Module, convs: Sequence[nn.Module], statistics: CalibrationStatistics
-) -> None:
-    """Run one image: count the calls of convs, and find the BatchNorms that they alone feed."""
+def _observe_pass(
+    model: nn.Module, convs: Sequence[nn.Module], image: Tensor
+) -> tuple[Counter[nn.Module], dict[nn.Module, Tensor]]:
+    """Run one image: count the calls of convs, and find the BatchNorms that they alone feed.
+
+    Returns the calls, and by conv the running mean of its BatchNorm.
+    """
+    calls: Counter[nn.Module] = Counter()
     # What feeds each BatchNorm; None stands for anything but one of the convs.
     feeders: dict[nn.Module, set[nn.Module | None]] = {}
     outputs: list[tuple[nn.Module, Tensor]] = []
 
     def count(conv: nn.Module, _: Any, output: Tensor) -> None:
-        statistics.calls[conv] += 1
+        calls[conv] += 1
         outputs.append((conv, output))
 
     def note_feeder(norm: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -113,32 +121,39 @@ def _observe_pass_(
         for module in model.modules():
             if _is_batch_norm(module):
                 hooks.callback(module.register_forward_pre_hook(note_feeder).remove)
-        forward(model, statistics.calibration.batches[0][:1])
+        forward(model, image)
+    running_means: dict[nn.Module, Tensor] = {}
     for conv in convs:
         norms: list[Any] = [norm for norm, fed_by in feeders.items() if fed_by == {conv}]
         if len(norms) == 1:
-            statistics.running_means[conv] = norms[0].running_mean
+            running_means[conv] = norms[0].running_mean
+    return calls, running_means
 
 
 def _is_batch_norm(module: nn.Module) -> bool:
-    """Of any class, frozen ones too."""
+    """Whether the module is a BatchNorm of any class, frozen ones too."""
     has_running_mean = isinstance(getattr(module, "running_mean", None), Tensor)
     return has_running_mean and not isinstance(module, INSTANCE_NORMS)
 
 
-def _add_inputs_(
-    model: nn.Module, convs: Sequence[nn.Module], statistics: CalibrationStatistics
+def _add_images_(
+    separate_moments: dict[nn.Module, SecondMoments],
+    joint_moments: dict[nn.Module, SecondMoments],
+    model: nn.Module,
+    batches: Sequence[Tensor],
 ) -> None:
+    """Add what the convs see in the images to their moments."""
+
     def add(conv: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         input = args[0] if args else kwargs["input"]
-        statistics.line_moments[conv].add(input)
-        if conv in statistics.channel_moments:
-            statistics.channel_moments[conv].add(input, output)
+        separate_moments[conv].add(input)
+        if conv in joint_moments:
+            joint_moments[conv].add(input, output)
 
     with contextlib.ExitStack() as hooks:
-        for conv in convs:
+        for conv in separate_moments:
             hooks.callback(conv.register_forward_hook(add, with_kwargs=True).remove)
-        for batch in statistics.calibration.batches:
+        for batch in batches:
             forward(model, batch)
 
 
@@ -166,7 +181,7 @@ def fit_to_outputs_(
     groups: Sequence[LayerGroup],
     statistics: CalibrationStatistics,
     notify: Notify,
-) -> list["CalibratedLayer"]:
+) -> list[CalibratedLayer]:
     """Give new layers, made for the model, the weights by which it keeps its outputs.
 
     The layers have positions, and first weights for what the old network feeds them. Mean shifts
@@ -176,7 +191,16 @@ def fit_to_outputs_(
     layers: dict[nn.Module, CalibratedLayer] = {}
     for group in groups:
         for conv, layer, plan in zip(group.convs, group.layers, group.plans, strict=True):
-            layers[conv] = CalibratedLayer(plan.name, conv, layer, group.box, statistics)
+            layers[conv] = CalibratedLayer(
+                plan.name,
+                conv,
+                layer,
+                group.box,
+                settings=statistics.settings,
+                calls=statistics.calls[conv],
+                moments=statistics.joint_moments.get(conv),
+                running_mean=statistics.running_means.get(conv),
+            )
     solved: list[CalibratedLayer] = []
     with evaluating(model):
         for part in _parts_of(statistics.calibration, statistics.settings.images_in_step):
@@ -203,7 +227,7 @@ class _Part:
 
 
 def _parts_of(calibration: Calibration, images_in_step: int) -> list[_Part]:
-    """Parts of about so many images, each spread over all of them."""
+    """Parts of about `images_in_step` images each; every part is spread over all images."""
     batches = len(calibration.batches)
     count = min(math.ceil(len(calibration) / images_in_step), batches)
     parts = []
@@ -214,154 +238,38 @@ def _parts_of(calibration: Calibration, images_in_step: int) -> list[_Part]:
 
 def _fit_to_part_(
     model: nn.Module,
-    layers: dict[nn.Module, "CalibratedLayer"],
+    layers: dict[nn.Module, CalibratedLayer],
     statistics: CalibrationStatistics,
     part: _Part,
     notify: Notify,
-) -> list["CalibratedLayer"]:
+) -> list[CalibratedLayer]:
     """Solve the layers that the network calls, for the images of this part and those before it."""
-    solved: list[CalibratedLayer] = []
-    layer_count = len(statistics.calls)
+    solved: dict[nn.Module, CalibratedLayer] = {}
+
+    def solve_at_first_call_(
+        conv: nn.Module, new_inputs: list[Tensor], old_outputs: list[Tensor]
+    ) -> None:
+        if conv in solved:
+            return
+        layer = layers[conv]
+        layer_count = len(statistics.calls)
+        done = len(solved)
+        message = f"calibrating {layer.name}, layer {done + 1} of {layer_count}{part}"
+        notify(message, part.number * layer_count + done, part.parts * layer_count)
+        layer.solve_(new_inputs, old_outputs, more_follow=not part.is_last)
+        solved[conv] = layer
 
     def step_all(conv: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
         """Outputs of all passes: first those of the old network, then those of the new one."""
         layer = layers[conv]
         half = len(inputs) // 2
-        old_outputs = [layer.old_forward(input) for input in inputs[:half]]
         new_inputs = inputs[half:]
-        if layer not in solved:
-            done = len(solved)
-            message = f"calibrating {layer.name}, layer {done + 1} of {layer_count}{part}"
-            notify(message, part.number * layer_count + done, part.parts * layer_count)
-            layer.solve_(new_inputs, old_outputs, more_follow=not part.is_last)
-            solved.append(layer)
-        return [*old_outputs, *map(layer.outputs, new_inputs)]
+        old_outputs = [layer.old_forward(input) for input in inputs[:half]]
+        solve_at_first_call_(conv, new_inputs, old_outputs)
+        new_outputs = [layer.outputs(input) for input in new_inputs]
+        return [*old_outputs, *new_outputs]
 
     batches = [statistics.calibration.batches[index] for index in part.indices]
     passes = [partial(forward, model, batch) for batch in batches]
     run_in_step(list(statistics.calls), [*passes, *passes], step_all)
-    return solved
-
-
-class CalibratedLayer:
-    """A new layer in the place of its convolution, in the network that is converted so far."""
-
-    def __init__(
-        self,
-        name: str,
-        conv: Conv,
-        layer: DclsConvNd,
-        box: Box,
-        statistics: CalibrationStatistics,
-    ) -> None:
-        self.name = name
-        self.conv = conv
-        self.layer = layer
-        self.box = box
-        self.old_forward = conv.forward  # `run_in_step` puts another one in its place
-        self._settings = statistics.settings
-        self._calls = statistics.calls[conv]  # in a pass
-        self._moments = statistics.channel_moments.get(conv)
-        # Every solution starts here, so that the parts of the images add up to all of them.
-        self._fitted_weight = layer.weight.detach().clone()
-        # What takes the mean shift: the bias, or the running mean of the BatchNorm behind. None:
-        # the layer has neither, and its means stay shifted.
-        self.shift_target: Tensor | None = layer.bias
-        if layer.bias is None:
-            self.shift_target = statistics.running_means.get(conv)
-        # (out_channels,): to add to the outputs, so that each channel has the old mean.
-        self.mean_shift = layer.weight.new_zeros(layer.out_channels, dtype=torch.float64)
-        self.output_error: float | None = None  # |new - old| / |old| of the outputs, once solved
-        self.keeps_fit = False  # for too few places; without a mean shift
-        self.reasons: tuple[str, ...] = ()  # for an output error that is large, once solved
-        self._kernel: Tensor | None = None  # of the old kernel's size, where it holds all elements
-
-    @property
-    def target_change(self) -> Tensor:
-        """(out_channels,): to add to `shift_target`; a BatchNorm subtracts its running mean."""
-        return -self.mean_shift if self.layer.bias is None else self.mean_shift
-
-    def outputs(self, input: Tensor) -> Tensor:
-        """With the mean shift, where something takes it."""
-        if self._kernel is None:
-            outputs = self.layer.forward(input)
-        else:
-            outputs = self.conv._conv_forward(input, self._kernel, self.layer.bias)
-        if self.shift_target is None:
-            return outputs
-        by_channel = self.mean_shift.to(outputs)
-        for _ in range(self.layer.dims):
-            by_channel = by_channel.unsqueeze(-1)
-        return outputs + by_channel
-
-    @torch.no_grad()
-    def solve_(
-        self, inputs: Sequence[Tensor], wanted: Sequence[Tensor], *, more_follow: bool
-    ) -> None:
-        """Give the layer the weights, for its positions, by which its outputs are as wanted.
-
-        For these images and those before them. If `more_follow`, sums are kept to add them to.
-        """
-        layer = self.layer
-        form = layer.form
-        moments = self._moments_with(inputs, wanted)
-        self._moments = moments if more_follow else None
-        moments.check(self.name)
-        # By weight standardisation, for example; solved weights would have to be transformed back.
-        transformed = form.transform_weight is not None
-        self.keeps_fit = moments.too_few_places
-        solution = solve_weights(
-            moments,
-            self.box.places_of(layer.positions),
-            self.box.lines_of(form.effective_weight(self.conv, self.conv.weight)),
-            form.effective_weight(layer, self._fitted_weight).flatten(0, -2),
-            fixed=transformed,
-        )
-        if not transformed:
-            layer.weight.copy_(solution.weights.reshape(layer.weight.shape))
-        if form is PLAIN and self.box.sides == self.box.kernel_size:
-            self._kernel = self._small_kernel()
-        bias = 0.0 if layer.bias is None else layer.bias.double()
-        self.mean_shift = solution.mean_shift - bias
-        self.output_error = solution.output_error
-        self.reasons = self._reasons(moments)
-
-    def _moments_with(self, inputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> SecondMoments:
-        """The sums of all images so far.
-
-        A convolution that a pass calls once adds these images, with inputs from the new network.
-        One that is called several times has the sums of all images already, from the old network.
-        """
-        moments = self._moments
-        if moments is None:
-            moments = SecondMoments(self.layer, self.box, joint=True, settings=self._settings)
-        if self._calls == 1:
-            for input, target in zip(inputs, wanted, strict=True):
-                moments.add(input, target)
-        return moments
-
-    def _reasons(self, moments: SecondMoments) -> tuple[str, ...]:
-        """What keeps the outputs from being as wanted, beyond what the elements can do."""
-        layer = self.layer
-        reasons = []
-        weights = layer.weight[0].numel()  # of an output channel
-        few_places = moments.places < self._settings.few_places * weights
-        transformed = layer.form.transform_weight is not None
-        if few_places and not transformed:
-            reasons.append(f"few sampled places ({moments.places:,} for {weights:,} weights)")
-        if self._calls > 1:
-            reasons.append(f"called {self._calls} times in a pass")
-        if transformed:
-            reasons.append("weights fixed by weight standardisation or the like")
-        if self.shift_target is None:
-            reasons.append("no bias or single BatchNorm takes the mean shift")
-        return tuple(reasons)
-
-    def _small_kernel(self) -> Tensor:
-        """The box of the constructed kernel, which all elements are in: faster to convolve with."""
-        kernel = self.layer.kernel()
-        box = self.box
-        for axis, first, side in zip(box.axes, box.origin, box.sides, strict=True):
-            start = first + self.layer.kernel_size[axis] // 2
-            kernel = kernel.narrow(2 + axis, start, side)
-        return kernel
+    return list(solved.values())

@@ -1,6 +1,6 @@
 """Scope "error": a kernel count for each tie group, so that the layers' errors have the least sum.
 
-A kernel line is one kernel along the learnt axes, for one output and one input channel.
+Kernel lines are those of `layers/elements.py`.
 """
 
 import contextlib
@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ..depthwise.geometry import ceil_div
 from ..errors import PlanError
+from ..geometry import ceil_div
 from ..networks.running import full_precision
 from ..networks.sites import ModelConvs
 from ..options import AUTO, ERROR_SCOPE, PlanOptions
 from ..planning.known_counts import LayerCounts
 from ..planning.plan import ConversionPlan
 from ..planning.planner import make_plan
-from ..planning.rules import parse_rules
+from ..planning.rule_files import parse_rules
 from ..progress import Notify
 from .calibrate import CalibrationStatistics, measure_inputs
 from .fit_settings import CountSettings
@@ -68,8 +68,11 @@ def counts_by_error(
     for number, group in enumerate(free_groups):
         progress = f"{number + 1} of {len(free_groups)}"
         notify(f"measuring errors of {group.title}, {progress}", number, len(free_groups))
-        roots = None if statistics is None else statistics.roots(group)
-        group_errors.append(_group_errors(group, _planned_counts(group, plans), roots, seed))
+        covariance_roots = None
+        if statistics is not None:
+            covariance_roots = statistics.covariance_roots(group)
+        planned_counts = _planned_counts(group, plans)
+        group_errors.append(_group_errors(group, planned_counts, covariance_roots, seed))
     counts = {layer.name: layer.kernel_count for layer in model_plan.layers}
     if free_groups:
         chosen = counts_of_min_error(group_errors, limit)
@@ -138,17 +141,21 @@ class GroupErrors:
 
 
 def _group_errors(
-    group: LayerGroup, planned_counts: Collection[int], roots: Tensor | None, seed: int
+    group: LayerGroup,
+    planned_counts: Collection[int],
+    covariance_roots: Tensor | None,
+    seed: int,
 ) -> GroupErrors:
     first = group.plans[0]
     box = group.box
-    kernels, sampled_roots = sample_lines(group.effective_kernels(), roots, first.groups)
+    kernels, sampled_roots = sample_lines(group.effective_kernels(), covariance_roots, first.groups)
 
     def error(count: int) -> float:
         weights, positions = fit_elements(
-            kernels, box, kernel_count=count, roots=sampled_roots, seed=seed
+            kernels, box, kernel_count=count, covariance_roots=sampled_roots, seed=seed
         )
-        return sum(relative_errors(kernels, weights, positions, box, roots=sampled_roots))
+        errors = relative_errors(kernels, weights, positions, box, covariance_roots=sampled_roots)
+        return sum(errors)
 
     return GroupErrors(
         cost=_cost(group),
@@ -159,7 +166,7 @@ def _group_errors(
 
 
 def sample_lines(
-    kernels: Sequence[Tensor], roots: Tensor | None, groups: int
+    kernels: Sequence[Tensor], covariance_roots: Tensor | None, groups: int
 ) -> tuple[list[Tensor], Tensor | None]:
     """Kernels (O, I, *K) of every n-th channel, and the roots of their input channels.
 
@@ -168,7 +175,7 @@ def sample_lines(
 
     Args:
         kernels: (O, I, *K) of each layer.
-        roots: (groups * I, S, S), one for each input channel.
+        covariance_roots: (groups * I, S, S), one for each input channel.
         groups: Of the convolution.
     """
     grouped = [torch.unflatten(kernel, 0, (groups, -1)) for kernel in kernels]
@@ -185,9 +192,9 @@ def sample_lines(
     sampled = []
     for kernel in grouped:
         sampled.append(kernel[every_group, every_output, every_input].flatten(0, 1))
-    if roots is None:
+    if covariance_roots is None:
         return sampled, None
-    grouped_roots = torch.unflatten(roots, 0, (groups, -1))
+    grouped_roots = torch.unflatten(covariance_roots, 0, (groups, -1))
     return sampled, grouped_roots[every_group, every_input].flatten(0, 1)
 
 

@@ -5,28 +5,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitSettings:
-    """Of `warm_start.py` and `least_squares.py`; chosen by benchmarks/fit_time.py unless stated.
+    """The constants of `warm_start.py` and `least_squares.py`, chosen by benchmarks/fit_time.py.
 
-    "With roots" means a fit to outputs, as a calibration does; otherwise kernels are fitted.
+    A fit is to kernels, or to outputs, as in a calibration. A fit to outputs has covariance roots.
     """
 
     # Where fits start. One start is beside merged cells, the others are beside the largest cells.
-    starts: int = 4
-    starts_alone: int = 6  # with roots, where an output channel has one line
-    # With roots, where an output channel sums several lines: solving for their weights together
-    # makes up for most of what more starts would gain.
-    starts_together: int = 2
+    starts: int = 4  # of a fit to kernels
+    starts_depthwise: int = 6  # of a fit to outputs, where an output channel has one line
+    # Starts of a fit to outputs, where an output channel sums several lines: solving for their
+    # weights together makes up for most of what more starts would gain.
+    starts_of_summed_lines: int = 2
     jitter: float = 0.3  # cells; at a cell's middle the cost has a kink, which a step models badly
 
-    # Share of the energy of an element in the middle of a cell; bounds the weights of elements that
-    # nearly coincide.
+    # The ridge is this share of the energy of an element in the middle of a cell. It bounds the
+    # weights of elements that nearly coincide.
     ridge: float = 1e-3
 
-    # How long fits last. After each look, only lines whose cost still falls are refined further.
-    steps_between_looks: int = 8
-    min_gain: float = 1e-2  # share of a line's cost, between two looks
-    max_looks: int = 6
-    max_looks_with_roots: int = 2  # calibration solves for the weights again
+    # How long fits last. After each round, only fits whose cost still falls are refined further.
+    steps_per_round: int = 8
+    min_gain: float = 1e-2  # how much a round must lower a fit's cost, as a share of the cost
+    max_rounds: int = 6
+    max_rounds_for_outputs: int = 2  # fewer, since the calibration solves for the weights again
 
     # Levenberg-Marquardt: the damping is a factor on the diagonal of the curvature.
     longest_step: float = 0.5  # cells; the footprint changes its form from cell to cell
@@ -41,17 +41,17 @@ class FitSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CountSettings:
-    """Of `counts.py`: how exactly kernel counts are chosen by error."""
+    """The constants of `counts.py`: how exactly kernel counts are chosen by error."""
 
-    max_units: int = 1 << 21  # of a budget; a larger one is counted in coarser units
+    max_units: int = 1 << 21  # most units of a budget; a larger one is counted in coarser units
     first_counts: int = 6  # counts at which a group's error is measured before the first choice
     measure_all: int = 9  # a group with at most so many possible counts is measured at all of them
-    max_lines: int = 128  # kernel lines by which the error of a group is measured, about
+    max_lines: int = 128  # about how many kernel lines the error of a group is measured on
 
 
 # Sizes of blocks. They change no result but for the order of sums.
-FLOATS_AT_ONCE = 60_000_000  # of memory, for the lines that are fitted together
-FLOATS_IN_CACHE = 1_000_000  # of matrices, for the lines that a CPU works on at once
+FLOATS_AT_ONCE = 60_000_000  # memory for the lines that are fitted together
+FLOATS_IN_CACHE = 1_000_000  # matrices of the fits that a CPU works on at once
 # Rows of a line's matrices up to which lines are innermost in memory. A product of larger matrices
 # is worth a call of its own.
 MAX_ROWS_INNERMOST = 24

@@ -84,12 +84,8 @@ def make_layers(model: nn.Module, plan: ConversionPlan) -> tuple[LayerGroup, ...
     """
     convs = {layer.name: _find_conv(model, layer) for layer in plan.layers}
     _check_graphs(model, plan)
-    plans_of_groups: dict[str, list[LayerPlan]] = {}
-    for layer_plan in plan.layers:
-        alone = f"\0{layer_plan.name}"  # no tie group has such a name
-        plans_of_groups.setdefault(layer_plan.tie_group or alone, []).append(layer_plan)
     groups = []
-    for plans in plans_of_groups.values():
+    for plans in _plans_of_groups(plan):
         old_convs = []
         layers = []
         for layer_plan in plans:
@@ -111,6 +107,22 @@ def make_layers(model: nn.Module, plan: ConversionPlan) -> tuple[LayerGroup, ...
     return tuple(groups)
 
 
+def _plans_of_groups(plan: ConversionPlan) -> list[list[LayerPlan]]:
+    """The plans of each tie group's layers, and of each layer alone, in the order of the plan."""
+    groups: list[list[LayerPlan]] = []
+    tied: dict[str, list[LayerPlan]] = {}  # by the name of the tie group
+    for layer_plan in plan.layers:
+        name = layer_plan.tie_group
+        if name is None:
+            groups.append([layer_plan])
+        elif name in tied:
+            tied[name].append(layer_plan)
+        else:
+            tied[name] = [layer_plan]
+            groups.append(tied[name])
+    return groups
+
+
 def _check_graphs(model: nn.Module, plan: ConversionPlan) -> None:
     """PlanError: positions would be shared inside a graph of torch.fx."""
     graphs = []
@@ -128,7 +140,7 @@ def _check_graphs(model: nn.Module, plan: ConversionPlan) -> None:
 
 def _make_layer(plan: LayerPlan, conv: Conv) -> DclsConvNd:
     layer_class = DCLS_LAYERS[len(plan.dilated_size)]
-    return layer_class.like(
+    return layer_class.from_conv_without_values(
         conv, plan.kernel_count, plan.dilated_size, plan.interpolation, plan.dense_axes
     )
 

@@ -13,10 +13,11 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 
-from ..errors import DclsConvertError, one_line
+from ..errors import DclsConvertError
 from ..files import image_paths
 from ..networks.running import quietly
 from ..progress import Notify
+from ..text import one_line
 
 BATCH = 8  # images
 CORNER = 0.75  # sides of a crop, as a share of the image's sides
@@ -109,7 +110,7 @@ def read_pixels(
     They are evenly spaced over the order of the paths, so a folder of classes gives some of each.
     Files that cannot be read are left out, and `note` is told.
     """
-    size = size_of_files(size)
+    size = check_image_size(size)
     paths = sorted(image_paths(folder))
     count = min(len(paths), most)
     images: dict[Path, Tensor] = {}
@@ -122,8 +123,8 @@ def read_pixels(
     return images
 
 
-def size_of_files(size: Sequence[int] | None) -> Sequence[int]:
-    """The size of a model's images. DclsConvertError: image files cannot have it."""
+def check_image_size(size: Sequence[int] | None) -> Sequence[int]:
+    """Refuse (DclsConvertError) a size that image files cannot have; return any other unchanged."""
     if size is None:
         raise DclsConvertError(
             "images: the size of the model's images is not known; state input_size"
@@ -141,7 +142,8 @@ def open_image(path: Path, size: Sequence[int]) -> Image.Image:
         has_16_bits = _has_16_bits(image)
         check_white_level(image)
         upright = ImageOps.exif_transpose(image)
-        return _in_eight_bits(upright, has_16_bits, "RGB" if size[0] == 3 else "L")
+        mode = "RGB" if size[0] == 3 else "L"
+        return _converted_to_mode(upright, mode, has_16_bits=has_16_bits)
 
 
 def in_eight_bits(image: Image.Image, mode: str) -> Image.Image:
@@ -149,10 +151,10 @@ def in_eight_bits(image: Image.Image, mode: str) -> Image.Image:
 
     Pillow alone would clip 16 bits to 8.
     """
-    return _in_eight_bits(image, _has_16_bits(image), mode)
+    return _converted_to_mode(image, mode, has_16_bits=_has_16_bits(image))
 
 
-def _in_eight_bits(image: Image.Image, has_16_bits: bool, mode: str) -> Image.Image:
+def _converted_to_mode(image: Image.Image, mode: str, *, has_16_bits: bool) -> Image.Image:
     if has_16_bits:
         image = image.convert("I").point(lambda value: value / 257).convert("L")
     return image.convert(mode)
@@ -174,7 +176,7 @@ def check_white_level(image: Image.Image) -> None:
         )
 
 
-def corners(image: Image.Image, size: Sequence[int]) -> list[Image.Image]:
+def corner_crops(image: Image.Image, size: Sequence[int]) -> list[Image.Image]:
     """Crops of an image's four corners; none if it is not larger than the model's images."""
     if image.height <= size[1] or image.width <= size[2]:
         return []

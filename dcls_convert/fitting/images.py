@@ -12,26 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import DclsConvertError, shown
+from ..errors import DclsConvertError
 from ..files import check_images
 from ..options import CALIBRATION_IMAGES
 from ..planning.plan import ConversionPlan
 from ..progress import Notify, silent
+from ..text import shown
 from .image_files import (
     Normalisation,
     PixelBatches,
-    corners,
+    check_image_size,
+    corner_crops,
     normalisation_of,
     open_image,
     read_pixels,
-    size_of_files,
     to_pixels,
 )
 
 # One image in so many is held out: not fitted to, it shows what the conversion did
 # to the outputs.
 HELD_OUT_EVERY = 5
-# Of a folder, whose images have four crops each: the outputs of 200 images tell enough.
+# Most files of a folder that are held out. With four crops of each, they are 200 images, whose
+# outputs tell enough.
 MAX_FILES_HELD_OUT = 40
 MAX_IN_BATCH = 64  # images; larger given batches are split
 NOISE_CORRELATION = 0.1  # of neighbouring pixels; photographs have 0.8 and more
@@ -47,7 +49,8 @@ class Calibration:
 
     batches: Sequence[Tensor]  # to fit outputs to
     held_out: Sequence[Tensor] = ()  # to measure outputs on
-    # Images of a folder that these are crops of; 0 for tensors, and if each image is taken once.
+    # Number of held-out files that the crops were taken from; 0 for tensors, and where no file is
+    # large enough for crops.
     images_cropped: int = 0
     files: tuple[str, ...] = ()  # paths of the images below their folder; none for tensors
 
@@ -79,8 +82,8 @@ def calibrate(
             None holds every fifth of the images out, of a folder at most 40, together with crops of
             its corners if it is larger than the model's images. Of fewer than five images, a
             folder's second one is held out, and no tensor. An empty list holds none out.
-        most_images: Of a folder, taken evenly spread over the order of their names; 80 by default.
-            An image stays in memory as pixels of 8 bits.
+        most_images: Most images that are taken from a folder, evenly spread over the order of
+            their names; 80 by default. An image stays in memory as pixels of 8 bits.
         mean, std: Normalisation of a folder's images, whose values are from 0 to 1; for each
             channel, or one for all. Needed if the model does not state them.
         note: Called with a message for each file that cannot be read.
@@ -104,7 +107,7 @@ def calibrate(
 
     def read(source: Images, *, holds_out: bool) -> Calibration:
         if isinstance(source, str | Path):
-            size = size_of_files(plan.input_size)
+            size = check_image_size(plan.input_size)
             normalisation = normalisation_of(model, size[0], mean, std)
             return _read_folder(
                 Path(source), size, normalisation, note, most=most, holds_out=holds_out
@@ -171,7 +174,7 @@ def _read_folder(
             continue
         images_held_out += 1
         held_out.append(pixels)
-        for crop in corners(open_image(path, size), size):
+        for crop in corner_crops(open_image(path, size), size):
             held_out.append(to_pixels(crop, size))
     return Calibration(
         batches=PixelBatches(fitted, normalisation),

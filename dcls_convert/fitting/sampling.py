@@ -1,8 +1,14 @@
 """The patches that a layer sees at some places of each image, as rows of a matrix.
 
-Axes: N images, G groups, R lines that an output channel sums (input channels of the group x cells
-of the dense axes), S cells of the box in which a kernel line is fitted, Q output channels of a
-group, P sampled places.
+A sample is one place of a layer's output: the patch of the input that the layer sees there, and the
+output that is wanted there.
+
+A line group is a set of kernel lines whose inputs are seen together. If the lines are joint, a line
+group is all lines that one output channel sums: the input channels of a group of the convolution,
+times the cells of the dense axes. Otherwise, each of these lines is a line group of its own.
+
+Axes: N images, G line groups, R lines of a line group, S cells of the box in which a kernel line is
+fitted, Q output channels of a group of the convolution, P samples.
 """
 
 import math
@@ -18,19 +24,23 @@ from .calibration_settings import PATCH_FLOATS_AT_ONCE, CalibrationSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SampledGroups:
-    """What some groups see: a view for each image."""
+class SampledLineGroups:
+    """What some line groups see: a view for each image."""
 
-    patches: list[Tensor]  # (*groups, *patch, *output) each
-    targets: list[Tensor]  # the wanted outputs (groups, Q, *output) each; empty without any
+    line_groups: int
+    samples_of_images: list[int]
+    # (line groups, *patch, *output) each; lines that are not joint have the input channels and the
+    # cells of the dense axes as axes of their own, in the place of the first.
+    patches: list[Tensor]
+    targets: list[Tensor]  # wanted outputs (line groups, Q, *output) each; empty without any
+
+    @property
+    def sample_count(self) -> int:
+        return sum(self.samples_of_images)
 
 
 class PatchSampler:
-    """Samples the patches of a layer, and the outputs that are wanted there.
-
-    The lines that one output channel sums are seen together ("joint"), as the layer's G groups;
-    otherwise each line is a group of its own.
-    """
+    """Samples the patches of a layer, and the outputs that are wanted there."""
 
     def __init__(
         self, layer: DclsConvNd, box: Box, *, joint: bool, settings: CalibrationSettings
@@ -42,57 +52,59 @@ class PatchSampler:
         lines = layer.in_channels
         for axis in layer.dense_axes:
             lines *= layer.kernel_size[axis]
-        # Axes of the views that count groups: channels, and without "joint" the dense axes too.
-        if joint:
-            self.groups = layer.groups
-            self.group_axes = 1
-        else:
-            self.groups = lines
-            self.group_axes = 1 + len(layer.dense_axes)
-        self.length = lines * math.prod(box.sides) // self.groups  # R * S
+        self.line_groups = layer.groups if joint else lines
+        # The first axes of a view of patches, which count its line groups.
+        self._line_group_axes = 1 if joint else 1 + len(layer.dense_axes)
+        self.length = lines * math.prod(box.sides) // self.line_groups  # R * S
 
     def sample(
         self, images: Tensor, targets: Tensor | None, *, first_image: int
-    ) -> list[SampledGroups]:
-        """All groups in padded images (N, in_channels, *spatial), some groups at a time.
+    ) -> list[SampledLineGroups]:
+        """All line groups in padded images (N, in_channels, *spatial), some at a time.
 
         `first_image` is the number of the first image: each image is sampled at other places.
         """
         patches = self._patches(images)
         if targets is not None:
-            targets = torch.unflatten(targets, 1, (self.groups, -1))
+            targets = torch.unflatten(targets, 1, (self.line_groups, -1))
         sampled: list[Tensor] = []
         sampled_targets: list[Tensor] = []
         for index, image in enumerate(patches):
-            places = self._places(image, first_image + index)
-            sampled.append(image[places])
+            sampled_places = self._sampled_places(image, first_image + index)
+            sampled.append(image[sampled_places])
             if targets is not None:
-                sampled_targets.append(targets[index][places])
-        count = len(sampled[0])
-        groups_at_once = self._groups_at_once(sampled)
+                sampled_targets.append(targets[index][sampled_places])
+        length = len(sampled[0])  # of the first axis, along which views are split
+        length_at_once = self._length_at_once(sampled)
         parts = []
-        for first in range(0, count, groups_at_once):
-            some = slice(first, first + groups_at_once)
-            parts.append(
-                SampledGroups(
-                    patches=[image[some] for image in sampled],
-                    targets=[target[some] for target in sampled_targets],
-                )
-            )
+        for first in range(0, length, length_at_once):
+            some = slice(first, first + length_at_once)
+            patches_of_part = [image[some] for image in sampled]
+            targets_of_part = [target[some] for target in sampled_targets]
+            parts.append(self._part(patches_of_part, targets_of_part))
         return parts
 
-    def rows(self, part: SampledGroups) -> Tensor:
-        """Patches and targets: (groups, R * S + Q, P), in float32 at least."""
+    def _part(self, patches: list[Tensor], targets: list[Tensor]) -> SampledLineGroups:
+        dims = self.layer.dims
+        return SampledLineGroups(
+            line_groups=math.prod(patches[0].shape[: self._line_group_axes]),
+            samples_of_images=[math.prod(image.shape[-dims:]) for image in patches],
+            patches=patches,
+            targets=targets,
+        )
+
+    def rows(self, part: SampledLineGroups) -> Tensor:
+        """Patches and targets: (line groups, R * S + Q, P), in float32 at least."""
         dims = self.layer.dims
         first = part.patches[0]
-        groups = self.groups_in(part)
         outputs = 0
         if part.targets:
             outputs = part.targets[0].shape[1]
-        places = [math.prod(image.shape[-dims:]) for image in part.patches]
         dtype = torch.promote_types(first.dtype, torch.float32)
-        rows = first.new_empty(groups, self.length + outputs, sum(places), dtype=dtype)
-        for index, of_image in enumerate(torch.split(rows, places, dim=2)):
+        rows = first.new_empty(
+            part.line_groups, self.length + outputs, part.sample_count, dtype=dtype
+        )
+        for index, of_image in enumerate(torch.split(rows, part.samples_of_images, dim=2)):
             image = part.patches[index]
             by_place = of_image.view(*of_image.shape[:2], *image.shape[-dims:])
             by_place[:, : self.length].view(image.shape).copy_(image)
@@ -100,11 +112,11 @@ class PatchSampler:
                 by_place[:, self.length :].copy_(part.targets[index])
         return rows
 
-    def groups_in(self, part: SampledGroups) -> int:
-        return math.prod(part.patches[0].shape[: self.group_axes])
-
     def _patches(self, images: Tensor) -> Tensor:
-        """A view (N, channels or groups, *patch, *output) of padded images, at all places."""
+        """A view of padded images, at all places.
+
+        (N, G, *patch, *output) if joint, else (N, in_channels, *patch, *output).
+        """
         layer = self.layer
         dims = layer.dims
         patches = images
@@ -118,18 +130,19 @@ class PatchSampler:
             patches = torch.unflatten(patches, 1, (-1, layer.in_channels // layer.groups))
         return patches
 
-    def _places(self, image: Tensor, number: int) -> Any:
+    def _sampled_places(self, image: Tensor, number: int) -> Any:
         """An index of every n-th place along each axis, from another first one in each image."""
         dims = self.layer.dims
-        places = math.prod(image.shape[-dims:])
-        nth = max(1, round((places / self.settings.places_per_image) ** (1 / dims)))
+        all_places = math.prod(image.shape[-dims:])
+        nth = max(1, round((all_places / self.settings.samples_per_image) ** (1 / dims)))
         index: list[Any] = [...]
         for axis in range(dims):
             first = number * self.settings.shift_between_images**axis % nth
             index.append(slice(first, None, nth))
         return tuple(index)
 
-    def _groups_at_once(self, sampled: list[Tensor]) -> int:
-        count = len(sampled[0])
+    def _length_at_once(self, sampled: list[Tensor]) -> int:
+        """How much of the views' first axis to take at a time."""
+        length = len(sampled[0])
         floats = sum(image.numel() for image in sampled)
-        return max(1, PATCH_FLOATS_AT_ONCE * count // floats)
+        return max(1, PATCH_FLOATS_AT_ONCE * length // floats)

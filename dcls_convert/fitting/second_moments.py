@@ -3,8 +3,8 @@
 At each place, the layer sees a patch x of its input and gives k'x + bias. Over many places, the
 mean square of k'x - y depends on the kernel k through the means and covariances of x and y alone.
 
-Axes: G groups, Q output channels of a group, R lines that an output channel sums (input channels of
-the group x cells of the dense axes), S cells of the box in which a line is fitted.
+Axes, and samples and line groups, as in `sampling.py`: G line groups, R lines of a line group, S
+cells of the box in which a line is fitted, Q output channels of a group of the convolution.
 """
 
 import math
@@ -20,27 +20,33 @@ from .boxes import Box
 from .calibration_settings import ROWS_AT_ONCE, CalibrationSettings
 from .sampling import PatchSampler
 
+MIN_VARIANCE = 1e-12  # least variance of an input that never varies; divisors stay above zero
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Statistics:
-    """Of patches x and wanted outputs y, over all sampled places."""
+    """Means and covariances of patches x and wanted outputs y, over all samples.
+
+    Entries of R * S that belong to one line are equal in `input_variance` and `prior_precision`.
+    """
 
     mean_patch: Tensor  # (G, R * S)
     mean_target: Tensor  # (G, Q)
     covariance: Tensor  # (G, R * S, R * S): of x
     cross: Tensor  # (G, Q, R * S): covariance of y and x
     target_variance: Tensor  # (G, Q)
-    # (G, R * S): mean variance of each line's input, at least a share of that of all
-    energy: Tensor
-    damping: Tensor  # (G, R * S): a diag(v) of the objective in `solution.py`
+    # (G, R * S): v of the objective in `solution.py`, the mean variance of each line's input; at
+    # least a share of the mean over all lines.
+    input_variance: Tensor
+    prior_precision: Tensor  # (G, R * S): p of the objective
 
 
 class SecondMoments:
     """Means and products over the patches of a layer, and of the outputs that are wanted there.
 
-    The lines that one output channel sums are seen together (joint), as G groups; otherwise each
-    line is a group of its own. Products are summed as the images are, in float32 at least, and the
-    sums of batches in float64.
+    If `joint`, the lines that one output channel sums are one line group; otherwise each line is a
+    line group of its own. Products are summed in the dtype of the images, in float32 at least, and
+    the sums of batches in float64.
 
     Each batch is centred before its products are taken, and merged by what its mean differs in
     (Chan et al. 1979). Products less those of the means would cancel, and variances of inputs that
@@ -59,12 +65,12 @@ class SecondMoments:
         self.box = box
         self.settings = settings or CalibrationSettings()
         self.sampler = PatchSampler(layer, box, joint=joint, settings=self.settings)
-        self.groups = self.sampler.groups
+        self.line_groups = self.sampler.line_groups
         self.length = self.sampler.length  # R * S
-        self.images = 0
-        self.places = 0  # sampled, in all images and calls
-        # Of z, which is [patch (R * S), wanted outputs (Q)], over all places, by group.
-        self.means: Tensor | None = None  # (G, R * S + Q)
+        self.image_count = 0
+        self.sample_count = 0  # in all images and calls
+        # Let z be [patch (R * S), wanted outputs (Q)] of a sample, for each line group.
+        self.means: Tensor | None = None  # (G, R * S + Q): the mean of z
         # Sum of (z - mean)(z - mean)': (G, R * S + Q, same). Only the lower triangle counts.
         self.products: Tensor | None = None
 
@@ -79,45 +85,51 @@ class SecondMoments:
                 wanted = wanted.unsqueeze(0)
         if wanted is not None:
             wanted = wanted.detach()
-        padded = self.layer.padded(input.detach())
-        parts = self.sampler.sample(padded, wanted, first_image=self.images)
-        self.images += len(input)
+        padded = self.layer.pad_input(input.detach())
+        parts = self.sampler.sample(padded, wanted, first_image=self.image_count)
+        self.image_count += len(input)
         if self.means is None or self.products is None:
             side = self.length
             if wanted is not None:
-                side += wanted.shape[1] // self.groups
-            self.means = padded.new_zeros(self.groups, side, dtype=torch.float64)
-            self.products = padded.new_zeros(self.groups, side, side, dtype=torch.float64)
-        groups = [self.sampler.groups_in(part) for part in parts]
-        means = torch.split(self.means, groups)
-        products = torch.split(self.products, groups)
-        places = 0
+                side += wanted.shape[1] // self.line_groups
+            self.means = padded.new_zeros(self.line_groups, side, dtype=torch.float64)
+            self.products = padded.new_zeros(self.line_groups, side, side, dtype=torch.float64)
+        line_groups = [part.line_groups for part in parts]
+        means = torch.split(self.means, line_groups)
+        products = torch.split(self.products, line_groups)
         for index, part in enumerate(parts):
-            rows = self.sampler.rows(part)
-            places = rows.shape[2]
-            self._merge_(means[index], products[index], rows)
-        self.places += places
+            self._merge_(means[index], products[index], self.sampler.rows(part))
+        self.sample_count += parts[0].sample_count  # the same in all parts
 
     def _merge_(self, means: Tensor, products: Tensor, rows: Tensor) -> None:
-        """Merge some groups' rows (groups, R * S + Q, P), which are changed, into their sums."""
-        total = self.places + rows.shape[2]
+        """Merge rows (line groups, R * S + Q, P) of some line groups into their sums.
+
+        The rows are changed, too.
+        """
+        new_samples = rows.shape[2]
+        total = self.sample_count + new_samples
         rows_mean = rows.mean(2, dtype=torch.float64)
         rows -= rows_mean.unsqueeze(2)
-        if self.groups > 1:
+        if self.line_groups > 1:
             products += rows @ rows.mT
         else:
             for first in range(0, rows.shape[1], ROWS_AT_ONCE):
                 last = first + ROWS_AT_ONCE
                 products[:, first:last, :last] += rows[:, first:last] @ rows[:, :last].mT
         step = rows_mean - means
-        factor = self.places * rows.shape[2] / total
+        factor = self.sample_count * new_samples / total
         products.baddbmm_(step.unsqueeze(2), step.unsqueeze(1), alpha=factor)
-        means.add_(step, alpha=rows.shape[2] / total)
+        means.add_(step, alpha=new_samples / total)
 
     @property
-    def too_few_places(self) -> bool:
-        """Whether too few places are sampled to solve for: the layer keeps its fit and its bias."""
-        return self.places < self.settings.min_places
+    def has_too_few_samples(self) -> bool:
+        """Whether there are too few samples to solve for: the layer keeps its fit and its bias."""
+        return self.sample_count < self.settings.min_samples
+
+    @property
+    def is_depthwise(self) -> bool:
+        """Whether each line group is one line; if `joint`, an output channel has no other."""
+        return self.length == math.prod(self.box.sides)
 
     def check(self, name: str) -> None:
         """Refuse (DclsConvertError) values that are not finite, by the layer's name."""
@@ -130,59 +142,59 @@ class SecondMoments:
         """Means and covariances of all that was added; something must have been."""
         assert self.means is not None
         assert self.products is not None
-        covariances = (self.products.tril() + self.products.tril(-1).mT).div_(self.places)
+        covariances = (self.products.tril() + self.products.tril(-1).mT).div_(self.sample_count)
         covariance = covariances[:, : self.length, : self.length]
-        energy = self._energy(covariance)
+        input_variance = self._input_variance(covariance)
         return Statistics(
             mean_patch=self.means[:, : self.length],
             mean_target=self.means[:, self.length :],
             covariance=covariance,
             cross=covariances[:, self.length :, : self.length],
             target_variance=covariances.diagonal(dim1=1, dim2=2)[:, self.length :],
-            energy=energy,
-            damping=self._damping(energy),
+            input_variance=input_variance,
+            prior_precision=self._prior_precision(input_variance),
         )
 
-    def _damping(self, energy: Tensor) -> Tensor:
-        """a diag(v) of the objective, and the part by which it grows where places are few."""
+    def _prior_precision(self, input_variance: Tensor) -> Tensor:
+        """p of the objective in `solution.py`: a v + s (v + mean(m^2)), in its letters."""
         assert self.means is not None
         settings = self.settings
         cells = math.prod(self.box.sides)
-        # With the means: few places may not vary at all, and other images will.
-        squared_means = self.means[:, : self.length].square().reshape(self.groups, -1, cells)
-        mean_square = energy + squared_means.mean(-1).repeat_interleave(cells, dim=1)
-        share = (settings.places_of_old_kernel * self.length / self.places) ** 2
-        return settings.damping * energy + share * mean_square
+        # With the means: few samples may not vary at all, and other images will.
+        squared_means = self.means[:, : self.length].square().reshape(self.line_groups, -1, cells)
+        mean_square = input_variance + squared_means.mean(-1).repeat_interleave(cells, dim=1)
+        share = (settings.samples_of_old_kernel * self.length / self.sample_count) ** 2
+        return settings.kernel_prior * input_variance + share * mean_square
 
-    def _energy(self, covariance: Tensor) -> Tensor:
+    def _input_variance(self, covariance: Tensor) -> Tensor:
         cells = math.prod(self.box.sides)
         variances = covariance.diagonal(dim1=1, dim2=2)  # (G, R * S)
-        energy = variances.reshape(self.groups, -1, cells).mean(-1)  # (G, R)
-        least = energy.mean() * self.settings.min_energy + 1e-12
-        return energy.maximum(least).repeat_interleave(cells, dim=1)
+        of_lines = variances.reshape(self.line_groups, -1, cells).mean(-1)  # (G, R)
+        least = of_lines.mean() * self.settings.min_input_variance + MIN_VARIANCE
+        return of_lines.maximum(least).repeat_interleave(cells, dim=1)
 
 
-def shared_roots(moments: Sequence[SecondMoments]) -> Tensor | None:
-    """What an error of a kernel does to the outputs, for `fit_elements`: roots (in_channels, S, S).
+def shared_covariance_roots(moments: Sequence[SecondMoments]) -> Tensor | None:
+    """What an error of a kernel does to the outputs, for `fit_elements`: (in_channels, S, S).
 
-    An error e of a line costs |e @ root|^2: root @ root.mT is the mean of the layers' damped
-    covariances for the line's input channel, each layer's scaled to a mean variance of 1. Roots for
-    each layer alone would cost as many fits, and kept outputs no closer.
+    An error e of a line costs |e @ root|^2: root @ root.mT is the mean of the layers' covariances,
+    plus the prior precision, for the line's input channel, each layer's scaled to a mean variance
+    of 1. Roots for each layer alone would cost as many fits, and kept outputs no closer.
 
     Args:
-        moments: Of the layers of a tie group, each line by itself (not joint).
+        moments: Of the layers of a tie group, with lines that are not joint.
 
     Returns:
-        None if every layer saw too few places.
+        None if every layer saw too few samples.
     """
     scaled = []
-    for alone in moments:
-        if alone.places == 0 or alone.too_few_places:
+    for of_layer in moments:
+        if of_layer.sample_count == 0 or of_layer.has_too_few_samples:
             continue
-        statistics = alone.statistics()
+        statistics = of_layer.statistics()
         covariance = statistics.covariance
-        covariance.diagonal(dim1=1, dim2=2).add_(statistics.damping)
-        by_channel = covariance.reshape(alone.layer.in_channels, -1, *covariance.shape[1:])
+        covariance.diagonal(dim1=1, dim2=2).add_(statistics.prior_precision)
+        by_channel = covariance.reshape(of_layer.layer.in_channels, -1, *covariance.shape[1:])
         matrix = by_channel.mean(1)
         scaled.append(matrix / matrix.diagonal(dim1=1, dim2=2).mean())
     if not scaled:

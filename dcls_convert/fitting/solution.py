@@ -4,19 +4,30 @@ For an output channel, let k be its kernel (its lines in a row), k0 the old kern
 the output that is wanted there. The kernel is made of elements with weights w: k = F'w, where a row
 of F, the footprint, says how one element spreads over the cells of its line. The weights minimise
 
-    Var(k'x - y)                     over the sampled places
-    + a (k - k0)' diag(v) (k - k0)   v: mean variance of each line's input
+    Var(k'x - y)                     over the samples
+    + (k - k0)' diag(p) (k - k0)     p: prior precision of the kernel
     + b ((k - k0)' m)^2              m: mean patch            (depthwise layers alone)
-    + c (k - k0)' P (k - k0)         P: shared correlation    (depthwise layers alone)
+    + c (k - k0)' C (k - k0)         C: shared correlation    (depthwise layers alone)
     + d |w - w0|^2                   w0: weights to start from
 
-a grows where places are few; what it grows by weighs squared means as well as v, see
-`SecondMoments._damping`. b is `mean_patch_weight` times the sampled places of an image.
+where, with an entry for each line, which all its cells share,
 
-P has v's scale: the mean over channels of the covariances, each divided by its v, times v. The mean
-of the outputs is not part of it: the mean shift sets it afterwards. The numbers a to d, and where
-they come from, are in `CalibrationSettings`: `damping`, `mean_patch_weight`, `shared_correlation`,
-`ridge` (times the mean diagonal of the normal equations).
+    p = a v + s (v + u)
+    v: mean of Var(x) over the cells of the line, at least `min_input_variance` of the mean over
+       all lines of the layer
+    u: mean of m^2 over the cells of the line
+    s: (`samples_of_old_kernel` * R * S / samples)^2
+
+and, from `CalibrationSettings`, which says where the numbers come from,
+
+    a: `kernel_prior`
+    b: `mean_patch_weight` * samples of an image
+    c: `shared_correlation`
+    d: `ridge` * mean diagonal of the line's normal equations F M F', where M is the sum of Cov(x)
+       and the matrices of the terms with k - k0
+
+C has v's scale: the mean over channels of the covariances, each divided by its v, times v. The mean
+of the outputs is not part of the objective: the bias sets it afterwards.
 
 It is what GPTQ (arXiv:2210.17323) and Optimal Brain Surgeon minimise, plus priors for few images.
 
@@ -31,82 +42,105 @@ from torch import Tensor
 from .calibration_settings import CalibrationSettings
 from .second_moments import SecondMoments, Statistics
 
+# Bounds that keep divisors above zero.
+MIN_RIDGE = 1e-30  # for lines with normal equations of zero
+MIN_SQUARED_RESIDUAL = 1e-300  # in the preconditioner's norm, for channels that have converged
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Solution:
-    """The best weights of one layer, and what is left."""
+    """The best weights and bias of one layer, and the error that remains."""
 
     weights: Tensor  # (N, E)
-    # (O,): to add to the outputs without bias, so that each channel has the wanted mean. Of too few
-    # places, the bias that the layer has.
-    mean_shift: Tensor
-    output_error: float  # |new - wanted| / |wanted| over the sampled places, with the mean shift
+    bias: Tensor  # (O,)
+    output_error: float  # |new - wanted| / |wanted| over the samples, with this bias
+    keeps_fit: bool  # weights and bias are those of before, since there are too few samples
 
 
-def solve_weights(
+def solve_layer(
     moments: SecondMoments,
-    places: Tensor,
-    old: Tensor,
+    box_positions: Tensor,
+    old_kernel: Tensor,
     start: Tensor,
     *,
-    fixed: bool = False,
+    fixed_weights: bool = False,
 ) -> Solution:
-    """The weights of elements for outputs close to the wanted ones.
+    """The weights and the bias of a layer for outputs close to the wanted ones.
+
+    With too few samples, both are kept as they are.
 
     Args:
         moments: Joint, with wanted outputs.
-        places: (N, E, A) of the elements, in cells from the first cell of the box.
-        old: (N, S), the old kernel.
-        start: (N, E), weights to go on from; kept as they are if `fixed`, or of too few places.
+        box_positions: (N, E, A) of the elements.
+        old_kernel: (N, S).
+        start: (N, E), weights to start from.
+        fixed_weights: Whether to keep the weights to start from, and to choose the bias alone.
     """
-    settings = moments.settings
+    keeps_fit = moments.has_too_few_samples
     statistics = moments.statistics()
-    footprint = moments.box.footprint(places.double())  # (N, E, S)
-    old = old.double().reshape(statistics.cross.shape)  # (G, Q, R * S)
-    start = start.double()
-    damping = statistics.damping
-    matrix = statistics.covariance
-    goal = statistics.cross + old * damping.unsqueeze(1)
-    one_line_a_channel = moments.length == footprint.shape[2]
-    if one_line_a_channel:
-        places_of_image = moments.places / moments.images
-        b = settings.mean_patch_weight * places_of_image
-        prior = _depthwise_prior(statistics, settings, b)
-        goal = goal + old @ prior
-        matrix = matrix + prior
-    # Added in place, and taken off again: the matrix may be the covariance itself, of which a copy
-    # would be large for dense layers.
-    diagonal = matrix.diagonal(dim1=1, dim2=2)
-    diagonal.add_(damping)
-    weights = start
-    if not fixed and not moments.too_few_places:
-        weights = _minimise(matrix, footprint, goal, start, settings)
-    diagonal.sub_(damping)
+    footprint = moments.box.footprint(box_positions.double())  # (N, E, S)
+    weights = start.double()
+    if not keeps_fit and not fixed_weights:
+        old_kernel = old_kernel.double().reshape(statistics.cross.shape)  # (G, Q, R * S)
+        weights = _solve_weights(moments, statistics, footprint, old_kernel, weights)
     kernel = (weights.unsqueeze(1) @ footprint).reshape(statistics.cross.shape)
-    mean_output = (kernel @ statistics.mean_patch.unsqueeze(2)).squeeze(2)  # (G, Q)
-    missing_mean = statistics.mean_target - mean_output
-    mean_shift = missing_mean
-    if moments.too_few_places:
-        mean_shift = torch.zeros_like(missing_mean)
+    best_bias = _best_bias(statistics, kernel)  # (G, Q)
+    bias = best_bias
+    if keeps_fit:
+        bias = torch.zeros_like(best_bias)
         if moments.layer.bias is not None:
-            mean_shift += moments.layer.bias.detach().reshape(mean_shift.shape)
+            bias += moments.layer.bias.detach().reshape(bias.shape)
     return Solution(
         weights=weights,
-        mean_shift=mean_shift.flatten(),
-        output_error=_output_error(kernel, statistics, missing_mean - mean_shift),
+        bias=bias.flatten(),
+        output_error=_output_error(statistics, kernel, missing_mean=best_bias - bias),
+        keeps_fit=keeps_fit,
     )
 
 
+def _solve_weights(
+    moments: SecondMoments,
+    statistics: Statistics,
+    footprint: Tensor,
+    old_kernel: Tensor,
+    start: Tensor,
+) -> Tensor:
+    """The weights (N, E) that minimise the objective; `old_kernel` is (G, Q, R * S)."""
+    settings = moments.settings
+    prior_precision = statistics.prior_precision
+    matrix = statistics.covariance
+    goal = statistics.cross + old_kernel * prior_precision.unsqueeze(1)
+    if moments.is_depthwise:
+        samples_of_image = moments.sample_count / moments.image_count
+        b = settings.mean_patch_weight * samples_of_image
+        prior = _depthwise_prior(statistics, settings, b)
+        goal = goal + old_kernel @ prior
+        matrix = matrix + prior
+    # Added in place, and subtracted again: the matrix may be the covariance itself, of which a copy
+    # would be large for dense layers.
+    diagonal = matrix.diagonal(dim1=1, dim2=2)
+    diagonal.add_(prior_precision)
+    weights = _minimise(matrix, footprint, goal, start, settings)
+    diagonal.sub_(prior_precision)
+    return weights
+
+
 def _depthwise_prior(statistics: Statistics, settings: CalibrationSettings, b: float) -> Tensor:
-    """b m m' + c P of the objective, (G, S, S)."""
-    energy = statistics.energy.unsqueeze(2)
+    """b m m' + c C of the objective, (G, S, S)."""
+    input_variance = statistics.input_variance.unsqueeze(2)
     mean_patch = statistics.mean_patch
-    shared = (statistics.covariance / energy).mean(0)
-    prior = settings.shared_correlation * shared * energy
+    shared = (statistics.covariance / input_variance).mean(0)
+    prior = settings.shared_correlation * shared * input_variance
     return prior.baddbmm_(mean_patch.unsqueeze(2), mean_patch.unsqueeze(1), alpha=b)
 
 
-def _output_error(kernel: Tensor, statistics: Statistics, missing_mean: Tensor) -> float:
+def _best_bias(statistics: Statistics, kernel: Tensor) -> Tensor:
+    """The bias (G, Q) with which the outputs of a kernel (G, Q, R * S) have the wanted means."""
+    mean_output = (kernel @ statistics.mean_patch.unsqueeze(2)).squeeze(2)
+    return statistics.mean_target - mean_output
+
+
+def _output_error(statistics: Statistics, kernel: Tensor, *, missing_mean: Tensor) -> float:
     """|new - y| / |y| over all output channels, whose means lack `missing_mean` (G, Q)."""
     spread = ((kernel @ statistics.covariance) * kernel).sum()
     common = (kernel * statistics.cross).sum()
@@ -132,13 +166,12 @@ def _minimise(
     groups, length, _ = matrix.shape
     lines, _, cells = footprint.shape
     lines_of_channel = length // cells  # R
+    is_depthwise = lines_of_channel == 1
     normal = _normal_equations(matrix, footprint)  # (N, E, E)
     ridge = settings.ridge * normal.diagonal(dim1=1, dim2=2).mean(1, keepdim=True)  # (N, 1)
-    factor = torch.linalg.cholesky(normal + torch.diag_embed(ridge.expand(start.shape) + 1e-30))
+    factor = torch.linalg.cholesky(normal + torch.diag_embed(ridge.expand(start.shape) + MIN_RIDGE))
     # Most of the time goes into products with the matrix; steps need no more digits than float32.
-    multiplier = matrix
-    if lines_of_channel > 1:
-        multiplier = matrix.float()
+    multiplier = matrix if is_depthwise else matrix.float()
 
     def apply(weights: Tensor) -> Tensor:
         """F M F' w + ridge w."""
@@ -159,7 +192,7 @@ def _minimise(
     d = torch.zeros_like(r)
     rz_before = torch.ones_like(ridge)
     rz_first: Tensor | None = None
-    steps = settings.max_steps if lines_of_channel > 1 else 2
+    steps = 2 if is_depthwise else settings.max_steps
     for step in range(steps):
         z = precondition(r)
         rz = dot(r, z)
@@ -174,7 +207,7 @@ def _minimise(
         alpha = torch.where(dq > 0, rz / dq, 0.0)
         x = x + alpha * d
         r = r - alpha * q
-        rz_before = rz.clamp(min=1e-300)
+        rz_before = rz.clamp(min=MIN_SQUARED_RESIDUAL)
     return x
 
 

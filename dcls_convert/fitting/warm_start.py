@@ -19,13 +19,13 @@ from .least_squares import fit_lines
 SETTINGS = FitSettings()  # of every fit
 
 # Indices of lines -> (lines, S, S), by which the errors of these lines are multiplied.
-Metric = Callable[[Tensor], Tensor]
+RootsOfLines = Callable[[Tensor], Tensor]
 
 
 class _Elements(NamedTuple):
     """Elements of a tie group, line by line."""
 
-    places: Tensor  # (N, E, A), in cells of the box
+    box_positions: Tensor  # (N, E, A)
     weights: Tensor  # (N, L, E)
 
 
@@ -34,7 +34,7 @@ def fit_elements(
     box: Box,
     *,
     kernel_count: int,
-    roots: Tensor | None = None,
+    covariance_roots: Tensor | None = None,
     seed: int = 0,
 ) -> tuple[list[Tensor], Tensor]:
     """Elements whose constructed kernels have the least squared distance to the old ones.
@@ -46,80 +46,90 @@ def fit_elements(
         kernels: (O, I, *kernel size) of each layer.
         box: In which the kernels are fitted.
         kernel_count: Elements in each kernel.
-        roots: (in_channels, S, S). With them, an error e of a line counts as |e @ root|^2, with the
-            root of the line's input channel; else as |e|^2.
+        covariance_roots: (in_channels, S, S). With them, an error e of a line counts as
+            |e @ root|^2, with the root of the line's input channel; else as |e|^2.
         seed: Of the starting positions.
 
     Returns:
         Weights (O, I, *D, E) of each layer, and the positions (A, O, I, *D, E).
     """
     largest_weights, largest_positions = box.largest(kernels, kernel_count)
-    one_for_each_cell = kernel_count >= len(box.cells())
+    one_for_each_cell = kernel_count >= len(box.old_cell_coordinates())
     exact = one_for_each_cell and find_interpolation(box.interpolation).exact_on_cells
     if exact or kernels[0].is_meta:
         return largest_weights, largest_positions
-    lines = _lines_of(kernels, box)
-    # Each line is scaled to values of order 1, so that squares neither vanish nor overflow.
-    scale = lines.abs().amax(dim=(1, 2), keepdim=True)  # (N, 1, 1)
-    scale = torch.where(scale > 0, scale, 1.0)
-    lines = lines / scale
-    metric = _metric(roots, kernels[0], len(lines))
+    lines, scale = _scaled_lines(kernels, box)
+    roots = _roots_of_lines(covariance_roots, kernels[0], len(lines))
     largest_cells = _Elements(
-        places=box.places_of(largest_positions.to(lines)),
+        box_positions=box.to_box(largest_positions.to(lines)),
         weights=_weights_by_line(largest_weights, lines) / scale,
     )
-    settings = SETTINGS
-    if roots is None:
-        starts = settings.starts
-    elif len(lines) == len(kernels[0]):  # one line for each output channel
-        starts = settings.starts_alone
-    else:
-        starts = settings.starts_together
-    noise = _starting_noise(largest_cells.places, starts, settings.jitter, seed)
-    fitted = _fit(lines, largest_cells, box, metric, noise, settings)
-    best = _no_layer_worse(lines, fitted, largest_cells, box, metric, scale)
-    from_centre = best.places + lines.new_tensor(box.origin)
-    positions = from_centre.movedim(-1, 0).reshape(largest_positions.shape).to(largest_positions)
-    unscaled = (best.weights * scale).unbind(1)  # (N, E) of each layer
-    weights = []
-    for weight, old in zip(unscaled, largest_weights, strict=True):
-        weights.append(weight.reshape(old.shape).to(old))
-    return weights, positions
+    starts = _number_of_starts(kernels[0], len(lines), to_outputs=roots is not None)
+    noise = _starting_noise(largest_cells.box_positions, starts, seed)
+    fitted = _fit(lines, largest_cells, box, roots, noise)
+    best = _no_layer_worse(lines, fitted, largest_cells, box, roots, scale)
+    positions = box.from_box(best.box_positions, largest_positions.shape)
+    weights = _weights_by_layer(best.weights * scale, largest_weights)
+    return weights, positions.to(largest_positions)
 
 
-def _starting_noise(places: Tensor, starts: int, jitter: float, seed: int) -> Tensor:
-    """What is added to places (N, E, A) for each start: (starts, N, E, A), on the CPU.
+def _scaled_lines(kernels: Sequence[Tensor], box: Box) -> tuple[Tensor, Tensor]:
+    """The lines (N, L, S) divided by their scale, and the scale (N, 1, 1).
+
+    Scaled values are of order 1, so that squares neither vanish nor overflow.
+    """
+    lines = _lines_of(kernels, box)
+    scale = lines.abs().amax(dim=(1, 2), keepdim=True)
+    scale = torch.where(scale > 0, scale, 1.0)
+    return lines / scale, scale
+
+
+def _number_of_starts(kernel: Tensor, line_count: int, *, to_outputs: bool) -> int:
+    """How many starts each line has, of a fit to kernels or to outputs."""
+    if not to_outputs:
+        return SETTINGS.starts
+    is_depthwise = line_count == len(kernel)  # one line for each output channel
+    if is_depthwise:
+        return SETTINGS.starts_depthwise
+    return SETTINGS.starts_of_summed_lines
+
+
+def _starting_noise(box_positions: Tensor, starts: int, seed: int) -> Tensor:
+    """What is added to box positions (N, E, A) for each start: (starts, N, E, A), on the CPU.
 
     It is drawn for all lines at once, so a seed means the same on every device and for any chunks.
     """
     generator = torch.Generator().manual_seed(seed)
-    return jitter * torch.randn(starts, *places.shape, generator=generator, device="cpu")
+    shape = (starts, *box_positions.shape)
+    return SETTINGS.jitter * torch.randn(shape, generator=generator, device="cpu")
 
 
 def _fit(
     lines: Tensor,
     largest_cells: _Elements,
     box: Box,
-    metric: Metric | None,
+    roots: RootsOfLines | None,
     noise: Tensor,
-    settings: FitSettings,
 ) -> _Elements:
     """The best elements for lines (N, L, S), from several starts beside the largest cells.
 
     The last start is beside merged cells. `noise` (starts, N, E, A) is added to the starts.
     """
     fitted = _Elements(
-        torch.empty_like(largest_cells.places), torch.empty_like(largest_cells.weights)
+        torch.empty_like(largest_cells.box_positions), torch.empty_like(largest_cells.weights)
     )
     for chunk in _chunks(largest_cells, box):
-        places_of_cells = largest_cells.places[chunk]
-        bases = [places_of_cells] * (len(noise) - 1)
-        bases.append(_merged_neighbours(lines[chunk], places_of_cells, box))
-        jitter = noise[:, chunk.to(noise.device)].to(places_of_cells)
-        places = [base + jitter[start] for start, base in enumerate(bases)]
-        roots = None if metric is None else metric(chunk)
-        fitted.places[chunk], fitted.weights[chunk] = fit_lines(
-            lines[chunk], places, box, settings=settings, roots=roots
+        cells = largest_cells.box_positions[chunk]
+        bases = [cells] * (len(noise) - 1)
+        bases.append(_merged_neighbours(lines[chunk], cells, box))
+        jitter = noise[:, chunk.to(noise.device)].to(cells)
+        starts = [base + jitter[start] for start, base in enumerate(bases)]
+        fitted.box_positions[chunk], fitted.weights[chunk] = fit_lines(
+            lines[chunk],
+            starts,
+            box,
+            settings=SETTINGS,
+            covariance_roots=None if roots is None else roots(chunk),
         )
     return fitted
 
@@ -135,25 +145,25 @@ def relative_errors(
     positions: Tensor,
     box: Box,
     *,
-    roots: Tensor | None = None,
+    covariance_roots: Tensor | None = None,
 ) -> list[float]:
-    """|new - old| / |old| of each layer's kernels; with `roots`, of the outputs that they give.
+    """|new - old| / |old| of each layer's kernels; with roots, of the outputs that they give.
 
     Args:
         kernels: The old ones (O, I, *kernel size) of each layer.
         weights: (O, I, *D, E) of each layer.
         positions: (A, O, I, *D, E), from the window's centre.
         box: In which the kernels are fitted.
-        roots: (in_channels, S, S), as in `fit_elements`.
+        covariance_roots: (in_channels, S, S), as in `fit_elements`.
     """
     lines = _lines_of(kernels, box)
-    metric = _metric(roots, kernels[0], len(lines))
-    places = box.places_of(positions.to(lines))
+    roots = _roots_of_lines(covariance_roots, kernels[0], len(lines))
+    box_positions = box.to_box(positions.to(lines))
     new_weights = _weights_by_line(weights, lines)
-    new = _Elements(places, new_weights)
-    nothing = _Elements(places, torch.zeros_like(new_weights))
-    errors = _squared_errors(lines, new, box, metric).sum(0).tolist()  # of each layer
-    norms = _squared_errors(lines, nothing, box, metric).sum(0).tolist()
+    new = _Elements(box_positions, new_weights)
+    nothing = _Elements(box_positions, torch.zeros_like(new_weights))
+    errors = _squared_errors(lines, new, box, roots).sum(0).tolist()  # of each layer
+    norms = _squared_errors(lines, nothing, box, roots).sum(0).tolist()
     relative = []
     for error, norm in zip(errors, norms, strict=True):
         relative.append(math.sqrt(error / norm) if norm else 0.0)
@@ -170,26 +180,36 @@ def _weights_by_line(weights: Sequence[Tensor], lines: Tensor) -> Tensor:
     return torch.stack([weight.flatten(0, -2) for weight in weights], dim=1).to(lines)
 
 
-def _metric(roots: Tensor | None, kernel: Tensor, lines: int) -> Metric | None:
-    """The roots (in_channels, S, S) by the indices of lines."""
-    if roots is None:
+def _weights_by_layer(weights: Tensor, examples: Sequence[Tensor]) -> list[Tensor]:
+    """Weights (N, L, E) -> (O, I, *D, E) of each layer, as the examples are."""
+    layers = []
+    for of_layer, example in zip(weights.unbind(1), examples, strict=True):
+        layers.append(of_layer.reshape(example.shape).to(example))
+    return layers
+
+
+def _roots_of_lines(
+    covariance_roots: Tensor | None, kernel: Tensor, line_count: int
+) -> RootsOfLines | None:
+    """The covariance roots (in_channels, S, S), by the indices of lines."""
+    if covariance_roots is None:
         return None
     device = kernel.device
     out_channels, inputs_per_group = kernel.shape[:2]
-    groups = len(roots) // inputs_per_group
+    groups = len(covariance_roots) // inputs_per_group
     outputs_per_group = out_channels // groups
     group = torch.arange(out_channels, device=device) // outputs_per_group
     input_in_group = torch.arange(inputs_per_group, device=device)
     channels = (group[:, None] * inputs_per_group + input_in_group).flatten()
     # Cells of dense axes are lines of their own, and see the same channel.
-    channels = channels.repeat_interleave(lines // len(channels))  # (N,)
-    roots = roots.to(device, torch.promote_types(kernel.dtype, torch.float32))
-    return lambda chosen: roots[channels[chosen]]
+    channels = channels.repeat_interleave(line_count // len(channels))  # (N,)
+    by_channel = covariance_roots.to(device, torch.promote_types(kernel.dtype, torch.float32))
+    return lambda line_indices: by_channel[channels[line_indices]]
 
 
 def _chunks(elements: _Elements, box: Box) -> Sequence[Tensor]:
     """Indices of lines that are fitted together; few enough for the memory."""
-    lines, count, axes = elements.places.shape
+    lines, count, axes = elements.box_positions.shape
     layers = elements.weights.shape[1]
     coordinates = count * axes
     cells = math.prod(box.sides)
@@ -197,12 +217,12 @@ def _chunks(elements: _Elements, box: Box) -> Sequence[Tensor]:
     # three starts of it are in memory at once.
     floats = 3 * coordinates * cells + 4 * coordinates**2 + 4 * layers * cells + cells**2
     lines_at_once = max(1, FLOATS_AT_ONCE // (3 * floats))
-    indices = torch.arange(lines, device=elements.places.device)
+    indices = torch.arange(lines, device=elements.box_positions.device)
     return torch.split(indices, lines_at_once)
 
 
 def _merged_neighbours(lines: Tensor, grid: Tensor, box: Box) -> Tensor:
-    """Places (N, E, A) to start from, with one element between two cells where that loses little.
+    """Box positions to start from, with one element between two cells where that loses little.
 
     Pairs of cells are merged greedily, the cheapest first, until as many cells and merged pairs
     are left as there are elements. The grid is returned as it is where no cells are neighbours, or
@@ -210,16 +230,19 @@ def _merged_neighbours(lines: Tensor, grid: Tensor, box: Box) -> Tensor:
 
     Args:
         lines: (N, L, S).
-        grid: Places (N, E, A) of the largest cells.
+        grid: Box positions (N, E, A) of the largest cells.
         box: In which the kernels are fitted.
+
+    Returns:
+        (N, E, A).
     """
-    cells = box.cells().to(lines.device)  # (K, A)
+    cells = box.old_cell_coordinates().to(lines.device)  # (K, A)
     count = grid.shape[1]
     surplus = len(cells) - count
     pairs = _neighbours(cells)  # (P, 2)
     if not len(pairs) or surplus <= 0:
         return grid
-    values = lines[..., box.flat_cells().to(lines.device)]  # (N, L, K)
+    values = lines[..., box.old_cell_indices().to(lines.device)]  # (N, L, K)
     loss, share = _merging_losses(values[..., pairs[:, 0]], values[..., pairs[:, 1]])
     merged, single = _merge_greedily(loss, pairs, len(cells), surplus)
     first_cells = cells[pairs[:, 0]]
@@ -284,16 +307,16 @@ def _no_layer_worse(
     fitted: _Elements,
     largest_cells: _Elements,
     box: Box,
-    metric: Metric | None,
+    roots: RootsOfLines | None,
     scale: Tensor,
 ) -> _Elements:
-    """The fit, with the largest_cells for some lines, so that no layer as a whole is worse.
+    """The fit, with the largest cells for some lines, so that no layer as a whole is worse.
 
     The fit minimises the sum over layers, where a layer of small weights can lose.
     """
     squared_scale = scale.flatten(1).double().square()  # (N, 1)
-    fitted_errors = squared_scale * _squared_errors(lines, fitted, box, metric)  # (N, L)
-    largest_cells_errors = squared_scale * _squared_errors(lines, largest_cells, box, metric)
+    fitted_errors = squared_scale * _squared_errors(lines, fitted, box, roots)  # (N, L)
+    largest_cells_errors = squared_scale * _squared_errors(lines, largest_cells, box, roots)
     falls_back = ~fitted_errors.isfinite().all(dim=1)  # (N,)
     # In each round, layers that are worse take back all their losing lines, and cannot become worse
     # again. So as many rounds as layers are enough.
@@ -305,18 +328,20 @@ def _no_layer_worse(
         falls_back |= (gain < 0)[:, worse_layers].any(dim=1)
     by_line = falls_back[:, None, None]
     return _Elements(
-        places=torch.where(by_line, largest_cells.places, fitted.places),
+        box_positions=torch.where(by_line, largest_cells.box_positions, fitted.box_positions),
         weights=torch.where(by_line, largest_cells.weights, fitted.weights),
     )
 
 
-def _squared_errors(lines: Tensor, elements: _Elements, box: Box, metric: Metric | None) -> Tensor:
+def _squared_errors(
+    lines: Tensor, elements: _Elements, box: Box, roots: RootsOfLines | None
+) -> Tensor:
     """Squared distance between the constructed kernel and the line: (N, L), in float64."""
     errors = []
     for chunk in _chunks(elements, box):
-        constructed = elements.weights[chunk] @ box.footprint(elements.places[chunk])
+        constructed = elements.weights[chunk] @ box.footprint(elements.box_positions[chunk])
         error = (lines[chunk] - constructed).double()
-        if metric is not None:
-            error = error @ metric(chunk).double()
+        if roots is not None:
+            error = error @ roots(chunk).double()
         errors.append(error.square().sum(-1))
     return torch.cat(errors)

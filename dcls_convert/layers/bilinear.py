@@ -3,16 +3,21 @@
 Axes: *C channels (any number of axes, one kernel each), E kernel elements, A learnt axes, N all
 kernels in one axis. `cells` are positions counted from the first cell of the window.
 
-Four forms with equal results:
+Several implementations give the same kernel and the same gradients:
 
-- `_Construct`, where operations run at once: in blocks, with the first derivative in closed form.
-  On a CPU by scattered additions, elsewhere by `of_products`.
-- `of_plain_operations`, on a CPU in compiled programs; on any device for derivatives of
-  `_Construct`'s derivatives.
-- `of_products`, on other devices: products over the whole window. Scattered additions have no fixed
-  order there.
-- `of_matrix_products`, in exports: few formats have translators for scattered additions, and some
-  of these are wrong.
+| when                                           | which                                           |
+| ---------------------------------------------- | ----------------------------------------------- |
+| operations run at once, on a CPU               | `_BilinearKernel`: scattered additions, in      |
+|                                                | blocks                                          |
+| operations run at once, on another device      | `_BilinearKernel`: `construct_by_broadcasting`, |
+|                                                | in blocks                                       |
+| second derivatives of `_BilinearKernel`        | `construct_by_scatter`                          |
+| exports                                        | `construct_by_matmul`                           |
+| all else (compiled, torch.func), on a CPU      | `construct_by_scatter`                          |
+| all else, on another device                    | `construct_by_broadcasting`                     |
+
+On devices other than CPUs, scattered additions have no fixed order. In exports they are avoided,
+because few formats have translators for them, and some of these are wrong.
 """
 
 import functools
@@ -49,31 +54,31 @@ def bilinear_kernel(weight: Tensor, positions: Tensor, size: Sequence[int]) -> T
         cells = positions + centre[0]
     else:
         cells = positions + per_axis(centre, positions)
-    wide_axes: list[int] = []
+    axes_longer_than_one: list[int] = []
     for axis, length in enumerate(size):
         if length > 1:
-            wide_axes.append(axis)
+            axes_longer_than_one.append(axis)
         else:
             # Without a fraction there is no gradient, but NaN in a position must reach the kernel.
             weight = weight * (1 + 0 * cells[axis])
-    if not wide_axes:
+    if not axes_longer_than_one:
         return weight.sum(-1).reshape(*weight.shape[:-1], *size)
-    if len(wide_axes) < len(size):
-        # Not cells[wide_axes], which would copy its index from the host.
-        cells = torch.stack([cells[axis] for axis in wide_axes])
-    wide_size = tuple(size[axis] for axis in wide_axes)
+    if len(axes_longer_than_one) < len(size):
+        # Not cells[axes_longer_than_one], which would copy its index from the host.
+        cells = torch.stack([cells[axis] for axis in axes_longer_than_one])
+    size_along_them = tuple(size[axis] for axis in axes_longer_than_one)
     if is_eager(weight, cells):
-        kernel: Tensor = _Construct.apply(weight, cells, wide_size)
+        kernel: Tensor = _BilinearKernel.apply(weight, cells, size_along_them)
     elif is_exported():
-        kernel = of_matrix_products(weight, cells, wide_size)
+        kernel = construct_by_matmul(weight, cells, size_along_them)
     elif on_cpu(weight):
-        kernel = of_plain_operations(weight, cells, wide_size)
+        kernel = construct_by_scatter(weight, cells, size_along_them)
     else:
-        kernel = of_products(weight, cells, wide_size)
+        kernel = construct_by_broadcasting(weight, cells, size_along_them)
     return kernel.reshape(*weight.shape[:-1], *size)
 
 
-def of_plain_operations(weight: Tensor, cells: Tensor, size: WindowSize) -> Tensor:
+def construct_by_scatter(weight: Tensor, cells: Tensor, size: WindowSize) -> Tensor:
     """weight (*C, E), cells (A, *C, E) -> (*C, *size), with sides of 2 cells or more.
 
     An element adds to 2^A cells, the corners of the square around it. Each corner of all elements
@@ -102,12 +107,12 @@ def of_plain_operations(weight: Tensor, cells: Tensor, size: WindowSize) -> Tens
     return flat.reshape(*weight.shape[:-1], *size)
 
 
-def of_products(
+def construct_by_broadcasting(
     weight: Tensor, cells: Tensor, size: WindowSize, *, differentiable: bool = True
 ) -> Tensor:
     """weight (*C, E), cells (A, *C, E) -> (*C, *size), with sides of 2 cells or more.
 
-    Each cell is a sum over all elements.
+    Each cell is a sum over all elements, with a share of 0 for most of them.
     """
     # With derivatives, weights and coordinates are expanded over the window before anything else,
     # so that each gradient is one sum over the window of products: a compiler fuses all of them
@@ -133,10 +138,10 @@ def of_products(
     return kernel.sum(-1 - len(size))
 
 
-def of_matrix_products(weight: Tensor, cells: Tensor, size: WindowSize) -> Tensor:
+def construct_by_matmul(weight: Tensor, cells: Tensor, size: WindowSize) -> Tensor:
     """weight (*C, E), cells (A, *C, E) -> (*C, *size), with sides of 2 cells or more.
 
-    Has no scattered additions.
+    The matrices are the elements' shares of the cells of an axis.
     """
     spread_weight = weight.unsqueeze(-1)  # (*C, E, cells of the axes so far)
     for coordinate, length in zip(cells[:-1], size[:-1], strict=True):
@@ -159,7 +164,7 @@ def _shares_of_cells(coordinate: Tensor, length: int) -> Tensor:
     return lower_share + upper_share
 
 
-class _Construct(Function):
+class _BilinearKernel(Function):
     """weight (*C, E), cells (A, *C, E) -> kernel (*C, *size)."""
 
     @staticmethod
@@ -172,44 +177,51 @@ class _Construct(Function):
         # (N, cells of the window)
         kernel = weight.new_empty(flat_weight.shape[0], math.prod(size))
         if not kernel.is_meta:  # on meta there are no values, and operations are slow
-            for some_kernel, some_weight, some_cells in _blocks(kernel, flat_weight, flat_cells):
+            for block_kernel, block_weight, block_cells in _blocks(kernel, flat_weight, flat_cells):
                 if on_cpu(weight):
-                    _construct_block_(some_kernel, some_weight, some_cells, size)
+                    _scatter_block_(block_kernel, block_weight, block_cells, size)
                 else:
-                    products = of_products(some_weight, some_cells, size, differentiable=False)
-                    some_kernel.copy_(products.flatten(1))
+                    products = construct_by_broadcasting(
+                        block_weight, block_cells, size, differentiable=False
+                    )
+                    block_kernel.copy_(products.flatten(1))
         return kernel.view(*weight.shape[:-1], *size)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None]:
         """Algorithm 2.
 
-        Changes nothing in place that depends on `grad`: it may be a batch (`is_grads_batched`).
+        Changes nothing in place that depends on `grad_output`, which may be a batch
+        (`is_grads_batched`).
         """
         weight, cells = ctx.saved_tensors
         size = ctx.size
         if torch.is_grad_enabled():
-            # A graph of the gradients is wanted (create_graph=True), and the plain form has
+            # A graph of the gradients is wanted (create_graph=True), and plain operations have
             # derivatives of any order.
-            construct = functools.partial(of_plain_operations, size=size)
+            construct = functools.partial(construct_by_scatter, size=size)
             gradients = torch.func.vjp(construct, weight, cells)[1]
-            grad_weight, grad_cells = gradients(grad)
+            grad_weight, grad_cells = gradients(grad_output)
             return grad_weight, grad_cells, None
         flat_weight = weight.flatten(0, -2)  # (N, E)
         flat_cells = cells.flatten(1, -2)  # (A, N, E)
-        flat_grad = grad.reshape(flat_weight.shape[0], math.prod(size))  # (N, cells of the window)
+        flat_grad_output = grad_output.reshape(
+            flat_weight.shape[0], math.prod(size)
+        )  # (N, cells of the window)
         grad_weights: list[Tensor] = []
         grad_coordinates: list[Tensor] = []
-        for some_grad, some_weight, some_cells in _blocks(flat_grad, flat_weight, flat_cells):
-            value, slopes = _interpolated(some_grad, some_cells, size)
+        for block_grad, block_weight, block_cells in _blocks(
+            flat_grad_output, flat_weight, flat_cells
+        ):
+            value, slopes = _interpolated(block_grad, block_cells, size)
             grad_weights.append(value)
-            grad_coordinates.append(some_weight * slopes)
+            grad_coordinates.append(block_weight * slopes)
         grad_weight = torch.cat(grad_weights).reshape(weight.shape)
         grad_cells = torch.cat(grad_coordinates, 1).reshape(cells.shape)
         return grad_weight, grad_cells, None
 
 
-def _construct_block_(kernel: Tensor, weight: Tensor, cells: Tensor, size: WindowSize) -> None:
+def _scatter_block_(kernel: Tensor, weight: Tensor, cells: Tensor, size: WindowSize) -> None:
     """Fill kernel (n, cells of the window) from weight (n, E) and cells (A, n, E)."""
     lowest_index, fractions = _lowest_corner(cells, size)
     parts = [weight]  # of the weight at each corner, in the order of `_corner_views`

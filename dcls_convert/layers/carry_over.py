@@ -1,4 +1,7 @@
-"""What a module that replaces another one takes over: mode, hooks, and attributes of the user's."""
+"""What a new module takes over from the module that it replaces.
+
+It takes over the mode, the hooks and the attributes that the user added.
+"""
 
 from collections import OrderedDict
 from collections.abc import Collection
@@ -11,26 +14,26 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 # Hooks that compute a parameter from others before each forward pass.
 _COMPUTING = (BasePruningMethod, WeightNorm, SpectralNorm)
-# Where a module keeps its forward and backward hooks, and of which kind the latter are; not the
-# hooks of state dicts. A new module takes over the very dictionaries, since the handle that a user
-# kept for `handle.remove()` refers to them.
+# Attributes in which a module keeps its forward and backward hooks, and which kind of backward
+# hooks it has. Hooks of state dicts are not among them. A new module takes over the dictionaries
+# themselves: the handles that users keep for `handle.remove()` refer to them.
 _HOOK_REGISTRIES = {"_is_full_backward_hook"}
 _HOOK_REGISTRIES |= {
     name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_"))
 }
 
 
-def carry_over_(old: nn.Module, new: nn.Module, *, but: Collection[str]) -> None:
+def carry_over_(old: nn.Module, new: nn.Module, *, exclude: Collection[str]) -> None:
     """Give `new` the mode, trainability and hooks of `old`, and all attributes that users added.
 
     Args:
-        but: Names of attributes that `old` has by its class.
+        exclude: Names of attributes that are not the user's: modules have them by their class.
     """
     new.train(old.training)
     for name, parameter in new.named_parameters(recurse=False):
         if parameter is not getattr(old, name, None):
             parameter.requires_grad_(bool(old.weight.requires_grad))
-    own_names = {*but, *vars(new), *new._parameters} - _HOOK_REGISTRIES
+    own_names = {*exclude, *vars(new), *new._parameters} - _HOOK_REGISTRIES
     for name, value in vars(old).items():
         if name not in own_names:
             vars(new)[name] = value

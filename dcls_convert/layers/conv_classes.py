@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..depthwise.geometry import DYNAMIC_SAME, Padding
+from ..geometry import DYNAMIC_SAME, Padding
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
@@ -112,6 +112,13 @@ def find_form(conv: nn.Module) -> ConvForm | None:
     return None
 
 
+def form_of(conv: nn.Module) -> ConvForm:
+    """What the class of a convolution does that `why_not_replaceable` has not refused."""
+    form = find_form(conv)
+    assert form is not None
+    return form
+
+
 def _computes_alike(conv_class: type[nn.Module], known_class: type[nn.Module]) -> bool:
     """Whether no method that decides what a convolution computes is overridden."""
     for name in _COMPUTING_METHODS:
@@ -122,7 +129,7 @@ def _computes_alike(conv_class: type[nn.Module], known_class: type[nn.Module]) -
 
 def padding_of(conv: AnyConv) -> Padding:
     """All padding of a convolution that can be replaced: its own, and what `forward` adds."""
-    form = find_form(conv) or PLAIN
+    form = form_of(conv)
     same_padding = form.same_padding
     if callable(same_padding):
         same_padding = same_padding(conv)
@@ -132,7 +139,8 @@ def padding_of(conv: AnyConv) -> Padding:
         return conv.padding
     if form.padding_module is None:
         return tuple(conv.padding)
-    outside = _zeros_around(getattr(conv, form.padding_module), len(conv.padding)) or ()
+    outside = _zeros_around(getattr(conv, form.padding_module), len(conv.padding))
+    assert outside is not None
     sides: list[tuple[int, int]] = []  # cells before and after each axis
     for (before, after), own in zip(outside, conv.padding, strict=True):
         sides.append((before + own, after + own))
@@ -190,7 +198,7 @@ def _padding_modules(conv: nn.Module) -> set[str]:
     dims = len(cast(Conv, conv).kernel_size)
     names: set[str] = set()
     for name, module in conv.named_children():
-        if _zeros_around(module, dims):
+        if _zeros_around(module, dims) is not None:
             names.add(name)
     return names
 

@@ -5,6 +5,7 @@ The elements are few, and their positions are learnt.
 Axes: N batch, O output channels, I input channels per group, E kernel elements, A learnt axes.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self, cast
@@ -13,25 +14,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ..depthwise.choice import conv2d
-from ..depthwise.geometry import (
+from ..depthwise.choice import fastest_conv2d
+from ..geometry import (
     DYNAMIC_SAME,
     Padding,
     check_window,
     extent,
     grown_padding,
-    is_uneven,
+    is_asymmetric,
     padded_cells,
 )
 from .carry_over import carry_over_, compute_parameter_
 from .construction import construct_kernel
-from .conv_classes import PLAIN, Conv, ConvForm, find_form, padding_of, why_not_replaceable
+from .conv_classes import PLAIN, Conv, ConvForm, form_of, padding_of, why_not_replaceable
 from .elements import POSITION_STD, largest_elements
 from .interpolation import find_interpolation, learnt_axes, position_limits
 from .limits import clamp_
 from .ties import Tieable
 
 IntOrTuple = int | Sequence[int]
+
+
+@functools.cache
+def _attributes_by_class() -> frozenset[str]:
+    """Attributes that convolutions and DCLS layers have by their class; users added none of them.
+
+    The layers of 1 and 3 dimensions have the same ones.
+    """
+    conv = nn.Conv2d(1, 1, 1, device="meta")
+    layer = DclsConv2d(1, 1, kernel_count=1, dilated_kernel_size=1, device="meta")
+    return frozenset(vars(conv).keys() | vars(layer).keys())
 
 
 class DclsConvNd(Tieable):
@@ -224,11 +236,7 @@ class DclsConvNd(Tieable):
     def forward(self, input: Tensor) -> Tensor:
         """Convolve with `kernel()`: (N, in_channels, *spatial) -> (N, out_channels, *spatial)."""
         if isinstance(input, fx.Proxy) and input.tracer.root is not self:
-            # The layer becomes one call in a graph of torch.fx, also for tracers that were not told
-            # that it is a leaf.
-            tracer = cast(fx.Tracer, input.tracer)
-            output = tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
-            return cast(Tensor, output)
+            return self._as_fx_call(input)
         # An exported program changes no parameters. torch 2.8 reports is_exporting() under compile;
         # exclude dynamo.
         exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
@@ -236,14 +244,23 @@ class DclsConvNd(Tieable):
             self.clamp_positions_()
         padding = self.padding
         # Paddings that torch's convolution functions do not have.
-        if self.padding_mode != "zeros" or padding == DYNAMIC_SAME or is_uneven(padding):
-            input = self.padded(input)
+        if self.padding_mode != "zeros" or padding == DYNAMIC_SAME or is_asymmetric(padding):
+            input = self.pad_input(input)
             padding = self._on_every_axis(0)
         return self.conv_function(
             input, self.kernel(), self.bias, self.stride, padding, self.dilation, self.groups
         )
 
-    def padded(self, input: Tensor) -> Tensor:
+    def _as_fx_call(self, input: fx.Proxy) -> Tensor:
+        """One call of the layer in a graph of torch.fx.
+
+        Also for tracers that were not told that the layer is a leaf.
+        """
+        tracer = cast(fx.Tracer, input.tracer)
+        output = tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
+        return cast(Tensor, output)
+
+    def pad_input(self, input: Tensor) -> Tensor:
         """The input with all its padding, for a convolution that does not pad."""
         extents = list(map(extent, self.kernel_size, self.dilation))
         sides = padded_cells(self.padding, input.shape[-self.dims :], extents, self.stride)
@@ -288,7 +305,9 @@ class DclsConvNd(Tieable):
             reason = "other dimension"
         if reason is not None:
             raise ValueError(f"{type(conv).__name__} cannot become a {cls.__name__}: {reason}")
-        layer = cls.like(conv, kernel_count, dilated_kernel_size, interpolation, dense_axes)
+        layer = cls.from_conv_without_values(
+            conv, kernel_count, dilated_kernel_size, interpolation, dense_axes
+        )
         check_window(conv.kernel_size, conv.dilation, layer.dilated_kernel_size, layer.dense_axes)
         kernel = conv.weight.detach()
         weights, positions = largest_elements(
@@ -305,7 +324,7 @@ class DclsConvNd(Tieable):
         return layer
 
     @classmethod
-    def like(
+    def from_conv_without_values(
         cls,
         conv: Conv,
         kernel_count: int,
@@ -342,16 +361,16 @@ class DclsConvNd(Tieable):
         layer.to_empty(device=conv.weight.device)
         layer._reset_sigma_()
         layer.bias = cast(nn.Parameter | None, conv.bias)
-        layer.form = find_form(conv) or PLAIN
+        layer.form = form_of(conv)
         for name in layer.form.parameters:
             layer.register_parameter(name, getattr(conv, name))
-        carry_over_(conv, layer, but=_OWN_ATTRIBUTES)
+        carry_over_(conv, layer, exclude=_attributes_by_class())
         if layer.form.adapt is not None:
             layer.form.adapt(conv, layer)
         return layer
 
-    def fuse(self, kernel: Tensor | None = None) -> Conv:
-        """The plain convolution with the constructed kernel, or with a given one.
+    def fuse(self) -> Conv:
+        """The plain convolution with the constructed kernel.
 
         It gives the same outputs; positions are no longer learnt. `timm.utils.reparameterize_model`
         calls it. On the CPU, a plain depthwise convolution with a wide window is slow for
@@ -362,19 +381,24 @@ class DclsConvNd(Tieable):
         # the weight may be older than what they compute it from.
         for hook in self._forward_pre_hooks.values():
             compute_parameter_(self, hook)
-        if kernel is None:
-            kernel = self.kernel().contiguous()
-        kernel = kernel.detach()
+        return self._plain_conv(self.kernel().contiguous().detach())
+
+    def plain_conv_without_values(self) -> Conv:
+        """The convolution that `fuse` gives, with an uninitialised kernel."""
+        return self._plain_conv(self.weight.new_empty(*self.weight.shape[:2], *self.kernel_size))
+
+    def _plain_conv(self, kernel: Tensor) -> Conv:
+        """The plain convolution with this kernel, and with all else that the layer has."""
         padding = self.padding
-        if is_uneven(padding):
-            kernel, padding = _with_even_padding(kernel, padding)
+        if is_asymmetric(padding):
+            kernel, padding = _with_symmetric_padding(kernel, padding)
         conv = self._new_plain_conv(tuple(kernel.shape[2:]), padding)
         conv.weight = nn.Parameter(kernel, requires_grad=self.weight.requires_grad)
         bias = self.bias
         if bias is not None and not isinstance(bias, nn.Parameter):  # pruned or parametrised
             bias = nn.Parameter(bias.detach(), requires_grad=bias.requires_grad)
         conv.bias = bias
-        carry_over_(self, conv, but=_OWN_ATTRIBUTES)
+        carry_over_(self, conv, exclude=_attributes_by_class())
         return conv
 
     def _new_plain_conv(self, kernel_size: tuple[int, ...], padding: Padding) -> Conv:
@@ -431,7 +455,7 @@ class DclsConv2d(DclsConvNd):
     __doc__ = DclsConvNd.__doc__
     dims = 2
     conv_class = nn.Conv2d
-    conv_function = staticmethod(conv2d)
+    conv_function = staticmethod(fastest_conv2d)
 
 
 class DclsConv3d(DclsConvNd):
@@ -444,22 +468,15 @@ class DclsConv3d(DclsConvNd):
 DCLS_LAYERS: dict[int, type[DclsConvNd]] = {1: DclsConv1d, 2: DclsConv2d, 3: DclsConv3d}
 
 
-def _with_even_padding(
+def _with_symmetric_padding(
     kernel: Tensor, padding: Sequence[tuple[int, int]]
 ) -> tuple[Tensor, tuple[int, ...]]:
     """Add zeros to a kernel, so that it needs as much padding after each axis as before it.
 
     Returns the kernel and the padding of each axis; the outputs are the same.
     """
-    even_padding = tuple(max(sides) for sides in padding)
+    symmetric_padding = tuple(max(sides) for sides in padding)
     widths: list[int] = []  # for F.pad: (before, after) of each axis, the last axis first
-    for (before, after), even in zip(reversed(padding), reversed(even_padding), strict=True):
-        widths += [even - before, even - after]
-    return F.pad(kernel, widths), even_padding
-
-
-# Attributes that convolutions and DCLS layers have by their class, none of which a user added.
-_OWN_ATTRIBUTES = frozenset(
-    nn.Conv2d(1, 1, 1, device="meta").__dict__.keys()
-    | DclsConv2d(1, 1, kernel_count=1, dilated_kernel_size=1, device="meta").__dict__.keys()
-)
+    for (before, after), wider in zip(reversed(padding), reversed(symmetric_padding), strict=True):
+        widths += [wider - before, wider - after]
+    return F.pad(kernel, widths), symmetric_padding

@@ -1,5 +1,8 @@
 """The cells of dense kernels as elements of a DCLS kernel.
 
+A kernel line is the cells of one kernel along the learnt axes: for one output channel, one input
+channel of its group and one cell of the dense axes. A layer has O x I x D kernel lines.
+
 Axes: L layers of a tie group, O outputs, I inputs per group, D dense cells, K old cells, E
 elements, A learnt axes.
 """
@@ -11,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..depthwise.geometry import grid_positions
+from ..geometry import grid_positions
 from .interpolation import learnt_axes, position_limits
 
 POSITION_STD = 0.5  # cells; paper, section 3 "Positions initialization"
@@ -46,29 +49,29 @@ def largest_elements(
     """
     axes = learnt_axes(len(size), dense_axes)
     kernel_size = kernels[0].shape[2:]
-    cells = _cells_of_layers(kernels, axes)  # (L, O, I, *D, K)
-    effective_cells = cells
+    values = _values_of_layers(kernels, axes)  # (L, O, I, *D, K)
+    effective_values = values
     if effective is not None:
-        effective_cells = _cells_of_layers(effective, axes)
-    energy = effective_cells.double().square().sum(0)  # (O, I, *D, K)
+        effective_values = _values_of_layers(effective, axes)
+    energy = effective_values.double().square().sum(0)  # (O, I, *D, K)
     chosen_count = min(kernel_count, energy.shape[-1])
     by_energy = energy.sort(dim=-1, descending=True, stable=True).indices
     chosen = by_energy[..., :chosen_count].sort(dim=-1).values  # (O, I, *D, chosen)
     filling = (0, kernel_count - chosen_count)  # of the last axis: before, after
     weights: list[Tensor] = []
-    for cells_of_layer in cells:
-        weights.append(F.pad(cells_of_layer.gather(-1, chosen), filling))
+    for values_of_layer in values:
+        weights.append(F.pad(values_of_layer.gather(-1, chosen), filling))
     grids: list[Sequence[float]] = []  # positions of the old cells along each learnt axis
     for axis in axes:
         grids.append(grid_positions(kernel_size[axis], dilation[axis], size[axis]))
     grid = list(itertools.product(*grids))
-    positions_of_cells = torch.tensor(grid, dtype=cells.dtype, device=cells.device)  # (K, A)
+    positions_of_cells = torch.tensor(grid, dtype=values.dtype, device=values.device)  # (K, A)
     positions = positions_of_cells[chosen].movedim(-1, 0)  # (A, O, I, *D, chosen)
     return weights, F.pad(positions, filling)
 
 
-def _cells_of_layers(kernels: Sequence[Tensor], axes: Sequence[int]) -> Tensor:
-    """(O, I, *kernel size) of each layer -> (L, O, I, *D, K)."""
+def _values_of_layers(kernels: Sequence[Tensor], axes: Sequence[int]) -> Tensor:
+    """The values of the kernels (O, I, *kernel size) of each layer: (L, O, I, *D, K)."""
     return torch.stack([cells_last(kernel, axes) for kernel in kernels])
 
 

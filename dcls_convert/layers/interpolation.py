@@ -27,8 +27,8 @@ class Interpolation:
     """One way to spread an element along an axis of the window.
 
     A new one needs `profile` and `slope`, `min_sigma` and `initial_sigma` if elements have a width,
-    and `exact_on_cells=True` if that holds for it. `construct` and `hat` only make the shipped ones
-    faster.
+    and `exact_on_cells=True` if that holds for it. `construct` and `fast_profile_and_slope` only
+    make the shipped ones faster.
 
     The slope must not vanish for elements on cells: starts from old kernels put elements there, and
     they would never move. Where profiles have a kink, it is the right-hand derivative.
@@ -49,9 +49,8 @@ class Interpolation:
     exact_on_cells: bool = False
     # Optional, only without sigma: a faster way to construct the kernel.
     construct: Callable[[Tensor, Tensor, Sequence[int]], Tensor] | None = None
-    # Whether the profile with the initial sigma is the triangle of half-width 1, for which
-    # `footprint` has a faster form.
-    hat: bool = False
+    # Optional: a faster way to compute `normalised_profile_and_slope`.
+    fast_profile_and_slope: Callable[[Tensor, int], tuple[Tensor, Tensor]] | None = None
 
     @property
     def has_sigma(self) -> bool:
@@ -88,13 +87,13 @@ class Interpolation:
             kernel = (spread.unsqueeze(-1) * profiles[-1].unsqueeze(-2)).sum(-3)
         return kernel.reshape(*weight.shape[:-1], *size)
 
-    def footprint(self, cells: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    def normalised_profile_and_slope(self, cells: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """The normalised profile with the initial sigma, and its slope.
 
         cells (*C, E) -> (*C, E, length) each.
         """
-        if self.hat:
-            return _hat(cells, length)
+        if self.fast_profile_and_slope is not None:
+            return self.fast_profile_and_slope(cells, length)
         sigma = torch.full_like(cells, self.initial_sigma or 1.0)
         value = self.profile(cells, sigma, length)
         slope = self.slope(cells, sigma, length)
@@ -160,7 +159,7 @@ def _triangle_slope(cells: Tensor, sigma: Tensor, length: int) -> Tensor:
     return torch.where(centre >= length - 1, left_hand, right_hand)
 
 
-def _hat(cells: Tensor, length: int) -> tuple[Tensor, Tensor]:
+def _unit_triangle_and_slope(cells: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """The triangle of half-width 1 and its slope: cells (*C, E) -> (*C, E, length) each.
 
     The slope is `_triangle_slope`'s at kinks and borders. In memory, `length` comes first.
@@ -189,7 +188,7 @@ INTERPOLATIONS: dict[str, Interpolation] = {  # sigmas as in DCLS 0.1.1
     "bilinear": Interpolation(
         profile=_triangle,
         slope=_triangle_slope,
-        hat=True,
+        fast_profile_and_slope=_unit_triangle_and_slope,
         exact_on_cells=True,
         construct=bilinear_kernel,
         authors_versions=("v0", "v1"),
@@ -197,7 +196,7 @@ INTERPOLATIONS: dict[str, Interpolation] = {  # sigmas as in DCLS 0.1.1
     "triangle": Interpolation(
         profile=_triangle,
         slope=_triangle_slope,
-        hat=True,
+        fast_profile_and_slope=_unit_triangle_and_slope,
         exact_on_cells=True,
         min_sigma=1.0,
         initial_sigma=1.0,

@@ -1,6 +1,6 @@
-"""Clamping: of values with the identity's gradient, and of parameters in place.
+"""Clamping of values, with the gradient of the identity, and of parameters in place.
 
-In place also in compiled programs and under FSDP2.
+Parameters are clamped in place also in compiled programs and under FSDP2, which shards them.
 """
 
 from collections.abc import Sequence

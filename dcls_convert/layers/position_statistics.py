@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,16 +53,16 @@ def overlap_share(positions: Tensor) -> float:
     """
     kernels = _at_least_float32(positions).reshape(positions.shape[0], -1, positions.shape[-1])
     overlapping = 0
-    for _, _, squares in pairs(kernels, MAX_DISTANCES):
-        # Every element is near itself.
-        overlapping += int(((squares < OVERLAP_DISTANCE**2).sum(-1) > 1).sum())
+    for part in pairs(kernels, MAX_DISTANCES):
+        near = (part.squared_distances < OVERLAP_DISTANCE**2).sum(-1)
+        overlapping += int((near > 1).sum())  # every element is near itself
     return overlapping / max(math.prod(positions.shape[1:]), 1)
 
 
-def spread(positions: Tensor) -> tuple[float, ...]:
-    """Standard deviation along each learnt axis about the kernel centre, in cells.
+def rms_per_axis(positions: Tensor) -> tuple[float, ...]:
+    """Root mean square of the positions (A, *C, E) along each learnt axis, in cells.
 
-    (A, *C, E) -> A numbers.
+    It is the standard deviation about the kernel centre, not about the mean.
     """
     mean_squares = [axis.double().square().mean() for axis in positions.detach()]
     return tuple(float(mean_square.sqrt()) for mean_square in mean_squares)
@@ -83,14 +84,16 @@ def bins(coordinate: Tensor, size: int, bins_per_cell: int) -> Tensor:
     return index.clamp(0, size * bins_per_cell - 1).long()
 
 
-def pairs(
-    kernels: Tensor, max_distances: int
-) -> Iterator[tuple[tuple[slice, slice], list[Tensor], Tensor]]:
-    """All pairs of elements in kernels (A, C, E), in parts of at most `max_distances` pairs.
+class Pairs(NamedTuple):
+    """Some kernels' pairs of elements: f first elements with all E elements of their kernel."""
 
-    Each part is: where the first elements of the pairs are in (C, E), the differences of the pairs
-    along each axis, and their squared distances (C, first elements, E).
-    """
+    first: tuple[slice, slice]  # where the first elements are in (C, E)
+    differences: list[Tensor]  # first minus second, along each axis: (c, f, E)
+    squared_distances: Tensor  # (c, f, E)
+
+
+def pairs(kernels: Tensor, max_distances: int) -> Iterator[Pairs]:
+    """All pairs of elements in kernels (A, C, E), in parts of at most `max_distances` pairs."""
     # Axis by axis: torch.cdist with matrix products is not exact, and without them it is slow for
     # small kernels.
     elements = kernels.shape[-1]
@@ -101,13 +104,13 @@ def pairs(
     for kernel_start, element_start in itertools.product(kernel_starts, element_starts):
         some_kernels = slice(kernel_start, kernel_start + kernels_at_once)
         some_elements = slice(element_start, element_start + elements_at_once)
-        part = (some_kernels, some_elements)
+        first = (some_kernels, some_elements)
         differences: list[Tensor] = []
         for coordinate in kernels:  # (C, E)
-            difference = coordinate[part][..., None] - coordinate[some_kernels, None, :]
+            difference = coordinate[first][..., None] - coordinate[some_kernels, None, :]
             differences.append(difference)
         squared_distances = reduce(torch.add, map(torch.square, differences))
-        yield part, differences, squared_distances
+        yield Pairs(first, differences, squared_distances)
 
 
 def _at_least_float32(positions: Tensor) -> Tensor:

@@ -1,8 +1,25 @@
 """Layers whose positions belong to another module, so that every tensor has one owner and one name.
 
-The owner is a module above its layers. Feature extractors may take a network apart below the owner.
-In such a part the layers stand in for the owner: walks over modules, state dicts and conversions
-that do not come through the owner find the tied parameters at each of their layers.
+The owner is a module above its layers: its parameters are registered there alone. Feature
+extractors may take a subnetwork out of a network without the owner; there, each layer acts as if
+the tied parameters were its own.
+
+| mechanism of torch           | what would go wrong                    | what prevents it         |
+| ---------------------------- | -------------------------------------- | ------------------------ |
+| reading `layer.positions`    | the layer does not have it             | `__getattr__`            |
+| `torch.func.functional_call` | it would set the tensor at the layer,  | `__setattr__`            |
+|                              | and so untie the layer                 |                          |
+| `DataParallel`               | replicas would read the parameters of  | `__getattr__`            |
+|                              | the first device's owner               |                          |
+| `named_parameters` (walked   | a subnetwork would lack the parameters | `named_modules`          |
+| by optimizers and DDP)       |                                        |                          |
+| `state_dict`                 | a subnetwork would not save them       | `_save_to_state_dict`    |
+| `load_state_dict`            | a subnetwork would not load them; in a | `_load_from_state_dict`, |
+|                              | whole network, layers would miss them  | `_drop_keys_of_layers`   |
+| `to`, `cuda`, `to_empty`     | a subnetwork would not convert them;   | `_apply`,                |
+| (which call `_apply`)        | channels_last fails on five axes       | `_apply_of_owner`        |
+| `copy.deepcopy`              | a layer copied alone would copy its    | `__deepcopy__`           |
+|                              | owner, with all that is below it       |                          |
 """
 
 import contextlib
@@ -49,10 +66,10 @@ class Tieable(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets a tied parameter at its owner.
 
-        `torch.func.functional_call` sets other tensors for a while.
+        `torch.func.functional_call` sets other tensors temporarily.
         """
         owner_name = self.__dict__.get("_owner_names", {}).get(name)
-        # The layer itself holds tied parameters only inside `_standing_in`.
+        # The layer itself holds tied parameters only inside `_own_temporarily`.
         if owner_name is None or name in self._parameters:
             super().__setattr__(name, value)
         else:
@@ -69,17 +86,32 @@ class Tieable(nn.Module):
         self._owner_names = dict(names)
         # A partial of a module's function is copied and pickled with the owner; a closure is not.
         vars(owner)[APPLY] = partial(_apply_of_owner, owner)
-        if _drop_keys_of_parts not in owner._load_state_dict_post_hooks.values():
+        if _drop_keys_of_layers not in owner._load_state_dict_post_hooks.values():
             register: Any = owner.register_load_state_dict_post_hook  # has no types
-            register(_drop_keys_of_parts)
+            register(_drop_keys_of_layers)
 
     @property
     def is_tied(self) -> bool:
         """Whether positions (and sigma) belong to another module."""
         return self._owner is not None
 
+    def release_tied_parameters_(self) -> None:
+        """Remove the parameters tied to this layer from their owner if no layer uses them.
+
+        Only layers below the owner count. The layer itself is as before.
+        """
+        owner = self._owner
+        if owner is None:
+            return
+        in_use = _shared_parameter_names(owner)
+        for name in self._owner_names.values():
+            if name not in in_use:
+                owner._parameters.pop(name, None)
+        if not in_use:
+            _release_owner_(owner)
+
     @contextlib.contextmanager
-    def _standing_in(self) -> Iterator[None]:
+    def _own_temporarily(self) -> Iterator[None]:
         """Inside, the tied parameters are registered at the layer too.
 
         Afterwards, the owner gets what has replaced them.
@@ -100,9 +132,9 @@ class Tieable(nn.Module):
     ) -> Iterator[tuple[str, nn.Module]]:
         """Walk over the layer, as `nn.Module.named_modules` does.
 
-        `named_parameters` walks this way, and so do optimizers and DDP. In a part without the
-        owner, a module with only the tied parameters comes first, under the name of the layer: the
-        parameters are found as if they were the layer's.
+        `named_parameters` walks this way, and so do optimizers and DDP. In a subnetwork without
+        the owner, a module with only the tied parameters comes first, under the name of the layer:
+        the parameters are found as if they were the layer's.
         """
         walked = set() if memo is None else memo
         owner_is_missing = self.is_tied and self._owner not in walked
@@ -115,11 +147,11 @@ class Tieable(nn.Module):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        """Save the layer; in a part without the owner, with the tied parameters."""
+        """Save the layer; in a subnetwork without the owner, with the tied parameters."""
         saved_by_owner = self.is_tied and self._is_saved_above(destination, prefix)
         with contextlib.ExitStack() as context:
             if not saved_by_owner:
-                context.enter_context(self._standing_in())
+                context.enter_context(self._own_temporarily())
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _is_saved_above(self, destination: dict[str, Any], prefix: str) -> bool:
@@ -140,20 +172,20 @@ class Tieable(nn.Module):
         missing_keys: list[str],
         *more: list[str],
     ) -> None:
-        """Load the layer with the tied parameters, which a state dict of a part has.
+        """Load the layer with the tied parameters, which the state dict of a subnetwork has.
 
-        If the state dict does not have them, they are missing keys of a part, but not of the whole
-        network: the owner, which is loaded after its layers, removes these keys again.
+        If the state dict does not have them, they are missing keys of a subnetwork, but not of the
+        whole network: the owner, which is loaded after its layers, removes these keys again.
         """
         missing: list[str] = []
-        with self._standing_in():
+        with self._own_temporarily():
             super()._load_from_state_dict(
                 state_dict, prefix, local_metadata, strict, missing, *more
             )
         tied_keys = {prefix + name for name in self._owner_names}
         for key in missing:
             if key in tied_keys:
-                missing_keys.append(_KeyOfPart(key, self._owner))
+                missing_keys.append(_KeyOfLayer(key, self._owner))
             else:
                 missing_keys.append(key)
 
@@ -166,7 +198,7 @@ class Tieable(nn.Module):
         owned_by_fsdp = any(is_sharded(getattr(self, name)) for name in self._owner_names)
         with contextlib.ExitStack() as context:
             if not owned_by_fsdp:
-                context.enter_context(self._standing_in())
+                context.enter_context(self._own_temporarily())
             change = _on_flat_tensors(fn, self.parameters(recurse=False))
             super()._apply(change, recurse)  # type: ignore[no-untyped-call]
         return self
@@ -194,7 +226,7 @@ class Tieable(nn.Module):
 
 
 class _TiedParameters(nn.Module):
-    """The tied parameters of a layer, for walks over a part of a network that lacks their owner."""
+    """The tied parameters of a layer, for walks over a subnetwork that lacks their owner."""
 
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         super().__init__()
@@ -202,7 +234,7 @@ class _TiedParameters(nn.Module):
             self.register_parameter(name, parameter)
 
 
-class _KeyOfPart(str):
+class _KeyOfLayer(str):
     """The missing key of a tied parameter at its layer; only missing if the owner is not loaded."""
 
     owner: nn.Module | None
@@ -213,7 +245,7 @@ class _KeyOfPart(str):
         return new
 
 
-def _drop_keys_of_parts(owner: nn.Module, incompatible: Any) -> None:
+def _drop_keys_of_layers(owner: nn.Module, incompatible: Any) -> None:
     """A hook that torch calls after it has loaded the owner and all below it.
 
     The owner's parameters were loaded with the owner, so they are not missing at its layers.
@@ -222,16 +254,16 @@ def _drop_keys_of_parts(owner: nn.Module, incompatible: Any) -> None:
     keys[:] = [key for key in keys if getattr(key, "owner", None) is not owner]
 
 
-def release_owner_(owner: nn.Module) -> None:
+def _release_owner_(owner: nn.Module) -> None:
     """Remove what `tie_` has added to a module, once no layer below it is tied to it."""
     vars(owner).pop(APPLY, None)
     hooks = owner._load_state_dict_post_hooks
     for key, hook in list(hooks.items()):
-        if hook is _drop_keys_of_parts:
+        if hook is _drop_keys_of_layers:
             del hooks[key]
 
 
-def shared_parameter_names(owner: nn.Module) -> set[str]:
+def _shared_parameter_names(owner: nn.Module) -> set[str]:
     """Names of the owner's parameters that layers below it share."""
     names: set[str] = set()
     for layer in owner.modules():
@@ -241,8 +273,8 @@ def shared_parameter_names(owner: nn.Module) -> set[str]:
 
 
 def _apply_of_owner(owner: nn.Module, fn: TensorChange, recurse: bool = True) -> Any:
-    """The owner's `_apply`, which changes the parameters that layers share in flat form."""
-    shared = [getattr(owner, name) for name in shared_parameter_names(owner)]
+    """The owner's `_apply`: parameters that layers share are flattened for the change."""
+    shared = [getattr(owner, name) for name in _shared_parameter_names(owner)]
     change = _on_flat_tensors(fn, shared)
     return type(owner)._apply(owner, change, recurse)  # type: ignore[no-untyped-call]
 

@@ -15,12 +15,14 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from ..errors import DclsConvertError, ModelError, did_you_mean, one_line
+from ..errors import DclsConvertError, ModelError
 from ..records import read_json
+from ..text import did_you_mean, one_line
 from .hub import check_hub, offline_if_unreachable
 from .registries import import_library
 from .running import seeded
-from .source import LIBRARY_KINDS, OTHER_TIMM_KINDS, ModelSource, check_source
+from .source import LIBRARY_KINDS, OTHER_TIMM_KINDS, ModelSource
+from .trust import check_source
 
 MAX_MODULES = 4_000  # modules of a library's model; timm's largest has 1,800
 # Methods with which factories fill new weights. `_MetaWeights` skips them on meta tensors.

@@ -6,7 +6,8 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 
-from ..errors import DclsConvertError, ModelError, one_line
+from ..errors import DclsConvertError, ModelError
+from ..text import one_line
 from .registries import import_library
 
 

@@ -28,7 +28,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     return tensors
 
 
-def relative_error(outputs: Any, others: Any) -> float:
+def max_relative_error(outputs: Any, others: Any) -> float:
     """max |a - b| / max |a| of the worst pair of tensors; inf where a is 0 and b is not.
 
     Raises:
@@ -41,13 +41,13 @@ def relative_error(outputs: Any, others: Any) -> float:
 
 
 def check_equal(outputs: Any, others: Any, *, bound: float, what: str) -> float:
-    """Return the `relative_error` of outputs if it is within the bound.
+    """Return the `max_relative_error` of outputs if it is within the bound.
 
     Raises:
         ComparisonError: It is not, or they cannot be compared. The message begins with `what`.
     """
     try:
-        error = relative_error(outputs, others)
+        error = max_relative_error(outputs, others)
     except ComparisonError as problem:
         raise ComparisonError(f"{what}: {problem}") from problem
     if error > bound:
@@ -57,7 +57,7 @@ def check_equal(outputs: Any, others: Any, *, bound: float, what: str) -> float:
     return error
 
 
-def relative_distance(outputs: Any, others: Any) -> float | None:
+def relative_l2_error(outputs: Any, others: Any) -> float | None:
     """|a - b| / |a| over all floating tensors together, in Euclidean norms.
 
     None where the shapes differ, where a is 0, and where the result is not finite.
@@ -92,7 +92,7 @@ class Agreement:
     same_top1: float | None
     # Mean over images of KL(old || new) of the softmax of the class scores, in nats.
     kl: float | None
-    output_error: float | None  # |new - old| / |old|, see `relative_distance`
+    output_error: float | None  # |new - old| / |old|, see `relative_l2_error`
 
 
 def agreement(outputs: Any, others: Any) -> Agreement:
@@ -113,7 +113,7 @@ def agreement(outputs: Any, others: Any) -> Agreement:
             log_target=True,
         )
         kl = max(0.0, float(divergence))  # rounding can make it slightly negative
-    output_error = relative_distance(outputs, others)
+    output_error = relative_l2_error(outputs, others)
     return Agreement(same_top1=same_top1, kl=kl, output_error=output_error)
 
 

@@ -72,7 +72,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The whole parameter, gathered if FSDP2 has sharded it; differentiable.
 
     Under FSDP2, all ranks must call it.
@@ -98,24 +98,24 @@ def no_weight_decay(model: nn.Module) -> set[str]:
     return names
 
 
-def spare_from_decay_(model: nn.Module) -> None:
+def exclude_from_weight_decay_(model: nn.Module) -> None:
     """Let `model.no_weight_decay()` name positions and sigmas too.
 
     timm's optimizers then do not decay them.
     """
     # Copies and pickles of a GraphModule lose an attribute of this kind.
     if not isinstance(model, fx.GraphModule):
-        vars(model)[NO_WEIGHT_DECAY] = partial(_spared_from_decay, model)
+        vars(model)[NO_WEIGHT_DECAY] = partial(_excluded_from_weight_decay, model)
 
 
-def drop_spare_from_decay_(model: nn.Module) -> None:
-    """Undo `spare_from_decay_`, in all of the model."""
+def undo_exclusion_from_weight_decay_(model: nn.Module) -> None:
+    """Undo `exclude_from_weight_decay_`, in all of the model."""
     for module in model.modules():
-        if getattr(vars(module).get(NO_WEIGHT_DECAY), "func", None) is _spared_from_decay:
+        if getattr(vars(module).get(NO_WEIGHT_DECAY), "func", None) is _excluded_from_weight_decay:
             del vars(module)[NO_WEIGHT_DECAY]
 
 
-def _spared_from_decay(model: nn.Module) -> set[str]:
+def _excluded_from_weight_decay(model: nn.Module) -> set[str]:
     """`no_weight_decay` of one model: the names from its class, and its positions and sigmas."""
     names_of_class: Any = getattr(type(model), NO_WEIGHT_DECAY, lambda _: ())
     return {*names_of_class(model), *no_weight_decay(model)}

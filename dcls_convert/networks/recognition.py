@@ -9,7 +9,8 @@ from ..errors import ModelError
 from ..layers.conv_classes import AnyConv
 from .building import build_model, shapes_of
 from .registries import import_library
-from .source import OTHER_TIMM_KINDS, ModelSource, check_source
+from .source import OTHER_TIMM_KINDS, ModelSource
+from .trust import check_source
 
 USUAL_INPUT_SIZE = (3, 224, 224)  # of ImageNet's classifiers; for models that state no size
 USUAL_CLASSES = 1000

@@ -5,7 +5,8 @@ import warnings
 from collections.abc import Sequence
 from types import ModuleType
 
-from ..errors import ModelError, did_you_mean, one_line
+from ..errors import ModelError
+from ..text import did_you_mean, one_line
 
 REGISTRIES = ("timm", "torchvision")
 # Our entry in timm's registry. It rebuilds converted models and cannot be converted itself.

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from ..depthwise.geometry import Padding, size_text
-from ..errors import ModelError, PlanError, one_line, shown
+from ..errors import ModelError, PlanError
+from ..geometry import Padding, size_text
 from ..layers.conv_classes import AnyConv, padding_of, why_not_replaceable
 from ..layers.dcls_conv import DclsConvNd
+from ..text import one_line, shown
 from .stages import OutputStride, find_stages, output_stride
 from .tracing import Calls, Trace, trace
 
@@ -124,16 +125,14 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
     size = _input_size(model, input_size, dims)
     traced, macs_note = _try_trace(model, size)
     spatial = {names[0] for conv, names in names_of.items() if max(conv.kernel_size) > 1}
-    stages_from, stage_of, in_stem = find_stages(model, _output_strides(traced), spatial)
+    stages = find_stages(model, _output_strides(traced), spatial)
     image_channels = size[0] if size is not None else IMAGE_CHANNELS
     holders = _modules_by_parameter(model)
     sites: list[ConvSite] = []
     skipped: list[Skipped] = []
     for conv, names in names_of.items():
         name = names[0]
-        reason = why_not_replaceable(conv)
-        if reason is None and len(holders[id(conv.weight)]) > 1:
-            reason = f"its weight is shared with {' and '.join(holders[id(conv.weight)])}"
+        reason = _why_skipped(conv, holders)
         if reason is not None:
             skipped.append(Skipped(name=name, type=type(conv).__name__, reason=reason))
             continue
@@ -143,9 +142,14 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
         if traced is not None:
             calls = traced.calls.get(name)
             takes_image = calls is not None and calls.takes_image
-        stem = in_stem(name) or (takes_image and conv.in_channels == image_channels)
+        takes_image = takes_image and conv.in_channels == image_channels
         site = _site(
-            conv, names, calls, is_traced=traced is not None, stage=stage_of(name), stem=stem
+            conv,
+            names,
+            calls,
+            is_traced=traced is not None,
+            stage=stages.stage_of(name),
+            stem=stages.is_in_stem(name) or takes_image,
         )
         sites.append(site)
     return ModelConvs(
@@ -155,9 +159,17 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
         macs=_macs(traced),
         input_size=size,
         macs_note=macs_note,
-        stages_from=stages_from,
+        stages_from=stages.found_by,
         trace=traced,
     )
+
+
+def _why_skipped(conv: AnyConv, holders: Mapping[int, Sequence[str]]) -> str | None:
+    """Why a convolution cannot be replaced; None if it can. `holders`: `_modules_by_parameter`."""
+    reason = why_not_replaceable(conv)
+    if reason is None and len(holders[id(conv.weight)]) > 1:
+        reason = f"its weight is shared with {' and '.join(holders[id(conv.weight)])}"
+    return reason
 
 
 def check_module(model: object) -> None:

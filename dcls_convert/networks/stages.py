@@ -7,11 +7,12 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
 
 from torch import nn
 
-from ..depthwise.geometry import size_text
+from ..geometry import size_text
 
 # The deepest stems have this many spatial convolutions. A "stem" with more is a backbone (hybrid
 # of ResNet and ViT).
@@ -21,9 +22,16 @@ MAX_STRIDES_OF_A_STAGE = 2  # its own, and that of its input
 OutputStride = tuple[int, ...]  # input cells for one output cell, per axis
 
 
-def find_stages(
-    model: nn.Module, strides: Mapping[str, OutputStride], spatial: Set[str]
-) -> tuple[str, Callable[[str], str | None], Callable[[str], bool]]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stages:
+    """The stages of a model, as two functions of a module's qualified name."""
+
+    found_by: str  # how they were found, in words
+    stage_of: Callable[[str], str | None]  # None outside all stages
+    is_in_stem: Callable[[str], bool]
+
+
+def find_stages(model: nn.Module, strides: Mapping[str, OutputStride], spatial: Set[str]) -> Stages:
     """Find the stages of a model.
 
     Args:
@@ -31,26 +39,32 @@ def find_stages(
         strides: Output stride of each convolution, by its name; empty if the model is not traced.
         spatial: Names of the convolutions with a kernel larger than 1. They alone name stages: a
             1x1 before a strided convolution still works at the previous resolution.
-
-    Returns:
-        How the stages were found, and two functions of a module's qualified name: its stage, and
-        whether it is in the stem.
     """
     blocks, stems = _timm_patterns(model)
-    in_stem = partial(_matches_any, stems)
-    if sum(map(in_stem, spatial)) > MAX_STEM_CONVS:
-        in_stem = partial(_matches_any, [])
+    is_in_stem = partial(_matches_any, stems)
+    if sum(map(is_in_stem, spatial)) > MAX_STEM_CONVS:
+        is_in_stem = partial(_matches_any, [])
     if blocks:
-        return "timm's group_matcher", partial(_stage_by_timm, blocks), in_stem
+        return Stages(
+            found_by="timm's group_matcher",
+            stage_of=partial(_stage_by_timm, blocks),
+            is_in_stem=is_in_stem,
+        )
     if strides:
-        outside = {name: stride for name, stride in strides.items() if not in_stem(name)}
+        outside = {name: stride for name, stride in strides.items() if not is_in_stem(name)}
         stages = _stages_from_structure(outside, spatial)
-        return "output stride and module path", stages.get, in_stem
+        return Stages(
+            found_by="output stride and module path", stage_of=stages.get, is_in_stem=is_in_stem
+        )
     parent = common_parent(spatial)
     common_depth = 0
     if parent:
         common_depth = parent.count(".") + 1
-    return "module path", partial(_stage_by_path, common_depth), in_stem
+    return Stages(
+        found_by="module path",
+        stage_of=partial(_stage_by_path, common_depth),
+        is_in_stem=is_in_stem,
+    )
 
 
 def _matches_any(patterns: Sequence[re.Pattern[str]], name: str) -> bool:
@@ -70,7 +84,11 @@ def _stage_by_path(common_depth: int, name: str) -> str | None:
 
     In the modules that hold all convolutions (the first `common_depth` parts), such a number is a
     version ("net3") and is skipped, unless it counts modules ("features.0"). If there is no other
-    number, the first version is taken.
+    number, the first version is taken:
+
+        common_depth 0: "layer1.0.conv1"       -> "layer1"
+        common_depth 1: "net3.features.4.conv" -> "net3.features.4"
+        common_depth 1: "net3.conv"            -> "net3"
     """
     parts = name.split(".")
     up_to_version: str | None = None
@@ -143,25 +161,25 @@ def _stages_from_structure(
 ) -> dict[str, str]:
     """Convolution -> stage.
 
-    A stage is a module with a number in its name ("layer1"). Where modules are only counted
-    ("features.0"), the children of a container with the same output stride are a stage.
+    A stage is a module with a number in its name ("layer1"). Where a container only numbers its
+    children ("features.0"), those with the same output stride are a stage.
     """
     stages: dict[str, str] = {}
-    # By container and output stride: the convolutions in its counted children.
-    counted: dict[tuple[str, OutputStride], list[str]] = {}
+    # By container and output stride: the convolutions in its numbered children.
+    numbered: dict[tuple[str, OutputStride], list[str]] = {}
     versions = _versions(strides)
     for name, stride in strides.items():
-        container, is_counted = _container(name, versions)
+        container, numbers_children = _container(name, versions)
         if container is None:
             continue
-        if is_counted:
-            counted.setdefault((container, stride), []).append(name)
+        if numbers_children:
+            numbered.setdefault((container, stride), []).append(name)
         else:
             stages[name] = container
     # By the same keys: the children that hold spatial convolutions, such as "features.3" for
     # ("features", (8, 8)).
     children: dict[tuple[str, OutputStride], set[str]] = {}
-    for (container, stride), names in counted.items():
+    for (container, stride), names in numbered.items():
         depth_of_child = container.count(".") + 2 if container else 1
         for name in names:
             if name in spatial:
@@ -173,7 +191,7 @@ def _stages_from_structure(
     for (container, stride), children_of_stride in children.items():
         # A child names the stage if it alone has spatial convolutions of this stride, has none of
         # another stride, and is not itself a convolution.
-        names = counted[container, stride]
+        names = numbered[container, stride]
         stage = _stride_stage(container, stride)
         if len(children_of_stride) == 1:
             (child,) = children_of_stride
@@ -213,9 +231,15 @@ def _versions(strides: Mapping[str, OutputStride]) -> set[str]:
 
 
 def _container(name: str, versions: Set[str]) -> tuple[str | None, bool]:
-    """The outermost module that has a number in its name, or that counts its children.
+    """The outermost module that has a number in its name, or that numbers its children.
 
-    The second value says whether it counts them. (None, False) if there is no such module.
+    The second value says whether it numbers them:
+
+        "layer1.0.conv1"                               -> "layer1", False
+        "features.3.conv"                              -> "features", True
+        "convnextv2.stages.1.conv", with the version
+        "convnextv2"                                   -> "convnextv2.stages", True
+        "conv1"                                        -> None, False
     """
     parts = name.split(".")
     for index, part in enumerate(parts):

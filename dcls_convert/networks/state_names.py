@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import listed
 from ..progress import Notify, silent
+from ..text import listed
 
 # Largest share of names that may lack a prefix which all others have: those are of a trainer, such
 # as the weights of its loss.

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..depthwise.geometry import size_text
-from ..errors import PlanError, one_line, shown
+from ..errors import PlanError
+from ..geometry import size_text
 from ..layers.conv_classes import AnyConv
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 from ..options import DEFAULT_INTERPOLATION
+from ..text import one_line, shown
 from .model_outputs import tensors_in
 
 # Detectors of torchvision that have all their convolutions in backbone and head.
@@ -55,6 +56,7 @@ def trace(model: nn.Module, input_size: Sequence[int]) -> Trace:
     try:
         return _trace(meta_copy(model), input_size)
     except Exception:
+        # Some models (YOLO) read tensors that they keep in plain attributes.
         with contextlib.suppress(Exception):
             return _trace(meta_copy(model, real_attributes=True), input_size)
         raise
@@ -65,7 +67,7 @@ def _trace(meta: nn.Module, input_size: Sequence[int]) -> Trace:
 
     calls: dict[str, Calls] = {}
     with FlopCounterMode(display=False) as counter:
-        shapes = _run(meta, input_size, calls)
+        shapes = _run_and_record_(calls, meta, input_size)
     prefix = type(meta).__name__ + "."
     counts = counter.get_flop_counts()
     counts[prefix] = counts.pop("Global", {})  # so that the prefix is removed from all names alike
@@ -94,7 +96,7 @@ def check_same_shapes(before: Trace | None, windows: Windows) -> None:
     failure: Exception | None = None
     try:
         converted = _with_windows(before.meta, windows)
-        shapes = _run(converted, before.input_size, calls)
+        shapes = _run_and_record_(calls, converted, before.input_size)
     except Exception as error:  # any model code may run here
         failure = error
     # After a failure, an output size that changed before it is the better explanation.
@@ -116,7 +118,9 @@ def _with_windows(meta: nn.Module, windows: Windows) -> nn.Module:
         conv: Any = meta.get_submodule(name)
         if conv not in layers:
             layer_class = DCLS_LAYERS[len(window)]
-            layer: Any = layer_class.like(conv, 1, window, DEFAULT_INTERPOLATION, dense_axes)
+            layer: Any = layer_class.from_conv_without_values(
+                conv, 1, window, DEFAULT_INTERPOLATION, dense_axes
+            )
             kernel_shape = (*conv.weight.shape[:2], *window)
             # Constructing the kernel on meta would take longer, for the same shape.
             layer.kernel = functools.partial(Tensor.new_empty, conv.weight, kernel_shape)
@@ -138,12 +142,13 @@ def _check_sizes(
             )
 
 
-def _run(
-    meta: nn.Module, input_size: Sequence[int], calls: dict[str, Calls]
+def _run_and_record_(
+    calls: dict[str, Calls], meta: nn.Module, input_size: Sequence[int]
 ) -> list[tuple[int, ...]]:
     """Run a meta copy with one image, and return the shapes of its outputs.
 
-    What each convolution sees is added to `calls`, also up to an error.
+    What each convolution sees is added to `calls`. If the model fails, that has what the
+    convolutions before the failure saw.
     """
     image = torch.empty(1, *input_size, dtype=image_dtype(meta), device="meta")
     names = {module: name for name, module in meta.named_modules()}

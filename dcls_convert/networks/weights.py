@@ -1,16 +1,15 @@
 """Load weights into a network; those that do not fit, or are not finite, are refused."""
 
 import copy
-import hashlib
-import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, listed
+from ..errors import CheckpointError
+from ..text import listed
 from .building import build_model
 from .model_outputs import tensors_in
 from .source import LIBRARY_KINDS, ModelSource
@@ -24,14 +23,14 @@ def load_weights_(
 ) -> list[str]:
     """Copy a state dict into a model; if it does not fit, the model is unchanged.
 
-    Returns the names of the classifier's tensors that kept their values, see `check_weights`.
+    Returns the names of the classifier's tensors that were not loaded, see `check_weights`.
 
     Raises:
         CheckpointError: From `check_weights`.
     """
-    kept = check_weights(model, state, where, new_classifier=new_classifier)
-    _load_entries_(model, _without(state, kept))
-    return kept
+    not_loaded = check_weights(model, state, where, new_classifier=new_classifier)
+    _load_entries_(model, _without(state, not_loaded))
+    return not_loaded
 
 
 def assign_weights_(
@@ -44,8 +43,8 @@ def assign_weights_(
     Raises:
         CheckpointError: From `check_weights`.
     """
-    kept = check_weights(model, state, where, new_classifier=new_classifier)
-    if kept or alias_names(model):
+    not_loaded = check_weights(model, state, where, new_classifier=new_classifier)
+    if not_loaded or alias_names(model):
         return False
     own = model.state_dict()
     ready: dict[str, Tensor] = {}
@@ -104,7 +103,7 @@ def build_with_state(
         new_classifier: See `check_weights`.
 
     Returns:
-        The network, and the names of the classifier's tensors that kept their values.
+        The network, and the names of the classifier's tensors that were not loaded.
 
     Raises:
         CheckpointError: From `check_weights`.
@@ -133,15 +132,15 @@ def check_weights(
     Raises:
         CheckpointError: Names, shapes or kinds of numbers differ, or a value is not finite.
     """
-    kept = _reshaped_classifier(model, state) if new_classifier else []
-    taken = _without(state, kept)
-    problem = next(misfits(model, taken, lacking=kept), None)
+    not_loaded = _reshaped_classifier(model, state) if new_classifier else []
+    taken = _without(state, not_loaded)
+    problem = next(misfits(model, taken, lacking=not_loaded), None)
     if problem is None:
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        problem = _first_not_finite(taken, parameters.keys())
+        problem = _first_non_finite(taken, parameters.keys())
     if problem is not None:
         raise CheckpointError(f"{where}: {problem}")
-    return kept
+    return not_loaded
 
 
 def _without(state: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
@@ -188,10 +187,10 @@ def other_classes(model: nn.Module, state: Mapping[str, Tensor]) -> int | None:
     return numbers.pop()
 
 
-def _first_not_finite(state: Mapping[str, Tensor], parameters: Collection[str]) -> str | None:
+def _first_non_finite(state: Mapping[str, Tensor], parameters: Collection[str]) -> str | None:
     """The first tensor with NaN or infinite values, in words; buffers may be attention masks."""
     for name, tensor in state.items():
-        problem = not_finite(name, tensor, mask=name not in parameters)
+        problem = describe_non_finite(name, tensor, mask=name not in parameters)
         if problem is not None:
             return problem
     return None
@@ -229,18 +228,18 @@ def misfits(
         ours = own.get(name, theirs)
         if theirs.shape != ours.shape:
             yield f"{name} has shape {tuple(theirs.shape)}, the model needs {tuple(ours.shape)}"
-        needs_fractions = ours.is_floating_point() and not theirs.is_floating_point()
-        if needs_fractions or theirs.is_complex() != ours.is_complex():
+        needs_floats = ours.is_floating_point() and not theirs.is_floating_point()
+        if needs_floats or theirs.is_complex() != ours.is_complex():
             yield f"{name} is {theirs.dtype}, the model needs {ours.dtype}"
 
 
-def not_finite(name: str, tensor: Tensor, *, mask: bool) -> str | None:
+def describe_non_finite(name: str, tensor: Tensor, *, mask: bool) -> str | None:
     """Say in words that a tensor has NaN or infinite values; None if it has none.
 
     With `mask`, a tensor whose values are all 0 or -inf is accepted, as an attention mask.
     """
-    has_fractions = tensor.is_floating_point() or tensor.is_complex()
-    if not has_fractions or tensor.is_meta or not tensor.numel():
+    is_float = tensor.is_floating_point() or tensor.is_complex()
+    if not is_float or tensor.is_meta or not tensor.numel():
         return None
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if values.itemsize == 1:  # torch does not compare float8
@@ -267,28 +266,3 @@ def alias_names(model: nn.Module) -> dict[str, str]:
         if first != name:
             aliases[name] = first
     return aliases
-
-
-def can_be_hashed(value: object) -> bool:
-    """Whether `tensors_hash` takes an entry of a state dict.
-
-    Not tensors that are meta, fake, sharded, sparse or quantized, and no extra state.
-    """
-    if type(value) is not Tensor or value.is_meta or value.is_quantized:
-        return False
-    return value.layout == torch.strided
-
-
-def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes of tensors, whatever their order.
-
-    It looks at one tensor after the other, so that they need not be in memory together.
-    """
-    digests = []
-    for name, tensor in tensors:
-        digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        # torch cannot view a tensor without axes as bytes.
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy().data)
-        digests.append((name, digest.hexdigest()))
-    return hashlib.sha256(json.dumps(sorted(digests)).encode()).hexdigest()

@@ -13,9 +13,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..errors import CheckpointError, listed, one_line, shown
+from ..errors import CheckpointError
 from ..files import check_file
 from ..progress import Notify, silent
+from ..text import listed, one_line, shown
 
 # Keys under which training scripts store a state dict. Averaged weights (EMA) come first, as in
 # timm.
@@ -29,7 +30,7 @@ MAX_GROWTH = 20
 ZIP_START = b"PK\x03\x04"  # first bytes of a torch file
 OLD_START = b"\x80\x02\x8a\n"  # first bytes of files of torch before 1.6
 # Packed bits (bits8, float4_e2m1fn_x2) are left out: only special operators can read them.
-FRACTIONS = (
+FLOAT_DTYPES = (
     torch.float64,
     torch.float32,
     torch.float16,
@@ -38,7 +39,7 @@ FRACTIONS = (
     torch.float8_e5m2,
 )
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-NUMBERS = {*FRACTIONS, *INTEGERS, torch.complex64, torch.complex128}
+NUMBERS = {*FLOAT_DTYPES, *INTEGERS, torch.complex64, torch.complex128}
 
 
 def read_weights(

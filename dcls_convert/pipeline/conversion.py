@@ -1,10 +1,9 @@
 """A resolved request, carried out: a converted model, and what the conversion kept."""
 
 import contextlib
-import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,14 +11,15 @@ from torch import Tensor, nn
 
 from ..fitting.calibrate import CalibrationStatistics
 from ..fitting.images import Calibration
-from ..networks.model_outputs import agreement, relative_distance
+from ..networks.model_outputs import agreement, relative_l2_error
 from ..networks.pretrained_cfg import set_normalisation_
 from ..networks.running import evaluating, full_precision, run, unchanged_on_failure
 from ..options import MAX_PIXELS
 from ..planning.plan import ConversionPlan
 from ..progress import LOG
-from ..records import taken_from
-from ..reports.report import ConversionReport, Outcome, measure_report, predict_report
+from ..reports.measure import measure_report
+from ..reports.predict import predict_report
+from ..reports.report import ConversionReport, Outcome
 from ..surgery.authors import start_from_authors_
 from ..surgery.start import LayerErrors, apply_plan_
 from .loaded import LoadedNetwork
@@ -68,9 +68,11 @@ def convert_network(
     with unchanged_on_failure(model, values=_overwritten(model, resolved, images)):
         before = None
         if resolved.keeps_outputs:
-            # How far a shift by one pixel moves the outputs is a yardstick for the conversion.
-            shifted = map(_shifted_by_a_pixel, held_out)
-            before = _Outputs.of(model, plan, itertools.chain(held_out, shifted))
+            before = _Outputs(
+                held_out=_outputs(model, held_out),
+                shifted=_outputs(model, map(_shifted_by_a_pixel, held_out)),
+                random=_random_outputs(model, plan),
+            )
         errors = _start_layers_(loaded, resolved, model, images)
         report = measure_report(model, plan)
         if report != predict_report(plan):
@@ -78,10 +80,9 @@ def convert_network(
                 f"{plan.model}: the converted model's counts differ from the plan's"
             )
         if before is not None:
-            after = _Outputs.of(model, plan, held_out)
-            outcome = _outcome(before.for_batches, after.for_batches, images, errors)
-            if before.for_random is not None:
-                moved = relative_distance(before.for_random, after.for_random)
+            outcome = _outcome(before, _outputs(model, held_out), images, errors)
+            if before.random is not None:
+                moved = relative_l2_error(before.random, _random_outputs(model, plan))
     keep_provenance_(model, provenance)
     _keep_normalisation_(model, resolved)
     report = report.with_errors(errors.kernel, errors.output, outcome, reasons=errors.reasons)
@@ -101,7 +102,7 @@ def _overwritten(
 ) -> list[Tensor]:
     """The tensors of the model whose values a conversion changes in place."""
     tensors = [*model.parameters(), *model.buffers()]
-    if resolved.elements is not None:
+    if resolved.authors_weights is not None:
         return tensors  # the weights beside the elements are loaded too
     if images is not None:
         return [tensor for tensor in tensors if tensor.dim() == 1]  # biases and running means
@@ -117,15 +118,15 @@ def _start_layers_(
     """Put DCLS layers with values into the model, and tell what their start left."""
     request = resolved.request
     plan = resolved.plan
-    if resolved.elements is not None:
-        kept = start_from_authors_(
+    if resolved.authors_weights is not None:
+        not_loaded = start_from_authors_(
             model,
             plan,
-            resolved.elements,
+            resolved.authors_weights,
             version=request.authors_version,
             new_classifier=loaded.new_classifier,
         )
-        loaded.note_kept(kept)
+        loaded.note_not_loaded(not_loaded)
         return LayerErrors(kernel={}, output={})
     lines = sum(layer.lines for layer in plan.layers)
     if resolved.init == "fit" and lines > MANY_LINES and request.device is None:
@@ -154,28 +155,33 @@ def _start_layers_(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Outputs:
-    """What a model gives for some batches, and for random images."""
+    """What a model gives before its conversion, for each batch."""
 
-    for_batches: list[Any]
-    for_random: Any  # None if the model does not take such images, or they are too large
-
-    @classmethod
-    @full_precision()
-    def of(cls, model: nn.Module, plan: ConversionPlan, batches: Iterable[Tensor]) -> "_Outputs":
-        with evaluating(model):
-            random = _random_outputs(model, plan)
-            return cls(for_random=random, for_batches=[run(model, batch) for batch in batches])
+    held_out: list[Any]
+    shifted: list[Any]  # for the same images, moved by one pixel: a yardstick for the conversion
+    random: Any  # for two random images; see `_random_outputs`
 
 
+@full_precision()
+def _outputs(model: nn.Module, batches: Iterable[Tensor]) -> list[Any]:
+    with evaluating(model):
+        return [run(model, batch) for batch in batches]
+
+
+@full_precision()
 def _random_outputs(model: nn.Module, plan: ConversionPlan) -> Any:
-    """The outputs for two random images; None where there are none to compare."""
+    """The outputs for two random images.
+
+    None if the model has no weights, does not take such images, or they would be too large.
+    """
     size = plan.input_size
     if size is None or math.prod(size[1:]) > MAX_PIXELS:
         return None
     if any(parameter.is_meta for parameter in model.parameters()):
         return None
     noise = torch.randn(2, *size, generator=torch.Generator().manual_seed(0), device="cpu")
-    with contextlib.suppress(Exception):  # the model's own code; the comparison is not needed
+    # The model's own code runs here; the comparison is not needed.
+    with contextlib.suppress(Exception), evaluating(model):
         return run(model, noise)
     return None
 
@@ -186,31 +192,32 @@ def _shifted_by_a_pixel(images: Tensor) -> Tensor:
 
 
 def _outcome(
-    old: Sequence[Any], new: Sequence[Any], images: Calibration | None, errors: LayerErrors
+    before: _Outputs, after: list[Any], images: Calibration | None, errors: LayerErrors
 ) -> Outcome:
     """How outputs and kernels changed.
 
     Args:
-        old: Outputs for the held-out batches, and then for the same batches one pixel shifted.
-        new: Outputs for the held-out batches after the conversion.
+        before: The outputs before the conversion.
+        after: Those for the held-out batches after it.
         images: The calibration; None without one, and then no outputs are compared.
         errors: Of the layers.
     """
     kernel_error = None
     if errors.kernel:
         kernel_error = sum(errors.kernel.values()) / len(errors.kernel)
-    outcome = Outcome(kernel_error=kernel_error, images=0)
     if images is None:
-        return outcome
-    batches = images.held_out
-    unshifted = old[: len(batches)]
-    outcome = replace(
-        outcome,
-        images=sum(map(len, batches)),
+        return Outcome(kernel_error=kernel_error, images=0)
+    found = agreement(before.held_out, after)
+    shifted = None
+    if images.held_out:
+        shifted = agreement(before.held_out, before.shifted)
+    return Outcome(
+        kernel_error=kernel_error,
+        images=sum(map(len, images.held_out)),
         fitted_images=len(images),
         images_cropped=images.images_cropped,
-        **taken_from(agreement(unshifted, new), Outcome),
+        same_top1=found.same_top1,
+        kl=found.kl,
+        output_error=found.output_error,
+        shifted=shifted,
     )
-    if batches:
-        outcome = replace(outcome, shifted=agreement(unshifted, old[len(batches) :]))
-    return outcome

@@ -219,7 +219,7 @@ def convert_from_authors_(
         authors_version=version,
     )
     loaded = LoadedNetwork(request)
-    if loaded.elements is None:
+    if loaded.authors_weights is None:
         raise CheckpointError(
             f"{request.weights_name}: has no layers of the authors' package, "
             "with a P beside the weight"

@@ -5,7 +5,7 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, printable
+from ..errors import CheckpointError
 from ..fitting.images import Calibration, calibrate
 from ..networks.building import build_model
 from ..networks.pretrained_cfg import set_origin_
@@ -17,7 +17,8 @@ from ..networks.weights import build_with_state, check_weights, other_classes
 from ..networks.weights_files import read_weights
 from ..planning.plan import ConversionPlan
 from ..progress import Notify, silent
-from ..surgery.authors import AuthorsWeights, sort_weights
+from ..surgery.authors import AuthorsWeights, split_authors_weights
+from ..text import printable
 from .request import ConversionRequest
 
 
@@ -94,7 +95,7 @@ class LoadedNetwork:
 
     @cached_property
     def _classes_of_weights(self) -> int | None:
-        """The weights' number of classes, if it is to be taken: another one, and none is stated.
+        """The weights' number of classes, if it differs from the model's and the request has none.
 
         Raises:
             CheckpointError: The model is in memory, or made by code of the user's own.
@@ -137,11 +138,11 @@ class LoadedNetwork:
         return find_convs(self.structure, input_size)
 
     @cached_property
-    def elements(self) -> AuthorsWeights | None:
+    def authors_weights(self) -> AuthorsWeights | None:
         """The weights, if they are of the authors' layers: elements that are there already."""
         if self.request.weights is None:
             return None
-        return sort_weights(self._read_entries(), self.request.weights_name)
+        return split_authors_weights(self._read_entries(), self.request.weights_name)
 
     @cached_property
     def network(self) -> nn.Module:
@@ -149,7 +150,7 @@ class LoadedNetwork:
         request = self.request
         if self.source is None:
             return self.structure
-        if request.weights is not None and self.elements is None:
+        if request.weights is not None and self.authors_weights is None:
             network = self._build_with_weights(self.source)
             set_origin_(network, {})
             return network.to(request.device)
@@ -169,7 +170,7 @@ class LoadedNetwork:
         Raises:
             CheckpointError: They do not.
         """
-        if self.elements is None and self._entries is not None:
+        if self.authors_weights is None and self._entries is not None:
             check_weights(
                 self.structure,
                 self._entries,
@@ -204,7 +205,7 @@ class LoadedNetwork:
             )
         return self._images[plan.input_size]
 
-    def note_kept(self, names: list[str]) -> None:
+    def note_not_loaded(self, names: list[str]) -> None:
         """Say which tensors of the classifier start at random, as the weights have other shapes."""
         for name in names:
             self.note(f"{name} has another shape in the checkpoint and starts from random values")
@@ -222,16 +223,16 @@ class LoadedNetwork:
         return self._entries
 
     def _build_with_weights(self, source: ModelSource) -> nn.Module:
+        entries = self._read_entries()
         self.notify("building")
-        assert self._entries is not None
-        network, kept = build_with_state(
+        network, not_loaded = build_with_state(
             source,
-            self._entries,
+            entries,
             self.request.weights_name,
             meta=self.structure,
             seed=self.request.seed,
             new_classifier=self.new_classifier,
         )
-        self.note_kept(kept)
+        self.note_not_loaded(not_loaded)
         self._entries = None
         return network

@@ -15,7 +15,7 @@ from torch import nn
 
 from .. import __version__
 from ..fitting.images import Calibration
-from ..networks.weights import can_be_hashed, tensors_hash
+from ..networks.tensors_hash import can_be_hashed, tensors_hash
 from ..options import PlanOptions, command_line
 from ..records import STRICT, Record
 from ..surgery.authors import AuthorsWeights
@@ -104,7 +104,7 @@ def describe_conversion(
     request = resolved.request
     options = _stated_options(request)
     init: str = resolved.init
-    if resolved.elements is not None:
+    if resolved.authors_weights is not None:
         init = AUTHORS
     record = {"model": _model_name(request)}
     for name, value in options.items():
@@ -118,7 +118,7 @@ def describe_conversion(
         init=init,
         positions=request.positions if init == "random" else None,
         weights=WeightsOrigin(
-            source=_weights_source(request), tensors=weights_hash(model, resolved.elements)
+            source=_weights_source(request), tensors=weights_hash(model, resolved.authors_weights)
         ),
         calibration=_images_origin(images),
         versions={
@@ -148,15 +148,15 @@ def _weights_source(request: ConversionRequest) -> str:
     return "in memory"
 
 
-def weights_hash(model: nn.Module, elements: AuthorsWeights | None) -> str | None:
+def weights_hash(model: nn.Module, authors_weights: AuthorsWeights | None) -> str | None:
     """The hash of the weights before the conversion: the model's, or those with elements.
 
     None if a tensor cannot be read as bytes.
     """
     tensors = model.state_dict()
-    if elements is not None:
-        tensors = dict(elements.rest)
-        for name, layer in elements.layers.items():
+    if authors_weights is not None:
+        tensors = dict(authors_weights.rest)
+        for name, layer in authors_weights.layers.items():
             for entry, tensor in layer.items():
                 tensors[f"{name}.{entry}"] = tensor
     if not all(map(can_be_hashed, tensors.values())):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import PlanError, printable
+from ..errors import PlanError
 from ..options import (
     AUTO,
     ERROR_SCOPE,
@@ -19,6 +19,7 @@ from ..options import (
     Positions,
     option_name,
 )
+from ..text import printable
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -36,7 +37,7 @@ class ConversionRequest:
 
     # In memory, with its weights; or a MODEL of the command line, such as "timm:convnext_tiny".
     model: "nn.Module | str"
-    # Of a model that is named; None: the model's own.
+    # For a model that is named; None: its default.
     num_classes: int | None = None
     in_chans: int | None = None
     pretrained: bool = False  # with the weights that the model's library offers
@@ -51,14 +52,15 @@ class ConversionRequest:
     # Images to compare outputs on; None: some of the calibration's images.
     held_out: "Images | None" = None
     most_images: int | None = None  # of the calibration's folder; None: CALIBRATION_IMAGES
-    # With which the calibration's folder of images is normalised; None: as the model states.
+    # Normalisation of the images of the calibration's folder; None: as the model states.
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
     authors_version: AuthorsVersion | None = None  # of layers of the authors' package in `weights`
     seed: int = 0
-    plan: Path | None = None  # checkpoint folder whose plan is carried out; None: one is made
+    # Checkpoint folder whose plan is carried out, for the provenance; None: a plan is made.
+    plan: Path | None = None
     offline: bool = False  # without a download; the network is not built with its weights
-    device: str | None = None  # on which a named model is fitted and compared; None: the CPU
+    device: str | None = None  # for a named model's fit and comparison; None: the CPU
 
     def __post_init__(self) -> None:
         _refuse_conflicts(self)

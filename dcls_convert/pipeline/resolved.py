@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from ..depthwise.geometry import size_text
-from ..errors import CheckpointError, PlanError, listed, one_line, shown
+from ..errors import CheckpointError, PlanError
 from ..fitting.calibrate import CalibrationStatistics
 from ..fitting.counts import counts_by_error
 from ..fitting.groups import make_layers
 from ..fitting.warm_start import fit_seed
+from ..geometry import size_text
 from ..networks.running import evaluating, quietly, run
 from ..networks.tracing import check_same_shapes
 from ..options import AUTO, ERROR_SCOPE, EXACT, Init, PlanOptions, Scope
@@ -20,6 +20,7 @@ from ..planning.plan import ConversionPlan
 from ..planning.planner import make_plan
 from ..progress import LOG
 from ..surgery.authors import RELEASED_VERSION, AuthorsWeights, element_state
+from ..text import listed, one_line, shown
 from .loaded import LoadedNetwork
 from .request import ConversionRequest, stated_counts
 
@@ -30,7 +31,7 @@ class ResolvedRequest:
 
     request: ConversionRequest
     init: Init  # how new layers start, unless there are elements
-    elements: AuthorsWeights | None  # that new layers take over
+    authors_weights: AuthorsWeights | None  # whose elements new layers take over
     plan: ConversionPlan
     # Of the calibration, if the counts were chosen by it; for the loaded network alone, not copies.
     statistics: CalibrationStatistics | None = None
@@ -38,7 +39,7 @@ class ResolvedRequest:
     @property
     def keeps_outputs(self) -> bool:
         """Whether the start is meant to keep the outputs of a trained network."""
-        return self.elements is None and self.request.trained and self.init != "random"
+        return self.authors_weights is None and self.request.trained and self.init != "random"
 
 
 def resolve(loaded: LoadedNetwork, options: PlanOptions | None = None) -> ResolvedRequest:
@@ -56,11 +57,11 @@ def resolve(loaded: LoadedNetwork, options: PlanOptions | None = None) -> Resolv
     request = loaded.request
     if options is None:
         options = request.options
-    elements = _elements(loaded)
+    authors_weights = _authors_weights(loaded)
     statistics = None
-    if elements is not None:
-        _refuse_stated_counts(options, elements, request.weights_name)
-        options = replace(options, kernel_count=elements.kernel_counts)
+    if authors_weights is not None:
+        _refuse_stated_counts(options, authors_weights, request.weights_name)
+        options = replace(options, kernel_count=authors_weights.kernel_counts)
     elif request.init == EXACT:
         options = replace(options, kernel_count=EXACT)
     else:
@@ -70,8 +71,8 @@ def resolve(loaded: LoadedNetwork, options: PlanOptions | None = None) -> Resolv
     resolved = ResolvedRequest(
         request=request,
         init=request.start,
-        elements=elements,
-        plan=_checked_plan(loaded, options, elements),
+        authors_weights=authors_weights,
+        plan=_checked_plan(loaded, options, authors_weights),
         statistics=statistics,
     )
     _log(resolved)
@@ -100,7 +101,7 @@ def resolve_with_plan(loaded: LoadedNetwork, plan: ConversionPlan) -> ResolvedRe
     return ResolvedRequest(
         request=loaded.request,
         init=loaded.request.start,
-        elements=_elements(loaded),
+        authors_weights=_authors_weights(loaded),
         plan=replace(plan, folded=False),  # also of a folded checkpoint: it is carried out anew
     )
 
@@ -120,11 +121,11 @@ def _described(name: str | None, arguments: Mapping[str, Any]) -> str:
     return f"{described} with {shown(stated)}"
 
 
-def _elements(loaded: LoadedNetwork) -> AuthorsWeights | None:
+def _authors_weights(loaded: LoadedNetwork) -> AuthorsWeights | None:
     """The loaded elements; refuses options that they leave without effect."""
     request = loaded.request
-    elements = loaded.elements
-    if elements is None:
+    authors_weights = loaded.authors_weights
+    if authors_weights is None:
         if request.authors_version is not None:
             raise CheckpointError(
                 f"{request.weights_name}: has no layers of the authors' package; "
@@ -137,12 +138,12 @@ def _elements(loaded: LoadedNetwork) -> AuthorsWeights | None:
         raise _has_positions(request, f"--positions {request.positions}")
     if request.calibration is not None:
         raise _has_positions(request, "--calibrate")
-    if not elements.has_sigma and request.authors_version is None:
+    if not authors_weights.has_sigma and request.authors_version is None:
         loaded.note(
             f"{request.weights_name} is taken for version {RELEASED_VERSION} of the authors' "
             "layers; see --authors-version"
         )
-    return elements
+    return authors_weights
 
 
 def _has_positions(request: ConversionRequest, option: str) -> CheckpointError:
@@ -152,11 +153,11 @@ def _has_positions(request: ConversionRequest, option: str) -> CheckpointError:
 
 
 def _refuse_stated_counts(
-    options: PlanOptions, elements: AuthorsWeights, weights_name: str
+    options: PlanOptions, authors_weights: AuthorsWeights, weights_name: str
 ) -> None:
     """Refuse options that decide kernel counts, except for the very count of all elements."""
     stated = stated_counts(options)
-    counts = set(elements.kernel_counts.counts.values())
+    counts = set(authors_weights.kernel_counts.counts.values())
     if not stated or (stated == ["kernel count"] and counts == {options.kernel_count}):
         return
     raise CheckpointError(
@@ -193,7 +194,7 @@ def _with_counts_by_error(
 
 
 def _checked_plan(
-    loaded: LoadedNetwork, options: PlanOptions, elements: AuthorsWeights | None
+    loaded: LoadedNetwork, options: PlanOptions, authors_weights: AuthorsWeights | None
 ) -> ConversionPlan:
     """The plan; refuses one that the network, its weights or its input size do not take."""
     request = loaded.request
@@ -202,8 +203,8 @@ def _checked_plan(
     is_by_error = isinstance(options.kernel_count, LayerCounts) and options.kernel_count.solved
     if not is_by_error:  # counts by error were solved for shapes that are checked already
         check_same_shapes(loaded.convs.trace, plan.windows)
-    if elements is not None:
-        element_state(elements, plan, request.authors_version)  # refuses what does not fit
+    if authors_weights is not None:
+        element_state(authors_weights, plan, request.authors_version)  # refuses what does not fit
     elif request.offline and request.weights is not None:
         # The network is not built, but its weights would be refused.
         loaded.check_weights()
@@ -234,7 +235,9 @@ def _check_input_size(loaded: LoadedNetwork, plan: ConversionPlan) -> None:
 def _log(resolved: ResolvedRequest) -> None:
     """Say at DEBUG what was decided: how layers start, and the plan of each convolution."""
     plan = resolved.plan
-    start = resolved.init if resolved.elements is None else "elements of the authors' package"
+    start = (
+        resolved.init if resolved.authors_weights is None else "elements of the authors' package"
+    )
     LOG.debug("start: %s; scope of the counts: %s", start, plan.scope)
     for layer in plan.layers:
         LOG.debug(

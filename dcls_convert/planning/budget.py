@@ -2,8 +2,7 @@
 than the replaced weights (paper, section 3).
 
 One more element costs a weight for each kernel line of each layer, and coordinates for each line of
-each tie group. A kernel line is the cells of one kernel along the learnt axes, for one output and
-one input channel.
+each tie group. Kernel lines are those of `layers/elements.py`.
 """
 
 import math
@@ -13,9 +12,10 @@ from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from ..errors import PlanError, listed, shown
+from ..errors import PlanError
 from ..options import MAX_PERCENT, MIN_PERCENT, Scope
 from ..records import Ratio
+from ..text import listed, shown
 
 if TYPE_CHECKING:
     from .layer_plan import LayerPlan  # which imports torch

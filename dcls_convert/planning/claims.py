@@ -3,11 +3,57 @@
 from collections.abc import Sequence
 from dataclasses import fields
 
-from ..errors import NothingMatchesError, PlanError, RuleError, listed, shown
-from ..networks.sites import ModelConvs, Skipped, kinds_of_convs
+from ..errors import NothingMatchesError, PlanError, RuleError
+from ..networks.sites import ConvSite, ModelConvs, Skipped, kinds_of_convs
 from ..options import EXACT, PlanOptions
-from .paths import is_one_meant, nearest_paths
-from .rules import AUTO_RULES, Rule, RuleSet, claim_sites, load_rules
+from ..text import listed, shown
+from .paths import any_matches_path, nearest_paths
+from .rule_files import load_rules
+from .rules import Rule, RuleSet
+
+AUTO_RULES = ("depthwise", "conv3x3", "dense3x3x3")  # in the order in which `auto` tries them
+
+
+def choose_rules(sites: Sequence[ConvSite]) -> RuleSet:
+    """`auto`: the first of AUTO_RULES that claims a convolution; conv3x3 if none does."""
+    for name in AUTO_RULES:
+        rules = load_rules(name)
+        rule_of, _ = claim_sites(rules, sites)
+        if rule_of:
+            return rules
+    return load_rules("conv3x3")
+
+
+def claim_sites(rules: RuleSet, sites: Sequence[ConvSite]) -> tuple[dict[str, int], dict[str, str]]:
+    """Give each site to the first rule that matches it.
+
+    Returns:
+        The index of the rule that claims a site, and the reason why no rule claims it. Every site's
+        name is a key of one of the two.
+    """
+    rule_of: dict[str, int] = {}
+    reasons: dict[str, str] = {}
+    for site in sites:
+        index = _first_match(rules, site)
+        if index is None:
+            reasons[site.name] = f"not matched ({_why_unclaimed(rules, site)})"
+        else:
+            rule_of[site.name] = index
+    return rule_of, reasons
+
+
+def _first_match(rules: RuleSet, site: ConvSite) -> int | None:
+    for index, rule in enumerate(rules.rules):
+        if rule.match.matches(site):
+            return index
+    return None
+
+
+def _why_unclaimed(rules: RuleSet, site: ConvSite) -> str:
+    """Why no rule matches a site: what fails in the only rule, or that all rules fail."""
+    if len(rules.rules) > 1:
+        return f"none of {len(rules.rules)} rules"
+    return f"rule {rules.label(0)!r}: {rules.rules[0].match.mismatch(site)}"
 
 
 def claim_convs(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list[Skipped]]:
@@ -74,7 +120,7 @@ def _near_paths(patterns: Sequence[str], convs: ModelConvs) -> str:
         names += site.names
     unknown = []
     for pattern in patterns:
-        if not is_one_meant(names, [pattern]):
+        if not any_matches_path(names, [pattern]):
             unknown.append(pattern)
     if not unknown:
         return ""

@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..errors import PlanError, listed, shown
+from ..errors import PlanError
 from ..networks.sites import Skipped
 from ..options import Tie
+from ..text import listed, shown
 from .budget import UNSOLVED
 from .layer_plan import LayerPlan
 from .tie_groups import check_counts_can_be_tied

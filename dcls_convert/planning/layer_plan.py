@@ -3,11 +3,12 @@
 import math
 from dataclasses import dataclass
 
-from ..depthwise.geometry import check_cells, check_window, extent
-from ..errors import PlanError, one_line, shown
+from ..errors import PlanError
+from ..geometry import check_cells, check_window, extent
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import OldConv
 from ..records import STRICT
+from ..text import one_line, shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,9 +46,9 @@ class LayerPlan(OldConv):
 
     @property
     def lines(self) -> int:
-        """Kernel lines: cells of one kernel along the learnt axes, for a pair of channels.
+        """Kernel lines of the layer (see `layers/elements.py`): O x I x dense cells.
 
-        As many weights are needed for one more element.
+        One more element per kernel needs this many weights.
         """
         return math.prod(self.position_shape[1:-1])
 

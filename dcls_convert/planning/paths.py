@@ -8,7 +8,7 @@ WILDCARDS = frozenset("*?[")
 MAX_NEAREST = 3  # paths that a message names
 
 
-def is_meant(name: str, patterns: Sequence[str]) -> bool:
+def matches_path(name: str, patterns: Sequence[str]) -> bool:
     """Whether a pattern means the module of this name.
 
     A pattern with `*`, `?` or `[...]` must fit the whole name, and `*` also stands for dots. One
@@ -22,10 +22,10 @@ def is_meant(name: str, patterns: Sequence[str]) -> bool:
     return False
 
 
-def is_one_meant(names: Iterable[str], patterns: Sequence[str]) -> bool:
+def any_matches_path(names: Iterable[str], patterns: Sequence[str]) -> bool:
     """Whether a pattern means one of these names, such as the names of one module."""
     for name in names:
-        if is_meant(name, patterns):
+        if matches_path(name, patterns):
             return True
     return False
 

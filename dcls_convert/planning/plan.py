@@ -8,14 +8,15 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field
 
-from ..errors import CheckpointError, PlanError, listed, shown
+from ..errors import CheckpointError, PlanError
 from ..networks.sites import Skipped
 from ..options import Scope, Tie
 from ..records import STRICT, Ratio, Record
 from ..tables import as_html, as_text
+from ..text import listed, shown
 from .budget import BudgetUnit, solve_counts
 from .layer_plan import LayerPlan, check_layer
-from .paths import is_one_meant, nearest_paths
+from .paths import any_matches_path, nearest_paths
 from .tie_groups import TieGroup, tie_groups_of, without_lone_ties
 
 PLAN_FORMAT = 1
@@ -138,7 +139,7 @@ class ConversionPlan(Record):
         kept = []
         removed = []
         for layer in self.layers:
-            if is_one_meant(layer.names, patterns):
+            if any_matches_path(layer.names, patterns):
                 reason = f"left out of the plan by {' or '.join(map(shown, patterns))}"
                 kind = f"Conv{layer.dims}d"
                 removed.append(Skipped(name=layer.name, type=kind, reason=reason))
@@ -161,7 +162,7 @@ class ConversionPlan(Record):
         for layer in self.layers:
             names += layer.names
         for pattern in patterns:
-            if not is_one_meant(names, [pattern]):
+            if not any_matches_path(names, [pattern]):
                 near = listed(nearest_paths([pattern], names), 6)
                 raise PlanError(f"the plan has no layer {shown(pattern)}; the nearest are {near}")
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import PlanError, RuleError, one_line, shown
+from ..errors import PlanError, RuleError
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import ConvSite, ModelConvs, Skipped
 from ..options import (
@@ -28,13 +28,14 @@ from ..options import (
     suggests_arguments,
 )
 from ..records import taken_from
-from ..tables import counted
+from ..text import counted, one_line, shown
 from .budget import UNSOLVED, parse_percent, solve_counts
-from .claims import check_overruled, claim_convs
+from .claims import check_overruled, choose_rules, claim_convs
 from .known_counts import LayerCounts, with_known_counts
 from .layer_plan import LayerPlan
 from .plan import ConversionPlan
-from .rules import Rule, RuleSet, choose_rules, load_rules
+from .rule_files import load_rules
+from .rules import Rule, RuleSet
 from .tie_groups import tie_groups_of, with_tie_groups
 from .windows import choose_window, recommended_size
 

@@ -1,12 +1,10 @@
-"""Rule files: from YAML to a strict, frozen rule set; and which rule claims a convolution."""
+"""Rules as strict, frozen records: what a rule file may say, and which convolutions match."""
 
 import fnmatch
 import hashlib
 import math
 import re
-import reprlib
-from collections.abc import Hashable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import yaml
@@ -15,19 +13,13 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    ValidationError,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
-from yaml.constructor import ConstructorError
-from yaml.representer import RepresenterError
 
-from ..depthwise.geometry import size_text
-from ..errors import RuleError, did_you_mean, one_line, printable, shown
-from ..files import builtin_rules, read_bytes
+from ..geometry import size_text
 from ..options import (
-    AUTO,
     EVEN_GROWTH,
     GROWTH,
     INTERPOLATION_NAMES,
@@ -37,16 +29,14 @@ from ..options import (
     Kind,
     check_even,
 )
-from .paths import is_one_meant
+from ..text import one_line, shown
+from .paths import any_matches_path
 
 if TYPE_CHECKING:
     from ..networks.sites import ConvSite  # which imports torch
 
 RULES_FORMAT = 1
-AUTO_RULES = ("depthwise", "conv3x3", "dense3x3x3")  # in the order in which `auto` tries them
 Positive = Annotated[int, Field(ge=1)]
-MAX_RULE_BYTES = 1_000_000  # size of a rule file
-TEXT_TAG = "tag:yaml.org,2002:str"  # YAML's
 MAX_SHOWN_CHARACTERS = 200  # characters of a text from the file, in a message
 
 
@@ -193,7 +183,7 @@ class Match(_Strict):
             if stated is None:
                 continue
             if predicate == "path":
-                if not is_one_meant(site.names, self.paths):
+                if not any_matches_path(site.names, self.paths):
                     return f"path is {_in_words(site.names)}, not {_in_words(stated)}"
                 continue
             value = getattr(site, predicate)
@@ -328,228 +318,3 @@ class RuleSet(_Strict):
     def label(self, index: int) -> str:
         """How messages call a rule: its name, or its place."""
         return shown(self.rules[index].name or f"rules[{index}]")
-
-
-def load_rules(source: str | Path | Mapping[str, Any]) -> RuleSet:
-    """Load a rule set.
-
-    Args:
-        source: The name of a rule set that comes with the package, the path of a file, or a mapping
-            with the keys of a file.
-
-    Raises:
-        RuleError: No such rule set, or anything in it that this version does not know; one line
-            with the place.
-    """
-    if isinstance(source, Mapping):
-        return parse_rules(_as_yaml(source))
-    if not isinstance(source, str | Path):
-        raise RuleError(
-            f"rules: found a {type(source).__name__}; "
-            "give the name of a rule set, a file, or a mapping with the keys of a file"
-        )
-    path = builtin_rules().get(str(source), Path(source))
-    try:
-        if not path.is_file():
-            known = [*builtin_rules(), AUTO]
-            near = did_you_mean(str(source), known)
-            raise RuleError(
-                f"rules {shown(source)!r} are neither a file nor one of {', '.join(known)}{near}"
-            )
-        # With "sig": some editors begin a file with a byte order mark.
-        text = read_bytes(path, MAX_RULE_BYTES).decode("utf-8-sig")
-    except OSError as error:
-        raise RuleError(
-            f"rules {shown(source, MAX_SHOWN_CHARACTERS)}: cannot be read: {error.strerror}"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise RuleError(f"{source}: is not a UTF-8 text: {one_line(error)}") from None
-    return parse_rules(text, source=str(source))
-
-
-def _as_yaml(rules: Mapping[str, Any]) -> str:
-    try:
-        return yaml.safe_dump(dict(rules), sort_keys=False)
-    except RepresenterError as error:
-        value = error.args[1]
-        raise RuleError(
-            f"rules: found {shown(repr(value))} of type {type(value).__name__}; "
-            "allowed are texts, numbers, truth values, lists and mappings"
-        ) from None
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a duplicate key is an error, and Python's own errors have a line number."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """As in SafeLoader, but an error for a duplicate key, and "+4" for a growth of +4."""
-        keys: set[str] = set()
-        for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            if key.value in keys:
-                raise ConstructorError(
-                    problem=f"duplicate key {shown(key.value)!r}", problem_mark=key.start_mark
-                )
-            keys.add(key.value)
-            if key.value == "dilated_size":
-                _keep_growths_(value)
-        return super().construct_mapping(node, deep)
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """As in SafeLoader, but Python's own errors get the line number."""
-        try:
-            value = super().construct_object(node, deep)
-            if isinstance(value, int | str):
-                str(value).encode()  # ValueError of too many digits, or of half a surrogate pair
-        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-            problem = f"{type(error).__name__}: {one_line(error)}"
-            raise ConstructorError(problem=problem, problem_mark=node.start_mark) from error
-        return value
-
-
-def _keep_growths_(size: yaml.Node) -> None:
-    """Tag growths as texts: YAML would read +4 as the integer 4, in a list of sides too."""
-    sides = size.value if isinstance(size, yaml.SequenceNode) else [size]
-    for side in sides:
-        if isinstance(side, yaml.ScalarNode) and side.value.startswith("+"):
-            side.tag = TEXT_TAG
-
-
-def parse_rules(text: str, source: str = "rules") -> RuleSet:
-    """The rule set in a YAML text.
-
-    Args:
-        text: What a rule file contains.
-        source: The file or name of the rules, for messages and the plan.
-
-    Raises:
-        RuleError: Anything in it that this version does not know; one line with the place.
-    """
-    source = printable(source)
-    try:
-        data = yaml.load(text, Loader=_StrictLoader)
-    # Also RecursionError of deep nesting, and ValueError of a wrong escape sequence.
-    except Exception as error:
-        mark = getattr(error, "problem_mark", None)
-        place = ""
-        if mark:
-            place = f" line {mark.line + 1}:"
-        problem = getattr(error, "problem", None) or f"{type(error).__name__}: {one_line(error)}"
-        message = f"{source}:{place} not valid YAML: {shown(problem, MAX_SHOWN_CHARACTERS)}"
-        raise RuleError(message) from None  # the message says it all
-    if not isinstance(data, dict):
-        kinds = {list: "a list", str: "a text", type(None): "empty"}
-        kind = kinds.get(type(data), f"of type {type(data).__name__}")
-        keys = ", ".join(RuleSet.model_fields)
-        raise RuleError(f"{source}: is {kind}, but must be a mapping with {keys}")
-    try:
-        rules = RuleSet.model_validate(data)
-    except ValidationError as error:
-        raise RuleError(f"{source}: {_first_problem(error)}") from None
-    rules._source = source
-    rules._text = text
-    return rules
-
-
-def choose_rules(sites: Sequence["ConvSite"]) -> RuleSet:
-    """`auto`: the first of AUTO_RULES that claims a convolution; conv3x3 if none does."""
-    for name in AUTO_RULES:
-        rules = load_rules(name)
-        rule_of, _ = claim_sites(rules, sites)
-        if rule_of:
-            return rules
-    return load_rules("conv3x3")
-
-
-def claim_sites(
-    rules: RuleSet, sites: Sequence["ConvSite"]
-) -> tuple[dict[str, int], dict[str, str]]:
-    """Give each site to the first rule that matches it.
-
-    Returns:
-        The index of the rule that claims a site, and the reason why no rule claims it. Every site's
-        name is a key of one of the two.
-    """
-    rule_of: dict[str, int] = {}
-    reasons: dict[str, str] = {}
-    for site in sites:
-        index = _first_match(rules, site)
-        if index is None:
-            reasons[site.name] = f"not matched ({_why_unclaimed(rules, site)})"
-        else:
-            rule_of[site.name] = index
-    return rule_of, reasons
-
-
-def _first_match(rules: RuleSet, site: "ConvSite") -> int | None:
-    for index, rule in enumerate(rules.rules):
-        if rule.match.matches(site):
-            return index
-    return None
-
-
-def _why_unclaimed(rules: RuleSet, site: "ConvSite") -> str:
-    """Why no rule matches a site: what fails in the only rule, or that all rules fail."""
-    if len(rules.rules) > 1:
-        return f"none of {len(rules.rules)} rules"
-    return f"rule {rules.label(0)!r}: {rules.rules[0].match.mismatch(site)}"
-
-
-def rules_schema() -> dict[str, Any]:
-    """A JSON Schema of the rule format, for editors."""
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **RuleSet.model_json_schema(),
-    }
-
-
-# Of pydantic's problems, the one with the lowest rank is reported. A misspelt key comes before the
-# key that it leaves missing, and a sentence of our own before the other members of a union.
-_RANK = {"extra_forbidden": 0, "invalid_key": 0, "value_error": 1}
-_OTHER_RANK = 2
-_NESTED: dict[str, type[BaseModel]] = {"rules": Rule, "match": Match, "defaults": Defaults}
-
-
-def _first_problem(error: ValidationError) -> str:
-    """One line: the place in the file, what was found, what is allowed."""
-    problem = min(error.errors(), key=lambda each: _RANK.get(each["type"], _OTHER_RANK))
-    location = problem["loc"]
-    if _RANK.get(problem["type"]) == 0:
-        place, _, model = _describe(location[:-1])
-        if model is None:  # inside a predicate, where the only mappings are ranges
-            model = Range
-        key = str(location[-1])
-        known = list(model.model_fields)
-        near = did_you_mean(key, known)
-        complaint = f"unknown key {shown(key)!r}{near}; known: {', '.join(known)}"
-        if place:
-            complaint = f"{place}: {complaint}"
-        return complaint
-    place, allowed, _ = _describe(location)
-    if problem["type"] == "missing":
-        return f"top level: {place} is missing"
-    if problem["type"] == "value_error":
-        return f"{place}: {problem['ctx']['error']}"
-    return f"{place}: found {shown(reprlib.repr(problem['input']))}; allowed is {allowed}"
-
-
-def _describe(location: Sequence[int | str]) -> tuple[str, str, type[BaseModel] | None]:
-    """A location of pydantic's as text, what is allowed there, and the model of what is there."""
-    place = ""
-    allowed = ""
-    model: type[BaseModel] | None = RuleSet
-    for step in location:
-        if isinstance(step, int):
-            place += f"[{step}]"
-            if model is not None:
-                allowed = f"a mapping with {', '.join(model.model_fields)}"
-        elif model is not None and step in model.model_fields:
-            if place:
-                place += "."
-            place += step
-            allowed = str(model.model_fields[step].description)
-            model = _NESTED.get(step)
-        else:
-            break  # pydantic adds the name of a union's member
-    return place, allowed, model

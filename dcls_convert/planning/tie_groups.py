@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..depthwise.geometry import size_text
 from ..errors import PlanError
+from ..geometry import size_text
 from ..networks.stages import common_parent
 from ..records import STRICT
 from .budget import UNSOLVED

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from ..depthwise.geometry import (
+from ..errors import PlanError
+from ..geometry import (
     Padding,
     check_cells,
     check_window,
@@ -12,7 +13,6 @@ from ..depthwise.geometry import (
     padded_cells,
     size_text,
 )
-from ..errors import PlanError
 from ..networks.sites import ConvSite, ModelConvs
 from ..options import MAX_ADDED_MACS_PERCENT, MAX_WINDOW, MIN_GROWTH
 from .layer_plan import LayerPlan

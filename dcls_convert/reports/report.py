@@ -1,19 +1,15 @@
 """What a conversion costs and gains, as data; `views.report` shows it."""
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from pydantic import Field, computed_field
-from torch import nn
 
 from ..networks.model_outputs import Agreement
 from ..networks.sites import Skipped
-from ..networks.tracing import trace
-from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
-from ..records import Record, taken_from
+from ..records import Record
 from ..tables import as_html, as_text
 
 
@@ -203,143 +199,10 @@ class ConversionReport(Record):
         return data
 
     def __rich__(self) -> Any:
-        from ..views.report import IN_PYTHON, report_view
+        from ..views.advice import IN_PYTHON
+        from ..views.report import report_view
 
         return report_view(self, advice=IN_PYTHON)
 
     __str__ = as_text
     _repr_html_ = as_html
-
-
-def predict_report(plan: ConversionPlan) -> ConversionReport:
-    """The report of a plan that has not been carried out; no weights are needed."""
-    rows = []
-    params = plan.params
-    for layer in plan.layers:
-        row = _planned_layer(plan, layer)
-        rows.append(row)
-        params += row.params_after - row.params_before
-    return _report(plan, params, None, rows)
-
-
-def measure_report(model: nn.Module, plan: ConversionPlan) -> ConversionReport:
-    """The report of a converted model, counted on the model itself.
-
-    It is equal to `predict_report(plan)`.
-
-    Parameters are counted tensor by tensor. MACs come from torch's flop counter in a forward pass
-    on the meta device; the construction of the kernels is not counted.
-    """
-    params = sum(parameter.numel() for parameter in model.parameters())
-    if plan.macs is None or plan.input_size is None:
-        rows = [_measured_layer(model, plan, layer, macs=None) for layer in plan.layers]
-        return _report(plan, params, None, rows)
-    flops: Any = trace(model, plan.input_size).flops
-    construction_flops = 0
-    rows = []
-    for layer in plan.layers:
-        flops_inside = Counter[str]()
-        for name in layer.names:
-            flops_inside.update(flops.get(name))
-        convolution_flops = flops_inside["convolution"]
-        construction_flops += flops_inside.total() - convolution_flops
-        rows.append(_measured_layer(model, plan, layer, macs=convolution_flops // 2))
-    macs = (sum(flops[""].values()) - construction_flops) // 2
-    return _report(plan, params, macs, rows)
-
-
-def _measured_layer(
-    model: nn.Module, plan: ConversionPlan, layer: LayerPlan, macs: int | None
-) -> LayerReport:
-    planned = _planned_layer(plan, layer)
-    module: Any = model.get_submodule(layer.name)
-    weights = module.weight.numel()
-    positions = 0
-    if planned.position_params:
-        positions = module.positions.numel()
-        if module.sigma is not None:
-            positions += module.sigma.numel()
-    bias = 0
-    if module.bias is not None:
-        bias = module.bias.numel()
-    return replace(
-        planned,
-        params_after=weights + positions + bias,
-        weight_params=weights,
-        position_params=positions,
-        macs_after=macs,
-    )
-
-
-def _report(
-    plan: ConversionPlan, params: int, macs: int | None, layers: Sequence[LayerReport]
-) -> ConversionReport:
-    """The report of these layers.
-
-    Args:
-        params: Parameters of the whole converted model.
-        macs: Its MACs; None takes those of the layers and of what is untouched, if they are known.
-    """
-    macs_untouched = None
-    if plan.macs is not None:
-        macs_untouched = plan.macs - sum(layer.macs_before or 0 for layer in layers)
-        if macs is None:
-            macs = macs_untouched + sum(layer.macs_after or 0 for layer in layers)
-    return ConversionReport(
-        model=plan.model,
-        input_size=plan.input_size,
-        output=None,
-        params=ParamsChange(
-            before=plan.params,
-            after=params,
-            weights=sum(layer.weight_params for layer in layers),
-            positions=sum(layer.position_params for layer in layers),
-        ),
-        macs=MacsChange(before=plan.macs, after=macs, note=plan.macs_note),
-        budget=_budget_report(plan),
-        layers=tuple(layers),
-        skipped=plan.skipped,
-        stages_from=plan.stages_from,
-        params_untouched=plan.params - sum(layer.params_before for layer in layers),
-        macs_untouched=macs_untouched,
-        plan=plan,
-    )
-
-
-def _budget_report(plan: ConversionPlan) -> BudgetReport:
-    units = []
-    limit = 0
-    used = 0
-    for unit in plan.budget:
-        limit += unit.limit
-        used += unit.used
-        fields_of_unit = taken_from(unit, UnitReport)
-        if unit.exact_count is not None:
-            # Rounded down: rounded to nearest, a bound just below 35 would read 35.
-            fields_of_unit["exact_count"] = int(unit.exact_count * 100) / 100
-        units.append(UnitReport(**fields_of_unit))
-    exact_count = units[0].exact_count if len(units) == 1 else None
-    return BudgetReport(
-        scope=plan.scope, limit=limit, used=used, exact_count=exact_count, units=tuple(units)
-    )
-
-
-def _planned_layer(plan: ConversionPlan, layer: LayerPlan) -> LayerReport:
-    bias = layer.out_channels if layer.bias else 0
-    positions = 0
-    if plan.folded:
-        weights = layer.folded_weights
-    else:
-        weights = layer.lines * layer.kernel_count  # so many elements on each kernel line
-        if layer.tie_group is None or plan.group(layer.tie_group).layers[0] == layer.name:
-            positions = layer.position_params
-    from_plan = taken_from(layer, LayerReport)
-    from_plan["position_params"] = positions
-    return LayerReport(
-        **from_plan,
-        params_before=layer.dense_weights + bias,
-        params_after=weights + positions + bias,
-        weight_params=weights,
-        macs_before=layer.macs(layer.kernel_size),
-        macs_after=layer.macs(layer.dilated_size),
-    )

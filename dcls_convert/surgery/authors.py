@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..depthwise.geometry import size_text
 from ..errors import CheckpointError
 from ..fitting.groups import make_layers
+from ..geometry import size_text
 from ..layers.conv_classes import PLAIN, find_form
 from ..layers.interpolation import INTERPOLATIONS, Interpolation, find_interpolation
-from ..networks.weights import load_weights_, not_finite
+from ..networks.weights import describe_non_finite, load_weights_
 from ..options import AuthorsVersion
 from ..planning.known_counts import LayerCounts
 from ..planning.layer_plan import LayerPlan
@@ -62,7 +62,7 @@ class AuthorsWeights:
         return any(_SIGMA in layer for layer in self.layers.values())
 
 
-def sort_weights(state: Mapping[str, Tensor], where: str) -> AuthorsWeights | None:
+def split_authors_weights(state: Mapping[str, Tensor], where: str) -> AuthorsWeights | None:
     """Sort a state dict into the authors' layers and other entries.
 
     Returns:
@@ -103,7 +103,7 @@ def _check_entries(name: str, layer: Mapping[str, Tensor], where: str) -> None:
                 f"weight {tuple(shape)}; with a weight (out, in/groups, count) it must be "
                 "(1 to 3 axes, out, in/groups, count)"
             )
-        if not tensor.is_floating_point() or not_finite(name, tensor, mask=False):
+        if not tensor.is_floating_point() or describe_non_finite(name, tensor, mask=False):
             raise CheckpointError(f"{where}: {name}.{entry} must be finite floating-point numbers")
 
 

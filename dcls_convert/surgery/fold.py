@@ -11,8 +11,7 @@ from torch import fx, nn
 
 from ..errors import PlanError
 from ..layers.dcls_conv import DclsConvNd
-from ..layers.ties import release_owner_, shared_parameter_names
-from ..networks.positions import drop_spare_from_decay_
+from ..networks.positions import undo_exclusion_from_weight_decay_
 from ..networks.running import unchanged_on_failure
 
 # Methods that timm's `reparameterize_model` looks for on a child, in this order. It calls the first
@@ -47,24 +46,11 @@ def fold_to_dense_(model: nn.Module) -> int:
         for name, layer in layers.items():
             model.set_submodule(name, plain_conv_of[layer])
         for layer in plain_conv_of:
-            _drop_tied_parameters_(layer)
+            layer.release_tied_parameters_()
         _stop_folding_before_timm_fuses_(model)
-        drop_spare_from_decay_(model)
+        undo_exclusion_from_weight_decay_(model)
         _note_folded_for_timm_(model)
     return len(plain_conv_of)
-
-
-def _drop_tied_parameters_(layer: DclsConvNd) -> None:
-    """Remove the layer's tied parameters from their owner if no layer below it uses them."""
-    owner = layer._owner
-    if owner is None:
-        return
-    in_use = shared_parameter_names(owner)
-    for name in layer._owner_names.values():
-        if name not in in_use:
-            owner._parameters.pop(name, None)
-    if not in_use:
-        release_owner_(owner)
 
 
 def _note_folded_for_timm_(model: nn.Module) -> None:

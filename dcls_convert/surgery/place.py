@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from ..fitting.groups import LayerGroup, make_layers
-from ..networks.positions import spare_from_decay_
+from ..networks.positions import exclude_from_weight_decay_
 from ..networks.pretrained_cfg import set_pretrained_cfg_
 from ..networks.registries import TIMM_ARCHITECTURE
 from ..planning.plan import ConversionPlan
@@ -44,13 +44,12 @@ def put_layers_(
             if plan.folded and with_values:
                 module = layer.fuse()
             elif plan.folded:
-                size = (*layer.weight.shape[:2], *layer.kernel_size)
-                module = layer.fuse(layer.weight.new_empty(size))
+                module = layer.plain_conv_without_values()
             for name in layer_plan.names:
                 model.set_submodule(name, module)
     if not plan.folded:
         fold_before_timm_fuses_(model)
-        spare_from_decay_(model)
+        exclude_from_weight_decay_(model)
     # With this, timm's own savers write a config that rebuilds the converted model.
     config = getattr(model, "pretrained_cfg", None)
     if isinstance(config, dict) and plan.model is not None:

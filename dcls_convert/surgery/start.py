@@ -11,13 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..errors import PlanError, listed
-from ..fitting.calibrate import (
-    CalibratedLayer,
-    CalibrationStatistics,
-    fit_to_outputs_,
-    measure_inputs,
-)
+from ..errors import PlanError
+from ..fitting.calibrate import CalibrationStatistics, fit_to_outputs_, measure_inputs
+from ..fitting.calibrated_layer import CalibratedLayer
 from ..fitting.groups import LayerGroup, make_layers
 from ..fitting.images import Calibration, Images, calibrate
 from ..fitting.warm_start import fit_elements, fit_seed
@@ -28,6 +24,7 @@ from ..networks.running import full_precision, unchanged_on_failure
 from ..options import AUTO, EXACT, INITS, POSITIONS, Init, Positions
 from ..planning.plan import ConversionPlan
 from ..progress import Notify, silent
+from ..text import listed
 from .place import put_layers_
 
 
@@ -183,8 +180,10 @@ def _fill_randomly_(group: LayerGroup, positions: Positions, generator: torch.Ge
         reaches = zip(*(layer.reach for layer in group.plans), strict=True)  # by axis
         size = tuple(map(min, reaches))
     uniform = positions != "normal"
-    places = random_positions(weights[0], size, plan.dense_axes, generator, uniform=uniform)
-    _fill_(group, (weights, places))
+    drawn_positions = random_positions(
+        weights[0], size, plan.dense_axes, generator, uniform=uniform
+    )
+    _fill_(group, (weights, drawn_positions))
 
 
 def _scale_to_old_kernels_(groups: Sequence[LayerGroup]) -> None:
@@ -238,10 +237,10 @@ def _fill_all_from_kernels_(
         last = first + len(group.plans) - 1
         which = f"layer {last}" if last == first else f"layers {first} to {last}"
         notify(f"fitting {group.title}, {which} of {layers}", done_weights, total_weights)
-        roots = None
+        covariance_roots = None
         if statistics is not None:
-            roots = statistics.roots(group)
-        _fill_from_kernels_(group, roots, init, seed)
+            covariance_roots = statistics.covariance_roots(group)
+        _fill_from_kernels_(group, covariance_roots, init, seed)
         first = last + 1
         done_weights += _dense_weights(group)
 
@@ -250,11 +249,13 @@ def _dense_weights(group: LayerGroup) -> int:
     return sum(plan.dense_weights for plan in group.plans)
 
 
-def _fill_from_kernels_(group: LayerGroup, roots: Tensor | None, init: Init, seed: int) -> None:
+def _fill_from_kernels_(
+    group: LayerGroup, covariance_roots: Tensor | None, init: Init, seed: int
+) -> None:
     """Fill the layers with the largest cells of the old kernels, or with fitted elements.
 
     Args:
-        roots: For each input channel a square root of the covariance of its patches,
+        covariance_roots: For each input channel a square root of the covariance of its patches,
             (in_channels, S, S) with S cells of the box; fits are then close in outputs. None: close
             in kernels.
     """
@@ -265,7 +266,9 @@ def _fill_from_kernels_(group: LayerGroup, roots: Tensor | None, init: Init, see
     if init not in ("fit", AUTO):
         _fill_(group, largest)
         return
-    fitted = fit_elements(effective, group.box, kernel_count=count, roots=roots, seed=seed)
+    fitted = fit_elements(
+        effective, group.box, kernel_count=count, covariance_roots=covariance_roots, seed=seed
+    )
     _fill_(group, fitted)
     if any(layer.form.transform_weight for layer in group.layers):
         # Weight standardisation transforms the elements and can undo the fit. The largest cells

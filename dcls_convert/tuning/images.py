@@ -1,35 +1,28 @@
-"""The images of a training: opening them, their transforms, and the order in which they are used.
+"""The images of a training: opening them, and their transforms.
 
 Any data set of timm with random access will do.
 """
 
-import contextlib
-import random
-import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from PIL import Image
 from timm.data import ImageDataset, create_dataset, create_transform, resolve_data_config
 from timm.data.readers.reader_wds import ReaderWds
-from timm.utils import random_seed
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
-from ..errors import DclsConvertError, listed, one_line, shown
+from ..errors import DclsConvertError
 from ..fitting.image_files import FORMATS, UNREADABLE, check_white_level, in_eight_bits
-from ..networks.running import quietly, seeded
+from ..networks.running import quietly
 from ..options import MIRRORED, Augmentation
 from ..progress import Notify, silent
-from ..tables import counted
-from .recipe import Recipe
+from ..text import counted, listed, one_line, shown
 from .shards import Shards
 
 MODES = {1: "L", 3: "RGB"}  # channels that a model takes -> mode of Pillow
@@ -42,33 +35,6 @@ AUGMENTATIONS: dict[Augmentation, dict[str, Any]] = {  # arguments of timm's cre
     # mmax9, since at magnitude 10 timm asks Pillow to keep 0 bits per colour; Pillow 13 refuses.
     "strong": {"auto_augment": "rand-m9-mstd0.5-mmax9-inc1", "re_prob": 0.25, "re_mode": "pixel"},
 }
-
-
-def seed_all(*place: int | str) -> None:
-    """Seed all global random generators from a place in a run, such as ("update", seed, number)."""
-    random_seed(_number_of(place))
-
-
-def seed_cpu(*place: int | str) -> None:
-    """The same for all but the devices' generators, which take longer to reach than an image."""
-    number = _number_of(place)
-    random.seed(number)
-    np.random.seed(number)
-    torch.default_generator.manual_seed(number)
-
-
-def _number_of(place: Sequence[int | str]) -> int:
-    return zlib.crc32(repr(place).encode())
-
-
-@contextlib.contextmanager
-def generators_kept() -> Iterator[None]:
-    """Give the global random generators their present states back at the end."""
-    with contextlib.ExitStack() as restore:
-        restore.callback(random.setstate, random.getstate())
-        restore.callback(np.random.set_state, np.random.get_state())
-        restore.enter_context(seeded(0))  # restores torch's generators
-        yield
 
 
 @dataclass(kw_only=True, slots=True)
@@ -294,42 +260,3 @@ def set_transforms_(
     in_mode = partial(in_eight_bits, mode=MODES[channels])
     for part in (data.train, data.test):
         part.transform.transforms.insert(0, in_mode)
-
-
-class Repeatable(Dataset[Any]):
-    """Images by keys (epoch, index), each augmented by its key and the seed alone.
-
-    The augmentation does not depend on workers, on processes or on what was loaded before.
-    """
-
-    def __init__(self, images: Any, seed: int) -> None:
-        self.images = images
-        self.seed = seed
-
-    def __getitem__(self, key: tuple[int, int]) -> Any:
-        epoch, index = key
-        seed_cpu("image", self.seed, epoch, index)
-        return self.images[index]
-
-
-def batch_keys(
-    image_count: int, recipe: Recipe, rank: int, process_count: int, start: int
-) -> Iterator[list[tuple[int, int]]]:
-    """Keys (epoch, index) of this process's part of every batch, to the end of the run.
-
-    Args:
-        image_count: Number of images to train on.
-        recipe: States the sizes, the epochs and the seed.
-        rank: Number of this process.
-        process_count: Number of processes.
-        start: Update to begin with.
-    """
-    updates_per_epoch = image_count // recipe.update_size(process_count)
-    for epoch in range(start // updates_per_epoch, recipe.epochs):
-        order = np.random.default_rng([recipe.seed, epoch]).permutation(image_count).tolist()
-        updates_done = max(0, start - epoch * updates_per_epoch)
-        first_batch = updates_done * recipe.accumulate
-        for batch_index in range(first_batch, updates_per_epoch * recipe.accumulate):
-            first = (batch_index * process_count + rank) * recipe.batch_size
-            indices = order[first : first + recipe.batch_size]
-            yield [(epoch, index) for index in indices]

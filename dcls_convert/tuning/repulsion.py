@@ -13,7 +13,7 @@ from torch.autograd import Function
 
 from ..depthwise.eager import is_eager
 from ..layers.position_statistics import pairs
-from ..networks.positions import position_parameters, whole
+from ..networks.positions import full_tensor, position_parameters
 
 REACH = 1.0  # cells; elements at this distance or farther do not repel each other
 DISTANCES_AT_ONCE = 1 << 20  # held at once: 4 MiB in float32, and a few tensors of that size
@@ -44,7 +44,7 @@ def repulsive_loss(model: nn.Module) -> Tensor:
     """
     losses: list[Tensor] = []
     for parameter in position_parameters(model, "positions"):
-        loss = repulsion(whole(parameter.tensor))
+        loss = repulsion(full_tensor(parameter.tensor))
         if losses:
             loss = loss.to(losses[0])  # models may be spread over devices
         losses.append(loss)
@@ -106,17 +106,17 @@ def _ordered_pairs_total(kernels: Tensor, gradient: Tensor | None = None) -> Ten
         gradient: (A, C, E); filled with the gradient of the sum. None: it is not computed.
     """
     total = kernels.new_zeros(())
-    for part, differences, squares in pairs(kernels, DISTANCES_AT_ONCE):
-        coincident = squares == 0
+    for part in pairs(kernels, DISTANCES_AT_ONCE):
+        coincident = part.squared_distances == 0
         # The root has no derivative at 0; at REACH, the pair does not contribute.
-        distances = squares.masked_fill_(coincident, REACH**2).sqrt()
+        distances = part.squared_distances.masked_fill_(coincident, REACH**2).sqrt()
         pushes = (REACH - distances).relu_()
         # Elements with the same position count in full, an element with itself not at all.
-        with_itself = kernels[0][part].numel()
+        with_itself = kernels[0][part.first].numel()
         total = total + pushes.sum() + REACH * (coincident.sum() - with_itself)
         if gradient is not None:
             slopes = pushes.sign().div_(distances)
-            for axis, difference in enumerate(differences):
+            for axis, difference in enumerate(part.differences):
                 # Each pair counts twice, and moves its first element both times.
-                gradient[axis][part] = -2 * difference.mul_(slopes).sum(-1)
+                gradient[axis][part.first] = -2 * difference.mul_(slopes).sum(-1)
     return total

@@ -15,12 +15,19 @@ import torch
 from pydantic import ConfigDict, Field
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, DclsConvertError, one_line
+from ..errors import CheckpointError, DclsConvertError
 from ..files import read_bytes
 from ..layers.interpolation import position_limits
-from ..layers.position_statistics import bins, border_share, mean_distance, overlap_share, spread
-from ..networks.positions import PositionParameter, position_parameters, unwrapped, whole
+from ..layers.position_statistics import (
+    bins,
+    border_share,
+    mean_distance,
+    overlap_share,
+    rms_per_axis,
+)
+from ..networks.positions import PositionParameter, full_tensor, position_parameters, unwrapped
 from ..records import Record, adapter
+from ..text import one_line
 
 TRACK = "positions.jsonl"  # its usual name
 TRACK_FORMAT = 1
@@ -46,7 +53,7 @@ class TrackedPositions:
     speed: Length | None
     border_share: Share  # of elements at the border; a large share means: the window is too small
     overlap_share: Share  # of elements nearer than a cell to another one of their kernel
-    spread: tuple[Length | None, ...]  # standard deviation about the centre along each learnt axis
+    spread: tuple[Length | None, ...]  # root mean square along each learnt axis
     mean_distance: Length | None  # from the centre
     mean_sigma: Length | None  # None also if the interpolation has no sigma
     # For each learnt axis, the number of elements nearest to each cell of the window. Elements
@@ -130,10 +137,10 @@ class PositionTracker:
         self._step = step
         for parameter in position_parameters(unwrapped(self.model), "positions"):
             name = INSIDE_WRAPPERS.sub("", parameter.name)
-            self._before[name] = whole(parameter.tensor.detach()).clone()
+            self._before[name] = full_tensor(parameter.tensor.detach()).clone()
 
     def _row(self, parameter: PositionParameter, step: int) -> TrackedPositions:
-        positions = whole(parameter.tensor.detach())  # (A, *C, E)
+        positions = full_tensor(parameter.tensor.detach())  # (A, *C, E)
         name = INSIDE_WRAPPERS.sub("", parameter.name)
         speed = self._speed(name, positions, step)
         self._before[name] = positions.clone()
@@ -144,14 +151,14 @@ class PositionTracker:
         first_layer = next(iter(parameter.layers.values()))
         mean_sigma = None
         if first_layer.sigma is not None:
-            mean_sigma = _finite(float(whole(first_layer.sigma).mean(dtype=torch.float64)))
+            mean_sigma = _finite(float(full_tensor(first_layer.sigma).mean(dtype=torch.float64)))
         return TrackedPositions(
             name=name,
             layers=tuple(INSIDE_WRAPPERS.sub("", layer) for layer in parameter.layers),
             speed=speed,
             border_share=border_share(positions, window),
             overlap_share=overlap_share(positions),
-            spread=tuple(map(_finite, spread(positions))),
+            spread=tuple(map(_finite, rms_per_axis(positions))),
             mean_distance=_finite(mean_distance(positions)),
             mean_sigma=mean_sigma,
             histograms=tuple(histograms),

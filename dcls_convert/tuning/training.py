@@ -10,87 +10,47 @@ repeatable.
 import contextlib
 import copy
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from timm.data import Mixup
 from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.functional import cross_entropy, kl_div
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from ..errors import CheckpointError, DclsConvertError, is_out_of_memory, one_line
+from ..errors import DclsConvertError
 from ..networks.model_outputs import tensors_in
-from ..output import new_file
 from .clamping import clamp_positions_
-from .images import ImageData, Repeatable, batch_keys, generators_kept, seed_all
+from .distillation import soft_target_loss
+from .distributed import broadcast_buffers, gathered, is_single_process, shard_
+from .images import ImageData
 from .param_groups import param_groups
 from .recipe import Recipe
 from .repulsion import repulsive_loss
-from .tracker import TRACK, PositionTracker
+from .seeding import SeededImages, batch_keys, generators_kept, seed_all
+from .tracker import PositionTracker
+from .training_state import (
+    STATE,
+    WHOLE,
+    load_state_,
+    prepare_track_file,
+    save_state,
+    settings_to_match,
+)
 
-try:
+if TYPE_CHECKING:
     from accelerate import Accelerator
-    from accelerate.utils import (
-        DistributedType,
-        broadcast,
-        broadcast_object_list,
-        gather,
-        patch_environment,
-    )
-except ImportError as error:
-    raise DclsConvertError("training needs accelerate: pip install accelerate scipy") from error
 
-# State dicts are gathered from all processes into the first one.
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-STATE = "state.pt"
-CURVES = {  # name in the state file -> attribute of `Training`
-    "loss": "loss",
-    "top1": "top1",
-    "seconds": "epoch_seconds",
-    "steps": "update_seconds",
-    "before": "top1_before",
-}
 WARMUP_UPDATES = 2  # whose times are left out of the median
 Criterion = Callable[[Tensor, Tensor], Tensor]
-
-
-def accelerator_for(
-    *, device: str | None = None, mixed_precision: str | None = None
-) -> Accelerator:
-    """An `Accelerator` for the device that torch calls so, or by default for the best one there is.
-
-    Raises:
-        DclsConvertError: `accelerate launch` asks for FSDP1.
-    """
-    environment = {}
-    if device not in (None, "cpu"):
-        environment["ACCELERATE_TORCH_DEVICE"] = str(device)
-    use_cpu = device == "cpu" or not torch.accelerator.is_available()
-    with patch_environment(**environment):  # accelerate reads the device when it starts
-        accelerator = Accelerator(mixed_precision=mixed_precision, cpu=use_cpu)
-    if accelerator.distributed_type == DistributedType.FSDP:
-        raise DclsConvertError(
-            "accelerate launch with --use_fsdp is FSDP1; omit it, and pass --fsdp to this program"
-        )
-    return accelerator
 
 
 class Training:
@@ -126,14 +86,14 @@ class Training:
         recipe: Recipe,
         folder: Path | None = None,
         *,
-        accelerator: Accelerator,
+        accelerator: "Accelerator",
         teacher: nn.Module | None = None,
         fsdp: bool = False,
         workers: int = 0,
         save_every: int = 0,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        if fsdp and accelerator.distributed_type == DistributedType.NO:
+        if fsdp and is_single_process(accelerator):
             raise DclsConvertError(
                 "--fsdp: needs several processes: accelerate launch --num_processes 2 ..."
             )
@@ -145,7 +105,7 @@ class Training:
         self.fsdp = fsdp
         self.workers = workers
         self.save_every = save_every
-        self.settings = _settings_to_match(recipe, settings or {}, accelerator.num_processes)
+        self.settings = settings_to_match(recipe, settings or {}, accelerator.num_processes)
         self.updates_per_epoch = _updates_per_epoch(
             len(data.train), recipe.update_size(accelerator.num_processes)
         )
@@ -173,8 +133,8 @@ class Training:
         self.parallel_model: Any = model if fsdp else accelerator.prepare_model(model)
         self.scheduler = self._make_scheduler()
         if folder is not None and (folder / STATE).exists():
-            self._load_state_(folder / STATE)
-        self.tracker = PositionTracker(model, self._prepare_track_file())
+            load_state_(self, folder / STATE)
+        self.tracker = PositionTracker(model, prepare_track_file(self))
         # At the end of an epoch, the loaded positions are those of the last record. Within an epoch
         # they have moved since, and the next record states no speed.
         if self.updates_done and self.updates_done % self.updates_per_epoch == 0:
@@ -235,7 +195,7 @@ class Training:
                     on_epoch(self)
                     epoch_began = time.monotonic()
                 if self.folder is not None and (epoch_ends or self._is_time_to_save()):
-                    self._save_state(self.folder / STATE)
+                    save_state(self, self.folder / STATE)
 
     @torch.no_grad()
     def test(self) -> Tensor:
@@ -246,8 +206,7 @@ class Training:
         accelerator = self.accelerator
         # BatchNorm statistics differ between processes. The first one's are tested, since they are
         # those that a state stores.
-        for buffer in self.evaluated.buffers():
-            broadcast(buffer)
+        broadcast_buffers(self.evaluated)
         self.evaluated.eval()
         correct = []
         for images, labels in self._loader(self.data.test, self._test_keys()):
@@ -260,10 +219,9 @@ class Training:
                 else:
                     expected = self.teacher(images).argmax(1)
             correct.append(predicted == expected)
-        gathered: Any = gather(torch.cat(correct))
         # Image i was tested by process i mod processes, as its image number i // processes.
-        by_process = gathered.cpu().unflatten(0, (accelerator.num_processes, -1))
-        in_order: Tensor = by_process.T.flatten()
+        by_process: Any = gathered(torch.cat(correct)).cpu()
+        in_order: Tensor = by_process.unflatten(0, (accelerator.num_processes, -1)).T.flatten()
         return in_order[: len(self.data.test)]
 
     def _place_models_(self) -> None:
@@ -437,89 +395,11 @@ class Training:
 
     def _loader(self, images: Any, keys: Any) -> DataLoader[Any]:
         return DataLoader(
-            Repeatable(images, self.recipe.seed),
+            SeededImages(images, self.recipe.seed),
             batch_sampler=keys,
             num_workers=self.workers,
             pin_memory=self.accelerator.device.type == "cuda",
         )
-
-    def _prepare_track_file(self) -> Path | None:
-        """The file of position records, with those of the epochs that are done and no more.
-
-        After the last stored state, a run that was killed may have written further records. It
-        repeats those epochs, and writes their records again.
-        """
-        if self.folder is None:
-            return None
-        track = self.folder / TRACK
-        if self.accelerator.is_main_process:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            track.touch()
-            lines = track.read_bytes().splitlines(keepends=True)
-            epochs_done = len(self.top1)
-            # Rather than written anew: a kill would lose the records of the epochs that are done.
-            os.truncate(track, sum(len(line) for line in lines[:epochs_done]))
-        return track
-
-    def _save_state(self, path: Path) -> None:
-        """Write all that continues the run. Whenever it is killed, the old or new file is whole."""
-        model, optimizer = get_state_dict(self.model, self.optimizer.optimizer, options=WHOLE)
-        average = None
-        if self.average is not None:
-            average = get_model_state_dict(self.average.module, options=WHOLE)
-        scaler = None
-        if self.accelerator.scaler is not None:
-            scaler = self.accelerator.scaler.state_dict()
-        curves = {name: getattr(self, attribute) for name, attribute in CURVES.items()}
-        state = {
-            "settings": self.settings,
-            "model": model,
-            "optimizer": optimizer,
-            "average": average,
-            "scheduler": self.scheduler.state_dict(),
-            "scaler": scaler,
-            "update": self.updates_done,
-            "correct": self.correct,
-            "curves": curves,
-        }
-        if self.accelerator.is_main_process:
-            try:
-                with new_file(path, force=True) as partial_path, partial_path.open("wb") as file:
-                    torch.save(state, file)
-            except RuntimeError as error:  # torch raises no OSError when the disk is full
-                raise CheckpointError(
-                    f"output {path} cannot be written: {one_line(error)}"
-                ) from error
-
-    def _load_state_(self, path: Path) -> None:
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:
-            if isinstance(error, OSError) or is_out_of_memory(error):
-                raise  # the file may be whole
-            raise CheckpointError(
-                f"{path}: is damaged ({type(error).__name__}); delete it, and the run begins again"
-            ) from error
-        for name, value in self.settings.items():
-            found = state["settings"].get(name)
-            if found != value:
-                raise CheckpointError(f"{path}: was written with {name} {found}, not {value}")
-        set_state_dict(
-            self.model,
-            self.optimizer.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=WHOLE,
-        )
-        if self.average is not None:
-            set_model_state_dict(self.average.module, state["average"], options=WHOLE)
-        self.scheduler.load_state_dict(state["scheduler"])
-        if self.accelerator.scaler is not None:
-            self.accelerator.scaler.load_state_dict(state["scaler"])
-        self.updates_done = state["update"]
-        self.correct = state["correct"]
-        for name, values in state["curves"].items():
-            setattr(self, CURVES[name], values)
 
 
 def _store_channels_last_(model: nn.Module) -> None:
@@ -532,22 +412,8 @@ def _store_channels_last_(model: nn.Module) -> None:
             module.to(memory_format=torch.channels_last)
 
 
-def from_first_process(values: list[Any]) -> list[Any]:
-    """The values of the first process, in all processes."""
-    shared: list[Any] = broadcast_object_list(values)
-    return shared
-
-
 def _percent(correct: Tensor) -> float:
     return 100 * float(correct.double().mean())
-
-
-def _settings_to_match(
-    recipe: Recipe, settings: Mapping[str, Any], processes: int
-) -> dict[str, str]:
-    """What a stored state and the run that continues it must have in common."""
-    values = asdict(recipe) | dict(settings) | {"num_processes": processes}
-    return {name: str(value) for name, value in values.items()}
 
 
 def _updates_per_epoch(images: int, update_size: int) -> int:
@@ -563,39 +429,3 @@ def _updates_per_epoch(images: int, update_size: int) -> int:
 def median_after_warmup(update_seconds: Sequence[float]) -> float:
     """Median time of an update, without the first ones, which warm up."""
     return statistics.median(update_seconds[WARMUP_UPDATES:] or update_seconds)
-
-
-def soft_target_loss(outputs: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """Mean KL divergence, in nats, of a student's softmax from a teacher's, at a temperature.
-
-    Args:
-        outputs: (N, classes); the student's logits.
-        targets: (N, classes); the teacher's logits.
-        temperature: Divides both. The loss is multiplied by its square, so that the size of the
-            gradients does not depend on it. At a high temperature, the loss becomes the distance of
-            the centred logits. Hinton et al., arXiv:1503.02531, section 2.
-    """
-    student = (outputs.float() / temperature).log_softmax(1)
-    teacher = (targets.float() / temperature).log_softmax(1)
-    return kl_div(student, teacher, reduction="batchmean", log_target=True) * temperature**2
-
-
-def shard_(model: nn.Module, accelerator: Accelerator) -> None:
-    """Shard with FSDP2: a group for every block, inner blocks first, then one for all the rest.
-
-    A block is a module with children in a Sequential or a ModuleList. Positions that its layers
-    share with other blocks are in the group of a module around them.
-    """
-    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    blocks: set[nn.Module] = set()
-    for container in model.modules():
-        if isinstance(container, nn.Sequential | nn.ModuleList):
-            for module in container:
-                is_container = isinstance(module, nn.Sequential | nn.ModuleList)
-                has_children = next(module.children(), None) is not None
-                if has_children and not is_container:
-                    blocks.add(module)
-    for module in reversed(list(model.modules())):
-        if module in blocks:
-            fully_shard(module, mesh=mesh)
-    fully_shard(model, mesh=mesh)

@@ -9,8 +9,10 @@ from rich.console import Group
 
 from ..compare.answer import LEVEL, ArmResult, Interval
 from ..compare.comparison import Comparison, RunPlan
-from ..compare.runs import Settings, run_folder
-from ..tables import Column, Table, counted, indented, title
+from ..compare.runs import run_folder
+from ..compare.settings import Settings
+from ..tables import Column, Table, indented, title
+from ..text import counted
 from ..tuning.tracker import TRACK
 from .counts import exact, short_count
 from .history import read_history

@@ -9,10 +9,11 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..checkpoints.inspection import position_sets
-from ..depthwise.geometry import size_text
-from ..errors import CheckpointError, shown
+from ..errors import CheckpointError
+from ..geometry import size_text
 from ..planning.plan import ConversionPlan
-from ..tables import Column, Table, counted, indented
+from ..tables import Column, Table, indented
+from ..text import counted, shown
 from ..tuning.tracker import TrackedPositions, TrackRecord, read_track
 
 Curve = tuple[float | None, ...]  # a value for each step; None where it is not known

@@ -7,8 +7,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..checkpoints.inspection import Inspection, PositionRow
-from ..depthwise.geometry import size_text
-from ..tables import Column, Table, counted, indented, title
+from ..geometry import size_text
+from ..tables import Column, Table, indented, title
+from ..text import counted
 from .provenance import command_text, provenance_sentences
 
 NAME_COLUMNS = 16  # at least; most rows are tie groups, whose names are short

@@ -23,15 +23,17 @@ from ..checkpoints.inspection import (
     plan_with_positions,
 )
 from ..checkpoints.load import rebuild
-from ..errors import DclsConvertError, one_line, printable
+from ..errors import DclsConvertError
 from ..planning.plan import ConversionPlan
 from ..progress import Notify
-from ..reports.report import Change, ConversionReport, predict_report
+from ..reports.predict import predict_report
+from ..reports.report import Change, ConversionReport
+from ..text import one_line, printable
+from .cost_tables import LayerTotals, stage_rows
 from .counts import arrow, exact, percent, short_count
 from .elements import LayerKernels, PositionPicture, kernel_pictures, position_pictures
 from .history import HistoryPicture, read_history_of
 from .receptive_field import FieldOptions, FieldPictures, field_pictures
-from .report import LayerTotals, stage_rows
 
 TEMPLATE = Path(__file__).with_name("page.html")
 STAGE_COSTS = {"params": "Parameters", "macs": "MACs for one image"}  # of a stage

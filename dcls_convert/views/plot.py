@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 
 from ..checkpoints.folder import PAGE, PICTURE
-from ..errors import DclsConvertError, printable, shown
+from ..errors import DclsConvertError
 from ..files import can_plot
 from ..layers.interpolation import position_limits
 from ..options import FigureName
 from ..planning.plan import ConversionPlan
+from ..text import printable, shown
 from .elements import PositionPicture
 from .history import Curve, isolated_points
 from .page import Pictures, page, pictures_of_model

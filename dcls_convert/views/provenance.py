@@ -1,7 +1,7 @@
 """Where a converted network comes from, in sentences."""
 
-from ..errors import printable, shown
 from ..pipeline.provenance import Provenance
+from ..text import printable, shown
 
 DIGITS_SHOWN = 16  # of a hash; config.json has all
 

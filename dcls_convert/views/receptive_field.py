@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..depthwise.geometry import size_text
-from ..errors import DclsConvertError, ModelError, one_line
+from ..errors import DclsConvertError, ModelError
 from ..fitting.image_files import IMAGENET, normalised, read_pixels, stated_normalisation
+from ..geometry import size_text
 from ..layers.interpolation import learnt_axes
 from ..layers.position_statistics import mean_distance
 from ..networks.building import build_model
@@ -25,6 +25,7 @@ from ..networks.weights import load_weights_
 from ..networks.weights_files import read_weights
 from ..planning.plan import ConversionPlan
 from ..progress import Notify
+from ..text import one_line
 
 MAX_DECADES = 5  # of the logarithmic scale
 FAINT = 0.02  # share of the pixels that may be below the scale

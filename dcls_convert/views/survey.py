@@ -8,13 +8,13 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..compare.survey import ModelRow, Status
-from ..depthwise.geometry import size_text
-from ..errors import printable
+from ..geometry import size_text
 from ..options import PlanOptions
 from ..planning.rules import RuleSet
 from ..records import adapter, write_json
 from ..reports.report import Change
-from ..tables import Column, Table, counted, field_column, span
+from ..tables import Column, Table, field_column
+from ..text import counted, printable, span
 from .counts import short_arrow, short_count
 
 MAX_KINDS = 4  # kinds of convolutions that a row names if nothing matches

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
-from ..compare.sweep import Sweep, SweepRow, Timing, Value, done_rows, percent_more, step_ms
-from ..depthwise.geometry import size_text
-from ..errors import printable
+from ..compare.sweep import Sweep, SweepRow, Timing, done_rows, percent_more
+from ..geometry import size_text
 from ..options import DEFAULT_BUDGET
-from ..tables import Column, Table, counted, field_column, indented, span, title
+from ..tables import Column, Table, field_column, indented, title
+from ..text import counted, printable, span
 from .counts import digits_of, exact, in_one_unit
 from .plot import new_figure, saved
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+Value = Callable[[SweepRow], Any]  # what is drawn of a row along an axis
 # Signs before rows; colours repeat them.
 TAKEN = ">"
 DOMINATED = "-"
@@ -120,7 +121,7 @@ def _columns(sweep: Sweep) -> _Columns:
         original = sweep.rows[0]
         if row.asked is None or row.macs is None or not original.macs:
             return None
-        return percent_more(row, original, lambda row: row.macs)
+        return percent_more(row.macs, original.macs)
 
     def layers(row: SweepRow) -> int | None:
         if len(layer_counts) <= 1 or not row.layers:
@@ -378,7 +379,7 @@ def _window(row: SweepRow) -> int:
 def _cost(sweep: Sweep) -> tuple[Value, str]:
     """What to draw along x, and its name."""
     if _all_know(done_rows(sweep.rows), "step_ms"):
-        return step_ms, "training step, ms"
+        return attrgetter("median_step_ms"), "training step, ms"
     return attrgetter("macs"), MACS
 
 

@@ -11,7 +11,7 @@ from dcls_convert import find_convs
 from dcls_convert.checkpoints.fingerprint import Fingerprint, take_fingerprint
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.source import ModelSource
-from dcls_convert.networks.weights import tensors_hash
+from dcls_convert.networks.tensors_hash import tensors_hash
 
 from .folders import IMAGE
 

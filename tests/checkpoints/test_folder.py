@@ -17,10 +17,11 @@ from dcls_convert.checkpoints.fingerprint import take_fingerprint
 from dcls_convert.checkpoints.folder import CONFIG, FILES, WEIGHTS, read_plan
 from dcls_convert.checkpoints.stamp import config_hash, read_stamp
 from dcls_convert.errors import CheckpointError
+from dcls_convert.files import builtin_rules
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.source import ModelSource
-from dcls_convert.networks.weights import tensors_hash
-from dcls_convert.planning.rules import builtin_rules, parse_rules
+from dcls_convert.networks.tensors_hash import tensors_hash
+from dcls_convert.planning.rule_files import parse_rules
 
 from ..command_line import run
 from ..conftest import TINY

@@ -18,7 +18,7 @@ from dcls_convert.layers.position_statistics import (
     border_share,
     mean_distance,
     overlap_share,
-    spread,
+    rms_per_axis,
 )
 from dcls_convert.surgery.fold import fold_to_dense_
 
@@ -44,7 +44,7 @@ def test_rows_are_those_of_the_model(tmp_path, options):
             assert row.dilated_size == layer.dilated_kernel_size
             assert row.border_share == border_share(layer.positions, layer.dilated_kernel_size)
             assert row.overlap_share == overlap_share(layer.positions)
-            assert row.spread == spread(layer.positions)
+            assert row.spread == rms_per_axis(layer.positions)
             assert row.mean_distance == mean_distance(layer.positions)
             sigma = None if layer.sigma is None else pytest.approx(layer.sigma.mean().item())
             assert row.mean_sigma == sigma
@@ -66,7 +66,7 @@ def test_nothing_is_built(folders, monkeypatch):
 
 def test_dense_axes_and_models_of_the_users_own(tmp_path):
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1, groups=4))
-    rules = dcls_convert.planning.rules.parse_rules(
+    rules = dcls_convert.planning.rule_files.parse_rules(
         "format: 1\nrules:\n- match: {kind: depthwise}\n"
         "  dilated_size: [3, 9]\n  dense_axes: [0]\n  kernel_count: 2\n"
     )
@@ -74,7 +74,7 @@ def test_dense_axes_and_models_of_the_users_own(tmp_path):
     apply_plan_(model, plan, init="random", positions="uniform")
     (row,) = inspect_folder(save(tmp_path / "own", model, plan)).positions
     assert (row.name, row.dense_axes, row.kernels, row.elements) == ("1", (0,), 4 * 3, 4 * 3 * 2)
-    assert row.spread == spread(model[1].positions)
+    assert row.spread == rms_per_axis(model[1].positions)
     assert row.border_share == border_share(model[1].positions, (9,))
 
 

@@ -22,7 +22,8 @@ from dcls_convert.checkpoints.folder import CONFIG
 from dcls_convert.export.fold import fold_checkpoint
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.recognition import known_source
-from dcls_convert.networks.source import ModelSource, check_source
+from dcls_convert.networks.source import ModelSource
+from dcls_convert.networks.trust import check_source
 
 from ..conftest import TINY
 from ..hub import upload

@@ -17,8 +17,8 @@ from dcls_convert.checkpoints.folder import FILES
 from dcls_convert.cli.app import EXAMPLES
 from dcls_convert.errors import NothingMatchesError
 from dcls_convert.options import PlanOptions, Scope
-from dcls_convert.planning.rules import load_rules
-from dcls_convert.tables import counted
+from dcls_convert.planning.rule_files import load_rules
+from dcls_convert.text import counted
 
 from ..command_line import NET, net, run
 from ..conftest import TINY

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from dcls_convert.errors import shown
+from dcls_convert.text import shown
 
 from ..command_line import NET, run
 from ..conftest import TINY  # 9 depthwise 7x7 convolutions, first stages.0.blocks.0.conv_dw

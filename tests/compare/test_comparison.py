@@ -13,15 +13,17 @@ import torch
 from dcls_convert.checkpoints.verify import rebuild_here, verify_folder
 from dcls_convert.compare.answer import Correction
 from dcls_convert.compare.arms import Arm, make_arms, make_network
-from dcls_convert.compare.comparison import COMPARISON, Comparison, usual_lr
-from dcls_convert.compare.runs import Settings, Trainer
+from dcls_convert.compare.comparison import COMPARISON, Comparison
+from dcls_convert.compare.runs import Trainer
+from dcls_convert.compare.settings import Settings, usual_lr
 from dcls_convert.networks.positions import position_parameters
 from dcls_convert.options import PlanOptions
 from dcls_convert.pipeline.request import ConversionRequest
+from dcls_convert.tuning.distributed import accelerator_for
 from dcls_convert.tuning.images import open_images
 from dcls_convert.tuning.recipe import Recipe
 from dcls_convert.tuning.tracker import TRACK
-from dcls_convert.tuning.training import Training, accelerator_for
+from dcls_convert.tuning.training import Training
 
 from ..command_line import NET, net, run
 from ..photographs import photographs
@@ -89,17 +91,19 @@ def test_frozen_arms_start_like_those_that_move_and_dense_ones_compute_what_the_
 def test_what_moved_is_measured_from_the_start():
     network = make_network(request(), Arm(kind="converted", size=17))
     trained = make_network(request(), Arm(kind="converted", size=17)).model
-    assert network.moved(trained).distance == 0
+    assert network.position_shift(trained).distance == 0
     with torch.no_grad():
         for one in position_parameters(trained):
             one.tensor.zero_()
             one.tensor[0, ..., :1] = 6.0
-    moved = network.moved(trained)
-    assert moved.outside == pytest.approx(
+    shift = network.position_shift(trained)
+    assert shift.outside == pytest.approx(
         1 / network.plan.layers[0].kernel_count
     )  # the kernel was 7x7
-    assert moved.outside_before == 0
-    assert make_network(request(), Arm()).moved(make_network(request(), Arm()).model) is None
+    assert shift.outside_before == 0
+    assert (
+        make_network(request(), Arm()).position_shift(make_network(request(), Arm()).model) is None
+    )
 
 
 def test_trained_networks_are_calibrated_on_images_to_train_on():

@@ -7,12 +7,20 @@ import pytest
 import torch
 
 from dcls_convert.compare import gpu
-from dcls_convert.compare.gpu import GpuCheck, GpuReport, GpuRow, largest_error, taking, verdict
+from dcls_convert.compare.gpu import (
+    GpuCheck,
+    GpuReport,
+    GpuRow,
+    forced_algorithm,
+    largest_error,
+    verdict,
+)
 from dcls_convert.depthwise import matmul
 from dcls_convert.depthwise.choice import VARIABLE
 from dcls_convert.options import PlanOptions
 from dcls_convert.pipeline.loaded import LoadedNetwork
 from dcls_convert.pipeline.request import ConversionRequest
+from dcls_convert.views.gpu import row_line
 
 from ..command_line import NET, net, run
 
@@ -23,7 +31,7 @@ ASKED = ("gpu", NET, "--input-size", "3x16x16", "--dilated-size", 9)
 @pytest.fixture(autouse=True)
 def _small(monkeypatch, tmp_path):
     """Without the large map, and without compilers."""
-    monkeypatch.setattr(gpu, "PROOF_MAPS", gpu.PROOF_MAPS[:1])
+    monkeypatch.setattr(gpu, "ACCURACY_MAPS", gpu.ACCURACY_MAPS[:1])
     monkeypatch.setattr(gpu, "ROUNDS", 1)
     monkeypatch.setattr(gpu, "MS_OF_A_ROUND", 0.0)
     monkeypatch.setattr(GpuCheck, "_compiled_cases", lambda self: [])
@@ -44,7 +52,7 @@ def test_the_program_prints_and_stores_every_row_and_the_verdict():
     out, err = run(*ASKED, "--device", "cpu")
     report = GpuReport.from_json(Path("dcls-convert-gpu.json").read_bytes(), "here")
     lines = out.splitlines()
-    assert lines[1 : 1 + len(report.rows)] == [str(row).rstrip() for row in report.rows]
+    assert lines[1 : 1 + len(report.rows)] == [row_line(row).rstrip() for row in report.rows]
     assert lines[-1] == report.verdict
     assert report.choices
     assert "wrote dcls-convert-gpu.json" in err
@@ -79,21 +87,21 @@ def test_what_was_measured_before_an_interruption_is_stored(monkeypatch):
 def test_when_the_time_is_over_nothing_is_begun():
     check = checked(net())
     check.end = 0.0
-    rows = list(check.rows())
+    rows = list(check.measure())
     assert {row.part for row in rows} == {"proof"}
-    assert check.report(rows).not_begun > 0
+    assert check.report().not_begun > 0
 
 
 def test_with_time_enough_everything_is_begun():
     check = checked(net())
-    rows = list(check.rows())
+    rows = list(check.measure())
     assert {row.part for row in rows} == {"proof", "network", "layer"}
-    assert check.report(rows).not_begun == 0
+    assert check.report().not_begun == 0
 
 
 @pytest.mark.parametrize("dtype", gpu.MAX_ERROR, ids=str)
 def test_products_are_right_and_a_wrong_one_is_found(dtype, monkeypatch):
-    with taking("matmul"):
+    with forced_algorithm("matmul"):
         assert largest_error(8, 13, dtype, CPU) < gpu.MAX_ERROR[dtype]
     product = torch.bmm
 
@@ -103,20 +111,20 @@ def test_products_are_right_and_a_wrong_one_is_found(dtype, monkeypatch):
         return result
 
     monkeypatch.setattr(torch, "bmm", drop_the_last_column)
-    problems = [row.problem for row in checked(net())._proofs()]
+    problems = [row.problem for row in checked(net())._accuracy_rows()]
     assert all(problem.startswith("wrong: ") for problem in problems)
 
 
 @pytest.mark.parametrize("dtype", gpu.MAX_ERROR, ids=str)
 def test_channels_of_the_last_map_are_taken_in_parts(dtype, monkeypatch):
     monkeypatch.undo()
-    channels, side = gpu.PROOF_MAPS[-1]
+    channels, side = gpu.ACCURACY_MAPS[-1]
     calls = []
     product = torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda a, b: calls.append(a.shape) or product(a, b))
     options = {"dtype": dtype, "device": "meta"}
-    maps = torch.empty(gpu.PROOF_IMAGES, channels, side, side, **options)
-    kernel = torch.empty(channels, 1, gpu.PROOF_WINDOW, gpu.PROOF_WINDOW, **options)
+    maps = torch.empty(gpu.ACCURACY_IMAGES, channels, side, side, **options)
+    kernel = torch.empty(channels, 1, gpu.ACCURACY_WINDOW, gpu.ACCURACY_WINDOW, **options)
     matmul.convolve(maps, kernel, (8, 8))
     assert len(calls) > 1
 
@@ -129,7 +137,7 @@ def test_exhausted_memory_is_a_row_and_halves_the_batch(monkeypatch):
         if len(inputs[0]) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
-    check.dense.register_forward_pre_hook(refuse)
+    check.original.register_forward_pre_hook(refuse)
     rows = list(check._timed_rows(case, 8))
     assert [(row.batch, row.problem) for row in rows] == [
         (8, "out of memory"),
@@ -145,7 +153,7 @@ def test_a_failure_is_a_row_with_its_reason(monkeypatch):
         raise RuntimeError("no kernel\nfor this device")
 
     check.folded.register_forward_pre_hook(fail)
-    failed = [row for row in check.rows() if row.problem is not None]
+    failed = [row for row in check.measure() if row.problem is not None]
     assert {(row.what, row.problem) for row in failed} == {
         ("folded", "RuntimeError: no kernel for this device")
     }
@@ -179,6 +187,6 @@ def test_the_environment_is_as_before(before, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     if before is not None:
         monkeypatch.setenv(VARIABLE, before)
-    with taking("matmul"):
+    with forced_algorithm("matmul"):
         assert os.environ[VARIABLE] == "matmul"
     assert os.environ.get(VARIABLE) == before

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dcls_convert.compare.recommendation import recommend
 from dcls_convert.compare.sweep import (
     Asked,
     SweepRow,
     Timing,
-    choose,
     dominates,
     numbers_to_compare,
     percent_more,
@@ -142,7 +142,7 @@ def test_windows_are_compared_in_small_and_large_kernels():
 
 @given(sweep_rows(), st.floats(0, 300), st.floats(0, 300))
 def test_the_row_to_take_keeps_what_its_reason_says(rows, slower, more):
-    choice = choose(rows, slower)
+    choice = recommend(rows, slower)
     done = [found for found in rows if found.status == "done"]
     timed = all(found.step_ms for found in [rows[0], *done])
     cost = (lambda found: found.step_ms.median) if timed else (lambda found: found.macs)
@@ -159,7 +159,7 @@ def test_the_row_to_take_keeps_what_its_reason_says(rows, slower, more):
         found for found in wide if found.params == min(other.params for other in wide)
     ]
     assert taken in light
-    within = [found for found in light if percent_more(found, rows[0], cost) <= slower]
+    within = [found for found in light if percent_more(cost(found), cost(rows[0])) <= slower]
     assert taken in within or (not within and cost(taken) == min(map(cost, light)))
     assert ("none has at most" in choice.why) == (not within)
     if within and all(found.kernel_error is not None for found in done):
@@ -167,7 +167,7 @@ def test_the_row_to_take_keeps_what_its_reason_says(rows, slower, more):
     elif within:
         assert not any(larger(found, taken) for found in within)
         assert not larger(
-            taken, rows[choose(rows, max(slower, more)).row]
+            taken, rows[recommend(rows, max(slower, more)).row]
         )  # who may spend more gets no less
 
 
@@ -186,31 +186,31 @@ def test_it_says_why():
         row(9, macs=120),
         row(9, macs=110, params=3),
     ]
-    assert choose(rows, 12).why == (
+    assert recommend(rows, 12).why == (
         "the largest window with no more parameters than the original "
         "and at most 12 % more MACs (+5.0 %)"
     )
     larger = "of windows larger than the old kernels with no more parameters than the original"
     assert (
-        choose(rows, 1).why
+        recommend(rows, 1).why
         == f"it costs the least (+5.0 %) {larger}; none has at most 1 % more MACs"
     )
     same = [rows[0], row(7, macs=100, folded_bytes=2), *rows[2:]]
-    assert choose(same, 12).row == 2, "not the window of the old kernel"
-    assert choose(rows[:1], 12).why == "no row is done"
+    assert recommend(same, 12).row == 2, "not the window of the old kernel"
+    assert recommend(rows[:1], 12).why == "no row is done"
 
 
 def test_a_size_that_layers_refuse_is_not_taken_because_it_is_cheap():
     refused = row(9, macs=2, layers=1)
     all_layers = row(7, macs=2, layers=2)
-    assert choose([ORIGINAL, refused, all_layers], 15).row == 2
-    assert choose([ORIGINAL, refused], 15).row == 1
+    assert recommend([ORIGINAL, refused, all_layers], 15).row == 2
+    assert recommend([ORIGINAL, refused], 15).row == 1
 
 
 def test_no_size_is_recommended_where_no_row_keeps_more_of_a_trained_network():
     def with_errors(*errors):
         rows = [row(size, kernel_error=error) for size, error in zip((7, 9), errors, strict=True)]
-        return choose([ORIGINAL, *rows], 15)
+        return recommend([ORIGINAL, *rows], 15)
 
     assert with_errors(0.2, 0.1).row == 2
     equal = with_errors(0.102, 0.1)

@@ -1,4 +1,4 @@
-"""Which way a convolution takes: by a rule on its shapes, or by the environment."""
+"""Which algorithm computes a convolution: by a rule on its shapes, or by the environment."""
 
 import itertools
 import logging
@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from dcls_convert.depthwise import choice, choices, matmul, onednn
-from dcls_convert.depthwise.choice import VARIABLE, conv2d, depthwise_way
+from dcls_convert.depthwise.choice import VARIABLE, choose_algorithm, fastest_conv2d
 from dcls_convert.errors import DclsConvertError
 
 CASE = {
@@ -26,8 +26,8 @@ CASE = {
 }
 
 
-def way(**changes):
-    return depthwise_way(**{**CASE, **changes})[0]
+def chosen(**changes):
+    return choose_algorithm(**{**CASE, **changes})[0]
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def test_the_rule_is_that_of_patches_taps_and_inputs():
                     inputs = (a_side + window - 1 if len(starts) > 1 else side) ** 2
                     pays = images * len(starts) ** 2 * window**2 >= ratio * inputs
                     expected = "matmul" if pays and window**2 >= min_taps else "torch"
-                    assert expected == way(
+                    assert expected == chosen(
                         input_size=(images, 96, side, side),
                         kernel_size=(96, 1, window, window),
                         padding=(window // 2, window // 2),
@@ -62,10 +62,10 @@ def test_the_rule_is_that_of_patches_taps_and_inputs():
 
 def smallest_batch(window, side, gradients):
     """The smallest batch that is computed as products, as docs/speed.md writes it."""
-    if way(kernel_size=(96, 1, window, window), gradients=gradients) == "torch":
+    if chosen(kernel_size=(96, 1, window, window), gradients=gradients) == "torch":
         return "-"
     for images in itertools.count(1):
-        found = way(
+        found = chosen(
             input_size=(images, 96, side, side),
             kernel_size=(96, 1, window, window),
             padding=(window // 2, window // 2),
@@ -92,31 +92,33 @@ def test_the_documented_table_is_the_rule():
 )
 def test_the_least_batches_for_a_window_of_17(map_size, forward, step):
     for gradients, least in ((False, forward), (True, step)):
-        ways = [
-            way(input_size=(images, 96, map_size, map_size), gradients=gradients)
+        algorithms = [
+            chosen(input_size=(images, 96, map_size, map_size), gradients=gradients)
             for images in (1, least - 1, least, 1024)
         ]
-        assert ways == ["torch", "torch", "matmul", "matmul"]
+        assert algorithms == ["torch", "torch", "matmul", "matmul"]
 
 
 @pytest.mark.parametrize("device", ["mps", "xpu"])
 def test_where_nothing_is_known_products_are_taken_on_demand_alone(monkeypatch, device):
-    assert way(device=device) == "torch"
+    assert chosen(device=device) == "torch"
     monkeypatch.setenv(VARIABLE, "matmul")
-    assert way(device=device) == "matmul"
+    assert chosen(device=device) == "matmul"
 
 
 def test_the_environment_overrules_where_products_can(monkeypatch):
-    assert way(device="cpu", dtype=torch.float32) == "onednn"
+    assert chosen(device="cpu", dtype=torch.float32) == "onednn"
     monkeypatch.setenv(VARIABLE, "torch")
-    assert way() == way(device="cpu") == "torch"
+    assert chosen() == chosen(device="cpu") == "torch"
     monkeypatch.setenv(VARIABLE, "matmul")
     small = {"input_size": (1, 96, 3, 4), "kernel_size": (96, 1, 2, 3), "padding": (1, 1)}
-    assert way(**small) == way(device="cpu") == "matmul"
-    assert way(device="cpu", stride=(2, 1)) == "onednn"
+    assert chosen(**small) == chosen(device="cpu") == "matmul"
+    assert chosen(device="cpu", stride=(2, 1)) == "onednn"
     monkeypatch.setenv(VARIABLE, "cudnn")
     with pytest.raises(DclsConvertError, match=f"{VARIABLE}='cudnn' must be auto, torch or matmul"):
-        conv2d(torch.ones(1, 1, 3, 3), torch.ones(1, 1, 3, 3), None, (1, 1), (1, 1), (1, 1), 1)
+        fastest_conv2d(
+            torch.ones(1, 1, 3, 3), torch.ones(1, 1, 3, 3), None, (1, 1), (1, 1), (1, 1), 1
+        )
 
 
 @pytest.mark.parametrize(
@@ -135,11 +137,11 @@ def test_the_environment_overrules_where_products_can(monkeypatch):
         ({"device": "meta"}, "torch"),
     ],
 )
-def test_what_products_cannot_goes_another_way(monkeypatch, changes, on_cpu):
+def test_what_products_cannot_is_computed_by_others(monkeypatch, changes, on_cpu):
     monkeypatch.setenv(VARIABLE, "matmul")
-    assert way() == "matmul"
-    assert way(**changes) == "torch"
-    assert way(**{"device": "cpu", "dtype": torch.float32, **changes}) == on_cpu
+    assert chosen() == "matmul"
+    assert chosen(**changes) == "torch"
+    assert chosen(**{"device": "cpu", "dtype": torch.float32, **changes}) == on_cpu
 
 
 # The CPU stands in for a GPU.
@@ -155,7 +157,7 @@ KERNEL = torch.ones(3, 1, 9, 9)
 
 
 def convolve(maps=MAPS, kernel=KERNEL):
-    return conv2d(maps, kernel, None, (1, 1), (4, 4), (1, 1), 3)
+    return fastest_conv2d(maps, kernel, None, (1, 1), (4, 4), (1, 1), 3)
 
 
 @pytest.mark.usefixtures("_cpu_as_a_gpu")
@@ -226,10 +228,10 @@ def test_batches_in_parts_give_the_same_sums(monkeypatch, max_patches):
     kernel = torch.randn(3, 1, 9, 9, dtype=torch.float64)
     grad = torch.randn(7, 3, 20, 9, dtype=torch.float64)
     whole = matmul.convolve(maps, kernel, (4, 4))
-    whole_gradient = matmul.kernel_gradient(maps, grad, (9, 9), (4, 4))
+    whole_gradient = matmul.weight_gradient(maps, grad, (9, 9), (4, 4))
     monkeypatch.setitem(matmul.MAX_PATCHES, "cpu", max_patches)
     torch.testing.assert_close(matmul.convolve(maps, kernel, (4, 4)), whole)
-    torch.testing.assert_close(matmul.kernel_gradient(maps, grad, (9, 9), (4, 4)), whole_gradient)
+    torch.testing.assert_close(matmul.weight_gradient(maps, grad, (9, 9), (4, 4)), whole_gradient)
 
 
 @pytest.mark.parametrize("images", [1, 64, 1024])
@@ -237,17 +239,17 @@ def test_batches_in_parts_give_the_same_sums(monkeypatch, max_patches):
 def test_channels_are_taken_in_the_fewest_parts_that_memory_admits(images, side):
     """The parts are equal, or differ by one channel."""
     maps = torch.empty(images, 4096, side, side, dtype=torch.float16, device="meta")
-    rows, columns = matmul.patches_of((side, side), (17, 17), (8, 8))
-    parts = matmul._parts_of_channels(maps, rows, columns)
+    vertical, horizontal = matmul.tile_map((side, side), (17, 17), (8, 8))
+    parts = matmul._parts_of_channels(maps, vertical, horizontal)
 
     def bytes_of(channels):
-        patches = images * rows.patches * columns.patches
-        seen = rows.seen * columns.seen
-        outputs = rows.side * columns.side
+        patches = images * vertical.patches * horizontal.patches
+        inputs = vertical.inputs_per_patch * horizontal.inputs_per_patch
+        outputs = vertical.outputs_per_patch * horizontal.outputs_per_patch
         if side > 14:  # several patches, whose rows are filled up
-            seen += -seen % 8
+            inputs += -inputs % 8
             outputs += -outputs % 8
-        numbers = [patches * seen, patches * outputs, seen * outputs]  # inputs, outputs, bank
+        numbers = [patches * inputs, patches * outputs, inputs * outputs]  # inputs, outputs, bank
         return 2 * channels * sum(numbers)
 
     channels = -(-4096 // parts)
@@ -263,5 +265,5 @@ def test_parts_of_channels_are_balanced(monkeypatch):
     monkeypatch.setattr(matmul, "_parts_of_channels", lambda *_: 3)
     maps = torch.randn(1, 7, 9, 9)
     matmul.convolve(maps, torch.randn(7, 1, 9, 9), (4, 4))
-    matmul.kernel_gradient(maps, maps, (9, 9), (4, 4))
+    matmul.weight_gradient(maps, maps, (9, 9), (4, 4))
     assert taken == [3, 2, 2] * 2

@@ -23,31 +23,31 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from dcls_convert.depthwise import choice, matmul, onednn
-from dcls_convert.depthwise.choice import VARIABLE, conv2d
+from dcls_convert.depthwise.choice import VARIABLE, fastest_conv2d
 from dcls_convert.layers.dcls_conv import DclsConv2d
 
 from ..layers.common import close
-from .gpu_forms import HOST, UNORDERED, Watch, Written
+from .gpu_implementations import HOST, UNORDERED, Watch, Written
 
 FLOAT64_ATOL = 1e-11  # sums of some thousand products of numbers of order 1
 LIMIT = 6
 LAST = torch.channels_last
-every_way = pytest.mark.parametrize("way", ["onednn", "matmul"])
+every_algorithm = pytest.mark.parametrize("algorithm", ["onednn", "matmul"])
 
 
 @contextmanager
-def going(way):
-    """Convolutions of any dtype go this way, on any processor.
+def computed_by(algorithm):
+    """Convolutions of any dtype are computed by this algorithm, on any processor.
 
-    Yields the paddings of all that went it.
+    Yields the paddings of all that were.
     """
     paddings = []
-    module = {"onednn": onednn, "matmul": matmul}[way]
+    module = {"onednn": onednn, "matmul": matmul}[algorithm]
     convolve = module.depthwise
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(onednn, "max_padding_columns", lambda: LIMIT)
         patch.setattr(onednn, "DTYPES", choice.FLOATS)
-        patch.setenv(VARIABLE, "matmul" if way == "matmul" else "auto")
+        patch.setenv(VARIABLE, "matmul" if algorithm == "matmul" else "auto")
         patch.setattr(
             module, "depthwise", lambda *args: paddings.append(args[-1]) or convolve(*args)
         )
@@ -121,7 +121,7 @@ def strides_that_matter(tensor):
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
-@every_way
+@every_algorithm
 @example(geometry((17, 17), (8, 8), (28, 30)))
 @example(geometry((1, 1), (0, 0), (1, 17), channels_last=True, channels=2, batch=1))
 @example(geometry((17, 17), (8, 8), (14, 7), channels_last=True))
@@ -132,12 +132,12 @@ def strides_that_matter(tensor):
 @example(geometry((17, 17), (8, 8), (9, 20), kernels_per_channel=2))
 @example(geometry((7, 17), (3, 8), (5, 16), batch=0))
 @given(geometry=geometries())
-def test_values_memory_format_and_gradients_are_those_of_torch(way, geometry):
+def test_values_memory_format_and_gradients_are_those_of_torch(algorithm, geometry):
     inputs, arguments = tensors(geometry)
-    with pytest.MonkeyPatch.context() as patch, going(way):
+    with pytest.MonkeyPatch.context() as patch, computed_by(algorithm):
         patch.setattr(matmul, "MAX_BYTES", geometry["max_at_once"])  # one channel at a time
         patch.setattr(onednn, "PART", geometry["max_at_once"])  # one image
-        ours = outputs_and_gradients(conv2d, inputs, arguments)
+        ours = outputs_and_gradients(fastest_conv2d, inputs, arguments)
     theirs = outputs_and_gradients(F.conv2d, inputs, arguments)
     close(ours, theirs, FLOAT64_ATOL)
     if geometry["channels"] > 1 and ours[0].shape[2:].numel() > 1:  # else formats are the same
@@ -145,33 +145,33 @@ def test_values_memory_format_and_gradients_are_those_of_torch(way, geometry):
 
 
 @pytest.mark.slow
-@every_way
+@every_algorithm
 @given(geometry=geometries(most=3))
-def test_first_and_second_gradients_are_those_of_differences(way, geometry):
+def test_first_and_second_gradients_are_those_of_differences(algorithm, geometry):
     inputs, arguments = tensors({**geometry, "channels": 2})
-    with pytest.MonkeyPatch.context() as patch, going(way):
+    with pytest.MonkeyPatch.context() as patch, computed_by(algorithm):
         patch.setattr(onednn, "MIN_GRADIENT_CELLS", 1)
         patch.setattr(matmul, "MAX_PATCH_SIDE", 2)
         for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
             assert check(
-                lambda *given: call(conv2d, given, arguments).tanh(), inputs, fast_mode=True
+                lambda *given: call(fastest_conv2d, given, arguments).tanh(), inputs, fast_mode=True
             )
 
 
-@every_way
+@every_algorithm
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("side", [(28, 28), (14, 14)])
-def test_rounding_is_little_more_than_torchs(way, dtype, side):
+def test_rounding_is_little_more_than_torchs(algorithm, dtype, side):
     inputs, arguments = tensors(geometry((17, 17), (8, 8), side, channels=4, batch=4), dtype)
     exact = outputs_and_gradients(
         F.conv2d, [given.detach().double().requires_grad_() for given in inputs], arguments
     )
     theirs = outputs_and_gradients(F.conv2d, inputs, arguments)
-    with going(way) as paddings:
-        ours = outputs_and_gradients(conv2d, inputs, arguments)
+    with computed_by(algorithm) as paddings:
+        ours = outputs_and_gradients(fastest_conv2d, inputs, arguments)
     assert paddings
     # In float32, oneDNN adds in an order of its own.
-    factor = 10 if (way, dtype) == ("onednn", torch.float32) else 1.5
+    factor = 10 if (algorithm, dtype) == ("onednn", torch.float32) else 1.5
     for mine, other, true in zip(ours, theirs, exact, strict=True):
         assert mine.dtype == dtype
         least = 0.5 * torch.finfo(dtype).eps * true.norm()
@@ -181,9 +181,9 @@ def test_rounding_is_little_more_than_torchs(way, dtype, side):
 WIDE = geometry((7, 17), (3, 8), (5, 16), channels=2)
 
 
-@every_way
+@every_algorithm
 @pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")  # by torch, of its own use or ours
-def test_function_transforms_tangents_and_batches_of_gradients_are_those_of_torch(way):
+def test_function_transforms_tangents_and_batches_of_gradients_are_those_of_torch(algorithm):
     inputs, arguments = tensors(WIDE)
     plain = [tensor.detach() for tensor in inputs]
     tangents = tuple(torch.ones_like(tensor) for tensor in plain)
@@ -205,27 +205,27 @@ def test_function_transforms_tangents_and_batches_of_gradients_are_those_of_torc
         yield from torch.autograd.grad(output, inputs, directions, is_grads_batched=True)
 
     theirs = list(results(F.conv2d))
-    with going(way) as paddings:
-        close(list(results(conv2d)), theirs, FLOAT64_ATOL)
+    with computed_by(algorithm) as paddings:
+        close(list(results(fastest_conv2d)), theirs, FLOAT64_ATOL)
     assert paddings
 
 
-@every_way
-def test_autocast_gives_what_torch_gives_under_it(way):
+@every_algorithm
+def test_autocast_gives_what_torch_gives_under_it(algorithm):
     inputs, arguments = tensors(WIDE, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         theirs = outputs_and_gradients(F.conv2d, inputs, arguments)
-        with going(way) as paddings:
-            ours = outputs_and_gradients(conv2d, inputs, arguments)
+        with computed_by(algorithm) as paddings:
+            ours = outputs_and_gradients(fastest_conv2d, inputs, arguments)
     assert paddings
     close(ours, theirs, atol=0.5)
 
 
-@every_way
+@every_algorithm
 @pytest.mark.parametrize(
     "shape", [(4, 4, 20), (2, 4, 20, 20)]
 )  # as many rows as channels, the one without a batch
-def test_maps_without_a_batch_and_dense_kernels_are_left_alone(way, shape):
+def test_maps_without_a_batch_and_dense_kernels_are_left_alone(algorithm, shape):
     groups = 4 if len(shape) == 3 else 1
     arguments = (
         torch.randn(shape),
@@ -236,19 +236,19 @@ def test_maps_without_a_batch_and_dense_kernels_are_left_alone(way, shape):
         (1, 1),
         groups,
     )
-    with going(way) as paddings:
-        assert torch.equal(conv2d(*arguments), F.conv2d(*arguments))
+    with computed_by(algorithm) as paddings:
+        assert torch.equal(fastest_conv2d(*arguments), F.conv2d(*arguments))
     assert not paddings
 
 
-@every_way
+@every_algorithm
 @pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")  # by torch, of its own use or ours
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_layers_go_the_way_and_programs_hold_one_plain_convolution(way):
+def test_layers_use_the_algorithm_and_programs_hold_one_plain_convolution(algorithm):
     torch.manual_seed(0)
     layer = DclsConv2d(4, 4, kernel_count=5, dilated_kernel_size=17, padding=8, groups=4)
     images = torch.randn(1, 4, 9, 9)
-    with going(way) as paddings:
+    with computed_by(algorithm) as paddings:
         layer(images).sum().backward()
         assert layer.positions.grad.abs().sum() > 0
         exported = torch.export.export(layer.eval(), (images,))
@@ -262,12 +262,12 @@ def test_layers_go_the_way_and_programs_hold_one_plain_convolution(way):
     torch.testing.assert_close(traced(images), layer(images))
 
 
-@every_way
-def test_a_flop_counter_counts_the_convolution(way):
+@every_algorithm
+def test_a_flop_counter_counts_the_convolution(algorithm):
     inputs, arguments = tensors(geometry((17, 17), (8, 8), (14, 14), channels=4))
     counts = []
-    for convolve in (conv2d, F.conv2d):
-        with going(way) as paddings, FlopCounterMode(display=False) as counter:
+    for convolve in (fastest_conv2d, F.conv2d):
+        with computed_by(algorithm) as paddings, FlopCounterMode(display=False) as counter:
             outputs_and_gradients(convolve, inputs, arguments)
         counts.append(counter.get_total_flops())
     assert not paddings
@@ -296,9 +296,9 @@ def test_a_step_adds_in_one_order_and_keeps_map_and_window_alone():
 
 def test_a_bank_is_written_once():
     """Of five channels, with 81 x 81 numbers each for maps of 9 x 9."""
-    rows, columns = matmul.patches_of((9, 9), (7, 7), (3, 3))
+    vertical, horizontal = matmul.tile_map((9, 9), (7, 7), (3, 3))
     with Written(5 * 81 * 81 * 4) as written:
-        matmul._bank(torch.randn(5, 1, 7, 7), rows, columns)
+        matmul._bank(torch.randn(5, 1, 7, 7), vertical, horizontal)
     assert len(written.kept) == 1
 
 
@@ -310,7 +310,7 @@ def test_rows_of_products_are_aligned_where_maps_are_cut(monkeypatch, side):
     monkeypatch.setattr(torch, "bmm", lambda *pair: pairs.append(pair) or product(*pair))
     maps = torch.randn(2, 3, side, side)
     matmul.convolve(maps, torch.randn(3, 1, 9, 9), (4, 4))
-    matmul.kernel_gradient(maps, maps, (9, 9), (4, 4))
+    matmul.weight_gradient(maps, maps, (9, 9), (4, 4))
     (patches, bank), (of_outputs, same_patches) = pairs
     lengths = [patches.shape[2], bank.shape[2], of_outputs.shape[1], same_patches.shape[2]]
     if side == 14:
@@ -330,7 +330,7 @@ def test_compiled_code_writes_patches_once():
     with inductor.config.patch(disable_padding_cpu=False, fx_graph_cache=False):
         for function in (
             lambda: matmul.convolve(maps, kernel, (8, 8), channels_last=True),
-            lambda: matmul.kernel_gradient(maps, maps, (17, 17), (8, 8)),
+            lambda: matmul.weight_gradient(maps, maps, (17, 17), (8, 8)),
         ):
             code = get_code(torch.compile(function, fullgraph=True))[0]
             shapes = re.findall(r"= empty_strided_cpu\(\(([\d, ]+)\)", code)
@@ -347,11 +347,11 @@ def test_a_step_copies_the_map_once_and_the_gradient_once():
     kernel = torch.randn(8, 1, 17, 17, requires_grad=True)
     grad = torch.randn_like(maps, dtype=torch.bfloat16)
     with (
-        going("matmul"),
+        computed_by("matmul"),
         torch.autocast("cpu", dtype=torch.bfloat16),
         Written(2 * maps.numel()) as written,
     ):
-        output = conv2d(maps, kernel, None, (1, 1), (8, 8), (1, 1), 8)
+        output = fastest_conv2d(maps, kernel, None, (1, 1), (8, 8), (1, 1), 8)
         torch.autograd.grad(output, (maps, kernel), grad)
     assert len(written.kept) == 2 + 2 * 2
 
@@ -377,7 +377,7 @@ def test_memory_is_that_on_paper(monkeypatch, most):
 
 
 # Networks, compiled, and wrapped by DDP and FSDP2 in a group of one process: `matmul` against
-# torch's way.
+# torch's algorithm.
 
 
 def steps(model, images):
@@ -402,7 +402,9 @@ def network():
 
 
 @pytest.mark.slow
-def test_a_compiled_training_step_has_no_plain_convolution_and_trains_as_torchs_way(monkeypatch):
+def test_a_compiled_training_step_has_no_plain_convolution_and_trains_as_with_torch(
+    monkeypatch,
+):
     images = torch.randn(2, 4, 20, 18, dtype=torch.float64).to(memory_format=LAST)
     monkeypatch.setenv(VARIABLE, "torch")
     expected = steps(network(), images)
@@ -431,13 +433,13 @@ def test_a_compiled_training_step_has_no_plain_convolution_and_trains_as_torchs_
     "spread",
     [DistributedDataParallel, lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (1,)))],
 )
-def test_layers_wrapped_for_several_processes_train_as_torchs_way(tmp_path, monkeypatch, spread):
+def test_layers_wrapped_for_several_processes_train_as_with_torch(tmp_path, monkeypatch, spread):
     images = torch.randn(2, 4, 20, 18, dtype=torch.float64)
     monkeypatch.setenv(VARIABLE, "torch")
     expected = steps(network(), images)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
-        with going("matmul") as paddings:
+        with computed_by("matmul") as paddings:
             ours = [
                 getattr(tensor, "to_local", tensor.detach)()
                 for tensor in steps(spread(network()), images)

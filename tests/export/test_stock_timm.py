@@ -19,8 +19,8 @@ from dcls_convert.checkpoints.folder import CARD, CONFIG, FILES, REPORT, WEIGHTS
 from dcls_convert.errors import CheckpointError, DclsConvertError
 from dcls_convert.export.fold import fold_checkpoint
 from dcls_convert.layers.dcls_conv import DclsConvNd
-from dcls_convert.networks.model_outputs import relative_error
-from dcls_convert.planning.rules import parse_rules
+from dcls_convert.networks.model_outputs import max_relative_error
+from dcls_convert.planning.rule_files import parse_rules
 
 from ..checkpoints.folders import IMAGE, convert, outputs, save
 from ..command_line import run
@@ -77,7 +77,7 @@ def test_stock_timm_loads_a_folded_convnext(checkpoints):
     original = load_converted(checkpoints / "convnext")
     with torch.no_grad():
         expected = original(images)
-    assert relative_error(expected, by_stock_timm(folder.resolve(), images)) < FLOAT32_ERROR
+    assert max_relative_error(expected, by_stock_timm(folder.resolve(), images)) < FLOAT32_ERROR
     card = (folder / CARD).read_text()
     assert "folded" in card
     assert "import dcls_convert" not in card
@@ -100,7 +100,7 @@ def test_stock_timm_gets_a_size_a_stage_and_the_models_own_arguments(tmp_path):
     assert (written.kind, written.kernel_args) == ("stock timm", {"kernel_sizes": [7, 11, 9, 9]})
     loaded = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True)
     assert outputs(loaded, 1).shape == (1, 7)
-    assert relative_error(outputs(model, 1), outputs(loaded, 1)) < FLOAT32_ERROR
+    assert max_relative_error(outputs(model, 1), outputs(loaded, 1)) < FLOAT32_ERROR
 
 
 def test_windows_of_the_kernels_size_need_no_argument(tmp_path):
@@ -146,7 +146,7 @@ def test_other_architectures_become_a_folded_checkpoint(tmp_path, checkpoints):
     )
     for before, after in [(original, loaded), (original, by_timm), (expected, features)]:
         assert not any(isinstance(module, DclsConvNd) for module in after.modules())
-        assert relative_error(outputs(before), outputs(after)) < FLOAT32_ERROR
+        assert max_relative_error(outputs(before), outputs(after)) < FLOAT32_ERROR
     plan = dcls_convert.checkpoints.folder.read_plan(tmp_path / "out")
     assert plan.folded
     report = json.loads((tmp_path / "out" / REPORT).read_text())

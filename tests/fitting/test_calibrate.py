@@ -25,7 +25,7 @@ from dcls_convert.fitting.calibrate import measure_inputs
 from dcls_convert.fitting.calibration_settings import CalibrationSettings
 from dcls_convert.fitting.groups import make_layers
 from dcls_convert.fitting.images import Calibration
-from dcls_convert.networks.weights import tensors_hash
+from dcls_convert.networks.tensors_hash import tensors_hash
 from dcls_convert.progress import silent
 from dcls_convert.tables import as_text
 from dcls_convert.views.report import report_view
@@ -89,7 +89,7 @@ def error_of(model, before, images):
 )
 def test_every_channel_has_its_mean_again(options, tie):
     """Over the places that are sampled; here, all."""
-    settings = CalibrationSettings(places_per_image=10**6)
+    settings = CalibrationSettings(samples_per_image=10**6)
     model = network(**options)
     images = photos(12)
     expected = means(model, images)
@@ -153,7 +153,7 @@ def test_the_output_error_of_each_layer_is_what_its_outputs_lost(count, stride):
     images = photos(count)
     plan = plan_conversion(find_convs(model, SMALL), dilated_size=9, budget=60)
     old = outputs_by_layer(model, plan, images)
-    settings = CalibrationSettings(places_per_image=10**6)
+    settings = CalibrationSettings(samples_per_image=10**6)
     groups = make_layers(model, plan)
     calibration = calibrate(model, plan, images, held_out=())
     statistics = measure_inputs(model, groups, calibration, silent, settings)
@@ -394,9 +394,9 @@ def test_statistics_of_a_convolution_called_twice_are_of_both_calls():
     assert statistics.calls == {model.conv: 2}
     alone = nn.Sequential(model.conv)
     once = statistics_of(alone, images)
-    places = [of.line_moments[model.conv].places for of in (statistics, once)]
-    assert places[0] == 2 * places[1] == statistics.channel_moments[model.conv].places
-    assert not once.channel_moments
+    samples = [of.separate_moments[model.conv].sample_count for of in (statistics, once)]
+    assert samples[0] == 2 * samples[1] == statistics.joint_moments[model.conv].sample_count
+    assert not once.joint_moments
 
 
 class Norms(nn.Module):

@@ -15,7 +15,7 @@ from dcls_convert import DclsConvertError, convert_, find_convs, plan_conversion
 from dcls_convert.fitting import counts as module
 from dcls_convert.fitting.counts import GroupErrors, allocate, counts_of_min_error, sample_lines
 from dcls_convert.fitting.fit_settings import CountSettings
-from dcls_convert.planning.rules import parse_rules
+from dcls_convert.planning.rule_files import parse_rules
 
 from ..conftest import many_examples
 from .test_calibrate import SMALL, error_of, network, photos

@@ -12,8 +12,8 @@ from torch import nn
 from dcls_convert.fitting.boxes import Box
 from dcls_convert.fitting.calibration_settings import CalibrationSettings
 from dcls_convert.fitting.sampling import PatchSampler
-from dcls_convert.fitting.second_moments import SecondMoments, shared_roots
-from dcls_convert.fitting.solution import solve_weights
+from dcls_convert.fitting.second_moments import SecondMoments, shared_covariance_roots
+from dcls_convert.fitting.solution import solve_layer
 from dcls_convert.layers.dcls_conv import DCLS_LAYERS
 
 CASES = {
@@ -32,13 +32,13 @@ CASES = {
 }
 
 
-EVERY_PLACE = CalibrationSettings(places_per_image=10**6)
+EVERY_PLACE = CalibrationSettings(samples_per_image=10**6)
 EXACT = CalibrationSettings(
-    places_per_image=10**6,
+    samples_per_image=10**6,
     ridge=1e-10,
     max_steps=1000,
     min_residual=1e-12,
-    places_of_old_kernel=0,
+    samples_of_old_kernel=0,
 )
 
 
@@ -47,7 +47,7 @@ def layer_of(name, count=4):
     conv, size, dense = CASES[name]
     torch.manual_seed(0)
     dims = len(conv.kernel_size)
-    layer = DCLS_LAYERS[dims].like(conv, count, size, "bilinear", dense)
+    layer = DCLS_LAYERS[dims].from_conv_without_values(conv, count, size, "bilinear", dense)
     box = Box(conv.kernel_size, conv.dilation, layer.dilated_kernel_size, "bilinear", dense)
     with torch.no_grad():
         layer.weight.normal_()
@@ -71,7 +71,7 @@ def per_channel(outputs):
 def all_patches(layer, box, images):
     """(G, R * S, P)."""
     sampler = PatchSampler(layer, box, joint=True, settings=EXACT)
-    parts = sampler.sample(layer.padded(images), None, first_image=0)
+    parts = sampler.sample(layer.pad_input(images), None, first_image=0)
     return torch.cat([sampler.rows(part) for part in parts])
 
 
@@ -83,10 +83,10 @@ def test_the_best_weights_are_those_of_least_squares(name):
     joint = moments_of(layer, box, images, wanted)
     patches = all_patches(layer, box, images)
     old = box.lines_of(conv.weight.detach().double())
-    places = box.places_of(layer.positions.detach())
-    solution = solve_weights(joint, places, old, layer.weight.detach().flatten(0, -2))
+    box_positions = box.to_box(layer.positions.detach())
+    solution = solve_layer(joint, box_positions, old, layer.weight.detach().flatten(0, -2))
     weights = solution.weights
-    footprint = box.footprint(places)
+    footprint = box.footprint(box_positions)
     cells = math.prod(box.sides)
     centred = patches - patches.mean(2, keepdim=True)
     energy = (
@@ -96,8 +96,8 @@ def test_the_best_weights_are_those_of_least_squares(name):
     if patches.shape[1] == cells:  # one line for each output channel
         mean = patches.mean(2)
         scales = energy.unsqueeze(2).sqrt() * energy.unsqueeze(1).sqrt()
-        places_of_image = patches.shape[2] / len(images)
-        priors += places_of_image * mean.unsqueeze(2) * mean.unsqueeze(1)
+        samples_of_image = patches.shape[2] / len(images)
+        priors += samples_of_image * mean.unsqueeze(2) * mean.unsqueeze(1)
         priors += 0.2 * (centred @ centred.mT / patches.shape[2] / scales).mean(0) * scales
     lines = len(weights) // layer.out_channels
     for channel, target in enumerate(per_channel(wanted)):
@@ -122,8 +122,8 @@ def test_the_mean_response_counts_once_for_each_place_of_an_image():
     conv, layer, box, images = layer_of("not padded")
     by_place = images.unfold(2, 3, 1).unfold(3, 3, 1).movedim(1, 3)  # (N, rows, columns, 4, 3, 3)
     patches = by_place.flatten(0, 2)
-    places_of_image = len(patches) / len(images)
-    places = box.places_of(layer.positions.detach())
+    samples_of_image = len(patches) / len(images)
+    box_positions = box.to_box(layer.positions.detach())
     old = box.lines_of(conv.weight.detach().double())
     start = layer.weight.detach().flatten(0, -2)
 
@@ -131,27 +131,29 @@ def test_the_mean_response_counts_once_for_each_place_of_an_image():
         settings = replace(EXACT, mean_patch_weight=mean_patch)
         moments = SecondMoments(layer, box, joint=True, settings=settings)
         moments.add(images, conv.double()(images).detach())
-        return solve_weights(moments, places, old, start).weights
+        return solve_layer(moments, box_positions, old, start).weights
 
-    torch.testing.assert_close(weights(images, 0.5), weights(patches, 0.5 * places_of_image))
+    torch.testing.assert_close(weights(images, 0.5), weights(patches, 0.5 * samples_of_image))
     assert float((weights(images, 0.5) - weights(patches, 0.5)).norm()) > 1e-2
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("fixed", [False, True])
-def test_the_output_error_is_that_of_the_layer_with_the_mean_shift(name, fixed):
+def test_the_output_error_is_that_of_the_layer_with_the_bias(name, fixed):
     conv, layer, box, images = layer_of(name)
     wanted = layer(images).detach() + 0.3 * torch.randn_like(layer(images))
     joint = moments_of(layer, box, images, wanted)
-    places = box.places_of(layer.positions.detach())
+    box_positions = box.to_box(layer.positions.detach())
     old = box.lines_of(conv.weight.detach().double())
-    solution = solve_weights(joint, places, old, layer.weight.detach().flatten(0, -2), fixed=fixed)
+    solution = solve_layer(
+        joint, box_positions, old, layer.weight.detach().flatten(0, -2), fixed_weights=fixed
+    )
     with torch.no_grad():
         layer.weight.copy_(solution.weights.reshape(layer.weight.shape))
-        shift = solution.mean_shift.reshape(-1, *[1] * layer.dims)
+        bias = solution.bias.reshape(-1, *[1] * layer.dims)
         if layer.bias is not None:
             layer.bias.zero_()
-        error = (layer(images) + shift - wanted).norm() / wanted.norm()
+        error = (layer(images) + bias - wanted).norm() / wanted.norm()
     assert solution.output_error == pytest.approx(float(error), rel=1e-6)
 
 
@@ -170,7 +172,7 @@ def test_covariances_are_symmetric_and_not_negative_where_inputs_hardly_vary():
     assert 0 < float(covariance.diagonal(dim1=1, dim2=2).max()) < 1e-6
 
 
-def test_places_of_the_old_kernel_count_beside_those_that_are_seen():
+def test_samples_of_the_old_kernel_count_beside_those_of_the_images():
     """Seen twice as often, images have a quarter of the pull to the old kernel against them."""
     _, layer, box, images = layer_of("depthwise")
     pulls = []
@@ -179,7 +181,9 @@ def test_places_of_the_old_kernel_count_beside_those_that_are_seen():
         for _ in range(times):
             moments.add(images, layer(images))
         statistics = moments.statistics()
-        pulls.append(statistics.damping - EVERY_PLACE.damping * statistics.energy)
+        pulls.append(
+            statistics.prior_precision - EVERY_PLACE.kernel_prior * statistics.input_variance
+        )
     torch.testing.assert_close(pulls[1], pulls[0] / 4)
 
 
@@ -187,31 +191,31 @@ def test_with_a_strong_pull_the_constructed_kernel_is_the_closest_to_the_old_one
     torch.manual_seed(0)
     conv, layer, box, images = layer_of("depthwise")
     wanted = torch.randn_like(layer(images))  # nothing to learn from
-    places = box.places_of(layer.positions.detach())
+    box_positions = box.to_box(layer.positions.detach())
     old = box.lines_of(conv.weight.detach().double())
-    footprint = box.footprint(places)
+    footprint = box.footprint(box_positions)
     closest = torch.linalg.lstsq(footprint.mT, old.unsqueeze(2)).solution.squeeze(2)
     distances = []
-    for places_of_old_kernel in (1e-2, 1, 1e2, 1e8):
-        settings = replace(EXACT, places_of_old_kernel=places_of_old_kernel)
+    for samples_of_old_kernel in (1e-2, 1, 1e2, 1e8):
+        settings = replace(EXACT, samples_of_old_kernel=samples_of_old_kernel)
         joint = moments_of(layer, box, images, wanted, settings)
-        solution = solve_weights(joint, places, old, layer.weight.detach().flatten(0, -2))
+        solution = solve_layer(joint, box_positions, old, layer.weight.detach().flatten(0, -2))
         distances.append(float((solution.weights - closest).norm() / closest.norm()))
     assert distances == sorted(distances, reverse=True)
     assert distances[-1] < 1e-3
 
 
-def test_places_are_others_in_each_image():
+def test_each_image_is_sampled_at_other_places():
     """So that a few images show more of what a layer sees than one grid does."""
     conv = nn.Conv2d(1, 1, 1)
-    layer = DCLS_LAYERS[2].like(conv, 1, 1, "bilinear", ())
+    layer = DCLS_LAYERS[2].from_conv_without_values(conv, 1, 1, "bilinear", ())
     box = Box((1, 1), (1, 1), (1, 1), "bilinear")
-    settings = CalibrationSettings(places_per_image=16)
+    settings = CalibrationSettings(samples_per_image=16)
     numbers = torch.arange(32.0 * 32.0).reshape(1, 1, 32, 32).repeat(8, 1, 1, 1)
     sampler = PatchSampler(layer, box, joint=True, settings=settings)
     (part,) = sampler.sample(numbers, None, first_image=0)
     seen = [set(image.flatten().tolist()) for image in part.patches]
-    assert {len(places) for places in seen} == {16}
+    assert {len(samples) for samples in seen} == {16}
     assert len(set.union(*seen)) == 8 * 16
     later = sampler.sample(numbers[:1], None, first_image=5)[0].patches[0]
     assert torch.equal(later, part.patches[5])
@@ -222,12 +226,12 @@ def test_the_root_measures_what_an_error_does_to_the_output(conv):
     """For one input channel at a time."""
     torch.manual_seed(0)
     old = nn.Conv2d(8, 8, 5, padding=2, bias=False, **conv)
-    layer = DCLS_LAYERS[2].like(old, 4, 9, "bilinear", ())
+    layer = DCLS_LAYERS[2].from_conv_without_values(old, 4, 9, "bilinear", ())
     images = nn.functional.avg_pool2d(torch.randn(6, 8, 44, 44), 5, stride=1)
     box = Box((5, 5), (1, 1), (9, 9), "bilinear")
     alone = SecondMoments(layer, box, joint=False, settings=EVERY_PLACE)
     alone.add(images)
-    roots = shared_roots([alone])
+    roots = shared_covariance_roots([alone])
     assert roots.shape == (8, 25, 25)
     ratios = []
     for channel in range(8):
@@ -240,7 +244,9 @@ def test_the_root_measures_what_an_error_does_to_the_output(conv):
 
 def test_in_the_root_that_layers_share_each_counts_alike():
     torch.manual_seed(0)
-    layer = DCLS_LAYERS[2].like(nn.Conv2d(4, 4, 3, groups=4, padding=1), 4, 7, "bilinear", ())
+    layer = DCLS_LAYERS[2].from_conv_without_values(
+        nn.Conv2d(4, 4, 3, groups=4, padding=1), 4, 7, "bilinear", ()
+    )
     rough = torch.randn(2, 4, 20, 20)
     smooth = nn.functional.avg_pool2d(torch.randn(2, 4, 20, 20), 3, stride=1)
 
@@ -252,6 +258,6 @@ def test_in_the_root_that_layers_share_each_counts_alike():
         return moments
 
     cases = [[seeing(rough)], [seeing(smooth)], [seeing(rough), seeing(), seeing(9 * smooth)]]
-    one, other, both = (roots @ roots.mT for roots in map(shared_roots, cases))
+    one, other, both = (roots @ roots.mT for roots in map(shared_covariance_roots, cases))
     torch.testing.assert_close(both, (one + other) / 2, rtol=1e-4, atol=1e-5)
-    assert shared_roots([seeing()]) is None
+    assert shared_covariance_roots([seeing()]) is None

@@ -13,15 +13,15 @@ from timm.layers import ScaledStdConv2d, StdConv2d
 from torch import nn
 
 from dcls_convert import DclsConv2d, convert_
-from dcls_convert.depthwise.geometry import grid_positions
-from dcls_convert.fitting.batches import lines_innermost
+from dcls_convert.fitting.batched_linalg import lines_innermost
 from dcls_convert.fitting.boxes import Box
 from dcls_convert.fitting.fit_settings import FitSettings
 from dcls_convert.fitting.least_squares import _make_problem, _step
 from dcls_convert.fitting.warm_start import fit_elements
+from dcls_convert.geometry import grid_positions
 from dcls_convert.layers.construction import construct_kernel
 from dcls_convert.layers.interpolation import find_interpolation
-from dcls_convert.planning.rules import parse_rules
+from dcls_convert.planning.rule_files import parse_rules
 
 CASES = {
     "depthwise 7x7": {"shape": (6, 1, 7, 7), "size": (17, 17), "count": 34},
@@ -49,12 +49,12 @@ def box_for(case, interpolation="bilinear"):
 def in_window(kernel, box):
     """The old kernel in the middle of the window, in float64."""
     shapes = zip(kernel.shape[2:], box.dilation, box.size, strict=True)
-    places = [
+    old_cells = [
         [cell + size // 2 for cell in grid_positions(side, step, size)]
         for side, step, size in shapes
     ]
     padded = torch.zeros(*kernel.shape[:2], *box.size, dtype=torch.double)
-    padded[:, :, *torch.meshgrid(*map(torch.tensor, places), indexing="ij")] = kernel.double()
+    padded[:, :, *torch.meshgrid(*map(torch.tensor, old_cells), indexing="ij")] = kernel.double()
     return padded
 
 
@@ -104,9 +104,10 @@ def test_the_fit_is_least_squares_and_closer_than_the_largest_cells_in_every_lay
     assert max(float(weight.abs().max()) for weight in weights) < 30 * most
     if interpolation != "bilinear":  # others spread beyond the old kernel, and beyond the box
         return
-    for places, axis in zip(positions, box.axes, strict=True):
+    for axis_positions, axis in zip(positions, box.axes, strict=True):
         cells = grid_positions(case["shape"][2 + axis], box.dilation[axis], box.size[axis])
-        assert cells[0] <= float(places.min()) <= float(places.max()) <= cells[-1]
+        assert cells[0] <= float(axis_positions.min())
+        assert float(axis_positions.max()) <= cells[-1]
     for kernel, weight in zip(kernels, weights, strict=True):
         free = weight.double().requires_grad_()
         left = constructed(free, positions, box) - in_window(kernel, box)
@@ -179,12 +180,12 @@ def test_odd_kernels_and_images_give_finite_elements_no_worse_than_the_largest(
     )
     if seen in ("no input", "flat input"):
         roots[..., 1 if seen == "flat input" else 0 :] = 0
-    weights, positions = fit_elements(kernels, box, kernel_count=count, roots=roots)
+    weights, positions = fit_elements(kernels, box, kernel_count=count, covariance_roots=roots)
     assert all(tensor.isfinite().all() for tensor in (*weights, positions))
 
     def errors(weights, positions):
         """As the fit sees them: in the box."""
-        footprint = box.footprint(box.places_of(positions.double()))
+        footprint = box.footprint(box.to_box(positions.double()))
         pairs = zip(kernels, weights, strict=True)
         lefts = [
             box.lines_of(k.double()) - (w.double().flatten(0, -2) @ footprint[0]) for k, w in pairs
@@ -201,21 +202,21 @@ def test_odd_kernels_and_images_give_finite_elements_no_worse_than_the_largest(
 
 @pytest.mark.parametrize("rooted", [False, True])
 def test_the_curvature_is_that_of_what_the_weights_leave(rooted):
-    """Kaufman's gradient is exact: the cost's derivative by the places, weights following."""
+    """Kaufman's gradient is exact: the cost's derivative by positions, with weights following."""
     torch.manual_seed(0)
     box = Box((5, 5), (1, 1), (9, 9), "bilinear")
     roots = torch.randn(1, 25, 25).double() / 5 if rooted else None
     problem = _make_problem(torch.randn(1, 3, 25).double(), box, roots, FitSettings().ridge)
-    places = torch.rand(1, 6, 2).double() * 3.9
-    state = problem.solve(places)
+    box_positions = torch.rand(1, 6, 2).double() * 3.9
+    state = problem.solve(box_positions)
     gradient = torch.zeros(12, dtype=torch.double)
     for index in range(12):
-        moved = places.clone()
+        moved = box_positions.clone()
         moved.view(-1)[index] += 1e-6
         gradient[index] = (problem.solve(moved).cost - state.cost)[0] / 1e-6
     torch.testing.assert_close(-2 * state.descent.mT.flatten(), gradient, rtol=1e-3, atol=1e-3)
     for name, value in (
-        problem.map(lines_innermost).solve(lines_innermost(places))._asdict().items()
+        problem.map(lines_innermost).solve(lines_innermost(box_positions))._asdict().items()
     ):
         torch.testing.assert_close(
             value, getattr(state, name), msg=lambda text, name=name: f"{name}: {text}"

@@ -18,24 +18,27 @@ from dcls_convert.depthwise.eager import is_eager
 from dcls_convert.layers import bilinear
 from dcls_convert.layers.bilinear import bilinear_kernel
 
-from ..depthwise.gpu_forms import FORMS, as_on_a_gpu
+from ..depthwise.gpu_implementations import IMPLEMENTATIONS, as_on_a_gpu
 from .common import Sizes, close, randn
 
 # torch compiles decompositions of its own with it when forward derivatives are first asked for.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 
 
-def of_plain_operations(weight, positions, size):
+def by_plain_operations(weight, positions, size):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bilinear, "is_eager", lambda *_: False)
         return bilinear_kernel(weight, positions, size)
 
 
 @contextlib.contextmanager
-def constructed(form):
-    """Inside, kernels are constructed in the form for exports, for a GPU, or for the CPU."""
-    with pytest.MonkeyPatch.context() as patch, as_on_a_gpu(None if form == "exported" else form):
-        if form == "exported":
+def constructed(implementation):
+    """Inside, kernels are constructed as for exports, on a GPU, or on the CPU."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        as_on_a_gpu(None if implementation == "exported" else implementation),
+    ):
+        if implementation == "exported":
             patch.setattr(bilinear, "is_eager", lambda *_: False)
             patch.setattr(bilinear, "is_exported", lambda: True)
         yield
@@ -75,21 +78,21 @@ def kernel_and_gradients(construct, some, size, learnt, create_graph=False):
     count=st.integers(0, 5),
     seed=st.integers(0, 2**16),
     block=st.sampled_from([1, 7, 500, 1 << 26]),
-    form=st.sampled_from([None, "exported", *FORMS]),
+    implementation=st.sampled_from([None, "exported", *IMPLEMENTATIONS]),
     strided=st.booleans(),
     learnt=st.sampled_from([(True, True), (True, False), (False, True)]),  # weight, positions
     create_graph=st.booleans(),
 )
-def test_kernel_and_gradients_are_those_of_plain_operations(
-    size, channels, count, seed, block, form, strided, learnt, create_graph
+def test_kernel_and_gradients_are_those_by_plain_operations(
+    size, channels, count, seed, block, implementation, strided, learnt, create_graph
 ):
     some = inputs(size, channels, count, seed)
-    with constructed(form), pytest.MonkeyPatch.context() as patch:
+    with constructed(implementation), pytest.MonkeyPatch.context() as patch:
         patch.setattr(bilinear, "BLOCK_ELEMENTS", block)
         patch.setattr(bilinear, "MAX_PRODUCTS", block)
         inputs_of_fast = [tensor.mT.contiguous().mT for tensor in some] if strided else some
         fast = kernel_and_gradients(bilinear_kernel, inputs_of_fast, size, learnt, create_graph)
-    close(fast, kernel_and_gradients(of_plain_operations, some, size, learnt))
+    close(fast, kernel_and_gradients(by_plain_operations, some, size, learnt))
 
 
 # Ways of differentiating.
@@ -97,8 +100,8 @@ def test_kernel_and_gradients_are_those_of_plain_operations(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(5,), (1, 4), (2, 3, 4)], ids=str)
-@pytest.mark.parametrize("form", [None, "exported", *FORMS])
-def test_derivatives_of_all_orders_and_modes_are_exact(size, form):
+@pytest.mark.parametrize("implementation", [None, "exported", *IMPLEMENTATIONS])
+def test_derivatives_of_all_orders_and_modes_are_exact(size, implementation):
     weight, positions = inputs(size, channels=(2,), count=2)
     lowest = [
         place.floor().clamp(-(length // 2), max(length - 2, 0) - length // 2)
@@ -110,7 +113,7 @@ def test_derivatives_of_all_orders_and_modes_are_exact(size, form):
     def kernel(*some):
         return bilinear_kernel(*some, size)
 
-    with constructed(form):
+    with constructed(implementation):
         assert torch.autograd.gradcheck(
             kernel, some, check_forward_ad=True, check_batched_grad=True
         )
@@ -127,24 +130,24 @@ def test_function_transforms_give_what_they_give_for_plain_operations():
 
         return hessian(loss, (0, 1))(*some), vmap(grad(loss, (0, 1)), in_dims=(1, 2))(*some)
 
-    close(results(bilinear_kernel), results(of_plain_operations))
+    close(results(bilinear_kernel), results(by_plain_operations))
 
 
 # Beside the numbers.
 
 
-@pytest.mark.parametrize("form", [None, "eager"])
+@pytest.mark.parametrize("implementation", [None, "eager"])
 @pytest.mark.parametrize("size", [(9,), (4, 3, 6)], ids=str)
-def test_only_kernel_positions_and_gradients_grow_with_the_layer(size, form, monkeypatch):
+def test_only_kernel_positions_and_gradients_grow_with_the_layer(size, implementation, monkeypatch):
     monkeypatch.setattr(bilinear, "BLOCK_ELEMENTS", 64)
     monkeypatch.setattr(bilinear, "MAX_PRODUCTS", products := 100 * math.prod(size))
     some = [tensor.requires_grad_() for tensor in inputs(size, channels=(40, 25))]
     kernel_gradient = toward(torch.empty(40, 25, *size))
-    with as_on_a_gpu(form), Sizes([*some, kernel_gradient]) as sizes:
+    with as_on_a_gpu(implementation), Sizes([*some, kernel_gradient]) as sizes:
         kernel = bilinear_kernel(*some, size)
         gradients = torch.autograd.grad(kernel, some, kernel_gradient)
     block = (
-        products if form else 64 * torch.get_num_threads() * 2 ** len(size)
+        products if implementation else 64 * torch.get_num_threads() * 2 ** len(size)
     )  # all corners of a block
     whole = {one.numel() for one in (kernel, some[1], *gradients)}
     assert {pieces for pieces in sizes.pieces if pieces > block} <= whole

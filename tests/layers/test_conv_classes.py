@@ -10,10 +10,10 @@ from timm.layers import Conv2dSame, ScaledStdConv2d, ScaledStdConv2dSame, StdCon
 from torch import nn
 
 from dcls_convert import DclsConv2d, PlanError, convert_, find_convs, fold_to_dense_, register_conv
-from dcls_convert.depthwise.geometry import DYNAMIC_SAME
+from dcls_convert.geometry import DYNAMIC_SAME
 from dcls_convert.layers import conv_classes
 from dcls_convert.layers.conv_classes import PLAIN, find_form, why_not_replaceable
-from dcls_convert.planning.rules import parse_rules
+from dcls_convert.planning.rule_files import parse_rules
 
 from .common import close, randn
 
@@ -206,13 +206,13 @@ STATIC = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "image_size", "even"), STATIC)
-def test_padding_by_a_module_is_kept_there_and_back(registered, shape, image_size, even):
+@pytest.mark.parametrize(("shape", "image_size", "symmetric"), STATIC)
+def test_padding_by_a_module_is_kept_there_and_back(registered, shape, image_size, symmetric):
     conv = StaticSame(6, 4, image_size=image_size, **shape).double()
     layer, folded = there_and_back(
         conv, [image_size, *SIZES]
     )  # also images for which the padding is not SAME
-    assert isinstance(layer.padding[0], int) is even
+    assert isinstance(layer.padding[0], int) is symmetric
     assert type(folded) is nn.Conv2d
 
 

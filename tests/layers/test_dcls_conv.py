@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from dcls_convert.depthwise.geometry import extent
+from dcls_convert.geometry import extent
 from dcls_convert.layers.conv_classes import CONV_CLASSES
 from dcls_convert.layers.dcls_conv import DCLS_LAYERS, DclsConv2d, DclsConv3d
 from dcls_convert.layers.elements import largest_elements

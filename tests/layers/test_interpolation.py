@@ -19,7 +19,7 @@ from dcls_convert.layers.construction import construct_kernel
 from dcls_convert.layers.dcls_conv import DCLS_LAYERS, DclsConv2d
 from dcls_convert.layers.interpolation import INTERPOLATIONS, Interpolation
 
-from ..depthwise.gpu_forms import FORMS, Watch, as_on_a_gpu
+from ..depthwise.gpu_implementations import IMPLEMENTATIONS, Watch, as_on_a_gpu
 from .common import FLOAT64_ATOL, close, every_interpolation, randn
 
 STEP = 1e-7  # cells; of one-sided differences, whose error is of the order of the step itself
@@ -211,7 +211,7 @@ def test_an_axis_of_one_cell_takes_part_in_nothing(interpolation, axis):
 
 @every_interpolation
 @pytest.mark.parametrize("length", [1, 2, 6])
-def test_a_footprint_is_the_normalised_profile_and_its_derivative(interpolation, length):
+def test_the_profile_of_fits_is_normalised_and_comes_with_its_derivative(interpolation, length):
     method = INTERPOLATIONS[interpolation]
     cells = torch.cat(
         [torch.arange(length).double(), torch.linspace(0, length - 1, 51, dtype=torch.double)]
@@ -222,8 +222,8 @@ def test_a_footprint_is_the_normalised_profile_and_its_derivative(interpolation,
         return value / value.sum(-1, keepdim=True)
 
     slope = torch.autograd.functional.jacobian(lambda places: normalised(places).sum(0), cells).T
-    for one in (method, replace(method, hat=False)):
-        close(one.footprint(cells, length), (normalised(cells), slope))
+    for one in (method, replace(method, fast_profile_and_slope=None)):
+        close(one.normalised_profile_and_slope(cells, length), (normalised(cells), slope))
 
 
 def test_a_new_interpolation_is_one_record_for_layers_and_fits(monkeypatch):
@@ -239,13 +239,13 @@ def test_a_new_interpolation_is_one_record_for_layers_and_fits(monkeypatch):
         lambda *some: construct_kernel(*some, (5, 8), interpolation="bell"),
         (layer.weight, layer.positions),
     )
-    # In the fit, an element has the very footprint that the constructor gives it.
-    places = torch.linspace(0, 4, 9, dtype=torch.float64).reshape(1, -1)
-    value, _ = Box((5,), (1,), (5,), "bell").profile(places, 5)
+    # In the fit, an element spreads exactly as the constructor spreads it.
+    cells = torch.linspace(0, 4, 9, dtype=torch.float64).reshape(1, -1)
+    value, _ = Box((5,), (1,), (5,), "bell").normalised_profile_and_slope(cells, 5)
     one = torch.ones(9, 1, 1, dtype=torch.float64)
     close(
         value[0],
-        construct_kernel(one, places.reshape(1, 9, 1, 1) - 2, (5,), interpolation="bell")[:, 0],
+        construct_kernel(one, cells.reshape(1, 9, 1, 1) - 2, (5,), interpolation="bell")[:, 0],
     )
 
 
@@ -347,13 +347,15 @@ def test_elements_beyond_the_window_are_taken_at_its_border_and_can_come_back(
 
 @every_interpolation
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("form", [None, *FORMS])
-def test_a_position_that_is_not_a_number_shows_in_its_kernel_alone(interpolation, axis, form):
+@pytest.mark.parametrize("implementation", [None, *IMPLEMENTATIONS])
+def test_a_position_that_is_not_a_number_shows_in_its_kernel_alone(
+    interpolation, axis, implementation
+):
     some = elements((5, 7), interpolation)
     positions = some.positions.clone()
     positions[axis, 0, 0, 1] = math.nan
     broken = replace(some, positions=positions)
-    with as_on_a_gpu(form):
+    with as_on_a_gpu(implementation):
         kernel = broken.kernel()
         healthy = some.kernel()
         assert kernel[0, 0].isnan().any()
@@ -376,13 +378,13 @@ def test_kernels_are_computed_in_float32_at_least_and_rounded_once(interpolation
         assert torch.equal(kernel, some.kernel(*[tensor.float() for tensor in narrow]).to(dtype))
 
 
-# Construction on a GPU, by its forms on the CPU.
+# Construction on a GPU, by its implementations on the CPU.
 
 
-@given(some=elements_anywhere(), form=st.sampled_from(FORMS))
-def test_on_a_gpu_kernel_and_gradients_are_those_of_the_cpu(some, form):
+@given(some=elements_anywhere(), implementation=st.sampled_from(IMPLEMENTATIONS))
+def test_on_a_gpu_kernel_and_gradients_are_those_of_the_cpu(some, implementation):
     toward = random_like(some.kernel())
-    with as_on_a_gpu(form):
+    with as_on_a_gpu(implementation):
         kernel = some.kernel()
         gradients = some.gradients(toward)
     close(kernel, some.kernel())
@@ -390,15 +392,15 @@ def test_on_a_gpu_kernel_and_gradients_are_those_of_the_cpu(some, form):
 
 
 @every_interpolation
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("size", [(7, 7), (4, 7), (1, 4, 5)], ids=str)
 def test_on_a_gpu_a_training_step_neither_waits_nor_adds_in_any_order_nor_rounds(
-    interpolation, form, size
+    interpolation, implementation, size
 ):
     layer = DCLS_LAYERS[len(size)](
         2, 3, kernel_count=4, dilated_kernel_size=size, interpolation=interpolation
     )
-    with as_on_a_gpu(form), Watch():
+    with as_on_a_gpu(implementation), Watch():
         layer.clamp_positions_()
         layer.kernel().square().sum().backward()
     assert all(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dcls_convert.depthwise import choices
-from dcls_convert.depthwise.choice import VARIABLE, conv2d
+from dcls_convert.depthwise.choice import VARIABLE, fastest_conv2d
 from dcls_convert.layers.dcls_conv import DCLS_LAYERS
 from dcls_convert.layers.interpolation import INTERPOLATIONS
 from dcls_convert.tuning import repulsive_loss
@@ -113,7 +113,7 @@ def test_a_training_step_never_waits_for_the_gpu(dtype):
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert "matmul" in {made.way for made in choices()}
+    assert "matmul" in {made.algorithm for made in choices()}
 
 
 def test_a_step_can_be_captured_in_a_cuda_graph():
@@ -150,7 +150,7 @@ def test_wide_windows_are_convolved_as_on_the_cpu(monkeypatch, side, memory_form
     results = []
     for device in ("cpu", "cuda"):
         pair = [tensor.to(device).requires_grad_() for tensor in (maps, kernel)]
-        output = conv2d(*pair, None, (1, 1), (8, 8), (1, 1), 5)
+        output = fastest_conv2d(*pair, None, (1, 1), (8, 8), (1, 1), 5)
         results.append(
             [
                 output.detach().cpu(),

@@ -10,7 +10,7 @@ from dcls_convert.layers.position_statistics import (
     border_share,
     mean_distance,
     overlap_share,
-    spread,
+    rms_per_axis,
 )
 
 from .common import randn
@@ -50,7 +50,7 @@ def test_statistics_are_those_of_plain_loops(shape, whole, monkeypatch):
         assert overlap_share(positions) == slow_overlap(kernels)
     assert border_share(positions, size) == slow_border(elements, size)
     squares = [sum(place**2 for place in axis) / len(axis) for axis in zip(*elements, strict=True)]
-    assert spread(positions) == pytest.approx([math.sqrt(square) for square in squares])
+    assert rms_per_axis(positions) == pytest.approx([math.sqrt(square) for square in squares])
     assert mean_distance(positions) == pytest.approx(
         sum(map(math.hypot, *zip(*elements, strict=True))) / len(elements)
     )

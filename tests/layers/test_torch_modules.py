@@ -18,7 +18,7 @@ from timm.layers import Conv2dSame
 from torch import nn
 from torch.func import functional_call
 
-from dcls_convert.depthwise.geometry import DYNAMIC_SAME, is_uneven
+from dcls_convert.geometry import DYNAMIC_SAME, is_asymmetric
 from dcls_convert.layers.conv_classes import CONV_CLASSES
 from dcls_convert.layers.dcls_conv import DCLS_LAYERS
 from dcls_convert.layers.interpolation import position_limits
@@ -86,7 +86,7 @@ def configurations(dims):
         "stride per axis": layer(stride=per_axis),
         "padding": layer(padding=2),
         "padding per axis, stride": layer(padding=per_axis, stride=2),
-        "uneven padding": layer(padding=((1, 2), (0, 3), (2, 1))[:dims]),
+        "asymmetric padding": layer(padding=((1, 2), (0, 3), (2, 1))[:dims]),
         "valid": layer(padding="valid"),
         "same": layer(padding="same", dilated_kernel_size=odd_window),
         "same, even window": layer(padding="same", dilated_kernel_size=4),
@@ -96,7 +96,7 @@ def configurations(dims):
         "depthwise": depthwise(padding=2),
         "depthwise, odd window": depthwise(padding="same", dilated_kernel_size=odd_window),
         "depthwise, stride": depthwise(stride=2, bias=False),
-        "depthwise, uneven padding": depthwise(padding=((1, 2), (0, 3), (2, 1))[:dims]),
+        "depthwise, asymmetric padding": depthwise(padding=((1, 2), (0, 3), (2, 1))[:dims]),
         "depthwise, more outputs": more_outputs(kernel_count=2),
     }
     for mode in ("reflect", "replicate", "circular"):
@@ -118,10 +118,10 @@ def configurations(dims):
     return found
 
 
-def uneven_padding(constructor):
+def asymmetric_padding(constructor):
     """The cells before and after each axis, where the configuration states them apart."""
     padding = constructor.kwargs.get("padding")
-    return padding if isinstance(padding, tuple) and is_uneven(padding) else None
+    return padding if isinstance(padding, tuple) and is_asymmetric(padding) else None
 
 
 def plain_convolution(constructor, layer):
@@ -134,7 +134,7 @@ def plain_convolution(constructor, layer):
     if options.get("padding") == DYNAMIC_SAME:
         del options["padding"]
         make = Conv2dSame
-    if uneven_padding(constructor) is not None:
+    if asymmetric_padding(constructor) is not None:
         sides = reversed(options.pop("padding"))
         pad = ZERO_PADS[layer.dims](tuple(itertools.chain.from_iterable(sides)))
     conv = make(*constructor.args, layer.kernel_size, **options)
@@ -173,12 +173,12 @@ def built(layer_class, example, **factory):
     """A layer with elements anywhere in the window, but not on its border."""
     constructor = example.constructor_input
     options = dict(constructor.kwargs)
-    uneven = uneven_padding(constructor)
-    if uneven is not None:
+    asymmetric = asymmetric_padding(constructor)
+    if asymmetric is not None:
         del options["padding"]
     layer = layer_class(*constructor.args, **options, **factory)
-    if uneven is not None:  # the constructor does not take it; from_conv sets it
-        layer.padding = uneven
+    if asymmetric is not None:  # the constructor does not take it; from_conv sets it
+        layer.padding = asymmetric
     with torch.no_grad():
         for place, axis in enumerate(layer.learnt_axes):
             low, high = position_limits(layer.dilated_kernel_size[axis])

@@ -11,8 +11,8 @@ from dcls_convert.networks.model_outputs import (
     ComparisonError,
     agreement,
     check_equal,
-    relative_distance,
-    relative_error,
+    max_relative_error,
+    relative_l2_error,
     tensors_in,
 )
 
@@ -23,15 +23,17 @@ def test_the_relative_error_is_that_of_the_worst_tensor():
         "n": (torch.tensor([3, 4]), "text", None),
     }
     b = copy.deepcopy(a)
-    assert relative_error(a, b) == 0
+    assert max_relative_error(a, b) == 0
     b["x"][0][0] = 1.5
     b["x"][1] += 10
-    assert relative_error(a, b) == 0.5 / 4
+    assert max_relative_error(a, b) == 0.5 / 4
     b["n"][0][1] = 6
-    assert relative_error(a, b) == 2 / 4
-    assert relative_error(torch.zeros(2), torch.tensor([0.0, 1e-30])) == math.inf
-    assert relative_error((torch.zeros(0), torch.zeros(2)), (torch.zeros(0), torch.zeros(2))) == 0
-    assert relative_error(torch.tensor([3 + 4j]), torch.tensor([3 + 3j])) == 1 / 5
+    assert max_relative_error(a, b) == 2 / 4
+    assert max_relative_error(torch.zeros(2), torch.tensor([0.0, 1e-30])) == math.inf
+    assert (
+        max_relative_error((torch.zeros(0), torch.zeros(2)), (torch.zeros(0), torch.zeros(2))) == 0
+    )
+    assert max_relative_error(torch.tensor([3 + 4j]), torch.tensor([3 + 3j])) == 1 / 5
 
 
 def test_tensors_are_found_in_any_nesting():
@@ -64,19 +66,19 @@ def test_tensors_are_found_in_any_nesting():
 )
 def test_what_cannot_be_compared_is_an_error(a, b, says):
     with pytest.raises(ComparisonError, match=says):
-        relative_error(a, b)
+        max_relative_error(a, b)
 
 
 def test_the_relative_distance_is_over_all_tensors_or_none_where_there_is_no_such_number():
     a = [torch.tensor([3.0]), {"n": torch.tensor([4.0]), "text": "x"}]
-    assert relative_distance(a, [torch.tensor([3.0]), {"n": torch.tensor([5.0])}]) == 1 / 5
+    assert relative_l2_error(a, [torch.tensor([3.0]), {"n": torch.tensor([5.0])}]) == 1 / 5
     for others in (
         [torch.zeros(2), torch.zeros(1)],
         [torch.zeros(1)],
         [torch.tensor([math.nan]), torch.zeros(1)],
     ):
-        assert relative_distance(a, others) is None
-    assert relative_distance(torch.zeros(2), torch.ones(2)) is None
+        assert relative_l2_error(a, others) is None
+    assert relative_l2_error(torch.zeros(2), torch.ones(2)) is None
 
 
 def test_the_bound_is_the_largest_error_allowed():

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations, prune
 from dcls_convert import find_convs, plan_conversion
 from dcls_convert.errors import PlanError
 from dcls_convert.networks.tracing import trace
-from dcls_convert.reports.report import predict_report
+from dcls_convert.reports.predict import predict_report
 
 from ..planning.nets import depthwise, state_of
 

@@ -11,7 +11,7 @@ from dcls_convert.networks.sites import find_convs
 from dcls_convert.networks.tracing import check_same_shapes
 from dcls_convert.pipeline.in_memory import convert_
 from dcls_convert.planning.planner import plan_conversion
-from dcls_convert.planning.rules import parse_rules
+from dcls_convert.planning.rule_files import parse_rules
 
 IMAGE = (4, 9, 14)
 EVERYTHING = parse_rules("format: 1\nrules: [{match: {kernel_size: {min: 2}}}]")

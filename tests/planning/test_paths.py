@@ -12,7 +12,7 @@ from dcls_convert import (
 )
 from dcls_convert.errors import NothingMatchesError, PlanError
 from dcls_convert.networks.running import evaluating
-from dcls_convert.planning.paths import is_meant, nearest_paths
+from dcls_convert.planning.paths import matches_path, nearest_paths
 from dcls_convert.planning.plan import ConversionPlan
 
 from .nets import IMAGE, Net, plan_of
@@ -34,7 +34,7 @@ def rules(*paths):
     ],
 )
 def test_a_plain_path_means_all_that_lies_in_it_and_a_pattern_whole_names(pattern, meant, others):
-    assert {name for name in meant | others if is_meant(name, [pattern])} == meant
+    assert {name for name in meant | others if matches_path(name, [pattern])} == meant
 
 
 @pytest.mark.parametrize("path", ["layer1", "layer1.*", "layer1.?"])

@@ -13,7 +13,7 @@ import pytest
 
 from dcls_convert.errors import CheckpointError, PlanError
 from dcls_convert.planning.plan import ConversionPlan
-from dcls_convert.reports.report import predict_report
+from dcls_convert.reports.predict import predict_report
 
 from ..checkpoints.folders import places
 from .nets import IMAGE, Net, plan_of

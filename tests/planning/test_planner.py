@@ -14,8 +14,8 @@ from dcls_convert.layers.conv_classes import CONV_CLASSES
 from dcls_convert.layers.dcls_conv import DclsConv2d, DclsConvNd
 from dcls_convert.networks.sites import find_convs
 from dcls_convert.planning.planner import plan_conversion
-from dcls_convert.planning.rules import parse_rules
-from dcls_convert.reports.report import predict_report
+from dcls_convert.planning.rule_files import parse_rules
+from dcls_convert.reports.predict import predict_report
 from dcls_convert.surgery.start import apply_plan_
 
 from ..conftest import many_examples

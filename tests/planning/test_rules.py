@@ -13,23 +13,13 @@ from pydantic import Field
 from torch import nn
 
 from dcls_convert.errors import DclsConvertError, NothingMatchesError, RuleError
+from dcls_convert.files import builtin_rules
 from dcls_convert.networks.sites import ConvSite, find_convs
+from dcls_convert.planning.claims import choose_rules, claim_sites
 from dcls_convert.planning.plan import ConversionPlan
 from dcls_convert.planning.planner import plan_conversion
-from dcls_convert.planning.rules import (
-    _NESTED,
-    Match,
-    Range,
-    Rule,
-    RuleSet,
-    Size,
-    builtin_rules,
-    choose_rules,
-    claim_sites,
-    load_rules,
-    parse_rules,
-    rules_schema,
-)
+from dcls_convert.planning.rule_files import _NESTED, load_rules, parse_rules, rules_schema
+from dcls_convert.planning.rules import Match, Range, Rule, RuleSet, Size
 
 from ..conftest import many_examples
 from .nets import convs_of, depthwise, plan_of
@@ -123,8 +113,8 @@ class _WiderRuleSet(RuleSet):
 
 def test_a_new_predicate_is_one_typed_field(monkeypatch):
     nested = {**_NESTED, "rules": _WiderRule, "match": _WiderMatch}
-    monkeypatch.setattr("dcls_convert.planning.rules.RuleSet", _WiderRuleSet)
-    monkeypatch.setattr("dcls_convert.planning.rules._NESTED", nested)
+    monkeypatch.setattr("dcls_convert.planning.rule_files.RuleSet", _WiderRuleSet)
+    monkeypatch.setattr("dcls_convert.planning.rule_files._NESTED", nested)
     small = {"name": "small", "match": {"output_size": {"max": 7}}}
     # It matches, and its reasons are those of all predicates.
     assert claim_sites(rules_of(small), [SITE]) == ({SITE.name: 0}, {})

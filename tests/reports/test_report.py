@@ -15,12 +15,9 @@ from torch import nn
 
 from dcls_convert import apply_plan_, find_convs, measure_report, plan_conversion, predict_report
 from dcls_convert.reports.report import Outcome
-from dcls_convert.views.report import (
-    outcome_sentences,
-    report_markdown,
-    report_view,
-    stage_rows,
-)
+from dcls_convert.views.cost_tables import stage_rows
+from dcls_convert.views.outcome import outcome_sentences
+from dcls_convert.views.report import report_markdown, report_view
 
 from ..planning.nets import IMAGE, Net, Shared, depthwise, on_meta, plan_of
 

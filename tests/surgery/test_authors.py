@@ -22,8 +22,8 @@ from dcls_convert.layers.conv_classes import CONV_CLASSES
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.layers.interpolation import INTERPOLATIONS
 from dcls_convert.networks.state_names import with_names_of
-from dcls_convert.planning.rules import parse_rules
-from dcls_convert.surgery.authors import sort_weights
+from dcls_convert.planning.rule_files import parse_rules
+from dcls_convert.surgery.authors import split_authors_weights
 
 from ..command_line import run
 from ..conftest import TINY
@@ -461,8 +461,8 @@ def test_a_version_of_a_file_without_elements_is_refused():
 
 def test_an_ordinary_state_dict_is_none_of_theirs():
     model = convnext()
-    assert sort_weights(model.state_dict(), "a file") is None
-    assert sort_weights({"P": torch.zeros(1), "x.P": torch.zeros(1)}, "a file") is None
+    assert split_authors_weights(model.state_dict(), "a file") is None
+    assert split_authors_weights({"P": torch.zeros(1), "x.P": torch.zeros(1)}, "a file") is None
     with pytest.raises(CheckpointError, match="has no layers of the authors' package"):
         convert_from_theirs_(model, model.state_dict())
 

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 from dcls_convert import convert_
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.source import ModelSource
-from dcls_convert.planning.rules import parse_rules
+from dcls_convert.planning.rule_files import parse_rules
 
 FACTORISED = parse_rules(
     "format: 1\nrules:\n  - match: {kernel_size: [1, 7]}\n  - match: {kernel_size: [7, 1]}\n"

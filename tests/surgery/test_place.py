@@ -82,7 +82,7 @@ def test_a_failure_after_layers_are_in_place_takes_them_out_again(monkeypatch):
     def fail(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dcls_convert.surgery.place.spare_from_decay_", fail)
+    monkeypatch.setattr("dcls_convert.surgery.place.exclude_from_weight_decay_", fail)
     refused(model := Net(), plan_of(model), KeyboardInterrupt, init="random")
 
 

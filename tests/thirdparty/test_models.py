@@ -25,7 +25,7 @@ from dcls_convert import (
     tuning,
 )
 from dcls_convert.layers.dcls_conv import DclsConvNd
-from dcls_convert.networks.model_outputs import relative_error
+from dcls_convert.networks.model_outputs import max_relative_error
 from dcls_convert.networks.running import evaluating
 
 from ..command_line import run
@@ -150,7 +150,7 @@ def test_outputs_stay_with_an_exact_start(case):
     before = outputs(model, case.images())
     report = convert_(model, dilated_size=case.window, init="exact", input_size=case.size)
     assert len(report.layers) == case.layers
-    assert relative_error(before, outputs(model, case.images())) < FLOAT64
+    assert max_relative_error(before, outputs(model, case.images())) < FLOAT64
 
 
 def test_stages_are_found_and_ties_are_sensible(case, converted):
@@ -171,7 +171,7 @@ def test_folding_keeps_outputs(case, converted):
     model, report = copy.deepcopy(converted)
     after = outputs(model, case.images())
     assert fold_to_dense_(model) == len(report.layers)
-    assert relative_error(after, outputs(model, case.images())) < FLOAT64
+    assert max_relative_error(after, outputs(model, case.images())) < FLOAT64
 
 
 def test_training_moves_positions(case, converted):
@@ -201,7 +201,7 @@ def test_a_saved_model_is_loaded_again(table, case, converted, tmp_path, monkeyp
     save_converted(model, report.plan, "saved")
     expected = outputs(model, case.images())
     assert (
-        relative_error(
+        max_relative_error(
             outputs(load_converted("saved", model=case.build().double()), case.images()), expected
         )
         == 0
@@ -212,7 +212,7 @@ def test_a_saved_model_is_loaded_again(table, case, converted, tmp_path, monkeyp
     images = case.images(torch.float32)
     trusted = load_converted("converted", trust_code=True)
     other = load_converted("converted", model=case.build())
-    assert relative_error(outputs(trusted, images), outputs(other, images)) == 0
+    assert max_relative_error(outputs(trusted, images), outputs(other, images)) == 0
     table.append(row(case, report))
 
 
@@ -245,7 +245,7 @@ def test_fusing_folds_the_kernels_first(yolo):
     assert not any(
         isinstance(module, DclsConvNd | torch.nn.BatchNorm2d) for module in yolo.model.modules()
     )
-    assert relative_error(before, boxes(yolo.model)) < FLOAT64
+    assert max_relative_error(before, boxes(yolo.model)) < FLOAT64
 
 
 def test_a_file_of_ultralytics_holds_the_converted_model(yolo, tmp_path):
@@ -257,6 +257,6 @@ def test_a_file_of_ultralytics_holds_the_converted_model(yolo, tmp_path):
         again = YOLO(tmp_path / "converted.pt").model.float().eval()
     wanted = boxes(yolo.model.half().float())
     assert any(isinstance(module, DclsConvNd) for module in again.modules())
-    assert relative_error(wanted, boxes(again)) == 0
+    assert max_relative_error(wanted, boxes(again)) == 0
     again.fuse()
-    assert relative_error(wanted, boxes(again)) < 1e-3
+    assert max_relative_error(wanted, boxes(again)) < 1e-3

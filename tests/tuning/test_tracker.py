@@ -13,7 +13,7 @@ from dcls_convert.layers.position_statistics import (
     border_share,
     mean_distance,
     overlap_share,
-    spread,
+    rms_per_axis,
 )
 from dcls_convert.networks.positions import position_parameters
 from dcls_convert.tuning.tracker import FOLLOWED
@@ -59,7 +59,10 @@ def test_a_record_holds_the_statistics_of_every_tensor(model):
             border_share(positions, size),
             overlap_share(positions),
         )
-        assert (row.spread, row.mean_distance) == (spread(positions), mean_distance(positions))
+        assert (row.spread, row.mean_distance) == (
+            rms_per_axis(positions),
+            mean_distance(positions),
+        )
         assert row.mean_sigma == (
             None if layer.sigma is None else pytest.approx(layer.sigma.mean().item())
         )

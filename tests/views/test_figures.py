@@ -15,7 +15,7 @@ from dcls_convert import apply_plan_, find_convs, plan_conversion
 from dcls_convert.layers.construction import construct_kernel
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.layers.position_statistics import border_share
-from dcls_convert.planning.rules import parse_rules
+from dcls_convert.planning.rule_files import parse_rules
 from dcls_convert.views.page import Pictures, pictures_of_model
 from dcls_convert.views.plot import FIGURES, draw
 from dcls_convert.views.receptive_field import FieldPictures, field_picture

@@ -1,4 +1,4 @@
-"""One process a run: claims of those that live hold, those of the dead are taken over."""
+"""One process a run: locks of those that live hold, those of the dead are taken over."""
 
 import json
 import multiprocessing
@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from dcls_convert.compare import run_claims
-from dcls_convert.compare.run_claims import CLAIM, claimed
-from dcls_convert.output import host_name
+from dcls_convert.atomic_output import host_name
+from dcls_convert.compare import run_locks
+from dcls_convert.compare.run_locks import LOCK, locked
 
 from ..photographs import photographs
 
@@ -21,49 +21,49 @@ OTHER = "elsewhere-1"
 
 @pytest.fixture(autouse=True)
 def _in_no_time(monkeypatch):
-    monkeypatch.setattr(run_claims, "SECONDS_BETWEEN_BEATS", 0.05)
-    monkeypatch.setattr(run_claims, "SECONDS_UNTIL_STALE", 1.0)
-    monkeypatch.setattr(run_claims, "SECONDS_TO_SETTLE", 0.2)
+    monkeypatch.setattr(run_locks, "SECONDS_BETWEEN_TOUCHES", 0.05)
+    monkeypatch.setattr(run_locks, "SECONDS_UNTIL_STALE", 1.0)
+    monkeypatch.setattr(run_locks, "SECONDS_TO_SETTLE", 0.2)
 
 
-def test_a_claim_holds_until_its_block_ends(tmp_path):
+def test_a_lock_holds_until_its_block_ends(tmp_path):
     own = f"{host_name()}-{os.getpid()}"
-    with claimed(tmp_path, patient=False) as owner:
+    with locked(tmp_path, patient=False) as owner:
         assert owner is None
         for patient in (False, True):
-            with claimed(tmp_path, patient=patient) as other:
+            with locked(tmp_path, patient=patient) as other:
                 assert other == own
-    assert not (tmp_path / CLAIM).exists()
-    with claimed(tmp_path, patient=False) as owner:
+    assert not (tmp_path / LOCK).exists()
+    with locked(tmp_path, patient=False) as owner:
         assert owner is None
 
 
-def test_the_claim_of_a_dead_process_of_this_machine_is_taken_at_once(tmp_path):
+def test_the_lock_of_a_dead_process_of_this_machine_is_taken_at_once(tmp_path):
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
-    (tmp_path / CLAIM).write_text(f"{host_name()}-{process.pid}")
-    with claimed(tmp_path, patient=False) as owner:
+    (tmp_path / LOCK).write_text(f"{host_name()}-{process.pid}")
+    with locked(tmp_path, patient=False) as owner:
         assert owner is None
 
 
-def test_the_claim_of_another_machine_is_taken_when_it_stops_beating(tmp_path):
-    path = tmp_path / CLAIM
+def test_the_lock_of_another_machine_is_taken_when_it_is_not_touched_any_more(tmp_path):
+    path = tmp_path / LOCK
     path.write_text(OTHER)
-    with claimed(tmp_path, patient=False) as owner:
+    with locked(tmp_path, patient=False) as owner:
         assert owner == OTHER
     ended = threading.Event()
-    beats = threading.Thread(target=run_claims._beat, args=(path, ended))
-    beats.start()
-    with claimed(tmp_path, patient=True) as owner:
+    toucher = threading.Thread(target=run_locks._touch_until, args=(path, ended))
+    toucher.start()
+    with locked(tmp_path, patient=True) as owner:
         assert owner == OTHER
     ended.set()
-    beats.join()
-    with claimed(tmp_path, patient=True) as owner:
+    toucher.join()
+    with locked(tmp_path, patient=True) as owner:
         assert owner is None
 
 
 def _try(folder, number):
-    with claimed(folder, patient=True) as owner:
+    with locked(folder, patient=True) as owner:
         if owner is None:
             (folder / f"trained-{number}").touch()
             time.sleep(3)
@@ -72,7 +72,7 @@ def _try(folder, number):
 @pytest.mark.parametrize("left", [False, True])
 def test_of_processes_that_begin_at_once_one_trains(tmp_path, left):
     if left:
-        (tmp_path / CLAIM).write_text(OTHER)
+        (tmp_path / LOCK).write_text(OTHER)
     processes = multiprocessing.get_context("fork")
     tries = [processes.Process(target=_try, args=(tmp_path, number)) for number in range(6)]
     for one in tries:
@@ -80,7 +80,7 @@ def test_of_processes_that_begin_at_once_one_trains(tmp_path, left):
     for one in tries:
         one.join(60)
     assert len(list(tmp_path.glob("trained-*"))) == 1
-    assert not (tmp_path / CLAIM).exists()
+    assert not (tmp_path / LOCK).exists()
 
 
 TIMES = ("step_ms", "images_per_second", "seconds")
@@ -114,7 +114,7 @@ def test_calls_share_the_work_and_one_that_is_killed_loses_none(tmp_path):
         calls[call.pid] = call
     while not (states := list(tmp_path.glob("out/runs/*/state.pt"))):
         time.sleep(0.01)
-    _, _, owner = states[0].with_name(CLAIM).read_text().rpartition("-")
+    _, _, owner = states[0].with_name(LOCK).read_text().rpartition("-")
     killed = calls.pop(int(owner))
     killed.kill()
     killed.communicate()
@@ -124,4 +124,4 @@ def test_calls_share_the_work_and_one_that_is_killed_loses_none(tmp_path):
     for track in tmp_path.glob("out/runs/*/positions.jsonl"):
         undisturbed = tmp_path / "whole" / track.relative_to(tmp_path / "out")
         assert track.read_bytes() == undisturbed.read_bytes()
-    assert not list(tmp_path.glob(f"out/runs/*/{CLAIM}"))
+    assert not list(tmp_path.glob(f"out/runs/*/{LOCK}"))

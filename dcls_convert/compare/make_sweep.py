@@ -1,32 +1,24 @@
-"""Plan, fit and time each combination of a sweep. An error in one is a row with its reason."""
+"""Make a sweep: plan, fit and time each combination. An error in one is a row with its reason."""
 
-import contextlib
 import copy
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import (
-    CheckpointError,
-    DclsConvertError,
-    NothingMatchesError,
-    PlanError,
-    RuleError,
-    one_line,
-    shown,
-)
+from ..errors import CheckpointError, DclsConvertError, NothingMatchesError, PlanError, RuleError
 from ..options import AUTO, DEFAULT_BUDGET
 from ..pipeline.conversion import convert_network
 from ..pipeline.loaded import LoadedNetwork
-from ..pipeline.resolved import ResolvedRequest, resolve
+from ..pipeline.resolved import resolve
 from ..planning.windows import sizes_to_try
 from ..records import taken_from
-from ..reports.report import predict_report
-from ..tables import counted
+from ..reports.predict import predict_report
+from ..text import counted, shown
+from .candidate import Candidate
+from .recommendation import recommend
 from .sweep import (
     Asked,
     AskedSize,
@@ -34,51 +26,9 @@ from .sweep import (
     Sweep,
     SweepRow,
     TimingSettings,
-    choose,
     with_dominated,
 )
-from .timing import converted_copy, measure, summary
-
-MIN_ROUNDS = 3  # of timing, whatever time they take
-MAX_ROUNDS = 100
-
-
-@dataclass(slots=True)
-class Candidate:
-    """A combination, or the original, and what is known of it."""
-
-    row: SweepRow
-    # None: the original, or a combination that cannot be used.
-    resolved: ResolvedRequest | None = None
-    model: nn.Module | None = None  # while it is timed
-    forward_ms: list[float] = field(default_factory=list)  # of each round
-    step_ms: list[float] = field(default_factory=list)  # of each round
-
-    @property
-    def is_original(self) -> bool:
-        return self.row.asked is None
-
-    def change(self, **known: Any) -> None:
-        """Replace fields of the row."""
-        self.row = replace(self.row, **known)
-
-    @contextlib.contextmanager
-    def doing(self, what: str) -> Iterator[None]:
-        """If the code inside fails, the row gets the reason, and the candidate goes no further."""
-        try:
-            yield
-        except (NothingMatchesError, RuleError):  # no combination can be planned
-            raise
-        except Exception as error:
-            self.resolved = None
-            self.model = None
-            if what == "planning" and isinstance(error, DclsConvertError):
-                self.change(status="does not fit", reason=str(error))
-                return
-            message = one_line(error)[:200]
-            if not isinstance(error, DclsConvertError):
-                message = f"{type(error).__name__}: {message}"
-            self.change(status="failed", reason=f"{what}: {message}")
+from .timing_rounds import MIN_ROUNDS, time_in_rounds_
 
 
 def combinations(
@@ -105,7 +55,7 @@ def make_sweep(
     command: Callable[[Asked], str],
     *,
     timing: tuple[TimingSettings, torch.device] | None = None,
-    slower: float,
+    max_added_percent: float,
 ) -> Sweep:
     """Plan, fit and time every combination; KeyboardInterrupt ends this early, with what is known.
 
@@ -114,7 +64,7 @@ def make_sweep(
         asked: The combinations.
         command: Makes the command line, or the call, that converts with a combination.
         timing: None: nothing is timed.
-        slower: Percent by which the cost of the recommended size may grow.
+        max_added_percent: Percent that the recommended size may add to the cost.
 
     Raises:
         CheckpointError: The weights have elements already.
@@ -126,7 +76,7 @@ def make_sweep(
     name = type(request.model).__name__
     if loaded.source is not None:
         name = loaded.source.name
-    if loaded.elements is not None:
+    if loaded.authors_weights is not None:
         raise CheckpointError(
             f"{request.weights_name}: has elements of its own, so there is nothing to compare"
         )
@@ -144,16 +94,16 @@ def make_sweep(
     interrupted = False
     try:
         _plan_all_(loaded, asked, command, candidates)
-        planned = [candidate for candidate in candidates if candidate.resolved is not None]
+        planned = [candidate for candidate in candidates if candidate.row.status == "done"]
         if request.trained:
-            _fit_all(loaded, planned)
+            _fit_all_(loaded, planned)
         if timing is not None and planned:
             settings, device = timing
-            _time_all(loaded, candidates, settings, device)
+            time_in_rounds_(loaded, candidates, settings, device)
     except KeyboardInterrupt:
         interrupted = True
     rows = with_dominated([candidate.row for candidate in candidates])
-    choice = choose(rows, slower)
+    choice = recommend(rows, max_added_percent)
     if interrupted:
         complete = _complete_rows(rows, fitted=request.trained, timed=timing is not None)
         choice = Recommendation(why=f"it saw {complete} of {counted(len(asked), 'row')} in full")
@@ -163,7 +113,7 @@ def make_sweep(
         macs_note=convs.macs_note,
         rows=rows,
         timing=timing[0] if timing else None,
-        slower=slower,
+        slower=max_added_percent,
         interrupted=interrupted,
         choice=choice,
     )
@@ -193,12 +143,19 @@ def _plan_all_(
         loaded.notify(f"planning {number} of {len(asked)}")
         row = SweepRow(asked=combination, status="done", command=command(combination))
         candidate = Candidate(row)
-        with candidate.doing("planning"):
-            _plan(loaded, candidate, combination)
+        try:
+            _plan_(loaded, candidate, combination)
+        except (NothingMatchesError, RuleError):  # no combination can be planned
+            raise
+        except DclsConvertError as error:
+            candidate.change(status="does not fit", reason=str(error))
+        except Exception as error:
+            candidate.fail("planning", error)
         candidates.append(candidate)
 
 
-def _plan(loaded: LoadedNetwork, candidate: Candidate, asked: Asked) -> None:
+def _plan_(loaded: LoadedNetwork, candidate: Candidate, asked: Asked) -> None:
+    """Plan a combination, and state in its row what the conversion would be."""
     options = replace(
         loaded.request.options,
         dilated_size=asked.size,
@@ -230,15 +187,15 @@ def _plan(loaded: LoadedNetwork, candidate: Candidate, asked: Asked) -> None:
     )
 
 
-def _fit_all(loaded: LoadedNetwork, planned: Sequence[Candidate]) -> None:
+def _fit_all_(loaded: LoadedNetwork, planned: Sequence[Candidate]) -> None:
     for number, candidate in enumerate(planned, 1):
         loaded.notify(f"fitting {candidate.row.window}, {number} of {len(planned)}")
-        with candidate.doing("fitting"):
-            _fit(loaded, candidate)
+        with candidate.failing_as("fitting"):
+            _fit_(loaded, candidate)
 
 
-def _fit(loaded: LoadedNetwork, candidate: Candidate) -> None:
-    """Convert a copy of the trained network, and state in the row what that keeps."""
+def _fit_(loaded: LoadedNetwork, candidate: Candidate) -> None:
+    """Convert a copy of the trained network, and state in the row what the conversion keeps."""
     assert candidate.resolved is not None
     copied = copy.deepcopy(loaded.network)
     conversion = convert_network(loaded, candidate.resolved, model=copied)
@@ -249,55 +206,6 @@ def _fit(loaded: LoadedNetwork, candidate: Candidate) -> None:
     if not outcome.images:
         known["output_error"] = conversion.moved  # for random images
     candidate.change(**known)
-
-
-def _time_all(
-    loaded: LoadedNetwork,
-    candidates: Sequence[Candidate],
-    settings: TimingSettings,
-    device: torch.device,
-) -> None:
-    """Time the original and the planned candidates in rounds, one after another in each."""
-    assert loaded.convs.input_size is not None
-    network = loaded.network.to(device)
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(settings.batch, *loaded.convs.input_size, generator=generator).to(device)
-    for candidate in candidates:
-        if candidate.is_original or candidate.resolved is not None:
-            loaded.notify(f"building {candidate.row.window}")
-            with candidate.doing("building"):
-                if candidate.resolved is None:
-                    candidate.model = network
-                else:
-                    candidate.model = converted_copy(network, candidate.resolved.plan)
-    began = time.perf_counter()
-    loaded.notify("warming up")
-    _time_round(candidates, images, settings, keep=False)
-    for number in range(MAX_ROUNDS):
-        spent = time.perf_counter() - began
-        is_enough = spent >= settings.seconds and number >= MIN_ROUNDS
-        has_models = any(candidate.model is not None for candidate in candidates)
-        if is_enough or not has_models:
-            break
-        loaded.notify(f"timing, round {number + 1}, {spent:.0f} of {settings.seconds:g} s")
-        _time_round(candidates, images, settings, keep=True)
-
-
-def _time_round(
-    candidates: Sequence[Candidate], images: Tensor, settings: TimingSettings, *, keep: bool
-) -> None:
-    """Time each candidate that has a model once; `keep` its times, and put them into its row."""
-    for candidate in candidates:
-        if candidate.model is None:
-            continue
-        with candidate.doing("timing"):
-            forward_ms, step_ms = measure(candidate.model, images, amp=settings.amp)
-            if keep:
-                candidate.forward_ms.append(forward_ms)
-                candidate.step_ms.append(step_ms)
-                candidate.change(
-                    forward_ms=summary(candidate.forward_ms), step_ms=summary(candidate.step_ms)
-                )
 
 
 def _state_bytes(model: nn.Module) -> int:

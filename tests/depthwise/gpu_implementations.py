@@ -1,5 +1,5 @@
-"""The forms of kernel construction that GPUs get, on the CPU, and a watch on what GPUs must not be
-asked for.
+"""The implementations of kernel construction for GPUs, run on the CPU, and a watch on what GPUs
+must not be asked for.
 """
 
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcls_convert.layers import bilinear, interpolation
 
-FORMS = ("eager", "compiled")
+IMPLEMENTATIONS = ("eager", "compiled")
 
 HOST = {
     "_local_scalar_dense",
@@ -34,12 +34,12 @@ ROUNDED = {"mm", "bmm", "addmm", "baddbmm"}  # to 11 bits, where TF32 is allowed
 
 
 @contextmanager
-def as_on_a_gpu(form):
-    """Inside, kernels are constructed in this form; None is the CPU's own."""
+def as_on_a_gpu(implementation):
+    """Inside, kernels are constructed by this implementation; None is the CPU's own."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (bilinear, interpolation) if form else ():
+        for module in (bilinear, interpolation) if implementation else ():
             patch.setattr(module, "on_cpu", lambda _: False)
-        if form == "compiled":
+        if implementation == "compiled":
             patch.setattr(bilinear, "is_eager", lambda *_: False)
         yield
 

@@ -1,21 +1,21 @@
-"""Sizes of convolution windows, in plain integers: which fit, and which padding they need."""
+"""Sizes of convolution windows in plain integers: which windows fit, which padding they need."""
 
 import math
 from collections.abc import Sequence
 from typing import TypeGuard, cast
 
-from ..errors import PlanError
+from .errors import PlanError
 
 MAX_CELLS = 1 << 28  # of one layer's constructed kernels: a gigabyte in float32
 # TensorFlow's SAME padding, which depends on the input's size, as in timm's Conv2dSame.
 DYNAMIC_SAME = "dynamic_same"
 Pair = tuple[int, int]
-Uneven = tuple[Pair, ...]  # cells before and after each axis
+Asymmetric = tuple[Pair, ...]  # cells before and after each axis
 # "same", "valid", DYNAMIC_SAME, or cells on either side of each axis.
-Padding = str | tuple[int, ...] | Uneven
+Padding = str | tuple[int, ...] | Asymmetric
 
 
-def is_uneven(padding: Padding) -> TypeGuard[Uneven]:
+def is_asymmetric(padding: Padding) -> TypeGuard[Asymmetric]:
     """Whether the padding states the cells before and after each axis separately."""
     return not isinstance(padding, str) and any(isinstance(cells, tuple) for cells in padding)
 
@@ -116,14 +116,28 @@ def grown_padding(
     if padding in ("same", DYNAMIC_SAME):
         # Both put an odd cell at the end, for kernel and window alike.
         return str(padding)
-    old_cells = padded_cells(padding, (), extents, ())
+    old_cells = static_padding(padding, extents)
     pairs = []
     for (before, after), size, old in zip(old_cells, window, extents, strict=True):
         grown = (size - old) // 2
         pairs.append((before + grown, after + grown))
-    if is_uneven(padding):
+    if is_asymmetric(padding):
         return tuple(pairs)
     return tuple(before for before, _ in pairs)
+
+
+def static_padding(padding: Padding, extents: Sequence[int]) -> list[Pair]:
+    """Cells to add before and after each axis of any input, for a kernel of these extents.
+
+    The padding is not DYNAMIC_SAME, which needs the input's size: see `padded_cells`.
+    """
+    if padding == "valid":
+        return [(0, 0)] * len(extents)
+    if padding == "same":
+        return [_halves(side - 1) for side in extents]
+    if is_asymmetric(padding):
+        return list(padding)
+    return [(cells, cells) for cells in cast(tuple[int, ...], padding)]
 
 
 def padded_cells(
@@ -131,21 +145,15 @@ def padded_cells(
 ) -> list[Pair]:
     """Cells to add before and after each axis of an input, for a kernel of these extents.
 
-    `input_size` and `stride` matter for dynamic SAME padding alone.
+    `input_size` and `stride` matter for DYNAMIC_SAME alone.
     """
-    if padding == "valid":
-        return [(0, 0)] * len(extents)
-    if padding == "same":
-        return [_halves(side - 1) for side in extents]
-    if padding == DYNAMIC_SAME:
-        pairs = []
-        for size, side, step in zip(input_size, extents, stride, strict=True):
-            outputs = ceil_div(size, step)
-            pairs.append(_halves(max((outputs - 1) * step + side - size, 0)))
-        return pairs
-    if is_uneven(padding):
-        return list(padding)
-    return [(cells, cells) for cells in cast(tuple[int, ...], padding)]
+    if padding != DYNAMIC_SAME:
+        return static_padding(padding, extents)
+    pairs = []
+    for size, side, step in zip(input_size, extents, stride, strict=True):
+        outputs = ceil_div(size, step)
+        pairs.append(_halves(max((outputs - 1) * step + side - size, 0)))
+    return pairs
 
 
 def _halves(cells: int) -> Pair:

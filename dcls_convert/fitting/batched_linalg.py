@@ -1,4 +1,4 @@
-"""Algebra of many small matrices at once, (N, P, Q): a matrix for each kernel line.
+"""Linear algebra of many small matrices at once, (N, P, Q): a matrix for each kernel line.
 
 They have one of two layouts in memory: the usual one, for which torch has the operations, or with
 the lines innermost, for tiny matrices. All functions take either layout and keep it.
@@ -19,14 +19,14 @@ def lines_innermost(tensor: Tensor) -> Tensor:
     return tensor.movedim(0, -1).contiguous().movedim(-1, 0)
 
 
-def like(example: Tensor, tensor: Tensor) -> Tensor:
+def in_layout_of(example: Tensor, tensor: Tensor) -> Tensor:
     """The tensor in the example's layout."""
     if _is_innermost(example):
         return lines_innermost(tensor)
     return tensor.contiguous()
 
 
-def joined(tensors: Sequence[Tensor], axis: int) -> Tensor:
+def cat(tensors: Sequence[Tensor], axis: int) -> Tensor:
     """torch.cat, along an axis other than the first."""
     if not _is_innermost(tensors[0]):
         return torch.cat(list(tensors), axis)
@@ -34,7 +34,7 @@ def joined(tensors: Sequence[Tensor], axis: int) -> Tensor:
     return torch.cat(lines_last, axis - 1).movedim(-1, 0)
 
 
-def product(one: Tensor, two: Tensor) -> Tensor:
+def matmul(one: Tensor, two: Tensor) -> Tensor:
     """The matrix product of each line: (N, P, K), (N, K, Q) -> (N, P, Q)."""
     if not _is_innermost(one):
         return torch.bmm(one, two)
@@ -44,7 +44,7 @@ def product(one: Tensor, two: Tensor) -> Tensor:
     return total
 
 
-def last_summed(tensor: Tensor) -> Tensor:
+def sum_last(tensor: Tensor) -> Tensor:
     """The sum over the last axis: (N, ..., K) -> (N, ...)."""
     if not _is_innermost(tensor):
         return tensor.sum(-1)
@@ -54,7 +54,7 @@ def last_summed(tensor: Tensor) -> Tensor:
     return total
 
 
-def solved(matrix: Tensor, right: Tensor) -> Tensor:
+def solve_positive_definite(matrix: Tensor, right: Tensor) -> Tensor:
     """The x of matrix @ x = right in each line, for positive definite matrices.
 
     (N, P, P), (N, P, Q) -> (N, P, Q). With lines innermost, by Gauss-Jordan elimination over all
@@ -63,7 +63,7 @@ def solved(matrix: Tensor, right: Tensor) -> Tensor:
     if not _is_innermost(matrix):
         factor, _ = torch.linalg.cholesky_ex(matrix)
         return torch.cholesky_solve(right, factor)
-    rows = joined([matrix, right], 2)  # (N, P, P + Q), the augmented matrix
+    rows = cat([matrix, right], 2)  # (N, P, P + Q), the augmented matrix
     _eliminate_(rows)
     return rows[:, :, matrix.shape[2] :]
 

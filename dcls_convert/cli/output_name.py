@@ -1,0 +1,96 @@
+"""The default folder of a conversion: its name, and that it does not exist yet."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..atomic_output import check_output
+from ..options import AUTO, ERROR_SCOPE
+from ..pipeline.request import ConversionRequest
+
+if TYPE_CHECKING:
+    from ..pipeline.loaded import LoadedNetwork
+    from ..pipeline.resolved import ResolvedRequest
+
+
+def default_output(loaded: "LoadedNetwork", resolved: "ResolvedRequest") -> Path:
+    """The default folder: the model's name with the window's size and the start.
+
+    convnext_tiny-dcls17 or -dcls17x9; efficientnet_b0-dcls-plus2 if kernels of several sizes grow
+    by the same; -dcls if windows differ otherwise; -dcls17-fit if elements are not random, and
+    -dcls17-calibrated if images decided.
+    """
+    layers = resolved.plan.layers
+    sizes = {layer.dilated_size for layer in layers if not layer.dense_axes}
+    if not sizes:
+        sizes = {layers[0].dilated_size}
+    size = ""
+    if resolved.plan.growth is not None:
+        size = f"-plus{resolved.plan.growth}"
+    elif len(sizes) == 1:
+        size = _short_size(*sizes)
+    start = ""
+    if resolved.authors_weights is None:
+        start = _start_suffix(loaded.request)
+    assert loaded.source is not None
+    return _output_of(loaded.source.name, size, start)
+
+
+def _output_of(model_name: str, size: str, start: str) -> Path:
+    _, _, name = model_name.rpartition(":")
+    return Path(f"{Path(name).name}-dcls{size}{start}")
+
+
+def _start_suffix(request: ConversionRequest) -> str:
+    if request.calibration is not None:
+        return "-calibrated"
+    if request.start == "random":
+        return ""
+    return f"-{request.start}"
+
+
+def check_output_named_by_options(request: ConversionRequest, *, force: bool) -> None:
+    """Refuse a default output that exists, if its name is known before the network is planned.
+
+    It is for a size that is stated for all layers, and weights that have no elements of their own.
+    """
+    size = request.options.dilated_size
+    is_known = request.options.rules == AUTO and request.weights is None
+    if is_known and isinstance(size, int | tuple) and isinstance(request.model, str):
+        sides = size if isinstance(size, tuple) else (size,)
+        output = _output_of(request.model, _short_size(sides), _start_suffix(request))
+        if output.exists():
+            check_output(output, force=force, why_keep=why_not_a_checkpoint)
+
+
+def _short_size(size: tuple[int, ...]) -> str:
+    """ "17" for (17, 17), "17x9" for (17, 9)."""
+    from ..geometry import size_text
+
+    if len(set(size)) == 1:
+        return str(size[0])
+    return size_text(size)
+
+
+def check_output_named_by_plan(loaded: "LoadedNetwork", *, force: bool) -> None:
+    """Refuse a default output that exists, before kernels are measured for minutes."""
+    from ..pipeline.resolved import resolve
+
+    unmeasured = replace(loaded.request.options, scope="model")
+    output = default_output(loaded, resolve(loaded, unmeasured))
+    check_output(output, force=force, why_keep=why_not_a_checkpoint)
+
+
+def planning_is_slow(request: ConversionRequest) -> bool:
+    """Whether planning alone may take minutes, because kernels are measured."""
+    return request.calibration is not None or request.options.scope == ERROR_SCOPE
+
+
+def why_not_a_checkpoint(path: Path) -> str | None:
+    """Why a path must not be replaced by a checkpoint; None if it may be.
+
+    It is imported only for an output that exists already, since it imports torch.
+    """
+    from ..checkpoints.folder import why_not_a_checkpoint
+
+    return why_not_a_checkpoint(path)

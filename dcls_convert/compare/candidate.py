@@ -1,0 +1,51 @@
+"""A combination of a sweep on its way through planning, fitting and timing."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from ..errors import DclsConvertError
+from ..pipeline.resolved import ResolvedRequest
+from ..text import one_line
+from .sweep import SweepRow
+
+MAX_REASON = 200  # characters of an exception's message
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A combination, or the original, and what is known of it so far."""
+
+    row: SweepRow
+    resolved: ResolvedRequest | None = None  # None: the original, or not planned
+    model: nn.Module | None = None  # while it is timed
+    forward_ms: list[float] = field(default_factory=list)  # of each round
+    step_ms: list[float] = field(default_factory=list)  # of each round
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether no step has failed so far; the original always can, until it fails."""
+        return self.row.reason is None
+
+    def change(self, **known: Any) -> None:
+        """Replace fields of the row."""
+        self.row = replace(self.row, **known)
+
+    def fail(self, step: str, error: Exception) -> None:
+        """Say in the row which step failed, and why; free the model."""
+        message = one_line(error)[:MAX_REASON]
+        if not isinstance(error, DclsConvertError):
+            message = f"{type(error).__name__}: {message}"
+        self.change(status="failed", reason=f"{step}: {message}")
+        self.model = None
+
+    @contextlib.contextmanager
+    def failing_as(self, step: str) -> Iterator[None]:
+        """If the code inside raises an exception, the candidate fails in this step."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(step, error)

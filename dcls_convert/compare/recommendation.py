@@ -1,0 +1,196 @@
+"""Which size a sweep recommends, and why: by the rules in docs/choosing.md."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ..options import MAX_WINDOW
+from .sweep import (
+    Recommendation,
+    SweepRow,
+    done_rows,
+    known_to_all,
+    percent_more,
+    window_sides,
+)
+
+# Relative errors that differ by less count as equal: training changes them more than that.
+EQUAL_ERRORS = 0.005
+
+Cost = Literal["step time", "MACs"]
+Reason = Literal[
+    # No row is recommended:
+    "no row is done",
+    "no cost is known",
+    "no row gains",  # the errors of a trained network are equal in all rows
+    # A row is recommended:
+    "least error",
+    "largest window",  # where errors are not known
+    "least cost",  # where every row costs too much
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """The recommended row, and what decided."""
+
+    reason: Reason
+    row: SweepRow | None = None  # None: none is recommended
+    # Of a recommended row:
+    cost: Cost = "MACs"  # by which the rows were compared
+    added_percent: float = 0.0  # cost that the row has more than the original
+    # Whether windows that do not grow were left out; False: no window grows.
+    only_grown: bool = False
+    # Whether rows with more parameters than the original were left out; False: all have more, and
+    # those with the fewest were compared.
+    keeps_params: bool = False
+
+
+def recommend(rows: Sequence[SweepRow], max_added_percent: float) -> Recommendation:
+    """The recommended size, and the reason in one sentence.
+
+    Args:
+        rows: The original first.
+        max_added_percent: Percent by which the training step's time, or else the MACs, may grow.
+    """
+    decision = decide(rows, max_added_percent)
+    why = in_words(decision, rows, max_added_percent)
+    if decision.row is None:
+        return Recommendation(why=why)
+    return Recommendation(row=rows.index(decision.row), why=why, command=decision.row.command)
+
+
+def decide(rows: Sequence[SweepRow], max_added_percent: float) -> Decision:
+    """The recommended row; arguments as of `recommend`."""
+    original = rows[0]
+    done = done_rows(rows)
+    if not done:
+        return Decision(reason="no row is done")
+    cost = _known_cost([original, *done])
+    if cost is None:
+        return Decision(reason="no cost is known")
+    errors = known_to_all(row.error for row in done)
+    if errors is not None and max(errors) - min(errors) <= EQUAL_ERRORS:
+        return Decision(reason="no row gains")
+
+    grown = _with_grown_windows(done, original)
+    # Rows in which layers refuse the size would look cheap: keep those that convert most layers.
+    most_layers = max(row.layers for row in grown or done)
+    candidates = [row for row in grown or done if row.layers == most_layers]
+    fewest_params = min(_params(row) for row in candidates)
+    keeps_params = fewest_params <= _params(original)
+    max_params = _params(original) if keeps_params else fewest_params
+    small = [row for row in candidates if _params(row) <= max_params]
+
+    def added_percent(row: SweepRow) -> float:
+        return percent_more(_cost_of(row, cost), _cost_of(original, cost))
+
+    affordable = [row for row in small if added_percent(row) <= max_added_percent]
+    reason: Reason
+    if not affordable:
+        reason = "least cost"
+        taken = min(small, key=lambda row: _cost_of(row, cost))
+    else:
+        reason = "largest window" if errors is None else "least error"
+        taken = _best(affordable, done, by_error=errors is not None)
+    return Decision(
+        reason=reason,
+        row=taken,
+        cost=cost,
+        added_percent=added_percent(taken),
+        only_grown=bool(grown),
+        keeps_params=keeps_params,
+    )
+
+
+def _known_cost(rows: Sequence[SweepRow]) -> Cost | None:
+    """The cost that is known of all rows; None if there is none."""
+    if known_to_all(row.median_step_ms for row in rows) is not None:
+        return "step time"
+    if known_to_all(row.macs for row in rows) is not None:
+        return "MACs"
+    return None
+
+
+def _cost_of(row: SweepRow, cost: Cost) -> float:
+    value = row.median_step_ms if cost == "step time" else row.macs
+    assert value is not None
+    return value
+
+
+def _params(row: SweepRow) -> int:
+    assert row.params is not None
+    return row.params
+
+
+def _with_grown_windows(done: Sequence[SweepRow], original: SweepRow) -> list[SweepRow]:
+    """The rows with a window that is larger than the old kernel; others give elements no new place.
+
+    A folded kernel has as many cells as its window, so the weights of these rows take more bytes.
+    """
+    assert original.folded_bytes is not None
+    grown = []
+    for row in done:
+        assert row.folded_bytes is not None
+        if row.folded_bytes > original.folded_bytes:
+            grown.append(row)
+    return grown
+
+
+def _best(affordable: Sequence[SweepRow], done: Sequence[SweepRow], *, by_error: bool) -> SweepRow:
+    """Of the rows with the least error, or of all of them, the one with the largest window.
+
+    Rows with windows above MAX_WINDOW are taken only if there is no other.
+    """
+    sides_of = {}
+    for row, sides in zip(done, window_sides(done), strict=True):
+        sides_of[id(row)] = sides
+    best = [row for row in affordable if max(sides_of[id(row)]) <= MAX_WINDOW]
+    best = best or list(affordable)
+    if by_error:
+        max_error = min(_error(row) for row in best) + EQUAL_ERRORS
+        best = [row for row in best if _error(row) <= max_error]
+    return max(best, key=lambda row: (math.prod(sides_of[id(row)]), row.elements))
+
+
+def _error(row: SweepRow) -> float:
+    assert row.error is not None
+    return row.error
+
+
+def in_words(decision: Decision, rows: Sequence[SweepRow], max_added_percent: float) -> str:
+    """The reason of a decision, in one sentence without its period; arguments as of `recommend`."""
+    row = decision.row
+    if row is None:
+        return _why_none(decision.reason, rows)
+    params = "fewest parameters"
+    if decision.keeps_params:
+        params = "no more parameters than the original"
+    limit = f"{max_added_percent:g} % more MACs"
+    if decision.cost == "step time":
+        limit = f"{max_added_percent:g} % more time for a training step"
+    added = f"{decision.added_percent:+.1f} %"
+    if decision.reason == "least cost":
+        windows = "windows larger than the old kernels" if decision.only_grown else "those"
+        return f"it costs the least ({added}) of {windows} with {params}; none has at most {limit}"
+    merit = "largest window"
+    if decision.reason == "least error":
+        compared = "outputs for images held out" if row.images else "kernels"
+        merit = (
+            f"least error of {compared} ({_error(row):.3f}; "
+            f"of those within {EQUAL_ERRORS:g}, the largest window)"
+        )
+    return f"the {merit} with {params} and at most {limit} ({added})"
+
+
+def _why_none(reason: Reason, rows: Sequence[SweepRow]) -> str:
+    if reason == "no row gains":
+        least = min(_error(row) for row in done_rows(rows))
+        return (
+            "without training, no row gains anything, as elements are fitted inside the old "
+            f"kernels (all errors are about {least:.3f})"
+        )
+    if reason == "no cost is known":
+        return "neither MACs nor times are known"
+    return "no row is done"

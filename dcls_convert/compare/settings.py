@@ -1,0 +1,213 @@
+"""What all runs of a comparison have in common: its settings, and how they follow from a call."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from ..options import AUTO, MIRRORED, Augmentation
+from ..pipeline.loaded import LoadedNetwork
+from ..pipeline.provenance import weights_hash
+from ..pipeline.request import ConversionRequest
+from ..records import Record
+from ..tuning.identity import images_hash
+from ..tuning.images import ImageData
+from ..tuning.recipe import RECIPE_VERSION, Recipe
+
+SETTINGS = "settings.json"
+FIRST_WITH_IMAGES = 2  # format of settings that state which images and weights were used
+# Learning rate from scratch, for LR_BATCH images in an update. Scaled by the square root of their
+# number, it is the paper's 4e-3 for 4,096 images.
+LR = 1e-3
+LR_BATCH = 256
+TRAINED_LR_FACTOR = 0.1  # for weights that are trained already
+EPOCHS_PER_WARMUP_EPOCH = 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings(Record):
+    """What all runs of a comparison have in common; a folder keeps those of its first call."""
+
+    format: int = 3
+    model: str
+    model_args: dict[str, Any] = field(default_factory=dict)
+    weights: str = "random"  # "pretrained", or the file's name
+    weights_hash: str | None = None  # of their tensors; None for random ones
+    # Options of the conversion that differ from the defaults; of rules, the file's own name.
+    planning: dict[str, str] = field(default_factory=dict)
+    rules_hash: str | None = None  # of their text; None for "auto"
+    data: str  # timm's name of the data set, or the folder's own name
+    classes: int
+    train_images: int
+    test_images: int
+    images_hash: str | None = None
+    input_size: tuple[int, ...] | None
+    augmentation: Augmentation
+    mirrored: float = MIRRORED  # share of the images to train on that are mirrored
+    recipe: Recipe  # without the seed, which each run replaces
+    recipe_version: int = RECIPE_VERSION
+    mixed_precision: str | None = None
+    seeds: int | None = None  # as the first call stated
+
+    def comparable(self) -> dict[str, Any]:
+        """What must be equal in all runs, by name; values of the recipe stand beside the others."""
+        values = self.to_dict() | asdict(self.recipe)
+        del values["recipe"]
+        del values["format"]
+        values["planning"].pop("rules", None)  # a copy of a file may have another name
+        del values["data"]  # a copy of a folder may have another name
+        del values["seeds"]  # later calls may state others
+        return values
+
+    def check_same(self, stored: "Settings", folder: Path) -> None:
+        """Check that the runs in a folder, whose settings are `stored`, have these settings.
+
+        Raises:
+            CheckpointError: Names the first value that differs.
+        """
+        rules = self.planning.get("rules", AUTO)
+        stored_rules = stored.planning.get("rules", AUTO)
+        unknown = None
+        if stored.format < FIRST_WITH_IMAGES:
+            unknown = "their images and weights"
+        elif stored_rules != AUTO and stored.rules_hash is None:
+            unknown = f"what {stored_rules} says"
+        if unknown is not None:
+            raise CheckpointError(
+                f"output {folder}: holds runs of an earlier dcls-convert, "
+                f"which did not record {unknown}; use another --output"
+            )
+        differences = {
+            "rules_hash": f"by the rules of {stored_rules}, which are not those of {rules} now",
+            "images_hash": f"on other images than those of {self.data}",
+            "weights_hash": f"from other weights, though their name is the same, {self.weights}",
+        }
+        stored_values = stored.comparable()
+        for name, value in self.comparable().items():
+            found = stored_values[name]
+            if value != found:
+                usual = f"with {name.replace('_', ' ')} {found}, not {value}"
+                raise CheckpointError(
+                    f"output {folder}: holds runs {differences.get(name, usual)}; "
+                    "use the same or another --output"
+                )
+
+
+def settings_for(
+    request: ConversionRequest,
+    images: ImageData,
+    *,
+    data: Path | None,
+    dataset: str,
+    planning: Mapping[str, Any],
+    augmentation: Augmentation,
+    mirrored: float,
+    recipe: Recipe,
+    mixed_precision: str | None,
+    seeds: int,
+) -> Settings:
+    """The settings of a comparison; reads the weights, to hash them.
+
+    Args:
+        request: Of the network, with as many classes as the images have.
+        images: To train on and to test with.
+        data: Their folder.
+        dataset: timm's name of the data set; "" for a folder of images.
+        planning: Options of the conversion that differ from the defaults, by name.
+        augmentation: Of the images to train on.
+        mirrored: Share of the images to train on that are mirrored.
+        recipe: Of all runs.
+        mixed_precision: As accelerate names it; "no" or None without.
+        seeds: Number of seeds.
+    """
+    loaded = LoadedNetwork(request)
+    source = loaded.source
+    assert source is not None
+    data_name = dataset
+    if data is not None and not dataset:
+        data_name = data.resolve().name
+    weights = "random"
+    if request.pretrained:
+        weights = "pretrained"
+    elif isinstance(request.weights, Path):
+        weights = request.weights.name
+    hash_of_weights = None
+    if request.trained:
+        hash_of_weights = weights_hash(loaded.network, loaded.authors_weights)
+    planning_texts = {}
+    rules_hash = None
+    for name, value in planning.items():
+        if name == "rules":
+            planning_texts[name] = Path(value.source).name
+            rules_hash = value.hash
+        else:
+            planning_texts[name] = str(value)
+    return Settings(
+        model=source.name,
+        model_args=dict(source.args),
+        weights=weights,
+        weights_hash=hash_of_weights,
+        planning=planning_texts,
+        rules_hash=rules_hash,
+        data=data_name,
+        classes=len(images.classes),
+        train_images=len(images.train),
+        test_images=len(images.test),
+        images_hash=images_hash(dataset, images),
+        input_size=None if request.input_size is None else tuple(request.input_size),
+        augmentation=augmentation,
+        mirrored=mirrored,
+        recipe=recipe,
+        mixed_precision=None if mixed_precision == "no" else mixed_precision,
+        seeds=seeds,
+    )
+
+
+def recipe_for(
+    *,
+    epochs: int,
+    batch_size: int,
+    lr: float | None,
+    position_lr_scale: float,
+    processes: int,
+    trained: bool,
+) -> Recipe:
+    """The recipe of all runs.
+
+    Args:
+        epochs: One in 20 warms up, but at least one.
+        batch_size: Images per update and process.
+        lr: Learning rate; None: the usual one.
+        position_lr_scale: Learning rate of positions, times `lr`.
+        processes: That train together.
+        trained: Whether the weights are trained already.
+    """
+    if lr is None:
+        lr = usual_lr(batch_size * processes, trained=trained)
+    return Recipe(
+        epochs=epochs,
+        warmup_epochs=_warmup_epochs(epochs),
+        batch_size=batch_size,
+        lr=lr,
+        position_lr_scale=position_lr_scale,
+    )
+
+
+def usual_lr(batch_size: int, *, trained: bool) -> float:
+    """The default learning rate for `batch_size` images in an update, to two digits."""
+    rate = LR * math.sqrt(batch_size / LR_BATCH)
+    if trained:
+        rate *= TRAINED_LR_FACTOR
+    return float(f"{rate:.2g}")
+
+
+def with_epochs(settings: Settings, epochs: int) -> Settings:
+    """The settings with another number of epochs, of which one in 20 warms up, but at least one."""
+    recipe = replace(settings.recipe, epochs=epochs, warmup_epochs=_warmup_epochs(epochs))
+    return replace(settings, recipe=recipe)
+
+
+def _warmup_epochs(epochs: int) -> int:
+    return max(1, epochs // EPOCHS_PER_WARMUP_EPOCH)

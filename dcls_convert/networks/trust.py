@@ -1,0 +1,80 @@
+"""Whether a model that a file names is safe to build.
+
+Models of timm and torchvision run no code of the user's. With plain values as arguments, they open
+no file and use no network either.
+"""
+
+from typing import Any
+
+from ..errors import ModelError
+from ..text import shown
+from .registries import REGISTRIES, is_registered
+from .source import ModelSource
+
+# Largest integer argument: factories make lists of that length before they make any module.
+MAX_ARGUMENT = 1_000_000
+# Exempt from MAX_ARGUMENT: they size a single layer, and a meta tensor costs nothing.
+UNBOUNDED_ARGUMENTS = ("num_classes", "in_chans")
+# An argument whose name holds one of these words can make a factory open a file or reach the
+# network.
+REFUSED_WORDS = frozenset(
+    {
+        "cache",
+        "cfg",
+        "checkpoint",
+        "config",
+        "dir",
+        "file",
+        "filename",
+        "folder",
+        "hub",
+        "overlay",
+        "pretrained",
+        "root",
+        "source",
+        "url",
+        "weights",
+    }
+)
+REFUSED_CHARACTERS = frozenset("/\\:")  # of paths and urls
+
+
+def check_source(source: ModelSource) -> None:
+    """Check that building the source runs no code of the user's, opens no file and uses no network.
+
+    Raises:
+        ModelError: The name is not in the registry of timm or torchvision, or an argument is not
+            a harmless plain value.
+    """
+    kind, _, name = source.name.partition(":")
+    if kind not in REGISTRIES or not is_registered(kind, name):
+        raise ModelError(
+            f"{shown(source.name)}: is not the name of a model of timm or torchvision. "
+            "To run code of your own for it, pass model=... or trust_code=True (--trust-code)"
+        )
+    _check_argument(source.args, shown(source.name))
+
+
+def _check_argument(value: Any, where: str) -> None:
+    """Refuse (ModelError) a value that is not plain, or could name a file; also inside lists."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if not isinstance(name, str) or REFUSED_WORDS & set(name.lower().split("_")):
+                raise ModelError(
+                    f"{where}: argument {shown(name)} is not allowed: "
+                    "it could name a file, url or config"
+                )
+            if name not in UNBOUNDED_ARGUMENTS or not isinstance(inner, int):
+                _check_argument(inner, f"{where}: argument {shown(name)}")
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            _check_argument(entry, where)
+    elif isinstance(value, str):
+        if REFUSED_CHARACTERS & set(value):
+            raise ModelError(
+                f"{where}: {shown(value)!r} is not allowed: it could be a path or a url"
+            )
+    elif isinstance(value, int) and value > MAX_ARGUMENT:
+        raise ModelError(f"{where} is {shown(value)}; at most {MAX_ARGUMENT:,} is allowed")
+    elif value is not None and not isinstance(value, bool | int | float):
+        raise ModelError(f"{where} is a {type(value).__name__}, not a plain value")

@@ -1,0 +1,132 @@
+"""What a training leaves on disk, and how it goes on from that after a kill."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+
+from ..atomic_output import new_file
+from ..errors import CheckpointError, is_out_of_memory
+from ..text import one_line
+from .recipe import Recipe
+from .tracker import TRACK
+
+if TYPE_CHECKING:
+    from .training import Training
+
+# State dicts are gathered from all processes into the first one.
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+STATE = "state.pt"
+CURVES = {  # name in the state file -> attribute of `Training`
+    "loss": "loss",
+    "top1": "top1",
+    "seconds": "epoch_seconds",
+    "steps": "update_seconds",
+    "before": "top1_before",
+}
+
+
+def settings_to_match(
+    recipe: Recipe, settings: Mapping[str, Any], processes: int
+) -> dict[str, str]:
+    """What a stored state and the run that continues it must have in common."""
+    values = asdict(recipe) | dict(settings) | {"num_processes": processes}
+    return {name: str(value) for name, value in values.items()}
+
+
+def save_state(training: "Training", path: Path) -> None:
+    """Write all that continues the run. Whenever it is killed, the old or new file is whole.
+
+    Raises:
+        CheckpointError: The file cannot be written.
+    """
+    model, optimizer = get_state_dict(training.model, training.optimizer.optimizer, options=WHOLE)
+    average = None
+    if training.average is not None:
+        average = get_model_state_dict(training.average.module, options=WHOLE)
+    scaler = None
+    if training.accelerator.scaler is not None:
+        scaler = training.accelerator.scaler.state_dict()
+    curves = {name: getattr(training, attribute) for name, attribute in CURVES.items()}
+    state = {
+        "settings": training.settings,
+        "model": model,
+        "optimizer": optimizer,
+        "average": average,
+        "scheduler": training.scheduler.state_dict(),
+        "scaler": scaler,
+        "update": training.updates_done,
+        "correct": training.correct,
+        "curves": curves,
+    }
+    if training.accelerator.is_main_process:
+        try:
+            with new_file(path, force=True) as partial_path, partial_path.open("wb") as file:
+                torch.save(state, file)
+        except RuntimeError as error:  # torch raises no OSError when the disk is full
+            raise CheckpointError(f"output {path} cannot be written: {one_line(error)}") from error
+
+
+def load_state_(training: "Training", path: Path) -> None:
+    """Give the training the state that `save_state` wrote.
+
+    Raises:
+        CheckpointError: The file is damaged, or was written with other settings.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        if isinstance(error, OSError) or is_out_of_memory(error):
+            raise  # the file may be whole
+        raise CheckpointError(
+            f"{path}: is damaged ({type(error).__name__}); delete it, and the run begins again"
+        ) from error
+    for name, value in training.settings.items():
+        found = state["settings"].get(name)
+        if found != value:
+            raise CheckpointError(f"{path}: was written with {name} {found}, not {value}")
+    set_state_dict(
+        training.model,
+        training.optimizer.optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=WHOLE,
+    )
+    if training.average is not None:
+        set_model_state_dict(training.average.module, state["average"], options=WHOLE)
+    training.scheduler.load_state_dict(state["scheduler"])
+    if training.accelerator.scaler is not None:
+        training.accelerator.scaler.load_state_dict(state["scaler"])
+    training.updates_done = state["update"]
+    training.correct = state["correct"]
+    for name, values in state["curves"].items():
+        setattr(training, CURVES[name], values)
+
+
+def prepare_track_file(training: "Training") -> Path | None:
+    """The file of position records, with those of the epochs that are done and no more.
+
+    After the last stored state, a run that was killed may have written further records. It
+    repeats those epochs, and writes their records again.
+    """
+    if training.folder is None:
+        return None
+    track = training.folder / TRACK
+    if training.accelerator.is_main_process:
+        training.folder.mkdir(parents=True, exist_ok=True)
+        track.touch()
+        lines = track.read_bytes().splitlines(keepends=True)
+        epochs_done = len(training.top1)
+        # Rather than written anew: a kill would lose the records of the epochs that are done.
+        os.truncate(track, sum(len(line) for line in lines[:epochs_done]))
+    return track

@@ -1,0 +1,162 @@
+"""Parameters and MACs of layers, stages and the whole model, before and after, as tables."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..geometry import size_text
+from ..reports.report import Change, ConversionReport, LayerReport
+from ..tables import Column, Table
+from ..text import span
+from .counts import arrow, exact, in_one_unit, percent
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerTotals:
+    """Sums over replaced layers: those of one stage, of the whole model, or a single one."""
+
+    layers: tuple[LayerReport, ...]
+    name: str = ""
+
+    @property
+    def kernels(self) -> str:
+        """ "7x7 → 17x17"."""
+        return f"{span(self._each('kernel_size'), size_text)} → {self.windows}"
+
+    @property
+    def windows(self) -> str:
+        """ "17x17", or "9x9..17x17"."""
+        return span(self._each("dilated_size"), size_text)
+
+    @property
+    def counts(self) -> str:
+        """ "34", or "29..40"."""
+        return span(self._each("kernel_count"))
+
+    @property
+    def params(self) -> Change:
+        """With biases and positions; shared positions count in the first layer that uses them."""
+        return _change_of_sums(self._each("params_before"), self._each("params_after"))
+
+    @property
+    def macs(self) -> Change:
+        """For one image; unknown if the model could not be traced."""
+        return _change_of_sums(self._each("macs_before"), self._each("macs_after"))
+
+    @property
+    def kernel_error(self) -> float | None:
+        """The mean relative error of the kernels; None if no trained kernels were fitted."""
+        return _mean_of_known(self._each("fit_error"))
+
+    @property
+    def output_error(self) -> float | None:
+        """The mean relative error of the layers' outputs; None without a calibration."""
+        return _mean_of_known(self._each("output_error"))
+
+    def _each(self, field: str) -> list[Any]:
+        """The field of each layer."""
+        return [getattr(layer, field) for layer in self.layers]
+
+
+def _mean_of_known(errors: Sequence[float | None]) -> float | None:
+    known = [error for error in errors if error is not None]
+    if not known:
+        return None
+    return sum(known) / len(known)
+
+
+def _change_of_sums(before: Sequence[int | None], after: Sequence[int | None]) -> Change:
+    """The sums before and after; unknown if one of the numbers is."""
+    sum_before = 0
+    sum_after = 0
+    for count_before, count_after in zip(before, after, strict=True):
+        if count_before is None or count_after is None:
+            return Change()
+        sum_before += count_before
+        sum_after += count_after
+    return Change(before=sum_before, after=sum_after)
+
+
+def stage_rows(layers: Iterable[LayerReport]) -> list[LayerTotals]:
+    """A row for each stage, in the layers' order."""
+    stages: dict[str, list[LayerReport]] = {}
+    for layer in layers:
+        stages.setdefault(layer.stage or "(no stage)", []).append(layer)
+    rows = []
+    for name, members in stages.items():
+        rows.append(LayerTotals(name=name, layers=tuple(members)))
+    return rows
+
+
+STAGE_COLUMNS: list[Column[LayerTotals]] = [
+    Column("Stage", lambda row: row.name),
+    Column("Layers", lambda row: len(row.layers)),
+    Column("Kernel", lambda row: row.kernels, left=True),
+    Column("Count", lambda row: row.counts),
+]
+
+
+def stage_table(report: ConversionReport) -> Table[LayerTotals]:
+    return costs_table(STAGE_COLUMNS, stage_rows(report.layers), lambda row: arrow(row.params))
+
+
+def costs_table(
+    columns: Sequence[Column[LayerTotals]],
+    rows: Sequence[LayerTotals],
+    params: Callable[[LayerTotals], str],
+) -> Table[LayerTotals]:
+    """A table of these columns, and the costs: `params` writes a row's parameters."""
+    macs = []
+    for row in rows:
+        macs += [row.macs.before, row.macs.after]
+    write_macs, unit = in_one_unit(macs)
+    costs: list[Column[LayerTotals]] = [
+        Column("Parameters", params),
+        Column(f"MACs{unit}", lambda row: arrow(row.macs, write_macs)),
+        _error_column(rows),
+    ]
+    return Table([*columns, *costs], rows)
+
+
+def _error_column(rows: Sequence[LayerTotals]) -> Column[LayerTotals]:
+    """Of outputs after a calibration, which fits them and not the kernels; otherwise of kernels."""
+    if any(row.output_error is not None for row in rows):
+        return Column("Error", lambda row: row.output_error, "{:.3f}".format)
+    return Column("Error", lambda row: row.kernel_error, "{:.3f}".format)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelCost:
+    """A row of the table of the whole model."""
+
+    name: str
+    change: Change
+    is_part: bool = False  # of the row above: indented, dim, and without a percentage
+
+
+def model_table(report: ConversionReport) -> Table[ModelCost]:
+    replaced = LayerTotals(layers=report.layers).params
+    untouched = Change(before=report.params_untouched, after=report.params_untouched)
+    rows = [
+        ModelCost(name="Parameters", change=report.params),
+        ModelCost(name="  replaced layers", change=replaced, is_part=True),
+        ModelCost(name="  everything else", change=untouched, is_part=True),
+        ModelCost(name="MACs", change=report.macs),
+    ]
+
+    def change_in_percent(row: ModelCost) -> str | None:
+        if row.is_part:
+            return None
+        return percent(row.change)
+
+    def style(row: ModelCost) -> str:
+        return "dim" if row.is_part else "bold"
+
+    columns: list[Column[ModelCost]] = [
+        Column("Whole model", lambda row: row.name),
+        Column("Before", lambda row: exact(row.change.before)),
+        Column("After", lambda row: exact(row.change.after)),
+        Column("Change", lambda row: exact(row.change.delta, "+")),
+        Column("", change_in_percent),
+    ]
+    return Table(columns, rows, style=style)

@@ -1,0 +1,60 @@
+"""Lines below the report: what was written, and how to train it."""
+
+import textwrap
+from pathlib import Path
+
+from rich.text import Text
+
+from ..checkpoints.card import training_code, with_folder
+from ..options import EXACT
+from ..pipeline.conversion import Conversion
+from ..pipeline.resolved import ResolvedRequest
+from .outcome import outcome_sentences
+
+NEAR_THE_CENTRE = (
+    "Elements start near the centre, as in the paper, and need long training to move.",
+    "For a short training, --positions kernel spreads them over the old kernel.",
+)
+
+
+def next_steps(resolved: ResolvedRequest, done: Conversion, output: Path) -> list[str | Text]:
+    """Lines below the report: what was written, how to fine-tune it, and how outputs changed."""
+    request = resolved.request
+    lines: list[str | Text] = ["", f"Wrote {output}, from {_start(resolved)}."]
+    is_random = resolved.authors_weights is None and resolved.init == "random"
+    if is_random and request.positions == "normal":
+        lines += NEAR_THE_CENTRE
+    heading = "Fine-tune it:" if request.trained else "Train it:"
+    lines.append(Text(f"{heading}\n", style="bold"))
+    code = with_folder(training_code(done.report.model, trained=request.trained), output)
+    lines += textwrap.indent(code, "    ").splitlines()
+    outcome = done.report.outcome
+    if outcome is not None:
+        lines += ["", *outcome_sentences(done.report)]
+    has_compared_images = outcome is not None and bool(outcome.images)
+    if done.moved is not None and not has_compared_images:
+        lines.append(f"Outputs for random images moved by {100 * done.moved:.2g} %.")
+    return lines
+
+
+def _start(resolved: ResolvedRequest) -> str:
+    """What the new layers start from, as part of a sentence."""
+    request = resolved.request
+    random_start = f"random initialisation (seed {request.seed})"
+    if resolved.authors_weights is not None:
+        return "the authors' elements and positions; it gives the outputs of their network"
+    if resolved.init == EXACT:
+        source = random_start
+        if request.trained:
+            source = "the trained weights"
+        every_cell = "every old cell is an element at its place"
+        return f"{source}; {every_cell}, so that the outputs are the old ones"
+    if not request.trained:
+        return f"{random_start}; --pretrained or --checkpoint load weights"
+    if resolved.init == "random":
+        return "trained weights, but random elements in the new layers"
+    if resolved.init == "largest":
+        return "the trained kernels, reduced to their largest cells"
+    if request.calibration is not None:
+        return "the trained network, fitted to its outputs on your images"
+    return "the trained kernels, to which the elements are fitted"
