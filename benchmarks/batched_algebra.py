@@ -7,14 +7,15 @@ timed in turn, in one process; the numbers are minima. `innermost` says in which
 them.
 """
 
-import argparse
-import time
-from collections.abc import Callable
-
 import torch
+from measuring import fastest_in_turn, script_parser
 from torch import Tensor
 
-from dcls_convert.fitting.batches import lines_innermost, product, solved
+from dcls_convert.fitting.batched_linalg import (
+    lines_innermost,
+    matmul,
+    solve_positive_definite,
+)
 
 ROUNDS = 30
 # Lines N, elements E, cells S, and whether lines are innermost in memory.
@@ -26,24 +27,13 @@ SHAPES = {
 }
 
 
-def seconds(ways: list[Callable[[], object]]) -> list[float]:
-    """Least wall time of each way."""
-    least = [float("inf")] * len(ways)
-    for _ in range(ROUNDS):
-        for index, way in enumerate(ways):
-            begun = time.perf_counter()
-            way()
-            least[index] = min(least[index], time.perf_counter() - begun)
-    return least
-
-
 def by_torch(matrix: Tensor, right: Tensor) -> Tensor:
     factor, _ = torch.linalg.cholesky_ex(matrix)
     return torch.cholesky_solve(right, factor)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script_parser(__doc__)
     parser.add_argument("--threads", type=int, default=1)
     torch.set_num_threads(parser.parse_args().threads)
     torch.manual_seed(0)
@@ -55,18 +45,20 @@ def main() -> None:
         if innermost:
             ours = [lines_innermost(tensor) for tensor in ours]
         our_matrix, our_footprint, our_slopes = ours
-        solve_ours, solve_lu, solve_cholesky = seconds(
+        solve_ours, solve_lu, solve_cholesky = fastest_in_turn(
             [
-                lambda a=our_matrix, b=our_footprint: solved(a, b),
+                lambda a=our_matrix, b=our_footprint: solve_positive_definite(a, b),
                 lambda a=matrix, b=footprint: torch.linalg.solve_ex(a, b),
                 lambda a=matrix, b=footprint: by_torch(a, b),
-            ]
+            ],
+            ROUNDS,
         )
-        multiply_ours, multiply_torch = seconds(
+        multiply_ours, multiply_torch = fastest_in_turn(
             [
-                lambda a=our_slopes, b=our_footprint: product(a, b.mT),
+                lambda a=our_slopes, b=our_footprint: matmul(a, b.mT),
                 lambda a=slopes, b=footprint: torch.bmm(a, b.mT),
-            ]
+            ],
+            ROUNDS,
         )
         print(f"{name}: {lines} lines, {elements} elements, {cells} cells, innermost {innermost}")
         print(f"    solve: ours {1000 * solve_ours:.2f} ms; times as long:", end=" ")

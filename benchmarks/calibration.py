@@ -6,26 +6,25 @@
     python benchmarks/calibration.py --table
 
 The first prints processor time of `convert_` with images, divided by that of one forward pass of
-the same images through the original, and the memory that it needs beyond what the model and the
-images had. Images are smooth noise, weights random; for EfficientNet-Lite0 they are its own.
+the same images through the original, and how much its memory peaks above what the process has
+before (`more_mib`). Images are smooth noise, weights random; for EfficientNet-Lite0 they are its
+own.
 
 With --many, EfficientNet-Lite0 with its ImageNet weights is converted from a folder of photographs
-and compared with itself on others. It prints the processor time of reading and converting, and how
-much memory that takes at most. --in-step says how many images go through the network in step.
+and compared with itself on others. It prints the processor time of reading and converting, and
+`more_mib` of both. --in-step says how many images go through the network in step.
 
 With --few, three small networks of timm are trained on digits of 32 pixels, and EfficientNet-Lite1
 has its ImageNet weights and photographs of 160 pixels. They are converted from few images, tiny
 ones and useless ones, and compared with themselves on images that nothing was fitted to. With
-PYTHONPATH at another checkout its calibration is measured, and --label names its rows; results go
-to benchmarks/results/calibration.json.
+PYTHONPATH at another checkout its calibration is measured, and --label names its rows; where that
+calibration fails, the row has its error. Results go to benchmarks/results/calibration.json.
 """
 
 import argparse
 import copy
 import functools
 import json
-import resource
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,10 +35,14 @@ from typing import TYPE_CHECKING, Any
 from measuring import (
     MIB,
     RESULTS,
+    Results,
+    add_results_options_,
     markdown_table,
     peak_bytes,
+    replaced,
     reset_peak_bytes,
-    store,
+    script_parser,
+    stored,
     stored_rows,
 )
 
@@ -59,6 +62,8 @@ DIGITS_SIDE = 32  # pixels
 DIGITS_TO_TRAIN = 1200  # of 1797; the others test
 PHOTOGRAPHS_SIDE = 160  # pixels
 CROPS_TO_TEST = 80
+SETTINGS = {"seed": 0, "dilated_size": 9, "scope": "model"}
+THIS_CHECKOUT = "now"  # label
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -68,8 +73,12 @@ def seconds(work: Callable[[], object]) -> float:
     return time.process_time() - begun
 
 
-def mebibytes() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def seconds_and_more_mib(work: Callable[[], object]) -> tuple[float, int]:
+    """Processor time, and how much memory peaks above that of the start."""
+    reset_peak_bytes()
+    before = peak_bytes()
+    taken = seconds(work)
+    return taken, round((peak_bytes() - before) / MIB)
 
 
 def measure_cost(options: argparse.Namespace) -> dict[str, Any]:
@@ -94,11 +103,10 @@ def measure_cost(options: argparse.Namespace) -> dict[str, Any]:
             network(batch.contiguous(memory_format=torch.channels_last))
 
     seconds(forward)
-    once = min(seconds(forward) for _ in range(3))
-    before = mebibytes()
+    forward_seconds = min(seconds(forward) for _ in range(3))
     calibration = Calibration(batches=tuple(batches))
     converted = copy.deepcopy(network)
-    took = seconds(
+    convert_seconds, more_mib = seconds_and_more_mib(
         lambda: dcls_convert.convert_(
             converted,
             dilated_size=options.dilated_size,
@@ -111,10 +119,10 @@ def measure_cost(options: argparse.Namespace) -> dict[str, Any]:
         "scope": options.scope,
         "images": options.images,
         "threads": options.threads,
-        "forward_s": round(once, 2),
-        "convert_s": round(took, 2),
-        "ratio": round(took / once, 2),
-        "more_mib": round(mebibytes() - before),
+        "forward_s": round(forward_seconds, 2),
+        "convert_s": round(convert_seconds, 2),
+        "ratio": round(convert_seconds / forward_seconds, 2),
+        "more_mib": more_mib,
     }
 
 
@@ -128,10 +136,9 @@ def measure_many(options: argparse.Namespace) -> dict[str, Any]:
     import dcls_convert
     from dcls_convert.fitting import calibrate
 
+    settings = calibrate.CalibrationSettings
     if options.in_step is not None:
-        calibrate.CalibrationSettings = functools.partial(
-            calibrate.CalibrationSettings, images_in_step=options.in_step
-        )
+        settings = functools.partial(settings, images_in_step=options.in_step)
     network = pretrained_network()
     to_test = pixels(crops(1, CROPS_TO_TEST, seed=1))
     expected = logits(network, to_test)
@@ -139,21 +146,20 @@ def measure_many(options: argparse.Namespace) -> dict[str, Any]:
     with TemporaryDirectory() as folder:
         for number, crop in enumerate(crops(0, options.images, seed=0)):
             crop.save(Path(folder) / f"{number:05}.png")
-        reset_peak_bytes()
-        before = peak_bytes()
 
         def convert() -> None:
             plan = dcls_convert.plan_conversion(dcls_convert.find_convs(network), **how)
             images = dcls_convert.calibrate(network, plan, folder, most_images=options.images)
             dcls_convert.convert_(network, calibration=images, **how)
 
-        took = seconds(convert)
+        with replaced(calibrate, "CalibrationSettings", settings):
+            convert_seconds, more_mib = seconds_and_more_mib(convert)
     return {
         "images": options.images,
         "in_step": options.in_step,
         "threads": options.threads,
-        "convert_s": round(took, 1),
-        "more_mib": round((peak_bytes() - before) / MIB),
+        "convert_s": round(convert_seconds, 1),
+        "more_mib": more_mib,
         **compared(expected, logits(network, to_test)),
     }
 
@@ -237,25 +243,30 @@ def photographs_task() -> Task:
     )
 
 
-def measure_few(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    """Measure what is not in the rows yet, and store it row by row."""
-    done = [(row["label"], row["network"], row["budget"], row["source"]) for row in rows]
+def measure_few(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure and store what is not stored yet; returns all rows."""
+    results = Results(
+        path=options.output,
+        command="python benchmarks/calibration.py --few",
+        settings=SETTINGS,
+        rows=stored_rows(options.output, settings=SETTINGS),
+    )
+    done = {(row["label"], row["network"], row["budget"], row["source"]) for row in results.rows}
     for name in options.only or NETWORKS:
         task = photographs_task() if name == LITE1 else digits_task(name)
         for budget in BUDGETS:
             for source in ("fit", *SOURCES):
-                key = (options.label, name, budget, source)
-                if key in done:
+                if (options.label, name, budget, source) in done:
                     continue
-                measured = few_row(task, budget, source)
-                rows.append(dict(zip(("label", "network", "budget", "source"), key, strict=True)))
-                rows[-1].update(measured)
-                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-                command = "python benchmarks/calibration.py --few"
-                store(options.output, command=command, settings=SETTINGS, rows=rows)
-
-
-SETTINGS = {"seed": 0, "dilated_size": 9, "scope": "model"}
+                try:
+                    measured = few_row(task, budget, source)
+                except Exception as error:
+                    if options.label == THIS_CHECKOUT:
+                        raise
+                    measured = {"error": type(error).__name__}
+                row = {"label": options.label, "network": name, "budget": budget, "source": source}
+                results.add_(row | measured)
+    return results.rows
 
 
 def few_row(task: Task, budget: int, source: str) -> dict[str, Any]:
@@ -265,35 +276,33 @@ def few_row(task: Task, budget: int, source: str) -> dict[str, Any]:
     import dcls_convert
 
     model = copy.deepcopy(task.network)
-    try:
-        calibration = None
-        if source != "fit":
-            batches = tuple(task.images(source).split(BATCH))
-            calibration = dcls_convert.fitting.images.Calibration(batches=batches)
-        dcls_convert.convert_(
-            model,
-            dilated_size=SETTINGS["dilated_size"],
-            scope=SETTINGS["scope"],
-            budget=budget,
-            input_size=tuple(task.to_test.shape[1:]),
-            init="fit",
-            calibration=calibration,
-        )
-    except Exception as error:  # of an older checkout
-        return {"error": type(error).__name__}
+    calibration = None
+    if source != "fit":
+        batches = tuple(task.images(source).split(BATCH))
+        calibration = dcls_convert.fitting.images.Calibration(batches=batches)
+    dcls_convert.convert_(
+        model,
+        dilated_size=SETTINGS["dilated_size"],
+        scope=SETTINGS["scope"],
+        budget=budget,
+        input_size=tuple(task.to_test.shape[1:]),
+        init="fit",
+        calibration=calibration,
+    )
     return compared(logits(task.network, task.to_test), logits(model, task.to_test))
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: a row for each network and budget, a column for each source."""
-    found = {}
+    """Markdown: a row for each network, budget and label, a column for each source."""
+    cells: dict[tuple[str, int, str], dict[str, str]] = {}
     for row in rows:
-        place = (row["network"], row["budget"], row["label"])
-        found.setdefault(place, {})[row["source"]] = cell(row)
+        key = (row["network"], row["budget"], row["label"])
+        cells.setdefault(key, {})[row["source"]] = cell(row)
     lines = []
-    for place in sorted(found, key=lambda place: (NETWORKS.index(place[0]), place[1])):
-        cells = [found[place].get(source, "") for source in ("fit", *SOURCES)]
-        lines.append([place[0], str(place[1]), place[2], *cells])
+    for key in sorted(cells, key=lambda key: (NETWORKS.index(key[0]), key[1])):
+        network, budget, label = key
+        by_source = [cells[key].get(source, "") for source in ("fit", *SOURCES)]
+        lines.append([network, str(budget), label, *by_source])
     return markdown_table(["network", "budget", "version", "fit", *SOURCES], lines)
 
 
@@ -304,9 +313,7 @@ def cell(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("model", nargs="?", default=LITE0)
     parser.add_argument("--scope", default="model")
     parser.add_argument("--dilated-size", type=int, default=9)
@@ -315,13 +322,12 @@ def main() -> None:
     parser.add_argument("--many", action="store_true", help="read a folder of photographs")
     parser.add_argument("--in-step", type=int, help="with --many")
     parser.add_argument("--few", action="store_true", help="compare outputs after few images")
-    parser.add_argument("--label", default="now", help="of the rows of --few")
+    parser.add_argument("--label", default=THIS_CHECKOUT, help="of the rows of --few")
     parser.add_argument("--only", nargs="+", choices=NETWORKS, help="networks of --few")
-    parser.add_argument("--output", type=Path, default=RESULTS / "calibration.json")
-    parser.add_argument("--table", action="store_true", help="print the stored rows of --few")
+    add_results_options_(parser, RESULTS / "calibration.json")
     options = parser.parse_args()
     if options.table:
-        print(table(json.loads(options.output.read_text(encoding="utf-8"))["rows"]))
+        print(table(stored(options.output)["rows"]))
         return
     import torch
 
@@ -329,13 +335,10 @@ def main() -> None:
     torch.manual_seed(0)
     if options.many:
         print(json.dumps(measure_many(options)))
-        return
-    if not options.few:
+    elif options.few:
+        print(table(measure_few(options)))
+    else:
         print(json.dumps(measure_cost(options)))
-        return
-    rows = stored_rows(options.output, settings=SETTINGS)
-    measure_few(options, rows)
-    print(table(rows))
 
 
 if __name__ == "__main__":

@@ -7,122 +7,125 @@ and are deleted at once. A floor imports what the command needs, and for the mai
 model and saves its state.
 """
 
-import argparse
-import json
-import os
 import shutil
-import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from measuring import MIB, RESULTS, markdown_table, store, stored_rows, summary
-
-RESULT = RESULTS / "cli.json"
-PROGRAM = os.path.join(sysconfig.get_path("scripts"), "dcls-convert")
-ANSWER = "import typer, rich"
-IMPORTS = "import torch, torchvision, timm"
-BUILD = (
-    f"import sys; {IMPORTS}; from safetensors.torch import save_file; "
-    "save_file(timm.create_model(sys.argv[1]).state_dict(), sys.argv[2])"
+from measuring import (
+    IMPORTS,
+    MIB,
+    PROGRAM,
+    RESULTS,
+    SAVE_MODEL,
+    Results,
+    add_results_options_,
+    json_of_fresh,
+    markdown_table,
+    quartiles_text,
+    run_fresh,
+    save_model,
+    script_parser,
+    stored,
+    stored_rows,
+    summary,
 )
+
+ANSWER = "import typer, rich"
 LOAD = (
     f"import sys; {IMPORTS}; from safetensors.torch import load_file, save_file; "
     "save_file(load_file(sys.argv[1]), sys.argv[2])"
 )
+WEIGHTS_BYTES = """
+import sys, timm, torch
+with torch.device("meta"):
+    state = timm.create_model(sys.argv[1]).state_dict()
+print(sum(tensor.nbytes for tensor in state.values()))
+"""
+MODEL = "convnext_tiny"
 LARGEST = "convnext_xxlarge"
 SIZE = ("--dilated-size", "17")
-
-# Linux counts the memory of the process that starts another in with that of the other, so this
-# stands between.
-LAUNCHER = """
-import json, os, sys, time
-start = time.perf_counter()
-pid = os.posix_spawnp(sys.argv[1], sys.argv[1:], os.environ)
-_, status, usage = os.wait4(pid, 0)
-seconds = time.perf_counter() - start
-exit_code = os.waitstatus_to_exitcode(status)
-print(json.dumps([exit_code, seconds, usage.ru_utime, usage.ru_maxrss * 1024]))
-"""
+MEASURES = ("seconds", "user_seconds", "peak_mib")
 
 
-def cases(largest: bool, scratch: Path) -> dict[str, tuple[list[str], list[str], str | None]]:
-    """Name -> command, floor, model whose weights are counted."""
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A command, and what it is compared with."""
 
-    def main_job(model: str) -> tuple[list[str], list[str], str | None]:
-        floor = [sys.executable, "-c", BUILD, model, str(scratch / "floor.safetensors")]
-        return [PROGRAM, model, *SIZE, "--output", str(scratch / "out"), "--quiet"], floor, model
+    name: str
+    command: list[str]
+    floor: list[str]
+    weighed: str | None = None  # model whose weights the peak memory is compared with
 
-    weights = scratch / "weights" / "convnext_tiny.safetensors"
-    from_file = [
-        PROGRAM,
-        "convnext_tiny",
-        *SIZE,
-        "--checkpoint",
-        str(weights),
-        "--init",
-        "largest",
-        "--quiet",
+
+def cases(scratch: Path) -> list[Case]:
+    """All cases, the largest model last; they may write `out` and `floor.safetensors`."""
+    output = ["--output", str(scratch / "out"), "--quiet"]
+    floor_file = str(scratch / "floor.safetensors")
+    weights = str(weights_file(scratch))
+
+    def main_job(model: str) -> Case:
+        return Case(
+            name=model,
+            command=[PROGRAM, model, *SIZE, *output],
+            floor=[sys.executable, "-c", SAVE_MODEL, model, floor_file],
+            weighed=model,
+        )
+
+    return [
+        Case(
+            name="--help",
+            command=[PROGRAM, "--help"],
+            floor=[sys.executable, "-c", ANSWER],
+        ),
+        Case(
+            name=f"{MODEL} --dry-run",
+            command=[PROGRAM, MODEL, *SIZE, "--dry-run"],
+            floor=[sys.executable, "-c", IMPORTS],
+        ),
+        main_job(MODEL),
+        Case(
+            name=f"{MODEL} --checkpoint --init largest",
+            command=[PROGRAM, MODEL, *SIZE, "--checkpoint", weights, "--init", "largest", *output],
+            floor=[sys.executable, "-c", LOAD, weights, floor_file],
+            weighed=MODEL,
+        ),
+        main_job(LARGEST),
     ]
-    found: dict[str, tuple[list[str], list[str], str | None]] = {
-        "--help": ([PROGRAM, "--help"], [sys.executable, "-c", ANSWER], None),
-        "convnext_tiny --dry-run": (
-            [PROGRAM, "convnext_tiny", *SIZE, "--dry-run"],
-            [sys.executable, "-c", IMPORTS],
-            None,
-        ),
-        "convnext_tiny": main_job("convnext_tiny"),
-        "convnext_tiny --checkpoint --init largest": (
-            [*from_file, "--output", str(scratch / "out")],
-            [sys.executable, "-c", LOAD, str(weights), str(scratch / "floor.safetensors")],
-            "convnext_tiny",
-        ),
-    }
-    return found | ({LARGEST: main_job(LARGEST)} if largest else {})
+
+
+def weights_file(scratch: Path) -> Path:
+    return scratch / "weights" / f"{MODEL}.safetensors"
 
 
 def measured(command: list[str], scratch: Path) -> dict[str, float]:
-    """Wall seconds, user CPU seconds and peak MiB of one run; what it wrote is deleted."""
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", LAUNCHER, *command],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    code, seconds, user, peak = json.loads(done.stdout.splitlines()[-1])
-    if code:
-        raise RuntimeError(f"{' '.join(command)} ended with {code}:\n{done.stderr}")
+    """MEASURES of one run; what it wrote is deleted."""
+    run = run_fresh(command)
     shutil.rmtree(scratch / "out", ignore_errors=True)
     (scratch / "floor.safetensors").unlink(missing_ok=True)
-    return {"seconds": seconds, "user_seconds": user, "peak_mib": peak / MIB}
+    return {
+        "seconds": run.seconds,
+        "user_seconds": run.user_seconds,
+        "peak_mib": run.peak_bytes / MIB,
+    }
 
 
-def weights_mib(model: str) -> float:
-    code = (
-        f"import sys, timm, torch\nwith torch.device('meta'): m = timm.create_model('{model}')\n"
-        "print(sum(p.nbytes for p in m.state_dict().values()))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return int(done.stdout) / MIB
-
-
-def row(
-    name: str, case: tuple[list[str], list[str], str | None], repeats: int, scratch: Path
-) -> dict[str, Any]:
-    command, floor, model = case
-    ours, floors = [], []
+def row(case: Case, repeats: int, scratch: Path) -> dict[str, Any]:
+    """Summaries of the command's and the floor's runs, which take turns."""
+    ours = []
+    floors = []
     for _ in range(repeats):
-        floors.append(measured(floor, scratch))
-        ours.append(measured(command, scratch))
-    result: dict[str, Any] = {"case": name}
-    for key in ("seconds", "user_seconds", "peak_mib"):
+        floors.append(measured(case.floor, scratch))
+        ours.append(measured(case.command, scratch))
+    result: dict[str, Any] = {"case": case.name}
+    for key in MEASURES:
         result[key] = summary([run[key] for run in ours])
         result[f"floor_{key}"] = summary([run[key] for run in floors])
-    if model is not None:
-        result["weights_mib"] = weights_mib(model)
+    if case.weighed is not None:
+        result["weights_mib"] = json_of_fresh(["-c", WEIGHTS_BYTES, case.weighed]) / MIB
         result["imports_mib"] = measured([sys.executable, "-c", IMPORTS], scratch)["peak_mib"]
     return result
 
@@ -130,25 +133,19 @@ def row(
 def table(rows: list[dict[str, Any]]) -> str:
     """Peaks are compared with the floor's, and without the imports' with the weights."""
 
-    def spread(found: dict[str, float], digits: int) -> str:
-        low, high = found["first_quartile"], found["third_quartile"]
-        return f"{found['median']:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
-
     def line(row: dict[str, Any]) -> list[str]:
-        ratios = [
-            row[key]["median"] / row[f"floor_{key}"]["median"]
-            for key in ("seconds", "user_seconds", "peak_mib")
-        ]
-        over = ""
+        ratios = [row[key]["median"] / row[f"floor_{key}"]["median"] for key in MEASURES]
+        times_weights = ""
         if "weights_mib" in row:
-            over = f"{(row['peak_mib']['median'] - row['imports_mib']) / row['weights_mib']:.2f}"
+            above_imports = row["peak_mib"]["median"] - row["imports_mib"]
+            times_weights = f"{above_imports / row['weights_mib']:.2f}"
         return [
             f"`{row['case']}`",
-            spread(row["seconds"], 2),
-            spread(row["floor_seconds"], 2),
+            quartiles_text(row["seconds"], ".2f", between="-"),
+            quartiles_text(row["floor_seconds"], ".2f", between="-"),
             *(f"{ratio:.2f}" for ratio in ratios),
             f"{row['peak_mib']['median']:.0f}",
-            over,
+            times_weights,
         ]
 
     header = [
@@ -164,51 +161,36 @@ def table(rows: list[dict[str, Any]]) -> str:
     return markdown_table(header, [line(row) for row in rows])
 
 
-def save_weights(scratch: Path) -> None:
-    (scratch / "weights").mkdir()
-    floor = [
-        sys.executable,
-        "-c",
-        BUILD,
-        "convnext_tiny",
-        str(scratch / "weights" / "convnext_tiny.safetensors"),
-    ]
-    subprocess.run(floor, check=True)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--repeats-largest", type=int, default=1)
     parser.add_argument("--no-largest", action="store_true", help=f"without {LARGEST}")
-    parser.add_argument("--output", type=Path, default=RESULT)
-    parser.add_argument(
-        "--table",
-        action="store_true",
-        help="print the table of the stored results, measure nothing",
-    )
+    add_results_options_(parser, RESULTS / "cli.json")
     options = parser.parse_args()
     if options.table:
-        print(table(json.loads(options.output.read_text(encoding="utf-8"))["rows"]))
+        print(table(stored(options.output)["rows"]))
         return
     settings = {"repeats": options.repeats, "repeats_largest": options.repeats_largest}
-    rows = stored_rows(options.output, settings=settings)
     command = f"python benchmarks/cli.py --repeats {options.repeats}"
     command += f" --repeats-largest {options.repeats_largest}"
+    rows = stored_rows(options.output, settings=settings)
+    results = Results(path=options.output, command=command, settings=settings, rows=rows)
+    done = {row["case"] for row in rows}
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        save_weights(scratch)
-        for name, case in cases(not options.no_largest, scratch).items():
-            if name in {row["case"] for row in rows}:
+        weights_file(scratch).parent.mkdir()
+        save_model(MODEL, weights_file(scratch))
+        for case in cases(scratch):
+            is_largest = case.name == LARGEST
+            if case.name in done or (is_largest and options.no_largest):
                 continue
             start = time.perf_counter()
-            repeats = options.repeats_largest if name == LARGEST else options.repeats
-            rows.append(row(name, case, repeats, scratch))
-            print(f"{name}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-            store(options.output, command=command, settings=settings, rows=rows)
-    print(table(rows))
+            repeats = options.repeats_largest if is_largest else options.repeats
+            measured_row = row(case, repeats, scratch)
+            seconds = time.perf_counter() - start
+            results.add_(measured_row, message=f"{case.name}: {seconds:.0f} s")
+    print(table(results.rows))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 """Inference and training steps of converted models under torch.compile, beside eager ones, in turn.
 
-python benchmarks/compiled.py [MODEL:SIDE ...]; the unconverted model stands beside. Prints only.
+python benchmarks/compiled.py [MODEL:SIDE ...]; the unconverted model stands beside. Prints the
+fastest of ROUNDS steps, after one to warm up.
 """
 
 import sys
-import time
-from collections.abc import Callable
+from functools import partial
 
 import timm
 import torch
+from measuring import fastest_in_turn
 from torch import nn
 
 import dcls_convert
@@ -16,8 +17,6 @@ import dcls_convert
 MODELS = ("test_convnext:96", "mobilenetv3_small_050:96")
 BATCH = 8
 ROUNDS = 6
-
-Step = Callable[[nn.Module, torch.Tensor], None]
 
 
 def infer(model: nn.Module, images: torch.Tensor) -> None:
@@ -30,32 +29,22 @@ def train(model: nn.Module, images: torch.Tensor) -> None:
     model(images).square().mean().backward()
 
 
-def fastest(models: list[nn.Module], step: Step, images: torch.Tensor) -> list[float]:
-    """Milliseconds of the fastest of ROUNDS steps of each model, in turn, after one for warmth."""
-    best = [float("inf")] * len(models)
-    for _ in range(ROUNDS + 1):
-        for index, model in enumerate(models):
-            begun = time.perf_counter()
-            step(model, images)
-            best[index] = min(best[index], 1e3 * (time.perf_counter() - begun))
-    return best
-
-
 def compare(name: str, side: int, *, converted: bool) -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
     model = timm.create_model(name)
     if converted:
         dcls_convert.convert_(model, init="random", input_size=(3, side, side))
-    both = [model, torch.compile(model)]
+    compiled_model = torch.compile(model)
     images = torch.randn(BATCH, 3, side, side)
     what = "converted" if converted else "unconverted"
     for step in (infer, train):
         model.train(step is train)
-        eager, compiled = fastest(both, step, images)
+        ways = [partial(step, model, images), partial(step, compiled_model, images)]
+        eager, compiled = fastest_in_turn(ways, ROUNDS)
         print(
-            f"{name}, {side} px, {what}, {step.__name__}: eager {eager:.1f} ms, "
-            f"compiled {compiled:.1f} ms, {compiled / eager:.2f} times",
+            f"{name}, {side} px, {what}, {step.__name__}: eager {1e3 * eager:.1f} ms, "
+            f"compiled {1e3 * compiled:.1f} ms, {compiled / eager:.2f} times",
             flush=True,
         )
 

@@ -1,11 +1,12 @@
 """How long kernel construction takes, forward and backward, and how much memory.
 
-    python benchmarks/construction.py
+    python benchmarks/construction.py [--threads N] [--table]
 
 Ours beside the authors' package (`dcls` 0.1.1: v0, v1, gauss), the listing in the paper's appendix,
 and a floor: to allocate and fill a tensor of the kernel's size, and to sum its gradient once. Given
 are the weights, positions inside the window, and a dense gradient of the kernel; asked for are the
-kernel and the gradients of all parameters. Float32.
+kernel and the gradients of all parameters. Float32. Before anything is timed, all but the floor
+must give the same small kernels.
 
 Every case and implementation runs in a process of its own: a small backward of something else
 starts torch's threads and autograd, then memory is taken as the start, one forward and backward
@@ -28,13 +29,18 @@ from measuring import (
     MIB,
     RESULTS,
     FreshProcessError,
-    fresh_process,
+    Results,
+    add_results_options_,
     geometric_mean,
+    json_of_fresh,
     markdown_table,
     peak_bytes,
+    quartiles_text,
     reset_peak_bytes,
     resident_bytes,
-    store,
+    run_fresh,
+    script_parser,
+    stored,
     stored_rows,
     summary,
 )
@@ -81,11 +87,34 @@ IMPLEMENTATIONS = {
 }
 AUTHORS = ("v0", "v1", "gauss")
 WITH_SIGMA = ("ours gaussian", "gauss")
+COLUMN_FIRST = ("v1", "gauss", "listing")  # positions[0] is the column; elsewhere it is the row
+# What must give the same kernels. The authors place square windows alone as ours.
+AGREEING = (("ours", "v0", "v1", "listing"), ("ours gaussian", "gauss"))
+SMALL_CASE = Case(shape=(4, 3, 5), size=(7, 7))
+TOLERANCE = 1e-5  # of the largest value of a kernel
 
 
 # In a process of its own. `Any` stands for tensors, since torch is not imported before.
 
 Construct = Callable[..., Any]  # (weight, positions[, sigma]) -> kernel
+
+
+def check_agreement(implementations: Sequence[str], device: str) -> None:
+    """End the program if implementations of the same kernels differ."""
+    import torch
+
+    for group in AGREEING:
+        kernels = {}
+        for implementation in group:
+            if implementation in implementations:
+                inputs, _ = given(SMALL_CASE, implementation, device)
+                with torch.no_grad():
+                    kernels[implementation] = maker(implementation)(SMALL_CASE, device)(*inputs)
+        expected = kernels[group[0]]
+        for implementation, kernel in kernels.items():
+            error = float((kernel - expected).abs().max() / expected.abs().max())
+            if not error <= TOLERANCE:
+                sys.exit(f"error: kernels of {implementation} differ from ours by {error:.1e}")
 
 
 def measure(case: Case, implementation: str, device: str, threads: int) -> dict[str, Any]:
@@ -97,11 +126,12 @@ def measure(case: Case, implementation: str, device: str, threads: int) -> dict[
     construct = maker(implementation)(case, device)
     warm_up(device)
     start = memory(device, reset=True)
-    before = sum(one_pass(construct, inputs, gradient, device))
-    least = MIN_SLOW_REPETITIONS if before > SLOW else MIN_REPETITIONS
-    for _ in range(WARM_UPS if before < SECONDS / REPETITIONS else 0):
-        before = sum(one_pass(construct, inputs, gradient, device))
-    repetitions = max(least, min(REPETITIONS, int(SECONDS / max(before, 1e-9))))
+    seconds = sum(one_pass(construct, inputs, gradient, device))
+    least = MIN_SLOW_REPETITIONS if seconds > SLOW else MIN_REPETITIONS
+    if seconds < SECONDS / REPETITIONS:
+        for _ in range(WARM_UPS):
+            seconds = sum(one_pass(construct, inputs, gradient, device))
+    repetitions = max(least, min(REPETITIONS, int(SECONDS / max(seconds, 1e-9))))
     passes = [one_pass(construct, inputs, gradient, device) for _ in range(repetitions)]
     peak = memory(device, reset=False) - start
     forward, backward = zip(*passes, strict=True)
@@ -115,9 +145,9 @@ def measure(case: Case, implementation: str, device: str, threads: int) -> dict[
 
 
 def given(case: Case, implementation: str, device: str) -> tuple[list[Any], Any]:
-    """Weight, positions, perhaps sigma, and the kernel's gradient.
+    """Weight, positions, perhaps sigma, each a leaf; and the kernel's gradient.
 
-    Those with a gradient of their own are leaves.
+    Positions are the same for all implementations, in the order of axes that each of them takes.
     """
     import torch
 
@@ -126,6 +156,8 @@ def given(case: Case, implementation: str, device: str) -> tuple[list[Any], Any]
     cells = torch.tensor(case.size).view(2, 1, 1, 1)
     positions = torch.rand(2, *case.shape, generator=generator) * (cells - 1) - cells // 2
     gradient = torch.randn(*case.shape[:2], *case.size, generator=generator)
+    if implementation in COLUMN_FIRST:
+        positions = positions.flip(0)
     inputs = [weight, positions]
     if implementation in WITH_SIGMA:
         # Both have a deviation of half a cell: the authors add 0.27 to theirs.
@@ -194,9 +226,8 @@ def maker(implementation: str) -> Callable[[Case, str], Construct]:
     """What makes the implementation for a case on a device; nothing of that is timed."""
     if implementation in AUTHORS:
         return lambda case, device: by_authors(case, implementation)
-    return {"ours": ours, "ours gaussian": ours, "listing": by_listing, "floor": floor}[
-        implementation
-    ]
+    makers = {"ours": ours, "ours gaussian": ours, "listing": by_listing, "floor": floor}
+    return makers[implementation]
 
 
 def ours(case: Case, device: str) -> Construct:
@@ -232,21 +263,22 @@ def by_listing(case: Case, device: str) -> Construct:
     height, width = case.size
     rows = torch.arange(height, device=device).view(-1, 1, 1, 1, 1)
     columns = torch.arange(width, device=device).view(1, -1, 1, 1, 1)
-    centre = torch.tensor([width // 2, height // 2], device=device).view(
-        2, 1, 1, 1
-    )  # its first axis is the column
+    centre = torch.tensor([width // 2, height // 2], device=device).view(2, 1, 1, 1)
 
     def construct(weight: Any, positions: Any) -> Any:
         places = positions + centre
         below = places.detach().floor()
         across, down = places - below
-        across, down = (one.expand(height, width, *weight.shape) for one in (across, down))
-        left, right = columns == below[0], columns == below[0] + 1
-        top, bottom = rows == below[1], rows == below[1] + 1
-        corner, lower, beside, opposite = (
-            torch.where(one * other, 1.0, 0.0)
-            for one, other in [(left, top), (left, bottom), (right, top), (right, bottom)]
-        )
+        across = across.expand(height, width, *weight.shape)
+        down = down.expand(height, width, *weight.shape)
+        left = columns == below[0]
+        right = columns == below[0] + 1
+        top = rows == below[1]
+        bottom = rows == below[1] + 1
+        corner = torch.where(left * top, 1.0, 0.0)
+        lower = torch.where(left * bottom, 1.0, 0.0)
+        beside = torch.where(right * top, 1.0, 0.0)
+        opposite = torch.where(right * bottom, 1.0, 0.0)
         parts = corner + across * down * (corner - lower - beside + opposite)
         parts = parts + across * (beside - corner) + down * (lower - corner)
         return (weight * parts).sum(4).permute(2, 3, 0, 1)
@@ -269,8 +301,7 @@ def floor(case: Case, device: str) -> Construct:
 def devices_here() -> Iterator[str]:
     yield "cpu"
     code = "import torch; print(str(torch.cuda.is_available()).lower())"
-    available, _, _ = fresh_process("-c", code)
-    if available:
+    if json_of_fresh(["-c", code]):
         yield "cuda"
     else:
         print("CUDA skipped: torch sees no GPU here", file=sys.stderr)
@@ -283,10 +314,11 @@ def implementations_here() -> list[str]:
         "the authors' package is not installed (pip install dcls): its rows are left out",
         file=sys.stderr,
     )
-    return [one for one in IMPLEMENTATIONS if one not in AUTHORS]
+    return [name for name in IMPLEMENTATIONS if name not in AUTHORS]
 
 
 def run(output: Path, threads: int) -> None:
+    """Measure and store what is not stored yet."""
     settings = {
         "threads": threads,
         "dtype": "float32",
@@ -295,11 +327,17 @@ def run(output: Path, threads: int) -> None:
         "peak": "CPU: VmHWM over VmRSS at the start, after clear_refs; "
         "CUDA: max_memory_allocated over the start",
     }
-    command = f"python benchmarks/construction.py --threads {threads}"
-    rows = stored_rows(output, settings=settings)
-    done = {(row["case"], row["implementation"], row["device"]) for row in rows}
+    results = Results(
+        path=output,
+        command=f"python benchmarks/construction.py --threads {threads}",
+        settings=settings,
+        rows=stored_rows(output, settings=settings),
+        packages=PACKAGES,
+    )
+    done = {(row["case"], row["implementation"], row["device"]) for row in results.rows}
     here = implementations_here()
     for device in devices_here():
+        run_fresh([sys.executable, __file__, "--check", device, *here])
         for case in CASES:
             for implementation in here:
                 if (case, implementation, device) in done:
@@ -307,13 +345,11 @@ def run(output: Path, threads: int) -> None:
                 row = {"case": case, "implementation": implementation, "device": device}
                 arguments = ["--one", case, implementation, device, "--threads", str(threads)]
                 try:
-                    measured, _, _ = fresh_process(__file__, *arguments)
+                    measured = json_of_fresh([__file__, *arguments])
                 except FreshProcessError as error:  # as where memory is short
                     print(f"{case}, {implementation}, {device}: {error}", file=sys.stderr)
                     continue
-                rows.append({**row, **measured})
-                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-                store(output, command=command, settings=settings, rows=rows, packages=PACKAGES)
+                results.add_(row | measured)
 
 
 # The tables.
@@ -325,11 +361,10 @@ def tables(result: dict[str, Any]) -> Iterator[str]:
     hardware = result["hardware"]
     for device in dict.fromkeys(row["device"] for row in result["rows"]):
         name = hardware.get("gpu", "CUDA") if device == "cuda" else "CPU"
-        rows = {
-            (row["case"], row["implementation"]): row
-            for row in result["rows"]
-            if row["device"] == device
-        }
+        rows: Measured = {}
+        for row in result["rows"]:
+            if row["device"] == device:
+                rows[row["case"], row["implementation"]] = row
         yield from ["", f"Forward + backward on {name}, ms: median (quartiles)", "", times(rows)]
         yield from ["", "Peak memory over the start, MiB", "", memories(rows)]
         yield from [
@@ -341,29 +376,31 @@ def tables(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _by_case(rows: Measured, cell: Callable[[dict[str, Any]], str]) -> str:
-    shown = [one for one in IMPLEMENTATIONS if any(key[1] == one for key in rows)]
-    body = [
-        [case, *(cell(rows[case, one]) if (case, one) in rows else "" for one in shown)]
-        for case in dict.fromkeys(case for case, _ in rows)
-    ]
-    return markdown_table(["case", *(IMPLEMENTATIONS[one] for one in shown)], body)
+    measured = {implementation for _, implementation in rows}
+    shown = [implementation for implementation in IMPLEMENTATIONS if implementation in measured]
+    lines = []
+    for case in _cases(rows):
+        line = [case]
+        for implementation in shown:
+            row = rows.get((case, implementation))
+            line.append("" if row is None else cell(row))
+        lines.append(line)
+    return markdown_table(["case", *(IMPLEMENTATIONS[name] for name in shown)], lines)
+
+
+def _cases(rows: Measured) -> list[str]:
+    return list(dict.fromkeys(case for case, _ in rows))
 
 
 def times(rows: Measured) -> str:
-    def cell(row: dict[str, Any]) -> str:
-        low, middle, high = (
-            row["seconds"][key] * 1e3 for key in ("first_quartile", "median", "third_quartile")
-        )
-        return f"{middle:.3g} ({low:.3g} to {high:.3g})"
-
-    return _by_case(rows, cell)
+    return _by_case(rows, lambda row: quartiles_text(row["seconds"], ".3g", scale=1e3))
 
 
 def memories(rows: Measured) -> str:
     return _by_case(rows, lambda row: f"{row['peak_bytes'] / MIB:.1f}")
 
 
-RATIOS = {  # heading: of what, by what
+RATIOS = {  # heading: quantity, implementation above, implementation below
     "time, v0": ("seconds", "v0", "ours"),
     "time, v1": ("seconds", "v1", "ours"),
     "time, listing": ("seconds", "listing", "ours"),
@@ -376,58 +413,51 @@ RATIOS = {  # heading: of what, by what
 
 
 def ratios(rows: Measured) -> str:
-    def value(case: str, quantity: str, one: str, other: str) -> float | None:
-        if (case, one) not in rows or (case, other) not in rows:
-            return None
-        pair = [rows[case, name][quantity] for name in (one, other)]
-        top, bottom = (
-            float(number["median"]) if isinstance(number, dict) else max(number, PAGE)
-            for number in pair
-        )
-        return top / bottom
-
-    cases = list(dict.fromkeys(case for case, _ in rows))
-    found = {heading: [value(case, *what) for case in cases] for heading, what in RATIOS.items()}
-    body = [
-        [case, *(_times(found[heading][index]) for heading in RATIOS)]
-        for index, case in enumerate(cases)
-    ]
-    means = [
-        geometric_mean(known) if (known := [one for one in found[h] if one]) else None
-        for h in RATIOS
-    ]
-    return markdown_table(["case", *RATIOS], [*body, ["geometric mean", *map(_times, means)]])
+    lines = [[case] for case in _cases(rows)]
+    means = ["geometric mean"]
+    for quantity, above, below in RATIOS.values():
+        known = []
+        for line in lines:
+            case = line[0]
+            if (case, above) not in rows or (case, below) not in rows:
+                line.append("")
+                continue
+            ratio = _size(rows[case, above], quantity) / _size(rows[case, below], quantity)
+            line.append(_times(ratio))
+            known.append(ratio)
+        means.append(_times(geometric_mean(known)) if known else "")
+    return markdown_table(["case", *RATIOS], [*lines, means])
 
 
-def _times(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.1f}" if ratio < 10 else f"{ratio:.0f}"
+def _size(row: dict[str, Any], quantity: str) -> float:
+    """Median seconds, or bytes of at least one page."""
+    if quantity == "seconds":
+        return float(row["seconds"]["median"])
+    return float(max(row[quantity], PAGE))
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.1f}" if ratio < 10 else f"{ratio:.0f}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--threads", type=int, default=2, help="of torch")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=RESULTS / "construction.json",
-        help="goes on from what it holds",
-    )
-    parser.add_argument(
-        "--table",
-        action="store_true",
-        help="print the tables of the stored results, measure nothing",
-    )
-    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    add_results_options_(parser, RESULTS / "construction.json")
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # case, implementation, device
+    parser.add_argument("--check", nargs="+", help=argparse.SUPPRESS)  # device, implementations
     options = parser.parse_args()
+    if options.check:
+        device, *implementations = options.check
+        check_agreement(implementations, device)
+        return
     if options.one:
         case, implementation, device = options.one
         print(json.dumps(measure(CASES[case], implementation, device, options.threads)))
         return
     if not options.table:
         run(options.output, options.threads)
-    print("\n".join(tables(json.loads(options.output.read_text(encoding="utf-8")))))
+    print("\n".join(tables(stored(options.output))))
 
 
 if __name__ == "__main__":

@@ -83,8 +83,8 @@ def main() -> None:
         f"coremltools {coremltools.__version__}, torch {torch.__version__}"
     )
     for way in (converted_by_tracing, converted_from_export):
-        for state, one in (("unfolded", model), ("folded", folded)):
-            error = largest_error(way(copy.deepcopy(one)), kernels)
+        for state, network in (("unfolded", model), ("folded", folded)):
+            error = largest_error(way(copy.deepcopy(network)), kernels)
             print(f"{way.__name__.replace('_', ' ')}, {state}: largest relative error {error:.2g}")
 
 

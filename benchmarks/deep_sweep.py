@@ -11,7 +11,6 @@ one's, which must be 0. Results go to benchmarks/results/deep_sweep.json, the ta
 output.
 """
 
-import argparse
 import contextlib
 import datetime
 import io
@@ -30,6 +29,7 @@ from typing import Any
 import timm
 import torch
 import torchvision
+from measuring import RESULTS, add_results_options_, markdown_table, script_parser, stored
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -46,19 +46,20 @@ MAX_FOLD_ERROR = 1e-4
 SIDES = (32, 64, 96, 128, 160, 192, 224, 256)  # tried in turn, before the model's own
 SECONDS = 900  # for one model
 NOT_RUN = ("nothing matches", "too large")
-RESULTS = Path(__file__).parent / "results" / "deep_sweep.json"
+Row = dict[str, Any]
 
 
-def sweep_one(name: str) -> dict[str, Any]:
-    """One model's row."""
+def timed_row(name: str) -> Row:
+    """One model's row, with its seconds."""
     start = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        row = _sweep_one(name)
+        row = measured_row(name)
     return {"name": name, **row, "seconds": round(time.perf_counter() - start, 1)}
 
 
-def _sweep_one(name: str) -> dict[str, Any]:
+def measured_row(name: str) -> Row:
+    """What became of one model."""
     source = resolve_model(name)
     twin = build_model(source, device="meta")
     params = sum(parameter.numel() for parameter in twin.parameters())
@@ -82,11 +83,11 @@ def _sweep_one(name: str) -> dict[str, Any]:
     reload_difference = largest_difference(outputs(reloaded, image), converted)
     folded = dcls_convert.fold_to_dense_(model)
     fold_error = largest_difference(outputs(model, image), converted) / largest(converted)
+    is_right = fold_error <= MAX_FOLD_ERROR and reload_difference == 0
+    module = type(twin).__module__
     return {
-        "status": "done" if fold_error <= MAX_FOLD_ERROR and reload_difference == 0 else "failed",
-        "family": type(twin)
-        .__module__.removeprefix("torchvision.models.")
-        .rpartition("timm.models.")[2],
+        "status": "done" if is_right else "failed",
+        "family": module.removeprefix("torchvision.models.").rpartition("timm.models.")[2],
         "params": params,
         "layers": folded,
         "rules": plan.rules,
@@ -140,7 +141,8 @@ def outputs(model: nn.Module, image: Tensor) -> list[Tensor]:
         for handle in handles:
             handle.remove()
     found = _floats(result)
-    found = found if sum(tensor.numel() for tensor in found) else _floats(seen)
+    if sum(tensor.numel() for tensor in found) == 0:
+        found = _floats(seen)
     if not all(tensor.isfinite().all() for tensor in found):
         raise ArithmeticError("outputs are not finite")
     return found
@@ -163,20 +165,25 @@ def largest_difference(tensors: list[Tensor], others: list[Tensor]) -> float:
     return max(float((one - other).abs().max()) for one, other in pairs if one.numel())
 
 
-def table(rows: list[dict[str, Any]]) -> Iterator[str]:
+def table(rows: list[Row]) -> str:
     """Markdown, a line a family."""
-    families: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    families: defaultdict[str, list[Row]] = defaultdict(list)
     for row in rows:
         if row["status"] == "done":
             families[f"{row['name'].partition(':')[0]} {row['family']}"].append(row)
-    yield "| family | models | layers | worst fold error | worst reload difference |"
-    yield "| --- | --- | --- | --- | --- |"
+    lines = []
     for family, members in sorted(families.items()):
-        layers = sum(row["layers"] for row in members)
-        fold, reload = (
-            max(row[key] for row in members) for key in ("fold_error", "reload_difference")
+        lines.append(
+            [
+                family,
+                str(len(members)),
+                str(sum(row["layers"] for row in members)),
+                f"{max(row['fold_error'] for row in members):.1e}",
+                f"{max(row['reload_difference'] for row in members):g}",
+            ]
         )
-        yield f"| {family} | {len(members)} | {layers} | {fold:.1e} | {reload:g} |"
+    header = ["family", "models", "layers", "worst fold error", "worst reload difference"]
+    return markdown_table(header, lines, align_right=False)
 
 
 def document(result: dict[str, Any]) -> Iterator[str]:
@@ -193,9 +200,8 @@ def document(result: dict[str, Any]) -> Iterator[str]:
         "A printout of `deep_sweep.py --table`."
     )
     yield ""
-    yield f"`{result['command']}`, {result['date']}, {result['machine']}, " + ", ".join(
-        f"{name} {version}" for name, version in result["versions"].items()
-    )
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    yield f"`{result['command']}`, {result['date']}, {result['machine']}, {versions}"
     yield ""
     yield (
         f"**{summary['done']} models tried, {summary['failed']} failed; worst fold error "
@@ -205,70 +211,88 @@ def document(result: dict[str, Any]) -> Iterator[str]:
         f"{summary['too large']} with more parameters."
     )
     yield ""
-    yield from table(result["models"])
+    yield table(result["models"])
+
+
+def sweep(names: list[str], workers: int) -> list[Row]:
+    """The models' rows, as they come."""
+    rows: list[Row] = []
+    jobs = run_jobs(timed_row, names, workers=workers, timeout=SECONDS, set_up=set_up_worker)
+    for index, value, failure in jobs:
+        row = value or {"name": names[index], "status": "failed", "reason": failure}
+        rows.append(row)
+        if row["status"] not in NOT_RUN:
+            print(f"[{len(rows)}/{len(names)}] {json.dumps(row)}", file=sys.stderr, flush=True)
+    return rows
+
+
+def summary_of(rows: list[Row], not_run_before: dict[str, int]) -> dict[str, Any]:
+    """Models by status, and the worst errors.
+
+    Args:
+        rows: Of all models that were run, and of those that were not run this time.
+        not_run_before: Status -> models that an earlier sweep did not run.
+    """
+    counts = Counter(row["status"] for row in rows)
+    summary: dict[str, Any] = {"done": counts["done"], "failed": counts["failed"]}
+    for status in NOT_RUN:
+        summary[status] = not_run_before.get(status, 0) + counts[status]
+    done = [row for row in rows if row["status"] == "done"]
+    if done:
+        summary["worst fold error"] = max(row["fold_error"] for row in done)
+        summary["worst reload difference"] = max(row["reload_difference"] for row in done)
+    return summary
+
+
+def store_sweep(
+    path: Path, *, command: str, workers: int, summary: dict[str, Any], rows: list[Row]
+) -> None:
+    versions = {
+        module.__name__: module.__version__ for module in (torch, torchvision, timm, dcls_convert)
+    }
+    result = {
+        "command": command,
+        "date": datetime.date.today().isoformat(),
+        "versions": {"python": platform.python_version(), **versions},
+        "machine": f"{platform.machine()}, {workers} processes of one thread",
+        "summary": summary,
+        "models": [row for row in rows if row["status"] not in NOT_RUN],
+    }
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--models", default="", help="part of the names")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument(
         "--failed", action="store_true", help="only those that failed in the stored results"
     )
-    parser.add_argument(
-        "--table", action="store_true", help="run nothing; print the stored results"
-    )
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    add_results_options_(parser, RESULTS / "deep_sweep.json")
     options = parser.parse_args()
     if options.table:
-        print("\n".join(document(json.loads(options.output.read_text(encoding="utf-8")))))
+        print("\n".join(document(stored(options.output))))
         return
-    stored = (
-        json.loads(options.output.read_text(encoding="utf-8"))
-        if options.failed
-        else {"models": [], "summary": {}}
-    )
-    kept = [row for row in stored["models"] if row["status"] == "done"]
-    failed = {row["name"] for row in stored["models"] if row["status"] == "failed"}
+    before = stored(options.output) if options.failed else {"models": [], "summary": {}}
+    kept = [row for row in before["models"] if row["status"] == "done"]
+    failed_before = {row["name"] for row in before["models"] if row["status"] == "failed"}
     known = registry_names()
-    names = [
-        name for name in known if options.models in name and (name in failed or not options.failed)
-    ]
-    rows: list[dict[str, Any]] = []
-    done = run_jobs(
-        sweep_one, names, workers=options.workers, timeout=SECONDS, set_up=set_up_worker
+    names = [name for name in known if options.models in name]
+    if options.failed:
+        names = [name for name in names if name in failed_before]
+    rows = [*sweep(names, options.workers), *kept]
+    rows.sort(key=lambda row: known.index(row["name"]))
+    summary = summary_of(rows, before["summary"])
+    command = "python benchmarks/deep_sweep.py"
+    if options.models:
+        command += f" --models {options.models}"
+    if failed_before:
+        command += f", then {', '.join(sorted(failed_before))} again with --failed"
+    store_sweep(
+        options.output, command=command, workers=options.workers, summary=summary, rows=rows
     )
-    for index, value, failure in done:
-        row = value or {"name": names[index], "status": "failed", "reason": failure}
-        rows.append(row)
-        if row["status"] not in NOT_RUN:
-            print(f"[{len(rows)}/{len(names)}] {json.dumps(row)}", file=sys.stderr, flush=True)
-    rows = sorted([*rows, *kept], key=lambda row: known.index(row["name"]))
-    done = [row for row in rows if row["status"] == "done"]
-    counts = Counter(row["status"] for row in rows)
-    left_out = {status: stored["summary"].get(status, 0) + counts[status] for status in NOT_RUN}
-    summary: dict[str, Any] = {"done": len(done), "failed": counts["failed"], **left_out}
-    if done:
-        summary["worst fold error"] = max(row["fold_error"] for row in done)
-        summary["worst reload difference"] = max(row["reload_difference"] for row in done)
-    versions = {
-        module.__name__: module.__version__ for module in (torch, torchvision, timm, dcls_convert)
-    }
-    result = {
-        "command": "python benchmarks/deep_sweep.py"
-        + (f" --models {options.models}" if options.models else "")
-        + (f", then {', '.join(sorted(failed))} again with --failed" if failed else ""),
-        "date": datetime.date.today().isoformat(),
-        "versions": {"python": platform.python_version(), **versions},
-        "machine": f"{platform.machine()}, {options.workers} processes of one thread",
-        "summary": summary,
-        "models": [row for row in rows if row["status"] not in NOT_RUN],
-    }
-    options.output.parent.mkdir(exist_ok=True, parents=True)
-    options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print("\n".join(table(rows)))
+    print(table(rows))
     print(json.dumps(summary))
     sys.exit(any(row["status"] == "failed" for row in rows))
 

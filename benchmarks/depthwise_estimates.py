@@ -21,7 +21,9 @@ FORWARD = STEP[:1]
 SECTOR = 32  # bytes that a cache gives for each number, if numbers are read across a map
 # Instructions for each number that a strided copy writes: in all, and for each axis of its index.
 # Counted in torch's kernels for sm_90.
-COPY, COPY_AXIS = 20, 12
+COPY = 20
+COPY_AXIS = 12
+COPY_SHARE = 0.75  # of the highest rate of instructions; what copies are expected to reach
 # Of torch's convolution, for each number of the output and tap; counted in the same way.
 TAP = {"forward": 7.4, "input's gradient": 14.3, "window's gradient": 34.5}
 # Others measured 1.8 to 2 times what these instructions take: see docs/speed.md.
@@ -38,7 +40,7 @@ class Device:
     bytes_of_a_number: int
     memory: float  # bytes
     cache: float  # bytes
-    instructions: float  # at the highest; copies get three quarters
+    instructions: float  # at the highest rate
     products: dict[int, float]  # FLOP, for rows of multiples of so many numbers
 
 
@@ -85,7 +87,7 @@ class Layer:
         device = self.device
         parts = [
             (numbers + read) * device.bytes_of_a_number / device.memory,
-            numbers * (COPY + COPY_AXIS * axes) / (0.75 * device.instructions),
+            numbers * (COPY + COPY_AXIS * axes) / (COPY_SHARE * device.instructions),
         ]
         if transposed:
             parts.append(numbers * SECTOR / device.cache)
@@ -109,18 +111,18 @@ class Layer:
         flop = 2 * self.channels * height * width * inner
         return max(flop / rate, self.streamed(numbers))
 
-    def axis(self) -> matmul.Axis:
+    def axis(self) -> matmul.PatchTiling:
         """How patches lie along rows, and columns too."""
         size = (self.map_size, self.map_size)
         window = (self.window, self.window)
-        return matmul.patches_of(size, window, (self.window // 2, self.window // 2))[0]
+        return matmul.tile_map(size, window, (self.window // 2, self.window // 2))[0]
 
     def by_products(self) -> dict[str, float]:
         """Seconds of each pass, by matrix products: the steps of `matmul.depthwise`."""
         axis = self.axis()
         is_cut = axis.patches > 1
-        inputs = matmul.row_length(axis.seen**2, axis, axis)
-        outputs = matmul.row_length(axis.side**2, axis, axis)
+        inputs = matmul.row_length(axis.inputs_per_patch**2, axis, axis)
+        outputs = matmul.row_length(axis.outputs_per_patch**2, axis, axis)
         patches = self.images * axis.patches**2
         maps = self.images * self.channels
         cells = maps * self.map_size**2
@@ -131,7 +133,7 @@ class Layer:
         cut = 0.0
         cut_outputs = 0.0
         if is_cut:
-            padded = maps * (axis.patches * axis.side + self.window - 1) ** 2
+            padded = maps * (axis.patches * axis.outputs_per_patch + self.window - 1) ** 2
             seen = self.channels * patches * inputs
             cut = self.copied(cells, axes=4, read=cells) + self.streamed(padded)
             cut += self.copied(seen, axes=6, read=min(seen, 2 * padded))
@@ -141,7 +143,7 @@ class Layer:
         aligned = math.gcd(inputs, outputs)
         convolved = cut + bank + self.multiplied(patches, outputs, inputs, aligned=aligned) + folded
         # Diagonals are summed along rows and then along columns, each with an intermediate copy.
-        of_rows = self.channels * axis.side * axis.seen * self.window
+        of_rows = self.channels * axis.outputs_per_patch * axis.inputs_per_patch * self.window
         diagonals = self.streamed(bank_cells * (1 if is_cut else 2.2))
         diagonals += 8 * of_rows / self.device.memory
         window_gradient = cut + cut_outputs + 2.5 * diagonals
@@ -165,7 +167,7 @@ class Layer:
     def ratio(self) -> float:
         """Patches x taps over the inputs of a patch, as in the rule."""
         axis = self.axis()
-        return self.images * axis.patches**2 * self.window**2 / axis.seen**2
+        return self.images * axis.patches**2 * self.window**2 / axis.inputs_per_patch**2
 
 
 def total(seconds: dict[str, float], passes: Sequence[str]) -> float:

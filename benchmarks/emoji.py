@@ -18,7 +18,6 @@ white. The pictures are of the npm registry's packages emoji-datasource-VENDOR, 
 or which lie in the folder of --packages.
 """
 
-import argparse
 import json
 import subprocess
 import tarfile
@@ -27,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from measuring import RESULTS, markdown_table, store
+from measuring import RESULTS, markdown_table, script_parser, store, stored
 
 if TYPE_CHECKING:  # --table does without torch
     from torch import nn
@@ -35,13 +34,13 @@ if TYPE_CHECKING:  # --table does without torch
 VENDORS = ("apple", "facebook", "google", "twitter")
 VERSION = "16.0.0"
 SIDE = 64  # pixels
-THINGS = (
+THINGS = (  # categories; not faces, flags, signs
     "Animals & Nature",
     "Food & Drink",
     "Travel & Places",
     "Activities",
     "Objects",
-)  # not faces, flags, signs
+)
 STORED = RESULTS / "emoji.json"
 
 
@@ -54,13 +53,15 @@ def small_convnext(num_classes: int = 1000, **options: object) -> "nn.Module":
     """
     import timm
 
-    dims = {
-        "depths": (1, 1, 3, 1),
-        "dims": (24, 48, 96, 192),
-        "patch_size": 2,
-        "ls_init_value": 0.1,
-    }
-    return timm.create_model("convnext_atto", num_classes=num_classes, **dims, **options)
+    return timm.create_model(
+        "convnext_atto",
+        num_classes=num_classes,
+        depths=(1, 1, 3, 1),
+        dims=(24, 48, 96, 192),
+        patch_size=2,
+        ls_init_value=0.1,
+        **options,
+    )
 
 
 def small_convmixer(num_classes: int = 1000) -> "nn.Module":
@@ -70,73 +71,79 @@ def small_convmixer(num_classes: int = 1000) -> "nn.Module":
     return ConvMixer(128, 4, kernel_size=5, patch_size=4, num_classes=num_classes)
 
 
-def prepare(folder: Path, test: str, packages: Path) -> int:
+def prepare(folder: Path, test_vendor: str, packages: Path) -> int:
     """Write the images of all emoji; returns how many emoji there are."""
     from PIL import Image
 
-    archives = {
-        one: tarfile.open(packages / f"emoji-datasource-{one}-{VERSION}.tgz") for one in VENDORS
-    }
-    names = json.load(archives[VENDORS[0]].extractfile("package/emoji.json"))
-    things = [one for one in names if one["category"] in THINGS]
-    shared = [one["image"] for one in things if all(one[f"has_img_{vendor}"] for vendor in VENDORS)]
+    archives = {}
+    for vendor in VENDORS:
+        archives[vendor] = tarfile.open(packages / f"emoji-datasource-{vendor}-{VERSION}.tgz")
+    emoji_list = json.load(archives[VENDORS[0]].extractfile("package/emoji.json"))
+    shared = []
+    for emoji in emoji_list:
+        has_images = all(emoji[f"has_img_{vendor}"] for vendor in VENDORS)
+        if emoji["category"] in THINGS and has_images:
+            shared.append(emoji["image"])
     for vendor, archive in archives.items():
+        part = folder / ("validation" if vendor == test_vendor else "train")
         members = {member.name: member for member in archive}
         for image in shared:
-            picture = Image.open(
-                archive.extractfile(members[f"package/img/{vendor}/{SIDE}/{image}"])
-            )
-            picture = picture.convert("RGBA").resize((SIDE, SIDE))
-            place = (
-                folder
-                / ("validation" if vendor == test else "train")
-                / Path(image).stem
-                / f"{vendor}.png"
-            )
+            member = members[f"package/img/{vendor}/{SIDE}/{image}"]
+            picture = Image.open(archive.extractfile(member)).convert("RGBA").resize((SIDE, SIDE))
+            place = part / Path(image).stem / f"{vendor}.png"
             place.parent.mkdir(parents=True, exist_ok=True)
             white = Image.new("RGBA", picture.size, "white")
             Image.alpha_composite(white, picture).convert("RGB").save(place)
     return len(shared)
 
 
-def keep(comparisons: Sequence[Path]) -> None:
+def fetch_packages(folder: Path) -> None:
+    for vendor in VENDORS:
+        name = f"emoji-datasource-{vendor}@{VERSION}"
+        subprocess.run(["npm", "pack", "--silent", name], cwd=folder, check=True)
+
+
+def store_comparisons(folders: Sequence[Path]) -> None:
     """Store what `compare` found, without what it found for each image."""
-    found = [
-        json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
-        for folder in comparisons
-    ]
-    recipe = found[0]["settings"]["recipe"]
+    comparisons = []
+    for folder in folders:
+        comparisons.append(json.loads((folder / "comparison.json").read_text(encoding="utf-8")))
+    first_settings = comparisons[0]["settings"]
+    recipe = first_settings["recipe"]
     options = f"--input-size 3x64x64 --batch-size {recipe['batch_size']} "
     options += f"--lr {recipe['lr']:g} --epochs {recipe['epochs']}"
     command = f"dcls-convert compare emoji:NETWORK --data FOLDER {options} --device cpu"
-    rows: dict[tuple[str, ...], dict[str, Any]] = {}  # the first of its name
-    for one in found:
-        for row in (named(arm, one["settings"]) for arm in one["arms"]):
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}  # the first of its network, vendor and label
+    for comparison in comparisons:
+        for arm in comparison["arms"]:
+            row = labelled_row(arm, comparison["settings"])
             rows.setdefault((row["network"], row["test"], row["label"]), row)
     settings = {
-        name: found[0]["settings"][name]
+        name: first_settings[name]
         for name in ("classes", "train_images", "test_images", "augmentation")
     }
     store(STORED, command=command, settings=settings | {"recipe": recipe}, rows=[*rows.values()])
 
 
-def named(arm: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+def labelled_row(arm: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     """The arm, with its network, the vendor to test with, and a label that states the options."""
     from dcls_convert.options import POSITION_LR_SCALE
 
-    test = next((vendor for vendor in VENDORS if vendor in Path(settings["data"]).name), VENDORS[0])
-    rate = settings["recipe"]["position_lr_scale"]
-    more = [
-        *settings["planning"].values(),
-        *([f"rate x{rate:g}"] if rate != POSITION_LR_SCALE else []),
-    ]
-    label = " ".join([arm["label"], *more]) if arm["distance"] is not None else arm["label"]
-    return arm | {"label": label, "network": settings["model"].rpartition("_")[2], "test": test}
+    data_name = Path(settings["data"]).name
+    test_vendor = next((vendor for vendor in VENDORS if vendor in data_name), VENDORS[0])
+    label = [arm["label"]]
+    if arm["distance"] is not None:
+        label += settings["planning"].values()
+        rate = settings["recipe"]["position_lr_scale"]
+        if rate != POSITION_LR_SCALE:
+            label.append(f"rate x{rate:g}")
+    network = settings["model"].rpartition("_")[2]
+    return arm | {"label": " ".join(label), "network": network, "test": test_vendor}
 
 
 def table() -> str:
-    """Of each network, and what is said of those with seeds enough."""
-    rows: list[dict[str, Any]] = json.loads(STORED.read_text(encoding="utf-8"))["rows"]
+    """Markdown: a row for each network; and the sentences about those with more than two pairs."""
+    rows: list[dict[str, Any]] = stored(STORED)["rows"]
     header = [
         "network, tested on",
         "converted",
@@ -145,49 +152,48 @@ def table() -> str:
         "ms a step",
         "top-1, %",
         "by seed",
+        "over seeds",
+        "over images",
+        "cells moved",
+        "outside, %",
     ]
-    header += ["over seeds", "over images", "cells moved", "outside, %"]
-    lines, said = [], []
+    sentences = []
+    kernel_differences = []
     for row in rows:
-        bounds = [row["over_seeds"], row["over_images"]]
-        intervals = [
-            "" if one is None else f"{one['low']:+.1f} to {one['high']:+.1f}" for one in bounds
-        ]
-        by_seed = ", ".join(f"{difference:+.1f}" for difference in row["differences"])
-        numbers = [
-            f"{row['params']:,}",
-            f"{row['macs'] / 1e6:.1f}",
-            f"{row['step_ms']:.0f}",
-            f"{row['top1']:.1f}",
-        ]
-        moved = (
-            ["", ""]
-            if row["distance"] is None
-            else [f"{row['distance']:.2f}", f"{100 * row['outside']:.0f}"]
-        )
-        lines.append(
-            [
-                f"{row['network']}, {row['test']}",
-                row["label"],
-                *numbers,
-                by_seed,
-                *intervals,
-                *moved,
-            ]
-        )
         if len(row["differences"]) > 2:
-            said.append(f"- {row['network']}, {row['sentence']}")
-    pairs = [
-        pair
-        for row in rows
-        if row["label"] in ("17x17 kernel", "9x9 kernel")
-        for pair in row["differences"]
-    ]
-    better = f"better in {sum(pair > 0 for pair in pairs)} of {len(pairs)} pairs"
-    said.append(
-        f"- over the old kernel, all: {better}, {sum(pairs) / len(pairs):+.1f} points in the mean"
+            sentences.append(f"- {row['network']}, {row['sentence']}")
+        if row["label"] in ("17x17 kernel", "9x9 kernel"):
+            kernel_differences += row["differences"]
+    better = sum(difference > 0 for difference in kernel_differences)
+    mean = sum(kernel_differences) / len(kernel_differences)
+    sentences.append(
+        f"- over the old kernel, all: better in {better} of {len(kernel_differences)} pairs, "
+        f"{mean:+.1f} points in the mean"
     )
-    return "\n\n".join([markdown_table(header, lines), "\n".join(said)])
+    lines = [table_line(row) for row in rows]
+    return "\n\n".join([markdown_table(header, lines), "\n".join(sentences)])
+
+
+def table_line(row: dict[str, Any]) -> list[str]:
+    moved = ["", ""]
+    if row["distance"] is not None:
+        moved = [f"{row['distance']:.2f}", f"{100 * row['outside']:.0f}"]
+    return [
+        f"{row['network']}, {row['test']}",
+        row["label"],
+        f"{row['params']:,}",
+        f"{row['macs'] / 1e6:.1f}",
+        f"{row['step_ms']:.0f}",
+        f"{row['top1']:.1f}",
+        ", ".join(f"{difference:+.1f}" for difference in row["differences"]),
+        interval(row["over_seeds"]),
+        interval(row["over_images"]),
+        *moved,
+    ]
+
+
+def interval(bounds: dict[str, float] | None) -> str:
+    return "" if bounds is None else f"{bounds['low']:+.1f} to {bounds['high']:+.1f}"
 
 
 def draw(comparison: Path, target: Path) -> None:
@@ -228,11 +234,9 @@ def draw(comparison: Path, target: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("folder", type=Path, nargs="?")
-    parser.add_argument("--test", choices=VENDORS, default="apple")
+    parser.add_argument("--test", choices=VENDORS, default="apple", help="vendor to test with")
     parser.add_argument(
         "--packages", type=Path, help="folder of emoji-datasource-VENDOR-VERSION.tgz"
     )
@@ -247,12 +251,11 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="print the stored results")
     options = parser.parse_args()
     if options.store is not None:
-        keep(options.store)
+        store_comparisons(options.store)
     elif options.folder is not None:
         with tempfile.TemporaryDirectory() as fetched:
-            for vendor in VENDORS if options.packages is None else ():
-                name = f"emoji-datasource-{vendor}@{VERSION}"
-                subprocess.run(["npm", "pack", "--silent", name], cwd=fetched, check=True)
+            if options.packages is None:
+                fetch_packages(Path(fetched))
             count = prepare(options.folder, options.test, options.packages or Path(fetched))
         print(f"{count} emoji, {len(VENDORS) - 1} vendors to learn from, {options.test} to test")
     if options.picture is not None:

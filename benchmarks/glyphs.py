@@ -9,11 +9,12 @@ as ten typefaces of other families do: 48 x 48 pixels, black on white. --second 
 kanji. What was run with them, stated before anything was trained, is in glyphs.md.
 """
 
-import argparse
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from measuring import script_parser
 
 if TYPE_CHECKING:
     from fontTools.ttLib import TTFont
@@ -29,7 +30,7 @@ FONTS = Path("/usr/share/fonts")
 # Kanji of JIS X 0208, level 1, in the bytes of Shift JIS.
 FIRST_KANJI = 0x889F
 LAST_KANJI = 0x9872
-# Debian's package and the file that it installs.
+# Font file below FONTS -> Debian's package that installs it.
 TRAIN = {
     "opentype/ipaexfont-gothic/ipaexg.ttf": "fonts-ipaexfont-gothic",
     "opentype/ipaexfont-mincho/ipaexm.ttf": "fonts-ipaexfont-mincho",
@@ -98,22 +99,30 @@ def separable(num_classes: int = CLASSES, dilation: int = 1) -> "nn.Module":
             mixed = nn.functional.relu(self.norm(self.depthwise(maps)))
             return nn.functional.relu(maps + self.norm_after(self.pointwise(mixed)))
 
-    layers: list[nn.Module] = []
-    channels = 1
-    for width in (32, 64, 128):
-        layers.append(_halving(channels, width, 3 if channels == 1 else 2))
-        layers.append(nn.Sequential(Block(width), Block(width), Block(width)))
-        channels = width
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes)]
-    return nn.Sequential(*layers)
+    def blocks(channels: int) -> nn.Module:
+        return nn.Sequential(Block(channels), Block(channels), Block(channels))
+
+    return nn.Sequential(
+        _halving(1, 32, kernel_size=3, padding=1),
+        blocks(32),
+        _halving(32, 64, kernel_size=2, padding=0),
+        blocks(64),
+        _halving(64, 128, kernel_size=2, padding=0),
+        blocks(128),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(128, num_classes),
+    )
 
 
-def _halving(channels: int, width: int, side: int) -> "nn.Module":
+def _halving(in_channels: int, out_channels: int, *, kernel_size: int, padding: int) -> "nn.Module":
     """A convolution that halves the map, with its norm."""
     from torch import nn
 
-    convolution = nn.Conv2d(channels, width, side, stride=2, padding=side // 3, bias=False)
-    return nn.Sequential(convolution, nn.BatchNorm2d(width), nn.ReLU())
+    convolution = nn.Conv2d(
+        in_channels, out_channels, kernel_size, stride=2, padding=padding, bias=False
+    )
+    return nn.Sequential(convolution, nn.BatchNorm2d(out_channels), nn.ReLU())
 
 
 def dilated_separable(num_classes: int = CLASSES) -> "nn.Module":
@@ -197,9 +206,7 @@ def prepare(folder: Path, *, second: bool) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--second", action="store_true", help="the next 400 kanji")
     parser.add_argument("--packages", action="store_true", help="names of Debian's packages")

@@ -7,28 +7,32 @@ ConvNeXts and ResNets from 4 M to 846 M parameters, each in a fresh process. Res
 after every row; a new call goes on.
 """
 
-import argparse
 import math
-import os
 import shutil
-import subprocess
+import statistics
 import sys
-import sysconfig
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from measuring import MIB, RESULTS, markdown_table, run_fresh, store, stored_rows
+from measuring import (
+    IMPORTS,
+    MIB,
+    PROGRAM,
+    RESULTS,
+    Results,
+    add_results_options_,
+    markdown_table,
+    run_fresh,
+    save_model,
+    script_parser,
+    stored,
+    stored_rows,
+)
 
 RESULT = RESULTS / "growth.json"
 PLOT = Path(__file__).parent / "growth.svg"
-PROGRAM = os.path.join(sysconfig.get_path("scripts"), "dcls-convert")
-IMPORTS = "import torch, torchvision, timm"
-SAVE = (
-    f"import sys; {IMPORTS}; from safetensors.torch import save_file; torch.manual_seed(1); "
-    "model = timm.create_model(sys.argv[1]); save_file(model.state_dict(), sys.argv[2]); "
-    "print(sum(p.numel() for p in model.parameters()))"
-)
 SIZES = {  # windows: the paper's
     **dict.fromkeys(
         [
@@ -39,61 +43,53 @@ SIZES = {  # windows: the paper's
     ),
     **dict.fromkeys(["resnet18", "resnet50", "resnet152"], "7"),
 }
-STAGES = ("plan", "random", "fit", "fold")
+COMMANDS = ("plan", "random", "fit", "fold")  # each is the "stage" of a stored row
 # The fit costs by kernels, of which dense 3x3 convolutions have a thousand times as many as
 # depthwise ones.
 FIT_MODELS = tuple(name for name in SIZES if name != "resnet152")
 
 
-def commands(name: str, weights: Path, scratch: Path) -> dict[str, list[str]]:
-    size = ["--dilated-size", SIZES[name]]
-    found = {
-        "plan": [PROGRAM, name, *size, "--dry-run"],
-        "random": [PROGRAM, name, *size, "--quiet", "--output", str(scratch / "random")],
-        # Folds what "random" wrote.
-        "fold": [PROGRAM, "fold", str(scratch / "random"), "--output", str(scratch / "fold")],
-    }
-    if name in FIT_MODELS:
-        fitted = [
-            "--checkpoint",
-            str(weights),
-            "--init",
-            "fit",
-            "--quiet",
-            "--output",
-            str(scratch / "fit"),
-        ]
-        found["fit"] = [PROGRAM, name, *size, *fitted]
-    return found
+def command_line(name: str, command: str, scratch: Path) -> list[str]:
+    """Of one of COMMANDS for the model; it writes to the folder of the command's name."""
+    output = ["--output", str(scratch / command)]
+    if command == "fold":
+        return [PROGRAM, "fold", str(scratch / "random"), *output]
+    convert = [PROGRAM, name, "--dilated-size", SIZES[name]]
+    if command == "plan":
+        return [*convert, "--dry-run"]
+    if command == "fit":
+        fitted = ["--checkpoint", str(weights_file(scratch)), "--init", "fit"]
+        return [*convert, *fitted, "--quiet", *output]
+    return [*convert, "--quiet", *output]
 
 
-def measure(name: str, done: set[tuple[str, str]], imports: dict[str, float]) -> Any:
-    """Rows of one model, as they come."""
+def weights_file(scratch: Path) -> Path:
+    return scratch / "weights.safetensors"
+
+
+def commands_of(name: str) -> list[str]:
+    return [command for command in COMMANDS if command != "fit" or name in FIT_MODELS]
+
+
+def measure(name: str, missing: set[str], imports: dict[str, float]) -> Iterator[dict[str, Any]]:
+    """Rows of one model for the missing commands, as they come."""
+    to_run = set(missing)
+    if "fold" in missing:
+        to_run.add("random")  # writes what is folded
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        weights = scratch / "weights.safetensors"
-        saved = subprocess.run(
-            [sys.executable, "-c", SAVE, name, str(weights)],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        params = int(saved.stdout.strip().splitlines()[-1])
-        for stage, command in commands(name, weights, scratch).items():
-            if (name, stage) in done and stage != "random":  # which fold needs
+        params, _ = save_model(name, weights_file(scratch))
+        for command in COMMANDS:
+            if command not in to_run:
                 continue
-            run = run_fresh(command)
-            if run.returncode:
-                raise RuntimeError(
-                    f"{' '.join(command)} ended with {run.returncode}:\n{run.stderr}"
-                )
-            if stage != "random":
-                shutil.rmtree(scratch / stage, ignore_errors=True)
-            if (name, stage) not in done:
+            run = run_fresh(command_line(name, command, scratch))
+            if command != "random":
+                shutil.rmtree(scratch / command, ignore_errors=True)
+            if command in missing:
                 yield {
                     "model": name,
                     "params": params,
-                    "stage": stage,
+                    "stage": command,
                     "seconds": run.seconds,
                     "peak_mib": run.peak_bytes / MIB,
                     "imports": imports,
@@ -101,26 +97,23 @@ def measure(name: str, done: set[tuple[str, str]], imports: dict[str, float]) ->
 
 
 def imports_alone() -> dict[str, float]:
-    run = min(
-        (run_fresh([sys.executable, "-c", IMPORTS]) for _ in range(3)), key=lambda run: run.seconds
-    )
+    """Time and memory of the fastest of three runs."""
+    runs = [run_fresh([sys.executable, "-c", IMPORTS]) for _ in range(3)]
+    run = min(runs, key=lambda run: run.seconds)
     return {"seconds": run.seconds, "peak_mib": run.peak_bytes / MIB}
 
 
 def exponent(rows: list[dict[str, Any]], key: str) -> float | None:
     """b of key = a * params ** b by least squares on logarithms, of what lies above the imports."""
-    points = [
-        (math.log(row["params"]), math.log(row[key] - row["imports"][key]))
-        for row in rows
-        if row[key] > 1.05 * row["imports"][key]
-    ]
-    if len(points) < 3:
+    log_params = []
+    log_values = []
+    for row in rows:
+        if row[key] > 1.05 * row["imports"][key]:
+            log_params.append(math.log(row["params"]))
+            log_values.append(math.log(row[key] - row["imports"][key]))
+    if len(log_params) < 3:
         return None
-    mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
-    slope: float = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum(
-        (x - mean_x) ** 2 for x, _ in points
-    )
-    return slope
+    return statistics.linear_regression(log_params, log_values).slope
 
 
 def family(row: dict[str, Any]) -> str:
@@ -128,25 +121,26 @@ def family(row: dict[str, Any]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    of = {(row["model"], row["stage"]): row for row in rows}
-
-    def cell(model: str, stage: str) -> str:
-        row = of.get((model, stage))
-        return "" if row is None else f"{row['seconds']:.1f} s, {row['peak_mib'] / 1024:.2f} GiB"
-
-    models = sorted({(row["params"], row["model"]) for row in rows})
-    lines = [
-        [name, f"{params / 1e6:.1f}", *(cell(name, stage) for stage in STAGES)]
-        for params, name in models
-    ]
+    """Markdown: a row for each model; and how time and memory of the ConvNeXts grow."""
+    row_of = {(row["model"], row["stage"]): row for row in rows}
+    lines = []
+    for params, model in sorted({(row["params"], row["model"]) for row in rows}):
+        cells = [cell(row_of.get((model, command))) for command in COMMANDS]
+        lines.append([model, f"{params / 1e6:.1f}", *cells])
     for key, what in (("seconds", "time"), ("peak_mib", "memory")):
-        found = [
-            exponent([r for r in rows if r["stage"] == s and family(r) == "ConvNeXt"], key)
-            for s in STAGES
-        ]
-        exponents = ["" if value is None else f"{value:.2f}" for value in found]
-        lines.append([f"ConvNeXt: exponent of {what} above the imports'", "", *exponents])
-    return markdown_table(["model", "M parameters", *STAGES], lines)
+        cells = []
+        for command in COMMANDS:
+            members = [row for row in rows if row["stage"] == command and family(row) == "ConvNeXt"]
+            value = exponent(members, key)
+            cells.append("" if value is None else f"{value:.2f}")
+        lines.append([f"ConvNeXt: exponent of {what} above the imports'", "", *cells])
+    return markdown_table(["model", "M parameters", *COMMANDS], lines)
+
+
+def cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    return f"{row['seconds']:.1f} s, {row['peak_mib'] / 1024:.2f} GiB"
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -157,67 +151,64 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for stage in STAGES:
+    for number, command in enumerate(COMMANDS):
         for kind, marker in (("ConvNeXt", "o-"), ("ResNet", "s--")):
-            points = sorted(
-                (r for r in rows if r["stage"] == stage and family(r) == kind),
-                key=lambda r: r["params"],
-            )
+            points = [row for row in rows if row["stage"] == command and family(row) == kind]
             if not points:
                 continue
+            points.sort(key=lambda row: row["params"])
             params = [row["params"] for row in points]
-            colour = f"C{STAGES.index(stage)}"
             for axis, key, scale in ((axes[0], "seconds", 1), (axes[1], "peak_mib", 1024)):
                 axis.plot(
                     params,
-                    [r[key] / scale for r in points],
+                    [row[key] / scale for row in points],
                     marker,
-                    color=colour,
-                    label=f"{stage}, {kind}",
+                    color=f"C{number}",
+                    label=f"{command}, {kind}",
                 )
     for axis, label in zip(axes, ("seconds", "peak memory, GiB"), strict=True):
         axis.set(xscale="log", yscale="log", xlabel="parameters", ylabel=label)
-    axes[1].plot(
-        params := [4e6, 8.5e8], [4 * count / 2**30 for count in params], "k:", label="weights alone"
-    )
+    params = [4e6, 8.5e8]
+    weights_gib = [4 * count / 2**30 for count in params]
+    axes[1].plot(params, weights_gib, "k:", label="weights alone")
     axes[1].legend(fontsize="x-small")
     figure.savefig(path, format="svg", metadata={"Date": None})
 
 
+def run(models: list[str], output: Path) -> list[dict[str, Any]]:
+    """Measure and store what is not stored yet; returns all rows."""
+    settings = {"sizes": SIZES, "fit": FIT_MODELS}
+    results = Results(
+        path=output,
+        command="python benchmarks/growth.py",
+        settings=settings,
+        rows=stored_rows(output, settings=settings),
+    )
+    imports = imports_alone()
+    for name in models:
+        done = {row["stage"] for row in results.rows if row["model"] == name}
+        missing = set(commands_of(name)) - done
+        if not missing:
+            continue
+        for row in measure(name, missing, imports):
+            results.add_(row, message=f"{name} {row['stage']}: {row['seconds']:.1f} s")
+    return results.rows
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--output", type=Path, default=RESULT)
-    parser.add_argument(
-        "--table",
-        action="store_true",
-        help="print the table of the stored results, measure nothing",
-    )
+    add_results_options_(parser, RESULT)
     parser.add_argument(
         "--plot",
         action="store_true",
         help=f"draw {PLOT.name} from the stored results, measure nothing",
     )
     options = parser.parse_args()
-    settings = {"sizes": SIZES, "fit": FIT_MODELS}
-    rows = stored_rows(options.output, settings=settings)
-    if not (options.table or options.plot):
-        imports = imports_alone()
-        for name in options.models:
-            done = {(row["model"], row["stage"]) for row in rows}
-            if {(name, stage) for stage in commands(name, Path(), Path())} <= done:
-                continue
-            for row in measure(name, done, imports):
-                rows.append(row)
-                print(f"{name} {row['stage']}: {row['seconds']:.1f} s", file=sys.stderr, flush=True)
-                store(
-                    options.output,
-                    command="python benchmarks/growth.py",
-                    settings=settings,
-                    rows=rows,
-                )
+    if options.table or options.plot:
+        rows = stored(options.output)["rows"]
+    else:
+        rows = run(options.models, options.output)
     if options.plot:
         plot(rows, PLOT if options.output == RESULT else options.output.with_suffix(".svg"))
     print(table(rows))

@@ -8,7 +8,7 @@ what is smaller than half a crop, and the second picture of a stereo pair.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -106,18 +106,22 @@ def pretrained_network(name: str = NAME) -> nn.Module:
     state = torch.load(file.get_model_file_path(), weights_only=True)
     model = timm.create_model(name)
     # The file has other names than timm, in the same order, and counts batches in other places.
-    own, theirs = (
-        [name for name in names if not name.endswith("num_batches_tracked")]
-        for names in (model.state_dict(), state)
-    )
-    model.load_state_dict(
-        {ours: state[name] for ours, name in zip(own, theirs, strict=True)}, strict=False
-    )
+    timm_names = without_batch_counts(model.state_dict())
+    file_names = without_batch_counts(state)
+    renamed = {}
+    for timm_name, file_name in zip(timm_names, file_names, strict=True):
+        renamed[timm_name] = state[file_name]
+    model.load_state_dict(renamed, strict=False)
     check(model.eval())
     return model
 
 
+def without_batch_counts(names: Iterable[str]) -> list[str]:
+    return [name for name in names if not name.endswith("num_batches_tracked")]
+
+
 def check(model: nn.Module) -> None:
+    """End the program with one line if the network does not say what is in the photographs."""
     images = photographs(0) | photographs(1)
     for name, expected in EXPECTED.items():
         found = int(logits(model, pixels([images[name].resize((SIDE, SIDE))])).argmax())
@@ -164,7 +168,8 @@ def logits(model: nn.Module, images: Tensor) -> Tensor:
 
 def compared(old: Tensor, new: Tensor) -> dict[str, float]:
     """How far the logits (N, classes) of one network are from another's for the same crops."""
-    log_old, log_new = old.log_softmax(1), new.log_softmax(1)
+    log_old = old.log_softmax(1)
+    log_new = new.log_softmax(1)
     return {
         "same_top1": float((old.argmax(1) == new.argmax(1)).double().mean()),
         "kl": float((log_old.exp() * (log_old - log_new)).sum(1).mean()),  # nats

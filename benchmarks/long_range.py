@@ -31,6 +31,8 @@ from typing import Any
 
 import small
 import torch
+from measuring import markdown_table
+from small import Settings
 from torch import Tensor, nn
 
 import dcls_convert
@@ -44,12 +46,12 @@ DISTRACTORS = 2
 FIRST_DATA_SEED = 2000  # those from 1000 were looked at while the task was being designed
 NOISE = 0.4  # standard deviation; stripes are -1 and 1
 WINDOW = 13  # cells; the image is hardly larger
-TEXTURES = (
+TEXTURES = (  # of a cell; the last is the distractors'
     ((1, 1), (-1, -1)),
     ((1, -1), (1, -1)),
     ((1, -1), (-1, 1)),
-)  # of a cell; the last is the distractors'
-SETTINGS: dict[str, Any] = {
+)
+SETTINGS: Settings = {
     "depths": [2],
     "dims": [24],
     "train_images": 4096,
@@ -62,16 +64,19 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Network:
+    """A network before conversion, and how it is converted."""
+
     kernel_size: int = 7  # before conversion
     dilation: int = 1
-    tie: str | None = None  # how it is converted; None is not at all
+    tie: str | None = None  # None: not converted
     positions: str = "uniform"
     position_lr_scale: float = small.POSITION_LR_SCALE  # 0 where they are frozen
 
 
+DENSE = "dense 7x7"
 FROZEN = "DCLS 13, positions frozen"
 NETWORKS = {
-    "dense 7x7": Network(),
+    DENSE: Network(),
     "dilated 7x7, rate 2": Network(dilation=2),
     "dense 13x13": Network(kernel_size=13),
     "DCLS 13, tied": Network(tie="stage"),
@@ -87,9 +92,8 @@ def make_images(count: int, generator: torch.Generator) -> small.Data:
     classes = torch.randint(DIRECTIONS, (count,), generator=generator)
     angle = (classes + torch.rand(count, generator=generator) - 0.5) * 2 * math.pi / DIRECTIONS
     distance = DISTANCES[0] + (DISTANCES[1] - DISTANCES[0]) * torch.rand(count, generator=generator)
-    offset = (
-        (distance * torch.stack([angle.sin(), angle.cos()])).round().long()
-    )  # (2, N): rows, columns
+    # (2, N): rows, columns
+    offset = (distance * torch.stack([angle.sin(), angle.cos()])).round().long()
     room = CELLS - PATCH - offset.abs()
     first = (torch.rand(2, count, generator=generator) * (room + 1)).long() + (-offset).clamp(min=0)
     others = [
@@ -97,7 +101,8 @@ def make_images(count: int, generator: torch.Generator) -> small.Data:
         for _ in range(DISTRACTORS)
     ]
     images = NOISE * torch.randn(count, CELLS * PIXELS, CELLS * PIXELS, generator=generator)
-    image, pixels = torch.arange(count)[:, None, None], torch.arange(PATCH * PIXELS)
+    image = torch.arange(count)[:, None, None]
+    pixels = torch.arange(PATCH * PIXELS)
     for index, corner in enumerate([first, first + offset, *others]):
         texture = torch.tensor(TEXTURES[min(index, 2)]).repeat(PATCH, PATCH)
         rows, columns = (PIXELS * corner)[:, :, None, None]
@@ -105,21 +110,21 @@ def make_images(count: int, generator: torch.Generator) -> small.Data:
     return images.unsqueeze(1), classes
 
 
-def batches(data: small.Data, generator: torch.Generator) -> Iterator[small.Data]:
+def batches(data: small.Data, size: int, generator: torch.Generator) -> Iterator[small.Data]:
     images, classes = data
     while True:
-        for part in torch.randperm(len(images), generator=generator).split(SETTINGS["batch"]):
+        for part in torch.randperm(len(images), generator=generator).split(size):
             yield images[part].contiguous(memory_format=torch.channels_last), classes[part]
 
 
-def build(network: Network, seed: int) -> nn.Module:
+def build(network: Network, seed: int, settings: Settings) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = small.small_convnext(
             in_channels=1,
             classes=DIRECTIONS,
-            depths=SETTINGS["depths"],
-            dims=SETTINGS["dims"],
+            depths=settings["depths"],
+            dims=settings["dims"],
             kernel_size=network.kernel_size,
             dilation=network.dilation,
             layer_scale=1.0,
@@ -133,44 +138,45 @@ def build(network: Network, seed: int) -> nn.Module:
     return model
 
 
-def measure(seed: int) -> Iterator[dict[str, Any]]:
+def measure(seed: int, settings: Settings) -> Iterator[dict[str, Any]]:
     generator = torch.Generator().manual_seed(FIRST_DATA_SEED + seed)
-    train, test = (make_images(SETTINGS[f"{part}_images"], generator) for part in ("train", "test"))
+    train = make_images(settings["train_images"], generator)
+    test = make_images(settings["test_images"], generator)
     for name, network in NETWORKS.items():
         start = time.perf_counter()
-        model = build(network, seed)
+        model = build(network, seed, settings)
         before = positions_of(model)
         loss = small.train_(
             model,
-            batches(train, torch.Generator().manual_seed(seed)),
-            steps=SETTINGS["steps"],
-            lr=SETTINGS["lr"],
+            batches(train, settings["batch"], torch.Generator().manual_seed(seed)),
+            steps=settings["steps"],
+            lr=settings["lr"],
             position_lr_scale=network.position_lr_scale,
         )
         row: dict[str, Any] = {
             "network": name,
             "params": small.parameter_count(model),
             "loss": loss,
+            "train": small.accuracy(model, train),
+            "test": small.accuracy(model, test),
         }
-        row |= {"train": small.accuracy(model, train), "test": small.accuracy(model, test)}
         if network.tie is not None:
             counts = {
                 layer.kernel_count
                 for layer in model.modules()
                 if isinstance(layer, dcls_convert.DclsConv2d)
             }
-            row |= {
-                "elements": max(counts),
-                "moved": float((positions_of(model) - before).norm(dim=0).mean()),
-            }
+            row["elements"] = max(counts)
+            row["moved"] = float((positions_of(model) - before).norm(dim=0).mean())
         yield row | {"seconds": round(time.perf_counter() - start, 1)}
 
 
 def positions_of(model: nn.Module) -> Tensor:
     """(2, elements of all position parameters), in cells; of dense networks there are none."""
-    found = [
-        one.detach().flatten(1) for name, one in model.named_parameters() if "positions" in name
-    ]
+    found = []
+    for name, parameter in model.named_parameters():
+        if "positions" in name:
+            found.append(parameter.detach().flatten(1))
     return torch.cat([torch.zeros(2, 0), *found], dim=1).clone()
 
 
@@ -179,32 +185,41 @@ def table(result: dict[str, Any]) -> Iterator[str]:
     rows: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in result["rows"]:
         rows[row["network"]].append(row)
-    columns = (
+    header = [
+        "network",
         "parameters",
         "elements",
         "test accuracy, %",
         "over dense 7x7, by seed",
         "over frozen positions, by seed",
-    )
-    yield f"| network | {' | '.join(columns)} | training accuracy, % | cells moved |"
-    yield "| --- |" + " --- |" * (len(columns) + 2)
+        "training accuracy, %",
+        "cells moved",
+    ]
+    lines = []
     for name, members in rows.items():
-        shown = [small.mean_and_spread([row["test"] for row in members])]
-        for other in ("dense 7x7", FROZEN):
-            pairs = zip(members, rows[other], strict=True)
-            shown.append(
-                ""
-                if name == other
-                else ", ".join(f"{row['test'] - base['test']:+.1f}" for row, base in pairs)
-            )
-        shown.append(small.mean_and_spread([row["train"] for row in members]))
-        shown.append(
-            small.mean_and_spread([row["moved"] for row in members], 2)
-            if "moved" in members[0]
-            else ""
-        )
         elements = members[0].get("elements", NETWORKS[name].kernel_size ** 2)
-        yield f"| {name} | {members[0]['params']:,} | {elements} | {' | '.join(shown)} |"
+        moved = ""
+        if "moved" in members[0]:
+            moved = small.mean_and_spread([row["moved"] for row in members], 2)
+        lines.append(
+            [
+                name,
+                f"{members[0]['params']:,}",
+                str(elements),
+                small.mean_and_spread([row["test"] for row in members]),
+                "" if name == DENSE else gains(members, rows[DENSE]),
+                "" if name == FROZEN else gains(members, rows[FROZEN]),
+                small.mean_and_spread([row["train"] for row in members]),
+                moved,
+            ]
+        )
+    yield markdown_table(header, lines, align_right=False)
+
+
+def gains(rows: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> str:
+    """Points of test accuracy over the baseline, seed by seed."""
+    pairs = zip(rows, baseline, strict=True)
+    return ", ".join(f"{row['test'] - base['test']:+.1f}" for row, base in pairs)
 
 
 if __name__ == "__main__":

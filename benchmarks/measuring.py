@@ -1,10 +1,10 @@
-"""What the benchmarks of time and memory share.
-
-Fresh processes, peak memory, statistics, stored results.
+"""What the benchmarks share: statistics, fresh processes, peak memory, results and their tables.
 
 Nothing here imports torch, so that a script that only starts processes stays small.
 """
 
+import argparse
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -15,14 +15,36 @@ import re
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 MIB = 2**20
+PACKAGES = ("torch", "timm", "dcls-convert")  # whose versions are stored
+PROGRAM = os.path.join(sysconfig.get_path("scripts"), "dcls-convert")
+
+
+# The command line of a script.
+
+
+def script_parser(docstring: str | None) -> argparse.ArgumentParser:
+    """A parser whose --help shows the script's docstring as it is written."""
+    return argparse.ArgumentParser(
+        description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def add_results_options_(parser: argparse.ArgumentParser, output: Path) -> None:
+    """Add --output, the file of the results, and --table, which prints them without measuring."""
+    parser.add_argument("--output", type=Path, default=output, help="file of the results")
+    parser.add_argument(
+        "--table", action="store_true", help="print the stored results, measure nothing"
+    )
 
 
 # Statistics.
@@ -54,6 +76,33 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(statistics.fmean(math.log(value) for value in values))
 
 
+def fastest_in_turn(ways: Sequence[Callable[[], object]], rounds: int) -> list[float]:
+    """Least seconds of each way over rounds in which they take turns, after one to warm up."""
+    for way in ways:
+        way()
+    fastest = [math.inf] * len(ways)
+    for _ in range(rounds):
+        for index, way in enumerate(ways):
+            start = time.perf_counter()
+            way()
+            fastest[index] = min(fastest[index], time.perf_counter() - start)
+    return fastest
+
+
+# Settings of the package.
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """The attribute of a module or object has another value for as long as this lasts."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
 # Processes of their own.
 
 
@@ -64,14 +113,14 @@ class FreshRun:
     returncode: int
     stdout: str
     stderr: str
-    seconds: float  # from before it was started to its end
-    peak_bytes: (
-        int  # most resident memory at any time, of the process and of those that it waited for
-    )
+    seconds: float  # wall time, from before it was started to its end
+    user_seconds: float  # processor time outside the system
+    # Largest resident memory at any time of one process: this one or one that it waited for.
+    peak_bytes: int
 
 
 class FreshProcessError(RuntimeError):
-    """The process ended with an error, or without the JSON that was expected of it."""
+    """The process was not started, ended with an error, or printed no JSON though it should."""
 
 
 # Linux counts the memory of the process that starts another in with the other's, so this small one
@@ -84,66 +133,87 @@ pid = os.posix_spawnp(command[0], command, os.environ)
 _, status, usage = os.wait4(pid, 0)
 seconds = time.perf_counter() - start
 unit = 1 if sys.platform == "darwin" else 1024
+found = {
+    "returncode": os.waitstatus_to_exitcode(status),
+    "seconds": seconds,
+    "user_seconds": usage.ru_utime,
+    "peak_bytes": usage.ru_maxrss * unit,
+}
 with open(report, "w") as file:
-    json.dump([os.waitstatus_to_exitcode(status), seconds, usage.ru_maxrss * unit], file)
+    json.dump(found, file)
 """
 
 
 def run_fresh(
-    command: Sequence[str],
-    *,
-    env: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
+    command: Sequence[str], *, env: Mapping[str, str] | None = None, check: bool = True
 ) -> FreshRun:
-    """Runs a command in a fresh process and measures it; never raises because of what the command
-    did.
+    """Run a command in a fresh process and measure it.
 
     Args:
         env: Changes to the environment that this process has.
+        check: Whether a command that ends with an error raises.
+
+    Raises:
+        FreshProcessError: The command could not be started, or ended with an error.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
         launched = subprocess.run(
             [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(report), *command],
             env={**os.environ, **(env or {})},
-            cwd=cwd,
             capture_output=True,
             text=True,
             check=False,
         )
         if not report.exists():
             raise FreshProcessError(f"{command[0]} could not be started:\n{launched.stderr}")
-        returncode, seconds, peak = json.loads(report.read_text(encoding="utf-8"))
-    return FreshRun(
-        returncode=returncode,
-        stdout=launched.stdout,
-        stderr=launched.stderr,
-        seconds=seconds,
-        peak_bytes=peak,
-    )
+        measured = json.loads(report.read_text(encoding="utf-8"))
+    run = FreshRun(stdout=launched.stdout, stderr=launched.stderr, **measured)
+    if check and run.returncode:
+        raise FreshProcessError(f"{' '.join(command)} ended with {run.returncode}:\n{run.stderr}")
+    return run
 
 
-def fresh_process(
-    script: str | Path, *arguments: str, env: Mapping[str, str] | None = None
-) -> tuple[Any, float, int]:
-    """Runs a Python script that prints one JSON value as the last line of its stdout.
-
-    Returns:
-        That value, the wall time in seconds, the peak resident memory in bytes.
+def json_of_fresh(arguments: Sequence[str], *, env: Mapping[str, str] | None = None) -> Any:
+    """The JSON that a fresh Python with these arguments prints as the last line of its stdout.
 
     Raises:
         FreshProcessError: It ended with an error, or its last line is no JSON.
     """
-    run = run_fresh([sys.executable, str(script), *arguments], env=env)
-    called = " ".join([str(script), *arguments])
-    if run.returncode:
-        raise FreshProcessError(f"{called} ended with {run.returncode}:\n{run.stderr}")
+    run = run_fresh([sys.executable, *arguments], env=env)
     try:
-        return json.loads(run.stdout.strip().splitlines()[-1]), run.seconds, run.peak_bytes
+        return json.loads(run.stdout.strip().splitlines()[-1])
     except (IndexError, json.JSONDecodeError) as error:
+        called = " ".join(arguments)
         raise FreshProcessError(
             f"{called} printed no JSON, but {run.stdout!r}\n{run.stderr}"
         ) from error
+
+
+# What a command needs before it looks at a model.
+IMPORTS = "import torch, torchvision, timm"
+# Builds a timm model, saves its state, prints the numbers of parameters and of bytes of the state.
+SAVE_MODEL = f"""
+import json, sys
+{IMPORTS}
+from safetensors.torch import save_file
+torch.manual_seed(1)
+model = timm.create_model(sys.argv[1])
+state = model.state_dict()
+save_file(state, sys.argv[2])
+parameters = sum(parameter.numel() for parameter in model.parameters())
+print(json.dumps([parameters, sum(tensor.nbytes for tensor in state.values())]))
+"""
+
+
+def save_model(name: str, path: Path) -> tuple[int, int]:
+    """Save a timm model with random weights, as a fresh process builds it.
+
+    Returns:
+        The number of its parameters, and of the bytes of its state.
+    """
+    parameters, state_bytes = json_of_fresh(["-c", SAVE_MODEL, name, str(path)])
+    return parameters, state_bytes
 
 
 # Memory of this process.
@@ -230,11 +300,11 @@ def store(
     command: str,
     settings: Mapping[str, Any],
     rows: Sequence[Mapping[str, Any]],
-    packages: Sequence[str] = ("torch", "timm", "dcls-convert"),
+    packages: Sequence[str] = PACKAGES,
 ) -> None:
-    """Writes what was measured so far.
+    """Write what was measured so far.
 
-    To be called after every row, so that an interrupted run keeps its rows.
+    Called after every row, so that an interrupted run keeps its rows.
     """
     result = {
         "command": command,
@@ -250,20 +320,83 @@ def store(
     part.replace(path)
 
 
+def stored(path: Path) -> dict[str, Any]:
+    """What `store` wrote, whatever the settings."""
+    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return result
+
+
 def stored_rows(path: Path, *, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows of an earlier run with the same settings, to go on from.
 
-    An empty list if there is no such run.
+    An empty list if there is no file. Ends the program if the file's settings are others: the next
+    `store` would replace what was measured with them.
     """
     if not path.exists():
         return []
-    result = json.loads(path.read_text(encoding="utf-8"))
-    same = result["settings"] == json.loads(json.dumps(dict(settings)))
-    rows: list[dict[str, Any]] = result["rows"] if same else []
+    result = stored(path)
+    new = json.loads(json.dumps(dict(settings)))
+    differing = []
+    for name in dict.fromkeys([*result["settings"], *new]):
+        old_value = result["settings"].get(name)
+        new_value = new.get(name)
+        if old_value != new_value:
+            differing.append(f"{name}: {old_value}, not {new_value}")
+    if differing:
+        sys.exit(
+            f"error: {path} holds results with other settings ({'; '.join(differing)}); "
+            "give --output or delete it"
+        )
+    rows: list[dict[str, Any]] = result["rows"]
     return rows
 
 
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first column to the left, the others to the right."""
-    rules = ["---", *["---:"] * (len(header) - 1)]
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """The results of a script while it measures."""
+
+    path: Path
+    command: str
+    settings: Mapping[str, Any]
+    rows: list[dict[str, Any]]  # those that are stored, to begin with
+    packages: Sequence[str] = PACKAGES
+
+    def add_(self, row: Mapping[str, Any], *, message: str | None = None) -> None:
+        """Store one more row, and print the message, or else the row's JSON, to stderr."""
+        self.rows.append(dict(row))
+        store(
+            self.path,
+            command=self.command,
+            settings=self.settings,
+            rows=self.rows,
+            packages=self.packages,
+        )
+        print(message or json.dumps(row), file=sys.stderr, flush=True)
+
+
+# Tables.
+
+
+def quartiles_text(
+    found: Mapping[str, float], form: str, *, scale: float = 1.0, between: str = " to "
+) -> str:
+    """Median and quartiles of a `summary`: "2.1 (2.0 to 2.3)".
+
+    Args:
+        form: As in `format`, of each number.
+        scale: What each number is multiplied by before.
+        between: The text between the quartiles.
+    """
+    low, middle, high = (
+        format(scale * found[key], form) for key in ("first_quartile", "median", "third_quartile")
+    )
+    return f"{middle} ({low}{between}{high})"
+
+
+def markdown_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, align_right: bool = True
+) -> str:
+    """The first column is to the left, the others to the right, or to the left as well."""
+    others = "---:" if align_right else "---"
+    rules = ["---", *[others] * (len(header) - 1)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, rules, *rows])

@@ -1,40 +1,42 @@
 """How often the weights of a large model are in memory at once.
 
-    python benchmarks/memory.py [--model NAME | --survey]
+    python benchmarks/memory.py [--model NAME | --survey | --table]
 
 Conversion from random weights and from a file, loading, verification and folding of what was
-written, and a fit, each in a fresh process. Peaks are of resident memory, pages of mapped files
-included, added up over a command's processes (PSS, since they share some). Needs three times the
-model's weights in memory, and four times on disk. `--survey` measures `dcls-convert models` over
-both registries instead.
+written, and a fit, each in a fresh process. A peak is the larger of two: the most proportional
+memory (PSS) of all of a command's processes together, looked at 20 times a second; and the most
+resident memory of one of them, which the system notes exactly. Both include pages of mapped files.
+Needs three times the model's weights in memory, and four times on disk. `--survey` measures
+`dcls-convert models` over both registries instead.
 """
 
 import argparse
-import os
-import shutil
-import subprocess
 import sys
-import sysconfig
 import tempfile
 import threading
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
-from measuring import MIB, RESULTS, markdown_table, run_fresh, store
+from measuring import (
+    MIB,
+    PROGRAM,
+    RESULTS,
+    FreshRun,
+    Results,
+    add_results_options_,
+    markdown_table,
+    run_fresh,
+    save_model,
+    script_parser,
+    stored,
+)
 
-RESULT = RESULTS / "memory.json"
-PROGRAM = os.path.join(sysconfig.get_path("scripts"), "dcls-convert")
 # Of timm's models that have layers to convert, the one with the most parameters.
 LARGEST = "davit_giant"
-SECONDS_BETWEEN = 0.05  # two looks at a command's processes
+SECONDS_BETWEEN_LOOKS = 0.05  # at a command's processes
 IMPORTS = "import torch, torchvision, timm, safetensors.torch; import dcls_convert.checkpoints.save"
-SAVE = (
-    "import sys, timm, torch; from safetensors.torch import save_file; torch.manual_seed(1); "
-    "state = timm.create_model(sys.argv[1]).state_dict(); save_file(state, sys.argv[2]); "
-    "print(sum(tensor.nbytes for tensor in state.values()))"
-)
 LOAD = "import sys, dcls_convert; dcls_convert.load_converted(sys.argv[1])"
 LOAD_BY_TIMM = (
     "import sys, timm, dcls_convert; timm.create_model('local-dir:' + sys.argv[1], pretrained=True)"
@@ -42,10 +44,9 @@ LOAD_BY_TIMM = (
 
 
 def commands(name: str, scratch: Path) -> dict[str, list[str]]:
-    """By name; what converts writes to `scratch / "out"`, the others read what the last of these
-    wrote.
-    """
-    folder, weights = str(scratch / "out"), str(scratch / "weights.safetensors")
+    """Command lines, by name; a conversion writes the folder that the next commands read."""
+    folder = str(scratch / "out")
+    weights = str(scratch / "weights.safetensors")
     convert = [PROGRAM, name, "--quiet", "--force", "--output", folder]
     return {
         "convert": convert,
@@ -65,60 +66,53 @@ def commands(name: str, scratch: Path) -> dict[str, list[str]]:
     }
 
 
-def peak_of_tree(command: list[str]) -> tuple[float, int]:
-    """Seconds, and the most bytes that the command's processes had together."""
-    peak, over = 0, threading.Event()
+def run_watched(command: list[str]) -> tuple[FreshRun, int]:
+    """Run a command; returns what it did, and its peak in bytes as the first lines of this file
+    define it.
+    """
+    largest_pss = 0
+    ended = threading.Event()
 
     def watch() -> None:
-        nonlocal peak
+        nonlocal largest_pss
         own = psutil.Process()
-        while not over.wait(SECONDS_BETWEEN):
-            found = 0
+        while not ended.wait(SECONDS_BETWEEN_LOOKS):
+            together = 0
             for process in own.children(recursive=True):
                 try:
-                    found += process.memory_full_info().pss
+                    together += process.memory_full_info().pss
                 except psutil.Error:
                     continue
-            peak = max(peak, found)
+            largest_pss = max(largest_pss, together)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    start = time.perf_counter()
     try:
         run = run_fresh(command)
     finally:
-        over.set()
+        ended.set()
         watcher.join()
-    if run.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {run.returncode}:\n{run.stderr}")
-    return time.perf_counter() - start, max(peak, run.peak_bytes)
+    return run, max(largest_pss, run.peak_bytes)
 
 
-def measure(name: str, wanted: list[str] | None) -> Any:
+def measure(name: str, wanted: list[str] | None) -> Iterator[dict[str, Any]]:
     """A row for each command, as they come."""
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        _, imports = peak_of_tree([sys.executable, "-c", IMPORTS])
-        saved = subprocess.run(
-            [sys.executable, "-c", SAVE, name, str(scratch / "weights.safetensors")],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        weights = int(saved.stdout.strip().splitlines()[-1])
+        _, imports = run_watched([sys.executable, "-c", IMPORTS])
+        _, weights = save_model(name, scratch / "weights.safetensors")
         for command, arguments in commands(name, scratch).items():
             if wanted and command not in wanted:
                 continue
-            seconds, peak = peak_of_tree(arguments)
+            run, peak = run_watched(arguments)
             yield {
                 "model": name,
                 "command": command,
-                "seconds": seconds,
+                "seconds": run.seconds,
                 "peak_mib": peak / MIB,
                 "imports_mib": imports / MIB,
                 "weights_mib": weights / MIB,
             }
-        shutil.rmtree(scratch / "out", ignore_errors=True)
 
 
 def ratio(row: dict[str, Any]) -> float:
@@ -151,34 +145,44 @@ def table(rows: list[dict[str, Any]]) -> str:
     return markdown_table(header, lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def measure_and_store(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All rows; a part of the commands is not stored, since the file has them all."""
+    results = Results(
+        path=options.output,
+        command="python benchmarks/memory.py",
+        settings={"model": options.model},
+        rows=[],
     )
-    parser.add_argument("--model", default=LARGEST)
-    parser.add_argument("--only", nargs="+", help="these commands, in the words of the table")
-    parser.add_argument("--output", type=Path, default=RESULT)
-    parser.add_argument("--survey", action="store_true", help="of both registries; prints only")
-    options = parser.parse_args()
-    if options.survey:
-        seconds, peak = peak_of_tree([PROGRAM, "models", "--csv"])
-        print(f"dcls-convert models: {seconds:.0f} s, {peak / MIB:.0f} MiB in all processes")
-        return
-    rows: list[dict[str, Any]] = []
+    rows = []
     for row in measure(options.model, options.only):
         rows.append(row)
-        print(
-            f"{row['command']}: {row['peak_mib']:.0f} MiB, {ratio(row):.2f} times the weights",
-            file=sys.stderr,
-            flush=True,
-        )
-        store(
-            options.output,
-            command="python benchmarks/memory.py",
-            settings={"model": options.model},
-            rows=rows,
-        )
-    print(table(rows))
+        message = f"{row['command']}: {row['peak_mib']:.0f} MiB, {ratio(row):.2f} times the weights"
+        if options.only:
+            print(message, file=sys.stderr, flush=True)
+        else:
+            results.add_(row, message=message)
+    return rows
+
+
+def main() -> None:
+    parser = script_parser(__doc__)
+    parser.add_argument("--model", default=LARGEST)
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        help="these commands, in the words of the table, of which the first must be a conversion; "
+        "their rows are printed and not stored",
+    )
+    parser.add_argument("--survey", action="store_true", help="of both registries; prints only")
+    add_results_options_(parser, RESULTS / "memory.json")
+    options = parser.parse_args()
+    if options.survey:
+        run, peak = run_watched([PROGRAM, "models", "--csv"])
+        print(f"dcls-convert models: {run.seconds:.0f} s, {peak / MIB:.0f} MiB in all processes")
+    elif options.table:
+        print(table(stored(options.output)["rows"]))
+    else:
+        print(table(measure_and_store(options)))
 
 
 if __name__ == "__main__":

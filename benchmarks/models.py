@@ -13,9 +13,10 @@ import argparse
 import copy
 import json
 import logging
+import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,17 +24,27 @@ from typing import Any
 import measuring
 
 IMAGE = (3, 224, 224)
-MIN_ROUNDS, MAX_ROUNDS = 3, 30
-SLOW = 2.0  # seconds of one image; such an implementation is not warmed again, and constructs once
+MIN_ROUNDS = 3
+MAX_ROUNDS = 30
+# Seconds of one image; a slower implementation is not warmed up again, and constructs once.
+SLOW = 2.0
+CONSTRUCTION_SECONDS = 3.0  # of timed constructions of each model
 TOLERANCE = 1e-4  # of the largest output
-FLOATS_KEPT = 10  # by the authors' v0 in training, for every element and cell of its window; about
-OURS, FOLDED, DENSE, AUTHORS = "ours", "ours folded", "dense original", "authors' package"
-OURS_LAST, FOLDED_LAST = "ours, channels_last", "ours folded, channels_last"
-PAPER_RATIOS = {
+# About so many numbers are in memory for every element and cell of a window while the authors' v0
+# trains: its masks and intermediate products.
+FLOATS_KEPT = 10
+OURS = "ours"
+FOLDED = "ours folded"
+DENSE = "dense original"
+AUTHORS = "authors' package"
+OURS_LAST = "ours, channels_last"
+FOLDED_LAST = "ours folded, channels_last"
+PAPER_RATIOS = {  # throughput over the dense original's; table 1
     "convnext_tiny": 0.936,
     "convnext_small": 0.969,
     "convnext_base": 0.977,
-}  # table 1, throughput
+}
+CUDA = "cuda"  # mode of all measurements of a model on CUDA; its rows are "CUDA, batch ..."
 CUDA_BATCH = 128
 PACKAGES = ("torch", "timm", "dcls-convert", "dcls")
 
@@ -55,7 +66,8 @@ CASES = (
     Case(model="mobilenetv3_large_100", window=13),
     Case(model="efficientnet_b0", window=13),
 )
-MODES = {
+CUDA_CASES = tuple(Case(model=name, window=17, channels_last=True) for name in PAPER_RATIOS)
+MODES = {  # batch, and whether it is a training step
     "inference, batch 1": (1, False),
     "inference, batch 8": (8, False),
     "training step, batch 8": (8, True),
@@ -101,61 +113,92 @@ def with_authors_layers(converted: Any, version: str, training: bool) -> Any:
         NotImplementedError: There is something that theirs cannot do, or not in this machine's
         memory.
     """
-    import DCLS.construct.modules as authors
     from torch import nn
 
-    from dcls_convert.layers.dcls_conv import DclsConv2d, DclsConvNd
+    from dcls_convert.layers.dcls_conv import DclsConvNd
 
     model = copy.deepcopy(converted)
-    layers = [
-        (name, layer) for name, layer in model.named_modules() if isinstance(layer, DclsConvNd)
-    ]
-    bytes_of = [
-        4 * FLOATS_KEPT * layer.weight.numel() * layer.dilated_kernel_size[0] ** 2
-        for _, layer in layers
-    ]
-    needed = sum(bytes_of) if training else max(bytes_of)
+    layers = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, DclsConvNd):
+            check_theirs_can(name, layer)
+            layers[name] = layer
+    check_memory(list(layers.values()), training)
+    logging.disable(logging.WARNING)  # of a CUDA extension that is not there
+    shared: dict[int, nn.Parameter] = {}  # their P by the id of our positions
+    for name, layer in layers.items():
+        theirs = authors_layer(layer, version)
+        positions = layer.positions
+        if id(positions) not in shared:
+            shared[id(positions)] = authors_positions(positions, version)
+        theirs.P = shared[id(positions)]
+        model.set_submodule(name, theirs)
+    remove_positions_(model)
+    return model
+
+
+def check_theirs_can(name: str, layer: Any) -> None:
+    """Raise NotImplementedError if theirs has no layer like this one."""
+    from dcls_convert.layers.dcls_conv import DclsConv2d
+
+    is_square = isinstance(layer, DclsConv2d) and len(set(layer.dilated_kernel_size)) == 1
+    if not is_square or layer.dense_axes:
+        raise NotImplementedError(f"{name}: theirs is right for square windows only")
+    if (
+        isinstance(layer.padding, str)
+        or layer.dilation != (1, 1)
+        or layer.interpolation != "bilinear"
+    ):
+        raise NotImplementedError(
+            f"{name}: theirs has no padding={layer.padding!r}, dilation={layer.dilation}"
+        )
+
+
+def check_memory(layers: Sequence[Any], training: bool) -> None:
+    """Raise NotImplementedError if the kernels of such layers do not fit into memory."""
+    needed_by_layer = []
+    for layer in layers:
+        window_cells = math.prod(layer.dilated_kernel_size)
+        needed_by_layer.append(4 * FLOATS_KEPT * layer.weight.numel() * window_cells)
+    needed = sum(needed_by_layer) if training else max(needed_by_layer)
     if needed > 0.7 * available_bytes():
         raise NotImplementedError(f"not run: its construction keeps about {needed / 2**30:.0f} GiB")
-    shared: dict[int, nn.Parameter] = {}
-    logging.disable(logging.WARNING)  # of a CUDA extension that is not there
-    for name, layer in layers:
-        if (
-            not isinstance(layer, DclsConv2d)
-            or len(set(layer.dilated_kernel_size)) > 1
-            or layer.dense_axes
-        ):
-            raise NotImplementedError(f"{name}: theirs is right for square windows only")
-        if (
-            isinstance(layer.padding, str)
-            or layer.dilation != (1, 1)
-            or layer.interpolation != "bilinear"
-        ):
-            raise NotImplementedError(
-                f"{name}: theirs has no padding={layer.padding!r}, dilation={layer.dilation}"
-            )
-        theirs = authors.Dcls2d(
-            layer.in_channels,
-            layer.out_channels,
-            layer.kernel_count,
-            stride=layer.stride,
-            padding=layer.padding,
-            dilated_kernel_size=layer.dilated_kernel_size,
-            groups=layer.groups,
-            bias=layer.bias is not None,
-            padding_mode=layer.padding_mode,
-            version=version,
-        )
-        theirs.weight, theirs.bias = layer.weight, layer.bias
-        places = layer.positions
-        order = (0, 1) if version == "v0" else (1, 0)  # theirs: v0 (row, column), v1 the reverse
-        theirs.P = shared.setdefault(id(places), nn.Parameter(places.detach()[list(order)].clone()))
-        model.set_submodule(name, theirs)
-    leftover = [name for name, _ in model.named_parameters() if "positions" in name]
-    for name in leftover:
+
+
+def authors_layer(layer: Any, version: str) -> Any:
+    """One of theirs like ours, with its weight and bias, and positions of its own."""
+    import DCLS.construct.modules as authors
+
+    theirs = authors.Dcls2d(
+        layer.in_channels,
+        layer.out_channels,
+        layer.kernel_count,
+        stride=layer.stride,
+        padding=layer.padding,
+        dilated_kernel_size=layer.dilated_kernel_size,
+        groups=layer.groups,
+        bias=layer.bias is not None,
+        padding_mode=layer.padding_mode,
+        version=version,
+    )
+    theirs.weight = layer.weight
+    theirs.bias = layer.bias
+    return theirs
+
+
+def authors_positions(positions: Any, version: str) -> Any:
+    """Ours in the order of their axes: v0 (row, column), v1 the reverse."""
+    from torch import nn
+
+    in_their_order = positions.detach() if version == "v0" else positions.detach().flip(0)
+    return nn.Parameter(in_their_order.clone())
+
+
+def remove_positions_(model: Any) -> None:
+    """Remove what is left of ours: tied positions that no layer of theirs replaces."""
+    for name in [name for name, _ in model.named_parameters() if "positions" in name]:
         owner, _, entry = name.rpartition(".")
         delattr(model.get_submodule(owner), entry)
-    return model
 
 
 def available_bytes() -> int:
@@ -164,6 +207,7 @@ def available_bytes() -> int:
 
 
 def worker(case: Case, mode: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of one model in one mode, timed in this process."""
     import torch
 
     torch.set_num_threads(options.threads)
@@ -175,7 +219,7 @@ def worker(case: Case, mode: str, options: argparse.Namespace) -> list[dict[str,
     for name in notes:
         models.pop(name, None)
     run = {name: runner(name, model, images, training) for name, model in models.items()}
-    times = interleaved(run, options.seconds, warm=slow)
+    times = interleaved(run, options.seconds, already_warm=slow)
     rows = [
         {
             "model": case.model,
@@ -192,10 +236,10 @@ def worker(case: Case, mode: str, options: argparse.Namespace) -> list[dict[str,
     if mode == "inference, batch 8":
         for row in rows:
             if row["implementation"] in (OURS, AUTHORS):
-                share = construction(
+                seconds = construction_seconds(
                     models[row["implementation"]], once=row["implementation"] in slow
                 )
-                row["construction_seconds"] = measuring.summary(share)
+                row["construction_seconds"] = measuring.summary(seconds)
     rows += [
         {
             "model": case.model,
@@ -213,7 +257,9 @@ def first_run(models: dict[str, Any], images: Any) -> tuple[dict[str, str], set[
     """What does not give our outputs, though it should, and why; and what is slow."""
     import torch
 
-    differing, slow, outputs = {}, set(), {}
+    differing: dict[str, str] = {}
+    slow: set[str] = set()
+    outputs: dict[str, Any] = {}
     with torch.inference_mode():
         for name, model in models.items():
             begun = time.perf_counter()
@@ -257,30 +303,33 @@ def interleaved(
     run: dict[str, Callable[[], None]],
     seconds: float,
     *,
-    warm: Iterable[str] = (),
-    least: int = MIN_ROUNDS,
+    already_warm: Iterable[str] = (),
 ) -> dict[str, list[float]]:
-    """Rounds in which each takes one turn, after one for warmth of those that are not warm.
+    """Seconds of each in rounds in which each takes one turn; as many rounds as fit.
 
-    As many as fit.
+    Those that are not already warm first run once untimed.
     """
-    for name in run.keys() - set(warm):
+    for name in run.keys() - set(already_warm):
         run[name]()
     times: dict[str, list[float]] = {name: [] for name in run}
     end = time.perf_counter() + seconds
     names = list(run)
     for count in range(MAX_ROUNDS):
-        if count >= least and time.perf_counter() > end:
+        if count >= MIN_ROUNDS and time.perf_counter() > end:
             break
         for name in names[count % len(names) :] + names[: count % len(names)]:
-            begun = time.perf_counter()
-            run[name]()
-            times[name].append(time.perf_counter() - begun)
+            times[name].append(seconds_of(run[name]))
     return times
 
 
-def construction(model: Any, *, once: bool) -> list[float]:
-    """Seconds to construct the kernels of all layers once, repeatedly."""
+def seconds_of(run: Callable[[], None]) -> float:
+    begun = time.perf_counter()
+    run()
+    return time.perf_counter() - begun
+
+
+def construction_seconds(model: Any, *, once: bool) -> list[float]:
+    """Seconds to construct the kernels of all layers; of one time, or of as many as fit."""
     import torch
 
     from dcls_convert.layers.dcls_conv import DclsConvNd
@@ -297,17 +346,19 @@ def construction(model: Any, *, once: bool) -> list[float]:
             for construct in ours + theirs:
                 construct()
 
-    return interleaved({"": all_kernels}, 0 if once else 3, warm=[""] if once else [], least=1)[""]
+    if once:
+        return [seconds_of(all_kernels)]
+    return interleaved({"kernels": all_kernels}, CONSTRUCTION_SECONDS)["kernels"]
 
 
 # CUDA.
 
 
-def cuda_rows(name: str, seconds: float) -> list[dict[str, Any]]:
+def cuda_rows(case: Case, seconds: float) -> list[dict[str, Any]]:
     """Images per second at batch 128 in bfloat16 and channels_last, eager and compiled."""
     import torch
 
-    models, _ = build(Case(model=name, window=17, channels_last=True), "v0", training=False)
+    models, _ = build(case, "v0", training=False)
     models.pop(AUTHORS, None)
     images = torch.randn(CUDA_BATCH, *IMAGE, device="cuda", dtype=torch.bfloat16)
     images = images.contiguous(memory_format=torch.channels_last)
@@ -323,7 +374,7 @@ def cuda_rows(name: str, seconds: float) -> list[dict[str, Any]]:
             ratios = [dense / own for dense, own in zip(times[DENSE], found, strict=True)]
             rows.append(
                 {
-                    "model": name,
+                    "model": case.model,
                     "mode": f"CUDA, batch {CUDA_BATCH}, {'compiled' if compiled else 'eager'}",
                     "implementation": kind,
                     "images_per_second": measuring.summary([CUDA_BATCH / one for one in found]),
@@ -354,54 +405,50 @@ def has_cuda() -> bool:
 
 
 def table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
-    rows = list(rows)
     found: dict[str, dict[str, dict[str, Any]]] = {}  # model and mode -> implementation -> row
+    on_cuda = []
     for row in rows:
-        if "images_per_second" not in row:
+        if "images_per_second" in row:
+            on_cuda.append(row)
+        else:
             title = f"{row['model']} ({row['window']}), {row['mode']}"
             found.setdefault(title, {})[row["implementation"]] = row
     others = (AUTHORS, DENSE, FOLDED, OURS_LAST, FOLDED_LAST)
-    lines = [
-        [title, *(timed(of.get(name), name) for name in (OURS, *others))]
-        for title, of in found.items()
-    ]
+    times = []
+    shares = []
+    for title, row_of in found.items():
+        times.append([title, *(timed(row_of.get(name)) for name in (OURS, *others))])
+        of_construction = [construction_share(row_of.get(name)) for name in (OURS, AUTHORS)]
+        if any(of_construction):
+            shares.append([title, *of_construction])
     yield (
         "Of ours, ms (quartiles); of the others, "
         "how many times as long as ours in the same round (quartiles)"
     )
     yield ""
-    yield measuring.markdown_table(["", OURS, *others], lines)
-    shares = [
-        [title, *(share(of.get(name)) for name in (OURS, AUTHORS))] for title, of in found.items()
-    ]
-    if shares := [line for line in shares if any(line[1:])]:
+    yield measuring.markdown_table(["", OURS, *others], times)
+    if shares:
         yield ""
         yield "Construction in that forward, ms and % of it"
         yield ""
         yield measuring.markdown_table(["", OURS, AUTHORS], shares)
-    on_cuda = [row for row in rows if "images_per_second" in row]
     if on_cuda:
         yield ""
         header = ["CUDA", "images/s", "of dense (quartiles)", "the paper's"]
         yield measuring.markdown_table(header, [throughput(row) for row in on_cuda])
 
 
-def timed(row: dict[str, Any] | None, name: str) -> str:
-    if row is None or "note" in row:
-        return "" if row is None else row["note"]
-    if name != OURS:
-        return spread(row["over_ours"], 2)
-    return spread({key: 1e3 * value for key, value in row["seconds"].items()}, 1)
+def timed(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    if "note" in row:
+        return str(row["note"])
+    if row["implementation"] == OURS:
+        return measuring.quartiles_text(row["seconds"], ".1f", scale=1e3)
+    return measuring.quartiles_text(row["over_ours"], ".2f")
 
 
-def spread(found: dict[str, float], digits: int) -> str:
-    low, middle, high = (
-        f"{found[key]:.{digits}f}" for key in ("first_quartile", "median", "third_quartile")
-    )
-    return f"{middle} ({low} to {high})"
-
-
-def share(row: dict[str, Any] | None) -> str:
+def construction_share(row: dict[str, Any] | None) -> str:
     if row is None or "construction_seconds" not in row:
         return ""
     seconds = row["construction_seconds"]["median"]
@@ -412,15 +459,13 @@ def throughput(row: dict[str, Any]) -> list[str]:
     return [
         f"{row['model']}, {row['mode']}: {row['implementation']}",
         f"{row['images_per_second']['median']:.0f}",
-        spread(row["of_dense"], 3),
+        measuring.quartiles_text(row["of_dense"], ".3f"),
         f"{PAPER_RATIOS[row['model']]}" if row["implementation"] == OURS else "",
     ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = measuring.script_parser(__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
         "--seconds", type=float, default=20.0, help="for the rounds of a model in a mode"
@@ -430,28 +475,22 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="+", choices=[case.model for case in CASES])
     parser.add_argument("--modes", nargs="+", choices=list(MODES))
-    parser.add_argument("--output", type=Path, default=measuring.RESULTS / "models.json")
-    parser.add_argument(
-        "--table",
-        action="store_true",
-        help="print the tables of the stored results, measure nothing",
-    )
+    measuring.add_results_options_(parser, measuring.RESULTS / "models.json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # "model|mode"
     options = parser.parse_args()
     if options.worker:
         model, _, mode = options.worker.partition("|")
-        if mode == "cuda":
-            print(json.dumps(cuda_rows(model, options.seconds)))
+        if mode == CUDA:
+            case = next(case for case in CUDA_CASES if case.model == model)
+            rows = cuda_rows(case, options.seconds)
         else:
-            print(
-                json.dumps(
-                    worker(next(case for case in CASES if case.model == model), mode, options)
-                )
-            )
+            case = next(case for case in CASES if case.model == model)
+            rows = worker(case, mode, options)
+        print(json.dumps(rows))
         return
     if not options.table:
         measure(options)
-    print("\n".join(table(json.loads(options.output.read_text(encoding="utf-8"))["rows"])))
+    print("\n".join(table(measuring.stored(options.output)["rows"])))
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -473,45 +512,53 @@ def measure(options: argparse.Namespace) -> None:
         "--version",
         options.version,
     ]
-    rows = measuring.stored_rows(options.output, settings=settings)
-    jobs = [
-        (case.model, mode)
-        for case in CASES
-        for mode in MODES
-        if (not options.models or case.model in options.models)
-        and (not options.modes or mode in options.modes)
-    ]
-    if not options.models and has_cuda():
-        jobs += [(model, "cuda") for model in PAPER_RATIOS]
-    elif not options.models:
-        print("CUDA is not available: throughput beside the paper's is skipped", file=sys.stderr)
-    for model, mode in jobs:
-        if any(row["model"] == model and row["mode"].lower().startswith(mode) for row in rows):
+    results = measuring.Results(
+        path=options.output,
+        command=" ".join(["python benchmarks/models.py", *shared]),
+        settings=settings,
+        rows=measuring.stored_rows(options.output, settings=settings),
+        packages=PACKAGES,
+    )
+    for case, mode in jobs(options):
+        if is_stored(case.model, mode, results.rows):
             continue
         environment = {
             "OMP_NUM_THREADS": str(options.threads),
             "MKL_NUM_THREADS": str(options.threads),
         }
+        arguments = [__file__, "--worker", f"{case.model}|{mode}", *shared]
         try:
-            found, *_ = measuring.fresh_process(
-                __file__, "--worker", f"{model}|{mode}", *shared, env=environment
-            )
+            found = measuring.json_of_fresh(arguments, env=environment)
         except measuring.FreshProcessError as error:
-            found = [
-                {
-                    "model": model,
-                    "mode": mode,
-                    "implementation": OURS,
-                    "note": str(error).splitlines()[-1],
-                }
-            ]
-        rows += found
+            failed = {"model": case.model, "window": case.window, "mode": mode}
+            found = [failed | {"implementation": OURS, "note": str(error).splitlines()[-1]}]
         for row in found:
-            print(json.dumps(row), file=sys.stderr, flush=True)
-        command = " ".join(["python benchmarks/models.py", *shared])
-        measuring.store(
-            options.output, command=command, settings=settings, rows=rows, packages=PACKAGES
-        )
+            results.add_(row)
+
+
+def jobs(options: argparse.Namespace) -> list[tuple[Case, str]]:
+    """Cases and modes that were asked for and can be measured here."""
+    found = []
+    for case in CASES:
+        for mode in MODES:
+            if case.model in (options.models or [case.model]) and mode in (options.modes or MODES):
+                found.append((case, mode))
+    if options.models:
+        return found
+    if has_cuda():
+        found += [(case, CUDA) for case in CUDA_CASES]
+    else:
+        print("CUDA is not available: throughput beside the paper's is skipped", file=sys.stderr)
+    return found
+
+
+def is_stored(model: str, mode: str, rows: Iterable[dict[str, Any]]) -> bool:
+    """Whether there are rows of the model in the mode; those of CUDA have longer names."""
+    for row in rows:
+        of_mode = row["mode"] == mode or (mode == CUDA and row["mode"].startswith("CUDA"))
+        if row["model"] == model and of_mode:
+            return True
+    return False
 
 
 if __name__ == "__main__":

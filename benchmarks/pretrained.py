@@ -16,7 +16,6 @@ new call goes on.
 
 import argparse
 import copy
-import json
 import statistics
 import subprocess
 import sys
@@ -27,7 +26,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from measuring import RESULTS, markdown_table, store, stored_rows
+from measuring import (
+    RESULTS,
+    Results,
+    add_results_options_,
+    markdown_table,
+    script_parser,
+    stored,
+    stored_rows,
+)
 
 if TYPE_CHECKING:  # they import torch, which --table does without
     from lite0 import Fold
@@ -135,12 +142,10 @@ def measure(fold: "Fold", row: Row, scratch: Path) -> dict[str, Any]:
             "params": None,
             "kernel_counts": [],
             "kernel_error": None,
+            "summed_error": None,
+            "seconds": 0.0,
         }
-        return (
-            found
-            | {"summed_error": None, "seconds": 0.0}
-            | compared(fold.outputs, yardstick(fold, row.start))
-        )
+        return found | compared(fold.outputs, yardstick(fold, row.start))
     model, report = convert(fold, row)
     errors = [layer.fit_error for layer in report.layers if layer.fit_error is not None]
     found = {
@@ -206,23 +211,37 @@ def heal(
     }
     options["epochs"] = options.pop("steps") * options["batch-size"] // (len(images) * COPIES)
     converted = dcls_convert.save_converted(model, report.plan, scratch / "converted")
-    arguments = [
-        text
-        for name, value in options.items()
-        for text in (f"--{name}", str(value))
-        if text != "True"
-    ]
+    arguments = []
+    for name, value in options.items():
+        arguments.append(f"--{name}")
+        if value is not True:
+            arguments.append(str(value))
     subprocess.run(
         [sys.executable, str(FINETUNE), str(converted), *arguments], check=True, stdout=sys.stderr
     )
     return dcls_convert.load_converted(scratch / "run" / "best").eval()
 
 
-def run(options: argparse.Namespace, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Measures what is not in the rows yet, and stores it row by row."""
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure and store what is not stored yet; returns all rows."""
     import torch
     from lite0 import make_fold, pretrained_network
 
+    stated = ("calibration_crops", "test_crops", "threads")
+    settings = {name: getattr(options, name) for name in stated} | {"seed": SEED}
+    stored_before = stored_rows(options.output, settings=settings)
+    results = Results(
+        path=options.output,
+        command="python benchmarks/pretrained.py",
+        settings=settings,
+        # What was healed in another way is measured again.
+        rows=[row for row in stored_before if row.get("healing", HEALING) == HEALING],
+        packages=PACKAGES,
+    )
+    done = {(row["row"], row["fold"]) for row in results.rows}
+    rows = [ROWS[name] for name in options.only or ROWS]
+    if not options.only:
+        rows = [row for row in rows if row.healed == options.heal]
     torch.set_num_threads(options.threads)
     network = pretrained_network()
     numbers = {
@@ -236,16 +255,11 @@ def run(options: argparse.Namespace, settings: dict[str, Any], rows: list[dict[s
             make_fold(number, network, scratch / f"crops{number}", **numbers)
             for number in options.folds
         ]
-        for row in [ROWS[name] for name in options.only or ROWS]:
-            for fold in folds if options.only or row.healed == options.heal else ():
-                if any((found["row"], found["fold"]) == (row.name, fold.number) for found in rows):
-                    continue
-                rows.append(measure(fold, row, scratch))
-                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-                command = "python benchmarks/pretrained.py"
-                store(
-                    options.output, command=command, settings=settings, rows=rows, packages=PACKAGES
-                )
+        for row in rows:
+            for fold in folds:
+                if (row.name, fold.number) not in done:
+                    results.add_(measure(fold, row, scratch))
+    return results.rows
 
 
 # Results.
@@ -264,19 +278,16 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         "s",
         *MEASURES.values(),
     ]
-    by_name = {
-        name: sorted((r for r in rows if r["row"] == name), key=lambda r: r["fold"])
-        for name in ROWS
-    }
-    return markdown_table(
-        header, [line(name, members) for name, members in by_name.items() if members]
-    )
+    lines = []
+    for name in ROWS:
+        members = [row for row in rows if row["row"] == name]
+        if members:
+            lines.append(line(name, sorted(members, key=lambda row: row["fold"])))
+    return markdown_table(header, lines)
 
 
 def line(name: str, members: Sequence[dict[str, Any]]) -> list[str]:
-    counts = dict.fromkeys(
-        "-".join(map(str, sorted({*c[:1], *c[-1:]}))) for c in (r["kernel_counts"] for r in members)
-    )
+    counts = dict.fromkeys(least_and_most(row["kernel_counts"]) for row in members)
     seconds = statistics.fmean(row["seconds"] + row.get("healing_seconds", 0) for row in members)
     errors = [
         cell([row[key] for row in members], ".3f") for key in ("kernel_error", "summed_error")
@@ -285,24 +296,28 @@ def line(name: str, members: Sequence[dict[str, Any]]) -> list[str]:
     return [
         name,
         ", ".join(counts),
-        cell([r["params"] for r in members], ",.0f"),
+        cell([row["params"] for row in members], ",.0f"),
         *errors,
         f"{seconds:.0f}",
         *measures,
     ]
 
 
+def least_and_most(counts: Sequence[int]) -> str:
+    """Of sorted counts: "3-12", or "3" if they are all the same."""
+    return "-".join(map(str, sorted({*counts[:1], *counts[-1:]})))
+
+
 def cell(values: Sequence[float], form: str) -> str:
     if None in values:
         return ""
-    mean, texts = format(statistics.fmean(values), form), [format(value, form) for value in values]
+    mean = format(statistics.fmean(values), form)
+    texts = [format(value, form) for value in values]
     return mean if set(texts) == {mean} else f"{mean} ({', '.join(texts)})"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=ROWS, metavar="ROW", help=", ".join(ROWS))
     parser.add_argument(
         "--heal", action="store_true", help="the rows that are healed, which train for minutes"
@@ -312,23 +327,10 @@ def main() -> None:
     )
     parser.add_argument("--calibration-crops", type=int, default=64)
     parser.add_argument("--test-crops", type=int, default=120)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=RESULTS / "pretrained.json")
-    parser.add_argument(
-        "--table",
-        action="store_true",
-        help="print the table of the stored results, measure nothing",
-    )
+    parser.add_argument("--threads", type=int, default=1)
+    add_results_options_(parser, RESULTS / "pretrained.json")
     options = parser.parse_args()
-    if options.table:
-        rows = json.loads(options.output.read_text(encoding="utf-8"))["rows"]
-    else:
-        stated = ("calibration_crops", "test_crops", "threads")
-        settings = {name: getattr(options, name) for name in stated} | {"seed": SEED}
-        stored = stored_rows(options.output, settings=settings)
-        rows = [row for row in stored if row.get("healing", HEALING) == HEALING]
-        run(options, settings, rows)
-    print(table(rows))
+    print(table(stored(options.output)["rows"] if options.table else run(options)))
 
 
 if __name__ == "__main__":

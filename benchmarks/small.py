@@ -1,20 +1,17 @@
-"""What the small experiments share.
+"""What the experiments with small networks share.
 
-A ConvNeXt of few stages, its training, statistics over seeds, stored results.
+A ConvNeXt of few stages, its training, statistics over seeds; and the command line of the
+experiments that are measured seed by seed: `warm_start.py`, `long_range.py`, `starts.py`.
 """
 
-import argparse
-import json
 import math
 import statistics
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import RESULTS, store
+from measuring import RESULTS, Results, add_results_options_, script_parser, stored
 from timm.layers import LayerNorm2d, NormMlpClassifierHead
 from timm.models.convnext import ConvNeXtStage
 from torch import Tensor, nn
@@ -26,6 +23,7 @@ WEIGHT_DECAY = 0.05  # ConvNeXt's; none for positions (the paper's), biases and 
 PREDICT_BATCH = 250  # images
 
 Data = tuple[Tensor, Tensor]  # images (N, C, H, W), classes (N,)
+Settings = dict[str, Any]  # of an experiment, by name
 
 
 def small_convnext(
@@ -151,42 +149,37 @@ def mean_and_spread(values: Sequence[float], digits: int = 1) -> str:
 def main(
     doc: str | None,
     name: str,
-    measure: Callable[[int], Iterable[dict[str, Any]]],
-    settings: dict[str, Any],
+    measure: Callable[[int, Settings], Iterable[dict[str, Any]]],
+    settings: Settings,
     table: Callable[[dict[str, Any]], Iterator[str]],
 ) -> None:
     """The command line of an experiment: measure, store, print the table; or only the table of what
     is stored.
 
     Args:
-        doc: Of the script.
-        name: Of the script and its results.
-        measure: Seed -> rows, each with what was measured.
-        settings: Stored beside the rows. "steps" is changed to what the command line says.
-        table: The stored results -> lines of Markdown.
+        doc: Docstring of the script.
+        name: Name of the script and of its results.
+        measure: Takes a seed and the settings; yields rows, each with what was measured.
+        settings: Stored beside the rows. "steps" is the default of --steps.
+        table: Turns the stored results into lines of Markdown.
     """
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(doc)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
         "--steps", type=int, default=settings["steps"], help="of training, before any fine-tuning"
     )
-    parser.add_argument("--output", type=Path, default=RESULTS / f"{name}.json")
-    parser.add_argument(
-        "--table",
-        action="store_true",
-        help="print the table of the stored results, measure nothing",
-    )
+    add_results_options_(parser, RESULTS / f"{name}.json")
     options = parser.parse_args()
     if not options.table:
         torch.set_num_threads(1)
-        command = f"python benchmarks/{name}.py --seeds {options.seeds} --steps {options.steps}"
-        settings["steps"] = options.steps
-        rows = []
+        settings = settings | {"steps": options.steps}
+        results = Results(
+            path=options.output,
+            command=f"python benchmarks/{name}.py --seeds {options.seeds} --steps {options.steps}",
+            settings=settings,
+            rows=[],
+        )
         for seed in range(options.seeds):
-            for row in measure(seed):
-                rows.append({"seed": seed, **row})
-                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-                store(options.output, command=command, settings=settings, rows=rows)
-    print("\n".join(table(json.loads(options.output.read_text(encoding="utf-8")))))
+            for row in measure(seed, settings):
+                results.add_({"seed": seed, **row})
+    print("\n".join(table(stored(options.output))))

@@ -21,8 +21,17 @@ from typing import Any
 import timm
 import torch
 import torchvision
-from measuring import markdown_table
-from small import Data, accuracy, digits, main, mean_and_spread, small_convnext, train_
+from measuring import markdown_table, replaced
+from small import (
+    Data,
+    Settings,
+    accuracy,
+    digits,
+    main,
+    mean_and_spread,
+    small_convnext,
+    train_,
+)
 from torch import Tensor, nn
 
 import dcls_convert
@@ -31,7 +40,7 @@ from dcls_convert.surgery import start
 BATCH = 64  # images
 SIDE = 32  # pixels of a digit
 TO_TRAIN = 1200  # of 1797 digits; the others test
-SETTINGS: dict[str, Any] = {"steps": 225, "lr": 1e-3, "positions": "uniform"}
+SETTINGS: Settings = {"steps": 225, "lr": 1e-3, "positions": "uniform"}
 STARTS = ("dense", "as drawn", "scaled")
 
 
@@ -58,25 +67,24 @@ NETWORKS = {  # name -> network, window
 }
 
 
-def started(dense: nn.Module, how: str, window: int, seed: int, side: int) -> nn.Module:
+def started(
+    dense: nn.Module, how: str, window: int, seed: int, side: int, settings: Settings
+) -> nn.Module:
     """A copy of the network, dense or converted with random elements."""
     model = copy.deepcopy(dense)
     if how == "dense":
         return model
-    has_norms = start.has_norms
-    start.has_norms = lambda model: how == "as drawn"  # which then are not scaled
-    try:
-        channels = next(model.parameters()).shape[1]
+    channels = next(model.parameters()).shape[1]
+    # `apply_plan_` scales random elements only where has_norms(model) is False.
+    with replaced(start, "has_norms", lambda model: how == "as drawn"):
         dcls_convert.convert_(
             model,
             dilated_size=window,
             init="random",
-            positions=SETTINGS["positions"],
+            positions=settings["positions"],
             seed=seed,
             input_size=(channels, side, side),
         )
-    finally:
-        start.has_norms = has_norms
     return model
 
 
@@ -84,9 +92,9 @@ def divided_digits() -> tuple[Data, Data]:
     """Images (N, 1, 32, 32) and classes to train on, and to test with."""
     images, classes = digits(SIDE)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    parts = (order[:TO_TRAIN], order[TO_TRAIN:])
-    train, test = ((images[part], classes[part]) for part in parts)
-    return train, test
+    train = order[:TO_TRAIN]
+    test = order[TO_TRAIN:]
+    return (images[train], classes[train]), (images[test], classes[test])
 
 
 def batches(data: Data, seed: int) -> Iterator[Data]:
@@ -102,21 +110,21 @@ def deviation_of_logits(model: nn.Module, images: Tensor) -> float:
     return float(model.eval()(images).std())
 
 
-def measure(seed: int) -> Iterator[dict[str, Any]]:
+def measure(seed: int, settings: Settings) -> Iterator[dict[str, Any]]:
     torch.manual_seed(seed)
     vgg = torchvision.models.vgg11()
     noise = torch.randn(2, 3, 224, 224)
     dense_logits = deviation_of_logits(vgg, noise)
     for how in STARTS:
-        logits = deviation_of_logits(started(vgg, how, 7, seed, 224), noise)
+        logits = deviation_of_logits(started(vgg, how, 7, seed, 224, settings), noise)
         yield {"network": "VGG-11, logits", "start": how, "value": logits / dense_logits}
     train, test = divided_digits()
     for name, (make, window) in NETWORKS.items():
         torch.manual_seed(seed)
         dense = make()
         for how in STARTS:
-            model = started(dense, how, window, seed, SIDE)
-            train_(model, batches(train, seed), steps=SETTINGS["steps"], lr=SETTINGS["lr"])
+            model = started(dense, how, window, seed, SIDE, settings)
+            train_(model, batches(train, seed), steps=settings["steps"], lr=settings["lr"])
             yield {"network": name, "start": how, "value": accuracy(model.eval(), test)}
 
 

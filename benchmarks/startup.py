@@ -9,10 +9,10 @@ import os
 import statistics
 import subprocess
 import sys
-import sysconfig
 import time
 
-PROGRAM = os.path.join(sysconfig.get_path("scripts"), "dcls-convert")
+from measuring import PROGRAM
+
 FLOOR = [sys.executable, "-c", "import typer, rich"]
 COMMANDS = {
     "--help": [PROGRAM, "--help"],

@@ -7,14 +7,14 @@ it the command, date, versions and machine of the run. With --check nothing is w
 code is 1 where the file would change.
 """
 
-import argparse
 import concurrent.futures
-import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+from measuring import RESULTS, script_parser, stored
 
 FOLDER = Path(__file__).parent
 DOCUMENT = FOLDER / "results.md"
@@ -23,7 +23,7 @@ SECTION = re.compile(r"(<!-- from (\w+)\.py -->\n).*?(<!-- to here -->)", re.DOT
 
 def section(name: str) -> str:
     """Markdown of one script's stored results."""
-    result = json.loads((FOLDER / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    result = stored(RESULTS / f"{name}.json")
     printed = subprocess.run(
         [sys.executable, str(FOLDER / f"{name}.py"), "--table"],
         check=True,
@@ -34,13 +34,14 @@ def section(name: str) -> str:
     if "machine" in result:
         machine = result["machine"]
     else:
-        of = result["hardware"]
-        machine = f"{of['processor']}, {of['cores']} cores, {of['memory_gib']} GiB, "
-        machine += f"{of['system']} {of['architecture']}"
+        hardware = result["hardware"]
+        machine = f"{hardware['processor']}, {hardware['cores']} cores, "
+        machine += f"{hardware['memory_gib']} GiB, {hardware['system']} {hardware['architecture']}"
     return f"\n`{result['command']}`, {result['date']}; {versions}; {machine}.\n\n{printed}\n\n"
 
 
 def filled(text: str) -> str:
+    """The document, with the sections as the stored results give them."""
     names = [name for _, name, _ in SECTION.findall(text)]
     with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         sections = dict(zip(names, pool.map(section, names), strict=True))
@@ -48,9 +49,7 @@ def filled(text: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument(
         "--check", action="store_true", help="only say whether the tables are those of the results"
     )

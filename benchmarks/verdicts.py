@@ -12,9 +12,7 @@ The former rule claims a difference for each conversion whose interval over seed
 images both exclude 0. Results go to benchmarks/results/verdicts.json.
 """
 
-import argparse
 import itertools
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -22,7 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import numpy as np
-from measuring import RESULTS, markdown_table, store
+from measuring import RESULTS, markdown_table, script_parser, store, stored
 from scipy import stats
 
 from dcls_convert.compare.answer import LEVEL, Correction, Difference, holm, measured_difference
@@ -32,6 +30,15 @@ SEEDS = (3, 5, 10, 20)
 IMAGES = (100, 1000, 10000)
 CONVERSIONS = (1, 3, 6)
 LOOKS = {"3, 5, 10": (3, 5, 10), "3, 5, 10, 20": (3, 5, 10, 20), "3 to 20": tuple(range(3, 21))}
+# Rules, by their names in the stored results, where two are called "new".
+FORMER = "former"
+HOLM = "new"  # of several conversions
+LEVEL_OVER_LOOKS = "by looks"  # of several looks: the n-th has the level divided by n
+LEVEL_OVER_SQUARE = "new"  # of several looks: as the package does
+# Shares of the comparisons in which the gain of the first conversion is found.
+FOUND_FORMERLY = "found formerly"
+FOUND_ALONE = "found"
+FOUND_AMONG_ALL = "found among 6"
 ACCURACY = 0.8
 GAIN = 0.02
 # Standard deviations of the parts of a score.
@@ -39,10 +46,21 @@ IMAGE = 1.0
 IMAGE_AND_NETWORK = 0.3
 IMAGE_AND_TRAINING = 0.3
 SCORE = math.hypot(IMAGE, IMAGE_AND_NETWORK, IMAGE_AND_TRAINING)
-SEED_POINTS = (0.5, 1.5)  # standard deviation of the accuracy over the seeds, percentage points
+# Standard deviation of the accuracy over the seeds, percentage points; stored as "seed_points".
+SEED_DEVIATIONS = (0.5, 1.5)
 
 
-def simulated(draw: np.random.Generator, seed_points: float, gain: float) -> Any:
+def conversions_key(rule: str, conversions: int) -> str:
+    """Of the share of comparisons of so many conversions with a false claim."""
+    return f"{rule} {conversions}"
+
+
+def looks_key(rule: str, looks: str) -> str:
+    """Of the share of comparisons with a false claim at any of the looks."""
+    return f"{rule}, {looks}"
+
+
+def simulated(draw: np.random.Generator, seed_deviation: float, gain: float) -> Any:
     """Whether networks classify images right: (networks, seeds, images), 0 or 1.
 
     Network 0 is the original; `gain` is that of the first conversion.
@@ -56,7 +74,7 @@ def simulated(draw: np.random.Generator, seed_points: float, gain: float) -> Any
 
     slope = 100 * stats.norm.pdf(stats.norm.ppf(ACCURACY)) / SCORE  # points by score
     score = normal(IMAGE, 1, 1, images) + normal(IMAGE_AND_NETWORK, networks, 1, images)
-    score = score + normal(seed_points / slope, networks, seeds, 1)
+    score = score + normal(seed_deviation / slope, networks, seeds, 1)
     score += normal(IMAGE_AND_TRAINING, networks, seeds, images)
     score += np.float32(SCORE * stats.norm.ppf(ACCURACY))
     score[1] += np.float32(SCORE * (stats.norm.ppf(ACCURACY + gain) - stats.norm.ppf(ACCURACY)))
@@ -64,6 +82,7 @@ def simulated(draw: np.random.Generator, seed_points: float, gain: float) -> Any
 
 
 def claimed_formerly(difference: Difference) -> bool:
+    """Whether both intervals exclude 0."""
     widest = max(difference.half_over_seeds(LEVEL), difference.half_over_images(LEVEL))
     return abs(difference.mean) > widest
 
@@ -77,23 +96,28 @@ def differences(right: Any, seeds: int, images: int) -> list[Difference]:
     return found
 
 
+def by_number(found: Sequence[Difference]) -> dict[str, float]:
+    """p-values by the number of the conversion, from "0"."""
+    return {str(number): difference.p_value() for number, difference in enumerate(found)}
+
+
 def count_false_claims_(counts: Counter[str], found: Sequence[Difference]) -> None:
     """Count whether anything is claimed, by either rule, for each number of conversions."""
-    formerly = [claimed_formerly(one) for one in found]
-    p_values = {str(number): one.p_value() for number, one in enumerate(found)}
+    formerly = [claimed_formerly(difference) for difference in found]
+    p_values = by_number(found)
     for conversions in CONVERSIONS:
-        counts[f"former {conversions}"] += any(formerly[:conversions])
+        counts[conversions_key(FORMER, conversions)] += any(formerly[:conversions])
         first = dict(list(p_values.items())[:conversions])
         least = min(holm(first, conversions).values())
-        counts[f"new {conversions}"] += least <= LEVEL
+        counts[conversions_key(HOLM, conversions)] += least <= LEVEL
 
 
 def count_found_(counts: Counter[str], found: Sequence[Difference]) -> None:
     """Count whether the first one's gain is found, alone and among others that gain nothing."""
-    p_values = {str(number): one.p_value() for number, one in enumerate(found)}
-    counts["found formerly"] += claimed_formerly(found[0])
-    counts["found"] += p_values["0"] <= LEVEL
-    counts["found among 6"] += holm(p_values, len(p_values))["0"] <= LEVEL
+    p_values = by_number(found)
+    counts[FOUND_FORMERLY] += claimed_formerly(found[0])
+    counts[FOUND_ALONE] += p_values["0"] <= LEVEL
+    counts[FOUND_AMONG_ALL] += holm(p_values, len(p_values))["0"] <= LEVEL
 
 
 def count_claims_of_looks_(counts: Counter[str], found: dict[int, Difference]) -> None:
@@ -103,28 +127,28 @@ def count_claims_of_looks_(counts: Counter[str], found: dict[int, Difference]) -
         counts: Changed.
         found: The difference by the number of seeds.
     """
-    p_values = {seeds: one.p_value() for seeds, one in found.items()}
+    p_values = {seeds: difference.p_value() for seeds, difference in found.items()}
     for name, looks in LOOKS.items():
         formerly = [claimed_formerly(found[seeds]) for seeds in looks]
-        counts[f"former, {name}"] += any(formerly)
-        by_looks = []
-        by_square = []
+        counts[looks_key(FORMER, name)] += any(formerly)
+        over_looks = []
+        over_square = []
         for number, seeds in enumerate(looks, start=1):
-            by_looks.append(p_values[seeds] <= LEVEL / number)
-            by_square.append(p_values[seeds] <= Correction(looks=number).level)
-        counts[f"by looks, {name}"] += any(by_looks)
-        counts[f"new, {name}"] += any(by_square)
+            over_looks.append(p_values[seeds] <= LEVEL / number)
+            over_square.append(p_values[seeds] <= Correction(looks=number).level)
+        counts[looks_key(LEVEL_OVER_LOOKS, name)] += any(over_looks)
+        counts[looks_key(LEVEL_OVER_SQUARE, name)] += any(over_square)
 
 
-def measure(repetitions: int, seed_points: float) -> list[dict[str, Any]]:
+def measure(repetitions: int, seed_deviation: float) -> list[dict[str, Any]]:
     """A row for each number of images and of seeds; looks are in the row without seeds."""
     counts: dict[tuple[int, int], Counter[str]] = {}
     detectable: dict[tuple[int, int], list[float]] = {}
     of_looks: dict[int, Counter[str]] = {images: Counter() for images in IMAGES}
     draw = np.random.default_rng(0)
     for _ in range(repetitions):
-        right = simulated(draw, seed_points, gain=0)
-        with_gain = simulated(draw, seed_points, gain=GAIN)
+        right = simulated(draw, seed_deviation, gain=0)
+        with_gain = simulated(draw, seed_deviation, gain=GAIN)
         for images in IMAGES:
             for seeds in SEEDS:
                 cell = images, seeds
@@ -142,7 +166,7 @@ def measure(repetitions: int, seed_points: float) -> list[dict[str, Any]]:
         for seeds in SEEDS:
             rows.append(
                 {
-                    "seed_points": seed_points,
+                    "seed_points": seed_deviation,
                     "images": images,
                     "seeds": seeds,
                     "detectable": float(np.median(detectable[images, seeds])),
@@ -150,7 +174,11 @@ def measure(repetitions: int, seed_points: float) -> list[dict[str, Any]]:
                 }
             )
         rows.append(
-            {"seed_points": seed_points, "images": images, **shares(of_looks[images], repetitions)}
+            {
+                "seed_points": seed_deviation,
+                "images": images,
+                **shares(of_looks[images], repetitions),
+            }
         )
     return rows
 
@@ -165,16 +193,16 @@ def percents(row: dict[str, Any], names: Iterable[str]) -> list[str]:
 
 def table() -> str:
     """False claims and power, by seeds; and false claims where seeds are added after looks."""
-    rows = json.loads(STORED.read_text(encoding="utf-8"))["rows"]
+    rows = stored(STORED)["rows"]
     false = []
-    for rule in ("former", "new"):
+    for rule in (FORMER, HOLM):
         for conversions in CONVERSIONS:
-            false.append(f"{rule} {conversions}")
-    found = ["found formerly", "found", "found among 6"]
+            false.append(conversions_key(rule, conversions))
+    found = [FOUND_FORMERLY, FOUND_ALONE, FOUND_AMONG_ALL]
     looks = []
     for name in LOOKS:
-        for rule in ("former", "by looks", "new"):
-            looks.append(f"{rule}, {name}")
+        for rule in (FORMER, LEVEL_OVER_LOOKS, LEVEL_OVER_SQUARE):
+            looks.append(looks_key(rule, name))
     lines = []
     look_lines = []
     for row in rows:
@@ -192,9 +220,7 @@ def table() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--repetitions", type=int, default=1000)
     parser.add_argument("--table", action="store_true", help="print the stored results")
     arguments = parser.parse_args()
@@ -202,7 +228,7 @@ def main() -> None:
         rows: list[dict[str, Any]] = []
         repetitions = arguments.repetitions
         with ProcessPoolExecutor() as pool:
-            for found in pool.map(measure, itertools.repeat(repetitions), SEED_POINTS):
+            for found in pool.map(measure, itertools.repeat(repetitions), SEED_DEVIATIONS):
                 rows += found
         store(
             STORED,

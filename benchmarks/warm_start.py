@@ -16,11 +16,14 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import small
 import torch
+from measuring import markdown_table
 from sklearn.datasets import load_digits
+from small import Settings
 from torch import nn
 
 import dcls_convert
@@ -29,7 +32,7 @@ SIDE = 32  # pixels
 WINDOW = 13  # cells
 TEST_IMAGES = 450
 CALIBRATION_IMAGES = 256
-SETTINGS: dict[str, Any] = {
+SETTINGS: Settings = {
     "depths": [2, 2],
     "dims": [32, 64],
     "batch": 32,
@@ -39,19 +42,44 @@ SETTINGS: dict[str, Any] = {
     "fine_tuning_lr": 5e-4,
     "looks_every": 10,
 }
-CALIBRATED = ", calibrated"
-HALF = ", half the budget"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """How the trained network is converted."""
+
+    init: str  # of `convert_`
+    calibrated: bool = False
+    halved: bool = False  # half the budget
+
+    @property
+    def name(self) -> str:
+        parts = [self.init]
+        if self.calibrated:
+            parts.append("calibrated")
+        if self.halved:
+            parts.append("half the budget")
+        return ", ".join(parts)
+
+
+RANDOM = Start(init="random")
+LARGEST = Start(init="largest")
+FIT = Start(init="fit")
+CALIBRATED_FIT = Start(init="fit", calibrated=True)
+HALVED_LARGEST = Start(init="largest", halved=True)
+HALVED_FIT = Start(init="fit", halved=True)
+HALVED_CALIBRATED_FIT = Start(init="fit", calibrated=True, halved=True)
 STARTS = (
-    "random",
-    "largest",
-    "fit",
-    "fit" + CALIBRATED,
-    "largest" + HALF,
-    "fit" + HALF,
-    "fit" + CALIBRATED + HALF,
+    RANDOM,
+    LARGEST,
+    FIT,
+    CALIBRATED_FIT,
+    HALVED_LARGEST,
+    HALVED_FIT,
+    HALVED_CALIBRATED_FIT,
 )
-FITTED = STARTS[1:4]  # shown layer by layer
-CONTROL = "dense, not converted"
+SHOWN_BY_LAYER = (LARGEST, FIT, CALIBRATED_FIT)
+CONTROL = "dense, not converted"  # in place of a start's name
 
 
 def digits(seed: int) -> tuple[small.Data, small.Data]:
@@ -62,40 +90,42 @@ def digits(seed: int) -> tuple[small.Data, small.Data]:
         images, size=(SIDE, SIDE), mode="bilinear", align_corners=False
     )
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
-    test, train = order[:TEST_IMAGES], order[TEST_IMAGES:]
+    test = order[:TEST_IMAGES]
+    train = order[TEST_IMAGES:]
     return (images[train], classes[train]), (images[test], classes[test])
 
 
-def batches(data: small.Data, generator: torch.Generator) -> Iterator[small.Data]:
+def batches(data: small.Data, size: int, generator: torch.Generator) -> Iterator[small.Data]:
     """Each image moved by up to 3 pixels, so that there is something left to learn."""
     images, classes = data
     while True:
-        for part in torch.randperm(len(images), generator=generator).split(SETTINGS["batch"]):
+        for part in torch.randperm(len(images), generator=generator).split(size):
             rows, columns = torch.randint(-3, 4, (2,), generator=generator).tolist()
             moved = images[part].roll((rows, columns), (2, 3))
             yield moved.contiguous(memory_format=torch.channels_last), classes[part]
 
 
-def train_dense(train: small.Data, seed: int) -> tuple[nn.Module, float]:
+def train_dense(train: small.Data, seed: int, settings: Settings) -> tuple[nn.Module, float]:
     """The trained network, and how far its kernels have moved from their initial values, over the
     latter's norm.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = small.small_convnext(
-            in_channels=1, classes=10, depths=SETTINGS["depths"], dims=SETTINGS["dims"]
+            in_channels=1, classes=10, depths=settings["depths"], dims=settings["dims"]
         )
     before = kernels(model)
     small.train_(
         model,
-        batches(train, torch.Generator().manual_seed(seed)),
-        steps=SETTINGS["steps"],
-        lr=SETTINGS["lr"],
+        batches(train, settings["batch"], torch.Generator().manual_seed(seed)),
+        steps=settings["steps"],
+        lr=settings["lr"],
     )
     return model, float((kernels(model) - before).norm() / before.norm())
 
 
 def kernels(model: nn.Module) -> torch.Tensor:
+    """All values of the depthwise kernels, in one row."""
     return torch.cat(
         [
             conv.weight.detach().flatten().clone()
@@ -106,33 +136,37 @@ def kernels(model: nn.Module) -> torch.Tensor:
 
 
 def convert(
-    dense: nn.Module, start: str, images: torch.Tensor, seed: int
+    dense: nn.Module, start: Start, images: torch.Tensor, seed: int
 ) -> tuple[nn.Module, dict[str, Any]]:
+    """The converted network, and what its row says about the conversion."""
     model = copy.deepcopy(dense)
-    calibration = None
-    budget = 50.0 if start.endswith(HALF) else 100.0
     begun = time.perf_counter()
-    if CALIBRATED in start:
+    calibration = None
+    if start.calibrated:
         calibration = dcls_convert.Calibration(batches=(images[:CALIBRATION_IMAGES],))
-    init = start.partition(",")[0]
     report = dcls_convert.convert_(
         model,
         dilated_size=WINDOW,
-        init=init,  # type: ignore[arg-type]
+        init=start.init,  # type: ignore[arg-type]
         calibration=calibration,
-        budget=budget,
+        budget=50.0 if start.halved else 100.0,
         input_size=(1, SIDE, SIDE),
         seed=seed,
     )
     row: dict[str, Any] = {"kernel_count": report.layers[0].kernel_count}
     row["seconds_to_convert"] = round(time.perf_counter() - begun, 2)
-    if init != "random":
+    if start.init != "random":
         row["kernel_errors"] = {layer.name: layer.fit_error for layer in report.layers}
     return model, row
 
 
 def fine_tune_(
-    model: nn.Module, train: small.Data, test: small.Data, wanted: float, seed: int
+    model: nn.Module,
+    train: small.Data,
+    test: small.Data,
+    wanted: float,
+    seed: int,
+    settings: Settings,
 ) -> dict[str, Any]:
     """Accuracy at every look, and the first step at which it is what was wanted.
 
@@ -141,14 +175,14 @@ def fine_tune_(
     curve = {0: small.accuracy(model, test)}
 
     def look(step: int) -> None:
-        if step % SETTINGS["looks_every"] == 0:
+        if step % settings["looks_every"] == 0:
             curve[step] = small.accuracy(model, test)
 
     small.train_(
         model,
-        batches(train, torch.Generator().manual_seed(100 + seed)),
-        steps=SETTINGS["fine_tuning_steps"],
-        lr=SETTINGS["fine_tuning_lr"],
+        batches(train, settings["batch"], torch.Generator().manual_seed(100 + seed)),
+        steps=settings["fine_tuning_steps"],
+        lr=settings["fine_tuning_lr"],
         warm_up=10,
         look=look,
     )
@@ -161,69 +195,94 @@ def fine_tune_(
     }
 
 
-def measure(seed: int) -> Iterator[dict[str, Any]]:
+def measure(seed: int, settings: Settings) -> Iterator[dict[str, Any]]:
     train, test = digits(seed)
-    dense, moved = train_dense(train, seed)
+    dense, moved = train_dense(train, seed, settings)
     before = small.accuracy(dense, test)
-    for start in (CONTROL, *STARTS):
-        if start == CONTROL:
-            model, row = copy.deepcopy(dense), {"kernels_moved": moved}
-        else:
-            model, row = convert(dense, start, train[0], seed)
-        row |= {"start": start, "params": small.parameter_count(model), "before": before}
-        yield row | fine_tune_(model, train, test, before, seed)
+
+    def fine_tuned(name: str, model: nn.Module, row: dict[str, Any]) -> dict[str, Any]:
+        row |= {"start": name, "params": small.parameter_count(model), "before": before}
+        return row | fine_tune_(model, train, test, before, seed, settings)
+
+    yield fine_tuned(CONTROL, copy.deepcopy(dense), {"kernels_moved": moved})
+    for start in STARTS:
+        model, row = convert(dense, start, train[0], seed)
+        yield fine_tuned(start.name, model, row)
 
 
 def mean_error(row: dict[str, Any]) -> float:
     return statistics.fmean(row["kernel_errors"].values())
 
 
+Rows = dict[str, list[dict[str, Any]]]  # by the name of the start
+
+
 def table(result: dict[str, Any]) -> Iterator[str]:
     """Markdown, a line a start; then the errors layer by layer, and what was to be shown."""
-    rows: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    rows: Rows = defaultdict(list)
     for row in result["rows"]:
         rows[row["start"]].append(row)
-    columns = (
+    yield table_of_starts(rows)
+    yield ""
+    yield table_of_layers(rows)
+    yield ""
+    for fit, largest, budget in (
+        (FIT, LARGEST, ""),
+        (HALVED_FIT, HALVED_LARGEST, ", half the budget"),
+    ):
+        pairs = zip(rows[fit.name], rows[largest.name], strict=True)
+        ratios = [mean_error(fitted) / mean_error(kept) for fitted, kept in pairs]
+        ratio = small.mean_and_spread(ratios, 3)
+        yield f"Mean kernel error of the fit over that of keeping the largest{budget}: {ratio}."
+
+
+def table_of_starts(rows: Rows) -> str:
+    header = [
         "start",
         "parameters",
         "elements",
         "kernel error",
         "accuracy before, %",
         "after conversion",
-    )
-    yield f"| {' | '.join(columns)} | after fine-tuning | steps to regain |"
-    yield "|" + " --- |" * (len(columns) + 2)
+        "after fine-tuning",
+        "steps to regain",
+    ]
+    lines = []
     for start, members in rows.items():
-        errors = (
-            small.mean_and_spread([mean_error(row) for row in members], 3)
-            if "kernel_errors" in members[0]
-            else ""
-        )
+        errors = ""
+        if "kernel_errors" in members[0]:
+            errors = small.mean_and_spread([mean_error(row) for row in members], 3)
         accuracies = [
             small.mean_and_spread([row[key] for row in members])
             for key in ("before", "after_conversion", "after_fine_tuning")
         ]
-        regained = ", ".join(
-            "never" if row["regained"] is None else str(row["regained"]) for row in members
+        regained = ["never" if row["regained"] is None else row["regained"] for row in members]
+        lines.append(
+            [
+                start,
+                f"{members[0]['params']:,}",
+                str(members[0].get("kernel_count", 49)),
+                errors,
+                *accuracies,
+                ", ".join(map(str, regained)),
+            ]
         )
-        size = f"{members[0]['params']:,} | {members[0].get('kernel_count', 49)}"
-        yield f"| {start} | {size} | {errors} | {' | '.join(accuracies)} | {regained} |"
-    yield ""
-    yield f"| layer | {' | '.join(FITTED)} | fit over largest |"
-    yield "| --- |" + " --- |" * (len(FITTED) + 1)
-    for layer in rows["fit"][0]["kernel_errors"]:
-        of_start = {name: [row["kernel_errors"][layer] for row in rows[name]] for name in FITTED}
-        cells = [small.mean_and_spread(values, 3) for values in of_start.values()]
-        ratios = [
-            fit / kept for fit, kept in zip(of_start["fit"], of_start["largest"], strict=True)
-        ]
-        yield f"| {layer} | {' | '.join(cells)} | {small.mean_and_spread(ratios, 2)} |"
-    yield ""
-    for budget in ("", HALF):
-        pairs = zip(rows["fit" + budget], rows["largest" + budget], strict=True)
-        ratios = [mean_error(fit) / mean_error(kept) for fit, kept in pairs]
-        ratio = small.mean_and_spread(ratios, 3)
-        yield f"Mean kernel error of the fit over that of keeping the largest{budget}: {ratio}."
+    return markdown_table(header, lines, align_right=False)
+
+
+def table_of_layers(rows: Rows) -> str:
+    lines = []
+    for layer in rows[FIT.name][0]["kernel_errors"]:
+        errors = {}
+        for start in SHOWN_BY_LAYER:
+            errors[start] = [row["kernel_errors"][layer] for row in rows[start.name]]
+        cells = [small.mean_and_spread(values, 3) for values in errors.values()]
+        pairs = zip(errors[FIT], errors[LARGEST], strict=True)
+        ratios = [fit / largest for fit, largest in pairs]
+        lines.append([layer, *cells, small.mean_and_spread(ratios, 2)])
+    names = [start.name for start in SHOWN_BY_LAYER]
+    header = ["layer", *names, "fit over largest"]
+    return markdown_table(header, lines, align_right=False)
 
 
 if __name__ == "__main__":

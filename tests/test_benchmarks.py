@@ -1,5 +1,6 @@
-"""Benchmarks: documented tables are those of the stored results."""
+"""Benchmarks: tables are those of the stored results, and nothing stored is lost by a new run."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,30 @@ import pytest
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
 @pytest.mark.processes
 def test_the_tables_are_those_of_the_stored_results():
-    run = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "tables.py"), "--check"], capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
+    checked = run("tables.py", "--check")
+    assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.processes
+def test_constructions_that_are_timed_give_the_same_kernels():
+    implementations = ["ours", "v0", "v1", "listing", "ours gaussian", "gauss"]
+    checked = run("construction.py", "--check", "cpu", *implementations)
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_rows_of_other_settings_are_not_replaced(tmp_path):
+    results = tmp_path / "growth.json"
+    content = json.dumps({"settings": {"sizes": {}, "threads": 1}, "rows": [{"model": "a"}]})
+    results.write_text(content, encoding="utf-8")
+    refused = run("growth.py", "--output", str(results))
+    assert refused.returncode == 1
+    assert "other settings" in refused.stderr
+    assert "threads: 1, not None" in refused.stderr
+    assert results.read_text(encoding="utf-8") == content
