@@ -27,7 +27,7 @@ from .planning.rules import RuleSet as RuleSet
 from .reports.measure import measure_report as measure_report
 from .reports.predict import predict_report as predict_report
 from .reports.report import ConversionReport as ConversionReport
+from .surgery.apply_plan import apply_plan_ as apply_plan_
 from .surgery.fold import fold_to_dense_ as fold_to_dense_
-from .surgery.start import apply_plan_ as apply_plan_
 
 __version__: str

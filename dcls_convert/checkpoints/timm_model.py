@@ -19,7 +19,7 @@ from ..networks.stages import common_parent
 from ..networks.trust import MAX_ARGUMENT, UNBOUNDED_ARGUMENTS, check_source
 from ..networks.weights import alias_names
 from ..planning.plan import ConversionPlan
-from ..surgery.start import apply_plan_
+from ..surgery.apply_plan import apply_plan_
 from ..text import listed
 from .folder import CONFIG, PLAN_PLACE, WEIGHTS, Checkpoint, open_checkpoint
 from .load import place_

@@ -14,7 +14,7 @@ from ..networks.model_outputs import tensors_in
 from ..networks.running import run
 from ..options import CPU_BATCH, GPU_BATCH, TIMING_SECONDS
 from ..planning.plan import ConversionPlan
-from ..surgery.start import apply_plan_
+from ..surgery.apply_plan import apply_plan_
 from ..text import shown
 from .sweep import Timing, TimingSettings
 

@@ -20,8 +20,8 @@ from ..progress import LOG
 from ..reports.measure import measure_report
 from ..reports.predict import predict_report
 from ..reports.report import ConversionReport, Outcome
+from ..surgery.apply_plan import LayerErrors, apply_plan_
 from ..surgery.authors import start_from_authors_
-from ..surgery.start import LayerErrors, apply_plan_
 from .loaded import LoadedNetwork
 from .provenance import describe_conversion, keep_provenance_
 from .resolved import ResolvedRequest

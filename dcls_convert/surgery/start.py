@@ -6,158 +6,33 @@ learnt axes.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import PlanError
-from ..fitting.calibrate import CalibrationStatistics, fit_to_outputs_, measure_inputs
-from ..fitting.calibrated_layer import CalibratedLayer
-from ..fitting.groups import LayerGroup, make_layers
-from ..fitting.images import Calibration, Images, calibrate
-from ..fitting.warm_start import fit_elements, fit_seed
+from ..fitting.calibrate import CalibrationStatistics
+from ..fitting.groups import LayerGroup
+from ..fitting.warm_start import fit_elements
 from ..layers.elements import Elements, first_cells, random_positions
-from ..layers.interpolation import find_interpolation
 from ..networks.initialisation import has_norms, output_power
-from ..networks.running import full_precision, unchanged_on_failure
-from ..options import AUTO, EXACT, INITS, POSITIONS, Init, Positions
-from ..planning.plan import ConversionPlan
-from ..progress import Notify, silent
-from ..text import listed
-from .place import put_layers_
+from ..options import AUTO, Init, Positions
+from ..progress import Notify
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerErrors:
-    """The errors that a start leaves, by the layer's name."""
-
-    # |new - old| / |old| of the constructed kernels; empty for "random" and on the meta device.
-    kernel: dict[str, float]
-    # |new - old| / |old| of the outputs at the sampled places of a calibration's images, given the
-    # input from the layers that are converted already; empty without a calibration.
-    output: dict[str, float]
-    # Why a layer's outputs may have lost much; only where a calibration knows a reason.
-    reasons: dict[str, tuple[str, ...]] = field(default_factory=dict)
-
-
-@torch.no_grad()
-@full_precision()
-def apply_plan_(
+def start_randomly_(
     model: nn.Module,
-    plan: ConversionPlan,
-    *,
-    init: Init = "auto",
-    positions: Positions = "normal",
-    generator: torch.Generator | None = None,
-    calibration: Images | Calibration | CalibrationStatistics | None = None,
-    note: Notify = silent,
-    notify: Notify = silent,
-) -> LayerErrors:
-    """Replace every convolution of the plan by its DCLS layer, with values from the old kernels.
+    groups: Sequence[LayerGroup],
+    positions: Positions,
+    generator: torch.Generator,
+) -> None:
+    """Random positions, with cells of the old kernels as weights.
 
-    Args:
-        model: The model that the plan was made for; changed in place. May be on the meta device.
-        plan: From `plan_conversion`. If it says that the model is folded, plain convolutions with
-            the constructed kernels are placed.
-        init: As in `convert_`. "exact" needs a plan with an element for every cell
-            (`plan_conversion(kernel_count="exact")`). The weights of "random" elements are cells of
-            the old kernels, so that they stay distributed as the model initialises them. In a model
-            without norms, they are then scaled: outputs get the mean square of the old ones.
-        positions: As in `convert_`.
-        generator: Source of all randomness; without it, a new one with seed 0.
-        calibration: For "fit": images, as in `convert_`; or the statistics of a pass over them.
-        note: Called with what a user should know.
-        notify: Called with which layers are next.
-
-    Returns:
-        The relative errors of the kernels, and with a calibration those of the outputs and reasons
-        for them.
-
-    Raises:
-        DclsConvertError: The model is not the one that was planned for, or does not take the
-            images. After this and any other error, running out of memory included, the model is
-            as it was.
+    In a model without norms, the weights are scaled: outputs get the mean square of the old ones.
     """
-    _check_start(plan, init, positions)
-    if calibration is not None and init not in ("fit", AUTO):
-        raise PlanError(f"calibration is for init='fit', not for {init!r}")
-    groups = make_layers(model, plan)
-    if generator is None:
-        generator = torch.Generator().manual_seed(0)
-    seed = fit_seed(generator)
-    calibrated: list[CalibratedLayer] = []
-    kernel_errors: dict[str, float] = {}
-    if init == "random":
-        for group in groups:
-            _fill_randomly_(group, positions, generator)
-        if not has_norms(model):
-            _scale_to_old_kernels_(groups)
-    else:
-        statistics = _statistics(model, plan, groups, calibration, note, notify)
-        _fill_all_from_kernels_(groups, statistics, init, seed, notify)
-        if statistics is not None:
-            calibrated = fit_to_outputs_(model, groups, statistics, notify)
-            _note_kept_fits(calibrated, note)
-            _note_shifted_means(calibrated, note)
-        for group in groups:
-            kernel_errors |= group.kernel_errors()
-
-    # Biases and running means of the model, which take the mean shifts of the new layers.
-    shifted: list[Tensor] = []
-    for layer in calibrated:
-        if layer.shift_target is not None:
-            shifted.append(layer.shift_target)
-    with unchanged_on_failure(model, values=shifted):
-        put_layers_(model, plan, groups)
-        for layer in calibrated:
-            if layer.shift_target is not None:
-                layer.shift_target.add_(layer.target_change.to(layer.shift_target))
-    output_errors: dict[str, float] = {}
-    for layer in calibrated:
-        if layer.output_error is not None:
-            output_errors[layer.name] = layer.output_error
-    reasons = {layer.name: layer.reasons for layer in calibrated if layer.reasons}
-    return LayerErrors(kernel=kernel_errors, output=output_errors, reasons=reasons)
-
-
-def _check_start(plan: ConversionPlan, init: Init, positions: Positions) -> None:
-    """Refuse unknown ways to start, and an exact start from a plan with too few elements."""
-    if init not in INITS:
-        raise PlanError(f"init={init!r} must be one of {', '.join(INITS)}")
-    if positions not in POSITIONS:
-        raise PlanError(f"positions={positions!r} must be one of {', '.join(POSITIONS)}")
-    if init != EXACT:
-        return
-    for layer in plan.layers:
-        cells = layer.old_cells
-        exact_on_cells = find_interpolation(layer.interpolation).exact_on_cells
-        if layer.kernel_count < cells or not exact_on_cells:
-            raise PlanError(
-                f"{layer.name}: an exact start needs {cells} elements and an interpolation that "
-                f"keeps them in their cells, the plan has {layer.kernel_count}, "
-                f"{layer.interpolation}; plan with kernel_count='exact'"
-            )
-
-
-def _note_kept_fits(calibrated: Sequence[CalibratedLayer], note: Notify) -> None:
-    """Tell the user of layers of which the images show too little."""
-    count = sum(layer.keeps_fit for layer in calibrated)
-    if count:
-        note(
-            f"{count} of {len(calibrated)} layers keep what was fitted to their kernels: the "
-            "images show too few places of them; give more or larger images"
-        )
-
-
-def _note_shifted_means(calibrated: Sequence[CalibratedLayer], note: Notify) -> None:
-    """Tell the user of layers whose output means cannot be set back to the old ones."""
-    still_shifted = [layer.name for layer in calibrated if layer.shift_target is None]
-    if still_shifted:
-        note(
-            f"{listed(still_shifted)} have neither a bias nor a BatchNorm behind them, so the "
-            "means of their outputs could not be set back to the old ones"
-        )
+    for group in groups:
+        _fill_randomly_(group, positions, generator)
+    if not has_norms(model):
+        _scale_to_old_kernels_(groups)
 
 
 def _fill_(group: LayerGroup, elements: Elements) -> None:
@@ -201,31 +76,17 @@ def _scale_to_old_kernels_(groups: Sequence[LayerGroup]) -> None:
                 layer.weight.mul_(math.sqrt(output_power(old_kernel) / power))
 
 
-def _statistics(
-    model: nn.Module,
-    plan: ConversionPlan,
-    groups: Sequence[LayerGroup],
-    calibration: Images | Calibration | CalibrationStatistics | None,
-    note: Notify,
-    notify: Notify,
-) -> CalibrationStatistics | None:
-    """What the old convolutions see in the images of a calibration; None without one."""
-    if calibration is None or isinstance(calibration, CalibrationStatistics):
-        return calibration
-    if not isinstance(calibration, Calibration):
-        # Outputs are not compared here, so no image need be held out.
-        calibration = calibrate(model, plan, calibration, held_out=(), note=note)
-    return measure_inputs(model, groups, calibration, notify)
-
-
-def _fill_all_from_kernels_(
+def start_from_kernels_(
     groups: Sequence[LayerGroup],
     statistics: CalibrationStatistics | None,
     init: Init,
     seed: int,
     notify: Notify,
 ) -> None:
-    """Fill group after group, and tell which layers are next."""
+    """Give the layers the largest cells of the old kernels, or fit elements to them.
+
+    Group after group; `notify` is told which layers are next.
+    """
     layers = 0
     total_weights = 0
     for group in groups:

@@ -16,7 +16,7 @@ from dcls_convert.networks.sites import find_convs
 from dcls_convert.planning.planner import plan_conversion
 from dcls_convert.planning.rule_files import parse_rules
 from dcls_convert.reports.predict import predict_report
-from dcls_convert.surgery.start import apply_plan_
+from dcls_convert.surgery.apply_plan import apply_plan_
 
 from ..conftest import many_examples
 from .nets import IMAGE, Net, convs_of, depthwise, on_meta, plan_of

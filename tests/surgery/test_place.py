@@ -10,8 +10,8 @@ from torch.nn.utils import parametrizations
 from dcls_convert.errors import DclsConvertError, PlanError
 from dcls_convert.layers.dcls_conv import DclsConv2d
 from dcls_convert.pipeline.in_memory import convert_
+from dcls_convert.surgery.apply_plan import apply_plan_
 from dcls_convert.surgery.fold import fold_to_dense_
-from dcls_convert.surgery.start import apply_plan_
 
 from ..planning.nets import IMAGE, Net, Shared, depthwise, plan_of, state_of
 
