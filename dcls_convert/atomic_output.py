@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from .errors import CheckpointError, OutputExistsError
+from .processes import host_name, is_alive
 from .text import one_line, shown
 
 # Flags of Linux's renameat2.
@@ -29,7 +29,6 @@ RENAME_EXCHANGE = 2
 AT_FDCWD = -100
 # Errors of renameat2 if the kernel or the file system lacks it.
 UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
-HOST_LENGTH = 20  # characters of the host's name in the names of partial folders
 # Age at which a partial folder of another host counts as left over: nobody can ask that host.
 SECONDS_UNTIL_LEFT_OVER = 24 * 3600
 PARTIAL_ENDING = re.compile(r"(?P<host>[A-Za-z0-9-]*)-(?P<process>\d+)\.[0-9a-f]{8}\.partial")
@@ -121,27 +120,11 @@ def _new_partial(output: Path) -> Path:
     return output.absolute().with_name(name)
 
 
-def host_name() -> str:
-    """The name of this machine, of characters that every file system takes."""
-    return re.sub(r"[^A-Za-z0-9]", "-", socket.gethostname())[:HOST_LENGTH]
-
-
 def _is_written_to(partial: Path, host: str, process: int) -> bool:
     """Whether the process that made a partial folder may still be writing there."""
     if host == host_name() and sys.platform != "win32":  # where os.kill would end the process
         return is_alive(process)
     return time.time() - partial.stat().st_mtime < SECONDS_UNTIL_LEFT_OVER
-
-
-def is_alive(process: int) -> bool:
-    """Whether there is a process with this number on this machine."""
-    try:
-        os.kill(process, 0)  # sends nothing
-    except ProcessLookupError:
-        return False
-    except OSError:  # of another user
-        return True
-    return True
 
 
 @contextlib.contextmanager

@@ -166,3 +166,21 @@ def grid_positions(kernel_size: int, dilation: int, window: int) -> list[int]:
     """The old kernel's cells along an axis, from the window's centre: (3, 2, 7) -> [-2, 0, 2]."""
     first = (window - extent(kernel_size, dilation)) // 2 - window // 2
     return [first + index * dilation for index in range(kernel_size)]
+
+
+def position_limits(size: int) -> tuple[int, int]:
+    """The first and last cell of a window of `size` cells, counted from its centre.
+
+    (-8, 8) for 17 cells, (-4, 3) for 8.
+    """
+    return -(size // 2), (size - 1) // 2
+
+
+def learnt_axes(dims: int, dense_axes: Sequence[int] = ()) -> tuple[int, ...]:
+    """The spatial axes along which elements have a position, in the order of `positions`."""
+    return tuple(axis for axis in range(dims) if axis not in dense_axes)
+
+
+def along_learnt_axes(sides: Sequence[int], dense_axes: Sequence[int]) -> tuple[int, ...]:
+    """The sides of a kernel or window along the axes on which elements have a position."""
+    return tuple(sides[axis] for axis in learnt_axes(len(sides), dense_axes))

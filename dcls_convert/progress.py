@@ -20,8 +20,12 @@ MIN_TEXT_WIDTH = 20  # columns
 BESIDE_TEXT = BAR_WIDTH + 11  # columns of spinner, bar and time
 
 
+# A callback for what the user should know.
+Note = Callable[[str], None]
+
+
 class Notify(Protocol):
-    """A callback for progress, or for notes to the user.
+    """A callback for progress.
 
     It is called with what is done next, and how much of the total is done, in any unit. A total of
     0 says that this is not known.
@@ -31,7 +35,7 @@ class Notify(Protocol):
 
 
 def silent(text: str, done: int = 0, total: int = 0, /) -> None:
-    """A `Notify` that shows nothing."""
+    """A `Notify`, or a `Note`, that shows nothing."""
 
 
 def _print_line(text: str) -> None:

@@ -1,4 +1,4 @@
-"""One column table for all views: text at any width, Markdown, CSV and HTML; and lines beside."""
+"""One column table for all views, as text, Markdown, CSV and HTML; and the lines around it."""
 
 import csv
 import io

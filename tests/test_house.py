@@ -34,8 +34,8 @@ PACKAGE = Path(dcls_convert.__file__).parent
 # above where a record is shown, when it is shown; and every room may take `__version__` from the
 # front door.
 ORDER = (
-    *("text", "errors", "options", "geometry", "files"),
-    *("records", "atomic_output", "tables", "progress"),
+    *("text", "errors", "options", "geometry", "given_files"),
+    *("records", "processes", "atomic_output", "tables", "progress"),
     *("depthwise", "layers", "networks", "planning", "reports", "fitting", "surgery", "pipeline"),
     *(
         "checkpoints",

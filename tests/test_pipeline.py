@@ -121,9 +121,9 @@ def test_whatever_fails_leaves_the_model_as_it_was(kind):
 def test_outputs_are_not_compared_on_images_too_large(monkeypatch):
     loaded, resolved = resolved_for(small(), "largest")
     resolved = replace(resolved, plan=replace(resolved.plan, input_size=(3, 16, 16)))
-    assert convert_network(loaded, resolved).moved is not None
+    assert convert_network(loaded, resolved).random_output_error is not None
     monkeypatch.setattr("dcls_convert.pipeline.conversion.MAX_PIXELS", 16 * 16 - 1)
-    assert convert_network(loaded, resolved, model=small()).moved is None
+    assert convert_network(loaded, resolved, model=small()).random_output_error is None
 
 
 @pytest.mark.parametrize(

@@ -258,7 +258,7 @@ def test_what_is_no_model_is_refused_by_every_front_door():
         (None, "a NoneType; give the name"),
         (
             {"format": 1, "rules": [{"kernel_count": np.int64(5)}]},
-            r"np.int64\(5\) of type int64; allowed are texts, numbers",
+            r"np.int64\(5\) of type int64; allowed are strings, numbers",
         ),
     ],
 )

@@ -1,10 +1,8 @@
-"""The README.md of a checkpoint folder, and the lines of Python that load it."""
+"""The README.md of a checkpoint folder."""
 
-import json
 from collections.abc import Container
 
 from .. import __version__
-from ..networks.registries import REGISTRIES
 from ..pipeline.provenance import Provenance
 from ..reports.report import ConversionReport
 from .folder import PAGE, PICTURE
@@ -27,11 +25,6 @@ CITATION = """@inproceedings{khalfaoui-hassani2023dcls,
   version = {VERSION},
 }
 """.replace("VERSION", __version__)
-LOAD_BY_TIMM_PLUGIN = """import timm
-import dcls_convert  # registers the architecture with timm
-
-model = timm.create_model("local-dir:{folder}", pretrained=True)
-"""
 
 
 def model_card(
@@ -93,51 +86,3 @@ def _conversion_section(provenance: Provenance | None) -> str:
         language = "python"
     items = "".join(f"- {sentence}\n" for sentence in provenance_sentences(provenance))
     return f"\n## Conversion\n\n```{language}\n{command_text(provenance)}\n```\n\n{items}"
-
-
-def loading_code(model: str | None) -> str:
-    """Lines of Python that load a folder, with `{folder}` for its path.
-
-    Args:
-        model: The plan's; None if only its user can build it.
-    """
-    kind = (model or "").partition(":")[0]
-    if kind == "timm":
-        return LOAD_BY_TIMM_PLUGIN
-    arguments = '"{folder}"'
-    comment = ""
-    if model is None:
-        arguments += ", model=unconverted"
-        comment = "  # which is built as before"
-    elif kind not in REGISTRIES:
-        arguments += ", trust_code=True"
-    return f"import dcls_convert\n\nmodel = dcls_convert.load_converted({arguments}){comment}\n"
-
-
-def training_code(model: str | None, *, trained: bool) -> str:
-    """Lines of Python that load a folder, train its model, and save the result.
-
-    Args:
-        model: As for `loading_code`.
-        trained: Whether the weights are trained; the learning rate is lower then.
-    """
-    lr = "1e-4" if trained else "1e-3"
-    imports, _, loading = loading_code(model).partition("\n\n")
-    return (
-        f"import torch\n{imports}\n\n{loading}"
-        f"parameters = dcls_convert.tuning.param_groups(model, lr={lr})"
-        "  # keeps weight decay off the positions\n"
-        "optimizer = torch.optim.AdamW(parameters)\n"
-        "...  # train\n"
-        'dcls_convert.save_converted(model, "{folder}", "{folder}-tuned")\n'
-    )
-
-
-def with_folder(code: str, folder: object) -> str:
-    """Lines of Python with the folder's name for "{folder}", inside a string literal.
-
-    They are valid Python, whatever characters the name has.
-    """
-    text = str(folder)
-    literal = json.dumps(text, ensure_ascii=not text.isprintable())
-    return code.format(folder=literal[1:-1])

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..geometry import learnt_axes, position_limits
 from ..layers import position_statistics as statistics
-from ..layers.interpolation import find_interpolation, learnt_axes, position_limits
+from ..layers.interpolation import find_interpolation
 from ..networks.weights import describe_non_finite
 from ..pipeline.provenance import Provenance
 from ..planning.layer_plan import LayerPlan

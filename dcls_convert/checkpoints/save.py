@@ -26,7 +26,7 @@ from ..records import write_json
 from ..reports.measure import measure_report
 from ..reports.report import ConversionReport
 from ..surgery.place import timm_model_args
-from .card import loading_code, model_card
+from .card import model_card
 from .fingerprint import take_fingerprint
 from .folder import (
     CARD,
@@ -38,6 +38,7 @@ from .folder import (
     why_not_a_checkpoint,
 )
 from .load import place_
+from .loading_code import loading_code
 from .stamp import METADATA_KEY, PROVENANCE, Stamp, config_hash
 
 # Entries of timm's config that say where weights come from. They are left out: the weights are in

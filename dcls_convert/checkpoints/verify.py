@@ -13,7 +13,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError
-from ..files import check_folder
+from ..given_files import check_folder
 from ..networks.weights import build_with_state, describe_non_finite
 from ..networks.weights_files import load_file
 from ..planning.plan import ConversionPlan

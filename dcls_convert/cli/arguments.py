@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from ..errors import DclsConvertError
-from ..files import check_file, check_folder, check_images
+from ..given_files import check_file, check_folder, check_images
 from ..options import (
     AUTO,
     CALIBRATION_IMAGES,
@@ -457,7 +457,7 @@ def _plan_options(values: Mapping[str, Any]) -> PlanOptions:
 
 
 def refuse(*conflicts: tuple[object, str]) -> None:
-    """Raise the message of the first condition that holds."""
+    """Raise a DclsConvertError with the message of the first condition that is true."""
     for condition, message in conflicts:
         if condition:
             raise DclsConvertError(message)

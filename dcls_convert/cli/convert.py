@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ..atomic_output import check_output
-from ..files import PLOT_LIBRARY, can_plot, check_folder
+from ..given_files import PLOT_LIBRARY, can_plot, check_folder
 from ..options import (
     ERROR_SCOPE,
     AuthorsVersion,

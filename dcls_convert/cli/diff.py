@@ -11,7 +11,7 @@ from . import console
 from .arguments import CheckpointFolder, Json, checkpoint_argument
 
 if TYPE_CHECKING:
-    from ..planning.plan import ConversionPlan, Difference
+    from ..planning.plan import ConversionPlan, PlanDifference
 
 
 def diff(
@@ -47,9 +47,9 @@ def diff(
     console.show(*lines, f"weights: {weights}")
 
 
-def _differences(first: "ConversionPlan", second: "ConversionPlan") -> "list[Difference]":
+def _differences(first: "ConversionPlan", second: "ConversionPlan") -> "list[PlanDifference]":
     """What differs between two plans, and between the costs of the models that they make."""
-    from ..planning.plan import Difference
+    from ..planning.plan import PlanDifference
     from ..reports.predict import predict_report
 
     differences = [*first.diff(second)]
@@ -60,11 +60,11 @@ def _differences(first: "ConversionPlan", second: "ConversionPlan") -> "list[Dif
         another = getattr(second_report, cost).after
         if one != another:
             what = f"{cost} after conversion"
-            differences.append(Difference(what=what, one=one, other=another))
+            differences.append(PlanDifference(what=what, one=one, other=another))
     return differences
 
 
-def _line(difference: "Difference") -> str:
+def _line(difference: "PlanDifference") -> str:
     """ "dilated_size: 9x9 → 11x11 in 9 layers: stages.0.blocks.0.conv_dw (and 8 more layers)"."""
     layers = counted(len(difference.layers), "layer")
     where = _where(difference.layers)

@@ -21,7 +21,7 @@ from .arguments import (
 )
 
 if TYPE_CHECKING:
-    from ..export.folded_model import ExportReport
+    from ..export.export_file import ExportReport
 
     FormatName = str
 else:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from ..atomic_output import check_output, new_file, why_not_a_file
-from ..files import check_file, check_images, check_picture
+from ..given_files import check_file, check_images, check_picture
 from ..options import FigureName
 from . import console
 from .arguments import (

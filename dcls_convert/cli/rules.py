@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..files import builtin_rules
+from ..given_files import builtin_rules
 from ..options import PlanOptions
 from ..text import counted
 from . import console
@@ -55,7 +55,7 @@ def rules_check(
     rules = load_rules(file)
     count = f"{file}: valid, {counted(len(rules.rules), 'rule')}"
     if model is None:
-        console.show(f"{count}; whether they fit a model, --model MODEL tells")
+        console.show(f"{count}; add --model MODEL to check that they fit a model")
     else:
         console.show(f"{count}; in {model}:", *_claims(rules, model))
 

@@ -9,7 +9,7 @@ import typer
 
 from ..atomic_output import check_output, new_file, why_not_a_file
 from ..errors import PlanError
-from ..files import check_picture
+from ..given_files import check_picture
 from ..options import (
     AUTO,
     CPU_BATCH,
@@ -180,7 +180,7 @@ def sweep(
         check_picture(picture, "--picture")
         check_output(picture, force=force, why_keep=why_not_a_file)
     with console.steps(network.model, "planning") as notify:
-        from ..compare.make_sweep import combinations, make_sweep, usual_sizes
+        from ..compare.run_sweep import combinations, make_sweep, usual_sizes
         from ..compare.timing import timing_settings
         from ..depthwise import choices
         from ..pipeline.loaded import LoadedNetwork

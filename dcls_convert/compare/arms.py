@@ -18,7 +18,7 @@ from ..pipeline.loaded import LoadedNetwork
 from ..pipeline.request import ConversionRequest
 from ..pipeline.resolved import resolve
 from ..planning.plan import ConversionPlan
-from ..progress import Notify, silent
+from ..progress import Note, silent
 from ..surgery.fold import fold_to_dense_
 from .sweep import AskedSize
 
@@ -156,7 +156,7 @@ class PositionShift:
     outside_before: float  # the same before training
 
 
-def make_network(request: ConversionRequest, arm: Arm, *, note: Notify = silent) -> ArmNetwork:
+def make_network(request: ConversionRequest, arm: Arm, *, note: Note = silent) -> ArmNetwork:
     """The network of an arm.
 
     Layers that are not converted have the weights that the request's seed gives them, in every arm.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..atomic_output import new_file
 from ..errors import CheckpointError, DclsConvertError, OutputExistsError
-from ..files import is_checkpoint
+from ..given_files import is_checkpoint
 from ..progress import Notify
 from ..records import Record
 from ..tuning.training_state import STATE

@@ -30,7 +30,7 @@ from ..planning.claims import claim_convs
 from ..planning.planner import find_rules
 from ..planning.rules import RuleSet
 from ..progress import show_to_python
-from .make_sweep import combinations, make_sweep, usual_sizes
+from .run_sweep import combinations, make_sweep, usual_sizes
 from .sweep import Asked, AskedSize, Sweep
 from .timing import timing_settings
 

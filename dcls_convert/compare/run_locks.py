@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..atomic_output import host_name, is_alive
+from ..processes import host_name, is_alive
 
 LOCK = "claim"  # name of the file
 SECONDS_BETWEEN_TOUCHES = 15.0

@@ -23,7 +23,7 @@ from ..fitting.image_files import BATCH
 from ..fitting.images import Calibration
 from ..pipeline.loaded import LoadedNetwork
 from ..pipeline.request import ConversionRequest
-from ..progress import Notify, silent
+from ..progress import Note, Notify, silent
 from ..records import Record
 from ..text import one_line
 from ..tuning.distributed import from_first_process
@@ -92,7 +92,7 @@ class Trainer:
     accelerator: Any  # from `accelerator_for`
     workers: int = 0
     fsdp: bool = False
-    note: Notify = silent  # told what the user should know
+    note: Note = silent  # told what the user should know
 
     def prepare(self, arm: Arm, seed: int) -> ArmNetwork:
         """Build and convert this arm's network with this seed.

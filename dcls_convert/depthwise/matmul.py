@@ -33,7 +33,7 @@ MAX_PATCH_SIDE = 14
 # outputs need no zeros, but by counts of operations they are slower for ConvNeXt-T at 224 pixels:
 # they have more cells than the map.
 ALIGNED = 8
-# Of patches and banks at once; if all channels need more, they are taken in parts.
+# Cap on the memory for patches and banks; more is computed in parts, split along the channels.
 MAX_BYTES = 512 * 2**20
 # Patches that a product takes, by the device's type; more give wrong sums on M1 and M2.
 MAX_PATCHES = {"mps": 32_767}
@@ -53,8 +53,7 @@ class PatchTiling(NamedTuple):
 
 
 def _tile_axis(inputs: int, kernel_size: int, padding: int) -> PatchTiling:
-    # Under torch.compile, too, this makes a number of it: with symbols for sizes, compiling takes
-    # minutes.
+    # `len(range(...))` makes an int of a symbolic size: compiling with symbols takes minutes.
     inputs = len(range(inputs))
     outputs = inputs + 2 * padding - kernel_size + 1
     patches = ceil_div(outputs, MAX_PATCH_SIDE)

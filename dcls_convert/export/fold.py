@@ -22,7 +22,7 @@ from ..options import MAX_PIXELS, OPSETS
 from ..progress import Notify, silent
 from ..surgery.fold import fold_to_dense_
 from ..text import shown
-from .folded_model import BATCHES, FOLDING_BOUND, ExportReport, FoldedModel, flattened, run_model
+from .export_file import BATCHES, FOLDING_BOUND, ExportReport, FoldedModel, flattened, run_model
 from .formats import EXPORT_FORMATS, ExportFormat
 
 IMAGES_SEED = 0  # of the random images for which outputs are compared

@@ -11,7 +11,7 @@ class ExportFormat:
     """A format that a folded model can be written in."""
 
     # "package.module:function", imported when it is called: (FoldedModel) -> ExportReport. For a
-    # file, the function calls `folded_model.export_file` with what writes one and loads it again.
+    # file, the function calls `export_file` with what writes one and loads it again.
     writer: str
     # Of the default output's name. A file's is a dot and the format's name; all outputs have it.
     suffix: str

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import ModelError
 from ..options import DEFAULT_OPSET
-from .folded_model import ExportReport, FoldedModel, ModelFunction, export_file, metadata
+from .export_file import ExportReport, FoldedModel, ModelFunction, export_file, metadata
 
 BOUND = 1e-3  # relative error; onnxruntime has other kernels, and folds constants beforehand
 # onnxruntime 1.29 and later would otherwise send names of models to its makers.

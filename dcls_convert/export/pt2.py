@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..records import write_json
-from .folded_model import (
+from .export_file import (
     FOLDING_BOUND,
     ExportReport,
     FoldedModel,

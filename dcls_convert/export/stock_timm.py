@@ -13,8 +13,9 @@ from typing import Any
 from torch import nn
 
 from ..atomic_output import new_folder
-from ..checkpoints.card import loading_code, model_card
+from ..checkpoints.card import model_card
 from ..checkpoints.folder import CARD, WEIGHTS, why_not_a_checkpoint
+from ..checkpoints.loading_code import loading_code
 from ..checkpoints.save import save_converted, timm_config, write_files
 from ..errors import DclsConvertError, ModelError
 from ..networks.building import build_model, shapes_of
@@ -27,7 +28,7 @@ from ..pipeline.provenance import provenance_of
 from ..planning.plan import ConversionPlan
 from ..reports.measure import measure_report
 from ..reports.report import ConversionReport
-from .folded_model import FOLDING_BOUND, ExportReport, FoldedModel, run_model
+from .export_file import FOLDING_BOUND, ExportReport, FoldedModel, run_model
 
 # Parts of the names of timm's arguments for kernel sizes: kernel_size, kernel_sizes, kernels,
 # local_conv_size.

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..geometry import extent, grid_positions
+from ..geometry import extent, grid_positions, learnt_axes
 from ..layers.elements import cells_last, largest_elements
-from ..layers.interpolation import find_interpolation, learnt_axes
+from ..layers.interpolation import find_interpolation
 
 SPREAD_MARGIN = 3  # cells; six times the initial sigma of a Gaussian element
 

@@ -52,7 +52,7 @@ class CalibrationStatistics:
 
     def covariance_roots(self, group: LayerGroup) -> Tensor | None:
         """What an error of a kernel does to the outputs, for `fit_elements`."""
-        for conv, plan in zip(group.convs, group.plans, strict=True):
+        for conv, plan in zip(group.convs, group.layer_plans, strict=True):
             self.separate_moments[conv].check(plan.name)
         return shared_covariance_roots([self.separate_moments[conv] for conv in group.convs])
 
@@ -121,7 +121,7 @@ def _observe_pass(
         for module in model.modules():
             if _is_batch_norm(module):
                 hooks.callback(module.register_forward_pre_hook(note_feeder).remove)
-        forward(model, image)
+        _forward(model, image)
     running_means: dict[nn.Module, Tensor] = {}
     for conv in convs:
         norms: list[Any] = [norm for norm, fed_by in feeders.items() if fed_by == {conv}]
@@ -154,10 +154,10 @@ def _add_images_(
         for conv in separate_moments:
             hooks.callback(conv.register_forward_hook(add, with_kwargs=True).remove)
         for batch in batches:
-            forward(model, batch)
+            _forward(model, batch)
 
 
-def forward(model: nn.Module, batch: Tensor) -> None:
+def _forward(model: nn.Module, batch: Tensor) -> None:
     """Run the model, in the memory format in which CPUs convolve images the fastest."""
     if batch.dim() == 4:
         batch = batch.contiguous(memory_format=torch.channels_last)
@@ -190,7 +190,7 @@ def fit_to_outputs_(
     """
     layers: dict[nn.Module, CalibratedLayer] = {}
     for group in groups:
-        for conv, layer, plan in zip(group.convs, group.layers, group.plans, strict=True):
+        for conv, layer, plan in zip(group.convs, group.layers, group.layer_plans, strict=True):
             layers[conv] = CalibratedLayer(
                 plan.name,
                 conv,
@@ -270,6 +270,6 @@ def _fit_to_part_(
         return [*old_outputs, *new_outputs]
 
     batches = [statistics.calibration.batches[index] for index in part.indices]
-    passes = [partial(forward, model, batch) for batch in batches]
+    passes = [partial(_forward, model, batch) for batch in batches]
     run_in_step(list(statistics.calls), [*passes, *passes], step_all)
     return list(solved.values())

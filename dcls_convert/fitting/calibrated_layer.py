@@ -10,7 +10,7 @@ from ..layers.dcls_conv import DclsConvNd
 from .boxes import Box
 from .calibration_settings import CalibrationSettings
 from .second_moments import SecondMoments
-from .solution import solve_layer
+from .solve_layer import solve_layer
 
 
 class CalibratedLayer:

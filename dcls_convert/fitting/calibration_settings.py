@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CalibrationSettings:
-    """How images are sampled, and how much each term of the objective in `solution.py` counts.
+    """How images are sampled, and how much each term of the objective in `solve_layer.py` counts.
 
     The letters are those of the objective. The numbers were measured by benchmarks/pretrained.py on
     a trained EfficientNet-Lite0, except where another benchmark is named.

@@ -41,12 +41,12 @@ class FitSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CountSettings:
-    """The constants of `counts.py`: how exactly kernel counts are chosen by error."""
+    """The constants of `counts.py` and `allocation.py`, which choose kernel counts by error."""
 
     max_units: int = 1 << 21  # most units of a budget; a larger one is counted in coarser units
     first_counts: int = 6  # counts at which a group's error is measured before the first choice
     measure_all: int = 9  # a group with at most so many possible counts is measured at all of them
-    max_lines: int = 128  # about how many kernel lines the error of a group is measured on
+    max_channel_pairs: int = 128  # of channels on which a group's error is measured, about
 
 
 # Sizes of blocks. They change no result but for the order of sums.

@@ -19,14 +19,14 @@ from .boxes import Box
 class LayerGroup:
     """New layers that share positions, or one layer alone, and the convolutions to replace."""
 
-    plans: tuple[LayerPlan, ...]
+    layer_plans: tuple[LayerPlan, ...]
     convs: tuple[Conv, ...]
     layers: tuple[DclsConvNd, ...]  # the same `positions` and `sigma` objects in all of them
     tie: TieGroup | None  # where the shared parameters will be registered; None for a layer alone
 
     @property
     def title(self) -> str:
-        return self.plans[0].stage or self.plans[0].name
+        return self.layer_plans[0].stage or self.layer_plans[0].name
 
     def effective_kernels(self) -> list[Tensor]:
         """The kernels with which the old convolutions convolve, (O, I, *kernel size) each.
@@ -40,7 +40,7 @@ class LayerGroup:
 
     @property
     def box(self) -> Box:
-        first = self.plans[0]
+        first = self.layer_plans[0]
         return Box(
             first.kernel_size,
             first.dilation,
@@ -57,14 +57,14 @@ class LayerGroup:
         old_kernels = self.effective_kernels()
         if old_kernels[0].is_meta:
             return {}
-        first = self.plans[0]
+        first = self.layer_plans[0]
         old_cells = []  # where the old kernel's cells lie in the window, along each axis
         for extent, size, spacing in zip(
             first.extents, first.dilated_size, first.dilation, strict=True
         ):
             old_cells.append(slice((size - extent) // 2, (size + extent) // 2, spacing))
         errors = {}
-        for plan, old, layer in zip(self.plans, old_kernels, self.layers, strict=True):
+        for plan, old, layer in zip(self.layer_plans, old_kernels, self.layers, strict=True):
             difference = layer.kernel().to(torch.promote_types(old.dtype, torch.float32))
             difference[:, :, *old_cells] -= old
             norm = float(old.float().norm())
@@ -98,7 +98,7 @@ def make_layers(model: nn.Module, plan: ConversionPlan) -> tuple[LayerGroup, ...
             tie = plan.group(plans[0].tie_group)
         groups.append(
             LayerGroup(
-                plans=tuple(plans),
+                layer_plans=tuple(plans),
                 convs=tuple(old_convs),
                 layers=tuple(layers),
                 tie=tie,

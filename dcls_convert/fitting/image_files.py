@@ -14,9 +14,9 @@ from PIL import Image, ImageOps
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError
-from ..files import image_paths
+from ..given_files import image_paths
 from ..networks.running import quietly
-from ..progress import Notify
+from ..progress import Note
 from ..text import one_line
 
 BATCH = 8  # images
@@ -103,7 +103,7 @@ class PixelBatches(Sequence[Tensor]):
 
 
 def read_pixels(
-    folder: Path, size: Sequence[int] | None, note: Notify, *, most: int
+    folder: Path, size: Sequence[int] | None, note: Note, *, most: int
 ) -> dict[Path, Tensor]:
     """At most `most` images of a folder, in the model's size: (channels, rows, columns), uint8.
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError
-from ..files import check_images
+from ..given_files import check_images
 from ..options import CALIBRATION_IMAGES
 from ..planning.plan import ConversionPlan
-from ..progress import Notify, silent
+from ..progress import Note, silent
 from ..text import shown
 from .image_files import (
     Normalisation,
@@ -67,9 +67,11 @@ def calibrate(
     most_images: int | None = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
-    note: Notify = silent,
+    note: Note = silent,
 ) -> Calibration:
-    """Images by which a conversion keeps outputs, for `apply_plan_(calibration=...)`.
+    """Read the images of a calibration; nothing is fitted yet.
+
+    They are for `apply_plan_(calibration=...)` and `convert_(calibration=...)`.
 
     Args:
         model: Its normalisation, as timm states it, is applied to the images of a folder. The model
@@ -153,7 +155,7 @@ def _read_folder(
     folder: Path,
     size: Sequence[int],
     normalisation: Normalisation,
-    note: Notify,
+    note: Note,
     *,
     most: int,
     holds_out: bool,

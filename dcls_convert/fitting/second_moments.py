@@ -35,7 +35,7 @@ class Statistics:
     covariance: Tensor  # (G, R * S, R * S): of x
     cross: Tensor  # (G, Q, R * S): covariance of y and x
     target_variance: Tensor  # (G, Q)
-    # (G, R * S): v of the objective in `solution.py`, the mean variance of each line's input; at
+    # (G, R * S): v of the objective in `solve_layer.py`, the mean variance of each line's input; at
     # least a share of the mean over all lines.
     input_variance: Tensor
     prior_precision: Tensor  # (G, R * S): p of the objective
@@ -156,7 +156,7 @@ class SecondMoments:
         )
 
     def _prior_precision(self, input_variance: Tensor) -> Tensor:
-        """p of the objective in `solution.py`: a v + s (v + mean(m^2)), in its letters."""
+        """p of the objective in `solve_layer.py`: a v + s (v + mean(m^2)), in its letters."""
         assert self.means is not None
         settings = self.settings
         cells = math.prod(self.box.sides)

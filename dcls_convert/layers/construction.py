@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .interpolation import find_interpolation, learnt_axes
+from ..geometry import learnt_axes
+from .interpolation import find_interpolation
 
 
 def construct_kernel(

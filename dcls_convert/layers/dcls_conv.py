@@ -22,13 +22,15 @@ from ..geometry import (
     extent,
     grown_padding,
     is_asymmetric,
+    learnt_axes,
     padded_cells,
+    position_limits,
 )
 from .carry_over import carry_over_, compute_parameter_
 from .construction import construct_kernel
 from .conv_classes import PLAIN, Conv, ConvForm, form_of, padding_of, why_not_replaceable
 from .elements import POSITION_STD, largest_elements
-from .interpolation import find_interpolation, learnt_axes, position_limits
+from .interpolation import find_interpolation
 from .limits import clamp_
 from .ties import Tieable
 

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..geometry import grid_positions
-from .interpolation import learnt_axes, position_limits
+from ..geometry import grid_positions, learnt_axes, position_limits
 
 POSITION_STD = 0.5  # cells; paper, section 3 "Positions initialization"
 

@@ -112,19 +112,6 @@ def find_interpolation(name: str) -> Interpolation:
     return INTERPOLATIONS[name]
 
 
-def position_limits(size: int) -> tuple[int, int]:
-    """The first and last cell of a window of `size` cells, counted from its centre.
-
-    (-8, 8) for 17 cells, (-4, 3) for 8.
-    """
-    return -(size // 2), (size - 1) // 2
-
-
-def learnt_axes(dims: int, dense_axes: Sequence[int] = ()) -> tuple[int, ...]:
-    """The spatial axes along which elements have a position, in the order of `positions`."""
-    return tuple(axis for axis in range(dims) if axis not in dense_axes)
-
-
 def _grid(cells: Tensor, length: int) -> Tensor:
     return torch.arange(length, device=cells.device, dtype=cells.dtype)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .interpolation import position_limits
+from ..geometry import position_limits
 
 # Cells. Nearer to a limit, the largest part of an element is in the window's outermost cells.
 BORDER_MARGIN = 0.5

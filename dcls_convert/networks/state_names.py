@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..progress import Notify, silent
+from ..progress import Note, silent
 from ..text import listed
 
 # Largest share of names that may lack a prefix which all others have: those are of a trainer, such
@@ -21,7 +21,7 @@ def with_names_of(
     state: Mapping[str, Tensor],
     *,
     where: str = "the state dict",
-    note: Notify = silent,
+    note: Note = silent,
 ) -> dict[str, Tensor]:
     """Rename the entries of a state dict to the model's names.
 

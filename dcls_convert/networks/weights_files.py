@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..files import check_file
-from ..progress import Notify, silent
+from ..given_files import check_file
+from ..progress import Note, silent
 from ..text import listed, one_line, shown
 
 # Keys under which training scripts store a state dict. Averaged weights (EMA) come first, as in
@@ -43,7 +43,7 @@ NUMBERS = {*FLOAT_DTYPES, *INTEGERS, torch.complex64, torch.complex128}
 
 
 def read_weights(
-    weights: Mapping[str, Tensor] | str | Path, *, note: Notify = silent
+    weights: Mapping[str, Tensor] | str | Path, *, note: Note = silent
 ) -> dict[str, Tensor]:
     """Return the state dict that is given, or read it from a safetensors or torch file.
 

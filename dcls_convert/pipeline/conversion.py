@@ -36,7 +36,7 @@ class Conversion:
     model: nn.Module
     report: ConversionReport  # measured on the converted model
     # |new - old| / |old| of the outputs for random images; None if they were not compared.
-    moved: float | None = None
+    random_output_error: float | None = None
 
 
 def convert_network(
@@ -64,7 +64,7 @@ def convert_network(
     if model is loaded.network:  # copies are compared, not kept
         provenance = describe_conversion(resolved, model, images)
     outcome = None
-    moved = None
+    random_output_error = None
     with unchanged_on_failure(model, values=_overwritten(model, resolved, images)):
         before = None
         if resolved.keeps_outputs:
@@ -82,11 +82,11 @@ def convert_network(
         if before is not None:
             outcome = _outcome(before, _outputs(model, held_out), images, errors)
             if before.random is not None:
-                moved = relative_l2_error(before.random, _random_outputs(model, plan))
+                random_output_error = relative_l2_error(before.random, _random_outputs(model, plan))
     keep_provenance_(model, provenance)
     _keep_normalisation_(model, resolved)
     report = report.with_errors(errors.kernel, errors.output, outcome, reasons=errors.reasons)
-    return Conversion(model=model, report=report, moved=moved)
+    return Conversion(model=model, report=report, random_output_error=random_output_error)
 
 
 def _keep_normalisation_(model: nn.Module, resolved: ResolvedRequest) -> None:

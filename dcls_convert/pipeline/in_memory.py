@@ -190,7 +190,7 @@ def convert_from_authors_(
         interpolation: Which the file does not state either. With SIG, elements are normalised over
             the window, and it is "triangle" for their version max and "gaussian" for gauss; without
             SIG, it is "bilinear" (also None).
-        kernel_count, scope, budget: Decided by the weights: leave the defaults.
+        kernel_count, scope, budget: Decided by the weights; omit them.
         version: Without SIG: "v0" (also None, as released) or "v1", which differ in the order of
             the axes.
         input_size: As in `convert_`.

@@ -16,7 +16,7 @@ from ..networks.state_names import with_names_of
 from ..networks.weights import build_with_state, check_weights, other_classes
 from ..networks.weights_files import read_weights
 from ..planning.plan import ConversionPlan
-from ..progress import Notify, silent
+from ..progress import Note, Notify, silent
 from ..surgery.authors import AuthorsWeights, split_authors_weights
 from ..text import printable
 from .request import ConversionRequest
@@ -35,7 +35,7 @@ class LoadedNetwork:
     """
 
     def __init__(
-        self, request: ConversionRequest, *, notify: Notify = silent, note: Notify = silent
+        self, request: ConversionRequest, *, notify: Notify = silent, note: Note = silent
     ) -> None:
         self.request = request
         self.notify = notify

@@ -30,7 +30,8 @@ class BudgetUnit:
 
     name: str
     kernel_count: int | None  # None: its layers have different counts, stated by rules
-    exact_count: Ratio | None  # the count that would use all; None as for kernel_count
+    # The count, not rounded, that would use the whole budget; None where kernel_count is None.
+    exact_count: Ratio | None
     limit: int  # parameters
     used: int  # parameters: weights of the elements, and positions
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from ..errors import PlanError
-from ..geometry import check_cells, check_window, extent
+from ..geometry import along_learnt_axes, check_cells, check_window, extent
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import OldConv
 from ..records import STRICT
@@ -60,7 +60,7 @@ class LayerPlan(OldConv):
     @property
     def old_cells(self) -> int:
         """Cells of the old kernel along the learnt axes."""
-        return math.prod(self._along_learnt_axes(self.kernel_size))
+        return math.prod(along_learnt_axes(self.kernel_size, self.dense_axes))
 
     @property
     def reach(self) -> tuple[int, ...]:
@@ -83,28 +83,21 @@ class LayerPlan(OldConv):
     @property
     def learnt_extents(self) -> tuple[int, ...]:
         """The extents along the learnt axes."""
-        return self._along_learnt_axes(self.extents)
+        return along_learnt_axes(self.extents, self.dense_axes)
 
     @property
     def growths(self) -> tuple[int, ...]:
         """Cells by which the window is larger than the old kernel's extent, on each learnt axis."""
-        sides = self._along_learnt_axes(self.dilated_size)
+        sides = along_learnt_axes(self.dilated_size, self.dense_axes)
         growths = []
         for side, old in zip(sides, self.learnt_extents, strict=True):
             growths.append(side - old)
         return tuple(growths)
 
-    def _along_learnt_axes(self, sides: tuple[int, ...]) -> tuple[int, ...]:
-        learnt = []
-        for axis, side in enumerate(sides):
-            if axis not in self.dense_axes:
-                learnt.append(side)
-        return tuple(learnt)
-
     @property
     def cells(self) -> int:
         """Cells of the window along the learnt axes: the most elements that a kernel can use."""
-        return math.prod(self._along_learnt_axes(self.dilated_size))
+        return math.prod(along_learnt_axes(self.dilated_size, self.dense_axes))
 
     @property
     def coordinates(self) -> int:

@@ -26,7 +26,7 @@ _NOT_COMPARED_WHOLE = {"layers", "tie_groups", "budget", "skipped"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
+class PlanDifference:
     """One thing in which a plan differs from another; values are as in their JSON."""
 
     what: str  # a field of the plan or of a layer; "layers" for layers that only one plan has
@@ -93,31 +93,35 @@ class ConversionPlan(Record):
 
     @property
     def hash(self) -> str:
-        """SHA-256 over the canonical JSON, but for sizes of maps, which older plans lack."""
+        """SHA-256 over the canonical JSON, without `input_extent`, which older plans lack."""
         values = self.to_dict()
         for layer in values["layers"]:
             del layer["input_extent"]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
-    def diff(self, other: "ConversionPlan") -> tuple[Difference, ...]:
+    def diff(self, other: "ConversionPlan") -> tuple[PlanDifference, ...]:
         """What differs: first in the plans as a whole, then in layers.
 
         Layers with the same difference stand together.
         """
         mine = self.to_dict()
         theirs = other.to_dict()
-        differences: list[Difference] = []
+        differences: list[PlanDifference] = []
         for name, value in mine.items():
             if name not in _NOT_COMPARED_WHOLE and value != theirs[name]:
-                differences.append(Difference(what=name, one=value, other=theirs[name]))
+                differences.append(PlanDifference(what=name, one=value, other=theirs[name]))
         my_layers = {layer["names"][0]: layer for layer in mine["layers"]}
         their_layers = {layer["names"][0]: layer for layer in theirs["layers"]}
         only_mine = tuple(name for name in my_layers if name not in their_layers)
         if only_mine:
-            differences.append(Difference(what="layers", one=True, other=False, layers=only_mine))
+            differences.append(
+                PlanDifference(what="layers", one=True, other=False, layers=only_mine)
+            )
         only_theirs = tuple(name for name in their_layers if name not in my_layers)
         if only_theirs:
-            differences.append(Difference(what="layers", one=False, other=True, layers=only_theirs))
+            differences.append(
+                PlanDifference(what="layers", one=False, other=True, layers=only_theirs)
+            )
         return (*differences, *_layer_differences(my_layers, their_layers))
 
     def without(self, paths: str | Sequence[str]) -> "ConversionPlan":
@@ -200,7 +204,7 @@ class ConversionPlan(Record):
 
 
 def _as_patterns(paths: str | Sequence[str]) -> list[str]:
-    """Refuses (PlanError) what is neither a text nor texts."""
+    """Refuses (PlanError) what is neither a string nor strings."""
     if isinstance(paths, str):
         return [paths]
     if not isinstance(paths, Iterable) or not all(isinstance(path, str) for path in paths):
@@ -212,7 +216,7 @@ def _as_patterns(paths: str | Sequence[str]) -> list[str]:
 
 def _layer_differences(
     mine: Mapping[str, dict[str, Any]], theirs: Mapping[str, dict[str, Any]]
-) -> list[Difference]:
+) -> list[PlanDifference]:
     """What differs in layers that both plans have."""
     layers_of: dict[str, list[str]] = {}  # by the difference, as JSON: values may be lists
     for name, my_layer in mine.items():
@@ -226,7 +230,7 @@ def _layer_differences(
     differences = []
     for difference, names in layers_of.items():
         what, one, other = json.loads(difference)
-        differences.append(Difference(what=what, one=one, other=other, layers=tuple(names)))
+        differences.append(PlanDifference(what=what, one=one, other=other, layers=tuple(names)))
     return differences
 
 

@@ -1,6 +1,7 @@
 """From sites and rules to a plan: which layer replaces which convolution, and what is tied."""
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import PlanError, RuleError
+from ..geometry import along_learnt_axes
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import ConvSite, ModelConvs, Skipped
 from ..options import (
@@ -326,9 +328,5 @@ def _stated_count(
     if stated == AUTO:
         return UNSOLVED
     if stated == EXACT:
-        cells = 1
-        for axis, side in enumerate(site.kernel_size):
-            if axis not in dense_axes:
-                cells *= side
-        return cells
+        return math.prod(along_learnt_axes(site.kernel_size, dense_axes))
     return int(stated)

@@ -11,7 +11,7 @@ from yaml.constructor import ConstructorError
 from yaml.representer import RepresenterError
 
 from ..errors import RuleError
-from ..files import builtin_rules, read_bytes
+from ..given_files import builtin_rules, read_bytes
 from ..options import AUTO
 from ..text import did_you_mean, one_line, printable, shown
 from .rules import MAX_SHOWN_CHARACTERS, Defaults, Match, Range, Rule, RuleSet
@@ -69,7 +69,7 @@ def _as_yaml(rules: Mapping[str, Any]) -> str:
         value = error.args[1]
         raise RuleError(
             f"rules: found {shown(repr(value))} of type {type(value).__name__}; "
-            "allowed are texts, numbers, truth values, lists and mappings"
+            "allowed are strings, numbers, booleans, lists and mappings"
         ) from None
 
 
@@ -104,7 +104,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def _keep_growths_(size: yaml.Node) -> None:
-    """Tag growths as texts: YAML would read +4 as the integer 4, in a list of sides too."""
+    """Tag growths as strings: YAML would read +4 as the integer 4, in a list of sides too."""
     sides = size.value if isinstance(size, yaml.SequenceNode) else [size]
     for side in sides:
         if isinstance(side, yaml.ScalarNode) and side.value.startswith("+"):
@@ -134,7 +134,7 @@ def parse_rules(text: str, source: str = "rules") -> RuleSet:
         message = f"{source}:{place} not valid YAML: {shown(problem, MAX_SHOWN_CHARACTERS)}"
         raise RuleError(message) from None  # the message says it all
     if not isinstance(data, dict):
-        kinds = {list: "a list", str: "a text", type(None): "empty"}
+        kinds = {list: "a list", str: "a string", type(None): "empty"}
         kind = kinds.get(type(data), f"of type {type(data).__name__}")
         keys = ", ".join(RuleSet.model_fields)
         raise RuleError(f"{source}: is {kind}, but must be a mapping with {keys}")

@@ -97,7 +97,7 @@ def _holds(stated: Any, value: Any) -> bool:
     """Whether a site's value is what a predicate states.
 
     Args:
-        stated: A range, a text or texts with * and ?, a number or numbers, or a truth value.
+        stated: A range, a string or strings with * and ?, a number or numbers, or a boolean.
         value: One, or a tuple with one for each axis or name. A range is about the largest side.
     """
     values = value if isinstance(value, tuple) else (value,)
@@ -230,7 +230,7 @@ other keys say."""
     dense_axes: list[Annotated[int, Field(ge=0, le=2)]] | None = Field(
         None, description="a list of spatial axes (0 is the first) along which nothing is learnt"
     )
-    name: str | None = Field(None, description="a text")
+    name: str | None = Field(None, description="a string")
     match: Match = Field(
         Match(), description="a mapping of predicates; without it, the rule claims everything"
     )
@@ -241,7 +241,7 @@ other keys say."""
         "the whole pattern find",
     )
     skip: Annotated[str, Field(min_length=1)] | None = Field(
-        None, description="a text with the reason; the convolution stays as it is"
+        None, description="a string with the reason; the convolution stays as it is"
     )
 
     @field_validator("stage_pattern")
@@ -291,7 +291,7 @@ class RuleSet(_Strict):
     format: Annotated[int, Field(ge=RULES_FORMAT, le=RULES_FORMAT)] = Field(
         description=f"{RULES_FORMAT}, the version of this format"
     )
-    description: str = Field("", description="a text")
+    description: str = Field("", description="a string")
     defaults: Defaults = Field(
         Defaults(), description="a mapping with the size for rules that state none"
     )

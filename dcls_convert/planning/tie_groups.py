@@ -69,7 +69,10 @@ def group_layers(drafts: Sequence[LayerPlan]) -> dict[str, list[LayerPlan]]:
 
 
 def _group_name(first: LayerPlan, taken: Mapping[str, object], *, alone_in_stage: bool) -> str:
-    """The stage's name, with the channels, the kernel size and a number as far as it needs them."""
+    """The first of these names that is free: "s", "s/64x1", "s/64x1/7x7", "s/64x1/7x7/2".
+
+    "s" is the stage. The others add channels, kernel size and a number.
+    """
     name = str(first.stage)
     if not alone_in_stage:
         name += f"/{first.out_channels}x{first.in_channels // first.groups}"

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ..errors import PlanError
 from ..geometry import (
     Padding,
+    along_learnt_axes,
     check_cells,
     check_window,
     extent,
@@ -91,9 +92,7 @@ def _largest_side(converted: Sequence[tuple[ConvSite, Rule]], growth: int) -> in
     """Cells of the largest side of a window along which something is learnt."""
     largest = 0
     for _, window, dense_axes in _windows(converted, growth):
-        for axis, side in enumerate(window):
-            if axis not in dense_axes:
-                largest = max(largest, side)
+        largest = max(largest, *along_learnt_axes(window, dense_axes))
     return largest
 
 

@@ -17,7 +17,7 @@ from ..layers.interpolation import find_interpolation
 from ..networks.running import full_precision, unchanged_on_failure
 from ..options import AUTO, EXACT, INITS, POSITIONS, Init, Positions
 from ..planning.plan import ConversionPlan
-from ..progress import Notify, silent
+from ..progress import Note, Notify, silent
 from ..text import listed
 from .place import put_layers_
 from .start import start_from_kernels_, start_randomly_
@@ -46,7 +46,7 @@ def apply_plan_(
     positions: Positions = "normal",
     generator: torch.Generator | None = None,
     calibration: Images | Calibration | CalibrationStatistics | None = None,
-    note: Notify = silent,
+    note: Note = silent,
     notify: Notify = silent,
 ) -> LayerErrors:
     """Replace every convolution of the plan by its DCLS layer, with values from the old kernels.
@@ -127,7 +127,7 @@ def _statistics(
     plan: ConversionPlan,
     groups: Sequence[LayerGroup],
     calibration: Images | Calibration | CalibrationStatistics | None,
-    note: Notify,
+    note: Note,
     notify: Notify,
 ) -> CalibrationStatistics | None:
     """What the old convolutions see in the images of a calibration; None without one."""
@@ -139,7 +139,7 @@ def _statistics(
     return measure_inputs(model, groups, calibration, notify)
 
 
-def _note_kept_fits(calibrated: Sequence[CalibratedLayer], note: Notify) -> None:
+def _note_kept_fits(calibrated: Sequence[CalibratedLayer], note: Note) -> None:
     """Tell the user of layers of which the images show too little."""
     count = sum(layer.keeps_fit for layer in calibrated)
     if count:
@@ -149,7 +149,7 @@ def _note_kept_fits(calibrated: Sequence[CalibratedLayer], note: Notify) -> None
         )
 
 
-def _note_shifted_means(calibrated: Sequence[CalibratedLayer], note: Notify) -> None:
+def _note_shifted_means(calibrated: Sequence[CalibratedLayer], note: Note) -> None:
     """Tell the user of layers whose output means cannot be set back to the old ones."""
     still_shifted = [layer.name for layer in calibrated if layer.shift_target is None]
     if still_shifted:

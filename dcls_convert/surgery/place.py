@@ -39,7 +39,7 @@ def put_layers_(
     for group in groups:
         if not plan.folded:
             _register_shared_(model, group)
-        for layer_plan, layer in zip(group.plans, group.layers, strict=True):
+        for layer_plan, layer in zip(group.layer_plans, group.layers, strict=True):
             module: nn.Module = layer
             if plan.folded and with_values:
                 module = layer.fuse()

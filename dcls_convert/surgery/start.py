@@ -44,7 +44,7 @@ def _fill_(group: LayerGroup, elements: Elements) -> None:
 
 def _fill_randomly_(group: LayerGroup, positions: Positions, generator: torch.Generator) -> None:
     """Random positions; the weights are the first cells of the old kernels."""
-    plan = group.plans[0]
+    plan = group.layer_plans[0]
     weights = []
     for conv in group.convs:
         weights.append(first_cells(conv.weight.detach(), plan.kernel_count, plan.dense_axes))
@@ -52,7 +52,7 @@ def _fill_randomly_(group: LayerGroup, positions: Positions, generator: torch.Ge
     if positions == "kernel":
         size = plan.extents
     elif positions == "uniform":
-        reaches = zip(*(layer.reach for layer in group.plans), strict=True)  # by axis
+        reaches = zip(*(layer.reach for layer in group.layer_plans), strict=True)  # by axis
         size = tuple(map(min, reaches))
     uniform = positions != "normal"
     drawn_positions = random_positions(
@@ -90,12 +90,12 @@ def start_from_kernels_(
     layers = 0
     total_weights = 0
     for group in groups:
-        layers += len(group.plans)
+        layers += len(group.layer_plans)
         total_weights += _dense_weights(group)
     first = 1  # number of the group's first layer
     done_weights = 0  # the time for a group grows with its dense weights
     for group in groups:
-        last = first + len(group.plans) - 1
+        last = first + len(group.layer_plans) - 1
         which = f"layer {last}" if last == first else f"layers {first} to {last}"
         notify(f"fitting {group.title}, {which} of {layers}", done_weights, total_weights)
         covariance_roots = None
@@ -107,7 +107,7 @@ def start_from_kernels_(
 
 
 def _dense_weights(group: LayerGroup) -> int:
-    return sum(plan.dense_weights for plan in group.plans)
+    return sum(plan.dense_weights for plan in group.layer_plans)
 
 
 def _fill_from_kernels_(
@@ -120,7 +120,7 @@ def _fill_from_kernels_(
             (in_channels, S, S) with S cells of the box; fits are then close in outputs. None: close
             in kernels.
     """
-    count = group.plans[0].kernel_count
+    count = group.layer_plans[0].kernel_count
     effective = group.effective_kernels()
     kernels = [conv.weight.detach() for conv in group.convs]
     largest = group.box.largest(kernels, count, effective=effective)

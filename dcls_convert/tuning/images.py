@@ -21,7 +21,7 @@ from ..errors import DclsConvertError
 from ..fitting.image_files import FORMATS, UNREADABLE, check_white_level, in_eight_bits
 from ..networks.running import quietly
 from ..options import MIRRORED, Augmentation
-from ..progress import Notify, silent
+from ..progress import Note, silent
 from ..text import counted, listed, one_line, shown
 from .shards import Shards
 
@@ -53,7 +53,7 @@ def open_images(
     splits: Sequence[str] = SPLITS,
     classes: int | None = None,
     labelled: bool = True,
-    note: Notify = silent,
+    note: Note = silent,
 ) -> ImageData:
     """Open the images of a folder, or of one of timm's data sets, without transforms yet.
 
@@ -110,7 +110,7 @@ def _prepare_folders_(
     root: str | None,
     class_to_idx: Mapping[str, int] | None,
     where: str,
-    note: Notify,
+    note: Note,
 ) -> None:
     """Skip unreadable images, and hold images out for the test if there is no folder of them.
 
@@ -140,7 +140,7 @@ def _prepare_folders_(
         raise DclsConvertError(f"{where}: has train, but neither validation nor val")
 
 
-def _open_split(dataset: str, root: str | None, split: str, where: str, note: Notify) -> Any:
+def _open_split(dataset: str, root: str | None, split: str, where: str, note: Note) -> Any:
     """Open a part of a data set of timm; with an index also for shards, which timm only streams."""
     # The images of a folder keep their mode, and transforms convert them: timm clips 16 bits to 8.
     mode = "RGB" if dataset else ""
@@ -153,7 +153,7 @@ def _open_split(dataset: str, root: str | None, split: str, where: str, note: No
 
 
 def _renumber_classes_(
-    reader: Any, class_to_idx: Mapping[str, int], where: str, note: Notify
+    reader: Any, class_to_idx: Mapping[str, int], where: str, note: Note
 ) -> None:
     """Replace the class numbers of a reader's samples by those of `class_to_idx`, by class name."""
     own_names = {number: name for name, number in reader.class_to_idx.items()}
@@ -168,13 +168,13 @@ def _renumber_classes_(
     reader.samples = [(path, class_to_idx[own_names[number]]) for path, number in reader.samples]
 
 
-def _note_untested(names: Sequence[str], where: str, note: Notify) -> None:
+def _note_untested(names: Sequence[str], where: str, note: Note) -> None:
     """Say how many classes have no images to test with, and name some of them."""
     if names:
         note(f"{where}: classes without images to test with: {len(names):,} ({listed(names)})")
 
 
-def _skip_unreadable_(reader: Any, where: str, note: Notify) -> None:
+def _skip_unreadable_(reader: Any, where: str, note: Note) -> None:
     """Take the images that cannot be decoded out of a reader, and name some of them."""
     paths = [path for path, _ in reader.samples]
     with quietly(), ThreadPoolExecutor() as pool:

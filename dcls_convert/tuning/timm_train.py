@@ -55,9 +55,9 @@ def create_optimizer(
     Args:
         timm_create: timm's `create_optimizer_v2`.
         options: Of this program.
-        model: With `args` and `kwargs`, the arguments of timm's function.
-        args: See `model`.
-        kwargs: See `model`.
+        model: The model, or its parameters, as timm's function takes them.
+        args: Other positional arguments of timm's function.
+        kwargs: Its keyword arguments.
 
     Raises:
         DclsConvertError: The options need something that the model or the script does not have.

@@ -16,8 +16,8 @@ from pydantic import ConfigDict, Field
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, DclsConvertError
-from ..files import read_bytes
-from ..layers.interpolation import position_limits
+from ..geometry import position_limits
+from ..given_files import read_bytes
 from ..layers.position_statistics import (
     bins,
     border_share,

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ..checkpoints.inspection import Inspection, PositionRow, PositionSet, position_sets
 from ..errors import CheckpointError
+from ..geometry import learnt_axes
 from ..layers.construction import construct_kernel
 from ..layers.dcls_conv import DclsConvNd
-from ..layers.interpolation import learnt_axes
 from ..layers.position_statistics import BORDER_MARGIN, bins, outside_share
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan

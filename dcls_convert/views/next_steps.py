@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from ..checkpoints.card import training_code, with_folder
+from ..checkpoints.loading_code import training_code, with_folder
 from ..options import EXACT
 from ..pipeline.conversion import Conversion
 from ..pipeline.resolved import ResolvedRequest
@@ -32,8 +32,9 @@ def next_steps(resolved: ResolvedRequest, done: Conversion, output: Path) -> lis
     if outcome is not None:
         lines += ["", *outcome_sentences(done.report)]
     has_compared_images = outcome is not None and bool(outcome.images)
-    if done.moved is not None and not has_compared_images:
-        lines.append(f"Outputs for random images moved by {100 * done.moved:.2g} %.")
+    if done.random_output_error is not None and not has_compared_images:
+        percent = 100 * done.random_output_error
+        lines.append(f"Outputs for random images moved by {percent:.2g} %.")
     return lines
 
 

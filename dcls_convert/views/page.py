@@ -25,7 +25,7 @@ from ..checkpoints.inspection import (
 from ..checkpoints.load import rebuild
 from ..errors import DclsConvertError
 from ..planning.plan import ConversionPlan
-from ..progress import Notify
+from ..progress import Note, Notify
 from ..reports.predict import predict_report
 from ..reports.report import Change, ConversionReport
 from ..text import one_line, printable
@@ -84,7 +84,7 @@ def pictures_of_folder(
     fields: FieldOptions | None,
     history: Path | None,
     notify: Notify,
-    note: Notify,
+    note: Note,
     *,
     trust_code: bool,
 ) -> Pictures:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ..checkpoints.folder import PAGE, PICTURE
 from ..errors import DclsConvertError
-from ..files import can_plot
-from ..layers.interpolation import position_limits
+from ..geometry import position_limits
+from ..given_files import can_plot
 from ..options import FigureName
 from ..planning.plan import ConversionPlan
 from ..text import printable, shown

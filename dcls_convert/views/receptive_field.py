@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import DclsConvertError, ModelError
 from ..fitting.image_files import IMAGENET, normalised, read_pixels, stated_normalisation
-from ..geometry import size_text
-from ..layers.interpolation import learnt_axes
+from ..geometry import learnt_axes, size_text
 from ..layers.position_statistics import mean_distance
 from ..networks.building import build_model
 from ..networks.running import evaluating, full_precision, quietly
@@ -24,7 +23,7 @@ from ..networks.state_names import with_names_of
 from ..networks.weights import load_weights_
 from ..networks.weights_files import read_weights
 from ..planning.plan import ConversionPlan
-from ..progress import Notify
+from ..progress import Note, Notify
 from ..text import one_line
 
 MAX_DECADES = 5  # of the logarithmic scale
@@ -92,7 +91,7 @@ def field_pictures(
     state: Mapping[str, Tensor],
     options: FieldOptions,
     notify: Notify,
-    note: Notify,
+    note: Note,
 ) -> FieldPictures:
     """The fields of a checkpoint's last replaced layer, before the conversion and after it.
 
@@ -187,7 +186,7 @@ def _before(
 
 
 def _images(
-    model: nn.Module, plan: ConversionPlan, options: FieldOptions, note: Notify
+    model: nn.Module, plan: ConversionPlan, options: FieldOptions, note: Note
 ) -> tuple[Sequence[Tensor], str]:
     """Images (channels, *spatial), and what they are, or why there are none."""
     size = options.input_size or plan.input_size
@@ -195,7 +194,7 @@ def _images(
         return [], "the size of the model's images is not known"
     if options.input_size is None and math.prod(size[1:]) > MAX_FIELD_PIXELS:
         limit = f"images of more than {MAX_FIELD_PIXELS:,} pixels"
-        return [], f"{limit} are run where --input-size asks for them"
+        return [], f"{limit} are run only if --input-size is given"
     pixels = f"{size_text(size[1:])} pixels"
     if options.images is not None:
         normalisation = stated_normalisation(model) or IMAGENET

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dcls_convert import convert_, fold_to_dense_
-from dcls_convert.compare import make_sweep, timing_rounds
+from dcls_convert.compare import run_sweep, timing_rounds
 from dcls_convert.compare.recommendation import EQUAL_ERRORS
 
 from ..command_line import NET, net, run
@@ -145,14 +145,14 @@ def test_folded_bytes_are_those_of_the_folded_state_dict():
 
 def fail_at(monkeypatch, size, error):
     """Planning this size raises the error."""
-    resolve = make_sweep.resolve
+    resolve = run_sweep.resolve
 
     def failing(loaded, options):
         if options.dilated_size == size:
             raise error
         return resolve(loaded, options)
 
-    monkeypatch.setattr(make_sweep, "resolve", failing)
+    monkeypatch.setattr(run_sweep, "resolve", failing)
 
 
 def test_what_does_not_fit_or_fails_is_a_row_with_its_reason(monkeypatch):

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from dcls_convert.atomic_output import host_name
 from dcls_convert.compare import run_locks
 from dcls_convert.compare.run_locks import LOCK, locked
+from dcls_convert.processes import host_name
 
 from ..photographs import photographs
 

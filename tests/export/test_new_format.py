@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from dcls_convert.cli.arguments import Command
 from dcls_convert.errors import DclsConvertError
+from dcls_convert.export.export_file import export_file
 from dcls_convert.export.fold import fold_checkpoint
-from dcls_convert.export.folded_model import export_file
 from dcls_convert.export.formats import EXPORT_FORMATS, ExportFormat
 
 FACTOR = 1.0  # of the outputs of what is written

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dcls_convert import DclsConvertError, convert_, find_convs, plan_conversion
-from dcls_convert.fitting import counts as module
-from dcls_convert.fitting.counts import GroupErrors, allocate, counts_of_min_error, sample_lines
+from dcls_convert.fitting import allocation as module
+from dcls_convert.fitting.allocation import GroupErrors, counts_of_min_error, solve_knapsack
+from dcls_convert.fitting.counts import sample_channels
 from dcls_convert.fitting.fit_settings import CountSettings
 from dcls_convert.planning.rule_files import parse_rules
 
@@ -39,7 +40,7 @@ def spent(costs, counts):
 def test_no_other_counts_within_the_limit_have_a_smaller_sum(groups, more):
     costs, known = zip(*groups, strict=True)
     limit = sum(costs) + more
-    chosen = allocate(costs, known, limit)
+    chosen = solve_knapsack(costs, known, limit)
     total = sum(error[count] for error, count in zip(known, chosen, strict=True))
     possible = [counts for counts in itertools.product(*known) if spent(costs, counts) <= limit]
     assert tuple(chosen) in possible
@@ -56,7 +57,7 @@ def test_coarse_units_keep_the_limit(monkeypatch):
     monkeypatch.setattr(module, "SETTINGS", CountSettings(max_units=50))
     costs = [97, 61, 13]
     known = [{count: 1 / count for count in range(1, 30)}] * 3
-    chosen = allocate(costs, known, 1000)
+    chosen = solve_knapsack(costs, known, 1000)
     assert 900 < spent(costs, chosen) <= 1000
 
 
@@ -70,7 +71,7 @@ def test_no_counts_that_were_tried_are_better(groups, data):
     group_errors = [
         GroupErrors(
             cost=cost,
-            most=max(known) + 35,
+            max_count=max(known) + 35,
             always_measured={count},
             error=lambda count, known=known: known.get(count, 0.3),
         )
@@ -204,10 +205,10 @@ def test_some_lines_go_with_the_roots_of_their_input_channels(data):
     kernels = (
         channels.reshape(groups, 1, inputs, 1).expand(-1, outputs, -1, -1).flatten(0, 1)
     )  # (O, I, 1)
-    (some,), roots = sample_lines([kernels], channels.reshape(-1, 1, 1), groups)
+    (some,), roots = sample_channels([kernels], channels.reshape(-1, 1, 1), groups)
     left = groups * inputs * outputs
-    max_lines = CountSettings().max_lines
-    assert min(left, max_lines) <= some[..., 0].numel() < max(left + 1, 4 * max_lines)
+    max_pairs = CountSettings().max_channel_pairs
+    assert min(left, max_pairs) <= some[..., 0].numel() < max(left + 1, 4 * max_pairs)
     per_group = some.shape[1]
     seen = roots.reshape(-1, 1, per_group).expand(-1, len(some) // (len(roots) // per_group), -1)
     assert torch.equal(seen.reshape(some[..., 0].shape), some[..., 0])

@@ -13,7 +13,7 @@ from dcls_convert.fitting.boxes import Box
 from dcls_convert.fitting.calibration_settings import CalibrationSettings
 from dcls_convert.fitting.sampling import PatchSampler
 from dcls_convert.fitting.second_moments import SecondMoments, shared_covariance_roots
-from dcls_convert.fitting.solution import solve_layer
+from dcls_convert.fitting.solve_layer import solve_layer
 from dcls_convert.layers.dcls_conv import DCLS_LAYERS
 
 CASES = {

@@ -18,10 +18,9 @@ from timm.layers import Conv2dSame
 from torch import nn
 from torch.func import functional_call
 
-from dcls_convert.geometry import DYNAMIC_SAME, is_asymmetric
+from dcls_convert.geometry import DYNAMIC_SAME, is_asymmetric, position_limits
 from dcls_convert.layers.conv_classes import CONV_CLASSES
 from dcls_convert.layers.dcls_conv import DCLS_LAYERS
-from dcls_convert.layers.interpolation import position_limits
 
 from .common import FLOAT64_ATOL, close, even_same
 

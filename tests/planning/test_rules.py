@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import nn
 
 from dcls_convert.errors import DclsConvertError, NothingMatchesError, RuleError
-from dcls_convert.files import builtin_rules
+from dcls_convert.given_files import builtin_rules
 from dcls_convert.networks.sites import ConvSite, find_convs
 from dcls_convert.planning.claims import choose_rules, claim_sites
 from dcls_convert.planning.plan import ConversionPlan
@@ -363,7 +363,7 @@ MISTAKES = {
 MISTAKES_BEYOND_A_SCHEMA = {
     rule(
         "skip: "
-    ): "rules[0].skip: found None; allowed is a text",  # it would be converted in silence
+    ): "rules[0].skip: found None; allowed is a string",  # it would be converted in silence
     rule(
         "match: {kernel_size: {min: 5, max: 3}}"
     ): "rules[0].match.kernel_size: min 5 is above max 3",

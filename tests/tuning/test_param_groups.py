@@ -17,8 +17,8 @@ from torch.optim import lr_scheduler
 
 import dcls_convert
 from dcls_convert import tuning
+from dcls_convert.geometry import position_limits
 from dcls_convert.layers.dcls_conv import DclsConv2d, DclsConvNd
-from dcls_convert.layers.interpolation import position_limits
 from dcls_convert.networks.positions import position_parameters, unwrapped
 
 from ..conftest import TINY

@@ -98,7 +98,7 @@ def test_a_folder_that_states_a_huge_size_costs_no_more(checkpoint):
     assert fields["maps"] == []
     (note,) = fields["notes"]
     assert note.endswith(
-        "images of more than 1,048,576 pixels are run where --input-size asks for them."
+        "images of more than 1,048,576 pixels are run only if --input-size is given."
     )
     assert len(page_of("huge", "--input-size", "3x32x32")["fields"]["maps"]) > 0
     _, err = run("fold", "huge", code=2)
@@ -226,7 +226,7 @@ def test_mistakes_are_one_line_and_leave_nothing(checkpoint, here, options):
 def test_without_matplotlib_pages_alone_are_drawn_and_one_line_names_the_extra(
     checkpoint, here, monkeypatch
 ):
-    monkeypatch.setattr("dcls_convert.files.PLOT_LIBRARY", "no_such_library")
+    monkeypatch.setattr("dcls_convert.given_files.PLOT_LIBRARY", "no_such_library")
     _, message = run("inspect", checkpoint, "--picture", "x.png", code=2)
     assert "pip install no_such_library" in message
     out, _ = run("inspect", checkpoint, "--json", "--html", "page.html")

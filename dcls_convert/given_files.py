@@ -48,7 +48,7 @@ def builtin_rules() -> dict[str, Path]:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether the folder looks like one of this program."""
+    """Whether the folder looks like a checkpoint."""
     has_config = os.path.isfile(path / "config.json")
     return has_config and os.path.isfile(path / "model.safetensors")
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from .. import __version__
 from ..atomic_output import new_file
-from ..checkpoints.card import with_folder
 from ..checkpoints.folder import Checkpoint
+from ..checkpoints.loading_code import with_folder
 from ..errors import DclsConvertError, ModelError
 from ..networks.model_outputs import check_equal, tensors_in
 from ..networks.running import quietly

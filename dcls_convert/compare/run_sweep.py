@@ -204,7 +204,7 @@ def _fit_(loaded: LoadedNetwork, candidate: Candidate) -> None:
         return
     known = taken_from(outcome, SweepRow)
     if not outcome.images:
-        known["output_error"] = conversion.moved  # for random images
+        known["output_error"] = conversion.random_output_error  # for random images
     candidate.change(**known)
 
 

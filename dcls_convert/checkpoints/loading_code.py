@@ -1,0 +1,59 @@
+"""Lines of Python that load a checkpoint folder, and train its model: for cards and terminal."""
+
+import json
+
+from ..networks.registries import REGISTRIES
+
+LOAD_BY_TIMM_PLUGIN = """import timm
+import dcls_convert  # registers the architecture with timm
+
+model = timm.create_model("local-dir:{folder}", pretrained=True)
+"""
+
+
+def loading_code(model: str | None) -> str:
+    """Lines of Python that load a folder, with `{folder}` for its path.
+
+    Args:
+        model: The plan's; None if only its user can build it.
+    """
+    kind = (model or "").partition(":")[0]
+    if kind == "timm":
+        return LOAD_BY_TIMM_PLUGIN
+    arguments = '"{folder}"'
+    comment = ""
+    if model is None:
+        arguments += ", model=unconverted"
+        comment = "  # which is built as before"
+    elif kind not in REGISTRIES:
+        arguments += ", trust_code=True"
+    return f"import dcls_convert\n\nmodel = dcls_convert.load_converted({arguments}){comment}\n"
+
+
+def training_code(model: str | None, *, trained: bool) -> str:
+    """Lines of Python that load a folder, train its model, and save the result.
+
+    Args:
+        model: As for `loading_code`.
+        trained: Whether the weights are trained; the learning rate is lower then.
+    """
+    lr = "1e-4" if trained else "1e-3"
+    imports, _, loading = loading_code(model).partition("\n\n")
+    return (
+        f"import torch\n{imports}\n\n{loading}"
+        f"parameters = dcls_convert.tuning.param_groups(model, lr={lr})"
+        "  # keeps weight decay off the positions\n"
+        "optimizer = torch.optim.AdamW(parameters)\n"
+        "...  # train\n"
+        'dcls_convert.save_converted(model, "{folder}", "{folder}-tuned")\n'
+    )
+
+
+def with_folder(code: str, folder: object) -> str:
+    """Lines of Python with the folder's name for "{folder}", inside a string literal.
+
+    They are valid Python, whatever characters the name has.
+    """
+    text = str(folder)
+    literal = json.dumps(text, ensure_ascii=not text.isprintable())
+    return code.format(folder=literal[1:-1])
