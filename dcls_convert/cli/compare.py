@@ -188,7 +188,8 @@ def compare(
     first_process = os.environ.get("RANK", "0") == "0"
     with console.steps(network.model, "planning", quiet=not first_process) as notify:
         from ..compare.arms import check_arms, make_arms
-        from ..compare.comparison import plan_runs_, train_pending
+        from ..compare.comparison import train_pending
+        from ..compare.run_plan import plan_runs_
         from ..compare.runs import Trainer
         from ..compare.settings import recipe_for, settings_for
         from ..tuning.distributed import accelerator_for

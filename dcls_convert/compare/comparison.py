@@ -1,21 +1,18 @@
 """A comparison by training: the network as it is beside its conversions, and the answer."""
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..atomic_output import new_file
-from ..errors import CheckpointError, DclsConvertError, OutputExistsError
-from ..given_files import is_checkpoint
 from ..progress import Notify
 from ..records import Record
-from ..tuning.training_state import STATE
 from .answer import MIN_SEEDS, ArmResult, Correction, results
 from .arms import Arm
-from .runs import FINISHED, RUNS, Run, Trainer, advice_on_memory, in_turns
-from .settings import SETTINGS, Settings, with_epochs
+from .run_plan import RunPlan
+from .runs import Run, Trainer, in_turns
+from .settings import Settings
 
 COMPARISON = "comparison.json"
 
@@ -33,189 +30,6 @@ class Comparison(Record):
     # Numbers of seeds of the finished comparisons that were written into this folder.
     looks: tuple[int, ...] = ()
     correction: Correction = field(default_factory=Correction)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunPlan:
-    """The runs of one call, and how long they will take."""
-
-    runs: tuple[tuple[Arm, int], ...]  # still to be trained by this call; (arm, seed)
-    updates: int  # in an epoch
-    seconds: float  # for all of these runs
-
-
-def plan_runs_(
-    trainer: Trainer,
-    arms: Sequence[Arm],
-    seeds: Sequence[int],
-    *,
-    minutes: float | None,
-    only: tuple[int, int],
-    notify: Notify,
-) -> RunPlan:
-    """Find what this call has to train, and how long that takes; settle the trainer's settings.
-
-    In a new folder, `minutes` for all runs decide the number of epochs, and the settings are
-    written. In a folder with settings, these count.
-
-    Args:
-        trainer: Its settings are changed.
-        arms: All arms of the comparison.
-        seeds: All its seeds.
-        minutes: Time for all runs of the comparison; None: the trainer's settings state the epochs.
-        only: (i, n): this call trains the i-th of n parts of the runs.
-        notify: Told which arm is timed.
-
-    Raises:
-        CheckpointError: The folder holds a comparison with other settings, holds other things, or
-            cannot be written.
-        DclsConvertError: An epoch takes longer than the minutes.
-    """
-    runs = pending_runs(trainer, part_of_runs(arms, seeds, only))
-    is_new = not _has_begun_runs(trainer.folder)
-    if is_new:
-        _check_unused(trainer.folder)
-    else:
-        _take_stored_settings_(trainer, minutes)
-    if is_new and minutes:
-        epoch_seconds = time_arms(trainer, arms, notify)
-        epochs = choose_epochs(list(in_turns(arms, seeds)), epoch_seconds, minutes)
-        trainer.settings = with_epochs(trainer.settings, epochs)
-    else:
-        pending_arms = list(dict.fromkeys(arm for arm, _ in runs))
-        epoch_seconds = time_arms(trainer, pending_arms, notify)
-    settle_settings_(trainer, minutes, is_new=is_new)
-    epochs = trainer.settings.recipe.epochs
-    seconds = sum(epochs * epoch_seconds[arm] for arm, _ in runs)
-    return RunPlan(runs=tuple(runs), updates=_updates_per_epoch(trainer), seconds=seconds)
-
-
-def pending_runs(trainer: Trainer, runs: Sequence[tuple[Arm, int]]) -> list[tuple[Arm, int]]:
-    """The runs that are not finished."""
-    pending = []
-    for arm, seed in runs:
-        if trainer.finished(arm, seed) is None:
-            pending.append((arm, seed))
-    return pending
-
-
-def part_of_runs(
-    arms: Sequence[Arm], seeds: Sequence[int], only: tuple[int, int]
-) -> list[tuple[Arm, int]]:
-    """The i-th of n parts of all runs; `only` is (i, n).
-
-    With no more parts than seeds, a part has all arms of its seeds, so that one device trains what
-    is compared. With more, a part has runs that follow one another in turns, by seed.
-    """
-    part, parts = only
-    if parts <= len(seeds):
-        return list(in_turns(arms, seeds[part - 1 :: parts]))
-    runs = list(in_turns(arms, seeds))
-    first = (part - 1) * len(runs) // parts
-    end = part * len(runs) // parts
-    return runs[first:end]
-
-
-def time_arms(trainer: Trainer, arms: Sequence[Arm], notify: Notify) -> dict[Arm, float]:
-    """Seconds of an epoch and its test, for each arm, from short trials."""
-    updates = _updates_per_epoch(trainer)
-    epoch_seconds = {}
-    for number, arm in enumerate(arms):
-        notify(f"timing {arm.label}, {number + 1} of {len(arms)}", number, len(arms))
-        with advice_on_memory(arm.label):
-            per_update, per_test = trainer.time_trial(arm)
-        epoch_seconds[arm] = updates * per_update + per_test
-    return epoch_seconds
-
-
-def _updates_per_epoch(trainer: Trainer) -> int:
-    update_size = trainer.settings.recipe.update_size(trainer.accelerator.num_processes)
-    return len(trainer.data.train) // update_size
-
-
-def choose_epochs(
-    all_runs: Sequence[tuple[Arm, int]], epoch_seconds: Mapping[Arm, float], minutes: float
-) -> int:
-    """The number of epochs that all runs can do in the minutes.
-
-    Raises:
-        DclsConvertError: Not even one.
-    """
-    minutes_per_epoch = sum(epoch_seconds[arm] for arm, _ in all_runs) / 60
-    if minutes < minutes_per_epoch:
-        raise DclsConvertError(
-            f"{minutes:g} minutes: an epoch of all {len(all_runs)} runs takes "
-            f"{math.ceil(minutes_per_epoch)} here; "
-            "give more, or take fewer seeds, sizes or images"
-        )
-    return int(minutes / minutes_per_epoch)
-
-
-def _has_begun_runs(folder: Path) -> bool:
-    """Whether a run in the folder is finished, or has a state from which it can go on.
-
-    From then on, the folder's settings hold for all later calls.
-    """
-    if not (folder / SETTINGS).exists():
-        return False
-    runs = folder / RUNS
-    return any(runs.glob(f"*/{FINISHED}")) or any(runs.glob(f"*/{STATE}"))
-
-
-def _check_unused(folder: Path) -> None:
-    """CheckpointError if a folder holds a checkpoint, or folders; files may be logs."""
-    others = [path for path in folder.glob("[!.]*") if path.is_dir() and path.name != RUNS]
-    if is_checkpoint(folder) or others:
-        raise CheckpointError(
-            f"output {folder}: holds other things than a comparison; name another folder"
-        )
-
-
-def settle_settings_(trainer: Trainer, minutes: float | None, *, is_new: bool) -> None:
-    """Write the trainer's settings into a new folder; then all processes take the folder's.
-
-    Of several processes and jobs that timed the arms, one has written its number of epochs: all
-    others take this number.
-    """
-    if is_new and trainer.accelerator.is_main_process:
-        _write_settings_(trainer, minutes)
-    trainer.accelerator.wait_for_everyone()
-    _take_stored_settings_(trainer, minutes)
-
-
-def _write_settings_(trainer: Trainer, minutes: float | None) -> None:
-    """Write the trainer's settings into a folder in which no run has begun.
-
-    Settings that are there already are kept if they differ only in a number of epochs that
-    `minutes` decided. Then another job of the same comparison has written them. Other settings are
-    replaced. A call that ended early has left them.
-    """
-    trainer.folder.mkdir(parents=True, exist_ok=True)
-    path = trainer.folder / SETTINGS
-    text = trainer.settings.to_json()
-    try:
-        with new_file(path, force=False) as partial_path:
-            partial_path.write_text(text)
-    except OutputExistsError:
-        try:
-            _take_stored_settings_(trainer, minutes)
-        except CheckpointError:
-            with new_file(path, force=True) as partial_path:
-                partial_path.write_text(text)
-
-
-def _take_stored_settings_(trainer: Trainer, minutes: float | None) -> None:
-    """Check that the folder's settings are the trainer's.
-
-    The trainer gets the folder's number of seeds, which the first call stated. If `minutes` decide
-    the number of epochs, the trainer gets the folder's number too.
-    """
-    path = trainer.folder / SETTINGS
-    stored = Settings.from_json(path.read_bytes(), str(path))
-    if minutes:
-        trainer.settings = with_epochs(trainer.settings, stored.recipe.epochs)
-    trainer.settings.check_same(stored, trainer.folder)
-    trainer.settings = replace(trainer.settings, seeds=stored.seeds)
 
 
 def train_pending(

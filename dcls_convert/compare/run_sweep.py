@@ -106,7 +106,8 @@ def make_sweep(
     choice = recommend(rows, max_added_percent)
     if interrupted:
         complete = _complete_rows(rows, fitted=request.trained, timed=timing is not None)
-        choice = Recommendation(why=f"it saw {complete} of {counted(len(asked), 'row')} in full")
+        rows_asked = counted(len(asked), "row")
+        choice = Recommendation(why=f"only {complete} of {rows_asked} were finished")
     return Sweep(
         model=name,
         input_size=convs.input_size,

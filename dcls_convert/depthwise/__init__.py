@@ -1,4 +1,4 @@
-"""Depthwise convolution with wide kernels, by the algorithm that is fastest on the device."""
+"""Depthwise convolution with wide kernels, by the algorithm that is expected to be fastest."""
 
 from .choice import Choice as Choice
 from .choice import choices as choices

@@ -25,11 +25,11 @@ Preference = Literal["auto", "torch", "matmul"]
 VARIABLE = "DCLS_CONVERT_DEPTHWISE"
 # Devices that multiply matrices much faster than torch convolves there. ROCm's are called cuda.
 GPUS = frozenset({"cuda", "mps", "xpu"})
-# Of these, the ones for which something is known of the time that matrix products take.
+# GPUs for which the speed of matrix products has been estimated.
 ESTIMATED = frozenset({"cuda"})
 FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 LARGEST_WINDOW = 51  # cells of a side; matrix products were not tested with larger ones
-MAX_CHOICES = 1000  # that are remembered; images of any size would give more and more
+MAX_CHOICES = 1000  # remembered at most: with images of all sizes, the list would never end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +38,11 @@ class Threshold:
 
     The products need a bank of shifted windows, which costs the same for any number of patches.
     Torch's convolution needs none, but is slower for each patch. So products pay if there are many
-    patches: if patches x taps is large beside the number of inputs of a patch. A tap is a cell of
-    the window.
+    patches: if
+
+        patches of all images * taps >= min_ratio * inputs of a patch
+
+    A tap is a cell of the window.
     """
 
     min_taps: int
@@ -206,6 +209,7 @@ def _estimated_algorithm(
     taps_of_patches = images * vertical.patches * horizontal.patches * taps
     inputs_per_patch = vertical.inputs_per_patch * horizontal.inputs_per_patch
     least = threshold.min_ratio * inputs_per_patch
+    # A program compiled for any batch: training comes in batches, inference often in single images.
     if _is_at_least(taps_of_patches, least, unknown=gradients):
         return "matmul", "estimate: enough patches for matrix products"
     return "torch", "estimate: too few patches for matrix products"

@@ -25,8 +25,7 @@ MIN_GRADIENT_CELLS = 49
 PART = 2**22  # numbers held at once: gradients of the weight, one for each image
 
 
-# torch.compile cannot trace the question (its answer is no tensor), and looks through a cache
-# around it.
+# torch.compile cannot trace `get_cpu_capability`, which returns a string, and ignores caches.
 @assume_constant_result  # type: ignore[untyped-decorator]
 def max_padding_columns() -> int | None:
     """Columns of padding that the fast kernel of this processor takes; None if it is not known."""
@@ -131,8 +130,8 @@ def _weight_gradient(
     """
     dtype = torch.promote_types(kernel.dtype, torch.float32)
     most = cast(int, max_padding_columns())
-    inner = []  # padding that the convolution is told of, on each axis
-    around = []  # padding that is put around the maps before, on each axis
+    inner = []  # padding passed to F.conv2d, on each axis
+    around = []  # padding added by F.pad before, on each axis
     for cells, step, side in zip(padding, stride, grad_output.shape[2:], strict=True):
         extent = step * (side - 1) + 1
         inner.append(min(cells, most, extent - 1))

@@ -51,7 +51,13 @@ class CalibrationStatistics:
     running_means: dict[nn.Module, Tensor]
 
     def covariance_roots(self, group: LayerGroup) -> Tensor | None:
-        """What an error of a kernel does to the outputs, for `fit_elements`."""
+        """The square root of the matrix by which errors of kernels count: (in_channels, S, S).
+
+        See `shared_covariance_roots`.
+
+        Raises:
+            DclsConvertError: The convolutions saw values that are not finite.
+        """
         for conv, plan in zip(group.convs, group.layer_plans, strict=True):
             self.separate_moments[conv].check(plan.name)
         return shared_covariance_roots([self.separate_moments[conv] for conv in group.convs])

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 class FitSettings:
     """The constants of `warm_start.py` and `least_squares.py`, chosen by benchmarks/fit_time.py.
 
-    A fit is to kernels, or to outputs, as in a calibration. A fit to outputs has covariance roots.
+    A fit minimises the errors of kernels or, in a calibration, those of outputs; it then has
+    covariance roots.
     """
 
     # Where fits start. One start is beside merged cells, the others are beside the largest cells.

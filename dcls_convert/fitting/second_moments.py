@@ -175,9 +175,10 @@ class SecondMoments:
 
 
 def shared_covariance_roots(moments: Sequence[SecondMoments]) -> Tensor | None:
-    """What an error of a kernel does to the outputs, for `fit_elements`: (in_channels, S, S).
+    """The square root of the matrix by which errors of kernels count: (in_channels, S, S).
 
-    An error e of a line costs |e @ root|^2: root @ root.mT is the mean of the layers' covariances,
+    An error e of a line costs |e @ root|^2, which is about what it does to the outputs. So
+    `fit_elements` minimises it. root @ root.mT is the mean of the layers' covariances,
     plus the prior precision, for the line's input channel, each layer's scaled to a mean variance
     of 1. Roots for each layer alone would cost as many fits, and kept outputs no closer.
 

@@ -1,4 +1,4 @@
-"""Which convolutions can be replaced, what their forward does, and what a replacement keeps."""
+"""Which convolutions can be replaced, and what their classes do beside convolving."""
 
 import math
 from collections.abc import Callable, Collection
@@ -22,11 +22,14 @@ CONV_CLASSES: dict[int, type[Conv]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _COMPUTING_METHODS = ("forward", "_conv_forward", "__call__")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ConvForm:
-    """What the forward of a subclass of convolution does beside convolving; see `register_conv`."""
+    """What the forward of a subclass of convolution does beside convolving.
 
-    transform_weight: Callable[[nn.Module, Tensor], Tensor] | None = None
+    The fields are the arguments of `register_conv`, which explains them.
+    """
+
+    transform_weight: Callable[[nn.Module, Tensor], Tensor] | None = None  # its `weight`
     parameters: tuple[str, ...] = ()
     same_padding: Callable[[nn.Module], bool] | bool = False
     padding_module: str | None = None
@@ -99,7 +102,13 @@ def register_conv(
         raise TypeError(
             f"{cls.__name__} has the forward of {base.__name__}, and is treated as such already"
         )
-    _FORMS[cls] = ConvForm(weight, tuple(parameters), same_padding, padding_module, adapt)
+    _FORMS[cls] = ConvForm(
+        transform_weight=weight,
+        parameters=tuple(parameters),
+        same_padding=same_padding,
+        padding_module=padding_module,
+        adapt=adapt,
+    )
 
 
 def find_form(conv: nn.Module) -> ConvForm | None:

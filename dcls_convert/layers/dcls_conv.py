@@ -81,7 +81,7 @@ class DclsConvNd(Tieable):
     positions: nn.Parameter
     sigma: nn.Parameter | None
     padding: Padding
-    form: ConvForm  # what the class of the old convolution does to its weight
+    form: ConvForm  # what the class of the old convolution does beside convolving
 
     def __init__(
         self,

@@ -31,7 +31,8 @@ class Interpolation:
     make the shipped ones faster.
 
     The slope must not vanish for elements on cells: starts from old kernels put elements there, and
-    they would never move. Where profiles have a kink, it is the right-hand derivative.
+    they would never move. Where profiles have a kink, it is the right-hand derivative; at the upper
+    border of the window, the left-hand one, which points inward.
     """
 
     # How much of the element each cell gets, before it is normalised; differentiable.

@@ -33,7 +33,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def clamp_(tensor: Tensor, low: Sequence[float], high: Sequence[float]) -> None:
-    """Bring `tensor[i]` into [low[i], high[i]], in place; one limit alone is for all."""
+    """Bring `tensor[i]` into [low[i], high[i]], in place. A single limit applies to all."""
     if torch.compiler.is_compiling():
         # The operator declares that it changes its argument: inductor (torch 2.15) drops plain
         # clamps of a parameter if the model has several layers. The view is flat because inductor

@@ -64,9 +64,9 @@ class LayerPlan(OldConv):
 
     @property
     def reach(self) -> tuple[int, ...]:
-        """Cells around the window's centre that can meet the map, on each axis.
+        """Cells of the window that some output can see inside the map, on each axis.
 
-        They are closer to the centre than the map is wide. If the map is not known, all cells.
+        A window wider than 2 * map - 1 has others. If the map is not known, all cells.
         """
         if self.input_extent is None:
             return self.dilated_size

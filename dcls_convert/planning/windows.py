@@ -59,7 +59,7 @@ def recommended_size(convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, in
 
 
 def sizes_to_try(layers: Sequence[LayerPlan]) -> list[int] | list[str]:
-    """Nine windows for these kernels, each two cells larger than the one before.
+    """SIZES_TO_TRY windows for these kernels, each two cells larger than the one before.
 
     Kernels of one extent: sizes, from this extent on. Others: growths, from "+2" on.
     """

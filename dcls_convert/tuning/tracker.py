@@ -127,7 +127,7 @@ class PositionTracker:
 
     @torch.no_grad()
     def continue_from(self, step: int) -> None:
-        """Take the model's positions for those of the last record, which another process took.
+        """Use the model's present positions as those of the last record, of an earlier run.
 
         Under DDP and FSDP2 every rank must call it.
 

@@ -8,7 +8,8 @@ from typing import Any
 from rich.console import Group
 
 from ..compare.answer import LEVEL, ArmResult, Interval
-from ..compare.comparison import Comparison, RunPlan
+from ..compare.comparison import Comparison
+from ..compare.run_plan import RunPlan
 from ..compare.runs import run_folder
 from ..compare.settings import Settings
 from ..tables import Column, Table, indented, title

@@ -198,7 +198,7 @@ def test_an_interrupt_keeps_the_rows_so_far(monkeypatch):
     assert found["choice"]["row"] is None
     out = table(NET, "--sizes", "7..15", code=130)
     assert "Interrupted" in out
-    assert out.splitlines()[-1] == " No size is recommended: it saw 2 of 5 rows in full."
+    assert out.splitlines()[-1] == " No size is recommended: only 2 of 5 rows were finished."
 
 
 def test_an_interrupt_keeps_the_times_so_far(monkeypatch):
@@ -212,7 +212,7 @@ def test_an_interrupt_keeps_the_times_so_far(monkeypatch):
 
     monkeypatch.setattr(timing_rounds, "measure", interrupted)
     found, _ = sweep(NARROW, "--sizes", "5,7", "--time", "--seconds", 1, code=130)
-    assert found["choice"]["why"] == "it saw 0 of 2 rows in full", "a time needs three rounds"
+    assert found["choice"]["why"] == "only 0 of 2 rows were finished", "a time needs three rounds"
     assert [row["forward_ms"]["runs"] for row in found["rows"]] == [2, 1, 1]
     assert [row["step_ms"]["runs"] for row in found["rows"]] == [2, 1, 1]
 

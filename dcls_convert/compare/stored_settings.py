@@ -1,0 +1,82 @@
+"""The settings in a comparison's folder, which hold for all later calls."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from ..atomic_output import new_file
+from ..errors import CheckpointError, OutputExistsError
+from ..given_files import is_checkpoint
+from ..tuning.training_state import STATE
+from .runs import FINISHED, RUNS, Trainer
+from .settings import SETTINGS, Settings, with_epochs
+
+
+def has_begun_runs(folder: Path) -> bool:
+    """Whether a run in the folder is finished, or has a state from which it can go on.
+
+    From then on, the folder's settings hold for all later calls.
+    """
+    if not (folder / SETTINGS).exists():
+        return False
+    runs = folder / RUNS
+    return any(runs.glob(f"*/{FINISHED}")) or any(runs.glob(f"*/{STATE}"))
+
+
+def check_unused(folder: Path) -> None:
+    """CheckpointError if a folder holds a checkpoint, or folders; files may be logs."""
+    others = [path for path in folder.glob("[!.]*") if path.is_dir() and path.name != RUNS]
+    if is_checkpoint(folder) or others:
+        raise CheckpointError(
+            f"output {folder}: holds other things than a comparison; name another folder"
+        )
+
+
+def write_settings(trainer: Trainer, minutes: float | None) -> None:
+    """Write the trainer's settings into a folder in which no run has begun.
+
+    Settings that another job of the same comparison has written are kept. Others are replaced: a
+    call that ended early has left them.
+    """
+    trainer.folder.mkdir(parents=True, exist_ok=True)
+    path = trainer.folder / SETTINGS
+    text = trainer.settings.to_json()
+    try:
+        with new_file(path, force=False) as partial_path:
+            partial_path.write_text(text)
+    except OutputExistsError:
+        if not _are_of_another_job(trainer, minutes):
+            with new_file(path, force=True) as partial_path:
+                partial_path.write_text(text)
+
+
+def _are_of_another_job(trainer: Trainer, minutes: float | None) -> bool:
+    """Whether the folder's settings are the trainer's, up to epochs that `minutes` decided."""
+    try:
+        _matching_settings(trainer, minutes)
+    except CheckpointError:
+        return False
+    return True
+
+
+def take_stored_settings_(trainer: Trainer, minutes: float | None) -> None:
+    """Check that the folder's settings are the trainer's.
+
+    The trainer gets the folder's number of seeds, which the first call stated. If `minutes` decide
+    the number of epochs, the trainer gets the folder's number too.
+    """
+    trainer.settings = _matching_settings(trainer, minutes)
+
+
+def _matching_settings(trainer: Trainer, minutes: float | None) -> Settings:
+    """The trainer's settings with the folder's seeds and, if `minutes` decide them, epochs.
+
+    Raises:
+        CheckpointError: The folder's settings differ in something else, or cannot be read.
+    """
+    path = trainer.folder / SETTINGS
+    stored = Settings.from_json(path.read_bytes(), str(path))
+    settings = trainer.settings
+    if minutes:
+        settings = with_epochs(settings, stored.recipe.epochs)
+    settings.check_same(stored, trainer.folder)
+    return replace(settings, seeds=stored.seeds)
