@@ -39,7 +39,7 @@ from .output_name import (
     check_output_named_by_plan,
     default_output,
     planning_is_slow,
-    why_not_a_checkpoint,
+    why_keep_output,
 )
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def convert(
     # An existing output is refused as soon as its name is known: here if it is given or follows
     # from the options, after a cheap plan if planning is slow, and in any case before writing.
     if output is not None:
-        check_output(output, force=force, why_keep=why_not_a_checkpoint)
+        check_output(output, force=force, why_keep=why_keep_output)
     elif plan is None and not dry_run:
         check_output_named_by_options(request, force=force)
     if plan is not None:
@@ -210,7 +210,7 @@ def _carry_out(
     from ..pipeline.conversion import convert_network
     from ..views.plot import picture_files
 
-    check_output(output, force=force, why_keep=why_not_a_checkpoint)
+    check_output(output, force=force, why_keep=why_keep_output)
     done = convert_network(loaded, resolved)
     loaded.notify(f"writing {output}")
     if html and not can_plot():

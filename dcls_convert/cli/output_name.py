@@ -60,7 +60,7 @@ def check_output_named_by_options(request: ConversionRequest, *, force: bool) ->
         sides = size if isinstance(size, tuple) else (size,)
         output = _output_of(request.model, _short_size(sides), _start_suffix(request))
         if output.exists():
-            check_output(output, force=force, why_keep=why_not_a_checkpoint)
+            check_output(output, force=force, why_keep=why_keep_output)
 
 
 def _short_size(size: tuple[int, ...]) -> str:
@@ -78,7 +78,7 @@ def check_output_named_by_plan(loaded: "LoadedNetwork", *, force: bool) -> None:
 
     unmeasured = replace(loaded.request.options, scope="model")
     output = default_output(loaded, resolve(loaded, unmeasured))
-    check_output(output, force=force, why_keep=why_not_a_checkpoint)
+    check_output(output, force=force, why_keep=why_keep_output)
 
 
 def planning_is_slow(request: ConversionRequest) -> bool:
@@ -86,7 +86,7 @@ def planning_is_slow(request: ConversionRequest) -> bool:
     return request.calibration is not None or request.options.scope == ERROR_SCOPE
 
 
-def why_not_a_checkpoint(path: Path) -> str | None:
+def why_keep_output(path: Path) -> str | None:
     """Why a path must not be replaced by a checkpoint; None if it may be.
 
     It is imported only for an output that exists already, since it imports torch.

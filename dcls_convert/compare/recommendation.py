@@ -76,31 +76,31 @@ def decide(rows: Sequence[SweepRow], max_added_percent: float) -> Decision:
 
     grown = _with_grown_windows(done, original)
     # Rows in which layers refuse the size would look cheap: keep those that convert most layers.
-    most_layers = max(row.layers for row in grown or done)
-    candidates = [row for row in grown or done if row.layers == most_layers]
-    fewest_params = min(_params(row) for row in candidates)
-    keeps_params = fewest_params <= _params(original)
-    max_params = _params(original) if keeps_params else fewest_params
+    candidates = _with_most_layers(grown or done)
+    fewest_params = min(map(_params, candidates))
+    max_params = max(fewest_params, _params(original))
     small = [row for row in candidates if _params(row) <= max_params]
 
     def added_percent(row: SweepRow) -> float:
         return percent_more(_cost_of(row, cost), _cost_of(original, cost))
 
     affordable = [row for row in small if added_percent(row) <= max_added_percent]
-    reason: Reason
-    if not affordable:
-        reason = "least cost"
-        taken = min(small, key=lambda row: _cost_of(row, cost))
+    reason: Reason = "least cost"
+    if affordable and errors is not None:
+        reason = "least error"
+        taken = _best(affordable, done, by_error=True)
+    elif affordable:
+        reason = "largest window"
+        taken = _best(affordable, done, by_error=False)
     else:
-        reason = "largest window" if errors is None else "least error"
-        taken = _best(affordable, done, by_error=errors is not None)
+        taken = min(small, key=lambda row: _cost_of(row, cost))
     return Decision(
         reason=reason,
         row=taken,
         cost=cost,
         added_percent=added_percent(taken),
         only_grown=bool(grown),
-        keeps_params=keeps_params,
+        keeps_params=fewest_params <= _params(original),
     )
 
 
@@ -113,8 +113,16 @@ def _known_cost(rows: Sequence[SweepRow]) -> Cost | None:
     return None
 
 
+def _with_most_layers(rows: Sequence[SweepRow]) -> list[SweepRow]:
+    """The rows that convert the most layers."""
+    most_layers = max(row.layers for row in rows)
+    return [row for row in rows if row.layers == most_layers]
+
+
 def _cost_of(row: SweepRow, cost: Cost) -> float:
-    value = row.median_step_ms if cost == "step time" else row.macs
+    value: float | None = row.macs
+    if cost == "step time":
+        value = row.median_step_ms
     assert value is not None
     return value
 
