@@ -1,15 +1,15 @@
 """Inference and training steps of converted models under torch.compile, beside eager ones, in turn.
 
-python benchmarks/compiled.py [MODEL:SIDE ...]; the unconverted model stands beside. Prints the
-fastest of ROUNDS steps, after one to warm up.
+    python benchmarks/compiled.py [MODEL:SIDE ...]
+
+The unconverted model stands beside. Prints the fastest of ROUNDS steps, after one to warm up.
 """
 
-import sys
 from functools import partial
 
 import timm
 import torch
-from measuring import fastest_in_turn
+from measuring import fastest_in_turn, script_parser
 from torch import nn
 
 import dcls_convert
@@ -50,8 +50,10 @@ def compare(name: str, side: int, *, converted: bool) -> None:
 
 
 def main() -> None:
+    parser = script_parser(__doc__)
+    parser.add_argument("models", nargs="*", default=MODELS, metavar="MODEL:SIDE")
     torch.set_num_threads(1)
-    for model in sys.argv[1:] or MODELS:
+    for model in parser.parse_args().models:
         name, side = model.split(":")
         for converted in (True, False):
             compare(name, int(side), converted=converted)
