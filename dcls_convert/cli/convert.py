@@ -218,9 +218,10 @@ def _carry_out(
             f"{PLOT_LIBRARY} is missing, so the model card has no picture: "
             f"pip install {PLOT_LIBRARY}"
         )
-    pictures = picture_files(done.model, resolved.plan, output) if html else None
+    model = done.model.eval().cpu()
+    pictures = picture_files(model, resolved.plan, output) if html else None
     save_converted(
-        done.model.eval().cpu(),
+        model,
         resolved.plan,
         output,
         report=done.report,
