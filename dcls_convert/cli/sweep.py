@@ -55,29 +55,33 @@ def list_option(
     """An option for a list: "7..11,17" -> [7, 9, 11, 17] for a step of 2, "7..11..4" -> [7, 11]."""
 
     def parse_list(text: str) -> list[Any]:
-        values: dict[Any, None] = {}
+        values: list[Any] = []
         for part in text.split(","):
             try:
                 bounds = [parse(bound) for bound in part.split("..")]
             except typer.BadParameter:
                 bounds = []
-            match bounds:
-                case [value]:
-                    values[value] = None
-                case [int(first), int(last), *steps] if len(steps) < 2:
-                    numbers = range(first, last + 1, *steps or [step])
-                    if last < first:
-                        raise typer.BadParameter(f"'{part}' runs backwards; give {last}..{first}")
-                    if len(numbers) > MAX_ROWS:
-                        raise typer.BadParameter(
-                            f"'{part}' has {len(numbers):,} values; {MAX_ROWS:,} are allowed"
-                        )
-                    values |= dict.fromkeys(numbers)
-                case _:
-                    raise typer.BadParameter(f"'{shown(part)}' is not a list of {what}")
-        return list(values)
+            if len(bounds) == 1:
+                values.append(bounds[0])
+            elif len(bounds) in (2, 3) and all(isinstance(bound, int) for bound in bounds):
+                values += _numbers_between(part, *bounds, default_step=step)
+            else:
+                raise typer.BadParameter(f"'{shown(part)}' is not a list of {what}")
+        return list(dict.fromkeys(values))
 
     return option(HOW_MANY, help, metavar=metavar, parser=parse_list)
+
+
+def _numbers_between(
+    part: str, first: int, last: int, step: int | None = None, *, default_step: int
+) -> range:
+    """The numbers from first to last, which `part` of a list asks for; raises BadParameter."""
+    if last < first:
+        raise typer.BadParameter(f"'{part}' runs backwards; give {last}..{first}")
+    numbers = range(first, last + 1, step or default_step)
+    if len(numbers) > MAX_ROWS:
+        raise typer.BadParameter(f"'{part}' has {len(numbers):,} values; {MAX_ROWS:,} are allowed")
+    return numbers
 
 
 def _window(text: str) -> int | str | tuple[int, ...]:

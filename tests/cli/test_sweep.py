@@ -309,6 +309,7 @@ def test_a_picture_of_the_rows():
     [
         (("--sizes", "abc"), "'abc' is not a list of sizes"),
         (("--sizes", "7..9..0"), "is not a list of sizes"),
+        (("--sizes", "7..11..+4"), "'7..11..+4' is not a list of sizes"),
         (("--sizes", "23..7"), "runs backwards; give 7..23"),
         (("--sizes", "1..9999"), "has 5,000 values; 1,000 are allowed"),
         (("--sizes", "1..999", "--counts", "3,4,5"), "1,500 rows are asked for; 1,000 are allowed"),
