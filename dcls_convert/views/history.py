@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..checkpoints.inspection import position_sets
+from ..checkpoints.inspection import PositionSet, position_sets
 from ..errors import CheckpointError
 from ..geometry import size_text
 from ..planning.plan import ConversionPlan
@@ -87,15 +87,11 @@ def read_history_of(path: str | os.PathLike[str], plan: ConversionPlan) -> Histo
     if not history.tracks:
         raise CheckpointError(f"{path}: is a record of a model without positions")
     sets = position_sets(plan)
-    tracks = []
-    for positions in sets:
-        parameter = positions.parameters["positions"]
-        for track in history.tracks:
-            # The tracker may have followed a module that holds the network under a name.
-            same_name = track.name == parameter or track.name.endswith(f".{parameter}")
-            if same_name and track.size == positions.learnt_size:
-                tracks.append(replace(track, name=positions.name))
-    if len(tracks) != len(sets) or len(tracks) != len(history.tracks):
+    # Both are in the order of the layers.
+    is_of_this_model = len(history.tracks) == len(sets) and all(
+        map(_is_record_of, history.tracks, sets)
+    )
+    if not is_of_this_model:
         track = history.tracks[0]
         recorded = _tensors_text(len(history.tracks), track.name, track.size)
         stored = _tensors_text(len(sets), sets[0].parameters["positions"], sets[0].learnt_size)
@@ -103,7 +99,18 @@ def read_history_of(path: str | os.PathLike[str], plan: ConversionPlan) -> Histo
             f"{path}: is a record of another model; it follows {recorded}, the checkpoint has "
             f"{stored}"
         )
+    tracks = []
+    for track, positions in zip(history.tracks, sets, strict=True):
+        tracks.append(replace(track, name=positions.name))
     return replace(history, tracks=tuple(tracks))
+
+
+def _is_record_of(track: TrackPicture, positions: PositionSet) -> bool:
+    """Whether the names and the sizes agree."""
+    parameter = positions.parameters["positions"]
+    # The tracker may have followed a module that holds the network under a name.
+    same_name = track.name == parameter or track.name.endswith(f".{parameter}")
+    return same_name and track.size == positions.learnt_size
 
 
 def _tensors_text(count: int, first: str, size: tuple[int, ...]) -> str:

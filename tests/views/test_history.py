@@ -17,7 +17,7 @@ from torch import nn
 
 from dcls_convert.errors import CheckpointError
 from dcls_convert.tuning import PositionTracker
-from dcls_convert.views.history import read_history
+from dcls_convert.views.history import read_history, read_history_of
 from dcls_convert.views.page import page
 from dcls_convert.views.plot import FIGURES, draw
 
@@ -106,6 +106,15 @@ def test_a_record_that_no_picture_can_show_is_refused(tracked, tmp_path, message
     (tmp_path / "odd.jsonl").write_bytes(data)
     with pytest.raises(CheckpointError, match=re.escape(message)):
         read_history(tmp_path / "odd.jsonl")
+
+
+def test_names_that_end_alike_are_told_apart(tmp_path):
+    block = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4))
+    net = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), block)
+    model, plan = of_module(net, (4, 16, 16), 7, tie="none")
+    PositionTracker(model, tmp_path / "positions.jsonl").update(0)
+    history = read_history_of(tmp_path / "positions.jsonl", plan)
+    assert [track.name for track in history.tracks] == ["0", "1.0"]
 
 
 def test_speeds_and_places_are_those_of_the_training(tracked, tmp_path):
