@@ -262,6 +262,8 @@ def _kernels_sentence(report: ConversionReport) -> str:
 def _macs_sentence(report: ConversionReport) -> str:
     if report.macs.note:
         return f"MACs were not counted: {report.macs.note}."
+    if report.macs.delta == 0:
+        return "MACs stay the same: no window has more cells than the kernel that it replaces."
     reason = "although parameters do not"
     if (report.params.delta or 0) > 0:
         reason = "with the window"

@@ -76,6 +76,14 @@ def test_a_number_that_is_not_finite_is_never_written():
         report.with_errors({report.layers[0].name: float("nan")}, {}, reasons={}).to_json()
 
 
+def test_macs_that_stay_the_same_are_not_said_to_rise():
+    convs = find_convs(nn.Sequential(nn.Conv2d(4, 4, 3, groups=4)), input_size=(4, 8, 8))
+    report = predict_report(plan_conversion(convs, dilated_size=3))
+    long = " ".join(printed(report, verbose=1).split())
+    assert "MACs stay the same: no window has more cells than the kernel" in long
+    assert "MACs rise" not in long
+
+
 @pytest.mark.parametrize("name", ["convnext_tiny", "mixnet_s"])
 def test_views_keep_to_80_columns_and_say_each_number(name):
     report = report_of(name)
