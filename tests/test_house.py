@@ -64,14 +64,16 @@ TRAINS = ("tuning.images", "tuning.seeding", "tuning.training")
 
 
 def imports_of(path):
-    """(module, whether it is imported when a function is called), "dcls_convert" left out of the
-    package's own.
+    """(module without a leading "dcls_convert.", whether it is the package's own, whether it is
+    imported in a function).
     """
     package = ["dcls_convert", *path.relative_to(PACKAGE).parts[:-1]]
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    typing = {
-        inner for node in ast.walk(tree) if isinstance(node, ast.If) for inner in ast.walk(node)
-    }
+    for_types = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            for statement in node.body:
+                for_types.update(ast.walk(statement))
     inside = (ast.FunctionDef, ast.Lambda)
     deferred = {
         inner for node in ast.walk(tree) if isinstance(node, inside) for inner in ast.walk(node)
@@ -92,7 +94,9 @@ def imports_of(path):
             ("import_library", "import_module")
         ):
             names = [value.value for value in node.args if isinstance(value, ast.Constant)]
-        for name in names if node not in typing else ():
+        if node in for_types:
+            continue
+        for name in names:
             yield (
                 name.removeprefix("dcls_convert."),
                 name.startswith("dcls_convert"),
@@ -197,7 +201,7 @@ def test_a_room_says_what_it_promises(name):
 
 
 def imported_by(*arguments):
-    """The exit code, and every module that Python imported on the way."""
+    """The finished process, and the names of all modules that Python imported in it."""
     done = subprocess.run(
         [sys.executable, "-X", "importtime", *arguments],
         capture_output=True,
