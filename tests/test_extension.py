@@ -1,7 +1,8 @@
 """CONTRIBUTING.md, "What one change touches": its rows are carried out, with toys.
 
 Rows that a room's own tests carry out: an interpolation (layers/test_interpolation.py), a
-convolution class (layers/test_conv_classes.py), a rule predicate (planning/test_rules.py).
+convolution class (layers/test_conv_classes.py), a rule predicate (planning/test_rules.py), an
+export format (export/test_new_format.py).
 """
 
 import inspect

@@ -1,4 +1,4 @@
-"""Stages from timm's word, from the structure of a model, and from a rule's pattern."""
+"""Stages from timm's group_matcher, from output strides, and from module paths."""
 
 import pytest
 import timm
