@@ -323,10 +323,13 @@ def _draft(
 def _stated_count(
     site: ConvSite, dense_axes: Sequence[int], rule: Rule, options: PlanOptions
 ) -> int:
-    """The kernel count that the rule, or else the option states; UNSOLVED for "auto"."""
+    """The kernel count that the rule, or else the option states; UNSOLVED for "auto".
+
+    With the option "exact", rules state no number, see `_check_exact`.
+    """
+    if options.kernel_count == EXACT:
+        return math.prod(along_learnt_axes(site.kernel_size, dense_axes))
     stated: Any = rule.kernel_count or options.kernel_count
     if stated == AUTO:
         return UNSOLVED
-    if stated == EXACT:
-        return math.prod(along_learnt_axes(site.kernel_size, dense_axes))
     return int(stated)

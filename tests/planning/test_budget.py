@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from dcls_convert.errors import PlanError
 from dcls_convert.planning.budget import parse_percent, solve_counts
 from dcls_convert.planning.planner import plan_conversion
+from dcls_convert.planning.rule_files import parse_rules
 
 from ..conftest import many_examples
 from .nets import Net, convs_of, plan_of
@@ -248,3 +249,10 @@ def test_a_solved_count_is_at_most_the_cells_of_the_smallest_window(percent):
     solved, (unit,) = solve_counts(layers, "model", parse_percent(percent))
     assert [layer.kernel_count for layer in solved] == [15, 15]
     assert unit.kernel_count == 15
+
+
+def test_an_exact_count_holds_for_rules_that_leave_the_count_open():
+    rules = parse_rules("format: 1\nrules: [{match: {kind: depthwise}, kernel_count: auto}]")
+    plan = plan_of(Net(), kernel_count="exact", rules=rules)
+    for layer in plan.layers:
+        assert layer.kernel_count == math.prod(layer.kernel_size)
