@@ -111,8 +111,9 @@ def agreement(outputs: Any, others: Any) -> Agreement:
             old_scores.log_softmax(1),
             reduction="batchmean",
             log_target=True,
-        )
-        kl = max(0.0, float(divergence))  # rounding can make it slightly negative
+        ).item()
+        if math.isfinite(divergence):
+            kl = max(0.0, divergence)  # rounding can make it slightly negative
     output_error = relative_l2_error(outputs, others)
     return Agreement(same_top1=same_top1, kl=kl, output_error=output_error)
 

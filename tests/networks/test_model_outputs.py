@@ -91,6 +91,12 @@ def test_the_bound_is_the_largest_error_allowed():
         check_equal(a, b, bound=0.12, what="it")
 
 
+def test_a_divergence_that_is_no_number_is_none():
+    old = [torch.tensor([[1.0, 2.0]])]
+    found = agreement(old, [torch.tensor([[1.0, math.nan]])])
+    assert found.kl is None
+
+
 @pytest.mark.parametrize(
     ("shapes", "are_scores"),
     [
