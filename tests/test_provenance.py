@@ -59,7 +59,7 @@ def hash_of(state):
         ("--checkpoint", "weights.safetensors", "--init", "largest", "--budget", "80%", *SMALL),
         (
             *("--checkpoint", "weights.safetensors", "--calibrate", "images", *SMALL),
-            *("--mean", "0.5", "--std", "0.25,0.5,0.5"),
+            *("--mean", "0.5", "--std", "0.25,0.5,0.5", "--images", 2),
         ),
     ],
 )

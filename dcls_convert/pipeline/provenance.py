@@ -27,7 +27,7 @@ ATTRIBUTE = "dcls_provenance"  # of a converted model; copies and pickles keep i
 # `offline` is for dry runs, which write nothing.
 NO_OPTIONS = ("model", "options", "offline")
 # What the command line calls fields of a request whose names it does not use.
-OPTION_NAMES = {"weights": "checkpoint", "calibration": "calibrate"}
+OPTION_NAMES = {"weights": "checkpoint", "calibration": "calibrate", "most_images": "images"}
 # `Provenance.init` for elements of the authors' package; other starts are words of `--init`.
 AUTHORS = "authors"
 
