@@ -204,10 +204,9 @@ def _open_beside_weights(cfg: Mapping[str, Any], cache_dir: str | Path | None) -
 
 
 def _weights_path(cfg: Mapping[str, Any], cache_dir: str | Path | None) -> Path | None:
-    """Where the safetensors file is, if there is one; None for other sources of timm's."""
-    path = Path(cfg.get("file") or "") / WEIGHTS
+    """Path of the safetensors file; None for other sources, or if the hub has no such file."""
     if cfg.get("source") == "local-dir":
-        return path
+        return Path(cfg.get("file") or "") / WEIGHTS
     if cfg.get("source") != "hf-hub":
         return None
     import huggingface_hub
@@ -218,7 +217,7 @@ def _weights_path(cfg: Mapping[str, Any], cache_dir: str | Path | None) -> Path 
             repository, WEIGHTS, revision=revision or None, cache_dir=cache_dir
         )
         return Path(file)
-    return path
+    return None
 
 
 def _names(entry: str | Iterable[str] | None) -> list[str]:

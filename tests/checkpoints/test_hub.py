@@ -1,12 +1,14 @@
 """A converted model comes back from a hub; what goes wrong is told in one line."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import timm
 import torch
 from huggingface_hub.errors import RepositoryNotFoundError
+from safetensors.torch import load_file
 
 import dcls_convert
 from dcls_convert.checkpoints.folder import CONFIG, WEIGHTS
@@ -66,6 +68,19 @@ def test_weights_come_from_the_one_file_that_is_checked(hub, folder, folders):
     seal(folder)
     upload(folder, "me/two", hub)
     assert torch.equal(from_hub("me/two"), outputs(dcls_convert.load_converted(folder)))
+
+
+def test_a_checkpoint_in_the_working_folder_is_not_loaded_instead(hub, folder, monkeypatch):
+    """A repository may have no safetensors file."""
+    repository = Path(shutil.copytree(folder, "repository"))
+    state = load_file(repository / WEIGHTS)
+    state["head.fc.bias"] += 1
+    torch.save(state, repository / "pytorch_model.bin")
+    (repository / WEIGHTS).unlink()
+    upload(repository, "me/old", hub)
+    monkeypatch.chdir(folder)
+    expected = outputs(dcls_convert.load_converted(folder)) + 1
+    torch.testing.assert_close(from_hub("me/old"), expected)
 
 
 def test_a_model_of_a_hub_is_converted(hub, tiny):
