@@ -56,15 +56,12 @@ class Recipe:
 
 def _check_number(name: str, value: float) -> None:
     """Raise DclsConvertError if no training can have this value."""
-    least = 0
-    if name in AT_LEAST_ONE:
-        least = 1
-    allowed = f"at least {least}"
-    is_allowed = least <= value < math.inf
-    if name in BELOW_ONE:
-        allowed += " and below 1"
-        is_allowed = least <= value < 1
-    if name == "temperature" and value == 0:
-        is_allowed = False
-    if not is_allowed:
-        raise DclsConvertError(f"{name.replace('_', ' ')} {value}: must be {allowed}")
+    number = f"{name.replace('_', ' ')} {value}"
+    if name in AT_LEAST_ONE and not 1 <= value < math.inf:
+        raise DclsConvertError(f"{number}: must be at least 1")
+    if name in BELOW_ONE and not 0 <= value < 1:
+        raise DclsConvertError(f"{number}: must be at least 0 and below 1")
+    if name == "temperature" and not 0 < value < math.inf:
+        raise DclsConvertError(f"{number}: must be above 0")
+    if not 0 <= value < math.inf:
+        raise DclsConvertError(f"{number}: must be at least 0")
