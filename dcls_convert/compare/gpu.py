@@ -339,12 +339,14 @@ def verdict(rows: Sequence[GpuRow]) -> str:
         if row.part == "proof" and row.problem is not None:
             return f"matrix products are wrong or fail here; export {VARIABLE}=torch, and report it"
     timed = [row for row in rows if row.ms is not None]
-    own_choices = [row for row in timed if row.what == "converted" and row.way == "auto"]
+    own_choices = {}  # by kind: after "auto" exhausted the memory, a smaller batch has several rows
+    for row in timed:
+        if row.what == "converted" and row.way == "auto":
+            own_choices[row.what, row.work, row.batch] = row
     if not own_choices:
         return "no converted network was timed"
     advice = []
-    for own in own_choices:
-        kind = (own.what, own.work, own.batch)
+    for kind, own in own_choices.items():
         rivals = [row for row in timed if (row.what, row.work, row.batch) == kind]
         best = min(rivals, key=_ms)
         gain = _ms(own) / _ms(best)
