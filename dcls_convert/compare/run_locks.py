@@ -45,7 +45,10 @@ def locked(folder: Path, *, patient: bool) -> Iterator[str | None]:
     finally:
         ended.set()
         toucher.join()
-        path.unlink(missing_ok=True)
+        # A process that was suspended for long has lost its lock, and leaves that of another.
+        with contextlib.suppress(FileNotFoundError):
+            if path.read_text() == own:
+                path.unlink()
 
 
 def _take_lock(path: Path, own: str, patient: bool) -> str | None:
