@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..networks.model_outputs import tensors_in
-from ..networks.running import evaluating, full_precision, seeded
-from ..networks.tracing import image_dtype
+from ..networks.running import evaluating, full_precision, image_dtype, seeded
 from ..options import MAX_PIXELS
 from ..records import STRICT, Record
 from ..text import one_line

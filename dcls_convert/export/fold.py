@@ -16,8 +16,8 @@ from ..errors import CheckpointError, DclsConvertError
 from ..geometry import size_text
 from ..networks.building import build_model
 from ..networks.model_outputs import check_equal
+from ..networks.running import image_dtype
 from ..networks.source import resolve_model
-from ..networks.tracing import image_dtype
 from ..options import MAX_PIXELS, OPSETS
 from ..progress import Notify, silent
 from ..surgery.fold import fold_to_dense_

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..layers.conv_classes import AnyConv
+from ..layers.dcls_conv import DclsConvNd
+
 AUTOCASTING = ("cpu", "cuda", "xpu", "mps")  # types of device for which torch has autocast
 # Parts of torch.backends that have an `fp32_precision` of their own.
 CPU_PRODUCTS = ("mkldnn.matmul", "mkldnn.conv")
@@ -81,10 +84,21 @@ def _older_precision_settings() -> tuple[str, bool] | None:
 
 
 def run(model: nn.Module, batch: Tensor) -> Any:
-    """The outputs for a batch, which is moved to the model's device and dtype."""
-    fractions = (tensor for tensor in model.parameters() if tensor.is_floating_point())
-    example = next(fractions, batch)
-    return model(batch.to(example.device, example.dtype))
+    """The outputs for a batch, which is moved to the model's device and `image_dtype`."""
+    device = next(model.parameters(), batch).device
+    return model(batch.to(device, image_dtype(model)))
+
+
+def image_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of images for a model: that of its first convolution, or of its first parameter.
+
+    In a model of several dtypes, the image meets the first convolution first.
+    """
+    convs = [module for module in model.modules() if isinstance(module, AnyConv | DclsConvNd)]
+    for weight in [*(conv.weight for conv in convs), *model.parameters()]:
+        if weight.is_floating_point():
+            return weight.dtype
+    return torch.float32
 
 
 @contextlib.contextmanager

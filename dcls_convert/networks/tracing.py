@@ -18,6 +18,7 @@ from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 from ..options import DEFAULT_INTERPOLATION
 from ..text import one_line, shown
 from .model_outputs import tensors_in
+from .running import image_dtype
 
 # Detectors of torchvision that have all their convolutions in backbone and head.
 ONE_STAGE_DETECTORS = ("FCOS", "RetinaNet", "SSD")
@@ -232,15 +233,3 @@ def meta_copy(model: nn.Module, *, real_attributes: bool = False) -> nn.Module:
     for module in meta.modules():
         vars(module).get("_forward_hooks", {}).clear()
     return meta
-
-
-def image_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of images for a model: that of its first convolution, or of its first parameter.
-
-    In a model of several dtypes, the image meets the first convolution first.
-    """
-    convs = [module for module in model.modules() if isinstance(module, AnyConv | DclsConvNd)]
-    for weight in [*(conv.weight for conv in convs), *model.parameters()]:
-        if weight.is_floating_point():
-            return weight.dtype
-    return torch.float32
