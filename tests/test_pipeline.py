@@ -211,8 +211,8 @@ NOISE = (torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0)),)
         ),
         (
             {"model": TINY, "calibration": NOISE},
-            "calibration needs trained kernels",
-            "--calibrate needs trained kernels",
+            "calibration needs trained kernels: pretrained or weights",
+            "--calibrate needs trained kernels: --pretrained or --checkpoint",
         ),
         (
             {"init": "random", "calibration": NOISE},
@@ -222,7 +222,8 @@ NOISE = (torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0)),)
         (
             {"positions": "uniform"},
             "positions='uniform' is for random positions, init='auto' keeps",
-            "--positions is for random positions, --init auto keeps",
+            "--positions is for random positions, --init auto keeps those of old kernels; "
+            "use --init random",
         ),
         (
             {"options": PlanOptions(kernel_count=7, budget=50)},
@@ -242,7 +243,7 @@ NOISE = (torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0)),)
         (
             {"init": "exact", "options": PlanOptions(budget=80)},
             "an exact start takes an element for each cell of the old kernels: omit budget",
-            "an exact start takes",
+            "an exact start takes an element for each cell of the old kernels: omit",
         ),
     ],
 )

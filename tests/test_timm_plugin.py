@@ -44,12 +44,3 @@ def run(code):
 def test_every_order_of_imports_registers_our_entry(order):
     done = run(f"{ORDERS[order]}\n{CHECK}")
     assert done.returncode == 0, done.stderr
-
-
-def test_importing_the_package_imports_neither_timm_nor_torch():
-    assert (
-        run(
-            "import sys, dcls_convert; sys.exit(bool({'timm', 'torch'} & set(sys.modules)))"
-        ).returncode
-        == 0
-    )

@@ -31,7 +31,6 @@ def test_the_budget_is_a_sentence_that_adds_up():
     out, _ = run("convnext_tiny", "--dilated-size", 17, "--dry-run")
     sentence = "34 elements per kernel use 323,136 of 324,576 parameters (no biases)"
     assert f" Budget: {sentence}.\n" in out
-    assert 324_576 < 323_136 // 34 * 35  # one more would not fit
     out, _ = run(TINY, "--dilated-size", 9, "--scope", "stage", *SMALL, "--dry-run")
     text = " ".join(out.split())
     assert re.search(r"Budget \(a count for each stage\): [\d,]+ of [\d,]+ parameters", text)

@@ -268,26 +268,14 @@ def test_what_is_no_value_of_an_option_is_refused_with_what_is(option, values, a
         "-q -v": "--quiet and --verbose exclude each other",
         "--json -v": "--json and --verbose exclude each other",
         "-q --dry-run": "--quiet with --dry-run would print nothing",
-        "--init exact --kernel-count 9": (
-            "an exact start takes an element for each cell of the old kernels: omit"
-        ),
         "--init exact --interpolation gaussian": (
             "gaussian interpolation spreads an element over several cells"
         ),
-        "--init exact --positions uniform": (
-            "--positions is for random positions, --init exact keeps"
-        ),
-        "--scope error": "--scope error needs trained kernels: --pretrained or --checkpoint",
         "--scope error --pretrained --dry-run": (
             "--scope error measures what kernels lose; --dry-run reads none"
         ),
-        "--scope error --pretrained --init largest": "--scope error is for --init fit",
-        "--calibrate .": "--calibrate needs trained kernels: --pretrained or --checkpoint",
         "--images 100": "--images is for --calibrate; give a folder of images",
         "--authors-version v0": "--authors-version describes the file of --checkpoint",
-        "--positions uniform --pretrained": re.compile(
-            "--positions is for random positions.*use --init random"
-        ),
     }
 )
 def test_options(given, says):

@@ -46,15 +46,6 @@ def test_without_images_it_ends_with_the_kernels_error_and_a_better_way(trained,
         assert "--calibrate FOLDER" in text
 
 
-def test_with_one_image_it_says_so_and_does_not_ask_for_images(trained, tmp_path):
-    out, report, card = convert(trained, tmp_path, "--calibrate", trained / "images", "--images", 1)
-    assert report["outcome"]["images"] == 0
-    for text in (out[out.index("Fine-tune it") :], card):
-        assert "Fitted to 1 image only" in text
-        assert "No image was held out" in text
-        assert "--calibrate FOLDER" not in text
-
-
 def test_with_images_it_ends_with_the_outputs_for_those_held_out(trained, tmp_path):
     out, report, card = convert(trained, tmp_path, "--calibrate", trained / "images")
     assert "Error: what each layer's outputs lost" in out

@@ -320,7 +320,6 @@ def test_a_picture_of_the_rows():
         ),
         (("--sizes", "7", "--counts", "3", "--scope", "stage"), "--counts states the counts"),
         (("--sizes", "7", "--device", "cuda"), "--device is for --time"),
-        (("--sizes", "7", "--calibrate", "."), "--calibrate needs trained kernels"),
         (("--sizes", "7", "--json", "--csv"), "--json and --csv exclude each other"),
         (("--sizes", "7", "--picture", "front.gif"), "must end in .png, .svg, .pdf"),
         (("--sizes", "7", "--force"), "--force replaces the file of --picture"),

@@ -87,18 +87,6 @@ def test_the_documented_table_is_the_rule():
             assert cell == " / ".join(expected), (window, side)
 
 
-@pytest.mark.parametrize(
-    ("map_size", "forward", "step"), [(56, 7, 2), (28, 25, 7), (14, 22, 6), (7, 6, 2)]
-)
-def test_the_least_batches_for_a_window_of_17(map_size, forward, step):
-    for gradients, least in ((False, forward), (True, step)):
-        algorithms = [
-            chosen(input_size=(images, 96, map_size, map_size), gradients=gradients)
-            for images in (1, least - 1, least, 1024)
-        ]
-        assert algorithms == ["torch", "torch", "matmul", "matmul"]
-
-
 @pytest.mark.parametrize("device", ["mps", "xpu"])
 def test_where_nothing_is_known_products_are_taken_on_demand_alone(monkeypatch, device):
     assert chosen(device=device) == "torch"
