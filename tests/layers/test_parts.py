@@ -87,7 +87,7 @@ def test_positions_stay_in_the_state_dict(case):
         assert all(map(torch.equal, outputs(part, images), outputs(other, images)))
     without = {name: tensor for name, tensor in state.items() if "positions" not in name}
     assert len(without) < len(state)
-    with pytest.raises(RuntimeError, match=r"Missing key.*positions"):
+    with pytest.raises(RuntimeError, match="positions"):
         other.load_state_dict(without)
 
 

@@ -323,7 +323,7 @@ class TestModules(TestCase):
             assert all(parameter.requires_grad for parameter in loaded.parameters())
         for name in state:
             others = {key: tensor for key, tensor in state.items() if key != name}
-            with pytest.raises(RuntimeError, match=f'Missing key.*"{name}"'):
+            with pytest.raises(RuntimeError, match=f'"{name}"'):
                 make().load_state_dict(others)
             assert make().load_state_dict(others, strict=False) == ([name], [])
 

@@ -374,12 +374,11 @@ MISTAKES_BEYOND_A_SCHEMA = {
     "\0": "not valid YAML",
     "!!python/object/apply:os.getcwd []": "line 1: not valid YAML",
     "format: 1\nrules: &again [*again]": "rules[0]: found",  # holds itself
-    "[" * 50_000: "not valid YAML: RecursionError",
-    rule(f"kernel_count: {'9' * 5000}"): "line 2: not valid YAML: ValueError: Exceeds the limit",
-    rule("name: 2001-99-99"): "line 2: not valid YAML: ValueError: month must be in 1..12",
-    rule(
-        r'name: "\ud800"'
-    ): "line 2: not valid YAML: UnicodeEncodeError: ",  # it could not be written again
+    "[" * 50_000: "not valid YAML",
+    rule(f"kernel_count: {'9' * 5000}"): "line 2: not valid YAML",
+    rule("name: 2001-99-99"): "line 2: not valid YAML",
+    # It could not be written again.
+    rule(r'name: "\ud800"'): "line 2: not valid YAML",
 }
 
 
