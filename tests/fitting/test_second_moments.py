@@ -89,16 +89,17 @@ def test_the_best_weights_are_those_of_least_squares(name):
     footprint = box.footprint(box_positions)
     cells = math.prod(box.sides)
     centred = patches - patches.mean(2, keepdim=True)
-    energy = (
-        centred.square().mean(2).unflatten(1, (-1, cells)).mean(2).repeat_interleave(cells, 1)
-    )  # (G, R * S)
-    priors = 0.01 * torch.diag_embed(energy)
+    energy_of_lines = centred.square().mean(2).unflatten(1, (-1, cells)).mean(2)  # (G, R)
+    energy = energy_of_lines.repeat_interleave(cells, 1)  # (G, R * S)
+    priors = EXACT.kernel_prior * torch.diag_embed(energy)
     if patches.shape[1] == cells:  # one line for each output channel
         mean = patches.mean(2)
         scales = energy.unsqueeze(2).sqrt() * energy.unsqueeze(1).sqrt()
-        samples_of_image = patches.shape[2] / len(images)
-        priors += samples_of_image * mean.unsqueeze(2) * mean.unsqueeze(1)
-        priors += 0.2 * (centred @ centred.mT / patches.shape[2] / scales).mean(0) * scales
+        samples_per_image = patches.shape[2] / len(images)
+        mean_weight = EXACT.mean_patch_weight * samples_per_image
+        priors += mean_weight * mean.unsqueeze(2) * mean.unsqueeze(1)
+        correlation = (centred @ centred.mT / patches.shape[2] / scales).mean(0)
+        priors += EXACT.shared_correlation * correlation * scales
     lines = len(weights) // layer.out_channels
     for channel, target in enumerate(per_channel(wanted)):
         own = slice(channel * lines, (channel + 1) * lines)
@@ -122,7 +123,7 @@ def test_the_mean_response_counts_once_for_each_place_of_an_image():
     conv, layer, box, images = layer_of("not padded")
     by_place = images.unfold(2, 3, 1).unfold(3, 3, 1).movedim(1, 3)  # (N, rows, columns, 4, 3, 3)
     patches = by_place.flatten(0, 2)
-    samples_of_image = len(patches) / len(images)
+    samples_per_image = len(patches) / len(images)
     box_positions = box.to_box(layer.positions.detach())
     old = box.lines_of(conv.weight.detach().double())
     start = layer.weight.detach().flatten(0, -2)
@@ -133,7 +134,7 @@ def test_the_mean_response_counts_once_for_each_place_of_an_image():
         moments.add(images, conv.double()(images).detach())
         return solve_layer(moments, box_positions, old, start).weights
 
-    torch.testing.assert_close(weights(images, 0.5), weights(patches, 0.5 * samples_of_image))
+    torch.testing.assert_close(weights(images, 0.5), weights(patches, 0.5 * samples_per_image))
     assert float((weights(images, 0.5) - weights(patches, 0.5)).norm()) > 1e-2
 
 

@@ -1,5 +1,5 @@
-"""Elements fitted to trained kernels: how close they come, what is guaranteed, and where it does
-not matter how.
+"""Elements fitted to trained kernels: how close they come, what is guaranteed, and what must not
+change the result.
 """
 
 import itertools
@@ -119,9 +119,8 @@ def test_a_kernel_that_was_constructed_from_elements_is_found_again():
     """One layer, elements apart from each other: the fit has no reason to leave anything."""
     torch.manual_seed(0)
     cells = torch.tensor(list(itertools.product([-2.0, 0.0, 2.0], repeat=2)))
-    positions = (
-        (cells + torch.rand(16, 9, 2)).clamp(max=3).permute(2, 0, 1).unsqueeze(2)
-    )  # (A, O, I, E)
+    places = (cells + torch.rand(16, 9, 2)).clamp(max=3)  # (O, E, A)
+    positions = places.permute(2, 0, 1).unsqueeze(2)  # (A, O, I, E)
     kernel = construct_kernel(torch.rand(16, 1, 9) + 0.5, positions, (7, 7))
     box = Box((7, 7), (1, 1), (17, 17), "bilinear")
     assert distances([kernel], *fit_elements([kernel], box, kernel_count=18), box)[
@@ -164,50 +163,58 @@ CELLS = st.lists(st.sampled_from([0.0, 1.0, -1.0, 1e-20, 1e10, 0.5]), min_size=9
     st.sampled_from([None, "any", "no input", "flat input"]),
 )
 def test_odd_kernels_and_images_give_finite_elements_no_worse_than_the_largest(
-    cells, count, interpolation, seen
+    layers, count, interpolation, seen
 ):
     """Kernels of zeros, equal cells, cells that drown others.
 
     Channels in which nothing is ever seen.
     """
-    kernels = [torch.tensor(layer).reshape(1, 1, 3, 3) for layer in cells]
+    kernels = [torch.tensor(layer).reshape(1, 1, 3, 3) for layer in layers]
     box = Box((3, 3), (1, 1), (7, 7), interpolation)
-    sides = math.prod(box.sides)
-    roots = (
-        None
-        if seen is None
-        else torch.randn(1, sides, sides, generator=torch.Generator().manual_seed(0))
-    )
+    cells = math.prod(box.sides)
+    roots = None
+    if seen is not None:
+        roots = torch.randn(1, cells, cells, generator=torch.Generator().manual_seed(0))
     if seen in ("no input", "flat input"):
-        roots[..., 1 if seen == "flat input" else 0 :] = 0
+        first = 1 if seen == "flat input" else 0
+        roots[..., first:] = 0
     weights, positions = fit_elements(kernels, box, kernel_count=count, covariance_roots=roots)
     assert all(tensor.isfinite().all() for tensor in (*weights, positions))
 
     def errors(weights, positions):
         """As the fit sees them: in the box."""
         footprint = box.footprint(box.to_box(positions.double()))
-        pairs = zip(kernels, weights, strict=True)
-        lefts = [
-            box.lines_of(k.double()) - (w.double().flatten(0, -2) @ footprint[0]) for k, w in pairs
-        ]
-        return [
-            float((left if roots is None else left @ roots[0].double()).norm()) for left in lefts
-        ]
+        found = []
+        for kernel, weight in zip(kernels, weights, strict=True):
+            left = box.lines_of(kernel.double()) - weight.double().flatten(0, -2) @ footprint[0]
+            if roots is not None:
+                left = left @ roots[0].double()
+            found.append(float(left.norm()))
+        return found
 
-    rows = zip(
-        errors(weights, positions), errors(*box.largest(kernels, count)), kernels, strict=True
-    )
-    assert all(near <= far * (1 + 1e-4) + 1e-5 * float(kernel.norm()) for near, far, kernel in rows)
+    largest = box.largest(kernels, count)
+    for near, far, kernel in zip(
+        errors(weights, positions), errors(*largest), kernels, strict=True
+    ):
+        assert near <= far * (1 + 1e-4) + 1e-5 * float(kernel.norm())
 
 
-@pytest.mark.parametrize("rooted", [False, True])
-def test_the_curvature_is_that_of_what_the_weights_leave(rooted):
-    """Kaufman's gradient is exact: the cost's derivative by positions, with weights following."""
+# The problem, solved for given positions.
+
+
+def random_problem(with_roots):
+    """A problem of a line of 5 x 5 cells in three layers, and positions of six elements in it."""
     torch.manual_seed(0)
     box = Box((5, 5), (1, 1), (9, 9), "bilinear")
-    roots = torch.randn(1, 25, 25).double() / 5 if rooted else None
+    roots = torch.randn(1, 25, 25).double() / 5 if with_roots else None
     problem = _make_problem(torch.randn(1, 3, 25).double(), box, roots, FitSettings().ridge)
-    box_positions = torch.rand(1, 6, 2).double() * 3.9
+    return problem, torch.rand(1, 6, 2).double() * 3.9
+
+
+@pytest.mark.parametrize("with_roots", [False, True])
+def test_the_descent_is_minus_half_the_gradient_of_the_cost(with_roots):
+    """Kaufman's gradient is exact: the cost's derivative by positions, with weights following."""
+    problem, box_positions = random_problem(with_roots)
     state = problem.solve(box_positions)
     gradient = torch.zeros(12, dtype=torch.double)
     for index in range(12):
@@ -215,16 +222,21 @@ def test_the_curvature_is_that_of_what_the_weights_leave(rooted):
         moved.view(-1)[index] += 1e-6
         gradient[index] = (problem.solve(moved).cost - state.cost)[0] / 1e-6
     torch.testing.assert_close(-2 * state.descent.mT.flatten(), gradient, rtol=1e-3, atol=1e-3)
-    for name, value in (
-        problem.map(lines_innermost).solve(lines_innermost(box_positions))._asdict().items()
-    ):
+    # So damped that it is steepest descent.
+    damping = torch.full((1,), 1e6, dtype=torch.double)
+    step = _step(state, damping, FitSettings()).flatten()
+    assert float(step @ gradient) < 0
+
+
+@pytest.mark.parametrize("with_roots", [False, True])
+def test_lines_innermost_give_the_same_state(with_roots):
+    problem, box_positions = random_problem(with_roots)
+    state = problem.solve(box_positions)
+    innermost = problem.map(lines_innermost).solve(lines_innermost(box_positions))
+    for name, value in innermost._asdict().items():
         torch.testing.assert_close(
             value, getattr(state, name), msg=lambda text, name=name: f"{name}: {text}"
         )
-    step = _step(
-        state, torch.full((1,), 1e6, dtype=torch.double), FitSettings()
-    ).flatten()  # so damped that it is steepest descent
-    assert float(step @ gradient) < 0
 
 
 # In a model.
