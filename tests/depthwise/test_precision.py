@@ -50,7 +50,9 @@ def by_products(images, kernel):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("side", [7, 13, 16, 30])
 @pytest.mark.parametrize(("images", "parts"), [(1, 1), (4, 1), (4, 2)])
-def test_products_lose_no_more_than_torch_does(monkeypatch, device, dtype, side, images, parts):
+def test_products_lose_at_most_twice_what_torch_loses(
+    monkeypatch, device, dtype, side, images, parts
+):
     torch.manual_seed(0)
     if parts > 1:
         monkeypatch.setattr(matmul, "_parts_of_channels", lambda *_: parts)
