@@ -379,8 +379,8 @@ class DclsConvNd(Tieable):
         contiguous maps; `model.to(memory_format=torch.channels_last)`, with images of that format,
         helps.
         """
-        # Pruning and normalisation compute the weight in hooks before a forward pass. Without one,
-        # the weight may be older than what they compute it from.
+        # Pruning, weight norm and spectral norm recompute the weight in forward pre-hooks. They run
+        # now, or the kernel would come from a stale weight.
         for hook in self._forward_pre_hooks.values():
             compute_parameter_(self, hook)
         return self._plain_conv(self.kernel().contiguous().detach())
@@ -398,19 +398,23 @@ class DclsConvNd(Tieable):
         conv.weight = nn.Parameter(kernel, requires_grad=self.weight.requires_grad)
         bias = self.bias
         if bias is not None and not isinstance(bias, nn.Parameter):  # pruned or parametrised
-            bias = nn.Parameter(bias.detach(), requires_grad=bias.requires_grad)
+            bias = nn.Parameter(bias.detach())
         conv.bias = bias
         carry_over_(self, conv, exclude=_attributes_by_class())
+        if bias is not None:
+            bias.requires_grad_(self.bias.requires_grad)
         return conv
 
     def _new_plain_conv(self, kernel_size: tuple[int, ...], padding: Padding) -> Conv:
         """A convolution with the layer's other arguments, on the meta device and without bias."""
-        make: Callable[..., Conv] = self.conv_class
-        options: dict[str, Any] = {"padding": padding, "padding_mode": self.padding_mode}
+        conv_class: Any = self.conv_class
+        make: Callable[..., Conv] = functools.partial(
+            conv_class, padding=padding, padding_mode=self.padding_mode
+        )
         if padding == DYNAMIC_SAME:
-            from timm.layers.conv2d_same import Conv2dSame as make
+            from timm.layers.conv2d_same import Conv2dSame
 
-            options = {}  # Conv2dSame pads by itself, with zeros
+            make = Conv2dSame  # pads by itself, with zeros
         return make(
             self.in_channels,
             self.out_channels,
@@ -418,7 +422,6 @@ class DclsConvNd(Tieable):
             stride=self.stride,
             dilation=self.dilation,
             groups=self.groups,
-            **options,
             bias=False,
             device="meta",  # there, initialisation draws from no generator
         )
