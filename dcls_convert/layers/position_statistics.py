@@ -41,9 +41,12 @@ def outside_share(positions: Tensor, sides: Sequence[int]) -> float:
 
     The middle has `sides` cells along the learnt axes.
     """
-    reach = torch.tensor(sides, device=positions.device) / 2
-    reach = reach.reshape(-1, *[1] * (positions.dim() - 1))  # (A, 1, ...)
-    return float((positions.abs() > reach).any(0).double().mean())
+    outside = torch.zeros(positions.shape[1:], dtype=torch.bool, device=positions.device)
+    for coordinate, side in zip(_at_least_float32(positions), sides, strict=True):
+        first_cell, last_cell = position_limits(side)
+        outside |= coordinate < first_cell - 0.5
+        outside |= coordinate > last_cell + 0.5
+    return float(outside.double().mean())
 
 
 def overlap_share(positions: Tensor) -> float:

@@ -9,6 +9,7 @@ from dcls_convert.layers import position_statistics
 from dcls_convert.layers.position_statistics import (
     border_share,
     mean_distance,
+    outside_share,
     overlap_share,
     rms_per_axis,
 )
@@ -36,9 +37,8 @@ def slow_border(elements, size):
 @pytest.mark.parametrize(
     "shape", [(1, 4, 1, 6), (2, 3, 2, 5), (2, 9, 1, 1), (3, 2, 2, 4), (2, 3, 1, 4, 7)]
 )
-@pytest.mark.parametrize(
-    "whole", [False, True]
-)  # neighbours are exactly a cell apart, and some elements at one place
+# Whole positions: neighbours are exactly a cell apart, and some elements at one place.
+@pytest.mark.parametrize("whole", [False, True])
 def test_statistics_are_those_of_plain_loops(shape, whole, monkeypatch):
     positions = 2 * randn(*shape)
     positions = positions.round() if whole else positions
@@ -57,7 +57,12 @@ def test_statistics_are_those_of_plain_loops(shape, whole, monkeypatch):
 
 
 def test_half_precision_is_compared_exactly():
-    positions = torch.tensor([1.0, 2**-9]).reshape(
-        1, 1, 1, 2
-    )  # their difference would be 1 in bfloat16
+    # Their difference would be 1 in bfloat16.
+    positions = torch.tensor([1.0, 2**-9]).reshape(1, 1, 1, 2)
     assert overlap_share(positions.bfloat16()) == overlap_share(positions) == 1
+
+
+def test_elements_outside_are_beyond_the_cells_of_the_middle():
+    positions = torch.tensor([[-2.6, -2.4, 1.4, 1.6]])
+    assert outside_share(positions, [4]) == 0.5, "cells -2 to 1"
+    assert outside_share(positions, [5]) == 0.25, "cells -2 to 2"
