@@ -136,8 +136,9 @@ class PatchSampler:
         all_places = math.prod(image.shape[-dims:])
         nth = max(1, round((all_places / self.settings.samples_per_image) ** (1 / dims)))
         index: list[Any] = [...]
-        for axis in range(dims):
-            first = number * self.settings.shift_between_images**axis % nth
+        for axis, axis_places in enumerate(image.shape[-dims:]):
+            shift = number * self.settings.shift_between_images**axis
+            first = shift % min(nth, axis_places)
             index.append(slice(first, None, nth))
         return tuple(index)
 

@@ -222,6 +222,15 @@ def test_each_image_is_sampled_at_other_places():
     assert torch.equal(later, part.patches[5])
 
 
+def test_each_image_of_a_narrow_map_has_samples():
+    conv = nn.Conv2d(1, 1, 1)
+    layer = DCLS_LAYERS[2].from_conv_without_values(conv, 1, 1, "bilinear", ())
+    box = Box((1, 1), (1, 1), (1, 1), "bilinear")
+    sampler = PatchSampler(layer, box, joint=True, settings=CalibrationSettings())
+    (part,) = sampler.sample(torch.zeros(8, 1, 1, 2048), None, first_image=0)
+    assert min(part.samples_of_images) > 0
+
+
 @pytest.mark.parametrize("conv", [{"groups": 8}, {"groups": 2}, {}])
 def test_the_root_measures_what_an_error_does_to_the_output(conv):
     """For one input channel at a time."""
