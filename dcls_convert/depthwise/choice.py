@@ -81,7 +81,10 @@ _chosen: dict[Choice, None] = {}
 
 
 def choices() -> tuple[Choice, ...]:
-    """Which algorithms computed depthwise convolutions in this process, and why."""
+    """Algorithms that computed depthwise convolutions in this process, and why.
+
+    Each distinct case once, at most MAX_CHOICES, without those in compiled programs.
+    """
     return tuple(_chosen)
 
 
@@ -118,7 +121,7 @@ def fastest_conv2d(
             groups=groups,
             gradients=wants_gradients,
         )
-        if runs_eagerly and groups > 1 and not input.is_meta:
+        if runs_eagerly and groups == input.shape[1] > 1 and not input.is_meta:
             _remember(input, kernel, cast(torch.dtype, dtype), wants_gradients, algorithm, why)
     if algorithm == "torch":
         return F.conv2d(
@@ -169,7 +172,7 @@ def choose_algorithm(
     if preferred == "torch":
         return "torch", f"{VARIABLE}=torch"
     if not is_depthwise or pads is None or not all(input_size):
-        return "torch", "no other way is known for such convolutions"
+        return "torch", "only torch computes such convolutions"
     map_size = (input_size[2], input_size[3])
     window = (kernel_size[2], kernel_size[3])
     can_use_products = (
@@ -184,8 +187,8 @@ def choose_algorithm(
     if can_use_products and device in ESTIMATED:
         return _estimated_algorithm(input_size[0], map_size, window, pads, gradients)
     if device == "cpu" and dtype in onednn.DTYPES and onednn.max_padding_columns() is not None:
-        return "onednn", "fast kernels of oneDNN on x86"
-    return "torch", "no other way is known to be faster"
+        return "onednn", "oneDNN's fast kernels on x86"
+    return "torch", "nothing faster is known"
 
 
 def _fits_products(map_size: Pair, window: Pair, pads: Pair) -> bool:
