@@ -222,7 +222,13 @@ def _why_weight_unknown(conv: nn.Module, form: ConvForm) -> str | None:
             expected.add(name)
     if parameters == expected:
         return None
-    return f"its weight is computed from other parameters ({', '.join(sorted(parameters))})"
+    unknown = ", ".join(sorted(parameters - expected))
+    missing = ", ".join(sorted(expected - parameters))
+    if not missing:
+        return f"it has parameters that are not known here ({unknown})"
+    if not unknown:
+        return f"it lacks the parameters {missing}"
+    return f"it has the parameters {unknown} in place of {missing}"
 
 
 def _why_padding_unknown(

@@ -65,6 +65,19 @@ FORMS = {
 }
 
 
+# Of a site, that a convolution has by the same name.
+FIELDS = (
+    "in_channels",
+    "out_channels",
+    "groups",
+    "kernel_size",
+    "stride",
+    "padding",
+    "dilation",
+    "padding_mode",
+)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_site_is_what_the_convolution_is(form):
     kind, build = FORMS[form]
@@ -80,9 +93,7 @@ def test_a_site_is_what_the_convolution_is(form):
         kind,
         None,
     )
-    for (
-        name
-    ) in "in_channels out_channels groups kernel_size stride padding dilation padding_mode".split():
+    for name in FIELDS:
         assert getattr(site, name) == getattr(conv, name), name
     assert (site.bias, site.dims, site.dense_weights) == (
         conv.bias is not None,
@@ -178,7 +189,7 @@ ODD = {
     ),
     "pruned": (
         lambda: prune.l1_unstructured(depthwise(), "weight", 0.5),
-        "computed from other parameters",
+        "it has the parameters weight_orig in place of weight",
     ),
     "lazy": (lambda: nn.LazyConv2d(4, 3, padding=1), "lazy"),
     "child": (
@@ -209,9 +220,8 @@ def test_a_convolution_that_shares_its_weight_is_skipped(build):
     assert [site.name for site in convs.sites] == ["ordinary"]
     assert convs.skipped[0].name == "odd"
     assert {skip.reason for skip in convs.skipped} == {"its weight is shared with odd and other"}
-    assert convs.params == sum(
-        parameter.numel() for parameter in model.parameters()
-    )  # a shared weight once
+    # A shared weight counts once.
+    assert convs.params == sum(parameter.numel() for parameter in model.parameters())
 
 
 class Mixed(nn.Module):
