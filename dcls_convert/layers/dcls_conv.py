@@ -401,7 +401,7 @@ class DclsConvNd(Tieable):
             bias = nn.Parameter(bias.detach())
         conv.bias = bias
         carry_over_(self, conv, exclude=_attributes_by_class())
-        if bias is not None:
+        if bias is not None and self.bias is not None:
             bias.requires_grad_(self.bias.requires_grad)
         return conv
 
