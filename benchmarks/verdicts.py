@@ -83,7 +83,7 @@ def simulated(draw: np.random.Generator, seed_deviation: float, gain: float) -> 
 
 def claimed_formerly(difference: Difference) -> bool:
     """Whether both intervals exclude 0."""
-    widest = max(difference.half_over_seeds(LEVEL), difference.half_over_images(LEVEL))
+    widest = max(difference.half_width_over_seeds(LEVEL), difference.half_width_over_images(LEVEL))
     return abs(difference.mean) > widest
 
 

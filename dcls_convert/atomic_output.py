@@ -106,7 +106,7 @@ def clean_up(output: Path) -> None:
         beginning = f".{output.name}."
         for entry in sorted(output.absolute().parent.glob(f"{glob.escape(beginning)}*")):
             owner = PARTIAL_ENDING.fullmatch(entry.name.removeprefix(beginning))
-            if owner is None or _is_written_to(entry, owner["host"], int(owner["process"])):
+            if owner is None or _may_be_in_use(entry, owner["host"], int(owner["process"])):
                 continue
             old = entry / (output.name + OLD)
             if os.path.lexists(old) and not os.path.lexists(output):
@@ -120,7 +120,7 @@ def _new_partial(output: Path) -> Path:
     return output.absolute().with_name(name)
 
 
-def _is_written_to(partial: Path, host: str, process: int) -> bool:
+def _may_be_in_use(partial: Path, host: str, process: int) -> bool:
     """Whether the process that made a partial folder may still be writing there."""
     if host == host_name() and sys.platform != "win32":  # where os.kill would end the process
         return is_alive(process)

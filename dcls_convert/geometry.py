@@ -10,12 +10,12 @@ MAX_CELLS = 1 << 28  # of one layer's constructed kernels: a gigabyte in float32
 # TensorFlow's SAME padding, which depends on the input's size, as in timm's Conv2dSame.
 DYNAMIC_SAME = "dynamic_same"
 Pair = tuple[int, int]
-Asymmetric = tuple[Pair, ...]  # cells before and after each axis
+AsymmetricPadding = tuple[Pair, ...]  # cells before and after each axis
 # "same", "valid", DYNAMIC_SAME, or cells on either side of each axis.
-Padding = str | tuple[int, ...] | Asymmetric
+Padding = str | tuple[int, ...] | AsymmetricPadding
 
 
-def is_asymmetric(padding: Padding) -> TypeGuard[Asymmetric]:
+def is_asymmetric(padding: Padding) -> TypeGuard[AsymmetricPadding]:
     """Whether the padding states the cells before and after each axis separately."""
     return not isinstance(padding, str) and any(isinstance(cells, tuple) for cells in padding)
 

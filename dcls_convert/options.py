@@ -91,7 +91,7 @@ class Argument:
     shown_default: str | None = None  # in --help, if the field's default does not say it
     # Options that, once stated, leave this one without effect: by the other field's name, the
     # reason as a verb and its object, such as "states the count".
-    idle_beside: Mapping[str, str] = field(default_factory=dict)
+    overridden_by: Mapping[str, str] = field(default_factory=dict)
 
 
 def option_name(field_name: str) -> str:
@@ -192,7 +192,7 @@ class PlanOptions:
             help="Share one element count across: model, stage or layer; error: allocate where "
             "kernels need it (default with --calibrate).",
             group=HOW_MANY_ELEMENTS,
-            idle_beside={"kernel_count": "states the count"},
+            overridden_by={"kernel_count": "states the count"},
         ),
     )
     tie: Tie = field(
@@ -214,7 +214,7 @@ class PlanOptions:
             least=MIN_PERCENT,
             most=MAX_PERCENT,
             unit="%",
-            idle_beside={"kernel_count": "states the count"},
+            overridden_by={"kernel_count": "states the count"},
         ),
     )
     # For rules that state none; None: DEFAULT_INTERPOLATION.
@@ -236,7 +236,7 @@ class PlanOptions:
         ),
     )
 
-    def idle_message(self, shown: Callable[[str], str]) -> str | None:
+    def override_message(self, shown: Callable[[str], str]) -> str | None:
         """Which options have no effect beside another one, though they differ from their defaults.
 
         Args:
@@ -250,17 +250,17 @@ class PlanOptions:
             if getattr(self, option.name) != option.default:
                 stated.append(option.name)
         for option in fields(self):
-            for other, reason in argument_of(option).idle_beside.items():
+            for other, reason in argument_of(option).overridden_by.items():
                 if option.name in stated and other in stated:
-                    names = [shown(name) for name in self._all_idle_beside(other)]
+                    names = [shown(name) for name in self._all_overridden_by(other)]
                     return f"{shown(other)} {reason}, so {enumerated(names)} would have no effect"
         return None
 
-    def _all_idle_beside(self, other: str) -> list[str]:
+    def _all_overridden_by(self, other: str) -> list[str]:
         """Names of all options, stated or not, that `other` leaves without effect; sorted."""
         names = []
         for option in fields(self):
-            if other in argument_of(option).idle_beside:
+            if other in argument_of(option).overridden_by:
                 names.append(option.name)
         return sorted(names)
 

@@ -36,7 +36,9 @@ def _read_fraction(value: Any) -> Fraction:
 
 
 # pydantic before 2.10 does not know fractions, and some later ones let their errors through.
-Ratio = Annotated[Fraction, PlainValidator(_read_fraction), PlainSerializer(Fraction.__str__)]
+JsonFraction = Annotated[
+    Fraction, PlainValidator(_read_fraction), PlainSerializer(Fraction.__str__)
+]
 
 
 @functools.cache
@@ -132,7 +134,7 @@ def read_json(path: Path, where: str) -> dict[str, object]:
     return data
 
 
-def taken_from(record: object, kind: type) -> dict[str, Any]:
+def shared_fields(record: object, kind: type) -> dict[str, Any]:
     """Those fields of the dataclass `kind` that `record` has too, with its values."""
     values = {}
     for part in fields(kind):

@@ -288,7 +288,7 @@ def main() -> None:
             accelerator.print(f"{line}, {seconds:.0f} s", flush=True)
             # Of epochs that are equally good, keep the last, which has learnt longest.
             if training.top1[-1] >= max(training.top1):
-                trained = training.trained()
+                trained = training.trained_model()
                 if accelerator.is_main_process:
                     save_trained(trained, plan, args.output / "best")
 

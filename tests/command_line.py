@@ -30,7 +30,7 @@ def net(num_classes: int = 3, size: int = 7) -> nn.Module:
 
 
 def exit_code(*arguments: object) -> int:
-    """Of `dcls-convert ARGUMENTS`, which prints where the test does."""
+    """The exit code of `dcls-convert ARGUMENTS`; it prints where the test prints."""
     hook = sys.unraisablehook
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
@@ -44,7 +44,7 @@ def exit_code(*arguments: object) -> int:
     return stopped.value.code
 
 
-def ended(*arguments: object) -> tuple[int | str | None, str, str]:
+def run_to_end(*arguments: object) -> tuple[int | str | None, str, str]:
     """Exit code, stdout and stderr of `dcls-convert ARGUMENTS`."""
     with (
         contextlib.redirect_stdout(io.StringIO()) as out,
@@ -56,6 +56,6 @@ def ended(*arguments: object) -> tuple[int | str | None, str, str]:
 
 def run(*arguments: object, code: int = 0) -> tuple[str, str]:
     """stdout and stderr of `dcls-convert ARGUMENTS`, which must end with this exit code."""
-    found, out, err = ended(*arguments)
+    found, out, err = run_to_end(*arguments)
     assert found == code, out + err
     return out, err

@@ -21,12 +21,12 @@ TINY = "test_convnext"  # timm's own test model: depths 1, 2, 4, 2
 
 # The tensors are small, and on a busy machine two threads wait for one another.
 torch.set_num_threads(1)
-# accelerate collects garbage for each network; this keeps all that is imported out of the search.
+# accelerate collects garbage for each network; frozen, the imported modules are not scanned.
 gc.freeze()
 
 
-# HYPOTHESIS_PROFILE=campaign looks for long, from a new seed each time; the plain tests look at
-# the same few examples.
+# HYPOTHESIS_PROFILE=campaign searches longer, with a new seed each time; the plain tests use the
+# same few examples.
 _HYPOTHESIS = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("plain", max_examples=20, derandomize=True, **_HYPOTHESIS)
 settings.register_profile("campaign", max_examples=2000, print_blob=True, **_HYPOTHESIS)
@@ -49,7 +49,7 @@ def tiny() -> nn.Module:
 @pytest.fixture
 def quick_fit(monkeypatch):
     """Fits of fewer steps, where how close they come is not the question."""
-    few = FitSettings(starts=2, starts_depthwise=2, max_rounds=2, steps_per_round=2)
+    few = FitSettings(starts=2, starts_for_outputs_depthwise=2, rounds=2, steps_per_round=2)
     monkeypatch.setattr("dcls_convert.fitting.warm_start.SETTINGS", few)
 
 
@@ -74,7 +74,7 @@ CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 # --disable-quic and the rest keep the browser itself off the network.
-ARGUMENTS = (
+CHROMIUM_ARGUMENTS = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync"
 ).split()
@@ -86,6 +86,6 @@ def browser():
     if CHROMIUM is None:
         pytest.skip("there is no Chromium on the path")
     with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGUMENTS)
         yield browser
         browser.close()

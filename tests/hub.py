@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def upload(folder: Path, name: str, cache: Path, tag: str = "main") -> None:
-    """All files of a folder as one commit, where the branch main and the tag stand from now on."""
+    """Put all files of a folder into the cache as one commit, and point main and the tag at it."""
     files = sorted((path.name, path.read_bytes()) for path in folder.iterdir())
     sha = hashlib.sha1(repr(files).encode()).hexdigest()
     repository = cache / f"models--{name.replace('/', '--')}"

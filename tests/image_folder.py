@@ -5,7 +5,7 @@ from pathlib import Path
 from PIL import Image
 
 
-def photographs(folder: Path) -> None:
+def write_images(folder: Path) -> None:
     """16 images to train on, and 4 for validation."""
     for index in range(20):
         split = "validation" if index % 5 == 4 else "train"

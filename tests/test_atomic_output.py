@@ -85,9 +85,9 @@ def test_what_is_there_is_replaced_by_force_alone(tmp_path, kind):
 @KINDS
 @PLATFORMS
 @pytest.mark.parametrize("force", [False, True])
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("check_number", [0, 1])
 def test_what_appears_meanwhile_is_replaced_by_force_alone(
-    tmp_path, monkeypatch, kind, force, late
+    tmp_path, monkeypatch, kind, force, check_number
 ):
     """Whether it comes before the last look at the name, or between that look and the renaming."""
     path = tmp_path / "out"
@@ -96,7 +96,7 @@ def test_what_appears_meanwhile_is_replaced_by_force_alone(
 
     def checked(*arguments, **options):
         check(*arguments, **options)
-        if next(calls) == late:
+        if next(calls) == check_number:
             monkeypatch.setattr(atomic_output, "check_output", check)
             theirs = path / "file" if kind is folder_of else path
             theirs.parent.mkdir(exist_ok=True)
@@ -131,7 +131,7 @@ def test_files_written_beside_a_file_are_published_before_it(tmp_path, monkeypat
 # --- What fails
 
 
-QUESTIONS = ("fspath", "stat", "lstat", "fstat", "is_dir", "access", "getpid")
+READ_ONLY_CALLS = ("fspath", "stat", "lstat", "fstat", "is_dir", "access", "getpid")
 
 
 def is_step(after, frame, event, argument):
@@ -140,7 +140,7 @@ def is_step(after, frame, event, argument):
     """
     if event == ("c_return" if after else "c_call"):
         module = argument.__module__ or type(argument.__self__).__module__
-        return module in ("posix", "io", "_io") and argument.__name__ not in QUESTIONS
+        return module in ("posix", "io", "_io") and argument.__name__ not in READ_ONLY_CALLS
     return (
         event == ("return" if after else "call")
         and frame.f_code is atomic_output._renameat2.__code__
@@ -154,7 +154,7 @@ def fail_with(error):
 def cut_short(write, step, act, after=False):
     """Write, and `act` before or after the `step`-th of the system calls.
 
-    Whether it came to that, and failed.
+    Returns whether that call was reached, and whether writing failed.
     """
     moments = itertools.count(1)
     reached = []
@@ -183,7 +183,8 @@ def killed(write, step):
             cut_short(write, step, lambda: os.kill(os.getpid(), signal.SIGKILL))
         finally:
             os._exit(0)
-    return (os.waitpid(pid, 0)[1] == signal.SIGKILL,) * 2
+    was_killed = os.waitpid(pid, 0)[1] == signal.SIGKILL
+    return was_killed, was_killed
 
 
 FULL = OSError(errno.ENOSPC, "No space left")
@@ -199,9 +200,8 @@ ENDS = [
 ]
 
 
-@pytest.mark.filterwarnings(
-    "ignore::ResourceWarning"
-)  # of a file that is opened, and the next step fails
+# A file is opened, and the next step fails.
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
 @KINDS
 @PLATFORMS
 @pytest.mark.parametrize("force", [False, True])

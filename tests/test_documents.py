@@ -35,7 +35,7 @@ from dcls_convert.cli.app import main
 
 from .conftest import TINY
 from .hub import upload
-from .photographs import photographs
+from .image_folder import write_images
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -71,9 +71,8 @@ QUICK = {
         "--sizes 17 --epochs 1 --batch-size 4 --input-size 3x32x32 --device cpu --seeds 1"
     )
 }
-FITTED = {
-    "convnext_tiny --pretrained": f"{TINY} --pretrained --dilated-size 17"
-}  # the usual size of the real one
+# The usual size of the real one.
+FITTED = {"convnext_tiny --pretrained": f"{TINY} --pretrained --dilated-size 17"}
 STAND_INS["README.md"] = FITTED | SMALL | QUICK | {"convnext_*": f"{TINY}*"}
 STAND_INS["compare.md"] = SMALL | QUICK | {"--epochs 4": "--epochs 1 --seeds 1 --batch-size 256"}
 STAND_INS["checkpoints.md"] = SMALL | {"1, 3, 224, 224": "1, 3, 160, 160"}
@@ -145,7 +144,7 @@ def trained_weights() -> None:
 
     save_model(timm.create_model(TINY), "weights.safetensors")
     save_model(timm.create_model("test_efficientnet"), "lite0.safetensors")
-    photographs(Path("photos"))
+    write_images(Path("photos"))
 
 
 BUILDS_ITS_MODEL = """
@@ -161,21 +160,21 @@ def timms_script() -> None:
     shutil.copy(Path(__file__).parent / "tuning" / "small_train.py", "scripts/train.py")
     for name in ("validate", "benchmark"):
         Path(f"scripts/{name}.py").write_text(BUILDS_ITS_MODEL)
-    photographs(Path("flowers"))
+    write_images(Path("flowers"))
 
 
 def after_the_installation() -> None:
     run_program(["dcls-convert", TINY, "--dilated-size", "17"])
-    photographs(Path("photographs"))
+    write_images(Path("photographs"))
 
 
 GIVEN = {
     "README.md": after_the_installation,
-    "compare.md": lambda: photographs(Path("photographs")),
+    "compare.md": lambda: write_images(Path("photographs")),
     "convert.md": model_of_ones_own,
     "starts.md": trained_weights,
     "timm.md": timms_script,
-    "training.md": lambda: photographs(Path("photographs")),
+    "training.md": lambda: write_images(Path("photographs")),
 }
 
 
@@ -223,9 +222,11 @@ def run_program(arguments: list[str]) -> tuple[int, str]:
         try:
             if arguments[0] == "dcls-convert":
                 main(arguments[1:])
-            assert arguments[0] == "python", f"{arguments[0]}: no test runs this"
-            patch.syspath_prepend(str(Path(arguments[1]).parent))
-            runpy.run_path(arguments[1], run_name="__main__")
+            elif arguments[0] == "python":
+                patch.syspath_prepend(str(Path(arguments[1]).parent))
+                runpy.run_path(arguments[1], run_name="__main__")
+            else:
+                raise AssertionError(f"{arguments[0]}: no test runs this")
         except SystemExit as stopped:
             code = int(stopped.code or 0)
     return code, printed.getvalue()
@@ -251,7 +252,7 @@ def run_console(text: str) -> None:
 def test_commands_and_snippets_of_a_page_run_in_their_order(page, tmp_path, monkeypatch, request):
     for library in re.findall(r"`pip install (\w+)", PAGES[page]):
         pytest.importorskip(library, reason=f"{library} is in the extra thirdparty")
-    in_this_process = functools.partial(verify.verify_folder, rebuild=verify.rebuild_here)
+    in_this_process = functools.partial(verify.verify_folder, check_model=verify.check_model_here)
     monkeypatch.setattr(verify, "verify_folder", in_this_process)  # a fresh one takes seconds
     if page == "hub.md":
         hub = request.getfixturevalue("hub")
@@ -263,9 +264,8 @@ def test_commands_and_snippets_of_a_page_run_in_their_order(page, tmp_path, monk
         for place in ("huggingface_hub", "huggingface_hub.HfApi"):
             monkeypatch.setattr(f"{place}.create_repo", create)
             monkeypatch.setattr(f"{place}.upload_folder", push)
-        monkeypatch.setattr(
-            "huggingface_hub.HfApi.file_exists", lambda *_, **__: False
-        )  # timm asks for a card
+        # timm asks for a card.
+        monkeypatch.setattr("huggingface_hub.HfApi.file_exists", lambda *_, **__: False)
     elif page != "errors.md":  # which shows what happens without a network
         request.getfixturevalue("trained")
     (tmp_path / "reader").mkdir()

@@ -17,15 +17,14 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import dcls_convert
-from dcls_convert.checkpoints.verify import rebuild_here, verify_folder
+from dcls_convert.checkpoints.verify import check_model_here, verify_folder
 from dcls_convert.tuning import read_track
 from dcls_convert.tuning.distillation import soft_target_loss
 
-from .photographs import photographs
+from .image_folder import write_images
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:unclosed file:ResourceWarning"
-)  # timm leaves images open
+# timm leaves images open.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL = ["--img-size", "32", "--batch-size", "4", "--epochs", "2"]
 
@@ -70,7 +69,7 @@ def test_what_a_new_user_writes_first(tmp_path, monkeypatch):
     loaded = dcls_convert.load_converted("resnet18-dcls5").eval()
     outputs = model.eval()(images)
     assert torch.equal(loaded(images), outputs)
-    assert verify_folder("resnet18-dcls5", rebuild=rebuild_here).ok
+    assert verify_folder("resnet18-dcls5", check_model=check_model_here).ok
     dcls_convert.fold_to_dense_(loaded)
     torch.testing.assert_close(loaded(images), outputs, rtol=0, atol=1e-4)
 
@@ -106,7 +105,7 @@ def refused(finetune, capsys):
 
 @pytest.fixture
 def images(tmp_path):
-    photographs(tmp_path / "images")
+    write_images(tmp_path / "images")
     return tmp_path / "images"
 
 
@@ -122,7 +121,7 @@ def test_a_folder_of_images(finetune, images, capsys):
     assert [len(history["loss"]), len(history["accuracy"])] == [8, 2]
     assert [record.step for record in read_track(run / "positions.jsonl")] == [1, 2]
     assert (run / "training.png").read_bytes().startswith(b"\x89PNG")
-    assert verify_folder(run / "best", rebuild=rebuild_here).ok
+    assert verify_folder(run / "best", check_model=check_model_here).ok
     finetune(run / "best", *options, "--epochs", "1", "--output", "again")
     assert timm.create_model("local-dir:again/best", pretrained=True).num_classes == 2
 
@@ -146,9 +145,8 @@ def test_batches_in_several_parts_are_the_same_update(finetune, images):
     whole, parts = (torch.load(f"{run}/state.pt", weights_only=True) for run in ("whole", "parts"))
     assert whole["update"] == parts["update"] == 2
     for name, tensor in whole["model"].items():
-        torch.testing.assert_close(
-            parts["model"][name], tensor, rtol=0, atol=2e-4
-        )  # float32, other sums
+        # In float32, sums in another order.
+        torch.testing.assert_close(parts["model"][name], tensor, rtol=0, atol=2e-4)
 
 
 # Learning from a teacher.

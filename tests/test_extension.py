@@ -41,7 +41,7 @@ class WiderOptions(PlanOptions):
                 group="How many elements",
                 metavar="N",
                 most=99,
-                idle_beside={"kernel_count": "states the count"},
+                overridden_by={"kernel_count": "states the count"},
             )
         },
     )
@@ -85,12 +85,12 @@ def test_a_planning_option_is_one_field_of_the_record():
 def test_an_option_that_another_one_leaves_without_effect_is_named():
     stated = WiderOptions(min_count=5, kernel_count=7)
     message = "kernel_count states the count, so budget, min_count and scope would have no effect"
-    assert stated.idle_message(str) == message
-    assert WiderOptions(min_count=5).idle_message(str) is None
-    assert WiderOptions(kernel_count=7).idle_message(str) is None
+    assert stated.override_message(str) == message
+    assert WiderOptions(min_count=5).override_message(str) is None
+    assert WiderOptions(kernel_count=7).override_message(str) is None
 
 
 def test_an_option_is_left_without_effect_by_options_that_there_are():
     names = {option.name for option in fields(PlanOptions)}
     for option in fields(PlanOptions):
-        assert argument_of(option).idle_beside.keys() <= names - {option.name}
+        assert argument_of(option).overridden_by.keys() <= names - {option.name}

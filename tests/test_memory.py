@@ -16,7 +16,7 @@ from pathlib import Path
 import timm
 from safetensors.torch import save_file
 from dcls_convert.checkpoints.load import load_converted
-from dcls_convert.checkpoints.verify import rebuild_here
+from dcls_convert.checkpoints.verify import check_model_here
 from dcls_convert.cli.app import main
 
 def status(name):
@@ -34,7 +34,7 @@ def peaks_of(name):
         "convert": lambda: shell(*convert, folder),
         "convert --checkpoint": lambda: shell(*convert, *largest),
         "load_converted": lambda: load_converted(folder),
-        "verify": lambda: [check.ok for check in rebuild_here(Path(folder), False)].index(True),
+        "verify": lambda: [check.ok for check in check_model_here(Path(folder), False)].index(True),
         "fold": lambda: shell("fold", folder, "--output", f"{name}-folded"),
     }
     state = timm.create_model(name).state_dict()

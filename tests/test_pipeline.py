@@ -23,14 +23,14 @@ from dcls_convert import (
 )
 from dcls_convert.errors import CheckpointError
 from dcls_convert.options import PlanOptions
-from dcls_convert.pipeline.conversion import convert_network
+from dcls_convert.pipeline.conversion import convert_network_
 from dcls_convert.pipeline.loaded import LoadedNetwork
 from dcls_convert.pipeline.request import ConversionRequest
 from dcls_convert.pipeline.resolved import resolve, resolve_with_plan
 from dcls_convert.surgery.place import place_layers_
 
 from .conftest import TINY
-from .photographs import photographs
+from .image_folder import write_images
 from .planning.nets import state_of
 
 PLACES = 13  # at which a failure is injected, from the first operation to the last
@@ -70,7 +70,7 @@ def theirs(model, plan):
 
 
 def resolved_for(model, kind):
-    """The loaded `model`, and what is done to start from this."""
+    """The loaded model, and its request resolved for this kind of start."""
     weights = None
     if kind == "authors":
         weights = theirs(model, plan_conversion(find_convs(model), dilated_size=9, kernel_count=4))
@@ -105,37 +105,37 @@ SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("fit", "largest"
 def test_whatever_fails_leaves_the_model_as_it_was(kind):
     with torch.random.fork_rng():
         loaded, resolved = resolved_for(small(), kind)
-        convert_network(loaded, resolved, model=small())  # fills caches, which takes operations
+        convert_network_(loaded, resolved, model=small())  # fills caches, which takes operations
         model = small()
         with Failing() as counting:
-            convert_network(loaded, resolved, model=model)
+            convert_network_(loaded, resolved, model=model)
         total = counting.seen
         for at in sorted({1 + (total - 1) * place // (PLACES - 1) for place in range(PLACES)}):
             model = small()
             before = state_of(model)
             with pytest.raises(RuntimeError, match="injected"), Failing(at):
-                convert_network(loaded, resolved, model=model)
+                convert_network_(loaded, resolved, model=model)
             assert state_of(model) == before
 
 
 def test_outputs_are_not_compared_on_images_too_large(monkeypatch):
     loaded, resolved = resolved_for(small(), "largest")
     resolved = replace(resolved, plan=replace(resolved.plan, input_size=(3, 16, 16)))
-    assert convert_network(loaded, resolved).random_output_error is not None
+    assert convert_network_(loaded, resolved).random_output_error is not None
     monkeypatch.setattr("dcls_convert.pipeline.conversion.MAX_PIXELS", 16 * 16 - 1)
-    assert convert_network(loaded, resolved, model=small()).random_output_error is None
+    assert convert_network_(loaded, resolved, model=small()).random_output_error is None
 
 
 @pytest.mark.parametrize(
     ("place", "call"),
     [
         ("layers.dcls_conv.DclsConvNd.tie_", 2),  # between two layers
-        ("surgery.place.fold_before_timm_fuses_", 1),
+        ("surgery.place.install_timm_fold_hook_", 1),
         ("surgery.place.exclude_from_weight_decay_", 1),
         ("pipeline.conversion.measure_report", 1),
     ],
 )
-def test_a_failure_after_layers_are_in_place_takes_them_out_again(monkeypatch, place, call):
+def test_a_conversion_that_fails_after_placing_leaves_the_model_as_it_was(monkeypatch, place, call):
     model = small()
     loaded, resolved = resolved_for(model, "authors")
     before = state_of(model)
@@ -149,7 +149,7 @@ def test_a_failure_after_layers_are_in_place_takes_them_out_again(monkeypatch, p
 
     monkeypatch.setattr(f"dcls_convert.{place}", fail)
     with pytest.raises(KeyboardInterrupt):
-        convert_network(loaded, resolved)
+        convert_network_(loaded, resolved)
     assert state_of(model) == before
 
 
@@ -277,7 +277,7 @@ def test_a_request_with_another_seed_is_as_one_that_was_made_so():
 
     def converted(request):
         loaded = LoadedNetwork(request)
-        return convert_network(loaded, resolve(loaded))
+        return convert_network_(loaded, resolve(loaded))
 
     first = asked(0)
     loaded = LoadedNetwork(first)
@@ -307,12 +307,12 @@ def test_no_part_of_a_loaded_network_depends_on_which_was_read_before(tmp_path, 
     for part in order:
         getattr(loaded, part)
     resolved = resolve(loaded)
-    done = convert_network(loaded, resolved)
+    done = convert_network_(loaded, resolved)
     assert all(parameter.is_meta for parameter in loaded.structure.parameters())
     assert done.model.num_classes == 10
     usual = LoadedNetwork(request)
     assert resolve(usual).plan == resolved.plan
-    expected = convert_network(usual, resolve(usual)).model
+    expected = convert_network_(usual, resolve(usual)).model
     assert all(torch.equal(one, two) for one, two in zip_states(done.model, expected))
 
 
@@ -327,13 +327,13 @@ def test_a_model_that_is_false_is_converted():
     model = LengthZero(*small())
     loaded, resolved = resolved_for(model, "random")
     copied = LengthZero(*small())
-    assert convert_network(loaded, resolved, model=copied).model is copied
+    assert convert_network_(loaded, resolved, model=copied).model is copied
     assert convert_(model, dilated_size=9, init="random").params.after
 
 
 @pytest.mark.usefixtures("quick_fit")
 def test_the_normalisation_of_a_calibration_stays_with_the_model(tmp_path):
-    photographs(tmp_path / "photos")
+    write_images(tmp_path / "photos")
     model = timm.create_model(TINY, pretrained_cfg_overlay={"input_size": (3, 32, 32)})
     report = convert_(
         model,

@@ -210,7 +210,7 @@ def test_a_model_of_the_users_own_in_memory_keeps_its_config():
 # Reading it.
 
 
-def test_inspect_shows_it(tmp_path):
+def test_inspect_shows_the_provenance(tmp_path):
     run(NET, "--dilated-size", 9, "--seed", 3, "--output", "out", "--quiet")
     out, _ = run("inspect", "out")
     words = " ".join(out.split())

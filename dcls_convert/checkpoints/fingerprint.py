@@ -33,7 +33,7 @@ TOLERANCES = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OutputPrint:
+class OutputFingerprint:
     """One floating-point tensor of the output. None stands for a number that is not finite."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -53,7 +53,7 @@ class Fingerprint(Record):
     dtype: Literal["float64", "float32", "float16", "bfloat16"]  # of the image
     seed: Literal[0] = 0  # FINGERPRINT_SEED
     # The output's floating-point tensors, in their order; None if the model did not run.
-    outputs: tuple[OutputPrint, ...] | None
+    outputs: tuple[OutputFingerprint, ...] | None
     reason: str | None  # why there are no outputs
 
 
@@ -80,7 +80,7 @@ def take_fingerprint(model: nn.Module, input_size: Sequence[int] | None) -> Fing
         outputs = []
         for tensor in tensors_in(output):
             if tensor.is_floating_point():
-                outputs.append(_output_print(tensor))
+                outputs.append(_output_fingerprint(tensor))
     except Exception as error:  # the model's own code may raise anything
         reason = f"{type(error).__name__}: {one_line(error)[:120]}"
         return Fingerprint(dtype=dtype, outputs=None, reason=reason)
@@ -121,7 +121,7 @@ def deviation(taken: Fingerprint, stored: Fingerprint) -> float:
     return largest
 
 
-def _output_deviation(taken: OutputPrint, stored: OutputPrint) -> float:
+def _output_deviation(taken: OutputFingerprint, stored: OutputFingerprint) -> float:
     """As `deviation`, of one output."""
     if taken.shape != stored.shape:
         return math.inf
@@ -137,13 +137,13 @@ def _output_deviation(taken: OutputPrint, stored: OutputPrint) -> float:
     return largest
 
 
-def _output_print(output: Tensor) -> OutputPrint:
+def _output_fingerprint(output: Tensor) -> OutputFingerprint:
     flat = output.detach().flatten()
     count = min(SAMPLES, flat.numel())
     last = flat.numel() - 1
     indices = [sample * last // max(count - 1, 1) for sample in range(count)]
     values = flat[torch.tensor(indices, dtype=torch.long, device=flat.device)].double().tolist()
-    return OutputPrint(
+    return OutputFingerprint(
         shape=tuple(output.shape),
         norm=_rounded(flat.double().norm().item()),
         values=tuple(map(_rounded, values)),

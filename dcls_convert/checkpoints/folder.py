@@ -19,7 +19,7 @@ from ..networks.registries import TIMM_ARCHITECTURE
 from ..networks.source import ModelSource
 from ..networks.tensors_hash import tensors_hash
 from ..networks.trust import check_source
-from ..networks.weights_files import load_file, opened
+from ..networks.weights_files import load_safetensors, open_safetensors
 from ..pipeline.provenance import Provenance
 from ..planning.plan import ConversionPlan
 from ..records import read_json
@@ -34,7 +34,7 @@ FILES = (WEIGHTS, CONFIG, REPORT, CARD)
 # Files that a folder has only if pictures were asked for.
 PAGE = "pictures.html"
 PICTURE = "positions.png"
-PLAN_PLACE = "model_args.plan"  # in config.json
+PLAN_KEY = "model_args.plan"  # in config.json
 # accelerate and transformers refuse files that do not name torch as their format.
 FORMAT_METADATA = {"format": "pt"}
 # Entries that timm's own savers write beside `pretrained_cfg`; they overrule those inside.
@@ -101,7 +101,7 @@ class Checkpoint:
                 config.
         """
         self.check_stamp(read_stamp(self.weights))
-        state = load_file(self.weights)
+        state = load_safetensors(self.weights)
         self.check_tensors(state)
         return state
 
@@ -157,7 +157,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     source: ModelSource | None = ModelSource(name=f"timm:{architecture}", args=args)
     input_size = entry_of(config.get("pretrained_cfg"), "input_size")
     if architecture == TIMM_ARCHITECTURE:
-        plan = ConversionPlan.from_dict(args.get("plan"), f"{path}: {PLAN_PLACE}")
+        plan = ConversionPlan.from_dict(args.get("plan"), f"{path}: {PLAN_KEY}")
         source = _source_of(plan, args)
         input_size = plan.input_size
     own_entries = config.get(METADATA_KEY)
@@ -208,7 +208,7 @@ def _preprocessing(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_tensors(path: Path, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors of a safetensors file, read one at a time: all, or those in `names`."""
-    with opened(path) as file:
+    with open_safetensors(path) as file:
         for name in sorted(file.keys()):
             if names is None or name in names:
                 yield name, file.get_tensor(name)

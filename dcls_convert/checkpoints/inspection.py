@@ -18,12 +18,12 @@ from ..pipeline.provenance import Provenance
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 from ..planning.tie_groups import TieGroup
-from ..records import Record, taken_from
+from ..records import Record, shared_fields
 from .folder import Checkpoint, read_tensors
 from .stamp import read_stamp
 
 # Types of positions whose statistics are computed; torch cannot compare float8 numbers.
-COMPARED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class PositionSet:
             tensor = state.get(name)
             if tensor is None:
                 yield f"{name} is missing; {allowed}"
-            elif tuple(tensor.shape) != shape or tensor.dtype not in COMPARED:
+            elif tuple(tensor.shape) != shape or tensor.dtype not in SUPPORTED_DTYPES:
                 yield f"{name} has shape {tuple(tensor.shape)} and is {tensor.dtype}; {allowed}"
 
     def outside(self, state: Mapping[str, Tensor]) -> Iterator[str]:
@@ -235,7 +235,7 @@ def _row(position_set: PositionSet, state: Mapping[str, Tensor]) -> PositionRow:
     if "sigma" in position_set.parameters:
         sigma = state[position_set.parameters["sigma"]]
         mean_sigma = float(sigma.mean(dtype=torch.float64))
-    fields = taken_from(position_set.layers[0], PositionRow)
+    fields = shared_fields(position_set.layers[0], PositionRow)
     fields["name"] = position_set.name
     return PositionRow(
         **fields,

@@ -53,16 +53,16 @@ def load_checkpoint(
     """As `load_converted`, from an opened folder, on the CPU."""
     plan = checkpoint.plan
     if model is None:
-        return rebuild(checkpoint, checkpoint.source(trust_code=trust_code))
+        return build_from_checkpoint(checkpoint, checkpoint.source(trust_code=trust_code))
     state = checkpoint.read_state()
     with unchanged_on_failure(model):
-        place_(model, plan)
+        place_stored_plan_(model, plan)
         load_weights_(model, state, str(checkpoint.weights))
-    _describe_(model, checkpoint)
+    _set_origin_and_provenance_(model, checkpoint)
     return model.eval()
 
 
-def rebuild(checkpoint: Checkpoint, source: ModelSource) -> nn.Module:
+def build_from_checkpoint(checkpoint: Checkpoint, source: ModelSource) -> nn.Module:
     """The converted model, in eval mode, built from a trusted source.
 
     Raises:
@@ -73,19 +73,19 @@ def rebuild(checkpoint: Checkpoint, source: ModelSource) -> nn.Module:
         source,
         checkpoint.read_state(),
         str(checkpoint.weights),
-        prepare_=lambda model: place_(model, plan),
+        prepare_=lambda model: place_stored_plan_(model, plan),
     )
-    _describe_(model, checkpoint)
+    _set_origin_and_provenance_(model, checkpoint)
     return model.eval()
 
 
-def _describe_(model: nn.Module, checkpoint: Checkpoint) -> None:
+def _set_origin_and_provenance_(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Let a loaded model say where it comes from, so that what is written of it says so too."""
     set_origin_(model, checkpoint.preprocessing)
     keep_provenance_(model, checkpoint.provenance)
 
 
-def place_(model: nn.Module, plan: ConversionPlan) -> None:
+def place_stored_plan_(model: nn.Module, plan: ConversionPlan) -> None:
     """Put the plan's layers, without values, into the unconverted model.
 
     Raises:

@@ -37,7 +37,7 @@ from .folder import (
     open_checkpoint,
     why_not_a_checkpoint,
 )
-from .load import place_
+from .load import place_stored_plan_
 from .loading_code import loading_code
 from .stamp import METADATA_KEY, PROVENANCE, Stamp, config_hash
 
@@ -116,7 +116,7 @@ def save_converted(
         ),
     }
     with new_folder(folder, force=force, why_keep=why_not_a_checkpoint) as partial:
-        write_files(
+        write_checkpoint_files(
             model,
             plan,
             partial,
@@ -194,7 +194,7 @@ def _problems(
     if source.kind in REGISTRIES:
         if meta is None:
             meta = build_model(source, device="meta")
-        place_(meta, plan)
+        place_stored_plan_(meta, plan)
         yield from misfits(meta, state)
 
 
@@ -300,7 +300,7 @@ def save_trained(model: nn.Module, plan: ConversionPlan | str | Path | None, fol
             save_model(model, str(partial / WEIGHTS), metadata=dict(FORMAT_METADATA))
 
 
-def write_files(
+def write_checkpoint_files(
     model: nn.Module,
     plan: ConversionPlan,
     folder: Path,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..networks.weights_files import opened
+from ..networks.weights_files import open_safetensors
 from ..records import STRICT, Record
 from .fingerprint import Fingerprint
 
@@ -50,7 +50,7 @@ def read_stamp(path: Path) -> Stamp | None:
 
     None if another program wrote the file, as timm does after fine-tuning.
     """
-    with opened(path) as file:
+    with open_safetensors(path) as file:
         metadata = file.metadata() or {}
     text = metadata.get(METADATA_KEY)
     if text is None:

@@ -21,8 +21,8 @@ from ..networks.weights import alias_names
 from ..planning.plan import ConversionPlan
 from ..surgery.apply_plan import apply_plan_
 from ..text import listed
-from .folder import CONFIG, PLAN_PLACE, WEIGHTS, Checkpoint, open_checkpoint
-from .load import place_
+from .folder import CONFIG, PLAN_KEY, WEIGHTS, Checkpoint, open_checkpoint
+from .load import place_stored_plan_
 from .stamp import read_stamp
 
 # Prefixes that timm's feature extractors put before the names of the model that they hold.
@@ -65,7 +65,7 @@ def create_converted(
             f'"{TIMM_ARCHITECTURE}" is not a model by itself; '
             'load a checkpoint: timm.create_model("local-dir:FOLDER")'
         )
-    conversion = ConversionPlan.from_dict(plan, f"{CONFIG}: {PLAN_PLACE}")
+    conversion = ConversionPlan.from_dict(plan, f"{CONFIG}: {PLAN_KEY}")
     _check_arguments(conversion.model or "", pretrained_model_args or kwargs)
     cfg = _resolved_cfg(pretrained_cfg, pretrained_cfg_overlay)
     checkpoint = None
@@ -75,7 +75,7 @@ def create_converted(
     if features_only:
         conversion = _plan_for_features(model, conversion)
     if pretrained:
-        place_(model, conversion)
+        place_stored_plan_(model, conversion)
     else:  # random values, as timm's own layers have without weights
         apply_plan_(model, conversion, init="random", generator=torch.default_generator)
     timm_cfg = getattr(model, "pretrained_cfg", None) or {}
@@ -220,7 +220,7 @@ def _weights_path(cfg: Mapping[str, Any], cache_dir: str | Path | None) -> Path 
     return None
 
 
-def _names(entry: str | Iterable[str] | None) -> list[str]:
+def _module_names(entry: str | Iterable[str] | None) -> list[str]:
     """The modules that an entry of a `pretrained_cfg` names: none, one or several."""
     if isinstance(entry, str):
         return [entry]
@@ -238,7 +238,7 @@ def _complete_state(
     for alias, name in alias_names(model).items():
         if name in state:
             complete[alias] = state[name]
-    heads = tuple(f"{name}." for name in _names(cfg.get("classifier")))
+    heads = tuple(f"{name}." for name in _module_names(cfg.get("classifier")))
     missing = []
     for name in model.state_dict():
         if name not in complete and not name.startswith(heads):
@@ -309,7 +309,7 @@ def _features_state(
 
     flat = {_flat(name): tensor for name, tensor in state.items()}
     if in_chans not in (None, cfg["input_size"][0]):
-        for name in _names(cfg.get("first_conv")):
+        for name in _module_names(cfg.get("first_conv")):
             weight = _flat(f"{name}.weight")
             flat[weight] = adapt_input_conv(in_chans, flat[weight])
     names = _names_in_whole_model(model.state_dict(), flat)

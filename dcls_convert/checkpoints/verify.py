@@ -1,4 +1,4 @@
-"""Whether a checkpoint folder is whole, and is what it says: every check, every problem."""
+"""Verify a checkpoint folder: run every check, and report every problem."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..errors import DclsConvertError
 from ..given_files import check_folder
 from ..networks.weights import build_with_state, describe_non_finite
-from ..networks.weights_files import load_file
+from ..networks.weights_files import load_safetensors
 from ..planning.plan import ConversionPlan
 from ..progress import Notify, silent
 from ..records import Record, adapter
@@ -23,7 +23,7 @@ from ..text import counted, one_line, shown
 from .fingerprint import TOLERANCES, deviation, take_fingerprint
 from .folder import CONFIG, WEIGHTS, Checkpoint, open_checkpoint
 from .inspection import position_sets
-from .load import place_
+from .load import place_stored_plan_
 from .stamp import Stamp, read_stamp
 
 REBUILD_SECONDS = 600.0  # the process that rebuilds the model may take
@@ -93,14 +93,14 @@ class Checks(list[Check]):
             return None
 
 
-Rebuild = Callable[[Path, bool], list[Check]]  # folder, and whether to trust its code
+CheckModel = Callable[[Path, bool], list[Check]]  # folder, and whether to trust its code
 
 
 def verify_folder(
     folder: str | Path,
     *,
     trust_code: bool = False,
-    rebuild: Rebuild | None = None,
+    check_model: CheckModel | None = None,
     notify: Notify = silent,
 ) -> Verification:
     """Check a checkpoint folder: its files, that they belong together, and the model they describe.
@@ -108,7 +108,7 @@ def verify_folder(
     Args:
         folder: To check.
         trust_code: Whether to run the code of the user's own that the folder names as its model.
-        rebuild: Checks the model; without it, `rebuild_in_fresh_process`.
+        check_model: Checks the model; without it, `check_model_in_fresh_process`.
         notify: Is told what is being done.
 
     Raises:
@@ -127,7 +127,7 @@ def verify_folder(
             checks.skip("model", reason)
         else:
             notify("rebuilding the model in a fresh process")
-            checks += (rebuild or rebuild_in_fresh_process)(folder, trust_code)
+            checks += (check_model or check_model_in_fresh_process)(folder, trust_code)
     ok = all(check.ok is not False for check in checks)
     return Verification(folder=str(folder), ok=ok, checks=tuple(checks))
 
@@ -143,7 +143,7 @@ def _reason_not_to_build(checkpoint: Checkpoint, *, trust_code: bool) -> str | N
 
 def _check_weights(checks: Checks, path: Path, checkpoint: Checkpoint | None) -> bool:
     """Check a weights file, also without a config; whether it can be read."""
-    content = checks.attempt(path, lambda: (read_stamp(path), load_file(path)))
+    content = checks.attempt(path, lambda: (read_stamp(path), load_safetensors(path)))
     if content is None:
         return False
     stamp, state = content
@@ -195,10 +195,10 @@ def _check_positions(checks: Checks, plan: ConversionPlan, state: Mapping[str, T
     checks.add("positions", problems, good)
 
 
-def rebuild_in_fresh_process(
+def check_model_in_fresh_process(
     folder: Path, trust_code: bool, *, seconds: float = REBUILD_SECONDS
 ) -> list[Check]:
-    """The checks of `rebuild_here`, by a new Python, which may run a model of the user's own.
+    """The checks of `check_model_here`, by a new Python, which may run a model of the user's own.
 
     It has this process's import path.
     """
@@ -237,13 +237,13 @@ def _end_of_process(code: int, stderr: str) -> str:
 
 
 def main(folder: str, trust_code: str, result: str) -> None:
-    """Write the checks of `rebuild_here` to a file; whatever the model prints goes to stderr."""
+    """Write the checks of the model to a file; whatever it prints goes to stderr."""
     with redirect_stdout(sys.stderr):
-        checks = rebuild_here(Path(folder), trust_code == "True")
+        checks = check_model_here(Path(folder), trust_code == "True")
     Path(result).write_bytes(adapter(list[Check]).dump_json(checks))
 
 
-def rebuild_here(folder: Path, trust_code: bool) -> list[Check]:
+def check_model_here(folder: Path, trust_code: bool) -> list[Check]:
     """Build the model of a folder that can be read; check names, shapes and outputs.
 
     Whether the weights belong to the config is not checked here: `verify_folder` has done so, and a
@@ -253,12 +253,12 @@ def rebuild_here(folder: Path, trust_code: bool) -> list[Check]:
     checkpoint = open_checkpoint(folder)
     path = checkpoint.weights
     stamp = read_stamp(path)
-    state = load_file(path)
+    state = load_safetensors(path)
     source = checkpoint.source(trust_code=trust_code)
 
     def prepare_(model: nn.Module) -> None:
         if checkpoint.stored_plan is not None:
-            place_(model, checkpoint.stored_plan)
+            place_stored_plan_(model, checkpoint.stored_plan)
         _take_precision_(model, state)
 
     built = checks.attempt(
@@ -295,12 +295,13 @@ def _check_outputs(
         checks.skip("outputs", f"none were stored when it was saved{reason}")
         return
     taken = take_fingerprint(model.eval(), checkpoint.input_size)
+    if taken.outputs is None:
+        checks.fail("outputs", f"the model does not run: {taken.reason}")
+        return
     difference = deviation(taken, stored)
     tolerance = TOLERANCES[stored.dtype]
-    match = "do not match" if difference > tolerance else "match"
     sizes = f"difference {difference:.1e}, tolerance {tolerance:g} in {stored.dtype}"
-    detail = f"{match} the stored ones ({sizes})"
-    if taken.outputs is None:
-        detail = f"the model does not run: {taken.reason}"
-    problems = [detail] if difference > tolerance else []
-    checks.add("outputs", problems, detail)
+    if difference > tolerance:
+        checks.fail("outputs", f"do not match the stored ones ({sizes})")
+    else:
+        checks.succeed("outputs", f"match the stored ones ({sizes})")

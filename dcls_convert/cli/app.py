@@ -124,10 +124,10 @@ def _add_commands() -> None:
         epilog = "Examples:"
         for arguments in examples:
             epilog += f"\n\n{program} {arguments}"
-        app.command(cls=Command, help=_unwrapped(command), epilog=epilog)(command)
+        app.command(cls=Command, help=_help_text(command), epilog=epilog)(command)
 
 
-def _unwrapped(command: Any) -> str:
+def _help_text(command: Any) -> str:
     """The paragraphs of a docstring, each on one line: typer would print the source's line ends."""
     paragraphs = (inspect.getdoc(command) or "").split("\n\n")
     return "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The console script. Ends the process, with one line at most of what went wrong."""
     if arguments is None:
         arguments = sys.argv[1:]
-    _raise_interrupts()
+    _install_signal_handlers()
     console.set_up()
     try:
         code, line = _run(list(arguments))
@@ -211,7 +211,7 @@ def _parser_message(error: typer.TyperException) -> str:
     return f"{message} Try '{command} --help'."
 
 
-def _raise_interrupts() -> None:
+def _install_signal_handlers() -> None:
     """Let signals raise KeyboardInterrupt; `console.interrupts` will hold those that came.
 
     Signals that the parent process ignores (nohup, a shell's job in the background) stay ignored.

@@ -41,7 +41,7 @@ RUNNING = "How to run"
 
 DEFAULT = "convert"  # the command that is run if none is named
 LONGEST_CHOICES = 22  # characters of words|to|choose|from; --help would break longer ones
-SECONDS_A_DAY = 86_400  # the longest time that an option takes
+SECONDS_PER_DAY = 86_400  # the longest time that an option takes
 MAX_SEED = 2**63 - 1  # of torch.Generator
 
 
@@ -391,7 +391,9 @@ class Network:
         return request
 
 
-def with_records(command: Callable[..., None], *, but: Container[str] = ()) -> Callable[..., None]:
+def expand_options(
+    command: Callable[..., None], *, but: Container[str] = ()
+) -> Callable[..., None]:
     """Give a command the fields of `Network` and `PlanOptions` as arguments of its own.
 
     `def models(options: PlanOptions, pattern=None)` becomes `def models(*, dilated_size="auto",
@@ -446,7 +448,7 @@ def changed_options(record: Network | PlanOptions) -> dict[str, Any]:
 def _plan_options(values: Mapping[str, Any]) -> PlanOptions:
     """Read the rules; refuse an option that would have no effect beside another one."""
     options = PlanOptions(**values)
-    conflict = options.idle_message(option_name)
+    conflict = options.override_message(option_name)
     if conflict is not None:
         raise DclsConvertError(conflict)
     if values["rules"] != AUTO:

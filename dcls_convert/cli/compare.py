@@ -26,10 +26,10 @@ from .arguments import (
     Network,
     changed_options,
     choice,
+    expand_options,
     number,
     option,
     refuse,
-    with_records,
 )
 from .sweep import SIZES
 
@@ -108,7 +108,7 @@ MIRRORED_SHARE = number(
 STARTS_OPTION = option(WHERE, STARTS_HELP, metavar="P,P", parser=_starts, show_default=START)
 
 
-@functools.partial(with_records, but=("dilated_size",))
+@functools.partial(expand_options, but=("dilated_size",))
 def compare(
     network: Network,
     data: Annotated[Path | None, option(DATA, DATA_HELP, metavar="FOLDER")] = None,

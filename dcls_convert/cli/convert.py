@@ -28,17 +28,17 @@ from .arguments import (
     Quiet,
     changed_options,
     choice,
+    expand_options,
     number,
     option,
     refuse,
-    with_records,
 )
 from .completion import complete_files
 from .output_name import (
     check_output_named_by_options,
     check_output_named_by_plan,
     default_output,
-    planning_is_slow,
+    measures_kernels,
     why_keep_output,
 )
 
@@ -84,7 +84,7 @@ VERBOSE = option(
 )
 
 
-@with_records
+@expand_options
 def convert(
     network: Network,
     plan: Annotated[
@@ -162,7 +162,7 @@ def convert(
             request = replace(request, device=str(check_device(device)))
         note = silent if quiet else console.note
         loaded = LoadedNetwork(request, notify=notify, note=note)
-        if output is None and plan is None and not dry_run and planning_is_slow(request):
+        if output is None and plan is None and not dry_run and measures_kernels(request):
             check_output_named_by_plan(loaded, force=force)
         resolved = _resolve(loaded, plan)
         report = predict_report(resolved.plan)
@@ -207,11 +207,11 @@ def _carry_out(
 ) -> "Conversion":
     """Convert, and write the checkpoint."""
     from ..checkpoints.save import save_converted
-    from ..pipeline.conversion import convert_network
+    from ..pipeline.conversion import convert_network_
     from ..views.plot import picture_files
 
     check_output(output, force=force, why_keep=why_keep_output)
-    done = convert_network(loaded, resolved)
+    done = convert_network_(loaded, resolved)
     loaded.notify(f"writing {output}")
     if html and not can_plot():
         loaded.note(

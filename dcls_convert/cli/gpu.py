@@ -11,7 +11,7 @@ from .arguments import (
     MODEL_HELP,
     OUTPUT,
     RUNNING,
-    SECONDS_A_DAY,
+    SECONDS_PER_DAY,
     WHAT,
     Force,
     InputSize,
@@ -31,7 +31,7 @@ WINDOW = option(
     WHAT, "Window: a size, a growth, or auto.", metavar="SIZE", parser=parse_window_or_auto
 )
 TIME = number(
-    int, 1, SECONDS_A_DAY, RUNNING, "After this time, no measurement is begun.", metavar="N"
+    int, 1, SECONDS_PER_DAY, RUNNING, "After this time, no measurement is begun.", metavar="N"
 )
 DEVICE_HELP = "Device: cuda:1, mps; cpu tries the command with small batches."
 

@@ -106,11 +106,11 @@ class PictureOptions:
         """Write the pictures of a checkpoint; the statistics of its positions."""
         from ..views.page import page, pictures_of_folder
         from ..views.plot import draw
-        from ..views.receptive_field import FieldOptions
+        from ..views.receptive_field import ReceptiveFieldOptions
 
         fields = None
         if "receptive-field" in self.figures:
-            fields = FieldOptions(self.images, self.original, self.input_size)
+            fields = ReceptiveFieldOptions(self.images, self.original, self.input_size)
         pictures = pictures_of_folder(
             checkpoint, fields, self.history, notify, console.note, trust_code=trust_code
         )

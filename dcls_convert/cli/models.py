@@ -8,15 +8,15 @@ from ..options import Kind, PlanOptions, Sort
 from . import console
 from .arguments import (
     RUNNING,
-    SECONDS_A_DAY,
+    SECONDS_PER_DAY,
     Csv,
     InputSize,
     Json,
     argument,
     choice,
+    expand_options,
     number,
     refuse,
-    with_records,
 )
 from .completion import complete_models
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1  # a model that fails is a bug, here or in its library
 MAX_JOBS = 1024
-SECONDS_A_MODEL = 120  # the slowest of all models takes two seconds on an idle core
+SECONDS_PER_MODEL = 120  # the slowest of all models takes two seconds on an idle core
 SECONDS_BETWEEN_LINES = 10.0  # of progress, where stderr is no terminal
 SHOW = "What to show"
 PATTERN_HELP = (
@@ -39,7 +39,7 @@ SORT_HELP = (
 )
 
 
-@with_records
+@expand_options
 def models(
     options: PlanOptions,
     pattern: Annotated[str | None, argument("PATTERN", PATTERN_HELP, complete_models)] = None,
@@ -54,8 +54,8 @@ def models(
     ] = None,
     timeout: Annotated[
         float,
-        number(int, 1, SECONDS_A_DAY, RUNNING, "Time limit for one model.", metavar="SECONDS"),
-    ] = SECONDS_A_MODEL,
+        number(int, 1, SECONDS_PER_DAY, RUNNING, "Time limit for one model.", metavar="SECONDS"),
+    ] = SECONDS_PER_MODEL,
     json_: Json = False,
     csv: Csv = False,
 ) -> None:
@@ -119,5 +119,5 @@ def _survey(
             input_size=input_size,
             workers=workers,
             timeout=seconds_per_model,
-            advance=advance,
+            on_row=advance,
         )

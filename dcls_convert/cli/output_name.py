@@ -81,7 +81,7 @@ def check_output_named_by_plan(loaded: "LoadedNetwork", *, force: bool) -> None:
     check_output(output, force=force, why_keep=why_keep_output)
 
 
-def planning_is_slow(request: ConversionRequest) -> bool:
+def measures_kernels(request: ConversionRequest) -> bool:
     """Whether planning alone may take minutes, because kernels are measured."""
     return request.calibration is not None or request.options.scope == ERROR_SCOPE
 

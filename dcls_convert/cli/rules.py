@@ -78,14 +78,14 @@ def _claims(rules: "RuleSet", model_name: str) -> list[str]:
         from ..pipeline.loaded import LoadedNetwork
         from ..pipeline.request import ConversionRequest
         from ..pipeline.resolved import resolve
-        from ..planning.claims import claim_sites
+        from ..planning.claims import match_rules
 
         request = ConversionRequest(
             model=model_name, options=PlanOptions(rules=rules), offline=True
         )
         loaded = LoadedNetwork(request)
         resolve(loaded)  # raises if the rules do not fit the model, as a conversion would
-        rule_of, reasons = claim_sites(rules, loaded.convs.sites)
+        rule_of, reasons = match_rules(rules, loaded.convs.sites)
     counts = Counter(rule_of.values())
     all_sites = counted(len(loaded.convs.sites), "convolution")
     lines = []

@@ -27,22 +27,22 @@ from . import console
 from .arguments import (
     HOW_MANY,
     OUTPUT,
-    SECONDS_A_DAY,
+    SECONDS_PER_DAY,
     Csv,
     Force,
     Json,
     Network,
     changed_options,
+    expand_options,
     number,
     number_parser,
     option,
     parse_window,
     refuse,
-    with_records,
 )
 
 if TYPE_CHECKING:
-    from ..compare.sweep import Asked, SweepRow
+    from ..compare.sweep import Combination, SweepRow
 
 TIMES = "Times"
 MAX_ROWS = 1000
@@ -124,7 +124,7 @@ TIMED_BATCH = number(
 )
 SECONDS_HELP = "Time for all measurements together; at least three rounds are made."
 TIME = number(
-    int, 1, SECONDS_A_DAY, TIMES, SECONDS_HELP, metavar="N", show_default=str(TIMING_SECONDS)
+    int, 1, SECONDS_PER_DAY, TIMES, SECONDS_HELP, metavar="N", show_default=str(TIMING_SECONDS)
 )
 SLOWER_HELP = (
     "Cost that the recommended size may add, in percent: of a training step with --time, "
@@ -134,7 +134,7 @@ TIME_HELP = "Measure a forward pass and a training step of every row and of the 
 PICTURE_HELP = "Draw cost and gain; needs matplotlib, the extra plot."
 
 
-@functools.partial(with_records, but=("dilated_size", "kernel_count", "budget"))
+@functools.partial(expand_options, but=("dilated_size", "kernel_count", "budget"))
 def sweep(
     network: Network,
     sizes: Annotated[Any, SIZES] = None,
@@ -184,7 +184,7 @@ def sweep(
         check_picture(picture, "--picture")
         check_output(picture, force=force, why_keep=why_not_a_file)
     with console.steps(network.model, "planning") as notify:
-        from ..compare.run_sweep import combinations, make_sweep, usual_sizes
+        from ..compare.run_sweep import combinations, default_sizes, make_sweep
         from ..compare.timing import timing_settings
         from ..depthwise import choices
         from ..pipeline.loaded import LoadedNetwork
@@ -194,10 +194,10 @@ def sweep(
         if time:
             timing = timing_settings(device, batch_size, seconds, amp=amp)
         loaded = LoadedNetwork(request, notify=notify, note=console.note)
-        asked = combinations(sizes or usual_sizes(loaded), counts, budgets)
+        requested = combinations(sizes or default_sizes(loaded), counts, budgets)
         sweep = make_sweep(
             loaded,
-            asked,
+            requested,
             functools.partial(_command, network),
             timing=timing,
             max_added_percent=slower,
@@ -234,12 +234,12 @@ def _first_reason(rows: Sequence["SweepRow"]) -> str | None:
     return first_combination.reason
 
 
-def _command(network: Network, asked: "Asked") -> str:
+def _command(network: Network, combination: "Combination") -> str:
     """The command that converts as a row of the sweep does."""
     values = changed_options(network)
-    values["dilated_size"] = asked.size
-    values["kernel_count"] = asked.kernel_count
-    if asked.budget is not None:
-        values["budget"] = f"{asked.budget:.12g}%"
+    values["dilated_size"] = combination.size
+    values["kernel_count"] = combination.kernel_count
+    if combination.budget is not None:
+        values["budget"] = f"{combination.budget:.12g}%"
     values |= changed_options(network.options)
     return command_line(network.model, values)

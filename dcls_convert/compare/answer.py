@@ -21,7 +21,7 @@ from .runs import Run
 
 MIN_SEEDS = 3  # for a sentence about a difference
 # Points. An interval that contains 0 and reaches farther is too wide for an answer.
-LARGE = 2.0
+MAX_INCONCLUSIVE = 2.0
 # Nominal chance that a comparison claims a difference where there is none, at its first look. The
 # levels of later looks add up to it: LEVEL x (1 + 1/4 + 1/9 + ...), in all less than 8.3 %.
 LEVEL = 0.05
@@ -55,11 +55,11 @@ class Difference:
     def mean(self) -> float:
         return float(self.by_seed.mean())
 
-    def half_over_seeds(self, level: float) -> float:
+    def half_width_over_seeds(self, level: float) -> float:
         """Half width of the t interval over seeds, at this level."""
         return _half_width(self.by_seed, level)
 
-    def half_over_images(self, level: float) -> float:
+    def half_width_over_images(self, level: float) -> float:
         """Half width of the t interval over test images, at this level, but not less than a bound.
 
         The bound matters if hardly an image differs, which makes the t interval too narrow. It is
@@ -72,7 +72,7 @@ class Difference:
 
     def half_width(self, level: float) -> float:
         """Half width over seeds and images, added in quadrature, at this level."""
-        return math.hypot(self.half_over_seeds(level), self.half_over_images(level))
+        return math.hypot(self.half_width_over_seeds(level), self.half_width_over_images(level))
 
     def p_value(self) -> float:
         """The level at which the interval over seeds and images just reaches 0."""
@@ -286,13 +286,13 @@ def _compared_result(
     """
     over_seeds = None
     if len(difference.by_seed) > 1:
-        over_seeds = _interval(difference.mean, difference.half_over_seeds(LEVEL))
+        over_seeds = _interval(difference.mean, difference.half_width_over_seeds(LEVEL))
     said = sentence(difference, p_corrected, correction, time_ratio)
     result = replace(
         result,
         differences=tuple(difference.by_seed.tolist()),
         over_seeds=over_seeds,
-        over_images=_interval(difference.mean, difference.half_over_images(LEVEL)),
+        over_images=_interval(difference.mean, difference.half_width_over_images(LEVEL)),
         p_corrected=p_corrected,
         slower=time_ratio,
         sentence=f"{result.label}: {said}",
@@ -367,9 +367,9 @@ def sentence(
     if abs(mean) >= half:
         return f"{mean:+.1f} ± {half:.1f} points taken alone, too little for a claim"
     largest = abs(mean) + difference.half_width(correction.level_of_each)
-    if largest > LARGE:
+    if largest > MAX_INCONCLUSIVE:
         scarce = "test images"
-        if difference.half_over_seeds(LEVEL) > difference.half_over_images(LEVEL):
+        if difference.half_width_over_seeds(LEVEL) > difference.half_width_over_images(LEVEL):
             scarce = "seeds"
         return f"too few {scarce} to tell: differences of {every_difference} points"
     rounded_up = math.ceil(10 * largest) / 10

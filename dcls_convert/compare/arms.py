@@ -13,14 +13,14 @@ from ..layers.position_statistics import outside_share
 from ..networks.positions import position_parameters
 from ..networks.source import LIBRARY_KINDS
 from ..options import AUTO, DEFAULT_BUDGET, ERROR_SCOPE, EXACT, PlanOptions, Positions
-from ..pipeline.conversion import convert_network
+from ..pipeline.conversion import convert_network_
 from ..pipeline.loaded import LoadedNetwork
 from ..pipeline.request import ConversionRequest
 from ..pipeline.resolved import resolve
 from ..planning.plan import ConversionPlan
 from ..progress import Note, silent
 from ..surgery.fold import fold_to_dense_
-from .sweep import AskedSize
+from .sweep import RequestedSize
 
 AS_IT_IS = "as it is"
 # frozen: converted, with positions that stay where they start.
@@ -33,7 +33,7 @@ class Arm:
     """A network of a comparison."""
 
     kind: ArmKind = "original"
-    size: AskedSize | None = None  # of the window; None: as the rules state
+    size: RequestedSize | None = None  # of the window; None: as the rules state
     positions: Positions = "normal"  # where they start, for random starts
 
     @property
@@ -62,7 +62,7 @@ class Arm:
 
 
 def make_arms(
-    sizes: Sequence[AskedSize | None], starts: Sequence[Positions], *, ablate: bool = False
+    sizes: Sequence[RequestedSize | None], starts: Sequence[Positions], *, ablate: bool = False
 ) -> list[Arm]:
     """The network as it is, and converted to each size, from each start.
 
@@ -169,7 +169,7 @@ def make_network(request: ConversionRequest, arm: Arm, *, note: Note = silent) -
     if arm.kind == "dense":
         return _make_large_kernel_network(load(_large_kernel_request(request, options)))
     loaded = load(replace(request, positions=arm.positions, options=options))
-    conversion = convert_network(loaded, resolve(loaded))
+    conversion = convert_network_(loaded, resolve(loaded))
     if arm.kind == "frozen":
         for parameter in position_parameters(conversion.model):
             parameter.tensor.requires_grad_(False)
@@ -195,6 +195,6 @@ def _make_large_kernel_network(loaded: LoadedNetwork) -> ArmNetwork:
         loaded: Of a `_large_kernel_request`, so that the kernels start as the old ones with zeros
             around them.
     """
-    conversion = convert_network(loaded, resolve(loaded))
+    conversion = convert_network_(loaded, resolve(loaded))
     fold_to_dense_(conversion.model)
     return ArmNetwork(model=conversion.model, macs=conversion.report.macs.after)

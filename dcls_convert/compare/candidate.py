@@ -25,11 +25,6 @@ class Candidate:
     forward_ms: list[float] = field(default_factory=list)  # of each round
     step_ms: list[float] = field(default_factory=list)  # of each round
 
-    @property
-    def can_go_on(self) -> bool:
-        """Whether no step has failed so far; the original always can, until it fails."""
-        return self.row.reason is None
-
     def change(self, **known: Any) -> None:
         """Replace fields of the row."""
         self.row = replace(self.row, **known)
@@ -43,7 +38,7 @@ class Candidate:
         self.model = None
 
     @contextlib.contextmanager
-    def failing_as(self, step: str) -> Iterator[None]:
+    def recording_failure(self, step: str) -> Iterator[None]:
         """If the code inside raises an exception, the candidate fails in this step."""
         try:
             yield

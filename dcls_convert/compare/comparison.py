@@ -44,23 +44,19 @@ def train_pending(
         KeyboardInterrupt: An interrupt before any run is finished.
     """
     owners: dict[tuple[Arm, int], str] = {}  # of runs that other processes train
-
-    def train(numbered_runs: Sequence[tuple[int, tuple[Arm, int]]], *, patient: bool) -> None:
-        for number, (arm, seed) in numbered_runs:
-            notify_run = functools.partial(_notify_run, notify, number, len(plan.runs))
-            owner = trainer.run_unless_locked(arm, seed, notify_run, patient=patient)
-            if owner is not None:
-                owners[arm, seed] = owner
-                continue
-            owners.pop((arm, seed), None)
-            _write_comparison(trainer, arms, seeds, owners)
-
     try:
-        runs = list(enumerate(plan.runs))
-        train(runs, patient=False)
-        # Only after a while can be seen whether the owners of the locked runs still live.
-        locked_runs = [(number, run) for number, run in runs if run in owners]
-        train(locked_runs, patient=True)
+        # First the free runs; then those whose owner turns out to be dead, which takes a while.
+        for wait in (False, True):
+            for number, (arm, seed) in enumerate(plan.runs):
+                if wait and (arm, seed) not in owners:
+                    continue
+                notify_run = functools.partial(_notify_run, notify, number, len(plan.runs))
+                owner = trainer.run_unless_locked(arm, seed, notify_run, wait=wait)
+                if owner is not None:
+                    owners[arm, seed] = owner
+                    continue
+                owners.pop((arm, seed), None)
+                _write_comparison(trainer, arms, seeds, owners)
     except KeyboardInterrupt:
         comparison = _write_comparison(trainer, arms, seeds, owners)
         if not comparison.runs:

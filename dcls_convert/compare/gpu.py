@@ -353,7 +353,7 @@ def verdict(rows: Sequence[GpuRow]) -> str:
         if gain >= MIN_GAIN:
             advice.append(f"{best.way} for {own.work} at batch {own.batch} ({gain:.1f} x as fast)")
     if not advice:
-        return "nothing to do: no way is clearly faster than the package's own choice"
+        return "nothing to do: no algorithm is clearly faster than the package's own choice"
     return f"export {VARIABLE} as {', '.join(advice)}"
 
 

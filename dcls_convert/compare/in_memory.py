@@ -26,17 +26,26 @@ from ..options import (
 from ..pipeline.in_memory import warn_if_untrained
 from ..pipeline.loaded import LoadedNetwork
 from ..pipeline.request import ConversionRequest
-from ..planning.claims import claim_convs
-from ..planning.planner import find_rules
+from ..planning.claims import rules_to_apply
+from ..planning.planner import load_or_choose_rules
 from ..planning.rules import RuleSet
 from ..progress import show_to_python
-from .run_sweep import combinations, make_sweep, usual_sizes
-from .sweep import Asked, AskedSize, Sweep
+from .run_sweep import combinations, default_sizes, make_sweep
+from .sweep import Combination, RequestedSize, Sweep
 from .timing import timing_settings
 
-OF_A_ROW = ("dilated_size", "kernel_count", "budget")  # options that each row states itself
+ROW_OPTIONS = ("dilated_size", "kernel_count", "budget")  # options that each row states itself
 # Arguments of `sweep` that are also arguments of `convert_`, beside the planning options.
-OF_THE_START = ("init", "positions", "calibration", "held_out", "mean", "std", "input_size", "seed")
+CONVERT_ARGUMENTS = (
+    "init",
+    "positions",
+    "calibration",
+    "held_out",
+    "mean",
+    "std",
+    "input_size",
+    "seed",
+)
 
 
 @suggests_arguments
@@ -83,9 +92,9 @@ def sweep(
         slower: Percent that the recommended size may add: to the training step with `time`, else to
             the MACs.
         time: Measure a forward pass and a training step of every row and of the original, in turn.
-        device: Of the times, as torch names it; None: the CPU.
+        device: Device to time on, as torch names it; None: the CPU.
         batch_size: Images at a time; None: 1 on the CPU, else 32.
-        seconds: For all measurements together, three rounds at least; None: 60.
+        seconds: Time limit for all measurements; three rounds are always made; None: 60.
         amp: Measure in bfloat16 autocast.
         progress: As in `convert_`.
 
@@ -123,35 +132,35 @@ def sweep(
     )
     with show_to_python(type(model).__name__, progress) as notify:
         loaded = LoadedNetwork(request, notify=notify)
-        windows: list[AskedSize] = []
-        for size in sizes or usual_sizes(loaded):
+        windows: list[RequestedSize] = []
+        for size in sizes or default_sizes(loaded):
             windows.append(size if isinstance(size, int | str) else tuple(size))
         if request.start == "fit" and init == AUTO:
-            rule_of, _ = claim_convs(find_rules(rules, loaded.convs), loaded.convs)
+            rule_of, _ = rules_to_apply(load_or_choose_rules(rules, loaded.convs), loaded.convs)
             warn_if_untrained(model, rule_of)
-        asked = combinations(windows, counts, budgets)
+        requested = combinations(windows, counts, budgets)
         command = functools.partial(_call_text, request)
-        return make_sweep(loaded, asked, command, timing=timing, max_added_percent=slower)
+        return make_sweep(loaded, requested, command, timing=timing, max_added_percent=slower)
 
 
-def _call_text(request: ConversionRequest, asked: Asked) -> str:
+def _call_text(request: ConversionRequest, combination: Combination) -> str:
     """The text of the call of `convert_` that converts as a row of the sweep does.
 
     A value that is neither a text nor an integer is written as its argument's name: `mean=mean`.
     """
-    arguments: dict[str, Any] = {"dilated_size": asked.size}
-    if asked.kernel_count is not None:
-        arguments["kernel_count"] = asked.kernel_count
-    if asked.budget is not None:
-        arguments["budget"] = asked.budget
+    arguments: dict[str, Any] = {"dilated_size": combination.size}
+    if combination.kernel_count is not None:
+        arguments["kernel_count"] = combination.kernel_count
+    if combination.budget is not None:
+        arguments["budget"] = combination.budget
     defaults: dict[str, Any] = {}
     values: dict[str, Any] = {}
     for option in fields(request.options):
-        if option.name not in OF_A_ROW:
+        if option.name not in ROW_OPTIONS:
             defaults[option.name] = option.default
             values[option.name] = getattr(request.options, option.name)
     for part in fields(request):
-        if part.name in OF_THE_START:
+        if part.name in CONVERT_ARGUMENTS:
             defaults[part.name] = part.default
             values[part.name] = getattr(request, part.name)
     texts = []

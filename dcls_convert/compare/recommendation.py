@@ -10,13 +10,13 @@ from .sweep import (
     Recommendation,
     SweepRow,
     done_rows,
-    known_to_all,
     percent_more,
+    values_if_complete,
     window_sides,
 )
 
 # Relative errors that differ by less count as equal: training changes them more than that.
-EQUAL_ERRORS = 0.005
+ERROR_TOLERANCE = 0.005
 
 Cost = Literal["step time", "MACs"]
 Reason = Literal[
@@ -70,8 +70,8 @@ def decide(rows: Sequence[SweepRow], max_added_percent: float) -> Decision:
     cost = _known_cost([original, *done])
     if cost is None:
         return Decision(reason="no cost is known")
-    errors = known_to_all(row.error for row in done)
-    if errors is not None and max(errors) - min(errors) <= EQUAL_ERRORS:
+    errors = values_if_complete(row.error for row in done)
+    if errors is not None and max(errors) - min(errors) <= ERROR_TOLERANCE:
         return Decision(reason="no row gains")
 
     grown = _with_grown_windows(done, original)
@@ -106,9 +106,9 @@ def decide(rows: Sequence[SweepRow], max_added_percent: float) -> Decision:
 
 def _known_cost(rows: Sequence[SweepRow]) -> Cost | None:
     """The cost that is known of all rows; None if there is none."""
-    if known_to_all(row.median_step_ms for row in rows) is not None:
+    if values_if_complete(row.median_step_ms for row in rows) is not None:
         return "step time"
-    if known_to_all(row.macs for row in rows) is not None:
+    if values_if_complete(row.macs for row in rows) is not None:
         return "MACs"
     return None
 
@@ -157,7 +157,7 @@ def _best(affordable: Sequence[SweepRow], done: Sequence[SweepRow], *, by_error:
     best = [row for row in affordable if max(sides_of[id(row)]) <= MAX_WINDOW]
     best = best or list(affordable)
     if by_error:
-        max_error = min(_error(row) for row in best) + EQUAL_ERRORS
+        max_error = min(_error(row) for row in best) + ERROR_TOLERANCE
         best = [row for row in best if _error(row) <= max_error]
     return max(best, key=lambda row: (math.prod(sides_of[id(row)]), row.elements))
 
@@ -187,7 +187,7 @@ def in_words(decision: Decision, rows: Sequence[SweepRow], max_added_percent: fl
         compared = "outputs for images held out" if row.images else "kernels"
         merit = (
             f"least error of {compared} ({_error(row):.3f}; "
-            f"of those within {EQUAL_ERRORS:g}, the largest window)"
+            f"of those within {ERROR_TOLERANCE:g}, the largest window)"
         )
     return f"the {merit} with {params} and at most {limit} ({added})"
 

@@ -13,19 +13,19 @@ from pathlib import Path
 
 from ..processes import host_name, is_alive
 
-LOCK = "claim"  # name of the file
+LOCK = "lock"  # name of the file
 SECONDS_BETWEEN_TOUCHES = 15.0
 SECONDS_UNTIL_STALE = 60.0  # without a touch; then the owner is taken to be dead
 SECONDS_TO_SETTLE = 1.0  # in which two processes that take over a lock see one another
 
 
 @contextlib.contextmanager
-def locked(folder: Path, *, patient: bool) -> Iterator[str | None]:
+def locked(folder: Path, *, wait: bool) -> Iterator[str | None]:
     """Lock a run's folder until the block ends, unless another process has locked it.
 
     Args:
         folder: Made if it is missing.
-        patient: Wait to see whether another owner of the lock still lives.
+        wait: Wait to see whether another owner of the lock still lives.
 
     Yields:
         None if this process has the lock now; else the owner of the lock ("HOST-PROCESS").
@@ -33,7 +33,7 @@ def locked(folder: Path, *, patient: bool) -> Iterator[str | None]:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK
     own = f"{host_name()}-{os.getpid()}"
-    other_owner = _take_lock(path, own, patient)
+    other_owner = _take_lock(path, own, wait)
     if other_owner is not None:
         yield other_owner
         return
@@ -51,7 +51,7 @@ def locked(folder: Path, *, patient: bool) -> Iterator[str | None]:
                 path.unlink()
 
 
-def _take_lock(path: Path, own: str, patient: bool) -> str | None:
+def _take_lock(path: Path, own: str, wait: bool) -> str | None:
     """Take a lock that is free or whose owner is dead; if neither, its owner."""
     try:
         with path.open("x") as file:
@@ -61,31 +61,30 @@ def _take_lock(path: Path, own: str, patient: bool) -> str | None:
         pass
     try:
         owner = path.read_text()
-        if _lives(path, owner, patient):
+        if _owner_is_alive(path, owner, wait):
             return owner
         # Others may take over the lock at the same time: the last one to write has it.
         path.write_text(own)
         time.sleep(SECONDS_TO_SETTLE)
         owner = path.read_text()
     except FileNotFoundError:  # its owner has finished the run meanwhile
-        return _take_lock(path, own, patient)
+        return _take_lock(path, own, wait)
     if owner == own:
         return None
     return owner
 
 
-def _lives(path: Path, owner: str, patient: bool) -> bool:
-    """Whether the owner of a lock still lives.
+def _owner_is_alive(path: Path, owner: str, wait: bool) -> bool:
+    """Whether the owner of a lock is alive.
 
-    It is dead if it is of this machine, and no process here has its number. Otherwise it may live:
-    it is on another machine, or its number may be that of another process by now. Without
-    `patient`, it is then taken to live. With it, the file tells: clocks may differ, so only a
-    change of the file's time says that the owner lives.
+    An owner on this machine is dead if no process has its number. Otherwise it counts as alive,
+    unless `wait`: then it is alive only if the file's time changes. The change counts, not the
+    time, since clocks differ.
     """
     host, _, process = owner.rpartition("-")
     if host == host_name() and process.isdigit() and not is_alive(int(process)):
         return False
-    if not patient:
+    if not wait:
         return True
     touched = path.stat().st_mtime_ns
     waited_until = time.monotonic() + SECONDS_UNTIL_STALE

@@ -9,7 +9,7 @@ from ..progress import Notify
 from .arms import Arm
 from .runs import Trainer, advice_on_memory, in_turns
 from .settings import with_epochs
-from .stored_settings import check_unused, has_begun_runs, take_stored_settings_, write_settings
+from .stored_settings import adopt_stored_settings_, check_unused, has_begun_runs, write_settings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +51,7 @@ def plan_runs_(
     runs = pending_runs(trainer, part_of_runs(arms, seeds, only))
     pending_arms = list(dict.fromkeys(arm for arm, _ in runs))
     if has_begun_runs(trainer.folder):
-        take_stored_settings_(trainer, minutes)
+        adopt_stored_settings_(trainer, minutes)
         epoch_seconds = time_arms(trainer, pending_arms, notify)
     else:
         check_unused(trainer.folder)
@@ -64,9 +64,9 @@ def plan_runs_(
         if trainer.accelerator.is_main_process:
             write_settings(trainer, minutes)
     trainer.accelerator.wait_for_everyone()
-    # Of several processes and jobs that timed the arms, one has written its number of epochs: all
-    # take this number.
-    take_stored_settings_(trainer, minutes)
+    # Several processes or jobs may have timed the arms, but only one wrote its number of epochs. All
+    # use that one.
+    adopt_stored_settings_(trainer, minutes)
     epochs = trainer.settings.recipe.epochs
     seconds = sum(epochs * epoch_seconds[arm] for arm, _ in runs)
     return RunPlan(runs=tuple(runs), updates=_updates_per_epoch(trainer), seconds=seconds)
@@ -82,19 +82,19 @@ def pending_runs(trainer: Trainer, runs: Sequence[tuple[Arm, int]]) -> list[tupl
 
 
 def part_of_runs(
-    arms: Sequence[Arm], seeds: Sequence[int], only: tuple[int, int]
+    arms: Sequence[Arm], seeds: Sequence[int], part: tuple[int, int]
 ) -> list[tuple[Arm, int]]:
-    """The i-th of n parts of all runs; `only` is (i, n).
+    """The i-th of n parts of all runs; `part` is (i, n), counted from 1.
 
     With no more parts than seeds, a part has all arms of its seeds, so that one device trains what
     is compared. With more, a part has runs that follow one another in turns, by seed.
     """
-    part, parts = only
+    number, parts = part
     if parts <= len(seeds):
-        return list(in_turns(arms, seeds[part - 1 :: parts]))
+        return list(in_turns(arms, seeds[number - 1 :: parts]))
     runs = list(in_turns(arms, seeds))
-    first = (part - 1) * len(runs) // parts
-    end = part * len(runs) // parts
+    first = (number - 1) * len(runs) // parts
+    end = number * len(runs) // parts
     return runs[first:end]
 
 
@@ -126,8 +126,8 @@ def choose_epochs(
     minutes_per_epoch = sum(epoch_seconds[arm] for arm, _ in all_runs) / 60
     if minutes < minutes_per_epoch:
         raise DclsConvertError(
-            f"{minutes:g} minutes: an epoch of all {len(all_runs)} runs takes "
-            f"{math.ceil(minutes_per_epoch)} here; "
-            "give more, or take fewer seeds, sizes or images"
+            f"{minutes:g} minutes: one epoch of all {len(all_runs)} runs takes "
+            f"{math.ceil(minutes_per_epoch)} minutes here; "
+            "allow more time, or use fewer seeds, sizes or images"
         )
     return int(minutes / minutes_per_epoch)

@@ -10,40 +10,40 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, DclsConvertError, NothingMatchesError, PlanError, RuleError
 from ..options import AUTO, DEFAULT_BUDGET
-from ..pipeline.conversion import convert_network
+from ..pipeline.conversion import convert_network_
 from ..pipeline.loaded import LoadedNetwork
 from ..pipeline.resolved import resolve
 from ..planning.windows import sizes_to_try
-from ..records import taken_from
+from ..records import shared_fields
 from ..reports.predict import predict_report
 from ..text import counted, shown
 from .candidate import Candidate
 from .recommendation import recommend
 from .sweep import (
-    Asked,
-    AskedSize,
+    Combination,
     Recommendation,
+    RequestedSize,
     Sweep,
     SweepRow,
     TimingSettings,
-    with_dominated,
+    mark_dominated,
 )
 from .timing_rounds import MIN_ROUNDS, time_in_rounds_
 
 
 def combinations(
-    sizes: Sequence[AskedSize], counts: Sequence[int] | None, budgets: Sequence[float] | None
-) -> list[Asked]:
+    sizes: Sequence[RequestedSize], counts: Sequence[int] | None, budgets: Sequence[float] | None
+) -> list[Combination]:
     """Every size with every count, or with every budget."""
-    asked = []
+    requested = []
     for size in sizes:
         for count in counts or (None,):
             for budget in budgets or (None,):
-                asked.append(Asked(size=size, kernel_count=count, budget=budget))
-    return asked
+                requested.append(Combination(size=size, kernel_count=count, budget=budget))
+    return requested
 
 
-def usual_sizes(loaded: LoadedNetwork) -> Sequence[AskedSize]:
+def default_sizes(loaded: LoadedNetwork) -> Sequence[RequestedSize]:
     """The windows of a sweep that states none: sizes, or growths if kernels have several sizes."""
     options = replace(loaded.request.options, dilated_size=AUTO, kernel_count=AUTO)
     return sizes_to_try(resolve(loaded, options).plan.layers)
@@ -51,8 +51,8 @@ def usual_sizes(loaded: LoadedNetwork) -> Sequence[AskedSize]:
 
 def make_sweep(
     loaded: LoadedNetwork,
-    asked: Sequence[Asked],
-    command: Callable[[Asked], str],
+    requested: Sequence[Combination],
+    command: Callable[[Combination], str],
     *,
     timing: tuple[TimingSettings, torch.device] | None = None,
     max_added_percent: float,
@@ -61,7 +61,7 @@ def make_sweep(
 
     Args:
         loaded: The network and the options that the combinations replace.
-        asked: The combinations.
+        requested: The combinations.
         command: Makes the command line, or the call, that converts with a combination.
         timing: None: nothing is timed.
         max_added_percent: Percent that the recommended size may add to the cost.
@@ -93,7 +93,7 @@ def make_sweep(
     candidates = [Candidate(original)]
     interrupted = False
     try:
-        _plan_all_(loaded, asked, command, candidates)
+        _plan_all_(loaded, requested, command, candidates)
         planned = [candidate for candidate in candidates if candidate.row.status == "done"]
         if request.trained:
             _fit_all_(loaded, planned)
@@ -102,12 +102,12 @@ def make_sweep(
             time_in_rounds_(loaded, candidates, settings, device)
     except KeyboardInterrupt:
         interrupted = True
-    rows = with_dominated([candidate.row for candidate in candidates])
+    rows = mark_dominated([candidate.row for candidate in candidates])
     choice = recommend(rows, max_added_percent)
     if interrupted:
         complete = _complete_rows(rows, fitted=request.trained, timed=timing is not None)
-        rows_asked = counted(len(asked), "row")
-        choice = Recommendation(why=f"only {complete} of {rows_asked} were finished")
+        rows_requested = counted(len(requested), "row")
+        choice = Recommendation(why=f"only {complete} of {rows_requested} were finished")
     return Sweep(
         model=name,
         input_size=convs.input_size,
@@ -135,13 +135,13 @@ def _complete_rows(rows: Sequence[SweepRow], *, fitted: bool, timed: bool) -> in
 
 def _plan_all_(
     loaded: LoadedNetwork,
-    asked: Sequence[Asked],
-    command: Callable[[Asked], str],
+    requested: Sequence[Combination],
+    command: Callable[[Combination], str],
     candidates: list[Candidate],
 ) -> None:
     """Append a candidate for each combination, as soon as it is planned."""
-    for number, combination in enumerate(asked, 1):
-        loaded.notify(f"planning {number} of {len(asked)}")
+    for number, combination in enumerate(requested, 1):
+        loaded.notify(f"planning {number} of {len(requested)}")
         row = SweepRow(asked=combination, status="done", command=command(combination))
         candidate = Candidate(row)
         try:
@@ -155,13 +155,13 @@ def _plan_all_(
         candidates.append(candidate)
 
 
-def _plan_(loaded: LoadedNetwork, candidate: Candidate, asked: Asked) -> None:
+def _plan_(loaded: LoadedNetwork, candidate: Candidate, combination: Combination) -> None:
     """Plan a combination, and state in its row what the conversion would be."""
     options = replace(
         loaded.request.options,
-        dilated_size=asked.size,
-        kernel_count=asked.kernel_count or AUTO,
-        budget=asked.budget or DEFAULT_BUDGET,
+        dilated_size=combination.size,
+        kernel_count=combination.kernel_count or AUTO,
+        budget=combination.budget or DEFAULT_BUDGET,
     )
     resolved = resolve(loaded, options)
     plan = resolved.plan
@@ -191,7 +191,7 @@ def _plan_(loaded: LoadedNetwork, candidate: Candidate, asked: Asked) -> None:
 def _fit_all_(loaded: LoadedNetwork, planned: Sequence[Candidate]) -> None:
     for number, candidate in enumerate(planned, 1):
         loaded.notify(f"fitting {candidate.row.window}, {number} of {len(planned)}")
-        with candidate.failing_as("fitting"):
+        with candidate.recording_failure("fitting"):
             _fit_(loaded, candidate)
 
 
@@ -199,11 +199,11 @@ def _fit_(loaded: LoadedNetwork, candidate: Candidate) -> None:
     """Convert a copy of the trained network, and state in the row what the conversion keeps."""
     assert candidate.resolved is not None
     copied = copy.deepcopy(loaded.network)
-    conversion = convert_network(loaded, candidate.resolved, model=copied)
+    conversion = convert_network_(loaded, candidate.resolved, model=copied)
     outcome = conversion.report.outcome
     if outcome is None:
         return
-    known = taken_from(outcome, SweepRow)
+    known = shared_fields(outcome, SweepRow)
     if not outcome.images:
         known["output_error"] = conversion.random_output_error  # for random images
     candidate.change(**known)

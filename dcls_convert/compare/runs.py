@@ -163,13 +163,11 @@ class Trainer:
             return None
         return Run.from_json(path.read_bytes(), str(path))
 
-    def run_unless_locked(
-        self, arm: Arm, seed: int, notify: Notify, *, patient: bool
-    ) -> str | None:
+    def run_unless_locked(self, arm: Arm, seed: int, notify: Notify, *, wait: bool) -> str | None:
         """Train an arm with a seed, unless another process does or has done so.
 
         Args:
-            patient: Wait to see whether another process that has locked the run still lives.
+            wait: Wait to see whether another process that has locked the run still lives.
 
         Returns:
             The other process that trains the run; None if the run is finished.
@@ -178,7 +176,7 @@ class Trainer:
             other_owner: str | None = None  # of the lock; None: this process has it
             is_finished = False
             if self.accelerator.is_main_process:
-                lock = locked(run_folder(self.folder, arm, seed), patient=patient)
+                lock = locked(run_folder(self.folder, arm, seed), wait=wait)
                 other_owner = stack.enter_context(lock)
                 is_finished = self.finished(arm, seed) is not None
             other_owner, is_finished = from_first_process([other_owner, is_finished])
@@ -187,7 +185,7 @@ class Trainer:
                     self.run(arm, seed, notify)
             return other_owner
 
-    def run(self, arm: Arm, seed: int, notify: Notify) -> Run:
+    def run(self, arm: Arm, seed: int, notify: Notify) -> None:
         """Train an arm with a seed, or continue its training, and write its file and its model."""
         title = f"{arm.label}, seed {seed}"
         notify(f"{title}: converting")
@@ -217,10 +215,10 @@ class Trainer:
             notify(f"{title}: epoch {epoch} of {recipe.epochs}, top-1 {top1:.2f} %")
 
         try:
-            training.run(tell, tests_first=True)
+            training.run(tell, test_first=True)
         except DclsConvertError as error:
             raise type(error)(f"{title}: {error}") from error
-        trained = training.trained()
+        trained = training.trained_model()
         run = self._record(arm, seed, training, network, trained)
         if self.accelerator.is_main_process:
             save_trained(trained, network.plan, self.folder / MODELS / folder.name)
@@ -228,7 +226,6 @@ class Trainer:
                 path.write_text(run.to_json())
             (folder / STATE).unlink(missing_ok=True)
         self.accelerator.wait_for_everyone()
-        return run
 
     def _is_on_gpu(self) -> bool:
         on_gpu: bool = self.accelerator.device.type == "cuda"

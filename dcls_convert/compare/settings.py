@@ -17,7 +17,7 @@ from ..tuning.images import ImageData
 from ..tuning.recipe import RECIPE_VERSION, Recipe
 
 SETTINGS = "settings.json"
-FIRST_WITH_IMAGES = 2  # format of settings that state which images and weights were used
+FIRST_FORMAT_WITH_IMAGES = 2  # format of settings that state which images and weights were used
 # Learning rate from scratch, for LR_BATCH images in an update. Scaled by the square root of their
 # number, it is the paper's 4e-3 for 4,096 images.
 LR = 1e-3
@@ -70,7 +70,7 @@ class Settings(Record):
         rules = self.planning.get("rules", AUTO)
         stored_rules = stored.planning.get("rules", AUTO)
         unknown = None
-        if stored.format < FIRST_WITH_IMAGES:
+        if stored.format < FIRST_FORMAT_WITH_IMAGES:
             unknown = "their images and weights"
         elif stored_rules != AUTO and stored.rules_hash is None:
             unknown = f"what {stored_rules} says"
@@ -79,20 +79,21 @@ class Settings(Record):
                 f"output {folder}: holds runs of an earlier dcls-convert, "
                 f"which did not record {unknown}; use another --output"
             )
-        differences = {
-            "rules_hash": f"by the rules of {stored_rules}, which are not those of {rules} now",
-            "images_hash": f"on other images than those of {self.data}",
-            "weights_hash": f"from other weights, though their name is the same, {self.weights}",
-        }
         stored_values = stored.comparable()
         for name, value in self.comparable().items():
             found = stored_values[name]
-            if value != found:
-                usual = f"with {name.replace('_', ' ')} {found}, not {value}"
-                raise CheckpointError(
-                    f"output {folder}: holds runs {differences.get(name, usual)}; "
-                    "use the same or another --output"
-                )
+            if value == found:
+                continue
+            difference = f"with {name.replace('_', ' ')} {found}, not {value}"
+            if name == "rules_hash":
+                difference = f"by the rules of {stored_rules}, which are not those of {rules} now"
+            elif name == "images_hash":
+                difference = f"on other images than those of {self.data}"
+            elif name == "weights_hash":
+                difference = f"from other weights, though their name is the same, {self.weights}"
+            raise CheckpointError(
+                f"output {folder}: holds runs {difference}; use the same or another --output"
+            )
 
 
 def settings_for(
@@ -111,14 +112,14 @@ def settings_for(
     """The settings of a comparison; reads the weights, to hash them.
 
     Args:
-        request: Of the network, with as many classes as the images have.
+        request: Names the network, with as many classes as the images have.
         images: To train on and to test with.
         data: Their folder.
         dataset: timm's name of the data set; "" for a folder of images.
         planning: Options of the conversion that differ from the defaults, by name.
-        augmentation: Of the images to train on.
+        augmentation: Augmentation of the training images.
         mirrored: Share of the images to train on that are mirrored.
-        recipe: Of all runs.
+        recipe: The recipe of all runs.
         mixed_precision: As accelerate names it; "no" or None without.
         seeds: Number of seeds.
     """
@@ -177,15 +178,15 @@ def recipe_for(
     """The recipe of all runs.
 
     Args:
-        epochs: One in 20 warms up, but at least one.
+        epochs: Number of epochs; one in 20, but at least one, is for warm-up.
         batch_size: Images per update and process.
-        lr: Learning rate; None: the usual one.
+        lr: Learning rate; None: `default_lr`.
         position_lr_scale: Learning rate of positions, times `lr`.
-        processes: That train together.
+        processes: Number of processes that train together.
         trained: Whether the weights are trained already.
     """
     if lr is None:
-        lr = usual_lr(batch_size * processes, trained=trained)
+        lr = default_lr(batch_size * processes, trained=trained)
     return Recipe(
         epochs=epochs,
         warmup_epochs=_warmup_epochs(epochs),
@@ -195,7 +196,7 @@ def recipe_for(
     )
 
 
-def usual_lr(batch_size: int, *, trained: bool) -> float:
+def default_lr(batch_size: int, *, trained: bool) -> float:
     """The default learning rate for `batch_size` images in an update, to two digits."""
     rate = LR * math.sqrt(batch_size / LR_BATCH)
     if trained:

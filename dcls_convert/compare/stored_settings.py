@@ -23,11 +23,14 @@ def has_begun_runs(folder: Path) -> bool:
 
 
 def check_unused(folder: Path) -> None:
-    """CheckpointError if a folder holds a checkpoint, or folders; files may be logs."""
+    """Refuse (CheckpointError) a folder that holds a checkpoint or other folders.
+
+    Loose files may be logs.
+    """
     others = [path for path in folder.glob("[!.]*") if path.is_dir() and path.name != RUNS]
     if is_checkpoint(folder) or others:
         raise CheckpointError(
-            f"output {folder}: holds other things than a comparison; name another folder"
+            f"output {folder}: holds something other than a comparison; use another folder"
         )
 
 
@@ -44,13 +47,16 @@ def write_settings(trainer: Trainer, minutes: float | None) -> None:
         with new_file(path, force=False) as partial_path:
             partial_path.write_text(text)
     except OutputExistsError:
-        if not _are_of_another_job(trainer, minutes):
+        if not _stored_settings_match(trainer, minutes):
             with new_file(path, force=True) as partial_path:
                 partial_path.write_text(text)
 
 
-def _are_of_another_job(trainer: Trainer, minutes: float | None) -> bool:
-    """Whether the folder's settings are the trainer's, up to epochs that `minutes` decided."""
+def _stored_settings_match(trainer: Trainer, minutes: float | None) -> bool:
+    """Whether the folder's settings equal the trainer's.
+
+    Seeds may differ, and so may epochs that `minutes` decided.
+    """
     try:
         _matching_settings(trainer, minutes)
     except CheckpointError:
@@ -58,11 +64,13 @@ def _are_of_another_job(trainer: Trainer, minutes: float | None) -> bool:
     return True
 
 
-def take_stored_settings_(trainer: Trainer, minutes: float | None) -> None:
-    """Check that the folder's settings are the trainer's.
+def adopt_stored_settings_(trainer: Trainer, minutes: float | None) -> None:
+    """Take the number of seeds from the folder's settings, which the first call stated.
 
-    The trainer gets the folder's number of seeds, which the first call stated. If `minutes` decide
-    the number of epochs, the trainer gets the folder's number too.
+    If `minutes` decide the number of epochs, it is taken from there too.
+
+    Raises:
+        CheckpointError: The folder's settings differ in something else, or cannot be read.
     """
     trainer.settings = _matching_settings(trainer, minutes)
 

@@ -30,7 +30,7 @@ from ..text import did_you_mean, shown
 from .workers import run_jobs
 
 Status = Literal["planned", "nothing matches", "does not fit", "failed"]
-MODELS_A_WORKER = 8  # fewer are not worth the seconds in which a worker imports torch
+MIN_MODELS_PER_WORKER = 8  # fewer are not worth the seconds in which a worker imports torch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,7 +144,7 @@ def survey_models(
     input_size: tuple[int, ...] | None = None,
     workers: int | None = None,
     timeout: float | None = None,
-    advance: Callable[[ModelRow], None] = lambda row: None,
+    on_row: Callable[[ModelRow], None] = lambda row: None,
 ) -> list[ModelRow]:
     """Plan many models, in worker processes; a row for every name, in their order.
 
@@ -154,10 +154,10 @@ def survey_models(
         input_size: Of the images; None: what each model states.
         workers: Number of processes; None: one for each core, if there are enough models.
         timeout: Seconds for one model; None: no limit.
-        advance: Called with each row as soon as it is ready.
+        on_row: Called with each row as soon as it is ready.
     """
     if not workers:
-        workers = max(1, min(_available_cores(), len(names) // MODELS_A_WORKER))
+        workers = max(1, min(_available_cores(), len(names) // MIN_MODELS_PER_WORKER))
     plan_one = functools.partial(model_row, options=options, input_size=input_size)
     rows: dict[int, ModelRow] = {}
     for index, row, failure in run_jobs(
@@ -166,7 +166,7 @@ def survey_models(
         if row is None:
             row = ModelRow(name=names[index], status="failed", reason=failure)
         rows[index] = row
-        advance(row)
+        on_row(row)
     return [rows[index] for index in range(len(names))]
 
 

@@ -14,14 +14,14 @@ from ..tables import as_html, as_text
 from ..text import span
 
 RowStatus = Literal["original", "done", "does not fit", "failed"]
-AskedSize = int | tuple[int, ...] | str  # cells, or a growth such as "+4"
+RequestedSize = int | tuple[int, ...] | str  # cells, or a growth such as "+4"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class Combination:
     """One combination."""
 
-    size: AskedSize  # as `dilated_size` of the planning options
+    size: RequestedSize  # as `dilated_size` of the planning options
     kernel_count: int | None = None  # None: solved for the budget
     budget: float | None = None  # percent; None: the default, or a count is given
 
@@ -43,7 +43,7 @@ class SweepRow:
     A value that is None or empty is not known, or was not asked for.
     """
 
-    asked: Asked | None  # None: the original
+    asked: Combination | None  # None: the original
     status: RowStatus
     reason: str | None = None  # why the status is not "done"; one line
     # Command line, or call in Python, that converts with this combination.
@@ -158,7 +158,7 @@ def done_rows(rows: Sequence[SweepRow]) -> list[SweepRow]:
     return [row for row in rows if row.status == "done"]
 
 
-def known_to_all(values: Iterable[float | None]) -> list[float] | None:
+def values_if_complete(values: Iterable[float | None]) -> list[float] | None:
     """The values of rows; None if there are no rows, or if some row has none."""
     known = []
     for value in values:
@@ -187,17 +187,17 @@ def window_sides(done: Sequence[SweepRow]) -> list[tuple[int, ...]]:
     return all_sides
 
 
-def numbers_to_compare(done: Sequence[SweepRow]) -> list[tuple[float, ...]]:
+def objectives(done: Sequence[SweepRow]) -> list[tuple[float, ...]]:
     """The numbers by which the rows are compared, for each row; of each number, less is better.
 
     They are the sides of the windows negated, parameters, times (or else MACs), and the error (or
     else the number of elements negated). A number that some row lacks is not compared.
     """
-    forward_ms = known_to_all(row.median_forward_ms for row in done)
-    step_ms = known_to_all(row.median_step_ms for row in done)
-    macs = known_to_all(row.macs for row in done)
+    forward_ms = values_if_complete(row.median_forward_ms for row in done)
+    step_ms = values_if_complete(row.median_step_ms for row in done)
+    macs = values_if_complete(row.macs for row in done)
     compares_macs = forward_ms is None and step_ms is None
-    errors = known_to_all(row.error for row in done)
+    errors = values_if_complete(row.error for row in done)
     numbers: list[tuple[float, ...]] = []
     for index, (row, sides) in enumerate(zip(done, window_sides(done), strict=True)):
         assert row.params is not None
@@ -222,9 +222,9 @@ def dominates(one: Sequence[float], other: Sequence[float]) -> bool:
     return one != other and all(a <= b for a, b in zip(one, other, strict=True))
 
 
-def with_dominated(rows: Sequence[SweepRow]) -> tuple[SweepRow, ...]:
+def mark_dominated(rows: Sequence[SweepRow]) -> tuple[SweepRow, ...]:
     """The rows, with `dominated` set in those that are done."""
-    numbers = numbers_to_compare(done_rows(rows))
+    numbers = objectives(done_rows(rows))
     numbers_left = iter(numbers)
     marked = []
     for row in rows:

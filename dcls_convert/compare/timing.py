@@ -54,14 +54,14 @@ def timing_settings(
     name = str(place)
     if place.type == "cuda":
         name = torch.cuda.get_device_name(place)
-    usual_batch = GPU_BATCH
+    default_batch = GPU_BATCH
     threads = None
     if place.type == "cpu":
-        usual_batch = CPU_BATCH
+        default_batch = CPU_BATCH
         threads = torch.get_num_threads()
     settings = TimingSettings(
         device=name,
-        batch=batch or usual_batch,
+        batch=batch or default_batch,
         seconds=seconds or TIMING_SECONDS,
         amp=amp,
         threads=threads,
@@ -83,7 +83,7 @@ def converted_copy(model: nn.Module, plan: ConversionPlan) -> nn.Module:
     return converted
 
 
-def summary(runs: Sequence[float]) -> Timing:
+def quartiles(runs: Sequence[float]) -> Timing:
     """Quartiles of the runs' milliseconds, by linear interpolation."""
     if len(runs) == 1:
         return Timing(median=runs[0], first_quartile=runs[0], third_quartile=runs[0], runs=1)
@@ -91,7 +91,7 @@ def summary(runs: Sequence[float]) -> Timing:
     return Timing(median=middle, first_quartile=low, third_quartile=high, runs=len(runs))
 
 
-def measure(model: nn.Module, images: Tensor, *, amp: bool) -> tuple[float, float]:
+def forward_and_step_ms(model: nn.Module, images: Tensor, *, amp: bool) -> tuple[float, float]:
     """Milliseconds of a forward pass and of a training step."""
     device = images.device
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..pipeline.loaded import LoadedNetwork
 from .candidate import Candidate
 from .sweep import TimingSettings
-from .timing import converted_copy, measure, summary
+from .timing import converted_copy, forward_and_step_ms, quartiles
 
 MIN_ROUNDS = 3  # whatever time they take
 MAX_ROUNDS = 100
@@ -48,12 +48,12 @@ def time_in_rounds_(
 def _build_models_(
     loaded: LoadedNetwork, candidates: Sequence[Candidate], network: nn.Module
 ) -> None:
-    """Give the model to time to each candidate that can go on; `network` is the original."""
+    """Give each candidate its model to time; `network` is the original."""
     for candidate in candidates:
-        if not candidate.can_go_on:
+        if candidate.row.reason is not None:  # a step has failed
             continue
         loaded.notify(f"building {candidate.row.window}")
-        with candidate.failing_as("building"):
+        with candidate.recording_failure("building"):
             if candidate.resolved is None:
                 candidate.model = network
             else:
@@ -67,12 +67,12 @@ def _time_round_(
     for candidate in candidates:
         if candidate.model is None:
             continue
-        with candidate.failing_as("timing"):
-            forward_ms, step_ms = measure(candidate.model, images, amp=settings.amp)
+        with candidate.recording_failure("timing"):
+            forward_ms, step_ms = forward_and_step_ms(candidate.model, images, amp=settings.amp)
             if is_warm_up:
                 continue
             candidate.forward_ms.append(forward_ms)
             candidate.step_ms.append(step_ms)
             candidate.change(
-                forward_ms=summary(candidate.forward_ms), step_ms=summary(candidate.step_ms)
+                forward_ms=quartiles(candidate.forward_ms), step_ms=quartiles(candidate.step_ms)
             )

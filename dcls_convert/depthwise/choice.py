@@ -18,7 +18,7 @@ from ..geometry import Padding, Pair, size_text, static_padding
 from ..progress import LOG
 from ..text import did_you_mean, shown
 from . import matmul, onednn
-from .eager import is_compiled, is_counted, is_eager
+from .eager import is_compiled, is_counting_flops, is_eager
 
 Algorithm = Literal["torch", "onednn", "matmul"]
 Preference = Literal["auto", "torch", "matmul"]
@@ -26,9 +26,9 @@ VARIABLE = "DCLS_CONVERT_DEPTHWISE"
 # Devices that multiply matrices much faster than torch convolves there. ROCm's are called cuda.
 GPUS = frozenset({"cuda", "mps", "xpu"})
 # GPUs for which the speed of matrix products has been estimated.
-ESTIMATED = frozenset({"cuda"})
-FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
-LARGEST_WINDOW = 51  # cells of a side; matrix products were not tested with larger ones
+ESTIMATED_DEVICES = frozenset({"cuda"})
+MATMUL_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+MAX_WINDOW_SIDE = 51  # cells of a side; matrix products were not tested with larger ones
 MAX_CHOICES = 1000  # remembered at most: with images of all sizes, the list would never end
 
 
@@ -104,7 +104,7 @@ def fastest_conv2d(
     tensors = [input, kernel]
     if bias is not None:
         tensors.append(bias)
-    runs_eagerly = is_eager(*tensors) and not is_counted()
+    runs_eagerly = is_eager(*tensors) and not is_counting_flops()
     dtype = _computed_dtype(tensors)
     algorithm: Algorithm = "torch"
     has_choice = input.dim() == 4 and dtype is not None
@@ -178,13 +178,13 @@ def choose_algorithm(
     can_use_products = (
         kernel_size[0] == groups  # one kernel for each channel
         and tuple(stride) == (1, 1)
-        and dtype in FLOATS
+        and dtype in MATMUL_DTYPES
         and (device in GPUS or device == "cpu")
         and _fits_products(map_size, window, pads)
     )
     if can_use_products and preferred == "matmul":
         return "matmul", f"{VARIABLE}=matmul"
-    if can_use_products and device in ESTIMATED:
+    if can_use_products and device in ESTIMATED_DEVICES:
         return _estimated_algorithm(input_size[0], map_size, window, pads, gradients)
     if device == "cpu" and dtype in onednn.DTYPES and onednn.max_padding_columns() is not None:
         return "onednn", "oneDNN's fast kernels on x86"
@@ -193,7 +193,7 @@ def choose_algorithm(
 
 def _fits_products(map_size: Pair, window: Pair, pads: Pair) -> bool:
     """Whether matrix products take the window, which must not be larger than the padded map."""
-    if max(window) > LARGEST_WINDOW:
+    if max(window) > MAX_WINDOW_SIDE:
         return False
     for size, taps, pad in zip(map_size, window, pads, strict=True):
         if size + 2 * pad < taps:

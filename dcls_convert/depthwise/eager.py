@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 # transforming this code, or whether a mode sees its operations. If these are missing, assume so:
 # the implementations in plain operations are right everywhere.
 _transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
-_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+_dispatch_mode_count = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 
 
 def is_eager(*tensors: Tensor) -> bool:
@@ -49,12 +49,12 @@ def on_cpu(tensor: Tensor) -> bool:
     return tensor.is_cpu
 
 
-def is_counted() -> bool:
+def is_counting_flops() -> bool:
     """Whether torch's FlopCounterMode is active.
 
     Then use F.conv2d, so that it counts one convolution.
     """
-    if _dispatch_modes() == 0:
+    if _dispatch_mode_count() == 0:
         return False
     modes = _get_current_dispatch_mode_stack()
     return any("FlopCounter" in type(mode).__name__ for mode in modes)
@@ -68,7 +68,7 @@ def is_compiled(*tensors: Tensor) -> bool:
     return torch.compiler.is_dynamo_compiling() and not _is_exporting() and _are_ordinary(tensors)
 
 
-def is_exported() -> bool:
+def is_exporting() -> bool:
     """Whether this code is traced for other programs: `torch.export`, ONNX, `torch.jit.trace`."""
     return _is_jit_tracing() or bool(_is_exporting())
 

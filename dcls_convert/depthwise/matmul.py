@@ -104,7 +104,7 @@ def _parts_of_channels(maps: Tensor, vertical: PatchTiling, horizontal: PatchTil
         vertical.outputs_per_patch * horizontal.outputs_per_patch, vertical, horizontal
     )
     bytes_each = (patches * (inputs + outputs) + inputs * outputs) * maps.element_size()
-    # Asked first, so that torch.compile need not know the size of the batch.
+    # Compared first, so that torch.compile need not know the size of the batch.
     if channels * bytes_each <= MAX_BYTES:
         return 1
     return ceil_div(channels, max(1, MAX_BYTES // bytes_each))

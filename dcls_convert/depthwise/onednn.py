@@ -22,7 +22,7 @@ MAX_PADDING_COLUMNS = {"AVX512": 6, "AVX2": 4}
 DTYPES = frozenset({torch.float32, torch.bfloat16})
 # In windows whose gradient is convolved; smaller ones may lose on channels_last maps.
 MIN_GRADIENT_CELLS = 49
-PART = 2**22  # numbers held at once: gradients of the weight, one for each image
+MAX_GRADIENT_FLOATS = 2**22  # numbers held at once: gradients of the weight, one for each image
 
 
 # torch.compile cannot trace `get_cpu_capability`, which returns a string, and ignores caches.
@@ -138,7 +138,7 @@ def _weight_gradient(
         around.append(cells - inner[-1])
     height, width = kernel.shape[2:]
     total: Tensor | float = 0.0
-    images = max(1, PART // kernel.numel())
+    images = max(1, MAX_GRADIENT_FLOATS // kernel.numel())
     for maps, grads in zip(
         torch.split(input, images), torch.split(grad_output, images), strict=True
     ):

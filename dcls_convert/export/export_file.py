@@ -14,7 +14,7 @@ from ..atomic_output import new_file
 from ..checkpoints.folder import Checkpoint
 from ..checkpoints.loading_code import with_folder
 from ..errors import DclsConvertError, ModelError
-from ..networks.model_outputs import check_equal, tensors_in
+from ..networks.model_outputs import check_close, tensors_in
 from ..networks.running import quietly
 from ..progress import Notify
 from ..records import Record
@@ -189,7 +189,7 @@ def _export_and_compare(
     except Exception as error:  # exporters raise anything
         raise ModelError(f"{what} fails: {_brief(error)}") from error
     outputs = run_model(exported, folded.images[:count], what)
-    return check_equal(folded.outputs[:count], outputs, bound=bound, what=what)
+    return check_close(folded.outputs[:count], outputs, bound=bound, what=what)
 
 
 def flattened(folded: FoldedModel) -> FoldedModel:

@@ -15,7 +15,7 @@ from ..checkpoints.load import load_checkpoint
 from ..errors import CheckpointError, DclsConvertError
 from ..geometry import size_text
 from ..networks.building import build_model
-from ..networks.model_outputs import check_equal
+from ..networks.model_outputs import check_close
 from ..networks.running import image_dtype
 from ..networks.source import resolve_model
 from ..options import MAX_PIXELS, OPSETS
@@ -162,7 +162,7 @@ def _fold_(
     """Fold the network; the relative error of its outputs, which must stay the same."""
     fold_to_dense_(network)
     folded_outputs = run_model(network, images, "the folded model")
-    return check_equal(outputs, folded_outputs, bound=FOLDING_BOUND, what=what)
+    return check_close(outputs, folded_outputs, bound=FOLDING_BOUND, what=what)
 
 
 def _parameter_count(network: nn.Module) -> int:

@@ -18,7 +18,7 @@ BOUND = 1e-3  # relative error; onnxruntime has other kernels, and folds constan
 # onnxruntime 1.29 and later would otherwise send names of models to its makers.
 NO_TELEMETRY = "ORT_DISABLE_TELEMETRY"
 MAX_IN_ONE_FILE = 1_900_000_000  # bytes of weights; a protobuf, and so an ONNX file, ends at 2 GiB
-FIRST_OF_DYNAMO = 18  # opset below which torch's newer exporter fails for most models
+MIN_DYNAMO_OPSET = 18  # opset below which torch's newer exporter fails for most models
 INPUT_NAME = "input"
 OUTPUT_NAME = "output"  # if there is one output
 LOAD_ONNX = 'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{folder}")\n'
@@ -32,14 +32,14 @@ def write_onnx(folded: FoldedModel) -> ExportReport:
     opset = folded.opset or DEFAULT_OPSET
     size = sum(tensor.nbytes for tensor in folded.model.state_dict().values())
     external_data = size > MAX_IN_ONE_FILE
-    if external_data and opset < FIRST_OF_DYNAMO:
+    if external_data and opset < MIN_DYNAMO_OPSET:
         raise ModelError(
             f"--opset {opset}: {size / 1e9:.1f} GB of weights do not fit into one file; "
-            f"torch writes a second file from opset {FIRST_OF_DYNAMO} on"
+            f"torch writes a second file from opset {MIN_DYNAMO_OPSET} on"
         )
 
     def export(path: Path, images: Tensor, dynamic: bool) -> ModelFunction:
-        if opset >= FIRST_OF_DYNAMO:
+        if opset >= MIN_DYNAMO_OPSET:
             arguments = _newer_exporter(dynamic, external_data)
         else:
             arguments = _older_exporter(dynamic, folded.one_output)
@@ -53,7 +53,7 @@ def write_onnx(folded: FoldedModel) -> ExportReport:
             verbose=False,
             **arguments,
         )
-        _complete(path, opset, metadata(folded, INPUT_NAME))
+        _check_opset_and_add_metadata(path, opset, metadata(folded, INPUT_NAME))
         return _load(path)
 
     return replace(export_file(folded, BOUND, export, LOAD_ONNX), opset=opset)
@@ -93,7 +93,7 @@ def _older_exporter(dynamic: bool, one_output: bool) -> dict[str, Any]:
     return {"dynamo": False, "dynamic_axes": axes}
 
 
-def _complete(path: Path, opset: int, facts: Mapping[str, Any]) -> None:
+def _check_opset_and_add_metadata(path: Path, opset: int, facts: Mapping[str, Any]) -> None:
     """Check a file's opset, remove paths of this machine's source files, and add facts to it."""
     import onnx
 

@@ -16,14 +16,14 @@ from ..atomic_output import new_folder
 from ..checkpoints.card import model_card
 from ..checkpoints.folder import CARD, WEIGHTS, why_not_a_checkpoint
 from ..checkpoints.loading_code import loading_code
-from ..checkpoints.save import save_converted, timm_config, write_files
+from ..checkpoints.save import save_converted, timm_config, write_checkpoint_files
 from ..errors import DclsConvertError, ModelError
 from ..networks.building import build_model, shapes_of
-from ..networks.model_outputs import ComparisonError, check_equal
+from ..networks.model_outputs import ComparisonError, check_close
 from ..networks.sites import find_convs
 from ..networks.source import ModelSource
 from ..networks.weights import alias_names
-from ..networks.weights_files import load_file
+from ..networks.weights_files import load_safetensors
 from ..pipeline.provenance import provenance_of
 from ..planning.plan import ConversionPlan
 from ..reports.measure import measure_report
@@ -73,8 +73,10 @@ def _write_for_timm(
     card = model_card(report, LOAD_BY_TIMM, files, provenance=provenance)
     folded.notify(f"writing {folded.output}")
     with new_folder(folded.output, force=folded.force, why_keep=why_not_a_checkpoint) as partial:
-        write_files(folded.model, plan, partial, config, {CARD: card}, provenance=provenance)
-        with weights_in_file_alone(folded.model, partial / WEIGHTS):
+        write_checkpoint_files(
+            folded.model, plan, partial, config, {CARD: card}, provenance=provenance
+        )
+        with weights_on_meta_(folded.model, partial / WEIGHTS):
             # Equal shapes do not mean equal outputs, so the loaded model is run.
             return _error_of_folder(folded, partial, f"timm's {stock}")
 
@@ -86,11 +88,11 @@ def _error_of_folder(folded: FoldedModel, folder: Path, what: str) -> float:
     loaded = build_model(source, pretrained=True, trust_code=True).eval()
     images = [batch.float() for batch in folded.images]
     outputs = run_model(loaded, images, what)
-    return check_equal(folded.outputs, outputs, bound=FOLDING_BOUND, what=what)
+    return check_close(folded.outputs, outputs, bound=FOLDING_BOUND, what=what)
 
 
 @contextlib.contextmanager
-def weights_in_file_alone(model: nn.Module, path: Path) -> Iterator[None]:
+def weights_on_meta_(model: nn.Module, path: Path) -> Iterator[None]:
     """A context in which the model's weights are on meta, to make room for another model.
 
     They are read from the file again only after an error; without one, nobody needs them.
@@ -103,7 +105,7 @@ def weights_in_file_alone(model: nn.Module, path: Path) -> Iterator[None]:
     try:
         yield
     except (ModelError, ComparisonError):
-        model.load_state_dict(load_file(path), assign=True)
+        model.load_state_dict(load_safetensors(path), assign=True)
         raise
 
 

@@ -116,7 +116,7 @@ class Box:
         for axis, side in enumerate(self.sides):
             profile, _ = self.normalised_profile_and_slope(box_positions[..., axis], side)
             profiles.append(profile)
-        return box_footprint(profiles)
+        return product_of_profiles(profiles)
 
     def to_box(self, positions: Tensor) -> Tensor:
         """The box positions (N, E, A) of elements at positions (A, O, I, *D, E)."""
@@ -129,7 +129,7 @@ class Box:
         return by_line.movedim(-1, 0).reshape(shape)
 
 
-def box_footprint(profiles: Sequence[Tensor]) -> Tensor:
+def product_of_profiles(profiles: Sequence[Tensor]) -> Tensor:
     """How elements spread over a box, given how they spread along each of its axes.
 
     (N, E, side) each -> (N, E, S).

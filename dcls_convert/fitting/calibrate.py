@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..errors import DclsConvertError, is_out_of_memory
 from ..layers.conv_classes import Conv
-from ..networks.in_step import run_in_step
+from ..networks.in_step import run_in_lockstep
 from ..networks.running import evaluating, run
 from ..progress import Notify
 from ..text import one_line
@@ -277,5 +277,5 @@ def _fit_to_part_(
 
     batches = [statistics.calibration.batches[index] for index in part.indices]
     passes = [partial(_forward, model, batch) for batch in batches]
-    run_in_step(list(statistics.calls), [*passes, *passes], step_all)
+    run_in_lockstep(list(statistics.calls), [*passes, *passes], step_all)
     return list(solved.values())

@@ -44,7 +44,7 @@ class CalibratedLayer:
         self.conv = conv
         self.layer = layer
         self.box = box
-        self.old_forward = conv.forward  # `run_in_step` puts another one in its place
+        self.old_forward = conv.forward  # `run_in_lockstep` puts another one in its place
         self._settings = settings
         self._calls = calls
         self._moments = moments

@@ -78,7 +78,7 @@ def counts_by_error(
         for group, count in zip(free_groups, chosen, strict=True):
             for layer in group.layer_plans:
                 counts[layer.name] = count
-    return LayerCounts(source=f"scope {ERROR_SCOPE}", counts=counts, solved=True), statistics
+    return LayerCounts(source=f"scope {ERROR_SCOPE}", counts=counts, by_error=True), statistics
 
 
 def _plans_of_other_scopes(convs: ModelConvs, options: PlanOptions) -> list[ConversionPlan]:

@@ -13,10 +13,12 @@ class FitSettings:
 
     # Where fits start. One start is beside merged cells, the others are beside the largest cells.
     starts: int = 4  # of a fit to kernels
-    starts_depthwise: int = 6  # of a fit to outputs, where an output channel has one line
+    starts_for_outputs_depthwise: int = (
+        6  # of a fit to outputs, where an output channel has one line
+    )
     # Starts of a fit to outputs, where an output channel sums several lines: solving for their
     # weights together makes up for most of what more starts would gain.
-    starts_of_summed_lines: int = 2
+    starts_for_outputs_summed: int = 2
     jitter: float = 0.3  # cells; at a cell's middle the cost has a kink, which a step models badly
 
     # The ridge is this share of the energy of an element in the middle of a cell. It bounds the
@@ -26,8 +28,8 @@ class FitSettings:
     # How long fits last. After each round, only fits whose cost still falls are refined further.
     steps_per_round: int = 8
     min_gain: float = 1e-2  # how much a round must lower a fit's cost, as a share of the cost
-    max_rounds: int = 6
-    max_rounds_for_outputs: int = 2  # fewer, since the calibration solves for the weights again
+    rounds: int = 6
+    rounds_for_outputs: int = 2  # fewer, since the calibration solves for the weights again
 
     # Levenberg-Marquardt: the damping is a factor on the diagonal of the curvature.
     longest_step: float = 0.5  # cells; the footprint changes its form from cell to cell

@@ -20,7 +20,7 @@ from ..progress import Note
 from ..text import one_line
 
 BATCH = 8  # images
-CORNER = 0.75  # sides of a crop, as a share of the image's sides
+CROP_SHARE = 0.75  # sides of a crop, as a share of the image's sides
 # Formats that are read, whatever a file's name says. Pillow reads more, but runs PostScript as a
 # program.
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "PPM", "GIF")
@@ -143,18 +143,18 @@ def open_image(path: Path, size: Sequence[int]) -> Image.Image:
         check_white_level(image)
         upright = ImageOps.exif_transpose(image)
         mode = "RGB" if size[0] == 3 else "L"
-        return _converted_to_mode(upright, mode, has_16_bits=has_16_bits)
+        return _to_mode(upright, mode, has_16_bits=has_16_bits)
 
 
-def in_eight_bits(image: Image.Image, mode: str) -> Image.Image:
+def to_mode(image: Image.Image, mode: str) -> Image.Image:
     """An image that was just opened, in Pillow's mode "RGB" or "L".
 
     Pillow alone would clip 16 bits to 8.
     """
-    return _converted_to_mode(image, mode, has_16_bits=_has_16_bits(image))
+    return _to_mode(image, mode, has_16_bits=_has_16_bits(image))
 
 
-def _converted_to_mode(image: Image.Image, mode: str, *, has_16_bits: bool) -> Image.Image:
+def _to_mode(image: Image.Image, mode: str, *, has_16_bits: bool) -> Image.Image:
     if has_16_bits:
         image = image.convert("I").point(lambda value: value / 257).convert("L")
     return image.convert(mode)
@@ -180,8 +180,8 @@ def corner_crops(image: Image.Image, size: Sequence[int]) -> list[Image.Image]:
     """Crops of an image's four corners; none if it is not larger than the model's images."""
     if image.height <= size[1] or image.width <= size[2]:
         return []
-    width = int(CORNER * image.width)
-    height = int(CORNER * image.height)
+    width = int(CROP_SHARE * image.width)
+    height = int(CROP_SHARE * image.height)
     crops = []
     for left in (0, image.width - width):
         for top in (0, image.height - height):

@@ -23,7 +23,7 @@ from .batched_linalg import (
     solve_positive_definite,
     sum_last,
 )
-from .boxes import Box, box_footprint
+from .boxes import Box, product_of_profiles
 from .fit_settings import FLOATS_IN_CACHE, MAX_ROWS_INNERMOST, FitSettings
 
 # Bounds that keep divisors above zero; small beside targets, which are of order 1.
@@ -84,9 +84,9 @@ def fit_lines(
     search = _LevenbergMarquardt(problem, torch.cat(list(starts)), settings)
     all_fits = torch.arange(len(search.box_positions), device=targets.device)
     remaining_fits = all_fits.reshape(len(starts), -1)  # (starts, N): fit indices
-    rounds_left = settings.max_rounds
+    rounds_left = settings.rounds
     if covariance_roots is not None:
-        rounds_left = settings.max_rounds_for_outputs
+        rounds_left = settings.rounds_for_outputs
     while len(remaining_fits) > 1:
         search.refine_(remaining_fits.flatten(), 1)
         rounds_left -= 1
@@ -164,8 +164,10 @@ class _Problem:
             profile_slopes.append(in_layout_of(box_positions, slope))
         slopes_by_axis = []
         for axis, slope in enumerate(profile_slopes):
-            slopes_by_axis.append(box_footprint([*profiles[:axis], slope, *profiles[axis + 1 :]]))
-        footprint = box_footprint(profiles)
+            slopes_by_axis.append(
+                product_of_profiles([*profiles[:axis], slope, *profiles[axis + 1 :]])
+            )
+        footprint = product_of_profiles(profiles)
         slopes = cat(slopes_by_axis, 1)
         if self.covariance_roots is None:
             return footprint, slopes

@@ -68,7 +68,7 @@ def fit_elements(
     starts = _number_of_starts(kernels[0], len(lines), to_outputs=roots is not None)
     noise = _starting_noise(largest_cells.box_positions, starts, seed)
     fitted = _fit(lines, largest_cells, box, roots, noise)
-    best = _no_layer_worse(lines, fitted, largest_cells, box, roots, scale)
+    best = _with_fallback_to_largest(lines, fitted, largest_cells, box, roots, scale)
     positions = box.from_box(best.box_positions, largest_positions.shape)
     weights = _weights_by_layer(best.weights * scale, largest_weights)
     return weights, positions.to(largest_positions)
@@ -91,8 +91,8 @@ def _number_of_starts(kernel: Tensor, line_count: int, *, to_outputs: bool) -> i
         return SETTINGS.starts
     is_depthwise = line_count == len(kernel)  # one line for each output channel
     if is_depthwise:
-        return SETTINGS.starts_depthwise
-    return SETTINGS.starts_of_summed_lines
+        return SETTINGS.starts_for_outputs_depthwise
+    return SETTINGS.starts_for_outputs_summed
 
 
 def _starting_noise(box_positions: Tensor, starts: int, seed: int) -> Tensor:
@@ -222,7 +222,7 @@ def _chunks(elements: _Elements, box: Box) -> Sequence[Tensor]:
     return torch.split(indices, lines_at_once)
 
 
-def _no_layer_worse(
+def _with_fallback_to_largest(
     lines: Tensor,
     fitted: _Elements,
     largest_cells: _Elements,

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..depthwise.eager import is_eager, is_exported, on_cpu
+from ..depthwise.eager import is_eager, is_exporting, on_cpu
 from .limits import clamped, per_axis
 
 # On a CPU, elements per thread and block: temporary tensors stay in the cache. torch does not
@@ -69,7 +69,7 @@ def bilinear_kernel(weight: Tensor, positions: Tensor, size: Sequence[int]) -> T
     size_along_them = tuple(size[axis] for axis in axes_longer_than_one)
     if is_eager(weight, cells):
         kernel: Tensor = _BilinearKernel.apply(weight, cells, size_along_them)
-    elif is_exported():
+    elif is_exporting():
         kernel = construct_by_matmul(weight, cells, size_along_them)
     elif on_cpu(weight):
         kernel = construct_by_scatter(weight, cells, size_along_them)

@@ -23,7 +23,7 @@ _COMPUTING_METHODS = ("forward", "_conv_forward", "__call__")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ConvForm:
+class ConvTraits:
     """What the forward of a subclass of convolution does beside convolving.
 
     The fields are the arguments of `register_conv`, which explains them.
@@ -42,8 +42,8 @@ class ConvForm:
         return self.transform_weight(conv, weight)
 
 
-PLAIN = ConvForm()
-_FORMS: dict[type[nn.Module], ConvForm] = {}
+PLAIN = ConvTraits()
+_FORMS: dict[type[nn.Module], ConvTraits] = {}
 
 
 def register_conv(
@@ -102,7 +102,7 @@ def register_conv(
         raise TypeError(
             f"{cls.__name__} has the forward of {base.__name__}, and is treated as such already"
         )
-    _FORMS[cls] = ConvForm(
+    _FORMS[cls] = ConvTraits(
         transform_weight=weight,
         parameters=tuple(parameters),
         same_padding=same_padding,
@@ -111,19 +111,19 @@ def register_conv(
     )
 
 
-def find_form(conv: nn.Module) -> ConvForm | None:
+def find_traits(conv: nn.Module) -> ConvTraits | None:
     """What the class of this convolution does; None for a forward of its own, not registered."""
     plain_forms = [(base, PLAIN) for base in CONV_CLASSES.values()]
-    forms: list[tuple[type[nn.Module], ConvForm]] = [*plain_forms, *_FORMS.items()]
+    forms: list[tuple[type[nn.Module], ConvTraits]] = [*plain_forms, *_FORMS.items()]
     for known_class, form in reversed(forms):  # the last one registered wins
         if issubclass(type(conv), known_class) and _computes_alike(type(conv), known_class):
             return form
     return None
 
 
-def form_of(conv: nn.Module) -> ConvForm:
+def traits_of(conv: nn.Module) -> ConvTraits:
     """What the class of a convolution does that `why_not_replaceable` has not refused."""
-    form = find_form(conv)
+    form = find_traits(conv)
     assert form is not None
     return form
 
@@ -138,7 +138,7 @@ def _computes_alike(conv_class: type[nn.Module], known_class: type[nn.Module]) -
 
 def padding_of(conv: AnyConv) -> Padding:
     """All padding of a convolution that can be replaced: its own, and what `forward` adds."""
-    form = form_of(conv)
+    form = traits_of(conv)
     same_padding = form.same_padding
     if callable(same_padding):
         same_padding = same_padding(conv)
@@ -187,7 +187,7 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
         return "lazy convolution that has not seen an input yet"
     held = {name for name, _ in [*conv.named_children(), *conv.named_buffers(recurse=False)]}
     padding_modules = _padding_modules(conv)
-    form = find_form(conv)
+    form = find_traits(conv)
     if form is None:
         reason = f"{kind} has a forward of its own that is not known here"
         if held <= padding_modules:
@@ -212,7 +212,7 @@ def _padding_modules(conv: nn.Module) -> set[str]:
     return names
 
 
-def _why_weight_unknown(conv: nn.Module, form: ConvForm) -> str | None:
+def _why_weight_unknown(conv: nn.Module, form: ConvTraits) -> str | None:
     """A reason if the parameters are not weight, bias and those that the form names."""
     parameters = {name for name, _ in conv.named_parameters(recurse=False, remove_duplicate=False)}
     expected: set[str] = set()
@@ -232,7 +232,7 @@ def _why_weight_unknown(conv: nn.Module, form: ConvForm) -> str | None:
 
 
 def _why_padding_unknown(
-    conv: nn.Module, form: ConvForm, padding_modules: Collection[str]
+    conv: nn.Module, form: ConvTraits, padding_modules: Collection[str]
 ) -> str | None:
     """A reason if the form's padding module does something else, or the convolution pads too."""
     if form.padding_module is None:

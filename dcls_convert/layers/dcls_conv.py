@@ -28,7 +28,7 @@ from ..geometry import (
 )
 from .carry_over import carry_over_, compute_parameter_
 from .construction import construct_kernel
-from .conv_classes import PLAIN, Conv, ConvForm, form_of, padding_of, why_not_replaceable
+from .conv_classes import PLAIN, Conv, ConvTraits, padding_of, traits_of, why_not_replaceable
 from .elements import POSITION_STD, largest_elements
 from .interpolation import find_interpolation
 from .limits import clamp_
@@ -81,7 +81,7 @@ class DclsConvNd(Tieable):
     positions: nn.Parameter
     sigma: nn.Parameter | None
     padding: Padding
-    form: ConvForm  # what the class of the old convolution does beside convolving
+    form: ConvTraits  # what the class of the old convolution does beside convolving
 
     def __init__(
         self,
@@ -363,7 +363,7 @@ class DclsConvNd(Tieable):
         layer.to_empty(device=conv.weight.device)
         layer._reset_sigma_()
         layer.bias = cast(nn.Parameter | None, conv.bias)
-        layer.form = form_of(conv)
+        layer.form = traits_of(conv)
         for name in layer.form.parameters:
             layer.register_parameter(name, getattr(conv, name))
         carry_over_(conv, layer, exclude=_attributes_by_class())

@@ -49,11 +49,11 @@ class Tieable(nn.Module):
         super().__init__()
         # Not by nn.Module's __setattr__, which would register the owner as a child of the layer.
         self.__dict__["_owner"] = None
-        self._owner_names: dict[str, str] = {}
+        self._name_at_owner: dict[str, str] = {}
 
     def __getattr__(self, name: str) -> Any:
         """Called for what the layer does not have itself: gets a tied parameter from the owner."""
-        owner_name = self.__dict__.get("_owner_names", {}).get(name)
+        owner_name = self.__dict__.get("_name_at_owner", {}).get(name)
         if owner_name is None:
             return super().__getattr__(name)
         shared = getattr(self._owner, owner_name)
@@ -68,7 +68,7 @@ class Tieable(nn.Module):
 
         `torch.func.functional_call` sets other tensors temporarily.
         """
-        owner_name = self.__dict__.get("_owner_names", {}).get(name)
+        owner_name = self.__dict__.get("_name_at_owner", {}).get(name)
         # The layer itself holds tied parameters only inside `_own_temporarily`.
         if owner_name is None or name in self._parameters:
             super().__setattr__(name, value)
@@ -83,7 +83,7 @@ class Tieable(nn.Module):
         for name in names:
             delattr(self, name)
         self.__dict__["_owner"] = owner
-        self._owner_names = dict(names)
+        self._name_at_owner = dict(names)
         # A partial of a module's function is copied and pickled with the owner; a closure is not.
         vars(owner)[APPLY] = partial(_apply_of_owner, owner)
         if _drop_keys_of_layers not in owner._load_state_dict_post_hooks.values():
@@ -104,7 +104,7 @@ class Tieable(nn.Module):
         if owner is None:
             return
         in_use = _shared_parameter_names(owner)
-        for name in self._owner_names.values():
+        for name in self._name_at_owner.values():
             if name not in in_use:
                 owner._parameters.pop(name, None)
         if not in_use:
@@ -116,12 +116,12 @@ class Tieable(nn.Module):
 
         Afterwards, the owner gets what has replaced them.
         """
-        for name in self._owner_names:
+        for name in self._name_at_owner:
             self._parameters[name] = getattr(self, name)
         try:
             yield
         finally:
-            for name, owner_name in self._owner_names.items():
+            for name, owner_name in self._name_at_owner.items():
                 cast(nn.Module, self._owner)._parameters[owner_name] = self._parameters.pop(name)
 
     def named_modules(
@@ -140,7 +140,7 @@ class Tieable(nn.Module):
         owner_is_missing = self.is_tied and self._owner not in walked
         # With duplicates, torch does not note in the memo what was walked over.
         if owner_is_missing and self not in walked and remove_duplicate:
-            tied_parameters = {name: getattr(self, name) for name in self._owner_names}
+            tied_parameters = {name: getattr(self, name) for name in self._name_at_owner}
             yield prefix, _TiedParameters(tied_parameters)
         yield from super().named_modules(memo, prefix, remove_duplicate)
 
@@ -159,7 +159,7 @@ class Tieable(nn.Module):
         path = prefix.split(".")[:-1]
         for depth in range(len(path)):
             prefix_above = ".".join([*path[:depth], ""])
-            if any(prefix_above + name in destination for name in self._owner_names.values()):
+            if any(prefix_above + name in destination for name in self._name_at_owner.values()):
                 return True
         return False
 
@@ -182,7 +182,7 @@ class Tieable(nn.Module):
             super()._load_from_state_dict(
                 state_dict, prefix, local_metadata, strict, missing, *more
             )
-        tied_keys = {prefix + name for name in self._owner_names}
+        tied_keys = {prefix + name for name in self._name_at_owner}
         for key in missing:
             if key in tied_keys:
                 missing_keys.append(_KeyOfLayer(key, self._owner))
@@ -195,7 +195,7 @@ class Tieable(nn.Module):
         The owner, if it is there, then finds nothing left to change. Sharded parameters are left
         out: FSDP2 moves what it owns by itself.
         """
-        owned_by_fsdp = any(is_sharded(getattr(self, name)) for name in self._owner_names)
+        owned_by_fsdp = any(is_sharded(getattr(self, name)) for name in self._name_at_owner)
         with contextlib.ExitStack() as context:
             if not owned_by_fsdp:
                 context.enter_context(self._own_temporarily())
@@ -213,14 +213,14 @@ class Tieable(nn.Module):
         memo[id(self)] = new
         copied_alone = self.is_tied and id(self._owner) not in memo
         for name, value in self.__dict__.items():
-            if copied_alone and name in ("_owner", "_owner_names"):
+            if copied_alone and name in ("_owner", "_name_at_owner"):
                 continue
             new.__dict__[name] = copy.deepcopy(value, memo)
         if copied_alone:
             new.__dict__["_owner"] = None
-            new._owner_names = {}
+            new._name_at_owner = {}
             # By the memo, layers that are copied together still share one parameter.
-            for name in self._owner_names:
+            for name in self._name_at_owner:
                 setattr(new, name, copy.deepcopy(getattr(self, name), memo))
         return new
 
@@ -268,7 +268,7 @@ def _shared_parameter_names(owner: nn.Module) -> set[str]:
     names: set[str] = set()
     for layer in owner.modules():
         if isinstance(layer, Tieable) and layer._owner is owner:
-            names.update(layer._owner_names.values())
+            names.update(layer._name_at_owner.values())
     return names
 
 

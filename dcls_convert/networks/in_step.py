@@ -22,7 +22,7 @@ from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
 from ..errors import ModelError
-from .running import AUTOCASTING
+from .running import AUTOCAST_DEVICES
 
 # A module and its inputs in all passes -> its outputs for them.
 StepAll = Callable[[nn.Module, list[Tensor]], Sequence[Tensor]]
@@ -30,7 +30,7 @@ ORDERS_DIFFER = "the model calls its layers in another order for other images"
 
 
 @torch.no_grad()
-def run_in_step(
+def run_in_lockstep(
     modules: Sequence[nn.Module], passes: Sequence[Callable[[], object]], step_all: StepAll
 ) -> None:
     """Run forward passes up to each call of one of the modules, and let `step_all` answer it.
@@ -41,7 +41,7 @@ def run_in_step(
     driver = getcurrent()
     inference_mode = torch.is_inference_mode_enabled()
     autocast_enabled: dict[str, bool] = {}
-    for device in AUTOCASTING:
+    for device in AUTOCAST_DEVICES:
         autocast_enabled[device] = torch.is_autocast_enabled(device)
 
     def hand_over(module: nn.Module, input: Tensor) -> Tensor:

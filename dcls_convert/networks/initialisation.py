@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 MIN_WEIGHTS = 1_000  # in all kernels; fewer can lie within the bounds by chance
-MAX_DEVIATIONS = 5.0  # standard errors of the mean square
+MAX_STANDARD_ERRORS = 5.0  # standard errors of the mean square
 
 
 def has_norms(model: nn.Module) -> bool:
@@ -37,7 +37,7 @@ def output_power(kernel: Tensor) -> float:
 
 
 @torch.no_grad()
-def are_as_torch_initialises(kernels: Iterable[Tensor]) -> bool:
+def have_torch_default_init(kernels: Iterable[Tensor]) -> bool:
     """Whether all kernels look as `torch.nn`'s convolutions leave them when they are built.
 
     These draw weights from the uniform distribution between -b and b, with b = 1 / sqrt(inputs of a
@@ -65,4 +65,4 @@ def are_as_torch_initialises(kernels: Iterable[Tensor]) -> bool:
         return False
     # The variance of a square is 1/5 - 1/9.
     standard_error = math.sqrt((1 / 5 - 1 / 9) / count)
-    return abs(squares / count - 1 / 3) <= MAX_DEVIATIONS * standard_error
+    return abs(squares / count - 1 / 3) <= MAX_STANDARD_ERRORS * standard_error

@@ -40,7 +40,7 @@ def max_relative_error(outputs: Any, others: Any) -> float:
     return max(errors)
 
 
-def check_equal(outputs: Any, others: Any, *, bound: float, what: str) -> float:
+def check_close(outputs: Any, others: Any, *, bound: float, what: str) -> float:
     """Return the `max_relative_error` of outputs if it is within the bound.
 
     Raises:

@@ -67,7 +67,7 @@ def _torchvision_input_size(name: str, model: nn.Module) -> tuple[int, ...]:
     return (3, *sides)
 
 
-def known_source(model: nn.Module) -> ModelSource | None:
+def infer_source(model: nn.Module) -> ModelSource | None:
     """Find out from which registry, name and arguments a model was built.
 
     None where no registry builds a model of these names and shapes, or `check_source` refuses it.

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from ..layers.conv_classes import AnyConv
 from ..layers.dcls_conv import DclsConvNd
 
-AUTOCASTING = ("cpu", "cuda", "xpu", "mps")  # types of device for which torch has autocast
+AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")  # types of device for which torch has autocast
 # Parts of torch.backends that have an `fp32_precision` of their own.
-CPU_PRODUCTS = ("mkldnn.matmul", "mkldnn.conv")
-CUDA_PRODUCTS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
+CPU_FP32_BACKENDS = ("mkldnn.matmul", "mkldnn.conv")
+CUDA_FP32_BACKENDS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
 
 
 @contextlib.contextmanager
@@ -41,15 +41,15 @@ def full_precision() -> Iterator[None]:
     """Inside, float32 is computed in float32: no autocast, no products in TF32 or bfloat16."""
     backends: Any = torch.backends
     with contextlib.ExitStack() as restore:
-        for device in AUTOCASTING:
+        for device in AUTOCAST_DEVICES:
             if torch.is_autocast_enabled(device):
                 restore.enter_context(torch.autocast(device, enabled=False))
         product_names: tuple[str, ...] = ()
         if hasattr(backends.mkldnn, "matmul"):
-            product_names += CPU_PRODUCTS
+            product_names += CPU_FP32_BACKENDS
         older_settings = _older_precision_settings()
         if older_settings is None:
-            product_names += CUDA_PRODUCTS
+            product_names += CUDA_FP32_BACKENDS
         for name in product_names:
             product = attrgetter(name)(backends)
             restore.callback(setattr, product, "fp32_precision", product.fp32_precision)

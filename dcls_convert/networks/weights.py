@@ -134,7 +134,7 @@ def check_weights(
     """
     not_loaded = _reshaped_classifier(model, state) if new_classifier else []
     taken = _without(state, not_loaded)
-    problem = next(misfits(model, taken, lacking=not_loaded), None)
+    problem = next(misfits(model, taken, optional=not_loaded), None)
     if problem is None:
         parameters = dict(model.named_parameters(remove_duplicate=False))
         problem = _first_non_finite(taken, parameters.keys())
@@ -170,7 +170,7 @@ def _classifier_prefixes(model: nn.Module) -> tuple[str, ...]:
     return tuple(f"{module}." for module in classifiers)
 
 
-def other_classes(model: nn.Module, state: Mapping[str, Tensor]) -> int | None:
+def differing_num_classes(model: nn.Module, state: Mapping[str, Tensor]) -> int | None:
     """The state dict's number of classes, if its classifier differs from the model's in this alone.
 
     None if the classifiers are equal, or differ in more.
@@ -197,17 +197,17 @@ def _first_non_finite(state: Mapping[str, Tensor], parameters: Collection[str]) 
 
 
 def misfits(
-    model: nn.Module, state: Mapping[str, Tensor], *, lacking: Collection[str] = ()
+    model: nn.Module, state: Mapping[str, Tensor], *, optional: Collection[str] = ()
 ) -> Iterator[str]:
     """How a state dict differs from the model's in names, shapes and kinds of numbers, in words.
 
-    The names in `lacking` may be missing from the state dict.
+    The names in `optional` may be missing from the state dict.
     """
     own = model.state_dict()
     aliases = alias_names(model)
     missing: list[str] = []
     for name in own:
-        if name not in state and name not in lacking and aliases.get(name) not in state:
+        if name not in state and name not in optional and aliases.get(name) not in state:
             missing.append(name)
     unexpected: list[str] = []
     for name in state:

@@ -22,13 +22,13 @@ from ..text import listed, one_line, shown
 # timm.
 AVERAGED = ("state_dict_ema", "model_ema")
 WRAPPERS = (*AVERAGED, "state_dict", "model_state_dict", "model", "net")
-MAX_WRAPPERS = 3  # nesting depth; bounded because a mapping can hold itself
+MAX_NESTING = 3  # nesting depth; bounded because a mapping can hold itself
 SAFETENSORS = ".safetensors"  # suffix
 MAX_HEADER_BYTES = 16 << 20  # bytes of a safetensors header; enough for 150,000 tensors
 # Largest ratio of unpacked size to file size for a torch file. torch itself does not compress.
-MAX_GROWTH = 20
-ZIP_START = b"PK\x03\x04"  # first bytes of a torch file
-OLD_START = b"\x80\x02\x8a\n"  # first bytes of files of torch before 1.6
+MAX_UNPACKED_RATIO = 20
+ZIP_MAGIC = b"PK\x03\x04"  # first bytes of a torch file
+OLD_TORCH_MAGIC = b"\x80\x02\x8a\n"  # first bytes of files of torch before 1.6
 # Packed bits (bits8, float4_e2m1fn_x2) are left out: only special operators can read them.
 FLOAT_DTYPES = (
     torch.float64,
@@ -38,8 +38,8 @@ FLOAT_DTYPES = (
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 )
-INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-NUMBERS = {*FLOAT_DTYPES, *INTEGERS, torch.complex64, torch.complex128}
+INTEGER_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+NUMBER_DTYPES = {*FLOAT_DTYPES, *INTEGER_DTYPES, torch.complex64, torch.complex128}
 
 
 def read_weights(
@@ -64,7 +64,7 @@ def read_weights(
     where = f"checkpoint {path}"
     _check_suffix(path, where)
     if path.suffix == SAFETENSORS:
-        content: Any = load_file(path, "checkpoint")
+        content: Any = load_safetensors(path, "checkpoint")
     else:
         content = _read_torch(path, where)
     keys = _keys_of_state_dict(content)
@@ -126,7 +126,7 @@ def _special_kind(tensor: Tensor) -> str | None:
         return "quantized"
     if tensor.layout != torch.strided:
         return str(tensor.layout)
-    if tensor.dtype not in NUMBERS:
+    if tensor.dtype not in NUMBER_DTYPES:
         return str(tensor.dtype)
     return None
 
@@ -140,7 +140,7 @@ def _open_lazily(path: Path) -> Any:
 
 
 @contextlib.contextmanager
-def opened(path: Path, what: str = "") -> Iterator[Any]:
+def open_safetensors(path: Path, what: str = "") -> Iterator[Any]:
     """Open a safetensors file whose tensors are read one by one, when asked for.
 
     Raises:
@@ -163,13 +163,13 @@ def opened(path: Path, what: str = "") -> Iterator[Any]:
         ) from error
 
 
-def load_file(path: Path, what: str = "") -> dict[str, Tensor]:
+def load_safetensors(path: Path, what: str = "") -> dict[str, Tensor]:
     """Read all tensors of a safetensors file, each into memory of its own that a model can keep.
 
     Raises:
         CheckpointError: The file cannot be read.
     """
-    with opened(path, what) as file:
+    with open_safetensors(path, what) as file:
         return {name: file.get_tensor(name).clone() for name in file.keys()}
 
 
@@ -187,7 +187,7 @@ def _first_bytes(path: Path, count: int) -> bytes:
 
 
 def _begins_like_torch(path: Path) -> bool:
-    return _first_bytes(path, 4) in (ZIP_START, OLD_START)
+    return _first_bytes(path, 4) in (ZIP_MAGIC, OLD_TORCH_MAGIC)
 
 
 def _begins_like_safetensors(path: Path) -> bool:
@@ -200,10 +200,10 @@ def _read_torch(path: Path, where: str) -> Any:
     """The content of a file of torch.save, unpickled with weights_only=True."""
     try:
         unpacked = _unpacked_size(path)
-        if unpacked > MAX_GROWTH * path.stat().st_size:
+        if unpacked > MAX_UNPACKED_RATIO * path.stat().st_size:
             raise CheckpointError(
                 f"{where}: its parts unpack to {unpacked:,} bytes, "
-                f"more than {MAX_GROWTH} times the file's size"
+                f"more than {MAX_UNPACKED_RATIO} times the file's size"
             )
         # timm's training checkpoints hold their arguments as a Namespace. Old files make torch
         # warn about its own code.
@@ -228,7 +228,7 @@ def _read_torch(path: Path, where: str) -> Any:
 
 def _unpacked_size(path: Path) -> int:
     """Bytes of a zip file's parts when unpacked; 0 for a file of another format."""
-    if _first_bytes(path, len(ZIP_START)) != ZIP_START:
+    if _first_bytes(path, len(ZIP_MAGIC)) != ZIP_MAGIC:
         return 0
     with zipfile.ZipFile(path) as file:
         return sum(part.file_size for part in file.infolist())
@@ -236,7 +236,7 @@ def _unpacked_size(path: Path) -> int:
 
 def _keys_of_state_dict(content: Any, depth: int = 0) -> list[str] | None:
     """Under which keys of a training script's mappings the state dict is; None if nowhere."""
-    if not isinstance(content, Mapping) or depth > MAX_WRAPPERS:
+    if not isinstance(content, Mapping) or depth > MAX_NESTING:
         return None
     for key in WRAPPERS:
         inner_keys = _keys_of_state_dict(content.get(key), depth + 1)

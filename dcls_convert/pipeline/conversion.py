@@ -39,7 +39,7 @@ class Conversion:
     random_output_error: float | None = None
 
 
-def convert_network(
+def convert_network_(
     loaded: LoadedNetwork, resolved: ResolvedRequest, *, model: nn.Module | None = None
 ) -> Conversion:
     """Carry out the plan. After any error the model is as it was.

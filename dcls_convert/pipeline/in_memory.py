@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..fitting.images import Calibration, Images
-from ..networks.initialisation import are_as_torch_initialises
+from ..networks.initialisation import have_torch_default_init
 from ..networks.sites import check_module
 from ..options import (
     AUTO,
@@ -27,7 +27,7 @@ from ..planning.known_counts import LayerCounts
 from ..planning.rules import RuleSet
 from ..progress import show_to_python
 from ..reports.report import ConversionReport
-from .conversion import convert_network
+from .conversion import convert_network_
 from .loaded import LoadedNetwork
 from .request import ConversionRequest
 from .resolved import resolve
@@ -133,7 +133,7 @@ def convert_(
         resolved = resolve(loaded)
         if resolved.init == "fit" and init == AUTO:
             warn_if_untrained(model, [layer.name for layer in resolved.plan.layers])
-        return convert_network(loaded, resolved).report
+        return convert_network_(loaded, resolved).report
 
 
 def warn_if_untrained(model: nn.Module, names: Iterable[str]) -> None:
@@ -152,7 +152,7 @@ def warn_if_untrained(model: nn.Module, names: Iterable[str]) -> None:
         if weight is None:  # parametrised, pruned or normed, which no new model is
             return
         kernels.append(weight)
-    if are_as_torch_initialises(kernels):
+    if have_torch_default_init(kernels):
         warnings.warn(
             "the model's kernels are as torch initialises them, untrained, and the new layers are "
             "fitted to them; init='random' starts as the paper does, init='fit' keeps them and "
@@ -224,4 +224,4 @@ def convert_from_authors_(
             f"{request.weights_name}: has no layers of the authors' package, "
             "with a P beside the weight"
         )
-    return convert_network(loaded, resolve(loaded)).report
+    return convert_network_(loaded, resolve(loaded)).report

@@ -9,11 +9,11 @@ from ..errors import CheckpointError
 from ..fitting.images import Calibration, calibrate
 from ..networks.building import build_model
 from ..networks.pretrained_cfg import set_origin_
-from ..networks.recognition import assumed_input_size, known_source
+from ..networks.recognition import assumed_input_size, infer_source
 from ..networks.sites import ModelConvs, find_convs
 from ..networks.source import LIBRARY_KINDS, OTHER_TIMM_KINDS, ModelSource, resolve_model
 from ..networks.state_names import with_names_of
-from ..networks.weights import build_with_state, check_weights, other_classes
+from ..networks.weights import build_with_state, check_weights, differing_num_classes
 from ..networks.weights_files import read_weights
 from ..planning.plan import ConversionPlan
 from ..progress import Note, Notify, silent
@@ -103,7 +103,7 @@ class LoadedNetwork:
         request = self.request
         if request.weights is None or request.num_classes is not None:
             return None
-        classes = other_classes(self._stated_structure, self._read_entries())
+        classes = differing_num_classes(self._stated_structure, self._read_entries())
         if classes is None:
             return None
         source = self._stated_source
@@ -126,7 +126,7 @@ class LoadedNetwork:
     def rebuildable_source(self) -> ModelSource | None:
         """The source for checkpoints; None if only the user's code can build the model."""
         if self.source is None or self.source.kind in OTHER_TIMM_KINDS:
-            return known_source(self.structure)
+            return infer_source(self.structure)
         return self.source
 
     @cached_property

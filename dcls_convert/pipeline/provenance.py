@@ -22,10 +22,10 @@ from ..surgery.authors import AuthorsWeights
 from .request import ConversionRequest
 from .resolved import ResolvedRequest
 
-ATTRIBUTE = "dcls_provenance"  # of a converted model; copies and pickles keep it
+PROVENANCE_ATTRIBUTE = "dcls_provenance"  # of a converted model; copies and pickles keep it
 # Fields of a request that are not options to record. `options` is recorded by its own fields;
 # `offline` is for dry runs, which write nothing.
-NO_OPTIONS = ("model", "options", "offline")
+NOT_RECORDED = ("model", "options", "offline")
 # What the command line calls fields of a request whose names it does not use.
 OPTION_NAMES = {"weights": "checkpoint", "calibration": "calibrate", "most_images": "images"}
 # `Provenance.init` for elements of the authors' package; other starts are words of `--init`.
@@ -81,14 +81,14 @@ class _InMemory:
 
 def provenance_of(model: nn.Module) -> Provenance | None:
     """The record that a converted model carries; None if it has none."""
-    found: Provenance | None = vars(model).get(ATTRIBUTE)
+    found: Provenance | None = vars(model).get(PROVENANCE_ATTRIBUTE)
     return found
 
 
 def keep_provenance_(model: nn.Module, provenance: Provenance | None) -> None:
     """Let the model carry the record, also in copies; nothing changes if there is none."""
     if provenance is not None:
-        vars(model)[ATTRIBUTE] = provenance
+        vars(model)[PROVENANCE_ATTRIBUTE] = provenance
 
 
 def describe_conversion(
@@ -181,7 +181,7 @@ def _stated_options(request: ConversionRequest) -> dict[str, Any]:
     for record in records:
         for option in fields(record):
             value = getattr(record, option.name)
-            if option.name in NO_OPTIONS or value is None or value is option.default:
+            if option.name in NOT_RECORDED or value is None or value is option.default:
                 continue
             # Where the default is None, the value may be a tensor, for which `!=` is no one answer.
             if option.default is None or value != option.default:

@@ -107,9 +107,9 @@ def _refuse_conflicts(request: ConversionRequest) -> None:
             "authors_version describes the weights; give weights",
             on_command_line="--authors-version describes the file of --checkpoint",
         )
-    idle = request.options.idle_message(lambda name: name)
+    idle = request.options.override_message(lambda name: name)
     if idle is not None:
-        raise _conflict(idle, on_command_line=str(request.options.idle_message(option_name)))
+        raise _conflict(idle, on_command_line=str(request.options.override_message(option_name)))
     _refuse_conflicts_of_init(request)
     _refuse_conflicts_of_scope(request)
     _refuse_conflicts_of_images(request)
@@ -130,7 +130,7 @@ def _refuse_conflicts_of_init(request: ConversionRequest) -> None:
             "those of old kernels; use --init random",
         )
     if request.init == EXACT and request.options.kernel_count != EXACT:
-        stated = stated_counts(request.options)
+        stated = options_that_decide_counts(request.options)
         if stated:
             raise PlanError(
                 "an exact start takes an element for each cell of the old kernels: "
@@ -186,7 +186,7 @@ def _refuse_conflicts_of_images(request: ConversionRequest) -> None:
         )
 
 
-def stated_counts(options: PlanOptions) -> list[str]:
+def options_that_decide_counts(options: PlanOptions) -> list[str]:
     """The options by which the user decided how many elements there are, as messages call them."""
     from ..planning.budget import parse_percent  # imports pydantic
 

@@ -22,7 +22,7 @@ from ..progress import LOG
 from ..surgery.authors import RELEASED_VERSION, AuthorsWeights, element_state
 from ..text import listed, one_line, shown
 from .loaded import LoadedNetwork
-from .request import ConversionRequest, stated_counts
+from .request import ConversionRequest, options_that_decide_counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,11 +133,11 @@ def _authors_weights(loaded: LoadedNetwork) -> AuthorsWeights | None:
             )
         return None
     if request.init != AUTO:
-        raise _has_positions(request, f"--init {request.init}")
+        raise _option_without_effect(request, f"--init {request.init}")
     if request.positions != "normal":
-        raise _has_positions(request, f"--positions {request.positions}")
+        raise _option_without_effect(request, f"--positions {request.positions}")
     if request.calibration is not None:
-        raise _has_positions(request, "--calibrate")
+        raise _option_without_effect(request, "--calibrate")
     if not authors_weights.has_sigma and request.authors_version is None:
         loaded.note(
             f"{request.weights_name} is taken for version {RELEASED_VERSION} of the authors' "
@@ -146,7 +146,7 @@ def _authors_weights(loaded: LoadedNetwork) -> AuthorsWeights | None:
     return authors_weights
 
 
-def _has_positions(request: ConversionRequest, option: str) -> CheckpointError:
+def _option_without_effect(request: ConversionRequest, option: str) -> CheckpointError:
     return CheckpointError(
         f"{request.weights_name}: has elements of its own, with positions; omit {option}"
     )
@@ -156,7 +156,7 @@ def _refuse_stated_counts(
     options: PlanOptions, authors_weights: AuthorsWeights, weights_name: str
 ) -> None:
     """Refuse options that decide kernel counts, except for the very count of all elements."""
-    stated = stated_counts(options)
+    stated = options_that_decide_counts(options)
     counts = set(authors_weights.kernel_counts.counts.values())
     if not stated or (stated == ["kernel count"] and counts == {options.kernel_count}):
         return
@@ -200,7 +200,7 @@ def _checked_plan(
     request = loaded.request
     name, arguments = _name_and_arguments(loaded)
     plan = make_plan(loaded.convs, options, model=name, model_args=arguments or None)
-    is_by_error = isinstance(options.kernel_count, LayerCounts) and options.kernel_count.solved
+    is_by_error = isinstance(options.kernel_count, LayerCounts) and options.kernel_count.by_error
     if not is_by_error:  # counts by error were solved for shapes that are checked already
         check_same_shapes(loaded.convs.trace, plan.windows)
     if authors_weights is not None:

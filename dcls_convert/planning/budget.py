@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import PlanError
 from ..options import MAX_PERCENT, MIN_PERCENT, Scope
-from ..records import Ratio
+from ..records import JsonFraction
 from ..text import listed, shown
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class BudgetUnit:
     name: str
     kernel_count: int | None  # None: its layers have different counts, stated by rules
     # The count, not rounded, that would use the whole budget; None where kernel_count is None.
-    exact_count: Ratio | None
+    exact_count: JsonFraction | None
     limit: int  # parameters
     used: int  # parameters: weights of the elements, and positions
 

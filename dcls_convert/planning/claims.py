@@ -18,13 +18,13 @@ def choose_rules(sites: Sequence[ConvSite]) -> RuleSet:
     """`auto`: the first of AUTO_RULES that claims a convolution; conv3x3 if none does."""
     for name in AUTO_RULES:
         rules = load_rules(name)
-        rule_of, _ = claim_sites(rules, sites)
+        rule_of, _ = match_rules(rules, sites)
         if rule_of:
             return rules
     return load_rules("conv3x3")
 
 
-def claim_sites(rules: RuleSet, sites: Sequence[ConvSite]) -> tuple[dict[str, int], dict[str, str]]:
+def match_rules(rules: RuleSet, sites: Sequence[ConvSite]) -> tuple[dict[str, int], dict[str, str]]:
     """Give each site to the first rule that matches it.
 
     Returns:
@@ -56,7 +56,7 @@ def _why_unclaimed(rules: RuleSet, site: ConvSite) -> str:
     return f"rule {rules.label(0)!r}: {rules.rules[0].match.mismatch(site)}"
 
 
-def claim_convs(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list[Skipped]]:
+def rules_to_apply(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list[Skipped]]:
     """Which rule converts which site, and what stays and why.
 
     Returns:
@@ -67,7 +67,7 @@ def claim_convs(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list
         RuleError: A rule claims no site.
         NothingMatchesError: No site would be converted.
     """
-    claimed_by, reasons = claim_sites(rules, convs.sites)  # index of the rule, by the site's name
+    claimed_by, reasons = match_rules(rules, convs.sites)  # index of the rule, by the site's name
     skipped = list(convs.skipped)
     converted_by: dict[str, int] = {}  # the same, without rules that skip
     for site in convs.sites:
@@ -107,7 +107,7 @@ def _why_nothing_matches(rules: RuleSet, convs: ModelConvs) -> str:
         patterns += rule.match.paths
     message += _near_paths(patterns, convs)
     for name in AUTO_RULES:
-        rule_of, _ = claim_sites(load_rules(name), convs.sites)
+        rule_of, _ = match_rules(load_rules(name), convs.sites)
         if rule_of and name != rules.source:
             message += f"; rules {name!r} would match {len(rule_of)}"
     return message

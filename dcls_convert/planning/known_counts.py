@@ -18,8 +18,9 @@ class LayerCounts:
 
     source: str  # "checkpoint weights.pth", for messages
     counts: Mapping[str, int]  # by the layer's name
-    # True: solved for each of these layers. False: a tie group had one count when it was trained.
-    solved: bool = False
+    # True: from scope "error", so layers of one stage may differ, and are then not tied. False: from
+    # trained elements, where layers to be tied must have equal counts.
+    by_error: bool = False
 
 
 def with_known_counts(
@@ -62,7 +63,7 @@ def with_known_counts(
                 f"{known.source}: {draft.name} has {count_of[draft.name]} elements in a kernel, "
                 f"but rule {draft.rule!r} states {draft.kernel_count}"
             )
-    if tie == "stage" and not known.solved:
+    if tie == "stage" and not known.by_error:
         check_counts_can_be_tied(drafts, count_of, known.source)
     return [replace(draft, kernel_count=count_of[draft.name]) for draft in drafts]
 

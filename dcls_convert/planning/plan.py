@@ -11,7 +11,7 @@ from pydantic import Field
 from ..errors import CheckpointError, PlanError
 from ..networks.sites import Skipped
 from ..options import Scope, Tie
-from ..records import STRICT, Ratio, Record
+from ..records import STRICT, JsonFraction, Record
 from ..tables import as_html, as_text
 from ..text import listed, shown
 from .budget import BudgetUnit, solve_counts
@@ -51,7 +51,7 @@ class ConversionPlan(Record):
     rules_text: str  # the rules as they were given
     scope: Scope
     tie: Tie
-    share: Ratio  # of the replaced weights that the new parameters may use
+    share: JsonFraction  # of the replaced weights that the new parameters may use
     layers: tuple[LayerPlan, ...]
     tie_groups: tuple[TieGroup, ...]
     skipped: tuple[Skipped, ...]

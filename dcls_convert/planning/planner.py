@@ -29,10 +29,10 @@ from ..options import (
     check_even,
     suggests_arguments,
 )
-from ..records import taken_from
+from ..records import shared_fields
 from ..text import counted, one_line, shown
 from .budget import UNSOLVED, parse_percent, solve_counts
-from .claims import check_overruled, choose_rules, claim_convs
+from .claims import check_overruled, choose_rules, rules_to_apply
 from .known_counts import LayerCounts, with_known_counts
 from .layer_plan import LayerPlan
 from .plan import ConversionPlan
@@ -130,7 +130,7 @@ def make_plan(
         scope = "model"
     share = parse_percent(options.budget)
     arguments = _json_arguments(model_args)
-    rules = find_rules(options.rules, convs)
+    rules = load_or_choose_rules(options.rules, convs)
     drafts, skipped = _draft_model(convs, rules, options, known_counts)
     layers, units = solve_counts(drafts, scope, share)
 
@@ -198,7 +198,9 @@ def _json_arguments(model_args: dict[str, Any] | None) -> dict[str, Any]:
         raise PlanError(f"model_args cannot be kept in a JSON file: {one_line(error)}") from error
 
 
-def find_rules(rules: RuleSet | str | Path | Mapping[str, Any], convs: ModelConvs) -> RuleSet:
+def load_or_choose_rules(
+    rules: RuleSet | str | Path | Mapping[str, Any], convs: ModelConvs
+) -> RuleSet:
     """The rule set that an option states: loaded, or for "auto" chosen for the convolutions."""
     if isinstance(rules, RuleSet):
         return rules
@@ -247,7 +249,7 @@ def _draft_model(
     convs: ModelConvs, rules: RuleSet, options: PlanOptions, known_counts: LayerCounts | None
 ) -> tuple[list[LayerPlan], list[Skipped]]:
     """Drafts of all layers, with their tie groups; and the convolutions that stay."""
-    rule_of, skipped = claim_convs(rules, convs)
+    rule_of, skipped = rules_to_apply(rules, convs)
     check_overruled(rules, options)
     drafts, refused = _draft_layers(convs, rules, rule_of, options)
     skipped += refused
@@ -307,7 +309,7 @@ def _draft(
     rule = rules.rules[index]
     stated_size: Any = rule.dilated_size or size or rules.defaults.dilated_size
     window, dense_axes = choose_window(site, stated_size, rule)
-    from_site = taken_from(site, LayerPlan)
+    from_site = shared_fields(site, LayerPlan)
     from_site["stage"] = rule.stage_of(site.name) or site.stage
     return LayerPlan(
         **from_site,

@@ -17,7 +17,7 @@ from ..text import did_you_mean, one_line, printable, shown
 from .rules import MAX_SHOWN_CHARACTERS, Defaults, Match, Range, Rule, RuleSet
 
 MAX_RULE_BYTES = 1_000_000
-TEXT_TAG = "tag:yaml.org,2002:str"  # YAML's tag of strings
+STRING_TAG = "tag:yaml.org,2002:str"  # YAML's tag of strings
 # Of pydantic's problems, the one with the lowest rank is reported. A misspelt key comes before the
 # key that it leaves missing, and a sentence of our own before the other members of a union.
 _RANK = {"extra_forbidden": 0, "invalid_key": 0, "value_error": 1}
@@ -88,7 +88,7 @@ class _StrictLoader(yaml.SafeLoader):
                 )
             keys.add(key.value)
             if key.value == "dilated_size":
-                _keep_growths_(value)
+                _tag_growths_as_strings_(value)
         return super().construct_mapping(node, deep)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
@@ -103,12 +103,12 @@ class _StrictLoader(yaml.SafeLoader):
         return value
 
 
-def _keep_growths_(size: yaml.Node) -> None:
+def _tag_growths_as_strings_(size: yaml.Node) -> None:
     """Tag growths as strings: YAML would read +4 as the integer 4, in a list of sides too."""
     sides = size.value if isinstance(size, yaml.SequenceNode) else [size]
     for side in sides:
         if isinstance(side, yaml.ScalarNode) and side.value.startswith("+"):
-            side.tag = TEXT_TAG
+            side.tag = STRING_TAG
 
 
 def parse_rules(text: str, source: str = "rules") -> RuleSet:

@@ -9,7 +9,7 @@ from torch import nn
 from ..networks.tracing import trace
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
-from .predict import planned_layer, report_of_layers
+from .predict import predicted_layer, report_of_layers
 from .report import ConversionReport, LayerReport
 
 
@@ -42,7 +42,7 @@ def measure_report(model: nn.Module, plan: ConversionPlan) -> ConversionReport:
 def _measured_layer(
     model: nn.Module, plan: ConversionPlan, layer: LayerPlan, macs: int | None
 ) -> LayerReport:
-    planned = planned_layer(plan, layer)
+    planned = predicted_layer(plan, layer)
     module: Any = model.get_submodule(layer.name)
     weights = module.weight.numel()
     positions = 0

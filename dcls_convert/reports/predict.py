@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
-from ..records import taken_from
+from ..records import shared_fields
 from .report import (
     BudgetReport,
     ConversionReport,
@@ -20,7 +20,7 @@ def predict_report(plan: ConversionPlan) -> ConversionReport:
     rows = []
     params = plan.params
     for layer in plan.layers:
-        row = planned_layer(plan, layer)
+        row = predicted_layer(plan, layer)
         rows.append(row)
         params += row.params_after - row.params_before
     return report_of_layers(plan, params, None, rows)
@@ -68,7 +68,7 @@ def _budget_report(plan: ConversionPlan) -> BudgetReport:
     for unit in plan.budget:
         limit += unit.limit
         used += unit.used
-        fields_of_unit = taken_from(unit, UnitReport)
+        fields_of_unit = shared_fields(unit, UnitReport)
         if unit.exact_count is not None:
             # Rounded down: rounded to nearest, a bound just below 35 would read 35.
             fields_of_unit["exact_count"] = int(unit.exact_count * 100) / 100
@@ -79,7 +79,7 @@ def _budget_report(plan: ConversionPlan) -> BudgetReport:
     )
 
 
-def planned_layer(plan: ConversionPlan, layer: LayerPlan) -> LayerReport:
+def predicted_layer(plan: ConversionPlan, layer: LayerPlan) -> LayerReport:
     """The row of a layer, as the plan predicts it."""
     bias = layer.out_channels if layer.bias else 0
     positions = 0
@@ -89,7 +89,7 @@ def planned_layer(plan: ConversionPlan, layer: LayerPlan) -> LayerReport:
         weights = layer.lines * layer.kernel_count  # so many elements on each kernel line
         if layer.tie_group is None or plan.group(layer.tie_group).layers[0] == layer.name:
             positions = layer.position_params
-    from_plan = taken_from(layer, LayerReport)
+    from_plan = shared_fields(layer, LayerReport)
     from_plan["position_params"] = positions
     return LayerReport(
         **from_plan,

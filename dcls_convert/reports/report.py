@@ -78,7 +78,7 @@ class LayerReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParamsAllowed:
+class BudgetUse:
     """How many parameters new kernels and positions may use, and how many they do use.
 
     For a folded model, the numbers before folding.
@@ -97,7 +97,7 @@ class ParamsAllowed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UnitReport(ParamsAllowed):
+class UnitReport(BudgetUse):
     """The budget of one unit: the model, a stage or a layer."""
 
     name: str
@@ -105,7 +105,7 @@ class UnitReport(ParamsAllowed):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BudgetReport(ParamsAllowed):
+class BudgetReport(BudgetUse):
     """The budget of the whole model. `exact_count` is None if there are several units."""
 
     scope: str

@@ -19,7 +19,7 @@ from ..options import AUTO, EXACT, INITS, POSITIONS, Init, Positions
 from ..planning.plan import ConversionPlan
 from ..progress import Note, Notify, silent
 from ..text import listed
-from .place import put_layers_
+from .place import insert_layers_
 from .start import start_from_kernels_, start_randomly_
 
 
@@ -170,6 +170,6 @@ def _place_(
     # Biases and running means, which take the mean shifts.
     targets = [cast(Tensor, layer.shift_target) for layer in shifted]
     with unchanged_on_failure(model, values=targets):
-        put_layers_(model, plan, groups)
+        insert_layers_(model, plan, groups)
         for layer, target in zip(shifted, targets, strict=True):
             target.add_(layer.target_change.to(target))

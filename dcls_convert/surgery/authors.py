@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from ..fitting.groups import make_layers
 from ..geometry import size_text
-from ..layers.conv_classes import PLAIN, find_form
+from ..layers.conv_classes import PLAIN, find_traits
 from ..layers.interpolation import INTERPOLATIONS, Interpolation, find_interpolation
 from ..networks.weights import describe_non_finite, load_weights_
 from ..options import AuthorsVersion
@@ -25,7 +25,7 @@ from ..planning.known_counts import LayerCounts
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 from ..planning.tie_groups import TieGroup
-from .place import put_layers_
+from .place import insert_layers_
 
 # Entries of one of the authors' layers, beside its bias.
 _WEIGHT = "weight"  # (O, I, E)
@@ -123,7 +123,7 @@ def start_from_authors_(
     elements = element_state(weights, plan, version)
     for layer in plan.layers:
         conv = model.get_submodule(layer.name)
-        form = find_form(conv) or PLAIN
+        form = find_traits(conv) or PLAIN
         if form.transform_weight:
             raise CheckpointError(
                 f"{weights.where}: {layer.name} is a {type(conv).__name__}, "
@@ -139,7 +139,7 @@ def start_from_authors_(
             if f"{name}.weight" in old_state:
                 state[f"{name}.weight"] = old_state[f"{name}.weight"]
     kept = load_weights_(model, state, weights.where, new_classifier=new_classifier)
-    put_layers_(model, plan, groups)
+    insert_layers_(model, plan, groups)
     model.load_state_dict(elements, strict=False)
     return kept
 

@@ -16,7 +16,7 @@ from ..networks.running import unchanged_on_failure
 
 # Methods that timm's `reparameterize_model` looks for on a child, in this order. It calls the first
 # one that it finds.
-REPARAMETERIZING = ("fuse", "reparameterize", "switch_to_deploy")
+REPARAMETERIZE_METHODS = ("fuse", "reparameterize", "switch_to_deploy")
 
 
 def fold_to_dense_(model: nn.Module) -> int:
@@ -47,21 +47,21 @@ def fold_to_dense_(model: nn.Module) -> int:
             model.set_submodule(name, plain_conv_of[layer])
         for layer in plain_conv_of:
             layer.release_tied_parameters_()
-        _stop_folding_before_timm_fuses_(model)
+        _remove_timm_fold_hook_(model)
         undo_exclusion_from_weight_decay_(model)
-        _note_folded_for_timm_(model)
+        _mark_folded_for_timm_(model)
     return len(plain_conv_of)
 
 
-def _note_folded_for_timm_(model: nn.Module) -> None:
-    """Mark the plan as folded in the arguments that `put_layers_` left for timm's savers."""
+def _mark_folded_for_timm_(model: nn.Module) -> None:
+    """Mark the plan as folded in the arguments that `insert_layers_` left for timm's savers."""
     arguments = vars(model).get("_model_args")
     if isinstance(arguments, dict) and isinstance(arguments.get("plan"), dict):
         plan = {**arguments["plan"], "folded": True}
         vars(model)["_model_args"] = {**arguments, "plan": plan}
 
 
-def fold_before_timm_fuses_(model: nn.Module) -> None:
+def install_timm_fold_hook_(model: nn.Module) -> None:
     """Let timm's `reparameterize_model` fold a converted model before it fuses anything else."""
     # timm by itself leaves tied positions on their owner; RepViT and LeViT would take the weights
     # of elements for a dense kernel.
@@ -73,17 +73,17 @@ def fold_before_timm_fuses_(model: nn.Module) -> None:
 
 
 def _method_that_timm_calls(module: nn.Module) -> str:
-    for name in REPARAMETERIZING:
+    for name in REPARAMETERIZE_METHODS:
         if hasattr(module, name):
             return name
     return "reparameterize"
 
 
-def _stop_folding_before_timm_fuses_(model: nn.Module) -> None:
-    """Undo `fold_before_timm_fuses_`."""
+def _remove_timm_fold_hook_(model: nn.Module) -> None:
+    """Undo `install_timm_fold_hook_`."""
     for module in model.modules():
         attributes = vars(module)
-        for name in REPARAMETERIZING:
+        for name in REPARAMETERIZE_METHODS:
             function = getattr(attributes.get(name), "func", None)
             if function is _fold_first:
                 del attributes[name]
@@ -104,7 +104,7 @@ def _fold_first(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
 def _children(model: nn.Module) -> Iterator[nn.Module]:
     """The children of a model, and instead of a GraphModule its own children.
 
-    A copy of a GraphModule loses the attribute that `fold_before_timm_fuses_` sets.
+    A copy of a GraphModule loses the attribute that `install_timm_fold_hook_` sets.
     """
     for child in model.children():
         if isinstance(child, fx.GraphModule):

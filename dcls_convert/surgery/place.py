@@ -10,7 +10,7 @@ from ..networks.positions import exclude_from_weight_decay_
 from ..networks.pretrained_cfg import set_pretrained_cfg_
 from ..networks.registries import TIMM_ARCHITECTURE
 from ..planning.plan import ConversionPlan
-from .fold import fold_before_timm_fuses_
+from .fold import install_timm_fold_hook_
 
 
 def place_layers_(model: nn.Module, plan: ConversionPlan) -> None:
@@ -18,10 +18,10 @@ def place_layers_(model: nn.Module, plan: ConversionPlan) -> None:
 
     If the plan is folded, it is replaced by a plain convolution instead.
     """
-    put_layers_(model, plan, make_layers(model, plan), with_values=False)
+    insert_layers_(model, plan, make_layers(model, plan), with_values=False)
 
 
-def put_layers_(
+def insert_layers_(
     model: nn.Module,
     plan: ConversionPlan,
     groups: Sequence[LayerGroup],
@@ -48,7 +48,7 @@ def put_layers_(
             for name in layer_plan.names:
                 model.set_submodule(name, module)
     if not plan.folded:
-        fold_before_timm_fuses_(model)
+        install_timm_fold_hook_(model)
         exclude_from_weight_decay_(model)
     # With this, timm's own savers write a config that rebuilds the converted model.
     config = getattr(model, "pretrained_cfg", None)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from ..errors import DclsConvertError
-from ..fitting.image_files import FORMATS, UNREADABLE, check_white_level, in_eight_bits
+from ..fitting.image_files import FORMATS, UNREADABLE, check_white_level, to_mode
 from ..networks.running import quietly
 from ..options import MIRRORED, Augmentation
 from ..progress import Note, silent
@@ -257,6 +257,6 @@ def set_transforms_(
         **options, is_training=True, hflip=mirrored, **AUGMENTATIONS[augmentation]
     )
     data.test.transform = create_transform(**options, crop_pct=config["crop_pct"])
-    in_mode = partial(in_eight_bits, mode=MODES[channels])
+    in_mode = partial(to_mode, mode=MODES[channels])
     for part in (data.train, data.test):
         part.transform.transforms.insert(0, in_mode)

@@ -77,14 +77,14 @@ def param_groups(
         scale_of[id(found.tensor)] = scale_of_kind[found.kind]
 
     timm_groups = _groups_of_timm(model, weight_decay=weight_decay, **timm_options)
-    groups = _with_groups_of_their_own(timm_groups, scale_of)
+    groups = _split_off_positions(timm_groups, scale_of)
     if lr is not None:
         for group in groups:
             group["lr"] = lr * group.pop("lr_scale", 1.0)
     return groups
 
 
-def _with_groups_of_their_own(
+def _split_off_positions(
     timm_groups: list[dict[str, Any]], scale_of: dict[int, float]
 ) -> list[dict[str, Any]]:
     """Move some parameters into groups of their own, one for each scale of the learning rate.

@@ -36,7 +36,7 @@ def _number_of(key: Sequence[int | str]) -> int:
 
 
 @contextlib.contextmanager
-def generators_kept() -> Iterator[None]:
+def preserved_rng_state() -> Iterator[None]:
     """Give the global random generators their present states back at the end."""
     with contextlib.ExitStack() as restore:
         restore.callback(random.setstate, random.getstate())

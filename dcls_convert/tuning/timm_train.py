@@ -30,7 +30,7 @@ from .tracker import PositionTracker, is_first_rank
 
 LAST = "last.pth.tar"  # train.py writes it after every epoch
 # Arguments of timm's create_optimizer_v2, and what timm's functions for parameter groups call them.
-GROUPING = {
+GROUP_ARGUMENTS = {
     "weight_decay": "weight_decay",
     "layer_decay": "layer_decay",
     "fallback_list": "fallback_list",
@@ -38,7 +38,10 @@ GROUPING = {
     "filter_bias_and_bn": "weight_decay_exclude_1d",
 }
 # The same, for arguments that only the function with layer decay has.
-LAYER_GROUPING = {"layer_decay_min_scale": "min_scale", "layer_decay_no_opt_scale": "no_opt_scale"}
+LAYER_DECAY_ARGUMENTS = {
+    "layer_decay_min_scale": "min_scale",
+    "layer_decay_no_opt_scale": "no_opt_scale",
+}
 
 
 def create_optimizer(
@@ -62,9 +65,9 @@ def create_optimizer(
     Raises:
         DclsConvertError: The options need something that the model or the script does not have.
     """
-    by_epochs = options.repulsive_loss_from is not None or options.track is not None
+    needs_epochs = options.repulsive_loss_from is not None or options.track is not None
     converted = isinstance(model, nn.Module) and len(position_parameters(model)) > 0
-    if by_epochs and not (converted and hasattr(sys.modules["__main__"], "train_one_epoch")):
+    if needs_epochs and not (converted and hasattr(sys.modules["__main__"], "train_one_epoch")):
         raise DclsConvertError(
             "--repulsive-loss-from and --track need a model with DCLS layers, "
             "and a train_one_epoch(epoch, ...) in the script"
@@ -74,7 +77,7 @@ def create_optimizer(
     optimizer = timm_create(model, *args, **kwargs)
     if converted:
         optimizer.register_step_post_hook(lambda *_: clamp_positions_(model))
-    if by_epochs:
+    if needs_epochs:
         follow_epochs_(model, optimizer, options)
     return optimizer
 
@@ -83,9 +86,9 @@ def _param_group_function(
     options: argparse.Namespace, arguments: Mapping[str, Any]
 ) -> Callable[..., Any]:
     """`param_groups`, for the arguments by which timm would make its own groups."""
-    names = dict(GROUPING)
+    names = dict(GROUP_ARGUMENTS)
     if arguments.get("layer_decay") is not None:
-        names |= LAYER_GROUPING
+        names |= LAYER_DECAY_ARGUMENTS
     grouping: dict[str, Any] = {"weight_decay": 0.0}
     for name, group_name in names.items():
         if name in arguments:
@@ -218,11 +221,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _with_resume(arguments: list[str]) -> list[str]:
     """The script's arguments, with `--resume` if its run has a last checkpoint."""
-    of_script = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    of_script.add_argument("--output", default="output/train")  # the script's default
-    of_script.add_argument("--experiment", default="")
-    of_script.add_argument("--resume", default="")
-    run, _ = of_script.parse_known_args(arguments)
+    script_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    script_parser.add_argument("--output", default="output/train")  # the script's default
+    script_parser.add_argument("--experiment", default="")
+    script_parser.add_argument("--resume", default="")
+    run, _ = script_parser.parse_known_args(arguments)
     if not run.experiment:
         raise DclsConvertError(
             "--auto-resume needs the script's --experiment NAME, so that runs share a folder"

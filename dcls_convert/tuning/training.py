@@ -35,7 +35,7 @@ from .images import ImageData
 from .param_groups import param_groups
 from .recipe import Recipe
 from .repulsion import repulsive_loss
-from .seeding import SeededImages, batch_keys, generators_kept, seed_all
+from .seeding import SeededImages, batch_keys, preserved_rng_state, seed_all
 from .tracker import PositionTracker
 from .training_state import (
     STATE,
@@ -121,7 +121,7 @@ class Training:
         # Never sharded, on the CPU: `trained` loads the weights into it.
         self.whole_copy = copy.deepcopy(model)
         self.model = model
-        self._place_models_()
+        self._move_and_shard_models_()
         # Without lr, the groups state a scale of the learning rate, which timm's schedulers apply.
         groups = param_groups(
             model,
@@ -140,7 +140,7 @@ class Training:
         if self.updates_done and self.updates_done % self.updates_per_epoch == 0:
             self.tracker.continue_from(len(self.top1))
 
-    def trained(self) -> nn.Module:
+    def trained_model(self) -> nn.Module:
         """The trained model, in eval mode, whole and on the CPU; of the averaged weights if any.
 
         It has the weights in the first process only, but all processes must call this method.
@@ -155,11 +155,11 @@ class Training:
         on_epoch: Callable[["Training"], None] = lambda _: None,
         *,
         max_updates: int | None = None,
-        tests_first: bool = False,
+        test_first: bool = False,
     ) -> None:
         """Train to the end of the recipe, or until `max_updates` updates are done.
 
-        `on_epoch` is called after each epoch and its test. With `tests_first`, the model is also
+        `on_epoch` is called after each epoch and its test. With `test_first`, the model is also
         tested before the first update.
 
         Raises:
@@ -178,8 +178,8 @@ class Training:
         )
         mixup = self._make_mixup()
         criterion = self._make_criterion(mixup)
-        with generators_kept():
-            if tests_first and self.updates_done == 0:
+        with preserved_rng_state():
+            if test_first and self.updates_done == 0:
                 self.top1_before = [_percent(self.test())]
             loaded = iter(self._loader(self.data.train, keys))
             epoch_began = time.monotonic()
@@ -224,7 +224,7 @@ class Training:
         in_order: Tensor = by_process.unflatten(0, (accelerator.num_processes, -1)).T.flatten()
         return in_order[: len(self.data.test)]
 
-    def _place_models_(self) -> None:
+    def _move_and_shard_models_(self) -> None:
         """Move the models to the device, make the averaged one, and shard both under FSDP2."""
         self.model.to(self.accelerator.device)
         if not self.fsdp:  # which takes contiguous parameters only

@@ -37,7 +37,7 @@ def short_count(count: int | None) -> str:
     return f"{_short(count / unit)}{name}"
 
 
-def short_arrow(change: Change) -> str:
+def short_before_after(change: Change) -> str:
     """4455531264 and 4970337024 -> "4.46 → 4.97 G"."""
     unit, name = _unit(change.before or 0)
     text = arrow(change, lambda count: _short(count / unit))
@@ -63,7 +63,7 @@ def in_one_unit(counts: Iterable[int | None]) -> tuple[Callable[[int], str], str
     return lambda count: f"{count / unit:,.{digits}f}", heading
 
 
-def digits_of(value: float) -> int:
+def decimals_for(value: float) -> int:
     """Digits after the point with which three digits are shown: 4.46, 44.3, 15,900."""
     if value >= 99.95:
         return 0
@@ -76,7 +76,7 @@ def _short(value: float) -> str:
     """Three digits, or all before the point: 4.46, 44.3, 15,900; a whole number has no point."""
     digits = 0
     if value % 1:
-        digits = digits_of(value)
+        digits = decimals_for(value)
     return f"{value:,.{digits}f}"
 
 

@@ -22,7 +22,7 @@ from ..checkpoints.inspection import (
     inspect_state,
     plan_with_positions,
 )
-from ..checkpoints.load import rebuild
+from ..checkpoints.load import build_from_checkpoint
 from ..errors import DclsConvertError
 from ..planning.plan import ConversionPlan
 from ..progress import Note, Notify
@@ -33,7 +33,7 @@ from .cost_tables import LayerTotals, stage_rows
 from .counts import arrow, exact, percent, short_count
 from .elements import LayerKernels, PositionPicture, kernel_pictures, position_pictures
 from .history import HistoryPicture, read_history_of
-from .receptive_field import FieldOptions, FieldPictures, field_pictures
+from .receptive_field import ReceptiveFieldMaps, ReceptiveFieldOptions, field_pictures
 
 TEMPLATE = Path(__file__).with_name("page.html")
 STAGE_COSTS = {"params": "Parameters", "macs": "MACs for one image"}  # of a stage
@@ -52,7 +52,7 @@ class Pictures:
     kernels: tuple[LayerKernels, ...]
     # Why the model was not rebuilt; kernels are then made from the stored weights.
     why_not_rebuilt: str | None = None
-    fields: FieldPictures | None = None  # None: not asked for, or the model was not rebuilt
+    fields: ReceptiveFieldMaps | None = None  # None: not asked for, or the model was not rebuilt
     history: HistoryPicture | None = None  # None: not asked for
 
 
@@ -81,7 +81,7 @@ def _pictures(
 
 def pictures_of_folder(
     checkpoint: Checkpoint,
-    fields: FieldOptions | None,
+    fields: ReceptiveFieldOptions | None,
     history: Path | None,
     notify: Notify,
     note: Note,
@@ -112,7 +112,7 @@ def pictures_of_folder(
         state: Mapping[str, Tensor] = checkpoint.read_state()
     else:
         notify("loading")
-        model = rebuild(checkpoint, source)
+        model = build_from_checkpoint(checkpoint, source)
         state = model.state_dict()
     inspection = inspect_state(checkpoint, state)
     notify("drawing positions and kernels")
@@ -206,7 +206,7 @@ def _kernels(layer: LayerKernels) -> dict[str, Any]:
     }
 
 
-def _fields(pictures: FieldPictures) -> dict[str, Any]:
+def _fields(pictures: ReceptiveFieldMaps) -> dict[str, Any]:
     maps = []
     for field in pictures.fields:
         values = (1 + field.logs / pictures.decades) * 255

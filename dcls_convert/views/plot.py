@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PANEL_INCHES = 2.4  # side of a panel
 MAX_PANELS = 12  # of positions or layers, in the order of the plan; more are left out
-PANELS_IN_A_ROW = 6
+PANELS_PER_ROW = 6
 KERNELS = 8  # of a layer
 LINES = ("-", "--", "-.", ":")
 FIGURE_STYLE = {
@@ -84,7 +84,7 @@ def new_figure(width: float, height: float) -> "Figure":
 def _positions(pictures: Pictures) -> "Figure":
     """A heat map of each positions tensor, and below it the histograms along its axes."""
     chosen = pictures.positions[:MAX_PANELS]
-    columns = min(len(chosen), PANELS_IN_A_ROW)
+    columns = min(len(chosen), PANELS_PER_ROW)
     rows = math.ceil(len(chosen) / columns)
     figure = new_figure(columns * PANEL_INCHES, 2 * rows * PANEL_INCHES)
     panels = figure.subfigures(rows, columns, squeeze=False)

@@ -45,7 +45,7 @@ MAX_FIELD_PIXELS = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class FieldOptions:
+class ReceptiveFieldOptions:
     """How to find effective receptive fields."""
 
     images: Path | None  # folder; None: seeded noise
@@ -54,7 +54,7 @@ class FieldOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class FieldPicture:
+class ReceptiveFieldMap:
     """How much each pixel counts: mean |gradient|, as a share of the largest."""
 
     title: str
@@ -65,10 +65,10 @@ class FieldPicture:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FieldPictures:
+class ReceptiveFieldMaps:
     """Effective receptive fields before and after conversion, and notes on them."""
 
-    fields: tuple[FieldPicture, ...]
+    fields: tuple[ReceptiveFieldMap, ...]
     notes: tuple[str, ...]  # what the fields show, and why one is missing
 
     @property
@@ -89,10 +89,10 @@ def field_pictures(
     source: ModelSource,
     plan: ConversionPlan,
     state: Mapping[str, Tensor],
-    options: FieldOptions,
+    options: ReceptiveFieldOptions,
     notify: Notify,
     note: Note,
-) -> FieldPictures:
+) -> ReceptiveFieldMaps:
     """The fields of a checkpoint's last replaced layer, before the conversion and after it.
 
     A field that cannot be had is missing, and a note says why.
@@ -109,7 +109,7 @@ def field_pictures(
     images, about_images = _images(model, plan, options, note)
     if not images:
         reason = f"There is no effective receptive field: {about_images}."
-        return FieldPictures(fields=(), notes=(reason,))
+        return ReceptiveFieldMaps(fields=(), notes=(reason,))
     notify("building the network before conversion")
     layer = plan.layers[-1].name
     fields = []
@@ -140,7 +140,7 @@ def field_pictures(
             notes.append(f"There is no field of {what}: {one_line(error)}.")
     if len(halves) == len(networks) and halves[1] < halves[0]:
         notes += _why_smaller(plan, model)
-    return FieldPictures(fields=tuple(fields), notes=tuple(notes))
+    return ReceptiveFieldMaps(fields=tuple(fields), notes=tuple(notes))
 
 
 def _why_smaller(plan: ConversionPlan, model: nn.Module) -> list[str]:
@@ -186,7 +186,7 @@ def _before(
 
 
 def _images(
-    model: nn.Module, plan: ConversionPlan, options: FieldOptions, note: Note
+    model: nn.Module, plan: ConversionPlan, options: ReceptiveFieldOptions, note: Note
 ) -> tuple[Sequence[Tensor], str]:
     """Images (channels, *spatial), and what they are, or why there are none."""
     size = options.input_size or plan.input_size
@@ -250,7 +250,7 @@ def receptive_field(model: nn.Module, layer: str, images: Iterable[Tensor]) -> T
     return field
 
 
-def field_picture(field: Tensor, title: str, what: str) -> FieldPicture:
+def field_picture(field: Tensor, title: str, what: str) -> ReceptiveFieldMap:
     """A field (rows, columns) as a picture."""
     rows, columns = field.shape
     map_size = (min(rows, MAX_MAP_SIDE), min(columns, MAX_MAP_SIDE))
@@ -258,7 +258,7 @@ def field_picture(field: Tensor, title: str, what: str) -> FieldPicture:
     largest = float(averaged.max()) or 1.0
     half = central_side(field, HALF)
     nearly_all = central_side(field, NEARLY_ALL)
-    return FieldPicture(
+    return ReceptiveFieldMap(
         title=title,
         what=what,
         size=(rows, columns),

@@ -22,7 +22,7 @@ from .cost_tables import (
     model_table,
     stage_table,
 )
-from .counts import arrow, percent, short_arrow
+from .counts import arrow, percent, short_before_after
 from .outcome import SMALL_ERROR, outcome_sentences
 
 COSTLY = 50.0  # percent more MACs
@@ -103,7 +103,7 @@ def _heading(report: ConversionReport, advice: Advice) -> list[RenderableType]:
 def _verdict(report: ConversionReport) -> str:
     verdict = f"{arrow(report.params)} parameters ({percent(report.params)})"
     if report.macs.delta is not None:
-        verdict += f", {short_arrow(report.macs)} MACs ({percent(report.macs, 1)})"
+        verdict += f", {short_before_after(report.macs)} MACs ({percent(report.macs, 1)})"
     return verdict
 
 

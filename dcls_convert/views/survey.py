@@ -15,7 +15,7 @@ from ..records import adapter, write_json
 from ..reports.report import Change
 from ..tables import Column, Table, field_column
 from ..text import counted, printable, span
-from .counts import short_arrow, short_count
+from .counts import short_before_after, short_count
 
 MAX_KINDS = 4  # kinds of convolutions that a row names if nothing matches
 STYLES = {"planned": "", "nothing matches": "dim", "does not fit": "yellow", "failed": "red"}
@@ -108,7 +108,7 @@ def _kinds(kinds: dict[str, int], most: int | None = None) -> str:
 def _change(change: Change) -> str:
     if change.after is None:
         return short_count(change.before)
-    return short_arrow(change)
+    return short_before_after(change)
 
 
 SURVEY_COLUMNS: list[Column[ModelRow]] = [

@@ -15,7 +15,7 @@ from ..geometry import size_text
 from ..options import DEFAULT_BUDGET
 from ..tables import Column, Table, field_column, indented, title
 from ..text import counted, printable, span
-from .counts import digits_of, exact, in_one_unit
+from .counts import decimals_for, exact, in_one_unit
 from .plot import new_figure, saved
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def _counts(row: SweepRow) -> str:
 def _time(timing: Timing) -> str:
     """ "12.3 ±0.4": the median and half the interquartile range, in milliseconds."""
     half_range = (timing.third_quartile - timing.first_quartile) / 2
-    digits = digits_of(timing.median)
+    digits = decimals_for(timing.median)
     return f"{timing.median:,.{digits}f} ±{half_range:,.{digits}f}"
 
 

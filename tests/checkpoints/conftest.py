@@ -35,4 +35,4 @@ def folders(tmp_path_factory, _converted):
 @pytest.fixture
 def folder(folders, tmp_path):
     """A copy of the good one."""
-    return Path(shutil.copytree(folders / "good", tmp_path / "damaged"))
+    return Path(shutil.copytree(folders / "good", tmp_path / "copy"))

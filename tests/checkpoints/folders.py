@@ -1,5 +1,5 @@
-"""Checkpoint folders for tests, ways to change them, and a seal that says that they were written
-so.
+"""Checkpoint folders for tests, ways to change them, and `seal`, which makes their hashes fit
+again.
 """
 
 import json
@@ -14,7 +14,7 @@ from dcls_convert import apply_plan_, find_convs, plan_conversion, predict_repor
 from dcls_convert.checkpoints.folder import CONFIG, WEIGHTS, open_checkpoint
 from dcls_convert.checkpoints.inspection import inspect_checkpoint
 from dcls_convert.checkpoints.stamp import METADATA_KEY, config_hash
-from dcls_convert.checkpoints.verify import rebuild_here, verify_folder
+from dcls_convert.checkpoints.verify import check_model_here, verify_folder
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.source import ModelSource
 from dcls_convert.networks.tensors_hash import tensors_hash
@@ -38,9 +38,8 @@ def convert(name=f"timm:{TINY}", size=9, *, seed=0, args=None, input_size=IMAGE,
         generator=torch.Generator().manual_seed(seed),
     )
     generator = torch.Generator().manual_seed(1)
-    with (
-        torch.no_grad()
-    ):  # ConvNeXt's output hardly depends on its blocks otherwise: layer scale starts at 1e-6
+    # ConvNeXt's output hardly depends on its blocks otherwise: layer scale starts at 1e-6.
+    with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("gamma"):
                 parameter.uniform_(0.5, 1, generator=generator)
@@ -69,7 +68,7 @@ def same_states(first, second):
 
 def verify(folder):
     """Without a process of its own, which takes seconds."""
-    return verify_folder(folder, rebuild=rebuild_here)
+    return verify_folder(folder, check_model=check_model_here)
 
 
 def inspect_folder(folder):
@@ -88,19 +87,18 @@ def contents(path):
         return {name: file.get_tensor(name).clone() for name in file.keys()}, file.metadata()
 
 
-def places(data, path=()):
+def value_paths(data, path=()):
     """Paths to all values of a JSON document."""
     if path:
         yield path
-    items = (
-        data.items()
-        if isinstance(data, dict)
-        else enumerate(data)
-        if isinstance(data, list)
-        else ()
-    )
+    if isinstance(data, dict):
+        items = data.items()
+    elif isinstance(data, list):
+        items = enumerate(data)
+    else:
+        items = ()
     for key, value in items:
-        yield from places(value, (*path, key))
+        yield from value_paths(value, (*path, key))
 
 
 def edit_json(path, change):

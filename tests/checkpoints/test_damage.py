@@ -30,10 +30,10 @@ from .folders import (
     edit_stamp,
     edit_tensors,
     outputs,
-    places,
     problems,
     save,
     seal,
+    value_paths,
     verify,
 )
 
@@ -178,14 +178,14 @@ def test_damage_is_named_and_no_wrong_model_loads(folder, folders, name):
         load_converted(folder)
 
 
-def test_the_hash_of_a_config_depends_on_all_that_matters(folders):
+def test_only_descriptions_are_left_out_of_the_hash_of_a_config(folders):
     """What the hash does not depend on may be edited: labels, descriptions, and what is not of
     dcls-convert.
     """
     text = (folders / "good" / CONFIG).read_text()
     right = config_hash(json.loads(text))
     free = set()
-    for *above, last in places(json.loads(text)):
+    for *above, last in value_paths(json.loads(text)):
         data = inner = json.loads(text)
         for step in above:
             inner = inner[step]
@@ -446,7 +446,7 @@ def test_models_of_the_users_own_are_built_from_the_current_folder_if_trusted(
 
 @pytest.mark.processes
 def test_a_model_that_does_not_end_is_stopped(folder):
-    (check,) = verification.rebuild_in_fresh_process(folder, False, seconds=0.05)
+    (check,) = verification.check_model_in_fresh_process(folder, False, seconds=0.05)
     assert (check.name, check.ok) == ("model", False)
     assert "took more than 0.05 s" in check.detail
 

@@ -111,9 +111,8 @@ def test_a_model_that_cannot_run_says_why():
     [
         {"a": torch.arange(6.0).reshape(3, 2)},
         {"a": torch.arange(6.0).reshape(2, 3).view(torch.int32)},
-        {
-            "a": torch.arange(6.0).reshape(2, 3) * torch.tensor([-1.0, 1, 1])
-        },  # 0.0 becomes -0.0: the bytes count
+        # 0.0 becomes -0.0: the bytes count.
+        {"a": torch.arange(6.0).reshape(2, 3) * torch.tensor([-1.0, 1, 1])},
         {"c": torch.zeros(2, 0)},
         {"d": torch.tensor(1)},
     ],

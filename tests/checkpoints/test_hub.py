@@ -90,7 +90,7 @@ def test_a_model_of_a_hub_is_converted(hub, tiny):
 
 
 class NoRepositoryError(RepositoryNotFoundError):
-    """Without the answer of a server, which it else keeps."""
+    """Made without the server's response that the base class needs."""
 
     def __init__(self):
         Exception.__init__(self, "401")

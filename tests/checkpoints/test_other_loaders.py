@@ -79,9 +79,8 @@ def test_no_weights_are_made_under_init_empty_weights(saved, include_buffers, de
         contexts.enter_context(contextlib.redirect_stderr(None))
         for _ in range(depth):
             contexts.enter_context(accelerate.init_empty_weights(include_buffers=include_buffers))
-        with (
-            pytest.warns() if pretrained else contextlib.nullcontext()
-        ):  # torch's: nothing is copied to meta
+        # torch warns that nothing is copied to meta.
+        with pytest.warns() if pretrained else contextlib.nullcontext():
             model = created(saved[0], pretrained=pretrained)
     assert all(parameter.is_meta for parameter in model.parameters())
     assert model.state_dict().keys() == saved[1].state_dict().keys()

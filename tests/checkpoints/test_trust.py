@@ -21,13 +21,13 @@ from dcls_convert import DclsConvertError, ModelError, load_converted
 from dcls_convert.checkpoints.folder import CONFIG
 from dcls_convert.export.fold import fold_checkpoint
 from dcls_convert.networks.building import build_model
-from dcls_convert.networks.recognition import known_source
+from dcls_convert.networks.recognition import infer_source
 from dcls_convert.networks.source import ModelSource
 from dcls_convert.networks.trust import check_source
 
 from ..conftest import TINY
 from ..hub import upload
-from .folders import edit_json, inspect_folder, places, problems, seal, verify
+from .folders import edit_json, inspect_folder, problems, seal, value_paths, verify
 
 # What a folder may try: the plan's model, and its arguments. CANARY is a file that must not appear
 # or be opened, canary_module a module that must not be imported.
@@ -184,7 +184,7 @@ def test_whatever_a_config_says_is_read_or_refused_in_one_line(
 
     def change(config):
         for index, value in changes:
-            *above, last = (paths := list(places(config)))[index % len(paths)]
+            *above, last = (paths := list(value_paths(config)))[index % len(paths)]
             reduce(getitem, above, config)[last] = value
 
     edit_json(folder / CONFIG, change)
@@ -242,9 +242,8 @@ def test_a_folders_arguments_cannot_ask_for_a_network_without_end(monkeypatch):
 def test_a_plan_names_registered_models_alone():
     """A model that no registry can build again is its user's to build."""
     unnoted = timm.create_model(TINY, num_classes=3)
-    del (
-        unnoted._model_args
-    )  # as by a timm that keeps its arguments elsewhere: they cannot be guessed
+    # As by a timm that keeps arguments elsewhere: they cannot be guessed.
+    del unnoted._model_args
     other = torchvision.models.resnet18(norm_layer=torch.nn.SyncBatchNorm)
     for model in (
         torch.nn.ReLU(),
@@ -252,15 +251,15 @@ def test_a_plan_names_registered_models_alone():
         unnoted,
         other,
     ):
-        assert known_source(model) is None
+        assert infer_source(model) is None
     changed = timm.create_model(TINY)
     changed.reset_classifier(3)
-    assert known_source(changed) == ModelSource(name=f"timm:{TINY}", args={"num_classes": 3})
+    assert infer_source(changed) == ModelSource(name=f"timm:{TINY}", args={"num_classes": 3})
     changed.head.fc = torch.nn.Linear(64, 5)
-    assert known_source(changed) is None
+    assert infer_source(changed) is None
     for name, build in (
         (f"timm:{TINY}", timm.create_model),
         ("torchvision:resnet18", torchvision.models.get_model),
     ):
         known = ModelSource(name=name, args={"num_classes": 3})
-        assert known_source(build(name.partition(":")[2], num_classes=3)) == known
+        assert infer_source(build(name.partition(":")[2], num_classes=3)) == known

@@ -36,7 +36,7 @@ def test_the_budget_is_a_sentence_that_adds_up():
     assert re.search(r"Budget \(a count for each stage\): [\d,]+ of [\d,]+ parameters", text)
 
 
-def test_main_job():
+def test_a_conversion_writes_its_folder_and_tells_each_step():
     out, err = run(TINY, "--dilated-size", 17)
     assert {path.name for path in Path(f"{TINY}-dcls17").iterdir()} == set(FILES)
     assert f"timm:{TINY}, input 3x160x160" in out

@@ -90,7 +90,7 @@ def refused(*arguments, says, code=MISTAKE):
         "inspect . --json --plan": "--plan and --json exclude each other",
     }
 )
-def test_usage(given, says):
+def test_a_wrong_usage_is_refused_and_nothing_written(given, says):
     refused(*given.split(), says=says)
 
 
@@ -132,7 +132,7 @@ def test_nothing_at_all_shows_the_help(given):
         ),
     }
 )
-def test_model_names(given, says):
+def test_a_wrong_model_name_is_refused_and_nothing_written(given, says):
     refused(given, "--dry-run", says=says)
 
 
@@ -278,7 +278,7 @@ def test_what_is_no_value_of_an_option_is_refused_with_what_is(option, values, a
         "--authors-version v0": "--authors-version describes the file of --checkpoint",
     }
 )
-def test_options(given, says):
+def test_a_wrong_option_is_refused_and_nothing_written(given, says):
     refused(*SIZED, *shlex.split(given), says=says)
 
 
@@ -327,7 +327,7 @@ def test_a_model_without_a_convolution_that_could_match():
         "--output half.safetensors/x": "half.safetensors is not a folder",
     }
 )
-def test_files(given, says):
+def test_a_wrong_output_is_refused_and_nothing_written(given, says):
     Path("half.safetensors").write_bytes(b"{")
     Path("foreign").mkdir()
     Path("foreign/data.txt").write_text("the user's own")

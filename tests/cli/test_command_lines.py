@@ -17,7 +17,7 @@ from torch import nn
 from dcls_convert.cli.app import app
 from dcls_convert.export.formats import EXPORT_FORMATS
 
-from ..command_line import ended
+from ..command_line import run_to_end
 
 SMALL = ("--input-size", "3x32x32")
 OWN = f"{__name__}:build"
@@ -94,7 +94,13 @@ def values_of(parameter):
     annotation = parameter.type_descriptor.annotation
     choices = [choice for choice in get_args(annotation) if isinstance(choice, str)]
     paths = Path in (annotation, *get_args(annotation))
-    return st.one_of(st.sampled_from(choices) if choices else PATHS if paths else WORDS, TEXTS)
+    if choices:
+        usual = st.sampled_from(choices)
+    elif paths:
+        usual = PATHS
+    else:
+        usual = WORDS
+    return st.one_of(usual, TEXTS)
 
 
 @st.composite
@@ -109,10 +115,11 @@ def any_command(draw):
         for each in command.params
         if each.param_type_name == "option" and each.opts[0] not in NEVER
     ]
-    for option in draw(st.lists(st.sampled_from(options), max_size=6)) if options else ():
-        line.append(draw(st.sampled_from(option.opts)))
-        if not option.is_flag and not option.count:
-            line.append(draw(values_of(option)))
+    if options:
+        for option in draw(st.lists(st.sampled_from(options), max_size=6)):
+            line.append(draw(st.sampled_from(option.opts)))
+            if not option.is_flag and not option.count:
+                line.append(draw(values_of(option)))
     return line
 
 
@@ -140,7 +147,7 @@ def original(tmp_path_factory):
     place = tmp_path_factory.mktemp("original")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
-        assert ended(*RIGHT[0], "--output", "good")[0] == 0
+        assert run_to_end(*RIGHT[0], "--output", "good")[0] == 0
     shutil.copytree(place / "good", place / "out")
     for folder in ("empty", "mine"):
         (place / folder).mkdir()
@@ -165,7 +172,7 @@ def test_every_command_line_ends_as_documented(original, monkeypatch, tmp_path, 
         shutil.copytree(original, place)
     monkeypatch.chdir(place)
     before = seen(place)
-    code, out, err = ended(*line)
+    code, out, err = run_to_end(*line)
     after = seen(place)
     assert code in (0, 2, 3), err
     assert "Traceback" not in out + err

@@ -236,10 +236,8 @@ def signalled():
 
 
 def test_signals_that_were_ignored_stay_ignored():
-    for number in (
-        signal.SIGINT,
-        signal.SIGHUP,
-    ):  # as nohup does, and a shell for a job in the background
+    # As nohup does, and a shell for a job in the background.
+    for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     assert exit_code(f"{__name__}:signalled", "--output", "out", "--quiet") == 0
 

@@ -32,7 +32,7 @@ POINTS = st.lists(st.floats(-20, 20).map(lambda value: round(value, 2)), min_siz
 ALONE = Correction()
 
 
-def run(arm, seed, right, step_ms=10.0):
+def make_run(arm, seed, right, step_ms=10.0):
     return Run(
         arm=arm,
         seed=seed,
@@ -51,7 +51,7 @@ def run(arm, seed, right, step_ms=10.0):
     )
 
 
-def with_halves(by_seed, over_images):
+def make_difference(by_seed, over_images):
     """A difference with this half width of its interval over images, at the level of 5 %."""
     by_seed = np.array(by_seed)
     images = 10_000
@@ -66,7 +66,7 @@ def with_halves(by_seed, over_images):
 def test_the_interval_over_seeds_is_that_of_a_paired_t_test(ours, theirs):
     pairs = list(zip(ours, theirs, strict=False))
     differences = np.array([one - other for one, other in pairs])
-    half = Difference(by_seed=differences, by_image=np.zeros(9)).half_over_seeds(LEVEL)
+    half = Difference(by_seed=differences, by_image=np.zeros(9)).half_width_over_seeds(LEVEL)
     if np.ptp(differences) < 1e-9:
         assert half < 1e-6
         return
@@ -84,24 +84,24 @@ def test_the_interval_over_images_is_near_the_bootstrap_one_for_many():
     )
     low, high = resampled.confidence_interval
     assert difference.mean == pytest.approx(100 * differences.mean())
-    assert difference.half_over_images(LEVEL) == pytest.approx((high - low) / 2, rel=0.1)
+    assert difference.half_width_over_images(LEVEL) == pytest.approx((high - low) / 2, rel=0.1)
 
 
 @pytest.mark.parametrize("level", [0.05, 0.01, 0.001])
 def test_images_that_never_differ_may_hide_as_many_as_go_unseen_with_this_chance(level):
     images = 400
-    share = measured_difference(np.zeros((3, images))).half_over_images(level) / 100
+    share = measured_difference(np.zeros((3, images))).half_width_over_images(level) / 100
     assert (1 - share) ** images == pytest.approx(level, rel=0.1)
 
 
 @many_examples
 @given(POINTS, st.floats(0.1, 10))
 def test_half_widths_add_in_quadrature_and_reach_0_at_the_p_value(by_seed, over_images):
-    difference = with_halves(by_seed, over_images)
-    assert difference.half_over_images(LEVEL) == pytest.approx(over_images)
+    difference = make_difference(by_seed, over_images)
+    assert difference.half_width_over_images(LEVEL) == pytest.approx(over_images)
     for level in (LEVEL, 0.001):
-        seeds = difference.half_over_seeds(level)
-        images = difference.half_over_images(level)
+        seeds = difference.half_width_over_seeds(level)
+        images = difference.half_width_over_images(level)
         assert difference.half_width(level) ** 2 == pytest.approx(seeds**2 + images**2)
     p_value = difference.p_value()
     if 1e-8 < p_value < 0.99:
@@ -128,7 +128,7 @@ def test_holm_is_the_closed_test_of_bonferroni(p_values, untested):
 def test_a_gain_or_a_loss_is_claimed_only_if_the_corrected_interval_does_not_hold_0(
     by_seed, half, conversions, looks
 ):
-    difference = with_halves(by_seed, half)
+    difference = make_difference(by_seed, half)
     times = conversions * looks**2
     p_corrected = min(1.0, times * difference.p_value())
     correction = Correction(conversions=conversions, looks=looks)
@@ -141,26 +141,26 @@ def test_a_gain_or_a_loss_is_claimed_only_if_the_corrected_interval_does_not_hol
         assert float(said.split()[4]) >= abs(difference.mean) + corrected_half
 
 
-def test_the_answers():
-    gain = with_halves([1.2, 1.2, 1.2], 0.5)
+def test_each_kind_of_difference_has_its_sentence():
+    gain = make_difference([1.2, 1.2, 1.2], 0.5)
     assert sentence(gain, 0.01, ALONE, 1.31) == "helps by 1.2 ± 0.5 points at 1.3 times the time"
     assert (
         sentence(gain, 0.06, Correction(conversions=60), 1.31)
         == "+1.2 ± 0.5 points taken alone, too little for a claim"
     )
-    around = with_halves([0.1, 0.1, 0.1], 0.7)
+    around = make_difference([0.1, 0.1, 0.1], 0.7)
     assert (
         sentence(around, 0.7, ALONE, 2.0)
         == "no difference larger than 0.8 points, at 2 times the time"
     )
     assert (
-        sentence(with_halves([0.3, -0.4], 0.7), None, ALONE, 1.0)
+        sentence(make_difference([0.3, -0.4], 0.7), None, ALONE, 1.0)
         == "too few seeds to tell: differences of +0.3, -0.4 points"
     )
     wide = "to tell: differences of +0.3, -0.4, +1.1 points"
-    unsure = with_halves([0.3, -0.4, 1.1], 0.7)
+    unsure = make_difference([0.3, -0.4, 1.1], 0.7)
     assert sentence(unsure, 0.5, ALONE, 1.0) == f"too few seeds {wide}"
-    unsure = with_halves([0.3, -0.4, 1.1], 2.7)
+    unsure = make_difference([0.3, -0.4, 1.1], 2.7)
     assert sentence(unsure, 0.5, ALONE, 1.0) == f"too few test images {wide}"
 
 
@@ -180,7 +180,7 @@ def simulated(gain, repetitions=300, networks=5, seeds=10, images=1000):
         yield [measured_difference(other - right[0]) for other in right[1:]]
 
 
-def test_one_comparison_in_twenty_claims_what_is_not():
+def test_at_most_one_comparison_in_twenty_claims_a_difference_that_is_not_there():
     """Holm keeps this for four conversions; each alone at 5 % does not."""
     alone = []
     together = []
@@ -205,8 +205,12 @@ def test_what_is_called_detectable_is_found_four_times_in_five():
 
 def test_results_pair_runs_by_seed():
     original, converted = make_arms([17], ["normal"])
-    runs = [run(original, 0, "1100"), run(original, 1, "1000"), run(original, 2, "0000")]
-    runs += [run(converted, 1, "1100", 30.0), run(converted, 2, "1000", 30.0)]
+    runs = [
+        make_run(original, 0, "1100"),
+        make_run(original, 1, "1000"),
+        make_run(original, 2, "0000"),
+    ]
+    runs += [make_run(converted, 1, "1100", 30.0), make_run(converted, 2, "1000", 30.0)]
     first, second = results(runs, ALONE)
     assert (first.label, first.top1, first.sentence) == ("as it is", 25, None)
     assert (second.differences, second.slower, second.seeds) == ((25, 25), 3, (1, 2))

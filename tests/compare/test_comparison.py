@@ -10,12 +10,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from dcls_convert.checkpoints.verify import rebuild_here, verify_folder
+from dcls_convert.checkpoints.verify import check_model_here, verify_folder
 from dcls_convert.compare.answer import Correction
 from dcls_convert.compare.arms import Arm, make_arms, make_network
 from dcls_convert.compare.comparison import COMPARISON, Comparison
 from dcls_convert.compare.runs import Trainer
-from dcls_convert.compare.settings import Settings, usual_lr
+from dcls_convert.compare.settings import Settings, default_lr
 from dcls_convert.networks.positions import position_parameters
 from dcls_convert.options import PlanOptions
 from dcls_convert.pipeline.request import ConversionRequest
@@ -26,18 +26,17 @@ from dcls_convert.tuning.tracker import TRACK
 from dcls_convert.tuning.training import Training
 
 from ..command_line import NET, net, run
-from ..photographs import photographs
+from ..image_folder import write_images
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:unclosed file:ResourceWarning"
-)  # timm leaves images open
+# timm leaves images open.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 SIZE = ("--input-size", "3x32x32")
 QUICK = (*SIZE, "--batch-size", "4", "--device", "cpu")
 
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path, monkeypatch):
-    photographs(tmp_path / "images")
+    write_images(tmp_path / "images")
     monkeypatch.chdir(tmp_path)
 
 
@@ -97,9 +96,8 @@ def test_what_moved_is_measured_from_the_start():
             one.tensor.zero_()
             one.tensor[0, ..., :1] = 6.0
     shift = network.position_shift(trained)
-    assert shift.outside == pytest.approx(
-        1 / network.plan.layers[0].kernel_count
-    )  # the kernel was 7x7
+    # The kernel was 7x7.
+    assert shift.outside == pytest.approx(1 / network.plan.layers[0].kernel_count)
     assert shift.outside_before == 0
     assert (
         make_network(request(), Arm()).position_shift(make_network(request(), Arm()).model) is None
@@ -171,7 +169,7 @@ def test_a_comparison_ends_as_a_table_files_and_checkpoints(tmp_path):
         "Positions of 9x9 kernel, seed 0"
     ]
     assert not list((tmp_path / "out").rglob("state.pt"))
-    assert verify_folder(tmp_path / "out/models/9x9-kernel-seed0", rebuild=rebuild_here).ok
+    assert verify_folder(tmp_path / "out/models/9x9-kernel-seed0", check_model=check_model_here).ok
     again, err = compare(
         "--sizes", "9", "--epochs", "2", "--seeds", "3", "--output", "out", "--json"
     )
@@ -214,7 +212,7 @@ def test_parts_make_the_whole_and_other_settings_are_refused(tmp_path):
     _, err = compare(*whole, "--output", "images", code=2)
     assert (
         err.splitlines()[-1]
-        == "error: output images: holds other things than a comparison; name another folder"
+        == "error: output images: holds something other than a comparison; use another folder"
     )
 
 
@@ -242,9 +240,8 @@ def test_a_run_that_was_interrupted_goes_on(tmp_path):
     assert [path.parent.name for path in (tmp_path / "interrupted").rglob("state.pt")] == [
         "9x9-kernel-seed0"
     ]
-    with patch(
-        "dcls_convert.compare.runs.save_trained", side_effect=KeyboardInterrupt
-    ):  # after its last epoch
+    # Interrupted after the last epoch.
+    with patch("dcls_convert.compare.runs.save_trained", side_effect=KeyboardInterrupt):
         compare(*options, "--output", "interrupted", code=130)
     compare(*options, "--output", "interrupted")
     one, other = (read_comparison(tmp_path / name) for name in ("whole", "interrupted"))
@@ -300,16 +297,18 @@ def test_a_comparison_that_ended_before_any_epoch_does_not_bind_its_folder(tmp_p
 
 
 def test_minutes_decide_the_epochs_once(tmp_path):
-    with patch(
-        "dcls_convert.compare.runs.Trainer.time_trial", return_value=(1.0, 1.0)
-    ):  # 5 s an epoch, 4 runs
+    # An epoch takes 5 s, and there are 4 runs.
+    with patch("dcls_convert.compare.runs.Trainer.time_trial", return_value=(1.0, 1.0)):
         compare(
             "--sizes", "9", "--seeds", "2", "--minutes", "1", "--only", "1/99", "--output", "out"
         )
         _, err = compare(
             "--sizes", "9", "--seeds", "8", "--minutes", "1", "--output", "other", code=2
         )
-    assert "1 minutes: an epoch of all 16 runs takes 2 here; give more, or take fewer" in err
+    assert (
+        "1 minutes: one epoch of all 16 runs takes 2 minutes here; allow more time, or use fewer"
+        in err
+    )
     assert read_comparison(tmp_path / "out").settings.recipe.epochs == 3
     compare("--sizes", "9", "--seeds", "2", "--minutes", "9", "--only", "99/99", "--output", "out")
     assert read_comparison(tmp_path / "out").settings.recipe.epochs == 3
@@ -372,8 +371,8 @@ def test_what_is_not_installed_is_named(monkeypatch):
 
 
 def test_the_usual_rate_is_the_papers_for_its_batches():
-    assert usual_lr(4096, trained=False) == 4e-3
-    assert usual_lr(256, trained=True) == 1e-4
+    assert default_lr(4096, trained=False) == 4e-3
+    assert default_lr(256, trained=True) == 1e-4
 
 
 def test_shards_give_the_runs_that_a_folder_of_the_same_images_gives(tmp_path):

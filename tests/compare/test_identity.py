@@ -10,18 +10,17 @@ from safetensors.torch import save_file
 from timm.data import dataset_factory
 
 from ..command_line import NET, net, run
-from ..photographs import photographs
+from ..image_folder import write_images
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:unclosed file:ResourceWarning"
-)  # timm leaves images open
+# timm leaves images open.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 OPTIONS = ("--input-size", "3x32x32", "--batch-size", "4", "--device", "cpu", "--sizes", "9")
 ONE_RUN = ("--epochs", "1", "--seeds", "1", "--only", "1/2", "--output", "out")
 
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path, monkeypatch):
-    photographs(tmp_path / "images")
+    write_images(tmp_path / "images")
     monkeypatch.chdir(tmp_path)
 
 

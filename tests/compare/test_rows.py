@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from dcls_convert.compare.recommendation import recommend
 from dcls_convert.compare.sweep import (
-    Asked,
+    Combination,
     SweepRow,
     Timing,
     dominates,
-    numbers_to_compare,
+    mark_dominated,
+    objectives,
     percent_more,
-    with_dominated,
 )
 
 few = st.integers(1, 4)
@@ -37,7 +37,7 @@ def sweep_rows(draw):
     known = draw(st.sets(st.sampled_from(["macs", "time", "error"])))
     row = st.builds(
         lambda size, folded, params, elements, macs, ms, error, failed: SweepRow(
-            asked=Asked(size=size),
+            asked=Combination(size=size),
             dilated_sizes=windows_of(size),
             status="failed" if failed else "done",
             folded_bytes=folded,
@@ -72,11 +72,11 @@ def sweep_rows(draw):
 
 @given(sweep_rows())
 def test_no_row_that_is_left_is_dominated_and_every_other_one_is_by_one_that_is_left(rows):
-    marked = with_dominated(rows)
+    marked = mark_dominated(rows)
     assert [replace(row, dominated=False) for row in marked] == rows
     done = [row for row in marked if row.status == "done"]
     assert all(row in done for row in marked if row.dominated)
-    numbers = numbers_to_compare(done)
+    numbers = objectives(done)
     front = [number for number, row in zip(numbers, done, strict=True) if not row.dominated]
     assert bool(front) == bool(done)
     for number, row in zip(numbers, done, strict=True):
@@ -85,7 +85,7 @@ def test_no_row_that_is_left_is_dominated_and_every_other_one_is_by_one_that_is_
 
 def row(size, windows=(), **known):
     return SweepRow(
-        asked=Asked(size=size),
+        asked=Combination(size=size),
         status="done",
         dilated_sizes=windows_of(size) if not isinstance(size, str) else windows,
         **{"folded_bytes": 3, "params": 2, "elements": 2, "macs": 2} | known,
@@ -112,8 +112,8 @@ def row(size, windows=(), **known):
         ),
     ],
 )
-def test_what_is_better(better, worse):
-    assert [found.dominated for found in with_dominated([ORIGINAL, better, worse])] == [
+def test_a_better_row_dominates_a_worse_one(better, worse):
+    assert [found.dominated for found in mark_dominated([ORIGINAL, better, worse])] == [
         False,
         False,
         True,
@@ -122,7 +122,7 @@ def test_what_is_better(better, worse):
 
 def test_windows_of_which_neither_holds_the_other_do_not_dominate():
     assert not any(
-        found.dominated for found in with_dominated([ORIGINAL, row((9, 7)), row((7, 9))])
+        found.dominated for found in mark_dominated([ORIGINAL, row((9, 7)), row((7, 9))])
     )
 
 
@@ -131,7 +131,7 @@ def test_windows_are_compared_in_small_and_large_kernels():
     grown = row("+4", windows=((7, 7), (9, 9)), macs=2)
     same = row(9, macs=3)
     less = row("+2", windows=((5, 5), (7, 7)), macs=3)
-    assert [found.dominated for found in with_dominated([ORIGINAL, grown, same, less])] == [
+    assert [found.dominated for found in mark_dominated([ORIGINAL, grown, same, less])] == [
         False,
         False,
         False,
@@ -166,9 +166,8 @@ def test_the_row_to_take_keeps_what_its_reason_says(rows, slower, more):
         assert taken.kernel_error <= min(found.kernel_error for found in within) + 0.005
     elif within:
         assert not any(larger(found, taken) for found in within)
-        assert not larger(
-            taken, rows[recommend(rows, max(slower, more)).row]
-        )  # who may spend more gets no less
+        # Who may spend more gets no less.
+        assert not larger(taken, rows[recommend(rows, max(slower, more)).row])
 
 
 def larger(one, other):
@@ -179,7 +178,7 @@ def larger(one, other):
     return one != other and all(a >= b for a, b in zip(one, other, strict=True))
 
 
-def test_it_says_why():
+def test_a_recommendation_states_its_reason():
     rows = [
         replace(ORIGINAL, macs=100),
         row(7, macs=105),

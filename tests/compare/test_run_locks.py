@@ -14,7 +14,7 @@ from dcls_convert.compare import run_locks
 from dcls_convert.compare.run_locks import LOCK, locked
 from dcls_convert.processes import host_name
 
-from ..photographs import photographs
+from ..image_folder import write_images
 
 OTHER = "elsewhere-1"
 
@@ -28,13 +28,13 @@ def _in_no_time(monkeypatch):
 
 def test_a_lock_holds_until_its_block_ends(tmp_path):
     own = f"{host_name()}-{os.getpid()}"
-    with locked(tmp_path, patient=False) as owner:
+    with locked(tmp_path, wait=False) as owner:
         assert owner is None
-        for patient in (False, True):
-            with locked(tmp_path, patient=patient) as other:
+        for wait in (False, True):
+            with locked(tmp_path, wait=wait) as other:
                 assert other == own
     assert not (tmp_path / LOCK).exists()
-    with locked(tmp_path, patient=False) as owner:
+    with locked(tmp_path, wait=False) as owner:
         assert owner is None
 
 
@@ -42,28 +42,28 @@ def test_the_lock_of_a_dead_process_of_this_machine_is_taken_at_once(tmp_path):
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
     (tmp_path / LOCK).write_text(f"{host_name()}-{process.pid}")
-    with locked(tmp_path, patient=False) as owner:
+    with locked(tmp_path, wait=False) as owner:
         assert owner is None
 
 
 def test_the_lock_of_another_machine_is_taken_when_it_is_not_touched_any_more(tmp_path):
     path = tmp_path / LOCK
     path.write_text(OTHER)
-    with locked(tmp_path, patient=False) as owner:
+    with locked(tmp_path, wait=False) as owner:
         assert owner == OTHER
     ended = threading.Event()
     toucher = threading.Thread(target=run_locks._touch_until, args=(path, ended))
     toucher.start()
-    with locked(tmp_path, patient=True) as owner:
+    with locked(tmp_path, wait=True) as owner:
         assert owner == OTHER
     ended.set()
     toucher.join()
-    with locked(tmp_path, patient=True) as owner:
+    with locked(tmp_path, wait=True) as owner:
         assert owner is None
 
 
 def _try(folder, number):
-    with locked(folder, patient=True) as owner:
+    with locked(folder, wait=True) as owner:
         if owner is None:
             (folder / f"trained-{number}").touch()
             time.sleep(3)
@@ -98,7 +98,7 @@ def runs_without_times(folder):
 @pytest.mark.processes
 def test_calls_share_the_work_and_one_that_is_killed_loses_none(tmp_path):
     """All runs are as those of one call that nothing disturbs."""
-    photographs(tmp_path / "images")
+    write_images(tmp_path / "images")
     command = [sys.executable, "-m", "dcls_convert", "compare", "test_convnext", "--data", "images"]
     command += ["--sizes", "9", "--epochs", "3", "--seeds", "2", "--input-size", "3x32x32"]
     command += ["--batch-size", "4", "--device", "cpu", "--output"]

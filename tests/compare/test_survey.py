@@ -191,7 +191,7 @@ def test_a_planned_model_has_the_papers_numbers_and_one_in_which_nothing_matches
         ({}, (3, 16, 112, 112), "the model is 2-D"),
     ],
 )
-def test_what_the_user_asks_for_does_not_fit(options, size, says):
+def test_an_option_that_does_not_fit_a_model_is_the_reason_in_its_row(options, size, says):
     row = model_row(f"timm:{TINY}", PlanOptions(**options), size)
     assert row.status == "does not fit"
     assert says in row.reason

@@ -17,8 +17,8 @@ def test_models_share_what_is_not_converted_and_no_parameter_changes():
     images = torch.randn(2, 3, 32, 32)
     own = {id(parameter) for parameter in model.parameters()}
     for name, parameter in converted.named_parameters():
-        layer = name.rpartition(".")[0] in {layer.name for layer in plan.layers}
-        assert (id(parameter) in own) or layer or "positions" in name
+        is_converted = name.rpartition(".")[0] in {layer.name for layer in plan.layers}
+        assert (id(parameter) in own) or is_converted or "positions" in name
     assert sum(isinstance(module, DclsConvNd) for module in converted.modules()) == len(plan.layers)
     for each in (model, converted):
         state = {name: tensor.clone() for name, tensor in each.named_parameters()}

@@ -17,10 +17,9 @@ from dcls_convert.compare.workers import run_jobs
 
 pytestmark = pytest.mark.processes
 
-TIMEOUT = (
-    3.0  # seconds for a job; the jobs that are to end in time take milliseconds on a quiet machine
-)
-SECONDS_A_MODEL = 15  # the good ones take a second on an idle core
+# Seconds for a job; the jobs that are to end in time take milliseconds on a quiet machine.
+TIMEOUT = 3.0
+SECONDS_PER_MODEL = 15  # the good ones take a second on an idle core
 
 
 def fail():
@@ -115,9 +114,8 @@ def test_a_signal_ends_everything_without_a_word(tmp_path, number, moment):
         start_new_session=True,
     )
     parent = psutil.Process(process.pid)
-    while (
-        len(children := parent.children(recursive=True)) < 3
-    ):  # two workers and CPython's tracker of resources
+    # Two workers and CPython's tracker of resources.
+    while len(children := parent.children(recursive=True)) < 3:
         assert process.poll() is None
         time.sleep(0.01)
     time.sleep(0.1)  # CPython has handed the last one its orders; one that gets none says so
@@ -125,7 +123,10 @@ def test_a_signal_ends_everything_without_a_word(tmp_path, number, moment):
         for _ in range(2):
             process.stdout.readline()
         time.sleep(0.2)  # the hanging jobs are under way
-    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)
+    else:
+        os.kill(process.pid, number)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == (130 if number != signal.SIGKILL else -9)
     # The tracker outlives a killed parent, and may say that it cleans up.
@@ -152,7 +153,7 @@ HOSTILE = {
         lambda: os.kill(os.getpid(), signal.SIGKILL),
         "its process was killed by SIGKILL (out of memory?)",
     ),
-    "hang": (hang_without_signals, f"took longer than {SECONDS_A_MODEL} s"),
+    "hang": (hang_without_signals, f"took longer than {SECONDS_PER_MODEL} s"),
     "shout": (shout, "timm:hostile_shout: cannot be built: ValueError: hoarse\\x1b[2J"),
     "no_module": (lambda: 7, "timm:hostile_no_module: cannot be built: AttributeError: "),
 }
@@ -183,7 +184,7 @@ def test_a_model_that_harms_its_process_is_a_row_with_a_plain_reason(monkeypatch
     names = [name for bad in HOSTILE for name in (f"timm:hostile_{bad}", "timm:test_convnext")]
     monkeypatch.setattr(survey, "registry_names", lambda: names)
     monkeypatch.setattr(survey, "set_up_worker", set_up_with_hostile_models)
-    assert exit_code("models", "--json", "--jobs", "2", "--timeout", SECONDS_A_MODEL) == 1
+    assert exit_code("models", "--json", "--jobs", "2", "--timeout", SECONDS_PER_MODEL) == 1
     out, err = capfd.readouterr()
     models = json.loads(out)["models"]
     good = models[1::2]

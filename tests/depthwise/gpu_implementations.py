@@ -37,8 +37,9 @@ ROUNDED = {"mm", "bmm", "addmm", "baddbmm"}  # to 11 bits, where TF32 is allowed
 def as_on_a_gpu(implementation):
     """Inside, kernels are constructed by this implementation; None is the CPU's own."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (bilinear, interpolation) if implementation else ():
-            patch.setattr(module, "on_cpu", lambda _: False)
+        if implementation:
+            for module in (bilinear, interpolation):
+                patch.setattr(module, "on_cpu", lambda _: False)
         if implementation == "compiled":
             patch.setattr(bilinear, "is_eager", lambda *_: False)
         yield

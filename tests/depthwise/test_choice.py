@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import math
 import re
 from pathlib import Path
 
@@ -45,7 +46,8 @@ def test_the_rule_is_that_of_patches_taps_and_inputs():
         for window in (7, 9, 11, 13, 17, 31):
             for images in (1, 4, 8, 32, 128):
                 for gradients, (min_taps, ratio) in bounds.items():
-                    starts = range(0, side, -(-side // -(-side // 14)))
+                    patches = math.ceil(side / 14)
+                    starts = range(0, side, math.ceil(side / patches))
                     a_side = min(side, starts[1] if len(starts) > 1 else side)
                     inputs = (a_side + window - 1 if len(starts) > 1 else side) ** 2
                     pays = images * len(starts) ** 2 * window**2 >= ratio * inputs
@@ -137,7 +139,7 @@ def test_what_products_cannot_is_computed_by_others(monkeypatch, changes, on_cpu
 
 @pytest.fixture
 def _cpu_as_a_gpu(monkeypatch):
-    monkeypatch.setattr(choice, "ESTIMATED", frozenset({"cpu"}))
+    monkeypatch.setattr(choice, "ESTIMATED_DEVICES", frozenset({"cpu"}))
 
 
 MAPS = torch.ones(64, 3, 9, 9)
@@ -240,10 +242,10 @@ def test_channels_are_taken_in_the_fewest_parts_that_memory_admits(images, side)
         numbers = [patches * inputs, patches * outputs, inputs * outputs]  # inputs, outputs, bank
         return 2 * channels * sum(numbers)
 
-    channels = -(-4096 // parts)
+    channels = math.ceil(4096 / parts)
     assert bytes_of(channels) <= matmul.MAX_BYTES or channels == 1
     if parts > 1:
-        assert bytes_of(-(-4096 // (parts - 1))) > matmul.MAX_BYTES
+        assert bytes_of(math.ceil(4096 / (parts - 1))) > matmul.MAX_BYTES
 
 
 def test_parts_of_channels_are_balanced(monkeypatch):

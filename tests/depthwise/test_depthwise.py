@@ -30,8 +30,8 @@ from ..layers.common import close
 from .gpu_implementations import HOST, UNORDERED, Watch, Written
 
 FLOAT64_ATOL = 1e-11  # sums of some thousand products of numbers of order 1
-LIMIT = 6
-LAST = torch.channels_last
+MAX_PADDING_COLUMNS = 6
+CHANNELS_LAST = torch.channels_last
 every_algorithm = pytest.mark.parametrize("algorithm", ["onednn", "matmul"])
 
 
@@ -45,8 +45,8 @@ def computed_by(algorithm):
     module = {"onednn": onednn, "matmul": matmul}[algorithm]
     convolve = module.depthwise
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(onednn, "max_padding_columns", lambda: LIMIT)
-        patch.setattr(onednn, "DTYPES", choice.FLOATS)
+        patch.setattr(onednn, "max_padding_columns", lambda: MAX_PADDING_COLUMNS)
+        patch.setattr(onednn, "DTYPES", choice.MATMUL_DTYPES)
         patch.setenv(VARIABLE, "matmul" if algorithm == "matmul" else "auto")
         patch.setattr(
             module, "depthwise", lambda *args: paddings.append(args[-1]) or convolve(*args)
@@ -54,29 +54,27 @@ def computed_by(algorithm):
         yield paddings
 
 
-def geometry(
-    window,
-    padding,
-    side,
-    *,
-    stride=(1, 1),
-    channels_last=False,
-    channels=3,
-    batch=2,
-    bias=True,
-    max_at_once=2**29,
-    kernels_per_channel=1,
-):
-    """A case: these arguments by name. With `max_at_once=1`, each image or channel is a part."""
-    return locals()
+DEFAULTS = {
+    "stride": (1, 1),
+    "channels_last": False,
+    "channels": 3,
+    "batch": 2,
+    "bias": True,
+    "max_at_once": 2**29,  # with 1, each image or channel is a part
+    "kernels_per_channel": 1,
+}
+
+
+def make_case(window, padding, side, **changes):
+    return {"window": window, "padding": padding, "side": side, **DEFAULTS, **changes}
 
 
 @st.composite
-def geometries(draw, most=24):
-    window = draw(st.tuples(st.integers(1, most), st.integers(1, most)))
+def cases(draw, max_side=24):
+    window = draw(st.tuples(st.integers(1, max_side), st.integers(1, max_side)))
     padding = tuple(draw(st.integers(0, size + 1)) for size in window)
     least = [max(1, size - 2 * pad) for size, pad in zip(window, padding, strict=True)]
-    side = tuple(draw(st.integers(low, low + most)) for low in least)
+    side = tuple(draw(st.integers(low, low + max_side)) for low in least)
     flags = st.booleans()
     counts = st.integers(1, 3)
     parts = st.sampled_from([1, 2**29])
@@ -87,20 +85,24 @@ def geometries(draw, most=24):
         "batch": counts,
         "max_at_once": parts,
     }
-    return geometry(window, padding, side, **draw(st.fixed_dictionaries(options)))
+    return make_case(window, padding, side, **draw(st.fixed_dictionaries(options)))
 
 
-def tensors(geometry, dtype=torch.float64):
+def tensors(case, dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
-    channels = geometry["channels"]
-    kernels = channels * geometry["kernels_per_channel"]
+    channels = case["channels"]
+    kernels = channels * case["kernels_per_channel"]
     input = torch.randn(
-        geometry["batch"], channels, *geometry["side"], dtype=torch.float64, generator=generator
+        case["batch"], channels, *case["side"], dtype=torch.float64, generator=generator
     )
-    kernel = torch.randn(kernels, 1, *geometry["window"], dtype=torch.float64, generator=generator)
-    bias = [torch.randn(kernels, dtype=torch.float64, generator=generator)] * geometry["bias"]
-    input = input.to(memory_format=LAST if geometry["channels_last"] else torch.contiguous_format)
-    arguments = geometry["stride"], geometry["padding"], (1, 1), channels
+    kernel = torch.randn(kernels, 1, *case["window"], dtype=torch.float64, generator=generator)
+    bias = []
+    if case["bias"]:
+        bias.append(torch.randn(kernels, dtype=torch.float64, generator=generator))
+    input = input.to(
+        memory_format=CHANNELS_LAST if case["channels_last"] else torch.contiguous_format
+    )
+    arguments = case["stride"], case["padding"], (1, 1), channels
     return [tensor.to(dtype).requires_grad_() for tensor in (input, kernel, *bias)], arguments
 
 
@@ -110,10 +112,10 @@ def call(function, inputs, arguments):
 
 def outputs_and_gradients(function, inputs, arguments):
     output = call(function, inputs, arguments)
-    weights = torch.randn(
+    grad_output = torch.randn(
         output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
     )
-    return [output, *torch.autograd.grad((output * weights.to(output.dtype)).sum(), inputs)]
+    return [output, *torch.autograd.grad((output * grad_output.to(output.dtype)).sum(), inputs)]
 
 
 def strides_that_matter(tensor):
@@ -122,33 +124,33 @@ def strides_that_matter(tensor):
 
 
 @every_algorithm
-@example(geometry((17, 17), (8, 8), (28, 30)))
-@example(geometry((1, 1), (0, 0), (1, 17), channels_last=True, channels=2, batch=1))
-@example(geometry((17, 17), (8, 8), (14, 7), channels_last=True))
-@example(geometry((51, 49), (25, 24), (30, 15), max_at_once=1))
-@example(geometry((14, 15), (7, 6), (20, 9), stride=(2, 1)))
-@example(geometry((17, 17), (0, 0), (19, 18), stride=(3, 1), channels_last=True))
-@example(geometry((7, 7), (9, 9), (1, 1)))
-@example(geometry((17, 17), (8, 8), (9, 20), kernels_per_channel=2))
-@example(geometry((7, 17), (3, 8), (5, 16), batch=0))
-@given(geometry=geometries())
-def test_values_memory_format_and_gradients_are_those_of_torch(algorithm, geometry):
-    inputs, arguments = tensors(geometry)
+@example(make_case((17, 17), (8, 8), (28, 30)))
+@example(make_case((1, 1), (0, 0), (1, 17), channels_last=True, channels=2, batch=1))
+@example(make_case((17, 17), (8, 8), (14, 7), channels_last=True))
+@example(make_case((51, 49), (25, 24), (30, 15), max_at_once=1))
+@example(make_case((14, 15), (7, 6), (20, 9), stride=(2, 1)))
+@example(make_case((17, 17), (0, 0), (19, 18), stride=(3, 1), channels_last=True))
+@example(make_case((7, 7), (9, 9), (1, 1)))
+@example(make_case((17, 17), (8, 8), (9, 20), kernels_per_channel=2))
+@example(make_case((7, 17), (3, 8), (5, 16), batch=0))
+@given(case=cases())
+def test_values_memory_format_and_gradients_are_those_of_torch(algorithm, case):
+    inputs, arguments = tensors(case)
     with pytest.MonkeyPatch.context() as patch, computed_by(algorithm):
-        patch.setattr(matmul, "MAX_BYTES", geometry["max_at_once"])  # one channel at a time
-        patch.setattr(onednn, "PART", geometry["max_at_once"])  # one image
+        patch.setattr(matmul, "MAX_BYTES", case["max_at_once"])  # one channel at a time
+        patch.setattr(onednn, "MAX_GRADIENT_FLOATS", case["max_at_once"])  # one image
         ours = outputs_and_gradients(fastest_conv2d, inputs, arguments)
     theirs = outputs_and_gradients(F.conv2d, inputs, arguments)
     close(ours, theirs, FLOAT64_ATOL)
-    if geometry["channels"] > 1 and ours[0].shape[2:].numel() > 1:  # else formats are the same
+    if case["channels"] > 1 and ours[0].shape[2:].numel() > 1:  # else formats are the same
         assert strides_that_matter(ours[0]) == strides_that_matter(theirs[0])
 
 
 @pytest.mark.slow
 @every_algorithm
-@given(geometry=geometries(most=3))
-def test_first_and_second_gradients_are_those_of_differences(algorithm, geometry):
-    inputs, arguments = tensors({**geometry, "channels": 2})
+@given(case=cases(max_side=3))
+def test_first_and_second_gradients_are_those_of_differences(algorithm, case):
+    inputs, arguments = tensors({**case, "channels": 2})
     with pytest.MonkeyPatch.context() as patch, computed_by(algorithm):
         patch.setattr(onednn, "MIN_GRADIENT_CELLS", 1)
         patch.setattr(matmul, "MAX_PATCH_SIDE", 2)
@@ -162,7 +164,7 @@ def test_first_and_second_gradients_are_those_of_differences(algorithm, geometry
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("side", [(28, 28), (14, 14)])
 def test_rounding_is_little_more_than_torchs(algorithm, dtype, side):
-    inputs, arguments = tensors(geometry((17, 17), (8, 8), side, channels=4, batch=4), dtype)
+    inputs, arguments = tensors(make_case((17, 17), (8, 8), side, channels=4, batch=4), dtype)
     exact = outputs_and_gradients(
         F.conv2d, [given.detach().double().requires_grad_() for given in inputs], arguments
     )
@@ -178,7 +180,7 @@ def test_rounding_is_little_more_than_torchs(algorithm, dtype, side):
         assert (mine - true).norm() <= factor * max((other - true).norm(), least)
 
 
-WIDE = geometry((7, 17), (3, 8), (5, 16), channels=2)
+WIDE = make_case((7, 17), (3, 8), (5, 16), channels=2)
 
 
 @every_algorithm
@@ -222,9 +224,8 @@ def test_autocast_gives_what_torch_gives_under_it(algorithm):
 
 
 @every_algorithm
-@pytest.mark.parametrize(
-    "shape", [(4, 4, 20), (2, 4, 20, 20)]
-)  # as many rows as channels, the one without a batch
+# The shape without a batch has as many rows as channels.
+@pytest.mark.parametrize("shape", [(4, 4, 20), (2, 4, 20, 20)])
 def test_maps_without_a_batch_and_dense_kernels_are_left_alone(algorithm, shape):
     groups = 4 if len(shape) == 3 else 1
     arguments = (
@@ -264,7 +265,7 @@ def test_layers_use_the_algorithm_and_programs_hold_one_plain_convolution(algori
 
 @every_algorithm
 def test_a_flop_counter_counts_the_convolution(algorithm):
-    inputs, arguments = tensors(geometry((17, 17), (8, 8), (14, 14), channels=4))
+    inputs, arguments = tensors(make_case((17, 17), (8, 8), (14, 14), channels=4))
     counts = []
     for convolve in (fastest_conv2d, F.conv2d):
         with computed_by(algorithm) as paddings, FlopCounterMode(display=False) as counter:
@@ -324,7 +325,7 @@ def test_rows_of_products_are_aligned_where_maps_are_cut(monkeypatch, side):
 @pytest.mark.filterwarnings("ignore:`torch._prims_common:FutureWarning")  # by inductor, of itself
 def test_compiled_code_writes_patches_once():
     """With memory laid out as for GPUs, in strides that are multiples of 128 bytes."""
-    maps = torch.randn(4, 6, 28, 28).to(memory_format=LAST)
+    maps = torch.randn(4, 6, 28, 28).to(memory_format=CHANNELS_LAST)
     kernel = torch.randn(6, 1, 17, 17)
     patches = 4 * 6 * 4 * 900  # numbers
     with inductor.config.patch(disable_padding_cpu=False, fx_graph_cache=False):
@@ -343,7 +344,7 @@ def test_a_step_copies_the_map_once_and_the_gradient_once():
     """Though the map is cast, and both are transposed. For a single patch, nothing else is copied:
     each of the two convolutions writes a product and its output.
     """
-    maps = torch.randn(4, 8, 14, 14).to(memory_format=LAST).requires_grad_()
+    maps = torch.randn(4, 8, 14, 14).to(memory_format=CHANNELS_LAST).requires_grad_()
     kernel = torch.randn(8, 1, 17, 17, requires_grad=True)
     grad = torch.randn_like(maps, dtype=torch.bfloat16)
     with (
@@ -357,23 +358,22 @@ def test_a_step_copies_the_map_once_and_the_gradient_once():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("most", [2**29, 2**26])
-def test_memory_is_that_on_paper(monkeypatch, most):
+@pytest.mark.parametrize("max_bytes", [2**29, 2**26])
+def test_the_largest_allocation_is_that_calculated_from_shapes(monkeypatch, max_bytes):
     """Stage 1 of ConvNeXt-T at a batch of 8, float32: 16 patches of 14 x 14 outputs, which see 30 x
     30 inputs; in rows of 200 and 904.
     """
-    monkeypatch.setattr(matmul, "MAX_BYTES", most)
+    monkeypatch.setattr(matmul, "MAX_BYTES", max_bytes)
     patches = 4 * 8 * 16 * 904
     bank = 4 * 200 * 904  # bytes of a channel
-    channels = min(96, most // (patches + 4 * 8 * 16 * 200 + bank))
+    channels = min(96, max_bytes // (patches + 4 * 8 * 16 * 200 + bank))
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         maps, kernel, output = stage(8)
         torch.autograd.grad(output, (maps, kernel), output.detach())
     allocated = [event.self_cpu_memory_usage for event in profile.events()]
-    assert max(allocated) <= max(
-        channels * max(patches, bank), 4 * 8 * 96 * 72 * 72
-    )  # or the padded map
+    # Or the padded map.
+    assert max(allocated) <= max(channels * max(patches, bank), 4 * 8 * 96 * 72 * 72)
 
 
 # Networks, compiled, and wrapped by DDP and FSDP2 in a group of one process: `matmul` against
@@ -405,7 +405,7 @@ def network():
 def test_a_compiled_training_step_has_no_plain_convolution_and_trains_as_with_torch(
     monkeypatch,
 ):
-    images = torch.randn(2, 4, 20, 18, dtype=torch.float64).to(memory_format=LAST)
+    images = torch.randn(2, 4, 20, 18, dtype=torch.float64).to(memory_format=CHANNELS_LAST)
     monkeypatch.setenv(VARIABLE, "torch")
     expected = steps(network(), images)
     monkeypatch.setenv(VARIABLE, "matmul")

@@ -101,9 +101,8 @@ def test_a_folded_checkpoint_can_be_exported_but_not_folded_again(tmp_path, chec
 def test_a_model_for_one_number_of_images_is_exported_for_one(checkpoints, format):
     written = fold_checkpoint(checkpoints / "ByImage", format, trust_code=True)
     assert written.batch == 1
-    assert written.note.startswith(
-        f"the export to {format} "
-    )  # fails, or with torch 2.8 gives what does not run
+    # The export fails, or with torch 2.8 gives what does not run.
+    assert written.note.startswith(f"the export to {format} ")
     assert not {"\x1b", "\n"} & set(written.note)
     assert error_of(checkpoints / "ByImage", written, batch=1) < FLOAT32_ERROR
     assert [path.name for path in Path().iterdir()] == [written.output]

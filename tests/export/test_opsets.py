@@ -8,12 +8,12 @@ import pytest
 import dcls_convert.export.onnx
 from dcls_convert.errors import DclsConvertError
 from dcls_convert.export.fold import fold_checkpoint
-from dcls_convert.export.onnx import FIRST_OF_DYNAMO
+from dcls_convert.export.onnx import MIN_DYNAMO_OPSET
 from dcls_convert.options import DEFAULT_OPSET, OPSETS
 
 from .test_formats import FLOAT32_ERROR, error_of
 
-NEWER = [FIRST_OF_DYNAMO, DEFAULT_OPSET, OPSETS[-1]]
+NEWER = [MIN_DYNAMO_OPSET, DEFAULT_OPSET, OPSETS[-1]]
 
 
 def opset_of(path):
@@ -24,7 +24,7 @@ def opset_of(path):
 @pytest.mark.parametrize(
     "opset",
     [
-        *(OPSETS[0], 13, FIRST_OF_DYNAMO - 1),
+        *(OPSETS[0], 13, MIN_DYNAMO_OPSET - 1),
         *(pytest.param(opset, marks=pytest.mark.slow) for opset in NEWER),
     ],
 )
@@ -52,7 +52,7 @@ def test_the_older_exporter_takes_models_of_ones_own(checkpoints, name):
 @pytest.mark.slow
 def test_another_opset_than_that_asked_for_is_not_kept(checkpoints, monkeypatch):
     """Of this model, torch's newer exporter writes 18 where it is asked for less, in silence."""
-    monkeypatch.setattr(dcls_convert.export.onnx, "FIRST_OF_DYNAMO", OPSETS[0])
+    monkeypatch.setattr(dcls_convert.export.onnx, "MIN_DYNAMO_OPSET", OPSETS[0])
     with pytest.raises(DclsConvertError, match="torch wrote opset 18 for this model, not opset 12"):
         fold_checkpoint(checkpoints / "convnext", "onnx", opset=12)
     assert list(Path().iterdir()) == []

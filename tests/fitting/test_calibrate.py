@@ -35,7 +35,7 @@ from ..planning.nets import state_of
 SMALL = (3, 24, 24)
 
 
-def photos(count=8, size=24, seed=0):
+def smooth_noise(count=8, size=24, seed=0):
     """Smooth noise, whose neighbours are alike as those of photographs."""
     noise = torch.randn(count, 3, size + 4, size + 4, generator=torch.Generator().manual_seed(seed))
     return nn.functional.avg_pool2d(noise, 5, stride=1) + 0.3
@@ -62,12 +62,13 @@ def network(channels=8, **options):
 def means(model, images):
     """Of each channel behind each convolution's BatchNorm, or the identity in its place."""
     seen = []
+
+    def keep(module, inputs, output):
+        seen.append(output.transpose(0, 1).flatten(1))
+
     with torch.no_grad(), contextlib.ExitStack() as hooks:
         for part in model[1]:
-            handle = part[1].register_forward_hook(
-                lambda *call: seen.append(call[-1].transpose(0, 1).flatten(1))
-            )
-            hooks.callback(handle.remove)
+            hooks.callback(part[1].register_forward_hook(keep).remove)
         model(images)
     return torch.stack([part.mean(1) for part in seen])
 
@@ -91,7 +92,7 @@ def test_every_channel_has_its_mean_again(options, tie):
     """Over the places that are sampled; here, all."""
     settings = CalibrationSettings(samples_per_image=10**6)
     model = network(**options)
-    images = photos(12)
+    images = smooth_noise(12)
     expected = means(model, images)
     old = copy.deepcopy(model)
     plan = plan_conversion(find_convs(model, SMALL), dilated_size=9, budget=60, tie=tie)
@@ -108,18 +109,18 @@ def test_every_channel_has_its_mean_again(options, tie):
 @pytest.mark.usefixtures("quick_fit")
 def test_images_in_parts_give_the_same_sums_and_outputs_about_as_close(monkeypatch):
     """The first layer sees the same; later ones see what was made of the parts before."""
-    images, others = photos(24), photos(16, seed=1)
+    images, others = smooth_noise(24), smooth_noise(16, seed=1)
     old = network()
     before = old(others).detach()
     plan = plan_conversion(find_convs(old, SMALL), dilated_size=9, budget=60, tie="none")
     together = []  # passes in step: one for each batch of 2 images and each network, old and new
-    run = calibrate_module.run_in_step
+    run = calibrate_module.run_in_lockstep
 
     def counting(convs, passes, step_all):
         together.append(len(passes))
         run(convs, passes, step_all)
 
-    monkeypatch.setattr(calibrate_module, "run_in_step", counting)
+    monkeypatch.setattr(calibrate_module, "run_in_lockstep", counting)
     first_weights, errors = [], []
     for in_step in (24, 8):
         model = copy.deepcopy(old)
@@ -135,11 +136,14 @@ def test_images_in_parts_give_the_same_sums_and_outputs_about_as_close(monkeypat
 
 
 def outputs_by_layer(model, plan, images):
+    names = {model.get_submodule(layer.name): layer.name for layer in plan.layers}
     outputs = {}
+
+    def keep(module, inputs, output):
+        outputs[names[module]] = output
+
     with torch.no_grad(), contextlib.ExitStack() as hooks:
-        for layer in plan.layers:
-            module = model.get_submodule(layer.name)
-            keep = partial(lambda name, *call: outputs.update({name: call[-1]}), layer.name)
+        for module in names:
             hooks.callback(module.register_forward_hook(keep).remove)
         model(images)
     return outputs
@@ -150,7 +154,7 @@ def outputs_by_layer(model, plan, images):
 def test_the_output_error_of_each_layer_is_what_its_outputs_lost(count, stride):
     """In layers that keep their fit, without a mean shift."""
     model = network(bias=True, norm=False, stride=stride)
-    images = photos(count)
+    images = smooth_noise(count)
     plan = plan_conversion(find_convs(model, SMALL), dilated_size=9, budget=60)
     old = outputs_by_layer(model, plan, images)
     settings = CalibrationSettings(samples_per_image=10**6)
@@ -169,7 +173,9 @@ def test_layers_with_nowhere_to_put_their_means_are_named():
     model = network(norm=False)
     notes = []
     plan = plan_conversion(find_convs(model, SMALL), dilated_size=9, budget=60)
-    apply_plan_(model, plan, calibration=calibrate(model, plan, [photos()]), note=notes.append)
+    apply_plan_(
+        model, plan, calibration=calibrate(model, plan, [smooth_noise()]), note=notes.append
+    )
     assert len(notes) == 1
     assert all(layer.name in notes[0] for layer in plan.layers)
 
@@ -187,7 +193,7 @@ def test_autocast_tf32_and_the_global_generator_leave_no_trace(calibrated, monke
     monkeypatch.setattr(warm_start, "fit_lines", watched)
     plain = network(channels=24)
     other = network(channels=24)
-    images = photos(3, size=48)
+    images = smooth_noise(3, size=48)
     options = {"dilated_size": 9, "budget": 60, "input_size": (3, 48, 48)}
     options["calibration"] = (
         Calibration(batches=(images[:2],), held_out=(images[2:],)) if calibrated else None
@@ -209,7 +215,7 @@ def test_autocast_tf32_and_the_global_generator_leave_no_trace(calibrated, monke
 
 def test_with_an_element_for_every_cell_nothing_changes():
     model = network()
-    images = photos()
+    images = smooth_noise()
     with torch.no_grad():
         before = model(images)
     convert_(model, dilated_size=9, kernel_count=25, calibration=[images], input_size=SMALL)
@@ -231,15 +237,15 @@ def dead_channels(model):
 
 
 AWKWARD = {
-    "zero kernels": (zero_kernels, photos()),
-    "dead channels": (dead_channels, photos()),
+    "zero kernels": (zero_kernels, smooth_noise()),
+    "dead channels": (dead_channels, smooth_noise()),
     "constant": (unchanged, torch.full((4, *SMALL), 0.5)),
     "zero": (unchanged, torch.zeros(2, *SMALL)),
-    "one image": (unchanged, photos(1)),
-    "small images": (unchanged, photos(4, size=3)),
-    "bfloat16": (nn.Module.bfloat16, photos()),
-    "float16": (nn.Module.half, photos()),
-    "float64": (nn.Module.double, photos()),
+    "one image": (unchanged, smooth_noise(1)),
+    "small images": (unchanged, smooth_noise(4, size=3)),
+    "bfloat16": (nn.Module.bfloat16, smooth_noise()),
+    "float16": (nn.Module.half, smooth_noise()),
+    "float64": (nn.Module.double, smooth_noise()),
 }
 
 
@@ -264,7 +270,7 @@ def test_awkward_cases_give_finite_tensors_of_the_same_dtype_and_outputs_not_far
 @pytest.mark.parametrize(
     ("scale", "images", "message"),
     [
-        (60000, photos(), r"1\.\d\.0 sees or gives values that are not finite"),
+        (60000, smooth_noise(), r"1\.\d\.0 sees or gives values that are not finite"),
         (1, torch.randn(2, 1, 24, 24), "does not take the images"),
     ],
     ids=["overflow", "channels"],
@@ -310,7 +316,7 @@ def test_modules_keep_their_modes_and_no_hooks_and_a_failure_leaves_the_model_un
     modes = {name: module.training for name, module in model.named_modules()}
     before = state_of(model)
     with raised:
-        convert_(model, dilated_size=9, calibration=[photos()], input_size=SMALL)
+        convert_(model, dilated_size=9, calibration=[smooth_noise()], input_size=SMALL)
     if fails_at is not None:
         assert state_of(model) == before
     assert {name: module.training for name, module in model.named_modules()} == modes
@@ -332,7 +338,7 @@ class Shared(nn.Module):
 
 def test_a_convolution_called_twice_is_calibrated_for_both_and_an_idle_one_fitted():
     model = Shared()
-    images = photos(16)
+    images = smooth_noise(16)
     before = model(images).detach()
     plain = copy.deepcopy(model)
     convert_(plain, dilated_size=9, budget=60, input_size=SMALL, tie="none")
@@ -347,16 +353,16 @@ def test_a_convolution_called_twice_is_calibrated_for_both_and_an_idle_one_fitte
 @pytest.mark.parametrize(
     "images",
     [
-        photos(1),
-        photos(2),
-        photos(5, size=6),
+        smooth_noise(1),
+        smooth_noise(2),
+        smooth_noise(5, size=6),
         torch.full((1, *SMALL), -1.0),
         torch.linspace(-1, 1, 10).reshape(-1, 1, 1, 1).expand(-1, *SMALL),
     ],
     ids=["one", "two", "tiny", "black", "constant"],
 )
 def test_calibration_on_few_or_useless_images_is_not_worse_than_the_fit(images):
-    unseen = photos(16, seed=1)
+    unseen = smooth_noise(16, seed=1)
     before = network(stride=2)(unseen).detach()
     fit, calibrated = network(stride=2), network(stride=2)
     convert_(fit, dilated_size=9, budget=60, init="fit", input_size=SMALL)
@@ -372,7 +378,7 @@ def test_layers_of_which_too_few_places_are_seen_keep_their_fit_and_are_counted(
     fit = copy.deepcopy(model)
     apply_plan_(fit, plan, init="fit")
     notes = []
-    apply_plan_(model, plan, calibration=Calibration(batches=(photos(1),)), note=notes.append)
+    apply_plan_(model, plan, calibration=Calibration(batches=(smooth_noise(1),)), note=notes.append)
     (note,) = notes
     assert note.startswith("1 of 3 layers keep")
     same = []
@@ -389,7 +395,7 @@ def statistics_of(model, images):
 
 def test_statistics_of_a_convolution_called_twice_are_of_both_calls():
     model = Shared()
-    images = photos(4)
+    images = smooth_noise(4)
     statistics = statistics_of(model, images)
     assert statistics.calls == {model.conv: 2}
     alone = nn.Sequential(model.conv)
@@ -429,23 +435,23 @@ WIRINGS = {
 @pytest.mark.parametrize("case", WIRINGS)
 def test_only_a_norm_that_one_convolution_alone_feeds_takes_its_mean_shift(case):
     wiring, expected = WIRINGS[case]
-    assert len(statistics_of(Norms(wiring), photos(2)).running_means) == expected
+    assert len(statistics_of(Norms(wiring), smooth_noise(2)).running_means) == expected
 
 
 REASONS = {
-    "few places": (network, photos(1, size=3), "few sampled places (9 for 9 weights)"),
-    "two calls": (Shared, photos(4), "called 2 times in a pass"),
+    "few places": (network, smooth_noise(1, size=3), "few sampled places (9 for 9 weights)"),
+    "two calls": (Shared, smooth_noise(4), "called 2 times in a pass"),
     "fixed weights": (
         lambda: with_convs(StdConv2d, network()),
-        photos(4),
+        smooth_noise(4),
         "weights fixed by weight standardisation",
     ),
     "no home for the means": (
         partial(network, norm=False),
-        photos(4),
+        smooth_noise(4),
         "no bias or single BatchNorm takes the mean shift",
     ),
-    "none": (network, photos(4), None),
+    "none": (network, smooth_noise(4), None),
 }
 
 
@@ -490,8 +496,8 @@ def with_convs(conv_class, model):
     ids=["bilinear", "gaussian", "triangle", "dense", "standardised"],
 )
 def test_all_kinds_of_layers_keep_outputs_closer_with_images(change, options, share):
-    images = photos(12)
-    others = photos(8, seed=1)
+    images = smooth_noise(12)
+    others = smooth_noise(8, seed=1)
     model = change(network()).eval()
     with torch.no_grad():
         before = model(others)

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dcls_convert import DclsConvertError, convert_, find_convs, plan_conversion
-from dcls_convert.fitting import allocation as module
+from dcls_convert.fitting import allocation
 from dcls_convert.fitting.allocation import GroupErrors, counts_of_min_error, solve_knapsack
 from dcls_convert.fitting.counts import sample_channels
 from dcls_convert.fitting.fit_settings import CountSettings
 from dcls_convert.planning.rule_files import parse_rules
 
 from ..conftest import many_examples
-from .test_calibrate import SMALL, error_of, network, photos
+from .test_calibrate import SMALL, error_of, network, smooth_noise
 
 
 def errors(most):
@@ -54,7 +54,7 @@ def test_no_other_counts_within_the_limit_have_a_smaller_sum(groups, more):
 
 
 def test_coarse_units_keep_the_limit(monkeypatch):
-    monkeypatch.setattr(module, "SETTINGS", CountSettings(max_units=50))
+    monkeypatch.setattr(allocation, "SETTINGS", CountSettings(max_units=50))
     costs = [97, 61, 13]
     known = [{count: 1 / count for count in range(1, 30)}] * 3
     chosen = solve_knapsack(costs, known, 1000)
@@ -111,7 +111,7 @@ def two_stages():
 def test_scope_error_has_the_least_summed_error_within_the_budget(budget, tie, calibrated):
     """With images, the error of the outputs."""
     summed = {}
-    images = photos(16)
+    images = smooth_noise(16)
     for scope in ("model", "stage", "layer", "error"):
         model = two_stages()
         with torch.no_grad():
@@ -162,7 +162,7 @@ def test_counts_that_rules_state_stay_and_the_rest_of_the_budget_is_allocated(ti
 def test_where_there_is_nothing_to_measure_images_change_no_count(options):
     reports = [
         convert_(two_stages(), dilated_size=9, input_size=SMALL, calibration=images, **options)
-        for images in (None, [photos()])
+        for images in (None, [smooth_noise()])
     ]
     one, other = ([layer.kernel_count for layer in report.layers] for report in reports)
     assert one == other
@@ -184,7 +184,7 @@ def test_a_budget_that_one_count_can_keep_is_kept_though_no_layer_alone_could():
 def test_the_scope_is_error_with_images_and_else_the_papers():
     options = {"dilated_size": 9, "input_size": SMALL, "budget": 60}
     plain = convert_(two_stages(), **options)
-    images = [photos()]
+    images = [smooth_noise()]
     assert (plain.budget.scope, plain.plan.scope) == ("model", "model")
     counts = [
         {
@@ -202,9 +202,8 @@ def test_the_scope_is_error_with_images_and_else_the_papers():
 def test_some_lines_go_with_the_roots_of_their_input_channels(data):
     groups, inputs, outputs = (data.draw(st.integers(1, 40)) for _ in range(3))
     channels = torch.arange(groups * inputs)
-    kernels = (
-        channels.reshape(groups, 1, inputs, 1).expand(-1, outputs, -1, -1).flatten(0, 1)
-    )  # (O, I, 1)
+    lines = channels.reshape(groups, 1, inputs, 1).expand(-1, outputs, -1, -1)
+    kernels = lines.flatten(0, 1)  # (O, I, 1)
     (some,), roots = sample_channels([kernels], channels.reshape(-1, 1, 1), groups)
     left = groups * inputs * outputs
     max_pairs = CountSettings().max_channel_pairs

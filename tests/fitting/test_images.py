@@ -160,9 +160,8 @@ def saved(image, form, **options):
 
 
 def test_damaged_files_are_read_or_one_line_without_a_word_of_the_library(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        logging.root, "handlers", []
-    )  # as in the program, where what is logged goes to stderr
+    # As in the program, where what is logged goes to stderr.
+    monkeypatch.setattr(logging.root, "handlers", [])
     chunks = saved(Image.effect_noise((400, 400), 90), "PNG").rpartition(b"IDAT")
     tiff = saved(PHOTO, "TIFF")
     assert tiff.count(SAMPLES + b"\3\0") == 1

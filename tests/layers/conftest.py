@@ -1,4 +1,4 @@
-"""What is not even imported where slow tests are left out."""
+"""Leaves a test file unimported where slow tests are deselected."""
 
 
 def pytest_ignore_collect(collection_path, config):

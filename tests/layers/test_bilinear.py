@@ -40,7 +40,7 @@ def constructed(implementation):
     ):
         if implementation == "exported":
             patch.setattr(bilinear, "is_eager", lambda *_: False)
-            patch.setattr(bilinear, "is_exported", lambda: True)
+            patch.setattr(bilinear, "is_exporting", lambda: True)
         yield
 
 
@@ -56,18 +56,20 @@ def inputs(size, channels=(2, 3), count=4, seed=0):
     return weight, torch.where(whole, anywhere.round(), anywhere)
 
 
-def toward(kernel):
+def grad_output(kernel):
     return randn(*kernel.shape, seed=1)
 
 
-def kernel_and_gradients(construct, some, size, learnt, create_graph=False):
-    some = [
+def kernel_and_gradients(construct, tensors, size, learnt, create_graph=False):
+    tensors = [
         tensor.detach().requires_grad_(is_learnt)
-        for tensor, is_learnt in zip(some, learnt, strict=True)
+        for tensor, is_learnt in zip(tensors, learnt, strict=True)
     ]
-    kernel = construct(*some, size)
-    leaves = list(itertools.compress(some, learnt))
-    return kernel, *torch.autograd.grad(kernel, leaves, toward(kernel), create_graph=create_graph)
+    kernel = construct(*tensors, size)
+    leaves = list(itertools.compress(tensors, learnt))
+    return kernel, *torch.autograd.grad(
+        kernel, leaves, grad_output(kernel), create_graph=create_graph
+    )
 
 
 @given(
@@ -86,13 +88,13 @@ def kernel_and_gradients(construct, some, size, learnt, create_graph=False):
 def test_kernel_and_gradients_are_those_by_plain_operations(
     size, channels, count, seed, block, implementation, strided, learnt, create_graph
 ):
-    some = inputs(size, channels, count, seed)
+    tensors = inputs(size, channels, count, seed)
     with constructed(implementation), pytest.MonkeyPatch.context() as patch:
         patch.setattr(bilinear, "BLOCK_ELEMENTS", block)
         patch.setattr(bilinear, "MAX_PRODUCTS", block)
-        inputs_of_fast = [tensor.mT.contiguous().mT for tensor in some] if strided else some
+        inputs_of_fast = [tensor.mT.contiguous().mT for tensor in tensors] if strided else tensors
         fast = kernel_and_gradients(bilinear_kernel, inputs_of_fast, size, learnt, create_graph)
-    close(fast, kernel_and_gradients(by_plain_operations, some, size, learnt))
+    close(fast, kernel_and_gradients(by_plain_operations, tensors, size, learnt))
 
 
 # Ways of differentiating.
@@ -108,27 +110,27 @@ def test_derivatives_of_all_orders_and_modes_are_exact(size, implementation):
         for place, length in zip(positions, size, strict=True)
     ]
     between = torch.stack(lowest) + 0.3 + 0.4 * torch.rand(positions.shape, dtype=torch.float64)
-    some = [tensor.requires_grad_() for tensor in (weight, between)]
+    tensors = [tensor.requires_grad_() for tensor in (weight, between)]
 
-    def kernel(*some):
-        return bilinear_kernel(*some, size)
+    def kernel(*tensors):
+        return bilinear_kernel(*tensors, size)
 
     with constructed(implementation):
         assert torch.autograd.gradcheck(
-            kernel, some, check_forward_ad=True, check_batched_grad=True
+            kernel, tensors, check_forward_ad=True, check_batched_grad=True
         )
-        assert torch.autograd.gradgradcheck(kernel, some)
+        assert torch.autograd.gradgradcheck(kernel, tensors)
 
 
 def test_function_transforms_give_what_they_give_for_plain_operations():
     size = (1, 4)
-    some = inputs(size, channels=(2, 2), count=2)
+    tensors = inputs(size, channels=(2, 2), count=2)
 
     def results(construct):
-        def loss(*some):
-            return construct(*some, size).sin().sum()
+        def loss(*tensors):
+            return construct(*tensors, size).sin().sum()
 
-        return hessian(loss, (0, 1))(*some), vmap(grad(loss, (0, 1)), in_dims=(1, 2))(*some)
+        return hessian(loss, (0, 1))(*tensors), vmap(grad(loss, (0, 1)), in_dims=(1, 2))(*tensors)
 
     close(results(bilinear_kernel), results(by_plain_operations))
 
@@ -141,15 +143,14 @@ def test_function_transforms_give_what_they_give_for_plain_operations():
 def test_only_kernel_positions_and_gradients_grow_with_the_layer(size, implementation, monkeypatch):
     monkeypatch.setattr(bilinear, "BLOCK_ELEMENTS", 64)
     monkeypatch.setattr(bilinear, "MAX_PRODUCTS", products := 100 * math.prod(size))
-    some = [tensor.requires_grad_() for tensor in inputs(size, channels=(40, 25))]
-    kernel_gradient = toward(torch.empty(40, 25, *size))
-    with as_on_a_gpu(implementation), Sizes([*some, kernel_gradient]) as sizes:
-        kernel = bilinear_kernel(*some, size)
-        gradients = torch.autograd.grad(kernel, some, kernel_gradient)
-    block = (
-        products if implementation else 64 * torch.get_num_threads() * 2 ** len(size)
-    )  # all corners of a block
-    whole = {one.numel() for one in (kernel, some[1], *gradients)}
+    tensors = [tensor.requires_grad_() for tensor in inputs(size, channels=(40, 25))]
+    kernel_gradient = grad_output(torch.empty(40, 25, *size))
+    with as_on_a_gpu(implementation), Sizes([*tensors, kernel_gradient]) as sizes:
+        kernel = bilinear_kernel(*tensors, size)
+        gradients = torch.autograd.grad(kernel, tensors, kernel_gradient)
+    # All corners of a block.
+    block = products if implementation else 64 * torch.get_num_threads() * 2 ** len(size)
+    whole = {one.numel() for one in (kernel, tensors[1], *gradients)}
     assert {pieces for pieces in sizes.pieces if pieces > block} <= whole
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from dcls_convert import DclsConv2d, PlanError, convert_, find_convs, fold_to_dense_, register_conv
 from dcls_convert.geometry import DYNAMIC_SAME
 from dcls_convert.layers import conv_classes
-from dcls_convert.layers.conv_classes import PLAIN, find_form, why_not_replaceable
+from dcls_convert.layers.conv_classes import PLAIN, find_traits, why_not_replaceable
 from dcls_convert.planning.rule_files import parse_rules
 
 from .common import close, randn
@@ -65,7 +65,7 @@ def test_a_dense_grid_of_elements_is_the_old_layer_with_its_gradients_there_and_
     other = copy.deepcopy(conv)
     image = randn(2, 6, 9, 9)
     layer, folded = there_and_back(other, SIZES)
-    assert find_form(folded).transform_weight is None
+    assert find_traits(folded).transform_weight is None
     assert isinstance(folded, Conv2dSame) is (layer.padding == DYNAMIC_SAME)
     assert set(folded.state_dict()) <= {"weight", "bias"}
     conv(image).square().sum().backward()
@@ -166,8 +166,8 @@ def test_a_registered_class_and_what_inherits_its_forward_is_converted_without_l
 def test_a_class_is_not_known_before_it_is_registered_nor_is_one_that_overrides_it(registered):
     assert why_not_replaceable(Centred(3, 4, 3)) is None
     assert "register_conv" in why_not_replaceable(Overriding(3, 4, 3))
-    assert find_form(StdConv2d(3, 4, 3)) is None, "the fixture knows nothing else"
-    assert find_form(nn.Conv2d(3, 4, 3)) is PLAIN
+    assert find_traits(StdConv2d(3, 4, 3)) is None, "the fixture knows nothing else"
+    assert find_traits(nn.Conv2d(3, 4, 3)) is PLAIN
     convs = find_convs(nn.Sequential(Centred(3, 4, 3), Overriding(4, 4, 3)), (3, 9, 9))
     assert [site.name for site in convs.sites] == ["0"]
     assert [skip.name for skip in convs.skipped] == ["1"]

@@ -319,7 +319,7 @@ def test_hooks_go_along_and_their_handles_still_remove_them():
         for module in (conv, layer, layer.fuse()):
             calls.clear()
             module(x).sum().backward()
-            assert calls == [type(module)] * 4 * kept
+            assert calls == ([type(module)] * 4 if kept else [])
         for handle in handles:
             handle.remove()
 
@@ -411,9 +411,8 @@ def test_a_layer_may_be_used_twice_in_a_step(interpolation):
     layer(layer(x)).square().sum().backward()
     copies[1](copies[0](x)).square().sum().backward()
     for name, parameter in layer.named_parameters():
-        close(
-            parameter.grad, sum(one.get_parameter(name).grad for one in copies), atol=1e-9
-        )  # sums of about 1e3
+        # Gradients are sums of about 1e3.
+        close(parameter.grad, sum(one.get_parameter(name).grad for one in copies), atol=1e-9)
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "triangle", "gaussian"])

@@ -23,9 +23,8 @@ from ..depthwise.gpu_implementations import IMPLEMENTATIONS, Watch, as_on_a_gpu
 from .common import FLOAT64_ATOL, close, every_interpolation, randn
 
 STEP = 1e-7  # cells; of one-sided differences, whose error is of the order of the step itself
-ONE_SIDED_ATOL = (
-    1e-5  # a hundred steps; the derivatives on the two sides of a kink differ by about 1
-)
+# A hundred steps; the derivatives on the two sides of a kink differ by about 1.
+ONE_SIDED_ATOL = 1e-5
 
 WINDOWS = {1: (7,), 2: (5, 8), 3: (4, 3, 6)}  # odd and even cells
 SMALL_WINDOWS = {1: (5,), 2: (3, 4), 3: (2, 3, 4)}
@@ -59,10 +58,10 @@ class Elements:
             dense_axes=self.dense_axes,
         )
 
-    def gradients(self, toward: Tensor) -> list[Tensor]:
-        """Of the sum of `toward` times the kernel, one for each of `inputs`."""
+    def gradients(self, grad_output: Tensor) -> list[Tensor]:
+        """Of the sum of `grad_output` times the kernel, one for each of `inputs`."""
         inputs = [tensor.detach().requires_grad_() for tensor in self.inputs]
-        return list(torch.autograd.grad((toward * self.kernel(*inputs)).sum(), inputs))
+        return list(torch.autograd.grad((grad_output * self.kernel(*inputs)).sum(), inputs))
 
 
 def borders(size, dense_axes=()):
@@ -152,28 +151,28 @@ def placed(where, size, *, count=6, channels=(2, 3)):
 @every_dims
 @pytest.mark.parametrize("where", ["inside", "whole", "lower", "upper", "mixed"])
 def test_bilinear_is_algorithms_1_and_2(dims, where):
-    some = placed(where, WINDOWS[dims])
-    kernel = some.kernel()
-    toward = random_like(kernel)
-    grad_weight, grad_positions = some.gradients(toward)
+    drawn = placed(where, WINDOWS[dims])
+    kernel = drawn.kernel()
+    grad_output = random_like(kernel)
+    grad_weight, grad_positions = drawn.gradients(grad_output)
     for o, i in itertools.product(range(2), range(3)):
-        inputs = [some.weight[o, i].requires_grad_(), some.positions[:, o, i].requires_grad_()]
-        expected = algorithm_1(*inputs, some.size)
+        inputs = [drawn.weight[o, i].requires_grad_(), drawn.positions[:, o, i].requires_grad_()]
+        expected = algorithm_1(*inputs, drawn.size)
         close(kernel[o, i], expected.detach())
         close(
             (grad_weight[o, i], grad_positions[:, o, i]),
-            torch.autograd.grad(expected, inputs, toward[o, i]),
+            torch.autograd.grad(expected, inputs, grad_output[o, i]),
         )
 
 
 @every_interpolation
 @pytest.mark.parametrize(("dims", "dense_axes"), [(1, ()), (2, ()), (3, (0, 2))])
 def test_gradients_are_the_derivatives_of_the_kernel(interpolation, dims, dense_axes):
-    some = elements(
+    drawn = elements(
         SMALL_WINDOWS[dims], interpolation, dense_axes=dense_axes, count=2, channels=(2, 1)
     )
     assert torch.autograd.gradcheck(
-        some.kernel, [tensor.requires_grad_() for tensor in some.inputs]
+        drawn.kernel, [tensor.requires_grad_() for tensor in drawn.inputs]
     )
 
 
@@ -236,7 +235,7 @@ def test_a_new_interpolation_is_one_record_for_layers_and_fits(monkeypatch):
     ).double()
     assert layer.sigma is None
     assert torch.autograd.gradcheck(
-        lambda *some: construct_kernel(*some, (5, 8), interpolation="bell"),
+        lambda *tensors: construct_kernel(*tensors, (5, 8), interpolation="bell"),
         (layer.weight, layer.positions),
     )
     # In the fit, an element spreads exactly as the constructor spreads it.
@@ -257,34 +256,33 @@ def test_a_new_interpolation_is_one_record_for_layers_and_fits(monkeypatch):
 @pytest.mark.parametrize("sigma", [1.0, 2.0])  # whole sigmas: the kinks lie on cells
 def test_triangle_derivatives_at_kinks_are_those_of_the_side_that_is_meant(dims, where, sigma):
     # One element a kernel, so that all may be moved at once and looked at kernel by kernel.
-    some = placed(where, WINDOWS[dims], count=1, channels=(4, 3))
-    some = replace(some, interpolation="triangle", sigma=torch.full_like(some.positions, sigma))
-    toward = random_like(some.kernel())
+    drawn = placed(where, WINDOWS[dims], count=1, channels=(4, 3))
+    drawn = replace(drawn, interpolation="triangle", sigma=torch.full_like(drawn.positions, sigma))
+    grad_output = random_like(drawn.kernel())
 
     def difference(name, axis, step):
-        changed = getattr(some, name).clone()
+        changed = getattr(drawn, name).clone()
         changed[axis] += step
-        moved = replace(some, **{name: changed}).kernel() - some.kernel()
-        return (toward * moved).flatten(2).sum(2, keepdim=True) / step
+        moved = replace(drawn, **{name: changed}).kernel() - drawn.kernel()
+        return (grad_output * moved).flatten(2).sum(2, keepdim=True) / step
 
-    _, grad_positions, grad_sigma = some.gradients(toward)
+    _, grad_positions, grad_sigma = drawn.gradients(grad_output)
     step = -STEP if where == "upper" else STEP
     for axis in range(dims):
         close(grad_positions[axis], difference("positions", axis, step), ONE_SIDED_ATOL)
         close(grad_sigma[axis], difference("sigma", axis, STEP), ONE_SIDED_ATOL)
 
 
-@pytest.mark.parametrize(
-    ("interpolation", "least"), [("triangle", 1.0), ("gaussian", 0.27)]
-)  # DCLS 0.1.1
+# DCLS 0.1.1.
+@pytest.mark.parametrize(("interpolation", "least"), [("triangle", 1.0), ("gaussian", 0.27)])
 def test_sigma_below_its_least_value_counts_as_that_value_and_can_grow_back(interpolation, least):
-    some = elements((5, 8), interpolation)
-    at_least = replace(some, sigma=torch.full_like(some.sigma, least))
-    below = replace(some, sigma=torch.full_like(some.sigma, least - 0.2))
-    toward = random_like(some.kernel())
+    drawn = elements((5, 8), interpolation)
+    at_least = replace(drawn, sigma=torch.full_like(drawn.sigma, least))
+    below = replace(drawn, sigma=torch.full_like(drawn.sigma, least - 0.2))
+    grad_output = random_like(drawn.kernel())
     close(below.kernel(), at_least.kernel())
-    close(below.gradients(toward), at_least.gradients(toward))
-    assert (below.gradients(toward)[2] != 0).all()
+    close(below.gradients(grad_output), at_least.gradients(grad_output))
+    assert (below.gradients(grad_output)[2] != 0).all()
 
 
 # Elements in the window.
@@ -300,12 +298,12 @@ def elements_anywhere(draw):
         st.sampled_from([(), *[(axis,) for axis in range(len(size)) if len(size) > 1]])
     )
     interpolation = draw(st.sampled_from(list(INTERPOLATIONS)))
-    some = elements(
+    drawn = elements(
         size, interpolation, dense_axes=dense_axes, count=draw(st.integers(1, 3)), channels=(1, 2)
     )
     coordinate = st.one_of(st.integers(-12, 12).map(float), st.floats(-12, 12))
 
-    def drawn(like, values):
+    def numbers_like(like, values):
         """A number for each axis and element, the same in all kernels."""
         axes = like.shape[0]
         count = like.shape[-1]
@@ -316,16 +314,16 @@ def elements_anywhere(draw):
             .expand_as(like)
         )
 
-    sigma = None if some.sigma is None else drawn(some.sigma, st.floats(0, 6))
-    return replace(some, positions=drawn(some.positions, coordinate), sigma=sigma)
+    sigma = None if drawn.sigma is None else numbers_like(drawn.sigma, st.floats(0, 6))
+    return replace(drawn, positions=numbers_like(drawn.positions, coordinate), sigma=sigma)
 
 
-@given(some=elements_anywhere())
-def test_no_weight_is_lost_wherever_the_elements_are(some):
-    kernel = some.kernel()
-    spatial = tuple(axis for axis in range(2, kernel.dim()) if axis - 2 not in some.dense_axes)
-    close(kernel.sum(spatial), some.weight.sum(-1))
-    assert kernel.shape[2:] == some.size
+@given(drawn=elements_anywhere())
+def test_no_weight_is_lost_wherever_the_elements_are(drawn):
+    kernel = drawn.kernel()
+    spatial = tuple(axis for axis in range(2, kernel.dim()) if axis - 2 not in drawn.dense_axes)
+    close(kernel.sum(spatial), drawn.weight.sum(-1))
+    assert kernel.shape[2:] == drawn.size
 
 
 @every_interpolation
@@ -335,13 +333,13 @@ def test_elements_beyond_the_window_are_taken_at_its_border_and_can_come_back(
     interpolation, dims, side
 ):
     size = WINDOWS[dims]
-    some = elements(size, interpolation)
-    at_border = replace(some, positions=per_axis(borders(size)[side], some.positions))
-    beyond = replace(some, positions=at_border.positions + (-2.3, 2.3)[side])
-    toward = random_like(some.kernel())
+    drawn = elements(size, interpolation)
+    at_border = replace(drawn, positions=per_axis(borders(size)[side], drawn.positions))
+    beyond = replace(drawn, positions=at_border.positions + (-2.3, 2.3)[side])
+    grad_output = random_like(drawn.kernel())
     close(beyond.kernel(), at_border.kernel())
-    gradients = beyond.gradients(toward)
-    close(gradients, at_border.gradients(toward))
+    gradients = beyond.gradients(grad_output)
+    close(gradients, at_border.gradients(grad_output))
     assert (gradients[1] != 0).all()
 
 
@@ -351,13 +349,13 @@ def test_elements_beyond_the_window_are_taken_at_its_border_and_can_come_back(
 def test_a_position_that_is_not_a_number_shows_in_its_kernel_alone(
     interpolation, axis, implementation
 ):
-    some = elements((5, 7), interpolation)
-    positions = some.positions.clone()
+    drawn = elements((5, 7), interpolation)
+    positions = drawn.positions.clone()
     positions[axis, 0, 0, 1] = math.nan
-    broken = replace(some, positions=positions)
+    broken = replace(drawn, positions=positions)
     with as_on_a_gpu(implementation):
         kernel = broken.kernel()
-        healthy = some.kernel()
+        healthy = drawn.kernel()
         assert kernel[0, 0].isnan().any()
         kernel[0, 0] = healthy[0, 0]
         assert torch.equal(kernel, healthy)
@@ -369,26 +367,26 @@ def test_a_position_that_is_not_a_number_shows_in_its_kernel_alone(
 
 @every_interpolation
 def test_kernels_are_computed_in_float32_at_least_and_rounded_once(interpolation):
-    some = elements((17, 8), interpolation)
+    drawn = elements((17, 8), interpolation)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        narrow = [tensor.to(dtype) for tensor in some.inputs]
+        narrow = [tensor.to(dtype) for tensor in drawn.inputs]
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
-            kernel = some.kernel(*narrow)
+            kernel = drawn.kernel(*narrow)
         assert kernel.dtype == dtype
-        assert torch.equal(kernel, some.kernel(*[tensor.float() for tensor in narrow]).to(dtype))
+        assert torch.equal(kernel, drawn.kernel(*[tensor.float() for tensor in narrow]).to(dtype))
 
 
 # Construction on a GPU, by its implementations on the CPU.
 
 
-@given(some=elements_anywhere(), implementation=st.sampled_from(IMPLEMENTATIONS))
-def test_on_a_gpu_kernel_and_gradients_are_those_of_the_cpu(some, implementation):
-    toward = random_like(some.kernel())
+@given(drawn=elements_anywhere(), implementation=st.sampled_from(IMPLEMENTATIONS))
+def test_on_a_gpu_kernel_and_gradients_are_those_of_the_cpu(drawn, implementation):
+    grad_output = random_like(drawn.kernel())
     with as_on_a_gpu(implementation):
-        kernel = some.kernel()
-        gradients = some.gradients(toward)
-    close(kernel, some.kernel())
-    close(gradients, some.gradients(toward), 10 * FLOAT64_ATOL)
+        kernel = drawn.kernel()
+        gradients = drawn.gradients(grad_output)
+    close(kernel, drawn.kernel())
+    close(gradients, drawn.gradients(grad_output), 10 * FLOAT64_ATOL)
 
 
 @every_interpolation

@@ -18,9 +18,8 @@ from .common import FLOAT64_ATOL, close, every_interpolation, randn
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-    pytest.mark.filterwarnings(
-        "ignore:TensorFloat32 tensor cores"
-    ),  # compiling: that they are available, but not used
+    # Compiling warns that they are available, but not used.
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode"),  # that it is a prototype
 ]
 
@@ -45,16 +44,16 @@ def layer_of(size, interpolation="bilinear", *, dtype=torch.float32, count=9):
     return layer.cuda()
 
 
-def kernel_and_gradients(construct, parameters, toward):
+def kernel_and_gradients(construct, parameters, grad_output):
     kernel = construct()
-    return [kernel.detach(), *torch.autograd.grad(kernel, parameters, toward.to(kernel))]
+    return [kernel.detach(), *torch.autograd.grad(kernel, parameters, grad_output.to(kernel))]
 
 
 def elements_of(layer):
     return [parameter for name, parameter in layer.named_parameters() if name != "bias"]
 
 
-def toward(layer):
+def grad_output(layer):
     return randn(6, 1, *layer.kernel_size, seed=2)
 
 
@@ -66,8 +65,8 @@ def test_kernel_and_gradients_are_those_of_the_cpu(size, interpolation, compiled
     ours = layer_of(size, interpolation, dtype=torch.float64)
     theirs = copy.deepcopy(ours).cpu()
     construct = torch.compile(ours.kernel, fullgraph=True) if compiled else ours.kernel
-    results = kernel_and_gradients(construct, elements_of(ours), toward(ours))
-    expected = kernel_and_gradients(theirs.kernel, elements_of(theirs), toward(theirs))
+    results = kernel_and_gradients(construct, elements_of(ours), grad_output(ours))
+    expected = kernel_and_gradients(theirs.kernel, elements_of(theirs), grad_output(theirs))
     close([one.cpu() for one in results], expected)
 
 
@@ -75,12 +74,12 @@ def test_kernel_and_gradients_are_those_of_the_cpu(size, interpolation, compiled
 @pytest.mark.parametrize("precision", ["highest", "high"])
 def test_every_run_gives_the_same_bits_whether_tf32_is_allowed_or_not(interpolation, precision):
     layer = layer_of((17, 17), interpolation, count=200)  # many in each cell
-    first = kernel_and_gradients(layer.kernel, elements_of(layer), toward(layer))
+    first = kernel_and_gradients(layer.kernel, elements_of(layer), grad_output(layer))
     torch.set_float32_matmul_precision(precision)
     torch.use_deterministic_algorithms(True)  # fails where an operation has no deterministic form
     try:
         with torch.autocast("cuda", torch.bfloat16):
-            again = kernel_and_gradients(layer.kernel, elements_of(layer), toward(layer))
+            again = kernel_and_gradients(layer.kernel, elements_of(layer), grad_output(layer))
     finally:
         torch.use_deterministic_algorithms(False)
         torch.set_float32_matmul_precision("highest")

@@ -101,7 +101,7 @@ def test_positions_follow_conversions(case):
             torch.testing.assert_close(output.float(), other, rtol=1e-3, atol=1e-4)
 
 
-def test_copies_averages_and_other_parameters(case):
+def test_copies_averages_and_functional_calls_keep_positions(case):
     part, other, images = case
     assert list(copy.deepcopy(part).state_dict()) == list(part.state_dict())
     average = ModelEmaV3(part, decay=0.0)
@@ -120,7 +120,7 @@ def test_copies_averages_and_other_parameters(case):
         assert all(map(torch.equal, outputs(other, images), before))  # its own parameters again
 
 
-def test_a_whole_network_is_as_before(networks):
+def test_a_whole_network_names_its_tied_positions_once(networks):
     network = networks[0]
     names = [name for name in network.state_dict() if "positions" in name]
     assert names

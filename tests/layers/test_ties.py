@@ -93,9 +93,8 @@ def test_ties_survive_copying(converted, converted_on_meta, way):
     assert_a_copy_of(copied, converted)
     before = [layer.kernel() for layer in layers(copied)]
     owner = copied.stages[2].blocks
-    owner.dcls_positions = nn.Parameter(
-        owner.dcls_positions.detach() + 0.4
-    )  # replaced: looked up at each use
+    # Replaced, not changed: layers look it up at each use.
+    owner.dcls_positions = nn.Parameter(owner.dcls_positions.detach() + 0.4)
     changed = [
         not torch.equal(old, layer.kernel())
         for old, layer in zip(before, layers(copied), strict=True)
@@ -138,9 +137,8 @@ def test_ties_values_and_gradients_survive_conversions(converted, prepared, chan
     gradients = [copy.deepcopy(parameter.grad) for parameter in model.parameters()]
     assert model.to(**options) is model
     assert groups(model) == EXPECTED_GROUPS
-    assert [
-        id(parameter) for parameter in model.parameters()
-    ] == own  # an optimizer knows them by their identity
+    # An optimizer knows them by their identity.
+    assert [id(parameter) for parameter in model.parameters()] == own
     dtype = options.get("dtype", torch.float32)
     for parameter, value, gradient in zip(model.parameters(), values, gradients, strict=True):
         assert torch.equal(parameter, value.to(dtype))

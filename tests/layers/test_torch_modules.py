@@ -331,11 +331,11 @@ class TestModules(TestCase):
     @modules(INFOS, allowed_dtypes=[torch.float32], train_eval_mode=TrainEvalMode.train_only)
     @for_each_configuration
     def test_conversions_keep_values_gradients_and_identities(self, example, layer, input):
-        slope = torch.randn_like(layer(input))
+        grad_output = torch.randn_like(layer(input))
         for options, with_gradients in itertools.product(CONVERSIONS, (False, True)):
             converted = copy.deepcopy(layer)
             if with_gradients:
-                converted(input).backward(slope)
+                converted(input).backward(grad_output)
             check_conversion(converted, options, with_gradients)
 
     @swap([True, False])
@@ -368,18 +368,18 @@ class TestModules(TestCase):
     @modules(INFOS)
     @for_each_configuration
     def test_strides_of_input_and_gradient_do_not_matter(self, example, layer, input):
-        slope = torch.randn_like(layer(input))
-        expected = output_and_gradients(layer, input, slope)
+        grad_output = torch.randn_like(layer(input))
+        expected = output_and_gradients(layer, input, grad_output)
         for one in (input, noncontiguous_like(input)):
-            for other in (slope, noncontiguous_like(slope)):
+            for other in (grad_output, noncontiguous_like(grad_output)):
                 close(output_and_gradients(layer, one, other), expected, ATOL[input.dtype])
 
     @modules(INFOS, allowed_dtypes=[torch.float64], train_eval_mode=TrainEvalMode.train_only)
     @for_each_configuration
     def test_one_map_alone_gives_what_it_gives_in_a_batch(self, example, layer, input):
-        slope = torch.randn_like(layer(input[:1]))
-        output, *others = output_and_gradients(layer, input[0], slope[0])
-        in_batch, *others_in_batch = output_and_gradients(layer, input[:1], slope)
+        grad_output = torch.randn_like(layer(input[:1]))
+        output, *others = output_and_gradients(layer, input[0], grad_output[0])
+        in_batch, *others_in_batch = output_and_gradients(layer, input[:1], grad_output)
         close(output, in_batch[0])
         close(others[0], others_in_batch[0][0])
         close(others[1:], others_in_batch[1:])
@@ -388,13 +388,13 @@ class TestModules(TestCase):
     @for_each_configuration
     def test_memory_formats_keep_values_and_the_layout_of_convolutions(self, example, layer, input):
         memory_format = FORMATS[layer.dims]
-        slope = torch.randn_like(layer(input))
-        expected = output_and_gradients(layer, input, slope)
+        grad_output = torch.randn_like(layer(input))
+        expected = output_and_gradients(layer, input, grad_output)
         formatted = copy.deepcopy(layer).to(memory_format=memory_format)
         last = input.contiguous(memory_format=memory_format)
         for one in (layer, formatted):
             for other in (input, last):
-                close(output_and_gradients(one, other, slope), expected, ATOL[input.dtype])
+                close(output_and_gradients(one, other, grad_output), expected, ATOL[input.dtype])
         # Circular padding gives contiguous maps; torch's convolution then has its weight's format.
         if layer.padding_mode != "circular":
             plain = plain_convolution(example.constructor_input, layer)

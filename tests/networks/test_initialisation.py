@@ -4,7 +4,7 @@ import timm
 import torch
 from torch import nn
 
-from dcls_convert.networks.initialisation import are_as_torch_initialises
+from dcls_convert.networks.initialisation import have_torch_default_init
 
 
 def kernels_of(model):
@@ -20,7 +20,7 @@ def network():
 
 def test_a_new_network_is_recognised_whatever_its_dtype():
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        assert are_as_torch_initialises(kernels_of(network().to(dtype)))
+        assert have_torch_default_init(kernels_of(network().to(dtype)))
 
 
 def test_a_few_steps_of_training_are_noticed():
@@ -33,13 +33,13 @@ def test_a_few_steps_of_training_are_noticed():
             optimizer.zero_grad()
             (model(torch.randn(2, 3, 16, 16)) - 1).square().mean().backward()
             optimizer.step()
-        assert not are_as_torch_initialises(kernels_of(model))
+        assert not have_torch_default_init(kernels_of(model))
 
 
 def test_smaller_weights_and_other_initialisations_are_not_claimed_to_be_new():
     model = network()
     scaled = [kernel.detach() * 0.9 for kernel in kernels_of(model)]
-    assert not are_as_torch_initialises(scaled)
-    assert not are_as_torch_initialises(kernels_of(timm.create_model("test_resnet")))
-    assert not are_as_torch_initialises(kernels_of(model)[:1])  # too few weights to tell
-    assert not are_as_torch_initialises(kernels_of(network().to("meta")))
+    assert not have_torch_default_init(scaled)
+    assert not have_torch_default_init(kernels_of(timm.create_model("test_resnet")))
+    assert not have_torch_default_init(kernels_of(model)[:1])  # too few weights to tell
+    assert not have_torch_default_init(kernels_of(network().to("meta")))

@@ -10,7 +10,7 @@ import torch
 from dcls_convert.networks.model_outputs import (
     ComparisonError,
     agreement,
-    check_equal,
+    check_close,
     max_relative_error,
     relative_l2_error,
     tensors_in,
@@ -84,11 +84,11 @@ def test_the_relative_distance_is_over_all_tensors_or_none_where_there_is_no_suc
 def test_the_bound_is_the_largest_error_allowed():
     a = torch.tensor([8.0, 4.0])
     b = torch.tensor([8.0, 5.0])
-    assert check_equal(a, b, bound=1 / 8, what="it") == 1 / 8
+    assert check_close(a, b, bound=1 / 8, what="it") == 1 / 8
     with pytest.raises(
         ComparisonError, match=r"it: the outputs' relative error is 1\.2e-01, allowed is 1e-01"
     ):
-        check_equal(a, b, bound=0.12, what="it")
+        check_close(a, b, bound=0.12, what="it")
 
 
 def test_a_divergence_that_is_no_number_is_none():

@@ -5,11 +5,11 @@ from operator import attrgetter
 import pytest
 import torch
 
-from dcls_convert.networks.running import CPU_PRODUCTS, CUDA_PRODUCTS, full_precision
+from dcls_convert.networks.running import CPU_FP32_BACKENDS, CUDA_FP32_BACKENDS, full_precision
 
 BACKENDS = torch.backends
 NEWER = hasattr(BACKENDS.cuda.matmul, "fp32_precision")  # torch 2.9
-PARTS = (*CPU_PRODUCTS, *CUDA_PRODUCTS, "cudnn") if NEWER else ()
+PARTS = (*CPU_FP32_BACKENDS, *CUDA_FP32_BACKENDS, "cudnn") if NEWER else ()
 newer = pytest.mark.skipif(not NEWER, reason="an interface of torch 2.9")
 
 
@@ -79,7 +79,7 @@ def test_float32_is_not_rounded_inside_however_the_process_allows_it(place, valu
         older, parts = precisions()
         assert older[0] in ("highest", None)
         assert not any(older[1:])
-        assert not {"tf32", "bf16"} & set(parts[: len(CPU_PRODUCTS) + len(CUDA_PRODUCTS)])
+        assert not {"tf32", "bf16"} & set(parts[: len(CPU_FP32_BACKENDS) + len(CUDA_FP32_BACKENDS)])
     assert precisions() == before
 
 

@@ -1,5 +1,7 @@
 """Output sizes of a model and of what it would become, compared on meta before anything changes."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -35,7 +37,7 @@ class PadsOutside(nn.Module):
         for size, stride, kernel_side in reversed(
             list(zip(x.shape[2:], conv.stride, kernel, strict=True))
         ):
-            total = max((-(-size // stride) - 1) * stride + kernel_side - size, 0)
+            total = max((math.ceil(size / stride) - 1) * stride + kernel_side - size, 0)
             sides += [total // 2, total - total // 2]
         return F.pad(x, sides)
 
@@ -123,7 +125,7 @@ def test_where_nothing_can_be_compared_nothing_is_refused():
     check(nn.Sequential(nn.Conv2d(5, 4, 3), nn.Conv2d(4, 4, 3)), 7, IMAGE)  # takes other images
 
 
-def test_such_a_model_is_refused_before_it_changes():
+def test_convert_refuses_a_model_that_pads_outside_before_changing_it():
     model = PadsOutside()
     before = dict(model.named_modules())
     with pytest.raises(PlanError, match="conv: its output would be 7x9 instead of 5x7"):

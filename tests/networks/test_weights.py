@@ -16,7 +16,7 @@ from dcls_convert.networks.state_names import with_names_of
 from dcls_convert.networks.weights import load_weights_
 from dcls_convert.networks.weights_files import read_weights
 from dcls_convert.options import PlanOptions
-from dcls_convert.pipeline.conversion import convert_network
+from dcls_convert.pipeline.conversion import convert_network_
 from dcls_convert.pipeline.loaded import LoadedNetwork
 from dcls_convert.pipeline.request import ConversionRequest
 from dcls_convert.pipeline.resolved import resolve
@@ -36,7 +36,7 @@ def loaded(name, *, note=silent, **options):
 
 def converted(name, **options):
     network = loaded(name, **options)
-    return convert_network(network, resolve(network))
+    return convert_network_(network, resolve(network))
 
 
 @pytest.fixture
@@ -160,9 +160,8 @@ def test_all_but_the_kernels_is_kept_and_these_keep_their_largest_cells_over_the
             )
             kernel = done.model.get_submodule(name).kernel()
             assert torch.equal(kernel[:, :, 2:9, 2:9], expected)
-            assert (
-                kernel.count_nonzero() == expected.count_nonzero()
-            )  # nothing outside the old kernel
+            # Nothing outside the old kernel.
+            assert kernel.count_nonzero() == expected.count_nonzero()
 
 
 def test_another_head_starts_afresh_and_says_so(trained):

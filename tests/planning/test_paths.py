@@ -60,7 +60,7 @@ def test_where_no_path_is_right_the_nearest_are_named():
 # A plan without some layers.
 
 
-def test_a_plan_without_layers_is_the_same_for_all_others():
+def test_a_plan_without_some_layers_is_the_same_for_all_others():
     whole = plan_of(Net())
     part = whole.without("layer2.*")
     names = ["layer1.0", "layer1.1", "layer1.2"]
@@ -101,7 +101,7 @@ def test_layers_that_are_not_there_and_all_of_them_cannot_be_left_out(paths, mes
         plan_of(Net()).without(paths)
 
 
-def test_a_plan_without_layers_converts_saves_and_loads(tmp_path):
+def test_a_plan_without_some_layers_converts_saves_and_loads(tmp_path):
     """What is left out keeps its very module, and the outputs are the same after loading."""
     torch.manual_seed(0)
     model = Net()

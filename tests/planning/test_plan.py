@@ -15,7 +15,7 @@ from dcls_convert.errors import CheckpointError, PlanError
 from dcls_convert.planning.plan import ConversionPlan
 from dcls_convert.reports.predict import predict_report
 
-from ..checkpoints.folders import places
+from ..checkpoints.folders import value_paths
 from .nets import IMAGE, Net, plan_of
 
 PLANS = {
@@ -136,17 +136,17 @@ def refused(data):
 
 def test_an_unknown_or_missing_field_or_a_value_of_another_type_is_refused_wherever_it_stands():
     assert not refused(PLAN)
-    for path in [(), *places(PLAN)]:
+    for path in [(), *value_paths(PLAN)]:
         value = reduce(getitem, path, PLAN)
-        if isinstance(value, dict) and path != (
-            "model_args",
-        ):  # which holds whatever the model takes
+        # "model_args" holds whatever the model takes.
+        if isinstance(value, dict) and path != ("model_args",):
             assert refused(changed((*path, "comment"), 1)), path
             needed = value.keys() - {NEWER}
             missing = [(*path, key) for key in needed if (*path, key) not in HAVE_DEFAULTS]
             assert all(refused(changed(place, ...)) for place in missing), path
-        for into in WRONG.get(type(value), []) if path[-1:] and path[-1] not in OPTIONAL else []:
-            assert refused(changed(path, into(value))), path
+        if path and path[-1] not in OPTIONAL:
+            for into in WRONG.get(type(value), []):
+                assert refused(changed(path, into(value))), path
 
 
 @pytest.mark.parametrize(

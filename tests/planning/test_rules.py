@@ -15,7 +15,7 @@ from torch import nn
 from dcls_convert.errors import DclsConvertError, NothingMatchesError, RuleError
 from dcls_convert.given_files import builtin_rules
 from dcls_convert.networks.sites import ConvSite, find_convs
-from dcls_convert.planning.claims import choose_rules, claim_sites
+from dcls_convert.planning.claims import choose_rules, match_rules
 from dcls_convert.planning.plan import ConversionPlan
 from dcls_convert.planning.planner import plan_conversion
 from dcls_convert.planning.rule_files import _NESTED, load_rules, parse_rules, rules_schema
@@ -84,17 +84,17 @@ def net():
     ],
 )
 def test_a_predicate_holds_or_says_what_it_found(key, holds, fails):
-    assert claim_sites(rules_of({"match": {key: holds}}), [SITE]) == ({SITE.name: 0}, {})
-    rule_of, reasons = claim_sites(rules_of({"name": "wrong", "match": {key: fails}}), [SITE])
+    assert match_rules(rules_of({"match": {key: holds}}), [SITE]) == ({SITE.name: 0}, {})
+    rule_of, reasons = match_rules(rules_of({"name": "wrong", "match": {key: fails}}), [SITE])
     assert rule_of == {}
     assert reasons[SITE.name].startswith(f"not matched (rule 'wrong': {key} is ")
 
 
 def test_a_convolution_outside_of_stages_matches_no_pattern_of_stages():
     outside = replace(SITE, stage=None)
-    _, reasons = claim_sites(rules_of({"match": {"stage": "*"}}), [outside])
+    _, reasons = match_rules(rules_of({"match": {"stage": "*"}}), [outside])
     assert "stage is none" in reasons[SITE.name]
-    assert claim_sites(rules_of({}), [outside])[0] == {SITE.name: 0}
+    assert match_rules(rules_of({}), [outside])[0] == {SITE.name: 0}
 
 
 class _WiderMatch(Match):
@@ -117,17 +117,17 @@ def test_a_new_predicate_is_one_typed_field(monkeypatch):
     monkeypatch.setattr("dcls_convert.planning.rule_files._NESTED", nested)
     small = {"name": "small", "match": {"output_size": {"max": 7}}}
     # It matches, and its reasons are those of all predicates.
-    assert claim_sites(rules_of(small), [SITE]) == ({SITE.name: 0}, {})
+    assert match_rules(rules_of(small), [SITE]) == ({SITE.name: 0}, {})
     large = replace(SITE, output_size=(4, 8))
-    assert claim_sites(rules_of(small), [large])[1] == {
+    assert match_rules(rules_of(small), [large])[1] == {
         SITE.name: "not matched (rule 'small': output_size is 4x8, not to 7)"
     }
     # A convolution that is never called has no output size, which matches no predicate.
     never_called = replace(SITE, output_size=None)
-    assert claim_sites(rules_of(small), [never_called])[1] == {
+    assert match_rules(rules_of(small), [never_called])[1] == {
         SITE.name: "not matched (rule 'small': output_size is not known)"
     }
-    assert claim_sites(rules_of({}), [never_called])[0] == {SITE.name: 0}
+    assert match_rules(rules_of({}), [never_called])[0] == {SITE.name: 0}
     # The file format, its messages and its schema know the predicate.
     with pytest.raises(RuleError, match=r"output_size: found 'wide'; allowed is a size, or"):
         rules_of({"match": {"output_size": "wide"}})
@@ -140,7 +140,7 @@ def test_the_first_rule_that_matches_claims(net):
         {"name": "depthwise", "match": {"kind": "depthwise"}},
         {"name": "late", "match": {"stage": "layer2"}, "skip": "too late to matter"},
     )
-    assert claim_sites(rules, net.sites)[0] == {
+    assert match_rules(rules, net.sites)[0] == {
         "layer1.0": 0,
         "layer1.1": 1,
         "layer2.0": 1,
@@ -260,7 +260,7 @@ def test_layers_of_a_stage_by_pattern_are_tied():
 def test_the_built_in_sets_claim_what_they_are_for(model, auto, depthwise, conv3x3, dense3x3):
     sites = convs_of(model).sites
     for name, count in [("depthwise", depthwise), ("conv3x3", conv3x3), ("dense3x3", dense3x3)]:
-        claimed, _ = claim_sites(load_rules(name), sites)
+        claimed, _ = match_rules(load_rules(name), sites)
         assert len(claimed) == count
         assert all(site.stage is not None for site in sites if site.name in claimed)
     plan = plan_conversion(convs_of(model))
@@ -361,9 +361,8 @@ MISTAKES = {
 }
 # Relations between values, keys that JSON does not have, patterns, YAML.
 MISTAKES_BEYOND_A_SCHEMA = {
-    rule(
-        "skip: "
-    ): "rules[0].skip: found None; allowed is a string",  # it would be converted in silence
+    # It would be converted in silence.
+    rule("skip: "): "rules[0].skip: found None; allowed is a string",
     rule(
         "match: {kernel_size: {min: 5, max: 3}}"
     ): "rules[0].match.kernel_size: min 5 is above max 3",

@@ -187,9 +187,8 @@ def test_layers_are_those_of_the_authors(dims, version, size, groups):
     )
     with torch.no_grad():
         torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=FLOAT64_ATOL)
-        torch.testing.assert_close(
-            ours.train()(x), theirs(x), rtol=0, atol=FLOAT64_ATOL
-        )  # nothing is clamped away
+        # Nothing is clamped away.
+        torch.testing.assert_close(ours.train()(x), theirs(x), rtol=0, atol=FLOAT64_ATOL)
 
 
 @pytest.mark.parametrize(

@@ -163,9 +163,8 @@ def test_a_part_copied_alone_folds_itself_alone():
 def test_timm_fuses_the_rest_of_its_own_models_too():
     torch.manual_seed(0)
     block = ByoBlockCfg(type="rep", d=2, c=8, s=2, gs=0, br=0.0)
-    model = ByobNet(
-        ByoModelCfg(blocks=(block, block), stem_type="rep", stem_chs=8), num_classes=3
-    )  # a small RepVGG
+    # A small RepVGG.
+    model = ByobNet(ByoModelCfg(blocks=(block, block), stem_type="rep", stem_chs=8), num_classes=3)
     convert_(model, dilated_size=7, input_size=IMAGE, init="random")
     trained(model).double()
     expected = outputs(model)

@@ -24,7 +24,7 @@ def trained(tiny):
     return tiny
 
 
-def photos(seed):
+def noise(seed):
     return torch.randn(8, *IMAGE, generator=torch.Generator().manual_seed(seed))
 
 
@@ -33,27 +33,24 @@ def photos(seed):
     [
         {"init": "random"},
         {"interpolation": "gaussian"},
-        {"scope": "error", "calibration": [photos(0)]},
+        {"scope": "error", "calibration": [noise(0)]},
     ],
     ids=str,
 )
 def test_a_conversion_on_a_gpu_is_as_good_as_on_the_cpu(trained, options):
-    images = photos(1)
+    images = noise(1)
     old = copy.deepcopy(trained)
     errors = []
     for device in ("cpu", "cuda"):
         model = copy.deepcopy(trained).to(device)
-        with (
-            torch.autocast(device, torch.bfloat16),
-            torch.device(device),
-        ):  # where new tensors are by default
+        # The device is where new tensors are by default.
+        with torch.autocast(device, torch.bfloat16), torch.device(device):
             convert_(model, **OPTIONS, **options)
         assert {tensor.device.type for tensor in model.state_dict().values()} == {device}
         with torch.no_grad():
             errors.append(float((model.cpu()(images) - old(images)).norm() / old(images).norm()))
-    assert errors[1] == pytest.approx(
-        errors[0], rel=0.1
-    )  # rounding decides which of the fit's starts wins
+    # Rounding decides which of the fit's starts wins.
+    assert errors[1] == pytest.approx(errors[0], rel=0.1)
 
 
 def test_folding_and_saving_keep_the_outputs_and_tf32_leaves_no_trace(trained, tmp_path):
@@ -68,7 +65,7 @@ def test_folding_and_saving_keep_the_outputs_and_tf32_leaves_no_trace(trained, t
         torch.set_float32_matmul_precision("highest")
     loaded = load_converted(tmp_path / "saved").eval()
     assert deviation(there, take_fingerprint(loaded, IMAGE)) < 1e-5
-    images = photos(0).cuda().double()
+    images = noise(0).cuda().double()
     model.double()
     with torch.no_grad():
         before = model(images)

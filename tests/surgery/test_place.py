@@ -78,7 +78,7 @@ def test_an_unknown_way_to_start_is_refused_and_the_model_unchanged(options):
     refused(model, plan_of(model), PlanError, match="must be one of", **options)
 
 
-def test_a_failure_after_layers_are_in_place_takes_them_out_again(monkeypatch):
+def test_apply_plan_that_fails_takes_its_layers_out_again(monkeypatch):
     def fail(*_):
         raise KeyboardInterrupt
 

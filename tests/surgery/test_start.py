@@ -49,8 +49,8 @@ def test_with_norms_the_weights_of_random_elements_are_cells_of_the_old_kernels(
     for name in ("test_convnext", "test_resnet"):
         model = timm.create_model(name)
         cells = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-        report_model = converted(model, "+4", (3, 64, 64))
-        for module in report_model.modules():
+        model_with_layers = converted(model, "+4", (3, 64, 64))
+        for module in model_with_layers.modules():
             if hasattr(module, "kernel_count"):
                 assert torch.isin(module.weight, cells).all()
 

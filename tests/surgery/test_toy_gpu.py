@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from dcls_convert import convert_, fold_to_dense_
 from dcls_convert.checkpoints.fingerprint import deviation, take_fingerprint
 
-from ..fitting.test_calibrate import SMALL, network, photos
+from ..fitting.test_calibrate import SMALL, network, smooth_noise
 
 # torch compiles decompositions of its own where operations are looked at.
 pytestmark = [
@@ -111,9 +111,8 @@ def toy_gpu():
     """Inside, there is one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
-        patch.setattr(
-            torch.backends.cudnn, "enabled", False
-        )  # operations of cuDNN cannot run on the CPU
+        # Operations of cuDNN cannot run on the CPU.
+        patch.setattr(torch.backends.cudnn, "enabled", False)
         # `nn.Module.to` replaces parameters: their memory cannot become that of a subclass.
         patch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
         torch._C._ensureCUDADeviceGuardSet()
@@ -125,7 +124,7 @@ def toy_gpu():
     "options",
     [
         pytest.param({"init": "random"}, id="random"),
-        pytest.param({"calibration": [photos(2)]}, id="calibration", marks=pytest.mark.slow),
+        pytest.param({"calibration": [smooth_noise(2)]}, id="calibration", marks=pytest.mark.slow),
     ],
 )
 def test_a_model_on_a_gpu_stays_there_and_becomes_what_it_becomes_on_the_cpu(options):

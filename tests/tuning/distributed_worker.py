@@ -65,9 +65,8 @@ CASES = [
     Case(engine="ddp", interpolation="gaussian", repulsive=True),
     Case(engine="root"),
     Case(engine="block", accumulate=2),
-    Case(
-        engine="stage+block", interpolation="gaussian", dilated_size=(11, 7)
-    ),  # each axis has its own limits
+    # Each axis has its own limits.
+    Case(engine="stage+block", interpolation="gaussian", dilated_size=(11, 7)),
     Case(engine="stage+block", repulsive=True),
 ]
 
@@ -131,9 +130,8 @@ def train(case: Case, rank: int = 0, processes: int = 1) -> dict[str, Any]:
     losses = []
     for step in range(STEPS):
         for index, (images, labels) in enumerate(batches(step, case)):
-            last = (
-                index == case.accumulate - 1
-            )  # of the step, at which alone gradients are summed over processes
+            # Gradients are summed over processes at the last batch of a step alone.
+            last = index == case.accumulate - 1
             if case.sharded:
                 model.set_requires_gradient_sync(last)
             with model.no_sync() if case.engine == "ddp" and not last else contextlib.nullcontext():

@@ -21,7 +21,7 @@ import dcls_convert
 from dcls_convert.tuning import read_track
 
 from ..conftest import TINY
-from ..photographs import photographs
+from ..image_folder import write_images
 from .distributed_worker import CASES, converted, train
 
 pytestmark = pytest.mark.distributed
@@ -50,7 +50,7 @@ def start(folder: Path, *runs: str) -> list[subprocess.Popen]:
     command = [sys.executable, "-m", "tests.tuning.distributed_worker", str(folder), *runs]
     environments = [
         ENVIRONMENT | {k: str(v) for k, v in {**shared, "RANK": r, "LOCAL_RANK": r}.items()}
-        for r in range(2)
+        for r in range(PROCESSES)
     ]
     return [subprocess.Popen(command, cwd=ROOT, env=environment) for environment in environments]
 
@@ -67,7 +67,7 @@ def folder(tmp_path_factory):
     resumed.
     """
     folder = tmp_path_factory.mktemp("distributed")
-    photographs(folder / "images")
+    write_images(folder / "images")
     torch.manual_seed(0)
     model = timm.create_model(TINY)
     report = dcls_convert.convert_(model, dilated_size=9)
@@ -120,9 +120,8 @@ def test_steps_are_those_of_one_process_with_the_whole_batch_and_ties_hold(train
     assert {count for _, count in alone["ties"]} == {1}
     start.load_state_dict(first["state"])  # of all processes, in one
     reached = first["state"]["stages.2.blocks.dcls_positions"].abs() == 4
-    assert (
-        case.dilated_size != (9, 9) or 0.01 < reached.double().mean() < 0.9
-    )  # clamping had work to do
+    # Clamping had work to do.
+    assert case.dilated_size != (9, 9) or 0.01 < reached.double().mean() < 0.9
 
 
 # Runs of examples/finetune.py.

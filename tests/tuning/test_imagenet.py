@@ -128,9 +128,8 @@ def cluster(tmp_path_factory):
     for name in ("imagenet_shards.py", "imagenet.slurm"):
         shutil.copy(EXAMPLES / name, folder)
     script = Path(os.environ.get("TIMM_TRAIN_SCRIPT") or Path(__file__).with_name("small_train.py"))
-    on_cpus = script.read_text().replace(
-        "device_ids=[device], ", ""
-    )  # which DDP refuses for a model on the CPU
+    # Which DDP refuses for a model on the CPU.
+    on_cpus = script.read_text().replace("device_ids=[device], ", "")
     (folder / "train.py").write_text(on_cpus)
     for name, line in STUBS.items():
         program(folder / "bin" / name, line)

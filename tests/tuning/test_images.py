@@ -13,7 +13,7 @@ from dcls_convert.errors import DclsConvertError
 from dcls_convert.tuning.images import open_images, set_transforms_
 
 from ..command_line import net
-from ..photographs import photographs
+from ..image_folder import write_images
 
 # timm leaves images open.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path, monkeypatch):
-    photographs(tmp_path / "images")
+    write_images(tmp_path / "images")
     monkeypatch.chdir(tmp_path)
 
 

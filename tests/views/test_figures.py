@@ -18,7 +18,7 @@ from dcls_convert.layers.position_statistics import border_share
 from dcls_convert.planning.rule_files import parse_rules
 from dcls_convert.views.page import Pictures, pictures_of_model
 from dcls_convert.views.plot import FIGURES, draw
-from dcls_convert.views.receptive_field import FieldPictures, field_picture
+from dcls_convert.views.receptive_field import ReceptiveFieldMaps, field_picture
 
 from ..checkpoints.folders import convert
 
@@ -118,13 +118,12 @@ def test_a_montage_shows_the_layers_kernels_with_the_most_energy_first(case):
     assert [layer.name for layer in shown] == [layer.name for layer in plan.layers]
     for layer in shown:
         kernels = model.get_submodule(layer.name).kernel().detach()
-        planes = (
-            kernels.sum(2)
-            if kernels.dim() == 5
-            else kernels.unsqueeze(2)
-            if kernels.dim() == 3
-            else kernels
-        )
+        if kernels.dim() == 5:
+            planes = kernels.sum(2)
+        elif kernels.dim() == 3:
+            planes = kernels.unsqueeze(2)
+        else:
+            planes = kernels
         energies = kernels.square().flatten(2).sum(2)
         chosen = tuple(zip(*layer.channels, strict=True))
         assert layer.total == energies.numel()
@@ -154,7 +153,7 @@ DRAWN = {"positions": (".svg", ".pdf", ".PNG"), "kernels": (".svg",), "receptive
 def test_every_figure_is_drawn():
     """That of a history: test_history.py."""
     field = field_picture(torch.ones(4, 4), "After", "a $network")
-    fields = FieldPictures(fields=(field,), notes=())
+    fields = ReceptiveFieldMaps(fields=(field,), notes=())
     pictures = replace(pictures_of(*case_of("dense")), fields=fields)
     assert {*DRAWN, "history"} == set(FIGURES)
     for figure, suffixes in DRAWN.items():

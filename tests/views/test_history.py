@@ -43,7 +43,8 @@ def tracked(tmp_path_factory):
     for step in range(3):
         tracker.update(step)
         with torch.no_grad():
-            model[0].positions += step == 1
+            if step == 1:
+                model[0].positions += 1
     return pictures_of(model, plan), [json.loads(line) for line in path.read_text().splitlines()]
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from dcls_convert import load_converted, save_converted
 from dcls_convert.checkpoints.folder import CARD, FILES, PAGE, PICTURE, read_plan
-from dcls_convert.checkpoints.verify import rebuild_here, verify_folder
+from dcls_convert.checkpoints.verify import check_model_here, verify_folder
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.source import ModelSource
 from dcls_convert.tuning import PositionTracker
@@ -247,7 +247,7 @@ def test_a_folder_holds_its_page_and_its_card_the_picture_until_it_is_replaced(h
     assert all(shown["heat"] for shown in data["positions"])
     assert (folder / PICTURE).read_bytes().startswith(b"\x89PNG")
     assert f"]({PICTURE})" in (folder / CARD).read_text(encoding="utf-8")
-    verification = verify_folder(folder, rebuild=rebuild_here)
+    verification = verify_folder(folder, check_model=check_model_here)
     assert verification.ok
     assert "other files" not in [check.name for check in verification.checks]
     run(NETWORK, *OPTIONS, "--output", "net", "--force")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dcls_convert.views.page import page
-from dcls_convert.views.receptive_field import FieldPictures, field_picture
+from dcls_convert.views.receptive_field import ReceptiveFieldMaps, field_picture
 
 from ..checkpoints.folders import convert
 from .test_figures import CASES, case_of, pictures_of
@@ -77,7 +77,7 @@ def unpacked(text, dtype):
 def test_hostile_names_stay_text(converted):
     pictures = pictures_of(*converted)
     row = replace(pictures.positions[0].row, name=HOSTILE)
-    fields = FieldPictures(
+    fields = ReceptiveFieldMaps(
         fields=(field_picture(torch.ones(4, 4), HOSTILE, HOSTILE),), notes=(HOSTILE,)
     )
     positions = (replace(pictures.positions[0], row=row),)
