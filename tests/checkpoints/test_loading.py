@@ -1,124 +1,14 @@
-"""Weights from a file become the model's own: the model is that of the ordinary path, and no second
-copy is made.
-"""
+"""A folder's weights are loaded into a model that fits, and a model is made on the meta device."""
 
 import pytest
 import timm
 import torch
-from safetensors.torch import save_file
-from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from dcls_convert import load_converted
 from dcls_convert.errors import CheckpointError
-from dcls_convert.networks import weights
-from dcls_convert.networks.building import build_model
-from dcls_convert.networks.source import ModelSource
-from dcls_convert.networks.weights import (
-    assign_weights_,
-    build_with_state,
-    load_weights_,
-)
-from dcls_convert.networks.weights_files import read_weights
 
 from ..planning.nets import state_of
 from .folders import convert, save
-
-FAMILIES = {
-    "timm:test_convnext": {},
-    "timm:test_vit": {},
-    "timm:resnetblur18": {},  # blur kernels, not in the file
-    "timm:swin_tiny_patch4_window7_224": {
-        "depths": (1, 1, 1, 1),
-        "embed_dim": 24,
-    },  # relative positions
-    "torchvision:mnasnet0_5": {},  # asks for the version of its format
-    "torchvision:ssdlite320_mobilenet_v3_large": {},  # anchors in a plain attribute
-}
-# Not to be had without drawing or calculating more than the file has; on the CPU, as ever.
-BUILT = {"timm:resnetblur18", "timm:swin_tiny_patch4_window7_224"}
-
-
-def tensors_of(model):
-    """All of them by place, also those in plain attributes, which no state dict has."""
-    return {
-        f"{name}.{key}.{index}": leaf
-        for name, module in model.named_modules()
-        for key, value in vars(module).items()
-        for index, leaf in enumerate(tree_leaves(value))
-        if isinstance(leaf, torch.Tensor)
-    }
-
-
-def check_equal_tensors(filled, ordinary):
-    ours = tensors_of(filled)
-    theirs = tensors_of(ordinary)
-    assert ours.keys() == theirs.keys()
-    for place, tensor in theirs.items():
-        mine = ours[place]
-        assert (mine.dtype, mine.device, mine.stride()) == (
-            tensor.dtype,
-            tensor.device,
-            tensor.stride(),
-        ), place
-        assert (mine.requires_grad, type(mine)) == (tensor.requires_grad, type(tensor)), place
-        assert torch.equal(mine, tensor), place
-        assert mine.data_ptr() % weights.ALIGNMENT == 0, place
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_model_filled_from_a_file_is_the_ordinary_one(tmp_path, name):
-    source = ModelSource(name=name, args=FAMILIES[name])
-    save_file(build_model(source, seed=1).state_dict(), tmp_path / "w.safetensors")
-    meta = build_model(source, device="meta")
-    filled = assign_weights_(meta, read_weights(tmp_path / "w.safetensors"), "file")
-    assert filled == (name not in BUILT)
-    if filled:
-        ordinary = build_model(source, seed=0)
-        load_weights_(ordinary, read_weights(tmp_path / "w.safetensors"), "file")
-        check_equal_tensors(meta, ordinary)
-        assert [m.training for m in meta.modules()] == [m.training for m in ordinary.modules()]
-
-
-@pytest.mark.parametrize(
-    "values", [lambda: torch.empty(3).normal_(), lambda: torch.randn(3)], ids=["empty", "randn"]
-)
-def test_a_model_with_random_values_that_no_file_has_is_built(monkeypatch, values):
-    class Unsaved(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(3, 3, 3, groups=3)
-            self.hidden = {"scales": [values()]}
-
-    monkeypatch.setattr("dcls_convert.networks.building._build", lambda *_, **__: Unsaved())
-    meta = build_model(ModelSource(name="timm:x"), device="meta", trust_code=True)
-    assert not assign_weights_(meta, Unsaved().state_dict(), "file")
-
-
-def test_the_users_own_code_is_run_once(monkeypatch):
-    calls = []
-    monkeypatch.setattr(
-        "builtins.build_own", lambda: calls.append(1) or nn.Linear(2, 2), raising=False
-    )
-    build_with_state(
-        ModelSource(name="builtins:build_own"),
-        nn.Linear(2, 2).state_dict(),
-        "file",
-        prepare_=nn.Module.eval,
-    )
-    assert calls == [1]
-
-
-def test_a_view_in_a_file_does_not_share_its_memory_with_the_model():
-    whole = torch.arange(8.0)
-    views = nn.Linear(4, 1, device="meta")
-    assert assign_weights_(
-        views, {"weight": whole[:4].reshape(1, 4), "bias": whole[4:5].half()}, "file"
-    )
-    with torch.no_grad():
-        views.weight.zero_()
-    assert torch.equal(whole, torch.arange(8.0))
-    assert (views.bias.item(), views.bias.dtype) == (4, torch.float32)
 
 
 def test_a_model_that_does_not_fit_stays_as_it_was(tmp_path):
