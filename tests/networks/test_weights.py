@@ -1,6 +1,5 @@
 """Trained weights: from files, from a hub, and what conversion keeps of them."""
 
-import argparse
 import shutil
 
 import pytest
@@ -12,9 +11,7 @@ from safetensors.torch import save_file
 from dcls_convert import load_converted, save_converted
 from dcls_convert.errors import CheckpointError
 from dcls_convert.layers.dcls_conv import DclsConv2d
-from dcls_convert.networks.state_names import with_names_of
 from dcls_convert.networks.weights import load_weights_
-from dcls_convert.networks.weights_files import read_weights
 from dcls_convert.options import PlanOptions
 from dcls_convert.pipeline.conversion import convert_network_
 from dcls_convert.pipeline.loaded import LoadedNetwork
@@ -37,71 +34,6 @@ def loaded(name, *, note=silent, **options):
 def converted(name, **options):
     network = loaded(name, **options)
     return convert_network_(network, resolve(network))
-
-
-@pytest.fixture
-def trained():
-    """A network whose weights are no initialisation."""
-    torch.manual_seed(7)
-    model = timm.create_model(TINY).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.1)
-    return model
-
-
-def prefixed(prefix, state):
-    return {f"{prefix}{name}": tensor for name, tensor in state.items()}
-
-
-@pytest.mark.parametrize(
-    ("wrap", "says"),
-    [
-        (lambda s: s, ()),
-        (lambda s: {"model": s, "optimizer": {"lr": 1.0}}, ["takes the weights under model"]),
-        (lambda s: {"model_state_dict": s, "epoch": 3}, ["the weights under model_state_dict"]),
-        (lambda s: {"net": s}, ["takes the weights under net"]),
-        (
-            lambda s: {"model": {k: v * 0 for k, v in s.items()}, "model_ema": s},
-            ["takes the averaged weights, model_ema, not model"],
-        ),
-        (
-            lambda s: {"state_dict": prefixed("module.", s), "args": argparse.Namespace(lr=1)},
-            ["under state_dict", "takes 'module.' off its names"],
-        ),
-        (
-            lambda s: {"model": {"state_dict": prefixed("module._orig_mod.", s)}},
-            ["under model / state_dict", "takes 'module._orig_mod.' off its names"],
-        ),
-        (
-            lambda s: {
-                "state_dict": prefixed("model.", s) | {"loss.weight": torch.ones(3)},
-                "pytorch-lightning_version": "2.5",
-            },
-            ["under state_dict", "'model.' off its names; without this prefix, and left out: loss"],
-        ),
-        (lambda s: prefixed("backbone.net._orig_mod.", s), ["'backbone.net._orig_mod.'"]),
-    ],
-)
-def test_wrappers_and_prefixes_are_understood_and_named(tmp_path, trained, wrap, says):
-    torch.save(wrap(trained.state_dict()), tmp_path / "weights.pth")
-    notes = []
-    read = read_weights(tmp_path / "weights.pth", note=notes.append)
-    state = with_names_of(trained, read, note=notes.append)
-    assert [note for note in notes if not any(word in note for word in says)] == []
-    assert all(any(word in note for note in notes) for word in says)
-    assert state.keys() == trained.state_dict().keys()
-    assert all(torch.equal(state[name], tensor) for name, tensor in trained.state_dict().items())
-
-
-def test_a_prefix_that_the_network_has_itself_stays():
-    """Also where its names fit only in part."""
-    model = torch.nn.Sequential()
-    model.features = torch.nn.Linear(2, 2)
-    state = {"features.weight": torch.ones(2, 2)}
-    assert with_names_of(model, state).keys() == state.keys()
-    others = {"backbone.stem.weight": torch.ones(1), "backbone.head.weight": torch.ones(1)}
-    assert with_names_of(model, others).keys() == others.keys()
 
 
 def test_the_classes_of_a_file_are_taken_if_none_are_stated(tmp_path):

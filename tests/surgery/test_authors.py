@@ -21,7 +21,6 @@ from dcls_convert.errors import CheckpointError
 from dcls_convert.layers.conv_classes import CONV_CLASSES
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.layers.interpolation import INTERPOLATIONS
-from dcls_convert.networks.state_names import with_names_of
 from dcls_convert.planning.rule_files import parse_rules
 from dcls_convert.surgery.authors import split_authors_weights
 
@@ -224,41 +223,6 @@ def test_a_network_gives_the_authors_outputs_through_the_command_line():
     layers = [module for module in ours.modules() if isinstance(module, DclsConvNd)]
     assert {layer.kernel_count for layer in layers} == {COUNT}
     assert [layer.is_tied for layer in layers] == [False, *[True] * 8]  # 1, 2, 4 and 2 a stage
-
-
-# --- Names in files
-
-
-def test_names_stay_where_the_translation_fits_no_better(monkeypatch):
-    model = timm.create_model(TINY)
-    unknown = {
-        "a.dwconv.weight": torch.zeros(2, 2),
-        "head.weight": torch.zeros(3),
-    }  # timm's function raises a KeyError
-    other = {"a.dwconv.weight": torch.zeros(1)}  # becomes a.conv_dw.weight
-    for source, state in [
-        (model, unknown),
-        (model, other),
-        (timm.create_model("resnet18"), other),
-        (nn.ReLU(), other),
-    ]:
-        assert with_names_of(source, state) == state
-    own = model.state_dict()
-    assert with_names_of(model, own).keys() == own.keys()
-    empty = {name: tensor.to("meta") for name, tensor in own.items()}
-    monkeypatch.setattr("timm.models.convnext.checkpoint_filter_fn", lambda *_: empty)
-    assert with_names_of(model, other) == other  # tensors of a model without weights are no weights
-
-
-def test_a_file_without_batchnorms_counters_is_taken_and_they_are_0():
-    theirs = timm.create_model("test_resnet").state_dict()
-    counters = {name for name in theirs if name.endswith("num_batches_tracked")}
-    file = {name: tensor for name, tensor in theirs.items() if name not in counters}
-    taken = with_names_of(timm.create_model("test_resnet"), file)
-    assert taken.keys() == theirs.keys()
-    assert all(not taken[name] for name in counters)
-    file.pop("fc.weight")
-    assert not counters & with_names_of(timm.create_model("test_resnet"), file).keys()
 
 
 # --- Options
