@@ -8,12 +8,11 @@ import torch
 from torch import nn
 
 from dcls_convert.depthwise import choices
-from dcls_convert.depthwise.choice import VARIABLE, fastest_conv2d
 from dcls_convert.layers.dcls_conv import DCLS_LAYERS
 from dcls_convert.layers.interpolation import INTERPOLATIONS
 from dcls_convert.tuning import repulsive_loss
 
-from .common import FLOAT64_ATOL, close, every_interpolation, randn
+from .common import close, every_interpolation, randn
 
 pytestmark = [
     pytest.mark.gpu,
@@ -138,26 +137,3 @@ def test_a_step_can_be_captured_in_a_cuda_graph():
     graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(*pair) for pair in zip(results, step(), strict=True))
-
-
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
-@pytest.mark.parametrize("side", [7, 14, 28])
-def test_wide_windows_are_convolved_as_on_the_cpu(monkeypatch, side, memory_format):
-    monkeypatch.setenv(VARIABLE, "matmul")
-    maps = randn(3, 5, side, side).to(memory_format=memory_format)
-    kernel = randn(5, 1, 17, 17, seed=1)
-    results = []
-    for device in ("cpu", "cuda"):
-        pair = [tensor.to(device).requires_grad_() for tensor in (maps, kernel)]
-        output = fastest_conv2d(*pair, None, (1, 1), (8, 8), (1, 1), 5)
-        results.append(
-            [
-                output.detach().cpu(),
-                *(g.cpu() for g in torch.autograd.grad(output.square().sum(), pair)),
-            ]
-        )
-        assert output.is_contiguous(memory_format=memory_format)
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(
-            one, other, rtol=FLOAT64_ATOL, atol=FLOAT64_ATOL * other.abs().max().item()
-        )
