@@ -12,14 +12,12 @@ import numpy as np
 import pytest
 import timm
 import torch
-import torchvision
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import dcls_convert
 from dcls_convert.checkpoints.verify import check_model_here, verify_folder
 from dcls_convert.tuning import read_track
-from dcls_convert.tuning.distillation import soft_target_loss
 
 from .image_folder import write_images
 
@@ -38,40 +36,6 @@ def test_first_steps(tmp_path, monkeypatch, capsys):
     assert len(losses) == 3
     assert losses[-1] < losses[0]
     assert "loaded by timm, outputs equal: True" in out
-
-
-@pytest.mark.slow
-def test_what_a_new_user_writes_first(tmp_path, monkeypatch):
-    """A trained ResNet-18 of torchvision: converted, trained in mixed precision, saved, loaded,
-    folded.
-    """
-    monkeypatch.chdir(tmp_path)
-    images = torch.randn(2, 3, 64, 64)
-    labels = torch.tensor([1, 7])
-    torch.save(torchvision.models.resnet18().state_dict(), "weights.pth")
-
-    model = torchvision.models.resnet18()
-    model.load_state_dict(torch.load("weights.pth"))
-    report = dcls_convert.convert_(model, dilated_size=5, init="largest", input_size=(3, 64, 64))
-    assert report.params.after <= report.params.before
-    assert "layer1.0.conv1" in {layer.name for layer in report.layers}
-    optimizer = torch.optim.AdamW(dcls_convert.tuning.param_groups(model, lr=1e-4))
-    start = {name: tensor.clone() for name, tensor in model.named_parameters()}
-    for _ in range(2):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = torch.nn.functional.cross_entropy(model(images), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert all(not torch.equal(tensor, start[name]) for name, tensor in model.named_parameters())
-
-    dcls_convert.save_converted(model, report.plan, "resnet18-dcls5")
-    loaded = dcls_convert.load_converted("resnet18-dcls5").eval()
-    outputs = model.eval()(images)
-    assert torch.equal(loaded(images), outputs)
-    assert verify_folder("resnet18-dcls5", check_model=check_model_here).ok
-    dcls_convert.fold_to_dense_(loaded)
-    torch.testing.assert_close(loaded(images), outputs, rtol=0, atol=1e-4)
 
 
 # finetune.py.
@@ -230,18 +194,6 @@ def test_a_teacher_that_does_not_fit_is_refused(refused, unlabelled, tmp_path):
     ]:
         refused("test_convnext", "--teacher", name, "--data", unlabelled, *SMALL, says=says)
     assert not Path("runs").exists()
-
-
-def test_a_temperature_goes_from_the_divergence_to_the_distance_of_centred_outputs():
-    ours, theirs = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0))
-    log_ours = ours.log_softmax(1)
-    log_theirs = theirs.log_softmax(1)
-    divergence = (log_theirs.exp() * (log_theirs - log_ours)).sum(1).mean()
-    torch.testing.assert_close(soft_target_loss(ours, theirs, 1.0), divergence)
-    left = ours - theirs
-    distance = (left - left.mean(1, keepdim=True)).square().mean(1).mean() / 2
-    # 1 / 100 of the series is left.
-    torch.testing.assert_close(soft_target_loss(ours, theirs, 100.0), distance, rtol=0.02, atol=0)
 
 
 @pytest.mark.parametrize(

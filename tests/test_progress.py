@@ -4,6 +4,7 @@ while.
 
 import io
 import re
+import subprocess
 import sys
 import time
 
@@ -114,3 +115,27 @@ def test_a_dumb_terminal_and_a_pipe_get_lines(terminal, monkeypatch):
             notify(f"layer {number}", number, 3)
         notify("writing")
     assert stream.getvalue() == "\\x1b]0;x\\x07: layer 0\n\\x1b]0;x\\x07: writing\n"
+
+
+def test_progress_is_lines_in_a_notebook_and_in_a_file_that_colours_are_forced_into(tmp_path):
+    program = (
+        "import time; from dcls_convert.progress import show_progress\n"
+        "with show_progress('net') as notify:\n"
+        "    for number in range(3): notify(f'layer {number}', number, 3); time.sleep(0.2)\n"
+    )
+    log = tmp_path / "log.txt"
+    with log.open("w") as stderr:
+        command = [sys.executable, "-c", program]
+        subprocess.run(command, stderr=stderr, env={"FORCE_COLOR": "1"}, check=True, timeout=100)
+    assert log.read_text() == "net: layer 0\nnet: layer 1\nnet: layer 2\n"
+
+
+def test_a_notebooks_stream_gets_lines_even_where_it_calls_itself_a_terminal(monkeypatch):
+    written = []
+    members = {"isatty": lambda self: True, "write": lambda self, text: written.append(text)}
+    members |= {"flush": lambda self: None, "__module__": "ipykernel.iostream"}
+    monkeypatch.setattr(sys, "stderr", type("OutStream", (), members)())
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with show_progress("net") as notify:
+        notify("layer 0", 0, 1)
+    assert "".join(written) == "net: layer 0\n"

@@ -1,14 +1,13 @@
 """A network of the user's own in Python: what a notebook shows of it, step by step."""
 
 import functools
-import subprocess
-import sys
 import warnings
 import xml.etree.ElementTree
 
 import numpy as np
 import pytest
 import torch
+import torchvision
 from torch import nn
 
 import dcls_convert
@@ -20,8 +19,8 @@ from dcls_convert import (
     RuleError,
     convert_,
 )
+from dcls_convert.checkpoints.verify import check_model_here, verify_folder
 from dcls_convert.planning.plan import ConversionPlan
-from dcls_convert.progress import show_progress
 
 from .planning.nets import state_of
 
@@ -275,28 +274,38 @@ def test_paths_that_are_no_texts_are_refused():
     assert plan.without(("dec1", "enc1")) == plan.without(["dec1", "enc1"])
 
 
-# Progress.
+# The whole way.
 
 
-def test_progress_is_lines_in_a_notebook_and_in_a_file_that_colours_are_forced_into(tmp_path):
-    program = (
-        "import time; from dcls_convert.progress import show_progress\n"
-        "with show_progress('net') as notify:\n"
-        "    for number in range(3): notify(f'layer {number}', number, 3); time.sleep(0.2)\n"
-    )
-    log = tmp_path / "log.txt"
-    with log.open("w") as stderr:
-        command = [sys.executable, "-c", program]
-        subprocess.run(command, stderr=stderr, env={"FORCE_COLOR": "1"}, check=True, timeout=100)
-    assert log.read_text() == "net: layer 0\nnet: layer 1\nnet: layer 2\n"
+@pytest.mark.slow
+def test_what_a_new_user_writes_first(tmp_path, monkeypatch):
+    """A trained ResNet-18 of torchvision: converted, trained in mixed precision, saved, loaded,
+    folded.
+    """
+    monkeypatch.chdir(tmp_path)
+    images = torch.randn(2, 3, 64, 64)
+    labels = torch.tensor([1, 7])
+    torch.save(torchvision.models.resnet18().state_dict(), "weights.pth")
 
+    model = torchvision.models.resnet18()
+    model.load_state_dict(torch.load("weights.pth"))
+    report = dcls_convert.convert_(model, dilated_size=5, init="largest", input_size=(3, 64, 64))
+    assert report.params.after <= report.params.before
+    assert "layer1.0.conv1" in {layer.name for layer in report.layers}
+    optimizer = torch.optim.AdamW(dcls_convert.tuning.param_groups(model, lr=1e-4))
+    start = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = torch.nn.functional.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert all(not torch.equal(tensor, start[name]) for name, tensor in model.named_parameters())
 
-def test_a_notebooks_stream_gets_lines_even_where_it_calls_itself_a_terminal(monkeypatch):
-    written = []
-    members = {"isatty": lambda self: True, "write": lambda self, text: written.append(text)}
-    members |= {"flush": lambda self: None, "__module__": "ipykernel.iostream"}
-    monkeypatch.setattr(sys, "stderr", type("OutStream", (), members)())
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    with show_progress("net") as notify:
-        notify("layer 0", 0, 1)
-    assert "".join(written) == "net: layer 0\n"
+    dcls_convert.save_converted(model, report.plan, "resnet18-dcls5")
+    loaded = dcls_convert.load_converted("resnet18-dcls5").eval()
+    outputs = model.eval()(images)
+    assert torch.equal(loaded(images), outputs)
+    assert verify_folder("resnet18-dcls5", check_model=check_model_here).ok
+    dcls_convert.fold_to_dense_(loaded)
+    torch.testing.assert_close(loaded(images), outputs, rtol=0, atol=1e-4)
