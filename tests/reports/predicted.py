@@ -1,0 +1,15 @@
+"""Reports of models of timm, predicted from their plans."""
+
+import functools
+
+import timm
+
+from dcls_convert import find_convs, plan_conversion, predict_report
+
+from ..planning.nets import on_meta
+
+
+@functools.cache
+def report_of(name, **options):
+    convs = find_convs(on_meta(timm.create_model, name))
+    return predict_report(plan_conversion(convs, model=f"timm:{name}", **options))

@@ -1,0 +1,163 @@
+"""A report's views read well at 80 columns, without colour, and in a pipe."""
+
+import io
+import json
+import xml.etree.ElementTree
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from torch import nn
+
+from dcls_convert import find_convs, plan_conversion, predict_report
+from dcls_convert.reports.report import Outcome
+from dcls_convert.views.outcome import outcome_sentences
+from dcls_convert.views.report import report_markdown, report_view
+
+from ..reports.predicted import report_of
+
+
+def printed(report, *, verbose=0, width=80, **console):
+    recorder = Console(width=width, file=io.StringIO(), **console)
+    recorder.print(report_view(report, verbose=verbose))
+    return recorder.file.getvalue()
+
+
+def test_macs_that_stay_the_same_are_not_said_to_rise():
+    convs = find_convs(nn.Sequential(nn.Conv2d(4, 4, 3, groups=4)), input_size=(4, 8, 8))
+    report = predict_report(plan_conversion(convs, dilated_size=3))
+    long = " ".join(printed(report, verbose=1).split())
+    assert "MACs stay the same: no window has more cells than the kernel" in long
+    assert "MACs rise" not in long
+
+
+@pytest.mark.parametrize("name", ["convnext_tiny", "mixnet_s"])
+def test_views_keep_to_80_columns_and_say_each_number(name):
+    report = report_of(name)
+    short, long, longest = [printed(report, verbose=verbose) for verbose in (0, 1, 2)]
+    for text in (short, long, longest):
+        assert max(map(len, text.splitlines())) <= 80
+        assert "\x1b" not in text
+        assert f"{report.params.before:,} → {report.params.after:,} parameters" in text
+    assert all(layer.stage in short for layer in report.layers)
+    assert f"{report.macs.before:,}" in long
+    assert f"{report.params.delta:+,}" in long
+    assert f"{report.macs.percent:+.2f} %" in long
+    assert "MACs rise although parameters do not" in long
+    assert all(layer.name in long.replace("\n", "") for layer in report.layers)
+    assert all(skip.name in longest.replace("\n", "") for skip in report.skipped)
+    # No digit is lost at any width; names may lose their middle.
+    layers = tuple(replace(layer, name="layer", stage="stage") for layer in report.layers[-6:])
+    for verbose in (0, 1):
+        texts = [
+            printed(replace(report, layers=layers), verbose=verbose, width=width)
+            for width in (30, 66, 200)
+        ]
+        first, *others = [Counter(filter(str.isdigit, text)) for text in texts]
+        assert others == [first, first]
+        assert "…" not in "".join(texts)
+
+
+def test_the_verdict_comes_first_in_twelve_lines():
+    report = report_of("convnext_tiny", dilated_size=17)
+    lines = printed(report).splitlines()
+    assert len(lines) <= 12
+    in_python = "\n".join(lines).replace("-v says why", "report.skipped says why")
+    assert str(report) == in_python
+    assert "28,587,688" in "".join(
+        xml.etree.ElementTree.fromstring(report._repr_html_()).itertext()
+    )
+    assert f"| {report.params.after:,} |" in report_markdown(report)
+    assert " ".join(lines[:2]) == (
+        "28,589,128 → 28,587,688 parameters (-0.01 %), 4.46 → 4.97 G MACs (+11.6 %) "
+        "34 elements in 17x17: timm:convnext_tiny, input 3x224x224"
+    )
+
+
+def test_a_column_has_one_unit():
+    report = report_of("convnext_tiny", dilated_size=17)
+    small = replace(report.layers[0], macs_before=1_230, macs_after=15_900_000_000)
+    text = printed(replace(report, layers=(small, *report.layers[5:])))
+    assert "MACs, k" in text
+    assert "1.23 → 15,900,000.00" in text
+
+
+def test_colours_say_what_words_say():
+    for colour, options in {"32": {}, "31": {"kernel_count": 40}}.items():
+        report = report_of("test_convnext", **options)
+        text = printed(report, force_terminal=True, color_system="standard")
+        assert f"\x1b[1;{colour}m{report.params.before:,}" in text
+    assert f"OVER BUDGET by {-report.budget.slack:,}" in " ".join(printed(report).split())
+
+
+@pytest.mark.parametrize(
+    ("size", "says"),
+    [
+        ("auto", "Even the smallest larger windows cost 164 % more MACs; rules can skip layers"),
+        (5, "Even the smallest larger windows cost 164 % more MACs; rules can skip layers"),
+        (7, "5.1 times the MACs; cheaper sizes: dcls-convert sweep"),
+    ],
+)
+def test_a_costly_conversion_names_cheaper_sizes_only_where_there_are_any(size, says):
+    assert says in printed(report_of("resnet18", dilated_size=size)).splitlines()
+
+
+def test_the_growth_is_shown_where_kernels_have_several_sizes():
+    mixed = printed(report_of("mobilenetv3_small_050")).splitlines()
+    assert mixed[1].startswith("10 elements in 5x5..7x7 (+2): timm:mobilenetv3_small_050")
+    assert "(+" not in printed(report_of("convnext_tiny")).splitlines()[1]
+
+
+def test_the_count_of_each_stage_stands_in_its_row():
+    report = report_of("convnext_tiny", dilated_size=17, scope="stage")
+    report = replace(
+        report, layers=(replace(report.layers[0], kernel_count=31), *report.layers[1:])
+    )
+    rows = [
+        line.split() for line in printed(report).splitlines() if line.lstrip().startswith("stages.")
+    ]
+    counts = {row[0]: row[row.index("→") + 2] for row in rows}
+    assert counts == {"stages.0": "29..31", "stages.1": "29", "stages.2": "40", "stages.3": "29"}
+
+
+def test_names_reach_the_terminal_as_text():
+    """Neither as markup of rich, nor as control characters."""
+    report = report_of("test_convnext")
+    odd = replace(report.layers[0], stage="[red]s\x1b]0;title\x07", name="[bold]n\x9b")
+    skipped = tuple(replace(skip, type="Conv\x1b[2J", reason="no\nway") for skip in report.skipped)
+    report = replace(report, layers=(odd,), skipped=skipped, model="timm:\x1b]0;x\x07")
+    for verbose in (False, True):
+        text = printed(report, verbose=verbose)
+        assert "[bold]n" in text if verbose else "[red]s" in text
+        assert all(character.isprintable() or character == "\n" for character in text)
+    assert "\x1b" not in report_markdown(report)
+
+
+def test_missing_macs_are_said_and_not_made_up():
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, groups=4))
+    report = predict_report(plan_conversion(find_convs(model), dilated_size=5))
+    assert (report.macs.before, report.macs.after) == (None, None)
+    assert "MACs were not counted: no input size is known" in " ".join(
+        printed(report, verbose=1).split()
+    )
+    assert "MACs were not counted: no input size is known" in " ".join(str(report).split())
+    assert json.loads(report.to_json())["macs"]["after"] is None
+    assert "n/a" in report_markdown(report)
+
+
+@pytest.mark.parametrize(("images", "percent"), [(1, ""), (9, ""), (16, " (100 %)")])
+def test_a_share_of_few_images_is_no_percentage(images, percent):
+    outcome = Outcome(kernel_error=0.2, images=images, fitted_images=4 * images, same_top1=1.0)
+    (_, *lines) = outcome_sentences(replace(report_of("test_convnext"), outcome=outcome))
+    noun = "image" if images == 1 else "images"
+    assert lines[-1] == (
+        f"On {images} held-out {noun}: {images} of {images} have the same top-1 class as before"
+        f"{percent}."
+    )
+
+
+def test_crops_of_held_out_images_are_no_images():
+    outcome = Outcome(kernel_error=0.2, images=10, images_cropped=2, output_error=0.1)
+    lines = outcome_sentences(replace(report_of("test_convnext"), outcome=outcome))
+    assert lines[-1].startswith("On 10 crops of 2 held-out images: relative error")
