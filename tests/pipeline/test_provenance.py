@@ -24,10 +24,10 @@ from dcls_convert.networks.tensors_hash import tensors_hash
 from dcls_convert.options import command_line
 from dcls_convert.pipeline.provenance import provenance_of
 
-from .checkpoints.folders import edit_json, problems, same_states, verify
-from .cli.trained import write_trained
-from .command_line import NET, run
-from .conftest import TINY
+from ..checkpoints.folders import edit_json, problems, same_states, verify
+from ..cli.trained import write_trained
+from ..command_line import NET, run
+from ..conftest import TINY
 
 MODEL = "test_efficientnet"
 SMALL = ("--dilated-size", 5, "--input-size", "3x32x32")

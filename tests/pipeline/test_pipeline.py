@@ -29,9 +29,9 @@ from dcls_convert.pipeline.request import ConversionRequest
 from dcls_convert.pipeline.resolved import resolve, resolve_with_plan
 from dcls_convert.surgery.place import place_layers_
 
-from .conftest import TINY
-from .image_folder import write_images
-from .planning.nets import state_of
+from ..conftest import TINY
+from ..image_folder import write_images
+from ..planning.nets import state_of
 
 PLACES = 13  # at which a failure is injected, from the first operation to the last
 
