@@ -15,8 +15,8 @@ from dcls_convert.checkpoints.folder import CONFIG, WEIGHTS
 
 from ..command_line import run
 from ..hub import upload
+from .damages import DAMAGES, FLIPPED
 from .folders import convert, edit_json, outputs, seal
-from .test_damage import DAMAGES, FLIPPED
 
 OPTIONS = ("--dilated-size", 11, "--output", "converted")
 

@@ -11,14 +11,13 @@ import sys
 import textwrap
 from pathlib import Path
 
-import onnxruntime
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 import dcls_convert.export.fold
 import dcls_convert.export.onnx
-from dcls_convert import convert_, fold_to_dense_, load_converted, save_converted
+from dcls_convert import convert_, fold_to_dense_, save_converted
 from dcls_convert.errors import DclsConvertError
 from dcls_convert.export.export_file import BATCHES
 from dcls_convert.export.fold import fold_checkpoint
@@ -27,6 +26,7 @@ from dcls_convert.networks.model_outputs import max_relative_error
 
 from ..checkpoints.folders import IMAGE
 from ..command_line import run
+from .running import FLOAT32_ERROR, RUN, error_of
 
 
 def suffix_of(format):
@@ -34,36 +34,6 @@ def suffix_of(format):
 
 
 EXPORTS = [name for name, row in EXPORT_FORMATS.items() if row.is_file]
-FLOAT32_ERROR = 1e-5  # relative: other kernels, other orders of summation
-
-
-def outputs_of(checkpoint, images):
-    with torch.no_grad():
-        return load_converted(checkpoint, trust_code=True)(images)
-
-
-def run_by_onnxruntime(file, images):
-    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
-    outputs = session.run(None, {session.get_inputs()[0].name: images.numpy()})
-    return list(map(torch.from_numpy, outputs))
-
-
-def run_by_torch_export(file, images):
-    with torch.no_grad():
-        return torch.export.load(file).module()(images)
-
-
-# How users run what each format writes.
-RUN = {"timm": outputs_of, "onnx": run_by_onnxruntime, "pt2": run_by_torch_export}
-
-
-def error_of(checkpoint, written, batch=2):
-    """Of the outputs of what was written, for images of a new batch."""
-    images = torch.randn(batch, *IMAGE)
-    outputs = outputs_of(checkpoint, images)
-    if EXPORT_FORMATS[written.format].flat_outputs:
-        outputs = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
-    return max_relative_error(outputs, RUN[written.format](written.output, images))
 
 
 def test_every_format_is_run_here():

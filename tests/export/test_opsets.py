@@ -11,7 +11,7 @@ from dcls_convert.export.fold import fold_checkpoint
 from dcls_convert.export.onnx import MIN_DYNAMO_OPSET
 from dcls_convert.options import DEFAULT_OPSET, OPSETS
 
-from .test_formats import FLOAT32_ERROR, error_of
+from .running import FLOAT32_ERROR, error_of
 
 NEWER = [MIN_DYNAMO_OPSET, DEFAULT_OPSET, OPSETS[-1]]
 

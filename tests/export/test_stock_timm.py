@@ -25,7 +25,7 @@ from dcls_convert.planning.rule_files import parse_rules
 from ..checkpoints.folders import IMAGE, convert, outputs, save
 from ..command_line import run
 from ..conftest import TINY
-from .test_formats import FLOAT32_ERROR
+from .running import FLOAT32_ERROR
 
 LATE_STAGES = """
 format: 1

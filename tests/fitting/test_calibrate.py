@@ -31,32 +31,7 @@ from dcls_convert.tables import as_text
 from dcls_convert.views.report import report_view
 
 from ..planning.nets import state_of
-
-SMALL = (3, 24, 24)
-
-
-def smooth_noise(count=8, size=24, seed=0):
-    """Smooth noise, whose neighbours are alike as those of photographs."""
-    noise = torch.randn(count, 3, size + 4, size + 4, generator=torch.Generator().manual_seed(seed))
-    return nn.functional.avg_pool2d(noise, 5, stride=1) + 0.3
-
-
-def block(channels=8, *, bias=False, norm=True, stride=1):
-    conv = nn.Conv2d(channels, channels, 5, padding=2, groups=channels, bias=bias, stride=stride)
-    return nn.Sequential(conv, nn.BatchNorm2d(channels) if norm else nn.Identity(), nn.ReLU6())
-
-
-def network(channels=8, **options):
-    torch.manual_seed(0)
-    blocks = nn.Sequential(*[block(channels, **options) for _ in range(3)])
-    model = nn.Sequential(nn.Conv2d(3, channels, 1), blocks, nn.Conv2d(channels, 5, 1))
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.normal_(module.weight, std=0.4)
-        if isinstance(module, nn.BatchNorm2d):
-            nn.init.normal_(module.running_mean, std=0.2)
-            nn.init.uniform_(module.running_var, 0.5, 2.0)
-    return model.eval()
+from .networks import SMALL, error_of, network, smooth_noise
 
 
 def means(model, images):
@@ -71,11 +46,6 @@ def means(model, images):
             hooks.callback(part[1].register_forward_hook(keep).remove)
         model(images)
     return torch.stack([part.mean(1) for part in seen])
-
-
-def error_of(model, before, images):
-    with torch.no_grad():
-        return float((model(images) - before).norm() / before.norm())
 
 
 @pytest.mark.usefixtures("quick_fit")

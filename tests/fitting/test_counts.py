@@ -19,7 +19,7 @@ from dcls_convert.fitting.fit_settings import CountSettings
 from dcls_convert.planning.rule_files import parse_rules
 
 from ..conftest import many_examples
-from .test_calibrate import SMALL, error_of, network, smooth_noise
+from .networks import SMALL, error_of, network, smooth_noise
 
 
 def errors(most):

@@ -18,7 +18,7 @@ from dcls_convert.errors import DclsConvertError
 from dcls_convert.networks.positions import position_parameters
 from dcls_convert.tuning import timm_train
 
-from .test_param_groups import converted, named
+from .models import converted, named
 
 
 def creating(**options):

@@ -1,7 +1,7 @@
 """A conversion mixes no tensors of the CPU with those of a model on a GPU, and gives what it gives
 on the CPU.
 
-The GPU is a toy: its tensors live in the CPU's memory, and are refused where a GPU's would be.
+The GPU is simulated: its tensors live in the CPU's memory, and are refused where a GPU's would be.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from dcls_convert import convert_, fold_to_dense_
 from dcls_convert.checkpoints.fingerprint import deviation, take_fingerprint
 
-from ..fitting.test_calibrate import SMALL, network, smooth_noise
+from ..fitting.networks import SMALL, network, smooth_noise
 
 # torch compiles decompositions of its own where operations are looked at.
 pytestmark = [
-    pytest.mark.usefixtures("quick_fit"),  # operations on the toy take long
+    pytest.mark.usefixtures("quick_fit"),  # operations on the simulated GPU take long
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
     pytest.mark.skipif(
         not hasattr(torch._C, "_ensureCUDADeviceGuardSet"),
@@ -34,7 +34,7 @@ MOVING = {"_to_copy", "copy_"}  # what takes tensors of several devices
 INDEXING = {"index", "index_put", "index_put_"}  # the indices alone may be on the CPU
 
 
-class OnToyGpu(Tensor):
+class OnSimulatedGpu(Tensor):
     @staticmethod
     def __new__(cls, value):
         made = Tensor._make_wrapper_subclass(
@@ -59,29 +59,31 @@ def dispatched(func, args, kwargs):
     name = func.overloadpacket.__name__
     checked = args[0] if name in INDEXING else (args, kwargs)
     tensors = [leaf for leaf in tree_flatten(checked)[0] if isinstance(leaf, Tensor)]
-    given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, OnToyGpu)]
+    given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, OnSimulatedGpu)]
     there = bool(given)
     if there and name not in MOVING:
         strange = [
-            tensor for tensor in tensors if not isinstance(tensor, OnToyGpu) and tensor.dim()
+            tensor for tensor in tensors if not isinstance(tensor, OnSimulatedGpu) and tensor.dim()
         ]
         assert not strange, f"{func} gets tensors of the CPU and of the GPU"
     if kwargs.get("device") is not None:
         there = torch.device(kwargs["device"]).type == DEVICE.type
         kwargs = {**kwargs, "device": "cpu" if there else kwargs["device"]}
     elif name == "copy_":
-        there = isinstance(args[0], OnToyGpu)
+        there = isinstance(args[0], OnSimulatedGpu)
     assert not (there and kwargs.get("generator") is not None), (
         f"{func} gets a generator of the CPU"
     )
-    plain_args, plain_kwargs = tree_map_only(OnToyGpu, lambda tensor: tensor.value, (args, kwargs))
+    plain_args, plain_kwargs = tree_map_only(
+        OnSimulatedGpu, lambda tensor: tensor.value, (args, kwargs)
+    )
     result = func(*plain_args, **plain_kwargs)
     known = {id(tensor.value): tensor for tensor in given}
     if not there:
         return result
     return tree_map_only(
         Tensor,
-        lambda tensor: known[id(tensor)] if id(tensor) in known else OnToyGpu(tensor),
+        lambda tensor: known[id(tensor)] if id(tensor) in known else OnSimulatedGpu(tensor),
         result,
     )
 
@@ -98,16 +100,16 @@ class _Numbers(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in (Tensor.new_tensor, Tensor.tolist) and isinstance(args[0], OnToyGpu):
+        if func in (Tensor.new_tensor, Tensor.tolist) and isinstance(args[0], OnSimulatedGpu):
             made = func(args[0].value, *args[1:], **kwargs)
-            return OnToyGpu(made) if isinstance(made, Tensor) else made
+            return OnSimulatedGpu(made) if isinstance(made, Tensor) else made
         if func is torch.tensor and kwargs.get("device") is not None:
             return func(*args, **{**kwargs, "device": "cpu"}).to(kwargs["device"])
         return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def toy_gpu():
+def simulated_gpu():
     """Inside, there is one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
@@ -138,12 +140,12 @@ def test_a_model_on_a_gpu_stays_there_and_becomes_what_it_becomes_on_the_cpu(opt
     ours = network(bias=True).double()
     theirs = network(bias=True).double()
     convert_(ours, **options)
-    with toy_gpu():
+    with simulated_gpu():
         theirs.to("cuda")
         with torch.device("cuda"):
             convert_(theirs, **options)
         for name, tensor in theirs.state_dict().items():
-            assert isinstance(tensor, OnToyGpu), name
+            assert isinstance(tensor, OnSimulatedGpu), name
             torch.testing.assert_close(tensor.value, ours.state_dict()[name], rtol=0, atol=1e-5)
         before = take_fingerprint(theirs, SMALL)
         assert deviation(before, take_fingerprint(ours, SMALL)) < 1e-5
