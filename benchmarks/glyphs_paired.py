@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from measuring import RESULTS, script_parser
 
-from dcls_convert.compare.answer import holm, measured_difference
+from dcls_convert.compare.arm_results import holm, measured_difference
 
 RUNS = RESULTS / "glyphs.tar.gz"
 SEEDS = range(10)

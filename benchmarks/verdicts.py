@@ -23,7 +23,13 @@ import numpy as np
 from measuring import RESULTS, markdown_table, script_parser, store, stored
 from scipy import stats
 
-from dcls_convert.compare.answer import LEVEL, Correction, Difference, holm, measured_difference
+from dcls_convert.compare.arm_results import (
+    LEVEL,
+    Correction,
+    Difference,
+    holm,
+    measured_difference,
+)
 
 STORED = RESULTS / "verdicts.json"
 SEEDS = (3, 5, 10, 20)

@@ -3,7 +3,7 @@ from . import tuning as tuning
 from .checkpoints.load import load_converted as load_converted
 from .checkpoints.save import convert_and_save_ as convert_and_save_
 from .checkpoints.save import save_converted as save_converted
-from .compare.in_memory import sweep as sweep
+from .compare.python_sweep import sweep as sweep
 from .errors import CheckpointError as CheckpointError
 from .errors import DclsConvertError as DclsConvertError
 from .errors import ModelError as ModelError

@@ -17,6 +17,8 @@ from torch import nn
 
 from dcls_convert.fitting.fit_settings import FitSettings
 
+from .image_folder import write_images
+
 TINY = "test_convnext"  # timm's own test model: depths 1, 2, 4, 2
 
 # The tensors are small, and on a busy machine two threads wait for one another.
@@ -61,6 +63,19 @@ def _signals_as_they_were():
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def empty_folder(tmp_path, monkeypatch):
+    """An empty folder, which is the working folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def images_here(empty_folder):
+    """Images of two classes in `images` of the working folder."""
+    write_images(empty_folder / "images")
 
 
 @pytest.fixture

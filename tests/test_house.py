@@ -36,7 +36,8 @@ PACKAGE = Path(dcls_convert.__file__).parent
 ORDER = (
     *("text", "errors", "options", "geometry", "given_files"),
     *("records", "processes", "atomic_output", "tables", "progress"),
-    *("depthwise", "layers", "networks", "planning", "reports", "fitting", "surgery", "pipeline"),
+    *("eager", "depthwise", "layers", "networks", "planning", "reports"),
+    *("image_files", "fitting", "surgery", "pipeline"),
     *(
         "checkpoints",
         "export",

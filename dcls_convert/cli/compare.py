@@ -190,8 +190,8 @@ def compare(
         from ..compare.arms import check_arms, make_arms
         from ..compare.comparison import train_pending
         from ..compare.run_plan import plan_runs_
-        from ..compare.runs import Trainer
         from ..compare.settings import recipe_for, settings_for
+        from ..compare.trainer import Trainer
         from ..tuning.distributed import accelerator_for
         from ..tuning.images import open_images
         from ..views.comparison import comparison_page, comparison_view, work_lines

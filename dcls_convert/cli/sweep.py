@@ -184,7 +184,7 @@ def sweep(
         check_picture(picture, "--picture")
         check_output(picture, force=force, why_keep=why_not_a_file)
     with console.steps(network.model, "planning") as notify:
-        from ..compare.run_sweep import combinations, default_sizes, make_sweep
+        from ..compare.make_sweep import combinations, default_sizes, make_sweep
         from ..compare.timing import timing_settings
         from ..depthwise import choices
         from ..pipeline.loaded import LoadedNetwork

@@ -8,11 +8,11 @@ from pathlib import Path
 from ..atomic_output import new_file
 from ..progress import Notify
 from ..records import Record
-from .answer import MIN_SEEDS, ArmResult, Correction, results
+from .arm_results import MIN_SEEDS, ArmResult, Correction, results
 from .arms import Arm
 from .run_plan import RunPlan
-from .runs import Run, Trainer, in_turns
 from .settings import Settings
+from .trainer import Run, Trainer, in_turns
 
 COMPARISON = "comparison.json"
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..depthwise.choice import VARIABLE, Preference, choices, fastest_conv2d
-from ..depthwise.eager import is_channels_last
+from ..depthwise.matmul import is_channels_last
 from ..errors import DclsConvertError, PlanError, is_out_of_memory
 from ..geometry import size_text
 from ..layers.dcls_conv import DclsConv2d

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from ..errors import DclsConvertError
 from ..progress import Notify
 from .arms import Arm
-from .runs import Trainer, advice_on_memory, in_turns
 from .settings import with_epochs
 from .stored_settings import adopt_stored_settings_, check_unused, has_begun_runs, write_settings
+from .trainer import Trainer, advice_on_memory, in_turns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,8 +64,8 @@ def plan_runs_(
         if trainer.accelerator.is_main_process:
             write_settings(trainer, minutes)
     trainer.accelerator.wait_for_everyone()
-    # Several processes or jobs may have timed the arms, but only one wrote its number of epochs. All
-    # use that one.
+    # Several processes or jobs may have timed the arms, but only one wrote its number of epochs.
+    # All use that one.
     adopt_stored_settings_(trainer, minutes)
     epochs = trainer.settings.recipe.epochs
     seconds = sum(epochs * epoch_seconds[arm] for arm, _ in runs)

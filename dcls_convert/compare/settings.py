@@ -12,8 +12,8 @@ from ..pipeline.loaded import LoadedNetwork
 from ..pipeline.provenance import weights_hash
 from ..pipeline.request import ConversionRequest
 from ..records import Record
-from ..tuning.identity import images_hash
 from ..tuning.images import ImageData
+from ..tuning.images_hash import images_hash
 from ..tuning.recipe import RECIPE_VERSION, Recipe
 
 SETTINGS = "settings.json"

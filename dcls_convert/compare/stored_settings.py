@@ -7,8 +7,8 @@ from ..atomic_output import new_file
 from ..errors import CheckpointError, OutputExistsError
 from ..given_files import is_checkpoint
 from ..tuning.training_state import STATE
-from .runs import FINISHED, RUNS, Trainer
 from .settings import SETTINGS, Settings, with_epochs
+from .trainer import FINISHED, RUNS, Trainer
 
 
 def has_begun_runs(folder: Path) -> bool:

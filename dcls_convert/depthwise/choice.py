@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import assume_constant_result
 
+from ..eager import is_compiled, is_counting_flops, is_eager
 from ..errors import DclsConvertError
 from ..geometry import Padding, Pair, size_text, static_padding
 from ..progress import LOG
 from ..text import did_you_mean, shown
 from . import matmul, onednn
-from .eager import is_compiled, is_counting_flops, is_eager
 
 Algorithm = Literal["torch", "onednn", "matmul"]
 Preference = Literal["auto", "torch", "matmul"]

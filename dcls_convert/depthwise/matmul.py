@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..geometry import Pair, ceil_div
-from .eager import is_channels_last
 
 # Outputs of a patch along an axis. Larger patches read fewer inputs twice, but multiply by more
 # zeros: by counts of operations, 14 is best for windows of 17 on maps of 14 to 56.
@@ -299,6 +298,18 @@ class _Depthwise(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 grad_weight = weight_gradient(maps, grad_output, window, ctx.padding)
         return grad_input, grad_weight, None, None
+
+
+def is_channels_last(maps: Tensor) -> bool:
+    """Whether feature maps (N, C, H, W), or slices of them, are channels_last and not contiguous.
+
+    Maps of one channel or one cell are both.
+    """
+    # Asked one after the other: for torch.compile, both at once would be a symbol, which functions
+    # of constants do not take.
+    if maps.stride(1) != 1:
+        return False
+    return not maps.is_contiguous()
 
 
 def depthwise(

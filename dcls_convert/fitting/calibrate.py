@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..errors import DclsConvertError, is_out_of_memory
 from ..layers.conv_classes import Conv
-from ..networks.in_step import run_in_lockstep
+from ..networks.lockstep import run_in_lockstep
 from ..networks.running import evaluating, run
 from ..progress import Notify
 from ..text import one_line

@@ -14,11 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import DclsConvertError
 from ..given_files import check_images
-from ..options import CALIBRATION_IMAGES
-from ..planning.plan import ConversionPlan
-from ..progress import Note, silent
-from ..text import shown
-from .image_files import (
+from ..image_files import (
     Normalisation,
     PixelBatches,
     check_image_size,
@@ -28,6 +24,10 @@ from .image_files import (
     read_pixels,
     to_pixels,
 )
+from ..options import CALIBRATION_IMAGES
+from ..planning.plan import ConversionPlan
+from ..progress import Note, silent
+from ..text import shown
 
 # One image in so many is held out: not fitted to, it shows what the conversion did
 # to the outputs.

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..depthwise.eager import is_eager, is_exporting, on_cpu
-from .limits import clamped, per_axis
+from ..eager import is_eager, is_exporting, on_cpu
+from .clamping import clamped, per_axis
 
 # On a CPU, elements per thread and block: temporary tensors stay in the cache. torch does not
 # split work into parts smaller than this.

@@ -27,11 +27,11 @@ from ..geometry import (
     position_limits,
 )
 from .carry_over import carry_over_, compute_parameter_
+from .clamping import clamp_
 from .construction import construct_kernel
 from .conv_classes import PLAIN, Conv, ConvTraits, padding_of, traits_of, why_not_replaceable
 from .elements import POSITION_STD, largest_elements
 from .interpolation import find_interpolation
-from .limits import clamp_
 from .ties import Tieable
 
 IntOrTuple = int | Sequence[int]

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..depthwise.eager import on_cpu
+from ..eager import on_cpu
 from .bilinear import bilinear_kernel
-from .limits import clamped
+from .clamping import clamped
 
 # cells and sigma (*C, E), length of the window -> (*C, E, length)
 Profile = Callable[[Tensor, Tensor, int], Tensor]

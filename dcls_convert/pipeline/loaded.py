@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from ..fitting.images import Calibration, calibrate
 from ..networks.building import build_model
+from ..networks.identify_model import assumed_input_size, infer_source
 from ..networks.pretrained_cfg import set_origin_
-from ..networks.recognition import assumed_input_size, infer_source
 from ..networks.sites import ModelConvs, find_convs
 from ..networks.source import LIBRARY_KINDS, OTHER_TIMM_KINDS, ModelSource, resolve_model
 from ..networks.state_names import with_names_of

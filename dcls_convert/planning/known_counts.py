@@ -18,8 +18,8 @@ class LayerCounts:
 
     source: str  # "checkpoint weights.pth", for messages
     counts: Mapping[str, int]  # by the layer's name
-    # True: from scope "error", so layers of one stage may differ, and are then not tied. False: from
-    # trained elements, where layers to be tied must have equal counts.
+    # True: from scope "error", so layers of one stage may differ, and are then not tied.
+    # False: from trained elements, where layers to be tied must have equal counts.
     by_error: bool = False
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from ..errors import DclsConvertError
-from ..fitting.image_files import FORMATS, UNREADABLE, check_white_level, to_mode
+from ..image_files import FORMATS, UNREADABLE, check_white_level, to_mode
 from ..networks.running import quietly
 from ..options import MIRRORED, Augmentation
 from ..progress import Note, silent

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ..depthwise.eager import is_eager
+from ..eager import is_eager
 from ..layers.position_statistics import pairs
 from ..networks.positions import full_tensor, position_parameters
 

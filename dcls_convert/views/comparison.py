@@ -7,16 +7,16 @@ from typing import Any
 
 from rich.console import Group
 
-from ..compare.answer import LEVEL, ArmResult, Interval
+from ..compare.arm_results import LEVEL, ArmResult, Interval
 from ..compare.comparison import Comparison
 from ..compare.run_plan import RunPlan
-from ..compare.runs import run_folder
 from ..compare.settings import Settings
+from ..compare.trainer import run_folder
 from ..tables import Column, Table, indented, title
 from ..text import counted
 from ..tuning.tracker import TRACK
-from .counts import exact, short_count
 from .history import read_history
+from .number_text import exact, short_count
 from .page import filled_page
 
 MINUTE = 60

@@ -8,7 +8,7 @@ from ..geometry import size_text
 from ..reports.report import Change, ConversionReport, LayerReport
 from ..tables import Column, Table
 from ..text import span
-from .counts import arrow, exact, in_one_unit, percent
+from .number_text import arrow, exact, in_one_unit, percent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,6 @@
 """All pictures of a checkpoint: as data, and as one page.
 
-The page is the template `page.html`, whose script draws the data.
+The page is `page.html` with `page.css` and `page.js` inside; the script draws the data.
 """
 
 import base64
@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import torch
@@ -30,15 +31,17 @@ from ..reports.predict import predict_report
 from ..reports.report import Change, ConversionReport
 from ..text import one_line, printable
 from .cost_tables import LayerTotals, stage_rows
-from .counts import arrow, exact, percent, short_count
 from .elements import LayerKernels, PositionPicture, kernel_pictures, position_pictures
 from .history import HistoryPicture, read_history_of
+from .number_text import arrow, exact, percent, short_count
 from .receptive_field import ReceptiveFieldMaps, ReceptiveFieldOptions, field_pictures
 
-TEMPLATE = Path(__file__).with_name("page.html")
 STAGE_COSTS = {"params": "Parameters", "macs": "MACs for one image"}  # of a stage
 DRAWN_DIGITS = 4  # significant, of numbers that are drawn
-PLACES_PER_CELL = 100  # of coordinates, which are 16-bit integers in the page
+# Numbers are sent as integers, to keep the page small; the script divides by these factors.
+UNITS_PER_CELL = 100  # of coordinates, which are 16-bit
+INT8_MAX = torch.iinfo(torch.int8).max  # of cells and weights, as shares of their kernel's largest
+UINT8_MAX = torch.iinfo(torch.uint8).max  # of receptive fields, on a scale from 0 to 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,9 +140,9 @@ def page(pictures: Pictures) -> str:
         bars = _bars(stages, cost, name)
         if bars is not None:
             costs.append(bars)
-    fields = None
+    receptive_fields = None
     if pictures.fields is not None:
-        fields = _fields(pictures.fields)
+        receptive_fields = _receptive_fields(pictures.fields)
     content = {
         "title": pictures.name,
         "subtitle": f"{report.model or 'a model'} with learnable element positions (DCLS)",
@@ -149,12 +152,17 @@ def page(pictures: Pictures) -> str:
         "positions": pictures.positions,
         "kernels": list(map(_kernels, pictures.kernels)),
         "volumes": any(len(layer.dilated_size) == 3 for layer in report.layers),
-        "rawWeights": pictures.why_not_rebuilt,
+        "whyNotRebuilt": pictures.why_not_rebuilt,
         "costs": costs,
         "untouched": exact(report.params_untouched),
         "macsNote": report.macs.note,
-        "fields": fields,
+        "receptiveFields": receptive_fields,
         "history": pictures.history,
+        "factors": {
+            "unitsPerCell": UNITS_PER_CELL,
+            "int8Max": INT8_MAX,
+            "uint8Max": UINT8_MAX,
+        },
     }
     return filled_page(content)
 
@@ -188,10 +196,20 @@ def filled_page(content: Mapping[str, Any]) -> str:
     data = data.replace(" %", "\\u00a0%")  # a space at which no line breaks
     for character in "<>&":
         data = data.replace(character, f"\\u{ord(character):04x}")
-    return TEMPLATE.read_text(encoding="utf-8").replace("/* data */", data)
+    template = Template(_file_beside("page.html"))
+    return template.substitute(
+        style=_file_beside("page.css"), script=_file_beside("page.js"), data=data
+    )
+
+
+def _file_beside(name: str) -> str:
+    """The text of a file in this folder."""
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def _kernels(layer: LayerKernels) -> dict[str, Any]:
+    largest_cells = _largest(layer.cells)
+    largest_weights = _largest(layer.weights)
     return {
         "name": layer.name,
         "total": layer.total,
@@ -199,17 +217,17 @@ def _kernels(layer: LayerKernels) -> dict[str, Any]:
         "size": layer.cells.shape[1:],
         "elements": layer.weights.shape[1],
         "channels": layer.channels,
-        "scales": _largest(layer.weights).flatten().tolist(),
-        "cells": _packed(127 * layer.cells.double() / _largest(layer.cells), torch.int8),
-        "places": _packed(PLACES_PER_CELL * layer.positions, torch.int16),
-        "weights": _packed(127 * layer.weights.double() / _largest(layer.weights), torch.int8),
+        "largestWeights": largest_weights.flatten().tolist(),
+        "cells": _packed(INT8_MAX * layer.cells.double() / largest_cells, torch.int8),
+        "positions": _packed(UNITS_PER_CELL * layer.positions, torch.int16),
+        "weights": _packed(INT8_MAX * layer.weights.double() / largest_weights, torch.int8),
     }
 
 
-def _fields(pictures: ReceptiveFieldMaps) -> dict[str, Any]:
+def _receptive_fields(pictures: ReceptiveFieldMaps) -> dict[str, Any]:
     maps = []
     for field in pictures.fields:
-        values = (1 + field.logs / pictures.decades) * 255
+        values = (1 + field.logs / pictures.decades) * UINT8_MAX
         maps.append(
             {
                 "name": field.title,

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError, ModelError
-from ..fitting.image_files import IMAGENET, normalised, read_pixels, stated_normalisation
 from ..geometry import learnt_axes, size_text
+from ..image_files import IMAGENET, normalised, read_pixels, stated_normalisation
 from ..layers.position_statistics import mean_distance
 from ..networks.building import build_model
 from ..networks.running import evaluating, full_precision, quietly

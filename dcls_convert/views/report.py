@@ -22,7 +22,7 @@ from .cost_tables import (
     model_table,
     stage_table,
 )
-from .counts import arrow, percent, short_before_after
+from .number_text import arrow, percent, short_before_after
 from .outcome import SMALL_ERROR, outcome_sentences
 
 COSTLY = 50.0  # percent more MACs

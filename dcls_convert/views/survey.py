@@ -15,7 +15,7 @@ from ..records import adapter, write_json
 from ..reports.report import Change
 from ..tables import Column, Table, field_column
 from ..text import counted, printable, span
-from .counts import short_before_after, short_count
+from .number_text import short_before_after, short_count
 
 MAX_KINDS = 4  # kinds of convolutions that a row names if nothing matches
 STYLES = {"planned": "", "nothing matches": "dim", "does not fit": "yellow", "failed": "red"}

@@ -15,7 +15,7 @@ from ..geometry import size_text
 from ..options import DEFAULT_BUDGET
 from ..tables import Column, Table, field_column, indented, title
 from ..text import counted, printable, span
-from .counts import decimals_for, exact, in_one_unit
+from .number_text import decimals_for, exact, in_one_unit
 from .plot import new_figure, saved
 
 if TYPE_CHECKING:

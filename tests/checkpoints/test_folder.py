@@ -219,7 +219,7 @@ def test_a_command_reads_a_folder_once(folder, tmp_path, monkeypatch, line):
 
         return call
 
-    for name in ("read_json", "load_file"):
+    for name in ("read_json", "load_safetensors"):
         function = getattr(checkpoint_folder, name)
         monkeypatch.setattr(checkpoint_folder, name, noting(function))
     run(*line.replace("FOLDER", str(folder)).split())

@@ -18,12 +18,8 @@ from ..hub import upload
 from .damages import DAMAGES, FLIPPED
 from .folders import convert, edit_json, outputs, seal
 
+pytestmark = pytest.mark.usefixtures("empty_folder")
 OPTIONS = ("--dilated-size", 11, "--output", "converted")
-
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def push(hub, model, name, **options):

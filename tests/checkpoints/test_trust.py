@@ -21,7 +21,7 @@ from dcls_convert import DclsConvertError, ModelError, load_converted
 from dcls_convert.checkpoints.folder import CONFIG
 from dcls_convert.export.fold import fold_checkpoint
 from dcls_convert.networks.building import build_model
-from dcls_convert.networks.recognition import infer_source
+from dcls_convert.networks.identify_model import infer_source
 from dcls_convert.networks.source import ModelSource
 from dcls_convert.networks.trust import check_source
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dcls_convert import convert_, fold_to_dense_
-from dcls_convert.compare import run_sweep, timing_rounds
+from dcls_convert.compare import make_sweep, timing_rounds
 from dcls_convert.compare.recommendation import ERROR_TOLERANCE
 
 from ..command_line import NET, net, run
@@ -145,14 +145,14 @@ def test_folded_bytes_are_those_of_the_folded_state_dict():
 
 def fail_at(monkeypatch, size, error):
     """Planning this size raises the error."""
-    resolve = run_sweep.resolve
+    resolve = make_sweep.resolve
 
     def failing(loaded, options):
         if options.dilated_size == size:
             raise error
         return resolve(loaded, options)
 
-    monkeypatch.setattr(run_sweep, "resolve", failing)
+    monkeypatch.setattr(make_sweep, "resolve", failing)
 
 
 def test_what_does_not_fit_or_fails_is_a_row_with_its_reason(monkeypatch):
@@ -202,7 +202,7 @@ def test_an_interrupt_keeps_the_rows_so_far(monkeypatch):
 
 
 def test_an_interrupt_keeps_the_times_so_far(monkeypatch):
-    measure = timing_rounds.measure
+    measure = timing_rounds.forward_and_step_ms
     calls = itertools.count(1)
 
     def interrupted(model, images, *, amp):
@@ -210,7 +210,7 @@ def test_an_interrupt_keeps_the_times_so_far(monkeypatch):
             raise KeyboardInterrupt
         return measure(model, images, amp=amp)
 
-    monkeypatch.setattr(timing_rounds, "measure", interrupted)
+    monkeypatch.setattr(timing_rounds, "forward_and_step_ms", interrupted)
     found, _ = sweep(NARROW, "--sizes", "5,7", "--time", "--seconds", 1, code=130)
     assert found["choice"]["why"] == "only 0 of 2 rows were finished", "a time needs three rounds"
     assert [row["forward_ms"]["runs"] for row in found["rows"]] == [2, 1, 1]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from dcls_convert.compare.answer import (
+from dcls_convert.compare.arm_results import (
     LEVEL,
     POWER,
     Correction,
@@ -24,7 +24,7 @@ from dcls_convert.compare.answer import (
     sentence,
 )
 from dcls_convert.compare.arms import Arm, make_arms
-from dcls_convert.compare.runs import Run
+from dcls_convert.compare.trainer import Run
 
 from ..conftest import many_examples
 

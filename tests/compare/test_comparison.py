@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from dcls_convert.checkpoints.verify import check_model_here, verify_folder
-from dcls_convert.compare.answer import Correction
+from dcls_convert.compare.arm_results import Correction
 from dcls_convert.compare.arms import Arm, make_arms, make_network
 from dcls_convert.compare.comparison import COMPARISON, Comparison
-from dcls_convert.compare.runs import Trainer
 from dcls_convert.compare.settings import Settings, default_lr
+from dcls_convert.compare.trainer import Trainer
 from dcls_convert.networks.positions import position_parameters
 from dcls_convert.options import PlanOptions
 from dcls_convert.pipeline.request import ConversionRequest
@@ -26,18 +26,14 @@ from dcls_convert.tuning.tracker import TRACK
 from dcls_convert.tuning.training import Training
 
 from ..command_line import NET, net, run
-from ..image_folder import write_images
 
 # timm leaves images open.
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+pytestmark = [
+    pytest.mark.usefixtures("images_here"),
+    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
+]
 SIZE = ("--input-size", "3x32x32")
 QUICK = (*SIZE, "--batch-size", "4", "--device", "cpu")
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
-    write_images(tmp_path / "images")
-    monkeypatch.chdir(tmp_path)
 
 
 def compare(*arguments, code=0):
@@ -125,7 +121,7 @@ def test_trained_networks_are_calibrated_on_images_to_train_on():
     }
     trainer = Trainer(request=request(weights=weights, options=PlanOptions()), **parts)
     with patch(
-        "dcls_convert.compare.runs.make_network",
+        "dcls_convert.compare.trainer.make_network",
         side_effect=lambda request, arm, **_: (request, arm),
     ) as made:
         for arm in (Arm(kind="converted", size=9), Arm()):
@@ -197,7 +193,7 @@ def test_parts_make_the_whole_and_other_settings_are_refused(tmp_path):
         )
         assert mine.moved == theirs.moved
     with patch(
-        "dcls_convert.compare.runs.Trainer.time_trial", side_effect=AssertionError("timed first")
+        "dcls_convert.compare.trainer.Trainer.time_trial", side_effect=AssertionError("timed first")
     ):
         _, err = compare("--sizes", "9", "--epochs", "2", "--output", "whole", code=2)
     assert "output whole: holds runs with epochs 1, not 2; use the same or another --output" in err
@@ -241,7 +237,7 @@ def test_a_run_that_was_interrupted_goes_on(tmp_path):
         "9x9-kernel-seed0"
     ]
     # Interrupted after the last epoch.
-    with patch("dcls_convert.compare.runs.save_trained", side_effect=KeyboardInterrupt):
+    with patch("dcls_convert.compare.trainer.save_trained", side_effect=KeyboardInterrupt):
         compare(*options, "--output", "interrupted", code=130)
     compare(*options, "--output", "interrupted")
     one, other = (read_comparison(tmp_path / name) for name in ("whole", "interrupted"))
@@ -286,7 +282,7 @@ def test_out_of_memory_says_what_to_do(updates):
 def test_a_comparison_that_ended_before_any_epoch_does_not_bind_its_folder(tmp_path):
     with patch.object(Training, "run", side_effect=KeyboardInterrupt):
         compare("--sizes", "9", "--epochs", "7", "--seeds", "1", code=130)
-    with patch("dcls_convert.compare.runs.Trainer.run", side_effect=KeyboardInterrupt):
+    with patch("dcls_convert.compare.trainer.Trainer.run", side_effect=KeyboardInterrupt):
         compare("--sizes", "9", "--epochs", "7", "--seeds", "1", code=130)
     (folder,) = tmp_path.glob("*-comparison")
     assert json.loads((folder / "settings.json").read_text())["recipe"]["epochs"] == 7
@@ -298,7 +294,7 @@ def test_a_comparison_that_ended_before_any_epoch_does_not_bind_its_folder(tmp_p
 
 def test_minutes_decide_the_epochs_once(tmp_path):
     # An epoch takes 5 s, and there are 4 runs.
-    with patch("dcls_convert.compare.runs.Trainer.time_trial", return_value=(1.0, 1.0)):
+    with patch("dcls_convert.compare.trainer.Trainer.time_trial", return_value=(1.0, 1.0)):
         compare(
             "--sizes", "9", "--seeds", "2", "--minutes", "1", "--only", "1/99", "--output", "out"
         )

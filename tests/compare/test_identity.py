@@ -10,18 +10,14 @@ from safetensors.torch import save_file
 from timm.data import dataset_factory
 
 from ..command_line import NET, net, run
-from ..image_folder import write_images
 
 # timm leaves images open.
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+pytestmark = [
+    pytest.mark.usefixtures("images_here"),
+    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
+]
 OPTIONS = ("--input-size", "3x32x32", "--batch-size", "4", "--device", "cpu", "--sizes", "9")
 ONE_RUN = ("--epochs", "1", "--seeds", "1", "--only", "1/2", "--output", "out")
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
-    write_images(tmp_path / "images")
-    monkeypatch.chdir(tmp_path)
 
 
 def compare(*arguments, code=0):

@@ -24,7 +24,7 @@ from dcls_convert.compare.survey import (
 )
 from dcls_convert.errors import ModelError
 from dcls_convert.networks.building import build_model
-from dcls_convert.networks.recognition import assumed_input_size
+from dcls_convert.networks.identify_model import assumed_input_size
 from dcls_convert.networks.sites import find_convs
 from dcls_convert.networks.source import ModelSource
 from dcls_convert.options import PlanOptions

@@ -5,7 +5,7 @@ import torch
 
 from dcls_convert import find_convs, plan_conversion
 from dcls_convert.compare.sweep import Timing
-from dcls_convert.compare.timing import converted_copy, measure, summary
+from dcls_convert.compare.timing import converted_copy, forward_and_step_ms, quartiles
 from dcls_convert.layers.dcls_conv import DclsConvNd
 
 
@@ -22,7 +22,7 @@ def test_models_share_what_is_not_converted_and_no_parameter_changes():
     assert sum(isinstance(module, DclsConvNd) for module in converted.modules()) == len(plan.layers)
     for each in (model, converted):
         state = {name: tensor.clone() for name, tensor in each.named_parameters()}
-        assert min(measure(each, images, amp=False)) > 0
+        assert min(forward_and_step_ms(each, images, amp=False)) > 0
         assert all(torch.equal(state[name], tensor) for name, tensor in each.named_parameters())
         assert all(tensor.grad is None for tensor in each.parameters())
     assert all(torch.equal(before[name], tensor) for name, tensor in model.named_parameters())
@@ -30,7 +30,7 @@ def test_models_share_what_is_not_converted_and_no_parameter_changes():
 
 
 def test_times_are_medians_and_quartiles():
-    assert summary([3.0]) == Timing(median=3.0, first_quartile=3.0, third_quartile=3.0, runs=1)
-    assert summary([1.0, 2.0, 3.0, 4.0, 5.0]) == Timing(
+    assert quartiles([3.0]) == Timing(median=3.0, first_quartile=3.0, third_quartile=3.0, runs=1)
+    assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == Timing(
         median=3.0, first_quartile=2.0, third_quartile=4.0, runs=5
     )

@@ -16,5 +16,5 @@ def checkpoints(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def _in_an_empty_folder(empty_folder):
+    """For all tests of this room."""

@@ -11,7 +11,7 @@ from torch import nn
 
 import dcls_convert
 from dcls_convert.layers.dcls_conv import DclsConv2d
-from dcls_convert.pipeline.provenance import ATTRIBUTE
+from dcls_convert.pipeline.provenance import PROVENANCE_ATTRIBUTE
 
 from ..conftest import TINY
 from .common import randn
@@ -184,5 +184,5 @@ def test_folding_leaves_nothing_of_ours_on_the_owners(converted, tiny):
         {name: set(vars(module)) for name, module in model.named_modules()}
         for model in (folded, tiny)
     ]
-    own[0][""].remove(ATTRIBUTE)  # how the model was converted, which stays with it
+    own[0][""].remove(PROVENANCE_ATTRIBUTE)  # how the model was converted, which stays with it
     assert own[0] == own[1]

@@ -29,14 +29,10 @@ from ..cli.trained import write_trained
 from ..command_line import NET, run
 from ..conftest import TINY
 
+pytestmark = pytest.mark.usefixtures("empty_folder")
 MODEL = "test_efficientnet"
 SMALL = ("--dilated-size", 5, "--input-size", "3x32x32")
 RULES = "format: 1\nrules: [{match: {kind: depthwise}, dilated_size: 7}]\n"
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def record(folder):

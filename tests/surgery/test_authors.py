@@ -28,6 +28,7 @@ from ..command_line import run
 from ..conftest import TINY
 from ..planning.nets import state_of
 
+pytestmark = pytest.mark.usefixtures("empty_folder")
 FLOAT64_ATOL = 1e-10  # their normaliser, were it left out, would make 1e-7
 FLOAT32_TOLERANCE = 1e-5
 COUNT = 5
@@ -120,11 +121,6 @@ def close(ours, expected):
     torch.testing.assert_close(
         ours, expected, rtol=0, atol=FLOAT32_TOLERANCE * expected.abs().max().item()
     )
-
-
-@pytest.fixture(autouse=True)
-def _a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 # --- Layers

@@ -13,16 +13,12 @@ from dcls_convert.errors import DclsConvertError
 from dcls_convert.tuning.images import open_images, set_transforms_
 
 from ..command_line import net
-from ..image_folder import write_images
 
 # timm leaves images open.
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
-    write_images(tmp_path / "images")
-    monkeypatch.chdir(tmp_path)
+pytestmark = [
+    pytest.mark.usefixtures("images_here"),
+    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
+]
 
 
 def test_images_of_16_bits_keep_their_shades(tmp_path):

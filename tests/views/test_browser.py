@@ -10,9 +10,11 @@ import torch
 from dcls_convert import load_converted
 from dcls_convert.tuning import PositionTracker
 from dcls_convert.views.page import filled_page
+from dcls_convert.views.page import page as page_text
 
 from ..command_line import run
 from ..conftest import TINY
+from .test_figures import case_of, pictures_of
 
 pytestmark = [pytest.mark.browser, pytest.mark.filterwarnings("default")]
 
@@ -150,7 +152,13 @@ def test_in_a_comparison_colours_are_networks_and_dashes_are_seeds(browser, tmp_
         "epochs": [1, 2],
         "charts": [chart],
     }
-    content = {"title": "two", "subtitle": "", "facts": [], "comparison": comparison}
+    content = {
+        "title": "two",
+        "subtitle": "",
+        "facts": [],
+        "comparison": comparison,
+        "histories": [],
+    }
     (tmp_path / "comparison.html").write_text(filled_page(content))
     page = browser.new_page()
     page.goto((tmp_path / "comparison.html").as_uri())
@@ -169,6 +177,30 @@ def test_in_a_comparison_colours_are_networks_and_dashes_are_seeds(browser, tmp_
     legend = [look(path) for path in page.locator(".legend path").all()]
     assert legend[:2] == [curves[0], curves[2]]
     assert [look[1] for look in legend[2:]] == [dashes[0], dashes[1]]
+
+    chart = page.locator("figure > svg")
+    assert "over epochs 1 to 2" in chart.get_attribute("aria-label")
+    assert "epoch" in chart.locator("text").all_text_contents()
+    chart.hover(position={"x": 5, "y": 40})
+    assert page.locator(".readout").inner_text().startswith("epoch 1: as it is, seed 3 50, ")
+    page.close()
+
+
+@pytest.mark.parametrize(("name", "told"), [("dense", True), ("untied", False)])
+def test_every_kernel_tells_its_input_channel_if_there_are_several(browser, tmp_path, name, told):
+    """The first of them, too."""
+    pictures = pictures_of(*case_of(name))
+    (tmp_path / "kernels.html").write_text(page_text(pictures))
+    page = browser.new_page()
+    page.goto((tmp_path / "kernels.html").as_uri())
+    figure = page.locator("figure.layer").first
+    channels = pictures.kernels[0].channels
+    assert told == ({input_channel for _, input_channel in channels} > {0})
+    for output_channel, input_channel in channels:
+        text = figure.locator(".readout").inner_text()
+        assert text.startswith(f"Kernel of output channel {output_channel}")
+        assert (f", input channel {input_channel}: " in text) == told
+        figure.locator("canvas").press("ArrowRight")
     page.close()
 
 

@@ -61,7 +61,7 @@ def page_of(checkpoint, *options):
 
 
 def test_before_is_the_network_from_which_the_checkpoint_was_converted(checkpoint):
-    fields = page_of(checkpoint)["fields"]
+    fields = page_of(checkpoint)["receptiveFields"]
     assert [one["name"] for one in fields["maps"]] == ["Before", "After"]
     assert "random weights from which the checkpoint was converted" in fields["maps"][0]["what"]
     assert "4 images of seeded noise, 32x32 pixels" in fields["notes"][0]
@@ -71,12 +71,13 @@ def test_before_is_the_network_from_which_the_checkpoint_was_converted(checkpoin
     with torch.no_grad():
         model.conv_stem.weight.mul_(1.5)
     save_converted(model, checkpoint, "tuned", fingerprint=False)
-    changed = page_of("tuned")["fields"]
+    changed = page_of("tuned")["receptiveFields"]
     assert [one["name"] for one in changed["maps"]] == ["After"]
     assert "--original FILE" in changed["notes"][1]
     save_file(build_model(ModelSource(name=NETWORK), seed=0).state_dict(), "old.safetensors")
     picture = ("--picture", "field.svg", "--figure", "receptive-field")
-    before = page_of("tuned", "--original", "old.safetensors", *picture)["fields"]["maps"][0]
+    again = page_of("tuned", "--original", "old.safetensors", *picture)["receptiveFields"]
+    before = again["maps"][0]
     assert Path("field.svg").read_bytes().startswith(b"<?xml")
     assert before["what"] == f"{NETWORK}, with the weights of old.safetensors"
     assert before["values"] == fields["maps"][0]["values"]
@@ -86,7 +87,7 @@ def test_images_and_their_size_may_be_given(checkpoint, here):
     (here / "photos").mkdir()
     for index in range(3):
         Image.new("RGB", (80, 50), (40 * index, 100, 200)).save(f"photos/{index}.png")
-    fields = page_of(checkpoint, "--images", "photos", "--input-size", "3x48x48")["fields"]
+    fields = page_of(checkpoint, "--images", "photos", "--input-size", "3x48x48")["receptiveFields"]
     assert "3 images of photos, 48x48 pixels" in fields["notes"][0]
     assert fields["maps"][0]["pixels"] == [48, 48]
 
@@ -94,13 +95,13 @@ def test_images_and_their_size_may_be_given(checkpoint, here):
 def test_a_folder_that_states_a_huge_size_costs_no_more(checkpoint):
     plan = replace(read_plan(checkpoint), input_size=(3, 9999, 9999))
     save_converted(load_converted(checkpoint), plan, "huge", fingerprint=False)
-    fields = page_of("huge")["fields"]
+    fields = page_of("huge")["receptiveFields"]
     assert fields["maps"] == []
     (note,) = fields["notes"]
     assert note.endswith(
         "images of more than 1,048,576 pixels are run only if --input-size is given."
     )
-    assert len(page_of("huge", "--input-size", "3x32x32")["fields"]["maps"]) > 0
+    assert len(page_of("huge", "--input-size", "3x32x32")["receptiveFields"]["maps"]) > 0
     _, err = run("fold", "huge", code=2)
     states = "huge: its plan states images of 9999x9999 pixels"
     assert f"{states}; outputs are compared on 4,194,304 at most" in err
@@ -112,9 +113,9 @@ def test_a_model_of_the_users_own_is_built_with_trust_only(here, monkeypatch):
     run("own_pictures_net:make", *OPTIONS, "--output", "net")
     data = page_of("net")
     trusted = page_of("net", "--trust-code")
-    assert data["fields"] is None
-    assert "--trust-code" in data["rawWeights"]
-    assert len(trusted["fields"]["maps"]) == 2
+    assert data["receptiveFields"] is None
+    assert "--trust-code" in data["whyNotRebuilt"]
+    assert len(trusted["receptiveFields"]["maps"]) == 2
     assert trusted["kernels"] == data["kernels"]  # whose weights are not standardised
     _, message = run("inspect", "net", "--picture", "x.png", "--figure", "receptive-field", code=2)
     assert "--trust-code" in message
@@ -131,10 +132,10 @@ def test_the_page_says_why_the_field_is_smaller_after_a_start_near_the_centre(he
                 *["--dilated-size", "17", "--input-size", "3x32x32", "-q"],
                 *["--positions", positions, "--output", positions],
             )
-        notes = page_of("normal", "--trust-code")["fields"]["notes"]
+        notes = page_of("normal", "--trust-code")["receptiveFields"]["notes"]
         assert "smaller, because the elements of this layer are closer to the centre" in notes[-1]
         assert "instead of 2.65" in notes[-1]  # the mean distance of the cells of 7x7
-        assert len(page_of("uniform", "--trust-code")["fields"]["notes"]) == len(notes) - 1
+        assert len(page_of("uniform", "--trust-code")["receptiveFields"]["notes"]) == len(notes) - 1
 
 
 def track(folder, path, steps):
@@ -243,7 +244,7 @@ def test_a_folder_holds_its_page_and_its_card_the_picture_until_it_is_replaced(h
     folder = here / "net"
     assert names(folder) == {*FILES, PAGE, PICTURE}
     data = data_of((folder / PAGE).read_text(encoding="utf-8"))
-    assert (data["title"], data["fields"]) == ("net", None)
+    assert (data["title"], data["receptiveFields"]) == ("net", None)
     assert all(shown["heat"] for shown in data["positions"])
     assert (folder / PICTURE).read_bytes().startswith(b"\x89PNG")
     assert f"]({PICTURE})" in (folder / CARD).read_text(encoding="utf-8")

@@ -64,10 +64,12 @@ def test_the_data_is_that_of_the_pictures(converted):
         assert shown["histograms"] == [list(counts) for counts in picture.histograms]
     for shown, layer in zip(data["kernels"], pictures.kernels, strict=True):
         most = layer.cells.abs().amax((1, 2), keepdim=True)
-        again = unpacked(shown["cells"], torch.int8).reshape(layer.cells.shape) / 127 * most
+        shares = unpacked(shown["cells"], torch.int8) / data["factors"]["int8Max"]
+        again = shares.reshape(layer.cells.shape) * most
         torch.testing.assert_close(again, layer.cells, rtol=0, atol=float(most.max()) / 254 * 1.01)
-        places = unpacked(shown["places"], torch.int16).reshape(layer.positions.shape) / 100
-        torch.testing.assert_close(places, layer.positions, rtol=0, atol=0.00501)
+        cells = unpacked(shown["positions"], torch.int16) / data["factors"]["unitsPerCell"]
+        positions = cells.reshape(layer.positions.shape)
+        torch.testing.assert_close(positions, layer.positions, rtol=0, atol=0.00501)
 
 
 def unpacked(text, dtype):

@@ -13,11 +13,11 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 
-from ..errors import DclsConvertError
-from ..given_files import image_paths
-from ..networks.running import quietly
-from ..progress import Note
-from ..text import one_line
+from .errors import DclsConvertError
+from .given_files import image_paths
+from .networks.running import quietly
+from .progress import Note
+from .text import one_line
 
 BATCH = 8  # images
 CROP_SHARE = 0.75  # sides of a crop, as a share of the image's sides

@@ -17,7 +17,7 @@ import numpy as np
 from scipy import optimize, special
 
 from .arms import AS_IT_IS
-from .runs import Run
+from .trainer import Run
 
 MIN_SEEDS = 3  # for a sentence about a difference
 # Points. An interval that contains 0 and reaches farther is too wide for an answer.

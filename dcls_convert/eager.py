@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.compiler import assume_constant_result
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-# Private: torch has nothing public that tells whether torch.func (vmap, grad, jvp, ...) is
-# transforming this code, or whether a mode sees its operations. If these are missing, assume so:
-# the implementations in plain operations are right everywhere.
+# Private API: torch has nothing public that tells whether torch.func (vmap, grad, jvp, ...) is
+# transforming this code, or whether a mode sees its operations. If it is missing, assume so: plain
+# operations are right everywhere.
 _transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _dispatch_mode_count = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 
@@ -56,6 +55,8 @@ def is_counting_flops() -> bool:
     """
     if _dispatch_mode_count() == 0:
         return False
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
     modes = _get_current_dispatch_mode_stack()
     return any("FlopCounter" in type(mode).__name__ for mode in modes)
 
@@ -65,27 +66,19 @@ def is_compiled(*tensors: Tensor) -> bool:
 
     False in exports, whose programs are for other machines.
     """
-    return torch.compiler.is_dynamo_compiling() and not _is_exporting() and _are_ordinary(tensors)
+    return (
+        torch.compiler.is_dynamo_compiling()
+        and not _torch_is_exporting()
+        and _are_ordinary(tensors)
+    )
 
 
 def is_exporting() -> bool:
     """Whether this code is traced for other programs: `torch.export`, ONNX, `torch.jit.trace`."""
-    return _is_jit_tracing() or bool(_is_exporting())
+    return _is_jit_tracing() or bool(_torch_is_exporting())
 
 
 @assume_constant_result  # type: ignore[untyped-decorator]
-def _is_exporting() -> bool:
+def _torch_is_exporting() -> bool:
     """What torch says outside of tracing; inside, torch 2.8 says yes under torch.compile too."""
     return torch.compiler.is_exporting()
-
-
-def is_channels_last(maps: Tensor) -> bool:
-    """Whether feature maps (N, C, H, W), or slices of them, are channels_last alone.
-
-    Maps of one channel or one cell are contiguous too.
-    """
-    # Asked one after the other: for torch.compile, both at once would be a symbol, which functions
-    # of constants do not take.
-    if maps.stride(1) != 1:
-        return False
-    return not maps.is_contiguous()

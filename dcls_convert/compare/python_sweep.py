@@ -30,7 +30,7 @@ from ..planning.claims import rules_to_apply
 from ..planning.planner import load_or_choose_rules
 from ..planning.rules import RuleSet
 from ..progress import show_to_python
-from .run_sweep import combinations, default_sizes, make_sweep
+from .make_sweep import combinations, default_sizes, make_sweep
 from .sweep import Combination, RequestedSize, Sweep
 from .timing import timing_settings
 

@@ -19,8 +19,8 @@ from torch.utils.data import Subset
 from ..atomic_output import new_file
 from ..checkpoints.save import save_trained
 from ..errors import DclsConvertError, is_out_of_memory
-from ..fitting.image_files import BATCH
 from ..fitting.images import Calibration
+from ..image_files import BATCH
 from ..pipeline.loaded import LoadedNetwork
 from ..pipeline.request import ConversionRequest
 from ..progress import Note, Notify, silent

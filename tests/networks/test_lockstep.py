@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dcls_convert.errors import ModelError
-from dcls_convert.networks.in_step import run_in_lockstep
+from dcls_convert.networks.lockstep import run_in_lockstep
 
 
 class Network(nn.Module):
