@@ -8,11 +8,13 @@ import inspect
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast, get_args
 
-from .text import did_you_mean, enumerated
+from .errors import PlanError
+from .text import did_you_mean, enumerated, shown
 
 if TYPE_CHECKING:
     from .planning.known_counts import LayerCounts  # which imports torch
@@ -315,3 +317,20 @@ def suggests_arguments(function: _Function) -> _Function:
         return function(*args, **options)
 
     return cast(_Function, call)
+
+
+def parse_percent(text: str | float | int) -> Fraction:
+    """A percentage as an exact fraction of 1: 99.5 and "99.5%" -> 199/200.
+
+    Raises:
+        PlanError: Not a number, or out of bounds.
+    """
+    try:
+        percent = Decimal(str(text).removesuffix("%"))
+    except InvalidOperation:
+        percent = Decimal("nan")
+    if not percent.is_finite() or not MIN_PERCENT <= percent <= MAX_PERCENT:
+        raise PlanError(
+            f"budget {shown(text)!r} must be a percentage from {MIN_PERCENT} to {MAX_PERCENT}"
+        )
+    return Fraction(percent) / 100

@@ -2,7 +2,9 @@
 
 import contextlib
 import io
+import re
 import signal
+import subprocess
 import sys
 from collections import OrderedDict
 
@@ -59,3 +61,15 @@ def run(*arguments: object, code: int = 0) -> tuple[str, str]:
     found, out, err = run_to_end(*arguments)
     assert found == code, out + err
     return out, err
+
+
+def imported_by(*arguments: str) -> tuple[subprocess.CompletedProcess[str], set[str]]:
+    """The finished process, and the names of all modules that Python imported in it."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done, set(re.findall(r"^import time:.*\|\s+(\S+)$", done.stderr, flags=re.MULTILINE))

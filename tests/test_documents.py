@@ -34,7 +34,7 @@ from dcls_convert.checkpoints import verify
 from dcls_convert.cli.app import main
 
 from .conftest import TINY
-from .hub import upload
+from .hub_cache import upload
 from .image_folder import write_images
 
 ROOT = Path(__file__).parent.parent

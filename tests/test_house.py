@@ -9,8 +9,6 @@ import importlib.metadata
 import importlib.util
 import inspect
 import re
-import subprocess
-import sys
 import tomllib
 import typing
 from pathlib import Path
@@ -27,6 +25,8 @@ from dcls_convert.export.formats import EXPORT_FORMATS
 from dcls_convert.layers import interpolation
 from dcls_convert.planning.known_counts import LayerCounts
 from dcls_convert.planning.rules import RuleSet
+
+from .command_line import imported_by
 
 PACKAGE = Path(dcls_convert.__file__).parent
 
@@ -199,18 +199,6 @@ def test_a_room_says_what_it_promises(name):
 
 
 # What a start costs.
-
-
-def imported_by(*arguments):
-    """The finished process, and the names of all modules that Python imported in it."""
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    return done, set(re.findall(r"^import time:.*\|\s+(\S+)$", done.stderr, flags=re.MULTILINE))
 
 
 @pytest.mark.parametrize(

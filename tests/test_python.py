@@ -22,7 +22,7 @@ from dcls_convert import (
 from dcls_convert.checkpoints.verify import check_model_here, verify_folder
 from dcls_convert.planning.plan import ConversionPlan
 
-from .planning.nets import state_of
+from .model_state import state_of
 
 SIZE = (3, 16, 16)
 

@@ -25,8 +25,8 @@ def default_output(loaded: "LoadedNetwork", resolved: "ResolvedRequest") -> Path
     if not sizes:
         sizes = {layers[0].dilated_size}
     size = ""
-    if resolved.plan.growth is not None:
-        size = f"-plus{resolved.plan.growth}"
+    if resolved.plan.growth_of_mixed_kernels is not None:
+        size = f"-plus{resolved.plan.growth_of_mixed_kernels}"
     elif len(sizes) == 1:
         size = _short_size(*sizes)
     start = ""

@@ -26,8 +26,7 @@ from ..options import (
 from ..pipeline.in_memory import warn_if_untrained
 from ..pipeline.loaded import LoadedNetwork
 from ..pipeline.request import ConversionRequest
-from ..planning.claims import rules_to_apply
-from ..planning.planner import load_or_choose_rules
+from ..planning.claims import load_or_choose_rules, rules_to_apply
 from ..planning.rules import RuleSet
 from ..progress import show_to_python
 from .make_sweep import combinations, default_sizes, make_sweep

@@ -121,7 +121,7 @@ def model_row(
         row,
         replaced=dict(replaced.most_common()),
         dilated_sizes=tuple(sorted(dilated_sizes)),
-        growth=plan.growth,
+        growth=plan.growth_of_mixed_kernels,
         kernel_counts=tuple(sorted(kernel_counts)),
         rules=plan.rules,
         params=Change(before=report.params.before, after=report.params.after),

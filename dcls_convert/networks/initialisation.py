@@ -31,9 +31,9 @@ def output_power(kernel: Tensor) -> float:
         kernel: (out_channels, in_channels / groups, *kernel_size).
     """
     weights = kernel.double().flatten(2)
-    of_variance = float(weights.square().sum())
-    of_mean = float(weights.sum(2).square().sum())
-    return of_variance + (of_mean - of_variance) / math.pi
+    sum_of_squares = float(weights.square().sum())
+    squares_of_sums = float(weights.sum(2).square().sum())
+    return sum_of_squares + (squares_of_sums - sum_of_squares) / math.pi
 
 
 @torch.no_grad()
@@ -41,9 +41,9 @@ def have_torch_default_init(kernels: Iterable[Tensor]) -> bool:
     """Whether all kernels look as `torch.nn`'s convolutions leave them when they are built.
 
     These draw weights from the uniform distribution between -b and b, with b = 1 / sqrt(inputs of a
-    kernel). One weight beyond its bound, or a mean square that is not a uniform one's, says that
-    something else made them: within some updates, training carries weights out, and decay shrinks
-    them. Of models with an initialisation of their own, nothing can be told.
+    kernel). A weight beyond its bound, or a mean square that a uniform distribution would not give,
+    shows that the kernels are trained or were initialised otherwise. Untrained models with an
+    initialisation of their own are not recognised.
 
     Args:
         kernels: (O, I, *kernel_size) each. On the meta device, or of other types than floats,

@@ -164,11 +164,12 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
     )
 
 
-def _why_skipped(conv: AnyConv, holders: Mapping[int, Sequence[str]]) -> str | None:
-    """Why a convolution cannot be replaced; None if it can. `holders`: `_modules_by_parameter`."""
+def _why_skipped(conv: AnyConv, modules_by_parameter: Mapping[int, Sequence[str]]) -> str | None:
+    """Why a convolution cannot be replaced; None if it can."""
     reason = why_not_replaceable(conv)
-    if reason is None and len(holders[id(conv.weight)]) > 1:
-        reason = f"its weight is shared with {' and '.join(holders[id(conv.weight)])}"
+    holders = modules_by_parameter[id(conv.weight)]
+    if reason is None and len(holders) > 1:
+        reason = f"its weight is shared with {' and '.join(holders)}"
     return reason
 
 
@@ -229,7 +230,7 @@ def _output_strides(traced: Trace | None) -> dict[str, OutputStride]:
     if traced is not None:
         image = traced.input_size[1:]
         for name, calls in traced.calls.items():
-            first_size = calls.sizes[0]
+            first_size = calls.output_sizes[0]
             if len(first_size) == len(image) and min(first_size) > 0:
                 strides[name] = output_stride(image, first_size)
     return strides
@@ -264,7 +265,7 @@ def _site(
     input_extent: tuple[int, ...] | None = None
     output_positions: int | None = None
     if calls is not None:
-        output_size = calls.sizes[0]
+        output_size = calls.output_sizes[0]
         input_extent = calls.input_extent
         output_positions = calls.output_positions
     elif is_traced:

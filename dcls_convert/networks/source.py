@@ -56,7 +56,7 @@ def resolve_model(
         if pretrained and prefix not in OTHER_TIMM_KINDS:
             raise ModelError(
                 f"{name}: --pretrained is for timm and torchvision; "
-                "let the factory load, or --checkpoint"
+                "let the factory load its weights, or give --checkpoint"
             )
         return ModelSource(name=name, args=args)
     if colon:
@@ -107,7 +107,7 @@ def _explain_wrong_model(name: str) -> None:
         raise ModelError(
             f"{name}: is a folder, not a model's name. If dcls-convert wrote it, inspect, verify, "
             "fold and diff take it, and dcls_convert.load_converted loads it; "
-            f"another one of timm's is local-dir:{name}"
+            f"a folder in timm's own format is local-dir:{name}"
         )
     if path.suffix in WEIGHTS_SUFFIXES:
         raise ModelError(

@@ -40,14 +40,14 @@ def find_stages(model: nn.Module, strides: Mapping[str, OutputStride], spatial: 
         spatial: Names of the convolutions with a kernel larger than 1. They alone name stages: a
             1x1 before a strided convolution still works at the previous resolution.
     """
-    blocks, stems = _timm_patterns(model)
-    is_in_stem = partial(_matches_any, stems)
+    stage_patterns, stem_patterns = _timm_patterns(model)
+    is_in_stem = partial(_matches_any, stem_patterns)
     if sum(map(is_in_stem, spatial)) > MAX_STEM_CONVS:
         is_in_stem = partial(_matches_any, [])
-    if blocks:
+    if stage_patterns:
         return Stages(
             found_by="timm's group_matcher",
-            stage_of=partial(_stage_by_timm, blocks),
+            stage_of=partial(_stage_by_timm, stage_patterns),
             is_in_stem=is_in_stem,
         )
     if strides:
@@ -71,9 +71,9 @@ def _matches_any(patterns: Sequence[re.Pattern[str]], name: str) -> bool:
     return any(pattern.match(name + ".") for pattern in patterns)
 
 
-def _stage_by_timm(blocks: Sequence[re.Pattern[str]], name: str) -> str | None:
-    for block in blocks:
-        match = block.match(name + ".")
+def _stage_by_timm(stage_patterns: Sequence[re.Pattern[str]], name: str) -> str | None:
+    for pattern in stage_patterns:
+        match = pattern.match(name + ".")
         if match and match.groups():
             return match.group(0).rstrip(".")
     return None
@@ -130,10 +130,10 @@ def common_parent(names: Iterable[str]) -> str:
 def _timm_patterns(model: nn.Module) -> tuple[list[re.Pattern[str]], list[re.Pattern[str]]]:
     """Patterns of the stages and of the stem, from timm's `group_matcher`.
 
-    Without patterns of stages if the coarse groups are the fine ones: those are single blocks.
+    No stage patterns if coarse and fine groups are equal: the groups are then single blocks.
     """
-    blocks: list[re.Pattern[str]] = []
-    stems: list[re.Pattern[str]] = []
+    stage_patterns: list[re.Pattern[str]] = []
+    stem_patterns: list[re.Pattern[str]] = []
     try:
         coarse = model.group_matcher(coarse=True)  # type: ignore[operator]
         fine = model.group_matcher(coarse=False)  # type: ignore[operator]
@@ -147,13 +147,13 @@ def _timm_patterns(model: nn.Module) -> tuple[list[re.Pattern[str]], list[re.Pat
                     pattern, number = spec
                     if number is not None:  # in timm's convention, this is the head
                         continue
-                patterns = stems if group.startswith("stem") else blocks
+                patterns = stem_patterns if group.startswith("stem") else stage_patterns
                 patterns.append(re.compile(pattern))
     except Exception:  # the model's own code; without a usable matcher, the structure decides
         return [], []
     if coarse == fine:
-        return [], stems
-    return blocks, stems
+        return [], stem_patterns
+    return stage_patterns, stem_patterns
 
 
 def _stages_from_structure(
@@ -166,40 +166,52 @@ def _stages_from_structure(
     """
     stages: dict[str, str] = {}
     # By container and output stride: the convolutions in its numbered children.
-    numbered: dict[tuple[str, OutputStride], list[str]] = {}
+    convs_of: dict[tuple[str, OutputStride], list[str]] = {}
     versions = _versions(strides)
     for name, stride in strides.items():
         container, numbers_children = _container(name, versions)
         if container is None:
             continue
         if numbers_children:
-            numbered.setdefault((container, stride), []).append(name)
+            convs_of.setdefault((container, stride), []).append(name)
         else:
             stages[name] = container
     # By the same keys: the children that hold spatial convolutions, such as "features.3" for
     # ("features", (8, 8)).
-    children: dict[tuple[str, OutputStride], set[str]] = {}
-    for (container, stride), names in numbered.items():
+    children_of: dict[tuple[str, OutputStride], set[str]] = {}
+    for (container, stride), names in convs_of.items():
         depth_of_child = container.count(".") + 2 if container else 1
         for name in names:
             if name in spatial:
                 child = ".".join(name.split(".")[:depth_of_child])
-                children.setdefault((container, stride), set()).add(child)
+                children_of.setdefault((container, stride), set()).add(child)
     strides_of_child: Counter[str] = Counter()
-    for children_of_stride in children.values():
-        strides_of_child.update(children_of_stride)
-    for (container, stride), children_of_stride in children.items():
-        # A child names the stage if it alone has spatial convolutions of this stride, has none of
-        # another stride, and is not itself a convolution.
-        names = numbered[container, stride]
-        stage = _stride_stage(container, stride)
-        if len(children_of_stride) == 1:
-            (child,) = children_of_stride
-            if strides_of_child[child] == 1 and child not in names:
-                stage = child
+    for children in children_of.values():
+        strides_of_child.update(children)
+    for (container, stride), children in children_of.items():
+        names = convs_of[container, stride]
+        stage = _naming_child(children, strides_of_child, names)
+        if stage is None:
+            stage = _stride_stage(container, stride)
         for name in names:
             stages[name] = stage
     return stages
+
+
+def _naming_child(
+    children: Set[str], strides_of_child: Mapping[str, int], convs: Sequence[str]
+) -> str | None:
+    """The child after which a stage is called; None if its stride must name it.
+
+    It alone has spatial convolutions of this stride, has none of another stride, and is not itself
+    one of the convolutions.
+    """
+    if len(children) != 1:
+        return None
+    (child,) = children
+    if strides_of_child[child] > 1 or child in convs:
+        return None
+    return child
 
 
 def _stride_stage(container: str, stride: OutputStride) -> str:

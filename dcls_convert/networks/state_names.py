@@ -91,10 +91,10 @@ def _count_known(names: Iterable[str], own: Collection[str]) -> int:
 
 
 def _prefix_note(where: str, prefix: str, names: Iterable[str]) -> str:
-    text = f"{where}: takes {prefix!r} off its names"
+    text = f"{where}: removes the prefix {prefix!r} from its names"
     others = [name for name in names if not name.startswith(prefix)]
     if others:
-        text += f"; without this prefix, and left out: {listed(others)}"
+        text += f"; ignored, because they lack it: {listed(others)}"
     return text
 
 

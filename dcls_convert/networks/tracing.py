@@ -28,9 +28,9 @@ Windows = Mapping[str, tuple[Sequence[int], Sequence[int]]]
 
 @dataclass(slots=True)
 class Calls:
-    """What one convolution object saw."""
+    """The calls of one convolution during a trace."""
 
-    sizes: list[tuple[int, ...]]  # spatial output size of each call
+    output_sizes: list[tuple[int, ...]]  # spatial, of each call
     input_extent: tuple[int, ...]  # smallest spatial input of any call
     output_positions: int = 0  # spatial positions of all calls, for one image
     # Whether its input was the image itself, or no convolution was called before it.
@@ -43,10 +43,10 @@ class Trace:
 
     input_size: tuple[int, ...]  # of the image: channels, *spatial
     calls: dict[str, Calls]  # by the first qualified name of the convolution
-    shapes: list[tuple[int, ...]]  # of the tensors that the model returned
+    output_shapes: list[tuple[int, ...]]  # of the tensors that the model returned
     # Module name ("" is the model) -> operator -> floating-point operations.
     flops: dict[str, dict[str, int]]
-    meta: nn.Module  # the meta copy that ran
+    meta_model: nn.Module  # the meta copy that ran
 
 
 def trace(model: nn.Module, input_size: Sequence[int]) -> Trace:
@@ -79,7 +79,13 @@ def _trace(meta: nn.Module, input_size: Sequence[int]) -> Trace:
             operator_name = str(operator).rpartition(".")[2]
             by_operator[operator_name] = int(count)
         flops[path.removeprefix(prefix)] = by_operator
-    return Trace(input_size=tuple(input_size), calls=calls, shapes=shapes, flops=flops, meta=meta)
+    return Trace(
+        input_size=tuple(input_size),
+        calls=calls,
+        output_shapes=shapes,
+        flops=flops,
+        meta_model=meta,
+    )
 
 
 def check_same_shapes(before: Trace | None, windows: Windows) -> None:
@@ -96,15 +102,17 @@ def check_same_shapes(before: Trace | None, windows: Windows) -> None:
     shapes: list[tuple[int, ...]] = []
     failure: Exception | None = None
     try:
-        converted = _with_windows(before.meta, windows)
+        converted = _with_windows(before.meta_model, windows)
         shapes = _run_and_record_(calls, converted, before.input_size)
     except Exception as error:  # any model code may run here
         failure = error
     # After a failure, an output size that changed before it is the better explanation.
     for name, old_calls in before.calls.items():
         if name in calls:
-            _check_sizes(f"{shown(name)}: its output", old_calls.sizes, calls[name].sizes)
-    _check_sizes("the model's output", before.shapes, shapes)
+            _check_sizes(
+                f"{shown(name)}: its output", old_calls.output_sizes, calls[name].output_sizes
+            )
+    _check_sizes("the model's output", before.output_shapes, shapes)
     if failure is not None:
         raise PlanError(
             f"with these windows, the model would not run any more: {one_line(failure)[:200]}"
@@ -163,7 +171,7 @@ def _run_and_record_(
         input_extent = tuple(input.shape[-dims:])
         is_first = not calls
         conv_calls = calls.setdefault(names[module], Calls([], input_extent))
-        conv_calls.sizes.append(output_size)
+        conv_calls.output_sizes.append(output_size)
         conv_calls.input_extent = tuple(map(min, conv_calls.input_extent, input_extent))
         batch = output.shape[0] if output.dim() == dims + 2 else 1
         conv_calls.output_positions += batch * math.prod(output_size)

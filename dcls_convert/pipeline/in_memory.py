@@ -84,10 +84,10 @@ def convert_(
             as it had cells, at their places, so that the outputs stay as they are at more
             parameters.
         positions: For "random": "normal" is N(0, 0.5 cells), "kernel" is uniform over the old
-            kernel, "uniform" over the window. If the input size is known, "uniform" keeps closer to
-            the centre than the map is wide.
-        calibration: For "fit": images, as in `calibrate`, or what it gave; the outputs then count
-            instead of the kernels.
+            kernel, "uniform" over the window. If the input size is known, "uniform" stays within
+            the cells that can meet the feature map.
+        calibration: For "fit": images, as in `calibrate`, or its result; elements are then fitted
+            to keep the outputs, not the kernels.
         held_out: As in `calibrate`: images to compare outputs on. None takes every fifth image of
             the calibration.
         mean, std: As in `calibrate`, for a folder of images.
@@ -137,14 +137,14 @@ def convert_(
 
 
 def warn_if_untrained(model: nn.Module, names: Iterable[str]) -> None:
-    """Warn where a start that nobody asked for would keep the random kernels of a new model.
+    """Warn if the default start would fit new layers to untrained kernels.
 
-    To be called by a function that `suggests_arguments` decorates: the warning names the line that
-    calls this function.
+    Call it directly from a function that `suggests_arguments` decorates: the warning names the line
+    that called the decorated function.
 
     Args:
         model: Unconverted.
-        names: Of the convolutions to convert.
+        names: Names of the convolutions to convert.
     """
     kernels = []
     for name in names:
@@ -187,7 +187,7 @@ def convert_from_authors_(
         dilated_size, rules, tie, strict: As in `convert_`. The layers converted must be those that
             have positions. The file does not state the window of the training; without SIG, a
             larger window gives the same outputs.
-        interpolation: Which the file does not state either. With SIG, elements are normalised over
+        interpolation: Not stated in the file either. With SIG, elements are normalised over
             the window, and it is "triangle" for their version max and "gaussian" for gauss; without
             SIG, it is "bilinear" (also None).
         kernel_count, scope, budget: Decided by the weights; omit them.

@@ -17,6 +17,7 @@ from .. import __version__
 from ..fitting.images import Calibration
 from ..networks.tensors_hash import can_be_hashed, tensors_hash
 from ..options import PlanOptions, command_line
+from ..planning.rules import UNNAMED_RULES
 from ..records import STRICT, Record
 from ..surgery.authors import AuthorsWeights
 from .request import ConversionRequest
@@ -49,7 +50,7 @@ class ImagesOrigin:
 
     __pydantic_config__ = STRICT
 
-    number: int  # of those that were read, the ones held out included
+    number: int  # of the images that were read, including those held out
     names: str | None  # SHA-256 of their sorted names below the folder; None for tensors
 
 
@@ -206,7 +207,7 @@ def _plain_value(name: str, value: Any) -> Any:
 
 def _rules_name(rules: Any) -> Any:
     """The file or built-in set of rules; rules from a mapping have no name."""
-    if isinstance(rules, Mapping):
+    if isinstance(rules, Mapping) or getattr(rules, "source", "") == UNNAMED_RULES:
         return _InMemory("rules")
     return Path(getattr(rules, "source", rules)).name
 

@@ -18,6 +18,7 @@ from ..options import (
     PlanOptions,
     Positions,
     option_name,
+    parse_percent,
 )
 from ..text import printable
 
@@ -67,7 +68,10 @@ class ConversionRequest:
 
     @property
     def trained(self) -> bool:
-        """Whether the old kernels are worth keeping."""
+        """Whether the network starts from given weights, or is one in memory.
+
+        A network in memory is taken as trained.
+        """
         return not isinstance(self.model, str) or self.pretrained or self.weights is not None
 
     @property
@@ -188,8 +192,6 @@ def _refuse_conflicts_of_images(request: ConversionRequest) -> None:
 
 def options_that_decide_counts(options: PlanOptions) -> list[str]:
     """The options by which the user decided how many elements there are, as messages call them."""
-    from ..planning.budget import parse_percent  # imports pydantic
-
     stated = []
     if options.kernel_count != AUTO:
         stated.append("kernel count")

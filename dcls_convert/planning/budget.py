@@ -6,19 +6,15 @@ each tie group. Kernel lines are those of `layers/elements.py`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal, InvalidOperation
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 from ..errors import PlanError
-from ..options import MAX_PERCENT, MIN_PERCENT, Scope
+from ..options import Scope
 from ..records import JsonFraction
-from ..text import listed, shown
-
-if TYPE_CHECKING:
-    from .layer_plan import LayerPlan  # which imports torch
+from ..text import listed
+from .layer_plan import LayerPlan
 
 UNSOLVED = 0  # kernel count of a layer for which the budget decides; nothing can state a count of 0
 MODEL_UNIT = "model"  # the unit of the budget with scope "model"
@@ -36,27 +32,12 @@ class BudgetUnit:
     used: int  # parameters: weights of the elements, and positions
 
 
-def parse_percent(text: str | float | int) -> Fraction:
-    """A percentage as an exact fraction of 1: 99.5 and "99.5%" -> 199/200.
-
-    Raises:
-        PlanError: Not a number, or out of bounds.
-    """
-    try:
-        percent = Decimal(str(text).removesuffix("%"))
-    except InvalidOperation:
-        percent = Decimal("nan")
-    if not percent.is_finite() or not MIN_PERCENT <= percent <= MAX_PERCENT:
-        raise PlanError(
-            f"budget {shown(text)!r} must be a percentage from {MIN_PERCENT} to {MAX_PERCENT}"
-        )
-    return Fraction(percent) / 100
-
-
 def solve_counts(
-    drafts: Sequence["LayerPlan"], scope: Scope, share: Fraction
-) -> tuple[tuple["LayerPlan", ...], tuple[BudgetUnit, ...]]:
-    """Give each UNSOLVED layer the largest count that its unit's budget has room for.
+    drafts: Sequence[LayerPlan], scope: Scope, share: Fraction
+) -> tuple[tuple[LayerPlan, ...], tuple[BudgetUnit, ...]]:
+    """Give the UNSOLVED layers of each unit one count: the largest that its budget has room for.
+
+    It is at most the number of cells of their smallest window.
 
     Args:
         drafts: Layers with a stated count, or UNSOLVED.
@@ -89,20 +70,25 @@ def solve_counts(
             min_shares[name] = _min_share(members)
         units.append(unit)
     if min_shares:
-        least = math.ceil(max(min_shares.values()) * 10_000) / 100  # percent, rounded up
-        min_text = f"{least:.2f}".rstrip("0").rstrip(".")
-        percent = float(share * 100)
-        message = (
-            f"a budget of {percent:.6g} % leaves no room for even one element per kernel in "
-            f"{listed(min_shares, 1)}; the smallest sufficient budget is {min_text} %"
-        )
-        if percent < 1:  # probably meant as a share
-            message += f" (for a share of {percent:.6g}, give {100 * percent:.6g} %)"
-        raise PlanError(message)
+        raise PlanError(_no_room_message(min_shares, share))
     return tuple(layer_of[draft.name] for draft in drafts), tuple(units)
 
 
-def _unit_name(draft: "LayerPlan", scope: Scope) -> str:
+def _no_room_message(min_shares: Mapping[str, Fraction], share: Fraction) -> str:
+    """What to say of units whose budget has no room for one element, by their sufficient shares."""
+    min_percent = math.ceil(max(min_shares.values()) * 10_000) / 100  # rounded up
+    min_text = f"{min_percent:.2f}".rstrip("0").rstrip(".")
+    percent = float(share * 100)
+    message = (
+        f"a budget of {percent:.6g} % leaves no room for even one element per kernel in "
+        f"{listed(min_shares, 1)}; the smallest sufficient budget is {min_text} %"
+    )
+    if percent < 1:  # probably meant as a share
+        message += f" (for a share of {percent:.6g}, give {100 * percent:.6g} %)"
+    return message
+
+
+def _unit_name(draft: LayerPlan, scope: Scope) -> str:
     """The unit whose budget pays for the layer. A tie group has one count, so it is one unit."""
     if scope == "stage":
         return draft.stage or draft.name
@@ -112,8 +98,8 @@ def _unit_name(draft: "LayerPlan", scope: Scope) -> str:
 
 
 def _solve_unit(
-    name: str, members: Sequence["LayerPlan"], share: Fraction
-) -> tuple[list["LayerPlan"], BudgetUnit]:
+    name: str, members: Sequence[LayerPlan], share: Fraction
+) -> tuple[list[LayerPlan], BudgetUnit]:
     """The layers of a unit with their counts, and the unit. The count is below 1 without room."""
     limit = math.floor(share * _replaced_weights(members))
     unsolved = [layer for layer in members if layer.kernel_count == UNSOLVED]
@@ -137,19 +123,19 @@ def _solve_unit(
     return layers, unit
 
 
-def _min_share(members: Sequence["LayerPlan"]) -> Fraction:
+def _min_share(members: Sequence[LayerPlan]) -> Fraction:
     """The share with which the budget would have room for one element in each UNSOLVED layer."""
     return Fraction(_params(_with_count(members, 1)), _replaced_weights(members))
 
 
-def _replaced_weights(layers: Sequence["LayerPlan"]) -> int:
+def _replaced_weights(layers: Sequence[LayerPlan]) -> int:
     weights = 0
     for layer in layers:
         weights += layer.dense_weights
     return weights
 
 
-def _with_count(layers: Sequence["LayerPlan"], count: int) -> list["LayerPlan"]:
+def _with_count(layers: Sequence[LayerPlan], count: int) -> list[LayerPlan]:
     """The layers, UNSOLVED ones with this count."""
     counted = []
     for layer in layers:
@@ -159,7 +145,7 @@ def _with_count(layers: Sequence["LayerPlan"], count: int) -> list["LayerPlan"]:
     return counted
 
 
-def _params(layers: Sequence["LayerPlan"]) -> int:
+def _params(layers: Sequence[LayerPlan]) -> int:
     """Parameters of layers; UNSOLVED ones have none, and coordinates of a tie group count once."""
     weights = 0
     coordinates_of: dict[str, int] = {}  # by tie group; a layer alone is a group of its own

@@ -1,17 +1,30 @@
 """Which rule converts which convolution, and the errors of rules that convert nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
 from ..errors import NothingMatchesError, PlanError, RuleError
 from ..networks.sites import ConvSite, ModelConvs, Skipped, kinds_of_convs
-from ..options import EXACT, PlanOptions
+from ..options import AUTO, EXACT, PlanOptions
 from ..text import listed, shown
 from .paths import any_matches_path, nearest_paths
 from .rule_files import load_rules
 from .rules import Rule, RuleSet
 
 AUTO_RULES = ("depthwise", "conv3x3", "dense3x3x3")  # in the order in which `auto` tries them
+
+
+def load_or_choose_rules(
+    rules: RuleSet | str | Path | Mapping[str, Any], convs: ModelConvs
+) -> RuleSet:
+    """The rule set that an option states: loaded, or for "auto" chosen for the convolutions."""
+    if isinstance(rules, RuleSet):
+        return rules
+    if rules == AUTO:
+        return choose_rules(convs.sites)
+    return load_rules(rules)
 
 
 def choose_rules(sites: Sequence[ConvSite]) -> RuleSet:

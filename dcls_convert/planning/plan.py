@@ -161,7 +161,7 @@ class ConversionPlan(Record):
         )
 
     def _check_known(self, patterns: Sequence[str]) -> None:
-        """Refuse (PlanError) a pattern that means no layer."""
+        """Refuse (PlanError) a pattern that matches no layer."""
         names: list[str] = []
         for layer in self.layers:
             names += layer.names
@@ -183,11 +183,11 @@ class ConversionPlan(Record):
         return as_html(plan_view(self))
 
     @property
-    def growth(self) -> int | None:
-        """Cells that every side of a window has more than its kernel's extent.
+    def growth_of_mixed_kernels(self) -> int | None:
+        """Cells that all windows add to their kernels' extents, if kernels have several extents.
 
-        None if the sides grow differently, or if all kernels have one extent: the window's size
-        then says the same.
+        None if kernels have one extent, as the window's size then says the same, or if windows
+        grow differently.
         """
         extents: set[int] = set()
         growths: set[int] = set()

@@ -27,16 +27,16 @@ from ..options import (
     Scope,
     Tie,
     check_even,
+    parse_percent,
     suggests_arguments,
 )
 from ..records import shared_fields
 from ..text import counted, one_line, shown
-from .budget import UNSOLVED, parse_percent, solve_counts
-from .claims import check_overruled, choose_rules, rules_to_apply
+from .budget import UNSOLVED, solve_counts
+from .claims import check_overruled, load_or_choose_rules, rules_to_apply
 from .known_counts import LayerCounts, with_known_counts
 from .layer_plan import LayerPlan
 from .plan import ConversionPlan
-from .rule_files import load_rules
 from .rules import Rule, RuleSet
 from .tie_groups import tie_groups_of, with_tie_groups
 from .windows import choose_window, recommended_size
@@ -121,8 +121,8 @@ def make_plan(
         options = replace(options, kernel_count=AUTO)
     elif options.scope == ERROR_SCOPE and options.kernel_count == AUTO:
         raise PlanError(
-            f"scope {ERROR_SCOPE!r} measures what trained kernels lose; "
-            "convert_ and dcls-convert MODEL can"
+            f"scope {ERROR_SCOPE!r} needs the trained kernels, which are not given here; "
+            "use convert_ or dcls-convert MODEL"
         )
     _check_options(options)
     scope = options.scope
@@ -196,17 +196,6 @@ def _json_arguments(model_args: dict[str, Any] | None) -> dict[str, Any]:
         return dict(json.loads(json.dumps(model_args or {}, allow_nan=False)))
     except (TypeError, ValueError) as error:
         raise PlanError(f"model_args cannot be kept in a JSON file: {one_line(error)}") from error
-
-
-def load_or_choose_rules(
-    rules: RuleSet | str | Path | Mapping[str, Any], convs: ModelConvs
-) -> RuleSet:
-    """The rule set that an option states: loaded, or for "auto" chosen for the convolutions."""
-    if isinstance(rules, RuleSet):
-        return rules
-    if rules == AUTO:
-        return choose_rules(convs.sites)
-    return load_rules(rules)
 
 
 def _in_model_order(skipped: Sequence[Skipped], convs: ModelConvs) -> tuple[Skipped, ...]:

@@ -14,7 +14,7 @@ from ..errors import RuleError
 from ..given_files import builtin_rules, read_bytes
 from ..options import AUTO
 from ..text import did_you_mean, one_line, printable, shown
-from .rules import MAX_SHOWN_CHARACTERS, Defaults, Match, Range, Rule, RuleSet
+from .rules import MAX_SHOWN_CHARACTERS, UNNAMED_RULES, Defaults, Match, Range, Rule, RuleSet
 
 MAX_RULE_BYTES = 1_000_000
 STRING_TAG = "tag:yaml.org,2002:str"  # YAML's tag of strings
@@ -111,7 +111,7 @@ def _tag_growths_as_strings_(size: yaml.Node) -> None:
             side.tag = STRING_TAG
 
 
-def parse_rules(text: str, source: str = "rules") -> RuleSet:
+def parse_rules(text: str, source: str = UNNAMED_RULES) -> RuleSet:
     """The rule set in a YAML text.
 
     Args:

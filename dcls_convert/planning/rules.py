@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ..networks.sites import ConvSite  # which imports torch
 
 RULES_FORMAT = 1
+UNNAMED_RULES = "rules"  # the source of rules that come from no file
 Positive = Annotated[int, Field(ge=1)]
 MAX_SHOWN_CHARACTERS = 200  # characters of a text from the file, in a message
 
@@ -297,7 +298,7 @@ class RuleSet(_Strict):
     )
     rules: list[Rule] = Field(min_length=1, description="a list of at least one rule")
 
-    _source: str = "rules"  # the file or name it was loaded from, for messages
+    _source: str = UNNAMED_RULES  # the file or name it was loaded from, for messages
     _text: str = ""  # the file as it was given
 
     @property

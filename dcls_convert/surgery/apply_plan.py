@@ -75,7 +75,9 @@ def apply_plan_(
             as it was.
     """
     _check_start(plan, init, positions)
-    if calibration is not None and init not in ("fit", AUTO):
+    if init == AUTO:
+        init = "fit"
+    if calibration is not None and init != "fit":
         raise PlanError(f"calibration is for init='fit', not for {init!r}")
     groups = make_layers(model, plan)
     if generator is None:
@@ -144,8 +146,8 @@ def _note_kept_fits(calibrated: Sequence[CalibratedLayer], note: Note) -> None:
     count = sum(layer.keeps_fit for layer in calibrated)
     if count:
         note(
-            f"{count} of {len(calibrated)} layers keep what was fitted to their kernels: the "
-            "images show too few places of them; give more or larger images"
+            f"{count} of {len(calibrated)} layers keep the fit to their kernels, because the "
+            "images give too few samples for them; use more or larger images"
         )
 
 
@@ -154,8 +156,8 @@ def _note_shifted_means(calibrated: Sequence[CalibratedLayer], note: Note) -> No
     still_shifted = [layer.name for layer in calibrated if layer.shift_target is None]
     if still_shifted:
         note(
-            f"{listed(still_shifted)} have neither a bias nor a BatchNorm behind them, so the "
-            "means of their outputs could not be set back to the old ones"
+            f"{listed(still_shifted)} have neither a bias nor a BatchNorm after them, so the "
+            "means of their outputs could not be corrected"
         )
 
 

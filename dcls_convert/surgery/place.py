@@ -1,11 +1,12 @@
 """Put DCLS layers into a model: structure alone. Values are found elsewhere."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
 from ..fitting.groups import LayerGroup, make_layers
+from ..layers.dcls_conv import DclsConvNd
 from ..networks.positions import exclude_from_weight_decay_
 from ..networks.pretrained_cfg import set_pretrained_cfg_
 from ..networks.registries import TIMM_ARCHITECTURE
@@ -18,7 +19,12 @@ def place_layers_(model: nn.Module, plan: ConversionPlan) -> None:
 
     If the plan is folded, it is replaced by a plain convolution instead.
     """
-    insert_layers_(model, plan, make_layers(model, plan), with_values=False)
+    insert_layers_(
+        model,
+        plan,
+        make_layers(model, plan),
+        make_plain_conv=DclsConvNd.plain_conv_without_values,
+    )
 
 
 def insert_layers_(
@@ -26,7 +32,7 @@ def insert_layers_(
     plan: ConversionPlan,
     groups: Sequence[LayerGroup],
     *,
-    with_values: bool = True,
+    make_plain_conv: Callable[[DclsConvNd], nn.Module] = DclsConvNd.fuse,
 ) -> None:
     """Put layers into the model, and register what they share.
 
@@ -34,17 +40,15 @@ def insert_layers_(
         model: Changed in place.
         plan: If it is folded, the layers' plain convolutions are put in their places.
         groups: From `make_layers`.
-        with_values: Whether plain convolutions get the constructed kernels; else they stay empty.
+        make_plain_conv: Makes the plain convolution of a layer, by default with its kernel.
     """
     for group in groups:
         if not plan.folded:
             _register_shared_(model, group)
         for layer_plan, layer in zip(group.layer_plans, group.layers, strict=True):
             module: nn.Module = layer
-            if plan.folded and with_values:
-                module = layer.fuse()
-            elif plan.folded:
-                module = layer.plain_conv_without_values()
+            if plan.folded:
+                module = make_plain_conv(layer)
             for name in layer_plan.names:
                 model.set_submodule(name, module)
     if not plan.folded:

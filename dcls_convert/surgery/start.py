@@ -15,7 +15,7 @@ from ..fitting.groups import LayerGroup
 from ..fitting.warm_start import fit_elements
 from ..layers.elements import Elements, first_cells, random_positions
 from ..networks.initialisation import has_norms, output_power
-from ..options import AUTO, Init, Positions
+from ..options import Init, Positions
 from ..progress import Notify
 
 
@@ -124,7 +124,7 @@ def _fill_from_kernels_(
     effective = group.effective_kernels()
     kernels = [conv.weight.detach() for conv in group.convs]
     largest = group.box.largest(kernels, count, effective=effective)
-    if init not in ("fit", AUTO):
+    if init != "fit":
         _fill_(group, largest)
         return
     fitted = fit_elements(
@@ -137,7 +137,5 @@ def _fill_from_kernels_(
         fitted_errors = group.kernel_errors()
         _fill_(group, largest)
         largest_errors = group.kernel_errors()
-        for name, error in fitted_errors.items():
-            if error > largest_errors[name]:
-                return
-        _fill_(group, fitted)
+        if all(error <= largest_errors[name] for name, error in fitted_errors.items()):
+            _fill_(group, fitted)

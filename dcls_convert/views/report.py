@@ -73,8 +73,8 @@ def _heading(report: ConversionReport, advice: Advice) -> list[RenderableType]:
     """What the conversion costs, what was converted, and warnings."""
     totals = LayerTotals(layers=report.layers)
     kernels = f"{totals.counts} elements in {totals.windows}"
-    if report.plan.growth is not None:
-        kernels += f" (+{report.plan.growth})"
+    if report.plan.growth_of_mixed_kernels is not None:
+        kernels += f" (+{report.plan.growth_of_mixed_kernels})"
     model = f": {report.model or 'model'}"
     if report.folded:
         model += ", folded"

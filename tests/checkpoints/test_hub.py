@@ -14,7 +14,7 @@ import dcls_convert
 from dcls_convert.checkpoints.folder import CONFIG, WEIGHTS
 
 from ..command_line import run
-from ..hub import upload
+from ..hub_cache import upload
 from .damages import DAMAGES, FLIPPED
 from .folders import convert, edit_json, outputs, seal
 

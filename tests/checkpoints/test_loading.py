@@ -7,7 +7,7 @@ import torch
 from dcls_convert import load_converted
 from dcls_convert.errors import CheckpointError
 
-from ..planning.nets import state_of
+from ..model_state import state_of
 from .folders import convert, save
 
 

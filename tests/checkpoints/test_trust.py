@@ -13,7 +13,6 @@ from operator import getitem
 import pytest
 import timm
 import torch
-import torchvision
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,12 +20,11 @@ from dcls_convert import DclsConvertError, ModelError, load_converted
 from dcls_convert.checkpoints.folder import CONFIG
 from dcls_convert.export.fold import fold_checkpoint
 from dcls_convert.networks.building import build_model
-from dcls_convert.networks.identify_model import infer_source
 from dcls_convert.networks.source import ModelSource
 from dcls_convert.networks.trust import check_source
 
 from ..conftest import TINY
-from ..hub import upload
+from ..hub_cache import upload
 from .folders import edit_json, inspect_folder, problems, seal, value_paths, verify
 
 # What a folder may try: the plan's model, and its arguments. CANARY is a file that must not appear
@@ -237,29 +235,3 @@ def test_a_folders_arguments_cannot_ask_for_a_network_without_end(monkeypatch):
     with pytest.raises(ModelError, match=r"its arguments ask for more than 4,000 modules"):
         build_model(ModelSource(name=f"timm:{TINY}", args={"depths": [10**6]}), device="meta")
     assert len(tries) == 1  # another way of building would end no sooner
-
-
-def test_a_plan_names_registered_models_alone():
-    """A model that no registry can build again is its user's to build."""
-    unnoted = timm.create_model(TINY, num_classes=3)
-    # As by a timm that keeps arguments elsewhere: they cannot be guessed.
-    del unnoted._model_args
-    other = torchvision.models.resnet18(norm_layer=torch.nn.SyncBatchNorm)
-    for model in (
-        torch.nn.ReLU(),
-        timm.create_model(TINY, act_layer=torch.nn.ReLU),
-        unnoted,
-        other,
-    ):
-        assert infer_source(model) is None
-    changed = timm.create_model(TINY)
-    changed.reset_classifier(3)
-    assert infer_source(changed) == ModelSource(name=f"timm:{TINY}", args={"num_classes": 3})
-    changed.head.fc = torch.nn.Linear(64, 5)
-    assert infer_source(changed) is None
-    for name, build in (
-        (f"timm:{TINY}", timm.create_model),
-        ("torchvision:resnet18", torchvision.models.get_model),
-    ):
-        known = ModelSource(name=name, args={"num_classes": 3})
-        assert infer_source(build(name.partition(":")[2], num_classes=3)) == known

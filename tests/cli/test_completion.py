@@ -9,8 +9,7 @@ from typer.completion import get_completion_inspect_parameters
 
 from dcls_convert.cli.completion import registered_names
 
-from ..command_line import run
-from ..test_house import imported_by
+from ..command_line import imported_by, run
 
 # What the shells' own scripts, as `--show-completion` prints them, set for what was typed.
 SHELLS = {

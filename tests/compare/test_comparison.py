@@ -13,7 +13,6 @@ import torch
 from dcls_convert.checkpoints.verify import check_model_here, verify_folder
 from dcls_convert.compare.arm_results import Correction
 from dcls_convert.compare.arms import Arm, make_arms, make_network
-from dcls_convert.compare.comparison import COMPARISON, Comparison
 from dcls_convert.compare.settings import Settings, default_lr
 from dcls_convert.compare.trainer import Trainer
 from dcls_convert.networks.positions import position_parameters
@@ -26,6 +25,7 @@ from dcls_convert.tuning.tracker import TRACK
 from dcls_convert.tuning.training import Training
 
 from ..command_line import NET, net, run
+from .comparisons import read_comparison
 
 # timm leaves images open.
 pytestmark = [
@@ -42,10 +42,6 @@ def compare(*arguments, code=0):
 
 def request(**settings):
     return ConversionRequest(model=NET, num_classes=2, input_size=(3, 32, 32), **settings)
-
-
-def read_comparison(folder):
-    return Comparison.from_json((folder / COMPARISON).read_bytes(), COMPARISON)
 
 
 # Arms.

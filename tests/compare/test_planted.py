@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from ..command_line import run
-from .test_comparison import read_comparison
+from .comparisons import read_comparison
 
 pytestmark = [
     pytest.mark.slow,

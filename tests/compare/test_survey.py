@@ -13,7 +13,6 @@ import pytest
 import timm
 import torchvision
 from rich.console import Console
-from torch import nn
 
 from dcls_convert.compare.survey import (
     ModelRow,
@@ -23,10 +22,6 @@ from dcls_convert.compare.survey import (
     survey_models,
 )
 from dcls_convert.errors import ModelError
-from dcls_convert.networks.building import build_model
-from dcls_convert.networks.identify_model import assumed_input_size
-from dcls_convert.networks.sites import find_convs
-from dcls_convert.networks.source import ModelSource
 from dcls_convert.options import PlanOptions
 from dcls_convert.reports.report import Change, MacsChange
 from dcls_convert.views.survey import (
@@ -72,45 +67,6 @@ def test_a_pattern_that_matches_nothing_names_what_is_near(pattern, near):
         names_matching(pattern)
     assert (f"did you mean {near!r}" in str(error.value)) == (near is not None)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "size"),
-    {
-        "resnet50": (3, 224, 224),
-        # Its weights are for 518 pixels, without them it is built for 224.
-        "vit_h_14": (3, 224, 224),
-        "deeplabv3_mobilenet_v3_large": (3, 520, 520),
-        "raft_small": (3, 224, 224),  # nothing is stated
-    }.items(),
-)
-def test_assumed_input_sizes(name, size):
-    source = ModelSource(name=f"torchvision:{name}")
-    assert assumed_input_size(source, build_model(source, device="meta")) == size
-
-
-@pytest.mark.parametrize(
-    ("convs", "size"),
-    [
-        ([nn.Conv2d(4, 8, 3), nn.Conv2d(3, 4, 3)], (3, 224, 224)),  # the stem is registered last
-        ([nn.Conv2d(1, 4, 3), nn.Conv2d(4, 8, 3)], (1, 224, 224)),
-        ([nn.LazyConv2d(4, 3)], (3, 224, 224)),
-        ([nn.Conv3d(1, 4, 3), nn.Conv2d(4, 4, 3)], None),
-    ],
-    ids=str,
-)
-def test_a_model_of_the_users_own_takes_what_its_convolutions_take(convs, size):
-    assert assumed_input_size(ModelSource(name="mymodel:build"), nn.Sequential(*convs)) == size
-
-
-@pytest.mark.parametrize("name", ["lraspp_mobilenet_v3_large", "mc3_18", "ssd300_vgg16"])
-def test_macs_are_those_that_torchvision_states(name):
-    """At the stated size; for detectors too, which do not run to their end without an image."""
-    source = ModelSource(name=f"torchvision:{name}")
-    model = build_model(source, device="meta")
-    convs = find_convs(model, assumed_input_size(source, model))
-    stated = torchvision.models.get_model_weights(name).DEFAULT.meta["_ops"]
-    assert convs.macs / 1e9 == pytest.approx(stated, abs=0.0011)
 
 
 def test_macs_that_depend_on_the_image_are_not_counted():

@@ -26,8 +26,8 @@ from dcls_convert.depthwise import choice, matmul, onednn
 from dcls_convert.depthwise.choice import VARIABLE, fastest_conv2d
 from dcls_convert.layers.dcls_conv import DclsConv2d
 
+from ..dispatch_modes import UNORDERED, WAITS_FOR_HOST, NewMemory, RefuseOperations
 from ..layers.common import close
-from .gpu_implementations import HOST, UNORDERED, Watch, Written
 
 FLOAT64_ATOL = 1e-11  # sums of some thousand products of numbers of order 1
 MAX_PADDING_COLUMNS = 6
@@ -289,7 +289,7 @@ def test_a_step_adds_in_one_order_and_keeps_map_and_window_alone():
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
     ):
-        with Watch(HOST | UNORDERED):
+        with RefuseOperations(WAITS_FOR_HOST | UNORDERED):
             maps, kernel, output = stage(1)
             torch.autograd.grad(output, (maps, kernel), torch.ones_like(output))
     assert [tensor.data_ptr() for tensor in kept] == [maps.data_ptr(), kernel.data_ptr()]
@@ -298,9 +298,9 @@ def test_a_step_adds_in_one_order_and_keeps_map_and_window_alone():
 def test_a_bank_is_written_once():
     """Of five channels, with 81 x 81 numbers each for maps of 9 x 9."""
     vertical, horizontal = matmul.tile_map((9, 9), (7, 7), (3, 3))
-    with Written(5 * 81 * 81 * 4) as written:
+    with NewMemory() as memory:
         matmul._bank(torch.randn(5, 1, 7, 7), vertical, horizontal)
-    assert len(written.kept) == 1
+    assert memory.sizes().count(5 * 81 * 81 * 4) == 1
 
 
 @pytest.mark.parametrize("side", [14, 15, 30])
@@ -350,11 +350,11 @@ def test_a_step_copies_the_map_once_and_the_gradient_once():
     with (
         computed_by("matmul"),
         torch.autocast("cpu", dtype=torch.bfloat16),
-        Written(2 * maps.numel()) as written,
+        NewMemory() as memory,
     ):
         output = fastest_conv2d(maps, kernel, None, (1, 1), (8, 8), (1, 1), 8)
         torch.autograd.grad(output, (maps, kernel), grad)
-    assert len(written.kept) == 2 + 2 * 2
+    assert memory.sizes().count(2 * maps.numel()) == 2 + 2 * 2
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from dcls_convert.progress import silent
 from dcls_convert.tables import as_text
 from dcls_convert.views.report import report_view
 
-from ..planning.nets import state_of
+from ..model_state import state_of
 from .networks import SMALL, error_of, network, smooth_noise
 
 

@@ -23,7 +23,7 @@ from dcls_convert.image_files import (
     stated_normalisation,
 )
 
-from ..planning.nets import state_of
+from ..model_state import state_of
 
 READ = ["JPEG", "MPO", "PNG", "BMP", "WEBP", "TIFF", "PPM", "GIF"]
 PHOTO = Image.linear_gradient("L").resize((40, 21)).convert("RGB")

@@ -18,8 +18,9 @@ from dcls_convert.eager import is_eager
 from dcls_convert.layers import bilinear
 from dcls_convert.layers.bilinear import bilinear_kernel
 
-from ..depthwise.gpu_implementations import IMPLEMENTATIONS, as_on_a_gpu
-from .common import Sizes, close, randn
+from ..dispatch_modes import NewMemory
+from .common import close, randn
+from .gpu_construction import IMPLEMENTATIONS, as_on_a_gpu
 
 # torch compiles decompositions of its own with it when forward derivatives are first asked for.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
@@ -145,13 +146,13 @@ def test_only_kernel_positions_and_gradients_grow_with_the_layer(size, implement
     monkeypatch.setattr(bilinear, "MAX_PRODUCTS", products := 100 * math.prod(size))
     tensors = [tensor.requires_grad_() for tensor in inputs(size, channels=(40, 25))]
     kernel_gradient = grad_output(torch.empty(40, 25, *size))
-    with as_on_a_gpu(implementation), Sizes([*tensors, kernel_gradient]) as sizes:
+    with as_on_a_gpu(implementation), NewMemory([*tensors, kernel_gradient]) as memory:
         kernel = bilinear_kernel(*tensors, size)
         gradients = torch.autograd.grad(kernel, tensors, kernel_gradient)
     # All corners of a block.
     block = products if implementation else 64 * torch.get_num_threads() * 2 ** len(size)
     whole = {one.numel() for one in (kernel, tensors[1], *gradients)}
-    assert {pieces for pieces in sizes.pieces if pieces > block} <= whole
+    assert {pieces for pieces in memory.numbers() if pieces > block} <= whole
 
 
 def test_tensors_with_operations_of_their_own_get_plain_ones():

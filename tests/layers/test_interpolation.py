@@ -19,8 +19,9 @@ from dcls_convert.layers.construction import construct_kernel
 from dcls_convert.layers.dcls_conv import DCLS_LAYERS, DclsConv2d
 from dcls_convert.layers.interpolation import INTERPOLATIONS, Interpolation
 
-from ..depthwise.gpu_implementations import IMPLEMENTATIONS, Watch, as_on_a_gpu
+from ..dispatch_modes import RefuseOperations
 from .common import FLOAT64_ATOL, close, every_interpolation, randn
+from .gpu_construction import IMPLEMENTATIONS, as_on_a_gpu
 
 STEP = 1e-7  # cells; of one-sided differences, whose error is of the order of the step itself
 # A hundred steps; the derivatives on the two sides of a kink differ by about 1.
@@ -398,7 +399,7 @@ def test_on_a_gpu_a_training_step_neither_waits_nor_adds_in_any_order_nor_rounds
     layer = DCLS_LAYERS[len(size)](
         2, 3, kernel_count=4, dilated_kernel_size=size, interpolation=interpolation
     )
-    with as_on_a_gpu(implementation), Watch():
+    with as_on_a_gpu(implementation), RefuseOperations():
         layer.clamp_positions_()
         layer.kernel().square().sum().backward()
     assert all(

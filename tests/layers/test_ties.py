@@ -11,7 +11,6 @@ from torch import nn
 
 import dcls_convert
 from dcls_convert.layers.dcls_conv import DclsConv2d
-from dcls_convert.pipeline.provenance import PROVENANCE_ATTRIBUTE
 
 from ..conftest import TINY
 from .common import randn
@@ -175,14 +174,3 @@ def test_a_part_copied_alone_has_positions_of_its_own(converted):
     assert torch.equal(copied(x), block(x))
     shared.data.add_(1)
     assert not torch.equal(copied(x), block(x))
-
-
-def test_folding_leaves_nothing_of_ours_on_the_owners(converted, tiny):
-    folded = copy.deepcopy(converted)
-    dcls_convert.fold_to_dense_(folded)
-    own = [
-        {name: set(vars(module)) for name, module in model.named_modules()}
-        for model in (folded, tiny)
-    ]
-    own[0][""].remove(PROVENANCE_ATTRIBUTE)  # how the model was converted, which stays with it
-    assert own[0] == own[1]

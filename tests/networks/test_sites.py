@@ -7,12 +7,17 @@ import torchvision
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-from dcls_convert import find_convs, plan_conversion
+from dcls_convert import plan_conversion
 from dcls_convert.errors import PlanError
+from dcls_convert.networks.building import build_model
+from dcls_convert.networks.identify_model import assumed_input_size
+from dcls_convert.networks.sites import find_convs
+from dcls_convert.networks.source import ModelSource
 from dcls_convert.networks.tracing import trace
 from dcls_convert.reports.predict import predict_report
 
-from ..planning.nets import depthwise, state_of
+from ..model_state import state_of
+from ..planning.nets import depthwise
 
 SPATIAL = {1: (14,), 2: (9, 14), 3: (5, 9, 7)}  # never square
 
@@ -330,3 +335,13 @@ def test_a_compiled_model_is_refused():
 
 def test_a_timm_model_states_its_input_size_and_channels():
     assert find_convs(timm.create_model("test_convnext", in_chans=1)).input_size == (1, 160, 160)
+
+
+@pytest.mark.parametrize("name", ["lraspp_mobilenet_v3_large", "mc3_18", "ssd300_vgg16"])
+def test_macs_are_those_that_torchvision_states(name):
+    """At the stated size; for detectors too, which do not run to their end without an image."""
+    source = ModelSource(name=f"torchvision:{name}")
+    model = build_model(source, device="meta")
+    convs = find_convs(model, assumed_input_size(source, model))
+    stated = torchvision.models.get_model_weights(name).DEFAULT.meta["_ops"]
+    assert convs.macs / 1e9 == pytest.approx(stated, abs=0.0011)

@@ -30,18 +30,18 @@ def prefixed(prefix, state):
         ),
         (
             lambda s: {"state_dict": prefixed("module.", s), "args": argparse.Namespace(lr=1)},
-            ["under state_dict", "takes 'module.' off its names"],
+            ["under state_dict", "removes the prefix 'module.' from its names"],
         ),
         (
             lambda s: {"model": {"state_dict": prefixed("module._orig_mod.", s)}},
-            ["under model / state_dict", "takes 'module._orig_mod.' off its names"],
+            ["under model / state_dict", "removes the prefix 'module._orig_mod.' from its names"],
         ),
         (
             lambda s: {
                 "state_dict": prefixed("model.", s) | {"loss.weight": torch.ones(3)},
                 "pytorch-lightning_version": "2.5",
             },
-            ["under state_dict", "'model.' off its names; without this prefix, and left out: loss"],
+            ["under state_dict", "'model.' from its names; ignored, because they lack it: loss"],
         ),
         (lambda s: prefixed("backbone.net._orig_mod.", s), ["'backbone.net._orig_mod.'"]),
     ],

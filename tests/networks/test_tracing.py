@@ -76,7 +76,7 @@ def check(model, window, input_size=IMAGE):
         check_same_shapes(convs.trace, plan.windows)
     finally:  # the copy can be used again
         assert convs.trace is None or not any(
-            isinstance(one, DclsConvNd) for one in convs.trace.meta.modules()
+            isinstance(one, DclsConvNd) for one in convs.trace.meta_model.modules()
         )
 
 
@@ -116,7 +116,10 @@ def test_a_model_that_reads_the_values_of_its_attributes_is_traced():
     model = ReadsAttribute()
     convs = find_convs(model, IMAGE)
     assert convs.macs == 9 * 14 * 4 * 9
-    assert (convs.trace.calls["again"].sizes, convs.trace.shapes) == ([(9, 14)], [(2,)])
+    assert (convs.trace.calls["again"].output_sizes, convs.trace.output_shapes) == (
+        [(9, 14)],
+        [(2,)],
+    )
     check(model, 7)
 
 

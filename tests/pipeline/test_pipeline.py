@@ -31,7 +31,7 @@ from dcls_convert.surgery.place import place_layers_
 
 from ..conftest import TINY
 from ..image_folder import write_images
-from ..planning.nets import state_of
+from ..model_state import state_of
 
 PLACES = 13  # at which a failure is injected, from the first operation to the last
 

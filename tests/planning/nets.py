@@ -61,28 +61,3 @@ def on_meta(build, *arguments, **options):
 def convs_of(name, input_size=(3, 224, 224), build=timm.create_model):
     """The convolutions of a model from a registry, without weights."""
     return find_convs(on_meta(build, name), input_size)
-
-
-def state_of(model):
-    """All that could change in a model: its objects, where they are, what hangs on them, and
-    values.
-    """
-    state = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        state[name] = (id(module), module.training, set(vars(module)))
-        state |= {
-            (name, key): list(value)
-            for key, value in vars(module).items()
-            if "hooks" in key and value
-        }
-        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is not None:
-                facts = (
-                    type(tensor),
-                    tensor.device,
-                    tensor.dtype,
-                    tensor.requires_grad,
-                    id(tensor.grad),
-                )
-                state[name, key] = (id(tensor), *facts, None if tensor.is_meta else tensor.tolist())
-    return state

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcls_convert.errors import PlanError
-from dcls_convert.planning.budget import parse_percent, solve_counts
+from dcls_convert.options import parse_percent
+from dcls_convert.planning.budget import solve_counts
 from dcls_convert.planning.planner import plan_conversion
 from dcls_convert.planning.rule_files import parse_rules
 

@@ -307,13 +307,13 @@ def test_a_growth_adds_cells_to_the_extent_of_each_side(conv, rule, window):
 def test_a_growth_converts_kernels_of_both_parities():
     plan = plan_of(Net(lambda: [depthwise(3), depthwise(4)]), dilated_size="+2", strict=True)
     assert {layer.dilated_size for layer in plan.layers} == {(5, 5), (6, 6)}
-    assert plan.growth == 2
+    assert plan.growth_of_mixed_kernels == 2
 
 
 def test_a_growth_and_the_size_that_it_gives_are_one_plan_for_kernels_of_one_size():
     convs = convs_of("convnext_nano")
     assert plan_conversion(convs, dilated_size="+10") == plan_conversion(convs, dilated_size=17)
-    assert plan_conversion(convs, dilated_size="+10").growth is None
+    assert plan_conversion(convs, dilated_size="+10").growth_of_mixed_kernels is None
 
 
 @pytest.mark.parametrize(("growth", "near"), [("+1", r"\+2"), ("+3", r"\+2 or \+4")])

@@ -26,7 +26,7 @@ from dcls_convert.surgery.authors import split_authors_weights
 
 from ..command_line import run
 from ..conftest import TINY
-from ..planning.nets import state_of
+from ..model_state import state_of
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 FLOAT64_ATOL = 1e-10  # their normaliser, were it left out, would make 1e-7

@@ -17,6 +17,7 @@ from torch import nn
 from dcls_convert import apply_plan_, convert_, find_convs, fold_to_dense_, plan_conversion
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.networks.model_outputs import max_relative_error
+from dcls_convert.pipeline.provenance import PROVENANCE_ATTRIBUTE
 from dcls_convert.reports.measure import measure_report
 from dcls_convert.reports.predict import predict_report
 
@@ -192,3 +193,16 @@ def test_positions_tied_across_the_models_children_go_with_the_last_layer():
     assert max_relative_error(expected, outputs(model)) < FLOAT64_ERROR
     assert not positions_in(reparameterize_model(model, inplace=True))
     assert max_relative_error(expected, outputs(model)) < FLOAT64_ERROR
+
+
+def test_folding_leaves_nothing_of_ours_on_the_owners(tiny):
+    folded = copy.deepcopy(tiny)
+    # Positions and sigmas are tied.
+    convert_(folded, dilated_size=9, interpolation="gaussian", init="random")
+    fold_to_dense_(folded)
+    own = [
+        {name: set(vars(module)) for name, module in model.named_modules()}
+        for model in (folded, tiny)
+    ]
+    own[0][""].remove(PROVENANCE_ATTRIBUTE)  # how the model was converted, which stays with it
+    assert own[0] == own[1]

@@ -13,7 +13,8 @@ from dcls_convert.pipeline.in_memory import convert_
 from dcls_convert.surgery.apply_plan import apply_plan_
 from dcls_convert.surgery.fold import fold_to_dense_
 
-from ..planning.nets import IMAGE, Net, Shared, depthwise, plan_of, state_of
+from ..model_state import state_of
+from ..planning.nets import IMAGE, Net, Shared, depthwise, plan_of
 
 
 class OwnForward(nn.Conv2d):

@@ -1,0 +1,7 @@
+"""The record that a comparison leaves in its folder."""
+
+from dcls_convert.compare.comparison import COMPARISON, Comparison
+
+
+def read_comparison(folder):
+    return Comparison.from_json((folder / COMPARISON).read_bytes(), COMPARISON)

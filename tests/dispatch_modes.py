@@ -1,0 +1,69 @@
+"""Modes of torch that look at every operation inside: what it allocates, and what is refused."""
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+WAITS_FOR_HOST = {
+    "_local_scalar_dense",
+    "is_nonzero",
+    "nonzero",
+    "masked_select",
+    "lift_fresh",
+    "index",
+    "_unique2",
+}
+UNORDERED = {
+    "scatter",
+    "scatter_add",
+    "scatter_add_",
+    "index_put",
+    "index_put_",
+    "index_add",
+    "index_add_",
+}
+ROUNDED = {"mm", "bmm", "addmm", "baddbmm"}  # to 11 bits, where TF32 is allowed
+
+
+class RefuseOperations(TorchDispatchMode):
+    """Fails at operations that copy from the host or wait for it, that add in any order, or that
+    TF32 may round.
+    """
+
+    def __init__(self, refused=WAITS_FOR_HOST | UNORDERED | ROUNDED):
+        super().__init__()
+        self.refused = refused
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert str(func).split(".")[1] not in self.refused, func
+        return func(*args, **(kwargs or {}))
+
+
+class NewMemory(TorchDispatchMode):
+    """Keeps all memory that operations inside allocate, beside that of the given tensors."""
+
+    def __init__(self, given=()):
+        super().__init__()
+        self.given = {tensor.untyped_storage().data_ptr() for tensor in given}
+        # A tensor by the address of its memory; alive, so that no address comes twice.
+        self.kept = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                address = tensor.untyped_storage().data_ptr()
+                if address not in self.given:
+                    self.kept[address] = tensor
+        return result
+
+    def sizes(self):
+        """Bytes of each piece of memory; tensors that share one count once."""
+        return [tensor.untyped_storage().nbytes() for tensor in self.kept.values()]
+
+    def numbers(self):
+        """How many numbers each piece of memory holds."""
+        return [
+            tensor.untyped_storage().nbytes() // tensor.element_size()
+            for tensor in self.kept.values()
+        ]

@@ -1,0 +1,21 @@
+"""The implementations of kernel construction for GPUs, run on the CPU."""
+
+from contextlib import contextmanager
+
+import pytest
+
+from dcls_convert.layers import bilinear, interpolation
+
+IMPLEMENTATIONS = ("eager", "compiled")
+
+
+@contextmanager
+def as_on_a_gpu(implementation):
+    """Inside, kernels are constructed by this implementation; None is the CPU's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        if implementation:
+            for module in (bilinear, interpolation):
+                patch.setattr(module, "on_cpu", lambda _: False)
+        if implementation == "compiled":
+            patch.setattr(bilinear, "is_eager", lambda *_: False)
+        yield

@@ -1,0 +1,26 @@
+"""All that a test compares of a model before and after."""
+
+
+def state_of(model):
+    """All that could change in a model: its objects, where they are, what hangs on them, and
+    values.
+    """
+    state = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        state[name] = (id(module), module.training, set(vars(module)))
+        state |= {
+            (name, key): list(value)
+            for key, value in vars(module).items()
+            if "hooks" in key and value
+        }
+        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                facts = (
+                    type(tensor),
+                    tensor.device,
+                    tensor.dtype,
+                    tensor.requires_grad,
+                    id(tensor.grad),
+                )
+                state[name, key] = (id(tensor), *facts, None if tensor.is_meta else tensor.tolist())
+    return state
