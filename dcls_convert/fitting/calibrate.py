@@ -71,7 +71,7 @@ def measure_inputs(
     settings: CalibrationSettings | None = None,
 ) -> CalibrationStatistics:
     """Run the old network with all images, and sum up what its convolutions see."""
-    notify("looking at the images")
+    notify("measuring layer inputs")
     settings = settings or CalibrationSettings()
     convs: list[Conv] = []
     for group in groups:
@@ -82,10 +82,10 @@ def measure_inputs(
         joint_moments: dict[nn.Module, SecondMoments] = {}
         for group in groups:
             for conv, layer in zip(group.convs, group.layers, strict=True):
-                moments = partial(SecondMoments, layer, group.box, settings=settings)
-                separate_moments[conv] = moments(joint=False)
+                make_moments = partial(SecondMoments, layer, group.box, settings=settings)
+                separate_moments[conv] = make_moments(joint=False)
                 if calls[conv] > 1:
-                    joint_moments[conv] = moments(joint=True)
+                    joint_moments[conv] = make_moments(joint=True)
         _add_images_(separate_moments, joint_moments, model, calibration.batches)
     return CalibrationStatistics(
         calibration=calibration,
@@ -188,11 +188,16 @@ def fit_to_outputs_(
     statistics: CalibrationStatistics,
     notify: Notify,
 ) -> list[CalibratedLayer]:
-    """Give new layers, made for the model, the weights by which it keeps its outputs.
+    """Solve for the weights of new layers, so that the network keeps its outputs.
 
-    The layers have positions, and first weights for what the old network feeds them. Mean shifts
-    are left to be applied. DclsConvertError: the model does not take the images, or has values that
-    are not finite.
+    The layers must have positions and fitted weights.
+
+    Returns:
+        The layers that a pass calls, in the order of their first calls. Their mean shifts
+        (`CalibratedLayer.target_change`) are not applied yet.
+
+    Raises:
+        DclsConvertError: The model does not take the images, or has values that are not finite.
     """
     layers: dict[nn.Module, CalibratedLayer] = {}
     for group in groups:
@@ -219,17 +224,19 @@ class _Part:
     """Batches of the images that run in step."""
 
     number: int  # from 0
-    parts: int  # in all
+    count: int  # of all parts
     indices: range  # of the batches
 
     @property
     def is_last(self) -> bool:
-        return self.number + 1 == self.parts
+        return self.number + 1 == self.count
 
-    def __str__(self) -> str:
-        if self.parts == 1:
+    @property
+    def progress_suffix(self) -> str:
+        """What messages of progress end in; "" if there is one part."""
+        if self.count == 1:
             return ""
-        return f", part {self.number + 1} of {self.parts} of the images"
+        return f", part {self.number + 1} of {self.count} of the images"
 
 
 def _parts_of(calibration: Calibration, images_in_step: int) -> list[_Part]:
@@ -238,7 +245,7 @@ def _parts_of(calibration: Calibration, images_in_step: int) -> list[_Part]:
     count = min(math.ceil(len(calibration) / images_in_step), batches)
     parts = []
     for number in range(count):
-        parts.append(_Part(number=number, parts=count, indices=range(number, batches, count)))
+        parts.append(_Part(number=number, count=count, indices=range(number, batches, count)))
     return parts
 
 
@@ -260,8 +267,9 @@ def _fit_to_part_(
         layer = layers[conv]
         layer_count = len(statistics.calls)
         done = len(solved)
-        message = f"calibrating {layer.name}, layer {done + 1} of {layer_count}{part}"
-        notify(message, part.number * layer_count + done, part.parts * layer_count)
+        message = f"calibrating {layer.name}, layer {done + 1} of {layer_count}"
+        message += part.progress_suffix
+        notify(message, part.number * layer_count + done, part.count * layer_count)
         layer.solve_(new_inputs, old_outputs, more_follow=not part.is_last)
         solved[conv] = layer
 

@@ -48,7 +48,8 @@ class CalibratedLayer:
         self._settings = settings
         self._calls = calls
         self._moments = moments
-        # Every solution starts here, so that the parts of the images add up to all of them.
+        # Each part starts from the fitted weights, not from the last part's solution, so that the
+        # result depends on the sums of all images alone.
         self._fitted_weight = layer.weight.detach().clone()
         # What takes the mean shift: the bias, or the running mean of the BatchNorm behind. None:
         # the layer has neither, and its means stay shifted.
@@ -59,7 +60,9 @@ class CalibratedLayer:
         self.mean_shift = layer.weight.new_zeros(layer.out_channels, dtype=torch.float64)
         self.output_error: float | None = None  # |new - old| / |old| of the outputs, once solved
         self.keeps_fit = False  # whether too few samples left the fit, without a mean shift
-        self.reasons: tuple[str, ...] = ()  # for an output error that is large, once solved
+        self.reasons: tuple[
+            str, ...
+        ] = ()  # that may explain a large output error; set whatever its size
         self._kernel: Tensor | None = None  # of the old kernel's size, where it holds all elements
 
     @property
@@ -83,16 +86,16 @@ class CalibratedLayer:
 
     @torch.no_grad()
     def solve_(
-        self, inputs: Sequence[Tensor], wanted: Sequence[Tensor], *, more_follow: bool
+        self, inputs: Sequence[Tensor], targets: Sequence[Tensor], *, more_follow: bool
     ) -> None:
-        """Give the layer the weights, for its positions, by which its outputs are as wanted.
+        """Give the layer the weights that bring its outputs closest to the targets.
 
-        The outputs are those for these images and the ones before them. If `more_follow`, sums are
-        kept, and the images that follow are added to them.
+        Positions stay. The outputs are those for these images and the ones before them. If
+        `more_follow`, sums are kept, and the images that follow are added to them.
         """
         layer = self.layer
         form = layer.form
-        moments = self._moments_with(inputs, wanted)
+        moments = self._moments_with(inputs, targets)
         self._moments = moments if more_follow else None
         moments.check(self.name)
         solution = solve_layer(
@@ -120,7 +123,7 @@ class CalibratedLayer:
         """
         return self.layer.form.transform_weight is not None
 
-    def _moments_with(self, inputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> SecondMoments:
+    def _moments_with(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> SecondMoments:
         """The sums of all images so far.
 
         A convolution that a pass calls once adds these images, with inputs from the new network.
@@ -130,12 +133,12 @@ class CalibratedLayer:
         if moments is None:
             moments = SecondMoments(self.layer, self.box, joint=True, settings=self._settings)
         if self._calls == 1:
-            for input, target in zip(inputs, wanted, strict=True):
+            for input, target in zip(inputs, targets, strict=True):
                 moments.add(input, target)
         return moments
 
     def _reasons(self, moments: SecondMoments) -> tuple[str, ...]:
-        """What keeps the outputs from being as wanted, beyond what the elements can do."""
+        """What keeps the outputs from the targets, beyond what the elements can do."""
         layer = self.layer
         reasons = []
         weights = layer.weight[0].numel()  # of an output channel

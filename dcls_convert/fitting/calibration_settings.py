@@ -12,8 +12,7 @@ class CalibrationSettings:
     """
 
     # Where images are sampled.
-    # About how many samples are taken of an image; neighbours say much the same: 64 to 256 give the
-    # same weights.
+    # Samples per image, about. Neighbouring places are alike: 64 to 256 give the same weights.
     samples_per_image: int = 128
     # Places by which the first sample moves from image to image along the second axis; along the
     # third, its square.
@@ -27,8 +26,8 @@ class CalibrationSettings:
     # by their square. Without the square, kernels with many samples were pulled, too:
     # benchmarks/calibration.py --few.
     samples_of_old_kernel: float = 1.0
-    # A layer with fewer samples keeps its fit. The means and variances of one or two images are
-    # theirs alone.
+    # A layer with fewer samples keeps its fit: the statistics of one or two images do not carry
+    # over to others.
     min_samples: int = 16
     # The least variance that an input counts with, as a share of the mean variance of all inputs.
     min_input_variance: float = 1e-3
@@ -39,9 +38,9 @@ class CalibrationSettings:
     # of a few pixels left kernels of few elements nothing else to fit:
     # benchmarks/calibration.py --few.
     mean_patch_weight: float = 1.0
-    # c; what all channels of a layer see alike holds for other images
+    # c; a correlation that all channels share carries over to other images
     shared_correlation: float = 0.2
-    ridge: float = 1e-4  # d; bounds elements that nearly coincide
+    ridge: float = 1e-4  # d; bounds the weights of elements that nearly coincide
 
     # Images that go through the old and the new network in step. What the networks hold of them is
     # most of the memory that a calibration takes. In parts of 64, outputs of many images are as

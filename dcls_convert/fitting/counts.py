@@ -46,23 +46,16 @@ def counts_by_error(
     kept. Returns the counts and the statistics of the images, None without images.
 
     Raises:
-        PlanError: The model has no values, or one element in each kernel is over the budget.
+        PlanError: The model is on the meta device, or the budget has no room for one element in
+            each kernel.
     """
-    scope_plans = _plans_of_other_scopes(convs, options)
-    model_plan = scope_plans[0]
+    model_plan, other_plans = _plans_of_scopes(convs, options)
     groups = make_layers(model, model_plan)
     _check_values(groups)
     statistics = None
     if calibration is not None:
         statistics = measure_inputs(model, groups, calibration, notify)
-    stated_rules = _rules_with_counts(model_plan)
-    limit = sum(unit.limit for unit in model_plan.budget)
-    free_groups: list[LayerGroup] = []
-    for group in groups:
-        if group.layer_plans[0].rule in stated_rules:
-            limit -= _cost(group) * group.layer_plans[0].kernel_count
-        else:
-            free_groups.append(group)
+    free_groups, limit = _free_groups(groups, model_plan)
     group_errors: list[GroupErrors] = []
     for number, group in enumerate(free_groups):
         progress = f"{number + 1} of {len(free_groups)}"
@@ -70,7 +63,7 @@ def counts_by_error(
         covariance_roots = None
         if statistics is not None:
             covariance_roots = statistics.covariance_roots(group)
-        planned_counts = _planned_counts(group, scope_plans)
+        planned_counts = _planned_counts(group, [model_plan, *other_plans])
         group_errors.append(_group_errors(group, planned_counts, covariance_roots, seed))
     counts = {layer.name: layer.kernel_count for layer in model_plan.layers}
     if free_groups:
@@ -81,15 +74,35 @@ def counts_by_error(
     return LayerCounts(source=f"scope {ERROR_SCOPE}", counts=counts, by_error=True), statistics
 
 
-def _plans_of_other_scopes(convs: ModelConvs, options: PlanOptions) -> list[ConversionPlan]:
-    """The plans of the scopes "model", "stage" and "layer"; the first one is always there."""
-    # If one count for the whole model does not fit the budget, nothing does: let its PlanError
-    # through.
-    plans = [make_plan(convs, replace(options, scope="model"))]
+def _plans_of_scopes(
+    convs: ModelConvs, options: PlanOptions
+) -> tuple[ConversionPlan, list[ConversionPlan]]:
+    """The plan of scope "model", and those of "stage" and "layer" that the budget has room for.
+
+    Raises:
+        PlanError: There is no room even for one element in each kernel of the model.
+    """
+    model_plan = make_plan(convs, replace(options, scope="model"))
+    other_plans = []
     for scope in ("stage", "layer"):
         with contextlib.suppress(PlanError):  # a unit too small for one element: no candidate
-            plans.append(make_plan(convs, replace(options, scope=scope)))
-    return plans
+            other_plans.append(make_plan(convs, replace(options, scope=scope)))
+    return model_plan, other_plans
+
+
+def _free_groups(
+    groups: Sequence[LayerGroup], model_plan: ConversionPlan
+) -> tuple[list[LayerGroup], int]:
+    """The groups whose counts no rule states, and the parameters that are left for them."""
+    stated_rules = _rules_with_counts(model_plan)
+    limit = sum(unit.limit for unit in model_plan.budget)
+    free_groups: list[LayerGroup] = []
+    for group in groups:
+        if group.layer_plans[0].rule in stated_rules:
+            limit -= _cost(group) * group.layer_plans[0].kernel_count
+        else:
+            free_groups.append(group)
+    return free_groups, limit
 
 
 def _check_values(groups: Sequence[LayerGroup]) -> None:
@@ -97,8 +110,8 @@ def _check_values(groups: Sequence[LayerGroup]) -> None:
         for conv in group.convs:
             if conv.weight.is_meta:
                 raise PlanError(
-                    f"scope {ERROR_SCOPE!r} measures what the kernels lose, "
-                    "and the model is on the meta device"
+                    f"scope {ERROR_SCOPE!r} compares kernels, "
+                    "which a model on the meta device does not have"
                 )
 
 

@@ -12,12 +12,10 @@ class FitSettings:
     """
 
     # Where fits start. One start is beside merged cells, the others are beside the largest cells.
-    starts: int = 4  # of a fit to kernels
-    starts_for_outputs_depthwise: int = (
-        6  # of a fit to outputs, where an output channel has one line
-    )
-    # Starts of a fit to outputs, where an output channel sums several lines: solving for their
-    # weights together makes up for most of what more starts would gain.
+    starts_for_kernels: int = 4
+    starts_for_outputs_depthwise: int = 6  # where an output channel has one line
+    # Where an output channel sums several lines. Solving for their weights together makes up for
+    # most of what more starts would gain.
     starts_for_outputs_summed: int = 2
     jitter: float = 0.3  # cells; at a cell's middle the cost has a kink, which a step models badly
 
@@ -28,6 +26,8 @@ class FitSettings:
     # How long fits last. After each round, only fits whose cost still falls are refined further.
     steps_per_round: int = 8
     min_gain: float = 1e-2  # how much a round must lower a fit's cost, as a share of the cost
+    # Rounds of the last fit, with those that dropped the other starts. Dropping starts is never cut
+    # short: 6 starts take 3 rounds.
     rounds: int = 6
     rounds_for_outputs: int = 2  # fewer, since the calibration solves for the weights again
 

@@ -26,7 +26,11 @@ class LayerGroup:
 
     @property
     def title(self) -> str:
-        return self.layer_plans[0].stage or self.layer_plans[0].name
+        """The stage of a tie group; the name of a layer alone. For progress."""
+        first = self.layer_plans[0]
+        if self.tie is None:
+            return first.name
+        return first.stage or first.name
 
     def effective_kernels(self) -> list[Tensor]:
         """The kernels with which the old convolutions convolve, (O, I, *kernel size) each.

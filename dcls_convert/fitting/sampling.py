@@ -1,7 +1,7 @@
 """The patches that a layer sees at some places of each image, as rows of a matrix.
 
 A sample is one place of a layer's output: the patch of the input that the layer sees there, and the
-output that is wanted there.
+target output there.
 
 A line group is a set of kernel lines whose inputs are seen together. If the lines are joint, a line
 group is all lines that one output channel sums: the input channels of a group of the convolution,
@@ -32,7 +32,7 @@ class SampledLineGroups:
     # (line groups, *patch, *output) each; lines that are not joint have the input channels and the
     # cells of the dense axes as axes of their own, in the place of the first.
     patches: list[Tensor]
-    targets: list[Tensor]  # wanted outputs (line groups, Q, *output) each; empty without any
+    targets: list[Tensor]  # target outputs (line groups, Q, *output) each; empty without any
 
     @property
     def sample_count(self) -> int:
@@ -40,7 +40,7 @@ class SampledLineGroups:
 
 
 class PatchSampler:
-    """Samples the patches of a layer, and the outputs that are wanted there."""
+    """Samples the patches of a layer, and the target outputs there."""
 
     def __init__(
         self, layer: DclsConvNd, box: Box, *, joint: bool, settings: CalibrationSettings
@@ -55,7 +55,7 @@ class PatchSampler:
         self.line_groups = layer.groups if joint else lines
         # The first axes of a view of patches, which count its line groups.
         self._line_group_axes = 1 if joint else 1 + len(layer.dense_axes)
-        self.length = lines * math.prod(box.sides) // self.line_groups  # R * S
+        self.patch_length = lines * math.prod(box.sides) // self.line_groups  # R * S
 
     def sample(
         self, images: Tensor, targets: Tensor | None, *, first_image: int
@@ -69,16 +69,16 @@ class PatchSampler:
             targets = torch.unflatten(targets, 1, (self.line_groups, -1))
         sampled: list[Tensor] = []
         sampled_targets: list[Tensor] = []
-        for index, image in enumerate(patches):
-            sampled_places = self._sampled_places(image, first_image + index)
-            sampled.append(image[sampled_places])
+        for index, image_patches in enumerate(patches):
+            sampled_places = self._sampled_places(image_patches, first_image + index)
+            sampled.append(image_patches[sampled_places])
             if targets is not None:
                 sampled_targets.append(targets[index][sampled_places])
         length = len(sampled[0])  # of the first axis, along which views are split
-        length_at_once = self._length_at_once(sampled)
+        length_at_once = self._first_axis_at_once(sampled)
         parts = []
-        for first in range(0, length, length_at_once):
-            some = slice(first, first + length_at_once)
+        for begin in range(0, length, length_at_once):
+            some = slice(begin, begin + length_at_once)
             patches_of_part = [image[some] for image in sampled]
             targets_of_part = [target[some] for target in sampled_targets]
             parts.append(self._part(patches_of_part, targets_of_part))
@@ -102,14 +102,14 @@ class PatchSampler:
             outputs = part.targets[0].shape[1]
         dtype = torch.promote_types(first.dtype, torch.float32)
         rows = first.new_empty(
-            part.line_groups, self.length + outputs, part.sample_count, dtype=dtype
+            part.line_groups, self.patch_length + outputs, part.sample_count, dtype=dtype
         )
         for index, of_image in enumerate(torch.split(rows, part.samples_of_images, dim=2)):
             image = part.patches[index]
             by_place = of_image.view(*of_image.shape[:2], *image.shape[-dims:])
-            by_place[:, : self.length].view(image.shape).copy_(image)
+            by_place[:, : self.patch_length].view(image.shape).copy_(image)
             if part.targets:
-                by_place[:, self.length :].copy_(part.targets[index])
+                by_place[:, self.patch_length :].copy_(part.targets[index])
         return rows
 
     def _patches(self, images: Tensor) -> Tensor:
@@ -130,19 +130,19 @@ class PatchSampler:
             patches = torch.unflatten(patches, 1, (-1, layer.in_channels // layer.groups))
         return patches
 
-    def _sampled_places(self, image: Tensor, number: int) -> Any:
+    def _sampled_places(self, image_patches: Tensor, number: int) -> Any:
         """An index of every n-th place along each axis, from another first one in each image."""
         dims = self.layer.dims
-        all_places = math.prod(image.shape[-dims:])
+        all_places = math.prod(image_patches.shape[-dims:])
         nth = max(1, round((all_places / self.settings.samples_per_image) ** (1 / dims)))
         index: list[Any] = [...]
-        for axis, axis_places in enumerate(image.shape[-dims:]):
+        for axis, axis_places in enumerate(image_patches.shape[-dims:]):
             shift = number * self.settings.shift_between_images**axis
             first = shift % min(nth, axis_places)
             index.append(slice(first, None, nth))
         return tuple(index)
 
-    def _length_at_once(self, sampled: list[Tensor]) -> int:
+    def _first_axis_at_once(self, sampled: list[Tensor]) -> int:
         """How much of the views' first axis to take at a time."""
         length = len(sampled[0])
         floats = sum(image.numel() for image in sampled)

@@ -1,4 +1,4 @@
-"""Means and covariances of what a layer sees in images, and of the outputs that are wanted there.
+"""Means and covariances of what a layer sees in images, and of its target outputs.
 
 At each place, the layer sees a patch x of its input and gives k'x + bias. Over many places, the
 mean square of k'x - y depends on the kernel k through the means and covariances of x and y alone.
@@ -24,8 +24,8 @@ MIN_VARIANCE = 1e-12  # least variance of an input that never varies; divisors s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Statistics:
-    """Means and covariances of patches x and wanted outputs y, over all samples.
+class Covariances:
+    """Means and covariances of patches x and target outputs y, over all samples.
 
     Entries of R * S that belong to one line are equal in `input_variance` and `prior_precision`.
     """
@@ -42,15 +42,15 @@ class Statistics:
 
 
 class SecondMoments:
-    """Means and products over the patches of a layer, and of the outputs that are wanted there.
+    """Means and products over the patches of a layer, and over its target outputs.
 
     If `joint`, the lines that one output channel sums are one line group; otherwise each line is a
     line group of its own. Products are summed in the dtype of the images, in float32 at least, and
     the sums of batches in float64.
 
-    Each batch is centred before its products are taken, and merged by what its mean differs in
-    (Chan et al. 1979). Products less those of the means would cancel, and variances of inputs that
-    hardly vary could be negative.
+    Each batch is centred before its products are taken, and merged with a correction for the
+    difference of the means (Chan et al. 1979). Uncentred products would cancel, and small variances
+    could become negative.
     """
 
     def __init__(
@@ -66,32 +66,32 @@ class SecondMoments:
         self.settings = settings or CalibrationSettings()
         self.sampler = PatchSampler(layer, box, joint=joint, settings=self.settings)
         self.line_groups = self.sampler.line_groups
-        self.length = self.sampler.length  # R * S
+        self.patch_length = self.sampler.patch_length  # R * S
         self.image_count = 0
         self.sample_count = 0  # in all images and calls
-        # Let z be [patch (R * S), wanted outputs (Q)] of a sample, for each line group.
+        # Let z be [patch (R * S), target outputs (Q)] of a sample, for each line group.
         self.means: Tensor | None = None  # (G, R * S + Q): the mean of z
         # Sum of (z - mean)(z - mean)': (G, R * S + Q, same). Only the lower triangle counts.
         self.products: Tensor | None = None
 
-    def add(self, input: Tensor, wanted: Tensor | None = None) -> None:
-        """Add what the layer sees in a batch, and the outputs that are wanted there.
+    def add(self, input: Tensor, targets: Tensor | None = None) -> None:
+        """Add what the layer sees in a batch, and its target outputs.
 
         Both have the axes (N, channels, *spatial), or are of one image without the first axis.
         """
         if input.dim() < self.layer.dims + 2:
             input = input.unsqueeze(0)
-            if wanted is not None:
-                wanted = wanted.unsqueeze(0)
-        if wanted is not None:
-            wanted = wanted.detach()
+            if targets is not None:
+                targets = targets.unsqueeze(0)
+        if targets is not None:
+            targets = targets.detach()
         padded = self.layer.pad_input(input.detach())
-        parts = self.sampler.sample(padded, wanted, first_image=self.image_count)
+        parts = self.sampler.sample(padded, targets, first_image=self.image_count)
         self.image_count += len(input)
         if self.means is None or self.products is None:
-            side = self.length
-            if wanted is not None:
-                side += wanted.shape[1] // self.line_groups
+            side = self.patch_length
+            if targets is not None:
+                side += targets.shape[1] // self.line_groups
             self.means = padded.new_zeros(self.line_groups, side, dtype=torch.float64)
             self.products = padded.new_zeros(self.line_groups, side, side, dtype=torch.float64)
         line_groups = [part.line_groups for part in parts]
@@ -127,9 +127,9 @@ class SecondMoments:
         return self.sample_count < self.settings.min_samples
 
     @property
-    def is_depthwise(self) -> bool:
-        """Whether each line group is one line; if `joint`, an output channel has no other."""
-        return self.length == math.prod(self.box.sides)
+    def has_one_line_per_output(self) -> bool:
+        """Whether each output channel has a single kernel line; only meaningful if `joint`."""
+        return self.patch_length == math.prod(self.box.sides)
 
     def check(self, name: str) -> None:
         """Refuse (DclsConvertError) values that are not finite, by the layer's name."""
@@ -138,19 +138,19 @@ class SecondMoments:
                 f"calibration: {name} sees or gives values that are not finite (NaN or infinite)"
             )
 
-    def statistics(self) -> Statistics:
+    def covariances(self) -> Covariances:
         """Means and covariances of all that was added; something must have been."""
         assert self.means is not None
         assert self.products is not None
-        covariances = (self.products.tril() + self.products.tril(-1).mT).div_(self.sample_count)
-        covariance = covariances[:, : self.length, : self.length]
+        all_covariances = (self.products.tril() + self.products.tril(-1).mT).div_(self.sample_count)
+        covariance = all_covariances[:, : self.patch_length, : self.patch_length]
         input_variance = self._input_variance(covariance)
-        return Statistics(
-            mean_patch=self.means[:, : self.length],
-            mean_target=self.means[:, self.length :],
+        return Covariances(
+            mean_patch=self.means[:, : self.patch_length],
+            mean_target=self.means[:, self.patch_length :],
             covariance=covariance,
-            cross=covariances[:, self.length :, : self.length],
-            target_variance=covariances.diagonal(dim1=1, dim2=2)[:, self.length :],
+            cross=all_covariances[:, self.patch_length :, : self.patch_length],
+            target_variance=all_covariances.diagonal(dim1=1, dim2=2)[:, self.patch_length :],
             input_variance=input_variance,
             prior_precision=self._prior_precision(input_variance),
         )
@@ -161,9 +161,11 @@ class SecondMoments:
         settings = self.settings
         cells = math.prod(self.box.sides)
         # With the means: few samples may not vary at all, and other images will.
-        squared_means = self.means[:, : self.length].square().reshape(self.line_groups, -1, cells)
+        squared_means = (
+            self.means[:, : self.patch_length].square().reshape(self.line_groups, -1, cells)
+        )
         mean_square = input_variance + squared_means.mean(-1).repeat_interleave(cells, dim=1)
-        share = (settings.samples_of_old_kernel * self.length / self.sample_count) ** 2
+        share = (settings.samples_of_old_kernel * self.patch_length / self.sample_count) ** 2
         return settings.kernel_prior * input_variance + share * mean_square
 
     def _input_variance(self, covariance: Tensor) -> Tensor:
@@ -192,9 +194,9 @@ def shared_covariance_roots(moments: Sequence[SecondMoments]) -> Tensor | None:
     for of_layer in moments:
         if of_layer.sample_count == 0 or of_layer.has_too_few_samples:
             continue
-        statistics = of_layer.statistics()
-        covariance = statistics.covariance
-        covariance.diagonal(dim1=1, dim2=2).add_(statistics.prior_precision)
+        covariances = of_layer.covariances()
+        covariance = covariances.covariance
+        covariance.diagonal(dim1=1, dim2=2).add_(covariances.prior_precision)
         by_channel = covariance.reshape(of_layer.layer.in_channels, -1, *covariance.shape[1:])
         matrix = by_channel.mean(1)
         scaled.append(matrix / matrix.diagonal(dim1=1, dim2=2).mean())

@@ -5,7 +5,7 @@ cells of the old kernel.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,11 +19,19 @@ from .merged_start import merged_neighbours
 
 SETTINGS = FitSettings()  # of every fit
 
-# Indices of lines -> (lines, S, S), by which the errors of these lines are multiplied.
-RootsOfLines = Callable[[Tensor], Tensor]
+
+class RootsOfLines(NamedTuple):
+    """The matrices by which errors of lines are multiplied."""
+
+    by_channel: Tensor  # (in_channels, S, S)
+    channel_of_line: Tensor  # (N,)
+
+    def of(self, line_indices: Tensor) -> Tensor:
+        """The roots of these lines: (lines, S, S)."""
+        return self.by_channel[self.channel_of_line[line_indices]]
 
 
-class _Elements(NamedTuple):
+class _BoxElements(NamedTuple):
     """Elements of a tie group, line by line."""
 
     box_positions: Tensor  # (N, E, A)
@@ -61,7 +69,7 @@ def fit_elements(
         return largest_weights, largest_positions
     lines, scale = _scaled_lines(kernels, box)
     roots = _roots_of_lines(covariance_roots, kernels[0], len(lines))
-    largest_cells = _Elements(
+    largest_cells = _BoxElements(
         box_positions=box.to_box(largest_positions.to(lines)),
         weights=_weights_by_line(largest_weights, lines) / scale,
     )
@@ -88,9 +96,8 @@ def _scaled_lines(kernels: Sequence[Tensor], box: Box) -> tuple[Tensor, Tensor]:
 def _number_of_starts(kernel: Tensor, line_count: int, *, to_outputs: bool) -> int:
     """How many starts each line has, of a fit to kernels or to outputs."""
     if not to_outputs:
-        return SETTINGS.starts
-    is_depthwise = line_count == len(kernel)  # one line for each output channel
-    if is_depthwise:
+        return SETTINGS.starts_for_kernels
+    if line_count == len(kernel):  # one line for each output channel
         return SETTINGS.starts_for_outputs_depthwise
     return SETTINGS.starts_for_outputs_summed
 
@@ -107,16 +114,16 @@ def _starting_noise(box_positions: Tensor, starts: int, seed: int) -> Tensor:
 
 def _fit(
     lines: Tensor,
-    largest_cells: _Elements,
+    largest_cells: _BoxElements,
     box: Box,
     roots: RootsOfLines | None,
     noise: Tensor,
-) -> _Elements:
+) -> _BoxElements:
     """The best elements for lines (N, L, S), from several starts beside the largest cells.
 
     The last start is beside merged cells. `noise` (starts, N, E, A) is added to the starts.
     """
-    fitted = _Elements(
+    fitted = _BoxElements(
         torch.empty_like(largest_cells.box_positions), torch.empty_like(largest_cells.weights)
     )
     for chunk in _chunks(largest_cells, box):
@@ -130,7 +137,7 @@ def _fit(
             starts,
             box,
             settings=SETTINGS,
-            covariance_roots=None if roots is None else roots(chunk),
+            covariance_roots=None if roots is None else roots.of(chunk),
         )
     return fitted
 
@@ -161,8 +168,8 @@ def relative_errors(
     roots = _roots_of_lines(covariance_roots, kernels[0], len(lines))
     box_positions = box.to_box(positions.to(lines))
     new_weights = _weights_by_line(weights, lines)
-    new = _Elements(box_positions, new_weights)
-    nothing = _Elements(box_positions, torch.zeros_like(new_weights))
+    new = _BoxElements(box_positions, new_weights)
+    nothing = _BoxElements(box_positions, torch.zeros_like(new_weights))
     errors = _squared_errors(lines, new, box, roots).sum(0).tolist()  # of each layer
     norms = _squared_errors(lines, nothing, box, roots).sum(0).tolist()
     relative = []
@@ -205,10 +212,10 @@ def _roots_of_lines(
     # Cells of dense axes are lines of their own, and see the same channel.
     channels = channels.repeat_interleave(line_count // len(channels))  # (N,)
     by_channel = covariance_roots.to(device, torch.promote_types(kernel.dtype, torch.float32))
-    return lambda line_indices: by_channel[channels[line_indices]]
+    return RootsOfLines(by_channel, channels)
 
 
-def _chunks(elements: _Elements, box: Box) -> Sequence[Tensor]:
+def _chunks(elements: _BoxElements, box: Box) -> Sequence[Tensor]:
     """Indices of lines that are fitted together; few enough for the memory."""
     lines, count, axes = elements.box_positions.shape
     layers = elements.weights.shape[1]
@@ -224,12 +231,12 @@ def _chunks(elements: _Elements, box: Box) -> Sequence[Tensor]:
 
 def _with_fallback_to_largest(
     lines: Tensor,
-    fitted: _Elements,
-    largest_cells: _Elements,
+    fitted: _BoxElements,
+    largest_cells: _BoxElements,
     box: Box,
     roots: RootsOfLines | None,
     scale: Tensor,
-) -> _Elements:
+) -> _BoxElements:
     """The fit, with the largest cells for some lines, so that no layer as a whole is worse.
 
     The fit minimises the sum over layers, where a layer of small weights can lose.
@@ -247,14 +254,14 @@ def _with_fallback_to_largest(
             break
         falls_back |= (gain < 0)[:, worse_layers].any(dim=1)
     by_line = falls_back[:, None, None]
-    return _Elements(
+    return _BoxElements(
         box_positions=torch.where(by_line, largest_cells.box_positions, fitted.box_positions),
         weights=torch.where(by_line, largest_cells.weights, fitted.weights),
     )
 
 
 def _squared_errors(
-    lines: Tensor, elements: _Elements, box: Box, roots: RootsOfLines | None
+    lines: Tensor, elements: _BoxElements, box: Box, roots: RootsOfLines | None
 ) -> Tensor:
     """Squared distance between the constructed kernel and the line: (N, L), in float64."""
     errors = []
@@ -262,6 +269,6 @@ def _squared_errors(
         constructed = elements.weights[chunk] @ box.footprint(elements.box_positions[chunk])
         error = (lines[chunk] - constructed).double()
         if roots is not None:
-            error = error @ roots(chunk).double()
+            error = error @ roots.of(chunk).double()
         errors.append(error.square().sum(-1))
     return torch.cat(errors)

@@ -167,7 +167,7 @@ def test_covariances_are_symmetric_and_not_negative_where_inputs_hardly_vary():
     for _ in range(3):
         images = 1000 + 1e-3 * torch.rand(2, 4, 7, 7)
         moments.add(images, layer(images))
-    covariance = moments.statistics().covariance
+    covariance = moments.covariances().covariance
     assert torch.equal(covariance, covariance.mT)
     assert float(torch.linalg.eigvalsh(covariance).min()) > -1e-12
     assert 0 < float(covariance.diagonal(dim1=1, dim2=2).max()) < 1e-6
@@ -181,9 +181,9 @@ def test_samples_of_the_old_kernel_count_beside_those_of_the_images():
         moments = SecondMoments(layer, box, joint=True, settings=EVERY_PLACE)
         for _ in range(times):
             moments.add(images, layer(images))
-        statistics = moments.statistics()
+        covariances = moments.covariances()
         pulls.append(
-            statistics.prior_precision - EVERY_PLACE.kernel_prior * statistics.input_variance
+            covariances.prior_precision - EVERY_PLACE.kernel_prior * covariances.input_variance
         )
     torch.testing.assert_close(pulls[1], pulls[0] / 4)
 
