@@ -61,14 +61,14 @@ class Choice(NamedTuple):
 
     device: str
     dtype: torch.dtype
-    input_size: tuple[int, ...]  # (N, C, H, W)
+    input_shape: tuple[int, ...]  # (N, C, H, W)
     window: tuple[int, ...]
     gradients: bool  # whether they are wanted
     algorithm: Algorithm
     why: str
 
     def __str__(self) -> str:
-        images, channels, *map_size = self.input_size
+        images, channels, *map_size = self.input_shape
         purpose = "training" if self.gradients else "forward alone"
         return (
             f"{self.device}, {self.dtype}, window {size_text(self.window)} on {images} x "
@@ -113,8 +113,8 @@ def fastest_conv2d(
         algorithm, why = choose_algorithm(
             device=input.device.type,
             dtype=cast(torch.dtype, dtype),
-            input_size=input.shape,
-            kernel_size=kernel.shape,
+            input_shape=input.shape,
+            kernel_shape=kernel.shape,
             stride=stride,
             padding=padding,
             dilation=dilation,
@@ -139,8 +139,8 @@ def choose_algorithm(
     *,
     device: str,
     dtype: torch.dtype,
-    input_size: Sequence[int],
-    kernel_size: Sequence[int],
+    input_shape: Sequence[int],
+    kernel_shape: Sequence[int],
     stride: Sequence[int],
     padding: Padding,
     dilation: Sequence[int],
@@ -156,8 +156,8 @@ def choose_algorithm(
     Args:
         device: Its type: "cpu", "cuda".
         dtype: Of the computation.
-        input_size: (N, C, H, W).
-        kernel_size: (O, C / groups, R, S).
+        input_shape: (N, C, H, W).
+        kernel_shape: (O, C / groups, R, S).
         stride, dilation: Of rows and columns.
         padding: As `torch.nn.functional.conv2d` takes it.
         groups: Of channels.
@@ -167,16 +167,16 @@ def choose_algorithm(
         DclsConvertError: The environment variable has a value that is not allowed.
     """
     preferred = preference()
-    pads = _symmetric_padding(padding, kernel_size)
-    is_depthwise = kernel_size[1] == 1 and groups == input_size[1] and tuple(dilation) == (1, 1)
+    pads = _symmetric_padding(padding, kernel_shape)
+    is_depthwise = kernel_shape[1] == 1 and groups == input_shape[1] and tuple(dilation) == (1, 1)
     if preferred == "torch":
         return "torch", f"{VARIABLE}=torch"
-    if not is_depthwise or pads is None or not all(input_size):
+    if not is_depthwise or pads is None or not all(input_shape):
         return "torch", "only torch computes such convolutions"
-    map_size = (input_size[2], input_size[3])
-    window = (kernel_size[2], kernel_size[3])
+    map_size = (input_shape[2], input_shape[3])
+    window = (kernel_shape[2], kernel_shape[3])
     can_use_products = (
-        kernel_size[0] == groups  # one kernel for each channel
+        kernel_shape[0] == groups  # one kernel for each channel
         and tuple(stride) == (1, 1)
         and dtype in MATMUL_DTYPES
         and (device in GPUS or device == "cpu")
@@ -185,7 +185,7 @@ def choose_algorithm(
     if can_use_products and preferred == "matmul":
         return "matmul", f"{VARIABLE}=matmul"
     if can_use_products and device in ESTIMATED_DEVICES:
-        return _estimated_algorithm(input_size[0], map_size, window, pads, gradients)
+        return _estimated_algorithm(input_shape[0], map_size, window, pads, gradients)
     if device == "cpu" and dtype in onednn.DTYPES and onednn.max_padding_columns() is not None:
         return "onednn", "oneDNN's fast kernels on x86"
     return "torch", "nothing faster is known"
@@ -232,12 +232,12 @@ def _is_at_least(number: int, least: int, *, unknown: bool) -> bool:
     return unknown
 
 
-def _symmetric_padding(padding: Padding, kernel_size: Sequence[int]) -> Pair | None:
+def _symmetric_padding(padding: Padding, kernel_shape: Sequence[int]) -> Pair | None:
     """Padding as cells on either side of rows and columns, of an undilated kernel.
 
     None if the sides differ, as for 'same' with an even window.
     """
-    rows, columns = static_padding(padding, kernel_size[2:])
+    rows, columns = static_padding(padding, kernel_shape[2:])
     if rows[0] != rows[1] or columns[0] != columns[1]:
         return None
     return rows[0], columns[0]
@@ -284,7 +284,7 @@ def _remember(
     choice = Choice(
         device=str(input.device),
         dtype=dtype,
-        input_size=tuple(input.shape),
+        input_shape=tuple(input.shape),
         window=tuple(kernel.shape[2:]),
         gradients=gradients,
         algorithm=algorithm,

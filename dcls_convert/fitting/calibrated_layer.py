@@ -94,21 +94,21 @@ class CalibratedLayer:
         `more_follow`, sums are kept, and the images that follow are added to them.
         """
         layer = self.layer
-        form = layer.form
+        traits = layer.traits
         moments = self._moments_with(inputs, targets)
         self._moments = moments if more_follow else None
         moments.check(self.name)
         solution = solve_layer(
             moments,
             self.box.to_box(layer.positions),
-            self.box.lines_of(form.effective_weight(self.conv, self.conv.weight)),
-            form.effective_weight(layer, self._fitted_weight).flatten(0, -2),
+            self.box.lines_of(traits.effective_weight(self.conv, self.conv.weight)),
+            traits.effective_weight(layer, self._fitted_weight).flatten(0, -2),
             fixed_weights=self._transforms_weight,
         )
         self.keeps_fit = solution.keeps_fit
         if not self._transforms_weight:
             layer.weight.copy_(solution.weights.reshape(layer.weight.shape))
-        if form is PLAIN and self.box.sides == self.box.kernel_size:
+        if traits is PLAIN and self.box.sides == self.box.kernel_size:
             self._kernel = self._small_kernel()
         old_bias = 0.0 if layer.bias is None else layer.bias.double()
         self.mean_shift = solution.bias - old_bias
@@ -121,7 +121,7 @@ class CalibratedLayer:
 
         Solved weights would have to be transformed back; so the weights stay fixed.
         """
-        return self.layer.form.transform_weight is not None
+        return self.layer.traits.transform_weight is not None
 
     def _moments_with(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> SecondMoments:
         """The sums of all images so far.

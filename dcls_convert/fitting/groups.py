@@ -39,7 +39,7 @@ class LayerGroup:
         """
         kernels = []
         for conv, layer in zip(self.convs, self.layers, strict=True):
-            kernels.append(layer.form.effective_weight(conv, conv.weight.detach()))
+            kernels.append(layer.traits.effective_weight(conv, conv.weight.detach()))
         return kernels
 
     @property

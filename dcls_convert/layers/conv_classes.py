@@ -1,4 +1,4 @@
-"""Which convolutions can be replaced, and what their classes do beside convolving."""
+"""Which convolutions can be replaced, and what their classes do besides convolving."""
 
 import math
 from collections.abc import Callable, Collection
@@ -24,12 +24,13 @@ _COMPUTING_METHODS = ("forward", "_conv_forward", "__call__")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvTraits:
-    """What the forward of a subclass of convolution does beside convolving.
+    """What the forward of a subclass of convolution does besides convolving.
 
-    The fields are the arguments of `register_conv`, which explains them.
+    The fields are the arguments of `register_conv`, which explains them; `transform_weight` is its
+    `weight`.
     """
 
-    transform_weight: Callable[[nn.Module, Tensor], Tensor] | None = None  # its `weight`
+    transform_weight: Callable[[nn.Module, Tensor], Tensor] | None = None
     parameters: tuple[str, ...] = ()
     same_padding: Callable[[nn.Module], bool] | bool = False
     padding_module: str | None = None
@@ -43,7 +44,7 @@ class ConvTraits:
 
 
 PLAIN = ConvTraits()
-_FORMS: dict[type[nn.Module], ConvTraits] = {}
+_REGISTERED_TRAITS: dict[type[nn.Module], ConvTraits] = {}
 
 
 def register_conv(
@@ -67,7 +68,7 @@ def register_conv(
             `tensor`, of the same shape (out, in/groups, ...). After conversion it is called with
             the DCLS layer and its elements, before the kernel is constructed. So it must not
             depend on the number of cells. The layer has the old convolution's attributes.
-        parameters: Names of the parameters that `weight` needs beside weight and bias; the layer
+        parameters: Names of the parameters that `weight` needs besides weight and bias; the layer
             takes them over.
         same_padding: Whether `forward` pads its input by TensorFlow's SAME rule; or a function of
             the convolution. For 2-D only.
@@ -102,7 +103,7 @@ def register_conv(
         raise TypeError(
             f"{cls.__name__} has the forward of {base.__name__}, and is treated as such already"
         )
-    _FORMS[cls] = ConvTraits(
+    _REGISTERED_TRAITS[cls] = ConvTraits(
         transform_weight=weight,
         parameters=tuple(parameters),
         same_padding=same_padding,
@@ -113,19 +114,19 @@ def register_conv(
 
 def find_traits(conv: nn.Module) -> ConvTraits | None:
     """What the class of this convolution does; None for a forward of its own, not registered."""
-    plain_forms = [(base, PLAIN) for base in CONV_CLASSES.values()]
-    forms: list[tuple[type[nn.Module], ConvTraits]] = [*plain_forms, *_FORMS.items()]
-    for known_class, form in reversed(forms):  # the last one registered wins
+    plain_traits = [(base, PLAIN) for base in CONV_CLASSES.values()]
+    all_traits: list[tuple[type[nn.Module], ConvTraits]] = [*plain_traits, *_REGISTERED_TRAITS.items()]
+    for known_class, traits in reversed(all_traits):  # the last one registered wins
         if issubclass(type(conv), known_class) and _computes_alike(type(conv), known_class):
-            return form
+            return traits
     return None
 
 
 def traits_of(conv: nn.Module) -> ConvTraits:
     """What the class of a convolution does that `why_not_replaceable` has not refused."""
-    form = find_traits(conv)
-    assert form is not None
-    return form
+    traits = find_traits(conv)
+    assert traits is not None
+    return traits
 
 
 def _computes_alike(conv_class: type[nn.Module], known_class: type[nn.Module]) -> bool:
@@ -138,17 +139,17 @@ def _computes_alike(conv_class: type[nn.Module], known_class: type[nn.Module]) -
 
 def padding_of(conv: AnyConv) -> Padding:
     """All padding of a convolution that can be replaced: its own, and what `forward` adds."""
-    form = traits_of(conv)
-    same_padding = form.same_padding
+    traits = traits_of(conv)
+    same_padding = traits.same_padding
     if callable(same_padding):
         same_padding = same_padding(conv)
     if same_padding:
         return DYNAMIC_SAME
     if isinstance(conv.padding, str):
         return conv.padding
-    if form.padding_module is None:
+    if traits.padding_module is None:
         return tuple(conv.padding)
-    outside = _zeros_around(getattr(conv, form.padding_module), len(conv.padding))
+    outside = _zeros_around(getattr(conv, traits.padding_module), len(conv.padding))
     assert outside is not None
     sides: list[tuple[int, int]] = []  # cells before and after each axis
     for (before, after), own in zip(outside, conv.padding, strict=True):
@@ -187,19 +188,19 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
         return "lazy convolution that has not seen an input yet"
     held = {name for name, _ in [*conv.named_children(), *conv.named_buffers(recurse=False)]}
     padding_modules = _padding_modules(conv)
-    form = find_traits(conv)
-    if form is None:
+    traits = find_traits(conv)
+    if traits is None:
         reason = f"{kind} has a forward of its own that is not known here"
         if held <= padding_modules:
             reason += " (register_conv teaches it)"
         return reason
-    reason_of_weight = _why_weight_unknown(conv, form)
+    reason_of_weight = _why_weight_unknown(conv, traits)
     if reason_of_weight is not None:
         return reason_of_weight
-    lost = held - (padding_modules & {form.padding_module})
+    lost = held - (padding_modules & {traits.padding_module})
     if lost:
         return f"{kind} holds {', '.join(sorted(lost))}, which would be lost"
-    return _why_padding_unknown(conv, form, padding_modules)
+    return _why_padding_unknown(conv, traits, padding_modules)
 
 
 def _padding_modules(conv: nn.Module) -> set[str]:
@@ -212,11 +213,11 @@ def _padding_modules(conv: nn.Module) -> set[str]:
     return names
 
 
-def _why_weight_unknown(conv: nn.Module, form: ConvTraits) -> str | None:
-    """A reason if the parameters are not weight, bias and those that the form names."""
+def _why_weight_unknown(conv: nn.Module, traits: ConvTraits) -> str | None:
+    """A reason if the parameters are not weight, bias and those that the traits name."""
     parameters = {name for name, _ in conv.named_parameters(recurse=False, remove_duplicate=False)}
     expected: set[str] = set()
-    for name in ("weight", "bias", *form.parameters):
+    for name in ("weight", "bias", *traits.parameters):
         is_none = hasattr(conv, name) and getattr(conv, name) is None  # as a bias that is left out
         if not is_none:
             expected.add(name)
@@ -232,15 +233,15 @@ def _why_weight_unknown(conv: nn.Module, form: ConvTraits) -> str | None:
 
 
 def _why_padding_unknown(
-    conv: nn.Module, form: ConvTraits, padding_modules: Collection[str]
+    conv: nn.Module, traits: ConvTraits, padding_modules: Collection[str]
 ) -> str | None:
-    """A reason if the form's padding module does something else, or the convolution pads too."""
-    if form.padding_module is None:
+    """A reason if the padding module does something else, or the convolution pads too."""
+    if traits.padding_module is None:
         return None
     pads_itself = conv.padding_mode != "zeros" or conv.padding == "same"
-    if form.padding_module in padding_modules and not pads_itself:
+    if traits.padding_module in padding_modules and not pads_itself:
         return None
-    return f"{type(conv).__name__} does not pad by {form.padding_module} alone"
+    return f"{type(conv).__name__} does not pad by {traits.padding_module} alone"
 
 
 def register_timm_convs() -> None:

@@ -81,7 +81,7 @@ class DclsConvNd(Tieable):
     positions: nn.Parameter
     sigma: nn.Parameter | None
     padding: Padding
-    form: ConvTraits  # what the class of the old convolution does beside convolving
+    traits: ConvTraits  # what the class of the old convolution does besides convolving
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class DclsConvNd(Tieable):
         self.learnt_axes = learnt_axes(self.dims, self.dense_axes)  # in the order of `positions`
         # Of the constructed kernel, under the name that convolutions use.
         self.kernel_size = self.dilated_kernel_size
-        self.form = PLAIN
+        self.traits = PLAIN
         self._check_arguments()
         self._make_parameters(bias, device, dtype)
         self.reset_parameters()
@@ -214,7 +214,7 @@ class DclsConvNd(Tieable):
         It is differentiable in weight, positions and sigma.
         """
         return construct_kernel(
-            self.form.effective_weight(self, self.weight),
+            self.traits.effective_weight(self, self.weight),
             self.positions,
             self.dilated_kernel_size,
             interpolation=self.interpolation,
@@ -314,7 +314,7 @@ class DclsConvNd(Tieable):
         kernel = conv.weight.detach()
         weights, positions = largest_elements(
             [kernel],
-            effective=[layer.form.effective_weight(conv, kernel)],
+            effective=[layer.traits.effective_weight(conv, kernel)],
             kernel_count=kernel_count,
             dilation=conv.dilation,
             size=layer.dilated_kernel_size,
@@ -363,12 +363,12 @@ class DclsConvNd(Tieable):
         layer.to_empty(device=conv.weight.device)
         layer._reset_sigma_()
         layer.bias = cast(nn.Parameter | None, conv.bias)
-        layer.form = traits_of(conv)
-        for name in layer.form.parameters:
+        layer.traits = traits_of(conv)
+        for name in layer.traits.parameters:
             layer.register_parameter(name, getattr(conv, name))
         carry_over_(conv, layer, exclude=_attributes_by_class())
-        if layer.form.adapt is not None:
-            layer.form.adapt(conv, layer)
+        if layer.traits.adapt is not None:
+            layer.traits.adapt(conv, layer)
         return layer
 
     def fuse(self) -> Conv:

@@ -27,7 +27,7 @@ class Interpolation:
     """One way to spread an element along an axis of the window.
 
     A new one needs `profile` and `slope`, `min_sigma` and `initial_sigma` if elements have a width,
-    and `exact_on_cells=True` if that holds for it. `construct` and `fast_profile_and_slope` only
+    and `exact_on_cells=True` if that holds for it. `fast_kernel` and `fast_profile_and_slope` only
     make the shipped ones faster.
 
     The slope must not vanish for elements on cells: starts from old kernels put elements there, and
@@ -49,13 +49,13 @@ class Interpolation:
     # and exact starts are refused.
     exact_on_cells: bool = False
     # Optional, only without sigma: a faster way to construct the kernel.
-    construct: Callable[[Tensor, Tensor, Sequence[int]], Tensor] | None = None
+    fast_kernel: Callable[[Tensor, Tensor, Sequence[int]], Tensor] | None = None
     # Optional: a faster way to compute `normalised_profile_and_slope`.
     fast_profile_and_slope: Callable[[Tensor, int], tuple[Tensor, Tensor]] | None = None
 
     @property
     def has_sigma(self) -> bool:
-        """Whether elements have a learnt width beside their position."""
+        """Whether elements have a learnt width in addition to their position."""
         return self.min_sigma is not None
 
     def kernel(
@@ -65,8 +65,8 @@ class Interpolation:
 
         Positions are in cells from the kernel centre.
         """
-        if self.construct is not None:
-            return self.construct(weight, positions, size)
+        if self.fast_kernel is not None:
+            return self.fast_kernel(weight, positions, size)
         profiles: list[Tensor] = []
         for axis, length in enumerate(size):
             cells = clamped(positions[axis] + length // 2, 0, length - 1)
@@ -178,7 +178,7 @@ INTERPOLATIONS: dict[str, Interpolation] = {  # sigmas as in DCLS 0.1.1
         slope=_triangle_slope,
         fast_profile_and_slope=_unit_triangle_and_slope,
         exact_on_cells=True,
-        construct=bilinear_kernel,
+        fast_kernel=bilinear_kernel,
         authors_versions=("v0", "v1"),
     ),
     "triangle": Interpolation(

@@ -56,7 +56,7 @@ def overlap_share(positions: Tensor) -> float:
     """
     kernels = _at_least_float32(positions).reshape(positions.shape[0], -1, positions.shape[-1])
     overlapping = 0
-    for part in pairs(kernels, MAX_DISTANCES):
+    for part in element_pairs(kernels, MAX_DISTANCES):
         near = (part.squared_distances < OVERLAP_DISTANCE**2).sum(-1)
         overlapping += int((near > 1).sum())  # every element is near itself
     return overlapping / max(math.prod(positions.shape[1:]), 1)
@@ -77,7 +77,7 @@ def mean_distance(positions: Tensor) -> float:
     return float(distances.mean(dtype=torch.float64))
 
 
-def bins(coordinate: Tensor, size: int, bins_per_cell: int) -> Tensor:
+def bin_indices(coordinate: Tensor, size: int, bins_per_cell: int) -> Tensor:
     """The bin of each finite coordinate (any shape).
 
     Bin 0 begins half a cell before the first cell. The outermost bins also take all beyond them.
@@ -87,7 +87,7 @@ def bins(coordinate: Tensor, size: int, bins_per_cell: int) -> Tensor:
     return index.clamp(0, size * bins_per_cell - 1).long()
 
 
-class Pairs(NamedTuple):
+class ElementPairs(NamedTuple):
     """Some kernels' pairs of elements: f first elements with all E elements of their kernel."""
 
     first: tuple[slice, slice]  # where the first elements are in (C, E)
@@ -95,7 +95,7 @@ class Pairs(NamedTuple):
     squared_distances: Tensor  # (c, f, E)
 
 
-def pairs(kernels: Tensor, max_distances: int) -> Iterator[Pairs]:
+def element_pairs(kernels: Tensor, max_distances: int) -> Iterator[ElementPairs]:
     """All pairs of elements in kernels (A, C, E), in parts of at most `max_distances` pairs."""
     # Axis by axis: torch.cdist with matrix products is not exact, and without them it is slow for
     # small kernels.
@@ -113,7 +113,7 @@ def pairs(kernels: Tensor, max_distances: int) -> Iterator[Pairs]:
             difference = coordinate[first][..., None] - coordinate[some_kernels, None, :]
             differences.append(difference)
         squared_distances = reduce(torch.add, map(torch.square, differences))
-        yield Pairs(first, differences, squared_distances)
+        yield ElementPairs(first, differences, squared_distances)
 
 
 def _at_least_float32(positions: Tensor) -> Tensor:

@@ -96,9 +96,10 @@ class Tieable(nn.Module):
         return self._owner is not None
 
     def release_tied_parameters_(self) -> None:
-        """Remove the parameters tied to this layer from their owner if no layer uses them.
+        """Remove the tied parameters from their owner if no other layer uses them.
 
-        Only layers below the owner count. The layer itself is as before.
+        Call it after the layer has left the network: layers below the owner still count as users.
+        The layer itself stays tied.
         """
         owner = self._owner
         if owner is None:

@@ -123,8 +123,8 @@ def start_from_authors_(
     elements = element_state(weights, plan, version)
     for layer in plan.layers:
         conv = model.get_submodule(layer.name)
-        form = find_traits(conv) or PLAIN
-        if form.transform_weight:
+        traits = find_traits(conv) or PLAIN
+        if traits.transform_weight:
             raise CheckpointError(
                 f"{weights.where}: {layer.name} is a {type(conv).__name__}, "
                 "which would transform the file's elements"

@@ -131,7 +131,7 @@ def _fill_from_kernels_(
         effective, group.box, kernel_count=count, covariance_roots=covariance_roots, seed=seed
     )
     _fill_(group, fitted)
-    if any(layer.form.transform_weight for layer in group.layers):
+    if any(layer.traits.transform_weight for layer in group.layers):
         # Weight standardisation transforms the elements and can undo the fit. The largest cells
         # stay if they are better for any layer of the group.
         fitted_errors = group.kernel_errors()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from ..eager import is_eager
-from ..layers.position_statistics import pairs
+from ..layers.position_statistics import element_pairs
 from ..networks.positions import full_tensor, position_parameters
 
 REACH = 1.0  # cells; elements at this distance or farther do not repel each other
@@ -106,7 +106,7 @@ def _ordered_pairs_total(kernels: Tensor, gradient: Tensor | None = None) -> Ten
         gradient: (A, C, E); filled with the gradient of the sum. None: it is not computed.
     """
     total = kernels.new_zeros(())
-    for part in pairs(kernels, DISTANCES_AT_ONCE):
+    for part in element_pairs(kernels, DISTANCES_AT_ONCE):
         coincident = part.squared_distances == 0
         # The root has no derivative at 0; at REACH, the pair does not contribute.
         distances = part.squared_distances.masked_fill_(coincident, REACH**2).sqrt()

@@ -19,7 +19,7 @@ from ..errors import CheckpointError, DclsConvertError
 from ..geometry import position_limits
 from ..given_files import read_bytes
 from ..layers.position_statistics import (
-    bins,
+    bin_indices,
     border_share,
     mean_distance,
     overlap_share,
@@ -184,7 +184,7 @@ def _append_line(path: Path, line: bytes) -> None:
 
 def _histogram(coordinate: Tensor, side: int) -> tuple[int, ...]:
     """The number of finite coordinates that are nearest to each of the cells of an axis."""
-    cells = bins(coordinate[coordinate.isfinite()], side, 1)
+    cells = bin_indices(coordinate[coordinate.isfinite()], side, 1)
     return tuple(torch.bincount(cells, minlength=side).tolist())
 
 

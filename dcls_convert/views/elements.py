@@ -15,7 +15,7 @@ from ..errors import CheckpointError
 from ..geometry import learnt_axes
 from ..layers.construction import construct_kernel
 from ..layers.dcls_conv import DclsConvNd
-from ..layers.position_statistics import BORDER_MARGIN, bins, outside_share
+from ..layers.position_statistics import BORDER_MARGIN, bin_indices, outside_share
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 
@@ -60,7 +60,7 @@ def heat_map(positions: Tensor, size: Sequence[int], per_cell: int) -> Tensor:
     """
     bins_along = []
     for axis, side in zip(positions, size, strict=True):
-        bins_along.append(bins(axis.flatten(), side, per_cell))
+        bins_along.append(bin_indices(axis.flatten(), side, per_cell))
     column = bins_along[-1]
     columns = size[-1] * per_cell
     if len(bins_along) == 1:
@@ -183,7 +183,7 @@ def _elements_weight(
     if model is not None:
         module = model.get_submodule(layer.name)
         if isinstance(module, DclsConvNd):
-            return module.form.effective_weight(module, module.weight)
+            return module.traits.effective_weight(module, module.weight)
     name = f"{layer.name}.weight"
     shape = layer.position_shape[1:]
     if name not in state:

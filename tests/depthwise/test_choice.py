@@ -17,8 +17,8 @@ from dcls_convert.errors import DclsConvertError
 CASE = {
     "device": "cuda",
     "dtype": torch.bfloat16,
-    "input_size": (128, 96, 56, 56),
-    "kernel_size": (96, 1, 17, 17),
+    "input_shape": (128, 96, 56, 56),
+    "kernel_shape": (96, 1, 17, 17),
     "stride": (1, 1),
     "padding": (8, 8),
     "dilation": (1, 1),
@@ -53,8 +53,8 @@ def test_the_rule_is_that_of_patches_taps_and_inputs():
                     pays = images * len(starts) ** 2 * window**2 >= ratio * inputs
                     expected = "matmul" if pays and window**2 >= min_taps else "torch"
                     assert expected == chosen(
-                        input_size=(images, 96, side, side),
-                        kernel_size=(96, 1, window, window),
+                        input_shape=(images, 96, side, side),
+                        kernel_shape=(96, 1, window, window),
                         padding=(window // 2, window // 2),
                         gradients=gradients,
                     )
@@ -64,12 +64,12 @@ def test_the_rule_is_that_of_patches_taps_and_inputs():
 
 def smallest_batch(window, side, gradients):
     """The smallest batch that is computed as products, as docs/speed.md writes it."""
-    if chosen(kernel_size=(96, 1, window, window), gradients=gradients) == "torch":
+    if chosen(kernel_shape=(96, 1, window, window), gradients=gradients) == "torch":
         return "-"
     for images in itertools.count(1):
         found = chosen(
-            input_size=(images, 96, side, side),
-            kernel_size=(96, 1, window, window),
+            input_shape=(images, 96, side, side),
+            kernel_shape=(96, 1, window, window),
             padding=(window // 2, window // 2),
             gradients=gradients,
         )
@@ -101,7 +101,7 @@ def test_the_environment_overrules_where_products_can(monkeypatch):
     monkeypatch.setenv(VARIABLE, "torch")
     assert chosen() == chosen(device="cpu") == "torch"
     monkeypatch.setenv(VARIABLE, "matmul")
-    small = {"input_size": (1, 96, 3, 4), "kernel_size": (96, 1, 2, 3), "padding": (1, 1)}
+    small = {"input_shape": (1, 96, 3, 4), "kernel_shape": (96, 1, 2, 3), "padding": (1, 1)}
     assert chosen(**small) == chosen(device="cpu") == "matmul"
     assert chosen(device="cpu", stride=(2, 1)) == "onednn"
     monkeypatch.setenv(VARIABLE, "cudnn")
@@ -115,14 +115,14 @@ def test_the_environment_overrules_where_products_can(monkeypatch):
     ("changes", "on_cpu"),
     [
         ({"stride": (2, 1)}, "onednn"),
-        ({"kernel_size": (192, 1, 17, 17)}, "onednn"),
-        ({"kernel_size": (96, 1, 53, 17), "padding": (26, 8)}, "onednn"),
-        ({"padding": (0, 0), "input_size": (128, 96, 16, 56)}, "onednn"),  # whose error is torch's
+        ({"kernel_shape": (192, 1, 17, 17)}, "onednn"),
+        ({"kernel_shape": (96, 1, 53, 17), "padding": (26, 8)}, "onednn"),
+        ({"padding": (0, 0), "input_shape": (128, 96, 16, 56)}, "onednn"),  # whose error is torch's
         ({"dilation": (1, 2)}, "torch"),
-        ({"kernel_size": (96, 1, 16, 16), "padding": "same"}, "torch"),
+        ({"kernel_shape": (96, 1, 16, 16), "padding": "same"}, "torch"),
         # Padding alone is enough for the window.
-        ({"padding": (9, 8), "input_size": (128, 96, 0, 56)}, "torch"),
-        ({"input_size": (0, 96, 56, 56)}, "torch"),
+        ({"padding": (9, 8), "input_shape": (128, 96, 0, 56)}, "torch"),
+        ({"input_shape": (0, 96, 56, 56)}, "torch"),
         ({"dtype": torch.int32}, "torch"),
         ({"device": "meta"}, "torch"),
     ],

@@ -88,7 +88,7 @@ def test_the_scale_follows_the_number_of_elements(count):
     conv = built(ScaledStdConv2d, {"kernel_size": 3})
     layer = DclsConv2d.from_conv(conv, kernel_count=count, dilated_kernel_size=7)
     nn.init.normal_(layer.weight)
-    energy = layer.form.effective_weight(layer, layer.weight).square().sum(dim=(1, 2))
+    energy = layer.traits.effective_weight(layer, layer.weight).square().sum(dim=(1, 2))
     torch.testing.assert_close(energy, conv.gain.flatten().square(), rtol=1e-4, atol=0)
 
 
@@ -141,7 +141,7 @@ class Overriding(Centred):
 @pytest.fixture
 def registered(monkeypatch):
     """No class is known but those of this file."""
-    monkeypatch.setattr(conv_classes, "_FORMS", {})
+    monkeypatch.setattr(conv_classes, "_REGISTERED_TRAITS", {})
     register_conv(Centred, weight=centred, parameters=["temperature"])
     register_conv(StaticSame, padding_module="static_padding")
 
@@ -220,7 +220,7 @@ def test_advice_is_given_where_it_helps_alone(registered):
     assert "does not pad" in why_not_replaceable(
         StaticSame(3, 4, 3, padding_mode="reflect", **options)
     )
-    conv_classes._FORMS.clear()
+    conv_classes._REGISTERED_TRAITS.clear()
     assert "register_conv" in why_not_replaceable(StaticSame(3, 4, 3, **options))
     other = StaticSame(3, 4, 3, padding_class=nn.ReflectionPad2d, **options)
     assert "register_conv" not in why_not_replaceable(other)
