@@ -51,7 +51,9 @@ def tiny() -> nn.Module:
 @pytest.fixture
 def quick_fit(monkeypatch):
     """Fits of fewer steps, where how close they come is not the question."""
-    few = FitSettings(starts=2, starts_for_outputs_depthwise=2, rounds=2, steps_per_round=2)
+    few = FitSettings(
+        starts_for_kernels=2, starts_for_outputs_depthwise=2, rounds=2, steps_per_round=2
+    )
     monkeypatch.setattr("dcls_convert.fitting.warm_start.SETTINGS", few)
 
 
