@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 from torch import Tensor, nn
 
 from .errors import DclsConvertError
-from .given_files import image_paths
+from .input_files import image_paths
 from .networks.running import quietly
 from .progress import Note
 from .text import one_line
@@ -103,16 +103,16 @@ class PixelBatches(Sequence[Tensor]):
 
 
 def read_pixels(
-    folder: Path, size: Sequence[int] | None, note: Note, *, most: int
+    folder: Path, size: Sequence[int] | None, note: Note, *, max_images: int
 ) -> dict[Path, Tensor]:
-    """At most `most` images of a folder, in the model's size: (channels, rows, columns), uint8.
+    """Images of a folder in the model's size, (channels, rows, columns) and uint8, by their paths.
 
     They are evenly spaced over the order of the paths, so a folder of classes gives some of each.
     Files that cannot be read are left out, and `note` is told.
     """
     size = check_image_size(size)
     paths = sorted(image_paths(folder))
-    count = min(len(paths), most)
+    count = min(len(paths), max_images)
     images: dict[Path, Tensor] = {}
     for index in range(count):
         path = paths[index * len(paths) // count]

@@ -86,8 +86,8 @@ class Argument:
     help: str
     group: str  # of options in --help
     metavar: str | None = None  # what --help shows for the value; None: the words of the type
-    least: int | Decimal = 1  # of an integer or a number
-    most: int = MAX_COUNT
+    minimum: int | Decimal = 1  # of an integer or a number
+    maximum: int = MAX_COUNT
     word: str = ""  # what may be typed instead of an integer or a number
     unit: str = ""  # what may stand behind an integer or a number
     shown_default: str | None = None  # in --help, if the field's default does not say it
@@ -213,8 +213,8 @@ class PlanOptions:
             help="Parameters for the new kernels, in percent of the weights that they replace.",
             group=HOW_MANY_ELEMENTS,
             metavar="PERCENT",
-            least=MIN_PERCENT,
-            most=MAX_PERCENT,
+            minimum=MIN_PERCENT,
+            maximum=MAX_PERCENT,
             unit="%",
             overridden_by={"kernel_count": "states the count"},
         ),
@@ -238,14 +238,11 @@ class PlanOptions:
         ),
     )
 
-    def override_message(self, shown: Callable[[str], str]) -> str | None:
-        """Which options have no effect beside another one, though they differ from their defaults.
+    def override_message(self, display_name: Callable[[str], str]) -> str | None:
+        """A message about the first stated option that another one overrides; None without one.
 
         Args:
-            shown: How the message calls the option of a field.
-
-        Returns:
-            None if every option has an effect.
+            display_name: Turns a field's name into the name that the message uses.
         """
         stated = []
         for option in fields(self):
@@ -254,12 +251,13 @@ class PlanOptions:
         for option in fields(self):
             for other, reason in argument_of(option).overridden_by.items():
                 if option.name in stated and other in stated:
-                    names = [shown(name) for name in self._all_overridden_by(other)]
-                    return f"{shown(other)} {reason}, so {enumerated(names)} would have no effect"
+                    overridden = map(display_name, self._all_overridden_by(other))
+                    names = enumerated(list(overridden))
+                    return f"{display_name(other)} {reason}, so {names} would have no effect"
         return None
 
     def _all_overridden_by(self, other: str) -> list[str]:
-        """Names of all options, stated or not, that `other` leaves without effect; sorted."""
+        """Names of all options, stated or not, that `other` overrides; sorted."""
         names = []
         for option in fields(self):
             if other in argument_of(option).overridden_by:
@@ -310,10 +308,10 @@ def suggests_arguments(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
-        for name in options.keys() - known:
-            raise TypeError(
-                f"{function.__name__}() has no argument {name!r}{did_you_mean(name, known)}"
-            )
+        unknown = [name for name in options if name not in known]
+        if unknown:
+            hint = did_you_mean(unknown[0], known)
+            raise TypeError(f"{function.__name__}() has no argument {unknown[0]!r}{hint}")
         return function(*args, **options)
 
     return cast(_Function, call)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Self
 from pydantic import ConfigDict, PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
 from .errors import CheckpointError
-from .given_files import read_bytes
+from .input_files import read_bytes
 from .text import one_line, shown
 
 # pydantic's settings of records: values have exactly the stated types, and no field is unknown.

@@ -40,7 +40,7 @@ class WiderOptions(PlanOptions):
                 help="Least elements in a kernel.",
                 group="How many elements",
                 metavar="N",
-                most=99,
+                maximum=99,
                 overridden_by={"kernel_count": "states the count"},
             )
         },

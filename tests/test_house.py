@@ -34,7 +34,7 @@ PACKAGE = Path(dcls_convert.__file__).parent
 # above where a record is shown, when it is shown; and every room may take `__version__` from the
 # front door.
 ORDER = (
-    *("text", "errors", "options", "geometry", "given_files"),
+    *("text", "errors", "options", "geometry", "input_files", "picture_output"),
     *("records", "processes", "atomic_output", "tables", "progress"),
     *("eager", "depthwise", "layers", "networks", "planning", "reports"),
     *("image_files", "fitting", "surgery", "pipeline"),

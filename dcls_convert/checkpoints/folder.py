@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..given_files import check_folder
+from ..input_files import check_folder
 from ..networks.registries import TIMM_ARCHITECTURE
 from ..networks.source import ModelSource
 from ..networks.tensors_hash import tensors_hash

@@ -13,7 +13,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError
-from ..given_files import check_folder
+from ..input_files import check_folder
 from ..networks.weights import build_with_state, describe_non_finite
 from ..networks.weights_files import load_safetensors
 from ..planning.plan import ConversionPlan

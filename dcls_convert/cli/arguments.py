@@ -4,7 +4,7 @@ import difflib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -13,12 +13,11 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from ..errors import DclsConvertError
-from ..given_files import check_file, check_folder, check_images
+from ..input_files import check_file, check_folder, check_images
 from ..options import (
     AUTO,
     CALIBRATION_IMAGES,
     GROWTH,
-    HOW_MANY_ELEMENTS,
     MAX_COUNT,
     MAX_SIDE,
     PLAN_PARAMETERS,
@@ -32,21 +31,22 @@ from ..pipeline.request import ConversionRequest
 from ..text import shown
 from .completion import complete_files, complete_models, complete_rules
 
-# Groups of options in --help.
-WHAT = WHAT_TO_CONVERT
-HOW_MANY = HOW_MANY_ELEMENTS
+# Groups of options in --help; others are WHAT_TO_CONVERT and HOW_MANY_ELEMENTS.
 WHERE = "Where they start"
 OUTPUT = "Output"
 RUNNING = "How to run"
 
-DEFAULT = "convert"  # the command that is run if none is named
+DEFAULT_COMMAND = "convert"  # the command that is run if none is named
 LONGEST_CHOICES = 22  # characters of words|to|choose|from; --help would break longer ones
 SECONDS_PER_DAY = 86_400  # the longest time that an option takes
 MAX_SEED = 2**63 - 1  # of torch.Generator
 
 
 def option(panel: str, help: str, *names: str, **settings: Any) -> Any:
-    """An option in one of the groups of --help; without a name, a flag would get a --no- form."""
+    """An option in one of the groups of --help.
+
+    A flag must state its name; otherwise typer adds a --no- form.
+    """
     default_text = settings.get("show_default")
     if isinstance(default_text, str):
         # typer would write such a default in two kinds of brackets.
@@ -57,8 +57,8 @@ def option(panel: str, help: str, *names: str, **settings: Any) -> Any:
 
 def number(
     kind: type[Any],
-    least: Any,
-    most: int,
+    minimum: Any,
+    maximum: int,
     panel: str,
     help: str,
     *,
@@ -67,12 +67,12 @@ def number(
     **settings: Any,
 ) -> Any:
     """An option for a number in plain digits, or for one word."""
-    parse = number_parser(kind, least, most, word=word, unit=unit)
+    parse = number_parser(kind, minimum, maximum, word=word, unit=unit)
     return option(panel, help, parser=parse, **settings)
 
 
 def number_parser(
-    kind: type[Any], least: Any, most: int, *, word: str = "", unit: str = ""
+    kind: type[Any], minimum: Any, maximum: int, *, word: str = "", unit: str = ""
 ) -> Callable[[Any], Any]:
     """A function that reads a number in plain digits, or one word.
 
@@ -83,7 +83,7 @@ def number_parser(
     if kind is float:
         digits = r"[0-9]{1,19}(\.[0-9]{1,19})?"
         noun = "a number"
-    allowed = f"{noun} from {least} to {most}"
+    allowed = f"{noun} from {minimum} to {maximum}"
     if word:
         allowed += f", or {word}"
 
@@ -93,7 +93,7 @@ def number_parser(
         written = str(text).removesuffix(unit)
         if re.fullmatch(digits, written):
             value = kind(written)
-            if least <= value <= most:
+            if minimum <= value <= maximum:
                 return value
         raise typer.BadParameter(f"'{shown(text)}' is not {allowed}")
 
@@ -182,9 +182,9 @@ class PlainHelp:
 
         typer's default is None; to validate it, typer imports pydantic, which doubles the time.
         """
-        option = super().get_help_option(ctx)  # type: ignore[misc]
-        option.default = False
-        return option
+        help_option = super().get_help_option(ctx)  # type: ignore[misc]
+        help_option.default = False
+        return help_option
 
 
 def _no_type(ctx: Any) -> str:
@@ -210,12 +210,12 @@ class CommandGroup(PlainHelp, TyperGroup):
         for parameter in self.get_params(ctx):
             known.update(parameter.opts)
         first = args[0]
-        if DEFAULT in self.commands and first not in known:
+        if DEFAULT_COMMAND in self.commands and first not in known:
             # With a cutoff of 0.8, no registered model's name is this close to a command.
             near = difflib.get_close_matches(first, self.commands, n=1, cutoff=0.8)
             if near and not first.startswith("-"):
                 raise DclsConvertError(f"there is no command {first!r} (did you mean {near[0]!r}?)")
-            args = [DEFAULT, *args]
+            args = [DEFAULT_COMMAND, *args]
         return super().parse_args(ctx, args)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
@@ -224,7 +224,7 @@ class CommandGroup(PlainHelp, TyperGroup):
         Model names are listed only once something is typed: there are thousands.
         """
         items = super().shell_complete(ctx, incomplete)
-        default = self.commands.get(DEFAULT)
+        default = self.commands.get(DEFAULT_COMMAND)
         if not incomplete or default is None:
             return items
         completing: Any = default.params[0]  # MODEL
@@ -321,8 +321,8 @@ def _planning_argument(option_field: Field[Any]) -> Any:
         Any,
         number(
             kind,
-            stated.least,
-            stated.most,
+            stated.minimum,
+            stated.maximum,
             panel,
             help,
             word=stated.word,
@@ -333,17 +333,18 @@ def _planning_argument(option_field: Field[Any]) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Network:
+class NetworkOptions:
     """The network to convert, and how: the fields of a request that several commands take."""
 
     model: Annotated[str, argument("MODEL", MODEL_HELP, complete_models)]
-    pretrained: Annotated[bool, option(WHAT, PRETRAINED_HELP, "--pretrained")] = False
-    checkpoint: Annotated[Path | None, option(WHAT, WEIGHTS_HELP, metavar="FILE")] = None
+    pretrained: Annotated[bool, option(WHAT_TO_CONVERT, PRETRAINED_HELP, "--pretrained")] = False
+    checkpoint: Annotated[Path | None, option(WHAT_TO_CONVERT, WEIGHTS_HELP, metavar="FILE")] = None
     num_classes: Annotated[
-        int | None, number(int, 0, MAX_COUNT, WHAT, "Classes of the model's head.", metavar="N")
+        int | None,
+        number(int, 0, MAX_COUNT, WHAT_TO_CONVERT, "Classes of the model's head.", metavar="N"),
     ] = None
     in_chans: Annotated[
-        int | None, number(int, 1, MAX_COUNT, WHAT, "Input channels.", metavar="N")
+        int | None, number(int, 1, MAX_COUNT, WHAT_TO_CONVERT, "Input channels.", metavar="N")
     ] = None
     options: PlanOptions = field(default_factory=PlanOptions)
     calibrate: Annotated[Path | None, option(WHERE, IMAGES_HELP, metavar="FOLDER")] = None
@@ -392,40 +393,38 @@ class Network:
 
 
 def expand_options(
-    command: Callable[..., None], *, but: Container[str] = ()
+    command: Callable[..., None], *, omit: Container[str] = ()
 ) -> Callable[..., None]:
-    """Give a command the fields of `Network` and `PlanOptions` as arguments of its own.
+    """Give a command the fields of `NetworkOptions` and `PlanOptions` as arguments of its own.
 
     `def models(options: PlanOptions, pattern=None)` becomes `def models(*, dilated_size="auto",
-    kernel_count="auto", ..., pattern=None)`; a `network: Network` becomes its fields, with those
-    of `PlanOptions` in place of its `options`. Fields in `but` are no arguments, and keep defaults.
+    kernel_count="auto", ..., pattern=None)`; `network_options: NetworkOptions` becomes its fields,
+    with those of `PlanOptions` in place of its `options`. Fields in `omit` are no arguments, and
+    keep their defaults.
     """
-    annotations = planning_arguments(PlanOptions)
-    planning = []
-    for parameter in PLAN_PARAMETERS:
-        if parameter.name not in but:
-            planning.append(parameter.replace(annotation=annotations[parameter.name]))
-    network_fields = inspect.signature(Network, eval_str=True).parameters
-    network = []
-    for name, parameter in network_fields.items():
-        if name == "options":
-            network += planning
-        else:
-            network.append(parameter)
-    fields_of_record: dict[Any, list[inspect.Parameter]] = {PlanOptions: planning, Network: network}
-
-    command_parameters = inspect.signature(command, eval_str=True).parameters
+    plan_parameters = _plan_parameters(omit)
+    network_parameters = _network_parameters(plan_parameters)
+    plan_names = [parameter.name for parameter in plan_parameters]
+    network_names = [each.name for each in network_parameters if each.name not in plan_names]
     parameters = []
-    for parameter in command_parameters.values():
-        replacements = fields_of_record.get(parameter.annotation, [parameter])
-        parameters += [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in replacements]
+    takes_network = False
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        replacements = [parameter]
+        if parameter.annotation is NetworkOptions:
+            takes_network = True
+            replacements = network_parameters
+        elif parameter.annotation is PlanOptions:
+            replacements = plan_parameters
+        for replacement in replacements:
+            parameters.append(replacement.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     @functools.wraps(command)
     def call(**values: Any) -> None:
-        options = _plan_options({each.name: values.pop(each.name) for each in planning})
-        if "network" in command_parameters:
-            others = {name: values.pop(name) for name in network_fields if name != "options"}
-            values["network"] = Network(options=options, **others)
+        plan_values = {name: values.pop(name) for name in plan_names}
+        options = _plan_options(plan_values)
+        if takes_network:
+            network_values = {name: values.pop(name) for name in network_names}
+            values["network_options"] = NetworkOptions(options=options, **network_values)
         else:
             values["options"] = options
         command(**values)
@@ -435,18 +434,40 @@ def expand_options(
     return call
 
 
-def changed_options(record: Network | PlanOptions) -> dict[str, Any]:
+def _plan_parameters(omit: Container[str]) -> list[inspect.Parameter]:
+    """The fields of `PlanOptions`, annotated for typer, without those in `omit`."""
+    annotations = planning_arguments(PlanOptions)
+    parameters = []
+    for parameter in PLAN_PARAMETERS:
+        if parameter.name not in omit:
+            parameters.append(parameter.replace(annotation=annotations[parameter.name]))
+    return parameters
+
+
+def _network_parameters(plan_parameters: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
+    """The fields of `NetworkOptions`, with planning options in place of its `options`."""
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(NetworkOptions, eval_str=True).parameters.items():
+        if name == "options":
+            parameters += plan_parameters
+        else:
+            parameters.append(parameter)
+    return parameters
+
+
+def changed_options(record: NetworkOptions | PlanOptions) -> dict[str, Any]:
     """The options that differ from their defaults."""
     values = {}
-    for option in fields(record):
-        value = getattr(record, option.name)
-        if option.name not in ("model", "options") and value != option.default:
-            values[option.name] = value
+    for record_field in fields(record):
+        name = record_field.name
+        value = getattr(record, name)
+        if name not in ("model", "options") and value != record_field.default:
+            values[name] = value
     return values
 
 
 def _plan_options(values: Mapping[str, Any]) -> PlanOptions:
-    """Read the rules; refuse an option that would have no effect beside another one."""
+    """Read the rules; refuse an option that another one overrides."""
     options = PlanOptions(**values)
     conflict = options.override_message(option_name)
     if conflict is not None:

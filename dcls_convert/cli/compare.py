@@ -12,7 +12,14 @@ import typer
 
 from ..atomic_output import new_file
 from ..errors import DclsConvertError
-from ..options import MIRRORED, POSITION_LR_SCALE, POSITIONS, Augmentation, Positions
+from ..options import (
+    MIRRORED,
+    POSITION_LR_SCALE,
+    POSITIONS,
+    WHAT_TO_CONVERT,
+    Augmentation,
+    Positions,
+)
 from ..pipeline.request import ConversionRequest
 from ..progress import silent
 from ..text import shown
@@ -20,10 +27,9 @@ from . import console
 from .arguments import (
     OUTPUT,
     RUNNING,
-    WHAT,
     WHERE,
     Json,
-    Network,
+    NetworkOptions,
     changed_options,
     choice,
     expand_options,
@@ -31,6 +37,7 @@ from .arguments import (
     option,
     refuse,
 )
+from .output_name import folder_of_model
 from .sweep import SIZES
 
 if TYPE_CHECKING:
@@ -43,8 +50,8 @@ COMPARISON_PAGE = "comparison.html"
 EPOCHS = 30
 IMAGES_PER_UPDATE = 64
 SEEDS = 3
-# From the paper's start, elements hardly leave the centre in trainings as short as these. Spread
-# over the old kernel, they made networks better in the mean of 12 pairs of runs:
+# With the paper's start, elements hardly leave the centre in training this short. Spread over the
+# old kernel instead, they improved networks on average over 12 pairs of runs:
 # benchmarks/results.md, "Emoji, compared".
 START: Positions = "kernel"
 MAX_COUNTED = 10**6  # epochs, minutes, seeds, or images in an update
@@ -81,7 +88,7 @@ def _part(text: str) -> tuple[int, int]:
     return part
 
 
-def _count(help: str, panel: str, **settings: Any) -> Any:
+def _count(panel: str, help: str, **settings: Any) -> Any:
     return number(int, 1, MAX_COUNTED, panel, help, metavar="N", **settings)
 
 
@@ -108,21 +115,21 @@ MIRRORED_SHARE = number(
 STARTS_OPTION = option(WHERE, STARTS_HELP, metavar="P,P", parser=_starts, show_default=START)
 
 
-@functools.partial(expand_options, but=("dilated_size",))
+@functools.partial(expand_options, omit=("dilated_size",))
 def compare(
-    network: Network,
+    network_options: NetworkOptions,
     data: Annotated[Path | None, option(DATA, DATA_HELP, metavar="FOLDER")] = None,
     dataset: Annotated[str, option(DATA, DATASET_HELP, metavar="NAME", show_default=False)] = "",
     sizes: Annotated[Any, SIZES] = None,
     positions: Annotated[Any, STARTS_OPTION] = None,
-    ablate: Annotated[bool, option(WHAT, ABLATE_HELP, "--ablate")] = False,
+    ablate: Annotated[bool, option(WHAT_TO_CONVERT, ABLATE_HELP, "--ablate")] = False,
     epochs: Annotated[
-        int | None, _count("Epochs per run.", TRAINING, show_default=str(EPOCHS))
+        int | None, _count(TRAINING, "Epochs per run.", show_default=str(EPOCHS))
     ] = None,
-    minutes: Annotated[int | None, _count(MINUTES_HELP, TRAINING)] = None,
-    seeds: Annotated[int, _count(SEEDS_HELP, TRAINING)] = SEEDS,
+    minutes: Annotated[int | None, _count(TRAINING, MINUTES_HELP)] = None,
+    seeds: Annotated[int, _count(TRAINING, SEEDS_HELP)] = SEEDS,
     batch_size: Annotated[
-        int, _count("Images per update and process.", TRAINING)
+        int, _count(TRAINING, "Images per update and process.")
     ] = IMAGES_PER_UPDATE,
     lr: Annotated[
         float | None,
@@ -165,8 +172,7 @@ def compare(
     intervals over seeds.
     """
     if output is None:
-        _, _, name = network.model.rpartition(":")
-        output = Path(f"{Path(name).name}-comparison")
+        output = folder_of_model(network_options.model, "-comparison")
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     two_lengths = epochs is not None and minutes is not None
     refuse(
@@ -174,7 +180,7 @@ def compare(
         (data is None and not dataset, "give --data FOLDER or --dataset NAME"),
         (two_lengths, "--epochs and --minutes exclude each other"),
         (
-            positions and network.trained,
+            positions and network_options.trained,
             "--positions is for random starts; trained kernels state their own",
         ),
         (
@@ -183,10 +189,10 @@ def compare(
         ),
         (output.exists() and not output.is_dir(), f"output {output}: is not a folder"),
     )
-    request = network.request()
+    request = network_options.request()
     # Of the processes that accelerate launch or torchrun has started.
     first_process = os.environ.get("RANK", "0") == "0"
-    with console.steps(network.model, "planning", quiet=not first_process) as notify:
+    with console.steps(network_options.model, "planning", quiet=not first_process) as notify:
         from ..compare.arms import check_arms, make_arms
         from ..compare.comparison import train_pending
         from ..compare.run_plan import plan_runs_
@@ -198,11 +204,11 @@ def compare(
 
         note = console.note if first_process else silent
         accelerator = accelerator_for(device=device, mixed_precision="bf16" if amp else None)
-        starts = positions or ["normal" if network.trained else START]
+        starts = positions or ["normal" if network_options.trained else START]
         arms = make_arms(sizes or [None], starts, ablate=ablate)
         check_arms(request, arms)
         notify("reading the images")
-        images = open_images(data, dataset, classes=network.num_classes, note=note)
+        images = open_images(data, dataset, classes=network_options.num_classes, note=note)
         request = _with_classes_of(images, request)
         recipe = recipe_for(
             epochs=epochs or EPOCHS,
@@ -210,7 +216,7 @@ def compare(
             lr=lr,
             position_lr_scale=position_lr_scale,
             processes=accelerator.num_processes,
-            trained=network.trained,
+            trained=network_options.trained,
         )
         settings = settings_for(
             request,

@@ -92,8 +92,8 @@ def message(text: str, style: str = "") -> None:
         _drop(sys.stderr)
 
 
-def note(text: str, *_: int) -> None:
-    """A `Notify` for what a user should know."""
+def note(text: str) -> None:
+    """A `Note`: print what the user should know."""
     message(f"note: {text}", style="yellow")
 
 

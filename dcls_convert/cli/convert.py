@@ -6,25 +6,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ..atomic_output import check_output
-from ..given_files import PLOT_LIBRARY, can_plot, check_folder
+from ..input_files import check_folder
 from ..options import (
     ERROR_SCOPE,
+    WHAT_TO_CONVERT,
     AuthorsVersion,
     Init,
     PlanOptions,
     Positions,
     command_line,
 )
+from ..picture_output import PLOT_LIBRARY, can_plot
 from ..progress import silent
 from . import console
 from .arguments import (
     MAX_SEED,
     OUTPUT,
-    WHAT,
     WHERE,
     Force,
     Json,
-    Network,
+    NetworkOptions,
     Quiet,
     changed_options,
     choice,
@@ -86,9 +87,10 @@ VERBOSE = option(
 
 @expand_options
 def convert(
-    network: Network,
+    network_options: NetworkOptions,
     plan: Annotated[
-        Path | None, option(WHAT, PLAN_HELP, metavar="FOLDER", autocompletion=complete_files)
+        Path | None,
+        option(WHAT_TO_CONVERT, PLAN_HELP, metavar="FOLDER", autocompletion=complete_files),
     ] = None,
     init: Annotated[Init, choice(Init, WHERE, INIT_HELP)] = "auto",
     positions: Annotated[Positions, choice(Positions, WHERE, POSITIONS_HELP)] = "normal",
@@ -112,11 +114,13 @@ def convert(
         "--force": force,
         "--output": output,
         "--html": html,
-        "--calibrate": network.calibrate,
+        "--calibrate": network_options.calibrate,
     }
     for name, value in needs_a_run.items():
         refuse((dry_run and value, f"{name} has no effect with --dry-run"))
-    makes_a_plan = network.options != PlanOptions() or network.input_size is not None
+    makes_a_plan = (
+        network_options.options != PlanOptions() or network_options.input_size is not None
+    )
     refuse(
         (quiet and verbose > 0, "--quiet and --verbose exclude each other"),
         (
@@ -129,11 +133,11 @@ def convert(
             "--plan applies a plan unchanged; omit the planning options",
         ),
         (
-            dry_run and network.options.scope == ERROR_SCOPE and network.trained,
+            dry_run and network_options.options.scope == ERROR_SCOPE and network_options.trained,
             "--scope error measures what kernels lose; --dry-run reads none",
         ),
     )
-    request = network.request(
+    request = network_options.request(
         init=init,
         positions=positions,
         authors_version=authors_version,
@@ -150,7 +154,7 @@ def convert(
         check_output_named_by_options(request, force=force)
     if plan is not None:
         check_folder(plan)
-    with console.steps(network.model, "planning", quiet=quiet) as notify:
+    with console.steps(network_options.model, "planning", quiet=quiet) as notify:
         from ..compare.timing import check_device
         from ..pipeline.loaded import LoadedNetwork
         from ..reports.predict import predict_report
@@ -178,18 +182,22 @@ def convert(
     elif quiet:
         console.show(str(output))
     else:
-        advice = replace(ON_COMMAND_LINE, cheaper_sizes=f"cheaper sizes: {_sweep_command(network)}")
+        advice = replace(
+            ON_COMMAND_LINE, cheaper_sizes=f"cheaper sizes: {_sweep_command(network_options)}"
+        )
         report = replace(report, outcome=None)  # `next_steps` tells it, with the checkpoint
         console.show(report_view(report, verbose=verbose, advice=advice), *steps)
 
 
-def _sweep_command(network: Network) -> str:
+def _sweep_command(network_options: NetworkOptions) -> str:
     """The command that shows the costs of other sizes."""
     values = {}
-    for name, value in (changed_options(network) | changed_options(network.options)).items():
+    for name, value in (
+        changed_options(network_options) | changed_options(network_options.options)
+    ).items():
         if name in DECIDE_MACS:
             values[name] = value
-    return command_line(network.model, values, command="sweep")
+    return command_line(network_options.model, values, command="sweep")
 
 
 def _resolve(loaded: "LoadedNetwork", plan: Path | None) -> "ResolvedRequest":

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ..atomic_output import check_output, new_file, why_not_a_file
-from ..options import PlanOptions
+from ..options import WHAT_TO_CONVERT, PlanOptions
 from ..pipeline.request import ConversionRequest
 from . import console
 from .arguments import (
@@ -12,7 +12,6 @@ from .arguments import (
     OUTPUT,
     RUNNING,
     SECONDS_PER_DAY,
-    WHAT,
     Force,
     InputSize,
     argument,
@@ -28,7 +27,10 @@ if TYPE_CHECKING:
 SECONDS = 180
 RESULTS = Path("dcls-convert-gpu.json")
 WINDOW = option(
-    WHAT, "Window: a size, a growth, or auto.", metavar="SIZE", parser=parse_window_or_auto
+    WHAT_TO_CONVERT,
+    "Window: a size, a growth, or auto.",
+    metavar="SIZE",
+    parser=parse_window_or_auto,
 )
 TIME = number(
     int, 1, SECONDS_PER_DAY, RUNNING, "After this time, no measurement is begun.", metavar="N"

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from ..atomic_output import check_output, new_file, why_not_a_file
-from ..given_files import check_file, check_images, check_picture
+from ..input_files import check_file, check_images
 from ..options import FigureName
+from ..picture_output import check_picture
 from . import console
 from .arguments import (
     OUTPUT,

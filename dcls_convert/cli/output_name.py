@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..atomic_output import check_output
+from ..geometry import size_text
 from ..options import AUTO, ERROR_SCOPE
 from ..pipeline.request import ConversionRequest
 
@@ -33,12 +34,13 @@ def default_output(loaded: "LoadedNetwork", resolved: "ResolvedRequest") -> Path
     if resolved.authors_weights is None:
         start = _start_suffix(loaded.request)
     assert loaded.source is not None
-    return _output_of(loaded.source.name, size, start)
+    return folder_of_model(loaded.source.name, f"-dcls{size}{start}")
 
 
-def _output_of(model_name: str, size: str, start: str) -> Path:
+def folder_of_model(model_name: str, suffix: str) -> Path:
+    """The model's name without its registry or folders, and the suffix."""
     _, _, name = model_name.rpartition(":")
-    return Path(f"{Path(name).name}-dcls{size}{start}")
+    return Path(f"{Path(name).name}{suffix}")
 
 
 def _start_suffix(request: ConversionRequest) -> str:
@@ -50,23 +52,22 @@ def _start_suffix(request: ConversionRequest) -> str:
 
 
 def check_output_named_by_options(request: ConversionRequest, *, force: bool) -> None:
-    """Refuse a default output that exists, if its name is known before the network is planned.
+    """Refuse an existing default output whose name follows from the options alone.
 
-    It is for a size that is stated for all layers, and weights that have no elements of their own.
+    It does if one size holds for all layers, and the weights cannot be of the authors' package.
     """
     size = request.options.dilated_size
     is_known = request.options.rules == AUTO and request.weights is None
     if is_known and isinstance(size, int | tuple) and isinstance(request.model, str):
         sides = size if isinstance(size, tuple) else (size,)
-        output = _output_of(request.model, _short_size(sides), _start_suffix(request))
+        suffix = f"-dcls{_short_size(sides)}{_start_suffix(request)}"
+        output = folder_of_model(request.model, suffix)
         if output.exists():
             check_output(output, force=force, why_keep=why_keep_output)
 
 
 def _short_size(size: tuple[int, ...]) -> str:
     """ "17" for (17, 17), "17x9" for (17, 9)."""
-    from ..geometry import size_text
-
     if len(set(size)) == 1:
         return str(size[0])
     return size_text(size)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..given_files import builtin_rules
+from ..input_files import builtin_rules
 from ..options import PlanOptions
 from ..text import counted
 from . import console

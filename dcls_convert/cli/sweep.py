@@ -9,11 +9,11 @@ import typer
 
 from ..atomic_output import check_output, new_file, why_not_a_file
 from ..errors import PlanError
-from ..given_files import check_picture
 from ..options import (
     AUTO,
     CPU_BATCH,
     GPU_BATCH,
+    HOW_MANY_ELEMENTS,
     MAX_ADDED_MACS_PERCENT,
     MAX_COUNT,
     MAX_PERCENT,
@@ -22,16 +22,16 @@ from ..options import (
     TIMING_SECONDS,
     command_line,
 )
+from ..picture_output import check_picture
 from ..text import shown
 from . import console
 from .arguments import (
-    HOW_MANY,
     OUTPUT,
     SECONDS_PER_DAY,
     Csv,
     Force,
     Json,
-    Network,
+    NetworkOptions,
     changed_options,
     expand_options,
     number,
@@ -69,7 +69,7 @@ def list_option(
                 raise typer.BadParameter(f"'{shown(part)}' is not a list of {what}")
         return list(dict.fromkeys(values))
 
-    return option(HOW_MANY, help, metavar=metavar, parser=parse_list)
+    return option(HOW_MANY_ELEMENTS, help, metavar=metavar, parser=parse_list)
 
 
 def _numbers_between(
@@ -134,9 +134,9 @@ TIME_HELP = "Measure a forward pass and a training step of every row and of the 
 PICTURE_HELP = "Draw cost and gain; needs matplotlib, the extra plot."
 
 
-@functools.partial(expand_options, but=("dilated_size", "kernel_count", "budget"))
+@functools.partial(expand_options, omit=("dilated_size", "kernel_count", "budget"))
 def sweep(
-    network: Network,
+    network_options: NetworkOptions,
     sizes: Annotated[Any, SIZES] = None,
     counts: Annotated[Any, COUNTS] = None,
     budgets: Annotated[Any, BUDGETS] = None,
@@ -163,7 +163,7 @@ def sweep(
     One row each; the last line is the command for the recommended size.
     """
     rows = len(sizes or [None]) * len(counts or budgets or [None])
-    scoped = network.options.scope != AUTO
+    scoped = network_options.options.scope != AUTO
     needs_time = {
         "--device": device,
         "--batch-size": batch_size,
@@ -179,11 +179,11 @@ def sweep(
     )
     for name, value in needs_time.items():
         refuse((value and not time, f"{name} is for --time"))
-    request = network.request()
+    request = network_options.request()
     if picture is not None:
         check_picture(picture, "--picture")
         check_output(picture, force=force, why_keep=why_not_a_file)
-    with console.steps(network.model, "planning") as notify:
+    with console.steps(network_options.model, "planning") as notify:
         from ..compare.make_sweep import combinations, default_sizes, make_sweep
         from ..compare.timing import timing_settings
         from ..depthwise import choices
@@ -198,7 +198,7 @@ def sweep(
         sweep = make_sweep(
             loaded,
             requested,
-            functools.partial(_command, network),
+            functools.partial(_command, network_options),
             timing=timing,
             max_added_percent=slower,
         )
@@ -217,7 +217,7 @@ def sweep(
     if picture is not None:
         with new_file(picture, force=force) as partial:
             partial.write_bytes(draw_sweep(sweep, picture.suffix))
-        console.message(f"{network.model}: wrote {picture}")
+        console.message(f"{network_options.model}: wrote {picture}")
     if sweep.interrupted:
         raise KeyboardInterrupt
     if not any(row.status == "done" for row in sweep.rows):
@@ -234,12 +234,12 @@ def _first_reason(rows: Sequence["SweepRow"]) -> str | None:
     return first_combination.reason
 
 
-def _command(network: Network, combination: "Combination") -> str:
+def _command(network_options: NetworkOptions, combination: "Combination") -> str:
     """The command that converts as a row of the sweep does."""
-    values = changed_options(network)
+    values = changed_options(network_options)
     values["dilated_size"] = combination.size
     values["kernel_count"] = combination.kernel_count
     if combination.budget is not None:
         values["budget"] = f"{combination.budget:.12g}%"
-    values |= changed_options(network.options)
-    return command_line(network.model, values)
+    values |= changed_options(network_options.options)
+    return command_line(network_options.model, values)

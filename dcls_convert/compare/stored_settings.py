@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..atomic_output import new_file
 from ..errors import CheckpointError, OutputExistsError
-from ..given_files import is_checkpoint
+from ..input_files import is_checkpoint
 from ..tuning.training_state import STATE
 from .settings import SETTINGS, Settings, with_epochs
 from .trainer import FINISHED, RUNS, Trainer

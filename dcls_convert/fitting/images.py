@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError
-from ..given_files import check_images
 from ..image_files import (
     Normalisation,
     PixelBatches,
@@ -24,6 +23,7 @@ from ..image_files import (
     read_pixels,
     to_pixels,
 )
+from ..input_files import check_images
 from ..options import CALIBRATION_IMAGES
 from ..planning.plan import ConversionPlan
 from ..progress import Note, silent
@@ -105,14 +105,14 @@ def calibrate(
             raise DclsConvertError("calibration: a Calibration states what it holds out itself")
         return images
     image_axes = 3 if plan.input_size is None else len(plan.input_size)
-    most = CALIBRATION_IMAGES if most_images is None else most_images
+    max_images = CALIBRATION_IMAGES if most_images is None else most_images
 
     def read(source: Images, *, holds_out: bool) -> Calibration:
         if isinstance(source, str | Path):
             size = check_image_size(plan.input_size)
             normalisation = normalisation_of(model, size[0], mean, std)
             return _read_folder(
-                Path(source), size, normalisation, note, most=most, holds_out=holds_out
+                Path(source), size, normalisation, note, max_images=max_images, holds_out=holds_out
             )
         batches = tuple(_given_batches(source, image_axes, plan.input_size))
         _refuse_infinite(batches)
@@ -157,11 +157,11 @@ def _read_folder(
     normalisation: Normalisation,
     note: Note,
     *,
-    most: int,
+    max_images: int,
     holds_out: bool,
 ) -> Calibration:
     check_images(folder)
-    pixels_of_path = read_pixels(folder, size, note, most=most)
+    pixels_of_path = read_pixels(folder, size, note, max_images=max_images)
     count = len(pixels_of_path)
     held_out_every = max(HELD_OUT_EVERY, math.ceil(count / MAX_FILES_HELD_OUT))
     first_held_out = held_out_every - 1

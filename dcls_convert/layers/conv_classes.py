@@ -115,7 +115,10 @@ def register_conv(
 def find_traits(conv: nn.Module) -> ConvTraits | None:
     """What the class of this convolution does; None for a forward of its own, not registered."""
     plain_traits = [(base, PLAIN) for base in CONV_CLASSES.values()]
-    all_traits: list[tuple[type[nn.Module], ConvTraits]] = [*plain_traits, *_REGISTERED_TRAITS.items()]
+    all_traits: list[tuple[type[nn.Module], ConvTraits]] = [
+        *plain_traits,
+        *_REGISTERED_TRAITS.items(),
+    ]
     for known_class, traits in reversed(all_traits):  # the last one registered wins
         if issubclass(type(conv), known_class) and _computes_alike(type(conv), known_class):
             return traits

@@ -107,14 +107,14 @@ class DclsConvNd(Tieable):
         self.groups = groups
         self.kernel_count = kernel_count
         self.dilated_kernel_size = self._one_per_axis(
-            "dilated_kernel_size", dilated_kernel_size, least=1
+            "dilated_kernel_size", dilated_kernel_size, minimum=1
         )
-        self.stride = self._one_per_axis("stride", stride, least=1)
+        self.stride = self._one_per_axis("stride", stride, minimum=1)
         if isinstance(padding, str):
             self.padding = padding
         else:
-            self.padding = self._one_per_axis("padding", padding, least=0)
-        self.dilation = self._one_per_axis("dilation", dilation, least=1)
+            self.padding = self._one_per_axis("padding", padding, minimum=0)
+        self.dilation = self._one_per_axis("dilation", dilation, minimum=1)
         self.padding_mode = padding_mode
         self.interpolation = interpolation
         self.dense_axes = tuple(sorted(dense_axes))
@@ -150,15 +150,15 @@ class DclsConvNd(Tieable):
     def _on_every_axis(self, value: int) -> tuple[int, ...]:
         return tuple(value for _ in range(self.dims))
 
-    def _one_per_axis(self, name: str, value: IntOrTuple, least: int) -> tuple[int, ...]:
+    def _one_per_axis(self, name: str, value: IntOrTuple, minimum: int) -> tuple[int, ...]:
         if isinstance(value, Sequence):
             sizes = tuple(value)
         else:
             sizes = self._on_every_axis(value)
-        all_allowed = all(type(size) is int and size >= least for size in sizes)
+        all_allowed = all(type(size) is int and size >= minimum for size in sizes)
         if len(sizes) != self.dims or not all_allowed:
             raise ValueError(
-                f"{name}={value!r} must be an integer of at least {least}, or {self.dims} of them"
+                f"{name}={value!r} must be an integer of at least {minimum}, or {self.dims} of them"
             )
         return sizes
 

@@ -167,10 +167,12 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
 def _why_skipped(conv: AnyConv, modules_by_parameter: Mapping[int, Sequence[str]]) -> str | None:
     """Why a convolution cannot be replaced; None if it can."""
     reason = why_not_replaceable(conv)
+    if reason is not None:
+        return reason
     holders = modules_by_parameter[id(conv.weight)]
-    if reason is None and len(holders) > 1:
-        reason = f"its weight is shared with {' and '.join(holders)}"
-    return reason
+    if len(holders) > 1:
+        return f"its weight is shared with {' and '.join(holders)}"
+    return None
 
 
 def check_module(model: object) -> None:

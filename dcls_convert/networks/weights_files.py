@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..given_files import check_file
+from ..input_files import check_file
 from ..progress import Note, silent
 from ..text import listed, one_line, shown
 

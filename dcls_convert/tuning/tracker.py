@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, DclsConvertError
 from ..geometry import position_limits
-from ..given_files import read_bytes
+from ..input_files import read_bytes
 from ..layers.position_statistics import (
     bin_indices,
     border_share,

@@ -16,7 +16,7 @@ from ..tables import Column, Table, indented, title
 from ..text import counted
 from ..tuning.tracker import TRACK
 from .history import read_history
-from .number_text import exact, short_count
+from .number_text import short_count, with_separators
 from .page import filled_page
 
 MINUTE = 60
@@ -58,7 +58,8 @@ def answer_notes(comparison: Comparison) -> list[str]:
         return []
     correction = comparison.correction
     notes = [
-        "difference ±: 95 %, over seeds and test images together, of each network alone.",
+        "difference ±: half width of the 95 % confidence interval over seeds and test images, "
+        "not corrected for the number of conversions or looks.",
         "detectable: with these images and seeds, a difference of this many points would have "
         "been seen four times in five.",
     ]
@@ -67,7 +68,8 @@ def answer_notes(comparison: Comparison) -> list[str]:
     if correction.looks > 1:
         notes.append(
             f"The number of seeds was changed after {counted(correction.looks - 1, 'look')}, "
-            f"so claims need a level of {100 * correction.level:.3g} %, not {100 * LEVEL:g} %."
+            f"so claims need a significance level of {100 * correction.level:.3g} %, "
+            f"not {100 * LEVEL:g} %."
         )
     return notes
 
@@ -100,7 +102,7 @@ def _half_width(interval: Interval) -> str:
 
 COST_COLUMNS: list[Column[ArmResult]] = [
     Column("network", lambda arm: arm.label),
-    Column("parameters", lambda arm: arm.params, exact),
+    Column("parameters", lambda arm: arm.params, with_separators),
     Column("MACs", lambda arm: arm.macs, short_count),
     Column("ms a step", lambda arm: arm.step_ms, "{:.0f}".format),
     Column("images a second", lambda arm: arm.images_per_second, "{:.0f}".format),
@@ -185,9 +187,9 @@ def comparison_page(comparison: Comparison, folder: Path) -> str:
     facts = {
         "Epochs": str(settings.recipe.epochs),
         "Seeds": str(len(seeds)),
-        "Images to train on": exact(settings.train_images),
-        "Images to test with": exact(settings.test_images),
-        "Classes": exact(settings.classes),
+        "Images to train on": with_separators(settings.train_images),
+        "Images to test with": with_separators(settings.test_images),
+        "Classes": with_separators(settings.classes),
     }
     labels = [arm.label for arm in comparison.arms]
     networks_and_seeds = []  # of each run, as places in the lists of both

@@ -8,7 +8,7 @@ from ..geometry import size_text
 from ..reports.report import Change, ConversionReport, LayerReport
 from ..tables import Column, Table
 from ..text import span
-from .number_text import arrow, exact, in_one_unit, percent
+from .number_text import before_after, in_one_unit, percent, with_separators
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +97,9 @@ STAGE_COLUMNS: list[Column[LayerTotals]] = [
 
 
 def stage_table(report: ConversionReport) -> Table[LayerTotals]:
-    return costs_table(STAGE_COLUMNS, stage_rows(report.layers), lambda row: arrow(row.params))
+    return costs_table(
+        STAGE_COLUMNS, stage_rows(report.layers), lambda row: before_after(row.params)
+    )
 
 
 def costs_table(
@@ -112,7 +114,7 @@ def costs_table(
     write_macs, unit = in_one_unit(macs)
     costs: list[Column[LayerTotals]] = [
         Column("Parameters", params),
-        Column(f"MACs{unit}", lambda row: arrow(row.macs, write_macs)),
+        Column(f"MACs{unit}", lambda row: before_after(row.macs, write_macs)),
         _error_column(rows),
     ]
     return Table([*columns, *costs], rows)
@@ -154,9 +156,9 @@ def model_table(report: ConversionReport) -> Table[ModelCost]:
 
     columns: list[Column[ModelCost]] = [
         Column("Whole model", lambda row: row.name),
-        Column("Before", lambda row: exact(row.change.before)),
-        Column("After", lambda row: exact(row.change.after)),
-        Column("Change", lambda row: exact(row.change.delta, "+")),
+        Column("Before", lambda row: with_separators(row.change.before)),
+        Column("After", lambda row: with_separators(row.change.after)),
+        Column("Change", lambda row: with_separators(row.change.delta, "+")),
         Column("", change_in_percent),
     ]
     return Table(columns, rows, style=style)

@@ -157,18 +157,20 @@ def kernel_pictures(
     for position_set in position_sets(plan):
         for layer in position_set.layers:
             parameters[layer.name] = position_set.parameters
-    most = _shown_kernels(plan)
+    max_kernels = _kernels_per_layer(plan)
     pictures = []
     for layer in plan.layers:
-        weight = _elements_weight(layer, state, model).float().cpu()
-        shared = {}
-        for kind, name in parameters[layer.name].items():
-            shared[kind] = state[name].float().cpu()
-        pictures.append(_strongest(layer, weight, most=most, **shared))
+        weight = _element_weights(layer, state, model).float().cpu()
+        names = parameters[layer.name]
+        positions = state[names["positions"]].float().cpu()
+        sigma = None
+        if "sigma" in names:
+            sigma = state[names["sigma"]].float().cpu()
+        pictures.append(_strongest_kernels(layer, weight, positions, sigma, max_kernels))
     return tuple(pictures)
 
 
-def _shown_kernels(plan: ConversionPlan) -> int:
+def _kernels_per_layer(plan: ConversionPlan) -> int:
     """How many kernels of each layer are shown, so that the page does not become too large."""
     numbers = 0  # for one kernel of each layer: its cells, and two coordinates and a weight each
     for layer in plan.layers:
@@ -176,7 +178,7 @@ def _shown_kernels(plan: ConversionPlan) -> int:
     return max(1, min(MAX_KERNELS, MAX_KERNEL_NUMBERS // max(numbers, 1)))
 
 
-def _elements_weight(
+def _element_weights(
     layer: LayerPlan, state: Mapping[str, Tensor], model: nn.Module | None
 ) -> Tensor:
     """The weights (O, I, *dense, E) from which the layer's kernels are constructed."""
@@ -194,10 +196,17 @@ def _elements_weight(
     return state[name]
 
 
-def _strongest(
-    layer: LayerPlan, weight: Tensor, positions: Tensor, sigma: Tensor | None = None, *, most: int
+def _strongest_kernels(
+    layer: LayerPlan, weight: Tensor, positions: Tensor, sigma: Tensor | None, max_kernels: int
 ) -> LayerKernels:
-    """Weights (O, I, *dense, E), positions and sigma (A, O, I, *dense, E)."""
+    """The `max_kernels` kernels with the most energy.
+
+    Args:
+        layer: Its plan.
+        weight: (O, I, *dense, E).
+        positions, sigma: (A, O, I, *dense, E).
+        max_kernels: Fewer if the layer has fewer.
+    """
     kernels = construct_kernel(
         weight,
         positions,
@@ -207,7 +216,7 @@ def _strongest(
         dense_axes=layer.dense_axes,
     ).flatten(0, 1)  # (O * I, *window)
     energies = kernels.double().square().flatten(1).sum(1)  # (O * I,)
-    chosen = energies.argsort(descending=True, stable=True)[:most]  # (N,)
+    chosen = energies.argsort(descending=True, stable=True)[:max_kernels]  # (N,)
     energy = float(energies.sum())
     energy_share = 1.0
     if energy > 0:

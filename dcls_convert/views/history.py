@@ -148,15 +148,15 @@ def _moving_records(records: Sequence[TrackRecord]) -> list[TrackRecord]:
     numbers = 0  # in one record
     for row in records[0].positions:
         numbers += sum(_followed_counts(row)) + sum(map(len, row.histograms))
-    most = max(2, MAX_FRAME_NUMBERS // max(numbers, 1))
-    return [records[index] for index in _evenly_spaced(len(records), most)]
+    max_records = max(2, MAX_FRAME_NUMBERS // max(numbers, 1))
+    return [records[index] for index in _evenly_spaced(len(records), max_records)]
 
 
-def _evenly_spaced(count: int, most: int) -> list[int]:
+def _evenly_spaced(count: int, max_records: int) -> list[int]:
     """At most so many of `count` indices, the first and the last included."""
-    if count <= most:
+    if count <= max_records:
         return list(range(count))
-    return [round(index * (count - 1) / (most - 1)) for index in range(most)]
+    return [round(index * (count - 1) / (max_records - 1)) for index in range(max_records)]
 
 
 def _track_picture(
@@ -231,7 +231,7 @@ def history_view(history: HistoryPicture) -> RenderableType:
             )
     lines = [
         "Speed: mean distance that a coordinate moves per step, in cells.",
-        "Spread: standard deviation about the centre, over all axes, in cells.",
+        "Spread: root mean square of the coordinates from the centre, over all axes, in cells.",
     ]
     if len(shown_steps) < len(history.steps):
         lines.insert(0, f"{len(shown_steps)} of {len(history.steps):,} recorded steps.")

@@ -41,12 +41,12 @@ def inspection_view(inspection: Inspection) -> RenderableType:
     near = f"elements closer than {inspection.overlap_distance:g} cell"
     elements = f"{inspection.elements:,} distinct elements"
     lines = [
-        f"{counted(len(rows), 'position tensor')}{_shared(rows)}; {elements}.",
+        f"{counted(len(rows), 'positions tensor')}{_shared(rows)}; {elements}.",
         "Elements: of one kernel, and the window in which they move.",
         f"Border: {border}; if many are there, the window is too small.",
         f"Overlap: {near} to another of their kernel; near 100 % is normal right after a random "
         "start near the centre.",
-        "Spread: standard deviation along each axis. Distance: mean. "
+        "Spread: root mean square of the coordinates along each axis. Distance: mean distance. "
         "Both from the kernel's centre, in cells.",
     ]
     if any(row.mean_sigma is not None for row in rows):

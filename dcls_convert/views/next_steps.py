@@ -13,7 +13,7 @@ from .outcome import outcome_sentences
 
 NEAR_THE_CENTRE = (
     "Elements start near the centre, as in the paper, and need long training to move.",
-    "For a short training, --positions kernel spreads them over the old kernel.",
+    "For short training, --positions kernel spreads them over the old kernel.",
 )
 
 
@@ -43,7 +43,7 @@ def _start(resolved: ResolvedRequest) -> str:
     request = resolved.request
     random_start = f"random initialisation (seed {request.seed})"
     if resolved.authors_weights is not None:
-        return "the authors' elements and positions; it gives the outputs of their network"
+        return "the authors' elements and positions, so that the outputs are those of their network"
     if resolved.init == EXACT:
         source = random_start
         if request.trained:

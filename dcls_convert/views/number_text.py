@@ -1,4 +1,4 @@
-"""Counts of parameters and MACs as text: exact, in three digits, or a column in one unit."""
+"""Counts of parameters and MACs as text: all digits, three digits, or a column in one unit."""
 
 from collections.abc import Callable, Iterable
 
@@ -8,14 +8,14 @@ NOT_COUNTED = "n/a"
 UNITS = ((1e9, " G"), (1e6, " M"), (1e3, " k"), (1.0, ""))
 
 
-def exact(count: int | None, sign: str = "") -> str:
+def with_separators(count: int | None, sign: str = "") -> str:
     """4800 -> "4,800"; with sign "+", "+4,800"."""
     if count is None:
         return NOT_COUNTED
     return f"{count:{sign},}"
 
 
-def arrow(change: Change, write: Callable[[int], str] = exact) -> str:
+def before_after(change: Change, write: Callable[[int], str] = with_separators) -> str:
     """4800 and 3360 -> "4,800 → 3,360"."""
     if change.before is None or change.after is None:
         return NOT_COUNTED
@@ -40,7 +40,7 @@ def short_count(count: int | None) -> str:
 def short_before_after(change: Change) -> str:
     """4455531264 and 4970337024 -> "4.46 → 4.97 G"."""
     unit, name = _unit(change.before or 0)
-    text = arrow(change, lambda count: _short(count / unit))
+    text = before_after(change, lambda count: _short(count / unit))
     if change.delta is None:
         return text
     return f"{text}{name}"

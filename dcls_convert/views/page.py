@@ -33,7 +33,7 @@ from ..text import one_line, printable
 from .cost_tables import LayerTotals, stage_rows
 from .elements import LayerKernels, PositionPicture, kernel_pictures, position_pictures
 from .history import HistoryPicture, read_history_of
-from .number_text import arrow, exact, percent, short_count
+from .number_text import before_after, percent, short_count, with_separators
 from .receptive_field import ReceptiveFieldMaps, ReceptiveFieldOptions, field_pictures
 
 STAGE_COSTS = {"params": "Parameters", "macs": "MACs for one image"}  # of a stage
@@ -55,7 +55,9 @@ class Pictures:
     kernels: tuple[LayerKernels, ...]
     # Why the model was not rebuilt; kernels are then made from the stored weights.
     why_not_rebuilt: str | None = None
-    fields: ReceptiveFieldMaps | None = None  # None: not asked for, or the model was not rebuilt
+    receptive_fields: ReceptiveFieldMaps | None = (
+        None  # None: not asked for, or the model was not rebuilt
+    )
     history: HistoryPicture | None = None  # None: not asked for
 
 
@@ -123,7 +125,13 @@ def pictures_of_folder(
     if fields is not None and model is not None:
         drawn_fields = field_pictures(model, source, plan, state, fields, notify, note)
     return _pictures(
-        plan, state, model, inspection, why_not_rebuilt=reason, fields=drawn_fields, history=track
+        plan,
+        state,
+        model,
+        inspection,
+        why_not_rebuilt=reason,
+        receptive_fields=drawn_fields,
+        history=track,
     )
 
 
@@ -141,8 +149,8 @@ def page(pictures: Pictures) -> str:
         if bars is not None:
             costs.append(bars)
     receptive_fields = None
-    if pictures.fields is not None:
-        receptive_fields = _receptive_fields(pictures.fields)
+    if pictures.receptive_fields is not None:
+        receptive_fields = _receptive_fields(pictures.receptive_fields)
     content = {
         "title": pictures.name,
         "subtitle": f"{report.model or 'a model'} with learnable element positions (DCLS)",
@@ -154,7 +162,7 @@ def page(pictures: Pictures) -> str:
         "volumes": any(len(layer.dilated_size) == 3 for layer in report.layers),
         "whyNotRebuilt": pictures.why_not_rebuilt,
         "costs": costs,
-        "untouched": exact(report.params_untouched),
+        "untouched": with_separators(report.params_untouched),
         "macsNote": report.macs.note,
         "receptiveFields": receptive_fields,
         "history": pictures.history,
@@ -171,13 +179,15 @@ def _facts(report: ConversionReport, inspection: Inspection) -> list[tuple[str, 
     """Names and values of the page's first lines."""
     macs_percent = percent(report.macs) or "not counted"
     facts = [
-        ("Parameters", f"{arrow(report.params)} ({percent(report.params)})"),
-        ("MACs for one image", f"{arrow(report.macs, short_count)} ({macs_percent})"),
-        ("Layers replaced", exact(len(report.layers))),
-        ("Distinct elements", exact(inspection.elements)),
+        ("Parameters", f"{before_after(report.params)} ({percent(report.params)})"),
+        ("MACs for one image", f"{before_after(report.macs, short_count)} ({macs_percent})"),
+        ("Layers replaced", with_separators(len(report.layers))),
+        ("Distinct elements", with_separators(inspection.elements)),
     ]
     if report.layers_beyond_map:
-        facts.append(("With windows twice the map or larger", exact(report.layers_beyond_map)))
+        facts.append(
+            ("With windows twice the map or larger", with_separators(report.layers_beyond_map))
+        )
     if inspection.positions:
         farthest = max(inspection.positions, key=lambda row: row.mean_distance)
         distance = f"{farthest.name}, {farthest.mean_distance:.2f} cells"
@@ -226,7 +236,7 @@ def _kernels(layer: LayerKernels) -> dict[str, Any]:
 
 def _receptive_fields(pictures: ReceptiveFieldMaps) -> dict[str, Any]:
     maps = []
-    for field in pictures.fields:
+    for field in pictures.maps:
         values = (1 + field.logs / pictures.decades) * UINT8_MAX
         maps.append(
             {

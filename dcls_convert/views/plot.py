@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ..checkpoints.folder import PAGE, PICTURE
 from ..errors import DclsConvertError
 from ..geometry import position_limits
-from ..given_files import can_plot
 from ..options import FigureName
+from ..picture_output import can_plot
 from ..planning.plan import ConversionPlan
 from ..text import printable, shown
 from .elements import PositionPicture
@@ -172,16 +172,16 @@ def _draw_kernel(axes: "Axes", cells: Tensor, positions: Tensor, weights: Tensor
     axes.scatter(positions[:, 1], positions[:, 0], **dots)
 
 
-def _fields(pictures: Pictures) -> "Figure":
+def _receptive_fields_figure(pictures: Pictures) -> "Figure":
     """The effective receptive fields on one logarithmic scale."""
-    fields = pictures.fields
+    fields = pictures.receptive_fields
     if fields is None:
         raise _no_field(str(pictures.why_not_rebuilt))
-    if not fields.fields:
+    if not fields.maps:
         raise _no_field("; ".join(fields.notes))
-    figure = new_figure(3.2 * len(fields.fields), 3.6)
-    axes = figure.subplots(1, len(fields.fields), squeeze=False)
-    for panel, field in zip(axes.flat, fields.fields, strict=True):
+    figure = new_figure(3.2 * len(fields.maps), 3.6)
+    axes = figure.subplots(1, len(fields.maps), squeeze=False)
+    for panel, field in zip(axes.flat, fields.maps, strict=True):
         extent = (0, field.size[1], field.size[0], 0)
         drawn = panel.imshow(
             field.logs, interpolation="nearest", vmin=-fields.decades, vmax=0, extent=extent
@@ -234,6 +234,6 @@ def _draw_curve(axes: "Axes", steps: tuple[int, ...], values: Curve, line: str, 
 FIGURES: dict[FigureName, Callable[[Pictures], "Figure"]] = {
     "positions": _positions,
     "kernels": _kernels,
-    "receptive-field": _fields,
+    "receptive-field": _receptive_fields_figure,
     "history": _history,
 }

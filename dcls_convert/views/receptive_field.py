@@ -68,16 +68,16 @@ class ReceptiveFieldMap:
 class ReceptiveFieldMaps:
     """Effective receptive fields before and after conversion, and notes on them."""
 
-    fields: tuple[ReceptiveFieldMap, ...]
+    maps: tuple[ReceptiveFieldMap, ...]
     notes: tuple[str, ...]  # what the fields show, and why one is missing
 
     @property
     def decades(self) -> int:
         """How many decades a scale common to these pictures needs."""
-        if not self.fields:
+        if not self.maps:
             return MAX_DECADES
         decades = 1
-        for field in self.fields:
+        for field in self.maps:
             faint = int(FAINT * field.logs.numel())
             log = float(field.logs.flatten().sort().values[faint])
             decades = max(decades, math.ceil(-log))
@@ -95,7 +95,7 @@ def field_pictures(
 ) -> ReceptiveFieldMaps:
     """The fields of a checkpoint's last replaced layer, before the conversion and after it.
 
-    A field that cannot be had is missing, and a note says why.
+    A field that cannot be computed is left out, and a note says why.
 
     Args:
         model: The checkpoint's model.
@@ -106,10 +106,11 @@ def field_pictures(
         notify: Is told what is done next.
         note: Is told about images that are skipped.
     """
-    images, about_images = _images(model, plan, options, note)
-    if not images:
-        reason = f"There is no effective receptive field: {about_images}."
-        return ReceptiveFieldMaps(fields=(), notes=(reason,))
+    try:
+        images, about_images = _images(model, plan, options, note)
+    except ModelError as error:
+        reason = f"There is no effective receptive field: {error}."
+        return ReceptiveFieldMaps(maps=(), notes=(reason,))
     notify("building the network before conversion")
     layer = plan.layers[-1].name
     fields = []
@@ -119,18 +120,17 @@ def field_pictures(
         f"layer: mean absolute gradient over {about_images}, as a share of the largest, on a "
         "logarithmic scale."
     ]
-    networks = {
-        "Before": _before(source, plan, state, options.original),
-        "After": ("this checkpoint", model.float()),
-    }
-    for title, named_network in networks.items():
-        if named_network is None:
-            notes.append(
-                "The checkpoint holds no weights from before the conversion; "
-                "--original FILE draws their field."
-            )
-            continue
-        what, network = named_network
+    networks: list[tuple[str, str, nn.Module]] = []  # title, what it is, the network
+    before = _network_before(source, plan, state, options.original)
+    if before is None:
+        notes.append(
+            "The checkpoint holds no weights from before the conversion; "
+            "--original FILE draws their field."
+        )
+    else:
+        networks.append(("Before", *before))
+    networks.append(("After", "this checkpoint", model.float()))
+    for title, what, network in networks:
         notify(f"effective receptive field {title.lower()}")
         try:
             field = receptive_field(network, layer, images)
@@ -138,9 +138,9 @@ def field_pictures(
             halves.append(central_side(field, HALF))
         except DclsConvertError as error:
             notes.append(f"There is no field of {what}: {one_line(error)}.")
-    if len(halves) == len(networks) and halves[1] < halves[0]:
+    if len(halves) == 2 and halves[1] < halves[0]:
         notes += _why_smaller(plan, model)
-    return ReceptiveFieldMaps(fields=tuple(fields), notes=tuple(notes))
+    return ReceptiveFieldMaps(maps=tuple(fields), notes=tuple(notes))
 
 
 def _why_smaller(plan: ConversionPlan, model: nn.Module) -> list[str]:
@@ -160,7 +160,7 @@ def _why_smaller(plan: ConversionPlan, model: nn.Module) -> list[str]:
     return [SMALLER_AFTER.format(elements=distance, cells=old_distance)]
 
 
-def _before(
+def _network_before(
     source: ModelSource, plan: ConversionPlan, state: Mapping[str, Tensor], weights: Path | None
 ) -> tuple[str, nn.Module] | None:
     """The network before conversion, and a description of it.
@@ -188,17 +188,23 @@ def _before(
 def _images(
     model: nn.Module, plan: ConversionPlan, options: ReceptiveFieldOptions, note: Note
 ) -> tuple[Sequence[Tensor], str]:
-    """Images (channels, *spatial), and what they are, or why there are none."""
+    """Images (channels, *spatial), and what they are.
+
+    Raises:
+        ModelError: Their size is not known or too large, or none can be read.
+    """
     size = options.input_size or plan.input_size
     if size is None:
-        return [], "the size of the model's images is not known"
+        raise ModelError("the size of the model's images is not known")
     if options.input_size is None and math.prod(size[1:]) > MAX_FIELD_PIXELS:
         limit = f"images of more than {MAX_FIELD_PIXELS:,} pixels"
-        return [], f"{limit} are run only if --input-size is given"
+        raise ModelError(f"{limit} are run only if --input-size is given")
     pixels = f"{size_text(size[1:])} pixels"
     if options.images is not None:
         normalisation = stated_normalisation(model) or IMAGENET
-        read = read_pixels(options.images, size, note, most=MAX_FIELD_IMAGES)
+        read = read_pixels(options.images, size, note, max_images=MAX_FIELD_IMAGES)
+        if not read:
+            raise ModelError(f"no image of {options.images.name} could be read")
         images = [normalised(image, normalisation) for image in read.values()]
         return images, f"{len(read)} images of {options.images.name}, {pixels}"
     generator = torch.Generator().manual_seed(NOISE_SEED)

@@ -22,7 +22,7 @@ from .cost_tables import (
     model_table,
     stage_table,
 )
-from .number_text import arrow, percent, short_before_after
+from .number_text import before_after, percent, short_before_after
 from .outcome import SMALL_ERROR, outcome_sentences
 
 COSTLY = 50.0  # percent more MACs
@@ -52,11 +52,11 @@ def report_view(
         report: The report to show.
         verbose: 0: a row for each stage. 1: a row for each layer, and why other convolutions
             are kept. 2: the name of each kept convolution, too.
-        advice: In words for the reader, such as ON_COMMAND_LINE or IN_PYTHON.
+        advice: What the report tells its reader to do: ON_COMMAND_LINE, IN_PYTHON or OF_A_PLAN.
     """
     parts = [*_heading(report, advice), Text()]
     if verbose == 0:
-        parts += [stage_table(report), Text(), indented(_budget(report))]
+        parts += [stage_table(report), Text(), indented(_budget_sentence(report))]
         if report.macs.note:
             parts.append(indented(_macs_sentence(report)))
         parts += map(indented, _error_sentences(report))
@@ -81,12 +81,12 @@ def _heading(report: ConversionReport, advice: Advice) -> list[RenderableType]:
     if report.input_size:
         model += f", input {size_text(report.input_size)}"
     parts: list[RenderableType] = [
-        Text(_verdict(report), style=_verdict_style(report)),
+        Text(_headline(report), style=_headline_style(report)),
         Text(kernels) + Text(printable(model), style="dim"),
     ]
     more_macs = report.macs.percent or 0.0  # 0 if they are not known
     if more_macs > MAX_ADDED_MACS_PERCENT and _grows_by_the_least(report):
-        warning = f"Even the smallest larger windows cost {more_macs:.0f} % more MACs"
+        warning = f"Even the smallest growth adds {more_macs:.0f} % to the MACs"
         parts.append(Text(f"{warning}; rules can skip layers", style="yellow"))
     elif more_macs > COSTLY:
         times = f"{1 + more_macs / 100:.1f} times the MACs"
@@ -95,19 +95,22 @@ def _heading(report: ConversionReport, advice: Advice) -> list[RenderableType]:
     fewer_weights = sum(_only_loses_weights(layer) for layer in report.layers)
     if fewer_weights:
         of_layers = f"{counted(fewer_weights, 'layer')} of {len(report.layers)}"
-        warning = f"No larger window, and fewer weights, for {of_layers}; skip them with a rule"
+        lose = "loses" if fewer_weights == 1 else "lose"
+        get = "gets" if fewer_weights == 1 else "get"
+        warning = f"{of_layers} {lose} weights and {get} no larger window; skip them with a rule"
         parts.append(Text(warning, style="yellow"))
     return parts
 
 
-def _verdict(report: ConversionReport) -> str:
-    verdict = f"{arrow(report.params)} parameters ({percent(report.params)})"
+def _headline(report: ConversionReport) -> str:
+    """Parameters and MACs before and after."""
+    headline = f"{before_after(report.params)} parameters ({percent(report.params)})"
     if report.macs.delta is not None:
-        verdict += f", {short_before_after(report.macs)} MACs ({percent(report.macs, 1)})"
-    return verdict
+        headline += f", {short_before_after(report.macs)} MACs ({percent(report.macs, 1)})"
+    return headline
 
 
-def _verdict_style(report: ConversionReport) -> str:
+def _headline_style(report: ConversionReport) -> str:
     """rich's style; the colours repeat what the numbers and words say."""
     more_macs = report.macs.percent or 0.0  # 0 if they are not known
     more_params = report.params.delta or 0
@@ -174,7 +177,7 @@ def _largest_error_lines(report: ConversionReport) -> list[RenderableType]:
 def _layer_params(row: LayerTotals) -> str:
     """A layer's parameters, with a star where they include positions of its tie group."""
     (layer,) = row.layers
-    params = arrow(row.params)
+    params = before_after(row.params)
     if layer.tie_group is not None and layer.position_params > 0:
         return f"{params}*"
     return f"{params} "
@@ -206,7 +209,7 @@ def report_markdown(report: ConversionReport) -> str:
     return "\n".join([stage_table(report).markdown(), model_table(report).markdown(), items])
 
 
-def _budget(report: ConversionReport) -> str:
+def _budget_sentence(report: ConversionReport) -> str:
     """How much of the budget is used, in a sentence."""
     budget = report.budget
     text = "Budget"
@@ -226,7 +229,7 @@ def _budget(report: ConversionReport) -> str:
 def _sentences(report: ConversionReport, advice: Advice) -> list[str]:
     """The budget, the new kernels, the MACs, and what became of a trained network's outputs."""
     kernels = f"{_kernels_sentence(report)}; stages from {report.stages_from}."
-    lines = [_budget(report), *_error_sentences(report), kernels, _macs_sentence(report)]
+    lines = [_budget_sentence(report), *_error_sentences(report), kernels, _macs_sentence(report)]
     lines += _map_sentences(report)
     lines += outcome_sentences(report, advice)
     return [printable(line) for line in lines]
@@ -245,7 +248,8 @@ def _map_sentences(report: ConversionReport) -> list[str]:
         return []
     return [
         f"In {report.layers_beyond_map} of {counted(len(report.layers), 'layer')}, the window is "
-        "at least twice as large as the map at this input size; its outer cells meet only padding."
+        "at least twice as large as the feature map at this input size; "
+        "its outer cells meet only padding."
     ]
 
 

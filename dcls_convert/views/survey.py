@@ -100,9 +100,9 @@ def _replaced(row: ModelRow) -> str:
     return f"{row.status}: {row.reason}"
 
 
-def _kinds(kinds: dict[str, int], most: int | None = None) -> str:
-    """The first `most` kinds, or all: "18 depthwise 7x7, 3 dense 3x3"."""
-    return ", ".join(f"{count} {kind}" for kind, count in [*kinds.items()][:most])
+def _kinds(kinds: dict[str, int], max_kinds: int | None = None) -> str:
+    """The first `max_kinds` kinds, or all: "18 depthwise 7x7, 3 dense 3x3"."""
+    return ", ".join(f"{count} {kind}" for kind, count in [*kinds.items()][:max_kinds])
 
 
 def _change(change: Change) -> str:

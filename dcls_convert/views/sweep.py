@@ -15,7 +15,7 @@ from ..geometry import size_text
 from ..options import DEFAULT_BUDGET
 from ..tables import Column, Table, field_column, indented, title
 from ..text import counted, printable, span
-from .number_text import decimals_for, exact, in_one_unit
+from .number_text import decimals_for, in_one_unit, with_separators
 from .plot import new_figure, saved
 
 if TYPE_CHECKING:
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 Value = Callable[[SweepRow], Any]  # what is drawn of a row along an axis
 # Signs before rows; colours repeat them.
-TAKEN = ">"
+RECOMMENDED = ">"
 DOMINATED = "-"
-WITHOUT = "!"
+UNPLANNED = "!"
 UNTRAINED = (
-    "Without training, a conversion of a trained network gains nothing and costs MACs; it is a "
-    "start for a training."
+    "Without further training, converting a trained network gains nothing and adds MACs; it is a "
+    "starting point for training."
 )
 PAPER = (
     "Only training shows the accuracy. In the paper, ConvNeXt was worse below 17x17 "
@@ -86,9 +86,9 @@ def python_view(sweep: Sweep) -> RenderableType:
 def _sign(sweep: Sweep, row: SweepRow) -> tuple[str, str]:
     """The sign before a row, and its style."""
     if sweep.choice.row is not None and row is sweep.rows[sweep.choice.row]:
-        return TAKEN, "bold green"
+        return RECOMMENDED, "bold green"
     if row.status in ("does not fit", "failed"):
-        return WITHOUT, "yellow"
+        return UNPLANNED, "yellow"
     if row.dominated:
         return DOMINATED, "dim"
     return "", ""
@@ -123,22 +123,18 @@ def _columns(sweep: Sweep) -> _Columns:
             return None
         return percent_more(row.macs, original.macs)
 
-    def layers(row: SweepRow) -> int | None:
-        if len(layer_counts) <= 1 or not row.layers:
-            return None
-        return row.layers
-
     def params(row: SweepRow) -> str:
         if row.params is None:
             return row.status
-        return exact(row.params)
+        return with_separators(row.params)
 
     keys: list[Column[SweepRow]] = [
         Column("  Window", lambda row: f"{_sign(sweep, row)[0]:1} {row.window}"),
         Column("Count", _counts),
         Column("Budget", lambda row: row.asked and row.asked.budget, "{:g} %".format),
-        Column("Layers", layers),
     ]
+    if len(layer_counts) > 1:
+        keys.append(Column("Layers", lambda row: row.layers or None))
     costs: list[Column[SweepRow]] = [
         Column("Parameters", params),
         Column(f"MACs{macs_unit}", lambda row: row.macs, write_macs),
@@ -194,14 +190,14 @@ def _notes(sweep: Sweep) -> Iterator[RenderableType]:
     yield indented(PAPER)
     taken = rows[sweep.choice.row]
     elements = f"{span(taken.kernel_counts)} elements"
-    yield indented(f"{TAKEN} Take {taken.window} with {elements}: {why}.", "bold")
+    yield indented(f"{RECOMMENDED} Take {taken.window} with {elements}: {why}.", "bold")
 
 
 def _failure_notes(sweep: Sweep) -> Iterator[RenderableType]:
     """A line for each row that could not be planned; equal lines once."""
     failures = []
     for row in sweep.rows:
-        failure = f"{WITHOUT} {row.window} {row.status}: {row.reason}"
+        failure = f"{UNPLANNED} {row.window} {row.status}: {row.reason}"
         if row.reason and failure not in failures:
             failures.append(failure)
     for failure in failures:
@@ -217,8 +213,8 @@ def _map_notes(sweep: Sweep) -> Iterator[RenderableType]:
     if counts:
         windows = ", ".join(f"{window} ({layers})" for window, layers in counts.items())
         yield indented(
-            "Windows at least twice as large as the map at this input size, whose outer cells "
-            f"meet only padding (in how many layers): {windows}."
+            "Windows at least twice as large as the feature map at this input size, whose outer "
+            f"cells meet only padding (in how many layers): {windows}."
         )
 
 
@@ -290,7 +286,7 @@ def sweep_csv(sweep: Sweep) -> str:
             paths.append(f"{measured}.{field.name}")
     paths += ["kernel_error", "images", "output_error", "same_top1", "kl", "dominated"]
     paths += ["reason", "command"]
-    taken: Column[SweepRow] = Column("taken", lambda row: _sign(sweep, row)[0] == TAKEN)
+    taken: Column[SweepRow] = Column("taken", lambda row: _sign(sweep, row)[0] == RECOMMENDED)
     return Table([*map(field_column, paths), taken], sweep.rows).csv()
 
 

@@ -289,7 +289,7 @@ def test_no_larger_window_is_recommended_for_a_trained_network_that_gains_nothin
     out = table(*options)
     last = " No size is recommended: without training, no row gains anything"
     assert out.splitlines()[-1].startswith(last)
-    assert "Without training, a conversion of a trained network gains nothing" in out
+    assert "Without further training, converting a trained network gains nothing" in out
 
 
 def test_a_picture_of_the_rows():

@@ -168,7 +168,10 @@ def test_a_comparison_ends_as_a_table_files_and_checkpoints(tmp_path):
     assert "runs of" not in err
     assert json.loads(again) == comparison.to_dict()
     out, _ = compare("--sizes", "9", "--epochs", "2", "--seeds", "4", "--output", "out")
-    said = "The number of seeds was changed after 1 look, so claims need a level of 1.25 %"
+    said = (
+        "The number of seeds was changed after 1 look, "
+        "so claims need a significance level of 1.25 %"
+    )
     assert said in " ".join(out.split())
 
 

@@ -181,7 +181,7 @@ def test_damaged_files_are_read_or_one_line_without_a_word_of_the_library(tmp_pa
     notes = []
     said = io.StringIO()
     with warnings.catch_warnings(action="error"), contextlib.redirect_stderr(said):
-        images = read_pixels(tmp_path, SIZE, notes.append, most=80)
+        images = read_pixels(tmp_path, SIZE, notes.append, max_images=80)
     assert said.getvalue() == ""
     assert [path.name for path in images] == [*taken]
     assert [note.partition(" is not taken: ")[0] for note in notes] == [
@@ -204,7 +204,7 @@ def test_grey_values_of_16_bits_are_scaled(tmp_path, form, mode):
     (tmp_path / "a.png").write_bytes(saved(grey("L", 64, 192), "PNG"))
     (tmp_path / "b.png").write_bytes(saved(grey(mode, 64 * 257, 192 * 257), form))
     notes = []
-    one, other = read_pixels(tmp_path, SIZE, notes.append, most=80).values()
+    one, other = read_pixels(tmp_path, SIZE, notes.append, max_images=80).values()
     assert torch.equal(one, other)
     assert not notes
 
@@ -213,7 +213,7 @@ def test_grey_values_of_16_bits_are_scaled(tmp_path, form, mode):
 def test_pixels_of_32_bits_have_no_white_and_are_not_taken(tmp_path, mode, word):
     (tmp_path / "a.tif").write_bytes(saved(grey(mode, 64, 192), "TIFF"))
     notes = []
-    assert not read_pixels(tmp_path, SIZE, notes.append, most=80)
+    assert not read_pixels(tmp_path, SIZE, notes.append, max_images=80)
     assert word in notes[0]
 
 
@@ -223,7 +223,7 @@ def test_an_image_is_turned_as_its_camera_was(tmp_path):
     exif[0x0112] = 6  # to be turned by a quarter clockwise
     (tmp_path / "a.png").write_bytes(saved(turned, "PNG", exif=exif))
     (tmp_path / "b.gif").write_bytes(saved(turned.rotate(-90, expand=True), "GIF"))
-    one, other = read_pixels(tmp_path, SIZE, print, most=80).values()
+    one, other = read_pixels(tmp_path, SIZE, print, max_images=80).values()
     assert torch.equal(one, other)
 
 

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import nn
 
 from dcls_convert.errors import DclsConvertError, NothingMatchesError, RuleError
-from dcls_convert.given_files import builtin_rules
+from dcls_convert.input_files import builtin_rules
 from dcls_convert.networks.sites import ConvSite, find_convs
 from dcls_convert.planning.claims import choose_rules, match_rules
 from dcls_convert.planning.plan import ConversionPlan

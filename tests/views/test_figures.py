@@ -153,8 +153,8 @@ DRAWN = {"positions": (".svg", ".pdf", ".PNG"), "kernels": (".svg",), "receptive
 def test_every_figure_is_drawn():
     """That of a history: test_history.py."""
     field = field_picture(torch.ones(4, 4), "After", "a $network")
-    fields = ReceptiveFieldMaps(fields=(field,), notes=())
-    pictures = replace(pictures_of(*case_of("dense")), fields=fields)
+    fields = ReceptiveFieldMaps(maps=(field,), notes=())
+    pictures = replace(pictures_of(*case_of("dense")), receptive_fields=fields)
     assert {*DRAWN, "history"} == set(FIGURES)
     for figure, suffixes in DRAWN.items():
         for suffix in suffixes:

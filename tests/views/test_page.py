@@ -80,7 +80,7 @@ def test_hostile_names_stay_text(converted):
     pictures = pictures_of(*converted)
     row = replace(pictures.positions[0].row, name=HOSTILE)
     fields = ReceptiveFieldMaps(
-        fields=(field_picture(torch.ones(4, 4), HOSTILE, HOSTILE),), notes=(HOSTILE,)
+        maps=(field_picture(torch.ones(4, 4), HOSTILE, HOSTILE),), notes=(HOSTILE,)
     )
     positions = (replace(pictures.positions[0], row=row),)
     kernels = (replace(pictures.kernels[0], name=HOSTILE),)
@@ -90,7 +90,7 @@ def test_hostile_names_stay_text(converted):
         positions=positions,
         kernels=kernels,
         why_not_rebuilt=HOSTILE,
-        fields=fields,
+        receptive_fields=fields,
     )
     text = page(replace(hostile, report=replace(pictures.report, model=HOSTILE)))
     assert Page(text).tags == Page(page(pictures)).tags

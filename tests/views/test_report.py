@@ -94,8 +94,8 @@ def test_colours_say_what_words_say():
 @pytest.mark.parametrize(
     ("size", "says"),
     [
-        ("auto", "Even the smallest larger windows cost 164 % more MACs; rules can skip layers"),
-        (5, "Even the smallest larger windows cost 164 % more MACs; rules can skip layers"),
+        ("auto", "Even the smallest growth adds 164 % to the MACs; rules can skip layers"),
+        (5, "Even the smallest growth adds 164 % to the MACs; rules can skip layers"),
         (7, "5.1 times the MACs; cheaper sizes: dcls-convert sweep"),
     ],
 )

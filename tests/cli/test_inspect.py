@@ -20,7 +20,7 @@ from dcls_convert.networks.source import ModelSource
 from dcls_convert.tuning import PositionTracker
 
 from ..command_line import run
-from .test_page import data_of
+from ..views.test_page import data_of
 
 NETWORK = "timm:test_efficientnet"
 OPTIONS = ["--dilated-size", "7", "--input-size", "3x32x32", "-q"]
@@ -227,7 +227,7 @@ def test_mistakes_are_one_line_and_leave_nothing(checkpoint, here, options):
 def test_without_matplotlib_pages_alone_are_drawn_and_one_line_names_the_extra(
     checkpoint, here, monkeypatch
 ):
-    monkeypatch.setattr("dcls_convert.given_files.PLOT_LIBRARY", "no_such_library")
+    monkeypatch.setattr("dcls_convert.picture_output.PLOT_LIBRARY", "no_such_library")
     _, message = run("inspect", checkpoint, "--picture", "x.png", code=2)
     assert "pip install no_such_library" in message
     out, _ = run("inspect", checkpoint, "--json", "--html", "page.html")

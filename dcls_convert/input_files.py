@@ -1,4 +1,4 @@
-"""Files that are given or shipped: what can be told before their contents are loaded.
+"""Checks of input files and folders before they are loaded, and the rules that are shipped.
 
 Imports no torch.
 """
@@ -8,7 +8,6 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 from .errors import CheckpointError, DclsConvertError
@@ -16,28 +15,27 @@ from .text import shown
 
 SHIPPED_RULES = Path(__file__).parent / "rules"  # in a wheel
 CHECKOUT_RULES = Path(__file__).parents[1] / "rules"
-# Suffixes of images that are read, and of pictures that are drawn.
+# Suffixes of images that are read.
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".gif")
-PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
-PLOT_LIBRARY = "matplotlib"  # in the extra `plot`
 
-# A URL as a path, which has lost one of its slashes. Drives of Windows have one letter.
+# A URL that became a Path, in which `//` collapsed to `/`. At least two letters, so that Windows
+# drives do not match.
 URL = re.compile(r"([a-z][a-z0-9+]+):/+(.+)", re.DOTALL)
 
 MAX_TEXT_BYTES = 64 << 20  # bytes; the report of timm's largest model has half a megabyte
 
 
-def read_bytes(path: Path, most: int = MAX_TEXT_BYTES) -> bytes:
+def read_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
     """The bytes of a regular file.
 
     Raises:
-        OSError: Not a regular file (a pipe or a device might never end), or larger than `most`.
+        OSError: Not a regular file (a pipe or a device might never end), or too large.
     """
     state = os.stat(path)
     if not stat.S_ISREG(state.st_mode):
         raise OSError(errno.EINVAL, "is not a file")
-    if state.st_size > most:
-        raise OSError(errno.EFBIG, f"has {state.st_size:,} bytes; at most {most:,} are read")
+    if state.st_size > max_bytes:
+        raise OSError(errno.EFBIG, f"has {state.st_size:,} bytes; at most {max_bytes:,} are read")
     return path.read_bytes()
 
 
@@ -65,17 +63,21 @@ def check_file(path: Path, what: str = "checkpoint") -> None:
             url = URL.fullmatch(path.as_posix())
             if url is not None:
                 address = shown(f"{url[1]}://{url[2]}", 200)
-                raise CheckpointError(
-                    f"{what} {address}: download it first; URLs are not read".lstrip()
-                )
+                message = f"{address}: download it first; URLs are not read"
+                raise CheckpointError(_after(what, message))
             problem = "there is no such file"
             if path.exists():
                 problem = "is not a file"
             elif path.is_symlink():
                 problem = "leads nowhere"
-            raise CheckpointError(f"{what} {path}: {problem}".lstrip())
+            raise CheckpointError(_after(what, f"{path}: {problem}"))
     except OSError as error:
-        raise CheckpointError(f"{what} {shown(path)}: {error.strerror}".lstrip()) from error
+        raise CheckpointError(_after(what, f"{shown(path)}: {error.strerror}")) from error
+
+
+def _after(what: str, message: str) -> str:
+    """The message with `what` before it, which may be ""."""
+    return f"{what} {message}".lstrip()
 
 
 def check_folder(path: Path) -> Path:
@@ -103,18 +105,3 @@ def image_paths(folder: Path) -> Iterator[Path]:
     for path in folder.rglob("*"):
         if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file():
             yield path
-
-
-def check_picture(path: Path, what: str) -> None:
-    """Refuse a picture that could not be drawn: another suffix, or no matplotlib."""
-    if path.suffix.lower() not in PICTURE_SUFFIXES:
-        raise DclsConvertError(
-            f"{what} {shown(path, 200)} must end in {', '.join(PICTURE_SUFFIXES)}"
-        )
-    if not can_plot():
-        raise DclsConvertError(f"{what} needs {PLOT_LIBRARY}: pip install {PLOT_LIBRARY}")
-
-
-def can_plot() -> bool:
-    """Whether matplotlib is installed."""
-    return find_spec(PLOT_LIBRARY) is not None

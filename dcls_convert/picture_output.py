@@ -1,0 +1,28 @@
+"""Checks of pictures to be drawn: their file type, and that matplotlib is installed.
+
+Imports no torch.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from .errors import DclsConvertError
+from .text import shown
+
+PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
+PLOT_LIBRARY = "matplotlib"  # in the extra `plot`
+
+
+def check_picture(path: Path, what: str) -> None:
+    """Refuse a picture that could not be drawn: another suffix, or no matplotlib."""
+    if path.suffix.lower() not in PICTURE_SUFFIXES:
+        raise DclsConvertError(
+            f"{what} {shown(path, 200)} must end in {', '.join(PICTURE_SUFFIXES)}"
+        )
+    if not can_plot():
+        raise DclsConvertError(f"{what} needs {PLOT_LIBRARY}: pip install {PLOT_LIBRARY}")
+
+
+def can_plot() -> bool:
+    """Whether matplotlib is installed."""
+    return find_spec(PLOT_LIBRARY) is not None
