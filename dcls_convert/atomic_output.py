@@ -31,7 +31,7 @@ AT_FDCWD = -100
 UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 # Age at which a partial folder of another host counts as left over: nobody can ask that host.
 SECONDS_UNTIL_LEFT_OVER = 24 * 3600
-PARTIAL_ENDING = re.compile(r"(?P<host>[A-Za-z0-9-]*)-(?P<process>\d+)\.[0-9a-f]{8}\.partial")
+PARTIAL_ENDING = re.compile(r"(?P<host>[A-Za-z0-9-]*)-(?P<pid>\d+)\.[0-9a-f]{8}\.partial")
 OLD = ".old"  # suffix of the old output inside the partial folder, without renameat2
 
 # Says why an existing path must be kept; None if it may be replaced.
@@ -106,12 +106,13 @@ def clean_up(output: Path) -> None:
         beginning = f".{output.name}."
         for entry in sorted(output.absolute().parent.glob(f"{glob.escape(beginning)}*")):
             owner = PARTIAL_ENDING.fullmatch(entry.name.removeprefix(beginning))
-            if owner is None or _may_be_in_use(entry, owner["host"], int(owner["process"])):
+            if owner is None or _may_be_in_use(entry, owner["host"], int(owner["pid"])):
                 continue
             old = entry / (output.name + OLD)
             if os.path.lexists(old) and not os.path.lexists(output):
                 old.rename(output)
-            # Renamed first: if the run still writes there after all, it publishes all or nothing.
+            # Rename first: if that process is still writing after all, its publishing then fails as
+            # a whole.
             shutil.rmtree(entry.rename(_new_partial(output)), ignore_errors=True)
 
 
@@ -120,10 +121,10 @@ def _new_partial(output: Path) -> Path:
     return output.absolute().with_name(name)
 
 
-def _may_be_in_use(partial: Path, host: str, process: int) -> bool:
+def _may_be_in_use(partial: Path, host: str, pid: int) -> bool:
     """Whether the process that made a partial folder may still be writing there."""
     if host == host_name() and sys.platform != "win32":  # where os.kill would end the process
-        return is_alive(process)
+        return is_alive(pid)
     return time.time() - partial.stat().st_mtime < SECONDS_UNTIL_LEFT_OVER
 
 

@@ -12,10 +12,10 @@ def host_name() -> str:
     return re.sub(r"[^A-Za-z0-9]", "-", socket.gethostname())[:HOST_LENGTH]
 
 
-def is_alive(process: int) -> bool:
-    """Whether there is a process with this number on this machine."""
+def is_alive(pid: int) -> bool:
+    """Whether there is a process with this id on this machine."""
     try:
-        os.kill(process, 0)  # sends nothing
+        os.kill(pid, 0)  # sends nothing
     except ProcessLookupError:
         return False
     except OSError:  # of another user

@@ -58,7 +58,7 @@ class Checkpoint:
     config_hash: str
 
     @property
-    def weights(self) -> Path:
+    def weights_path(self) -> Path:
         """The weights file, which may be missing."""
         return self.folder / WEIGHTS
 
@@ -100,8 +100,8 @@ class Checkpoint:
             CheckpointError: The file cannot be read, or is not the one that was written with the
                 config.
         """
-        self.check_stamp(read_stamp(self.weights))
-        state = load_safetensors(self.weights)
+        self.check_stamp(read_stamp(self.weights_path))
+        state = load_safetensors(self.weights_path)
         self.check_tensors(state)
         return state
 
@@ -112,13 +112,13 @@ class Checkpoint:
         """
         if stamp is None and self.tensors_hash is not None:
             raise CheckpointError(
-                f"{self.weights}: has no metadata of dcls-convert, but {CONFIG} states its "
+                f"{self.weights_path}: has no metadata of dcls-convert, but {CONFIG} states its "
                 "tensors; was it overwritten? "
                 "save_converted(model, FOLDER, NEW) saves a tuned model"
             )
         if stamp is not None and stamp.config != self.config_hash:
             raise CheckpointError(
-                f"{self.weights}: was not written with this {CONFIG}: the config was edited, "
+                f"{self.weights_path}: was not written with this {CONFIG}: the config was edited, "
                 "or one of the two is of another folder"
             )
 
@@ -131,7 +131,7 @@ class Checkpoint:
             return
         if self.tensors_hash != tensors_hash(state.items()):
             raise CheckpointError(
-                f"{self.weights}: its tensors are not those that were written; "
+                f"{self.weights_path}: its tensors are not those that were written; "
                 "it is damaged or was changed"
             )
 
@@ -224,13 +224,13 @@ def why_not_a_checkpoint(path: Path) -> str | None:
     for entry in entries:
         is_known = entry.name in (*FILES, PAGE, PICTURE)
         if not is_known or entry.is_symlink() or not entry.is_file():
-            return f"holds {shown(entry.name)!r}, which is not of a checkpoint"
-    if not entries or _is_of_this_program(path):
+            return f"holds {shown(entry.name)!r}, which does not belong to a checkpoint"
+    if not entries or _was_written_by_dcls_convert(path):
         return None
-    return "is not of this program"
+    return "was not written by dcls-convert"
 
 
-def _is_of_this_program(folder: Path) -> bool:
+def _was_written_by_dcls_convert(folder: Path) -> bool:
     """Whether the weights or the config say so; the other file may be damaged."""
     with contextlib.suppress(CheckpointError):
         if read_stamp(folder / WEIGHTS) is not None:

@@ -192,8 +192,8 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
     names = set[str]()
     for positions in position_sets(plan_with_positions(checkpoint)):
         names.update(positions.parameters.values())
-    checkpoint.check_stamp(read_stamp(checkpoint.weights))
-    return inspect_state(checkpoint, dict(read_tensors(checkpoint.weights, names)))
+    checkpoint.check_stamp(read_stamp(checkpoint.weights_path))
+    return inspect_state(checkpoint, dict(read_tensors(checkpoint.weights_path, names)))
 
 
 def inspect_state(checkpoint: Checkpoint, state: Mapping[str, Tensor]) -> Inspection:
@@ -202,7 +202,7 @@ def inspect_state(checkpoint: Checkpoint, state: Mapping[str, Tensor]) -> Inspec
     problem = next(_problems(plan, state), None)
     if problem is not None:
         raise CheckpointError(
-            f"{checkpoint.weights}: {problem}; dcls-convert verify lists all problems"
+            f"{checkpoint.weights_path}: {problem}; dcls-convert verify lists all problems"
         )
     inspection = inspect_positions(plan, state, checkpoint.folder)
     return replace(inspection, provenance=checkpoint.provenance)

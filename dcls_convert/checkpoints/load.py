@@ -57,7 +57,7 @@ def load_checkpoint(
     state = checkpoint.read_state()
     with unchanged_on_failure(model):
         place_stored_plan_(model, plan)
-        load_weights_(model, state, str(checkpoint.weights))
+        load_weights_(model, state, str(checkpoint.weights_path))
     _set_origin_and_provenance_(model, checkpoint)
     return model.eval()
 
@@ -72,7 +72,7 @@ def build_from_checkpoint(checkpoint: Checkpoint, source: ModelSource) -> nn.Mod
     model, _ = build_with_state(
         source,
         checkpoint.read_state(),
-        str(checkpoint.weights),
+        str(checkpoint.weights_path),
         prepare_=lambda model: place_stored_plan_(model, plan),
     )
     _set_origin_and_provenance_(model, checkpoint)

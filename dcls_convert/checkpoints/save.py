@@ -204,7 +204,7 @@ def _layer_problems(modules: Mapping[str, nn.Module], plan: ConversionPlan) -> I
         module = modules.get(layer.name)
         shape = layer.position_shape[1:]
         if module is None:
-            yield f"{layer.name} is missing, not a layer with learnable positions"
+            yield f"{layer.name} is missing"
         elif not isinstance(module, DclsConvNd):
             kind = type(module).__name__
             yield f"{layer.name} is a {kind}, not a layer with learnable positions"
@@ -219,7 +219,7 @@ def _tie_problems(modules: Mapping[str, nn.Module], plan: ConversionPlan) -> Ite
             shared = getattr(modules[group.owner], name, None)
             for layer_name in group.layers:
                 if getattr(modules[layer_name], key) is not shared:
-                    yield f"{layer_name} has {key} of its own; the plan shares them in {group.name}"
+                    yield f"{layer_name} has its own {key}; the plan shares them in {group.name}"
 
 
 def _with_current_head(plan: ConversionPlan, model: nn.Module) -> ConversionPlan:
@@ -282,10 +282,11 @@ def timm_config(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
 
 
 def save_trained(model: nn.Module, plan: ConversionPlan | str | Path | None, folder: Path) -> None:
-    """Write a trained model as a folder, in place of an older one.
+    """Write a trained model as a folder.
 
-    A converted model is saved with its plan. Without a plan, a model of timm is saved in timm's
-    format, and any other as weights alone.
+    A converted model is saved with its plan, and replaces a checkpoint folder only. Without a plan,
+    whatever the folder holds is deleted first; a model of timm is then saved in timm's format, and
+    any other as weights alone.
     """
     from timm.models import save_for_hf
 

@@ -159,7 +159,7 @@ def _check_as_written(
     checks: Checks, checkpoint: Checkpoint, stamp: Stamp | None, state: Mapping[str, Tensor]
 ) -> None:
     """Check that config and weights are those that were written together."""
-    path = checkpoint.weights
+    path = checkpoint.weights_path
     before = len(checks)
     checks.attempt(path, lambda: checkpoint.check_stamp(stamp))
     checks.attempt(path, lambda: checkpoint.check_tensors(state))
@@ -251,7 +251,7 @@ def check_model_here(folder: Path, trust_code: bool) -> list[Check]:
     """
     checks = Checks()
     checkpoint = open_checkpoint(folder)
-    path = checkpoint.weights
+    path = checkpoint.weights_path
     stamp = read_stamp(path)
     state = load_safetensors(path)
     source = checkpoint.source(trust_code=trust_code)

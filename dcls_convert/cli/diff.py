@@ -29,8 +29,8 @@ def diff(
         second = open_checkpoint(other)
         differences = _differences(first.plan, second.plan)
         # A folder may state another hash than that of its weights, if one of them is damaged.
-        first_hash = tensors_hash(read_tensors(first.weights))
-        second_hash = tensors_hash(read_tensors(second.weights))
+        first_hash = tensors_hash(read_tensors(first.weights_path))
+        second_hash = tensors_hash(read_tensors(second.weights_path))
         equal_weights = first_hash == second_hash
     if json_:
         data = {

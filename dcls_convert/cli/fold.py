@@ -21,7 +21,7 @@ from .arguments import (
 )
 
 if TYPE_CHECKING:
-    from ..export.export_file import ExportReport
+    from ..export.folded_model import ExportReport
 
     FormatName = str
 else:

@@ -152,23 +152,18 @@ def _call_text(request: ConversionRequest, combination: Combination) -> str:
         arguments["kernel_count"] = combination.kernel_count
     if combination.budget is not None:
         arguments["budget"] = combination.budget
-    defaults: dict[str, Any] = {}
-    values: dict[str, Any] = {}
+    texts = [f"{name}={value!r}" for name, value in arguments.items()]
+    others: list[tuple[str, Any, Any]] = []  # name, value, default
     for option in fields(request.options):
         if option.name not in ROW_OPTIONS:
-            defaults[option.name] = option.default
-            values[option.name] = getattr(request.options, option.name)
-    for part in fields(request):
-        if part.name in CONVERT_ARGUMENTS:
-            defaults[part.name] = part.default
-            values[part.name] = getattr(request, part.name)
-    texts = []
-    for name, value in arguments.items():
-        texts.append(f"{name}={value!r}")
-    for name, value in values.items():
-        is_plain = isinstance(value, str | int)
-        if is_plain and value != defaults[name]:
-            texts.append(f"{name}={value!r}")
-        elif not is_plain and value is not None:
+            others.append((option.name, getattr(request.options, option.name), option.default))
+    for argument in fields(request):
+        if argument.name in CONVERT_ARGUMENTS:
+            others.append((argument.name, getattr(request, argument.name), argument.default))
+    for name, value, default in others:
+        if isinstance(value, str | int):
+            if value != default:
+                texts.append(f"{name}={value!r}")
+        elif value is not None:
             texts.append(f"{name}={name}")
     return f"dcls_convert.convert_(model, {', '.join(texts)})"

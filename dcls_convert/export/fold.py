@@ -22,7 +22,14 @@ from ..options import MAX_PIXELS, OPSETS
 from ..progress import Notify, silent
 from ..surgery.fold import fold_to_dense_
 from ..text import shown
-from .export_file import BATCHES, FOLDING_BOUND, ExportReport, FoldedModel, flattened, run_model
+from .folded_model import (
+    BATCHES,
+    FOLDING_BOUND,
+    ExportReport,
+    FoldedModel,
+    flattened,
+    run_model,
+)
 from .formats import EXPORT_FORMATS, ExportFormat
 
 IMAGES_SEED = 0  # of the random images for which outputs are compared
@@ -64,7 +71,9 @@ def fold_checkpoint(
     checkpoint = open_checkpoint(folder)
     if output is None:
         output = Path(folder.resolve().name + row.suffix)
-    input_size = _check_request(checkpoint, format, output, force=force)
+    _check_output(EXPORT_FORMATS[format], checkpoint.folder, output, force=force)
+    _check_packages(format)
+    input_size = _input_size(checkpoint)
 
     notify("loading")
     unconverted = None
@@ -113,16 +122,19 @@ def _check_opset(format: str, opset: int | None) -> None:
         raise DclsConvertError(f"--opset {opset}: give an integer from {OPSETS[0]} to {OPSETS[-1]}")
 
 
-def _check_request(
-    checkpoint: Checkpoint, format: str, output: Path, *, force: bool
-) -> tuple[int, ...]:
-    """The size of the images. Refuses what could not be written or compared."""
-    row = EXPORT_FORMATS[format]
-    input_size = checkpoint.plan.input_size
-    _check_output(row, checkpoint.folder, output, force=force)
-    missing = [name for name in row.packages if importlib.util.find_spec(name) is None]
+def _check_packages(format: str) -> None:
+    """Refuse a format whose packages are not installed."""
+    missing = []
+    for name in EXPORT_FORMATS[format].packages:
+        if importlib.util.find_spec(name) is None:
+            missing.append(name)
     if missing:
         raise DclsConvertError(f"--format {format} needs packages: pip install {' '.join(missing)}")
+
+
+def _input_size(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """The size of the plan's images; refuses one that is missing, or too large to compare with."""
+    input_size = checkpoint.plan.input_size
     if input_size is None:
         raise CheckpointError(
             f"{checkpoint.folder}: its plan states no input size, so its outputs cannot be compared"
@@ -135,11 +147,11 @@ def _check_request(
     return input_size
 
 
-def _check_output(row: ExportFormat, folder: Path, output: Path, *, force: bool) -> None:
+def _check_output(export_format: ExportFormat, folder: Path, output: Path, *, force: bool) -> None:
     """Refuse an output that is the checkpoint, has another suffix, or must not be replaced."""
-    if row.is_file:
-        if output.suffix != row.suffix:
-            raise CheckpointError(f"output {shown(output)} must end in {row.suffix}")
+    if export_format.is_file:
+        if output.suffix != export_format.suffix:
+            raise CheckpointError(f"output {shown(output)} must end in {export_format.suffix}")
         check_output(output, force=force, why_keep=why_not_a_file)
         return
     if output.resolve() == folder.resolve():

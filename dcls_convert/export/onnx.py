@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..errors import ModelError
 from ..options import DEFAULT_OPSET
-from .export_file import ExportReport, FoldedModel, ModelFunction, export_file, metadata
+from .export_file import export_file
+from .folded_model import ExportReport, FoldedModel, ModelFunction, metadata
 
 BOUND = 1e-3  # relative error; onnxruntime has other kernels, and folds constants beforehand
 # onnxruntime 1.29 and later would otherwise send names of models to its makers.
@@ -38,11 +39,11 @@ def write_onnx(folded: FoldedModel) -> ExportReport:
             f"torch writes a second file from opset {MIN_DYNAMO_OPSET} on"
         )
 
-    def export(path: Path, images: Tensor, dynamic: bool) -> ModelFunction:
+    def export(path: Path, images: Tensor, any_batch: bool) -> ModelFunction:
         if opset >= MIN_DYNAMO_OPSET:
-            arguments = _newer_exporter(dynamic, external_data)
+            arguments = _newer_exporter(any_batch, external_data)
         else:
-            arguments = _older_exporter(dynamic, folded.one_output)
+            arguments = _older_exporter(any_batch, folded.one_output)
         torch.onnx.export(
             folded.model,
             (images,),
@@ -75,17 +76,17 @@ def _load(path: Path) -> ModelFunction:
     return run
 
 
-def _newer_exporter(dynamic: bool, external_data: bool) -> dict[str, Any]:
+def _newer_exporter(any_batch: bool, external_data: bool) -> dict[str, Any]:
     """Arguments of torch.onnx.export for the exporter that builds on torch.export."""
     shapes = None
-    if dynamic:
+    if any_batch:
         shapes = ({0: "batch"},)
     return {"dynamo": True, "dynamic_shapes": shapes, "external_data": external_data}
 
 
-def _older_exporter(dynamic: bool, one_output: bool) -> dict[str, Any]:
+def _older_exporter(any_batch: bool, one_output: bool) -> dict[str, Any]:
     """Arguments of torch.onnx.export for the exporter that traces the model."""
-    if not dynamic:
+    if not any_batch:
         return {"dynamo": False, "dynamic_axes": None}
     axes = {INPUT_NAME: {0: "batch"}}
     if one_output:

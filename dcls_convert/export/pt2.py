@@ -7,14 +7,8 @@ import torch
 from torch import Tensor
 
 from ..records import write_json
-from .export_file import (
-    FOLDING_BOUND,
-    ExportReport,
-    FoldedModel,
-    ModelFunction,
-    export_file,
-    metadata,
-)
+from .export_file import export_file
+from .folded_model import FOLDING_BOUND, ExportReport, FoldedModel, ModelFunction, metadata
 
 METADATA = "metadata.json"  # name among the file's `extra_files`
 LOAD_PT2 = 'import torch\n\nmodel = torch.export.load("{folder}").module()\n'
@@ -23,9 +17,9 @@ LOAD_PT2 = 'import torch\n\nmodel = torch.export.load("{folder}").module()\n'
 def write_pt2(folded: FoldedModel) -> ExportReport:
     """Write the file."""
 
-    def export(path: Path, images: Tensor, dynamic: bool) -> ModelFunction:
+    def export(path: Path, images: Tensor, any_batch: bool) -> ModelFunction:
         shapes = None
-        if dynamic:
+        if any_batch:
             shapes = ({0: torch.export.Dim.DYNAMIC},)
         program = torch.export.export(folded.model, (images,), dynamic_shapes=shapes)
         _remove_stack_traces_(program)

@@ -28,7 +28,7 @@ from ..pipeline.provenance import provenance_of
 from ..planning.plan import ConversionPlan
 from ..reports.measure import measure_report
 from ..reports.report import ConversionReport
-from .export_file import FOLDING_BOUND, ExportReport, FoldedModel, run_model
+from .folded_model import FOLDING_BOUND, ExportReport, FoldedModel, run_model
 
 # Parts of the names of timm's arguments for kernel sizes: kernel_size, kernel_sizes, kernels,
 # local_conv_size.
@@ -93,9 +93,10 @@ def _error_of_folder(folded: FoldedModel, folder: Path, what: str) -> float:
 
 @contextlib.contextmanager
 def weights_on_meta_(model: nn.Module, path: Path) -> Iterator[None]:
-    """A context in which the model's weights are on meta, to make room for another model.
+    """Inside, the model has no values: its weights are on meta, to make room for another model.
 
-    They are read from the file again only after an error; without one, nobody needs them.
+    They are read from the file again only after a ModelError or a ComparisonError; otherwise the
+    model stays empty. A model with aliases keeps its values.
     """
     if alias_names(model):
         yield

@@ -139,7 +139,7 @@ def _planned_counts(group: LayerGroup, scope_plans: Sequence[ConversionPlan]) ->
 def _cost(group: LayerGroup) -> int:
     """Parameters of one more element in each kernel, in all layers."""
     first = group.layer_plans[0]
-    return first.lines * (len(group.layer_plans) + first.coordinates)
+    return first.lines * (len(group.layer_plans) + first.coordinates_per_element)
 
 
 def _group_errors(

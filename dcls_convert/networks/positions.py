@@ -12,9 +12,6 @@ from torch import Tensor, fx, nn
 from ..layers.dcls_conv import DclsConvNd
 from ..layers.ties import POSITION_PARAMETERS
 
-# Attributes in which wrappers keep their model: "module" of DDP, DataParallel and EMA copies, then
-# those of `torch.compile` and FSDP1.
-WRAPPED_AT = ("module", "_orig_mod", "_fsdp_wrapped_module")
 # Method of a model that timm's optimizers call for the names of parameters without weight decay.
 NO_WEIGHT_DECAY = "no_weight_decay"
 
@@ -58,29 +55,6 @@ def position_parameters(model: nn.Module, *kinds: str) -> tuple[PositionParamete
                 )
             found[id(tensor)].layers[layer_name] = layer
     return tuple(found.values())
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside wrappers that only call it: DDP, `torch.compile`, EMA copies, FSDP1."""
-    while True:
-        children = list(model.named_children())
-        if len(children) != 1 or list(model.parameters(recurse=False)):
-            return model
-        name, inner = children[0]
-        if name not in WRAPPED_AT:
-            return model
-        model = inner
-
-
-def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole parameter, gathered if FSDP2 has sharded it; differentiable.
-
-    Under FSDP2, all ranks must call it.
-    """
-    if not hasattr(tensor, "full_tensor"):
-        return tensor
-    gathered: Tensor = tensor.full_tensor()
-    return gathered
 
 
 def no_weight_decay(model: nn.Module) -> set[str]:

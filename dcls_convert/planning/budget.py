@@ -153,5 +153,5 @@ def _params(layers: Sequence[LayerPlan]) -> int:
         elements = layer.lines * layer.kernel_count
         weights += elements
         group = layer.tie_group or f"\0{layer.name}"  # no tie group is named with a null character
-        coordinates_of[group] = elements * layer.coordinates
+        coordinates_of[group] = elements * layer.coordinates_per_element
     return weights + sum(coordinates_of.values())

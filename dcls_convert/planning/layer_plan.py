@@ -100,7 +100,7 @@ class LayerPlan(OldConv):
         return math.prod(along_learnt_axes(self.dilated_size, self.dense_axes))
 
     @property
-    def coordinates(self) -> int:
+    def coordinates_per_element(self) -> int:
         """Learnable numbers of one element beside its weight: its position, and sigma if any."""
         return self.position_shape[0] * len(self.shared_parameters)
 
@@ -112,7 +112,7 @@ class LayerPlan(OldConv):
     @property
     def position_params(self) -> int:
         """Parameters of positions and sigma, which the tie group shares."""
-        return self.lines * self.kernel_count * self.coordinates
+        return self.lines * self.kernel_count * self.coordinates_per_element
 
 
 def check_layer(layer: LayerPlan) -> None:

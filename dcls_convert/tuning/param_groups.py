@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError
-from ..networks.positions import position_parameters, unwrapped
+from ..networks.positions import position_parameters
 from ..options import POSITION_LR_SCALE
+from .wrappers import unwrapped
 
 WEIGHT_DECAY = 0.05  # of the paper's ConvNeXt recipe
 

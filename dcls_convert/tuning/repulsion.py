@@ -13,7 +13,8 @@ from torch.autograd import Function
 
 from ..eager import is_eager
 from ..layers.position_statistics import element_pairs
-from ..networks.positions import full_tensor, position_parameters
+from ..networks.positions import position_parameters
+from .wrappers import full_tensor
 
 REACH = 1.0  # cells; elements at this distance or farther do not repel each other
 DISTANCES_AT_ONCE = 1 << 20  # held at once: 4 MiB in float32, and a few tensors of that size

@@ -25,9 +25,10 @@ from ..layers.position_statistics import (
     overlap_share,
     rms_per_axis,
 )
-from ..networks.positions import PositionParameter, full_tensor, position_parameters, unwrapped
+from ..networks.positions import PositionParameter, position_parameters
 from ..records import Record, adapter
 from ..text import one_line
+from .wrappers import full_tensor, unwrapped
 
 TRACK = "positions.jsonl"  # its usual name
 TRACK_FORMAT = 1

@@ -41,7 +41,7 @@ class PositionPicture:
     heat: Tensor  # (rows, columns), elements per bin of the last two learnt axes; one axis: 1 row
     histograms: tuple[tuple[int, ...], ...]  # elements in each bin along each learnt axis
     # Cells of the old kernels along the learnt axes, in the middle of the window.
-    extents: tuple[tuple[int, ...], ...]
+    old_kernel_sizes: tuple[tuple[int, ...], ...]
     outside: float  # share of the elements outside the largest of the old kernels
     # The share at the window's border that elements would have if they were spread evenly.
     even_share: float
@@ -110,7 +110,7 @@ def _position_picture(
         bins_per_cell=per_cell,
         heat=heat_map(positions, size, per_cell),
         histograms=tuple(histograms),
-        extents=tuple(dict.fromkeys(old_extents)),
+        old_kernel_sizes=tuple(dict.fromkeys(old_extents)),
         outside=outside_share(positions, largest_extent),
         even_share=_even_border_share(size),
     )

@@ -455,7 +455,7 @@ function heatMap(picture, box, most) {
 
 // The extent of each old kernel, in the middle of the window.
 function oldExtents(picture, {columns, rows, box}) {
-  return picture.extents.map(extent => {
+  return picture.old_kernel_sizes.map(extent => {
     const [left, width] = centredSpan(columns, extent.at(-1), box.width);
     let top = 0;
     let height = box.height;
@@ -480,7 +480,7 @@ function heatMapKey(y, most) {
 // What a heat map shows, for screen readers.
 function heatMapDescription(picture) {
   const size = picture.size.join(" x ");
-  const extents = picture.extents.map(extent => extent.join(" x ")).join(", ");
+  const extents = picture.old_kernel_sizes.map(extent => extent.join(" x ")).join(", ");
   const axes = picture.axes.slice(-2).join(" and ");
   return (
     `Heat map of ${picture.row.name}: elements in the window of ${size} cells, ` +

@@ -46,10 +46,10 @@ def draw(pictures: Pictures, figure: FigureName, suffix: str) -> bytes:
 
     DclsConvertError says why there is nothing to draw.
     """
-    return saved(lambda: FIGURES[figure](pictures), suffix, **FIGURE_STYLE)
+    return figure_file(lambda: FIGURES[figure](pictures), suffix, **FIGURE_STYLE)
 
 
-def saved(figure: Callable[[], "Figure"], suffix: str, **style: Any) -> bytes:
+def figure_file(make_figure: Callable[[], "Figure"], suffix: str, **style: Any) -> bytes:
     """A figure as a file without dates, drawn with these settings of matplotlib."""
     import matplotlib
 
@@ -58,7 +58,9 @@ def saved(figure: Callable[[], "Figure"], suffix: str, **style: Any) -> bytes:
     # matplotlib warns of characters that the font lacks.
     with warnings.catch_warnings(action="ignore"), matplotlib.rc_context(settings):
         metadata = UNDATED.get(suffix.lower())
-        figure().savefig(file, format=suffix[1:].lower(), metadata=metadata, bbox_inches="tight")
+        make_figure().savefig(
+            file, format=suffix[1:].lower(), metadata=metadata, bbox_inches="tight"
+        )
     return file.getvalue()
 
 
@@ -81,7 +83,7 @@ def new_figure(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _positions(pictures: Pictures) -> "Figure":
+def _positions_figure(pictures: Pictures) -> "Figure":
     """A heat map of each positions tensor, and below it the histograms along its axes."""
     chosen = pictures.positions[:MAX_PANELS]
     columns = min(len(chosen), PANELS_PER_ROW)
@@ -92,7 +94,7 @@ def _positions(pictures: Pictures) -> "Figure":
         heat, histograms = panel.subplots(2)
         _draw_heat(heat, picture)
         _draw_histograms(histograms, picture)
-    _explain(figure, pictures, "dashed: the old kernel; darker: more elements")
+    _add_legend(figure, pictures, "dashed: the old kernel; darker: more elements")
     return figure
 
 
@@ -101,10 +103,10 @@ def _draw_heat(axes: "Axes", picture: PositionPicture) -> None:
     from matplotlib.colors import PowerNorm
     from matplotlib.patches import Rectangle
 
-    extent = _extent((1, *picture.size))
-    left, right, bottom, top = extent
-    axes.imshow(picture.heat, extent=extent, cmap="Blues", norm=PowerNorm(0.5, vmin=0))
-    for old in picture.extents:
+    limits = _axes_limits((1, *picture.size))
+    left, right, bottom, top = limits
+    axes.imshow(picture.heat, extent=limits, cmap="Blues", norm=PowerNorm(0.5, vmin=0))
+    for old in picture.old_kernel_sizes:
         height, width = (1, *old)[-2:]
         corner = ((left + right - width) / 2, (top + bottom - height) / 2)
         dashed: dict[str, Any] = {"edgecolor": "C1", "fill": False, "linestyle": "--"}
@@ -123,22 +125,22 @@ def _draw_histograms(axes: "Axes", picture: PositionPicture) -> None:
     axes.legend()
 
 
-def _explain(figure: "Figure", pictures: Pictures, legend: str) -> None:
-    """Write the legend below the panels, and how many of them are left out."""
+def _add_legend(figure: "Figure", pictures: Pictures, legend: str) -> None:
+    """Write a legend below the panels; it says how many positions tensors are shown, if not all."""
     total = len(pictures.positions)
     if total > MAX_PANELS:
         legend += f"; the first {MAX_PANELS} of {total} positions tensors"
     figure.supxlabel(legend, fontsize="small")
 
 
-def _extent(size: tuple[int, ...]) -> tuple[float, float, float, float]:
+def _axes_limits(size: tuple[int, ...]) -> tuple[float, float, float, float]:
     """Left, right, bottom and top of a window (..., rows, columns), in cells from the centre."""
     top, bottom = position_limits(size[-2])
     left, right = position_limits(size[-1])
     return left - 0.5, right + 0.5, bottom + 0.5, top - 0.5
 
 
-def _kernels(pictures: Pictures) -> "Figure":
+def _kernels_figure(pictures: Pictures) -> "Figure":
     """Kernels of the first layer of each positions tensor.
 
     Elements are dots, which are filled if their weight is positive.
@@ -158,15 +160,15 @@ def _kernels(pictures: Pictures) -> "Figure":
         for panel, cells, positions, weights in shown_kernels:
             _draw_kernel(panel, cells, positions, weights)
     scale = "blue cells are positive, red ones negative, each kernel on its own scale"
-    _explain(figure, pictures, f"{scale}; dots are elements, filled where positive")
+    _add_legend(figure, pictures, f"{scale}; dots are elements, filled where positive")
     return figure
 
 
 def _draw_kernel(axes: "Axes", cells: Tensor, positions: Tensor, weights: Tensor) -> None:
     """A kernel's cells (rows, columns), with dots at its elements' positions (E, 2)."""
     largest = float(cells.abs().max()) or 1.0
-    extent = _extent(tuple(cells.shape))
-    axes.imshow(cells, extent=extent, cmap="RdBu", vmin=-largest, vmax=largest)
+    limits = _axes_limits(tuple(cells.shape))
+    axes.imshow(cells, extent=limits, cmap="RdBu", vmin=-largest, vmax=largest)
     faces = ["black" if weight > 0 else "none" for weight in weights]
     dots: dict[str, Any] = {"s": 3, "c": faces, "edgecolors": "black", "linewidths": 0.4}
     axes.scatter(positions[:, 1], positions[:, 0], **dots)
@@ -199,7 +201,7 @@ def _wrapped(text: str, width: int = 46) -> str:
     return "\n".join(textwrap.wrap(printable(text), width))
 
 
-def _history(pictures: Pictures) -> "Figure":
+def _history_figure(pictures: Pictures) -> "Figure":
     """Speed, spread and share at the border over time."""
     history = pictures.history
     if history is None:
@@ -232,8 +234,8 @@ def _draw_curve(axes: "Axes", steps: tuple[int, ...], values: Curve, line: str, 
 
 
 FIGURES: dict[FigureName, Callable[[Pictures], "Figure"]] = {
-    "positions": _positions,
-    "kernels": _kernels,
+    "positions": _positions_figure,
+    "kernels": _kernels_figure,
     "receptive-field": _receptive_fields_figure,
-    "history": _history,
+    "history": _history_figure,
 }

@@ -16,7 +16,7 @@ from ..options import DEFAULT_BUDGET
 from ..tables import Column, Table, field_column, indented, title
 from ..text import counted, printable, span
 from .number_text import decimals_for, in_one_unit, with_separators
-from .plot import new_figure, saved
+from .plot import figure_file, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -292,7 +292,7 @@ def sweep_csv(sweep: Sweep) -> str:
 
 def draw_sweep(sweep: Sweep, suffix: str) -> bytes:
     """The picture as a file, in the format of the suffix. Dominated rows have hollow points."""
-    return saved(lambda: _picture(sweep), suffix, **SWEEP_STYLE)
+    return figure_file(lambda: _picture(sweep), suffix, **SWEEP_STYLE)
 
 
 def _picture(sweep: Sweep) -> "Figure":

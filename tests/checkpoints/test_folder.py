@@ -253,7 +253,7 @@ NOT_FINITE = r"has \d+ of \d+ values that are NaN or infinite"
     [
         (
             with_conv(copy.deepcopy),
-            rf"{BLOCK} has positions of its own; the plan shares them in stages\.2",
+            rf"{BLOCK} has its own positions; the plan shares them in stages\.2",
         ),
         (
             with_conv(nn.Sequential),

@@ -19,8 +19,8 @@ import dcls_convert.export.fold
 import dcls_convert.export.onnx
 from dcls_convert import convert_, fold_to_dense_, save_converted
 from dcls_convert.errors import DclsConvertError
-from dcls_convert.export.export_file import BATCHES
 from dcls_convert.export.fold import fold_checkpoint
+from dcls_convert.export.folded_model import BATCHES
 from dcls_convert.export.formats import EXPORT_FORMATS
 from dcls_convert.networks.model_outputs import max_relative_error
 

@@ -178,6 +178,6 @@ def test_folders_of_both_kinds_are_replaced_by_force(tmp_path, checkpoints):
 def test_a_folder_of_weights_by_another_program_is_not_replaced(tmp_path, checkpoints):
     save_for_hf(timm.create_model(TINY), tmp_path / "out", safe_serialization=True)
     before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    with pytest.raises(DclsConvertError, match="is not of this program"):
+    with pytest.raises(DclsConvertError, match="was not written by dcls-convert"):
         fold_checkpoint(checkpoints / "convnext", "timm", tmp_path / "out", force=True)
     assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before

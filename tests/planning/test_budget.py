@@ -32,7 +32,7 @@ def parameters(layers, counts):
     weights = sum(layer.lines for layer in layers for _ in range(counts[layer.name]))
     owners = {layer.tie_group or layer.name: layer for layer in layers}
     return weights + sum(
-        owner.lines * owner.coordinates
+        owner.lines * owner.coordinates_per_element
         for owner in owners.values()
         for _ in range(counts[owner.name])
     )
