@@ -70,9 +70,8 @@ def normalisation_of(
     for name, values in (("mean", mean), ("std", std)):
         if len(values) not in (1, channels):
             raise DclsConvertError(
-                f"calibration: {name} {_listed(values)} has {len(values)} values; give 1 or "
-                f"{channels}, "
-                "as the images have channels"
+                f"calibration: {name} {_listed(values)} has {len(values)} values; give 1, "
+                f"or {channels}, one per channel"
             )
     if not all(value > 0 for value in std):
         raise DclsConvertError(f"calibration: std {_listed(std)} must be above 0")
@@ -90,7 +89,7 @@ class PixelBatches(Sequence[Tensor]):
     """
 
     def __init__(self, pixels: Sequence[Tensor], normalisation: Normalisation) -> None:
-        """Of pixels (channels, rows, columns), as from `read_pixels`."""
+        """pixels: one (channels, rows, columns) per image, as from `read_pixels`."""
         self.pixels = pixels
         self.normalisation = normalisation
 
@@ -119,7 +118,7 @@ def read_pixels(
         try:
             images[path] = to_pixels(open_image(path, size), size)
         except UNREADABLE as error:
-            note(f"{path} is not taken: {one_line(error)[:200]}")
+            note(f"skipped {path}: {one_line(error)[:200]}")
     return images
 
 
@@ -131,7 +130,7 @@ def check_image_size(size: Sequence[int] | None) -> Sequence[int]:
         )
     if len(size) != 3 or size[0] not in (1, 3):
         raise DclsConvertError(
-            f"images: files are images of 1 or 3 channels; the model takes {tuple(size)}"
+            f"images: files have 1 or 3 channels, but the model takes {tuple(size)}"
         )
     return size
 

@@ -106,7 +106,7 @@ def command_line(model: str, values: Mapping[str, Any], command: str = "") -> st
 
     Args:
         model: A MODEL of the command line.
-        values: By the names of the options' fields. True is a flag, and None is not stated.
+        values: Values by the names of the options' fields. True is a flag, and None is not stated.
         command: Another command than the default one, such as "sweep".
     """
     words = ["dcls-convert", model]

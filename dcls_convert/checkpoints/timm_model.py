@@ -51,7 +51,7 @@ def create_converted(
         plan: `model_args.plan` of the config.
         pretrained_cfg: `pretrained_cfg` of the config, and where it was found.
         pretrained_cfg_overlay: The caller's changes to it.
-        cache_dir: Of the hub.
+        cache_dir: Cache folder of the hub.
         pretrained_model_args: `model_args` of the config, without the caller's changes.
         features_only: Build timm's feature extractor.
         kwargs: Arguments of the base model.
@@ -144,7 +144,7 @@ def _load_by_timm_(
         checkpoint: The folder of the weights; None if they are no safetensors file.
         in_chans: Channels that the caller asked for.
         features_only: Whether the model is a feature extractor.
-        cache_dir: Of the hub.
+        cache_dir: Cache folder of the hub.
     """
     from timm.models import load_pretrained
 

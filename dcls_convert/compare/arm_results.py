@@ -134,7 +134,7 @@ def holm(p_values: Mapping[str, float], tests: int) -> dict[str, float]:
     """p-values that are corrected for several tests by Holm's method.
 
     Args:
-        p_values: By the name of the test.
+        p_values: p-values by the name of the test.
         tests: Number of all tests, including those that have no p-value yet.
     """
     corrected = {}
@@ -365,7 +365,7 @@ def sentence(
         effect = "helps" if mean > 0 else "harms"
         return f"{effect} by {abs(mean):.1f} ± {half:.1f} points {time}"
     if abs(mean) >= half:
-        return f"{mean:+.1f} ± {half:.1f} points taken alone, too little for a claim"
+        return f"{mean:+.1f} ± {half:.1f} points: significant alone, but not after correction"
     largest = abs(mean) + difference.half_width(correction.level_of_each)
     if largest > MAX_INCONCLUSIVE:
         scarce = "test images"

@@ -108,7 +108,7 @@ class GpuCheck:
 
     Args:
         loaded: The network, and how to convert it.
-        device: From `gpu_device`.
+        device: A device from `gpu_device`.
         seconds: After which no measurement is begun.
 
     Raises:

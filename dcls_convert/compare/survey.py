@@ -150,8 +150,8 @@ def survey_models(
 
     Args:
         names: Names of the registries.
-        options: Of the plans.
-        input_size: Of the images; None: what each model states.
+        options: Planning options.
+        input_size: Size of the images; None: what each model states.
         workers: Number of processes; None: one for each core, if there are enough models.
         timeout: Seconds for one model; None: no limit.
         on_row: Called with each row as soon as it is ready.

@@ -44,7 +44,7 @@ def timing_settings(
     Args:
         device: As torch names it; None: the CPU.
         batch: Images at a time; None: CPU_BATCH or GPU_BATCH.
-        seconds: For all rows together; None: TIMING_SECONDS.
+        seconds: Time for all rows together; None: TIMING_SECONDS.
         amp: In bfloat16 autocast.
 
     Raises:

@@ -155,12 +155,12 @@ def choose_algorithm(
 
     Args:
         device: Its type: "cpu", "cuda".
-        dtype: Of the computation.
+        dtype: In which the convolution is computed.
         input_shape: (N, C, H, W).
         kernel_shape: (O, C / groups, R, S).
         stride, dilation: Of rows and columns.
         padding: As `torch.nn.functional.conv2d` takes it.
-        groups: Of channels.
+        groups: Number of groups of channels.
         gradients: Whether any will be asked for.
 
     Raises:

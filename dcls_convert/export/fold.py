@@ -53,7 +53,7 @@ def fold_checkpoint(
         format: A name in EXPORT_FORMATS.
         output: To write; without it, the folder's name with the format's suffix, in the
             current directory.
-        opset: Of an ONNX model, one of OPSETS.
+        opset: Opset of an ONNX model, one of OPSETS.
         model: Builds the unconverted network of a checkpoint that does not name its own, such as
             "package.module:factory", whose code is imported and run.
         force: Replace an earlier output.

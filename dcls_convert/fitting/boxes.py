@@ -73,7 +73,7 @@ class Box:
         """The cells of kernels (O, I, *kernel size) with the most energy over the layers.
 
         Args:
-            kernels: Of each layer.
+            kernels: The kernels of each layer.
             kernel_count: Elements in each kernel.
             effective: The kernels as they are convolved, if they differ; their energy decides.
 

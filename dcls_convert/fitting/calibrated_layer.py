@@ -35,10 +35,11 @@ class CalibratedLayer:
             conv: The old convolution.
             layer: The new layer, with positions and first weights.
             box: In which its kernels were fitted.
-            settings: Of the calibration.
+            settings: The calibration's constants.
             calls: How often a forward pass calls the convolution.
             moments: Joint moments of all images, where a pass calls it several times.
-            running_mean: Of the BatchNorm that the convolution alone feeds, if there is one.
+            running_mean: Running mean of the BatchNorm that the convolution alone feeds; None
+                without one.
         """
         self.name = name
         self.conv = conv

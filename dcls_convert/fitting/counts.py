@@ -180,7 +180,7 @@ def sample_channels(
     Args:
         kernels: (O, I, *K) of each layer.
         covariance_roots: (groups * I, S, S), one for each input channel.
-        groups: Of the convolution.
+        groups: The convolution's groups.
     """
     grouped = [torch.unflatten(kernel, 0, (groups, -1)) for kernel in kernels]
     group_axis, output_axis, input_axis = range(3)  # of each grouped kernel

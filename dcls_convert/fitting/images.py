@@ -55,6 +55,9 @@ class Calibration:
     files: tuple[str, ...] = ()  # paths of the images below their folder; none for tensors
 
     def __len__(self) -> int:
+        """The number of images in `batches`, without those held out."""
+        if isinstance(self.batches, PixelBatches):  # would normalise each batch to count it
+            return len(self.batches.pixels)
         return sum(map(len, self.batches))
 
 

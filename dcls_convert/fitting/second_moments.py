@@ -185,7 +185,7 @@ def shared_covariance_roots(moments: Sequence[SecondMoments]) -> Tensor | None:
     of 1. Roots for each layer alone would cost as many fits, and kept outputs no closer.
 
     Args:
-        moments: Of the layers of a tie group, with lines that are not joint.
+        moments: One for each layer of a tie group, with lines that are not joint.
 
     Returns:
         None if every layer saw too few samples.

@@ -57,7 +57,7 @@ def fit_elements(
         kernel_count: Elements in each kernel.
         covariance_roots: (in_channels, S, S). With them, an error e of a line counts as
             |e @ root|^2, with the root of the line's input channel; else as |e|^2.
-        seed: Of the starting positions.
+        seed: Seed for the starting positions.
 
     Returns:
         Weights (O, I, *D, E) of each layer, and the positions (A, O, I, *D, E).

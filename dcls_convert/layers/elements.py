@@ -37,7 +37,7 @@ def largest_elements(
         kernels: Each layer's old kernel (O, I, *kernel size).
         kernel_count: Elements to return. If there are fewer cells, the elements beyond them have
             weight 0 and lie in the centre.
-        dilation: Of the old convolution.
+        dilation: The old convolution's dilation.
         size: Dilated kernel size.
         dense_axes: Spatial axes along which nothing is learnt.
         effective: The kernels as convolved, by whose energy cells are chosen; default `kernels`.

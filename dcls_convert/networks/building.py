@@ -58,7 +58,7 @@ def build_model(
         pretrained: Load the library's pretrained weights.
         device: "cpu" or "meta". "meta" puts at least the parameters on meta; a model that cannot
             be built so is built on the CPU.
-        seed: Of the random initialisation; None uses the global generators.
+        seed: Seed for the random initialisation; None uses the global generators.
         offline: Download nothing; a model of the hub must be in the local cache.
         trust_code: Build sources that `check_source` refuses.
 
@@ -229,5 +229,5 @@ class _MetaWeights(TorchFunctionMode):
 
 
 def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
-    """Of the tensors in the model's state dict, by name."""
+    """Shapes of the tensors in the model's state dict, by name."""
     return {name: tensor.shape for name, tensor in model.state_dict().items()}

@@ -48,7 +48,7 @@ def set_normalisation_(
     Args:
         model: Without a config, it stays as it is.
         mean, std: For each channel, or one for all.
-        channels: Of the images.
+        channels: Number of the images' channels.
     """
     config = getattr(model, "pretrained_cfg", None)
     if not isinstance(config, dict):

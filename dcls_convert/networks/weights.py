@@ -99,7 +99,7 @@ def build_with_state(
         prepare_: Changes the network before the weights are loaded.
         meta: The source's network on the meta device, if the caller has built it already; it is
             not changed.
-        seed: Of the values that the state dict lacks.
+        seed: Seed for the values that the state dict lacks.
         new_classifier: See `check_weights`.
 
     Returns:

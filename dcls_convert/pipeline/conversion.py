@@ -200,7 +200,7 @@ def _outcome(
         before: The outputs before the conversion.
         after: Those for the held-out batches after it.
         images: The calibration; None without one, and then no outputs are compared.
-        errors: Of the layers.
+        errors: The layers' errors.
     """
     kernel_error = None
     if errors.kernel:

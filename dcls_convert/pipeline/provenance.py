@@ -100,7 +100,7 @@ def describe_conversion(
     Args:
         resolved: What will be done.
         model: Still unconverted.
-        images: Of the calibration.
+        images: The images of the calibration.
     """
     request = resolved.request
     options = _stated_options(request)

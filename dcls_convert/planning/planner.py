@@ -292,7 +292,7 @@ def _draft(
     """A layer without tie group; its count is UNSOLVED if neither rule nor option states one.
 
     Args:
-        index: Of the rule that claims the site.
+        index: Index of the rule that claims the site.
         size: The window where the rule states none; None if rules or their defaults state all.
     """
     rule = rules.rules[index]

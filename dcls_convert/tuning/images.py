@@ -116,11 +116,11 @@ def _prepare_folders_(
 
     Args:
         train: timm's reader of the images to train on.
-        test: That of the images to test with. timm lets a reader read all of `root` if the folder
-            of its split is missing.
+        test: timm's reader of the test images; timm lets it read all of `root` if the folder of
+            its split is missing.
         root: The folder that holds the splits or the classes.
         class_to_idx: Classes of the training, which the test's images get; None without classes.
-        where: How messages begin.
+        where: Start of each message.
         note: Told which images are skipped, and which classes have none to test with.
     """
     _skip_unreadable_(train, where, note)
@@ -234,7 +234,7 @@ def set_transforms_(
         data: Whose images to train on, and to test with, get transforms.
         model: States size, channels, interpolation and normalisation.
         input_size: (channels, rows, columns) instead of the model's.
-        augmentation: Of the images to train on.
+        augmentation: Augmentation of the training images.
         mirrored: Share of these that are mirrored, left to right.
 
     Raises:

@@ -47,8 +47,8 @@ def param_groups(
         model: May be wrapped (DDP, `torch.compile`, EMA), and may have no DCLS layers. Frozen
             parameters are left out.
         lr: Learning rate of everything but positions and sigmas.
-        weight_decay: Of the weights; 0 is used for biases, norms and the parameters that
-            `model.no_weight_decay()` names.
+        weight_decay: Weight decay of the weights. Biases, norms and the parameters that
+            `model.no_weight_decay()` names have none.
         position_lr_scale: The paper's 5 by default.
         sigma_lr_scale: None: as for positions, since sigmas are lengths in cells as well.
         layer_decay: Factor of the learning rate from layer to layer towards the input, as in timm;

@@ -57,7 +57,7 @@ def create_optimizer(
 
     Args:
         timm_create: timm's `create_optimizer_v2`.
-        options: Of this program.
+        options: Options of this program.
         model: The model, or its parameters, as timm's function takes them.
         args: Other positional arguments of timm's function.
         kwargs: Its keyword arguments.

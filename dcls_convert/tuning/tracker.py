@@ -224,7 +224,7 @@ def show_in_tensorboard(writer: Any, record: TrackRecord) -> None:
     Args:
         writer: A `torch.utils.tensorboard.SummaryWriter`, or an object with its `add_scalar` and
             `add_histogram_raw`.
-        record: From `PositionTracker.update` or `read_track`.
+        record: A record from `PositionTracker.update` or `read_track`.
     """
     for row in record.positions:
         for name in ("speed", "border_share", "overlap_share", "mean_distance", "mean_sigma"):

@@ -96,7 +96,7 @@ def pictures_of_folder(
     """Pictures of a checkpoint.
 
     Args:
-        checkpoint: Of a folder that this program wrote.
+        checkpoint: An opened folder that this program wrote.
         fields: How to find effective receptive fields; None: without them.
         history: What a `PositionTracker` wrote; None: no history.
         notify: Is told what is done next.

@@ -146,7 +146,7 @@ def test_each_kind_of_difference_has_its_sentence():
     assert sentence(gain, 0.01, ALONE, 1.31) == "helps by 1.2 ± 0.5 points at 1.3 times the time"
     assert (
         sentence(gain, 0.06, Correction(conversions=60), 1.31)
-        == "+1.2 ± 0.5 points taken alone, too little for a claim"
+        == "+1.2 ± 0.5 points: significant alone, but not after correction"
     )
     around = make_difference([0.1, 0.1, 0.1], 0.7)
     assert (

@@ -120,7 +120,7 @@ def test_files_that_are_no_images_are_named_and_the_model_is_left_alone(planned,
     before = state_of(model)
     notes = []
     calibration = calibrate(model, plan, tmp_path, note=notes.append)
-    assert [note.partition(":")[0] for note in notes] == [f"{tmp_path / 'broken.jpg'} is not taken"]
+    assert [note.partition(":")[0] for note in notes] == [f"skipped {tmp_path / 'broken.jpg'}"]
     assert {tuple(batch.shape[1:]) for batch in calibration.batches} == {plan.input_size}
     assert state_of(model) == before
 
@@ -137,7 +137,7 @@ def test_no_image_is_run_as_a_program(planned, tmp_path, monkeypatch):
     notes = []
     assert len(calibrate(*planned, tmp_path / "images", note=notes.append)) == 1
     assert [note.partition(":")[0] for note in notes] == [
-        f"{tmp_path / 'images' / 'program.png'} is not taken"
+        f"skipped {tmp_path / 'images' / 'program.png'}"
     ]
     assert not (tmp_path / "ran").exists()
 
@@ -184,7 +184,7 @@ def test_damaged_files_are_read_or_one_line_without_a_word_of_the_library(tmp_pa
         images = read_pixels(tmp_path, SIZE, notes.append, max_images=80)
     assert said.getvalue() == ""
     assert [path.name for path in images] == [*taken]
-    assert [note.partition(" is not taken: ")[0] for note in notes] == [
+    assert [note.partition(": ")[0].removeprefix("skipped ") for note in notes] == [
         str(tmp_path / name) for name in others
     ]
     assert all(note.isprintable() for note in notes)
@@ -322,7 +322,7 @@ def test_a_folder_for_a_model_that_states_no_normalisation_needs_one(tmp_path):
     ("options", "message"),
     [
         ({"mean": (0.5,)}, "give mean and std, or neither"),
-        ({"mean": (0.5, 0.5), "std": (1.0,)}, "mean 0.5,0.5 has 2 values; give 1 or 3"),
+        ({"mean": (0.5, 0.5), "std": (1.0,)}, "mean 0.5,0.5 has 2 values; give 1, or 3, one per channel"),
         ({"mean": (0.5,), "std": (0.0,)}, "std 0 must be above 0"),
     ],
 )
