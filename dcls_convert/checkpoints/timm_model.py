@@ -175,7 +175,7 @@ def _load_by_timm_(
 
 
 def _check_arguments(base: str, args: Mapping[str, Any]) -> None:
-    """Refuse (ModelError) a folder's arguments that could run code or take memory without end."""
+    """Refuse (ModelError) a folder's arguments that could run code or allocate unbounded memory."""
     if not base:
         raise ModelError(
             "timm cannot build this folder's model; "

@@ -23,7 +23,8 @@ from . import matmul, onednn
 Algorithm = Literal["torch", "onednn", "matmul"]
 Preference = Literal["auto", "torch", "matmul"]
 VARIABLE = "DCLS_CONVERT_DEPTHWISE"
-# Devices that multiply matrices much faster than torch convolves there. ROCm's are called cuda.
+# Types of devices on which matrix products are much faster than torch's convolution. ROCm reports
+# cuda.
 GPUS = frozenset({"cuda", "mps", "xpu"})
 # GPUs for which the speed of matrix products has been estimated.
 ESTIMATED_DEVICES = frozenset({"cuda"})

@@ -93,7 +93,10 @@ def tile_map(
 
 
 def _parts_of_channels(maps: Tensor, vertical: PatchTiling, horizontal: PatchTiling) -> int:
-    """The fewest parts whose patches and bank need at most MAX_BYTES; at most one a channel."""
+    """The number of parts, along the channels, so that one needs at most MAX_BYTES.
+
+    Its patches and its bank count. There is at most one part per channel.
+    """
     channels = maps.shape[1]
     patches = maps.shape[0] * vertical.patches * horizontal.patches
     inputs = row_length(
@@ -126,8 +129,10 @@ def _padded(tensor: Tensor, cells: tuple[int, ...]) -> Tensor:
 def _input_patches(maps: Tensor, vertical: PatchTiling, horizontal: PatchTiling) -> Tensor:
     """(N, C, H, W), contiguous -> (C, N * patches, row of A * B)."""
     padding = (
-        *(horizontal.padding_before, horizontal.padding_after),
-        *(vertical.padding_before, vertical.padding_after),
+        horizontal.padding_before,
+        horizontal.padding_after,
+        vertical.padding_before,
+        vertical.padding_after,
     )
     size = (vertical.inputs_per_patch, horizontal.inputs_per_patch)
     return _extract_patches(_padded(maps, padding), size, vertical, horizontal)

@@ -174,7 +174,8 @@ def _find_conv(model: nn.Module, layer: LayerPlan) -> Conv:
         )
     if any(alias is not conv for alias in aliases):
         raise PlanError(
-            f"{layer.name}: the plan has it also at {', '.join(layer.names[1:])}; the model has not"
+            f"{layer.name}: the plan also lists it as {', '.join(layer.names[1:])}, "
+            "where the model has another module"
         )
     if reason := why_not_replaceable(conv):
         raise PlanError(f"{layer.name}: {reason}")

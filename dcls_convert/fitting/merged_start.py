@@ -73,7 +73,7 @@ def _merging_losses(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _merge_greedily(loss: Tensor, pairs: Tensor, cells: int, surplus: int) -> tuple[Tensor, Tensor]:
-    """In each line, merge the pairs with the least loss, so many at most, no cell twice.
+    """In each line, merge up to `surplus` pairs, least loss first; no cell is merged twice.
 
     Returns which pairs are merged (N, P), and which cells are in no merged pair (N, K).
     """

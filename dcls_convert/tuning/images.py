@@ -160,7 +160,7 @@ def _renumber_classes_(
     unknown = [name for name in own_names.values() if name not in class_to_idx]
     if unknown:
         raise DclsConvertError(
-            f"{where}: there is nothing to learn {listed(unknown)} from, only to test with"
+            f"{where}: {listed(unknown)}: there are test images, but none to train on"
         )
     untested = [name for name in class_to_idx if name not in reader.class_to_idx]
     _note_untested(untested, where, note)

@@ -1,4 +1,4 @@
-"""What a training leaves on disk, and how it goes on from that after a kill."""
+"""A training's files on disk, and how a killed run resumes from them."""
 
 import os
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ def settings_to_match(
 
 
 def save_state(training: "Training", path: Path) -> None:
-    """Write all that continues the run. Whenever it is killed, the old or new file is whole.
+    """Write everything needed to resume. After a kill, the old or the new file is intact.
 
     Raises:
         CheckpointError: The file cannot be written.
@@ -89,7 +89,7 @@ def load_state_(training: "Training", path: Path) -> None:
         if isinstance(error, OSError) or is_out_of_memory(error):
             raise  # the file may be whole
         raise CheckpointError(
-            f"{path}: is damaged ({type(error).__name__}); delete it, and the run begins again"
+            f"{path}: is damaged ({type(error).__name__}); delete it to restart this run"
         ) from error
     for name, value in training.settings.items():
         found = state["settings"].get(name)
@@ -127,6 +127,6 @@ def prepare_track_file(training: "Training") -> Path | None:
         track.touch()
         lines = track.read_bytes().splitlines(keepends=True)
         epochs_done = len(training.top1)
-        # Rather than written anew: a kill would lose the records of the epochs that are done.
+        # Truncate, do not rewrite: a kill during a rewrite would lose finished epochs.
         os.truncate(track, sum(len(line) for line in lines[:epochs_done]))
     return track

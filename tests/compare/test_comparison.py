@@ -254,7 +254,7 @@ def test_a_damaged_state_is_one_line():
     options = ("--sizes", "9", "--epochs", "1", "--seeds", "1", "--output", "out")
     _, err = compare(*options, code=2)
     last = err.splitlines()[-1]
-    assert last == f"error: {state}: is damaged (EOFError); delete it, and the run begins again"
+    assert last == f"error: {state}: is damaged (EOFError); delete it to restart this run"
     state.unlink()
     compare(*options)
 

@@ -322,7 +322,7 @@ def test_a_folder_for_a_model_that_states_no_normalisation_needs_one(tmp_path):
     ("options", "message"),
     [
         ({"mean": (0.5,)}, "give mean and std, or neither"),
-        ({"mean": (0.5, 0.5), "std": (1.0,)}, "mean 0.5,0.5 has 2 values; give 1, or 3, one per channel"),
+        ({"mean": (0.5, 0.5), "std": (1.0,)}, "mean 0.5,0.5 has 2 values; give 1, or 3"),
         ({"mean": (0.5,), "std": (0.0,)}, "std 0 must be above 0"),
     ],
 )

@@ -84,7 +84,7 @@ def test_images_that_cannot_be_read_are_named_and_left_out_and_classes_must_be_l
     (line,) = said
     assert line.endswith("skipping 2 images that cannot be read: dark/cut.png, dark/none.jpg")
     (folder / "validation/dark").rename(folder / "validation/dusk")
-    with pytest.raises(DclsConvertError, match="nothing to learn dusk from"):
+    with pytest.raises(DclsConvertError, match="dusk: there are test images, but none to train on"):
         open_images(folder)
     (folder / "validation/dusk").rename(tmp_path / "dusk")
     said.clear()
