@@ -3,7 +3,6 @@ from . import tuning as tuning
 from .checkpoints.load import load_converted as load_converted
 from .checkpoints.save import convert_and_save_ as convert_and_save_
 from .checkpoints.save import save_converted as save_converted
-from .compare.python_sweep import sweep as sweep
 from .errors import CheckpointError as CheckpointError
 from .errors import DclsConvertError as DclsConvertError
 from .errors import ModelError as ModelError
@@ -29,5 +28,6 @@ from .reports.predict import predict_report as predict_report
 from .reports.report import ConversionReport as ConversionReport
 from .surgery.apply_plan import apply_plan_ as apply_plan_
 from .surgery.fold import fold_to_dense_ as fold_to_dense_
+from .sweeps.python_sweep import sweep as sweep
 
 __version__: str

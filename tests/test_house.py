@@ -42,6 +42,7 @@ ORDER = (
         "checkpoints",
         "export",
         "tuning",
+        "sweeps",
         "compare",
         "views",
         "cli",

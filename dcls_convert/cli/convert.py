@@ -155,9 +155,9 @@ def convert(
     if plan is not None:
         check_folder(plan)
     with console.steps(network_options.model, "planning", quiet=quiet) as notify:
-        from ..compare.timing import check_device
         from ..pipeline.loaded import LoadedNetwork
         from ..reports.predict import predict_report
+        from ..sweeps.timing import check_device
         from ..views.advice import ON_COMMAND_LINE
         from ..views.next_steps import next_steps
         from ..views.report import report_view

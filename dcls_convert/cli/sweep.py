@@ -42,7 +42,7 @@ from .arguments import (
 )
 
 if TYPE_CHECKING:
-    from ..compare.sweep import Combination, SweepRow
+    from ..sweeps.results import Combination, SweepRow
 
 TIMES = "Times"
 MAX_ROWS = 1000
@@ -184,10 +184,10 @@ def sweep(
         check_picture(picture, "--picture")
         check_output(picture, force=force, why_keep=why_not_a_file)
     with console.steps(network_options.model, "planning") as notify:
-        from ..compare.make_sweep import combinations, default_sizes, make_sweep
-        from ..compare.timing import timing_settings
         from ..depthwise import choices
         from ..pipeline.loaded import LoadedNetwork
+        from ..sweeps.make_sweep import combinations, default_sizes, make_sweep
+        from ..sweeps.timing import timing_settings
         from ..views.sweep import SweepView, draw_sweep, sweep_csv
 
         timing = None

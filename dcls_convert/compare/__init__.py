@@ -1,3 +1,3 @@
-"""Several conversions, or models, side by side. One that does not fit or fails is a row with the
-reason.
+"""Several trainings, or models, side by side; and the same network on a GPU, by all algorithms. One
+that fails is a row with the reason.
 """

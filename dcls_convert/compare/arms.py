@@ -20,7 +20,7 @@ from ..pipeline.resolved import resolve
 from ..planning.plan import ConversionPlan
 from ..progress import Note, silent
 from ..surgery.fold import fold_to_dense_
-from .sweep import RequestedSize
+from ..sweeps.results import RequestedSize
 
 AS_IT_IS = "as it is"
 # frozen: converted, with positions that stay where they start.

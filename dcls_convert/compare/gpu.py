@@ -24,14 +24,14 @@ from ..pipeline.loaded import LoadedNetwork
 from ..pipeline.resolved import resolve
 from ..records import Record
 from ..surgery.fold import fold_to_dense_
-from ..text import one_line, shown
-from .timing import (
+from ..sweeps.timing import (
     check_device,
     converted_copy,
     forward_pass,
     mean_device_milliseconds,
     training_step,
 )
+from ..text import one_line, shown
 
 # proof: the accuracy of matrix products; network, layer: the time of these.
 Part = Literal["proof", "network", "layer"]

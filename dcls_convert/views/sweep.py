@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
-from ..compare.sweep import Sweep, SweepRow, Timing, done_rows, percent_more
 from ..geometry import size_text
 from ..options import DEFAULT_BUDGET
+from ..sweeps.results import Sweep, SweepRow, Timing, done_rows, percent_more
 from ..tables import Column, Table, field_column, indented, title
 from ..text import counted, printable, span
 from .number_text import decimals_for, in_one_unit, with_separators

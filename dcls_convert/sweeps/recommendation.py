@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..options import MAX_WINDOW
-from .sweep import (
+from .results import (
     Recommendation,
     SweepRow,
     done_rows,

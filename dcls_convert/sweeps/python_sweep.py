@@ -30,7 +30,7 @@ from ..planning.claims import load_or_choose_rules, rules_to_apply
 from ..planning.rules import RuleSet
 from ..progress import show_to_python
 from .make_sweep import combinations, default_sizes, make_sweep
-from .sweep import Combination, RequestedSize, Sweep
+from .results import Combination, RequestedSize, Sweep
 from .timing import timing_settings
 
 ROW_OPTIONS = ("dilated_size", "kernel_count", "budget")  # options that each row states itself

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..pipeline.loaded import LoadedNetwork
 from .candidate import Candidate
-from .sweep import TimingSettings
+from .results import TimingSettings
 from .timing import converted_copy, forward_and_step_ms, quartiles
 
 MIN_ROUNDS = 3  # whatever time they take

@@ -16,7 +16,7 @@ from ..options import CPU_BATCH, GPU_BATCH, TIMING_SECONDS
 from ..planning.plan import ConversionPlan
 from ..surgery.apply_plan import apply_plan_
 from ..text import shown
-from .sweep import Timing, TimingSettings
+from .results import Timing, TimingSettings
 
 CALLS_ON_GPU = 5  # for one measured time, which is their mean
 

@@ -10,7 +10,7 @@ from torch import nn
 from ..errors import DclsConvertError
 from ..pipeline.resolved import ResolvedRequest
 from ..text import one_line
-from .sweep import SweepRow
+from .results import SweepRow
 
 MAX_REASON = 200  # characters of an exception's message
 

@@ -19,7 +19,7 @@ from ..reports.predict import predict_report
 from ..text import counted, shown
 from .candidate import Candidate
 from .recommendation import recommend
-from .sweep import (
+from .results import (
     Combination,
     Recommendation,
     RequestedSize,
