@@ -1,4 +1,4 @@
-"""Mistakes of the user, as exceptions of one line."""
+"""Exceptions for user errors; each message is one line."""
 
 from .text import one_line, printable
 

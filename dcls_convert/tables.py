@@ -1,4 +1,4 @@
-"""One column table for all views, as text, Markdown, CSV and HTML; and the lines around it."""
+"""The table class that all views share: columns, written as text, Markdown, CSV or HTML."""
 
 import csv
 import io
@@ -14,8 +14,8 @@ from rich.text import Text
 
 from .text import printable, shown
 
-# Columns of the terminal. Names are shortened down to this width, with the space beside them; in a
-# table that is still too wide, numbers are folded.
+# Columns of the terminal, with the gap. Names are shortened to no less than this; if the table is
+# still too wide, numbers wrap.
 MIN_NAME_WIDTH = 24
 ENDLESS = 1_000_000  # columns; the width at which a table is asked for its natural width
 MARKDOWN_ESCAPES = {ord("\\"): "\\\\", ord("|"): "\\|"}
@@ -124,7 +124,7 @@ class Table(Generic[Row]):
         return longest
 
     def _laid_out(self, name_width: int) -> table.Table:
-        """The table as rich's, with names of at most so many columns of the terminal."""
+        """The table as rich's, with names at most `name_width` columns of the terminal wide."""
         laid_out = table.Table(
             box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold"
         )

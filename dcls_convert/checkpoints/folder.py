@@ -152,7 +152,9 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     architecture = config.get("architecture")
     args = config.get("model_args", {})
     if not isinstance(architecture, str) or not isinstance(args, dict):
-        raise CheckpointError(f"{path}: names no architecture, or has arguments that are no object")
+        raise CheckpointError(
+            f"{path}: names no architecture, or has arguments that are not an object"
+        )
     plan = None
     source: ModelSource | None = ModelSource(name=f"timm:{architecture}", args=args)
     input_size = entry_of(config.get("pretrained_cfg"), "input_size")
@@ -215,7 +217,7 @@ def read_tensors(path: Path, names: Container[str] | None = None) -> Iterator[tu
 
 
 def why_not_a_checkpoint(path: Path) -> str | None:
-    """Why an existing path is no checkpoint folder, and must not be replaced; None if it is one."""
+    """Why an existing path must not be replaced, as it is not a checkpoint folder; None if it is."""
     if path.is_symlink():
         return "is a link, not a folder"
     if not path.is_dir():

@@ -144,7 +144,7 @@ def convert_and_save_(
         options: Those of `convert_`.
 
     Raises:
-        DclsConvertError: As both.
+        DclsConvertError: As for `convert_` and `save_converted`.
     """
     folder = Path(folder)
     check_output(folder, force=force, why_keep=why_not_a_checkpoint)
@@ -199,7 +199,7 @@ def _problems(
 
 
 def _layer_problems(modules: Mapping[str, nn.Module], plan: ConversionPlan) -> Iterator[str]:
-    """Layers of the plan that are no DCLS layers of its shapes."""
+    """Layers of the plan that are missing, are not DCLS layers, or have another shape."""
     for layer in plan.layers:
         module = modules.get(layer.name)
         shape = layer.position_shape[1:]
@@ -285,8 +285,8 @@ def save_trained(model: nn.Module, plan: ConversionPlan | str | Path | None, fol
     """Write a trained model as a folder.
 
     A converted model is saved with its plan, and replaces a checkpoint folder only. Without a plan,
-    whatever the folder holds is deleted first; a model of timm is then saved in timm's format, and
-    any other as weights alone.
+    the new folder replaces whatever is there, once it is complete: a model of timm is saved in
+    timm's format, and any other as weights alone.
     """
     from timm.models import save_for_hf
 
@@ -317,7 +317,7 @@ def write_checkpoint_files(
         model: Its tensors are written.
         plan: States the size of the images for the fingerprint.
         folder: Empty.
-        config: What config.json says, but for this package's own entries.
+        config: Contents of config.json, without this package's own entries.
         texts: Other files, name to content.
         fingerprint: Whether to run the model and note its outputs with the weights.
         provenance: How the model was converted, if that is known.

@@ -78,7 +78,7 @@ def config_hash(config: Mapping[str, Any]) -> str:
 
 
 def entry_of(data: object, name: str) -> Any:
-    """The entry of an object of JSON; None if it has none, or is no object."""
+    """The entry of an object of JSON; None if it has none, or is not an object."""
     if isinstance(data, dict):
         return data.get(name)
     return None

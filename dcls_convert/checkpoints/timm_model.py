@@ -141,7 +141,7 @@ def _load_by_timm_(
     Args:
         model: With the layers placed.
         cfg: timm's `pretrained_cfg` of the weights.
-        checkpoint: The folder of the weights; None if they are no safetensors file.
+        checkpoint: The folder of the weights; None if they are not a safetensors file.
         in_chans: Channels that the caller asked for.
         features_only: Whether the model is a feature extractor.
         cache_dir: Cache folder of the hub.
@@ -193,7 +193,7 @@ def _check_arguments(base: str, args: Mapping[str, Any]) -> None:
 def _open_beside_weights(cfg: Mapping[str, Any], cache_dir: str | Path | None) -> Checkpoint | None:
     """The checkpoint whose weights timm will load, downloaded now, with its stamp checked.
 
-    None if they are no safetensors file.
+    None if they are not a safetensors file.
     """
     path = _weights_path(cfg, cache_dir)
     if path is None or not os.path.lexists(path):

@@ -399,8 +399,8 @@ def expand_options(
 
     `def models(options: PlanOptions, pattern=None)` becomes `def models(*, dilated_size="auto",
     kernel_count="auto", ..., pattern=None)`; `network_options: NetworkOptions` becomes its fields,
-    with those of `PlanOptions` in place of its `options`. Fields in `omit` are no arguments, and
-    keep their defaults.
+    with those of `PlanOptions` in place of its `options`. Fields in `omit` do not become
+    arguments, and keep their defaults.
     """
     plan_parameters = _plan_parameters(omit)
     network_parameters = _network_parameters(plan_parameters)

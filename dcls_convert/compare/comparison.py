@@ -117,7 +117,7 @@ def _comparison_of(
                 runs.append(run)
     looks = _looks(trainer.folder)
     with_this = tuple(dict.fromkeys([*looks, len(seeds)]))
-    # With fewer seeds than an answer needs, nothing could be claimed, so these are no looks.
+    # With fewer seeds than an answer needs, nothing could be claimed: these do not count as looks.
     answers = [number for number in with_this if number >= MIN_SEEDS]
     correction = Correction(conversions=len(arms) - 1, looks=max(1, len(answers)))
     return Comparison(

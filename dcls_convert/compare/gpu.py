@@ -347,7 +347,10 @@ def verdict(rows: Sequence[GpuRow]) -> str:
         return "no converted network was timed"
     advice = []
     for kind, own in own_choices.items():
-        rivals = [row for row in timed if (row.what, row.work, row.batch) == kind]
+        rivals = [own]
+        for row in timed:
+            if row.way != own.way and (row.what, row.work, row.batch) == kind:
+                rivals.append(row)
         best = min(rivals, key=_ms)
         gain = _ms(own) / _ms(best)
         if gain >= MIN_GAIN:

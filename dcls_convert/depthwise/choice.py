@@ -187,9 +187,12 @@ def choose_algorithm(
         return "matmul", f"{VARIABLE}=matmul"
     if can_use_products and device in ESTIMATED_DEVICES:
         return _estimated_algorithm(input_shape[0], map_size, window, pads, gradients)
+    why_not_products = ""
+    if preferred == "matmul":
+        why_not_products = f"; {VARIABLE}=matmul, but matrix products cannot compute this"
     if device == "cpu" and dtype in onednn.DTYPES and onednn.max_padding_columns() is not None:
-        return "onednn", "oneDNN's fast kernels on x86"
-    return "torch", "nothing faster is known"
+        return "onednn", f"oneDNN's fast kernels on x86{why_not_products}"
+    return "torch", f"nothing faster is known{why_not_products}"
 
 
 def _fits_products(map_size: Pair, window: Pair, pads: Pair) -> bool:

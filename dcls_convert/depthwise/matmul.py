@@ -4,7 +4,7 @@ Axes: N images, C channels, H x W a feature map (a map, for short), R x S the wi
 outputs in a patch, A x B the inputs that these outputs need.
 
 A map is tiled into patches. The outputs of a patch are its inputs times the bank: a doubly blocked
-Toeplitz matrix (T * U, A * B), in each row of which is the window, shifted to one output (t, u).
+Toeplitz matrix (T * U, A * B). Row (t, u) holds the window, shifted to that output.
 Along one axis, a bank of 3 cells for 2 outputs from 4 inputs is
 
     k0 k1 k2  0
@@ -77,7 +77,7 @@ def _tile_axis(inputs: int, kernel_size: int, padding: int) -> PatchTiling:
 
 
 def row_length(cells: int, vertical: PatchTiling, horizontal: PatchTiling) -> int:
-    """Numbers in a row of a factor that holds so many cells of a patch."""
+    """Length of a matrix row for this many cells: padded if there are several patches."""
     if vertical.patches == horizontal.patches == 1:
         return cells  # such rows are views of the maps; to add zeros would copy them
     return ceil_div(cells, ALIGNED) * ALIGNED

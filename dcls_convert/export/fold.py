@@ -1,4 +1,4 @@
-"""Fold a checkpoint's model into plain convolutions, and write it in a format of the table."""
+"""Fold a checkpoint's model into plain convolutions, and write it in one of EXPORT_FORMATS."""
 
 import importlib.util
 import math
@@ -61,17 +61,17 @@ def fold_checkpoint(
         notify: Is told what is being done.
 
     Raises:
-        DclsConvertError: It cannot be folded or written, or the outputs would be others.
+        DclsConvertError: It cannot be folded or written, or folding would change the outputs.
     """
     if format not in EXPORT_FORMATS:
         known = ", ".join(EXPORT_FORMATS)
         raise DclsConvertError(f"format {shown(format)!r} must be one of {known}")
-    row = EXPORT_FORMATS[format]
+    export_format = EXPORT_FORMATS[format]
     _check_opset(format, opset)
     checkpoint = open_checkpoint(folder)
     if output is None:
-        output = Path(folder.resolve().name + row.suffix)
-    _check_output(EXPORT_FORMATS[format], checkpoint.folder, output, force=force)
+        output = Path(folder.resolve().name + export_format.suffix)
+    _check_output(export_format, checkpoint.folder, output, force=force)
     _check_packages(format)
     input_size = _input_size(checkpoint)
 
@@ -102,9 +102,9 @@ def fold_checkpoint(
         force=force,
         notify=notify,
     )
-    if row.flat_outputs:
+    if export_format.flat_outputs:
         folded = flattened(folded)
-    write: Any = pkgutil.resolve_name(row.writer)
+    write: Any = pkgutil.resolve_name(export_format.writer)
     report: ExportReport = write(folded)
     return report
 

@@ -113,7 +113,7 @@ def _check_opset_and_add_metadata(path: Path, opset: int, facts: Mapping[str, An
 
 
 def _text(fact: Any) -> str:
-    """A fact as ONNX's metadata can hold it; what is no text becomes JSON."""
+    """A fact as ONNX's metadata can hold it; what is not a text becomes JSON."""
     if isinstance(fact, str):
         return fact
     return json.dumps(fact)

@@ -1,12 +1,12 @@
 """Values for new layers by which a network keeps its outputs for given images.
 
-The images go through the network twice in step, as it was and as it becomes. Each layer is solved
-for what the old convolution gives, given the input from the layers that are converted already. So
-each layer makes up for the errors of the layers before it, as in GPTQ (arXiv:2210.17323). The
-network itself is not changed.
+The images run through the old and the new network in lockstep. Each layer is solved for what the
+old convolution gives, given the input from the layers that are converted already. So each layer
+makes up for the errors of the layers before it, as in GPTQ (arXiv:2210.17323). The network itself
+is not changed.
 
-What the network holds of all images in step must be in memory at once. Many images go through it
-in parts, therefore: each part adds to the sums of every layer, and solves it again.
+The activations of all images in lockstep must fit in memory, so a large set is split into parts:
+each part adds to the sums of every layer, and solves it again.
 """
 
 import contextlib

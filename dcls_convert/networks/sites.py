@@ -41,7 +41,7 @@ class OldConv:
 
     @property
     def name(self) -> str:
-        """The canonical name, by which plans and reports call the convolution."""
+        """The canonical name, used in plans and reports."""
         return self.names[0]
 
     @property

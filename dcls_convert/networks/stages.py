@@ -215,7 +215,7 @@ def _naming_child(
 
 
 def _stride_stage(container: str, stride: OutputStride) -> str:
-    """The name of a stage that is no single module: "features/stride8"."""
+    """The name of a stage that is not a single module: "features/stride8"."""
     if len(set(stride)) == 1:
         stride = stride[:1]
     return f"{container}/stride{size_text(stride)}".lstrip("/")

@@ -1,4 +1,7 @@
-"""What a model's convolutions see, and what it costs: found on a meta copy, never by running it."""
+"""What a model's convolutions see, and what it costs: found by running a copy on the meta device.
+
+So no values are computed.
+"""
 
 import contextlib
 import copy

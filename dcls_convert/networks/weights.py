@@ -95,7 +95,7 @@ def build_with_state(
     Args:
         source: Its code is run without a check.
         state: Weights, under the names that the network has after `prepare_`.
-        where: How error messages call the state dict.
+        where: Name of the state dict in error messages.
         prepare_: Changes the network before the weights are loaded.
         meta: The source's network on the meta device, if the caller has built it already; it is
             not changed.

@@ -87,7 +87,7 @@ class ConversionRequest:
 
     @property
     def weights_name(self) -> str:
-        """How messages call the weights."""
+        """Name of the weights in messages."""
         if isinstance(self.weights, Mapping):
             return "the state dict"
         return f"checkpoint {self.weights}"

@@ -45,7 +45,7 @@ class ResolvedRequest:
 def resolve(loaded: LoadedNetwork, options: PlanOptions | None = None) -> ResolvedRequest:
     """Decide everything that a request leaves open, and plan.
 
-    For the scope "error" alone, the network is built with its weights: kernels are measured.
+    Only the scope "error" builds the network with its weights, since it measures the kernels.
 
     Args:
         loaded: The request's network.
@@ -214,9 +214,10 @@ def _checked_plan(
 
 
 def _check_input_size(loaded: LoadedNetwork, plan: ConversionPlan) -> None:
-    """Refuse (PlanError) an input size at which the network does not run, not on meta either.
+    """Refuse (PlanError) an input size at which the network does not run.
 
-    A network in memory that only the meta device cannot run keeps its MACs unknown.
+    It failed on the meta device. A network in memory is tried with real values; if that works, its
+    MACs stay unknown.
     """
     assert plan.input_size is not None
     if isinstance(loaded.request.model, str):

@@ -135,7 +135,7 @@ class ConversionPlan(Record):
                 layers' names, such as "dec1.*"; or a list of these.
 
         Raises:
-            PlanError: One of them is no text, or means no layer of the plan; or no layer would
+            PlanError: One of them is not a text, or matches no layer of the plan; or no layer would
                 remain.
         """
         patterns = _as_patterns(paths)

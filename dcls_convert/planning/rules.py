@@ -317,5 +317,5 @@ class RuleSet(_Strict):
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     def label(self, index: int) -> str:
-        """How messages call a rule: its name, or its place."""
+        """Name of a rule in messages: its own, or its place."""
         return shown(self.rules[index].name or f"rules[{index}]")

@@ -120,7 +120,7 @@ class Outcome:
     images: int  # held-out images, or crops of them, on which outputs were compared
     # Images that the new layers were fitted to; not in the JSON.
     fitted_images: Annotated[int, Field(exclude=True)] = 0
-    # Held-out images that `images` are crops of; 0 if they are no crops. Not in the JSON.
+    # Held-out images that `images` are crops of; 0 if they are not crops. Not in the JSON.
     images_cropped: Annotated[int, Field(exclude=True)] = 0
     same_top1: float | None = None  # this and the next two: as in `Agreement`
     kl: float | None = None

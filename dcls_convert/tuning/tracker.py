@@ -93,7 +93,7 @@ class PositionTracker:
 
     Between updates it holds one copy of the positions. Under DDP and FSDP2 every rank must call
     `update`, and gets the record; rank 0 alone writes. FSDP1 is not supported: its flat shards are
-    no positions.
+    not positions.
     """
 
     def __init__(self, model: nn.Module, path: str | os.PathLike[str] | None = None) -> None:
@@ -206,7 +206,7 @@ def read_track(path: str | os.PathLike[str]) -> tuple[TrackRecord, ...]:
     A last line without a line end, which a killed run may have left, is ignored.
 
     Raises:
-        CheckpointError: No such file, or a line that is no record; names the line.
+        CheckpointError: No such file, or a line that is not a record; names the line.
     """
     try:
         lines = read_bytes(Path(path)).split(b"\n")

@@ -113,12 +113,12 @@ class Training:
         self.loss: list[float] = []  # for each update
         self.top1: list[float] = []  # for each epoch: percent of the test images classified right
         self.top1_before: list[float] = []  # percent before training, if that was asked for
-        self.epoch_seconds: list[float] = []  # for each epoch, without the test
+        self.epoch_seconds: list[float] = []  # for each epoch, without the test and without saving
         self.update_seconds: list[float] = []  # for each update of this process, without loading
         self.update_seconds_with_loading: list[float] = []  # for each update of this process
         # For each test image, whether it was classified right after the last epoch.
         self.correct = torch.zeros(0, dtype=torch.bool)
-        # Never sharded, on the CPU: `trained` loads the weights into it.
+        # An unsharded copy on the CPU, into which `trained_model` loads the weights.
         self.whole_copy = copy.deepcopy(model)
         self.model = model
         self._move_and_shard_models_()
@@ -193,9 +193,10 @@ class Training:
                     self.epoch_seconds.append(time.monotonic() - epoch_began)
                     self._end_epoch()
                     on_epoch(self)
-                    epoch_began = time.monotonic()
                 if self.folder is not None and (epoch_ends or self._is_time_to_save()):
                     save_state(self, self.folder / STATE)
+                if epoch_ends:
+                    epoch_began = time.monotonic()
 
     @torch.no_grad()
     def test(self) -> Tensor:
@@ -292,12 +293,13 @@ class Training:
         """The keys (epoch, index) of this process's test images, batch by batch."""
         count = len(self.data.test)
         processes = self.accelerator.num_processes
-        indices = list(range(self.accelerator.process_index, count, processes))
-        # FSDP2 needs the same number of forward calls in every process, so pad with repeats. `test`
-        # cuts them off.
-        missing = math.ceil(count / processes) - len(indices)
-        indices += indices[:1] * missing
-        keys = [(0, index) for index in indices]
+        images_per_process = math.ceil(count / processes)
+        keys = []
+        # FSDP2 needs the same number of forward calls in every process, so pad with the last image.
+        # `test` cuts the padding off.
+        for number in range(images_per_process):
+            index = number * processes + self.accelerator.process_index
+            keys.append((0, min(index, count - 1)))
         size = self.recipe.batch_size
         return [keys[first : first + size] for first in range(0, len(keys), size)]
 
@@ -351,7 +353,7 @@ class Training:
         accelerator = self.accelerator
         is_last = batch_index == recipe.accumulate - 1
         if mixup is not None:
-            if self.teacher is not None:  # labels are not used, and may be no class numbers
+            if self.teacher is not None:  # labels are not used, and may not be class numbers
                 labels = torch.zeros_like(labels)
             images, labels = mixup(images, labels)
         if images.dim() == 4:
