@@ -217,7 +217,7 @@ def read_tensors(path: Path, names: Container[str] | None = None) -> Iterator[tu
 
 
 def why_not_a_checkpoint(path: Path) -> str | None:
-    """Why an existing path must not be replaced, as it is not a checkpoint folder; None if it is."""
+    """Why a path must not be replaced: it is not a checkpoint folder. None if it is one."""
     if path.is_symlink():
         return "is a link, not a folder"
     if not path.is_dir():
