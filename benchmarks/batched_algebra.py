@@ -2,7 +2,7 @@
 
     python benchmarks/batched_algebra.py [--threads N]
 
-Solving and multiplying as `fitting/least_squares.py` does, on the shapes of fits. Both ways are
+Solving and multiplying as `fitting/fit_positions.py` does, on the shapes of fits. Both ways are
 timed in turn, in one process; the numbers are minima. `innermost` says in which layout the fit has
 them.
 """

@@ -36,9 +36,9 @@ from torch.utils._pytree import tree_leaves
 import dcls_convert
 from dcls_convert.compare.workers import run_jobs
 from dcls_convert.networks.building import build_model
+from dcls_convert.networks.find_convs import find_convs
 from dcls_convert.networks.identify_model import assumed_input_size
 from dcls_convert.networks.registries import registry_names
-from dcls_convert.networks.sites import find_convs
 from dcls_convert.networks.source import resolve_model
 
 MAX_PARAMS = 60_000_000

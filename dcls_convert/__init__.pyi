@@ -16,7 +16,7 @@ from .layers.conv_classes import register_conv as register_conv
 from .layers.dcls_conv import DclsConv1d as DclsConv1d
 from .layers.dcls_conv import DclsConv2d as DclsConv2d
 from .layers.dcls_conv import DclsConv3d as DclsConv3d
-from .networks.sites import find_convs as find_convs
+from .networks.find_convs import find_convs as find_convs
 from .pipeline.in_memory import convert_ as convert_
 from .pipeline.in_memory import convert_from_authors_ as convert_from_authors_
 from .planning.plan import ConversionPlan as ConversionPlan

@@ -14,8 +14,8 @@ from ..atomic_output import check_output, new_folder
 from ..errors import CheckpointError
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.building import build_model
+from ..networks.find_convs import find_convs
 from ..networks.registries import REGISTRIES, TIMM_ARCHITECTURE
-from ..networks.sites import find_convs
 from ..networks.source import ModelSource
 from ..networks.tensors_hash import tensors_hash
 from ..networks.weights import alias_names, check_weights, misfits

@@ -19,8 +19,8 @@ from ..checkpoints.loading_code import loading_code
 from ..checkpoints.save import save_converted, timm_config, write_checkpoint_files
 from ..errors import DclsConvertError, ModelError
 from ..networks.building import build_model, shapes_of
+from ..networks.find_convs import find_convs
 from ..networks.model_outputs import ComparisonError, check_close
-from ..networks.sites import find_convs
 from ..networks.source import ModelSource
 from ..networks.weights import alias_names
 from ..networks.weights_files import load_safetensors

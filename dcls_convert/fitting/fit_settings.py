@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitSettings:
-    """The constants of `warm_start.py` and `least_squares.py`, chosen by benchmarks/fit_time.py.
+    """The constants of `warm_start.py` and `fit_positions.py`, chosen by benchmarks/fit_time.py.
 
     A fit minimises the errors of kernels or, in a calibration, those of outputs; it then has
     covariance roots.

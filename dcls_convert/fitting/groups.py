@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..errors import PlanError
-from ..layers.conv_classes import CONV_CLASSES, Conv, why_not_replaceable
+from ..layers.conv_classes import CONV_CLASSES, Conv
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
+from ..layers.replaceable import why_not_replaceable
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 from ..planning.tie_groups import TieGroup

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..layers.interpolation import find_interpolation
 from .boxes import Box
+from .fit_positions import fit_lines
 from .fit_settings import FLOATS_AT_ONCE, FitSettings
-from .least_squares import fit_lines
 from .merged_start import merged_neighbours
 
 SETTINGS = FitSettings()  # of every fit

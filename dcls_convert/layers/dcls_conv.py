@@ -29,9 +29,10 @@ from ..geometry import (
 from .carry_over import carry_over_, compute_parameter_
 from .clamping import clamp_
 from .construction import construct_kernel
-from .conv_classes import PLAIN, Conv, ConvTraits, padding_of, traits_of, why_not_replaceable
+from .conv_classes import PLAIN, Conv, ConvTraits, padding_of, traits_of
 from .elements import POSITION_STD, largest_elements
 from .interpolation import find_interpolation
+from .replaceable import why_not_replaceable
 from .ties import Tieable
 
 IntOrTuple = int | Sequence[int]

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from ..fitting.images import Calibration, calibrate
 from ..networks.building import build_model
+from ..networks.find_convs import find_convs
 from ..networks.identify_model import assumed_input_size, infer_source
 from ..networks.pretrained_cfg import set_origin_
-from ..networks.sites import ModelConvs, find_convs
+from ..networks.sites import ModelConvs
 from ..networks.source import LIBRARY_KINDS, OTHER_TIMM_KINDS, ModelSource, resolve_model
 from ..networks.state_names import with_names_of
 from ..networks.weights import build_with_state, check_weights, differing_num_classes

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import PlanError
 from ..fitting.images import Calibration, Images
-from ..networks.sites import check_module
+from ..networks.find_convs import check_module
 from ..options import (
     AUTO,
     MAX_ADDED_MACS_PERCENT,

@@ -15,8 +15,8 @@ from torch import nn
 from dcls_convert import DclsConv2d, convert_
 from dcls_convert.fitting.batched_linalg import lines_innermost
 from dcls_convert.fitting.boxes import Box
+from dcls_convert.fitting.fit_positions import _make_problem, _step
 from dcls_convert.fitting.fit_settings import FitSettings
-from dcls_convert.fitting.least_squares import _make_problem, _step
 from dcls_convert.fitting.warm_start import fit_elements
 from dcls_convert.geometry import grid_positions
 from dcls_convert.layers.construction import construct_kernel

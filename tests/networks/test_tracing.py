@@ -9,7 +9,7 @@ from torch import nn
 
 from dcls_convert.errors import PlanError
 from dcls_convert.layers.dcls_conv import DclsConvNd
-from dcls_convert.networks.sites import find_convs
+from dcls_convert.networks.find_convs import find_convs
 from dcls_convert.networks.tracing import check_same_shapes
 from dcls_convert.pipeline.in_memory import convert_
 from dcls_convert.planning.planner import plan_conversion

@@ -6,7 +6,7 @@ import timm
 import torch
 from torch import nn
 
-from dcls_convert.networks.sites import find_convs
+from dcls_convert.networks.find_convs import find_convs
 from dcls_convert.planning.planner import plan_conversion
 
 IMAGE = (4, 9, 14)

@@ -12,7 +12,7 @@ from torch import nn
 from dcls_convert.errors import PlanError
 from dcls_convert.layers.conv_classes import CONV_CLASSES
 from dcls_convert.layers.dcls_conv import DclsConv2d, DclsConvNd
-from dcls_convert.networks.sites import find_convs
+from dcls_convert.networks.find_convs import find_convs
 from dcls_convert.planning.planner import plan_conversion
 from dcls_convert.planning.rule_files import parse_rules
 from dcls_convert.reports.predict import predict_report

@@ -10,8 +10,8 @@ from torch.nn.utils import parametrizations, prune
 from dcls_convert import plan_conversion
 from dcls_convert.errors import PlanError
 from dcls_convert.networks.building import build_model
+from dcls_convert.networks.find_convs import find_convs
 from dcls_convert.networks.identify_model import assumed_input_size
-from dcls_convert.networks.sites import find_convs
 from dcls_convert.networks.source import ModelSource
 from dcls_convert.networks.tracing import trace
 from dcls_convert.reports.predict import predict_report

@@ -1,0 +1,245 @@
+"""Find the convolutions of a model, with stages and MACs, and why some cannot be replaced."""
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from ..errors import ModelError, PlanError
+from ..geometry import size_text
+from ..layers.conv_classes import AnyConv, padding_of
+from ..layers.dcls_conv import DclsConvNd
+from ..layers.replaceable import why_not_replaceable
+from ..text import one_line, shown
+from .sites import ConvSite, ModelConvs, Skipped
+from .stages import OutputStride, find_stages, output_stride
+from .tracing import Calls, Trace, trace
+
+IMAGE_CHANNELS = 3  # where no input size is known
+
+
+def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> ModelConvs:
+    """Every convolution object of `model`, once, under all its names.
+
+    Args:
+        model: Left as it is. Its weights may be on any device, meta included.
+        input_size: (channels, *spatial) of one input; in 2-D and 3-D also the spatial sizes alone,
+            for 3 channels. Without it, the size that a timm model states. One forward pass on the
+            meta device gives output sizes and MACs; where the model does not run there, they are
+            None.
+
+    Raises:
+        ModelError: `model` is not a module.
+        PlanError: `input_size` is not positive integers for as many dimensions as the convolutions
+            have, or the model has DCLS layers already, or is compiled.
+    """
+    check_module(model)
+    _check_not_compiled_or_converted(model)
+    names_of = _convs_with_names(model)
+    dims = max((len(conv.kernel_size) for conv in names_of), default=2)
+    size = _input_size(model, input_size, dims)
+    traced, macs_note = _try_trace(model, size)
+    spatial = {names[0] for conv, names in names_of.items() if max(conv.kernel_size) > 1}
+    stages = find_stages(model, _output_strides(traced), spatial)
+    image_channels = size[0] if size is not None else IMAGE_CHANNELS
+    holders = _modules_by_parameter(model)
+    sites: list[ConvSite] = []
+    skipped: list[Skipped] = []
+    for conv, names in names_of.items():
+        name = names[0]
+        reason = _why_skipped(conv, holders)
+        if reason is not None:
+            skipped.append(Skipped(name=name, type=type(conv).__name__, reason=reason))
+            continue
+        calls: Calls | None = None
+        is_first = not sites and not skipped
+        takes_image = is_first  # without a trace, the first convolution is taken to do so
+        if traced is not None:
+            calls = traced.calls.get(name)
+            takes_image = calls is not None and calls.takes_image
+        takes_image = takes_image and conv.in_channels == image_channels
+        site = _site(
+            conv,
+            names,
+            calls,
+            is_traced=traced is not None,
+            stage=stages.stage_of(name),
+            stem=stages.is_in_stem(name) or takes_image,
+        )
+        sites.append(site)
+    return ModelConvs(
+        sites=tuple(sites),
+        skipped=tuple(skipped),
+        params=_parameter_count(model),
+        macs=_macs(traced),
+        input_size=size,
+        macs_note=macs_note,
+        stages_from=stages.found_by,
+        trace=traced,
+    )
+
+
+def _why_skipped(conv: AnyConv, modules_by_parameter: Mapping[int, Sequence[str]]) -> str | None:
+    """Why a convolution cannot be replaced; None if it can."""
+    reason = why_not_replaceable(conv)
+    if reason is not None:
+        return reason
+    holders = modules_by_parameter[id(conv.weight)]
+    if len(holders) > 1:
+        return f"its weight is shared with {' and '.join(holders)}"
+    return None
+
+
+def check_module(model: object) -> None:
+    """Refuse (ModelError) a name, a state dict and whatever else is not a module."""
+    if not isinstance(model, nn.Module):
+        found = f"a {type(model).__name__}"
+        if isinstance(model, str):
+            found = shown(repr(model))
+        raise ModelError(
+            f"model: found {found}; give a torch.nn.Module, such as timm.create_model(...)"
+        )
+
+
+def _check_not_compiled_or_converted(model: nn.Module) -> None:
+    """Refuse (PlanError) a model that is compiled, or has DCLS layers."""
+    if hasattr(model, "_orig_mod"):
+        raise PlanError("the model is compiled; convert it before torch.compile")
+    converted = sum(isinstance(module, DclsConvNd) for module in model.modules())
+    if converted:
+        raise PlanError(f"the model is converted already: it has {converted} DCLS layers")
+
+
+def _convs_with_names(model: nn.Module) -> dict[AnyConv, list[str]]:
+    """Every convolution object of the model, with all its qualified names."""
+    names_of: dict[AnyConv, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, AnyConv):
+            names_of.setdefault(module, []).append(name)
+    return names_of
+
+
+def _modules_by_parameter(model: nn.Module) -> dict[int, list[str]]:
+    """Id of a parameter -> names of the modules that hold it."""
+    holders: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            holders.setdefault(id(parameter), []).append(name)
+    return holders
+
+
+def _try_trace(
+    model: nn.Module, size: tuple[int, ...] | None
+) -> tuple[Trace, None] | tuple[None, str]:
+    """The trace of a model; without one, the reason."""
+    if size is None:
+        return None, "no input size is known; state one"
+    try:
+        return trace(model, size), None
+    except Exception as error:  # any model code may run here; the model can still be converted
+        reason = one_line(error)[:200]
+        return None, f"the model does not run on the meta device at {size}: {reason}"
+
+
+def _output_strides(traced: Trace | None) -> dict[str, OutputStride]:
+    """Output stride of each convolution whose output has all axes of the image; by its name."""
+    strides: dict[str, OutputStride] = {}
+    if traced is not None:
+        image = traced.input_size[1:]
+        for name, calls in traced.calls.items():
+            first_size = calls.output_sizes[0]
+            if len(first_size) == len(image) and min(first_size) > 0:
+                strides[name] = output_stride(image, first_size)
+    return strides
+
+
+def _parameter_count(model: nn.Module) -> int:
+    """Number of parameters, without those of lazy layers, which have no size yet."""
+    count = 0
+    for parameter in model.parameters():
+        if not isinstance(parameter, nn.parameter.UninitializedParameter):
+            count += parameter.numel()
+    return count
+
+
+def _macs(traced: Trace | None) -> int | None:
+    """Multiply-accumulates of the whole model, each of which is two operations."""
+    if traced is None:
+        return None
+    return sum(traced.flops[""].values()) // 2
+
+
+def _site(
+    conv: AnyConv,
+    names: Sequence[str],
+    calls: Calls | None,
+    *,
+    is_traced: bool,
+    stage: str | None,
+    stem: bool,
+) -> ConvSite:
+    output_size: tuple[int, ...] | None = None
+    input_extent: tuple[int, ...] | None = None
+    output_positions: int | None = None
+    if calls is not None:
+        output_size = calls.output_sizes[0]
+        input_extent = calls.input_extent
+        output_positions = calls.output_positions
+    elif is_traced:
+        output_positions = 0  # the convolution is never called
+    return ConvSite(
+        names=tuple(names),
+        type=type(conv).__name__,
+        kind=_kind(conv),
+        stage=stage,
+        stem=stem,
+        in_channels=conv.in_channels,
+        out_channels=conv.out_channels,
+        groups=conv.groups,
+        bias=conv.bias is not None,
+        kernel_size=tuple(conv.kernel_size),
+        stride=tuple(conv.stride),
+        dilation=tuple(conv.dilation),
+        padding=padding_of(conv),
+        padding_mode=conv.padding_mode,
+        output_size=output_size,
+        input_extent=input_extent,
+        output_positions=output_positions,
+    )
+
+
+def _kind(conv: AnyConv) -> str:
+    if conv.groups == 1:
+        return "dense"
+    if conv.groups == conv.in_channels:
+        return "depthwise"
+    return "grouped"
+
+
+def _input_size(model: nn.Module, asked: Sequence[int] | None, dims: int) -> tuple[int, ...] | None:
+    """(channels, *spatial): as asked for, or as a timm model states it."""
+    if asked is None:
+        return _stated_input_size(model)
+    sides = asked if isinstance(asked, Sequence) else ()
+    if not 2 <= len(sides) <= 4 or any(not isinstance(side, int) or side < 1 for side in sides):
+        raise PlanError(
+            f"input size {asked!r} must be channels and spatial sizes, such as (3, 224, 224)"
+        )
+    if len(asked) not in (dims, dims + 1):
+        raise PlanError(
+            f"input size {size_text(asked)} must be channels and {dims} sides, "
+            f"the model is {dims}-D"
+        )
+    if len(asked) == dims:
+        return (IMAGE_CHANNELS, *asked)
+    return tuple(asked)
+
+
+def _stated_input_size(model: nn.Module) -> tuple[int, ...] | None:
+    """(channels, *spatial) from timm's config of a model; None where there is none."""
+    config = getattr(model, "pretrained_cfg", None)
+    if not isinstance(config, Mapping) or not config.get("input_size"):
+        return None
+    channels, *sides = config["input_size"]
+    # With `in_chans`, timm builds the model for other channels, but its config still says 3.
+    stated_channels = getattr(model, "_model_args", {}).get("in_chans")
+    return (stated_channels or channels, *sides)
