@@ -95,9 +95,7 @@ def _heading(report: ConversionReport, advice: Advice) -> list[RenderableType]:
     fewer_weights = sum(_only_loses_weights(layer) for layer in report.layers)
     if fewer_weights:
         of_layers = f"{counted(fewer_weights, 'layer')} of {len(report.layers)}"
-        lose = "loses" if fewer_weights == 1 else "lose"
-        get = "gets" if fewer_weights == 1 else "get"
-        warning = f"{of_layers} {lose} weights and {get} no larger window; skip them with a rule"
+        warning = f"Fewer weights and no larger window for {of_layers}; skip them with a rule"
         parts.append(Text(warning, style="yellow"))
     return parts
 
