@@ -20,7 +20,7 @@ from dcls_convert.networks.source import ModelSource
 from dcls_convert.tuning import PositionTracker
 
 from ..command_line import run
-from ..views.test_page import data_of
+from ..views.parsed_page import data_of
 
 NETWORK = "timm:test_efficientnet"
 OPTIONS = ["--dilated-size", "7", "--input-size", "3x32x32", "-q"]

@@ -4,7 +4,6 @@ import base64
 import json
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import pytest
 import torch
@@ -13,31 +12,10 @@ from dcls_convert.views.page import page
 from dcls_convert.views.receptive_field import ReceptiveFieldMaps, field_picture
 
 from ..checkpoints.folders import convert
+from .parsed_page import Page, data_of
 from .test_figures import CASES, case_of, pictures_of
 
 HOSTILE = "</script><b onclick=alert(1)>&\x1b[31m\u202e\u2028"
-
-
-class Page(HTMLParser):
-    """Its tags and attributes, and what stands in its scripts."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags = []
-        self.scripts = []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data):
-        if self.tags and self.tags[-1][0] == "script":
-            self.scripts.append(data)
-
-
-def data_of(text):
-    return json.loads(Page(text).scripts[0])
 
 
 @pytest.fixture

@@ -1,0 +1,26 @@
+"""The tags of a page, and the data that its script draws."""
+
+import json
+from html.parser import HTMLParser
+
+
+class Page(HTMLParser):
+    """Its tags and attributes, and what stands in its scripts."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags = []
+        self.scripts = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        if self.tags and self.tags[-1][0] == "script":
+            self.scripts.append(data)
+
+
+def data_of(text):
+    return json.loads(Page(text).scripts[0])
