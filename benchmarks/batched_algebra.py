@@ -1,10 +1,10 @@
-"""Our algebra of many small matrices beside torch's.
+"""Compare the speed of our algebra of many small matrices with torch's.
 
     python benchmarks/batched_algebra.py [--threads N]
 
-Solving and multiplying as `fitting/fit_positions.py` does, on the shapes of fits. Both ways are
-timed in turn, in one process; the numbers are minima. `innermost` says in which layout the fit has
-them.
+The script solves and multiplies as `fitting/fit_positions.py` does, on shapes that occur in fits.
+Both ways are timed in turn, in one process; the numbers are minima. `innermost` says whether lines
+are innermost in memory in this fit.
 """
 
 import torch
@@ -18,7 +18,7 @@ from dcls_convert.fitting.batched_linalg import (
 )
 
 ROUNDS = 30
-# Lines N, elements E, cells S, and whether lines are innermost in memory.
+# Kernel lines N, elements E, cells S, and whether lines are innermost in memory.
 SHAPES = {
     "ResNet-18, 3x3 to 7x7": (3571, 5, 9, True),
     "EfficientNet-Lite0, 3x3, for outputs": (1500, 5, 9, True),

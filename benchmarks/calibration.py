@@ -1,24 +1,25 @@
-"""What a calibration costs, and what it does with few images.
+"""Measure what a calibration costs, and how close it keeps outputs, with many and with few images.
 
     python benchmarks/calibration.py [MODEL] [--scope SCOPE] [--images N] [--threads N]
     python benchmarks/calibration.py --many [--images N] [--in-step N] [--threads N]
     python benchmarks/calibration.py --few [--label LABEL] [--only NETWORK ...]
     python benchmarks/calibration.py --table
 
-The first prints processor time of `convert_` with images, divided by that of one forward pass of
-the same images through the original, and how much its memory peaks above what the process has
-before (`more_mib`). Images are smooth noise, weights random; for EfficientNet-Lite0 they are its
-own.
+The first command prints the processor time of `convert_` with images, its ratio to the time of one
+forward pass of the same images through the original, and the peak memory above the memory before
+(`more_mib`). Images are smooth noise. Weights are random, except for EfficientNet-Lite0, which has
+its ImageNet weights.
 
-With --many, EfficientNet-Lite0 with its ImageNet weights is converted from a folder of photographs
-and compared with itself on others. It prints the processor time of reading and converting, and
-`more_mib` of both. --in-step says how many images go through the network in step.
+With --many, EfficientNet-Lite0 is calibrated on a folder of photographs and compared with the
+original on other photographs. This prints the processor time and `more_mib` of reading and
+converting together. --in-step sets how many images go through the old and the new network at once.
 
 With --few, three small networks of timm are trained on digits of 32 pixels, and EfficientNet-Lite1
-has its ImageNet weights and photographs of 160 pixels. They are converted from few images, tiny
-ones and useless ones, and compared with themselves on images that nothing was fitted to. With
-PYTHONPATH at another checkout its calibration is measured, and --label names its rows; where that
-calibration fails, the row has its error. Results go to benchmarks/results/calibration.json.
+has its ImageNet weights and photographs of 160 pixels. They are calibrated on few images, tiny
+images and useless images, and compared with the original on images that nothing was fitted to.
+To measure the calibration of another checkout, point PYTHONPATH at it, and name its rows with
+--label; if that calibration fails, the row has its error. Results go to
+benchmarks/results/calibration.json.
 """
 
 import argparse
@@ -46,10 +47,10 @@ from measuring import (
     stored_rows,
 )
 
-if TYPE_CHECKING:  # they import torch, which --table does without
+if TYPE_CHECKING:  # these import torch, which --table does not need
     from torch import Tensor, nn
 
-BATCH = 8  # images, as a calibration has from a folder
+BATCH = 8  # images, as when a calibration reads a folder
 LITE0 = "tf_efficientnet_lite0"
 
 # With --few.
@@ -59,30 +60,30 @@ NETWORKS = (*DIGITS_NETWORKS, LITE1)
 SOURCES = ("1", "2", "3", "5", "20", "80", "5 of 16 pixels", "10 constants", "black", "noise")
 BUDGETS = (60, 100, 150)  # percent
 DIGITS_SIDE = 32  # pixels
-DIGITS_TO_TRAIN = 1200  # of 1797; the others test
+TRAIN_DIGITS = 1200  # of 1797; the others are test images
 PHOTOGRAPHS_SIDE = 160  # pixels
-CROPS_TO_TEST = 80
+TEST_CROPS = 80
 SETTINGS = {"seed": 0, "dilated_size": 9, "scope": "model"}
 THIS_CHECKOUT = "now"  # label
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Processor time, of all threads."""
+    """Return the processor time of all threads."""
     begun = time.process_time()
     work()
     return time.process_time() - begun
 
 
 def seconds_and_more_mib(work: Callable[[], object]) -> tuple[float, int]:
-    """Processor time, and how much memory peaks above that of the start."""
+    """Return the processor time, and the peak memory above the memory at the start."""
     reset_peak_bytes()
     before = peak_bytes()
-    taken = seconds(work)
-    return taken, round((peak_bytes() - before) / MIB)
+    processor_seconds = seconds(work)
+    return processor_seconds, round((peak_bytes() - before) / MIB)
 
 
 def measure_cost(options: argparse.Namespace) -> dict[str, Any]:
-    """Time and memory of one calibration."""
+    """Measure time and memory of one calibration."""
     import timm
     import torch
     from lite0 import pretrained_network
@@ -130,8 +131,8 @@ def measure_cost(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_many(options: argparse.Namespace) -> dict[str, Any]:
-    """What a folder of photographs costs, and how close it keeps EfficientNet-Lite0's outputs."""
-    from lite0 import compared, crops, logits, pixels, pretrained_network
+    """Calibrate EfficientNet-Lite0 on photographs; measure the cost, and how close outputs stay."""
+    from lite0 import compare_logits, crops, logits, pixels, pretrained_network
 
     import dcls_convert
     from dcls_convert.fitting import calibrate
@@ -140,17 +141,17 @@ def measure_many(options: argparse.Namespace) -> dict[str, Any]:
     if options.in_step is not None:
         settings = functools.partial(settings, images_in_step=options.in_step)
     network = pretrained_network()
-    to_test = pixels(crops(1, CROPS_TO_TEST, seed=1))
+    to_test = pixels(crops(1, TEST_CROPS, seed=1))
     expected = logits(network, to_test)
-    how = {"dilated_size": options.dilated_size, "scope": options.scope}
+    plan_options = {"dilated_size": options.dilated_size, "scope": options.scope}
     with TemporaryDirectory() as folder:
         for number, crop in enumerate(crops(0, options.images, seed=0)):
             crop.save(Path(folder) / f"{number:05}.png")
 
         def convert() -> None:
-            plan = dcls_convert.plan_conversion(dcls_convert.find_convs(network), **how)
+            plan = dcls_convert.plan_conversion(dcls_convert.find_convs(network), **plan_options)
             images = dcls_convert.calibrate(network, plan, folder, most_images=options.images)
-            dcls_convert.convert_(network, calibration=images, **how)
+            dcls_convert.convert_(network, calibration=images, **plan_options)
 
         with replaced(calibrate, "CalibrationSettings", settings):
             convert_seconds, more_mib = seconds_and_more_mib(convert)
@@ -160,7 +161,7 @@ def measure_many(options: argparse.Namespace) -> dict[str, Any]:
         "threads": options.threads,
         "convert_s": round(convert_seconds, 1),
         "more_mib": more_mib,
-        **compared(expected, logits(network, to_test)),
+        **compare_logits(expected, logits(network, to_test)),
     }
 
 
@@ -169,7 +170,7 @@ def measure_many(options: argparse.Namespace) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A trained network, and images (N, 3, rows, columns) as it takes them."""
+    """A trained network, and images (N, 3, rows, columns), normalised for it."""
 
     name: str
     network: "nn.Module"
@@ -178,7 +179,7 @@ class Task:
     black: float  # value of a black pixel
 
     def images(self, source: str) -> "Tensor":
-        """What calibrates, for one of SOURCES."""
+        """Return the images to calibrate on, for one of SOURCES."""
         import torch
         from torch.nn.functional import interpolate
 
@@ -196,7 +197,7 @@ class Task:
 
 
 def digits_task(name: str) -> Task:
-    """A small network of timm, trained on digits for some seconds."""
+    """Train a small network of timm on digits, for some seconds."""
     import timm
     import torch
     from small import digits, train_
@@ -205,14 +206,14 @@ def digits_task(name: str) -> Task:
     images = images.expand(-1, 3, -1, -1)
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(len(images), generator=generator)
-    to_train = order[:DIGITS_TO_TRAIN]
+    to_train = order[:TRAIN_DIGITS]
     torch.manual_seed(0)
     options = {"ls_init_value": 0.1} if name == "test_convnext" else {}
     network = timm.create_model(name, num_classes=10, **options)
 
     def batches() -> Any:
         while True:
-            picked = to_train[torch.randint(DIGITS_TO_TRAIN, (64,), generator=generator)]
+            picked = to_train[torch.randint(TRAIN_DIGITS, (64,), generator=generator)]
             yield images[picked], classes[picked]
 
     train_(network, batches(), steps=300, lr=3e-3)
@@ -220,7 +221,7 @@ def digits_task(name: str) -> Task:
         name=name,
         network=network.eval(),
         to_calibrate=images[to_train[:80]],
-        to_test=images[order[DIGITS_TO_TRAIN:]],
+        to_test=images[order[TRAIN_DIGITS:]],
         black=-1.0,
     )
 
@@ -238,13 +239,13 @@ def photographs_task() -> Task:
         name=LITE1,
         network=pretrained_network(LITE1),
         to_calibrate=shrunk(0, 80, seed=0),
-        to_test=shrunk(1, CROPS_TO_TEST, seed=1),
+        to_test=shrunk(1, TEST_CROPS, seed=1),
         black=-1.0,
     )
 
 
 def measure_few(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure and store what is not stored yet; returns all rows."""
+    """Measure and store what is not stored yet; return all rows."""
     results = Results(
         path=options.output,
         command="python benchmarks/calibration.py --few",
@@ -270,8 +271,8 @@ def measure_few(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def few_row(task: Task, budget: int, source: str) -> dict[str, Any]:
-    """How far the converted network is from the original, on the images that test."""
-    from lite0 import compared, logits
+    """Measure how far the converted network is from the original, on the test images."""
+    from lite0 import compare_logits, logits
 
     import dcls_convert
 
@@ -289,11 +290,11 @@ def few_row(task: Task, budget: int, source: str) -> dict[str, Any]:
         init="fit",
         calibration=calibration,
     )
-    return compared(logits(task.network, task.to_test), logits(model, task.to_test))
+    return compare_logits(logits(task.network, task.to_test), logits(model, task.to_test))
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: a row for each network, budget and label, a column for each source."""
+    """Return Markdown: a row for each network, budget and label, a column for each source."""
     cells: dict[tuple[str, int, str], dict[str, str]] = {}
     for row in rows:
         key = (row["network"], row["budget"], row["label"])

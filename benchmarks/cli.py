@@ -1,10 +1,10 @@
-"""Whole processes of the command line beside their floors.
+"""Compare whole processes of the command line with their floors.
 
     python benchmarks/cli.py [--repeats N] [--no-largest]
 
-Every command and its floor script run in turn, in fresh processes; outputs go to a temporary folder
-and are deleted at once. A floor imports what the command needs, and for the main job builds the
-model and saves its state.
+A floor is a script that does the least that a command must do: it imports what the command needs
+and, for a conversion, builds or reads the model's state and saves it. Every command and its floor
+run in turn, in fresh processes; outputs go to a temporary folder and are deleted at once.
 """
 
 import shutil
@@ -34,8 +34,8 @@ from measuring import (
     summary,
 )
 
-ANSWER = "import typer, rich"
-LOAD = (
+HELP_IMPORTS = "import typer, rich"
+COPY_WEIGHTS = (
     f"import sys; {IMPORTS}; from safetensors.torch import load_file, save_file; "
     "save_file(load_file(sys.argv[1]), sys.argv[2])"
 )
@@ -58,11 +58,11 @@ class Case:
     name: str
     command: list[str]
     floor: list[str]
-    weighed: str | None = None  # model whose weights the peak memory is compared with
+    weights_of: str | None = None  # model whose weights the peak memory is compared with
 
 
 def cases(scratch: Path) -> list[Case]:
-    """All cases, the largest model last; they may write `out` and `floor.safetensors`."""
+    """Return all cases, the largest model last; they write to `out` and `floor.safetensors`."""
     output = ["--output", str(scratch / "out"), "--quiet"]
     floor_file = str(scratch / "floor.safetensors")
     weights = str(weights_file(scratch))
@@ -72,14 +72,14 @@ def cases(scratch: Path) -> list[Case]:
             name=model,
             command=[PROGRAM, model, *SIZE, *output],
             floor=[sys.executable, "-c", SAVE_MODEL, model, floor_file],
-            weighed=model,
+            weights_of=model,
         )
 
     return [
         Case(
             name="--help",
             command=[PROGRAM, "--help"],
-            floor=[sys.executable, "-c", ANSWER],
+            floor=[sys.executable, "-c", HELP_IMPORTS],
         ),
         Case(
             name=f"{MODEL} --dry-run",
@@ -90,8 +90,8 @@ def cases(scratch: Path) -> list[Case]:
         Case(
             name=f"{MODEL} --checkpoint --init largest",
             command=[PROGRAM, MODEL, *SIZE, "--checkpoint", weights, "--init", "largest", *output],
-            floor=[sys.executable, "-c", LOAD, weights, floor_file],
-            weighed=MODEL,
+            floor=[sys.executable, "-c", COPY_WEIGHTS, weights, floor_file],
+            weights_of=MODEL,
         ),
         main_job(LARGEST),
     ]
@@ -101,8 +101,8 @@ def weights_file(scratch: Path) -> Path:
     return scratch / "weights" / f"{MODEL}.safetensors"
 
 
-def measured(command: list[str], scratch: Path) -> dict[str, float]:
-    """MEASURES of one run; what it wrote is deleted."""
+def measure_command(command: list[str], scratch: Path) -> dict[str, float]:
+    """Run a command; return its MEASURES, and delete what it wrote."""
     run = run_fresh(command)
     shutil.rmtree(scratch / "out", ignore_errors=True)
     (scratch / "floor.safetensors").unlink(missing_ok=True)
@@ -113,25 +113,26 @@ def measured(command: list[str], scratch: Path) -> dict[str, float]:
     }
 
 
-def row(case: Case, repeats: int, scratch: Path) -> dict[str, Any]:
-    """Summaries of the command's and the floor's runs, which take turns."""
+def measure_case(case: Case, repeats: int, scratch: Path) -> dict[str, Any]:
+    """Run the command and the floor in turn; return summaries of both."""
     ours = []
     floors = []
     for _ in range(repeats):
-        floors.append(measured(case.floor, scratch))
-        ours.append(measured(case.command, scratch))
+        floors.append(measure_command(case.floor, scratch))
+        ours.append(measure_command(case.command, scratch))
     result: dict[str, Any] = {"case": case.name}
     for key in MEASURES:
         result[key] = summary([run[key] for run in ours])
         result[f"floor_{key}"] = summary([run[key] for run in floors])
-    if case.weighed is not None:
-        result["weights_mib"] = json_of_fresh(["-c", WEIGHTS_BYTES, case.weighed]) / MIB
-        result["imports_mib"] = measured([sys.executable, "-c", IMPORTS], scratch)["peak_mib"]
+    if case.weights_of is not None:
+        result["weights_mib"] = json_of_fresh(["-c", WEIGHTS_BYTES, case.weights_of]) / MIB
+        imports = measure_command([sys.executable, "-c", IMPORTS], scratch)
+        result["imports_mib"] = imports["peak_mib"]
     return result
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Peaks are compared with the floor's, and without the imports' with the weights."""
+    """Return Markdown; peaks are compared with the floor's and, less the imports, with weights."""
 
     def line(row: dict[str, Any]) -> list[str]:
         ratios = [row[key]["median"] / row[f"floor_{key}"]["median"] for key in MEASURES]
@@ -165,7 +166,7 @@ def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--repeats-largest", type=int, default=1)
-    parser.add_argument("--no-largest", action="store_true", help=f"without {LARGEST}")
+    parser.add_argument("--no-largest", action="store_true", help=f"omit {LARGEST}")
     add_results_options_(parser, RESULTS / "cli.json")
     options = parser.parse_args()
     if options.table:
@@ -187,9 +188,9 @@ def main() -> None:
                 continue
             start = time.perf_counter()
             repeats = options.repeats_largest if is_largest else options.repeats
-            measured_row = row(case, repeats, scratch)
+            row = measure_case(case, repeats, scratch)
             seconds = time.perf_counter() - start
-            results.add_(measured_row, message=f"{case.name}: {seconds:.0f} s")
+            results.add_(row, message=f"{case.name}: {seconds:.0f} s")
     print(table(results.rows))
 
 

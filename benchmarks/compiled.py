@@ -1,8 +1,8 @@
-"""Inference and training steps of converted models under torch.compile, beside eager ones, in turn.
+"""Time inference and training steps of converted models, eager and under torch.compile, in turn.
 
     python benchmarks/compiled.py [MODEL:SIDE ...]
 
-The unconverted model stands beside. Prints the fastest of ROUNDS steps, after one to warm up.
+The unconverted model is timed, too. Prints the fastest of ROUNDS steps, after one warm-up step.
 """
 
 from functools import partial
@@ -37,13 +37,13 @@ def compare(name: str, side: int, *, converted: bool) -> None:
         dcls_convert.convert_(model, init="random", input_size=(3, side, side))
     compiled_model = torch.compile(model)
     images = torch.randn(BATCH, 3, side, side)
-    what = "converted" if converted else "unconverted"
+    state = "converted" if converted else "unconverted"
     for step in (infer, train):
         model.train(step is train)
         ways = [partial(step, model, images), partial(step, compiled_model, images)]
         eager, compiled = fastest_in_turn(ways, ROUNDS)
         print(
-            f"{name}, {side} px, {what}, {step.__name__}: eager {1e3 * eager:.1f} ms, "
+            f"{name}, {side} px, {state}, {step.__name__}: eager {1e3 * eager:.1f} ms, "
             f"compiled {1e3 * compiled:.1f} ms, {compiled / eager:.2f} times",
             flush=True,
         )

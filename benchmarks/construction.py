@@ -1,18 +1,18 @@
-"""How long kernel construction takes, forward and backward, and how much memory.
+"""Measure time and memory of kernel construction, forward and backward.
 
     python benchmarks/construction.py [--threads N] [--table]
 
-Ours beside the authors' package (`dcls` 0.1.1: v0, v1, gauss), the listing in the paper's appendix,
-and a floor: to allocate and fill a tensor of the kernel's size, and to sum its gradient once. Given
-are the weights, positions inside the window, and a dense gradient of the kernel; asked for are the
-kernel and the gradients of all parameters. Float32. Before anything is timed, all but the floor
-must give the same small kernels.
+Ours is compared with the authors' package (`dcls` 0.1.1: v0, v1, gauss), the listing in the paper's
+appendix, and a floor, which allocates and fills a tensor of the kernel's size and sums its gradient
+once. Inputs are the weights, positions inside the window, and a dense gradient of the kernel;
+outputs are the kernel and the gradients of all parameters, in float32. Before anything is timed,
+all but the floor must give the same kernels for a small case.
 
-Every case and implementation runs in a process of its own: a small backward of something else
-starts torch's threads and autograd, then memory is taken as the start, one forward and backward
-warms up, and the rest are timed. Peak memory is the most of all these passes, over the start: on
-Linux, of the resident memory (VmHWM in /proc/self/status, reset through /proc/self/clear_refs); on
-a GPU, of what torch allocated.
+Every case and implementation runs in a process of its own. A small, unrelated backward pass starts
+torch's threads and autograd, and the memory after it is the start. One forward and backward pass
+warms up; the following passes are timed. Peak memory is the maximum over all these passes, less the
+start: on Linux, of the resident memory (VmHWM in /proc/self/status, reset through
+/proc/self/clear_refs); on a GPU, of the memory that torch allocated.
 """
 
 import argparse
@@ -46,13 +46,13 @@ from measuring import (
 )
 
 SECONDS = 2.0  # of timed passes for each case and implementation
-REPETITIONS = 100  # at most
-WARM_UPS = 10  # of what is quick
+MAX_REPETITIONS = 100
+WARM_UPS = 10  # of quick implementations
 MIN_REPETITIONS = 3
-MIN_SLOW_REPETITIONS = 2  # of passes of more than SLOW seconds
-SLOW = 8.0
+MIN_SLOW_REPETITIONS = 2  # of passes that take longer than SLOW
+SLOW = 8.0  # seconds
 SEED = 0
-PAGE = 4096  # bytes; less than it is not seen
+PAGE = 4096  # bytes; smaller peaks cannot be measured
 PACKAGES = ("torch", "dcls", "dcls-convert")
 
 
@@ -88,13 +88,13 @@ IMPLEMENTATIONS = {
 AUTHORS = ("v0", "v1", "gauss")
 WITH_SIGMA = ("ours gaussian", "gauss")
 COLUMN_FIRST = ("v1", "gauss", "listing")  # positions[0] is the column; elsewhere it is the row
-# What must give the same kernels. The authors place square windows alone as ours.
+# Groups that must give the same kernels. The authors' agree with ours in square windows only.
 AGREEING = (("ours", "v0", "v1", "listing"), ("ours gaussian", "gauss"))
 SMALL_CASE = Case(shape=(4, 3, 5), size=(7, 7))
 TOLERANCE = 1e-5  # of the largest value of a kernel
 
 
-# In a process of its own. `Any` stands for tensors, since torch is not imported before.
+# Functions for a process of its own. `Any` stands for tensors: torch is imported there only.
 
 Construct = Callable[..., Any]  # (weight, positions[, sigma]) -> kernel
 
@@ -107,9 +107,10 @@ def check_agreement(implementations: Sequence[str], device: str) -> None:
         kernels = {}
         for implementation in group:
             if implementation in implementations:
-                inputs, _ = given(SMALL_CASE, implementation, device)
+                inputs, _ = make_inputs(SMALL_CASE, implementation, device)
                 with torch.no_grad():
-                    kernels[implementation] = maker(implementation)(SMALL_CASE, device)(*inputs)
+                    construct = make_construct(SMALL_CASE, implementation, device)
+                    kernels[implementation] = construct(*inputs)
         expected = kernels[group[0]]
         for implementation, kernel in kernels.items():
             error = float((kernel - expected).abs().max() / expected.abs().max())
@@ -118,20 +119,20 @@ def check_agreement(implementations: Sequence[str], device: str) -> None:
 
 
 def measure(case: Case, implementation: str, device: str, threads: int) -> dict[str, Any]:
-    """Times of forward and backward in seconds, peak memory over the start in bytes."""
+    """Return times of forward and backward in seconds, and peak memory over the start in bytes."""
     import torch
 
     torch.set_num_threads(threads)
-    inputs, gradient = given(case, implementation, device)
-    construct = maker(implementation)(case, device)
+    inputs, gradient = make_inputs(case, implementation, device)
+    construct = make_construct(case, implementation, device)
     warm_up(device)
     start = memory(device, reset=True)
     seconds = sum(one_pass(construct, inputs, gradient, device))
-    least = MIN_SLOW_REPETITIONS if seconds > SLOW else MIN_REPETITIONS
-    if seconds < SECONDS / REPETITIONS:
+    min_repetitions = MIN_SLOW_REPETITIONS if seconds > SLOW else MIN_REPETITIONS
+    if seconds < SECONDS / MAX_REPETITIONS:
         for _ in range(WARM_UPS):
             seconds = sum(one_pass(construct, inputs, gradient, device))
-    repetitions = max(least, min(REPETITIONS, int(SECONDS / max(seconds, 1e-9))))
+    repetitions = max(min_repetitions, min(MAX_REPETITIONS, int(SECONDS / max(seconds, 1e-9))))
     passes = [one_pass(construct, inputs, gradient, device) for _ in range(repetitions)]
     peak = memory(device, reset=False) - start
     forward, backward = zip(*passes, strict=True)
@@ -144,10 +145,11 @@ def measure(case: Case, implementation: str, device: str, threads: int) -> dict[
     }
 
 
-def given(case: Case, implementation: str, device: str) -> tuple[list[Any], Any]:
-    """Weight, positions, perhaps sigma, each a leaf; and the kernel's gradient.
+def make_inputs(case: Case, implementation: str, device: str) -> tuple[list[Any], Any]:
+    """Return the inputs (weight, positions and, for some, sigma), and the kernel's gradient.
 
-    Positions are the same for all implementations, in the order of axes that each of them takes.
+    Each input is a leaf. Positions are the same for all implementations, but each gets the order of
+    axes that it expects.
     """
     import torch
 
@@ -160,20 +162,21 @@ def given(case: Case, implementation: str, device: str) -> tuple[list[Any], Any]
         positions = positions.flip(0)
     inputs = [weight, positions]
     if implementation in WITH_SIGMA:
-        # Both have a deviation of half a cell: the authors add 0.27 to theirs.
+        # The deviation is half a cell for both: the authors add 0.27 to theirs.
         sigma = 0.23 if implementation == "gauss" else 0.5
         inputs.append(torch.full_like(positions, sigma))
     return [tensor.to(device).requires_grad_() for tensor in inputs], gradient.to(device)
 
 
 def warm_up(device: str) -> None:
-    """Starts torch's threads, what autograd imports for given gradients (sympy, 30 MiB), and on a
-    GPU its context.
+    """Start torch's threads and, on a GPU, its context.
+
+    A backward pass with a given gradient also makes autograd import sympy (30 MiB).
     """
     import torch
 
-    some = torch.ones(4, 100_000, device=device, requires_grad=True)
-    torch.autograd.grad(some.exp(), some, torch.ones_like(some))
+    tensor = torch.ones(4, 100_000, device=device, requires_grad=True)
+    torch.autograd.grad(tensor.exp(), tensor, torch.ones_like(tensor))
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -181,7 +184,7 @@ def warm_up(device: str) -> None:
 def one_pass(
     construct: Construct, inputs: Sequence[Any], gradient: Any, device: str
 ) -> tuple[float, float]:
-    """Seconds of forward and backward."""
+    """Return the seconds of forward and backward."""
     import torch
 
     def backward() -> None:
@@ -208,7 +211,7 @@ def one_pass(
 
 
 def memory(device: str, *, reset: bool) -> int:
-    """In use now, from where the peak counts again; without `reset`, the peak since."""
+    """With `reset`, reset the peak and return the bytes in use; without, return the peak."""
     import torch
 
     if device == "cuda":
@@ -222,12 +225,12 @@ def memory(device: str, *, reset: bool) -> int:
     return resident_bytes()
 
 
-def maker(implementation: str) -> Callable[[Case, str], Construct]:
-    """What makes the implementation for a case on a device; nothing of that is timed."""
+def make_construct(case: Case, implementation: str, device: str) -> Construct:
+    """Prepare an implementation for a case on a device; this is not timed."""
     if implementation in AUTHORS:
-        return lambda case, device: by_authors(case, implementation)
+        return by_authors(case, implementation)
     makers = {"ours": ours, "ours gaussian": ours, "listing": by_listing, "floor": floor}
-    return makers[implementation]
+    return makers[implementation](case, device)
 
 
 def ours(case: Case, device: str) -> Construct:
@@ -255,8 +258,8 @@ def by_authors(case: Case, version: str) -> Construct:
 
 
 def by_listing(case: Case, device: str) -> Construct:
-    """The listing's algorithm: a mask over window x elements for each of four corners, their
-    interpolation, a sum.
+    """Return the listing's algorithm: it makes a mask over window x elements for each of four
+    corners, interpolates between them, and sums over the elements.
     """
     import torch
 
@@ -323,7 +326,7 @@ def run(output: Path, threads: int) -> None:
         "threads": threads,
         "dtype": "float32",
         "seconds_each": SECONDS,
-        "repetitions_at_most": REPETITIONS,
+        "repetitions_at_most": MAX_REPETITIONS,
         "peak": "CPU: VmHWM over VmRSS at the start, after clear_refs; "
         "CUDA: max_memory_allocated over the start",
     }
@@ -346,7 +349,7 @@ def run(output: Path, threads: int) -> None:
                 arguments = ["--one", case, implementation, device, "--threads", str(threads)]
                 try:
                     measured = json_of_fresh([__file__, *arguments])
-                except FreshProcessError as error:  # as where memory is short
+                except FreshProcessError as error:  # for example, if memory is short
                     print(f"{case}, {implementation}, {device}: {error}", file=sys.stderr)
                     continue
                 results.add_(row | measured)
@@ -400,7 +403,7 @@ def memories(rows: Measured) -> str:
     return _by_case(rows, lambda row: f"{row['peak_bytes'] / MIB:.1f}")
 
 
-RATIOS = {  # heading: quantity, implementation above, implementation below
+RATIOS = {  # heading: quantity, implementation in the numerator, one in the denominator
     "time, v0": ("seconds", "v0", "ours"),
     "time, v1": ("seconds", "v1", "ours"),
     "time, listing": ("seconds", "listing", "ours"),
@@ -415,22 +418,23 @@ RATIOS = {  # heading: quantity, implementation above, implementation below
 def ratios(rows: Measured) -> str:
     lines = [[case] for case in _cases(rows)]
     means = ["geometric mean"]
-    for quantity, above, below in RATIOS.values():
+    for quantity, numerator, denominator in RATIOS.values():
         known = []
         for line in lines:
             case = line[0]
-            if (case, above) not in rows or (case, below) not in rows:
+            if (case, numerator) not in rows or (case, denominator) not in rows:
                 line.append("")
                 continue
-            ratio = _size(rows[case, above], quantity) / _size(rows[case, below], quantity)
+            numerator_amount = _amount(rows[case, numerator], quantity)
+            ratio = numerator_amount / _amount(rows[case, denominator], quantity)
             line.append(_times(ratio))
             known.append(ratio)
         means.append(_times(geometric_mean(known)) if known else "")
     return markdown_table(["case", *RATIOS], [*lines, means])
 
 
-def _size(row: dict[str, Any], quantity: str) -> float:
-    """Median seconds, or bytes of at least one page."""
+def _amount(row: dict[str, Any], quantity: str) -> float:
+    """Return the median seconds, or the bytes, but at least one page."""
     if quantity == "seconds":
         return float(row["seconds"]["median"])
     return float(max(row[quantity], PAGE))

@@ -1,7 +1,9 @@
-"""Whether Core ML's converter keeps the kernels of a converted model, unfolded and folded.
+"""Check whether Core ML's converter keeps the kernels of a converted model, unfolded and folded.
 
-python benchmarks/coreml.py, with coremltools; no Mac is needed, since nothing is run: the constant
-weights in the converted program are compared with the kernels. Prints the largest relative errors.
+    python benchmarks/coreml.py
+
+Needs coremltools, but no Mac, since no model is run: the constant weights in the converted program
+are compared with the kernels. Prints the largest relative errors.
 """
 
 import copy
@@ -24,7 +26,7 @@ IMAGES = (1, 3, 96, 96)
 
 
 def kernels_of(folded: nn.Module) -> list[np.ndarray]:
-    """Of all convolutions larger than 1x1."""
+    """Return the kernels of all convolutions larger than 1x1."""
     return [
         module.weight.detach().numpy()
         for module in folded.modules()
@@ -54,9 +56,9 @@ def convert(program, **options):
 
 
 def largest_error(program, kernels: list[np.ndarray]) -> float:
-    """Relative, between each kernel and the nearest constant of its shape.
+    """Return the largest relative error between a kernel and the nearest constant of its shape.
 
-    Infinite if there is none.
+    It is infinite if no constant has the shape of a kernel.
     """
     operations = program._mil_program.functions["main"].find_ops(op_type="conv")
     constants = [

@@ -1,7 +1,8 @@
-"""What counters say of a converted resnet18, as it is and folded, beside the report's numbers.
+"""Compare what counters say about a converted resnet18, unfolded and folded, with its report.
 
-python benchmarks/counters.py, with the packages to compare:
-pip install torchinfo ptflops fvcore calflops thop
+    pip install torchinfo ptflops fvcore calflops thop  # the counters to compare
+    python benchmarks/counters.py
+
 Prints MACs and parameters in millions; a counter that is not installed is left out.
 """
 
@@ -105,13 +106,13 @@ def main() -> None:
         if importlib.util.find_spec(package) is None:
             print(f"{name}: {package} is not installed")
             continue
-        shown = []
-        for one in (model, folded):
+        counts = []
+        for network in (model, folded):
             with contextlib.redirect_stdout(io.StringIO()):
-                macs, parameters = count(copy.deepcopy(one))
-            shown.append(f"{macs / 1e6:,.1f} M MACs, {parameters / 1e6:.2f} M parameters")
+                macs, parameters = count(copy.deepcopy(network))
+            counts.append(f"{macs / 1e6:,.1f} M MACs, {parameters / 1e6:.2f} M parameters")
         version = importlib.metadata.version(package)
-        print(f"{name} {version}: converted {shown[0]}; folded {shown[1]}")
+        print(f"{name} {version}: converted {counts[0]}; folded {counts[1]}")
 
 
 if __name__ == "__main__":

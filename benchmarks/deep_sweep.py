@@ -4,11 +4,11 @@
 
 Every model of timm's and torchvision's registries that has convolutions to replace and at most 60
 million parameters is built, converted with random elements all over the window, run, saved,
-reloaded and run again, folded and run again. Images are as small as the model allows. For each: the
-largest difference between folded and unfolded outputs over the largest output, in float32, which
-may be 1e-4; and the largest difference between the reloaded model's outputs and the converted
-one's, which must be 0. Results go to benchmarks/results/deep_sweep.json, the table to standard
-output.
+reloaded and run again, folded and run again. Images are as small as the model allows. Two errors
+are measured in float32: the largest difference between folded and unfolded outputs, divided by the
+largest output, which may be at most 1e-4; and the largest difference between the outputs of the
+reloaded and the converted model, which must be 0. Results go to benchmarks/results/deep_sweep.json,
+the table to standard output.
 """
 
 import contextlib
@@ -44,13 +44,13 @@ from dcls_convert.networks.source import resolve_model
 MAX_PARAMS = 60_000_000
 MAX_FOLD_ERROR = 1e-4
 SIDES = (32, 64, 96, 128, 160, 192, 224, 256)  # tried in turn, before the model's own
-SECONDS = 900  # for one model
+SECONDS_PER_MODEL = 900
 NOT_RUN = ("nothing matches", "too large")
 Row = dict[str, Any]
 
 
 def timed_row(name: str) -> Row:
-    """One model's row, with its seconds."""
+    """Measure one model; return its row, with the seconds it took."""
     start = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
@@ -59,19 +59,19 @@ def timed_row(name: str) -> Row:
 
 
 def measured_row(name: str) -> Row:
-    """What became of one model."""
+    """Convert, reload and fold one model; return its row."""
     source = resolve_model(name)
-    twin = build_model(source, device="meta")
-    params = sum(parameter.numel() for parameter in twin.parameters())
-    own_size = find_convs(twin, assumed_input_size(source, twin)).input_size
+    meta_model = build_model(source, device="meta")
+    params = sum(parameter.numel() for parameter in meta_model.parameters())
+    own_size = find_convs(meta_model, assumed_input_size(source, meta_model)).input_size
     if params > MAX_PARAMS:
         return {"status": "too large", "params": params}
     try:
-        plan = dcls_convert.plan_conversion(find_convs(twin, own_size), model=source.name)
+        plan = dcls_convert.plan_conversion(find_convs(meta_model, own_size), model=source.name)
     except dcls_convert.NothingMatchesError:
         return {"status": "nothing matches", "params": params}
     model = build_model(source).eval()
-    wake_(model)
+    perturb_zeros_(model)
     size = smallest_input(model, own_size)
     generator = torch.Generator().manual_seed(0)
     dcls_convert.apply_plan_(model, plan, init="random", positions="uniform", generator=generator)
@@ -84,7 +84,7 @@ def measured_row(name: str) -> Row:
     folded = dcls_convert.fold_to_dense_(model)
     fold_error = largest_difference(outputs(model, image), converted) / largest(converted)
     is_right = fold_error <= MAX_FOLD_ERROR and reload_difference == 0
-    module = type(twin).__module__
+    module = type(meta_model).__module__
     return {
         "status": "done" if is_right else "failed",
         "family": module.removeprefix("torchvision.models.").rpartition("timm.models.")[2],
@@ -97,10 +97,8 @@ def measured_row(name: str) -> Row:
     }
 
 
-def wake_(model: nn.Module) -> None:
-    """Something else than 0 in parameters that start as zeros or nearly so: what they multiply
-    would not be seen.
-    """
+def perturb_zeros_(model: nn.Module) -> None:
+    """Add noise to parameters that start at or near 0, which would hide what they multiply."""
     generator = torch.Generator().manual_seed(2)
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.numel() and parameter.abs().max() < 1e-3:
@@ -108,7 +106,7 @@ def wake_(model: nn.Module) -> None:
 
 
 def smallest_input(model: nn.Module, own: tuple[int, ...]) -> tuple[int, ...]:
-    """The smallest input that the model runs on; its own where none smaller will do."""
+    """Return the smallest input size that the model runs on, or its own if no smaller one works."""
     for side in SIDES:
         if side >= own[-1]:
             break
@@ -121,13 +119,13 @@ def smallest_input(model: nn.Module, own: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def outputs(model: nn.Module, image: Tensor) -> list[Tensor]:
-    """All floating tensors that come out.
+    """Return all floating-point tensors in the model's output.
 
-    Of a model that found nothing in the image, those of its children.
+    If it has no numbers, as of a detector that finds nothing, return those of its children.
     """
-    seen: list[Any] = []
+    child_outputs: list[Any] = []
     handles = [
-        child.register_forward_hook(lambda _, __, output: seen.append(output))
+        child.register_forward_hook(lambda _, __, output: child_outputs.append(output))
         for child in model.children()
     ]
     try:
@@ -140,12 +138,12 @@ def outputs(model: nn.Module, image: Tensor) -> list[Tensor]:
     finally:
         for handle in handles:
             handle.remove()
-    found = _floats(result)
-    if sum(tensor.numel() for tensor in found) == 0:
-        found = _floats(seen)
-    if not all(tensor.isfinite().all() for tensor in found):
+    tensors = _floats(result)
+    if sum(tensor.numel() for tensor in tensors) == 0:
+        tensors = _floats(child_outputs)
+    if not all(tensor.isfinite().all() for tensor in tensors):
         raise ArithmeticError("outputs are not finite")
-    return found
+    return tensors
 
 
 def _floats(tree: Any) -> list[Tensor]:
@@ -160,13 +158,13 @@ def largest(tensors: list[Tensor]) -> float:
 
 def largest_difference(tensors: list[Tensor], others: list[Tensor]) -> float:
     pairs = list(zip(tensors, others, strict=True))
-    if any(one.shape != other.shape for one, other in pairs):
+    if any(first.shape != second.shape for first, second in pairs):
         return math.inf
-    return max(float((one - other).abs().max()) for one, other in pairs if one.numel())
+    return max(float((first - second).abs().max()) for first, second in pairs if first.numel())
 
 
 def table(rows: list[Row]) -> str:
-    """Markdown, a line a family."""
+    """Return Markdown with a line for each family."""
     families: defaultdict[str, list[Row]] = defaultdict(list)
     for row in rows:
         if row["status"] == "done":
@@ -187,7 +185,7 @@ def table(rows: list[Row]) -> str:
 
 
 def document(result: dict[str, Any]) -> Iterator[str]:
-    """The stored results as a page."""
+    """Yield the lines of a page that shows the stored results."""
     summary = result["summary"]
     yield "# Deep sweep"
     yield ""
@@ -215,9 +213,11 @@ def document(result: dict[str, Any]) -> Iterator[str]:
 
 
 def sweep(names: list[str], workers: int) -> list[Row]:
-    """The models' rows, as they come."""
+    """Measure all models; return their rows in the order in which they end."""
     rows: list[Row] = []
-    jobs = run_jobs(timed_row, names, workers=workers, timeout=SECONDS, set_up=set_up_worker)
+    jobs = run_jobs(
+        timed_row, names, workers=workers, timeout=SECONDS_PER_MODEL, set_up=set_up_worker
+    )
     for index, value, failure in jobs:
         row = value or {"name": names[index], "status": "failed", "reason": failure}
         rows.append(row)
@@ -227,11 +227,11 @@ def sweep(names: list[str], workers: int) -> list[Row]:
 
 
 def summary_of(rows: list[Row], not_run_before: dict[str, int]) -> dict[str, Any]:
-    """Models by status, and the worst errors.
+    """Count models by status, and find the worst errors.
 
     Args:
-        rows: Of all models that were run, and of those that were not run this time.
-        not_run_before: Status -> models that an earlier sweep did not run.
+        rows: All rows, from this sweep and an earlier one.
+        not_run_before: Status -> number of models that an earlier sweep did not run.
     """
     counts = Counter(row["status"] for row in rows)
     summary: dict[str, Any] = {"done": counts["done"], "failed": counts["failed"]}
@@ -264,10 +264,10 @@ def store_sweep(
 
 def main() -> None:
     parser = script_parser(__doc__)
-    parser.add_argument("--models", default="", help="part of the names")
+    parser.add_argument("--models", default="", help="only models with this text in their names")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument(
-        "--failed", action="store_true", help="only those that failed in the stored results"
+        "--failed", action="store_true", help="only models that failed in the stored results"
     )
     add_results_options_(parser, RESULTS / "deep_sweep.json")
     options = parser.parse_args()
@@ -275,13 +275,13 @@ def main() -> None:
         print("\n".join(document(stored(options.output))))
         return
     before = stored(options.output) if options.failed else {"models": [], "summary": {}}
-    kept = [row for row in before["models"] if row["status"] == "done"]
+    done_before = [row for row in before["models"] if row["status"] == "done"]
     failed_before = {row["name"] for row in before["models"] if row["status"] == "failed"}
     known = registry_names()
     names = [name for name in known if options.models in name]
     if options.failed:
         names = [name for name in names if name in failed_before]
-    rows = [*sweep(names, options.workers), *kept]
+    rows = [*sweep(names, options.workers), *done_before]
     rows.sort(key=lambda row: known.index(row["name"]))
     summary = summary_of(rows, before["summary"])
     command = "python benchmarks/deep_sweep.py"

@@ -1,21 +1,21 @@
-"""Names of emoji, learnt from three vendors and tested on the fourth, with `dcls-convert compare`.
+"""Train on the emoji of three vendors and test on the fourth's, with `dcls-convert compare`.
 
-    # The images; name the folder after the vendor.
+    # Write the images; the name of FOLDER must contain the vendor's, unless it is apple.
     python benchmarks/emoji.py FOLDER [--test VENDOR]
     cd benchmarks && dcls-convert compare emoji:small_convnext --data FOLDER \\
         --input-size 3x64x64 --batch-size 32 --lr 0.002 --sizes 17 \\
         --positions normal,kernel,uniform --epochs 19 --device cpu --output COMPARISON
-    # Into results/emoji.json, which --table prints.
+    # Store the results in results/emoji.json, which --table prints.
     python benchmarks/emoji.py --store COMPARISON ...
 
-Other rows have `emoji:small_convmixer --sizes 9`, `--test google`, `--position-lr-scale 1` or 20,
-`--interpolation gaussian`, or `--rules bystage.yaml`, and `--seeds` for as many differences as they
-state.
+Other rows use `emoji:small_convmixer --sizes 9`, `--test google`, `--position-lr-scale 1` or 20,
+`--interpolation gaussian`, or `--rules bystage.yaml`, and as many `--seeds` as they list
+differences.
 
-FOLDER gets `train`, with a folder for each emoji of a thing (an animal, a dish, a place ...) that
-has it as three vendors draw it, and `validation`, with that of the fourth: 64 x 64 pixels, on
-white. The pictures are of the npm registry's packages emoji-datasource-VENDOR, which npm fetches,
-or which lie in the folder of --packages.
+FOLDER gets `train` and `validation`, each with a folder for every emoji of a thing (an animal, a
+dish, a place ...): in `train` as three vendors draw it, in `validation` as the fourth does, in
+64 x 64 pixels on white. The pictures come from the npm packages emoji-datasource-VENDOR, which npm
+downloads unless --packages names a folder that has them.
 """
 
 import json
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from measuring import RESULTS, markdown_table, script_parser, store, stored
 
-if TYPE_CHECKING:  # --table does without torch
+if TYPE_CHECKING:  # --table does not need torch
     from torch import nn
 
 VENDORS = ("apple", "facebook", "google", "twitter")
@@ -48,8 +48,7 @@ def small_convnext(num_classes: int = 1000, **options: object) -> "nn.Module":
     """A ConvNeXt for small images: maps of 32, 16, 8 and 4 cells; 0.8 million parameters for 849
     classes.
 
-    Blocks start at a tenth of their strength, not at the usual millionth, from which short
-    trainings hardly free them.
+    Layer scales start at 0.1, not at the usual 1e-6, from which a short training hardly grows them.
     """
     import timm
 
@@ -65,14 +64,14 @@ def small_convnext(num_classes: int = 1000, **options: object) -> "nn.Module":
 
 
 def small_convmixer(num_classes: int = 1000) -> "nn.Module":
-    """A ConvMixer with little reach: four layers of 5x5 kernels, on maps of 16 cells."""
+    """A ConvMixer with a small receptive field: four layers of 5x5 kernels, on maps of 16 cells."""
     from timm.models.convmixer import ConvMixer
 
     return ConvMixer(128, 4, kernel_size=5, patch_size=4, num_classes=num_classes)
 
 
 def prepare(folder: Path, test_vendor: str, packages: Path) -> int:
-    """Write the images of all emoji; returns how many emoji there are."""
+    """Write the images of all emoji; return how many emoji there are."""
     from PIL import Image
 
     archives = {}
@@ -90,10 +89,10 @@ def prepare(folder: Path, test_vendor: str, packages: Path) -> int:
         for image in shared:
             member = members[f"package/img/{vendor}/{SIDE}/{image}"]
             picture = Image.open(archive.extractfile(member)).convert("RGBA").resize((SIDE, SIDE))
-            place = part / Path(image).stem / f"{vendor}.png"
-            place.parent.mkdir(parents=True, exist_ok=True)
+            path = part / Path(image).stem / f"{vendor}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
             white = Image.new("RGBA", picture.size, "white")
-            Image.alpha_composite(white, picture).convert("RGB").save(place)
+            Image.alpha_composite(white, picture).convert("RGB").save(path)
     return len(shared)
 
 
@@ -104,7 +103,7 @@ def fetch_packages(folder: Path) -> None:
 
 
 def store_comparisons(folders: Sequence[Path]) -> None:
-    """Store what `compare` found, without what it found for each image."""
+    """Store the arms of comparisons, without their results for each image."""
     comparisons = []
     for folder in folders:
         comparisons.append(json.loads((folder / "comparison.json").read_text(encoding="utf-8")))
@@ -113,7 +112,7 @@ def store_comparisons(folders: Sequence[Path]) -> None:
     options = f"--input-size 3x64x64 --batch-size {recipe['batch_size']} "
     options += f"--lr {recipe['lr']:g} --epochs {recipe['epochs']}"
     command = f"dcls-convert compare emoji:NETWORK --data FOLDER {options} --device cpu"
-    rows: dict[tuple[str, ...], dict[str, Any]] = {}  # the first of its network, vendor and label
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}  # (network, vendor, label) -> first row
     for comparison in comparisons:
         for arm in comparison["arms"]:
             row = labelled_row(arm, comparison["settings"])
@@ -126,7 +125,7 @@ def store_comparisons(folders: Sequence[Path]) -> None:
 
 
 def labelled_row(arm: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """The arm, with its network, the vendor to test with, and a label that states the options."""
+    """Return the arm with its network, its test vendor, and a label that states its options."""
     from dcls_convert.options import POSITION_LR_SCALE
 
     data_name = Path(settings["data"]).name
@@ -142,7 +141,7 @@ def labelled_row(arm: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any
 
 
 def table() -> str:
-    """Markdown: a row for each network; and the sentences about those with more than two pairs."""
+    """Return Markdown: a row for each network, and sentences about those with over two pairs."""
     rows: list[dict[str, Any]] = stored(STORED)["rows"]
     header = [
         "network, tested on",
@@ -197,9 +196,9 @@ def interval(bounds: dict[str, float] | None) -> str:
 
 
 def draw(comparison: Path, target: Path) -> None:
-    """Where 64 elements of each stage began and ended, by start.
+    """Draw where 64 elements of each stage began and ended, for each start.
 
-    From the records of the runs with seed 0.
+    The positions are those recorded in the runs with seed 0.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle

@@ -1,10 +1,10 @@
-"""How long the warm start takes, and how close it comes.
+"""Measure how long the warm start takes, and how close it comes to the old kernels.
 
     python benchmarks/fit_time.py [MODEL SIZE]...
 
-Without arguments, for convnext_tiny at 17 and resnet50 at 7. The models are as timm initialises
-them, which is the hardest case: kernels without structure. Errors are |new - old| / |old| of a
-kernel, in the mean of the layers.
+Without arguments, this runs convnext_tiny at 17 and resnet50 at 7. The weights are as timm
+initialises them, which is the hardest case: kernels without structure. Errors are
+|new - old| / |old| of a kernel, averaged over layers.
 """
 
 import sys

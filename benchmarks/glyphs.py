@@ -1,12 +1,12 @@
-"""Kanji as drawn by typefaces that were never seen in training, with `dcls-convert compare`.
+"""Read kanji in typefaces that were never seen in training, with `dcls-convert compare`.
 
-    # The typefaces, from Debian, and the images.
+    # Install the typefaces (Debian), and write the images.
     apt-get install $(python benchmarks/glyphs.py --packages)
     python benchmarks/glyphs.py FOLDER [--second]
 
 FOLDER gets `train`, with 400 kanji as 23 typefaces draw them, and `validation`, with the same kanji
-as ten typefaces of other families do: 48 x 48 pixels, black on white. --second takes the next 400
-kanji. What was run with them, stated before anything was trained, is in glyphs.md.
+as ten typefaces of other families draw them: 48 x 48 pixels, black on white. --second takes the
+next 400 kanji. glyphs.md lists the runs, and was written before any converted network was trained.
 """
 
 import random
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 CLASSES = 400
 SIDE = 48  # pixels of an image
-DRAWN_SIDE = 96  # pixels of the drawing that is reduced to it
+DRAWN_SIDE = 96  # pixels of the drawing, which is reduced to the image
 TYPE_SIZE = 80  # pixels of the drawing
 MIN_INK = 20  # dark pixels of an image; a typeface may have an empty glyph for a character
 FONTS = Path("/usr/share/fonts")
@@ -78,7 +78,7 @@ def separable(num_classes: int = CLASSES, dilation: int = 1) -> "nn.Module":
     from torch import nn
 
     class Block(nn.Module):
-        """Depthwise, pointwise, and what comes in added."""
+        """A depthwise and a pointwise convolution, with a residual connection."""
 
         def __init__(self, channels: int) -> None:
             super().__init__()
@@ -116,7 +116,7 @@ def separable(num_classes: int = CLASSES, dilation: int = 1) -> "nn.Module":
 
 
 def _halving(in_channels: int, out_channels: int, *, kernel_size: int, padding: int) -> "nn.Module":
-    """A convolution that halves the map, with its norm."""
+    """Return a convolution that halves the map, with norm and ReLU."""
     from torch import nn
 
     convolution = nn.Conv2d(
@@ -126,7 +126,7 @@ def _halving(in_channels: int, out_channels: int, *, kernel_size: int, padding: 
 
 
 def dilated_separable(num_classes: int = CLASSES) -> "nn.Module":
-    """The same with kernels of 3x3 elements, three cells apart: as far as 7x7."""
+    """The same network with dilated 3x3 kernels: taps three cells apart, as wide as 7x7."""
     return separable(num_classes, dilation=3)
 
 
@@ -138,29 +138,29 @@ def small_convnext(num_classes: int = CLASSES) -> "nn.Module":
 
 
 def kanji() -> list[str]:
-    """All of JIS X 0208, level 1, in its order."""
-    found = []
+    """Return all kanji of JIS X 0208, level 1, in its order."""
+    characters = []
     for code in range(FIRST_KANJI, LAST_KANJI + 1):
         try:
             character = code.to_bytes(2, "big").decode("shift_jis")
         except UnicodeDecodeError:
             continue
         if len(character) == 1:  # some bytes mean two characters of one byte
-            found.append(character)
-    return found
+            characters.append(character)
+    return characters
 
 
 def shared_kanji() -> list[str]:
-    """Those that each typeface has, in an order drawn by lot."""
+    """Return the kanji that every typeface has, in a random order with a fixed seed."""
     from fontTools.ttLib import TTFont
 
     shared = set(kanji())
     for file in (*TRAIN, *TEST):
         with TTFont(FONTS / file, fontNumber=0, lazy=True) as font:
             shared &= _characters_of(font)
-    drawn = sorted(shared)
-    random.Random(0).shuffle(drawn)
-    return drawn
+    shuffled = sorted(shared)
+    random.Random(0).shuffle(shuffled)
+    return shuffled
 
 
 def _characters_of(font: "TTFont") -> set[str]:
@@ -168,7 +168,7 @@ def _characters_of(font: "TTFont") -> set[str]:
 
 
 def draw(file: str, characters: Sequence[str]) -> list["Image.Image"]:
-    """Each character in the middle of a white image, black, 48 x 48 pixels of one channel."""
+    """Draw each character in black in the middle of a white image of 48 x 48 pixels."""
     from PIL import Image, ImageDraw, ImageFont
 
     font = ImageFont.truetype(str(FONTS / file), TYPE_SIZE)
@@ -188,7 +188,7 @@ def has_ink(image: "Image.Image") -> bool:
 
 
 def prepare(folder: Path, *, second: bool) -> list[str]:
-    """Write the images; returns the characters."""
+    """Write the images; return the characters."""
     candidates = shared_kanji()[: 3 * CLASSES]
     drawings = {file: draw(file, candidates) for file in (*TRAIN, *TEST)}
     usable = []
@@ -199,9 +199,9 @@ def prepare(folder: Path, *, second: bool) -> list[str]:
     for file, images in drawings.items():
         part = folder / ("train" if file in TRAIN else "validation")
         for number, character in chosen:
-            place = part / f"{ord(character):x}" / f"{Path(file).stem}.png"
-            place.parent.mkdir(parents=True, exist_ok=True)
-            images[number].save(place)
+            path = part / f"{ord(character):x}" / f"{Path(file).stem}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            images[number].save(path)
     return [character for _, character in chosen]
 
 

@@ -1,10 +1,11 @@
-"""Networks of the kanji runs beside one another, where `dcls-convert compare` has no answer.
+"""Compare pairs of networks of the kanji runs that `dcls-convert compare` does not compare.
 
     python benchmarks/glyphs_paired.py
 
-`compare` compares with the network as it is, in one call. This prints the differences between other
-pairs of networks, by its own half widths, and the p-values of all calls that share the network as
-it is, corrected together by Holm's method. It reads results/glyphs.tar.gz, where all runs are.
+Each call of `compare` compares converted networks with the network as it is. This script prints the
+differences between other pairs, with half widths as `compare` computes them, and the p-values of
+all calls that share the network as it is, corrected together by Holm's method. It reads
+results/glyphs.tar.gz, which has all runs.
 """
 
 import json
@@ -19,7 +20,7 @@ from dcls_convert.compare.arm_results import holm, measured_difference
 RUNS = RESULTS / "glyphs.tar.gz"
 SEEDS = range(10)
 LEVEL = 0.05
-# Folder in the archive and name of its runs, without the seed.
+# Networks: the folder in the archive, and the name of the runs without the seed.
 LEARNT = ("glyphs-ablated", "9x9-kernel")
 FROZEN = ("glyphs-ablated", "9x9-frozen-kernel")
 DENSE = ("glyphs-ablated", "9x9-dense")
@@ -30,14 +31,14 @@ CALLS_OF_ONE_ORIGINAL = ("glyphs", "glyphs-ablated")
 
 
 def read(archive: tarfile.TarFile, name: str) -> Any:
-    """The JSON of a file in the archive."""
+    """Return the JSON of a file in the archive."""
     member = archive.extractfile(name)
     assert member is not None
     return json.load(member)
 
 
 def answers(archive: tarfile.TarFile, folder: str, name: str) -> "np.ndarray":
-    """(seeds, images): 1 where an image was classified right, else 0."""
+    """Return (seeds, images): 1 if the image was classified right, else 0."""
     rows = []
     for seed in SEEDS:
         right = read(archive, f"{folder}/runs/{name}-seed{seed}/run.json")["right"]
@@ -46,12 +47,12 @@ def answers(archive: tarfile.TarFile, folder: str, name: str) -> "np.ndarray":
 
 
 def print_difference(
-    archive: tarfile.TarFile, one: tuple[str, str], other: tuple[str, str]
+    archive: tarfile.TarFile, first: tuple[str, str], second: tuple[str, str]
 ) -> None:
-    difference = measured_difference(answers(archive, *one) - answers(archive, *other))
+    difference = measured_difference(answers(archive, *first) - answers(archive, *second))
     by_seed = ", ".join(f"{value:+.1f}" for value in difference.by_seed)
     print(
-        f"{' '.join(one)} less {' '.join(other)}: "
+        f"{' '.join(first)} less {' '.join(second)}: "
         f"{difference.mean:+.2f} ± {difference.half_width(LEVEL):.2f} points; by seed {by_seed}"
     )
 
@@ -60,8 +61,8 @@ def main() -> None:
     script_parser(__doc__).parse_args()
     p_values = {}
     with tarfile.open(RUNS) as archive:
-        for one, other in PAIRS:
-            print_difference(archive, one, other)
+        for first, second in PAIRS:
+            print_difference(archive, first, second)
         for folder in CALLS_OF_ONE_ORIGINAL:
             for arm in read(archive, f"{folder}/comparison.json")["arms"]:
                 if arm["p_value"] is not None:

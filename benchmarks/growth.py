@@ -1,10 +1,10 @@
-"""How time and memory grow with the model.
+"""Measure how time and memory grow with the size of the model.
 
     python benchmarks/growth.py [--models NAME ...] [--table] [--plot]
 
-Plan (dry run), conversion with random initialisation, warm start from a file, and export (fold) of
-ConvNeXts and ResNets from 4 M to 846 M parameters, each in a fresh process. Results are stored
-after every row; a new call goes on.
+The commands are plan (dry run), conversion with random initialisation, warm start from a file, and
+export (fold), for ConvNeXts and ResNets from 4 M to 846 M parameters, each in a fresh process.
+Results are stored after every row, and a new call measures the missing rows.
 """
 
 import math
@@ -33,7 +33,7 @@ from measuring import (
 
 RESULT = RESULTS / "growth.json"
 PLOT = Path(__file__).parent / "growth.svg"
-SIZES = {  # windows: the paper's
+SIZES = {  # the paper's windows
     **dict.fromkeys(
         [
             f"convnext_{size}"
@@ -44,13 +44,13 @@ SIZES = {  # windows: the paper's
     **dict.fromkeys(["resnet18", "resnet50", "resnet152"], "7"),
 }
 COMMANDS = ("plan", "random", "fit", "fold")  # each is the "stage" of a stored row
-# The fit costs by kernels, of which dense 3x3 convolutions have a thousand times as many as
-# depthwise ones.
+# The cost of a fit grows with the number of kernels. Dense 3x3 convolutions have a thousand times
+# as many as depthwise ones.
 FIT_MODELS = tuple(name for name in SIZES if name != "resnet152")
 
 
 def command_line(name: str, command: str, scratch: Path) -> list[str]:
-    """Of one of COMMANDS for the model; it writes to the folder of the command's name."""
+    """Return the command line of one of COMMANDS; it writes to the folder of that name."""
     output = ["--output", str(scratch / command)]
     if command == "fold":
         return [PROGRAM, "fold", str(scratch / "random"), *output]
@@ -72,10 +72,10 @@ def commands_of(name: str) -> list[str]:
 
 
 def measure(name: str, missing: set[str], imports: dict[str, float]) -> Iterator[dict[str, Any]]:
-    """Rows of one model for the missing commands, as they come."""
+    """Measure the missing commands for one model; yield a row for each."""
     to_run = set(missing)
     if "fold" in missing:
-        to_run.add("random")  # writes what is folded
+        to_run.add("random")  # it writes the folder that is folded
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         params, _ = save_model(name, weights_file(scratch))
@@ -97,14 +97,14 @@ def measure(name: str, missing: set[str], imports: dict[str, float]) -> Iterator
 
 
 def imports_alone() -> dict[str, float]:
-    """Time and memory of the fastest of three runs."""
+    """Return time and memory of the imports, in the fastest of three runs."""
     runs = [run_fresh([sys.executable, "-c", IMPORTS]) for _ in range(3)]
     run = min(runs, key=lambda run: run.seconds)
     return {"seconds": run.seconds, "peak_mib": run.peak_bytes / MIB}
 
 
 def exponent(rows: list[dict[str, Any]], key: str) -> float | None:
-    """b of key = a * params ** b by least squares on logarithms, of what lies above the imports."""
+    """Fit b in key = a * params ** b to what is above the imports, on a log scale."""
     log_params = []
     log_values = []
     for row in rows:
@@ -121,19 +121,19 @@ def family(row: dict[str, Any]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: a row for each model; and how time and memory of the ConvNeXts grow."""
+    """Return Markdown: a row for each model, and how time and memory of the ConvNeXts grow."""
     row_of = {(row["model"], row["stage"]): row for row in rows}
     lines = []
     for params, model in sorted({(row["params"], row["model"]) for row in rows}):
         cells = [cell(row_of.get((model, command))) for command in COMMANDS]
         lines.append([model, f"{params / 1e6:.1f}", *cells])
-    for key, what in (("seconds", "time"), ("peak_mib", "memory")):
+    for key, quantity in (("seconds", "time"), ("peak_mib", "memory")):
         cells = []
         for command in COMMANDS:
             members = [row for row in rows if row["stage"] == command and family(row) == "ConvNeXt"]
             value = exponent(members, key)
             cells.append("" if value is None else f"{value:.2f}")
-        lines.append([f"ConvNeXt: exponent of {what} above the imports'", "", *cells])
+        lines.append([f"ConvNeXt: exponent of {quantity} above the imports'", "", *cells])
     return markdown_table(["model", "M parameters", *COMMANDS], lines)
 
 
@@ -176,7 +176,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def run(models: list[str], output: Path) -> list[dict[str, Any]]:
-    """Measure and store what is not stored yet; returns all rows."""
+    """Measure and store what is not stored yet; return all rows."""
     settings = {"sizes": SIZES, "fit": FIT_MODELS}
     results = Results(
         path=output,

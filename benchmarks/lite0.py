@@ -3,8 +3,8 @@
 Nothing is downloaded.
 
 The photographs are all that scikit-image, scikit-learn and matplotlib install: of people, things,
-places and textures, and through telescope, microscope and ophthalmoscope. Left out are drawings,
-what is smaller than half a crop, and the second picture of a stereo pair.
+places and textures, and through telescope, microscope and ophthalmoscope. They exclude drawings,
+pictures smaller than half a crop, and the second picture of a stereo pair.
 """
 
 import sys
@@ -24,14 +24,14 @@ from torchvision.transforms.functional import to_tensor
 NAME = "tf_efficientnet_lite0"
 LITE1 = "tf_efficientnet_lite1"
 SIDE = 224  # pixels
-# As timm states for this model; the original's 127/255 and 128/255 are the same to 0.4 %.
+# timm's values for this model; the original's, 127/255 and 128/255, differ by 0.4 %.
 MEAN = 0.5
 STD = 0.5
 BATCH = 16  # crops
 CROP_AREA = (0.2, 1.0)  # of the photograph
 MISSING = "is not installed: pip install '.[bench]'"
 
-# In halves of like content.
+# Two halves with similar content.
 PHOTOGRAPHS: tuple[dict[str, tuple[str, ...]], ...] = (
     {
         "skimage/data": (
@@ -67,21 +67,21 @@ EXPECTED = {"chelsea.png": {281, 282, 285}, "coffee.png": {967}, "motorcycle_lef
 
 @dataclass(frozen=True, kw_only=True)
 class Fold:
-    """One half of the photographs, which calibrates, and the other, which tests."""
+    """One half of the photographs for calibration, and the other half for testing."""
 
-    number: int  # of the half that calibrates
+    number: int  # of the half for calibration
     network: nn.Module  # not converted
-    folder: Path  # the crops that calibrate, as files
-    tests: Tensor  # the crops that test (N, 3, SIDE, SIDE)
-    outputs: Tensor  # the network's, for these (N, classes)
+    folder: Path  # files of the calibration crops
+    tests: Tensor  # test crops (N, 3, SIDE, SIDE)
+    outputs: Tensor  # the network's outputs for the test crops (N, classes)
 
 
 def make_fold(
     number: int, network: nn.Module, folder: Path, *, calibrating: int, testing: int, seed: int
 ) -> Fold:
-    """A fold of so many crops.
+    """Make a fold with the given numbers of crops.
 
-    Those that calibrate are written into the folder, which must not exist.
+    Calibration crops are written into the folder, which must not exist.
     """
     folder.mkdir(parents=True)
     for index, image in enumerate(crops(number, calibrating, seed=seed)):
@@ -93,9 +93,9 @@ def make_fold(
 
 
 def pretrained_network(name: str = NAME) -> nn.Module:
-    """Lite0 or Lite1, in eval mode.
+    """Return Lite0 or Lite1 with its ImageNet weights, in eval mode.
 
-    Ends the program with one line if it does not say what is in the photographs.
+    Ends the program with one line if the network does not recognise the photographs.
     """
     number = name[-1]
     try:
@@ -105,14 +105,14 @@ def pretrained_network(name: str = NAME) -> nn.Module:
     file = getattr(package, f"EfficientnetLite{number}ModelFile")
     state = torch.load(file.get_model_file_path(), weights_only=True)
     model = timm.create_model(name)
-    # The file has other names than timm, in the same order, and counts batches in other places.
+    # The file has other names than timm, in the same order except for batch counts.
     timm_names = without_batch_counts(model.state_dict())
     file_names = without_batch_counts(state)
     renamed = {}
     for timm_name, file_name in zip(timm_names, file_names, strict=True):
         renamed[timm_name] = state[file_name]
     model.load_state_dict(renamed, strict=False)
-    check(model.eval())
+    check_predictions(model.eval())
     return model
 
 
@@ -120,34 +120,35 @@ def without_batch_counts(names: Iterable[str]) -> list[str]:
     return [name for name in names if not name.endswith("num_batches_tracked")]
 
 
-def check(model: nn.Module) -> None:
-    """End the program with one line if the network does not say what is in the photographs."""
+def check_predictions(model: nn.Module) -> None:
+    """End the program with one line if the network does not recognise the photographs."""
     images = photographs(0) | photographs(1)
     for name, expected in EXPECTED.items():
-        found = int(logits(model, pixels([images[name].resize((SIDE, SIDE))])).argmax())
-        if found not in expected:
+        image = images[name].resize((SIDE, SIDE))
+        predicted = int(logits(model, pixels([image])).argmax())
+        if predicted not in expected:
             sys.exit(
-                f"error: the network takes {name} for class {found}, "
+                f"error: the network takes {name} for class {predicted}, "
                 f"not for one of {sorted(expected)}"
             )
 
 
 def photographs(half: int) -> dict[str, Image.Image]:
-    """File name -> image, in RGB."""
-    found = {}
-    for place, names in PHOTOGRAPHS[half].items():
-        package, _, folder = place.partition("/")
+    """Return the photographs of a half: file name -> RGB image."""
+    images = {}
+    for location, names in PHOTOGRAPHS[half].items():
+        package, _, folder = location.partition("/")
         spec = find_spec(package)
         if spec is None or not spec.submodule_search_locations:
             sys.exit(f"error: {package} {MISSING}")
         for name in names:
             with Image.open(Path(spec.submodule_search_locations[0], folder, name)) as image:
-                found[name] = image.convert("RGB")
-    return found
+                images[name] = image.convert("RGB")
+    return images
 
 
 def crops(half: int, count: int, *, seed: int) -> list[Image.Image]:
-    """So many random crops of SIDE x SIDE pixels, of each photograph of the half in turn."""
+    """Return `count` random crops of SIDE x SIDE pixels, of each photograph of the half in turn."""
     images = list(photographs(half).values())
     crop = RandomResizedCrop(SIDE, CROP_AREA, interpolation=InterpolationMode.BICUBIC)
     with torch.random.fork_rng(devices=[]):
@@ -156,18 +157,18 @@ def crops(half: int, count: int, *, seed: int) -> list[Image.Image]:
 
 
 def pixels(images: Sequence[Image.Image]) -> Tensor:
-    """(N, 3, SIDE, SIDE), as the network takes them."""
+    """Return images (N, 3, SIDE, SIDE), normalised for the network."""
     return (torch.stack([to_tensor(image) for image in images]) - MEAN) / STD
 
 
 def logits(model: nn.Module, images: Tensor) -> Tensor:
-    """(N, classes), in float64."""
+    """Return the logits (N, classes) in float64."""
     with torch.inference_mode():
         return torch.cat([model(batch) for batch in images.split(BATCH)]).double()
 
 
-def compared(old: Tensor, new: Tensor) -> dict[str, float]:
-    """How far the logits (N, classes) of one network are from another's for the same crops."""
+def compare_logits(old: Tensor, new: Tensor) -> dict[str, float]:
+    """Measure how far the new network's logits (N, classes) are from the old one's."""
     log_old = old.log_softmax(1)
     log_new = new.log_softmax(1)
     return {

@@ -1,23 +1,25 @@
-"""What reaches far, and what moves.
+"""Compare networks on a task that needs a long range, and measure how far positions move.
 
     python benchmarks/long_range.py [--seeds N] [--steps N] [--table]
 
-The paper's Table 2 in small, from random initialisation. An image of 32 x 32 pixels, 16 x 16 cells
-for the network, has a patch with horizontal stripes, one with vertical stripes 6 to 10 cells away,
-two chequered patches that mean nothing and may cover them, and noise. The class is the direction
-from the first to the second, of 8. All patches are in all classes: nothing local tells the class.
-Two ConvNeXt blocks work on the cells; a dense 7x7 kernel reaches 3 to a side.
+This is a small version of the paper's Table 2, from random initialisation. An image of 32 x 32
+pixels, 16 x 16 cells for the network, has a patch with horizontal stripes, a patch with vertical
+stripes 6 to 10 cells away, two chequered patches that mean nothing and may cover them, and noise.
+The class is the direction from the first patch to the second, one of 8. All patches are in all
+classes, so nothing local tells the class. Two ConvNeXt blocks work on the cells; a dense 7x7 kernel
+reaches 3 cells to each side.
 
-Compared: dense 7x7, 7x7 with dilation 2, dense 13x13, DCLS with a window of 13 at the parameters of
-dense 7x7: tied, untied, with positions frozen, and without the larger learning rate of positions.
-(The paper's window of 17 is larger than this image, and three seeds of it would take the better
-part of an hour.) Their positions start uniformly over the window, since they cannot travel far in
-so few steps: AdamW moves one by about its learning rate a step. One more network starts them from
-N(0, 0.5 cells), as the paper does for its 300 epochs. Fresh networks and data for each seed, the
-same for all networks. Results go to benchmarks/results/long_range.json.
+The networks are dense 7x7, 7x7 with dilation 2, dense 13x13, and DCLS with a window of 13 and as
+many parameters as dense 7x7: tied, untied, with frozen positions, and without the larger learning
+rate of positions. (The paper's window of 17 is larger than this image, and three seeds of it would
+take the better part of an hour.) Positions start uniformly over the window, since they cannot move
+far in so few steps: AdamW moves a position by about its learning rate per step. In one more network
+they start from N(0, 0.5 cells), as in the paper, which trains for 300 epochs. Each seed has new
+networks, and new data that all of its networks share. Results go to
+benchmarks/results/long_range.json.
 
-What was chosen by looking at results, all on data seeds that are not used here: the number of
-directions, depth, initialisation and learning rate, so that dense 7x7 learns the task without
+Some choices were made by looking at results, all on data seeds that are not used here: the number
+of directions, depth, initialisation and learning rate, so that dense 7x7 learns the task without
 reaching 100%, and the uniform start, since networks that start from N(0, 0.5) stayed at chance in
 short trainings.
 """
@@ -37,16 +39,16 @@ from torch import Tensor, nn
 
 import dcls_convert
 
-CELLS = 16  # to a side of the image
-PIXELS = 2  # to a side of a cell
-PATCH = 3  # cells, of a texture
+CELLS = 16  # per side of the image
+PIXELS = 2  # per side of a cell
+PATCH = 3  # cells per side of a patch
 DIRECTIONS = 8
 DISTANCES = (6.0, 10.0)  # cells
 DISTRACTORS = 2
-FIRST_DATA_SEED = 2000  # those from 1000 were looked at while the task was being designed
+FIRST_DATA_SEED = 2000  # seeds from 1000 on were used while the task was designed
 NOISE = 0.4  # standard deviation; stripes are -1 and 1
 WINDOW = 13  # cells; the image is hardly larger
-TEXTURES = (  # of a cell; the last is the distractors'
+TEXTURES = (  # pixels of a cell; the last is for distractors
     ((1, 1), (-1, -1)),
     ((1, -1), (1, -1)),
     ((1, -1), (-1, 1)),
@@ -70,7 +72,7 @@ class Network:
     dilation: int = 1
     tie: str | None = None  # None: not converted
     positions: str = "uniform"
-    position_lr_scale: float = small.POSITION_LR_SCALE  # 0 where they are frozen
+    position_lr_scale: float = small.POSITION_LR_SCALE  # 0 if positions are frozen
 
 
 DENSE = "dense 7x7"
@@ -88,7 +90,7 @@ NETWORKS = {
 
 
 def make_images(count: int, generator: torch.Generator) -> small.Data:
-    """(count, 1, rows, columns) and the directions (count,)."""
+    """Return images (count, 1, rows, columns) and their directions (count,)."""
     classes = torch.randint(DIRECTIONS, (count,), generator=generator)
     angle = (classes + torch.rand(count, generator=generator) - 0.5) * 2 * math.pi / DIRECTIONS
     distance = DISTANCES[0] + (DISTANCES[1] - DISTANCES[0]) * torch.rand(count, generator=generator)
@@ -131,8 +133,8 @@ def build(network: Network, seed: int, settings: Settings) -> nn.Module:
             init_std=None,
         )
     if network.tie is not None:
-        chosen: dict[str, Any] = {"tie": network.tie, "positions": network.positions}
-        dcls_convert.convert_(model, dilated_size=WINDOW, init="random", seed=seed, **chosen)
+        options: dict[str, Any] = {"tie": network.tie, "positions": network.positions}
+        dcls_convert.convert_(model, dilated_size=WINDOW, init="random", seed=seed, **options)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(network.position_lr_scale > 0 or "positions" not in name)
     return model
@@ -172,16 +174,16 @@ def measure(seed: int, settings: Settings) -> Iterator[dict[str, Any]]:
 
 
 def positions_of(model: nn.Module) -> Tensor:
-    """(2, elements of all position parameters), in cells; of dense networks there are none."""
-    found = []
+    """Return all positions in cells, (2, elements); a dense network has none."""
+    positions = []
     for name, parameter in model.named_parameters():
         if "positions" in name:
-            found.append(parameter.detach().flatten(1))
-    return torch.cat([torch.zeros(2, 0), *found], dim=1).clone()
+            positions.append(parameter.detach().flatten(1))
+    return torch.cat([torch.zeros(2, 0), *positions], dim=1).clone()
 
 
 def table(result: dict[str, Any]) -> Iterator[str]:
-    """Markdown, a line a network; differences are between networks of the same seed."""
+    """Yield Markdown with a line for each network; gains are between networks of the same seed."""
     rows: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in result["rows"]:
         rows[row["network"]].append(row)
@@ -217,7 +219,7 @@ def table(result: dict[str, Any]) -> Iterator[str]:
 
 
 def gains(rows: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> str:
-    """Points of test accuracy over the baseline, seed by seed."""
+    """Return the gains over the baseline in points of test accuracy, seed by seed."""
     pairs = zip(rows, baseline, strict=True)
     return ", ".join(f"{row['test'] - base['test']:+.1f}" for row, base in pairs)
 

@@ -1,6 +1,6 @@
-"""What the benchmarks share: statistics, fresh processes, peak memory, results and their tables.
+"""Shared by the benchmarks: statistics, fresh processes, peak memory, results and their tables.
 
-Nothing here imports torch, so that a script that only starts processes stays small.
+Nothing here imports torch, so that a script that only starts processes needs little memory.
 """
 
 import argparse
@@ -33,7 +33,7 @@ PROGRAM = os.path.join(sysconfig.get_path("scripts"), "dcls-convert")
 
 
 def script_parser(docstring: str | None) -> argparse.ArgumentParser:
-    """A parser whose --help shows the script's docstring as it is written."""
+    """Return a parser whose --help shows the script's docstring as it is written."""
     return argparse.ArgumentParser(
         description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -51,9 +51,9 @@ def add_results_options_(parser: argparse.ArgumentParser, output: Path) -> None:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """First quartile, median and third quartile, by linear interpolation.
+    """Return first quartile, median and third quartile, by linear interpolation.
 
-    Of one value, itself three times.
+    A single value is returned three times.
     """
     if len(values) == 1:
         return values[0], values[0], values[0]
@@ -62,7 +62,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
-    """Quartiles and number of the repetitions, as they are stored."""
+    """Return quartiles and number of the repetitions, in the form in which they are stored."""
     low, middle, high = quartiles(values)
     return {
         "median": middle,
@@ -77,7 +77,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def fastest_in_turn(ways: Sequence[Callable[[], object]], rounds: int) -> list[float]:
-    """Least seconds of each way over rounds in which they take turns, after one to warm up."""
+    """Time each way once per round, after one warm-up; return the least seconds of each."""
     for way in ways:
         way()
     fastest = [math.inf] * len(ways)
@@ -94,7 +94,7 @@ def fastest_in_turn(ways: Sequence[Callable[[], object]], rounds: int) -> list[f
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """The attribute of a module or object has another value for as long as this lasts."""
+    """Give an attribute of a module or object another value until the block ends."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -114,17 +114,17 @@ class FreshRun:
     stdout: str
     stderr: str
     seconds: float  # wall time, from before it was started to its end
-    user_seconds: float  # processor time outside the system
-    # Largest resident memory at any time of one process: this one or one that it waited for.
+    user_seconds: float  # processor time in user mode
+    # Peak resident memory of a single process: the command's, or one that it waited for.
     peak_bytes: int
 
 
 class FreshProcessError(RuntimeError):
-    """The process was not started, ended with an error, or printed no JSON though it should."""
+    """The process was not started, ended with an error, or did not print the expected JSON."""
 
 
-# Linux counts the memory of the process that starts another in with the other's, so this small one
-# stands between.
+# On Linux, the peak memory of a process includes that of the process which started it. This small
+# process, started in between, keeps the parent's memory out.
 _LAUNCHER = """
 import json, os, resource, sys, time
 report, *command = sys.argv[1:]
@@ -133,14 +133,14 @@ pid = os.posix_spawnp(command[0], command, os.environ)
 _, status, usage = os.wait4(pid, 0)
 seconds = time.perf_counter() - start
 unit = 1 if sys.platform == "darwin" else 1024
-found = {
+measured = {
     "returncode": os.waitstatus_to_exitcode(status),
     "seconds": seconds,
     "user_seconds": usage.ru_utime,
     "peak_bytes": usage.ru_maxrss * unit,
 }
 with open(report, "w") as file:
-    json.dump(found, file)
+    json.dump(measured, file)
 """
 
 
@@ -150,8 +150,8 @@ def run_fresh(
     """Run a command in a fresh process and measure it.
 
     Args:
-        env: Changes to the environment that this process has.
-        check: Whether a command that ends with an error raises.
+        env: Changes to the environment of this process.
+        check: Raise if the command ends with an error.
 
     Raises:
         FreshProcessError: The command could not be started, or ended with an error.
@@ -175,10 +175,10 @@ def run_fresh(
 
 
 def json_of_fresh(arguments: Sequence[str], *, env: Mapping[str, str] | None = None) -> Any:
-    """The JSON that a fresh Python with these arguments prints as the last line of its stdout.
+    """Run a fresh Python with these arguments; return the JSON in the last line of its stdout.
 
     Raises:
-        FreshProcessError: It ended with an error, or its last line is no JSON.
+        FreshProcessError: It ended with an error, or its last line is not JSON.
     """
     run = run_fresh([sys.executable, *arguments], env=env)
     try:
@@ -190,9 +190,9 @@ def json_of_fresh(arguments: Sequence[str], *, env: Mapping[str, str] | None = N
         ) from error
 
 
-# What a command needs before it looks at a model.
+# Imports that a command needs before it looks at a model.
 IMPORTS = "import torch, torchvision, timm"
-# Builds a timm model, saves its state, prints the numbers of parameters and of bytes of the state.
+# Builds a timm model, saves its state, and prints the number of parameters and the state's bytes.
 SAVE_MODEL = f"""
 import json, sys
 {IMPORTS}
@@ -210,7 +210,7 @@ def save_model(name: str, path: Path) -> tuple[int, int]:
     """Save a timm model with random weights, as a fresh process builds it.
 
     Returns:
-        The number of its parameters, and of the bytes of its state.
+        The number of its parameters, and of bytes of its state.
     """
     parameters, state_bytes = json_of_fresh(["-c", SAVE_MODEL, name, str(path)])
     return parameters, state_bytes
@@ -220,17 +220,17 @@ def save_model(name: str, path: Path) -> tuple[int, int]:
 
 
 def resident_bytes() -> int:
-    """Memory of this process now (VmRSS; Linux)."""
+    """Return the memory of this process now (VmRSS; Linux)."""
     return _status_bytes("VmRSS")
 
 
 def peak_bytes() -> int:
-    """Most memory of this process since it started, or since `reset_peak_bytes` (VmHWM; Linux)."""
+    """Return the peak memory of this process since `reset_peak_bytes` or its start (VmHWM)."""
     return _status_bytes("VmHWM")
 
 
 def reset_peak_bytes() -> None:
-    """Makes `peak_bytes` start again from the memory of now (5 into /proc/self/clear_refs; Linux).
+    """Reset `peak_bytes` to the memory of now (writes 5 to /proc/self/clear_refs; Linux).
 
     Raises:
         OSError: The system does not allow it.
@@ -240,35 +240,35 @@ def reset_peak_bytes() -> None:
 
 def _status_bytes(name: str) -> int:
     text = Path("/proc/self/status").read_text(encoding="ascii")
-    found = re.search(rf"^{name}:\s+(\d+) kB$", text, re.MULTILINE)
-    if found is None:
+    match = re.search(rf"^{name}:\s+(\d+) kB$", text, re.MULTILINE)
+    if match is None:
         raise OSError(f"/proc/self/status has no {name}")
-    return int(found[1]) * 1024
+    return int(match[1]) * 1024
 
 
 # Stored results.
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Of Python and of installed packages, by the names they are installed under.
+    """Return the versions of Python and of packages, by the names they are installed under.
 
-    "missing" where there is none.
+    The version is "missing" if a package is not installed.
     """
-    found = {"python": platform.python_version()}
+    version_of = {"python": platform.python_version()}
     for package in packages:
         try:
-            found[package] = importlib.metadata.version(package)
+            version_of[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = "missing"
-    return found
+            version_of[package] = "missing"
+    return version_of
 
 
 def hardware() -> dict[str, Any]:
-    """Processor's name, cores that this process may use, memory.
+    """Return the processor's name, the cores that this process may use, and the memory.
 
-    The GPU's name where torch is loaded and sees one.
+    If torch is loaded and sees a GPU, its name is included.
     """
-    found: dict[str, Any] = {
+    description: dict[str, Any] = {
         "processor": _processor(),
         "architecture": platform.machine(),
         "cores": len(os.sched_getaffinity(0))
@@ -279,18 +279,18 @@ def hardware() -> dict[str, Any]:
     }
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-    return found
+        description["gpu"] = torch.cuda.get_device_name()
+    return description
 
 
 def _processor() -> str:
     information = Path("/proc/cpuinfo")
     if information.exists():
-        found = re.search(
+        match = re.search(
             r"^model name\s*:\s*(.+)$", information.read_text(encoding="utf-8"), re.MULTILINE
         )
-        if found is not None:
-            return found[1].strip()
+        if match is not None:
+            return match[1].strip()
     return platform.processor() or "unknown"
 
 
@@ -302,9 +302,9 @@ def store(
     rows: Sequence[Mapping[str, Any]],
     packages: Sequence[str] = PACKAGES,
 ) -> None:
-    """Write what was measured so far.
+    """Write all results so far.
 
-    Called after every row, so that an interrupted run keeps its rows.
+    This is called after every row, so that an interrupted run keeps its rows.
     """
     result = {
         "command": command,
@@ -321,16 +321,16 @@ def store(
 
 
 def stored(path: Path) -> dict[str, Any]:
-    """What `store` wrote, whatever the settings."""
+    """Return what `store` wrote, whatever its settings are."""
     result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return result
 
 
 def stored_rows(path: Path, *, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of an earlier run with the same settings, to go on from.
+    """Return the rows of an earlier run with the same settings, to continue from.
 
-    An empty list if there is no file. Ends the program if the file's settings are others: the next
-    `store` would replace what was measured with them.
+    The list is empty if there is no file. If the file has other settings, end the program, since
+    the next `store` would replace its rows.
     """
     if not path.exists():
         return []
@@ -358,7 +358,7 @@ class Results:
     path: Path
     command: str
     settings: Mapping[str, Any]
-    rows: list[dict[str, Any]]  # those that are stored, to begin with
+    rows: list[dict[str, Any]]  # at first, the rows that are stored already
     packages: Sequence[str] = PACKAGES
 
     def add_(self, row: Mapping[str, Any], *, message: str | None = None) -> None:
@@ -378,17 +378,17 @@ class Results:
 
 
 def quartiles_text(
-    found: Mapping[str, float], form: str, *, scale: float = 1.0, between: str = " to "
+    values: Mapping[str, float], form: str, *, scale: float = 1.0, between: str = " to "
 ) -> str:
-    """Median and quartiles of a `summary`: "2.1 (2.0 to 2.3)".
+    """Format median and quartiles of a `summary`: "2.1 (2.0 to 2.3)".
 
     Args:
-        form: As in `format`, of each number.
-        scale: What each number is multiplied by before.
-        between: The text between the quartiles.
+        form: Format specification of each number, as in `format`.
+        scale: Factor that each number is multiplied by first.
+        between: Text between the quartiles.
     """
     low, middle, high = (
-        format(scale * found[key], form) for key in ("first_quartile", "median", "third_quartile")
+        format(scale * values[key], form) for key in ("first_quartile", "median", "third_quartile")
     )
     return f"{middle} ({low}{between}{high})"
 
@@ -396,7 +396,7 @@ def quartiles_text(
 def markdown_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], *, align_right: bool = True
 ) -> str:
-    """The first column is to the left, the others to the right, or to the left as well."""
+    """Return a table with the first column aligned left, and the others right by default."""
     others = "---:" if align_right else "---"
     rules = ["---", *[others] * (len(header) - 1)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, rules, *rows])

@@ -1,13 +1,13 @@
-"""How often the weights of a large model are in memory at once.
+"""Measure how many copies of a large model's weights are in memory at once.
 
     python benchmarks/memory.py [--model NAME | --survey | --table]
 
-Conversion from random weights and from a file, loading, verification and folding of what was
-written, and a fit, each in a fresh process. A peak is the larger of two: the most proportional
-memory (PSS) of all of a command's processes together, looked at 20 times a second; and the most
-resident memory of one of them, which the system notes exactly. Both include pages of mapped files.
-Needs three times the model's weights in memory, and four times on disk. `--survey` measures
-`dcls-convert models` over both registries instead.
+The commands are conversion from random weights and from a file, loading, verification and folding
+of the checkpoint, and a fit, each in a fresh process. A peak is the larger of two numbers: the
+largest proportional memory (PSS) of all processes of a command together, sampled 20 times a second;
+and the peak resident memory of one of them, which the system records exactly. Both include pages of
+mapped files. The script needs three times the model's weights in memory, and four times on disk.
+`--survey` measures `dcls-convert models` over both registries instead.
 """
 
 import argparse
@@ -33,9 +33,9 @@ from measuring import (
     stored,
 )
 
-# Of timm's models that have layers to convert, the one with the most parameters.
+# The largest of timm's models that have layers to convert.
 LARGEST = "davit_giant"
-SECONDS_BETWEEN_LOOKS = 0.05  # at a command's processes
+SECONDS_BETWEEN_SAMPLES = 0.05
 IMPORTS = "import torch, torchvision, timm, safetensors.torch; import dcls_convert.checkpoints.save"
 LOAD = "import sys, dcls_convert; dcls_convert.load_converted(sys.argv[1])"
 LOAD_BY_TIMM = (
@@ -44,7 +44,7 @@ LOAD_BY_TIMM = (
 
 
 def commands(name: str, scratch: Path) -> dict[str, list[str]]:
-    """Command lines, by name; a conversion writes the folder that the next commands read."""
+    """Return command lines by name; a conversion writes the folder that the next ones read."""
     folder = str(scratch / "out")
     weights = str(scratch / "weights.safetensors")
     convert = [PROGRAM, name, "--quiet", "--force", "--output", folder]
@@ -67,23 +67,21 @@ def commands(name: str, scratch: Path) -> dict[str, list[str]]:
 
 
 def run_watched(command: list[str]) -> tuple[FreshRun, int]:
-    """Run a command; returns what it did, and its peak in bytes as the first lines of this file
-    define it.
-    """
+    """Run a command; return its run, and its peak in bytes, as defined at the top of this file."""
     largest_pss = 0
     ended = threading.Event()
 
     def watch() -> None:
         nonlocal largest_pss
         own = psutil.Process()
-        while not ended.wait(SECONDS_BETWEEN_LOOKS):
-            together = 0
+        while not ended.wait(SECONDS_BETWEEN_SAMPLES):
+            total_pss = 0
             for process in own.children(recursive=True):
                 try:
-                    together += process.memory_full_info().pss
+                    total_pss += process.memory_full_info().pss
                 except psutil.Error:
                     continue
-            largest_pss = max(largest_pss, together)
+            largest_pss = max(largest_pss, total_pss)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -95,14 +93,14 @@ def run_watched(command: list[str]) -> tuple[FreshRun, int]:
     return run, max(largest_pss, run.peak_bytes)
 
 
-def measure(name: str, wanted: list[str] | None) -> Iterator[dict[str, Any]]:
-    """A row for each command, as they come."""
+def measure(name: str, only: list[str] | None) -> Iterator[dict[str, Any]]:
+    """Measure all commands, or `only` these; yield a row for each."""
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         _, imports = run_watched([sys.executable, "-c", IMPORTS])
         _, weights = save_model(name, scratch / "weights.safetensors")
         for command, arguments in commands(name, scratch).items():
-            if wanted and command not in wanted:
+            if only and command not in only:
                 continue
             run, peak = run_watched(arguments)
             yield {
@@ -116,7 +114,7 @@ def measure(name: str, wanted: list[str] | None) -> Iterator[dict[str, Any]]:
 
 
 def ratio(row: dict[str, Any]) -> float:
-    """How often the weights are in memory."""
+    """Return how many copies of the weights are in memory."""
     return (row["peak_mib"] - row["imports_mib"]) / row["weights_mib"]
 
 
@@ -146,7 +144,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def measure_and_store(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All rows; a part of the commands is not stored, since the file has them all."""
+    """Return all rows. They are not stored if only some commands run: the file must have all."""
     results = Results(
         path=options.output,
         command="python benchmarks/memory.py",
@@ -170,10 +168,12 @@ def main() -> None:
     parser.add_argument(
         "--only",
         nargs="+",
-        help="these commands, in the words of the table, of which the first must be a conversion; "
+        help="run these commands, named as in the table; the first must be a conversion; "
         "their rows are printed and not stored",
     )
-    parser.add_argument("--survey", action="store_true", help="of both registries; prints only")
+    parser.add_argument(
+        "--survey", action="store_true", help="measure `dcls-convert models`; prints only"
+    )
     add_results_options_(parser, RESULTS / "memory.json")
     options = parser.parse_args()
     if options.survey:

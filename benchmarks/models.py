@@ -1,12 +1,12 @@
-"""Time of whole converted models: inference, a training step, and the share of construction.
+"""Time whole converted models: inference, a training step, and the share of kernel construction.
 
-Beside them: the dense original, the folded model, and the authors' package (`dcls` on PyPI) with
-the same elements in the same places, whose outputs are compared before anything is timed. One
-process for every model and mode, in which the implementations take turns. On CUDA also throughput
-beside the dense original, as the paper states it.
+They are compared with the dense original, the folded model, and the authors' package (`dcls` on
+PyPI) with the same elements in the same places, whose outputs are compared before anything is
+timed. Every model and mode has its own process, in which the implementations take turns. On CUDA,
+throughput is compared with the dense original's, as in the paper.
 
     python benchmarks/models.py [--threads 2] [--seconds 20] [--models NAME ...]
-    python benchmarks/models.py --table   # prints what is stored
+    python benchmarks/models.py --table   # prints the stored results
 """
 
 import argparse
@@ -26,12 +26,12 @@ import measuring
 IMAGE = (3, 224, 224)
 MIN_ROUNDS = 3
 MAX_ROUNDS = 30
-# Seconds of one image; a slower implementation is not warmed up again, and constructs once.
+# Seconds per image. A slower implementation gets no more warm-up, and constructs kernels only once.
 SLOW = 2.0
-CONSTRUCTION_SECONDS = 3.0  # of timed constructions of each model
+CONSTRUCTION_SECONDS = 3.0  # for the timed constructions of each model
 TOLERANCE = 1e-4  # of the largest output
-# About so many numbers are in memory for every element and cell of a window while the authors' v0
-# trains: its masks and intermediate products.
+# Numbers that the authors' v0 keeps in memory in training, per element and cell of a window: its
+# masks and intermediate products; an estimate.
 FLOATS_KEPT = 10
 OURS = "ours"
 FOLDED = "ours folded"
@@ -39,12 +39,12 @@ DENSE = "dense original"
 AUTHORS = "authors' package"
 OURS_LAST = "ours, channels_last"
 FOLDED_LAST = "ours folded, channels_last"
-PAPER_RATIOS = {  # throughput over the dense original's; table 1
+PAPER_RATIOS = {  # throughput / the dense original's throughput; table 1
     "convnext_tiny": 0.936,
     "convnext_small": 0.969,
     "convnext_base": 0.977,
 }
-CUDA = "cuda"  # mode of all measurements of a model on CUDA; its rows are "CUDA, batch ..."
+CUDA = "cuda"  # one mode for all measurements on CUDA; in its rows it is "CUDA, batch ..."
 CUDA_BATCH = 128
 PACKAGES = ("torch", "timm", "dcls-convert", "dcls")
 
@@ -55,7 +55,7 @@ class Case:
 
     model: str
     window: int
-    # Whether the model's own blocks run in it, so that there is nothing to compare.
+    # Whether the model's own blocks run in channels_last, so that there is nothing to compare.
     channels_last: bool = False
 
 
@@ -78,9 +78,9 @@ MODES = {  # batch, and whether it is a training step
 
 
 def build(case: Case, version: str, training: bool) -> tuple[dict[str, Any], dict[str, str]]:
-    """name -> model, and name -> why there is none.
+    """Return two dictionaries: name -> model, and name -> reason why a model is missing.
 
-    They have the same parameters, so far as they have the same.
+    Parameters that models have in common have the same values.
     """
     import timm
     import torch
@@ -106,12 +106,10 @@ def build(case: Case, version: str, training: bool) -> tuple[dict[str, Any], dic
 
 
 def with_authors_layers(converted: Any, version: str, training: bool) -> Any:
-    """A copy in which every DCLS layer is one of theirs; layers that are tied share their P, as the
-    authors' do.
+    """Return a copy in which every DCLS layer is one of the authors'; tied layers share their P.
 
     Raises:
-        NotImplementedError: There is something that theirs cannot do, or not in this machine's
-        memory.
+        NotImplementedError: The authors' layers cannot do this, or not in this machine's memory.
     """
     from torch import nn
 
@@ -121,11 +119,11 @@ def with_authors_layers(converted: Any, version: str, training: bool) -> Any:
     layers = {}
     for name, layer in model.named_modules():
         if isinstance(layer, DclsConvNd):
-            check_theirs_can(name, layer)
+            check_authors_can(name, layer)
             layers[name] = layer
     check_memory(list(layers.values()), training)
-    logging.disable(logging.WARNING)  # of a CUDA extension that is not there
-    shared: dict[int, nn.Parameter] = {}  # their P by the id of our positions
+    logging.disable(logging.WARNING)  # the authors' package warns of a missing CUDA extension
+    shared: dict[int, nn.Parameter] = {}  # id of our positions -> their P
     for name, layer in layers.items():
         theirs = authors_layer(layer, version)
         positions = layer.positions
@@ -137,8 +135,8 @@ def with_authors_layers(converted: Any, version: str, training: bool) -> Any:
     return model
 
 
-def check_theirs_can(name: str, layer: Any) -> None:
-    """Raise NotImplementedError if theirs has no layer like this one."""
+def check_authors_can(name: str, layer: Any) -> None:
+    """Raise NotImplementedError if the authors' package has no layer like this one."""
     from dcls_convert.layers.dcls_conv import DclsConv2d
 
     is_square = isinstance(layer, DclsConv2d) and len(set(layer.dilated_kernel_size)) == 1
@@ -155,7 +153,7 @@ def check_theirs_can(name: str, layer: Any) -> None:
 
 
 def check_memory(layers: Sequence[Any], training: bool) -> None:
-    """Raise NotImplementedError if the kernels of such layers do not fit into memory."""
+    """Raise NotImplementedError if the authors' construction does not fit into memory."""
     needed_by_layer = []
     for layer in layers:
         window_cells = math.prod(layer.dilated_kernel_size)
@@ -166,7 +164,7 @@ def check_memory(layers: Sequence[Any], training: bool) -> None:
 
 
 def authors_layer(layer: Any, version: str) -> Any:
-    """One of theirs like ours, with its weight and bias, and positions of its own."""
+    """Return an authors' layer like ours, with the same weight and bias, but new positions."""
     import DCLS.construct.modules as authors
 
     theirs = authors.Dcls2d(
@@ -187,7 +185,7 @@ def authors_layer(layer: Any, version: str) -> Any:
 
 
 def authors_positions(positions: Any, version: str) -> Any:
-    """Ours in the order of their axes: v0 (row, column), v1 the reverse."""
+    """Return our positions in the authors' order of axes: v0 (row, column), v1 the reverse."""
     from torch import nn
 
     in_their_order = positions.detach() if version == "v0" else positions.detach().flip(0)
@@ -195,7 +193,7 @@ def authors_positions(positions: Any, version: str) -> Any:
 
 
 def remove_positions_(model: Any) -> None:
-    """Remove what is left of ours: tied positions that no layer of theirs replaces."""
+    """Remove the tied positions that are left of our layers."""
     for name in [name for name, _ in model.named_parameters() if "positions" in name]:
         owner, _, entry = name.rpartition(".")
         delattr(model.get_submodule(owner), entry)
@@ -207,7 +205,7 @@ def available_bytes() -> int:
 
 
 def worker(case: Case, mode: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of one model in one mode, timed in this process."""
+    """Time one model in one mode in this process; return the rows."""
     import torch
 
     torch.set_num_threads(options.threads)
@@ -226,12 +224,12 @@ def worker(case: Case, mode: str, options: argparse.Namespace) -> list[dict[str,
             "window": case.window,
             "mode": mode,
             "implementation": name,
-            "seconds": measuring.summary(found),
+            "seconds": measuring.summary(own_times),
             "over_ours": measuring.summary(
-                [a / b for a, b in zip(found, times[OURS], strict=True)]
+                [own / ours for own, ours in zip(own_times, times[OURS], strict=True)]
             ),
         }
-        for name, found in times.items()
+        for name, own_times in times.items()
     ]
     if mode == "inference, batch 8":
         for row in rows:
@@ -254,7 +252,7 @@ def worker(case: Case, mode: str, options: argparse.Namespace) -> list[dict[str,
 
 
 def first_run(models: dict[str, Any], images: Any) -> tuple[dict[str, str], set[str]]:
-    """What does not give our outputs, though it should, and why; and what is slow."""
+    """Return which outputs differ from ours, though they should not, and what is slow."""
     import torch
 
     differing: dict[str, str] = {}
@@ -266,9 +264,9 @@ def first_run(models: dict[str, Any], images: Any) -> tuple[dict[str, str], set[
             outputs[name] = model.eval()(images)
             if time.perf_counter() - begun > SLOW:
                 slow.add(name)
-    wanted = outputs[OURS]
+    expected = outputs[OURS]
     for name in models.keys() - {OURS, DENSE}:
-        error = ((outputs[name] - wanted).abs().max() / wanted.abs().max()).item()
+        error = ((outputs[name] - expected).abs().max() / expected.abs().max()).item()
         if not error <= TOLERANCE:
             differing[name] = f"not timed: outputs differ by {error:.1e} of the largest"
     return differing, slow
@@ -305,9 +303,10 @@ def interleaved(
     *,
     already_warm: Iterable[str] = (),
 ) -> dict[str, list[float]]:
-    """Seconds of each in rounds in which each takes one turn; as many rounds as fit.
+    """Time functions in rounds in which each runs once; return the seconds of each function.
 
-    Those that are not already warm first run once untimed.
+    As many rounds are run as fit into `seconds`. Functions that are not already warm first run once
+    untimed.
     """
     for name in run.keys() - set(already_warm):
         run[name]()
@@ -329,7 +328,7 @@ def seconds_of(run: Callable[[], None]) -> float:
 
 
 def construction_seconds(model: Any, *, once: bool) -> list[float]:
-    """Seconds to construct the kernels of all layers; of one time, or of as many as fit."""
+    """Time the construction of the kernels of all layers, once or as often as fits."""
     import torch
 
     from dcls_convert.layers.dcls_conv import DclsConvNd
@@ -355,7 +354,7 @@ def construction_seconds(model: Any, *, once: bool) -> list[float]:
 
 
 def cuda_rows(case: Case, seconds: float) -> list[dict[str, Any]]:
-    """Images per second at batch 128 in bfloat16 and channels_last, eager and compiled."""
+    """Measure images per second at batch 128 in bfloat16 and channels_last, eager and compiled."""
     import torch
 
     models, _ = build(case, "v0", training=False)
@@ -370,14 +369,15 @@ def cuda_rows(case: Case, seconds: float) -> list[dict[str, Any]]:
             placed = model.eval().to("cuda", torch.bfloat16, memory_format=torch.channels_last)
             run[kind] = synchronized(torch.compile(placed) if compiled else placed, images)
         times = interleaved(run, seconds)
-        for kind, found in times.items():
-            ratios = [dense / own for dense, own in zip(times[DENSE], found, strict=True)]
+        for kind, own_times in times.items():
+            ratios = [dense / own for dense, own in zip(times[DENSE], own_times, strict=True)]
+            images_per_second = [CUDA_BATCH / own for own in own_times]
             rows.append(
                 {
                     "model": case.model,
                     "mode": f"CUDA, batch {CUDA_BATCH}, {'compiled' if compiled else 'eager'}",
                     "implementation": kind,
-                    "images_per_second": measuring.summary([CUDA_BATCH / one for one in found]),
+                    "images_per_second": measuring.summary(images_per_second),
                     "of_dense": measuring.summary(ratios),
                 }
             )
@@ -405,18 +405,18 @@ def has_cuda() -> bool:
 
 
 def table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
-    found: dict[str, dict[str, dict[str, Any]]] = {}  # model and mode -> implementation -> row
+    rows_of: dict[str, dict[str, dict[str, Any]]] = {}  # model and mode -> implementation -> row
     on_cuda = []
     for row in rows:
         if "images_per_second" in row:
             on_cuda.append(row)
         else:
             title = f"{row['model']} ({row['window']}), {row['mode']}"
-            found.setdefault(title, {})[row["implementation"]] = row
+            rows_of.setdefault(title, {})[row["implementation"]] = row
     others = (AUTHORS, DENSE, FOLDED, OURS_LAST, FOLDED_LAST)
     times = []
     shares = []
-    for title, row_of in found.items():
+    for title, row_of in rows_of.items():
         times.append([title, *(timed(row_of.get(name)) for name in (OURS, *others))])
         of_construction = [construction_share(row_of.get(name)) for name in (OURS, AUTHORS)]
         if any(of_construction):
@@ -468,10 +468,10 @@ def main() -> None:
     parser = measuring.script_parser(__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
-        "--seconds", type=float, default=20.0, help="for the rounds of a model in a mode"
+        "--seconds", type=float, default=20.0, help="time for the rounds of a model in a mode"
     )
     parser.add_argument(
-        "--version", choices=["v0", "v1"], default="v0", help="of the authors' layers"
+        "--version", choices=["v0", "v1"], default="v0", help="version of the authors' layers"
     )
     parser.add_argument("--models", nargs="+", choices=[case.model for case in CASES])
     parser.add_argument("--modes", nargs="+", choices=list(MODES))
@@ -494,9 +494,9 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Every model and mode in a process of its own.
+    """Measure every model and mode in a process of its own.
 
-    What an earlier run with the same settings has, is kept.
+    Rows of an earlier run with the same settings are kept.
     """
     settings = {
         "threads": options.threads,
@@ -528,35 +528,35 @@ def measure(options: argparse.Namespace) -> None:
         }
         arguments = [__file__, "--worker", f"{case.model}|{mode}", *shared]
         try:
-            found = measuring.json_of_fresh(arguments, env=environment)
+            rows = measuring.json_of_fresh(arguments, env=environment)
         except measuring.FreshProcessError as error:
             failed = {"model": case.model, "window": case.window, "mode": mode}
-            found = [failed | {"implementation": OURS, "note": str(error).splitlines()[-1]}]
-        for row in found:
+            rows = [failed | {"implementation": OURS, "note": str(error).splitlines()[-1]}]
+        for row in rows:
             results.add_(row)
 
 
 def jobs(options: argparse.Namespace) -> list[tuple[Case, str]]:
-    """Cases and modes that were asked for and can be measured here."""
-    found = []
+    """Return the cases and modes that were asked for and can be measured here."""
+    chosen = []
     for case in CASES:
         for mode in MODES:
             if case.model in (options.models or [case.model]) and mode in (options.modes or MODES):
-                found.append((case, mode))
+                chosen.append((case, mode))
     if options.models:
-        return found
+        return chosen
     if has_cuda():
-        found += [(case, CUDA) for case in CUDA_CASES]
+        chosen += [(case, CUDA) for case in CUDA_CASES]
     else:
         print("CUDA is not available: throughput beside the paper's is skipped", file=sys.stderr)
-    return found
+    return chosen
 
 
 def is_stored(model: str, mode: str, rows: Iterable[dict[str, Any]]) -> bool:
-    """Whether there are rows of the model in the mode; those of CUDA have longer names."""
+    """True if there are rows of the model in the mode; rows of CUDA have longer names of modes."""
     for row in rows:
-        of_mode = row["mode"] == mode or (mode == CUDA and row["mode"].startswith("CUDA"))
-        if row["model"] == model and of_mode:
+        same_mode = row["mode"] == mode or (mode == CUDA and row["mode"].startswith("CUDA"))
+        if row["model"] == model and same_mode:
             return True
     return False
 

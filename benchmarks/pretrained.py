@@ -1,17 +1,17 @@
-"""What is left of a pretrained network.
+"""Measure how well a conversion keeps the outputs of a pretrained network.
 
     python benchmarks/pretrained.py [--only ROW ...] [--heal] [--table]
 
-EfficientNet-Lite0 is converted and compared with itself on photographs; see lite0.py. They are
-split into two halves by photograph: crops of one half calibrate, crops of the other test. Then the
-halves change places. Each row is one way to convert: its start, its budget in percent, and what
-differs from scope model, ties per stage and window 9. Measured on the crops that test, from the old
-network to the new: the share with the same top-1, KL(old || new) of the softmax in nats, and |new -
-old| / |old| of the logits of all crops.
+EfficientNet-Lite0 is converted and compared with the original on photographs; see lite0.py. The
+photographs are split into two halves: crops of one half are for calibration, crops of the other for
+testing. Then the halves change places. Each row is one way to convert: its start, its budget in
+percent, and what differs from scope model, ties per stage and window 9. The measures on the test
+crops are the share with the same top-1 class, KL(old || new) of the softmax in nats, and
+|new - old| / |old| of the logits of all crops.
 
-With --heal, what is converted at 60 % of the budget is then trained by `examples/finetune.py
---teacher`, on the photographs that calibrate. Results go to benchmarks/results/pretrained.json; a
-new call goes on.
+With --heal, networks converted at 60 % of the budget are then trained by `examples/finetune.py
+--teacher` on the photographs for calibration. Results go to benchmarks/results/pretrained.json; a
+new call measures the missing rows.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from measuring import (
     stored_rows,
 )
 
-if TYPE_CHECKING:  # they import torch, which --table does without
+if TYPE_CHECKING:  # these import torch, which --table does not need
     from lite0 import Fold
     from torch import Tensor, nn
 
@@ -46,10 +46,10 @@ FINETUNE = Path(__file__).parent.parent / "examples" / "finetune.py"
 PACKAGES = ("torch", "timm", "dcls-convert", "scikit-image", "scikit-learn", "matplotlib")
 FOLDS = (0, 1)
 SEED = 0
-LONGEST_SIDE = 640  # pixels of a photograph that is trained on
-COPIES = 32  # of each photograph in an epoch
-# Ten photographs are few. Mixed, and at a temperature above 1, they say more about the teacher.
-# BatchNorm keeps its statistics, since those of ten photographs are not those of other images.
+LONGEST_SIDE = 640  # pixels of a training photograph
+COPIES = 32  # of each training photograph in an epoch
+# Ten photographs are few. Mixing them, and a temperature above 1, make them say more about the
+# teacher. BatchNorm keeps its statistics, since those of ten photographs differ from other images'.
 HEALING = {
     "steps": 200,
     "batch-size": 16,
@@ -65,7 +65,7 @@ HEALING = {
 class Row:
     """One way to convert."""
 
-    start: str  # an `init` of `convert_`, "calibrated": fit to crops, or one of YARDSTICKS
+    start: str  # an `init` of `convert_`, "calibrated" (fitted to crops), or one of YARDSTICKS
     budget: int = 100  # percent
     scope: str = "model"
     tie: str = "stage"
@@ -85,8 +85,7 @@ class Row:
         return "-".join(part for part, stated in parts.items() if stated)
 
 
-# What moves the outputs of the network as it is: its weights in bfloat16, and images moved by one
-# pixel.
+# Changes of the original, for comparison: its weights in bfloat16, and images moved by one pixel.
 YARDSTICKS = ("bf16-weights", "one-pixel-shift")
 ROWS = {
     row.name: row
@@ -114,7 +113,7 @@ ROWS = {
 
 
 def convert(fold: "Fold", row: Row) -> "tuple[nn.Module, ConversionReport]":
-    """The converted network and its report."""
+    """Return the converted network and its report."""
     import dcls_convert
 
     model = copy.deepcopy(fold.network)
@@ -131,12 +130,12 @@ def convert(fold: "Fold", row: Row) -> "tuple[nn.Module, ConversionReport]":
 
 
 def measure(fold: "Fold", row: Row, scratch: Path) -> dict[str, Any]:
-    """One row of one fold: the report's numbers, and the measures on the crops that test."""
-    from lite0 import compared, logits
+    """Measure one row of one fold: numbers of the report, and the measures on the test crops."""
+    from lite0 import compare_logits, logits
 
     begun = time.perf_counter()
     if row.start in YARDSTICKS:
-        found = {
+        measured = {
             "row": row.name,
             "fold": fold.number,
             "params": None,
@@ -145,10 +144,10 @@ def measure(fold: "Fold", row: Row, scratch: Path) -> dict[str, Any]:
             "summed_error": None,
             "seconds": 0.0,
         }
-        return found | compared(fold.outputs, yardstick(fold, row.start))
+        return measured | compare_logits(fold.outputs, yardstick(fold, row.start))
     model, report = convert(fold, row)
     errors = [layer.fit_error for layer in report.layers if layer.fit_error is not None]
-    found = {
+    measured = {
         "row": row.name,
         "fold": fold.number,
         "params": report.params.after,
@@ -160,18 +159,16 @@ def measure(fold: "Fold", row: Row, scratch: Path) -> dict[str, Any]:
     if row.healed:
         begun = time.perf_counter()
         model = heal(fold, model, report, scratch / f"{row.name}-{fold.number}")
-        found["healing"] = HEALING
-        found["healing_seconds"] = time.perf_counter() - begun
-    return found | compared(fold.outputs, logits(model, fold.tests))
+        measured["healing"] = HEALING
+        measured["healing_seconds"] = time.perf_counter() - begun
+    return measured | compare_logits(fold.outputs, logits(model, fold.tests))
 
 
-def yardstick(fold: "Fold", what: str) -> "Tensor":
-    """The network's logits for the crops that test, with its weights in bfloat16 or with the crops
-    moved.
-    """
+def yardstick(fold: "Fold", name: str) -> "Tensor":
+    """Return the network's logits for the test crops, with weights in bfloat16 or moved crops."""
     from lite0 import logits, torch
 
-    if what == "bf16-weights":
+    if name == "bf16-weights":
         return logits(copy.deepcopy(fold.network).bfloat16().float(), fold.tests)
     return logits(fold.network, torch.cat([fold.tests[..., :1], fold.tests[..., :-1]], dim=-1))
 
@@ -179,11 +176,10 @@ def yardstick(fold: "Fold", what: str) -> "Tensor":
 def heal(
     fold: "Fold", model: "nn.Module", report: "ConversionReport", scratch: Path
 ) -> "nn.Module":
-    """The network after `examples/finetune.py --teacher`, which sees photographs of the half that
-    calibrates alone.
+    """Train the network with `examples/finetune.py --teacher`, and return it.
 
-    It trains on random crops of them, and keeps the epoch that agrees best on the crops that
-    calibrate.
+    It trains on random crops of the photographs for calibration only, and keeps the epoch that
+    agrees best with the teacher on the calibration crops.
     """
     from lite0 import NAME, photographs
     from safetensors.torch import save_file
@@ -223,18 +219,22 @@ def heal(
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure and store what is not stored yet; returns all rows."""
+    """Measure and store what is not stored yet; return all rows."""
     import torch
     from lite0 import make_fold, pretrained_network
 
-    stated = ("calibration_crops", "test_crops", "threads")
-    settings = {name: getattr(options, name) for name in stated} | {"seed": SEED}
+    settings = {
+        "calibration_crops": options.calibration_crops,
+        "test_crops": options.test_crops,
+        "threads": options.threads,
+        "seed": SEED,
+    }
     stored_before = stored_rows(options.output, settings=settings)
     results = Results(
         path=options.output,
         command="python benchmarks/pretrained.py",
         settings=settings,
-        # What was healed in another way is measured again.
+        # Rows that were healed with other settings are measured again.
         rows=[row for row in stored_before if row.get("healing", HEALING) == HEALING],
         packages=PACKAGES,
     )
@@ -268,7 +268,7 @@ MEASURES = {"same_top1": "same top-1", "kl": "KL", "logits_error": "logits' erro
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown: the mean of the folds and, where they differ, each of them."""
+    """Return Markdown: the mean over the folds and, if they differ, each of them."""
     header = [
         "row",
         "kernel counts",
@@ -304,7 +304,7 @@ def line(name: str, members: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def least_and_most(counts: Sequence[int]) -> str:
-    """Of sorted counts: "3-12", or "3" if they are all the same."""
+    """Format sorted counts as "3-12", or as "3" if they are all the same."""
     return "-".join(map(str, sorted({*counts[:1], *counts[-1:]})))
 
 
@@ -320,10 +320,10 @@ def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=ROWS, metavar="ROW", help=", ".join(ROWS))
     parser.add_argument(
-        "--heal", action="store_true", help="the rows that are healed, which train for minutes"
+        "--heal", action="store_true", help="measure the rows with healing, which train for minutes"
     )
     parser.add_argument(
-        "--folds", nargs="+", type=int, choices=FOLDS, default=FOLDS, help="half that calibrates"
+        "--folds", nargs="+", type=int, choices=FOLDS, default=FOLDS, help="half for calibration"
     )
     parser.add_argument("--calibration-crops", type=int, default=64)
     parser.add_argument("--test-crops", type=int, default=120)

@@ -1,6 +1,6 @@
-"""What the experiments with small networks share.
+"""Shared by the experiments with small networks.
 
-A ConvNeXt of few stages, its training, statistics over seeds; and the command line of the
+There are a ConvNeXt of few stages, its training, statistics over seeds, and the command line of the
 experiments that are measured seed by seed: `warm_start.py`, `long_range.py`, `starts.py`.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dcls_convert.tuning.param_groups import POSITION_LR_SCALE, param_groups
 
 CLIPPED_NORM = 1.0  # of the gradient
-WEIGHT_DECAY = 0.05  # ConvNeXt's; none for positions (the paper's), biases and norms
+WEIGHT_DECAY = 0.05  # as in ConvNeXt; none for positions (as in the paper), biases and norms
 PREDICT_BATCH = 250  # images
 
 Data = tuple[Tensor, Tensor]  # images (N, C, H, W), classes (N,)
@@ -38,12 +38,15 @@ def small_convnext(
     layer_scale: float = 0.1,
     init_std: float | None = 0.02,
 ) -> nn.Module:
-    """Stem, stages and head of timm's ConvNeXt, with as many stages as there are depths (timm's
-    class always has 4).
+    """Build stem, stages and head of timm's ConvNeXt, with one stage for each depth.
+
+    timm's own class always has 4 stages.
 
     Args:
-        layer_scale: At the start. These trainings are too short to grow it from ConvNeXt's 1e-6.
-        init_std: Of the weights, ConvNeXt's; None leaves them as `torch.nn` draws them.
+        layer_scale: Initial layer scale. These trainings are too short to grow it from ConvNeXt's
+            1e-6.
+        init_std: Standard deviation of the initial weights, by default ConvNeXt's. None keeps the
+            initialisation of `torch.nn`.
     """
     stages = []
     for index, (depth, channels) in enumerate(zip(depths, dims, strict=True)):
@@ -80,13 +83,13 @@ def small_convnext(
 
 
 def digits(side: int) -> Data:
-    """scikit-learn's 1797 digits, in one channel from -1 to 1: (1797, 1, side, side)."""
+    """Return scikit-learn's digits, (1797, 1, side, side) from -1 to 1, and their classes."""
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    pixels = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
+    dataset = load_digits()
+    pixels = torch.tensor(dataset.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
     images = nn.functional.interpolate(pixels, (side, side), mode="bilinear")
-    return images, torch.tensor(found.target)
+    return images, torch.tensor(dataset.target)
 
 
 def train_(
@@ -97,40 +100,43 @@ def train_(
     lr: float,
     warm_up: int = 50,
     position_lr_scale: float = POSITION_LR_SCALE,
-    look: Callable[[int], None] = lambda step: None,
+    after_step: Callable[[int], None] = lambda step: None,
 ) -> float:
-    """AdamW with a linear warm-up and a cosine to 0; `look` is called after every step with its
-    number from 1.
+    """Train with AdamW, a linear warm-up and a cosine to 0.
+
+    `after_step` is called with the number of each step, from 1.
 
     Returns:
         The mean loss of the last tenth of the steps.
     """
-    stepper = torch.optim.AdamW(param_groups(model, None, WEIGHT_DECAY, position_lr_scale), lr=lr)
+    optimizer = torch.optim.AdamW(param_groups(model, None, WEIGHT_DECAY, position_lr_scale), lr=lr)
     losses = []
     model.train()
     for step in range(steps):
         factor = min((step + 1) / warm_up, 0.5 * (1 + math.cos(math.pi * step / steps)))
-        for group in stepper.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = lr * factor * group.get("lr_scale", 1.0)
         images, classes = next(batches)
         loss = nn.functional.cross_entropy(model(images), classes)
-        stepper.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIPPED_NORM)
-        stepper.step()
+        optimizer.step()
         losses.append(loss.item())
-        look(step + 1)
+        after_step(step + 1)
     return statistics.fmean(losses[-max(1, steps // 10) :])
 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, data: Data) -> float:
-    """Percent of classes predicted; the model's mode stays as it is."""
+    """Return the accuracy in percent; the model stays in its mode."""
     was_training = model.training
     model.eval()
     images, classes = data
     parts = zip(images.split(PREDICT_BATCH), classes.split(PREDICT_BATCH), strict=True)
-    right = sum(int((model(part).argmax(1) == wanted).sum()) for part, wanted in parts)
+    right = 0
+    for part, part_classes in parts:
+        right += int((model(part).argmax(1) == part_classes).sum())
     model.train(was_training)
     return 100 * right / len(classes)
 
@@ -140,7 +146,7 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def mean_and_spread(values: Sequence[float], digits: int = 1) -> str:
-    """Mean ± standard deviation over seeds."""
+    """Format mean ± standard deviation over seeds."""
     if len(values) < 2:
         return f"{values[0]:.{digits}f}"
     return f"{statistics.fmean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
@@ -153,20 +159,21 @@ def main(
     settings: Settings,
     table: Callable[[dict[str, Any]], Iterator[str]],
 ) -> None:
-    """The command line of an experiment: measure, store, print the table; or only the table of what
-    is stored.
+    """Run an experiment from the command line: measure, store, and print the table.
+
+    With --table, only print the table of the stored results.
 
     Args:
         doc: Docstring of the script.
         name: Name of the script and of its results.
-        measure: Takes a seed and the settings; yields rows, each with what was measured.
+        measure: Takes a seed and the settings, and yields rows of measurements.
         settings: Stored beside the rows. "steps" is the default of --steps.
         table: Turns the stored results into lines of Markdown.
     """
     parser = script_parser(doc)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
-        "--steps", type=int, default=settings["steps"], help="of training, before any fine-tuning"
+        "--steps", type=int, default=settings["steps"], help="training steps before fine-tuning"
     )
     add_results_options_(parser, RESULTS / f"{name}.json")
     options = parser.parse_args()

@@ -1,16 +1,16 @@
-"""What scaling random elements does to the start of a network, and to what it learns in short.
+"""Measure how scaling random elements changes a network's initial outputs and a short training.
 
     python benchmarks/starts.py [--seeds N] [--steps N]
     python benchmarks/starts.py --table
 
-Random elements are fewer than the cells of the old kernel, and each is spread over several cells,
-so a layer's outputs are smaller than those of the old one. Where no norm stands behind the layers,
-`convert_` scales them ("scaled"). Here, networks without norms and with them start both ways:
+A kernel has fewer random elements than the old kernel has cells, and each element is spread over
+several cells, so a layer's outputs are smaller than before. In networks without norms, `convert_`
+therefore scales the elements ("scaled"). Here, networks with and without norms start both ways:
 
-- VGG-11 as torchvision initialises it, at 224 pixels: the deviation of its logits, divided by that
-  of the dense network's.
+- VGG-11 as torchvision initialises it, at 224 pixels: the standard deviation of its logits, divided
+  by that of the dense network.
 - Nine plain convolutions, a small ConvNeXt and timm's test_resnet, trained on digits of 32 pixels:
-  percent right of those that were not trained on.
+  accuracy in percent on the other digits.
 """
 
 import copy
@@ -39,7 +39,7 @@ from dcls_convert.surgery import start
 
 BATCH = 64  # images
 SIDE = 32  # pixels of a digit
-TO_TRAIN = 1200  # of 1797 digits; the others test
+TRAIN_DIGITS = 1200  # of 1797; the others are test images
 SETTINGS: Settings = {"steps": 225, "lr": 1e-3, "positions": "uniform"}
 STARTS = ("dense", "as drawn", "scaled")
 
@@ -67,16 +67,16 @@ NETWORKS = {  # name -> network, window
 }
 
 
-def started(
-    dense: nn.Module, how: str, window: int, seed: int, side: int, settings: Settings
+def network_with_start(
+    dense: nn.Module, variant: str, window: int, seed: int, side: int, settings: Settings
 ) -> nn.Module:
-    """A copy of the network, dense or converted with random elements."""
+    """Return a copy of the network, dense or converted with random elements."""
     model = copy.deepcopy(dense)
-    if how == "dense":
+    if variant == "dense":
         return model
     channels = next(model.parameters()).shape[1]
     # `apply_plan_` scales random elements only where has_norms(model) is False.
-    with replaced(start, "has_norms", lambda model: how == "as drawn"):
+    with replaced(start, "has_norms", lambda model: variant == "as drawn"):
         dcls_convert.convert_(
             model,
             dilated_size=window,
@@ -88,12 +88,12 @@ def started(
     return model
 
 
-def divided_digits() -> tuple[Data, Data]:
-    """Images (N, 1, 32, 32) and classes to train on, and to test with."""
+def split_digits() -> tuple[Data, Data]:
+    """Return images (N, 1, 32, 32) and classes for training, and the same for testing."""
     images, classes = digits(SIDE)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    train = order[:TO_TRAIN]
-    test = order[TO_TRAIN:]
+    train = order[:TRAIN_DIGITS]
+    test = order[TRAIN_DIGITS:]
     return (images[train], classes[train]), (images[test], classes[test])
 
 
@@ -115,17 +115,18 @@ def measure(seed: int, settings: Settings) -> Iterator[dict[str, Any]]:
     vgg = torchvision.models.vgg11()
     noise = torch.randn(2, 3, 224, 224)
     dense_logits = deviation_of_logits(vgg, noise)
-    for how in STARTS:
-        logits = deviation_of_logits(started(vgg, how, 7, seed, 224, settings), noise)
-        yield {"network": "VGG-11, logits", "start": how, "value": logits / dense_logits}
-    train, test = divided_digits()
+    for variant in STARTS:
+        network = network_with_start(vgg, variant, 7, seed, 224, settings)
+        logits = deviation_of_logits(network, noise)
+        yield {"network": "VGG-11, logits", "start": variant, "value": logits / dense_logits}
+    train, test = split_digits()
     for name, (make, window) in NETWORKS.items():
         torch.manual_seed(seed)
         dense = make()
-        for how in STARTS:
-            model = started(dense, how, window, seed, SIDE, settings)
+        for variant in STARTS:
+            model = network_with_start(dense, variant, window, seed, SIDE, settings)
             train_(model, batches(train, seed), steps=settings["steps"], lr=settings["lr"])
-            yield {"network": name, "start": how, "value": accuracy(model.eval(), test)}
+            yield {"network": name, "start": variant, "value": accuracy(model.eval(), test)}
 
 
 def table(results: dict[str, Any]) -> Iterator[str]:
@@ -133,9 +134,9 @@ def table(results: dict[str, Any]) -> Iterator[str]:
     lines = []
     for network in dict.fromkeys(row["network"] for row in rows):
         cells = []
-        for how in STARTS:
+        for variant in STARTS:
             values = [
-                row["value"] for row in rows if (row["network"], row["start"]) == (network, how)
+                row["value"] for row in rows if (row["network"], row["start"]) == (network, variant)
             ]
             digits_shown = 2 if statistics.fmean(values) < 10 else 1
             cells.append(mean_and_spread(values, digits_shown))

@@ -1,10 +1,10 @@
-"""Write the tables of benchmarks/results.md from what is stored.
+"""Write the tables of benchmarks/results.md from the stored results.
 
     python benchmarks/tables.py [--check]
 
-Between the two comments that name a script stands what that script's `--table` prints, and before
-it the command, date, versions and machine of the run. With --check nothing is written; the exit
-code is 1 where the file would change.
+A section between the comments `from SCRIPT.py` and `to here` has the command, date, versions and
+machine of the run, and then what `SCRIPT.py --table` prints. With --check nothing is written; the
+exit code is 1 if the file would change.
 """
 
 import concurrent.futures
@@ -22,7 +22,7 @@ SECTION = re.compile(r"(<!-- from (\w+)\.py -->\n).*?(<!-- to here -->)", re.DOT
 
 
 def section(name: str) -> str:
-    """Markdown of one script's stored results."""
+    """Return the Markdown of one script's stored results."""
     result = stored(RESULTS / f"{name}.json")
     printed = subprocess.run(
         [sys.executable, str(FOLDER / f"{name}.py"), "--table"],
@@ -40,22 +40,22 @@ def section(name: str) -> str:
     return f"\n`{result['command']}`, {result['date']}; {versions}; {machine}.\n\n{printed}\n\n"
 
 
-def filled(text: str) -> str:
-    """The document, with the sections as the stored results give them."""
+def fill_sections(text: str) -> str:
+    """Return the document with its sections made again from the stored results."""
     names = [name for _, name, _ in SECTION.findall(text)]
     with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         sections = dict(zip(names, pool.map(section, names), strict=True))
-    return SECTION.sub(lambda found: found[1] + sections[found[2]] + found[3], text)
+    return SECTION.sub(lambda match: match[1] + sections[match[2]] + match[3], text)
 
 
 def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument(
-        "--check", action="store_true", help="only say whether the tables are those of the results"
+        "--check", action="store_true", help="only check that the tables show the stored results"
     )
     check = parser.parse_args().check
     text = DOCUMENT.read_text(encoding="utf-8")
-    new = filled(text)
+    new = fill_sections(text)
     if check and new != text:
         sys.exit(
             f"{DOCUMENT.name} is not what the stored results give; run python benchmarks/tables.py"

@@ -1,15 +1,15 @@
-"""How often `dcls-convert compare` claims what is not, and finds what is.
+"""Simulate how often `dcls-convert compare` claims false differences, and finds true ones.
 
     python benchmarks/verdicts.py [--repetitions N] [--table]
 
-Simulated comparisons, whose differences go through the package's own functions. A network
-classifies an image right if a score is above 0 (a latent probit model). The score is a sum: how
-easy the image is for all networks, how easy it is for this network, how well this network was
-trained with this seed, and how that training took this image; all are normal. Each network has 80 %
-of all images right, but for the power, where the first conversion has 82 %.
+Comparisons are simulated, and their differences go through the package's own functions. A network
+classifies an image right if a score is above 0 (a latent probit model). The score is a sum of four
+normal variables: how easy the image is for all networks, how easy it is for this network, how well
+this network was trained with this seed, and how well that training suits this image. Each network
+classifies 80 % of all images right; to measure power, the first conversion classifies 82 %.
 
-The former rule claims a difference for each conversion whose interval over seeds and that over
-images both exclude 0. Results go to benchmarks/results/verdicts.json.
+The former rule claims a difference for each conversion whose intervals over seeds and over images
+both exclude 0. Results go to benchmarks/results/verdicts.json.
 """
 
 import itertools
@@ -38,9 +38,9 @@ CONVERSIONS = (1, 3, 6)
 LOOKS = {"3, 5, 10": (3, 5, 10), "3, 5, 10, 20": (3, 5, 10, 20), "3 to 20": tuple(range(3, 21))}
 # Rules, by their names in the stored results, where two are called "new".
 FORMER = "former"
-HOLM = "new"  # of several conversions
-LEVEL_OVER_LOOKS = "by looks"  # of several looks: the n-th has the level divided by n
-LEVEL_OVER_SQUARE = "new"  # of several looks: as the package does
+HOLM = "new"  # for several conversions
+LEVEL_OVER_LOOKS = "by looks"  # for several looks: the n-th has the level divided by n
+LEVEL_OVER_SQUARE = "new"  # for several looks: the package's rule
 # Shares of the comparisons in which the gain of the first conversion is found.
 FOUND_FORMERLY = "found formerly"
 FOUND_ALONE = "found"
@@ -52,24 +52,24 @@ IMAGE = 1.0
 IMAGE_AND_NETWORK = 0.3
 IMAGE_AND_TRAINING = 0.3
 SCORE = math.hypot(IMAGE, IMAGE_AND_NETWORK, IMAGE_AND_TRAINING)
-# Standard deviation of the accuracy over the seeds, percentage points; stored as "seed_points".
+# Standard deviations of the accuracy over seeds, in percentage points; stored as "seed_points".
 SEED_DEVIATIONS = (0.5, 1.5)
 
 
 def conversions_key(rule: str, conversions: int) -> str:
-    """Of the share of comparisons of so many conversions with a false claim."""
+    """Return the key of the share of comparisons of so many conversions with a false claim."""
     return f"{rule} {conversions}"
 
 
 def looks_key(rule: str, looks: str) -> str:
-    """Of the share of comparisons with a false claim at any of the looks."""
+    """Return the key of the share of comparisons with a false claim at any of the looks."""
     return f"{rule}, {looks}"
 
 
-def simulated(draw: np.random.Generator, seed_deviation: float, gain: float) -> Any:
-    """Whether networks classify images right: (networks, seeds, images), 0 or 1.
+def simulate(draw: np.random.Generator, seed_deviation: float, gain: float) -> Any:
+    """Simulate which images are classified right: (networks, seeds, images), 0 or 1.
 
-    Network 0 is the original; `gain` is that of the first conversion.
+    Network 0 is the original. `gain` is the gain in accuracy of network 1, the first conversion.
     """
     networks = 1 + max(CONVERSIONS)
     seeds = max(SEEDS)
@@ -78,7 +78,7 @@ def simulated(draw: np.random.Generator, seed_deviation: float, gain: float) -> 
     def normal(deviation: float, *shape: int) -> Any:
         return deviation * draw.standard_normal(shape, dtype=np.float32)
 
-    slope = 100 * stats.norm.pdf(stats.norm.ppf(ACCURACY)) / SCORE  # points by score
+    slope = 100 * stats.norm.pdf(stats.norm.ppf(ACCURACY)) / SCORE  # points per unit of the score
     score = normal(IMAGE, 1, 1, images) + normal(IMAGE_AND_NETWORK, networks, 1, images)
     score = score + normal(seed_deviation / slope, networks, seeds, 1)
     score += normal(IMAGE_AND_TRAINING, networks, seeds, images)
@@ -88,29 +88,29 @@ def simulated(draw: np.random.Generator, seed_deviation: float, gain: float) -> 
 
 
 def claimed_formerly(difference: Difference) -> bool:
-    """Whether both intervals exclude 0."""
+    """True if both intervals exclude 0."""
     widest = max(difference.half_width_over_seeds(LEVEL), difference.half_width_over_images(LEVEL))
     return abs(difference.mean) > widest
 
 
 def differences(right: Any, seeds: int, images: int) -> list[Difference]:
-    """Those of each conversion, from the first seeds and images."""
+    """Return the difference of each conversion from the original, on the first seeds and images."""
     part = right[:, :seeds, :images]
-    found = []
+    measured = []
     for conversion in range(1, len(part)):
-        found.append(measured_difference(part[conversion] - part[0]))
-    return found
+        measured.append(measured_difference(part[conversion] - part[0]))
+    return measured
 
 
-def by_number(found: Sequence[Difference]) -> dict[str, float]:
-    """p-values by the number of the conversion, from "0"."""
-    return {str(number): difference.p_value() for number, difference in enumerate(found)}
+def p_values_by_number(measured: Sequence[Difference]) -> dict[str, float]:
+    """Return p-values by the number of the conversion, from "0"."""
+    return {str(number): difference.p_value() for number, difference in enumerate(measured)}
 
 
-def count_false_claims_(counts: Counter[str], found: Sequence[Difference]) -> None:
+def count_false_claims_(counts: Counter[str], measured: Sequence[Difference]) -> None:
     """Count whether anything is claimed, by either rule, for each number of conversions."""
-    formerly = [claimed_formerly(difference) for difference in found]
-    p_values = by_number(found)
+    formerly = [claimed_formerly(difference) for difference in measured]
+    p_values = p_values_by_number(measured)
     for conversions in CONVERSIONS:
         counts[conversions_key(FORMER, conversions)] += any(formerly[:conversions])
         first = dict(list(p_values.items())[:conversions])
@@ -118,24 +118,24 @@ def count_false_claims_(counts: Counter[str], found: Sequence[Difference]) -> No
         counts[conversions_key(HOLM, conversions)] += least <= LEVEL
 
 
-def count_found_(counts: Counter[str], found: Sequence[Difference]) -> None:
-    """Count whether the first one's gain is found, alone and among others that gain nothing."""
-    p_values = by_number(found)
-    counts[FOUND_FORMERLY] += claimed_formerly(found[0])
+def count_found_(counts: Counter[str], measured: Sequence[Difference]) -> None:
+    """Count whether the first conversion's gain is found, alone and among others without one."""
+    p_values = p_values_by_number(measured)
+    counts[FOUND_FORMERLY] += claimed_formerly(measured[0])
     counts[FOUND_ALONE] += p_values["0"] <= LEVEL
     counts[FOUND_AMONG_ALL] += holm(p_values, len(p_values))["0"] <= LEVEL
 
 
-def count_claims_of_looks_(counts: Counter[str], found: dict[int, Difference]) -> None:
-    """Count whether any of the looks claims something, for each way of looking.
+def count_claims_of_looks_(counts: Counter[str], difference_of: dict[int, Difference]) -> None:
+    """Count whether any of the looks claims something, for each sequence of looks.
 
     Args:
         counts: Changed.
-        found: The difference by the number of seeds.
+        difference_of: Number of seeds -> difference.
     """
-    p_values = {seeds: difference.p_value() for seeds, difference in found.items()}
+    p_values = {seeds: difference.p_value() for seeds, difference in difference_of.items()}
     for name, looks in LOOKS.items():
-        formerly = [claimed_formerly(found[seeds]) for seeds in looks]
+        formerly = [claimed_formerly(difference_of[seeds]) for seeds in looks]
         counts[looks_key(FORMER, name)] += any(formerly)
         over_looks = []
         over_square = []
@@ -147,26 +147,26 @@ def count_claims_of_looks_(counts: Counter[str], found: dict[int, Difference]) -
 
 
 def measure(repetitions: int, seed_deviation: float) -> list[dict[str, Any]]:
-    """A row for each number of images and of seeds; looks are in the row without seeds."""
+    """Return a row for each number of images and of seeds; rows of looks have no seeds."""
     counts: dict[tuple[int, int], Counter[str]] = {}
     detectable: dict[tuple[int, int], list[float]] = {}
-    of_looks: dict[int, Counter[str]] = {images: Counter() for images in IMAGES}
+    look_counts: dict[int, Counter[str]] = {images: Counter() for images in IMAGES}
     draw = np.random.default_rng(0)
     for _ in range(repetitions):
-        right = simulated(draw, seed_deviation, gain=0)
-        with_gain = simulated(draw, seed_deviation, gain=GAIN)
+        right = simulate(draw, seed_deviation, gain=0)
+        with_gain = simulate(draw, seed_deviation, gain=GAIN)
         for images in IMAGES:
             for seeds in SEEDS:
                 cell = images, seeds
                 cell_counts = counts.setdefault(cell, Counter())
                 count_false_claims_(cell_counts, differences(right, seeds, images))
-                found = differences(with_gain, seeds, images)
-                count_found_(cell_counts, found)
-                detectable.setdefault(cell, []).append(found[0].detectable(LEVEL))
-            first = {}
+                measured = differences(with_gain, seeds, images)
+                count_found_(cell_counts, measured)
+                detectable.setdefault(cell, []).append(measured[0].detectable(LEVEL))
+            difference_of = {}  # the first conversion's, by the number of seeds
             for seeds in range(3, max(SEEDS) + 1):
-                first[seeds] = differences(right[:2], seeds, images)[0]
-            count_claims_of_looks_(of_looks[images], first)
+                difference_of[seeds] = differences(right[:2], seeds, images)[0]
+            count_claims_of_looks_(look_counts[images], difference_of)
     rows: list[dict[str, Any]] = []
     for images in IMAGES:
         for seeds in SEEDS:
@@ -183,7 +183,7 @@ def measure(repetitions: int, seed_deviation: float) -> list[dict[str, Any]]:
             {
                 "seed_points": seed_deviation,
                 "images": images,
-                **shares(of_looks[images], repetitions),
+                **shares(look_counts[images], repetitions),
             }
         )
     return rows
@@ -198,30 +198,30 @@ def percents(row: dict[str, Any], names: Iterable[str]) -> list[str]:
 
 
 def table() -> str:
-    """False claims and power, by seeds; and false claims where seeds are added after looks."""
+    """Return two tables: false claims and power by seeds; false claims if seeds are added later."""
     rows = stored(STORED)["rows"]
-    false = []
+    false_claim_keys = []
     for rule in (FORMER, HOLM):
         for conversions in CONVERSIONS:
-            false.append(conversions_key(rule, conversions))
-    found = [FOUND_FORMERLY, FOUND_ALONE, FOUND_AMONG_ALL]
-    looks = []
+            false_claim_keys.append(conversions_key(rule, conversions))
+    found_keys = [FOUND_FORMERLY, FOUND_ALONE, FOUND_AMONG_ALL]
+    look_keys = []
     for name in LOOKS:
         for rule in (FORMER, LEVEL_OVER_LOOKS, LEVEL_OVER_SQUARE):
-            looks.append(looks_key(rule, name))
+            look_keys.append(looks_key(rule, name))
     lines = []
     look_lines = []
     for row in rows:
         start = [f"{row['seed_points']:g}", f"{row['images']:,}"]
         if "seeds" in row:
             points = f"{row['detectable']:.1f}"
-            numbers = percents(row, false) + percents(row, found)
+            numbers = percents(row, false_claim_keys) + percents(row, found_keys)
             lines.append([*start, str(row["seeds"]), *numbers, points])
         else:
-            look_lines.append([*start, *percents(row, looks)])
+            look_lines.append([*start, *percents(row, look_keys)])
     start = ["seeds' deviation", "images"]
-    first = markdown_table([*start, "seeds", *false, *found, "detectable"], lines)
-    second = markdown_table([*start, *looks], look_lines)
+    first = markdown_table([*start, "seeds", *false_claim_keys, *found_keys, "detectable"], lines)
+    second = markdown_table([*start, *look_keys], look_lines)
     return f"{first}\n\n{second}"
 
 
@@ -234,8 +234,8 @@ def main() -> None:
         rows: list[dict[str, Any]] = []
         repetitions = arguments.repetitions
         with ProcessPoolExecutor() as pool:
-            for found in pool.map(measure, itertools.repeat(repetitions), SEED_DEVIATIONS):
-                rows += found
+            for part in pool.map(measure, itertools.repeat(repetitions), SEED_DEVIATIONS):
+                rows += part
         store(
             STORED,
             command="python benchmarks/verdicts.py",

@@ -1,14 +1,16 @@
-"""What a warm start is worth: python benchmarks/warm_start.py [--seeds N] [--steps N] [--table]
+"""Measure what a warm start is worth.
+
+    python benchmarks/warm_start.py [--seeds N] [--steps N] [--table]
 
 A ConvNeXt of two stages is trained on scikit-learn's digits, scaled to 32 x 32, and converted from
 7x7 kernels to windows of 13, as its stages have 16 x 16 and 8 x 8 cells (the fit itself does not
-depend on the window, since it keeps elements within the old kernel). Compared at equal parameters
-are the starts of `convert_`: random, the largest elements, the fit, and the fit calibrated on 256
-training images; the last three also at half the budget, where more is lost. For each: the relative
-error of the kernels, accuracy right after conversion, and accuracy over an equal fine-tuning, which
-the unconverted network gets too. "Steps to regain" is the first look, one every 10 steps, at which
-the accuracy on the test images is that of the network before conversion, or more. Results go to
-benchmarks/results/warm_start.json.
+depend on the window, since it keeps elements within the old kernel). The starts of `convert_` are
+compared at equal parameters: random, the largest elements, the fit, and the fit calibrated on 256
+training images; the last three also at half the budget, where more is lost. For each start, the
+measures are the relative error of the kernels, accuracy right after conversion, and accuracy during
+the same fine-tuning, which the unconverted network gets, too. Accuracy on the test images is
+measured every 10 steps; "steps to regain" is the first time that it is at least that of the network
+before conversion. Results go to benchmarks/results/warm_start.json.
 """
 
 import copy
@@ -83,7 +85,7 @@ CONTROL = "dense, not converted"  # in place of a start's name
 
 
 def digits(seed: int) -> tuple[small.Data, small.Data]:
-    """Training and test images (N, 1, SIDE, SIDE) of about unit size, split by the seed."""
+    """Return training and test images (N, 1, SIDE, SIDE), roughly normalised, split by the seed."""
     images, classes = (torch.as_tensor(array) for array in load_digits(return_X_y=True))
     images = (images.float().reshape(-1, 1, 8, 8) - 5) / 6
     images = nn.functional.interpolate(
@@ -96,7 +98,7 @@ def digits(seed: int) -> tuple[small.Data, small.Data]:
 
 
 def batches(data: small.Data, size: int, generator: torch.Generator) -> Iterator[small.Data]:
-    """Each image moved by up to 3 pixels, so that there is something left to learn."""
+    """Yield batches moved by up to 3 pixels, so that there is something left to learn."""
     images, classes = data
     while True:
         for part in torch.randperm(len(images), generator=generator).split(size):
@@ -106,9 +108,7 @@ def batches(data: small.Data, size: int, generator: torch.Generator) -> Iterator
 
 
 def train_dense(train: small.Data, seed: int, settings: Settings) -> tuple[nn.Module, float]:
-    """The trained network, and how far its kernels have moved from their initial values, over the
-    latter's norm.
-    """
+    """Train a network; return it, and how far its kernels moved, relative to their first norm."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = small.small_convnext(
@@ -125,7 +125,7 @@ def train_dense(train: small.Data, seed: int, settings: Settings) -> tuple[nn.Mo
 
 
 def kernels(model: nn.Module) -> torch.Tensor:
-    """All values of the depthwise kernels, in one row."""
+    """Return all values of the depthwise kernels in one vector."""
     return torch.cat(
         [
             conv.weight.detach().flatten().clone()
@@ -138,7 +138,7 @@ def kernels(model: nn.Module) -> torch.Tensor:
 def convert(
     dense: nn.Module, start: Start, images: torch.Tensor, seed: int
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The converted network, and what its row says about the conversion."""
+    """Return the converted network, and the entries of its row about the conversion."""
     model = copy.deepcopy(dense)
     begun = time.perf_counter()
     calibration = None
@@ -164,17 +164,17 @@ def fine_tune_(
     model: nn.Module,
     train: small.Data,
     test: small.Data,
-    wanted: float,
+    accuracy_before: float,
     seed: int,
     settings: Settings,
 ) -> dict[str, Any]:
-    """Accuracy at every look, and the first step at which it is what was wanted.
+    """Fine-tune; return the accuracy over steps, and the first step that regains the one before.
 
-    None where it never is.
+    The step is None if the accuracy is never regained.
     """
     curve = {0: small.accuracy(model, test)}
 
-    def look(step: int) -> None:
+    def measure_accuracy(step: int) -> None:
         if step % settings["looks_every"] == 0:
             curve[step] = small.accuracy(model, test)
 
@@ -184,9 +184,9 @@ def fine_tune_(
         steps=settings["fine_tuning_steps"],
         lr=settings["fine_tuning_lr"],
         warm_up=10,
-        look=look,
+        after_step=measure_accuracy,
     )
-    regained = next((step for step, value in curve.items() if value >= wanted), None)
+    regained = next((step for step, value in curve.items() if value >= accuracy_before), None)
     return {
         "after_conversion": curve[0],
         "after_fine_tuning": curve[max(curve)],
@@ -218,7 +218,7 @@ Rows = dict[str, list[dict[str, Any]]]  # by the name of the start
 
 
 def table(result: dict[str, Any]) -> Iterator[str]:
-    """Markdown, a line a start; then the errors layer by layer, and what was to be shown."""
+    """Yield Markdown: a line for each start, the errors layer by layer, and ratios of errors."""
     rows: Rows = defaultdict(list)
     for row in result["rows"]:
         rows[row["start"]].append(row)
@@ -231,7 +231,7 @@ def table(result: dict[str, Any]) -> Iterator[str]:
         (HALVED_FIT, HALVED_LARGEST, ", half the budget"),
     ):
         pairs = zip(rows[fit.name], rows[largest.name], strict=True)
-        ratios = [mean_error(fitted) / mean_error(kept) for fitted, kept in pairs]
+        ratios = [mean_error(fit_row) / mean_error(largest_row) for fit_row, largest_row in pairs]
         ratio = small.mean_and_spread(ratios, 3)
         yield f"Mean kernel error of the fit over that of keeping the largest{budget}: {ratio}."
 

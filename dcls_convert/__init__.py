@@ -3,9 +3,9 @@
     import dcls_convert
     report = dcls_convert.convert_(model, dilated_size=17)
 
-The public names stand in `__init__.pyi` and resolve on first use, so that the command line answers
-without importing torch. Importing the package registers its architecture with timm, at once or as
-soon as timm is imported.
+The public names are listed in `__init__.pyi` and imported on first use, so that the command line
+answers without importing torch. Importing the package registers its architecture with timm, at once
+or as soon as timm is imported.
 """
 
 import lazy_loader

@@ -1,6 +1,6 @@
-"""Outputs that appear whole or not at all.
+"""Write outputs that appear whole or not at all.
 
-They are made in a folder `.NAME.HOST-PID.xxxxxxxx.partial` beside them, and then renamed.
+An output is written in a folder `.NAME.HOST-PID.xxxxxxxx.partial` beside it, and then renamed.
 """
 
 import contextlib
@@ -27,32 +27,33 @@ from .text import one_line, shown
 RENAME_NOREPLACE = 1
 RENAME_EXCHANGE = 2
 AT_FDCWD = -100
-# Errors of renameat2 if the kernel or the file system lacks it.
+# Errors of renameat2 if the kernel or the file system does not support it.
 UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
-# Age at which a partial folder of another host counts as left over: nobody can ask that host.
+# Age at which a partial folder of another host counts as left over. Whether its process is still
+# running cannot be checked from here.
 SECONDS_UNTIL_LEFT_OVER = 24 * 3600
 PARTIAL_ENDING = re.compile(r"(?P<host>[A-Za-z0-9-]*)-(?P<pid>\d+)\.[0-9a-f]{8}\.partial")
 OLD = ".old"  # suffix of the old output inside the partial folder, without renameat2
 
-# Says why an existing path must be kept; None if it may be replaced.
+# Returns why an existing path must be kept; None if it may be replaced.
 WhyKeep = Callable[[Path], str | None]
 
 
 def check_output(path: Path, *, force: bool, why_keep: WhyKeep) -> None:
-    """Refuse an output that could not be written in the end.
+    """Refuse (CheckpointError) an output that could not be written when the work is done.
 
     Args:
         force: Accept a path that exists, if `why_keep` gives no reason to keep it.
-        why_keep: Says why an existing path must be kept; None if it may be replaced.
+        why_keep: Returns why an existing path must be kept; None if it may be replaced.
     """
     try:
         if path.name in ("", ".."):
             raise CheckpointError(
                 f"output {path}: name a new folder, not one that is there already"
             )
-        # These raise OSError for a name that is too long.
+        # For a name that is too long, `is_symlink` and `exists` raise OSError.
         if path.is_symlink() or path.exists():
-            # Without `force`, folders are not looked into, which may take long imports.
+            # Without `force`, do not look into folders: that may need slow imports.
             reason = why_keep(path) if force or not path.is_dir() else None
             if reason:
                 raise CheckpointError(
@@ -71,9 +72,9 @@ def check_output(path: Path, *, force: bool, why_keep: WhyKeep) -> None:
 
 @contextlib.contextmanager
 def new_folder(folder: Path, *, force: bool, why_keep: WhyKeep) -> Iterator[Path]:
-    """A folder to fill, which takes its final name when the block ends without an error.
+    """Yield a folder to fill; it gets its final name when the block ends without an error.
 
-    Until then, an old folder keeps the name.
+    Until then, an existing folder keeps the name.
     """
     with _partial(folder, force, why_keep) as new:
         new.mkdir()
@@ -81,15 +82,16 @@ def new_folder(folder: Path, *, force: bool, why_keep: WhyKeep) -> Iterator[Path
 
 
 def new_file(path: Path, *, force: bool) -> contextlib.AbstractContextManager[Path]:
-    """A path to write to, which takes its final name when the block ends without an error.
+    """Return a context manager that yields a path to write to.
 
-    Other files that the block writes beside it are published before it.
+    The file gets its final name when the block ends without an error. Other files that the block
+    writes beside it are published before it.
     """
     return _partial(path, force, why_not_a_file)
 
 
 def why_not_a_file(path: Path) -> str | None:
-    """Why a path must not be replaced by a file; None for a regular file."""
+    """Return why a path must not be replaced by a file; None for a regular file."""
     if path.is_symlink():
         return "is a link"
     if not path.is_file():
@@ -98,9 +100,9 @@ def why_not_a_file(path: Path) -> str | None:
 
 
 def clean_up(output: Path) -> None:
-    """Remove what runs that have ended left beside this output.
+    """Remove the partial folders that ended or killed runs left beside this output.
 
-    If such a run moved the old output away, the old output gets its name back.
+    If such a run had moved the old output away, the old output gets its name back.
     """
     with contextlib.suppress(OSError):
         beginning = f".{output.name}."
@@ -111,8 +113,8 @@ def clean_up(output: Path) -> None:
             old = entry / (output.name + OLD)
             if os.path.lexists(old) and not os.path.lexists(output):
                 old.rename(output)
-            # Rename first: if that process is still writing after all, its publishing then fails as
-            # a whole.
+            # Rename first: if that process is still running after all, it then publishes nothing,
+            # rather than a part.
             shutil.rmtree(entry.rename(_new_partial(output)), ignore_errors=True)
 
 
@@ -122,17 +124,17 @@ def _new_partial(output: Path) -> Path:
 
 
 def _may_be_in_use(partial: Path, host: str, pid: int) -> bool:
-    """Whether the process that made a partial folder may still be writing there."""
-    if host == host_name() and sys.platform != "win32":  # where os.kill would end the process
+    """True if the process that made a partial folder may still be writing there."""
+    if host == host_name() and sys.platform != "win32":  # on Windows, os.kill would end the process
         return is_alive(pid)
     return time.time() - partial.stat().st_mtime < SECONDS_UNTIL_LEFT_OVER
 
 
 @contextlib.contextmanager
 def _partial(output: Path, force: bool, why_keep: WhyKeep) -> Iterator[Path]:
-    """A path in a partial folder beside the output.
+    """Yield a path in a partial folder beside the output.
 
-    All that is in the folder is published when the block ends without an error.
+    Everything in the folder is published when the block ends without an error.
     """
     clean_up(output)
     check_output(output, force=force, why_keep=why_keep)
@@ -147,7 +149,7 @@ def _partial(output: Path, force: bool, why_keep: WhyKeep) -> Iterator[Path]:
         except (OSError, SafetensorError) as error:
             state = "nothing was left there"
             if os.path.lexists(output):
-                state = "the one that is there is whole"
+                state = "the existing one is intact"
             raise CheckpointError(
                 f"output {shown(output, 200)} cannot be written: {one_line(error)}; {state}"
             ) from error
@@ -161,7 +163,7 @@ def _partial(output: Path, force: bool, why_keep: WhyKeep) -> Iterator[Path]:
 def _publish(new: Path, output: Path, force: bool, why_keep: WhyKeep) -> None:
     """Give a new file or folder its final name.
 
-    With `force`, what is there keeps the name until then.
+    With `force`, an existing file or folder keeps the name until then.
     """
     check_output(output, force=force, why_keep=why_keep)
     replaces = force and os.path.lexists(output)
@@ -171,7 +173,7 @@ def _publish(new: Path, output: Path, force: bool, why_keep: WhyKeep) -> None:
             os.replace(new, output)
         elif not _renameat2(new, output, flag):
             _publish_without_renameat2(new, output, replaces)
-    except FileExistsError:  # the output appeared since the check, which now decides again
+    except FileExistsError:  # the output appeared after the check, so check again
         _publish(new, output, force, why_keep)
 
 
@@ -179,7 +181,7 @@ def _publish_without_renameat2(new: Path, output: Path, replaces: bool) -> None:
     if replaces:
         _replace_by_steps(new, output)
     elif new.is_file():
-        os.link(new, output)  # unlike a renaming, never replaces another file
+        os.link(new, output)  # unlike a rename, never replaces another file
     elif os.path.lexists(output):
         raise FileExistsError
     else:
@@ -187,7 +189,10 @@ def _publish_without_renameat2(new: Path, output: Path, replaces: bool) -> None:
 
 
 def _replace_by_steps(new: Path, output: Path) -> None:
-    """Two renames. If a kill falls between them, the next run's `clean_up` undoes the first."""
+    """Replace a path by two renames.
+
+    If the process is killed between them, the next run's `clean_up` undoes the first.
+    """
     old = new.with_name(new.name + OLD)
     try:
         output.rename(old)
@@ -198,13 +203,13 @@ def _replace_by_steps(new: Path, output: Path) -> None:
 
 
 def _renameat2(new: Path, output: Path, flag: int) -> bool:
-    """Linux's system call: exchange the two paths, or rename to one that must not exist.
+    """Exchange two paths, or rename to a path that must not exist, by Linux's system call.
 
     Returns:
-        False if there is no such call.
+        False if the system call is not available.
 
     Raises:
-        OSError: As of `os.rename`.
+        OSError: The call failed, for the reasons for which `os.rename` fails.
     """
     if sys.platform != "linux":
         return False

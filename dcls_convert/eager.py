@@ -1,6 +1,6 @@
-"""When the fast implementations of this package may be used.
+"""Check whether this package's fast implementations may be used.
 
-They are autograd Functions written by hand: right only for ordinary eager tensors, without
+They are hand-written autograd Functions. They are correct only for ordinary eager tensors, without
 forward-mode AD, torch.func or tracing.
 """
 
@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.compiler import assume_constant_result
 
-# Private API: torch has nothing public that tells whether torch.func (vmap, grad, jvp, ...) is
-# transforming this code, or whether a mode sees its operations. If it is missing, assume so: plain
-# operations are right everywhere.
+# Private API: torch has no public way to tell whether torch.func (vmap, grad, jvp, ...) is
+# transforming this code, or whether a dispatch mode intercepts its operations. If it is missing,
+# assume that it is so: plain operations are always correct.
 _transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _dispatch_mode_count = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 
 
 def is_eager(*tensors: Tensor) -> bool:
-    """Whether operations run at once, on ordinary tensors.
+    """True if operations run immediately, on ordinary tensors.
 
     False while a graph is traced, under torch.func, and for dual tensors and subclasses of Tensor.
     """
@@ -41,17 +41,17 @@ def _are_ordinary(tensors: Sequence[Tensor]) -> bool:
 
 
 def on_cpu(tensor: Tensor) -> bool:
-    """Whether to use the implementations for CPUs.
+    """True if the CPU implementations should be used.
 
-    A function of its own because tests patch it, to run the code for GPUs on a CPU.
+    This is a separate function so that tests can patch it, to run the GPU code on a CPU.
     """
     return tensor.is_cpu
 
 
 def is_counting_flops() -> bool:
-    """Whether torch's FlopCounterMode is active.
+    """True if torch's FlopCounterMode is active.
 
-    Then use F.conv2d, so that it counts one convolution.
+    Callers then use F.conv2d, so that it counts one convolution.
     """
     if _dispatch_mode_count() == 0:
         return False
@@ -62,9 +62,9 @@ def is_counting_flops() -> bool:
 
 
 def is_compiled(*tensors: Tensor) -> bool:
-    """Whether `torch.compile` traces this code with ordinary tensors.
+    """True if `torch.compile` is tracing this code with ordinary tensors.
 
-    False in exports, whose programs are for other machines.
+    False in exports, whose programs run on other machines.
     """
     return (
         torch.compiler.is_dynamo_compiling()
@@ -74,11 +74,14 @@ def is_compiled(*tensors: Tensor) -> bool:
 
 
 def is_exporting() -> bool:
-    """Whether this code is traced for other programs: `torch.export`, ONNX, `torch.jit.trace`."""
+    """True if this code is traced by `torch.export`, an ONNX export or `torch.jit.trace`."""
     return _is_jit_tracing() or bool(_torch_is_exporting())
 
 
 @assume_constant_result  # type: ignore[untyped-decorator]
 def _torch_is_exporting() -> bool:
-    """What torch says outside of tracing; inside, torch 2.8 says yes under torch.compile too."""
+    """Return torch's `is_exporting()`, evaluated outside of tracing.
+
+    While tracing, torch 2.8 returns True under torch.compile too.
+    """
     return torch.compiler.is_exporting()

@@ -2,12 +2,12 @@
 
 from .text import one_line, printable
 
-# Parts of the messages by which torch, C++ and the dynamic loader say that memory is exhausted.
+# Phrases in the out-of-memory messages of torch, C++ and the dynamic loader.
 NO_MEMORY = ("allocate memory", "bad_alloc", "failed to map segment", "out of memory")
 
 
 class DclsConvertError(ValueError):
-    """A mistake in what the package was given.
+    """A mistake in the user's input.
 
     `str(error)` is one printable line that says what to do instead.
     """
@@ -16,11 +16,14 @@ class DclsConvertError(ValueError):
 
     def __init__(self, message: object = "") -> None:
         super().__init__(printable(message))
-        self.on_command_line = str(self)  # the same, in words for the command line
+        self.on_command_line = str(self)  # the message, as the command line words it
 
 
 class NothingMatchesError(DclsConvertError):
-    """No convolution of the model matches the rules: normal, and with its own exit code."""
+    """No convolution of the model matches the rules.
+
+    This is a normal outcome, so it has its own exit code.
+    """
 
     exit_code = 3
 
@@ -52,5 +55,5 @@ class OutputExistsError(CheckpointError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory is exhausted."""
+    """True if an exception says that memory is exhausted."""
     return isinstance(error, MemoryError) or any(words in one_line(error) for words in NO_MEMORY)

@@ -1,4 +1,4 @@
-"""Sizes of convolution windows in plain integers: which windows fit, which padding they need."""
+"""Compute with window sizes, as plain integers: which windows fit, and what padding they need."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import TypeGuard, cast
 
 from .errors import PlanError
 
-MAX_CELLS = 1 << 28  # of one layer's constructed kernels: a gigabyte in float32
+MAX_CELLS = 1 << 28  # in one layer's constructed kernels; 1 GiB in float32
 # TensorFlow's SAME padding, which depends on the input's size, as in timm's Conv2dSame.
 DYNAMIC_SAME = "dynamic_same"
 Pair = tuple[int, int]
@@ -16,22 +16,22 @@ Padding = str | tuple[int, ...] | AsymmetricPadding
 
 
 def is_asymmetric(padding: Padding) -> TypeGuard[AsymmetricPadding]:
-    """Whether the padding states the cells before and after each axis separately."""
+    """True if the padding states the cells before and after each axis separately."""
     return not isinstance(padding, str) and any(isinstance(cells, tuple) for cells in padding)
 
 
 def ceil_div(amount: int, unit: int) -> int:
-    """How many whole units hold the amount."""
+    """Return amount / unit, rounded up."""
     return (amount + unit - 1) // unit
 
 
 def extent(kernel_size: int, dilation: int) -> int:
-    """Cells from the first to the last element of a dilated kernel."""
+    """Return how many cells a dilated kernel spans along an axis."""
     return (kernel_size - 1) * dilation + 1
 
 
 def size_text(size: Sequence[int]) -> str:
-    """(7, 7) -> "7x7"."""
+    """Format a size: (7, 7) -> "7x7"."""
     return "x".join(map(str, size))
 
 
@@ -44,8 +44,8 @@ def check_window(
     """Check that a window can replace an old kernel.
 
     Raises:
-        PlanError: The window is smaller than the old extent, or of the other parity, or it changes
-            the size of a dense axis.
+        PlanError: The window is smaller than the old extent, or one is odd and the other even, or
+            the window changes the size of a dense axis.
     """
     if len(window) != len(kernel_size):
         sides = "side" if len(window) == 1 else "sides"
@@ -54,32 +54,36 @@ def check_window(
             f"the kernel has {len(kernel_size)}"
         )
     for axis, (kernel, spacing, size) in enumerate(zip(kernel_size, dilation, window, strict=True)):
-        old = extent(kernel, spacing)
-        if axis in dense_axes and (size != kernel or old != kernel):
+        old_extent = extent(kernel, spacing)
+        if axis in dense_axes and (size != kernel or old_extent != kernel):
             raise PlanError(f"dense axis {axis} must keep its size {kernel}, undilated")
-        where = str(size)
+        side_text = str(size)
         if len(window) > 1:
-            where += f" (axis {axis} of {size_text(window)})"
-        replaced = f"kernel {kernel}"
+            side_text += f" (axis {axis} of {size_text(window)})"
+        kernel_text = f"kernel {kernel}"
         if spacing > 1:
-            replaced += f" with dilation {spacing}, extent {old},"
-        _check_side(size, old, where, replaced)
+            kernel_text += f" with dilation {spacing}, extent {old_extent},"
+        _check_side(size, old_extent, side_text, kernel_text)
 
 
-def _check_side(size: int, old: int, where: str, replaced: str) -> None:
-    """Refuse (PlanError) the window's size along one axis, for a kernel of the extent `old`."""
-    if size < old:
+def _check_side(size: int, old_extent: int, side_text: str, kernel_text: str) -> None:
+    """Refuse (PlanError) a window side that does not fit a kernel of the extent `old_extent`.
+
+    The two texts name the side and the old kernel in the message.
+    """
+    if size < old_extent:
         raise PlanError(
-            f"window {where} is smaller than the {replaced} that it replaces; use {old} or more"
+            f"window {side_text} is smaller than the {kernel_text} that it replaces; "
+            f"use {old_extent} or more"
         )
-    if (size - old) % 2:
-        parity = "odd" if old % 2 else "even"
-        near = str(size + 1)
-        if size - 1 >= old:
-            near = f"{size - 1} or {near}"
+    if (size - old_extent) % 2:
+        parity = "odd" if old_extent % 2 else "even"
+        allowed = str(size + 1)
+        if size - 1 >= old_extent:
+            allowed = f"{size - 1} or {allowed}"
         raise PlanError(
-            f"window {where} must be {parity} as the {replaced} is, or the output would shift; "
-            f"use {near}"
+            f"window {side_text} must be {parity} as the {kernel_text} is, "
+            f"or the output would shift; use {allowed}"
         )
 
 
@@ -100,36 +104,39 @@ def grown_padding(
     window: Sequence[int],
     stride: Sequence[int],
 ) -> Padding:
-    """The padding with which a window keeps the output size and the old kernel's centre.
+    """Return the padding with which a window keeps the output size and the old kernel's centre.
 
-    The window must be one that `check_window` accepts. PlanError: dynamic SAME padding of a kernel
-    that is smaller than its stride.
+    The window must be one that `check_window` accepts.
+
+    Raises:
+        PlanError: Dynamic SAME padding of a kernel that is smaller than its stride.
     """
     extents = list(map(extent, kernel_size, dilation))
     if padding == DYNAMIC_SAME:
-        for kernel, old, step in zip(kernel_size, extents, stride, strict=True):
-            if old < step:  # SAME may then cut cells off instead of padding; a window would not
+        for kernel, old_extent, step in zip(kernel_size, extents, stride, strict=True):
+            if old_extent < step:  # SAME may then crop cells, which a larger window would still see
                 raise PlanError(
                     f"dynamic SAME padding needs a kernel of at least the stride {step}, "
                     f"not {kernel}"
                 )
     if padding in ("same", DYNAMIC_SAME):
-        # Both put an odd cell at the end, for kernel and window alike.
+        # Both put the odd cell at the end, for the kernel and for the window.
         return str(padding)
     old_cells = static_padding(padding, extents)
     pairs = []
-    for (before, after), size, old in zip(old_cells, window, extents, strict=True):
-        grown = (size - old) // 2
-        pairs.append((before + grown, after + grown))
+    for (before, after), size, old_extent in zip(old_cells, window, extents, strict=True):
+        added = (size - old_extent) // 2
+        pairs.append((before + added, after + added))
     if is_asymmetric(padding):
         return tuple(pairs)
     return tuple(before for before, _ in pairs)
 
 
 def static_padding(padding: Padding, extents: Sequence[int]) -> list[Pair]:
-    """Cells to add before and after each axis of any input, for a kernel of these extents.
+    """Return the cells to add before and after each axis of an input of any size.
 
-    The padding is not DYNAMIC_SAME, which needs the input's size: see `padded_cells`.
+    `extents` are the kernel's. The padding must not be DYNAMIC_SAME, which needs the input's size:
+    see `padded_cells`.
     """
     if padding == "valid":
         return [(0, 0)] * len(extents)
@@ -143,9 +150,9 @@ def static_padding(padding: Padding, extents: Sequence[int]) -> list[Pair]:
 def padded_cells(
     padding: Padding, input_size: Sequence[int], extents: Sequence[int], stride: Sequence[int]
 ) -> list[Pair]:
-    """Cells to add before and after each axis of an input, for a kernel of these extents.
+    """Return the cells to add before and after each axis of an input.
 
-    `input_size` and `stride` matter for DYNAMIC_SAME alone.
+    `extents` are the kernel's. `input_size` and `stride` are used only for DYNAMIC_SAME.
     """
     if padding != DYNAMIC_SAME:
         return static_padding(padding, extents)
@@ -157,30 +164,33 @@ def padded_cells(
 
 
 def _halves(cells: int) -> Pair:
-    """Cells before and after; an odd one comes after."""
+    """Split cells into those before and those after; an odd cell goes after."""
     before = cells // 2
     return before, cells - before
 
 
 def grid_positions(kernel_size: int, dilation: int, window: int) -> list[int]:
-    """The old kernel's cells along an axis, from the window's centre: (3, 2, 7) -> [-2, 0, 2]."""
+    """Return the positions of the old kernel's cells along an axis: (3, 2, 7) -> [-2, 0, 2].
+
+    They count from the window's centre.
+    """
     first = (window - extent(kernel_size, dilation)) // 2 - window // 2
     return [first + index * dilation for index in range(kernel_size)]
 
 
 def position_limits(size: int) -> tuple[int, int]:
-    """The first and last cell of a window of `size` cells, counted from its centre.
+    """Return the first and last cell of a window of `size` cells, counted from its centre.
 
-    (-8, 8) for 17 cells, (-4, 3) for 8.
+    For 17 cells, (-8, 8); for 8, (-4, 3).
     """
     return -(size // 2), (size - 1) // 2
 
 
 def learnt_axes(dims: int, dense_axes: Sequence[int] = ()) -> tuple[int, ...]:
-    """The spatial axes along which elements have a position, in the order of `positions`."""
+    """Return the spatial axes along which elements have a position, in `positions` order."""
     return tuple(axis for axis in range(dims) if axis not in dense_axes)
 
 
 def along_learnt_axes(sides: Sequence[int], dense_axes: Sequence[int]) -> tuple[int, ...]:
-    """The sides of a kernel or window along the axes on which elements have a position."""
+    """Return the sides of a kernel or window along its learnt axes."""
     return tuple(sides[axis] for axis in learnt_axes(len(sides), dense_axes))

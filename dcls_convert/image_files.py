@@ -1,4 +1,4 @@
-"""Files of images: which formats are read, and how they become what a model takes.
+"""Read image files and turn them into inputs of a model.
 
 Sizes are (channels, rows, columns).
 """
@@ -20,11 +20,10 @@ from .progress import Note
 from .text import one_line
 
 BATCH = 8  # images
-CROP_SHARE = 0.75  # sides of a crop, as a share of the image's sides
-# Formats that are read, whatever a file's name says. Pillow reads more, but runs PostScript as a
-# program.
+CROP_SHARE = 0.75  # side of a crop, as a share of the image's side
+# Formats that are read, whatever a file's suffix. Pillow reads more, but it executes PostScript.
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "PPM", "GIF")
-# What Pillow's readers raise.
+# Exceptions that Pillow raises for files that it cannot read.
 UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
 
 
@@ -40,7 +39,10 @@ IMAGENET = Normalisation(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 
 
 def stated_normalisation(model: nn.Module) -> Normalisation | None:
-    """The normalisation that a timm model states, or torchvision's; None for other models."""
+    """Return the normalisation that a timm model states, or ImageNet's for torchvision's models.
+
+    None for other models.
+    """
     config = getattr(model, "pretrained_cfg", None) or {}
     if config.get("mean") and config.get("std"):
         return Normalisation(mean=tuple(config["mean"]), std=tuple(config["std"]))
@@ -52,9 +54,10 @@ def stated_normalisation(model: nn.Module) -> Normalisation | None:
 def normalisation_of(
     model: nn.Module, channels: int, mean: Sequence[float] | None, std: Sequence[float] | None
 ) -> Normalisation:
-    """The given mean and std, else the model's normalisation.
+    """Return the given mean and std or, if there are none, the model's normalisation.
 
-    DclsConvertError: there is neither, or they are not for the model's channels.
+    Raises:
+        DclsConvertError: There is neither, or they do not fit the model's channels.
     """
     if mean is None and std is None:
         stated = stated_normalisation(model)
@@ -83,13 +86,13 @@ def _listed(values: Sequence[float]) -> str:
 
 
 class PixelBatches(Sequence[Tensor]):
-    """Batches (N, channels, rows, columns) in float32, kept as pixels of 8 bits.
+    """Batches (N, channels, rows, columns) in float32, stored as 8-bit pixels.
 
-    A batch is normalised whenever it is asked for, so of many images few are in memory as floats.
+    A batch is normalised each time it is read, so only a few images are in memory as floats.
     """
 
     def __init__(self, pixels: Sequence[Tensor], normalisation: Normalisation) -> None:
-        """pixels: one (channels, rows, columns) per image, as from `read_pixels`."""
+        """Keep `pixels`: one tensor (channels, rows, columns) per image, as from `read_pixels`."""
         self.pixels = pixels
         self.normalisation = normalisation
 
@@ -97,17 +100,17 @@ class PixelBatches(Sequence[Tensor]):
         return math.ceil(len(self.pixels) / BATCH)
 
     def __getitem__(self, index: Any) -> Any:
-        first = range(0, len(self.pixels), BATCH)[index]
+        first = range(0, len(self.pixels), BATCH)[index]  # raises IndexError after the last batch
         return normalised(torch.stack([*self.pixels[first : first + BATCH]]), self.normalisation)
 
 
 def read_pixels(
     folder: Path, size: Sequence[int] | None, note: Note, *, max_images: int
 ) -> dict[Path, Tensor]:
-    """Images of a folder in the model's size, (channels, rows, columns) and uint8, by their paths.
+    """Read images of a folder at the model's size: (channels, rows, columns) in uint8, by path.
 
-    They are evenly spaced over the order of the paths, so a folder of classes gives some of each.
-    Files that cannot be read are left out, and `note` is told.
+    At most `max_images` are read, evenly spaced over the sorted paths, so that a folder of classes
+    gives some of each class. Files that cannot be read are skipped and reported through `note`.
     """
     size = check_image_size(size)
     paths = sorted(image_paths(folder))
@@ -123,7 +126,7 @@ def read_pixels(
 
 
 def check_image_size(size: Sequence[int] | None) -> Sequence[int]:
-    """Refuse (DclsConvertError) a size that image files cannot have; return any other unchanged."""
+    """Return the size; refuse (DclsConvertError) one that image files cannot have."""
     if size is None:
         raise DclsConvertError(
             "images: the size of the model's images is not known; state input_size"
@@ -136,9 +139,9 @@ def check_image_size(size: Sequence[int] | None) -> Sequence[int]:
 
 
 def open_image(path: Path, size: Sequence[int]) -> Image.Image:
-    """The image of a file, upright, in colour or grey of 8 bits as the model's size says."""
+    """Open an image upright, in 8-bit colour or grey according to the channels of the size."""
     with quietly(), Image.open(path, formats=FORMATS) as image:  # Pillow warns of odd metadata
-        has_16_bits = _has_16_bits(image)
+        has_16_bits = _has_16_bits(image)  # transposing would lose `format`
         check_white_level(image)
         upright = ImageOps.exif_transpose(image)
         mode = "RGB" if size[0] == 3 else "L"
@@ -146,27 +149,27 @@ def open_image(path: Path, size: Sequence[int]) -> Image.Image:
 
 
 def to_mode(image: Image.Image, mode: str) -> Image.Image:
-    """An image that was just opened, in Pillow's mode "RGB" or "L".
+    """Convert a just opened image to Pillow's mode "RGB" or "L".
 
-    Pillow alone would clip 16 bits to 8.
+    Pillow's own conversion would clip 16-bit values to 8 bits.
     """
     return _to_mode(image, mode, has_16_bits=_has_16_bits(image))
 
 
 def _to_mode(image: Image.Image, mode: str, *, has_16_bits: bool) -> Image.Image:
     if has_16_bits:
-        image = image.convert("I").point(lambda value: value / 257).convert("L")
+        image = image.convert("I").point(lambda value: value / 257).convert("L")  # 65535 -> 255
     return image.convert(mode)
 
 
 def _has_16_bits(image: Image.Image) -> bool:
     # Pillow opens the 16-bit images of these two formats in its 32-bit mode "I".
-    in_mode_of_32 = image.mode == "I" and image.format in ("PNG", "PPM")
-    return in_mode_of_32 or image.mode.startswith("I;16")
+    opened_as_32_bits = image.mode == "I" and image.format in ("PNG", "PPM")
+    return opened_as_32_bits or image.mode.startswith("I;16")
 
 
 def check_white_level(image: Image.Image) -> None:
-    """Refuse (ValueError) an image, just opened, whose white level is unknown."""
+    """Refuse (ValueError) a just opened image whose white level is unknown."""
     if image.mode in ("I", "F") and not _has_16_bits(image):
         kind = "integers" if image.mode == "I" else "floating-point numbers"
         raise ValueError(
@@ -176,7 +179,7 @@ def check_white_level(image: Image.Image) -> None:
 
 
 def corner_crops(image: Image.Image, size: Sequence[int]) -> list[Image.Image]:
-    """Crops of an image's four corners; none if it is not larger than the model's images."""
+    """Return crops of the image's four corners; none if it is not larger than the model's size."""
     if image.height <= size[1] or image.width <= size[2]:
         return []
     width = int(CROP_SHARE * image.width)
@@ -189,7 +192,7 @@ def corner_crops(image: Image.Image, size: Sequence[int]) -> list[Image.Image]:
 
 
 def to_pixels(image: Image.Image, size: Sequence[int]) -> Tensor:
-    """The image in the model's size: (channels, rows, columns), uint8."""
+    """Crop and resize an image to the model's size: (channels, rows, columns), uint8."""
     channels, rows, columns = size
     fitted = ImageOps.fit(image, (columns, rows), Image.Resampling.BICUBIC)
     values = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8)
@@ -197,7 +200,7 @@ def to_pixels(image: Image.Image, size: Sequence[int]) -> Tensor:
 
 
 def normalised(pixels: Tensor, normalisation: Normalisation) -> Tensor:
-    """Pixels (..., channels, rows, columns) of 8 bits as the model takes them, in float32."""
+    """Normalise 8-bit pixels (..., channels, rows, columns) for the model, in float32."""
     channels = pixels.shape[-3]
     mean = torch.tensor(normalisation.mean[:channels]).view(-1, 1, 1)
     std = torch.tensor(normalisation.std[:channels]).view(-1, 1, 1)

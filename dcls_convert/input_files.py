@@ -1,4 +1,4 @@
-"""Checks of input files and folders before they are loaded, and the rules that are shipped.
+"""Check input files and folders before they are loaded, and find the built-in rule sets.
 
 Imports no torch.
 """
@@ -13,20 +13,20 @@ from pathlib import Path
 from .errors import CheckpointError, DclsConvertError
 from .text import shown
 
-SHIPPED_RULES = Path(__file__).parent / "rules"  # in a wheel
+SHIPPED_RULES = Path(__file__).parent / "rules"  # if installed from a wheel
 CHECKOUT_RULES = Path(__file__).parents[1] / "rules"
-# Suffixes of images that are read.
+# Suffixes of the image files that are read.
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".gif")
 
-# A URL that became a Path, in which `//` collapsed to `/`. At least two letters, so that Windows
-# drives do not match.
+# Matches a URL that was turned into a Path, which collapses `//` to `/`. The scheme has at least
+# two letters, so that Windows drives do not match.
 URL = re.compile(r"([a-z][a-z0-9+]+):/+(.+)", re.DOTALL)
 
 MAX_TEXT_BYTES = 64 << 20  # bytes; the report of timm's largest model has half a megabyte
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """The bytes of a regular file.
+    """Return the bytes of a regular file.
 
     Raises:
         OSError: Not a regular file (a pipe or a device might never end), or too large.
@@ -40,13 +40,13 @@ def read_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
 
 
 def builtin_rules() -> dict[str, Path]:
-    """The rule sets that come with the package, by name."""
+    """Return the paths of the rule sets that come with the package, by name."""
     folder = SHIPPED_RULES if SHIPPED_RULES.is_dir() else CHECKOUT_RULES
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether the folder looks like a checkpoint."""
+    """True if the folder looks like a checkpoint."""
     has_config = os.path.isfile(path / "config.json")
     return has_config and os.path.isfile(path / "model.safetensors")
 
@@ -55,7 +55,7 @@ def check_file(path: Path, what: str = "checkpoint") -> None:
     """Check that there is a file.
 
     Raises:
-        CheckpointError: There is none. The message begins with `what`, which may be "", and the
+        CheckpointError: There is none. The message begins with `what` (which may be "") and the
             path.
     """
     try:
@@ -64,31 +64,34 @@ def check_file(path: Path, what: str = "checkpoint") -> None:
             if url is not None:
                 address = shown(f"{url[1]}://{url[2]}", 200)
                 message = f"{address}: download it first; URLs are not read"
-                raise CheckpointError(_after(what, message))
+                raise CheckpointError(_with_prefix(what, message))
             problem = "there is no such file"
             if path.exists():
                 problem = "is not a file"
             elif path.is_symlink():
-                problem = "leads nowhere"
-            raise CheckpointError(_after(what, f"{path}: {problem}"))
+                problem = "is a broken link"
+            raise CheckpointError(_with_prefix(what, f"{path}: {problem}"))
     except OSError as error:
-        raise CheckpointError(_after(what, f"{shown(path)}: {error.strerror}")) from error
+        raise CheckpointError(_with_prefix(what, f"{shown(path)}: {error.strerror}")) from error
 
 
-def _after(what: str, message: str) -> str:
-    """The message with `what` before it, which may be ""."""
+def _with_prefix(what: str, message: str) -> str:
+    """Return the message with `what`, which may be "", in front of it."""
     return f"{what} {message}".lstrip()
 
 
 def check_folder(path: Path) -> Path:
-    """The path; CheckpointError if it is not a folder."""
+    """Return the path if it is a folder, else raise CheckpointError."""
     if not path.is_dir():
         raise CheckpointError(f"{shown(path, 200)}: is not a folder")
     return path
 
 
 def check_images(folder: Path, what: str = "calibration images") -> None:
-    """Refuse what is not a folder of images; the message begins with `what`."""
+    """Refuse (DclsConvertError) a path that is not a folder of images.
+
+    The message begins with `what`.
+    """
     if not folder.is_dir():
         problem = "there is no such folder"
         if folder.exists():
@@ -101,7 +104,7 @@ def check_images(folder: Path, what: str = "calibration images") -> None:
 
 
 def image_paths(folder: Path) -> Iterator[Path]:
-    """Files in the folder and below it that have the suffix of an image."""
+    """Yield the files in and below the folder that have the suffix of an image."""
     for path in folder.rglob("*"):
         if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file():
             yield path

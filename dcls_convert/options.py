@@ -1,4 +1,4 @@
-"""Names and defaults of the options, for command line, rule files and library alike.
+"""Names and defaults of the options, shared by command line, rule files and library.
 
 Imports neither torch nor typer: `--help` reads this file.
 """
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from .planning.known_counts import LayerCounts  # which imports torch
     from .planning.rules import RuleSet
 
-# Their records are in layers/interpolation.py.
+# Defined in layers/interpolation.py.
 InterpolationName = Literal["bilinear", "triangle", "gaussian"]
 Scope = Literal["auto", "model", "stage", "layer", "error"]
 Tie = Literal["stage", "none"]
 Init = Literal["auto", "random", "largest", "fit", "exact"]
 Positions = Literal["normal", "kernel", "uniform"]
 Augmentation = Literal["none", "light", "strong"]
-AuthorsVersion = Literal["v0", "v1"]  # of the authors' layers without sigma; surgery/authors.py
-Kind = Literal["depthwise", "grouped", "dense"]  # of a convolution, by its groups
+AuthorsVersion = Literal["v0", "v1"]  # versions of their layers without sigma; surgery/authors.py
+Kind = Literal["depthwise", "grouped", "dense"]  # kinds of convolutions, by their groups
 Sort = Literal["name", "params", "macs", "count", "layers"]  # how models are sorted
 FigureName = Literal["positions", "kernels", "receptive-field", "history"]
 
@@ -39,34 +39,35 @@ INITS: tuple[str, ...] = get_args(Init)
 POSITIONS: tuple[str, ...] = get_args(Positions)
 
 AUTO: Final = "auto"
-DEFAULT_INTERPOLATION: InterpolationName = "bilinear"  # the paper's
+DEFAULT_INTERPOLATION: InterpolationName = "bilinear"  # as in the paper
 # A scope for trained kernels: each tie group gets as many elements as its kernels need.
 ERROR_SCOPE: Scope = "error"
-# As many elements as the old kernel has cells, at the places of these cells: the same function.
+# A kernel count and a start: one element in every cell of the old kernel, so that the new layer
+# computes the same function.
 EXACT: Final = "exact"
 MAX_SIDE = 9_999  # cells or pixels, four digits; a larger kernel or image is a typing mistake
 MAX_PIXELS = 2048 * 2048  # pixels or voxels of an image on which outputs are compared
 MAX_COUNT = 10**9  # elements, classes or channels
-# A window as growth: cells that each side has more than the kernel's extent. A growth is even, as
-# window and extent must both be odd or both be even.
+# A window stated as a growth: the cells added to the kernel's extent on each side of the window. It
+# must be even, because window and extent must both be odd or both be even.
 GROWTH = r"\+[1-9][0-9]{0,3}"
 EVEN_GROWTH = r"\+([2468]|[1-9][0-9]{0,2}[02468])"
 MIN_GROWTH = 2  # cells
 MAX_WINDOW = 17  # cells; the largest window of "auto", which is the paper's for ConvNeXt
 # Percent of MACs that recommended windows may add; the paper's ConvNeXts have 11.6 to 12.9.
 MAX_ADDED_MACS_PERCENT = 15.0
-CALIBRATION_IMAGES = 80  # of a folder, if no other number is asked for
-# Defaults for the times that a sweep measures.
+CALIBRATION_IMAGES = 80  # images taken from a folder by default
+# Defaults for the time measurements of a sweep.
 CPU_BATCH = 1  # images
 GPU_BATCH = 32  # images
 TIMING_SECONDS = 60  # for all rows together
 OPSETS = range(7, 26)  # of ONNX, which torch 2.14 and onnxscript 0.7 write
 DEFAULT_OPSET = 20  # torch 2.14's own
 SEPARATED_BY_COMMAS = ("mean", "std")  # on the command line; other lists are sizes, 17x9
-MIRRORED = 0.5  # share of images that are mirrored in training, as timm does
+MIRRORED = 0.5  # share of training images that are mirrored; timm's default
 POSITION_LR_SCALE = 5.0  # paper, section 3 "Positions learning rate scaling"
-DEFAULT_BUDGET = 100.0  # percent of the weights replaced; the paper holds the parameter count
-# Bounds of a budget. They keep its fraction short: that of 1e-999999 would fill the memory.
+DEFAULT_BUDGET = 100.0  # percent of the replaced weights; the paper keeps the parameter count
+# Bounds of a budget. They keep its exact fraction short: that of 1e-999999 would fill the memory.
 MIN_PERCENT = Decimal("0.0001")
 MAX_PERCENT = 100_000
 
@@ -77,37 +78,37 @@ HOW_MANY_ELEMENTS = "How many elements"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Argument:
-    """How the command line takes a planning option; it stands in the metadata of its field."""
+    """How a planning option is written on the command line; kept in the metadata of its field."""
 
-    # What is typed. "word": one of the words of the field's type; "flag": nothing, the option alone
-    # is True; "integer", "number": plain digits; "size": cells for all sides or for each, or a
-    # growth; "rules": the name or the file of a rule set.
+    # What the user types. "word": one of the words of the field's type; "flag": no value, the
+    # option alone means True; "integer", "number": plain digits; "size": cells for all sides or for
+    # each, or a growth; "rules": the name or the file of a rule set.
     form: Literal["word", "flag", "integer", "number", "size", "rules"]
     help: str
     group: str  # of options in --help
-    metavar: str | None = None  # what --help shows for the value; None: the words of the type
+    metavar: str | None = None  # the value in --help; if None, the words of the type
     minimum: int | Decimal = 1  # of an integer or a number
     maximum: int = MAX_COUNT
-    word: str = ""  # what may be typed instead of an integer or a number
-    unit: str = ""  # what may stand behind an integer or a number
-    shown_default: str | None = None  # in --help, if the field's default does not say it
-    # Options that, once stated, leave this one without effect: by the other field's name, the
-    # reason as a verb and its object, such as "states the count".
+    word: str = ""  # may be typed instead of an integer or a number
+    unit: str = ""  # may follow an integer or a number
+    shown_default: str | None = None  # in --help; if None, the field's own default
+    # Options that, if stated, leave this one without effect. Maps the other option's field to the
+    # reason, as a verb and its object, such as "states the count".
     overridden_by: Mapping[str, str] = field(default_factory=dict)
 
 
 def option_name(field_name: str) -> str:
-    """What is typed for the option of a field: "--kernel-count" for "kernel_count"."""
+    """Return the name of a field's option: "--kernel-count" for "kernel_count"."""
     return f"--{field_name.replace('_', '-')}"
 
 
 def command_line(model: str, values: Mapping[str, Any], command: str = "") -> str:
-    """The command that converts a model with these options, to be pasted into a shell.
+    """Return the command that converts a model with these options, to be pasted into a shell.
 
     Args:
-        model: A MODEL of the command line.
-        values: Values by the names of the options' fields. True is a flag, and None is not stated.
-        command: Another command than the default one, such as "sweep".
+        model: The command line's argument MODEL.
+        values: The options' values by field name. True is written as a flag, and None is left out.
+        command: A command other than the default one, such as "sweep".
     """
     words = ["dcls-convert", model]
     if command:
@@ -127,39 +128,39 @@ def command_line(model: str, values: Mapping[str, Any], command: str = "") -> st
 
 
 def _typed(value: Any) -> str:
-    """A number without a needless ".0"; the name of a rule set; any other value as its text."""
+    """Return a value as typed: numbers without a needless ".0", rule sets by their name or file."""
     if isinstance(value, float):
         return str(value).removesuffix(".0")
     return str(getattr(value, "source", value))
 
 
 def argument_of(option: Field[Any]) -> Argument:
-    """How the command line takes the option of this field."""
+    """Return how the option of this field is written on the command line."""
     argument: Argument = option.metadata["argument"]
     return argument
 
 
 def _argument(**settings: Any) -> dict[str, Argument]:
-    """The metadata of a field of `PlanOptions`."""
+    """Return the metadata of a field of `PlanOptions`."""
     return {"argument": Argument(**settings)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
-    """What may be asked of a plan.
+    """The options of a plan.
 
-    The fields are options of the command line. The public functions that plan have a keyword
-    argument for each field, written out, so that editors and type checkers find them.
+    The fields are options of the command line. Each public planning function spells out a keyword
+    argument for every field, so that editors and type checkers find them.
     """
 
-    # Cells, an integer or one for each side; a growth such as "+4"; or "auto": the largest growth
-    # with windows of at most MAX_WINDOW that adds at most MAX_ADDED_MACS_PERCENT to the MACs.
+    # Cells: one integer, or one for each side. Or a growth such as "+4". Or "auto", the largest
+    # growth with windows of at most MAX_WINDOW that adds at most MAX_ADDED_MACS_PERCENT to MACs.
     dilated_size: int | Sequence[int] | str = field(
         default=AUTO,
         metadata=_argument(
             form="size",
-            help="Window in which elements move: 17 or 17x9 cells; +4: four cells more a side "
-            f"than each kernel; auto: the largest growth, to {MAX_WINDOW} cells at most, that "
+            help="Window in which elements move: 17 or 17x9 cells; +4: each side four cells "
+            f"longer than the kernel's; auto: the largest growth, up to {MAX_WINDOW} cells, that "
             f"adds at most {MAX_ADDED_MACS_PERCENT:g} % to the MACs.",
             group=HOW_MANY_ELEMENTS,
             metavar="N|HxW|+N|auto",
@@ -169,7 +170,7 @@ class PlanOptions:
         default=AUTO,
         metadata=_argument(
             form="integer",
-            help="Elements in a kernel; auto: as many as the budget admits.",
+            help="Elements in a kernel; auto: as many as the budget allows.",
             group=HOW_MANY_ELEMENTS,
             metavar="N|auto",
             word=AUTO,
@@ -180,13 +181,13 @@ class PlanOptions:
         default=AUTO,
         metadata=_argument(
             form="rules",
-            help="Rule file or built-in set; auto: depthwise convolutions, or 3x3 ones where "
+            help="Rule file or built-in set; auto: depthwise convolutions, or 3x3 ones if "
             "there are none.",
             group=WHAT_TO_CONVERT,
             metavar="FILE|NAME|auto",
         ),
     )
-    # "auto": "error" with images, else "model".
+    # "auto" means "error" with images, else "model".
     scope: Scope = field(
         default="auto",
         metadata=_argument(
@@ -205,7 +206,7 @@ class PlanOptions:
             group=HOW_MANY_ELEMENTS,
         ),
     )
-    # Percent of the replaced weights: 80, "80%".
+    # Percent of the replaced weights: 80 or "80%".
     budget: float | str = field(
         default=DEFAULT_BUDGET,
         metadata=_argument(
@@ -219,7 +220,7 @@ class PlanOptions:
             overridden_by={"kernel_count": "states the count"},
         ),
     )
-    # For rules that state none; None: DEFAULT_INTERPOLATION.
+    # For rules that state no interpolation; None means DEFAULT_INTERPOLATION.
     interpolation: InterpolationName | None = field(
         default=None,
         metadata=_argument(
@@ -239,7 +240,7 @@ class PlanOptions:
     )
 
     def override_message(self, display_name: Callable[[str], str]) -> str | None:
-        """A message about the first stated option that another one overrides; None without one.
+        """Return a message about the first stated option that another one overrides, if any.
 
         Args:
             display_name: Turns a field's name into the name that the message uses.
@@ -257,7 +258,7 @@ class PlanOptions:
         return None
 
     def _all_overridden_by(self, other: str) -> list[str]:
-        """Names of all options, stated or not, that `other` overrides; sorted."""
+        """Return the sorted names of all options, stated or not, that `other` overrides."""
         names = []
         for option in fields(self):
             if other in argument_of(option).overridden_by:
@@ -266,22 +267,22 @@ class PlanOptions:
 
 
 def check_even(growth: str) -> None:
-    """Check that a text that matches GROWTH is an even number.
+    """Check that a growth, a text that matches GROWTH, is even.
 
     Raises:
-        ValueError: It is odd; the message says what would do.
+        ValueError: It is odd. The message suggests even ones.
     """
     cells = int(growth)
     if cells % 2 == 0:
         return
-    near = f"+{cells + 1}"
+    allowed = f"+{cells + 1}"
     if cells > MIN_GROWTH:
-        near = f"+{cells - 1} or {near}"
-    raise ValueError(f"growth {growth} must be even, or the output would shift; use {near}")
+        allowed = f"+{cells - 1} or {allowed}"
+    raise ValueError(f"growth {growth} must be even, or the output would shift; use {allowed}")
 
 
 def plan_parameters(record: type[PlanOptions]) -> list[inspect.Parameter]:
-    """The fields of a record of options, as parameters of a function."""
+    """Return the fields of a record of options as parameters of a function."""
     parameters = []
     for option in fields(record):
         parameters.append(
@@ -300,9 +301,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def suggests_arguments(function: _Function) -> _Function:
-    """Answer a misspelt keyword argument with the one that it is closest to.
+    """Make a function answer a misspelt keyword argument with the closest correct one.
 
-    The function's signature stays as it is.
+    The function's signature stays the same.
     """
     known = list(inspect.signature(function).parameters)
 
@@ -318,10 +319,10 @@ def suggests_arguments(function: _Function) -> _Function:
 
 
 def parse_percent(text: str | float | int) -> Fraction:
-    """A percentage as an exact fraction of 1: 99.5 and "99.5%" -> 199/200.
+    """Return a percentage as an exact fraction of 1: 99.5 and "99.5%" -> 199/200.
 
     Raises:
-        PlanError: Not a number, or out of bounds.
+        PlanError: The percentage is not a number, or out of bounds.
     """
     try:
         percent = Decimal(str(text).removesuffix("%"))

@@ -1,4 +1,4 @@
-"""Checks of pictures to be drawn: their file type, and that matplotlib is installed.
+"""Check, before drawing, a picture's file type and that matplotlib is installed.
 
 Imports no torch.
 """
@@ -14,7 +14,7 @@ PLOT_LIBRARY = "matplotlib"  # in the extra `plot`
 
 
 def check_picture(path: Path, what: str) -> None:
-    """Refuse a picture that could not be drawn: another suffix, or no matplotlib."""
+    """Refuse (DclsConvertError) an unsupported suffix, or any picture without matplotlib."""
     if path.suffix.lower() not in PICTURE_SUFFIXES:
         raise DclsConvertError(
             f"{what} {shown(path, 200)} must end in {', '.join(PICTURE_SUFFIXES)}"
@@ -24,5 +24,5 @@ def check_picture(path: Path, what: str) -> None:
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is installed."""
+    """True if matplotlib is installed."""
     return find_spec(PLOT_LIBRARY) is not None

@@ -1,23 +1,23 @@
-"""Processes of this machine, and its name: for files that tell which process made them."""
+"""This machine's name and processes, for files that record which process made them."""
 
 import os
 import re
 import socket
 
-HOST_LENGTH = 20  # characters of the host's name in the names of partial folders
+HOST_LENGTH = 20  # characters of the host's name, in names of partial folders
 
 
 def host_name() -> str:
-    """The name of this machine, of characters that every file system takes."""
+    """Return the name of this machine, in characters that every file system allows."""
     return re.sub(r"[^A-Za-z0-9]", "-", socket.gethostname())[:HOST_LENGTH]
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is a process with this id on this machine."""
+    """True if a process with this id exists on this machine."""
     try:
-        os.kill(pid, 0)  # sends nothing
+        os.kill(pid, 0)  # sends no signal, only checks
     except ProcessLookupError:
         return False
-    except OSError:  # of another user
+    except OSError:  # the process belongs to another user
         return True
     return True

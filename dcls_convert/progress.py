@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar with the time left on a terminal, a line for each step elsewhere."""
+"""Show progress on stderr: a bar with the time left on a terminal, elsewhere a line per step."""
 
 import contextlib
 import logging
@@ -13,22 +13,22 @@ from rich.console import Console
 
 from .text import printable, shown
 
-LOG = logging.getLogger("dcls_convert")  # at DEBUG: each decision
+LOG = logging.getLogger("dcls_convert")  # logs each decision, at DEBUG
 SECONDS_UNSEEN = 2.0  # calls from Python that take less show no progress
 BAR_WIDTH = 16  # columns
 MIN_TEXT_WIDTH = 20  # columns
 BESIDE_TEXT = BAR_WIDTH + 11  # columns of spinner, bar and time
 
 
-# A callback for what the user should know.
+# A callback for messages to the user.
 Note = Callable[[str], None]
 
 
 class Notify(Protocol):
-    """A callback for progress.
+    """A callback that reports progress.
 
-    It is called with what is done next, and how much of the total is done, in any unit. A total of
-    0 says that this is not known.
+    It is called with the next step, and with how much of the total is done, in any unit. A total of
+    0 means that the total is unknown.
     """
 
     def __call__(self, text: str, done: int = 0, total: int = 0, /) -> None: ...
@@ -54,12 +54,11 @@ def show_progress(
     """Show progress until the block ends.
 
     Args:
-        name: What the steps belong to; stands before each.
-        wait: Seconds during which nothing is shown.
-        every: Least seconds between two lines, for steps with a total.
-        line: Writes a line, where there is no bar.
-        redirect: Replace sys.stdout and sys.stderr, so that what others print appears above the
-            bar.
+        name: The task that the steps belong to; shown before each step.
+        wait: Seconds before anything is shown.
+        every: Minimum seconds between two lines, for steps with a total.
+        line: Writes a line if there is no bar.
+        redirect: Replace sys.stdout and sys.stderr, so that other output appears above the bar.
     """
     console = Console(stderr=True, highlight=False, force_jupyter=False)
     display: _Bar | _Lines
@@ -86,8 +85,8 @@ def show_to_python(name: str, progress: bool | None) -> contextlib.AbstractConte
     """Show progress of a call from Python, if it takes more than SECONDS_UNSEEN.
 
     Args:
-        name: What the steps belong to; stands before each.
-        progress: Whether to show it; None: if somebody may be looking at stderr.
+        name: The task that the steps belong to; shown before each step.
+        progress: Whether to show progress; None shows it if somebody may be looking at stderr.
     """
     if progress is None:
         progress = is_stderr_watched()
@@ -97,22 +96,22 @@ def show_to_python(name: str, progress: bool | None) -> contextlib.AbstractConte
 
 
 def is_stderr_watched() -> bool:
-    """Whether somebody may be looking at stderr: on a terminal or in a notebook."""
+    """True if somebody may be looking at stderr: on a terminal or in a notebook."""
     return "ipykernel" in sys.modules or bool(sys.stderr and sys.stderr.isatty())
 
 
 def _is_stderr_a_terminal() -> bool:
-    """Whether frames can overwrite each other there.
+    """True if frames of a progress bar can overwrite each other on stderr.
 
-    rich takes FORCE_COLOR for a terminal, which ipykernel and many CIs set; their streams keep
-    every frame.
+    rich assumes a terminal if FORCE_COLOR is set, as ipykernel and many CIs do, but their output
+    keeps every frame.
     """
     is_notebook = type(sys.stderr).__module__.startswith("ipykernel")
     return not is_notebook and bool(sys.stderr and sys.stderr.isatty())
 
 
 class _Bar(progress.Progress):
-    """A bar with the latest step, which disappears at the end."""
+    """A progress bar with the latest step; it disappears at the end."""
 
     def __init__(self, name: str, console: Console, redirect: bool) -> None:
         super().__init__(
@@ -127,7 +126,10 @@ class _Bar(progress.Progress):
         self._begin(None)
 
     def _begin(self, total: int | None) -> None:
-        """Begin steps with another total; those with a total have a bar and the time left."""
+        """Begin steps with another total.
+
+        If the total is known, they are shown with a bar and the time left.
+        """
         for task in self.task_ids:
             self.remove_task(task)
         spinner = progress.SpinnerColumn()
@@ -149,7 +151,7 @@ class _Bar(progress.Progress):
 
 
 class _Lines:
-    """A line for each step; the last step before `start` is written by it."""
+    """Writes a line for each step; `start` writes the last step that came before it."""
 
     def __init__(self, name: str, every: float, line: Callable[[str], None]) -> None:
         self._name = name

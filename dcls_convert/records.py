@@ -1,7 +1,7 @@
-"""Records to JSON and back.
+"""Write records as JSON, and read them back.
 
-JSON that is read is checked by pydantic. It has a version and no NaN, and what does not fit is an
-error of one line.
+JSON is never written with NaN or infinity. When it is read, pydantic validates it, and a mistake is
+an error of one line.
 """
 
 import functools
@@ -18,24 +18,26 @@ from .errors import CheckpointError
 from .input_files import read_bytes
 from .text import one_line, shown
 
-# pydantic's settings of records: values have exactly the stated types, and no field is unknown.
+# pydantic's settings for records: values must have exactly the stated types, and unknown fields are
+# errors.
 STRICT = ConfigDict(strict=True, extra="forbid")
 _FRACTION = re.compile(r"-?\d+([./]\d+)?")  # without exponents: 1e999999999 would fill the memory
 
 
 def _read_fraction(value: Any) -> Fraction:
-    """A fraction of a record: a number, or its text."""
+    """Read a fraction in a record: a number, or a number as text."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     is_text = isinstance(value, str) and _FRACTION.fullmatch(value) is not None
     if not is_number and not is_text:
         raise ValueError("is not a fraction")
     try:
         return Fraction(value)
-    except (ValueError, ArithmeticError) as error:  # infinite, too many digits, or over zero
+    except (ValueError, ArithmeticError) as error:  # infinite, too many digits, or divided by 0
         raise ValueError("is not a fraction") from error
 
 
-# pydantic before 2.10 does not know fractions, and some later ones let their errors through.
+# pydantic before 2.10 does not support fractions, and some later versions let errors of Fraction
+# through.
 JsonFraction = Annotated[
     Fraction, PlainValidator(_read_fraction), PlainSerializer(Fraction.__str__)
 ]
@@ -43,32 +45,32 @@ JsonFraction = Annotated[
 
 @functools.cache
 def adapter(kind: Any) -> TypeAdapter[Any]:
-    """pydantic's adapter of a record's class, made once."""
+    """Return pydantic's adapter for a record's class; it is created once."""
     return TypeAdapter(kind)
 
 
 class Record:
     """A dataclass that can be written as JSON.
 
-    If it has a field `format`, the default of this field is the newest version that is known.
+    If it has a field `format`, this field's default is the newest format version that can be read.
     """
 
     __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as plain values, as in its JSON."""
+        """Return the record as plain values, as in its JSON."""
         return dict(adapter(type(self)).dump_python(self, mode="json"))  # type: ignore[arg-type]
 
     def to_json(self) -> str:
-        """The record as JSON text; CheckpointError for a number that is not finite."""
+        """Return the record as JSON text; raise CheckpointError if a number is not finite."""
         return write_json(self.to_dict())
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str) -> Self:
-        """The record that `to_json` wrote.
+        """Read a record that `to_json` wrote.
 
         Raises:
-            CheckpointError: Any other text; the message begins with `where`.
+            CheckpointError: The text is anything else. The message begins with `where`.
         """
         known_format: Any = None
         for field in fields(cls):  # type: ignore[arg-type]
@@ -79,7 +81,7 @@ class Record:
         if are_numbers and stated_format > known_format:
             raise CheckpointError(
                 f"{where}: has format {shown(stated_format, 20)}, "
-                f"this dcls-convert knows {known_format} at most; "
+                f"but this dcls-convert reads format {known_format} at most; "
                 "upgrade it: pip install --upgrade dcls-convert"
             )
         try:
@@ -95,7 +97,7 @@ class Record:
 
 
 def _stated_format(text: str | bytes) -> Any:
-    """The value of the key "format"; None if the text is not JSON or has no such key."""
+    """Return the value of the key "format"; None if the text is not JSON or has no such key."""
     try:
         return json.loads(text)["format"]
     except (ValueError, RecursionError, TypeError, KeyError, IndexError):
@@ -103,10 +105,10 @@ def _stated_format(text: str | bytes) -> Any:
 
 
 def write_json(data: object) -> str:
-    """Plain values as JSON text.
+    """Return plain values as JSON text.
 
     Raises:
-        CheckpointError: A number that is not finite, or a value that JSON does not know.
+        CheckpointError: A number is not finite, or JSON has no such type.
     """
     try:
         return json.dumps(data, indent=2, allow_nan=False) + "\n"
@@ -115,10 +117,11 @@ def write_json(data: object) -> str:
 
 
 def read_json(path: Path, where: str) -> dict[str, object]:
-    """The object in a file of JSON.
+    """Read the JSON object in a file.
 
     Raises:
-        CheckpointError: The file has anything else; the message begins with `where`.
+        CheckpointError: The file cannot be read, or contains anything else. The message begins with
+            `where`.
     """
     try:
         data = json.loads(read_bytes(path).decode())
@@ -135,9 +138,9 @@ def read_json(path: Path, where: str) -> dict[str, object]:
 
 
 def shared_fields(record: object, kind: type) -> dict[str, Any]:
-    """Those fields of the dataclass `kind` that `record` has too, with its values."""
+    """Return the values of `record` for those fields of the dataclass `kind` that it has too."""
     values = {}
-    for part in fields(kind):
-        if hasattr(record, part.name):
-            values[part.name] = getattr(record, part.name)
+    for field in fields(kind):
+        if hasattr(record, field.name):
+            values[field.name] = getattr(record, field.name)
     return values

@@ -1,4 +1,4 @@
-"""The table class that all views share: columns, written as text, Markdown, CSV or HTML."""
+"""The table class shared by all views, and its forms: text, Markdown, CSV and HTML."""
 
 import csv
 import io
@@ -14,10 +14,10 @@ from rich.text import Text
 
 from .text import printable, shown
 
-# Columns of the terminal, with the gap. Names are shortened to no less than this; if the table is
-# still too wide, numbers wrap.
+# Terminal columns, including the gap after a name. Names are not shortened further than this. If
+# the table is still too wide, numbers wrap.
 MIN_NAME_WIDTH = 24
-ENDLESS = 1_000_000  # columns; the width at which a table is asked for its natural width
+UNLIMITED_WIDTH = 1_000_000  # terminal columns; a table measured at it has its natural width
 MARKDOWN_ESCAPES = {ord("\\"): "\\\\", ord("|"): "\\|"}
 
 Row = TypeVar("Row")
@@ -25,13 +25,13 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True, slots=True)
 class Column(Generic[Row]):
-    """A heading, a value, and how it is written."""
+    """A column of a table: its heading, its values, and how they are written."""
 
     heading: str
-    value: Callable[[Row], Any]  # None if it is not known
+    value: Callable[[Row], Any]  # the value in a row; None if it is not known
     format: Callable[[Any], str] = str  # writes a known value
     left: bool = False  # aligned to the left; numbers are aligned to the right
-    words: bool = False  # a text of any length, which is folded before names and numbers give way
+    words: bool = False  # text of any length, which wraps so that names and numbers stay whole
 
     def text(self, row: Row) -> str:
         value = self.value(row)
@@ -40,7 +40,7 @@ class Column(Generic[Row]):
         return printable(self.format(value))
 
     def is_known(self, rows: Sequence[Row]) -> bool:
-        """Whether any of the rows has a value."""
+        """True if any of the rows has a value."""
         for row in rows:
             if self.value(row) is not None:
                 return True
@@ -49,19 +49,19 @@ class Column(Generic[Row]):
 
 @dataclass(frozen=True, slots=True)
 class Table(Generic[Row]):
-    """A row for each record.
+    """A table with a row for each record.
 
-    The first column holds names, which lose their middle if there is no room for them.
+    The first column holds names. If the table is too wide, their middle is cut out.
     """
 
     columns: Sequence[Column[Row]]
     rows: Sequence[Row]
-    style: Callable[[Row], str] = lambda row: ""  # style of a row, as rich writes it
+    style: Callable[[Row], str] = lambda row: ""  # rich's style of a row
     totals: Sequence[Row] = ()  # rows below the others, in bold
     min_name_width: int = MIN_NAME_WIDTH
 
     def csv(self) -> str:
-        """A line for each row, of values; one that is not known is empty."""
+        """Return the unformatted values as CSV; unknown values are empty."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(_headings(self.columns))
@@ -70,7 +70,7 @@ class Table(Generic[Row]):
         return text.getvalue()
 
     def markdown(self) -> str:
-        """A table of Markdown; headings are not escaped."""
+        """Return the table as Markdown; headings are not escaped."""
         headings, rows = self.cells()
         columns = self._known_columns()
         rules = []
@@ -83,22 +83,22 @@ class Table(Generic[Row]):
         return "".join(lines)
 
     def surplus(self, console: Console, options: ConsoleOptions) -> int:
-        """By how many columns of the terminal the table is wider than the room for it."""
-        laid_out = self._laid_out(console.width // 2)
-        measured = console.measure(laid_out, options=options.update(max_width=ENDLESS))
+        """Return by how many terminal columns the table exceeds the available width."""
+        rich_table = self._rich_table(console.width // 2)
+        measured = console.measure(rich_table, options=options.update(max_width=UNLIMITED_WIDTH))
         return measured.maximum - options.max_width
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         name_width = console.width // 2
         surplus = self.surplus(console, options)
-        if surplus > 0 and not _with_words(self.columns):
+        if surplus > 0 and not _word_columns(self.columns):
             longest = self._longest_name(name_width)
             shortest_allowed = min(longest, self.min_name_width - 1)
             name_width = max(longest - surplus, shortest_allowed)
-        yield self._laid_out(name_width)
+        yield self._rich_table(name_width)
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
-        """Headings, and the texts of each row, without columns that have no values."""
+        """Return headings and the texts of each row, without columns that have no values."""
         columns = self._known_columns()
         texts = []
         for row in self._all_rows():
@@ -109,54 +109,54 @@ class Table(Generic[Row]):
         return [*self.rows, *self.totals]
 
     def _known_columns(self) -> list[Column[Row]]:
-        """The columns that have a value in any row; all of them if there are no rows."""
+        """Return the columns with a value in any row; all of them if there are no rows."""
         rows = self._all_rows()
         if not rows:
             return list(self.columns)
         return [column for column in self.columns if column.is_known(rows)]
 
     def _longest_name(self, limit: int) -> int:
-        """Width of the longest name or its heading, each shortened to `limit`."""
+        """Return the width of the longest name or of the heading, each shortened to `limit`."""
         names = self.columns[0]
         longest = cell_len(shown(names.heading, limit))
         for row in self._all_rows():
             longest = max(longest, cell_len(shown(names.text(row), limit)))
         return longest
 
-    def _laid_out(self, name_width: int) -> table.Table:
-        """The table as rich's, with names at most `name_width` columns of the terminal wide."""
-        laid_out = table.Table(
+    def _rich_table(self, name_width: int) -> table.Table:
+        """Return rich's table, with names of at most `name_width` terminal columns."""
+        rich_table = table.Table(
             box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold"
         )
         columns = self._known_columns()
-        folded = _with_words(columns) or columns[1:]
+        wrapped = _word_columns(columns) or columns[1:]
         for column in columns:
-            if column in folded:
+            if column in wrapped:
                 overflow: Any = {"overflow": "fold"}
             else:
                 overflow = {"no_wrap": True}
             left = column.left or column is columns[0]
             justify: Any = "left" if left else "right"
-            laid_out.add_column(column.heading, justify=justify, **overflow)
+            rich_table.add_column(column.heading, justify=justify, **overflow)
         _, texts = self.cells()
         styles = list(map(self.style, self.rows))
         styles += ["bold"] * len(self.totals)
         for index, (cells, style) in enumerate(zip(texts, styles, strict=True), start=1):
             name, *others = cells
-            laid_out.add_row(
+            rich_table.add_row(
                 Text(shown(name, name_width)),
                 *map(Text, others),
                 style=style,
                 end_section=index == len(self.rows),  # a line above the totals
             )
-        return laid_out
+        return rich_table
 
 
 def _headings(columns: Sequence[Column[Row]]) -> list[str]:
     return [column.heading for column in columns]
 
 
-def _with_words(columns: Sequence[Column[Row]]) -> list[Column[Row]]:
+def _word_columns(columns: Sequence[Column[Row]]) -> list[Column[Row]]:
     return [column for column in columns if column.words]
 
 
@@ -169,9 +169,9 @@ def _markdown_line(cells: Iterable[str]) -> str:
 
 
 def field_column(path: str) -> Column[Any]:
-    """For CSV: the field "macs.after" of each row, headed "macs_after".
+    """Return the CSV column of a field: "macs.after" of each row, headed "macs_after".
 
-    Several numbers are written with spaces between them.
+    Several numbers are separated by spaces.
     """
 
     def value(row: Any) -> Any:
@@ -185,22 +185,22 @@ def field_column(path: str) -> Column[Any]:
 
 
 def title(name: object, more: str = "") -> Text:
-    """A line above a table."""
+    """Return the title line above a table."""
     return Text(printable(name), style="bold") + Text(printable(more), style="not bold dim")
 
 
 def indented(line: str, style: str = "", by: int = 1) -> Padding:
-    """A paragraph beside a table."""
+    """Return an indented paragraph, to stand above or below a table."""
     return Padding(Text(printable(line), style=style), (0, 0, 0, by), expand=False)
 
 
 def as_text(part: RenderableType) -> str:
-    """What rich lays out at 80 columns, without colours."""
+    """Render with rich at 80 columns, as text without colours."""
     return _recorded(part).export_text().rstrip("\n")
 
 
 def as_html(part: RenderableType) -> str:
-    """What rich lays out at 80 columns, with colours, as a part of a page such as a notebook.
+    """Render with rich at 80 columns, as coloured HTML for part of a page, such as a notebook.
 
     Text from outside is escaped.
     """
@@ -209,6 +209,7 @@ def as_html(part: RenderableType) -> str:
 
 
 def _recorded(part: RenderableType) -> Console:
+    """Return a console that has recorded the rendered part, for export."""
     console = Console(record=True, file=io.StringIO(), width=80, force_jupyter=False)
     console.print(part)
     return console

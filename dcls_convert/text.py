@@ -1,4 +1,4 @@
-"""Texts for messages and tables: names, counts and lists in words, and outside text made safe."""
+"""Format text for messages and tables, and make text from outside safe to print."""
 
 import difflib
 from collections.abc import Callable, Iterable, Sequence
@@ -6,11 +6,11 @@ from typing import Any
 
 from rich.cells import cell_len
 
-MAX_ERROR_CHARACTERS = 10_000  # what an error says beyond them is ignored
+MAX_ERROR_CHARACTERS = 10_000  # the rest of an error's message is ignored
 
 
 def did_you_mean(word: str, known: Iterable[str], limit: int = 1) -> str:
-    """`" (did you mean 'a' or 'b'?)"` with the known words closest to `word`, or an empty text."""
+    """Return `" (did you mean 'a' or 'b'?)"` with the known words closest to `word`, or ""."""
     close = difflib.get_close_matches(word, list(dict.fromkeys(known)), n=limit, cutoff=0.6)
     if not close:
         return ""
@@ -18,9 +18,9 @@ def did_you_mean(word: str, known: Iterable[str], limit: int = 1) -> str:
 
 
 def printable(text: object, keep: str = "") -> str:
-    """Text from outside, safe for a terminal.
+    """Make text from outside safe for a terminal.
 
-    All characters but printable ones and those in `keep` are escaped.
+    Characters that are not printable are escaped, except those in `keep`.
     """
     text = str(text)
     if text.isprintable():
@@ -35,16 +35,16 @@ def printable(text: object, keep: str = "") -> str:
 
 
 def shown(text: object, limit: int = 60) -> str:
-    """The text as a message or table shows it, in at most `limit` columns of the terminal.
+    """Return printable text for a message or table, at most `limit` terminal columns wide.
 
-    A longer one loses its middle.
+    The middle of a longer text is replaced by dots.
     """
     text = str(text)
     if len(text) <= limit:
         escaped = printable(text)
         if cell_len(escaped) <= limit:
             return escaped
-    room = max(limit - 3, 0)  # beside the dots
+    room = max(limit - len("..."), 0)
     end_room = room // 2
     start_room = room - end_room
     start = printable(text[:start_room])
@@ -57,7 +57,7 @@ def shown(text: object, limit: int = 60) -> str:
 
 
 def listed(names: Iterable[object], max_names: int = 3) -> str:
-    """ "a, b, c and 4 more", or "nothing" if there are no names."""
+    """Return "a, b, c and 4 more", or "nothing" if there are no names."""
     names = list(names)
     text = ", ".join(shown(name, 120) for name in names[:max_names]) or "nothing"
     if len(names) > max_names:
@@ -66,16 +66,16 @@ def listed(names: Iterable[object], max_names: int = 3) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of any exception, on one line: what a library said, without its layout."""
+    """Return the message of any exception on one printable line."""
     words = str(error)[:MAX_ERROR_CHARACTERS].split()
     message = " ".join(words) or type(error).__name__
     return printable(message)
 
 
 def span(values: Iterable[Any], text: Callable[[Any], str] = str) -> str:
-    """The least and the greatest value, "29..40".
+    """Return the smallest and the largest value as text: "29..40".
 
-    A single value stands by itself, and no values give an empty text.
+    If both are the same, the text is that value alone; without values, it is empty.
     """
     ordered = sorted(values)
     if not ordered:
@@ -88,14 +88,14 @@ def span(values: Iterable[Any], text: Callable[[Any], str] = str) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """1 and "layer" -> "1 layer"; 1200 -> "1,200 layers"."""
+    """Return a count with its noun: 1 and "layer" -> "1 layer"; 1200 -> "1,200 layers"."""
     if count == 1:
         return f"{count:,} {noun}"
     return f"{count:,} {noun}s"
 
 
 def enumerated(names: Sequence[str]) -> str:
-    """ "a, b and c"."""
+    """Return "a, b and c"."""
     *first, last = names
     if not first:
         return last

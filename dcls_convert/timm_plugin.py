@@ -1,6 +1,6 @@
-"""Registers our converted models with timm, and timm's convolutions with us.
+"""Register converted models with timm, and timm's convolutions with this package.
 
-It imports neither timm nor torch before the user does.
+This module imports neither timm nor torch before the user does.
 """
 
 import importlib.abc
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def dcls_convert(pretrained: bool = False, **kwargs: Any) -> Any:
-    """The model in a folder of ours, for `timm.create_model("local-dir:FOLDER")`.
+    """Create the model in a checkpoint folder, for `timm.create_model("local-dir:FOLDER")`.
 
     timm registers it under this function's name, which the folder's `config.json` states.
     """
@@ -22,12 +22,12 @@ def dcls_convert(pretrained: bool = False, **kwargs: Any) -> Any:
 
 
 def register_when_timm_is_imported() -> None:
-    """Register `dcls_convert` with timm: now if timm is imported, else as soon as it is."""
+    """Register `dcls_convert` with timm: now if timm is imported already, else when it is."""
     if sys.modules.get("timm") is not None:
         _register()
         return
-    # timm has no plug-ins. To import it here would cost every command seconds, since it imports
-    # torch.
+    # timm has no plug-in mechanism. Importing it here would slow down every command by seconds,
+    # since it imports torch.
     if not any(isinstance(finder, _TimmFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _TimmFinder())
 
@@ -43,9 +43,9 @@ def _register() -> None:
 
 
 class _TimmFinder(importlib.abc.MetaPathFinder):
-    """Finds timm by the other finders, and lets it call `_register` once it is executed.
+    """Finds timm through the other finders, and calls `_register` after timm has been executed.
 
-    A lookup alone, as by `importlib.util.find_spec`, registers nothing.
+    Merely looking timm up, as `importlib.util.find_spec` does, registers nothing.
     """
 
     def find_spec(
@@ -61,10 +61,10 @@ class _TimmFinder(importlib.abc.MetaPathFinder):
                     break
         if spec is None or spec.loader is None:
             return spec
-        execute = spec.loader.exec_module
+        exec_timm = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            execute(module)
+            exec_timm(module)
             if module.__name__ == "timm":
                 _register()
 

@@ -2,23 +2,23 @@
 
 The images are yours, or scikit-learn's digits.
 
-    # flowers/train/rose/1.jpg, flowers/validation/...
+    # Your images: flowers/train/rose/1.jpg, flowers/validation/...
     python examples/finetune.py convnext_tiny-dcls17 --data flowers
-    # digits: a first try, without any data
+    # A first try without data of your own, on digits
     python examples/finetune.py convnext_tiny-dcls17
-    # converted first; without a size, left as it is
+    # Convert a trained model first (without --dilated-size, train it unconverted)
     python examples/finetune.py resnet18 --dilated-size 7 --pretrained
-    # from scratch: positions start at random
+    # From scratch: positions start at random
     python examples/finetune.py resnet18 --dilated-size 7
-    # without labels
+    # Without labels: learn the outputs of a teacher
     python examples/finetune.py convnext_tiny-dcls17 --teacher convnext_tiny --data photographs
     accelerate launch --num_processes 8 examples/finetune.py convnext_tiny-dcls17 [--fsdp]
-    torchrun --nproc_per_node 2 examples/finetune.py convnext_tiny-dcls17    # the same without GPUs
+    torchrun --nproc_per_node 2 examples/finetune.py convnext_tiny-dcls17    # also without GPUs
 
-The output folder gets `best`, which is a checkpoint folder, `history.json`, `training.png`,
-`positions.jsonl` (for `dcls-convert inspect best --history`), and `state.pt`, with which `--resume`
-continues a run that was killed. To know whether a conversion helps, `dcls-convert compare` trains
-both networks, with the same loop.
+The output folder contains `best`, which is a checkpoint folder, `history.json`, `training.png`,
+`positions.jsonl` (for `dcls-convert inspect best --history`), and `state.pt`, from which `--resume`
+continues a run that was killed. To find out whether a conversion helps, use `dcls-convert compare`:
+it trains both networks with the same loop.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from dcls_convert.checkpoints.save import save_trained
 from dcls_convert.tuning.images import ImageData, open_images, set_transforms_
 
 DIGITS_SIZE = 32  # pixels that the 8 x 8 digits are scaled to
-DIGITS_HELD_OUT = 360  # of 1797, a fifth
+DIGITS_HELD_OUT = 360  # images, a fifth of 1797
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -62,16 +62,16 @@ def parse_arguments() -> argparse.Namespace:
     add(
         "--teacher-checkpoint",
         default="",
-        help="its weights; without them, those that timm knows or the folder has",
+        help="weights of the teacher; default: those that timm knows, or of the folder",
     )
     add("--data", type=Path, help="folder of images; without it, scikit-learn's digits")
     add(
         "--dataset",
         default="",
-        help="timm's name of the data set, such as torch/cifar10; a folder of classes without",
+        help="timm's name of the data set, such as torch/cifar10; default: a folder of classes",
     )
     add("--splits", nargs=2, default=("train", "validation"), metavar=("TRAIN", "VALIDATION"))
-    add("--num-classes", type=int, help="where the data set does not name its classes")
+    add("--num-classes", type=int, help="if the data set does not name its classes")
     add("--augmentation", default="light", choices=["none", "light", "strong"])
     add("--img-size", type=int, help=f"default: the model's; {DIGITS_SIZE} for digits")
     add("--output", type=Path, help="default: runs/MODEL")
@@ -83,13 +83,16 @@ def parse_arguments() -> argparse.Namespace:
     )
     add("--fsdp", action="store_true", help="shard the model over the processes (FSDP2)")
     add(
-        "--workers", type=int, default=0, help="processes that load images, beside each that trains"
+        "--workers",
+        type=int,
+        default=0,
+        help="processes that load images, per training process",
     )
     add(
         "--save-every",
         type=int,
         default=0,
-        help="updates between two states; an epoch if not given",
+        help="updates between two saved states; default: an epoch",
     )
     recipe = parser.add_argument_group(
         "recipe", "dcls_convert.tuning.Recipe says what each of these means"
@@ -132,7 +135,7 @@ class Digits(torch.utils.data.Dataset):
 
 
 def load_data(args: argparse.Namespace) -> ImageData:
-    """Images to train and to test with, still without transforms."""
+    """Return the images for training and testing, still without transforms."""
     if args.data is None and not args.dataset:
         return ImageData(train=Digits(True), test=Digits(False), classes=tuple("0123456789"))
     labelled = args.teacher is None
@@ -156,15 +159,16 @@ def set_transforms(data: ImageData, model: nn.Module, args: argparse.Namespace) 
 
 
 def build_model(args: argparse.Namespace, classes: int | None) -> tuple[nn.Module, Any]:
-    """The model, with a head for the classes (None: with the head that it has), and its plan or the
-    folder with it.
+    """Return the model and its plan, or the folder with the plan, or None if it is not converted.
+
+    The model gets a new head for `classes` classes; if that is None, it keeps its own.
     """
     options: dict[str, Any] = {}
     if classes:
         options["num_classes"] = classes
     if args.drop_path:
         options["drop_path_rate"] = args.drop_path
-    torch.manual_seed(args.seed)  # of a new head
+    torch.manual_seed(args.seed)  # for a new head
     if Path(args.model).is_dir():
         return timm.create_model(f"local-dir:{args.model}", pretrained=True, **options), args.model
     if not timm.is_model(args.model):
@@ -172,16 +176,16 @@ def build_model(args: argparse.Namespace, classes: int | None) -> tuple[nn.Modul
     model = timm.create_model(args.model, pretrained=args.pretrained, **options)
     if args.dilated_size is None:
         return model, None
-    # As on the command line: random kernels are not worth a fit.
+    # As on the command line: it makes no sense to fit elements to random kernels.
     init = "fit" if args.pretrained else "random"
     report = dcls_convert.convert_(model, dilated_size=args.dilated_size, init=init, seed=args.seed)
     return model, report.plan
 
 
 def build_teacher(args: argparse.Namespace, student: nn.Module) -> nn.Module | None:
-    """The network whose outputs the student learns to give, whole in every process.
+    """Return the network whose outputs the student learns, or None without --teacher.
 
-    None without --teacher.
+    Every process has the whole network.
     """
     if not args.teacher:
         return None
@@ -192,7 +196,7 @@ def build_teacher(args: argparse.Namespace, student: nn.Module) -> nn.Module | N
         classes["num_classes"] = student.num_classes
     try:
         teacher = timm.create_model(name, pretrained=not path, checkpoint_path=path, **classes)
-    except Exception as error:  # of timm, the hub or the file
+    except Exception as error:  # from timm, the hub or the file
         problem = " ".join(str(error).split())[:200]
         raise DclsConvertError(
             f"--teacher {args.teacher}: cannot load its weights: {problem}"
@@ -212,7 +216,7 @@ def build_teacher(args: argparse.Namespace, student: nn.Module) -> nn.Module | N
 
 
 def draw(output: Path, history: dict[str, list[float]], measure: str) -> None:
-    """Loss, accuracy or agreement, and the speed of the positions, as `training.png`."""
+    """Draw loss, accuracy or agreement, and the speed of the positions into `training.png`."""
     try:
         import matplotlib
     except ImportError:
@@ -286,7 +290,7 @@ def main() -> None:
             top1 = f"{measure} {training.top1[-1]:.2f} %"
             line = f"epoch {epoch:3d}/{args.epochs}: loss {loss:.4f}, {top1}"
             accelerator.print(f"{line}, {seconds:.0f} s", flush=True)
-            # Of epochs that are equally good, keep the last, which has learnt longest.
+            # If epochs are equally good, keep the last, which was trained the longest.
             if training.top1[-1] >= max(training.top1):
                 trained = training.trained_model()
                 if accelerator.is_main_process:
@@ -302,7 +306,7 @@ def main() -> None:
         (args.output / "history.json").write_text(json.dumps(history) + "\n")
         draw(args.output, history, measure)
         print(f"best {measure} {max(training.top1):.2f} %: {args.output / 'best'}")
-    accelerator.wait_for_everyone()  # none ends before the folder is written
+    accelerator.wait_for_everyone()  # no process may end before the folder is written
     accelerator.end_training()
 
 

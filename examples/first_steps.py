@@ -20,17 +20,18 @@ def main(name: str = "test_convnext", folder: str = "first-steps-dcls") -> None:
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=10)
 
-    # Replace the depthwise convolutions. For a trained network, omit `init`: elements are fitted to
-    # its kernels.
+    # Replace the depthwise convolutions. For a trained network, omit `init`: then elements are
+    # fitted to its kernels.
     report = dcls_convert.convert_(model, dilated_size=17, init="random", input_size=(3, 64, 64))
     print(report)
 
-    # Train as ever. As in the paper, positions learn five times as fast as the rest, and do not
-    # decay.
+    # Train as usual. As in the paper, positions have five times the learning rate of the weights,
+    # and no weight decay.
     optimizer = torch.optim.AdamW(
         dcls_convert.tuning.param_groups(model, lr=1e-3, weight_decay=0.05)
     )
-    images, labels = torch.randn(8, 3, 64, 64), torch.randint(10, (8,))
+    images = torch.randn(8, 3, 64, 64)
+    labels = torch.randint(10, (8,))
     for step in range(3):
         loss = torch.nn.functional.cross_entropy(model(images), labels)
         optimizer.zero_grad()

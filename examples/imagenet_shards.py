@@ -1,13 +1,13 @@
 """Pack ImageNet, or any folder of images by class, into WebDataset shards.
 
-They are for timm's train.py --dataset wds/NAME.
+timm's train.py reads them with --dataset wds/NAME.
 
     python examples/imagenet_shards.py SOURCE SHARDS [--shards 1024] [--validation-shards 64]
 
 SOURCE has the folders `train` and `val` (or `validation`), each with a folder for every class.
-Classes are numbered in the order of their names, as everywhere. Files are copied as they are, in an
+Classes are numbered in the order of their names, as usual. Files are copied as they are, in an
 order shuffled with a fixed seed. `_info.json` in SHARDS tells timm how many images each split has,
-so that train.py needs no more than --data-dir.
+so that train.py needs only --data-dir.
 """
 
 import argparse
@@ -22,16 +22,15 @@ ENDINGS = {".jpeg", ".jpg", ".png", ".webp"}
 
 
 def images_by_class(folder: Path) -> list[tuple[Path, int]]:
-    classes = sorted(path for path in folder.iterdir() if path.is_dir())
-    found = [
-        (path, index)
-        for index, name in enumerate(classes)
-        for path in sorted(name.iterdir())
-        if path.suffix.lower() in ENDINGS
-    ]
-    if not found:
+    class_folders = sorted(path for path in folder.iterdir() if path.is_dir())
+    images = []
+    for label, class_folder in enumerate(class_folders):
+        for path in sorted(class_folder.iterdir()):
+            if path.suffix.lower() in ENDINGS:
+                images.append((path, label))
+    if not images:
         sys.exit(f"error: {folder}: no images in folders of classes ({', '.join(sorted(ENDINGS))})")
-    return found
+    return images
 
 
 def add(shard: tarfile.TarFile, name: str, content: bytes) -> None:
@@ -43,9 +42,10 @@ def add(shard: tarfile.TarFile, name: str, content: bytes) -> None:
 def pack(
     images: list[tuple[Path, int]], split: str, target: Path, shards: int
 ) -> dict[str, object]:
-    """Write the shards of one split; returns what `_info.json` has about it."""
+    """Write the shards of one split; return the entry of the split in `_info.json`."""
     random.Random(0).shuffle(images)
-    names, lengths = [f"{split}-{index:04d}.tar" for index in range(shards)], []
+    names = [f"{split}-{index:04d}.tar" for index in range(shards)]
+    lengths = []
     for index, name in enumerate(names):
         with tarfile.open(target / name, "w") as shard:
             part = images[index::shards]
@@ -66,28 +66,28 @@ def main() -> None:
     )
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
-    parser.add_argument("--shards", type=int, default=1024, help="of the training images")
+    parser.add_argument("--shards", type=int, default=1024, help="shards of training images")
     parser.add_argument("--validation-shards", type=int, default=64)
-    given = parser.parse_args()
-    folders = {"train": given.source / "train", "validation": given.source / "validation"}
+    options = parser.parse_args()
+    folders = {"train": options.source / "train", "validation": options.source / "validation"}
     if not folders["validation"].is_dir():
-        folders["validation"] = given.source / "val"
-    counts = {"train": given.shards, "validation": given.validation_shards}
+        folders["validation"] = options.source / "val"
+    counts = {"train": options.shards, "validation": options.validation_shards}
     for folder in folders.values():
         if not folder.is_dir():
             sys.exit(f"error: {folder}: there is no such folder")
     images = {split: images_by_class(folder) for split, folder in folders.items()}
-    for split, found in images.items():
-        if not 1 <= counts[split] <= len(found):
+    for split, images_of_split in images.items():
+        if not 1 <= counts[split] <= len(images_of_split):
             sys.exit(
                 f"error: {counts[split]} shards of {split}: "
-                f"must be from 1 to the number of images, {len(found)}"
+                f"must be from 1 to the number of images, {len(images_of_split)}"
             )
-    given.target.mkdir(parents=True, exist_ok=True)
-    splits = {
-        split: pack(found, split, given.target, counts[split]) for split, found in images.items()
-    }
-    (given.target / "_info.json").write_text(json.dumps({"splits": splits}, indent=1))
+    options.target.mkdir(parents=True, exist_ok=True)
+    splits = {}
+    for split, images_of_split in images.items():
+        splits[split] = pack(images_of_split, split, options.target, counts[split])
+    (options.target / "_info.json").write_text(json.dumps({"splits": splits}, indent=1))
 
 
 if __name__ == "__main__":

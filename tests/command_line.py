@@ -1,4 +1,4 @@
-"""The program as its user runs it, in this process, and a network that it converts in no time."""
+"""Run the program in this process as its user would, and a network that converts in no time."""
 
 import contextlib
 import io
@@ -32,7 +32,7 @@ def net(num_classes: int = 3, size: int = 7) -> nn.Module:
 
 
 def exit_code(*arguments: object) -> int:
-    """The exit code of `dcls-convert ARGUMENTS`; it prints where the test prints."""
+    """Run `dcls-convert ARGUMENTS` with the stdout and stderr of the test; return its exit code."""
     hook = sys.unraisablehook
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
@@ -40,14 +40,14 @@ def exit_code(*arguments: object) -> int:
             main([str(argument) for argument in arguments])
     finally:
         sys.unraisablehook = hook
-        # Here, since folders that a session shares are made by commands, too.
+        # Restored here, not in a fixture of each test: session-wide fixtures run commands, too.
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return stopped.value.code
 
 
 def run_to_end(*arguments: object) -> tuple[int | str | None, str, str]:
-    """Exit code, stdout and stderr of `dcls-convert ARGUMENTS`."""
+    """Return exit code, stdout and stderr of `dcls-convert ARGUMENTS`."""
     with (
         contextlib.redirect_stdout(io.StringIO()) as out,
         contextlib.redirect_stderr(io.StringIO()) as err,
@@ -57,14 +57,14 @@ def run_to_end(*arguments: object) -> tuple[int | str | None, str, str]:
 
 
 def run(*arguments: object, code: int = 0) -> tuple[str, str]:
-    """stdout and stderr of `dcls-convert ARGUMENTS`, which must end with this exit code."""
-    found, out, err = run_to_end(*arguments)
-    assert found == code, out + err
+    """Return stdout and stderr of `dcls-convert ARGUMENTS`, which must end with this exit code."""
+    actual_code, out, err = run_to_end(*arguments)
+    assert actual_code == code, out + err
     return out, err
 
 
 def imported_by(*arguments: str) -> tuple[subprocess.CompletedProcess[str], set[str]]:
-    """The finished process, and the names of all modules that Python imported in it."""
+    """Run Python; return the finished process, and the names of all modules that it imported."""
     done = subprocess.run(
         [sys.executable, "-X", "importtime", *arguments],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""What all tests share: no hub, one thread, the profiles of hypothesis, and fixtures."""
+"""Setup of all tests: no hub, one thread, the profiles of hypothesis, and shared fixtures."""
 
 import gc
 import os
@@ -33,12 +33,12 @@ _HYPOTHESIS = {"deadline": None, "database": None, "suppress_health_check": list
 settings.register_profile("plain", max_examples=20, derandomize=True, **_HYPOTHESIS)
 settings.register_profile("campaign", max_examples=2000, print_blob=True, **_HYPOTHESIS)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "plain"))
-# For laws of plain values, which take milliseconds: more of the same few examples.
+# For tests of plain values, which take milliseconds: more examples, the same in each run.
 many_examples = settings(max_examples=max(100, settings.default.max_examples))
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # so that extensions find all released
+    gc.unfreeze()  # so that extensions see their objects released
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def tiny() -> nn.Module:
 
 @pytest.fixture
 def quick_fit(monkeypatch):
-    """Fits of fewer steps, where how close they come is not the question."""
+    """Fit with few steps, in tests that do not ask how close a fit comes."""
     few = FitSettings(
         starts_for_kernels=2, starts_for_outputs_depthwise=2, rounds=2, steps_per_round=2
     )
@@ -59,7 +59,7 @@ def quick_fit(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _signals_as_they_were():
-    """The command line sets handlers for the rest of its process."""
+    """Restore the handlers that the command line sets for the rest of its process."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = {number: signal.getsignal(number) for number in numbers}
     yield
@@ -69,20 +69,20 @@ def _signals_as_they_were():
 
 @pytest.fixture
 def empty_folder(tmp_path, monkeypatch):
-    """An empty folder, which is the working folder."""
+    """Make an empty folder the working folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
 def images_here(empty_folder):
-    """Images of two classes in `images` of the working folder."""
+    """Write images of two classes into `images` in the working folder."""
     write_images(empty_folder / "images")
 
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """An empty cache of the hub's client, which asks no hub."""
+    """Give the hub's client an empty cache, and return its folder. Nothing asks a hub."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 

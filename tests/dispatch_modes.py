@@ -1,4 +1,4 @@
-"""Modes of torch that look at every operation inside: what it allocates, and what is refused."""
+"""Torch modes that see every operation: one records what is allocated, one refuses some."""
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,8 +26,8 @@ ROUNDED = {"mm", "bmm", "addmm", "baddbmm"}  # to 11 bits, where TF32 is allowed
 
 
 class RefuseOperations(TorchDispatchMode):
-    """Fails at operations that copy from the host or wait for it, that add in any order, or that
-    TF32 may round.
+    """Fail at operations that copy from the host or wait for it, that add in an undefined order,
+    or that TF32 may round.
     """
 
     def __init__(self, refused=WAITS_FOR_HOST | UNORDERED | ROUNDED):
@@ -40,12 +40,12 @@ class RefuseOperations(TorchDispatchMode):
 
 
 class NewMemory(TorchDispatchMode):
-    """Keeps all memory that operations inside allocate, beside that of the given tensors."""
+    """Record all memory that operations allocate, other than that of the `given` tensors."""
 
     def __init__(self, given=()):
         super().__init__()
         self.given = {tensor.untyped_storage().data_ptr() for tensor in given}
-        # A tensor by the address of its memory; alive, so that no address comes twice.
+        # Address of the memory -> tensor, which is kept alive so that no address is reused.
         self.kept = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -58,11 +58,11 @@ class NewMemory(TorchDispatchMode):
         return result
 
     def sizes(self):
-        """Bytes of each piece of memory; tensors that share one count once."""
+        """Return the bytes of each piece of memory; tensors that share memory count once."""
         return [tensor.untyped_storage().nbytes() for tensor in self.kept.values()]
 
     def numbers(self):
-        """How many numbers each piece of memory holds."""
+        """Return how many numbers each piece of memory holds."""
         return [
             tensor.untyped_storage().nbytes() // tensor.element_size()
             for tensor in self.kept.values()

@@ -1,4 +1,4 @@
-"""What a hub's client keeps in its cache, and finds there without a network."""
+"""Uploads into the cache of the hub's client, which finds them there without a network."""
 
 import hashlib
 import shutil

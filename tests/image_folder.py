@@ -6,7 +6,7 @@ from PIL import Image
 
 
 def write_images(folder: Path) -> None:
-    """16 images to train on, and 4 for validation."""
+    """Write 16 images for training, and 4 for validation."""
     for index in range(20):
         split = "validation" if index % 5 == 4 else "train"
         path = folder / split / ("dark" if index % 2 else "light") / f"{index}.png"

@@ -1,9 +1,9 @@
-"""All that a test compares of a model before and after."""
+"""The state of a model, for tests that compare it before and after a call."""
 
 
 def state_of(model):
-    """All that could change in a model: its objects, where they are, what hangs on them, and
-    values.
+    """Return all that could change in a model: its modules, their attributes and hooks, and its
+    tensors.
     """
     state = {}
     for name, module in model.named_modules(remove_duplicate=False):

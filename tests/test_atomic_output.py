@@ -24,18 +24,19 @@ from dcls_convert.errors import CheckpointError
 from .checkpoints.folders import convert
 
 
-def folder_of(text):
-    """Fills a new folder with a file that holds the text."""
-    return writer(
+def folder_writer(text):
+    """Return a function that writes a new folder, with a file that holds the text."""
+    return _writer(
         text, "file", lambda path, force: new_folder(path, force=force, why_keep=lambda _: None)
     )
 
 
-def file_of(text):
-    return writer(text, "", lambda path, force: new_file(path, force=force))
+def file_writer(text):
+    """Return a function that writes a file that holds the text."""
+    return _writer(text, "", lambda path, force: new_file(path, force=force))
 
 
-def writer(text, name, new):
+def _writer(text, name, new):
     def write(path, *, force=False, between=lambda: None):
         with new(path, force) as partial:
             (partial / name).write_text(text)
@@ -45,8 +46,12 @@ def writer(text, name, new):
 
 
 def content(path):
-    """None where there is nothing."""
-    return (path / "file" if path.is_dir() else path).read_text() if path.exists() else None
+    """Return the text that was written to the path; None if nothing was."""
+    if not path.exists():
+        return None
+    if path.is_dir():
+        path = path / "file"
+    return path.read_text()
 
 
 def without_renameat2(*_):
@@ -60,7 +65,7 @@ def _platform(request, monkeypatch):
         monkeypatch.setattr(atomic_output, "_renameat2", without_renameat2)
 
 
-KINDS = pytest.mark.parametrize("kind", [folder_of, file_of])
+KINDS = pytest.mark.parametrize("kind", [folder_writer, file_writer])
 PLATFORMS = pytest.mark.usefixtures("_platform")
 
 
@@ -89,7 +94,7 @@ def test_what_is_there_is_replaced_by_force_alone(tmp_path, kind):
 def test_what_appears_meanwhile_is_replaced_by_force_alone(
     tmp_path, monkeypatch, kind, force, check_number
 ):
-    """Whether it comes before the last look at the name, or between that look and the renaming."""
+    """The other output comes before the last check of the name, or between check and renaming."""
     path = tmp_path / "out"
     check = atomic_output.check_output
     calls = itertools.count()
@@ -98,7 +103,7 @@ def test_what_appears_meanwhile_is_replaced_by_force_alone(
         check(*arguments, **options)
         if next(calls) == check_number:
             monkeypatch.setattr(atomic_output, "check_output", check)
-            theirs = path / "file" if kind is folder_of else path
+            theirs = path / "file" if kind is folder_writer else path
             theirs.parent.mkdir(exist_ok=True)
             theirs.write_text("theirs")
 
@@ -135,9 +140,7 @@ READ_ONLY_CALLS = ("fspath", "stat", "lstat", "fstat", "is_dir", "access", "getp
 
 
 def is_step(after, frame, event, argument):
-    """Whether this is the moment right before or right after a system call that may change
-    something.
-    """
+    """True if the event is right before (or right `after`) a system call that may change files."""
     if event == ("c_return" if after else "c_call"):
         module = argument.__module__ or type(argument.__self__).__module__
         return module in ("posix", "io", "_io") and argument.__name__ not in READ_ONLY_CALLS
@@ -151,22 +154,22 @@ def fail_with(error):
     raise error
 
 
-def cut_short(write, step, act, after=False):
-    """Write, and `act` before or after the `step`-th of the system calls.
+def fail_at_step(write, step, act, after=False):
+    """Call `write`, and call `act` before or after the `step`-th of its system calls.
 
-    Returns whether that call was reached, and whether writing failed.
+    Return whether that call was reached, and whether writing failed.
     """
     moments = itertools.count(1)
     reached = []
     failed = False
 
-    def look(*event):
+    def profile(*event):
         if is_step(after, *event) and next(moments) == step:
             sys.setprofile(None)
             reached.append(step)
             act()
 
-    sys.setprofile(look)
+    sys.setprofile(profile)
     try:
         write()
     except (CheckpointError, OSError, KeyboardInterrupt):  # shutil may close twice, an OSError
@@ -176,11 +179,11 @@ def cut_short(write, step, act, after=False):
     return bool(reached), failed
 
 
-def killed(write, step):
-    """As `cut_short`, by SIGKILL in a process of its own."""
+def kill_at_step(write, step):
+    """Like `fail_at_step`, but in another process, which is ended by SIGKILL."""
     if not (pid := os.fork()):
         try:
-            cut_short(write, step, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            fail_at_step(write, step, lambda: os.kill(os.getpid(), signal.SIGKILL))
         finally:
             os._exit(0)
     was_killed = os.waitpid(pid, 0)[1] == signal.SIGKILL
@@ -189,18 +192,18 @@ def killed(write, step):
 
 FULL = OSError(errno.ENOSPC, "No space left")
 WAYS_TO_END = {
-    "full disk": functools.partial(cut_short, act=functools.partial(fail_with, FULL)),
+    "full disk": functools.partial(fail_at_step, act=functools.partial(fail_with, FULL)),
     "interrupt": functools.partial(
-        cut_short, act=functools.partial(fail_with, KeyboardInterrupt()), after=True
+        fail_at_step, act=functools.partial(fail_with, KeyboardInterrupt()), after=True
     ),
-    "kill": killed,
+    "kill": kill_at_step,
 }
 ENDS = [
     pytest.param(end, marks=pytest.mark.processes if end == "kill" else ()) for end in WAYS_TO_END
 ]
 
 
-# A file is opened, and the next step fails.
+# A file that was opened stays open if the next step fails.
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @KINDS
 @PLATFORMS
@@ -208,7 +211,7 @@ ENDS = [
 @pytest.mark.parametrize("end", ENDS)
 def test_whatever_ends_a_run_at_any_step_leaves_the_old_or_the_new_one(tmp_path, kind, force, end):
     """A failure leaves nothing else; what a kill leaves, the next run removes."""
-    seen = Counter()
+    states = Counter()
     for step in itertools.count(1):
         path = tmp_path / str(step) / "out"
         path.parent.mkdir()
@@ -224,27 +227,28 @@ def test_whatever_ends_a_run_at_any_step_leaves_the_old_or_the_new_one(tmp_path,
             state,
         )
         assert end == "kill" or list(path.parent.iterdir()) == ([path] if state else []), step
-        seen[state] += 1
+        states[state] += 1
         kind("next")(path, force=True)
         assert content(path) == "next"
         assert list(path.parent.iterdir()) == [path]
         if not reached:
             break
-    assert len(seen) == 2
-    assert sum(seen.values()) > 10
+    assert len(states) == 2
+    assert sum(states.values()) > 10
 
 
 @pytest.mark.parametrize("error", [FULL, SafetensorError("No space left")], ids=repr)
 def test_a_full_disk_is_one_line(tmp_path, error):
-    folder_of("old")(tmp_path / "out")
+    folder_writer("old")(tmp_path / "out")
     for path, state in (
         (tmp_path / "new", "nothing was left there"),
-        (tmp_path / "out", "the one that is there is whole"),
+        (tmp_path / "out", "the existing one is intact"),
     ):
         with pytest.raises(
-            CheckpointError, match=f"^output {path} cannot be written: .*No space left.*; {state}$"
+            CheckpointError,
+            match=f"^output {path} cannot be written: .*No space left.*; {state}$",
         ):
-            folder_of("new")(path, force=True, between=lambda: fail_with(error))
+            folder_writer("new")(path, force=True, between=lambda: fail_with(error))
     assert content(tmp_path / "out") == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -254,7 +258,7 @@ def test_no_permission_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(
         CheckpointError, match=f"output {tmp_path}/out: no permission to write in {tmp_path}$"
     ):
-        folder_of("new")(tmp_path / "out")
+        folder_writer("new")(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -262,7 +266,7 @@ def test_no_permission_is_one_line(tmp_path, monkeypatch):
 def test_permissions_are_the_usual_ones(tmp_path, mask):
     before = os.umask(mask)
     try:
-        file_of("new")(tmp_path / "out")
+        file_writer("new")(tmp_path / "out")
         folder = save_converted(*convert(), tmp_path / "checkpoint", fingerprint=False)
     finally:
         os.umask(before)
@@ -288,16 +292,16 @@ def test_the_next_run_removes_what_ended_runs_left_and_nothing_else(tmp_path):
         f".out.{host}-{os.getppid()}.0123abcd.partial",
         ".out.elsewhere-1.0123abcd.partial",  # of another host, a moment ago
     ]
-    left = [
+    leftovers = [
         f".out.{host}-{ended}.0123abcd.partial",
         f".out.{host}-{ended}.4567abcd.partial",
         ".out.elsewhere-1.4567abcd.partial",
     ]
-    for name in (*left, *kept):
+    for name in (*leftovers, *kept):
         (tmp_path / name / "out").mkdir(parents=True)
     long_ago = time.time() - atomic_output.SECONDS_UNTIL_LEFT_OVER - 1
-    os.utime(tmp_path / left[-1], (long_ago, long_ago))
-    folder_of("new")(tmp_path / "out")
+    os.utime(tmp_path / leftovers[-1], (long_ago, long_ago))
+    folder_writer("new")(tmp_path / "out")
     assert content(tmp_path / "out") == "new"
     assert {path.name for path in tmp_path.iterdir()} == {"out", *kept}
 

@@ -1,4 +1,4 @@
-"""Benchmarks: tables are those of the stored results, and nothing stored is lost by a new run."""
+"""Benchmarks: tables show the stored results, and a new run loses nothing that is stored."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Whom to cite: the same in all places, and in the fields of the Citation File Format 1.2.0."""
+"""The citation is the same in all places, and has the fields of Citation File Format 1.2.0."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from dcls_convert.checkpoints.card import CITATION
 
 ROOT = Path(__file__).parent.parent
 CFF = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-# Of the schema, github.com/citation-file-format/citation-file-format, schema-guide.md.
+# From the schema, github.com/citation-file-format/citation-file-format, schema-guide.md.
 REQUIRED = {"authors", "cff-version", "message", "title"}
 REQUIRED_OF_REFERENCE = {"authors", "title", "type"}
 ALLOWED = REQUIRED | {

@@ -1,9 +1,9 @@
-"""README and the pages of the site: every command and snippet in them runs, every picture and
-reference is today's.
+"""README and the pages of the site: every command and snippet in them runs, and every picture and
+reference is up to date.
 
-The blocks of a page run in their order in one empty folder: lines of `console` through the command
-line, `python` in one namespace; what has a title is the file of that name. The line below a `$ `
-is the last that the command prints, or its beginning if it ends in `...`.
+The blocks of a page run in order, in one empty folder: the lines of `console` blocks as commands,
+`python` blocks in one namespace. A block with a title is a file of that name. The line below a
+`$ ` line is the last that the command prints, or its beginning if it ends in `...`.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ PAGES = {
 }
 README = PAGES["README.md"]
 # Pages that the plain tests leave out: those that take long, and those that need other libraries,
-# which warn of what they like.
+# whose warnings are ignored.
 IN_PROCESSES = [pytest.mark.processes]
 IN_THIRDPARTY = [pytest.mark.thirdparty, pytest.mark.filterwarnings("ignore")]
 LONG = (
@@ -63,15 +63,15 @@ LONG = (
 )
 MARKS = {f"{page}.md": IN_PROCESSES for page in LONG}
 MARKS |= dict.fromkeys(("lightning.md", "trainer.md", "libraries.md"), IN_THIRDPARTY)
-# What stands in for names in a page: page -> text -> text.
-SMALL = {"convnext_tiny": TINY}  # .ci/run takes the real one
+# Replacements before a page is run: page -> text in the page -> text that is run.
+SMALL = {"convnext_tiny": TINY}  # .ci/run runs the real one
 STAND_INS = dict.fromkeys(("convert.md", "deploying.md", "hub.md", "index.md", "python.md"), SMALL)
 QUICK = {
     "--sizes 17 --epochs 30 --seeds 5": (
         "--sizes 17 --epochs 1 --batch-size 4 --input-size 3x32x32 --device cpu --seeds 1"
     )
 }
-# The usual size of the real one.
+# With the size that the real network gets.
 FITTED = {"convnext_tiny --pretrained": f"{TINY} --pretrained --dilated-size 17"}
 STAND_INS["README.md"] = FITTED | SMALL | QUICK | {"convnext_*": f"{TINY}*"}
 STAND_INS["compare.md"] = SMALL | QUICK | {"--epochs 4": "--epochs 1 --seeds 1 --batch-size 256"}
@@ -91,8 +91,8 @@ STAND_INS["training.md"] = (
         "--data photographs": "--data photographs --epochs 1 --batch-size 4 --img-size 32",
     }
 )
-# Lines that run elsewhere: .ci/run makes such environments, in a shell; the pictures' test surveys
-# models.
+# Lines that are tested elsewhere: .ci/run makes such environments in a shell, and the test of the
+# pictures surveys models.
 ELSEWHERE = re.compile(r"python3 -m venv |\. \.venv/|pip install |dcls-convert models 'timm:")
 HERE_DOCUMENT = re.compile(r"^cat > (\S+) <<'YAML'\n(.*?)^YAML\n", re.MULTILINE | re.DOTALL)
 
@@ -112,23 +112,23 @@ def blocks_of(text: str) -> list[Block]:
 
 
 def commands_of(text: str) -> list[tuple[str, str]]:
-    """Each command line of a console block, without its comment, and the line below it, or ""."""
-    session = re.search(r"^\$ ", text, re.MULTILINE)
-    lines = (
-        re.split(r"^\$ ", text, flags=re.MULTILINE)
-        if session
-        else text.replace("\\\n", " ").splitlines()
-    )
-    return [
-        (re.sub(r" +#.*", "", line), printed)
-        for line, _, printed in (one.partition("\n") for one in lines if one)
-    ]
+    """Return each command of a console block without its comment, and the line below it or ""."""
+    if re.search(r"^\$ ", text, re.MULTILINE):
+        entries = re.split(r"^\$ ", text, flags=re.MULTILINE)
+    else:
+        entries = text.replace("\\\n", " ").splitlines()
+    commands = []
+    for entry in entries:
+        if entry:
+            line, _, printed = entry.partition("\n")
+            commands.append((re.sub(r" +#.*", "", line), printed))
+    return commands
 
 
-# What the reader of a page has.
+# Files that the reader of a page has already.
 
 
-def model_of_ones_own() -> None:
+def write_own_model() -> None:
     Path("mypackage").mkdir()
     Path("mypackage/models.py").write_text(
         f"import timm\n\ndef build():\n    return timm.create_model('{TINY}')\n"
@@ -139,7 +139,7 @@ def model_of_ones_own() -> None:
     )
 
 
-def trained_weights() -> None:
+def write_trained_weights() -> None:
     from safetensors.torch import save_model
 
     save_model(timm.create_model(TINY), "weights.safetensors")
@@ -155,7 +155,7 @@ timm.create_model(sys.argv[sys.argv.index("--model") + 1], pretrained=True)
 """
 
 
-def timms_script() -> None:
+def write_timm_scripts() -> None:
     Path("scripts").mkdir()
     shutil.copy(Path(__file__).parent / "tuning" / "small_train.py", "scripts/train.py")
     for name in ("validate", "benchmark"):
@@ -163,24 +163,24 @@ def timms_script() -> None:
     write_images(Path("flowers"))
 
 
-def after_the_installation() -> None:
+def convert_and_write_images() -> None:
     run_program(["dcls-convert", TINY, "--dilated-size", "17"])
     write_images(Path("photographs"))
 
 
-GIVEN = {
-    "README.md": after_the_installation,
+PREPARATIONS = {
+    "README.md": convert_and_write_images,
     "compare.md": lambda: write_images(Path("photographs")),
-    "convert.md": model_of_ones_own,
-    "starts.md": trained_weights,
-    "timm.md": timms_script,
+    "convert.md": write_own_model,
+    "starts.md": write_trained_weights,
+    "timm.md": write_timm_scripts,
     "training.md": lambda: write_images(Path("photographs")),
 }
 
 
 @pytest.fixture
 def trained(tmp_path, monkeypatch):
-    """timm's trained weights without a network: seeded ones."""
+    """Replace the trained weights that timm would download by random ones."""
 
     def download(repo_id, filename, **_options):
         folder = tmp_path / "hub" / repo_id
@@ -196,21 +196,14 @@ def trained(tmp_path, monkeypatch):
 
 
 def run_program(arguments: list[str]) -> tuple[int, str]:
-    """The exit code of a command, and all that it printed: in this process, or in its own if it
-    starts others.
+    """Run a command; return its exit code and all that it printed.
+
+    It runs in this process, or in a process of its own if it starts others.
     """
-    if arguments[0] == "torchrun" or arguments[:2] == ["python", "-m"]:
-        command = (
-            ["-m", "torch.distributed.run", *arguments[1:]]
-            if arguments[0] == "torchrun"
-            else arguments[1:]
-        )
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        run = [sys.executable, *command]
-        done = subprocess.run(
-            run, capture_output=True, text=True, env=environment, timeout=120, check=False
-        )
-        return done.returncode, done.stdout + done.stderr
+    if arguments[0] == "torchrun":
+        return run_python("-m", "torch.distributed.run", *arguments[1:])
+    if arguments[:2] == ["python", "-m"]:
+        return run_python(*arguments[1:])
     printed = io.StringIO()
     code = 0
     with (
@@ -232,19 +225,49 @@ def run_program(arguments: list[str]) -> tuple[int, str]:
     return code, printed.getvalue()
 
 
+def run_python(*arguments: str) -> tuple[int, str]:
+    """Run Python in a process of its own; return its exit code and all that it printed."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout=120,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
 def run_console(text: str) -> None:
+    """Run the commands of a console block; check exit codes, and last lines that are shown."""
     for name, content in re.findall(HERE_DOCUMENT, text):
         Path(name).write_text(content)
-    for command, wanted in commands_of(re.sub(HERE_DOCUMENT, "", text)):
+    for command, expected in commands_of(re.sub(HERE_DOCUMENT, "", text)):
         if ELSEWHERE.match(command):
             continue
         code, printed = run_program(shlex.split(command))
-        assert (code != 0) == wanted.startswith("error: "), f"{command}\n{printed}"
-        if wanted:
-            start, more, _ = wanted.rstrip().partition("...")
+        assert (code != 0) == expected.startswith("error: "), f"{command}\n{printed}"
+        if expected:
+            start, more, _ = expected.rstrip().partition("...")
             last = printed.rstrip().splitlines()[-1]
             matches = last.startswith(start) if more else last == start
-            assert matches, f"{command}\n{last}\n{wanted}"
+            assert matches, f"{command}\n{last}\n{expected}"
+
+
+def upload_into_cache(hub: Path, monkeypatch) -> None:
+    """Replace uploads to the hub by uploads into the cache of its client."""
+
+    def create(*names, **_):
+        return SimpleNamespace(repo_id=names[-1])
+
+    def push(*_, repo_id, folder_path, **__):
+        return upload(Path(folder_path), repo_id, hub)
+
+    for owner in ("huggingface_hub", "huggingface_hub.HfApi"):
+        monkeypatch.setattr(f"{owner}.create_repo", create)
+        monkeypatch.setattr(f"{owner}.upload_folder", push)
+    # timm asks whether there is a model card.
+    monkeypatch.setattr("huggingface_hub.HfApi.file_exists", lambda *_, **__: False)
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # timm leaves images open
@@ -253,19 +276,9 @@ def test_commands_and_snippets_of_a_page_run_in_their_order(page, tmp_path, monk
     for library in re.findall(r"`pip install (\w+)", PAGES[page]):
         pytest.importorskip(library, reason=f"{library} is in the extra thirdparty")
     in_this_process = functools.partial(verify.verify_folder, check_model=verify.check_model_here)
-    monkeypatch.setattr(verify, "verify_folder", in_this_process)  # a fresh one takes seconds
+    monkeypatch.setattr(verify, "verify_folder", in_this_process)  # a fresh process takes seconds
     if page == "hub.md":
-        hub = request.getfixturevalue("hub")
-        create = lambda *names, **_: SimpleNamespace(repo_id=names[-1])  # noqa: E731
-
-        def push(*_, repo_id, folder_path, **__):
-            return upload(Path(folder_path), repo_id, hub)
-
-        for place in ("huggingface_hub", "huggingface_hub.HfApi"):
-            monkeypatch.setattr(f"{place}.create_repo", create)
-            monkeypatch.setattr(f"{place}.upload_folder", push)
-        # timm asks for a card.
-        monkeypatch.setattr("huggingface_hub.HfApi.file_exists", lambda *_, **__: False)
+        upload_into_cache(request.getfixturevalue("hub"), monkeypatch)
     elif page != "errors.md":  # which shows what happens without a network
         request.getfixturevalue("trained")
     (tmp_path / "reader").mkdir()
@@ -273,7 +286,7 @@ def test_commands_and_snippets_of_a_page_run_in_their_order(page, tmp_path, monk
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.syspath_prepend("")  # as in a shell
     torch.manual_seed(0)
-    GIVEN.get(page, lambda: None)()
+    PREPARATIONS.get(page, lambda: None)()
     text = PAGES[page]
     for name, stand_in in STAND_INS.get(page, {}).items():
         assert name in PAGES[page], f"{name}: no longer in the page"
@@ -329,7 +342,7 @@ def hooks():
 
 
 def test_the_reference_has_every_command_option_rule_and_name(hooks):
-    """Held against what the program prints, the schema, and the public names."""
+    """Compared with what the program prints, with the schema, and with the public names."""
     command_line = hooks.command_line()
     rules = hooks.rules()
     names = hooks.python_names()
@@ -361,7 +374,7 @@ REPOSITORY = "https://example.org/dcls-convert"
 
 @pytest.fixture(scope="module")
 def site(hooks, tmp_path_factory):
-    """Texts of the built site's pages, by their paths; the site knows its repository."""
+    """Build the site for a repository; return the texts of its pages by path."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "-q", "--strict", "-d", str(folder)]
     environment = {"NO_MKDOCS_2_WARNING": "1", "REPOSITORY_URL": REPOSITORY}
@@ -390,11 +403,11 @@ def test_links_of_the_built_site_lead_somewhere(site):
             target, _, anchor = html.unescape(link).partition("#")
             if re.match(r"[a-z]+:", target) or target.startswith("//"):
                 continue
-            found = (path.parent / urllib.parse.unquote(target)).resolve() if target else path
-            found = found / "index.html" if found.is_dir() else found
-            assert found.exists(), (path, link)
-            if anchor and found.suffix == ".html":
-                assert re.search(rf'id="?{re.escape(anchor)}[" >]', site[found]), (path, link)
+            linked = (path.parent / urllib.parse.unquote(target)).resolve() if target else path
+            linked = linked / "index.html" if linked.is_dir() else linked
+            assert linked.exists(), (path, link)
+            if anchor and linked.suffix == ".html":
+                assert re.search(rf'id="?{re.escape(anchor)}[" >]', site[linked]), (path, link)
 
 
 @pytest.mark.browser

@@ -1,5 +1,5 @@
-"""Examples do what they say: first_steps.py, and finetune.py in one process, with what fits and
-what does not.
+"""Examples do what they say: first_steps.py, and finetune.py in one process, with options that fit
+and options that do not.
 """
 
 import json
@@ -109,7 +109,7 @@ def test_batches_in_several_parts_are_the_same_update(finetune, images):
     whole, parts = (torch.load(f"{run}/state.pt", weights_only=True) for run in ("whole", "parts"))
     assert whole["update"] == parts["update"] == 2
     for name, tensor in whole["model"].items():
-        # In float32, sums in another order.
+        # float32 sums are in another order.
         torch.testing.assert_close(parts["model"][name], tensor, rtol=0, atol=2e-4)
 
 
@@ -118,7 +118,7 @@ def test_batches_in_several_parts_are_the_same_update(finetune, images):
 
 @pytest.fixture
 def unlabelled(tmp_path):
-    """A folder of images, some of them deeper, without classes."""
+    """Write a folder of images without classes, some of them in a subfolder."""
     for index in range(20):
         path = tmp_path / "unlabelled" / ("deeper" if index % 2 else ".") / f"{index}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -147,10 +147,8 @@ def test_a_converted_network_comes_closer_to_its_teacher(finetune, unlabelled, t
     finetune(folder, *named, *options, "--output", "run")
     history = json.loads(Path("run/history.json").read_text())
     assert np.mean(history["loss"][-4:]) < 0.9 * np.mean(history["loss"][:4])
-    assert [len(history["loss"]), len(history["agreement"])] == [
-        12,
-        3,
-    ]  # 4 of the 20 images are held out
+    # 4 updates in each of 3 epochs: 4 of the 20 images are held out.
+    assert [len(history["loss"]), len(history["agreement"])] == [12, 3]
     assert "before: agreement" in capsys.readouterr().out
     assert timm.create_model("local-dir:run/best", pretrained=True).num_classes == 100
 

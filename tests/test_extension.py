@@ -1,6 +1,6 @@
-"""CONTRIBUTING.md, "What one change touches": its rows are carried out, with toys.
+"""CONTRIBUTING.md, "What one change touches": its rows are carried out on toy examples.
 
-Rows that a room's own tests carry out: an interpolation (layers/test_interpolation.py), a
+Other tests carry out the rows of an interpolation (layers/test_interpolation.py), a
 convolution class (layers/test_conv_classes.py), a rule predicate (planning/test_rules.py), an
 export format (export/test_new_format.py).
 """
@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from dcls_convert.cli.app import EXAMPLES, app
-from dcls_convert.cli.arguments import Command, CommandGroup, planning_arguments
+from dcls_convert.cli.arguments import Command, CommandGroup, typer_annotations
 from dcls_convert.options import Argument, PlanOptions, argument_of, plan_parameters
 
 # A command: one file in cli/, and its entry in the table of the app.
@@ -30,7 +30,7 @@ def test_a_command_is_one_file_and_one_entry_in_the_app():
 
 @dataclass(frozen=True, kw_only=True)
 class WiderOptions(PlanOptions):
-    """With one option of each kind more."""
+    """`PlanOptions` with two more options: a number and a flag."""
 
     min_count: int = field(
         default=1,
@@ -52,13 +52,13 @@ class WiderOptions(PlanOptions):
 
 
 def run(*arguments):
-    """The program's answer, and the options that a command with these arguments was given."""
-    given = {}
+    """Run a command that has the options; return its result, and the options that it received."""
+    received = {}
 
     def plan(**options):
-        given.update(options)
+        received.update(options)
 
-    annotations = planning_arguments(WiderOptions)
+    annotations = typer_annotations(WiderOptions)
     parameters = []
     for parameter in plan_parameters(WiderOptions):
         parameters.append(parameter.replace(annotation=annotations[parameter.name]))
@@ -67,13 +67,13 @@ def run(*arguments):
     toy = typer.Typer(cls=CommandGroup)
     toy.command(cls=Command)(plan)
     toy.command(cls=Command)(lambda: None)  # one command alone would have no name
-    return CliRunner().invoke(toy, ["plan", *arguments]), given
+    return CliRunner().invoke(toy, ["plan", *arguments]), received
 
 
 def test_a_planning_option_is_one_field_of_the_record():
-    result, given = run("--min-count", "5", "--round-up")
+    result, received = run("--min-count", "5", "--round-up")
     assert result.exit_code == 0, result.output
-    assert WiderOptions(**given) == WiderOptions(min_count=5, round_up=True)
+    assert WiderOptions(**received) == WiderOptions(min_count=5, round_up=True)
     result, _ = run("--help")
     assert "--min-count" in result.output
     assert "Least elements in a kernel." in result.output

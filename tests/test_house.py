@@ -30,9 +30,9 @@ from .command_line import imported_by
 
 PACKAGE = Path(dcls_convert.__file__).parent
 
-# A folder (or a file beside the folders) imports from those before it. Views are imported from
-# above where a record is shown, when it is shown; and every room may take `__version__` from the
-# front door.
+# A folder (or a file beside the folders) imports only from those before it. There are two
+# exceptions: a record imports its view when it is shown, and every folder may import `__version__`
+# from the package.
 ORDER = (
     *("text", "errors", "options", "geometry", "input_files", "picture_output"),
     *("records", "processes", "atomic_output", "tables", "progress"),
@@ -51,7 +51,7 @@ ORDER = (
         "__main__",
     ),
 )
-# Who may import a library that is slow, optional or needs care.
+# Folders that may import a library that is slow, optional or needs care.
 FOREIGN = {
     "timm": {"layers", "networks", "checkpoints", "tuning", "timm_plugin"},
     "torchvision": {"networks"},
@@ -61,49 +61,52 @@ FOREIGN = {
     "accelerate": {"tuning"},
     "scipy": {"compare"},
 }
-# Nothing imports these before it trains.
+# Modules that are imported only by what trains.
 TRAINS = ("tuning.images", "tuning.seeding", "tuning.training")
 
 
 def imports_of(path):
-    """(module without a leading "dcls_convert.", whether it is the package's own, whether it is
-    imported in a function).
+    """Yield (module, own, deferred) of each import.
+
+    The module is without a leading "dcls_convert."; `own` is True if it is the package's, and
+    `deferred` if it is imported in a function.
     """
     package = ["dcls_convert", *path.relative_to(PACKAGE).parts[:-1]]
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for_types = set()
+    deferred = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             for statement in node.body:
                 for_types.update(ast.walk(statement))
-    inside = (ast.FunctionDef, ast.Lambda)
-    deferred = {
-        inner for node in ast.walk(tree) if isinstance(node, inside) for inner in ast.walk(node)
-    }
+        elif isinstance(node, ast.FunctionDef | ast.Lambda):
+            deferred.update(ast.walk(node))
     for node in ast.walk(tree):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            module = ".".join(
-                [*package[: len(package) - node.level + 1], *filter(None, [node.module])]
-            )
-            module = module if node.level else node.module
-            names = [
-                f"{module}.{alias.name}" for alias in node.names if alias.name != "__version__"
-            ]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
-            ("import_library", "import_module")
-        ):
-            names = [value.value for value in node.args if isinstance(value, ast.Constant)]
         if node in for_types:
             continue
-        for name in names:
+        for name in imported_names(node, package):
             yield (
                 name.removeprefix("dcls_convert."),
                 name.startswith("dcls_convert"),
                 node in deferred,
             )
+
+
+def imported_names(node, package):
+    """Return the full names that a node imports, if it is an import or a call that imports."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        module = node.module
+        if node.level:
+            parent = package[: len(package) - node.level + 1]
+            module = ".".join([*parent, *filter(None, [node.module])])
+        return [f"{module}.{alias.name}" for alias in node.names if alias.name != "__version__"]
+    if isinstance(node, ast.Call):
+        function = ast.unparse(node.func)
+        if function.endswith(("import_library", "import_module")):
+            return [value.value for value in node.args if isinstance(value, ast.Constant)]
+    return []
 
 
 def module_of(path):
@@ -114,19 +117,19 @@ PATHS = sorted(PACKAGE.rglob("*.py"))
 IMPORTS = {module_of(path): list(imports_of(path)) for path in PATHS}
 
 
-def room(module):
+def folder_of(module):
     return module.partition(".")[0]
 
 
-def test_a_room_imports_from_the_rooms_before_it_alone():
-    assert {room(module) for module in IMPORTS} == set(ORDER)
-    place = {name: index for index, name in enumerate(ORDER)}
+def test_a_folder_imports_only_from_those_before_it():
+    assert {folder_of(module) for module in IMPORTS} == set(ORDER)
+    rank = {name: index for index, name in enumerate(ORDER)}
     upwards = {
         (module, name)
         for module, imports in IMPORTS.items()
         for name, own, deferred in imports
-        if own and room(name) in place and not (deferred and room(name) == "views")
-        if place[room(name)] > place[room(module)]
+        if own and folder_of(name) in rank and not (deferred and folder_of(name) == "views")
+        if rank[folder_of(name)] > rank[folder_of(module)]
     }
     assert upwards == set()
 
@@ -136,7 +139,7 @@ def test_no_modules_import_each_other():
         module: {
             target
             for name, own, deferred in imports
-            if own and not (deferred and room(name) == "views")
+            if own and not (deferred and folder_of(name) == "views")
             for target in (name, name.rpartition(".")[0])
             if target in IMPORTS and target != module
         }
@@ -147,13 +150,15 @@ def test_no_modules_import_each_other():
 
 
 def declared(*extras):
-    """Names of the packages that pyproject.toml asks for: of all users, or of extras."""
+    """Return the names of the packages that pyproject.toml requires, always or in these extras."""
     text = (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8")
     project = tomllib.loads(text)["project"]
     requirements = project["dependencies"]
     if extras:
-        requirements = [one for extra in extras for one in project["optional-dependencies"][extra]]
-    return {canonicalize_name(Requirement(one).name) for one in requirements}
+        requirements = []
+        for extra in extras:
+            requirements += project["optional-dependencies"][extra]
+    return {canonicalize_name(Requirement(requirement).name) for requirement in requirements}
 
 
 def test_every_dependency_is_imported_and_every_import_is_declared():
@@ -162,22 +167,22 @@ def test_every_dependency_is_imported_and_every_import_is_declared():
     for imports in IMPORTS.values():
         for name, own, _ in imports:
             if not own:
-                imported.update(map(canonicalize_name, packages.get(room(name), ())))
+                imported.update(map(canonicalize_name, packages.get(folder_of(name), ())))
     assert declared() - imported == set()
     allowed = declared() | declared("export", "plot", "train")
-    allowed |= {"dcls-convert", "pydantic-core"}  # which pydantic cannot be without
+    allowed |= {"dcls-convert", "pydantic-core"}  # which pydantic requires
     assert imported - allowed == set()
 
 
 @pytest.mark.parametrize("library", FOREIGN)
-def test_a_library_has_its_own_rooms(library):
+def test_a_library_is_imported_in_its_own_folders_only(library):
     uses = {
         (module, deferred)
         for module, imports in IMPORTS.items()
         for name, own, deferred in imports
-        if room(name) == library and not own
+        if folder_of(name) == library and not own
     }
-    assert {room(module) for module, _ in uses} == FOREIGN[library]
+    assert {folder_of(module) for module, _ in uses} == FOREIGN[library]
     if library in ("timm", "torchvision"):
         assert all(deferred for module, deferred in uses if module not in TRAINS), (
             "imported before it is used"
@@ -190,16 +195,16 @@ def test_a_library_has_its_own_rooms(library):
 def test_a_formats_packages_are_imported_by_exports_when_they_are_called(library):
     for module, imports in IMPORTS.items():
         for name, own, deferred in imports:
-            if room(name) == library and not own:
-                assert (room(module), deferred) == ("export", True)
+            if folder_of(name) == library and not own:
+                assert (folder_of(module), deferred) == ("export", True)
 
 
 @pytest.mark.parametrize("name", [name for name in ORDER if (PACKAGE / name).is_dir()])
-def test_a_room_says_what_it_promises(name):
+def test_a_folder_has_a_docstring(name):
     assert (importlib.import_module(f"dcls_convert.{name}").__doc__ or "").strip()
 
 
-# What a start costs.
+# What the program imports when it starts.
 
 
 @pytest.mark.parametrize(
@@ -265,7 +270,7 @@ def test_public_names_are_sorted_and_have_a_docstring():
         thing = getattr(dcls_convert, name)
         assert thing.__name__ == (f"dcls_convert.{name}" if isinstance(thing, ModuleType) else name)
         assert (thing.__doc__ or "").strip()
-        assert not thing.__doc__.startswith(f"{name}("), "what a dataclass writes for itself"
+        assert not thing.__doc__.startswith(f"{name}("), "a docstring that @dataclass made"
 
 
 PLANNING_FUNCTIONS = ("convert_", "convert_from_authors_", "plan_conversion")
@@ -275,11 +280,11 @@ ANNOTATED = {"LayerCounts": LayerCounts, "RuleSet": RuleSet}
 
 @pytest.mark.parametrize("name", PLANNING_FUNCTIONS)
 def test_a_function_that_takes_planning_options_writes_them_all_out(name):
-    """In its source, which editors and type checkers read; with the record's types and defaults."""
+    """In the source, for editors and type checkers, with the record's types and defaults."""
     function = inspect.unwrap(getattr(dcls_convert, name))
     record = inspect.signature(options.PlanOptions).parameters
     shown = inspect.signature(function).parameters
-    assert not any(each.kind is each.VAR_KEYWORD for each in shown.values())
+    assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in shown.values())
     assert {key: shown[key].default for key in record} == {
         key: parameter.default for key, parameter in record.items()
     }
@@ -291,7 +296,7 @@ def test_a_function_that_takes_planning_options_writes_them_all_out(name):
 
 
 def documented(function):
-    """The entries of a docstring's Args, by the name of the argument."""
+    """Return the entries of a docstring's Args, by the name of the argument."""
     _, _, rest = inspect.getdoc(function).partition("Args:\n")
     arguments = rest.partition("\n\n")[0]
     entries = {}

@@ -1,5 +1,5 @@
-"""Weights are in memory once: the peak of each command over what the imports take, beside the
-network's weights.
+"""Weights are in memory once: each command's peak memory, without what the imports take, is
+compared with the size of the weights.
 """
 
 import json
@@ -61,7 +61,7 @@ def test_no_command_holds_a_second_copy_of_the_weights(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         cwd=tmp_path,
-        # glibc then gives freed tensors back at once, so that none is counted.
+        # With this, glibc returns freed memory at once, so that freed tensors are not counted.
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**17)},
         capture_output=True,
         text=True,
@@ -70,6 +70,6 @@ def test_no_command_holds_a_second_copy_of_the_weights(tmp_path):
     assert done.returncode == 0, done.stderr
     peaks = json.loads(done.stdout.splitlines()[-1])
     print(peaks)
-    # timm's own loading, with which a folded folder is tried, draws weights and maps the file's.
+    # `fold` tries the folder with timm, which draws random weights and maps the file's.
     assert {name: peak for name, peak in peaks.items() if peak > LIMIT + (name == "fold")} == {}
     assert min(peaks.values()) > 0.9, "the weights must have been there once"

@@ -1,6 +1,4 @@
-"""Progress is told layer by layer, and shown where somebody may be looking and only if it takes a
-while.
-"""
+"""Progress is reported layer by layer, and shown after a while where somebody may be looking."""
 
 import io
 import re
@@ -92,9 +90,9 @@ def test_a_terminal_gets_a_bar_with_the_time_left_that_vanishes(terminal):
             notify(f"fitting, layer {number + 1} of 4", number, 4)
             time.sleep(0.3)
     # Without colours and cursor movements.
-    seen = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
-    assert "net: reading" in seen
-    assert "net: fitting, layer 3 of 4" in seen
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    assert "net: reading" in text
+    assert "net: fitting, layer 3 of 4" in text
     assert stream.getvalue().endswith("\x1b[2K")  # the line is erased
 
 

@@ -1,4 +1,4 @@
-"""A network of the user's own in Python: what a notebook shows of it, step by step."""
+"""The user's own network in Python: what a notebook shows, step by step."""
 
 import functools
 import warnings
@@ -50,7 +50,7 @@ class UNet(nn.Module):
 
 
 def unet(*, trained=True):
-    """Trained as far as its kernels can tell: they are not those that torch draws any more."""
+    """Return a U-Net; if `trained`, its kernels no longer look as torch initialises them."""
     torch.manual_seed(0)
     model = UNet()
     if trained:
@@ -65,7 +65,7 @@ def images(count, seed=0):
 
 
 def shown(record):
-    """What a notebook shows as text, and what its HTML says; the two say the same."""
+    """Return what a notebook shows as text; its HTML must say the same."""
     text = str(record)
     page = "".join(xml.etree.ElementTree.fromstring(record._repr_html_()).itertext())
     assert page.split() == text.split()
@@ -90,7 +90,7 @@ def test_a_report_gives_no_advice_for_a_shell_and_says_why_macs_are_missing():
 
 @pytest.mark.usefixtures("quick_fit")
 def test_batches_are_compared_by_outputs_and_masks_have_no_class():
-    """As a loader gives them, with masks; the report's number is that of the held-out images."""
+    """Batches of images and masks, as a loader yields them; held-out images give the error."""
     photos = images(10)
     model = unet()
     held_out = photos[4::5]
@@ -134,18 +134,18 @@ def test_a_single_image_is_said_to_be_few_and_asks_for_no_calibration():
 def test_a_sweep_leaves_the_model_alone_and_its_call_gives_the_rows_network():
     model = unet()
     before = state_of(model)
-    found = dcls_convert.sweep(model, [3, 5, (7, 7), 4], input_size=SIZE, tie="none")
+    result = dcls_convert.sweep(model, [3, 5, (7, 7), 4], input_size=SIZE, tie="none")
     assert state_of(model) == before
-    assert [row.status for row in found.rows] == ["original", *["done"] * 3, "does not fit"]
-    text = shown(found)
-    for row in found.rows[:4]:
+    assert [row.status for row in result.rows] == ["original", *["done"] * 3, "does not fit"]
+    text = shown(result)
+    for row in result.rows[:4]:
         assert row.window in text
         assert f"{row.params:,}" in text
-    assert found.choice.row is None
+    assert result.choice.row is None
     assert "No size is recommended: without training, no row gains anything" in " ".join(
         text.split()
     )
-    row = found.rows[2]
+    row = result.rows[2]
     assert row.command == (
         "dcls_convert.convert_(model, dilated_size=5, tie='none', input_size=input_size)"
     )
@@ -158,10 +158,10 @@ def test_a_sweep_leaves_the_model_alone_and_its_call_gives_the_rows_network():
 @pytest.mark.usefixtures("quick_fit")
 def test_a_sweep_takes_counts_or_budgets_and_images():
     photos = images(10)
-    found = dcls_convert.sweep(unet(), [5], budgets=[50, 100], input_size=SIZE, calibration=photos)
-    assert [row.asked.budget for row in found.rows[1:]] == [50, 100]
-    assert {row.images for row in found.rows[1:]} == {2}
-    assert "budget=50, input_size=input_size, calibration=calibration" in found.rows[1].command
+    result = dcls_convert.sweep(unet(), [5], budgets=[50, 100], input_size=SIZE, calibration=photos)
+    assert [row.asked.budget for row in result.rows[1:]] == [50, 100]
+    assert {row.images for row in result.rows[1:]} == {2}
+    assert "budget=50, input_size=input_size, calibration=calibration" in result.rows[1].command
     (_, row) = dcls_convert.sweep(unet(), [5], counts=[4], init="random").rows
     assert row.kernel_counts == (4,)
     with pytest.raises(PlanError, match="counts and budgets exclude each other"):
@@ -171,8 +171,8 @@ def test_a_sweep_takes_counts_or_budgets_and_images():
 def test_times_are_measured_if_asked_for_and_on_a_copy():
     model = unet().train()
     before = state_of(model)
-    found = dcls_convert.sweep(model, [5], input_size=SIZE, init="random", time=True, seconds=1)
-    assert all(row.step_ms.median > 0 for row in found.rows)
+    result = dcls_convert.sweep(model, [5], input_size=SIZE, init="random", time=True, seconds=1)
+    assert all(row.step_ms.median > 0 for row in result.rows)
     assert state_of(model) == before
     assert model.training
 
@@ -188,7 +188,7 @@ def test_a_size_at_which_the_model_does_not_run_is_an_error_and_changes_nothing(
 
 
 class OnlyReal(UNet):
-    """Reads a value, which the meta device does not have."""
+    """A network that reads a value, which tensors on the meta device do not have."""
 
     def forward(self, x):
         return super().forward(x) * (1 + int(x.sum() > 0))
@@ -236,7 +236,7 @@ def test_a_mistake_is_one_line_without_the_parsers_own_error(make, kind):
 
 
 def test_what_is_no_model_is_refused_by_every_front_door():
-    """A name too: the network that is built for it would be lost."""
+    """A name is refused, too: the network built for it would be lost."""
     for model, found in ((unet().state_dict(), "a OrderedDict"), ("resnet18", "'resnet18'")):
         for front_door in (
             convert_,
@@ -274,7 +274,7 @@ def test_paths_that_are_no_texts_are_refused():
     assert plan.without(("dec1", "enc1")) == plan.without(["dec1", "enc1"])
 
 
-# The whole way.
+# From start to end.
 
 
 @pytest.mark.slow

@@ -1,7 +1,4 @@
-"""timm knows our entry, whatever imported or looked it up first.
-
-Each order in a process of its own.
-"""
+"""timm knows our entry in every order of imports. Each order runs in a process of its own."""
 
 import subprocess
 import sys

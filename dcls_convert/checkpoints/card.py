@@ -11,7 +11,7 @@ FOLDED = (
     "The model is folded: the kernels are constructed and stored in plain convolutions of the "
     "windows' sizes; positions can no longer be learnt. "
 )
-# The paper, and this program; README and docs/index.md show the same.
+# The paper, and this program. README and docs/index.md show the same entries.
 CITATION = """@inproceedings{khalfaoui-hassani2023dcls,
   title = {Dilated convolution with learnable spacings},
   author = {Khalfaoui-Hassani, Ismail and Pellegrini, Thomas and Masquelier, Timoth{\\'e}e},
@@ -35,12 +35,12 @@ def model_card(
     pictures: Container[str] = (),
     provenance: Provenance | None = None,
 ) -> str:
-    """README.md of a folder: what the model is, its numbers, how to load it, and whom to cite.
+    """Return the README.md of a folder: what the model is, its costs, how to load and cite it.
 
     Args:
-        report: The numbers.
-        loading: Lines of Python, with `{folder}` for the folder.
-        files: A sentence about the other files there.
+        report: The report with the costs.
+        loading: Lines of Python that load the folder, with `{folder}` for its path.
+        files: A sentence about the other files in the folder.
         pictures: Names of the folder's pictures.
         provenance: How the model was converted, if that is known.
     """
@@ -74,7 +74,7 @@ def model_card(
 
 
 def _conversion_section(provenance: Provenance | None) -> str:
-    """The part of a card about how the model was converted; empty if that is not known."""
+    """Return the section about how the model was converted; empty if that is not known."""
     if provenance is None:
         return ""
     from ..views.provenance import command_text, provenance_sentences

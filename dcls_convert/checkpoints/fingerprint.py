@@ -1,6 +1,6 @@
-"""A model's output for one seeded random image, in a few numbers.
+"""Summarise a model's output for one seeded random image in a few numbers.
 
-They are enough to notice another model.
+The numbers are enough to detect a different model.
 """
 
 import math
@@ -21,32 +21,32 @@ from ..records import STRICT, Record
 from ..text import one_line
 
 FINGERPRINT_SEED = 0
-SAMPLES = 16  # values of each output
+SAMPLES = 16  # values stored per output
 SIGNIFICANT_DIGITS = 6  # float32 has seven
-# Largest differences that rounding makes, as shares of the stored norm.
+# Largest differences that rounding can cause, as fractions of the stored norm.
 TOLERANCES = {
     "float64": 1e-3,
     "float32": 1e-3,
-    "float16": 1e-2,  # 11 bits of mantissa, and kernels that sum in other orders
+    "float16": 1e-2,  # 11 bits of mantissa, and implementations sum in different orders
     "bfloat16": 5e-2,  # 8 bits
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputFingerprint:
-    """One floating-point tensor of the output. None stands for a number that is not finite."""
+    """Summary of one floating-point tensor of the output; None for numbers that are not finite."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     shape: tuple[int, ...]
     norm: float | None
-    # At evenly spaced indices of the flattened tensor, the first and last included.
+    # Sampled at evenly spaced indices of the flattened tensor, including the first and the last.
     values: tuple[float | None, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint(Record):
-    """The output for one image of normal random numbers, batch 1."""
+    """The output for a batch of one image of normal random numbers."""
 
     __pydantic_config__ = STRICT
 
@@ -58,12 +58,12 @@ class Fingerprint(Record):
 
 
 def take_fingerprint(model: nn.Module, input_size: Sequence[int] | None) -> Fingerprint:
-    """The outputs for a seeded random image, or why there are none.
+    """Run the model on a seeded random image and summarise its outputs, or say why there are none.
 
-    Model and process stay as they were.
+    The model's state and the process's settings do not change.
 
     Args:
-        model: To run.
+        model: The model to run.
         input_size: (channels, *sides) of the image.
     """
     image_type = image_dtype(model)
@@ -94,8 +94,8 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _run(model: nn.Module, image: Tensor) -> Any:
-    """The model's output in eval mode; buffers that it changes are copies."""
-    # Warnings are about the model; turned into errors they would change what is written.
+    """Return the model's output in eval mode. The model sees copies of its buffers."""
+    # If the caller turns warnings into errors, one from the model would change the fingerprint.
     with (
         warnings.catch_warnings(action="ignore"),
         evaluating(model),
@@ -106,34 +106,34 @@ def _run(model: nn.Module, image: Tensor) -> Any:
         return functional_call(model, buffers, (image,))
 
 
-def deviation(taken: Fingerprint, stored: Fingerprint) -> float:
-    """The largest difference between two fingerprints, as a share of the stored output's norm.
+def deviation(current: Fingerprint, stored: Fingerprint) -> float:
+    """Return the largest difference between two fingerprints, relative to the stored output's norm.
 
-    Infinite if the outputs differ in number, shape, or in which numbers are finite.
+    Return infinity if the outputs differ in number or shape, or in which values are finite.
     """
-    if taken.outputs is None or stored.outputs is None:
+    if current.outputs is None or stored.outputs is None:
         return math.inf
-    if len(taken.outputs) != len(stored.outputs):
+    if len(current.outputs) != len(stored.outputs):
         return math.inf
     largest = 0.0
-    for new, old in zip(taken.outputs, stored.outputs, strict=True):
+    for new, old in zip(current.outputs, stored.outputs, strict=True):
         largest = max(largest, _output_deviation(new, old))
     return largest
 
 
-def _output_deviation(taken: OutputFingerprint, stored: OutputFingerprint) -> float:
-    """As `deviation`, of one output."""
-    if taken.shape != stored.shape:
+def _output_deviation(current: OutputFingerprint, stored: OutputFingerprint) -> float:
+    """Return the same as `deviation`, for one output."""
+    if current.shape != stored.shape:
         return math.inf
     largest = 0.0
-    taken_numbers = (taken.norm, *taken.values)
+    current_numbers = (current.norm, *current.values)
     stored_numbers = (stored.norm, *stored.values)
-    for one, other in zip(taken_numbers, stored_numbers, strict=True):
-        if one == other:
+    for new, old in zip(current_numbers, stored_numbers, strict=True):
+        if new == old:
             continue
-        if one is None or other is None or not stored.norm:
+        if new is None or old is None or not stored.norm:
             return math.inf
-        largest = max(largest, abs(one - other) / stored.norm)
+        largest = max(largest, abs(new - old) / stored.norm)
     return largest
 
 
@@ -151,7 +151,7 @@ def _output_fingerprint(output: Tensor) -> OutputFingerprint:
 
 
 def _rounded(value: float) -> float | None:
-    """The number with few digits; None if it is not finite."""
+    """Round to SIGNIFICANT_DIGITS; return None if the value is not finite."""
     if not math.isfinite(value):
         return None
     return float(f"{value:.{SIGNIFICANT_DIGITS}g}")

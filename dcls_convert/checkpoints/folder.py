@@ -1,7 +1,7 @@
 """A checkpoint folder: the names of its files, and `Checkpoint`, which reads it.
 
-Reading runs no code. Config and weights hold a hash of each other, so that a mix of two folders is
-noticed.
+Reading runs no code. Config and weights each hold a hash of the other, so that files mixed up from
+two folders are detected.
 """
 
 import contextlib
@@ -31,35 +31,35 @@ CONFIG = "config.json"
 REPORT = "report.json"
 CARD = "README.md"
 FILES = (WEIGHTS, CONFIG, REPORT, CARD)
-# Files that a folder has only if pictures were asked for.
+# Files that a folder has only if pictures were requested.
 PAGE = "pictures.html"
 PICTURE = "positions.png"
 PLAN_KEY = "model_args.plan"  # in config.json
 # accelerate and transformers refuse files that do not name torch as their format.
 FORMAT_METADATA = {"format": "pt"}
-# Entries that timm's own savers write beside `pretrained_cfg`; they overrule those inside.
-BESIDE_PREPROCESSING = ("num_classes", "label_names", "label_descriptions")
+# Entries that timm's own savers write beside `pretrained_cfg`; they override those inside it.
+OVERRIDING_ENTRIES = ("num_classes", "label_names", "label_descriptions")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """An opened checkpoint folder: what its config.json says.
+    """The contents of a checkpoint folder's config.json.
 
-    The weights file is read when it is asked for, and checked against the config then.
+    The weights file is read only on request, and then checked against the config.
     """
 
     folder: Path
-    stored_plan: ConversionPlan | None  # None for a folded model that timm builds by itself
+    stored_plan: ConversionPlan | None  # None if timm builds the model by itself
     stored_source: ModelSource | None  # the unconverted model; None if only its user can build it
-    input_size: Any  # of the model's images, as the plan or else `pretrained_cfg` states it
-    preprocessing: Mapping[str, Any]  # what is stated about images and classes, in timm's names
+    input_size: Any  # of the model's images, from the plan; without one, from `pretrained_cfg`
+    preprocessing: Mapping[str, Any]  # entries about images and classes, under timm's names
     provenance: Provenance | None  # None if the model's parts were converted one by one
     tensors_hash: object  # of the weights; None if timm's own savers wrote the config
     config_hash: str
 
     @property
     def weights_path(self) -> Path:
-        """The weights file, which may be missing."""
+        """Path of the weights file, which may be missing."""
         return self.folder / WEIGHTS
 
     @property
@@ -77,11 +77,11 @@ class Checkpoint:
         return self.stored_plan
 
     def source(self, *, trust_code: bool) -> ModelSource:
-        """The unconverted model, which may be built.
+        """Return the source of the unconverted model, after checking that it may be built.
 
         Raises:
             CheckpointError: The folder does not name it.
-            ModelError: To build it would run code that is not trusted.
+            ModelError: Building it would run code that is not trusted.
         """
         if self.stored_source is None:
             raise CheckpointError(
@@ -94,11 +94,10 @@ class Checkpoint:
         return self.stored_source
 
     def read_state(self) -> dict[str, Tensor]:
-        """All tensors of the weights file.
+        """Read all tensors of the weights file.
 
         Raises:
-            CheckpointError: The file cannot be read, or is not the one that was written with the
-                config.
+            CheckpointError: The file cannot be read, or was not written together with the config.
         """
         self.check_stamp(read_stamp(self.weights_path))
         state = load_safetensors(self.weights_path)
@@ -106,26 +105,27 @@ class Checkpoint:
         return state
 
     def check_stamp(self, stamp: Stamp | None) -> None:
-        """Refuse (CheckpointError) a stamp of the weights that does not belong to the config.
+        """Refuse (CheckpointError) a weights file whose stamp does not belong to the config.
 
-        timm's own savers write neither a stamp nor a hash of the tensors.
+        None stands for a file without a stamp. timm's own savers write neither a stamp nor a hash
+        of the tensors, so a folder without both is accepted.
         """
         if stamp is None and self.tensors_hash is not None:
             raise CheckpointError(
-                f"{self.weights_path}: has no metadata of dcls-convert, but {CONFIG} states its "
-                "tensors; was it overwritten? "
+                f"{self.weights_path}: has no metadata of dcls-convert, but {CONFIG} has a hash of "
+                "its tensors; was it overwritten? "
                 "save_converted(model, FOLDER, NEW) saves a tuned model"
             )
         if stamp is not None and stamp.config != self.config_hash:
             raise CheckpointError(
                 f"{self.weights_path}: was not written with this {CONFIG}: the config was edited, "
-                "or one of the two is of another folder"
+                "or one of the two is from another folder"
             )
 
     def check_tensors(self, state: Mapping[str, Tensor]) -> None:
-        """Refuse (CheckpointError) tensors other than those that were written.
+        """Refuse (CheckpointError) tensors that are not the ones that were written.
 
-        Hashing takes about as long as reading.
+        Hashing them takes about as long as reading them.
         """
         if self.tensors_hash is None:
             return
@@ -146,7 +146,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     path = check_folder(folder) / CONFIG
     if not path.exists() and not (folder / WEIGHTS).exists():
         raise CheckpointError(
-            f"{shown(folder, 200)}: is no checkpoint; it holds neither {CONFIG} nor {WEIGHTS}"
+            f"{shown(folder, 200)}: is not a checkpoint; it has neither {CONFIG} nor {WEIGHTS}"
         )
     config = read_json(path, str(path))
     architecture = config.get("architecture")
@@ -180,7 +180,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
 
 
 def read_plan(folder: str | Path) -> ConversionPlan:
-    """The plan of a checkpoint folder.
+    """Read the plan of a checkpoint folder.
 
     Raises:
         CheckpointError: There is no folder, or no plan in it.
@@ -189,7 +189,7 @@ def read_plan(folder: str | Path) -> ConversionPlan:
 
 
 def _source_of(plan: ConversionPlan, args: Mapping[str, Any]) -> ModelSource | None:
-    """The plan's model with the config's arguments, which timm's savers may have changed."""
+    """Return the plan's model with the config's arguments, which timm's savers may have changed."""
     if plan.model is None:
         return None
     own_args = {name: value for name, value in args.items() if name != "plan"}
@@ -197,19 +197,19 @@ def _source_of(plan: ConversionPlan, args: Mapping[str, Any]) -> ModelSource | N
 
 
 def _preprocessing(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a config states about images and classes, under timm's names."""
+    """Return the config's entries about images and classes, under timm's names."""
     cfg = config.get("pretrained_cfg")
     stated: dict[str, Any] = {}
     if isinstance(cfg, dict):
         stated.update(cfg)
-    for name in BESIDE_PREPROCESSING:
+    for name in OVERRIDING_ENTRIES:
         if name in config:
             stated[name] = config[name]
     return stated
 
 
 def read_tensors(path: Path, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of a safetensors file, read one at a time: all, or those in `names`."""
+    """Yield names and tensors of a safetensors file, one at a time: all, or those in `names`."""
     with open_safetensors(path) as file:
         for name in sorted(file.keys()):
             if names is None or name in names:
@@ -217,7 +217,10 @@ def read_tensors(path: Path, names: Container[str] | None = None) -> Iterator[tu
 
 
 def why_not_a_checkpoint(path: Path) -> str | None:
-    """Why a path must not be replaced: it is not a checkpoint folder. None if it is one."""
+    """Say why a path is not a checkpoint folder and must not be replaced; None if it is one.
+
+    An empty folder may be replaced, too.
+    """
     if path.is_symlink():
         return "is a link, not a folder"
     if not path.is_dir():
@@ -233,7 +236,7 @@ def why_not_a_checkpoint(path: Path) -> str | None:
 
 
 def _was_written_by_dcls_convert(folder: Path) -> bool:
-    """Whether the weights or the config say so; the other file may be damaged."""
+    """True if the weights or the config say so; one of the two may be damaged."""
     with contextlib.suppress(CheckpointError):
         if read_stamp(folder / WEIGHTS) is not None:
             return True

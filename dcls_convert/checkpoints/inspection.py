@@ -1,4 +1,4 @@
-"""Statistics of a checkpoint's positions: where its elements are. Builds no model."""
+"""Compute statistics of a checkpoint's positions: where its elements are. Builds no model."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -22,27 +22,27 @@ from ..records import Record, shared_fields
 from .folder import Checkpoint, read_tensors
 from .stamp import read_stamp
 
-# Types of positions whose statistics are computed; torch cannot compare float8 numbers.
+# Dtypes of positions for which statistics are computed; torch cannot compare float8 numbers.
 SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PositionSet:
-    """One positions tensor of a plan: that of a tie group, or of an untied layer."""
+    """One positions tensor of a plan, which belongs to a tie group or to an untied layer."""
 
-    name: str  # of the tie group, or of the layer
+    name: str  # of the tie group or the layer
     tied: bool
     layers: tuple[LayerPlan, ...]
     parameters: dict[str, str]  # "positions" (and "sigma") -> name in the weights file
 
     @property
     def learnt_size(self) -> tuple[int, ...]:
-        """Cells of the window along each learnt axis."""
+        """Size of the window along each learnt axis, in cells."""
         size = self.layers[0].dilated_size
         return tuple(size[axis] for axis in learnt_axes(len(size), self.layers[0].dense_axes))
 
     def misfits(self, state: Mapping[str, Tensor]) -> Iterator[str]:
-        """Messages about tensors that are missing, or have another shape or type than they may."""
+        """Yield a message for each tensor that is missing or has a wrong shape or dtype."""
         shape = self.layers[0].position_shape
         allowed = f"the plan has {shape}, floating-point of 16 bits or more, for {self.name}"
         for name in self.parameters.values():
@@ -52,10 +52,10 @@ class PositionSet:
             elif tuple(tensor.shape) != shape or tensor.dtype not in SUPPORTED_DTYPES:
                 yield f"{name} has shape {tuple(tensor.shape)} and is {tensor.dtype}; {allowed}"
 
-    def outside(self, state: Mapping[str, Tensor]) -> Iterator[str]:
-        """Messages about positions outside the window and sigmas below their minimum.
+    def out_of_range(self, state: Mapping[str, Tensor]) -> Iterator[str]:
+        """Yield messages about positions outside the window and sigmas below their minimum.
 
-        The tensors are in `state`, and have no `misfits`.
+        The tensors in `state` must have no `misfits`.
         """
         name = self.parameters["positions"]
         positions = state[name]
@@ -66,17 +66,17 @@ class PositionSet:
                 where = f"outside the window along axis {axis}, which goes from {low} to {high}"
                 yield f"{name} has {count} of {values.numel()} elements {where}"
         if "sigma" in self.parameters:
-            yield from self._too_small(state[self.parameters["sigma"]])
+            yield from self._sigmas_below_minimum(state[self.parameters["sigma"]])
 
-    def _too_small(self, sigma: Tensor) -> Iterator[str]:
-        """A message about sigmas below their minimum."""
-        least = find_interpolation(self.layers[0].interpolation).min_sigma or 0.0
-        # Clamping rounded the minimum to the tensor's dtype; compare in this dtype.
-        count = int((sigma < torch.tensor(least, dtype=sigma.dtype)).sum())
+    def _sigmas_below_minimum(self, sigma: Tensor) -> Iterator[str]:
+        """Yield a message if there are sigmas below their minimum."""
+        minimum = find_interpolation(self.layers[0].interpolation).min_sigma or 0.0
+        # Clamping rounded the minimum to the tensor's dtype, so compare in this dtype.
+        count = int((sigma < torch.tensor(minimum, dtype=sigma.dtype)).sum())
         if count:
             yield (
                 f"{self.parameters['sigma']} has {count} of {sigma.numel()} sigmas "
-                f"below {least:g} cells, the minimum"
+                f"below {minimum:g} cells, the minimum"
             )
 
 
@@ -94,8 +94,8 @@ class PositionRow:
     dilated_size: tuple[int, ...]
     dense_axes: tuple[int, ...]
     interpolation: str
-    kernels: int  # of one layer; each cell along a dense axis counts as one
-    elements: int  # of one layer
+    kernels: int  # per layer; each cell along the dense axes counts as a kernel of its own
+    elements: int  # per layer
     border_share: float
     overlap_share: float
     spread: tuple[float, ...]  # root mean square along each learnt axis
@@ -120,11 +120,11 @@ class Inspection(Record):
 
     @property
     def elements(self) -> int:
-        """Elements with a position of their own; those of a tie group count once."""
+        """Number of elements with a position of their own; those of a tie group count once."""
         return sum(row.elements for row in self.positions)
 
     def mean_over_elements(self, name: str) -> float:
-        """The mean of a row's field over all elements."""
+        """Return the mean of a field of the rows, weighted by their numbers of elements."""
         total = sum(getattr(row, name) * row.elements for row in self.positions)
         return float(total) / max(self.elements, 1)
 
@@ -140,7 +140,7 @@ class Inspection(Record):
 
 
 def position_sets(plan: ConversionPlan) -> tuple[PositionSet, ...]:
-    """In the order of the layers; none if the plan is folded."""
+    """Return the positions tensors of a plan in the order of its layers; none if it is folded."""
     if plan.folded:
         return ()
     sets = []
@@ -155,25 +155,25 @@ def position_sets(plan: ConversionPlan) -> tuple[PositionSet, ...]:
 
 
 def _untied_set(layer: LayerPlan) -> PositionSet:
-    """Positions that a layer has for itself."""
+    """Return the positions of a layer that shares them with no other."""
     names = {name: f"{layer.name}.{name}" for name in layer.shared_parameters}
     return PositionSet(name=layer.name, tied=False, layers=(layer,), parameters=names)
 
 
 def _tied_set(plan: ConversionPlan, group: TieGroup) -> PositionSet:
-    """Positions that the layers of a tie group share."""
+    """Return the positions that the layers of a tie group share."""
     names = {}
     for key, name in group.parameters.items():
-        names[key] = f"{group.owner}.{name}".lstrip(".")  # the owner may be the model, ""
+        names[key] = f"{group.owner}.{name}".lstrip(".")  # the owner "" is the model itself
     members = tuple(layer for layer in plan.layers if layer.tie_group == group.name)
     return PositionSet(name=group.name, tied=True, layers=members, parameters=names)
 
 
 def plan_with_positions(checkpoint: Checkpoint) -> ConversionPlan:
-    """The plan of a checkpoint that has positions.
+    """Return the plan of a checkpoint that has positions.
 
     Raises:
-        CheckpointError: There is no plan, or it is folded.
+        CheckpointError: There is no plan, or the model is folded.
     """
     plan = checkpoint.plan
     if plan.folded:
@@ -184,20 +184,20 @@ def plan_with_positions(checkpoint: Checkpoint) -> ConversionPlan:
 
 
 def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
-    """Statistics of a checkpoint's positions; of its weights, nothing else is read.
+    """Compute statistics of a checkpoint's positions. No other weights are read.
 
     Raises:
         CheckpointError: The checkpoint is damaged, or folded.
     """
     names = set[str]()
-    for positions in position_sets(plan_with_positions(checkpoint)):
-        names.update(positions.parameters.values())
+    for position_set in position_sets(plan_with_positions(checkpoint)):
+        names.update(position_set.parameters.values())
     checkpoint.check_stamp(read_stamp(checkpoint.weights_path))
     return inspect_state(checkpoint, dict(read_tensors(checkpoint.weights_path, names)))
 
 
 def inspect_state(checkpoint: Checkpoint, state: Mapping[str, Tensor]) -> Inspection:
-    """As `inspect_checkpoint`, of tensors that were read from it."""
+    """Return the same as `inspect_checkpoint`, from tensors that were read already."""
     plan = checkpoint.plan
     problem = next(_problems(plan, state), None)
     if problem is not None:
@@ -209,12 +209,12 @@ def inspect_state(checkpoint: Checkpoint, state: Mapping[str, Tensor]) -> Inspec
 
 
 def _problems(plan: ConversionPlan, state: Mapping[str, Tensor]) -> Iterator[str]:
-    """Messages about positions of which there are no statistics."""
+    """Yield messages about positions for which no statistics can be computed."""
     sets = position_sets(plan)
-    for positions in sets:
-        yield from positions.misfits(state)
-    for positions in sets:
-        for name in positions.parameters.values():
+    for position_set in sets:
+        yield from position_set.misfits(state)
+    for position_set in sets:
+        for name in position_set.parameters.values():
             problem = describe_non_finite(name, state[name], mask=False)
             if problem is not None:
                 yield problem
@@ -223,13 +223,13 @@ def _problems(plan: ConversionPlan, state: Mapping[str, Tensor]) -> Iterator[str
 def inspect_positions(
     plan: ConversionPlan, state: Mapping[str, Tensor], folder: str | Path
 ) -> Inspection:
-    """Statistics of the positions in a state dict, which are finite and have the plan's shapes."""
-    rows = tuple(_row(positions, state) for positions in position_sets(plan))
+    """Compute statistics of positions in a state dict; they must be finite and fit the plan."""
+    rows = tuple(_row(position_set, state) for position_set in position_sets(plan))
     return Inspection(folder=str(folder), model=plan.model, positions=rows)
 
 
 def _row(position_set: PositionSet, state: Mapping[str, Tensor]) -> PositionRow:
-    """The statistics of one positions tensor."""
+    """Compute the statistics of one positions tensor."""
     positions = state[position_set.parameters["positions"]]
     mean_sigma = None
     if "sigma" in position_set.parameters:

@@ -1,6 +1,6 @@
-"""A converted model from its folder: build the network, place the layers, load the weights.
+"""Load a converted model from its folder: build the network, place the layers, load the weights.
 
-Draws no random number.
+No random numbers are drawn.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from ..networks.pretrained_cfg import set_origin_
 from ..networks.running import unchanged_on_failure
 from ..networks.source import ModelSource
 from ..networks.weights import build_with_state, load_weights_
-from ..pipeline.provenance import keep_provenance_
+from ..pipeline.provenance import attach_provenance_
 from ..planning.plan import ConversionPlan
 from ..surgery.place import place_layers_
 from .folder import Checkpoint, open_checkpoint
@@ -28,19 +28,18 @@ def load_converted(
 ) -> nn.Module:
     """Rebuild a converted model from its folder, with its weights, in eval mode.
 
-    A folder is data: what it names as its model must be one of timm's or torchvision's, or nothing
-    is built.
+    A folder is data: unless `model` or `trust_code` is given, it must name a model of timm or
+    torchvision, and none of the user's own code is run.
 
     Args:
         folder: Written by `save_converted`, or by timm's `save_for_hf` after fine-tuning.
-        model: The unconverted model, for a folder whose model is of the user's own; converted in
-            place.
-        trust_code: Instead of `model`: import and run whatever the folder names as its model's
-            factory.
-        device: Where to put it.
+        model: The unconverted model, needed if the user's own code builds it; converted in place.
+        trust_code: Import and run whatever the folder names as its model's factory; an alternative
+            to `model`.
+        device: Device for the loaded model.
 
     Raises:
-        CheckpointError: Something is missing or damaged in the folder, or belongs to another one.
+        CheckpointError: A file is missing or damaged, or belongs to another folder.
         ModelError: The folder's model is neither timm's nor torchvision's, or cannot be built.
     """
     checkpoint = open_checkpoint(folder)
@@ -50,7 +49,7 @@ def load_converted(
 def load_checkpoint(
     checkpoint: Checkpoint, *, model: nn.Module | None = None, trust_code: bool = False
 ) -> nn.Module:
-    """As `load_converted`, from an opened folder, on the CPU."""
+    """Do the same as `load_converted`, from an opened folder and on the CPU."""
     plan = checkpoint.plan
     if model is None:
         return build_from_checkpoint(checkpoint, checkpoint.source(trust_code=trust_code))
@@ -63,10 +62,10 @@ def load_checkpoint(
 
 
 def build_from_checkpoint(checkpoint: Checkpoint, source: ModelSource) -> nn.Module:
-    """The converted model, in eval mode, built from a trusted source.
+    """Build the converted model from a trusted source, with its weights, in eval mode.
 
     Raises:
-        CheckpointError: As `load_converted`.
+        CheckpointError: As for `load_converted`.
     """
     plan = checkpoint.plan
     model, _ = build_with_state(
@@ -80,13 +79,13 @@ def build_from_checkpoint(checkpoint: Checkpoint, source: ModelSource) -> nn.Mod
 
 
 def _set_origin_and_provenance_(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Let a loaded model say where it comes from, so that what is written of it says so too."""
+    """Record on a loaded model where it comes from, so that files saved from it state it too."""
     set_origin_(model, checkpoint.preprocessing)
-    keep_provenance_(model, checkpoint.provenance)
+    attach_provenance_(model, checkpoint.provenance)
 
 
 def place_stored_plan_(model: nn.Module, plan: ConversionPlan) -> None:
-    """Put the plan's layers, without values, into the unconverted model.
+    """Put the plan's layers into the unconverted model, without values.
 
     Raises:
         CheckpointError: The plan is for another model.

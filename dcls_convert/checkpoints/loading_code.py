@@ -1,4 +1,4 @@
-"""Lines of Python that load a checkpoint folder, and train its model: for cards and terminal."""
+"""Python code that loads a checkpoint folder or trains its model, for model cards and messages."""
 
 import json
 
@@ -12,10 +12,10 @@ model = timm.create_model("local-dir:{folder}", pretrained=True)
 
 
 def loading_code(model: str | None) -> str:
-    """Lines of Python that load a folder, with `{folder}` for its path.
+    """Return lines of Python that load a folder, with `{folder}` for its path.
 
     Args:
-        model: The plan's; None if only its user can build it.
+        model: The plan's model; None if only its user can build it.
     """
     kind = (model or "").partition(":")[0]
     if kind == "timm":
@@ -24,18 +24,18 @@ def loading_code(model: str | None) -> str:
     comment = ""
     if model is None:
         arguments += ", model=unconverted"
-        comment = "  # which is built as before"
+        comment = "  # your unconverted model"
     elif kind not in REGISTRIES:
         arguments += ", trust_code=True"
     return f"import dcls_convert\n\nmodel = dcls_convert.load_converted({arguments}){comment}\n"
 
 
 def training_code(model: str | None, *, trained: bool) -> str:
-    """Lines of Python that load a folder, train its model, and save the result.
+    """Return lines of Python that load a folder, train its model, and save the result.
 
     Args:
         model: As for `loading_code`.
-        trained: Whether the weights are trained; the learning rate is lower then.
+        trained: Whether the weights are trained. If so, the learning rate is lower.
     """
     lr = "1e-4" if trained else "1e-3"
     imports, _, loading = loading_code(model).partition("\n\n")
@@ -50,9 +50,9 @@ def training_code(model: str | None, *, trained: bool) -> str:
 
 
 def with_folder(code: str, folder: object) -> str:
-    """Lines of Python with the folder's name for "{folder}", inside a string literal.
+    """Put the folder's name for "{folder}" into lines of Python, inside a string literal.
 
-    They are valid Python, whatever characters the name has.
+    The result is valid Python, whatever characters the name has.
     """
     text = str(folder)
     literal = json.dumps(text, ensure_ascii=not text.isprintable())

@@ -1,4 +1,4 @@
-"""A converted model into a folder, which appears whole or not at all."""
+"""Save a converted model as a folder, which appears complete or not at all."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -41,8 +41,8 @@ from .load import place_stored_plan_
 from .loading_code import loading_code
 from .stamp import METADATA_KEY, PROVENANCE, Stamp, config_hash
 
-# Entries of timm's config that say where weights come from. They are left out: the weights are in
-# the same folder.
+# Entries of timm's config that say where to find the weights. They are omitted, since the weights
+# are in the same folder.
 SOURCE_KEYS = {
     "url",
     "file",
@@ -71,18 +71,17 @@ def save_converted(
     timm loads it once `dcls_convert` is imported.
 
     Args:
-        model: Converted by `apply_plan_(model, plan)`.
-        plan: The plan that was carried out, or the checkpoint folder from which the model came. A
-            model of timm may have another number of classes than the folder's.
-        folder: Must not exist, unless `force` is set: then a checkpoint folder there is replaced.
-        report: Measured on the model if it is not given.
-        force: Replace an existing checkpoint folder. Anything else that is in the way is never
-            touched.
-        fingerprint: Run the model once, on a random image of the plan's input size, and note its
-            output in the weights file, for `dcls-convert verify`. Without it, nothing of the
-            model's code runs.
+        model: The model, converted by `apply_plan_(model, plan)`.
+        plan: The plan that was carried out, or the checkpoint folder from which the model was
+            loaded. A timm model may then have another number of classes than the folder's.
+        folder: Folder to write. It must not exist, unless `force` is set.
+        report: The model's report; measured if not given.
+        force: Replace an existing checkpoint folder. Anything else in the way is never touched.
+        fingerprint: Run the model once on a random image of the plan's input size, and store a
+            summary of its output in the weights file for `dcls-convert verify`. If False, none of
+            the model's code runs.
         pictures: Files to add, from `views.plot.picture_files`; the model card shows them.
-        meta: An unconverted meta model of the plan's source, if there is one already; converted in
+        meta: An unconverted meta model of the plan's source, if the caller has one; converted in
             place.
 
     Returns:
@@ -90,7 +89,7 @@ def save_converted(
 
     Raises:
         CheckpointError: The model no longer fits its plan, a value is not finite, or the folder
-            cannot be written; an old folder is then as it was.
+            cannot be written. An existing folder is then unchanged.
     """
     folder = Path(folder)
     provenance = provenance_of(model)
@@ -133,15 +132,15 @@ def save_converted(
 def convert_and_save_(
     model: nn.Module, folder: str | Path, *, force: bool = False, **options: Any
 ) -> ConversionReport:
-    """`convert_`, then `save_converted`.
+    """Convert a model in place with `convert_`, then write it with `save_converted`.
 
-    A folder that could not be written is refused before any kernel is fitted.
+    A folder that cannot be written is refused before any kernel is fitted.
 
     Args:
-        model: Converted in place.
-        folder: To write.
-        force: Replace a checkpoint folder that is there.
-        options: Those of `convert_`.
+        model: The model, converted in place.
+        folder: Folder to write.
+        force: Replace an existing checkpoint folder.
+        options: Keyword arguments of `convert_`.
 
     Raises:
         DclsConvertError: As for `convert_` and `save_converted`.
@@ -154,11 +153,11 @@ def convert_and_save_(
 
 
 def check_fits_plan(model: nn.Module, plan: ConversionPlan, meta: nn.Module | None = None) -> None:
-    """Refuse a model whose folder could not be loaded.
+    """Refuse a model that could not be loaded again from its folder.
 
     Args:
-        model: Converted or folded.
-        plan: What was done to it.
+        model: The converted or folded model.
+        plan: The plan that was carried out on it.
         meta: An unconverted meta model of the plan's source, if there is one; converted in place.
 
     Raises:
@@ -185,7 +184,7 @@ def _problems(
     plan: ConversionPlan,
     meta: nn.Module | None,
 ) -> Iterator[str]:
-    """What differs between a model and its plan, in words."""
+    """Yield a message for each difference between a model and its plan."""
     if not plan.folded:
         modules = dict(model.named_modules(remove_duplicate=False))
         yield from _layer_problems(modules, plan)
@@ -199,7 +198,7 @@ def _problems(
 
 
 def _layer_problems(modules: Mapping[str, nn.Module], plan: ConversionPlan) -> Iterator[str]:
-    """Layers of the plan that are missing, are not DCLS layers, or have another shape."""
+    """Yield a message for each planned layer that is missing or has another class or shape."""
     for layer in plan.layers:
         module = modules.get(layer.name)
         shape = layer.position_shape[1:]
@@ -209,11 +208,12 @@ def _layer_problems(modules: Mapping[str, nn.Module], plan: ConversionPlan) -> I
             kind = type(module).__name__
             yield f"{layer.name} is a {kind}, not a layer with learnable positions"
         elif tuple(module.weight.shape) != shape:
-            yield f"{layer.name}.weight has shape {tuple(module.weight.shape)}, the plan {shape}"
+            weight_shape = tuple(module.weight.shape)
+            yield f"{layer.name}.weight has shape {weight_shape}, the plan has {shape}"
 
 
 def _tie_problems(modules: Mapping[str, nn.Module], plan: ConversionPlan) -> Iterator[str]:
-    """Layers that should share a parameter, and have one of their own."""
+    """Yield a message for each layer with a parameter of its own that it should share."""
     for group in plan.tie_groups:
         for key, name in group.parameters.items():
             shared = getattr(modules[group.owner], name, None)
@@ -223,9 +223,9 @@ def _tie_problems(modules: Mapping[str, nn.Module], plan: ConversionPlan) -> Ite
 
 
 def _with_current_head(plan: ConversionPlan, model: nn.Module) -> ConversionPlan:
-    """The plan for the classes and input channels that a model of timm has now.
+    """Adapt the plan to the classes and input channels that a timm model has now.
 
-    `timm.create_model("local-dir:FOLDER", num_classes=10, in_chans=1)` changes them.
+    They change with `timm.create_model("local-dir:FOLDER", num_classes=10, in_chans=1)`.
     """
     classes = getattr(model, "num_classes", None)
     if ModelSource(name=plan.model or "").kind != "timm" or classes is None:
@@ -245,7 +245,7 @@ def _with_current_head(plan: ConversionPlan, model: nn.Module) -> ConversionPlan
 
 
 def _input_channels(model: nn.Module, default: int) -> int:
-    """Channels that the first convolution of a model of timm takes, if timm names one."""
+    """Return the input channels of a timm model's first convolution, if timm names one."""
     cfg = getattr(model, "pretrained_cfg", None) or {}
     name = cfg.get("first_conv")
     if not isinstance(name, str):
@@ -255,9 +255,9 @@ def _input_channels(model: nn.Module, default: int) -> int:
 
 
 def timm_config(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
-    """timm's config.json.
+    """Return the contents of a config.json that timm can read.
 
-    It holds `model_args` for this package's entry in timm's registry, and the preprocessing in
+    It has `model_args` for this package's entry in timm's registry, and the preprocessing in
     `pretrained_cfg`.
     """
     cfg = {}
@@ -284,16 +284,15 @@ def timm_config(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
 def save_trained(model: nn.Module, plan: ConversionPlan | str | Path | None, folder: Path) -> None:
     """Write a trained model as a folder.
 
-    A converted model is saved with its plan, and replaces a checkpoint folder only. Without a plan,
-    the new folder replaces whatever is there, once it is complete: a model of timm is saved in
-    timm's format, and any other as weights alone.
+    A converted model is saved with its plan, and replaces only a checkpoint folder. Without a plan,
+    a timm model is saved in timm's format, and any other as weights alone; once complete, the new
+    folder replaces whatever is there.
     """
     from timm.models import save_for_hf
 
     if plan is not None:
         save_converted(model, plan, folder, force=True)
         return
-    # Whatever is in the folder is replaced.
     with new_folder(folder, force=True, why_keep=lambda _: None) as partial:
         if getattr(model, "pretrained_cfg", None):
             save_for_hf(model, str(partial), safe_serialization=True)
@@ -311,20 +310,20 @@ def write_checkpoint_files(
     fingerprint: bool = True,
     provenance: Provenance | None = None,
 ) -> None:
-    """Fill an empty folder with config, other texts, and weights.
+    """Write config, other texts and weights into an empty folder.
 
     Args:
-        model: Its tensors are written.
-        plan: States the size of the images for the fingerprint.
-        folder: Empty.
+        model: The model whose tensors are written.
+        plan: The model's plan, which states the size of the image for the fingerprint.
+        folder: An empty folder.
         config: Contents of config.json, without this package's own entries.
-        texts: Other files, name to content.
-        fingerprint: Whether to run the model and note its outputs with the weights.
+        texts: Other text files: name to content.
+        fingerprint: Whether to run the model and store a summary of its outputs with the weights.
         provenance: How the model was converted, if that is known.
     """
-    taken = None
+    output_fingerprint = None
     if fingerprint:
-        taken = take_fingerprint(model, plan.input_size)
+        output_fingerprint = take_fingerprint(model, plan.input_size)
     tensors = _tensors_to_save(model)
     own_entries: dict[str, Any] = {"tensors": tensors_hash(tensors.items())}
     if provenance is not None:
@@ -333,44 +332,47 @@ def write_checkpoint_files(
     config_text = write_json(config)
     for name, text in {CONFIG: config_text, **texts}.items():
         (folder / name).write_text(text, encoding="utf-8", newline="")
-    # The hash is of the config as it is read again: JSON makes texts of all keys.
+    # Hash the config as it will be read back: JSON turns all keys into strings.
     stamp = Stamp(
-        version=__version__, config=config_hash(json.loads(config_text)), fingerprint=taken
+        version=__version__,
+        config=config_hash(json.loads(config_text)),
+        fingerprint=output_fingerprint,
     )
     weights = folder / WEIGHTS
     save_file(tensors, weights, metadata={METADATA_KEY: stamp.to_json(), **FORMAT_METADATA})
     _sort_metadata_(weights)
-    # The usual permissions, which safetensors does not give.
+    # safetensors does not use the default permissions, so copy them from the config.
     weights.chmod((folder / CONFIG).stat().st_mode)
 
 
 def _tensors_to_save(model: nn.Module) -> dict[str, Tensor]:
-    """Every tensor once, on the CPU, in memory of its own, as safetensors wants them."""
+    """Return each tensor once, on the CPU and in storage of its own, as safetensors requires."""
     aliases = alias_names(model)
-    storages = set[int]()
+    seen_storages = set[int]()
     tensors: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         if name in aliases:
             continue
-        ready = tensor.detach().cpu().contiguous()
-        storage = ready.untyped_storage().data_ptr()
-        if storage in storages and ready.numel():
-            ready = ready.clone()
-        tensors[name] = ready
-        storages.add(storage)
+        cpu_tensor = tensor.detach().cpu().contiguous()
+        storage = cpu_tensor.untyped_storage().data_ptr()
+        if storage in seen_storages and cpu_tensor.numel():
+            cpu_tensor = cpu_tensor.clone()
+        tensors[name] = cpu_tensor
+        seen_storages.add(storage)
     return tensors
 
 
 def _sort_metadata_(path: Path) -> None:
-    """Sort the metadata of a safetensors file: the library's order changes from run to run.
+    """Sort the metadata of a safetensors file, because the library's order varies between runs.
 
-    The header is JSON behind its length, a little-endian integer of eight bytes.
+    The file begins with the length of its header as a little-endian integer of eight bytes, then
+    the header as JSON.
     """
     with path.open("r+b") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
         header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        assert len(text) <= length  # the same entries, without padding
+        assert len(text) <= length  # the same entries without the old header's padding
         file.seek(8)
         file.write(text.ljust(length))

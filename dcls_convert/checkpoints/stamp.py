@@ -1,6 +1,7 @@
-"""What config and weights of a checkpoint say of each other, so that a mix of two is noticed.
+"""The stamp in a weights file, which ties it to the config that was written with it.
 
-The weights hold a stamp with the hash of the config, the config a hash of the weights' tensors.
+The stamp has a hash of the config, and the config has a hash of the weights' tensors, so that files
+mixed up from two checkpoints are detected.
 """
 
 import hashlib
@@ -16,7 +17,7 @@ from .fingerprint import Fingerprint
 
 METADATA_KEY = "dcls_convert"  # in the metadata of the weights, and in config.json
 PROVENANCE = "provenance"  # beside the hash of the tensors in config.json
-# Entries of `pretrained_cfg` that describe the model to people, and may be edited.
+# Entries of `pretrained_cfg` that describe the model to people. Users may edit them.
 DESCRIPTIVE = {
     "label_names",
     "label_descriptions",
@@ -40,15 +41,15 @@ class Stamp(Record):
     __pydantic_config__ = STRICT
 
     format: int = 1
-    version: str  # of the program that wrote it
-    config: str  # config_hash of the config.json beside it
+    version: str  # of the dcls-convert that wrote the file
+    config: str  # `config_hash` of the config.json beside the file
     fingerprint: Fingerprint | None  # None if save_converted was called with fingerprint=False
 
 
 def read_stamp(path: Path) -> Stamp | None:
-    """The stamp in the header of a weights file.
+    """Read the stamp in the header of a weights file.
 
-    None if another program wrote the file, as timm does after fine-tuning.
+    Return None if another program wrote the file, as timm does after fine-tuning.
     """
     with open_safetensors(path) as file:
         metadata = file.metadata() or {}
@@ -59,9 +60,9 @@ def read_stamp(path: Path) -> Stamp | None:
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """SHA-256 of what matters in a parsed config.json.
+    """Return the SHA-256 of the entries of a parsed config.json that must not be edited.
 
-    Layout, order, labels and descriptions do not.
+    Layout, order, labels and descriptions do not change it.
     """
     cfg = config.get("pretrained_cfg")
     if isinstance(cfg, dict):
@@ -78,7 +79,7 @@ def config_hash(config: Mapping[str, Any]) -> str:
 
 
 def entry_of(data: object, name: str) -> Any:
-    """The entry of an object of JSON; None if it has none, or is not an object."""
+    """Return an entry of a JSON object; None if it is missing or `data` is not an object."""
     if isinstance(data, dict):
         return data.get(name)
     return None

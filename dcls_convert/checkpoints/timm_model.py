@@ -1,4 +1,4 @@
-"""Rebuild a converted model for timm's factory, also as a feature extractor."""
+"""Rebuild a converted model through timm's factory, as a whole model or a feature extractor."""
 
 import contextlib
 import os
@@ -25,9 +25,9 @@ from .folder import CONFIG, PLAN_KEY, WEIGHTS, Checkpoint, open_checkpoint
 from .load import place_stored_plan_
 from .stamp import read_stamp
 
-# Prefixes that timm's feature extractors put before the names of the model that they hold.
+# Prefixes that timm's feature extractors put before the module names of the model they wrap.
 WRAPPER_PREFIXES = ("", "model.", "body.", "graph_module.")
-# Weights come from the folder alone; other places that its config names are ignored.
+# Weights are loaded from the folder only; other places that its config names are ignored.
 NO_OTHER_WEIGHTS = {"url": "", "state_dict": None, "hf_hub_filename": None, "custom_load": False}
 
 
@@ -44,13 +44,13 @@ def create_converted(
 ) -> nn.Module:
     """Build the model that a checkpoint's config.json describes; timm calls this.
 
-    A new head draws from torch's generator, as timm's own heads do.
+    A new head is initialised from torch's global generator, as timm's own heads are.
 
     Args:
         pretrained: Load the weights that are beside the config.
         plan: `model_args.plan` of the config.
-        pretrained_cfg: `pretrained_cfg` of the config, and where it was found.
-        pretrained_cfg_overlay: The caller's changes to it.
+        pretrained_cfg: `pretrained_cfg` of the config, and where the config was found.
+        pretrained_cfg_overlay: The caller's changes to `pretrained_cfg`.
         cache_dir: Cache folder of the hub.
         pretrained_model_args: `model_args` of the config, without the caller's changes.
         features_only: Build timm's feature extractor.
@@ -70,13 +70,13 @@ def create_converted(
     cfg = _resolved_cfg(pretrained_cfg, pretrained_cfg_overlay)
     checkpoint = None
     if pretrained:
-        checkpoint = _open_beside_weights(cfg, cache_dir)
+        checkpoint = _open_checkpoint_of_weights(cfg, cache_dir)
     model = _build(conversion, kwargs, cfg, features_only=features_only)
     if features_only:
         conversion = _plan_for_features(model, conversion)
     if pretrained:
         place_stored_plan_(model, conversion)
-    else:  # random values, as timm's own layers have without weights
+    else:  # random values, as in timm's own models without weights
         apply_plan_(model, conversion, init="random", generator=torch.default_generator)
     timm_cfg = getattr(model, "pretrained_cfg", None) or {}
     for name in ("classifier", "first_conv"):
@@ -98,7 +98,7 @@ def create_converted(
 def _resolved_cfg(
     pretrained_cfg: Any, pretrained_cfg_overlay: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """timm's `pretrained_cfg` of the weights, without other places than the folder."""
+    """Return timm's `pretrained_cfg` for the weights, without any place other than the folder."""
     from timm.models import resolve_pretrained_cfg
 
     resolved: Any = resolve_pretrained_cfg(
@@ -114,7 +114,7 @@ def _build(
     *,
     features_only: bool,
 ) -> nn.Module:
-    """The unconverted network, or timm's feature extractor of it."""
+    """Build the unconverted network, or timm's feature extractor of it."""
     name = plan.model or ""
     args = dict(kwargs)
     if name.startswith("timm:"):
@@ -123,7 +123,7 @@ def _build(
         raise ModelError(f"features_only is for models that timm builds, not for {name}")
     if features_only:
         args["features_only"] = True
-    # `_check_arguments` has checked the folder's arguments; the caller's may be any objects.
+    # Safe: `_check_arguments` has checked the folder's arguments. The caller's may be any objects.
     return build_model(ModelSource(name=name, args=args), seed=None, trust_code=True)
 
 
@@ -136,13 +136,13 @@ def _load_by_timm_(
     features_only: bool,
     cache_dir: str | Path | None,
 ) -> None:
-    """Let timm load the weights, which adapts head and first convolution.
+    """Let timm load the weights and adapt them to the model's head and first convolution.
 
     Args:
-        model: With the layers placed.
-        cfg: timm's `pretrained_cfg` of the weights.
+        model: The model with its DCLS layers placed.
+        cfg: timm's `pretrained_cfg` for the weights.
         checkpoint: The folder of the weights; None if they are not a safetensors file.
-        in_chans: Channels that the caller asked for.
+        in_chans: Number of input channels that the caller requested; None for the stored number.
         features_only: Whether the model is a feature extractor.
         cache_dir: Cache folder of the hub.
     """
@@ -151,7 +151,7 @@ def _load_by_timm_(
     stored_channels = cfg["input_size"][0]
     classes = getattr(model, "num_classes", cfg["num_classes"])
     channels = in_chans or stored_channels
-    if features_only:  # has no head; `_features_state` adapts the first convolution
+    if features_only:  # there is no head, and `_features_state` adapts the first convolution
         classes = 0
         channels = stored_channels
 
@@ -183,17 +183,19 @@ def _check_arguments(base: str, args: Mapping[str, Any]) -> None:
         )
     stored = {name: value for name, value in args.items() if name != "plan"}
     check_source(ModelSource(name=base, args=stored))
-    # `load_converted` compares these with the weights before they cost memory; timm does not.
+    # `load_converted` compares these with the weights before allocating memory; timm does not.
     for name in UNBOUNDED_ARGUMENTS:
         value = stored.get(name)
         if isinstance(value, int) and value > MAX_ARGUMENT:
             raise ModelError(f"{CONFIG}: {name}={value}: timm loads at most {MAX_ARGUMENT:,}")
 
 
-def _open_beside_weights(cfg: Mapping[str, Any], cache_dir: str | Path | None) -> Checkpoint | None:
-    """The checkpoint whose weights timm will load, downloaded now, with its stamp checked.
+def _open_checkpoint_of_weights(
+    cfg: Mapping[str, Any], cache_dir: str | Path | None
+) -> Checkpoint | None:
+    """Open the checkpoint whose weights timm will load, and check the stamp of its weights.
 
-    None if they are not a safetensors file.
+    Weights on a hub are downloaded first. Return None if they are not a safetensors file.
     """
     path = _weights_path(cfg, cache_dir)
     if path is None or not os.path.lexists(path):
@@ -204,7 +206,7 @@ def _open_beside_weights(cfg: Mapping[str, Any], cache_dir: str | Path | None) -
 
 
 def _weights_path(cfg: Mapping[str, Any], cache_dir: str | Path | None) -> Path | None:
-    """Path of the safetensors file; None for other sources, or if the hub has no such file."""
+    """Return the path of the safetensors file; None for other sources, or if the hub has none."""
     if cfg.get("source") == "local-dir":
         return Path(cfg.get("file") or "") / WEIGHTS
     if cfg.get("source") != "hf-hub":
@@ -221,7 +223,7 @@ def _weights_path(cfg: Mapping[str, Any], cache_dir: str | Path | None) -> Path 
 
 
 def _module_names(entry: str | Iterable[str] | None) -> list[str]:
-    """The modules that an entry of a `pretrained_cfg` names: none, one or several."""
+    """Return the modules that an entry of a `pretrained_cfg` names: none, one or several."""
     if isinstance(entry, str):
         return [entry]
     return list(entry or ())
@@ -230,9 +232,9 @@ def _module_names(entry: str | Iterable[str] | None) -> list[str]:
 def _complete_state(
     state: Mapping[str, Tensor], model: nn.Module, cfg: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """The tensors, with aliases.
+    """Return the tensors with those of aliased names added.
 
-    Refuses weights that lack a tensor: with another number of classes, timm itself does not check.
+    Raise if a tensor is missing: with another number of classes, timm does not check this itself.
     """
     complete = dict(state)
     for alias, name in alias_names(model).items():
@@ -251,32 +253,32 @@ def _complete_state(
 
 
 def _flat(name: str) -> str:
-    """timm's feature lists turn "stages.0" into "stages_0"."""
+    """Replace dots as timm's feature lists do: "stages.0" becomes "stages_0"."""
     return name.replace(".", "_")
 
 
 def _names_in_whole_model(names: Collection[str], known: Container[str]) -> dict[str, str]:
-    """Names in a feature extractor -> flat names in the whole model.
+    """Map names in a feature extractor to flat names in the whole model.
 
-    The extractor may have put a prefix before all names: the one whose removal makes the most names
-    known is removed.
+    The extractor may have put a prefix before all names. Use the prefix whose removal gives the
+    most known names.
     """
     best: dict[str, str] = {}
     for prefix in WRAPPER_PREFIXES:
-        found = {}
+        matches = {}
         for name in names:
             flat = _flat(name.removeprefix(prefix))
             if flat in known:
-                found[name] = flat
-        if len(found) > len(best):
-            best = found
+                matches[name] = flat
+        if len(matches) > len(best):
+            best = matches
     return best
 
 
 def _plan_for_features(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
-    """The plan under the names of a feature extractor.
+    """Translate the plan to the names of a feature extractor.
 
-    An extractor has no layers after its last feature.
+    Layers after the last feature are dropped: the extractor does not have them.
     """
     name_of_flat = {_flat(name): name for layer in plan.layers for name in layer.names}
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -304,7 +306,10 @@ def _plan_for_features(model: nn.Module, plan: ConversionPlan) -> ConversionPlan
 def _features_state(
     state: Mapping[str, Tensor], model: nn.Module, cfg: Mapping[str, Any], in_chans: int | None
 ) -> dict[str, Tensor]:
-    """The checkpoint's tensors under the feature extractor's names."""
+    """Return the checkpoint's tensors under the feature extractor's names.
+
+    The first convolution is adapted to `in_chans`.
+    """
     from timm.models import adapt_input_conv
 
     flat = {_flat(name): tensor for name, tensor in state.items()}

@@ -26,8 +26,8 @@ from .inspection import position_sets
 from .load import place_stored_plan_
 from .stamp import Stamp, read_stamp
 
-REBUILD_SECONDS = 600.0  # the process that rebuilds the model may take
-# -P keeps the working directory out of the import path: a json.py there would hide Python's.
+REBUILD_SECONDS = 600.0  # time limit of the process that rebuilds the model
+# -P keeps the working directory off the import path, where a json.py would hide Python's own.
 FRESH_PROCESS = (
     "-P",
     "-c",
@@ -40,40 +40,40 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """One check, or one problem: a check that finds several problems is there several times."""
+    """The result of one check. A check that finds several problems has one entry for each."""
 
     name: str
-    ok: bool | None  # None: not checked, for the reason in `detail`
+    ok: bool | None  # None if not checked; `detail` says why
     detail: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification(Record):
-    """All checks of a folder, and whether none of them failed."""
+    """All checks of a folder."""
 
     format: int = 1
     folder: str
-    ok: bool
+    ok: bool  # no check failed
     checks: tuple[Check, ...]
 
 
 class Checks(list[Check]):
-    """Checks in the order in which they were made."""
+    """Results of checks, in the order in which the checks were made."""
 
-    def add(self, name: str, problems: Iterable[str], good: str) -> None:
-        """Add a check for every problem, or one that says what is good."""
+    def add(self, name: str, problems: Iterable[str], success: str) -> None:
+        """Add a failed check for each problem; without any, a passed check."""
         before = len(self)
         for problem in problems:
             self.fail(name, problem)
         if len(self) == before:
-            self.succeed(name, good)
+            self.succeed(name, success)
 
-    def succeed(self, name: str, good: str) -> None:
-        """Add a check that found no problem."""
-        self.append(Check(name=name, ok=True, detail=good))
+    def succeed(self, name: str, detail: str) -> None:
+        """Add a check that passed."""
+        self.append(Check(name=name, ok=True, detail=detail))
 
     def fail(self, name: str, problem: str) -> None:
-        """Add a problem."""
+        """Add a check that failed."""
         self.append(Check(name=name, ok=False, detail=problem))
 
     def skip(self, name: str, reason: str) -> None:
@@ -81,9 +81,9 @@ class Checks(list[Check]):
         self.append(Check(name=name, ok=None, detail=f"not checked: {reason}"))
 
     def attempt(self, path: Path, work: Callable[[], Result], name: str = "") -> Result | None:
-        """What the work returns; if it fails, None, and its message is added as a problem.
+        """Return what `work` returns; if it raises, add its message as a problem and return None.
 
-        The problem does not repeat the path with which the message may begin.
+        If the message begins with the path, the problem omits it.
         """
         try:
             return work()
@@ -93,7 +93,7 @@ class Checks(list[Check]):
             return None
 
 
-CheckModel = Callable[[Path, bool], list[Check]]  # folder, and whether to trust its code
+CheckModel = Callable[[Path, bool], list[Check]]  # (folder, whether to trust its code) -> checks
 
 
 def verify_folder(
@@ -106,20 +106,20 @@ def verify_folder(
     """Check a checkpoint folder: its files, that they belong together, and the model they describe.
 
     Args:
-        folder: To check.
-        trust_code: Whether to run the code of the user's own that the folder names as its model.
-        check_model: Checks the model; without it, `check_model_in_fresh_process`.
-        notify: Is told what is being done.
+        folder: The folder to check.
+        trust_code: Whether to run the user's own code if the folder names it as its model.
+        check_model: Function that checks the model; None for `check_model_in_fresh_process`.
+        notify: Called with what is being done.
 
     Raises:
-        CheckpointError: There is no folder. What is wrong with one is among the checks.
+        CheckpointError: There is no folder. Problems inside a folder are reported as checks.
     """
     folder = check_folder(Path(folder))
     checks = Checks()
     notify("checking the files")
     checkpoint = checks.attempt(folder / CONFIG, lambda: open_checkpoint(folder))
-    readable = _check_weights(checks, folder / WEIGHTS, checkpoint)
-    if not readable or checkpoint is None:
+    weights_are_readable = _check_weights(checks, folder / WEIGHTS, checkpoint)
+    if not weights_are_readable or checkpoint is None:
         checks.skip("model", f"{CONFIG} or {WEIGHTS} cannot be read")
     else:
         reason = _reason_not_to_build(checkpoint, trust_code=trust_code)
@@ -127,13 +127,14 @@ def verify_folder(
             checks.skip("model", reason)
         else:
             notify("rebuilding the model in a fresh process")
-            checks += (check_model or check_model_in_fresh_process)(folder, trust_code)
-    ok = all(check.ok is not False for check in checks)
+            check = check_model or check_model_in_fresh_process
+            checks += check(folder, trust_code)
+    ok = all(result.ok is not False for result in checks)
     return Verification(folder=str(folder), ok=ok, checks=tuple(checks))
 
 
 def _reason_not_to_build(checkpoint: Checkpoint, *, trust_code: bool) -> str | None:
-    """Why the checkpoint's model may not or cannot be built; None if it may."""
+    """Return why the checkpoint's model may not or cannot be built; None if it may."""
     try:
         checkpoint.source(trust_code=trust_code)
     except DclsConvertError as error:
@@ -142,7 +143,7 @@ def _reason_not_to_build(checkpoint: Checkpoint, *, trust_code: bool) -> str | N
 
 
 def _check_weights(checks: Checks, path: Path, checkpoint: Checkpoint | None) -> bool:
-    """Check a weights file, also without a config; whether it can be read."""
+    """Check a weights file, even without a config, and return whether it can be read."""
     content = checks.attempt(path, lambda: (read_stamp(path), load_safetensors(path)))
     if content is None:
         return False
@@ -158,7 +159,7 @@ def _check_weights(checks: Checks, path: Path, checkpoint: Checkpoint | None) ->
 def _check_as_written(
     checks: Checks, checkpoint: Checkpoint, stamp: Stamp | None, state: Mapping[str, Tensor]
 ) -> None:
-    """Check that config and weights are those that were written together."""
+    """Check that config and weights were written together and not changed since."""
     path = checkpoint.weights_path
     before = len(checks)
     checks.attempt(path, lambda: checkpoint.check_stamp(stamp))
@@ -172,7 +173,7 @@ def _check_as_written(
 
 
 def _not_finite_values(state: Mapping[str, Tensor]) -> Iterator[str]:
-    """Messages about tensors with NaN or infinite values; masks of -inf are allowed."""
+    """Yield messages about tensors with NaN or infinite values; masks of -inf are allowed."""
     for name, tensor in state.items():
         problem = describe_non_finite(name, tensor, mask=tensor.dim() > 1)
         if problem is not None:
@@ -180,34 +181,34 @@ def _not_finite_values(state: Mapping[str, Tensor]) -> Iterator[str]:
 
 
 def _check_positions(checks: Checks, plan: ConversionPlan, state: Mapping[str, Tensor]) -> None:
-    """Check that the plan's positions are there, and inside their windows."""
+    """Check that the plan's positions are present and inside their windows."""
     sets = position_sets(plan)
     problems: list[str] = []
-    for positions in sets:
-        misfits = list(positions.misfits(state))
+    for position_set in sets:
+        misfits = list(position_set.misfits(state))
         if misfits:
             problems += misfits
         else:
-            problems += positions.outside(state)
-    good = "none"
+            problems += position_set.out_of_range(state)
+    success = "none"
     if sets:
-        good = f"{counted(len(sets), 'tensor')}, all inside the window"
-    checks.add("positions", problems, good)
+        success = f"{counted(len(sets), 'tensor')}, all inside the window"
+    checks.add("positions", problems, success)
 
 
 def check_model_in_fresh_process(
     folder: Path, trust_code: bool, *, seconds: float = REBUILD_SECONDS
 ) -> list[Check]:
-    """The checks of `check_model_here`, by a new Python, which may run a model of the user's own.
+    """Run `check_model_here` in a new Python process, which may run the user's own code.
 
-    It has this process's import path.
+    The process has the import path of this one.
     """
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "checks.json"
         path = json.dumps([str(entry) for entry in sys.path])
         arguments = [path, str(folder), str(trust_code), str(result)]
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 [sys.executable, *FRESH_PROCESS, *arguments],
                 capture_output=True,
                 text=True,
@@ -216,38 +217,38 @@ def check_model_in_fresh_process(
             )
         except subprocess.TimeoutExpired:
             return [_failed_process(f"took more than {seconds:g} s")]
-        if done.returncode != 0 or not result.is_file():
-            return [_failed_process(_end_of_process(done.returncode, done.stderr))]
+        if process.returncode != 0 or not result.is_file():
+            return [_failed_process(_describe_end(process.returncode, process.stderr))]
         checks: list[Check] = adapter(list[Check]).validate_json(result.read_bytes())
         return checks
 
 
-def _failed_process(what: str) -> Check:
-    return Check(name="model", ok=False, detail=f"the process that rebuilt it {what}")
+def _failed_process(failure: str) -> Check:
+    return Check(name="model", ok=False, detail=f"the process that rebuilt it {failure}")
 
 
-def _end_of_process(code: int, stderr: str) -> str:
-    """How a process ended, and the last line that it wrote."""
+def _describe_end(code: int, stderr: str) -> str:
+    """Describe how a process ended, with the last line that it wrote to stderr."""
     end = f"ended with code {code}"
     if code < 0:
         end = f"was ended by signal {-code}"
     lines = stderr.strip().splitlines()
-    last = lines[-1] if lines else "it said nothing"
-    return f"{end}: {shown(last, 300)}"
+    last_line = lines[-1] if lines else "it printed no error"
+    return f"{end}: {shown(last_line, 300)}"
 
 
 def main(folder: str, trust_code: str, result: str) -> None:
-    """Write the checks of the model to a file; whatever it prints goes to stderr."""
+    """Check the model and write the checks to a file; what the model prints goes to stderr."""
     with redirect_stdout(sys.stderr):
         checks = check_model_here(Path(folder), trust_code == "True")
     Path(result).write_bytes(adapter(list[Check]).dump_json(checks))
 
 
 def check_model_here(folder: Path, trust_code: bool) -> list[Check]:
-    """Build the model of a folder that can be read; check names, shapes and outputs.
+    """Build the model of a readable folder, and check names, shapes and outputs.
 
-    Whether the weights belong to the config is not checked here: `verify_folder` has done so, and a
-    mismatch is no reason not to build.
+    It is not checked here whether the weights belong to the config: `verify_folder` has done so,
+    and a mismatch does not keep the model from being built.
     """
     checks = Checks()
     checkpoint = open_checkpoint(folder)
@@ -259,7 +260,7 @@ def check_model_here(folder: Path, trust_code: bool) -> list[Check]:
     def prepare_(model: nn.Module) -> None:
         if checkpoint.stored_plan is not None:
             place_stored_plan_(model, checkpoint.stored_plan)
-        _take_precision_(model, state)
+        _set_precision_(model, state)
 
     built = checks.attempt(
         path, lambda: build_with_state(source, state, str(path), prepare_=prepare_), "model"
@@ -272,8 +273,8 @@ def check_model_here(folder: Path, trust_code: bool) -> list[Check]:
     return checks
 
 
-def _take_precision_(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Give the model the precision of the stored tensors, in which its outputs were computed."""
+def _set_precision_(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Give the model the dtypes of the stored tensors, with which its outputs were computed."""
     for name, tensor in model.state_dict(keep_vars=True).items():
         stored = state.get(name)
         if stored is None:
@@ -285,7 +286,7 @@ def _take_precision_(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 def _check_outputs(
     checks: Checks, model: nn.Module, checkpoint: Checkpoint, stamp: Stamp | None
 ) -> None:
-    """Compare the model's outputs with those that were stored with the weights."""
+    """Compare the model's outputs with those stored beside the weights."""
     stored = None
     reason = ""
     if stamp is not None and stamp.fingerprint is not None:
@@ -294,14 +295,14 @@ def _check_outputs(
     if stored is None or stored.outputs is None:
         checks.skip("outputs", f"none were stored when it was saved{reason}")
         return
-    taken = take_fingerprint(model.eval(), checkpoint.input_size)
-    if taken.outputs is None:
-        checks.fail("outputs", f"the model does not run: {taken.reason}")
+    current = take_fingerprint(model.eval(), checkpoint.input_size)
+    if current.outputs is None:
+        checks.fail("outputs", f"the model does not run: {current.reason}")
         return
-    difference = deviation(taken, stored)
+    difference = deviation(current, stored)
     tolerance = TOLERANCES[stored.dtype]
-    sizes = f"difference {difference:.1e}, tolerance {tolerance:g} in {stored.dtype}"
+    comparison = f"difference {difference:.1e}, tolerance {tolerance:g} in {stored.dtype}"
     if difference > tolerance:
-        checks.fail("outputs", f"do not match the stored ones ({sizes})")
+        checks.fail("outputs", f"do not match the stored ones ({comparison})")
     else:
-        checks.succeed("outputs", f"match the stored ones ({sizes})")
+        checks.succeed("outputs", f"match the stored ones ({comparison})")

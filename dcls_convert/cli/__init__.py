@@ -1,4 +1,4 @@
-"""The command line: one file for each command, with its options, one call, and what it prints.
+"""The command line: each command has a file with its options, the call it makes, and its output.
 
-Imports no torch before a command runs.
+Nothing here imports torch before a command runs.
 """

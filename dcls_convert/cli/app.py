@@ -1,6 +1,6 @@
-"""The program: its commands, and how it ends, with one line at most and a documented exit code.
+"""The program: its commands, and its end with a documented exit code.
 
-Imports no torch.
+An error is reported in one line. Importing this module imports no torch.
 """
 
 import inspect
@@ -33,12 +33,12 @@ EXIT_MISTAKE = 2
 EXIT_INTERRUPTED = 130
 EXIT_CODES = (
     "Exit codes: 0 done; 1 a bug, or stdout could not be written; "
-    "2 a mistake in what was given, or no disk or memory left; "
+    "2 a mistake in the input, or no disk space or memory left; "
     "3 nothing in the model matches the rules; 130 interrupted."
 )
-# Dependencies that some users install by hand, so that they can be missing.
+# Dependencies that some users install by hand; they may be missing.
 NETWORK_LIBRARIES = ("torch", "torchvision", "timm")
-# Options that users guess, and the ones that are suggested instead.
+# For an option that users guess: the option that is suggested instead.
 ALIASES = {
     "size": "dilated-size",
     "window": "dilated-size",
@@ -52,14 +52,14 @@ if hasattr(signal, "SIGHUP"):  # not on Windows
     SIGNALS.append(signal.SIGHUP)
 
 
-def _adds_completion_options() -> bool:
-    """Whether to add the options for completion.
+def _should_add_completion_options() -> bool:
+    """True if typer should add --install-completion and --show-completion.
 
-    With them, typer imports pydantic for every command.
+    They make typer import pydantic for every command.
     """
     if COMPLETION_VARIABLE in os.environ:
-        # A shell asks what to complete, and should not wait for pydantic. This call makes the
-        # shells known, as adding the options would.
+        # A shell asks for completions and should not wait for pydantic. This call registers the
+        # supported shells, which adding the options would do otherwise.
         from typer.completion import get_completion_inspect_parameters
 
         get_completion_inspect_parameters()
@@ -71,7 +71,7 @@ def _adds_completion_options() -> bool:
 
 app = typer.Typer(
     name="dcls-convert",
-    add_completion=_adds_completion_options(),
+    add_completion=_should_add_completion_options(),
     cls=CommandGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="rich",
@@ -84,8 +84,8 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         console.show(f"dcls-convert {__version__}")
         raise typer.Exit
 
@@ -93,7 +93,10 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     pass
@@ -128,7 +131,10 @@ def _add_commands() -> None:
 
 
 def _help_text(command: Any) -> str:
-    """The paragraphs of a docstring, each on one line: typer would print the source's line ends."""
+    """Return a command's docstring with each paragraph on one line.
+
+    typer would print the line breaks of the source.
+    """
     paragraphs = (inspect.getdoc(command) or "").split("\n\n")
     return "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
 
@@ -138,21 +144,21 @@ app.add_typer(rules_app, name="rules")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The console script. Ends the process, with one line at most of what went wrong."""
+    """Run the command line, print at most one line of error, and end the process."""
     if arguments is None:
         arguments = sys.argv[1:]
     _install_signal_handlers()
     console.set_up()
     try:
         code, line = _run(list(arguments))
-        # A library may have made another error of the KeyboardInterrupt.
+        # A library may have turned the KeyboardInterrupt into another error.
         interrupted = bool(console.interrupts) and code != 0
     except KeyboardInterrupt:
         interrupted = True
     if interrupted:
         code = EXIT_INTERRUPTED
         line = "interrupted"
-    # Only the last line is left to print.
+    # Only the last line is left to print; a signal must not interrupt that.
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if line:
@@ -162,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(arguments: list[str]) -> tuple[int, str | None]:
-    """The exit code, and what went wrong, in one line."""
+    """Run a command. Return its exit code and, if it failed, one line that says why."""
     try:
         console.log_if_asked()
         result = typer.main.get_command(app).main(
@@ -172,7 +178,7 @@ def _run(arguments: list[str]) -> tuple[int, str | None]:
         return EXIT_MISTAKE, _parser_message(error)
     except DclsConvertError as error:
         return error.exit_code, error.on_command_line
-    except OSError as error:  # the disk, a permission, a name that no file system takes
+    except OSError as error:  # full disk, missing permission, invalid file name
         reason = error.strerror or one_line(error)
         if error.filename:
             reason = f"'{shown(error.filename)}': {reason}"
@@ -191,14 +197,14 @@ def _run(arguments: list[str]) -> tuple[int, str | None]:
         )
     if not isinstance(result, int):
         return 0, None
-    # The code of typer.Exit; typer makes 130 of a KeyboardInterrupt.
+    # The code of a typer.Exit, or 130 if typer caught a KeyboardInterrupt.
     if result == EXIT_INTERRUPTED:
         return result, "interrupted"
     return result, None
 
 
 def _parser_message(error: typer.TyperException) -> str:
-    """What typer says about the arguments, in one line, with the help to read."""
+    """Return what typer says about the arguments, in one line that ends with the help command."""
     unknown_option = getattr(error, "option_name", None) or ""
     option = ALIASES.get(unknown_option.strip("-"))
     if option is not None:
@@ -212,9 +218,9 @@ def _parser_message(error: typer.TyperException) -> str:
 
 
 def _install_signal_handlers() -> None:
-    """Let signals raise KeyboardInterrupt; `console.interrupts` will hold those that came.
+    """Make signals raise KeyboardInterrupt, and record each in `console.interrupts`.
 
-    Signals that the parent process ignores (nohup, a shell's job in the background) stay ignored.
+    Signals that the parent process ignores stay ignored (nohup, a shell's background job).
     """
     console.interrupts.clear()
 

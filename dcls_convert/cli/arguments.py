@@ -1,4 +1,4 @@
-"""Arguments that commands share: types, groups for --help, and the records that hold them."""
+"""Arguments that commands share: their types, their groups in --help, and their records."""
 
 import difflib
 import functools
@@ -31,25 +31,25 @@ from ..pipeline.request import ConversionRequest
 from ..text import shown
 from .completion import complete_files, complete_models, complete_rules
 
-# Groups of options in --help; others are WHAT_TO_CONVERT and HOW_MANY_ELEMENTS.
+# Groups of options in --help; options.py has WHAT_TO_CONVERT and HOW_MANY_ELEMENTS.
 WHERE = "Where they start"
 OUTPUT = "Output"
 RUNNING = "How to run"
 
 DEFAULT_COMMAND = "convert"  # the command that is run if none is named
-LONGEST_CHOICES = 22  # characters of words|to|choose|from; --help would break longer ones
-SECONDS_PER_DAY = 86_400  # the longest time that an option takes
-MAX_SEED = 2**63 - 1  # of torch.Generator
+LONGEST_CHOICES = 22  # characters of `one|two|three`; --help would wrap a longer list
+SECONDS_PER_DAY = 86_400  # upper limit of options that take seconds
+MAX_SEED = 2**63 - 1  # largest signed 64-bit integer; torch.Generator takes it
 
 
 def option(panel: str, help: str, *names: str, **settings: Any) -> Any:
-    """An option in one of the groups of --help.
+    """Return a typer option that --help lists in the group `panel`.
 
-    A flag must state its name; otherwise typer adds a --no- form.
+    `names` must be given for a flag; otherwise typer adds a --no- form.
     """
     default_text = settings.get("show_default")
     if isinstance(default_text, str):
-        # typer would write such a default in two kinds of brackets.
+        # typer would print a text as [default: (TEXT)].
         help = f"{help} \\[default: {default_text}]"
         settings["show_default"] = False
     return typer.Option(*names, rich_help_panel=panel, help=help, **settings)
@@ -66,7 +66,7 @@ def number(
     unit: str = "",
     **settings: Any,
 ) -> Any:
-    """An option for a number in plain digits, or for one word."""
+    """Return an option whose value is a number in plain digits, or `word`."""
     parse = number_parser(kind, minimum, maximum, word=word, unit=unit)
     return option(panel, help, parser=parse, **settings)
 
@@ -74,7 +74,7 @@ def number(
 def number_parser(
     kind: type[Any], minimum: Any, maximum: int, *, word: str = "", unit: str = ""
 ) -> Callable[[Any], Any]:
-    """A function that reads a number in plain digits, or one word.
+    """Return a parser of a number in plain digits, or of `word`.
 
     int() and float() alone would also accept `1_000`, ` 17 ` and `nan`.
     """
@@ -90,9 +90,9 @@ def number_parser(
     def parse(text: Any) -> Any:
         if word and text == word:
             return word
-        written = str(text).removesuffix(unit)
-        if re.fullmatch(digits, written):
-            value = kind(written)
+        number_text = str(text).removesuffix(unit)
+        if re.fullmatch(digits, number_text):
+            value = kind(number_text)
             if minimum <= value <= maximum:
                 return value
         raise typer.BadParameter(f"'{shown(text)}' is not {allowed}")
@@ -101,7 +101,7 @@ def number_parser(
 
 
 def choice(words: Any, panel: str, help: str, **settings: Any) -> Any:
-    """An option for one of the words of a `Literal`, which --help lists."""
+    """Return an option whose value is one of the words of a `Literal`; --help lists them."""
     names = get_args(words)
     metavar = "|".join(names)
     if len(metavar) > LONGEST_CHOICES:
@@ -111,18 +111,18 @@ def choice(words: Any, panel: str, help: str, **settings: Any) -> Any:
     return option(panel, help, metavar=metavar, **settings)
 
 
-def _sides(text: str, counts: range, what: str) -> tuple[int, ...]:
-    """ "17x9" -> (17, 9)."""
+def _parse_sides(text: str, allowed_counts: range, expected: str) -> tuple[int, ...]:
+    """Parse "17x9" into (17, 9); `expected` completes the error "TEXT is not ..."."""
     sides: tuple[int, ...] = ()
     if re.fullmatch(r"[0-9]{1,4}([xX][0-9]{1,4})*", text):
         sides = tuple(int(side) for side in re.split("[xX]", text))
-    if len(sides) not in counts or 0 in sides:
-        raise typer.BadParameter(f"'{shown(text)}' is not {what}")
+    if len(sides) not in allowed_counts or 0 in sides:
+        raise typer.BadParameter(f"'{shown(text)}' is not {expected}")
     return sides
 
 
 def parse_window_or_auto(text: str) -> int | str | tuple[int, ...]:
-    """ "auto", or a window as `parse_window` reads it; refuses an odd growth."""
+    """Parse "auto", or a window as `parse_window` does; refuse an odd growth."""
     if text == AUTO:
         return AUTO
     window = parse_window(text)
@@ -135,27 +135,27 @@ def parse_window_or_auto(text: str) -> int | str | tuple[int, ...]:
 
 
 def parse_window(text: str) -> int | str | tuple[int, ...]:
-    """ "17" -> 17, "17x9" -> (17, 9), and the growth "+4" as it is."""
+    """Parse "17" into 17, and "17x9" into (17, 9); a growth such as "+4" stays text."""
     if re.fullmatch(GROWTH, text):
         return text
-    what = (
+    expected = (
         f"a size: give an integer from 1 to {MAX_SIDE} such as 17, sides such as 17x9, "
         "or a growth such as +4"
     )
-    sides = _sides(text, range(1, 4), what)
+    sides = _parse_sides(text, range(1, 4), expected)
     if len(sides) == 1:
         return sides[0]
     return sides
 
 
 def parse_input_size(text: str) -> tuple[int, ...]:
-    """ "3x224x224" -> (3, 224, 224)."""
-    what = f"an input size: give channels and sides from 1 to {MAX_SIDE}, such as 3x224x224"
-    return _sides(text, range(2, 5), what)
+    """Parse "3x224x224" into (3, 224, 224)."""
+    expected = f"an input size: give channels and sides from 1 to {MAX_SIDE}, such as 3x224x224"
+    return _parse_sides(text, range(2, 5), expected)
 
 
 def parse_numbers(text: str) -> tuple[float, ...]:
-    """ "0.5,0.4,0.3" -> (0.5, 0.4, 0.3)."""
+    """Parse "0.5,0.4,0.3" into (0.5, 0.4, 0.3)."""
     if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?(,[0-9]{1,9}(\.[0-9]{1,9})?)*", text):
         raise typer.BadParameter(
             f"'{shown(text)}' is not a list of numbers such as 0.485,0.456,0.406"
@@ -164,10 +164,10 @@ def parse_numbers(text: str) -> tuple[float, ...]:
 
 
 class PlainHelp:
-    """Help without types in brackets: neither for flags nor for arguments."""
+    """Mixin for commands whose --help shows no types in brackets for flags and arguments."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """The parameters, --help included."""
+        """Return the parameters, including --help."""
         parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for parameter in parameters:
             if isinstance(parameter, TyperArgument):
@@ -178,9 +178,9 @@ class PlainHelp:
         return parameters
 
     def get_help_option(self, ctx: Any) -> Any:
-        """The --help option, with the default False.
+        """Return the --help option, with the default False.
 
-        typer's default is None; to validate it, typer imports pydantic, which doubles the time.
+        typer's default is None. To validate None, typer imports pydantic, which doubles the time.
         """
         help_option = super().get_help_option(ctx)  # type: ignore[misc]
         help_option.default = False
@@ -196,10 +196,13 @@ class Command(PlainHelp, TyperCommand):
 
 
 class CommandGroup(PlainHelp, TyperGroup):
-    """Commands; `convert`, if it is among them, is the default. Without arguments, shows help."""
+    """A group of commands, which shows its help without arguments.
+
+    If the group has `convert`, that is the default command.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put the default command before arguments that name no command.
+        """Insert the default command before arguments that name no command.
 
         Raises:
             DclsConvertError: The first argument is nearly a command's name.
@@ -212,14 +215,16 @@ class CommandGroup(PlainHelp, TyperGroup):
         first = args[0]
         if DEFAULT_COMMAND in self.commands and first not in known:
             # With a cutoff of 0.8, no registered model's name is this close to a command.
-            near = difflib.get_close_matches(first, self.commands, n=1, cutoff=0.8)
-            if near and not first.startswith("-"):
-                raise DclsConvertError(f"there is no command {first!r} (did you mean {near[0]!r}?)")
+            close = difflib.get_close_matches(first, self.commands, n=1, cutoff=0.8)
+            if close and not first.startswith("-"):
+                raise DclsConvertError(
+                    f"there is no command {first!r} (did you mean {close[0]!r}?)"
+                )
             args = [DEFAULT_COMMAND, *args]
         return super().parse_args(ctx, args)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """Commands and options, and those of the default command.
+        """Complete commands and options, and the default command's model and options.
 
         Model names are listed only once something is typed: there are thousands.
         """
@@ -227,11 +232,11 @@ class CommandGroup(PlainHelp, TyperGroup):
         default = self.commands.get(DEFAULT_COMMAND)
         if not incomplete or default is None:
             return items
-        completing: Any = default.params[0]  # MODEL
+        completer: Any = default.params[0]  # MODEL
         if incomplete.startswith("-"):
-            completing = default
+            completer = default
         known = {item.value for item in items}
-        for item in completing.shell_complete(ctx, incomplete):
+        for item in completer.shell_complete(ctx, incomplete):
             if item.value not in known:
                 items.append(item)
         return items
@@ -251,12 +256,12 @@ def image_size(panel: str, help: str) -> Any:
     return option(panel, help, metavar="CxHxW", parser=parse_input_size)
 
 
-# What several commands take.
+# Arguments and options of several commands.
 CheckpointFolder = Annotated[
     Path, checkpoint_argument("CHECKPOINT", "A folder that dcls-convert wrote.")
 ]
-SIZE_OF_IMAGES_HELP = "Image size for MACs, exports and training (default: the model's own)."
-InputSize = Annotated[Any, image_size(OUTPUT, SIZE_OF_IMAGES_HELP)]
+INPUT_SIZE_HELP = "Image size for MACs, exports and training (default: the model's own)."
+InputSize = Annotated[Any, image_size(OUTPUT, INPUT_SIZE_HELP)]
 Json = Annotated[bool, option(OUTPUT, "Print one JSON object.", "--json")]
 Csv = Annotated[bool, option(OUTPUT, "Print CSV.", "--csv")]
 Force = Annotated[bool, option(OUTPUT, "Replace what an earlier run wrote.", "--force")]
@@ -285,24 +290,24 @@ MEAN_HELP = (
 STD_HELP = "Standard deviation by which images are normalised."
 
 
-def planning_arguments(record: type[PlanOptions]) -> dict[str, Any]:
-    """The annotations that make typer options of a record's fields, by the name of the field."""
+def typer_annotations(record: type[PlanOptions]) -> dict[str, Any]:
+    """Return annotations that turn the fields of a record into typer options, by field name."""
     annotations = {}
     for option_field in fields(record):
-        annotations[option_field.name] = _planning_argument(option_field)
+        annotations[option_field.name] = _typer_annotation(option_field)
     return annotations
 
 
-def _planning_argument(option_field: Field[Any]) -> Any:
-    stated = argument_of(option_field)
-    panel = stated.group
-    help = stated.help
+def _typer_annotation(option_field: Field[Any]) -> Any:
+    declared = argument_of(option_field)
+    panel = declared.group
+    help = declared.help
     settings: dict[str, Any] = {}
-    if stated.metavar is not None:
-        settings["metavar"] = stated.metavar
-    if stated.shown_default is not None:
-        settings["show_default"] = stated.shown_default
-    match stated.form:
+    if declared.metavar is not None:
+        settings["metavar"] = declared.metavar
+    if declared.shown_default is not None:
+        settings["show_default"] = declared.shown_default
+    match declared.form:
         case "flag":
             return Annotated[bool, option(panel, help, option_name(option_field.name))]
         case "word":
@@ -315,18 +320,18 @@ def _planning_argument(option_field: Field[Any]) -> Any:
         case "rules":
             return Annotated[str, option(panel, help, autocompletion=complete_rules, **settings)]
     kind: type[Any] = int
-    if stated.form == "number":
+    if declared.form == "number":
         kind = float
     return Annotated[
         Any,
         number(
             kind,
-            stated.minimum,
-            stated.maximum,
+            declared.minimum,
+            declared.maximum,
             panel,
             help,
-            word=stated.word,
-            unit=stated.unit,
+            word=declared.word,
+            unit=declared.unit,
             **settings,
         ),
     ]
@@ -334,7 +339,7 @@ def _planning_argument(option_field: Field[Any]) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkOptions:
-    """The network to convert, and how: the fields of a request that several commands take."""
+    """The network to convert, and how: options that several commands share."""
 
     model: Annotated[str, argument("MODEL", MODEL_HELP, complete_models)]
     pretrained: Annotated[bool, option(WHAT_TO_CONVERT, PRETRAINED_HELP, "--pretrained")] = False
@@ -366,11 +371,11 @@ class NetworkOptions:
 
     @property
     def trained(self) -> bool:
-        """Whether the network has trained weights."""
+        """True if the network has trained weights."""
         return self.pretrained or self.checkpoint is not None
 
     def request(self, **settings: Any) -> ConversionRequest:
-        """The request for it. Refuses conflicting options and missing files."""
+        """Return the conversion request; refuse conflicting options and missing files."""
         request = ConversionRequest(
             model=self.model,
             num_classes=self.num_classes,
@@ -395,17 +400,19 @@ class NetworkOptions:
 def expand_options(
     command: Callable[..., None], *, omit: Container[str] = ()
 ) -> Callable[..., None]:
-    """Give a command the fields of `NetworkOptions` and `PlanOptions` as arguments of its own.
+    """Give a command the fields of `NetworkOptions` and `PlanOptions` as its own arguments.
 
     `def models(options: PlanOptions, pattern=None)` becomes `def models(*, dilated_size="auto",
     kernel_count="auto", ..., pattern=None)`; `network_options: NetworkOptions` becomes its fields,
     with those of `PlanOptions` in place of its `options`. Fields in `omit` do not become
-    arguments, and keep their defaults.
+    arguments and keep their defaults.
     """
-    plan_parameters = _plan_parameters(omit)
+    plan_parameters = _typer_plan_parameters(omit)
     network_parameters = _network_parameters(plan_parameters)
     plan_names = [parameter.name for parameter in plan_parameters]
-    network_names = [each.name for each in network_parameters if each.name not in plan_names]
+    network_names = [
+        parameter.name for parameter in network_parameters if parameter.name not in plan_names
+    ]
     parameters = []
     takes_network = False
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
@@ -434,9 +441,9 @@ def expand_options(
     return call
 
 
-def _plan_parameters(omit: Container[str]) -> list[inspect.Parameter]:
-    """The fields of `PlanOptions`, annotated for typer, without those in `omit`."""
-    annotations = planning_arguments(PlanOptions)
+def _typer_plan_parameters(omit: Container[str]) -> list[inspect.Parameter]:
+    """Return the fields of `PlanOptions`, without those in `omit`, as parameters for typer."""
+    annotations = typer_annotations(PlanOptions)
     parameters = []
     for parameter in PLAN_PARAMETERS:
         if parameter.name not in omit:
@@ -445,7 +452,7 @@ def _plan_parameters(omit: Container[str]) -> list[inspect.Parameter]:
 
 
 def _network_parameters(plan_parameters: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
-    """The fields of `NetworkOptions`, with planning options in place of its `options`."""
+    """Return the fields of `NetworkOptions` as parameters, with `plan_parameters` for `options`."""
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(NetworkOptions, eval_str=True).parameters.items():
         if name == "options":
@@ -456,7 +463,7 @@ def _network_parameters(plan_parameters: Sequence[inspect.Parameter]) -> list[in
 
 
 def changed_options(record: NetworkOptions | PlanOptions) -> dict[str, Any]:
-    """The options that differ from their defaults."""
+    """Return the options whose values differ from their defaults."""
     values = {}
     for record_field in fields(record):
         name = record_field.name
@@ -467,7 +474,7 @@ def changed_options(record: NetworkOptions | PlanOptions) -> dict[str, Any]:
 
 
 def _plan_options(values: Mapping[str, Any]) -> PlanOptions:
-    """Read the rules; refuse an option that another one overrides."""
+    """Make the options and load their rules; refuse an option that another one overrides."""
     options = PlanOptions(**values)
     conflict = options.override_message(option_name)
     if conflict is not None:

@@ -45,16 +45,16 @@ if TYPE_CHECKING:
 
 DATA = "Images"
 TRAINING = "Training"
-PACKAGES = ("accelerate", "scipy")  # of the extra `train`
+PACKAGES = ("accelerate", "scipy")  # installed by the extra `train`
 COMPARISON_PAGE = "comparison.html"
 EPOCHS = 30
 IMAGES_PER_UPDATE = 64
 SEEDS = 3
-# With the paper's start, elements hardly leave the centre in training this short. Spread over the
-# old kernel instead, they improved networks on average over 12 pairs of runs:
+# With the paper's start, elements hardly leave the centre in such a short training. A start that
+# spreads them over the old kernel improved networks on average, over 12 pairs of runs:
 # benchmarks/results.md, "Emoji, compared".
 START: Positions = "kernel"
-MAX_COUNTED = 10**6  # epochs, minutes, seeds, or images in an update
+MAX_COUNTED = 10**6  # epochs, minutes, seeds, or images per update
 DATA_HELP = (
     "Folder with a folder per class, or with train and validation (or val) that have these; "
     "with --dataset, the folder of the data set."
@@ -71,24 +71,24 @@ CURVES_HELP = "Add a page with the curves of all runs, and positions moving."
 ONLY_HELP = "Part I of N of the runs, for job arrays; the other parts use the same folder."
 
 
-def _starts(text: str) -> list[Positions]:
+def _parse_starts(text: str) -> list[Positions]:
     starts = text.split(",")
     if not set(starts) <= set(POSITIONS):
         raise typer.BadParameter(f"'{shown(text)}' is not some of {', '.join(POSITIONS)}")
     return list(dict.fromkeys(starts))  # type: ignore[arg-type]
 
 
-def _part(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
-    part = (0, 0)
-    if found:
-        part = (int(found[1]), int(found[2]))
-    if not 1 <= part[0] <= part[1]:
+def _parse_part(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
+    part, parts = (0, 0)
+    if match:
+        part, parts = (int(match[1]), int(match[2]))
+    if not 1 <= part <= parts:
         raise typer.BadParameter(f"'{shown(text)}' is not a part such as 3/12")
-    return part
+    return part, parts
 
 
-def _count(panel: str, help: str, **settings: Any) -> Any:
+def _count_option(panel: str, help: str, **settings: Any) -> Any:
     return number(int, 1, MAX_COUNTED, panel, help, metavar="N", **settings)
 
 
@@ -112,7 +112,7 @@ MIRRORED_SHARE = number(
     metavar="P",
     show_default=str(MIRRORED),
 )
-STARTS_OPTION = option(WHERE, STARTS_HELP, metavar="P,P", parser=_starts, show_default=START)
+STARTS_OPTION = option(WHERE, STARTS_HELP, metavar="P,P", parser=_parse_starts, show_default=START)
 
 
 @functools.partial(expand_options, omit=("dilated_size",))
@@ -124,12 +124,12 @@ def compare(
     positions: Annotated[Any, STARTS_OPTION] = None,
     ablate: Annotated[bool, option(WHAT_TO_CONVERT, ABLATE_HELP, "--ablate")] = False,
     epochs: Annotated[
-        int | None, _count(TRAINING, "Epochs per run.", show_default=str(EPOCHS))
+        int | None, _count_option(TRAINING, "Epochs per run.", show_default=str(EPOCHS))
     ] = None,
-    minutes: Annotated[int | None, _count(TRAINING, MINUTES_HELP)] = None,
-    seeds: Annotated[int, _count(TRAINING, SEEDS_HELP)] = SEEDS,
+    minutes: Annotated[int | None, _count_option(TRAINING, MINUTES_HELP)] = None,
+    seeds: Annotated[int, _count_option(TRAINING, SEEDS_HELP)] = SEEDS,
     batch_size: Annotated[
-        int, _count(TRAINING, "Images per update and process.")
+        int, _count_option(TRAINING, "Images per update and process.")
     ] = IMAGES_PER_UPDATE,
     lr: Annotated[
         float | None,
@@ -161,15 +161,15 @@ def compare(
     fsdp: Annotated[
         bool, option(RUNNING, "Shard over the processes of accelerate launch (FSDP2).", "--fsdp")
     ] = False,
-    only: Annotated[Any, option(RUNNING, ONLY_HELP, metavar="I/N", parser=_part)] = None,
+    only: Annotated[Any, option(RUNNING, ONLY_HELP, metavar="I/N", parser=_parse_part)] = None,
     output: Annotated[Path | None, RUNS_FOLDER] = None,
     html: Annotated[bool, option(OUTPUT, CURVES_HELP, "--html")] = False,
     json_: Json = False,
 ) -> None:
     """Train a network as it is and converted, side by side, and say whether it helps.
 
-    All share weights that are not converted, images and their order, by seed. The answer has
-    intervals over seeds.
+    With the same seed, all have the same unconverted weights and the same images in the same
+    order. The answer has intervals over seeds.
     """
     if output is None:
         output = folder_of_model(network_options.model, "-comparison")
@@ -190,7 +190,7 @@ def compare(
         (output.exists() and not output.is_dir(), f"output {output}: is not a folder"),
     )
     request = network_options.request()
-    # Of the processes that accelerate launch or torchrun has started.
+    # RANK is set by accelerate launch and torchrun: the number of the process.
     first_process = os.environ.get("RANK", "0") == "0"
     with console.steps(network_options.model, "planning", quiet=not first_process) as notify:
         from ..compare.arms import check_arms, make_arms
@@ -261,7 +261,7 @@ def compare(
 
 
 def _with_classes_of(images: "ImageData", request: ConversionRequest) -> ConversionRequest:
-    """The request for a network whose head has the images' classes."""
+    """Return the request for a network whose head has the images' classes."""
     classes = len(images.classes)
     if request.num_classes not in (None, classes):
         raise DclsConvertError(

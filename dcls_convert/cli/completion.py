@@ -1,4 +1,4 @@
-"""What a shell completes: names of models and rule sets. Imports neither torch nor timm."""
+"""Shell completion of model names and rule sets. Imports neither torch nor timm."""
 
 import importlib.util
 import re
@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ..input_files import builtin_rules
 
-# A function that timm or torchvision registers, under its own name or the one that the decorator
-# states. Importing the registries would take seconds, so their source is read instead.
+# A model function that timm or torchvision registers, under its own name or the name that its
+# decorator states. Importing the registries would take seconds, so their source is read instead.
 REGISTERED = re.compile(
     r'^@register_model(?:\((?:name="(\w+)")?\))?\n(?:[@ )].*\n)*def (\w+)\(', re.MULTILINE
 )
@@ -15,10 +15,9 @@ COMPLETED_LIBRARIES = ("timm", "torchvision")
 
 
 def registered_names(library: str) -> list[str]:
-    """Models of timm or torchvision, sorted, read from the source of the installed library.
+    """Return the sorted model names of timm or torchvision, read from the library's source.
 
-    Returns:
-        No names if the library is not installed.
+    A library that is not installed has no names.
     """
     spec = importlib.util.find_spec(library)
     if spec is None:
@@ -33,24 +32,24 @@ def registered_names(library: str) -> list[str]:
 
 
 def complete_models(incomplete: str) -> list[str]:
-    """Names of both libraries, or of the one whose prefix, such as "timm:", is typed already."""
+    """Complete a model name of both libraries, or of one if its prefix is typed ("timm:")."""
     library, colon, name_start = incomplete.rpartition(":")
     libraries: tuple[str, ...] = COMPLETED_LIBRARIES
     if library in COMPLETED_LIBRARIES:
         libraries = (library,)
     elif library:
         return []
-    names: dict[str, None] = {}  # in order; both libraries have models of the same name
+    names: dict[str, None] = {}  # a dict drops names that both libraries have, and keeps the order
     for name in libraries:
         names.update(dict.fromkeys(registered_names(name)))
     return [f"{library}{colon}{name}" for name in names if name.startswith(name_start)]
 
 
 def complete_rules(incomplete: str) -> list[str]:
-    """Built-in sets; if none begins so, shells complete files themselves."""
+    """Complete the name of a built-in rule set; without a match, shells complete files."""
     return [name for name in ("auto", *builtin_rules()) if name.startswith(incomplete)]
 
 
 def complete_files(incomplete: str) -> list[str]:
-    """Nothing, so that shells complete files themselves."""
+    """Return nothing, so that the shell completes files itself."""
     return []

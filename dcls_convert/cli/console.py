@@ -1,6 +1,6 @@
-"""The one way to print: results to stdout, messages and progress to stderr.
+"""Printing of all commands: results go to stdout, messages and progress to stderr.
 
-Control characters that came from data are escaped.
+Control characters in data are escaped.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from ..text import printable, shown
 
 LOG_VARIABLE = "DCLS_CONVERT_LOG"
 EXIT_UNPRINTED = 1  # stdout is closed or full
-WIDTH_IN_A_FILE = 160  # columns of wide tables; most of their rows stay on one line
-interrupts: list[int] = []  # numbers of the signals that came
+WIDTH_IN_A_FILE = 160  # columns of wide tables; most rows then fit on one line
+interrupts: list[int] = []  # numbers of the signals received
 
 
 class OutputError(DclsConvertError):
@@ -32,27 +32,27 @@ class OutputError(DclsConvertError):
 
 
 def set_up() -> None:
-    """Prepare stdout and stderr, and ignore a width of 0 in COLUMNS.
+    """Make stdout and stderr replace characters that their encoding lacks (cp1252 has no arrow).
 
-    Characters that the streams' encodings lack will be replaced (cp1252 has no arrow).
+    A width of 0 in COLUMNS is removed.
     """
     columns = os.environ.get("COLUMNS", "80")
     if not columns.strip("0"):
-        # A terminal that does not know its width states 0, and rich would print nothing.
+        # Terminals that do not know their width report 0; rich would print nothing.
         del os.environ["COLUMNS"]
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
 
 
-class _Messages(logging.Handler):
-    """Prints each record of a log as a message."""
+class _MessageHandler(logging.Handler):
+    """Print each log record as a message."""
 
     def emit(self, record: logging.LogRecord) -> None:
         message(f"{record.levelname.lower()}: {record.getMessage()}", style="dim")
 
 
-_MESSAGES = _Messages()
+_MESSAGE_HANDLER = _MessageHandler()
 
 
 def log_if_asked() -> None:
@@ -63,20 +63,20 @@ def log_if_asked() -> None:
     if level.lower() != "debug":
         raise DclsConvertError(f"environment: {LOG_VARIABLE}={shown(level)!r} must be debug")
     LOG.setLevel(logging.DEBUG)
-    LOG.addHandler(_MESSAGES)
+    LOG.addHandler(_MESSAGE_HANDLER)
 
 
 def show(*parts: RenderableType, wide: bool = False) -> None:
-    """Print lines, or what rich lays out.
+    """Print lines of text, tables, and whatever else rich can lay out.
 
-    Tables fit the terminal. In a file, `wide` ones have WIDTH_IN_A_FILE columns.
+    Tables fit the terminal. In a file they have at least WIDTH_IN_A_FILE columns if `wide`.
     """
     with _results() as stdout:
-        stdout.write(_rendered(stdout, *parts, wide=wide))
+        stdout.write(_render(stdout, *parts, wide=wide))
 
 
 def write(text: str) -> None:
-    """Print a text of several lines to stdout, as it is."""
+    """Print a text, which may have several lines, to stdout as it is."""
     with _results() as stdout:
         stdout.write(printable(text, keep="\n\t"))
 
@@ -86,14 +86,14 @@ def message(text: str, style: str = "") -> None:
     if sys.stderr is None:  # the shell closed it
         return
     try:
-        sys.stderr.write(_rendered(sys.stderr, Text(printable(text), style=style)))
+        sys.stderr.write(_render(sys.stderr, Text(printable(text), style=style)))
         sys.stderr.flush()
     except OSError:
-        _drop(sys.stderr)
+        _discard_buffer(sys.stderr)
 
 
 def note(text: str) -> None:
-    """A `Note`: print what the user should know."""
+    """Print what the user should know, to stderr; this function is a `Note`."""
     message(f"note: {text}", style="yellow")
 
 
@@ -101,14 +101,14 @@ def note(text: str) -> None:
 def steps(
     name: object, first: str = "", *, quiet: bool = False, lines: bool = True, every: float = 0.0
 ) -> Iterator[Notify]:
-    """Show what is being done, as `show_progress`.
+    """Show progress as `show_progress` does, and yield the function that reports a step.
 
     Args:
-        name: What the steps belong to.
-        first: The first step, shown while the block imports its modules for some seconds.
+        name: What the steps belong to, such as a model; printed before each step.
+        first: First step, shown while the block imports its modules, which takes seconds.
         quiet: Show nothing.
-        lines: Write lines where stderr is no terminal.
-        every: Least seconds between two lines, for steps with a total.
+        lines: If stderr is not a terminal, write a line for each step.
+        every: Minimum number of seconds between two lines, for steps with a total.
     """
     progress: contextlib.AbstractContextManager[Notify]
     if quiet:
@@ -116,7 +116,7 @@ def steps(
     else:
         write_line = message if lines else silent
         progress = show_progress(str(name), every=every, line=write_line, redirect=True)
-    # What models and their loaders print meanwhile is progress too.
+    # Models and their loaders may print to stdout, but what they print is not a result.
     with progress as notify, contextlib.redirect_stdout(sys.stderr):
 
         def step(text: str, done: int = 0, total: int = 0, /) -> None:
@@ -130,18 +130,18 @@ def steps(
 
 
 def finish() -> None:
-    """Flush stdout; if that fails, drop the rest, or Python would complain of it at its end."""
+    """Flush stdout; if that fails, discard the rest, or Python would report an error at exit."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
     except OSError:
-        _drop(sys.stdout)
+        _discard_buffer(sys.stdout)
 
 
-def _rendered(stream: TextIO, *parts: RenderableType, wide: bool = False) -> str:
-    """What rich would write to the stream, with control characters escaped.
+def _render(stream: TextIO, *parts: RenderableType, wide: bool = False) -> str:
+    """Return what rich would write to the stream, with control characters of data escaped.
 
-    The layout's line ends and colours stay.
+    The line breaks and colours of the layout stay.
     """
     console = Console(file=stream, highlight=False)
     if wide and not console.is_terminal:
@@ -162,11 +162,11 @@ def _rendered(stream: TextIO, *parts: RenderableType, wide: bool = False) -> str
 
 @contextlib.contextmanager
 def _results() -> Iterator[TextIO]:
-    """stdout, to write results to.
+    """Yield stdout to write results to, and flush it.
 
     Raises:
-        OutputError: stdout is closed, or cannot be written.
-        typer.Exit: Its reader has gone.
+        OutputError: stdout is closed or cannot be written to.
+        typer.Exit: The reader of stdout has gone.
     """
     if sys.stdout is None:
         raise OutputError("the results cannot be printed: stdout is closed")
@@ -174,16 +174,16 @@ def _results() -> Iterator[TextIO]:
         yield sys.stdout
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough, as in `| head`
-        _drop(sys.stdout)
+        _discard_buffer(sys.stdout)
         raise typer.Exit(EXIT_UNPRINTED) from None
     except OSError as error:
-        _drop(sys.stdout)
+        _discard_buffer(sys.stdout)
         raise OutputError(f"the results cannot be printed: {error.strerror}") from error
 
 
-def _drop(stream: TextIO) -> None:
+def _discard_buffer(stream: TextIO) -> None:
     """Discard what is left in the stream's buffer."""
     with contextlib.suppress(OSError):  # in tests, streams have no descriptor
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        null_device = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null_device, stream.fileno())
+        os.close(null_device)

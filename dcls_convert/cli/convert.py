@@ -61,7 +61,7 @@ POSITIONS_HELP = (
 HTML_HELP = (
     "Add a page of pictures to the checkpoint, and positions to its model card (extra plot)."
 )
-# Options that decide MACs, and that `sweep` takes too.
+# Options that change the MACs and that `sweep` has too.
 DECIDE_MACS = ("num_classes", "in_chans", "rules", "input_size")
 VERSION = choice(
     AuthorsVersion,
@@ -110,15 +110,15 @@ def convert(
     quiet: Quiet = False,
 ) -> None:
     """Replace a model's convolutions, report, and write a checkpoint."""
-    needs_a_run = {
+    no_effect_in_dry_run = {
         "--force": force,
         "--output": output,
         "--html": html,
         "--calibrate": network_options.calibrate,
     }
-    for name, value in needs_a_run.items():
+    for name, value in no_effect_in_dry_run.items():
         refuse((dry_run and value, f"{name} has no effect with --dry-run"))
-    makes_a_plan = (
+    has_planning_options = (
         network_options.options != PlanOptions() or network_options.input_size is not None
     )
     refuse(
@@ -129,7 +129,7 @@ def convert(
         ),
         (quiet and dry_run and not json_, "--quiet with --dry-run would print nothing"),
         (
-            plan is not None and makes_a_plan,
+            plan is not None and has_planning_options,
             "--plan applies a plan unchanged; omit the planning options",
         ),
         (
@@ -146,8 +146,8 @@ def convert(
         plan=plan,
         offline=dry_run,
     )
-    # An existing output is refused as soon as its name is known: here if it is given or follows
-    # from the options, after a cheap plan if planning is slow, and in any case before writing.
+    # Refuse an existing output as soon as its name is known: here if it is given or follows from
+    # the options, after a cheap plan if planning is slow, and in any case before writing.
     if output is not None:
         check_output(output, force=force, why_keep=why_keep_output)
     elif plan is None and not dry_run:
@@ -174,9 +174,9 @@ def convert(
         if not dry_run:
             if output is None:
                 output = default_output(loaded, resolved)
-            done = _carry_out(loaded, resolved, output, force=force, html=html)
-            report = replace(done.report, output=str(output))
-            steps = next_steps(resolved, done, output)
+            conversion = _convert_and_save(loaded, resolved, output, force=force, html=html)
+            report = replace(conversion.report, output=str(output))
+            steps = next_steps(resolved, conversion, output)
     if json_:
         console.write(report.to_json())
     elif quiet:
@@ -185,23 +185,19 @@ def convert(
         advice = replace(
             ON_COMMAND_LINE, cheaper_sizes=f"cheaper sizes: {_sweep_command(network_options)}"
         )
-        report = replace(report, outcome=None)  # `next_steps` tells it, with the checkpoint
+        report = replace(report, outcome=None)  # shown by `next_steps`, with the checkpoint
         console.show(report_view(report, verbose=verbose, advice=advice), *steps)
 
 
 def _sweep_command(network_options: NetworkOptions) -> str:
-    """The command that shows the costs of other sizes."""
-    values = {}
-    for name, value in (
-        changed_options(network_options) | changed_options(network_options.options)
-    ).items():
-        if name in DECIDE_MACS:
-            values[name] = value
+    """Return the `sweep` command that shows the costs of other sizes."""
+    changed = changed_options(network_options) | changed_options(network_options.options)
+    values = {name: value for name, value in changed.items() if name in DECIDE_MACS}
     return command_line(network_options.model, values, command="sweep")
 
 
 def _resolve(loaded: "LoadedNetwork", plan: Path | None) -> "ResolvedRequest":
-    """The resolved request, with the plan of a checkpoint if one is given."""
+    """Resolve the request, with the plan of the checkpoint `plan` if it is given."""
     from ..checkpoints.folder import read_plan
     from ..pipeline.resolved import resolve, resolve_with_plan
 
@@ -210,31 +206,31 @@ def _resolve(loaded: "LoadedNetwork", plan: Path | None) -> "ResolvedRequest":
     return resolve_with_plan(loaded, read_plan(plan))
 
 
-def _carry_out(
+def _convert_and_save(
     loaded: "LoadedNetwork", resolved: "ResolvedRequest", output: Path, *, force: bool, html: bool
 ) -> "Conversion":
-    """Convert, and write the checkpoint."""
+    """Convert the network and write the checkpoint."""
     from ..checkpoints.save import save_converted
     from ..pipeline.conversion import convert_network_
     from ..views.plot import picture_files
 
     check_output(output, force=force, why_keep=why_keep_output)
-    done = convert_network_(loaded, resolved)
+    conversion = convert_network_(loaded, resolved)
     loaded.notify(f"writing {output}")
     if html and not can_plot():
         loaded.note(
             f"{PLOT_LIBRARY} is missing, so the model card has no picture: "
             f"pip install {PLOT_LIBRARY}"
         )
-    model = done.model.eval().cpu()
+    model = conversion.model.eval().cpu()
     pictures = picture_files(model, resolved.plan, output) if html else None
     save_converted(
         model,
         resolved.plan,
         output,
-        report=done.report,
+        report=conversion.report,
         force=force,
         pictures=pictures,
         meta=copy.deepcopy(loaded.structure),
     )
-    return done
+    return conversion

@@ -28,7 +28,7 @@ def diff(
         first = open_checkpoint(checkpoint)
         second = open_checkpoint(other)
         differences = _differences(first.plan, second.plan)
-        # A folder may state another hash than that of its weights, if one of them is damaged.
+        # Hash the weights themselves: the hash that a damaged folder states may be wrong.
         first_hash = tensors_hash(read_tensors(first.weights_path))
         second_hash = tensors_hash(read_tensors(second.weights_path))
         equal_weights = first_hash == second_hash
@@ -48,7 +48,7 @@ def diff(
 
 
 def _differences(first: "ConversionPlan", second: "ConversionPlan") -> "list[PlanDifference]":
-    """What differs between two plans, and between the costs of the models that they make."""
+    """Return the differences of two plans, and of the costs of the models that they make."""
     from ..planning.plan import PlanDifference
     from ..reports.predict import predict_report
 
@@ -56,16 +56,19 @@ def _differences(first: "ConversionPlan", second: "ConversionPlan") -> "list[Pla
     first_report = predict_report(first)
     second_report = predict_report(second)
     for cost in ("params", "macs"):
-        one = getattr(first_report, cost).after
-        another = getattr(second_report, cost).after
-        if one != another:
+        first_cost = getattr(first_report, cost).after
+        second_cost = getattr(second_report, cost).after
+        if first_cost != second_cost:
             what = f"{cost} after conversion"
-            differences.append(PlanDifference(what=what, one=one, other=another))
+            differences.append(PlanDifference(what=what, one=first_cost, other=second_cost))
     return differences
 
 
 def _line(difference: "PlanDifference") -> str:
-    """ "dilated_size: 9x9 → 11x11 in 9 layers: stages.0.blocks.0.conv_dw (and 8 more layers)"."""
+    """Describe a difference in one line.
+
+    An example: "dilated_size: 9x9 → 11x11 in 9 layers: stages.0.conv (and 8 more layers)".
+    """
     layers = counted(len(difference.layers), "layer")
     where = _where(difference.layers)
     if difference.what == "layers":
@@ -74,14 +77,14 @@ def _line(difference: "PlanDifference") -> str:
     if difference.what == "rules_text":
         line = "rules_text: differ"
     else:
-        line = f"{difference.what}: {_text(difference.one)} → {_text(difference.other)}"
+        line = f"{difference.what}: {_value_text(difference.one)} → {_value_text(difference.other)}"
     if difference.layers:
         line += f" in {layers}: {where}"
     return line
 
 
 def _where(layers: Sequence[str]) -> str:
-    """The first layer, and how many more there are."""
+    """Name the first layer, and say how many more there are."""
     if not layers:
         return ""
     if len(layers) == 1:
@@ -89,8 +92,8 @@ def _where(layers: Sequence[str]) -> str:
     return f"{shown(layers[0])} (and {counted(len(layers) - 1, 'more layer')})"
 
 
-def _text(value: Any) -> str:
-    """A value of a plan: sizes as 9x9, numbers with separators."""
+def _value_text(value: Any) -> str:
+    """Format a value of a plan: sizes as 9x9, integers with thousands separators."""
     if isinstance(value, list) and value and all(isinstance(side, int) for side in value):
         return "x".join(map(str, value))
     if type(value) is int:

@@ -1,4 +1,4 @@
-"""`dcls-convert fold`: plain convolutions in the layers' places."""
+"""`dcls-convert fold`: turn the layers of a checkpoint into plain convolutions."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -29,7 +29,7 @@ else:
 
 
 def _format_help() -> str:
-    """What each format is; formats of the same help share a sentence."""
+    """Describe each format; formats with the same help share a sentence."""
     names_of_help: dict[str, list[str]] = {}
     for name, row in EXPORT_FORMATS.items():
         names_of_help.setdefault(row.help, []).append(name)
@@ -37,7 +37,7 @@ def _format_help() -> str:
 
 
 def _default_outputs() -> str:
-    """The names of the default outputs: "./CHECKPOINT-folded or ./CHECKPOINT.onnx"."""
+    """Return the default outputs as text: "./CHECKPOINT-folded or ./CHECKPOINT.onnx"."""
     *others, last = [f"./CHECKPOINT{row.suffix}" for row in EXPORT_FORMATS.values()]
     return f"{', '.join(others)} or {last}"
 
@@ -104,7 +104,7 @@ def fold(
 
 
 def _lines(report: "ExportReport") -> list[str]:
-    """What was written, and how it is loaded."""
+    """Say what was written, and how to load it."""
     if report.params_after == report.params_before:
         change = ", as before: it was folded already"
     else:
@@ -124,25 +124,24 @@ def _lines(report: "ExportReport") -> list[str]:
 
 
 def _description(report: "ExportReport") -> str:
-    """What the output is, and what loads it."""
+    """Say what the output is, and what loads it."""
     if report.kind == "stock timm":
         kernel_args = report.kernel_args or {}
         sizes = ", ".join(f"{name}={value}" for name, value in kernel_args.items())
         arguments = f", with {sizes}" if sizes else ""
         return f"timm loads it by itself{arguments}; dcls-convert is not needed"
     if report.kind == "dcls":
-        # The lines of code state one of these arguments if timm alone cannot load the folder.
-        special = ('", trust_code=True)', '", model=unconverted)')
-        by_timm = not any(arguments in report.loading for arguments in special)
-        loader = "dcls_convert.load_converted"
-        if by_timm:
-            loader = "timm, where dcls-convert is installed,"
+        # If timm alone cannot load the folder, the code to load it has one of these arguments.
+        special_arguments = ('", trust_code=True)', '", model=unconverted)')
+        loader = "timm, where dcls-convert is installed,"
+        if any(arguments in report.loading for arguments in special_arguments):
+            loader = "dcls_convert.load_converted"
         return f"{loader} loads it, because {report.note}"
     return _file_description(report)
 
 
 def _file_description(report: "ExportReport") -> str:
-    """ "ONNX model of opset 20 for images of 3x224x224, any number at a time"."""
+    """Describe a file: "ONNX model of opset 20 for images of 3x224x224, any number at a time"."""
     from ..geometry import size_text
 
     text = EXPORT_FORMATS[report.format].noun

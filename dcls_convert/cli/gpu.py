@@ -24,8 +24,8 @@ from .completion import complete_models
 if TYPE_CHECKING:
     from ..compare.gpu import GpuReport
 
-SECONDS = 180
-RESULTS = Path("dcls-convert-gpu.json")
+DEFAULT_SECONDS = 180
+DEFAULT_OUTPUT = Path("dcls-convert-gpu.json")
 WINDOW = option(
     WHAT_TO_CONVERT,
     "Window: a size, a growth, or auto.",
@@ -44,10 +44,10 @@ def gpu(
     device: Annotated[
         str | None, option(RUNNING, DEVICE_HELP, metavar="NAME", show_default="cuda")
     ] = None,
-    seconds: Annotated[int, TIME] = SECONDS,
+    seconds: Annotated[int, TIME] = DEFAULT_SECONDS,
     output: Annotated[
         Path, option(OUTPUT, "JSON file of the results.", "--output", "-o", metavar="FILE")
-    ] = RESULTS,
+    ] = DEFAULT_OUTPUT,
     input_size: InputSize = None,
     force: Force = False,
 ) -> None:
@@ -62,10 +62,10 @@ def gpu(
         from ..pipeline.loaded import LoadedNetwork
         from ..views.gpu import row_line
 
-        place = gpu_device(device)
+        chosen_device = gpu_device(device)
         options = PlanOptions(dilated_size=dilated_size)
         request = ConversionRequest(model=model, options=options, input_size=input_size)
-        check = GpuCheck(LoadedNetwork(request, notify=notify), place, seconds)
+        check = GpuCheck(LoadedNetwork(request, notify=notify), chosen_device, seconds)
     report = check.report()
     console.show(f"{report.model} on {report.device}, torch {report.torch}, {report.dtype}")
     for row in check.measure():

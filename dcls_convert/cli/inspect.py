@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..checkpoints.inspection import Inspection
     from ..progress import Notify
 
-PICTURES = "Pictures"  # a group of --help
+PICTURES = "Pictures"  # a group of options in --help
 PAGE_HELP = "Write a page of pictures: positions, kernels, effective receptive field, cost."
 FIGURE_HELP = "Draw one figure into a .png, .svg or .pdf (extra plot)."
 HISTORY = option(
@@ -36,8 +36,10 @@ HISTORY = option(
     "Record that a PositionTracker wrote in training: printed, and drawn by --html.",
     metavar="positions.jsonl",
 )
-FIELD = "for the effective receptive field"
-IMAGES = option(PICTURES, f"Images {FIELD}.", metavar="FOLDER", show_default="seeded noise")
+FOR_RECEPTIVE_FIELD = "for the effective receptive field"
+IMAGES = option(
+    PICTURES, f"Images {FOR_RECEPTIVE_FIELD}.", metavar="FOLDER", show_default="seeded noise"
+)
 ORIGINAL = option(
     PICTURES, "Weights of the network before conversion, to compare with.", metavar="FILE"
 )
@@ -45,7 +47,7 @@ ORIGINAL = option(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PictureOptions:
-    """The options of the command that are about pictures."""
+    """The options that concern pictures."""
 
     html: Path | None
     picture: Path | None
@@ -62,7 +64,7 @@ class PictureOptions:
 
     @property
     def figures(self) -> tuple[str, ...]:
-        """The figures that are drawn: all on a page, one as a picture."""
+        """Names of the figures to draw: all of them on a page, or the one of a picture."""
         if self.html is not None:
             return get_args(FigureName)
         if self.picture is not None:
@@ -70,7 +72,7 @@ class PictureOptions:
         return ()
 
     def check(self) -> None:
-        """Refuse options without effect, a picture that could not be drawn, and missing files."""
+        """Refuse options without effect, pictures that cannot be drawn, and missing files."""
         describes_field = self.images or self.original or self.input_size
         refuse(
             (
@@ -104,16 +106,16 @@ class PictureOptions:
         force: bool,
         trust_code: bool,
     ) -> "Inspection":
-        """Write the pictures of a checkpoint; the statistics of its positions."""
+        """Write the pictures of a checkpoint, and return the statistics of its positions."""
         from ..views.page import page, pictures_of_folder
         from ..views.plot import draw
         from ..views.receptive_field import ReceptiveFieldOptions
 
-        fields = None
+        field_options = None
         if "receptive-field" in self.figures:
-            fields = ReceptiveFieldOptions(self.images, self.original, self.input_size)
+            field_options = ReceptiveFieldOptions(self.images, self.original, self.input_size)
         pictures = pictures_of_folder(
-            checkpoint, fields, self.history, notify, console.note, trust_code=trust_code
+            checkpoint, field_options, self.history, notify, console.note, trust_code=trust_code
         )
         notify("writing")
         if self.html is not None:
@@ -140,7 +142,7 @@ def inspect(
     images: Annotated[Path | None, IMAGES] = None,
     original: Annotated[Path | None, ORIGINAL] = None,
     input_size: Annotated[
-        Any, image_size(PICTURES, f"Image size {FIELD}; the paper's is 3x1024x1024.")
+        Any, image_size(PICTURES, f"Image size {FOR_RECEPTIVE_FIELD}; the paper's is 3x1024x1024.")
     ] = None,
     force: Force = False,
     trust_code: TrustCode = False,
@@ -159,7 +161,7 @@ def inspect(
     refuse(
         (plan and json_, "--plan and --json exclude each other; the plan is JSON"),
         (plan and outputs, "--plan prints the plan alone; omit --html and --picture"),
-        (force and not outputs, "--force replaces the file of --html or --picture"),
+        (force and not outputs, "--force has no effect without --html or --picture"),
         (
             history and "history" not in pictures.figures and (plan or json_),
             "--history is printed as text; omit --plan and --json",
@@ -193,7 +195,7 @@ def inspect(
 
 
 def _show(inspection: "Inspection", views: list["RenderableType"], outputs: list[Path]) -> None:
-    """The inspection as a table, what else is shown, and the files that were written."""
+    """Print the inspection as a table, then other views, and the files that were written."""
     from ..views.inspection import inspection_view
 
     lines = []

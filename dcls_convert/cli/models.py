@@ -1,4 +1,4 @@
-"""`dcls-convert models`: what would become of many models at once."""
+"""`dcls-convert models`: survey what a conversion would do to many models."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1  # a model that fails is a bug, here or in its library
 MAX_JOBS = 1024
 SECONDS_PER_MODEL = 120  # the slowest of all models takes two seconds on an idle core
-SECONDS_BETWEEN_LINES = 10.0  # of progress, where stderr is no terminal
+SECONDS_BETWEEN_LINES = 10.0  # of progress, if stderr is not a terminal
 SHOW = "What to show"
 PATTERN_HELP = (
     "Names to survey, a shell pattern: 'convnext_*', 'timm:resnet*', 'torchvision:*'. "
@@ -59,7 +59,7 @@ def models(
     json_: Json = False,
     csv: Csv = False,
 ) -> None:
-    """Show what would convert, over the timm and torchvision registries.
+    """Show what a conversion would do to each model of the timm and torchvision registries.
     No weights, no download.
     """
     refuse((json_ and csv, "--json and --csv exclude each other"))
@@ -91,7 +91,7 @@ def _survey(
     workers: int | None,
     seconds_per_model: float,
 ) -> list["ModelRow"]:
-    """A row for each model whose name the pattern matches; tells how many are done."""
+    """Return a row for each model whose name matches the pattern, and show progress."""
     with console.steps("models", every=SECONDS_BETWEEN_LINES) as notify:
         from ..compare.survey import names_matching, survey_models
         from ..planning.claims import check_overruled

@@ -1,4 +1,4 @@
-"""The default folder of a conversion: its name, and that it does not exist yet."""
+"""Name the default output folder of a conversion, and refuse one that exists already."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def default_output(loaded: "LoadedNetwork", resolved: "ResolvedRequest") -> Path:
-    """The default folder: the model's name with the window's size and the start.
+    """Return the default output folder: the model's name, the window's size and the start.
 
-    convnext_tiny-dcls17 or -dcls17x9; efficientnet_b0-dcls-plus2 if kernels of several sizes grow
-    by the same; -dcls if windows differ otherwise; -dcls17-fit if elements are not random, and
-    -dcls17-calibrated if images decided.
+    Examples are convnext_tiny-dcls17 and -dcls17x9; efficientnet_b0-dcls-plus2 if kernels of
+    several sizes grow by the same number of cells; -dcls if windows differ in another way;
+    -dcls17-fit if elements do not start at random, and -dcls17-calibrated after a calibration.
     """
     layers = resolved.plan.layers
     sizes = {layer.dilated_size for layer in layers if not layer.dense_axes}
@@ -38,7 +38,7 @@ def default_output(loaded: "LoadedNetwork", resolved: "ResolvedRequest") -> Path
 
 
 def folder_of_model(model_name: str, suffix: str) -> Path:
-    """The model's name without its registry or folders, and the suffix."""
+    """Return the model's name, without its registry and folders, with the suffix."""
     _, _, name = model_name.rpartition(":")
     return Path(f"{Path(name).name}{suffix}")
 
@@ -54,11 +54,11 @@ def _start_suffix(request: ConversionRequest) -> str:
 def check_output_named_by_options(request: ConversionRequest, *, force: bool) -> None:
     """Refuse an existing default output whose name follows from the options alone.
 
-    It does if one size holds for all layers, and the weights cannot be of the authors' package.
+    It does if all layers have one size, and the weights cannot come from the authors' package.
     """
     size = request.options.dilated_size
-    is_known = request.options.rules == AUTO and request.weights is None
-    if is_known and isinstance(size, int | tuple) and isinstance(request.model, str):
+    can_be_known = request.options.rules == AUTO and request.weights is None
+    if can_be_known and isinstance(size, int | tuple) and isinstance(request.model, str):
         sides = size if isinstance(size, tuple) else (size,)
         suffix = f"-dcls{_short_size(sides)}{_start_suffix(request)}"
         output = folder_of_model(request.model, suffix)
@@ -67,14 +67,14 @@ def check_output_named_by_options(request: ConversionRequest, *, force: bool) ->
 
 
 def _short_size(size: tuple[int, ...]) -> str:
-    """ "17" for (17, 17), "17x9" for (17, 9)."""
+    """Return "17" for (17, 17), and "17x9" for (17, 9)."""
     if len(set(size)) == 1:
         return str(size[0])
     return size_text(size)
 
 
 def check_output_named_by_plan(loaded: "LoadedNetwork", *, force: bool) -> None:
-    """Refuse a default output that exists, before kernels are measured for minutes."""
+    """Refuse an existing default output before kernels are measured, which may take minutes."""
     from ..pipeline.resolved import resolve
 
     unmeasured = replace(loaded.request.options, scope="model")
@@ -83,14 +83,14 @@ def check_output_named_by_plan(loaded: "LoadedNetwork", *, force: bool) -> None:
 
 
 def measures_kernels(request: ConversionRequest) -> bool:
-    """Whether planning alone may take minutes, because kernels are measured."""
+    """True if planning measures kernels, which may take minutes."""
     return request.calibration is not None or request.options.scope == ERROR_SCOPE
 
 
 def why_keep_output(path: Path) -> str | None:
-    """Why a path must not be replaced by a checkpoint; None if it may be.
+    """Say why a checkpoint must not replace this path; None if it may.
 
-    It is imported only for an output that exists already, since it imports torch.
+    Called only for an existing output, since it imports torch.
     """
     from ..checkpoints.folder import why_not_a_checkpoint
 

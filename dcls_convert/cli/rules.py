@@ -69,7 +69,7 @@ def rules_json_schema() -> None:
 
 
 def _claims(rules: "RuleSet", model_name: str) -> list[str]:
-    """A line for every rule, and one for the rest.
+    """Return a line for every rule, and one for the convolutions that no rule claims.
 
     Raises:
         DclsConvertError: The rules do not fit the model.

@@ -50,9 +50,12 @@ MAX_BATCH = 65_536
 
 
 def list_option(
-    parse: Callable[[str], Any], what: str, help: str, *, metavar: str, step: int = 1
+    parse: Callable[[str], Any], expected: str, help: str, *, metavar: str, step: int = 1
 ) -> Any:
-    """An option for a list: "7..11,17" -> [7, 9, 11, 17] for a step of 2, "7..11..4" -> [7, 11]."""
+    """Return an option whose value is a list of values that `parse` reads, and of ranges.
+
+    With a step of 2, "7..11,17" becomes [7, 9, 11, 17], and "7..11..4" becomes [7, 11].
+    """
 
     def parse_list(text: str) -> list[Any]:
         values: list[Any] = []
@@ -66,7 +69,7 @@ def list_option(
             elif len(bounds) in (2, 3) and all(isinstance(bound, int) for bound in bounds):
                 values += _numbers_between(part, *bounds, default_step=step)
             else:
-                raise typer.BadParameter(f"'{shown(part)}' is not a list of {what}")
+                raise typer.BadParameter(f"'{shown(part)}' is not a list of {expected}")
         return list(dict.fromkeys(values))
 
     return option(HOW_MANY_ELEMENTS, help, metavar=metavar, parser=parse_list)
@@ -75,7 +78,11 @@ def list_option(
 def _numbers_between(
     part: str, first: int, last: int, step: int | None = None, *, default_step: int
 ) -> range:
-    """The numbers from first to last, which `part` of a list asks for; raises BadParameter."""
+    """Return the numbers from first to last.
+
+    Raises:
+        typer.BadParameter: `part`, the text of the range, runs backwards or has too many values.
+    """
     if last < first:
         raise typer.BadParameter(f"'{part}' runs backwards; give {last}..{first}")
     numbers = range(first, last + 1, step or default_step)
@@ -84,8 +91,8 @@ def _numbers_between(
     return numbers
 
 
-def _window(text: str) -> int | str | tuple[int, ...]:
-    """ "17" and "17x17" -> 17, "17x9" -> (17, 9), and the growth "+4" as it is."""
+def _parse_size(text: str) -> int | str | tuple[int, ...]:
+    """Parse "17" and "17x17" into 17, "17x9" into (17, 9); a growth such as "+4" stays text."""
     size = parse_window(text)
     if isinstance(size, tuple) and len(set(size)) == 1:
         return size[0]
@@ -93,7 +100,7 @@ def _window(text: str) -> int | str | tuple[int, ...]:
 
 
 SIZES = list_option(
-    _window,
+    _parse_size,
     f"sizes from 1 to {MAX_SIDE}: 7..23 (steps of 2), 7..23..4 (steps of 4), 7,9,13, 17x9, "
     "or growths: +2,+4",
     "Windows: 7..23 tries 7, 9, ..., 23 (odd kernels need odd windows); "
@@ -174,7 +181,7 @@ def sweep(
         (json_ and csv, "--json and --csv exclude each other"),
         (counts is not None and budgets is not None, "--counts and --budgets exclude each other"),
         (counts and scoped, "--counts states the counts, so --scope would have no effect"),
-        (force and picture is None, "--force replaces the file of --picture"),
+        (force and picture is None, "--force has no effect without --picture"),
         (rows > MAX_ROWS, f"{rows:,} rows are asked for; {MAX_ROWS:,} are allowed"),
     )
     for name, value in needs_time.items():
@@ -226,7 +233,7 @@ def sweep(
 
 
 def _first_reason(rows: Sequence["SweepRow"]) -> str | None:
-    """Why the first row failed; if none did, why the first combination does not fit."""
+    """Say why the first failed row failed; if none did, why the first combination does not fit."""
     for row in rows:
         if row.status == "failed":
             return row.reason
@@ -235,7 +242,7 @@ def _first_reason(rows: Sequence["SweepRow"]) -> str | None:
 
 
 def _command(network_options: NetworkOptions, combination: "Combination") -> str:
-    """The command that converts as a row of the sweep does."""
+    """Return the command that converts as a row of the sweep does."""
     values = changed_options(network_options)
     values["dilated_size"] = combination.size
     values["kernel_count"] = combination.kernel_count

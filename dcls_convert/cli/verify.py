@@ -34,7 +34,7 @@ def verify(
 
 
 def _show(checks: "Sequence[Check]") -> None:
-    """A line for every check."""
+    """Print a line for every check."""
     width = max(len(check.name) for check in checks)
     for check in checks:
         mark, colour = MARKS[check.ok]

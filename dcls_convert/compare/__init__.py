@@ -1,3 +1,3 @@
-"""Several trainings, or models, side by side; and the same network on a GPU, by all algorithms. One
-that fails is a row with the reason.
+"""Compare trainings, compare many models, and time a network's algorithms on a GPU. A model or
+measurement that fails is a row with the reason.
 """

@@ -1,10 +1,10 @@
-"""The answer of a comparison's runs: differences of accuracy, their intervals, and a sentence.
+"""Evaluate the runs of a comparison: differences of accuracy, their intervals, and a sentence.
 
-Each arm is compared with the network as it is, in differences paired by seed. An arm's interval has
-two independent parts: Student's t interval over the seeds, and the one over the test images; their
-half widths are added in quadrature. Claims about several arms are corrected by Holm's method (1979,
-"A simple sequentially rejective multiple test procedure"). benchmarks/verdicts.py simulates how
-often claims are false, and how often true differences are found.
+Each arm is compared with the original network, in differences paired by seed. An arm's interval has
+two independent parts, Student's t intervals over the seeds and over the test images; their half
+widths are added in quadrature. Claims about several arms are corrected by Holm's method (1979, "A
+simple sequentially rejective multiple test procedure"). benchmarks/verdicts.py simulates how often
+claims are false, and how often true differences are found.
 """
 
 import math
@@ -19,14 +19,14 @@ from scipy import optimize, special
 from .arms import AS_IT_IS
 from .trainer import Run
 
-MIN_SEEDS = 3  # for a sentence about a difference
-# Points. An interval that contains 0 and reaches farther is too wide for an answer.
+MIN_SEEDS = 3  # fewest seeds for a statement about a difference
+# Percentage points. An interval that contains 0 and reaches farther is too wide for an answer.
 MAX_INCONCLUSIVE = 2.0
-# Nominal chance that a comparison claims a difference where there is none, at its first look. The
-# levels of later looks add up to it: LEVEL x (1 + 1/4 + 1/9 + ...), in all less than 8.3 %.
+# Nominal chance that a comparison claims a difference where there is none, at its first look. Later
+# looks add to it: LEVEL x (1 + 1/4 + 1/9 + ...), in total less than 8.3 %.
 LEVEL = 0.05
-POWER = 0.8  # chance to find a difference of the size that is called detectable
-MIN_P_VALUE = 1e-9  # smaller ones are not told apart
+POWER = 0.8  # chance of finding a difference of the size that is called detectable
+MIN_P_VALUE = 1e-9  # smaller ones are reported as this value
 
 FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -42,10 +42,9 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """How the accuracies of two networks differ, in percentage points.
+    """The difference between the accuracies of two networks, in percentage points.
 
-    Half widths are those of confidence intervals of the mean. At the level 0.05, the confidence is
-    95 %.
+    Half widths are of confidence intervals for the mean; a level of 0.05 means 95 % confidence.
     """
 
     by_seed: FloatArray  # (seeds,)
@@ -56,26 +55,26 @@ class Difference:
         return float(self.by_seed.mean())
 
     def half_width_over_seeds(self, level: float) -> float:
-        """Half width of the t interval over seeds, at this level."""
+        """Return the half width of the t interval over seeds."""
         return _half_width(self.by_seed, level)
 
     def half_width_over_images(self, level: float) -> float:
-        """Half width of the t interval over test images, at this level, but not less than a bound.
+        """Return the half width of the t interval over test images, or a lower bound if larger.
 
-        The bound matters if hardly an image differs, which makes the t interval too narrow. It is
-        -ln(level) / n for n images: if this share of all images differed, the chance to find none
-        among n would be the level. At the level 0.05, this is the rule of three (Hanley and
-        Lippman-Hand 1983).
+        If hardly any image differs, the t interval is too narrow, and the bound is larger. It is
+        -ln(level) / n for n images: if this share of all possible images differed, the chance that
+        none of n images differs would be the level. At the level 0.05, this is the rule of three
+        (Hanley and Lippman-Hand 1983).
         """
-        least = -100 * math.log(level) / len(self.by_image)
-        return max(_half_width(self.by_image, level), least)
+        lower_bound = -100 * math.log(level) / len(self.by_image)
+        return max(_half_width(self.by_image, level), lower_bound)
 
     def half_width(self, level: float) -> float:
-        """Half width over seeds and images, added in quadrature, at this level."""
+        """Return the half width over seeds and images, added in quadrature."""
         return math.hypot(self.half_width_over_seeds(level), self.half_width_over_images(level))
 
     def p_value(self) -> float:
-        """The level at which the interval over seeds and images just reaches 0."""
+        """Return the level at which the interval over seeds and images just reaches 0."""
         distance = abs(self.mean)
         if self.half_width(MIN_P_VALUE) <= distance:
             return MIN_P_VALUE
@@ -83,23 +82,24 @@ class Difference:
         return float(p_value)
 
     def detectable(self, level: float) -> float:
-        """The true difference that would be found at this level with a chance of `POWER`."""
-        # It is missed, with a chance of 1 - POWER, if the measured difference is too far below it.
-        # That is one tail, and a half width at a level has half of the level in each tail.
+        """Return the true difference that would be found at this level with a chance of `POWER`."""
+        # A true difference is missed if the measured one is too far below it. This one tail must
+        # have a chance of 1 - POWER. A half width has half of its level in each tail.
         return self.half_width(level) + self.half_width(2 * (1 - POWER))
 
 
 def _half_width(values: FloatArray, level: float) -> float:
-    """Half width of Student's t interval for the mean; at least two values."""
+    """Return the half width of Student's t interval for the mean of at least two values."""
     quantile = float(special.stdtrit(len(values) - 1, 1 - level / 2))
     return quantile * float(values.std(ddof=1)) / math.sqrt(len(values))
 
 
 def measured_difference(differences: FloatArray) -> Difference:
-    """The difference of two networks.
+    """Summarize the difference between two networks.
 
     Args:
-        differences: (seeds, images), -1, 0 or 1: correct minus originally correct.
+        differences: (seeds, images); -1, 0 or 1: correct (1) or not (0), minus the same of the
+            original network.
     """
     return Difference(
         by_seed=100 * differences.mean(axis=1), by_image=100 * differences.mean(axis=0)
@@ -108,47 +108,46 @@ def measured_difference(differences: FloatArray) -> Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """What the level of a claim is corrected for."""
+    """The numbers of tests for which the level of a claim is corrected."""
 
-    conversions: int = 1  # number in this call; all are compared with one original
-    # Number of finished comparisons of the folder, this one included, each with another number of
-    # seeds.
+    conversions: int = 1  # conversions in this call; all are compared with the same original
+    # Finished comparisons in the folder, including this one, each with a different number of seeds.
     looks: int = 1
 
     @property
     def level(self) -> float:
         """The level for all conversions together, at this look.
 
-        Each earlier look has had a level of its own, and the levels add up. The n-th look's is
-        LEVEL / n squared, so that all looks together have less than 1.65 times the first one's.
+        Every look has its own level, and the levels add up. The level of the n-th look is LEVEL /
+        n squared, so that the sum over all looks is less than 1.65 times the level of the first.
         """
         return LEVEL / self.looks**2
 
     @property
     def level_of_each(self) -> float:
-        """The level at which a conversion's claim holds whatever the others are (Bonferroni)."""
+        """The level of one conversion that is valid whatever the others show (Bonferroni)."""
         return self.level / self.conversions
 
 
 def holm(p_values: Mapping[str, float], tests: int) -> dict[str, float]:
-    """p-values that are corrected for several tests by Holm's method.
+    """Correct p-values for several tests by Holm's method.
 
     Args:
-        p_values: p-values by the name of the test.
+        p_values: Name of each test -> its p-value.
         tests: Number of all tests, including those that have no p-value yet.
     """
     corrected = {}
-    largest = 0.0
-    by_size = sorted(p_values.items(), key=lambda item: item[1])
-    for rank, (name, p_value) in enumerate(by_size):
-        largest = max(largest, (tests - rank) * p_value)
-        corrected[name] = min(1.0, largest)
+    largest_so_far = 0.0
+    ascending = sorted(p_values.items(), key=lambda item: item[1])
+    for rank, (name, p_value) in enumerate(ascending):
+        largest_so_far = max(largest_so_far, (tests - rank) * p_value)
+        corrected[name] = min(1.0, largest_so_far)
     return corrected
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArmResult:
-    """What is known of an arm."""
+    """The results of one arm, over its finished runs."""
 
     label: str
     seeds: tuple[int, ...]  # of the finished runs
@@ -156,31 +155,32 @@ class ArmResult:
     macs: int | None  # for one image; None if they could not be counted
     step_ms: float  # median over the runs
     images_per_second: float  # in training; median over the runs
-    peak_mib: float | None  # of a GPU's memory, in training; largest of the runs; None on a CPU
+    peak_mib: float | None  # peak GPU memory in training; maximum over the runs; None on a CPU
     top1: float  # mean over the runs, in percent
     top1_deviation: float | None  # standard deviation over the runs; None for one run
     # Before training: mean over the runs, in percent. None if no run recorded it.
     top1_before: float | None = None
-    # The difference to the network as it is, paired by seed. That network itself, and an arm
-    # without a seed in common with it, have the defaults.
+    # The following fields, up to `slower`, compare the arm with the original, paired by seed. The
+    # original itself, and an arm that has no seed in common with it, have the defaults.
     differences: tuple[float, ...] = ()  # percentage points, for each seed that both have
-    over_seeds: Interval | None = None  # by Student's t; None also for one seed
-    over_images: Interval | None = None  # over the test images; by Student's t
-    # These four are None also if there are fewer than MIN_SEEDS seeds.
-    half_width: float | None = None  # 95 %, over seeds and test images together
+    over_seeds: Interval | None = None  # by Student's t; also None for one seed
+    over_images: Interval | None = None  # over the test images, by Student's t
+    # The next four are also None if there are fewer than MIN_SEEDS seeds.
+    half_width: float | None = None  # of the 95 % interval over seeds and test images together
     p_value: float | None = None  # of this arm alone
-    p_corrected: float | None = None  # for the number of conversions and of looks
-    detectable: float | None = None  # points; would have been found four times in five
-    # Time of a step, as a multiple of the original's; None also if other devices trained it.
+    p_corrected: float | None = None  # corrected for the number of conversions and of looks
+    # True difference, in points, that would be found with a chance of POWER.
+    detectable: float | None = None
+    # Step time as a multiple of the original's; also None if they were trained on other devices.
     slower: float | None = None
-    # How far positions moved: mean over the runs; None without DCLS layers.
+    # How far positions moved: means over the runs; None without DCLS layers.
     distance: float | None = None  # cells; mean over the elements
-    outside: float | None = None  # share of the elements that end outside the old kernel
-    sentence: str | None = None  # None where there is no difference
+    outside: float | None = None  # share of elements that are outside the old kernel in the end
+    sentence: str | None = None  # None if the arm is not compared with the original
 
 
-def results(runs: Sequence[Run], correction: Correction) -> tuple[ArmResult, ...]:
-    """The result of each arm, in the order of the runs."""
+def compare_arms(runs: Sequence[Run], correction: Correction) -> tuple[ArmResult, ...]:
+    """Return the result of each arm, in the order of the runs."""
     by_arm: dict[str, dict[int, Run]] = {}
     for run in runs:
         by_arm.setdefault(run.arm.label, {})[run.seed] = run
@@ -191,25 +191,25 @@ def results(runs: Sequence[Run], correction: Correction) -> tuple[ArmResult, ...
         if label != AS_IT_IS and difference is not None:
             differences[label] = difference
     p_corrected = _corrected_p_values(differences, correction)
-    found = []
+    results = []
     for label, arm_runs in by_arm.items():
         result = _own_result(label, list(arm_runs.values()))
         if label in differences:
-            result = _compared_result(
+            result = _with_difference(
                 result,
                 differences[label],
                 correction,
                 p_corrected=p_corrected.get(label),
                 time_ratio=_time_ratio(arm_runs, original),
             )
-        found.append(result)
-    return tuple(found)
+        results.append(result)
+    return tuple(results)
 
 
 def _corrected_p_values(
     differences: Mapping[str, Difference], correction: Correction
 ) -> dict[str, float]:
-    """p-values by label, of differences over enough seeds; to be compared with `LEVEL`."""
+    """Return corrected p-values by label, for arms with enough seeds; significant up to `LEVEL`."""
     p_values = {}
     for label, difference in differences.items():
         if len(difference.by_seed) >= MIN_SEEDS:
@@ -221,8 +221,8 @@ def _corrected_p_values(
 
 
 def _paired_difference(runs: Mapping[int, Run], original: Mapping[int, Run]) -> Difference | None:
-    """An arm's difference to the network as it is; None without a seed in common."""
-    differences = []  # of each pair: (images,), -1, 0 or 1
+    """Return the difference of an arm from the original; None if they have no seed in common."""
+    differences = []  # for each pair of runs: (images,), -1, 0 or 1
     for seed, run in runs.items():
         if seed in original:
             differences.append(run.correct() - original[seed].correct())
@@ -232,7 +232,7 @@ def _paired_difference(runs: Mapping[int, Run], original: Mapping[int, Run]) -> 
 
 
 def _own_result(label: str, runs: Sequence[Run]) -> ArmResult:
-    """An arm's result from its runs alone."""
+    """Return an arm's result without its difference from the original."""
     top1 = [run.top1[-1] for run in runs]
     top1_deviation = None
     if len(top1) > 1:
@@ -272,7 +272,7 @@ def _median_step_ms(runs: Iterable[Run]) -> float:
     return statistics.median(run.step_ms for run in runs)
 
 
-def _compared_result(
+def _with_difference(
     result: ArmResult,
     difference: Difference,
     correction: Correction,
@@ -280,14 +280,14 @@ def _compared_result(
     p_corrected: float | None,
     time_ratio: float | None,
 ) -> ArmResult:
-    """An arm's result with its difference to the network as it is.
+    """Return an arm's result with its difference from the original filled in.
 
-    Without a corrected p-value there are too few seeds for an answer.
+    `p_corrected` is None if there are too few seeds for an answer.
     """
     over_seeds = None
     if len(difference.by_seed) > 1:
         over_seeds = _interval(difference.mean, difference.half_width_over_seeds(LEVEL))
-    said = sentence(difference, p_corrected, correction, time_ratio)
+    text = sentence(difference, p_corrected, correction, time_ratio)
     result = replace(
         result,
         differences=tuple(difference.by_seed.tolist()),
@@ -295,7 +295,7 @@ def _compared_result(
         over_images=_interval(difference.mean, difference.half_width_over_images(LEVEL)),
         p_corrected=p_corrected,
         slower=time_ratio,
-        sentence=f"{result.label}: {said}",
+        sentence=f"{result.label}: {text}",
     )
     if p_corrected is None:
         return result
@@ -312,22 +312,22 @@ def _interval(mean: float, half_width: float) -> Interval:
 
 
 def _time_ratio(runs: Mapping[int, Run], original: Mapping[int, Run]) -> float | None:
-    """Time of a step as a multiple of the original's, over pairs that one device trained.
+    """Return the step time as a multiple of the original's, over pairs trained on equal devices.
 
-    None if there is no such pair.
+    It is None if there is no such pair.
     """
-    own = []
-    others = []
+    paired_runs = []
+    paired_originals = []
     for seed, run in runs.items():
-        other = original.get(seed)
-        if other is None:
+        original_run = original.get(seed)
+        if original_run is None:
             continue
-        if (run.device, run.processes) == (other.device, other.processes):
-            own.append(run)
-            others.append(other)
-    if not own:
+        if (run.device, run.processes) == (original_run.device, original_run.processes):
+            paired_runs.append(run)
+            paired_originals.append(original_run)
+    if not paired_runs:
         return None
-    return _median_step_ms(own) / _median_step_ms(others)
+    return _median_step_ms(paired_runs) / _median_step_ms(paired_originals)
 
 
 def _time_in_words(time_ratio: float | None) -> str:
@@ -344,33 +344,34 @@ def sentence(
     correction: Correction,
     time_ratio: float | None,
 ) -> str:
-    """What the difference says, in words.
+    """State what the difference shows.
 
-    Claims, of a difference or of none, hold at the corrected level; `±` is a half width of 95 %.
+    Claims that there is a difference, or none, hold at the corrected level. The `±` is the half
+    width of a 95 % interval.
 
     Args:
-        difference: To the network as it is.
-        p_corrected: Its p-value, corrected; None for too few seeds.
-        correction: What the level is corrected for.
-        time_ratio: Time of a step as a multiple of the original's; None if they were trained on
+        difference: Difference from the original.
+        p_corrected: Corrected p-value of the difference; None if there are too few seeds.
+        correction: The numbers of tests for which the level is corrected.
+        time_ratio: Step time as a multiple of the original's; None if they were trained on
             different devices.
     """
-    every_difference = ", ".join(f"{one:+.1f}" for one in difference.by_seed)
+    all_differences = ", ".join(f"{points:+.1f}" for points in difference.by_seed)
     if p_corrected is None:
-        return f"too few seeds to tell: differences of {every_difference} points"
+        return f"too few seeds to tell: differences of {all_differences} points"
     time = _time_in_words(time_ratio)
     mean = difference.mean
-    half = difference.half_width(LEVEL)
+    half_width = difference.half_width(LEVEL)
     if p_corrected <= LEVEL:
         effect = "helps" if mean > 0 else "harms"
-        return f"{effect} by {abs(mean):.1f} ± {half:.1f} points {time}"
-    if abs(mean) >= half:
-        return f"{mean:+.1f} ± {half:.1f} points: significant alone, but not after correction"
+        return f"{effect} by {abs(mean):.1f} ± {half_width:.1f} points {time}"
+    if abs(mean) >= half_width:
+        return f"{mean:+.1f} ± {half_width:.1f} points: significant alone, but not after correction"
     largest = abs(mean) + difference.half_width(correction.level_of_each)
     if largest > MAX_INCONCLUSIVE:
         scarce = "test images"
         if difference.half_width_over_seeds(LEVEL) > difference.half_width_over_images(LEVEL):
             scarce = "seeds"
-        return f"too few {scarce} to tell: differences of {every_difference} points"
+        return f"too few {scarce} to tell: differences of {all_differences} points"
     rounded_up = math.ceil(10 * largest) / 10
     return f"no difference larger than {rounded_up:.1f} points, {time}"

@@ -1,4 +1,4 @@
-"""The networks that a comparison trains: one as it is, and one for each way of converting it."""
+"""The networks that a comparison trains: the original, and one for each way of converting it."""
 
 import functools
 from collections.abc import Sequence
@@ -23,22 +23,22 @@ from ..surgery.fold import fold_to_dense_
 from ..sweeps.results import RequestedSize
 
 AS_IT_IS = "as it is"
-# frozen: converted, with positions that stay where they start.
-# dense: not converted; plain convolutions whose kernels have the window's size ("large kernels").
+# frozen: converted, but positions are not trained.
+# dense: not converted; has plain convolutions with kernels of the window's size ("large kernels").
 ArmKind = Literal["original", "converted", "frozen", "dense"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arm:
-    """A network of a comparison."""
+    """One of the networks that a comparison trains."""
 
     kind: ArmKind = "original"
-    size: RequestedSize | None = None  # of the window; None: as the rules state
-    positions: Positions = "normal"  # where they start, for random starts
+    size: RequestedSize | None = None  # of the window; None: chosen by the rules
+    positions: Positions = "normal"  # initial positions of a random start
 
     @property
     def label(self) -> str:
-        """ "as it is", "17x17", "+4", "17x17 uniform", "17x17 frozen"; "auto" without a size."""
+        """ "as it is", "17x17", "+4", "17x17 uniform", "17x17 frozen", or "auto" without a size."""
         if self.kind == "original":
             return AS_IT_IS
         if self.size is None:
@@ -57,17 +57,17 @@ class Arm:
 
     @property
     def file_name(self) -> str:
-        """The label, without spaces."""
+        """The label with hyphens instead of spaces."""
         return self.label.replace(" ", "-")
 
 
 def make_arms(
     sizes: Sequence[RequestedSize | None], starts: Sequence[Positions], *, ablate: bool = False
 ) -> list[Arm]:
-    """The network as it is, and converted to each size, from each start.
+    """Return the arms: the original, then every size with all initial positions in `starts`.
 
-    With `ablate`, each converted network also has an arm with frozen positions, and each size one
-    with large kernels.
+    With `ablate`, each converted network also gets an arm with frozen positions, and each size an
+    arm with large kernels.
     """
     arms = [Arm()]
     for size in sizes:
@@ -81,37 +81,37 @@ def make_arms(
 
 
 def check_arms(request: ConversionRequest, arms: Sequence[Arm]) -> None:
-    """Plan each arm from names and shapes alone, before images and weights are read.
+    """Plan every arm from names and shapes, to find mistakes before images and weights are read.
 
     Raises:
-        DclsConvertError: The network does not take a size.
+        DclsConvertError: A size does not fit the network.
     """
     options = request.options
     if options.scope == ERROR_SCOPE:
         options = replace(options, scope="model")
-    bare = replace(request.without_images(), options=options, pretrained=False, weights=None)
-    loaded = LoadedNetwork(bare)
+    untrained = replace(request.without_images(), options=options, pretrained=False, weights=None)
+    loaded = LoadedNetwork(untrained)
     if loaded.source is None or loaded.source.kind not in LIBRARY_KINDS:
-        return  # code of the user's own, which may need the number of classes
+        return  # the user's own code, which may need the number of classes
     for size in dict.fromkeys(arm.size for arm in arms if arm.kind != "original"):
         resolve(loaded, replace(options, dilated_size=size or AUTO))
 
 
 @dataclass(kw_only=True, slots=True)
 class ArmNetwork:
-    """A network before it is trained."""
+    """The network of an arm, before it is trained."""
 
     model: nn.Module
-    plan: ConversionPlan | None = None  # None: without DCLS layers
+    plan: ConversionPlan | None = None  # None if it has no DCLS layers
     macs: int | None
-    start: list[Tensor] = field(init=False)  # copies of the positions tensors (A, *C, E)
+    initial_positions: list[Tensor] = field(init=False)  # copies of the tensors: (A, *C, E)
 
     def __post_init__(self) -> None:
-        positions = position_parameters(self.model, "positions")
-        self.start = [one.tensor.detach().clone() for one in positions]
+        parameters = position_parameters(self.model, "positions")
+        self.initial_positions = [parameter.tensor.detach().clone() for parameter in parameters]
 
     def position_shift(self, trained: nn.Module) -> "PositionShift | None":
-        """How far positions moved in training; None without DCLS layers.
+        """Return how far positions moved in training; None without DCLS layers.
 
         Args:
             trained: The same network after training, on the CPU.
@@ -119,20 +119,21 @@ class ArmNetwork:
         if self.plan is None:
             return None
         layer_plans = {layer.name: layer for layer in self.plan.layers}
-        distances = []  # for each positions tensor: cells, of its elements
-        counts = []  # for each positions tensor: coordinates in it
-        outside = []  # for each positions tensor: share of its elements outside the old kernel
-        outside_before = []
-        positions = position_parameters(trained, "positions")
-        for start, parameter in zip(self.start, positions, strict=True):
-            now = parameter.tensor.detach().double()
-            distances.append((now - start.double()).square().sum(0).sqrt().flatten())
+        # For each positions tensor:
+        distances = []  # how far each element moved, in cells: (elements,)
+        counts = []  # number of coordinates
+        outside = []  # share of elements outside the old kernel
+        outside_before = []  # the same before training
+        parameters = position_parameters(trained, "positions")
+        for before, parameter in zip(self.initial_positions, parameters, strict=True):
+            after = parameter.tensor.detach().double()
+            distances.append((after - before.double()).square().sum(0).sqrt().flatten())
             name, layer = next(iter(parameter.layers.items()))
             extents = layer_plans[name].extents
             old_sides = [extents[axis] for axis in layer.learnt_axes]
-            counts.append(now.numel())
-            outside.append(outside_share(now, old_sides))
-            outside_before.append(outside_share(start, old_sides))
+            counts.append(after.numel())
+            outside.append(outside_share(after, old_sides))
+            outside_before.append(outside_share(before, old_sides))
         return PositionShift(
             distance=float(torch.cat(distances).mean()),
             outside=_weighted_mean(outside, counts),
@@ -152,14 +153,15 @@ class PositionShift:
     """How far the positions of a network moved in training."""
 
     distance: float  # cells; mean over all elements
-    outside: float  # share of the elements that lie outside the old kernel after training
+    outside: float  # share of elements outside the old kernel after training
     outside_before: float  # the same before training
 
 
 def make_network(request: ConversionRequest, arm: Arm, *, note: Note = silent) -> ArmNetwork:
-    """The network of an arm.
+    """Build the network of an arm.
 
-    Layers that are not converted have the weights that the request's seed gives them, in every arm.
+    Layers that are not converted start with the same weights in every arm; random ones depend only
+    on the request's seed.
     """
     load = functools.partial(LoadedNetwork, note=note)
     if arm.kind == "original":
@@ -178,9 +180,9 @@ def make_network(request: ConversionRequest, arm: Arm, *, note: Note = silent) -
 
 
 def _large_kernel_request(request: ConversionRequest, options: PlanOptions) -> ConversionRequest:
-    """The request for a network with an element for every cell of the old kernels.
+    """Return the request for a network with one element for every cell of the old kernels.
 
-    Folded, its kernels are the old ones in larger windows.
+    When it is folded, its kernels are the old ones, padded to larger windows.
     """
     options = replace(
         options, kernel_count=EXACT, scope="auto", budget=DEFAULT_BUDGET, interpolation=None
@@ -189,11 +191,11 @@ def _large_kernel_request(request: ConversionRequest, options: PlanOptions) -> C
 
 
 def _make_large_kernel_network(loaded: LoadedNetwork) -> ArmNetwork:
-    """A network of plain convolutions with a weight in every cell of the window.
+    """Build a network of plain convolutions with a weight in every cell of the window.
 
     Args:
-        loaded: Of a `_large_kernel_request`, so that the kernels start as the old ones with zeros
-            around them.
+        loaded: Loaded from a `_large_kernel_request`, so that the kernels start as the old ones,
+            padded with zeros.
     """
     conversion = convert_network_(loaded, resolve(loaded))
     fold_to_dense_(conversion.model)

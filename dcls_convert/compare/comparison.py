@@ -1,4 +1,4 @@
-"""A comparison by training: the network as it is beside its conversions, and the answer."""
+"""Compare a network with its conversions by training them, and store the results."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -8,11 +8,11 @@ from pathlib import Path
 from ..atomic_output import new_file
 from ..progress import Notify
 from ..records import Record
-from .arm_results import MIN_SEEDS, ArmResult, Correction, results
+from .arm_results import MIN_SEEDS, ArmResult, Correction, compare_arms
 from .arms import Arm
 from .run_plan import RunPlan
 from .settings import Settings
-from .trainer import Run, Trainer, in_turns
+from .trainer import Run, Trainer, runs_by_seed
 
 COMPARISON = "comparison.json"
 
@@ -26,8 +26,8 @@ class Comparison(Record):
     arms: tuple[ArmResult, ...]
     runs: tuple[Run, ...]
     missing: tuple[str, ...]  # runs that are not finished yet
-    interrupted: bool = False  # whether this call was, before its runs were finished
-    # Numbers of seeds of the finished comparisons that were written into this folder.
+    interrupted: bool = False  # whether this call was interrupted before its runs were finished
+    # For each finished comparison that was written into this folder, its number of seeds.
     looks: tuple[int, ...] = ()
     correction: Correction = field(default_factory=Correction)
 
@@ -37,15 +37,15 @@ def train_pending(
 ) -> Comparison:
     """Train the planned runs, and compare all finished ones.
 
-    `comparison.json` is written after each run.
-    An interrupt ends the training. The comparison is then of the runs that are finished.
+    `comparison.json` is written after each run. An interrupt ends the training; the comparison then
+    has the runs that are finished.
 
     Raises:
-        KeyboardInterrupt: An interrupt before any run is finished.
+        KeyboardInterrupt: Interrupted before any run was finished.
     """
-    owners: dict[tuple[Arm, int], str] = {}  # of runs that other processes train
+    owners: dict[tuple[Arm, int], str] = {}  # runs that other processes are training -> process
     try:
-        # First the free runs; then those whose owner turns out to be dead, which takes a while.
+        # First train the runs that are free. Then wait for the others, in case their owner is dead.
         for wait in (False, True):
             for number, (arm, seed) in enumerate(plan.runs):
                 if wait and (arm, seed) not in owners:
@@ -65,9 +65,9 @@ def train_pending(
     return _write_comparison(trainer, arms, seeds, owners)
 
 
-def _notify_run(notify: Notify, number: int, count: int, what: str, *_: int) -> None:
-    """Say what is being done in a run, as a step of all runs; `number` counts from 0."""
-    notify(f"run {number + 1} of {count}, {what}", number, count)
+def _notify_run(notify: Notify, number: int, count: int, message: str, *_: int) -> None:
+    """Report progress within a run as progress over all runs; `number` counts from 0."""
+    notify(f"run {number + 1} of {count}, {message}", number, count)
 
 
 def _write_comparison(
@@ -76,34 +76,34 @@ def _write_comparison(
     seeds: Sequence[int],
     owners: Mapping[tuple[Arm, int], str],
 ) -> Comparison:
-    """The comparison of all finished runs; the first process also writes it as `comparison.json`.
+    """Compare all finished runs. The first process also writes `comparison.json`.
 
-    Meanwhile, another call may finish a run and write the file with more runs. This process would
-    replace it by one with fewer, so it writes again until no run was finished in the meantime.
+    While it writes, another call may finish a run and write a file with more runs, which this
+    process would replace. So it writes again until no run was finished in the meantime.
     """
-    comparison = _comparison_of(trainer, arms, seeds, owners)
+    comparison = _compare_finished(trainer, arms, seeds, owners)
     if not trainer.accelerator.is_main_process:
         return comparison
     while True:
         with new_file(trainer.folder / COMPARISON, force=True) as partial_path:
             partial_path.write_text(comparison.to_json())
         written = comparison
-        comparison = _comparison_of(trainer, arms, seeds, owners)
+        comparison = _compare_finished(trainer, arms, seeds, owners)
         if len(comparison.runs) == len(written.runs):
             return comparison
 
 
-def _comparison_of(
+def _compare_finished(
     trainer: Trainer,
     arms: Sequence[Arm],
     seeds: Sequence[int],
     owners: Mapping[tuple[Arm, int], str],
 ) -> Comparison:
-    found: dict[tuple[Arm, int], Run | None] = {}
-    for arm, seed in in_turns(arms, seeds):
-        found[arm, seed] = trainer.finished(arm, seed)
+    run_of: dict[tuple[Arm, int], Run | None] = {}
+    for arm, seed in runs_by_seed(arms, seeds):
+        run_of[arm, seed] = trainer.finished(arm, seed)
     missing = []
-    for (arm, seed), run in found.items():
+    for (arm, seed), run in run_of.items():
         owner = owners.get((arm, seed))
         if run is None and owner is None:
             missing.append(f"{arm.label}, seed {seed}")
@@ -112,26 +112,26 @@ def _comparison_of(
     runs = []
     for arm in arms:
         for seed in seeds:
-            run = found[arm, seed]
+            run = run_of[arm, seed]
             if run is not None:
                 runs.append(run)
     looks = _looks(trainer.folder)
-    with_this = tuple(dict.fromkeys([*looks, len(seeds)]))
-    # With fewer seeds than an answer needs, nothing could be claimed: these do not count as looks.
-    answers = [number for number in with_this if number >= MIN_SEEDS]
-    correction = Correction(conversions=len(arms) - 1, looks=max(1, len(answers)))
+    looks_with_this = tuple(dict.fromkeys([*looks, len(seeds)]))
+    # With fewer than MIN_SEEDS seeds nothing could be claimed, so these looks do not count.
+    counted_looks = [seed_count for seed_count in looks_with_this if seed_count >= MIN_SEEDS]
+    correction = Correction(conversions=len(arms) - 1, looks=max(1, len(counted_looks)))
     return Comparison(
         settings=trainer.settings,
-        arms=results(runs, correction),
+        arms=compare_arms(runs, correction),
         runs=tuple(runs),
         missing=tuple(missing),
-        looks=looks if missing else with_this,
+        looks=looks if missing else looks_with_this,
         correction=correction,
     )
 
 
 def _looks(folder: Path) -> tuple[int, ...]:
-    """Numbers of seeds of the finished comparisons in a folder so far."""
+    """Return the number of seeds of each comparison that was finished in a folder so far."""
     path = folder / COMPARISON
     if not path.exists():
         return ()

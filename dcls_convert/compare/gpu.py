@@ -1,4 +1,4 @@
-"""Check depthwise layers on a device, and time a network there: a row for each measurement."""
+"""Check depthwise layers on a device, and time a network there. Each measurement is a row."""
 
 import contextlib
 import copy
@@ -33,73 +33,74 @@ from ..sweeps.timing import (
 )
 from ..text import one_line, shown
 
-# proof: the accuracy of matrix products; network, layer: the time of these.
+# proof: accuracy of the matrix products; network, layer: times.
 Part = Literal["proof", "network", "layer"]
 Work = Literal["inference", "training"]
 
 WORKS: tuple[Work, ...] = ("inference", "training")
 ALGORITHMS: tuple[Preference, ...] = ("torch", "matmul")
 GPU_BATCHES = (64, 8, 1)
-CPU_BATCHES = (2, 1)  # for a trial of the command
-# What the accuracy is checked with.
+CPU_BATCHES = (2, 1)  # small, since they only serve to try the command
+# Sizes of the accuracy check.
 ACCURACY_WINDOW = 17
 ACCURACY_IMAGES = 2
-# (channels, side of the map). The last one's banks of shifted windows exceed what is made at once
-# (matmul.MAX_BYTES) in every dtype, so its channels are taken in parts.
+# (channels, side of the map). The last one exceeds matmul.MAX_BYTES in every dtype, so its channels
+# are processed in parts.
 ACCURACY_MAPS = ((8, 7), (8, 13), (8, 16), (1600, 28))
-# Largest relative error, norm by norm, of results whose inputs are exact. Rounding the result alone
-# gives a fifth of the first two; TF32, or a reduction in a lower precision, exceeds the last.
+# Maximum relative error, in Frobenius norms, of results of exact inputs. The first two limits are
+# about five times the error of rounding the result; TF32, or a reduction in a lower precision,
+# exceeds the last.
 MAX_ERROR = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
-MS_OF_A_ROUND = 100.0
-MAX_CALLS = 50  # in a round
+ROUND_MS = 100.0
+MAX_CALLS = 50  # per round
 ROUNDS = 3
-MIN_GAIN = 1.1  # by which another algorithm must be faster for the verdict to name it
+MIN_GAIN = 1.1  # the verdict names another algorithm only if it is this many times as fast
 OUT_OF_MEMORY = "out of memory"
 MIB = 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuRow:
-    """One measurement. None: not measured, or it does not apply."""
+    """One measurement. None means not measured, or not applicable."""
 
     part: Part
     what: str
-    # The algorithm asked for; None: layers that the package does not compute.
+    # The requested algorithm; None if the layers are not computed by this package.
     way: Preference | None = None
     work: Work | None = None
     batch: int
-    error: float | None = None  # relative, of the output or of a gradient, the largest
-    ms: float | None = None  # median of a call
+    error: float | None = None  # largest relative error of the output and the gradients
+    ms: float | None = None  # median time of a call
     images_per_second: float | None = None
-    peak_mib: float | None = None  # most memory that torch has allocated, weights included
+    peak_mib: float | None = None  # peak memory allocated by torch, weights included
     problem: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuReport(Record):
-    """All rows, and what they were measured with."""
+    """All rows, and the environment in which they were measured."""
 
     format: int = 1
     model: str
-    device: str  # its name
+    device: str  # name
     torch: str  # version
     backend: str | None  # version of CUDA or ROCm
-    dtype: str  # of autocast, for networks and layers
+    dtype: str  # autocast dtype of networks and layers
     rows: tuple[GpuRow, ...]
-    not_begun: int  # measurements of networks and layers for which the time was too short
-    choices: tuple[str, ...]  # algorithms that the package chose itself, in the networks
+    not_begun: int  # timings that did not fit into the time limit
+    choices: tuple[str, ...]  # algorithms that the package itself chose in the networks
     verdict: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Case:
-    """What is timed, for any batch."""
+    """A network or a layer to be timed, for any batch size."""
 
     part: Part
-    what: str
+    name: str
     model: nn.Module
     input: Tensor  # for one image
-    algorithm: Preference | None  # None: as in a row
+    algorithm: Preference | None  # None if the layers are not computed by this package
     work: Work
 
 
@@ -109,16 +110,16 @@ class GpuCheck:
     Args:
         loaded: The network, and how to convert it.
         device: A device from `gpu_device`.
-        seconds: After which no measurement is begun.
+        seconds: Time after which no further measurement is started.
 
     Raises:
-        DclsConvertError: The network cannot be loaded or converted, or takes no known input.
+        DclsConvertError: The network cannot be loaded or converted, or its input size is unknown.
     """
 
     def __init__(self, loaded: LoadedNetwork, device: torch.device, seconds: float) -> None:
         self.end = time.monotonic() + seconds
         self.rows: list[GpuRow] = []  # of the measurements so far
-        self.not_begun = 0  # measurements, until their turn comes
+        self.not_begun = 0  # timings that are still to be started
         self.device = device
         self.model = str(loaded.request.model)
         input_size = loaded.convs.input_size
@@ -137,9 +138,9 @@ class GpuCheck:
         fold_to_dense_(self.folded)
 
     def measure(self) -> Iterator[GpuRow]:
-        """Make all measurements; yield the row of each as soon as it is made.
+        """Make all measurements. Yield the row of each as soon as it is done.
 
-        Compiled networks are last, since compiling takes about a minute for each.
+        Compiled networks come last, since compiling each one takes about a minute.
         """
         for row in self._measured_rows():
             self.rows.append(row)
@@ -158,7 +159,7 @@ class GpuCheck:
             yield from self._timed_rows(case, batch)
 
     def report(self) -> GpuReport:
-        """The rows so far, the package's choices so far, and the verdict on them."""
+        """Return the rows so far, the package's choices so far, and the verdict on them."""
         name = str(self.device)
         if self.device.type == "cuda":
             name = torch.cuda.get_device_name(self.device)
@@ -175,18 +176,18 @@ class GpuCheck:
         )
 
     def _accuracy_rows(self) -> Iterator[GpuRow]:
-        """The largest error of matrix products for each map and dtype."""
+        """Measure the largest error of matrix products for each map and dtype."""
         for channels, side in ACCURACY_MAPS:
-            for dtype, most in MAX_ERROR.items():
+            for dtype, max_error in MAX_ERROR.items():
                 error = None
                 problem = None
                 try:
                     with full_precision(), forced_algorithm("matmul"):
                         error = largest_error(channels, side, dtype, self.device)
-                except Exception as failure:  # of a library on this device: what is to be found
+                except Exception as failure:  # finding failures of libraries is what this is for
                     problem = _reason(failure)
-                if error is not None and not error <= most:  # NaN too
-                    problem = f"wrong: {error:.1e}, where {most:g} is allowed"
+                if error is not None and not error <= max_error:  # also true for NaN
+                    problem = f"wrong: {error:.1e}, where {max_error:g} is allowed"
                     error = None
                 yield GpuRow(
                     part="proof",
@@ -216,11 +217,11 @@ class GpuCheck:
         return cases
 
     def _network_case(
-        self, what: str, model: nn.Module, algorithm: Preference | None, work: Work
+        self, name: str, model: nn.Module, algorithm: Preference | None, work: Work
     ) -> _Case:
         return _Case(
             part="network",
-            what=what,
+            name=name,
             model=model,
             input=self.image,
             algorithm=algorithm,
@@ -228,16 +229,16 @@ class GpuCheck:
         )
 
     def _layer_cases(self) -> list[_Case]:
-        """Both algorithms for each kind of depthwise layer in the network."""
+        """Return cases of both algorithms for each distinct depthwise layer of the network."""
         cases = []
         for layer, maps in self._distinct_layers():
             size = f"{layer.in_channels} channels of {size_text(maps.shape[2:])}"
-            what = f"{size}, {size_text(layer.dilated_kernel_size)}"
+            name = f"{size}, {size_text(layer.dilated_kernel_size)}"
             for work in WORKS:
                 for algorithm in ALGORITHMS:
                     case = _Case(
                         part="layer",
-                        what=what,
+                        name=name,
                         model=layer,
                         input=maps,
                         algorithm=algorithm,
@@ -247,10 +248,10 @@ class GpuCheck:
         return cases
 
     def _distinct_layers(self) -> list[tuple[DclsConv2d, Tensor]]:
-        """One depthwise layer of each kind, with its input for one image."""
+        """Return one depthwise layer of each kind, with its input for one image."""
         layers: dict[object, tuple[DclsConv2d, Tensor]] = {}
 
-        def note(layer: Any, arguments: tuple[Tensor, ...]) -> None:
+        def record_input(layer: Any, arguments: tuple[Tensor, ...]) -> None:
             maps = arguments[0]
             kind = (maps.shape, layer.dilated_kernel_size, layer.stride)
             if layer.groups == layer.in_channels:
@@ -259,14 +260,14 @@ class GpuCheck:
         hooks = []
         for module in self.converted.modules():
             if isinstance(module, DclsConv2d):
-                hooks.append(module.register_forward_pre_hook(note))
+                hooks.append(module.register_forward_pre_hook(record_input))
         forward_pass(self.converted, self.image, self.autocast)()
         for hook in hooks:
             hook.remove()
         return list(layers.values())
 
     def _timed_rows(self, case: _Case, batch: int) -> Iterator[GpuRow]:
-        """The row of a case; if memory is exhausted, another one for half of the batch."""
+        """Time a case. If memory is exhausted, yield that row and retry with half the batch."""
         while batch:
             row = self._timed_row(case, batch)
             yield row
@@ -275,55 +276,55 @@ class GpuCheck:
             batch //= 2
 
     def _timed_row(self, case: _Case, batch: int) -> GpuRow:
-        known: dict[str, Any]
+        outcome: dict[str, Any]
         try:
             with forced_algorithm(case.algorithm or "auto"):
-                known = self._time(case, batch)
-        except Exception as failure:  # of a library or compiler: a result for this device
-            known = {"problem": _reason(failure)}
+                outcome = self._time(case, batch)
+        except Exception as failure:  # a library or compiler fails on this device: also a result
+            outcome = {"problem": _reason(failure)}
         case.model.zero_grad(set_to_none=True)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return GpuRow(
             part=case.part,
-            what=case.what,
+            what=case.name,
             way=case.algorithm,
             work=case.work,
             batch=batch,
-            **known,
+            **outcome,
         )
 
     def _time(self, case: _Case, batch: int) -> dict[str, float]:
-        """Fields of the row."""
+        """Time a case, and return the measured fields of its row."""
         memory_format = torch.contiguous_format
         if is_channels_last(case.input):
             memory_format = torch.channels_last
         images = torch.randn(batch, *case.input.shape[1:], device=self.device)
         images = images.contiguous(memory_format=memory_format)
-        # A layer inside of a network also computes its input's gradient.
+        # A layer inside a network also computes the gradient of its input.
         images.requires_grad_(case.part == "layer")
         make = forward_pass if case.work == "inference" else training_step
         call = make(case.model, images, self.autocast)
-        call()  # sets up libraries, and compiles
-        known = {}
+        call()  # initialises libraries, and compiles
+        measured = {}
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         first_ms = mean_device_milliseconds(call, 1, self.device)
         if self.device.type == "cuda":
-            known["peak_mib"] = torch.cuda.max_memory_allocated(self.device) / MIB
-        calls = min(max(1, round(MS_OF_A_ROUND / first_ms)), MAX_CALLS)
+            measured["peak_mib"] = torch.cuda.max_memory_allocated(self.device) / MIB
+        calls = min(max(1, round(ROUND_MS / first_ms)), MAX_CALLS)
         rounds_ms = []
         for _ in range(ROUNDS):
             rounds_ms.append(mean_device_milliseconds(call, calls, self.device))
         ms = statistics.median(rounds_ms)
-        return {**known, "ms": ms, "images_per_second": 1e3 * batch / ms}
+        return {**measured, "ms": ms, "images_per_second": 1e3 * batch / ms}
 
 
 def gpu_device(name: str | None) -> torch.device:
-    """The device of this name; None: the GPU.
+    """Return the device of this name; None means the GPU.
 
     Raises:
-        DclsConvertError: There is none.
+        DclsConvertError: There is no such device.
     """
     if name is None and not torch.cuda.is_available():
         raise DclsConvertError(
@@ -334,12 +335,13 @@ def gpu_device(name: str | None) -> torch.device:
 
 
 def verdict(rows: Sequence[GpuRow]) -> str:
-    """What to do, in one line: nothing, or where the environment should overrule the package."""
+    """Return one line of advice: do nothing, or override the package's choice of algorithms."""
     for row in rows:
         if row.part == "proof" and row.problem is not None:
             return f"matrix products are wrong or fail here; export {VARIABLE}=torch, and report it"
     timed = [row for row in rows if row.ms is not None]
-    own_choices = {}  # by kind: after "auto" exhausted the memory, a smaller batch has several rows
+    # By kind, since a retry with a smaller batch can give a batch size several rows.
+    own_choices = {}
     for row in timed:
         if row.what == "converted" and row.way == "auto":
             own_choices[row.what, row.work, row.batch] = row
@@ -366,10 +368,10 @@ def _ms(row: GpuRow) -> float:
 
 
 def largest_error(channels: int, side: int, dtype: torch.dtype, device: torch.device) -> float:
-    """The largest relative error of a depthwise convolution and its gradients on the device.
+    """Return the largest relative error of a depthwise convolution and its gradients.
 
-    They are compared with float64 on the CPU, in Frobenius norms. All dtypes get the same inputs,
-    rounded to bfloat16.
+    The device's results are compared with float64 on the CPU, in Frobenius norms. The inputs are
+    rounded to bfloat16, so they are the same in every dtype.
     """
     generator = torch.Generator().manual_seed(0)
     shapes = (
@@ -377,11 +379,11 @@ def largest_error(channels: int, side: int, dtype: torch.dtype, device: torch.de
         (channels, 1, ACCURACY_WINDOW, ACCURACY_WINDOW),
         (ACCURACY_IMAGES, channels, side, side),
     )
-    exact = []
+    inputs = []
     for shape in shapes:
-        exact.append(torch.randn(shape, generator=generator).bfloat16().double())
+        inputs.append(torch.randn(shape, generator=generator).bfloat16().double())
     padding = ACCURACY_WINDOW // 2
-    maps, kernel, grad = (tensor.to(dtype).to(device) for tensor in exact)
+    maps, kernel, grad = (tensor.to(dtype).to(device) for tensor in inputs)
     output = fastest_conv2d(
         maps.requires_grad_(),
         kernel.requires_grad_(),
@@ -392,20 +394,23 @@ def largest_error(channels: int, side: int, dtype: torch.dtype, device: torch.de
         channels,
     )
     results = [output, *torch.autograd.grad(output, (maps, kernel), grad)]
-    maps, kernel, grad = exact
+    maps, kernel, grad = inputs
     output = F.conv2d(
         maps.requires_grad_(), kernel.requires_grad_(), padding=padding, groups=channels
     )
     expected = [output, *torch.autograd.grad(output, (maps, kernel), grad)]
     errors = []
-    for result, wanted in zip(results, expected, strict=True):
-        errors.append((result.detach().cpu().double() - wanted).norm() / wanted.norm())
-    return torch.stack(errors).max().item()  # NaN if any is
+    for result, reference in zip(results, expected, strict=True):
+        errors.append((result.detach().cpu().double() - reference).norm() / reference.norm())
+    return torch.stack(errors).max().item()  # NaN if any error is NaN
 
 
 @contextlib.contextmanager
 def forced_algorithm(algorithm: Preference) -> Iterator[None]:
-    """Inside, depthwise layers use this algorithm; they read the variable in every forward."""
+    """Make depthwise layers use this algorithm inside the block.
+
+    They read the environment variable in every forward pass.
+    """
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = algorithm
     try:

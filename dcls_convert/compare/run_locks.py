@@ -1,7 +1,7 @@
 """Locks of runs, so that no two processes train the same run at the same time.
 
-A lock is a file in the run's folder. It names its owner, the process, which touches the file again
-and again while it lives. A lock whose owner is dead is taken over.
+A lock is a file in the run's folder that names the process that owns it. The owner touches the file
+regularly while it is alive. A lock whose owner is dead is taken over.
 """
 
 import contextlib
@@ -13,10 +13,10 @@ from pathlib import Path
 
 from ..processes import host_name, is_alive
 
-LOCK = "lock"  # name of the file
+LOCK = "lock"  # file name
 SECONDS_BETWEEN_TOUCHES = 15.0
-SECONDS_UNTIL_STALE = 60.0  # without a touch; then the owner is taken to be dead
-SECONDS_TO_SETTLE = 1.0  # in which two processes that take over a lock see one another
+SECONDS_UNTIL_STALE = 60.0  # without a touch, after which the owner counts as dead
+SECONDS_TO_SETTLE = 1.0  # time for two processes that take over the same lock to see each other
 
 
 @contextlib.contextmanager
@@ -25,10 +25,10 @@ def locked(folder: Path, *, wait: bool) -> Iterator[str | None]:
 
     Args:
         folder: Made if it is missing.
-        wait: Wait to see whether another owner of the lock still lives.
+        wait: If the lock has an owner, wait to see whether the owner is still alive.
 
     Yields:
-        None if this process has the lock now; else the owner of the lock ("HOST-PROCESS").
+        None if this process now has the lock; otherwise its owner ("HOST-PROCESS").
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK
@@ -45,14 +45,14 @@ def locked(folder: Path, *, wait: bool) -> Iterator[str | None]:
     finally:
         ended.set()
         toucher.join()
-        # A process that was suspended for long has lost its lock, and leaves that of another.
+        # If this process was suspended for long, another one may have taken over the lock.
         with contextlib.suppress(FileNotFoundError):
             if path.read_text() == own:
                 path.unlink()
 
 
 def _take_lock(path: Path, own: str, wait: bool) -> str | None:
-    """Take a lock that is free or whose owner is dead; if neither, its owner."""
+    """Take the lock if it is free or its owner is dead, and return None; else return its owner."""
     try:
         with path.open("x") as file:
             file.write(own)
@@ -63,11 +63,11 @@ def _take_lock(path: Path, own: str, wait: bool) -> str | None:
         owner = path.read_text()
         if _owner_is_alive(path, owner, wait):
             return owner
-        # Others may take over the lock at the same time: the last one to write has it.
+        # Others may take over the lock at the same time. The last one to write gets it.
         path.write_text(own)
         time.sleep(SECONDS_TO_SETTLE)
         owner = path.read_text()
-    except FileNotFoundError:  # its owner has finished the run meanwhile
+    except FileNotFoundError:  # its owner has finished the run in the meantime
         return _take_lock(path, own, wait)
     if owner == own:
         return None
@@ -75,28 +75,28 @@ def _take_lock(path: Path, own: str, wait: bool) -> str | None:
 
 
 def _owner_is_alive(path: Path, owner: str, wait: bool) -> bool:
-    """Whether the owner of a lock is alive.
+    """True if the owner of a lock is alive.
 
-    An owner on this machine is dead if no process has its number. Otherwise it counts as alive,
-    unless `wait`: then it is alive only if the file's time changes. The change counts, not the
-    time, since clocks differ.
+    An owner on this machine is dead if no process has its number. Otherwise it counts as alive. But
+    with `wait` it counts as alive only if the modification time of the file changes meanwhile. The
+    time itself is not used, since the clocks of hosts differ.
     """
     host, _, process = owner.rpartition("-")
     if host == host_name() and process.isdigit() and not is_alive(int(process)):
         return False
     if not wait:
         return True
-    touched = path.stat().st_mtime_ns
-    waited_until = time.monotonic() + SECONDS_UNTIL_STALE
-    while time.monotonic() < waited_until:
+    last_touch = path.stat().st_mtime_ns
+    deadline = time.monotonic() + SECONDS_UNTIL_STALE
+    while time.monotonic() < deadline:
         time.sleep(min(1.0, SECONDS_UNTIL_STALE / 10))
-        if path.stat().st_mtime_ns != touched:
+        if path.stat().st_mtime_ns != last_touch:
             return True
     return False
 
 
 def _touch_until(path: Path, ended: threading.Event) -> None:
-    """Touch a lock's file from time to time, until the event."""
+    """Touch the file of a lock regularly until the event is set."""
     while not ended.wait(SECONDS_BETWEEN_TOUCHES):
         with contextlib.suppress(OSError):
             os.utime(path)

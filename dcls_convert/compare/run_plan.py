@@ -1,4 +1,4 @@
-"""What a call of `compare` has to train, and how long that will take."""
+"""Plan what a call of `compare` has to train, and estimate how long it will take."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from ..progress import Notify
 from .arms import Arm
 from .settings import with_epochs
 from .stored_settings import adopt_stored_settings_, check_unused, has_begun_runs, write_settings
-from .trainer import Trainer, advice_on_memory, in_turns
+from .trainer import Trainer, advice_on_memory, runs_by_seed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,8 +17,8 @@ class RunPlan:
     """The runs of one call, and how long they will take."""
 
     runs: tuple[tuple[Arm, int], ...]  # still to be trained by this call; (arm, seed)
-    updates: int  # in an epoch
-    seconds: float  # for all of these runs
+    updates: int  # per epoch
+    seconds: float  # estimate for all these runs
 
 
 def plan_runs_(
@@ -30,23 +30,24 @@ def plan_runs_(
     only: tuple[int, int],
     notify: Notify,
 ) -> RunPlan:
-    """Find what this call has to train, and how long that takes; settle the trainer's settings.
+    """Find the runs that this call has to train, estimate their time, and fix the settings.
 
-    In a new folder, `minutes` for all runs decide the number of epochs, and the settings are
-    written. In a folder with settings, these count.
+    In a new folder, `minutes` decides the number of epochs, and the settings are written. If runs
+    have begun in the folder, its stored settings hold.
 
     Args:
         trainer: Its settings are changed.
         arms: All arms of the comparison.
-        seeds: All its seeds.
-        minutes: Time for all runs of the comparison; None: the trainer's settings state the epochs.
+        seeds: All seeds of the comparison.
+        minutes: Time for all runs of the comparison. If None, the trainer's settings state the
+            number of epochs.
         only: (i, n): this call trains the i-th of n parts of the runs.
-        notify: Told which arm is timed.
+        notify: Receives the arm that is being timed.
 
     Raises:
         CheckpointError: The folder holds a comparison with other settings, holds other things, or
             cannot be written.
-        DclsConvertError: An epoch takes longer than the minutes.
+        DclsConvertError: A single epoch of all runs takes longer than `minutes`.
     """
     runs = pending_runs(trainer, part_of_runs(arms, seeds, only))
     pending_arms = list(dict.fromkeys(arm for arm, _ in runs))
@@ -57,15 +58,15 @@ def plan_runs_(
         check_unused(trainer.folder)
         if minutes:
             epoch_seconds = time_arms(trainer, arms, notify)
-            epochs = choose_epochs(list(in_turns(arms, seeds)), epoch_seconds, minutes)
+            epochs = choose_epochs(list(runs_by_seed(arms, seeds)), epoch_seconds, minutes)
             trainer.settings = with_epochs(trainer.settings, epochs)
         else:
             epoch_seconds = time_arms(trainer, pending_arms, notify)
         if trainer.accelerator.is_main_process:
             write_settings(trainer, minutes)
     trainer.accelerator.wait_for_everyone()
-    # Several processes or jobs may have timed the arms, but only one wrote its number of epochs.
-    # All use that one.
+    # Several processes or jobs may have timed the arms and chosen different numbers of epochs. All
+    # use the number that was written.
     adopt_stored_settings_(trainer, minutes)
     epochs = trainer.settings.recipe.epochs
     seconds = sum(epochs * epoch_seconds[arm] for arm, _ in runs)
@@ -73,7 +74,7 @@ def plan_runs_(
 
 
 def pending_runs(trainer: Trainer, runs: Sequence[tuple[Arm, int]]) -> list[tuple[Arm, int]]:
-    """The runs that are not finished."""
+    """Return the runs that are not finished yet."""
     pending = []
     for arm, seed in runs:
         if trainer.finished(arm, seed) is None:
@@ -84,22 +85,23 @@ def pending_runs(trainer: Trainer, runs: Sequence[tuple[Arm, int]]) -> list[tupl
 def part_of_runs(
     arms: Sequence[Arm], seeds: Sequence[int], part: tuple[int, int]
 ) -> list[tuple[Arm, int]]:
-    """The i-th of n parts of all runs; `part` is (i, n), counted from 1.
+    """Return the i-th of n parts of all runs; `part` is (i, n), with i counted from 1.
 
-    With no more parts than seeds, a part has all arms of its seeds, so that one device trains what
-    is compared. With more, a part has runs that follow one another in turns, by seed.
+    If there are at most as many parts as seeds, each part has some seeds with all their arms, so
+    that runs that are compared are trained on the same device. If there are more, the runs, ordered
+    by seed, are split into contiguous parts.
     """
     number, parts = part
     if parts <= len(seeds):
-        return list(in_turns(arms, seeds[number - 1 :: parts]))
-    runs = list(in_turns(arms, seeds))
+        return list(runs_by_seed(arms, seeds[number - 1 :: parts]))
+    runs = list(runs_by_seed(arms, seeds))
     first = (number - 1) * len(runs) // parts
     end = number * len(runs) // parts
     return runs[first:end]
 
 
 def time_arms(trainer: Trainer, arms: Sequence[Arm], notify: Notify) -> dict[Arm, float]:
-    """Seconds of an epoch and its test, for each arm, from short trials."""
+    """Estimate the seconds of an epoch with its test, for each arm, from short trials."""
     updates = _updates_per_epoch(trainer)
     epoch_seconds = {}
     for number, arm in enumerate(arms):
@@ -118,10 +120,10 @@ def _updates_per_epoch(trainer: Trainer) -> int:
 def choose_epochs(
     all_runs: Sequence[tuple[Arm, int]], epoch_seconds: Mapping[Arm, float], minutes: float
 ) -> int:
-    """The number of epochs that all runs can do in the minutes.
+    """Return the number of epochs for which all runs fit into `minutes`.
 
     Raises:
-        DclsConvertError: Not even one.
+        DclsConvertError: Not even one epoch fits.
     """
     minutes_per_epoch = sum(epoch_seconds[arm] for arm, _ in all_runs) / 60
     if minutes < minutes_per_epoch:

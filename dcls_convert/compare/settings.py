@@ -1,4 +1,4 @@
-"""What all runs of a comparison have in common: its settings, and how they follow from a call."""
+"""The settings that all runs of a comparison share, and how they are derived from a call."""
 
 import math
 from collections.abc import Mapping
@@ -17,74 +17,74 @@ from ..tuning.images_hash import images_hash
 from ..tuning.recipe import RECIPE_VERSION, Recipe
 
 SETTINGS = "settings.json"
-FIRST_FORMAT_WITH_IMAGES = 2  # format of settings that state which images and weights were used
-# Learning rate from scratch, for LR_BATCH images in an update. Scaled by the square root of their
-# number, it is the paper's 4e-3 for 4,096 images.
+FIRST_FORMAT_WITH_IMAGES = 2  # since this format, settings identify the images and weights
+# Learning rate from scratch for LR_BATCH images per update. It scales with the square root of the
+# number of images, which gives the paper's 4e-3 for 4,096.
 LR = 1e-3
 LR_BATCH = 256
-TRAINED_LR_FACTOR = 0.1  # for weights that are trained already
+TRAINED_LR_FACTOR = 0.1  # for trained weights
 EPOCHS_PER_WARMUP_EPOCH = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings(Record):
-    """What all runs of a comparison have in common; a folder keeps those of its first call."""
+    """The settings that all runs of a comparison share. A folder keeps those of its first call."""
 
     format: int = 3
     model: str
     model_args: dict[str, Any] = field(default_factory=dict)
-    weights: str = "random"  # "pretrained", or the file's name
-    weights_hash: str | None = None  # of their tensors; None for random ones
-    # Options of the conversion that differ from the defaults; of rules, the file's own name.
+    weights: str = "random"  # or "pretrained", or the name of the file
+    weights_hash: str | None = None  # hash of the tensors; None for random weights
+    # Conversion options that differ from the defaults. For rules, the name of their file.
     planning: dict[str, str] = field(default_factory=dict)
-    rules_hash: str | None = None  # of their text; None for "auto"
-    data: str  # timm's name of the data set, or the folder's own name
+    rules_hash: str | None = None  # hash of their text; None for "auto"
+    data: str  # timm's name of the data set, or the name of the folder
     classes: int
     train_images: int
     test_images: int
     images_hash: str | None = None
     input_size: tuple[int, ...] | None
     augmentation: Augmentation
-    mirrored: float = MIRRORED  # share of the images to train on that are mirrored
-    recipe: Recipe  # without the seed, which each run replaces
+    mirrored: float = MIRRORED  # share of the training images that are mirrored
+    recipe: Recipe  # its seed is replaced in each run
     recipe_version: int = RECIPE_VERSION
     mixed_precision: str | None = None
-    seeds: int | None = None  # as the first call stated
+    seeds: int | None = None  # number of seeds of the first call
 
     def comparable(self) -> dict[str, Any]:
-        """What must be equal in all runs, by name; values of the recipe stand beside the others."""
+        """Return by name what must be equal in all runs, including values of the recipe."""
         values = self.to_dict() | asdict(self.recipe)
         del values["recipe"]
         del values["format"]
-        values["planning"].pop("rules", None)  # a copy of a file may have another name
-        del values["data"]  # a copy of a folder may have another name
-        del values["seeds"]  # later calls may state others
+        values["planning"].pop("rules", None)  # a copy of the file may have another name
+        del values["data"]  # a copy of the folder may have another name
+        del values["seeds"]  # later calls may have more or fewer
         return values
 
     def check_same(self, stored: "Settings", folder: Path) -> None:
         """Check that the runs in a folder, whose settings are `stored`, have these settings.
 
         Raises:
-            CheckpointError: Names the first value that differs.
+            CheckpointError: A value differs. The message names the first one.
         """
         rules = self.planning.get("rules", AUTO)
         stored_rules = stored.planning.get("rules", AUTO)
-        unknown = None
+        not_recorded = None
         if stored.format < FIRST_FORMAT_WITH_IMAGES:
-            unknown = "their images and weights"
+            not_recorded = "their images and weights"
         elif stored_rules != AUTO and stored.rules_hash is None:
-            unknown = f"what {stored_rules} says"
-        if unknown is not None:
+            not_recorded = f"what {stored_rules} says"
+        if not_recorded is not None:
             raise CheckpointError(
                 f"output {folder}: holds runs of an earlier dcls-convert, "
-                f"which did not record {unknown}; use another --output"
+                f"which did not record {not_recorded}; use another --output"
             )
         stored_values = stored.comparable()
         for name, value in self.comparable().items():
-            found = stored_values[name]
-            if value == found:
+            stored_value = stored_values[name]
+            if value == stored_value:
                 continue
-            difference = f"with {name.replace('_', ' ')} {found}, not {value}"
+            difference = f"with {name.replace('_', ' ')} {stored_value}, not {value}"
             if name == "rules_hash":
                 difference = f"by the rules of {stored_rules}, which are not those of {rules} now"
             elif name == "images_hash":
@@ -109,18 +109,18 @@ def settings_for(
     mixed_precision: str | None,
     seeds: int,
 ) -> Settings:
-    """The settings of a comparison; reads the weights, to hash them.
+    """Return the settings of a comparison. This reads the weights, to hash them.
 
     Args:
-        request: Names the network, with as many classes as the images have.
-        images: To train on and to test with.
-        data: Their folder.
+        request: States the network, with as many classes as the images have.
+        images: Training and test images.
+        data: Folder of the images.
         dataset: timm's name of the data set; "" for a folder of images.
-        planning: Options of the conversion that differ from the defaults, by name.
+        planning: Conversion options that differ from the defaults, by name.
         augmentation: Augmentation of the training images.
-        mirrored: Share of the images to train on that are mirrored.
+        mirrored: Share of the training images that are mirrored.
         recipe: The recipe of all runs.
-        mixed_precision: As accelerate names it; "no" or None without.
+        mixed_precision: accelerate's name of the precision; "no" or None for full precision.
         seeds: Number of seeds.
     """
     loaded = LoadedNetwork(request)
@@ -129,11 +129,6 @@ def settings_for(
     data_name = dataset
     if data is not None and not dataset:
         data_name = data.resolve().name
-    weights = "random"
-    if request.pretrained:
-        weights = "pretrained"
-    elif isinstance(request.weights, Path):
-        weights = request.weights.name
     hash_of_weights = None
     if request.trained:
         hash_of_weights = weights_hash(loaded.network, loaded.authors_weights)
@@ -148,7 +143,7 @@ def settings_for(
     return Settings(
         model=source.name,
         model_args=dict(source.args),
-        weights=weights,
+        weights=_weights_name(request),
         weights_hash=hash_of_weights,
         planning=planning_texts,
         rules_hash=rules_hash,
@@ -166,6 +161,14 @@ def settings_for(
     )
 
 
+def _weights_name(request: ConversionRequest) -> str:
+    if request.pretrained:
+        return "pretrained"
+    if isinstance(request.weights, Path):
+        return request.weights.name
+    return "random"
+
+
 def recipe_for(
     *,
     epochs: int,
@@ -175,15 +178,15 @@ def recipe_for(
     processes: int,
     trained: bool,
 ) -> Recipe:
-    """The recipe of all runs.
+    """Return the recipe of all runs.
 
     Args:
-        epochs: Number of epochs; one in 20, but at least one, is for warm-up.
+        epochs: Number of epochs. One in 20, and at least one, is for warm-up.
         batch_size: Images per update and process.
-        lr: Learning rate; None: `default_lr`.
-        position_lr_scale: Learning rate of positions, times `lr`.
+        lr: Learning rate; None for `default_lr`.
+        position_lr_scale: Learning rate of positions, as a multiple of `lr`.
         processes: Number of processes that train together.
-        trained: Whether the weights are trained already.
+        trained: Whether the weights are already trained.
     """
     if lr is None:
         lr = default_lr(batch_size * processes, trained=trained)
@@ -197,7 +200,7 @@ def recipe_for(
 
 
 def default_lr(batch_size: int, *, trained: bool) -> float:
-    """The default learning rate for `batch_size` images in an update, to two digits."""
+    """Return the default learning rate for `batch_size` images per update, to two digits."""
     rate = LR * math.sqrt(batch_size / LR_BATCH)
     if trained:
         rate *= TRAINED_LR_FACTOR
@@ -205,7 +208,7 @@ def default_lr(batch_size: int, *, trained: bool) -> float:
 
 
 def with_epochs(settings: Settings, epochs: int) -> Settings:
-    """The settings with another number of epochs, of which one in 20 warms up, but at least one."""
+    """Return the settings with another number of epochs, and warm-up epochs to match."""
     recipe = replace(settings.recipe, epochs=epochs, warmup_epochs=_warmup_epochs(epochs))
     return replace(settings, recipe=recipe)
 

@@ -1,4 +1,4 @@
-"""The settings in a comparison's folder, which hold for all later calls."""
+"""The settings stored in the folder of a comparison, which hold for all later calls."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +12,9 @@ from .trainer import FINISHED, RUNS, Trainer
 
 
 def has_begun_runs(folder: Path) -> bool:
-    """Whether a run in the folder is finished, or has a state from which it can go on.
+    """True if a run in the folder is finished, or has a state from which it can be resumed.
 
-    From then on, the folder's settings hold for all later calls.
+    From then on, the stored settings hold for all later calls.
     """
     if not (folder / SETTINGS).exists():
         return False
@@ -23,9 +23,9 @@ def has_begun_runs(folder: Path) -> bool:
 
 
 def check_unused(folder: Path) -> None:
-    """Refuse (CheckpointError) a folder that holds a checkpoint or other folders.
+    """Raise CheckpointError if the folder holds a checkpoint or unrelated folders.
 
-    Loose files may be logs.
+    Loose files are allowed, since they may be logs.
     """
     others = [path for path in folder.glob("[!.]*") if path.is_dir() and path.name != RUNS]
     if is_checkpoint(folder) or others:
@@ -37,8 +37,8 @@ def check_unused(folder: Path) -> None:
 def write_settings(trainer: Trainer, minutes: float | None) -> None:
     """Write the trainer's settings into a folder in which no run has begun.
 
-    Settings that another job of the same comparison has written are kept. Others are replaced: a
-    call that ended early has left them.
+    Matching settings, which another job of the same comparison has written, are kept. Other
+    settings were left by a call that ended early, and are replaced.
     """
     trainer.folder.mkdir(parents=True, exist_ok=True)
     path = trainer.folder / SETTINGS
@@ -53,9 +53,9 @@ def write_settings(trainer: Trainer, minutes: float | None) -> None:
 
 
 def _stored_settings_match(trainer: Trainer, minutes: float | None) -> bool:
-    """Whether the folder's settings equal the trainer's.
+    """True if the stored settings equal the trainer's.
 
-    Seeds may differ, and so may epochs that `minutes` decided.
+    The number of seeds may differ, and, if `minutes` decides it, the number of epochs.
     """
     try:
         _matching_settings(trainer, minutes)
@@ -65,21 +65,21 @@ def _stored_settings_match(trainer: Trainer, minutes: float | None) -> bool:
 
 
 def adopt_stored_settings_(trainer: Trainer, minutes: float | None) -> None:
-    """Take the number of seeds from the folder's settings, which the first call stated.
+    """Set the trainer's number of seeds to the stored one, which the first call stated.
 
-    If `minutes` decide the number of epochs, it is taken from there too.
+    If `minutes` decides the number of epochs, use the stored one as well.
 
     Raises:
-        CheckpointError: The folder's settings differ in something else, or cannot be read.
+        CheckpointError: The stored settings differ in other values, or cannot be read.
     """
     trainer.settings = _matching_settings(trainer, minutes)
 
 
 def _matching_settings(trainer: Trainer, minutes: float | None) -> Settings:
-    """The trainer's settings with the folder's seeds and, if `minutes` decide them, epochs.
+    """Return the trainer's settings with the stored seeds and, with `minutes`, stored epochs.
 
     Raises:
-        CheckpointError: The folder's settings differ in something else, or cannot be read.
+        CheckpointError: The stored settings differ in other values, or cannot be read.
     """
     path = trainer.folder / SETTINGS
     stored = Settings.from_json(path.read_bytes(), str(path))

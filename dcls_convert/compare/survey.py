@@ -1,6 +1,4 @@
-"""The survey: what a conversion would change, for each model in the registries of timm and
-torchvision.
-"""
+"""Survey what a conversion would change in each model of the timm and torchvision registries."""
 
 import fnmatch
 import functools
@@ -30,33 +28,33 @@ from ..text import did_you_mean, shown
 from .workers import run_jobs
 
 Status = Literal["planned", "nothing matches", "does not fit", "failed"]
-MIN_MODELS_PER_WORKER = 8  # fewer are not worth the seconds in which a worker imports torch
+MIN_MODELS_PER_WORKER = 8  # for fewer, a worker's import of torch takes too long
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelRow:
-    """One model, and what would become of it."""
+    """One model, and how a conversion would change it."""
 
     name: str  # "timm:convnext_tiny"
     status: Status
     reason: str | None = None  # why the status is not "planned"; one line
     input_size: tuple[int, ...] | None = None
     rules: str | None = None  # file or name
-    # Number of convolutions of each kind and size, the most frequent first: "depthwise 7x7" -> 18.
+    # Kind and size of convolutions -> their number, most frequent first: "depthwise 7x7" -> 18.
     convolutions: dict[str, int] = field(default_factory=dict)
-    replaced: dict[str, int] = field(default_factory=dict)  # of these, how many would be replaced
-    dilated_sizes: tuple[tuple[int, ...], ...] = ()  # all that occur
-    growth: int | None = None  # as in `ConversionPlan`
-    kernel_counts: tuple[int, ...] = ()  # all that occur
+    replaced: dict[str, int] = field(default_factory=dict)  # how many of them would be replaced
+    dilated_sizes: tuple[tuple[int, ...], ...] = ()  # distinct values
+    growth: int | None = None  # see `ConversionPlan`
+    kernel_counts: tuple[int, ...] = ()  # distinct values
     params: Change = field(default_factory=Change)
     macs: MacsChange = field(default_factory=MacsChange)
 
 
 def names_matching(pattern: str | None) -> list[str]:
-    """The names in both registries that match a pattern, or all of them for None.
+    """Return the names in both registries that match a pattern, or all names for None.
 
-    A pattern without wildcards is a whole name; if there is no such name, a part of names. Case is
-    ignored, and the registry's prefix may be left out.
+    A pattern without wildcards must be a whole name or, if no such name exists, a part of names.
+    Case is ignored, and the registry's prefix may be omitted.
 
     Raises:
         ModelError: No name matches.
@@ -69,17 +67,17 @@ def names_matching(pattern: str | None) -> list[str]:
     patterns = [lower]
     if lower and WILDCARDS.isdisjoint(lower):
         patterns.append(f"{prefix}{colon}*{part}*")
-    for each in patterns:
-        matching = [name for name in names if _matches(name, each)]
+    for candidate in patterns:
+        matching = [name for name in names if _matches(name, candidate)]
         if matching:
             return matching
     bare_pattern = part.strip("".join(WILDCARDS))
-    near = did_you_mean(bare_pattern, map(_bare_name, names), 3)
-    raise ModelError(f"no model of timm or torchvision matches {shown(pattern)!r}{near}")
+    suggestion = did_you_mean(bare_pattern, map(_bare_name, names), 3)
+    raise ModelError(f"no model of timm or torchvision matches {shown(pattern)!r}{suggestion}")
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether a name, with or without its registry's prefix, matches a pattern in lower case."""
+    """True if a name, with or without the registry's prefix, matches a lower-case pattern."""
     if fnmatch.fnmatchcase(name.lower(), pattern):
         return True
     return fnmatch.fnmatchcase(_bare_name(name).lower(), pattern)
@@ -93,7 +91,7 @@ def _bare_name(name: str) -> str:
 def model_row(
     name: str, options: PlanOptions, input_size: tuple[int, ...] | None = None
 ) -> ModelRow:
-    """Plan one model without its weights, by default at the input size that it states."""
+    """Plan one model without its weights, by default at the model's own input size."""
     request = ConversionRequest(model=name, options=options, input_size=input_size, offline=True)
     loaded = LoadedNetwork(request)
     row = ModelRow(name=name, status="planned")
@@ -146,22 +144,22 @@ def survey_models(
     timeout: float | None = None,
     on_row: Callable[[ModelRow], None] = lambda row: None,
 ) -> list[ModelRow]:
-    """Plan many models, in worker processes; a row for every name, in their order.
+    """Plan many models in worker processes. Return a row for every name, in the same order.
 
     Args:
-        names: Names of the registries.
+        names: Names in the registries.
         options: Planning options.
-        input_size: Size of the images; None: what each model states.
-        workers: Number of processes; None: one for each core, if there are enough models.
-        timeout: Seconds for one model; None: no limit.
+        input_size: Size of the images; None for each model's own.
+        workers: Number of processes. The default is one per core, or fewer for few models.
+        timeout: Time limit for one model in seconds; None for no limit.
         on_row: Called with each row as soon as it is ready.
     """
     if not workers:
         workers = max(1, min(_available_cores(), len(names) // MIN_MODELS_PER_WORKER))
-    plan_one = functools.partial(model_row, options=options, input_size=input_size)
+    plan_model = functools.partial(model_row, options=options, input_size=input_size)
     rows: dict[int, ModelRow] = {}
     for index, row, failure in run_jobs(
-        plan_one, names, workers=workers, timeout=timeout, set_up=set_up_worker
+        plan_model, names, workers=workers, timeout=timeout, set_up=set_up_worker
     ):
         if row is None:
             row = ModelRow(name=names[index], status="failed", reason=failure)
@@ -179,19 +177,19 @@ def _available_cores() -> int:
 def chosen_rows(
     rows: Sequence[ModelRow], *, sort: Sort | None = None, kind: Kind | None = None
 ) -> list[ModelRow]:
-    """The rows to show.
+    """Filter and sort the rows to show.
 
     Args:
-        rows: All of them.
-        sort: What to sort by, unknown values last; None: the order stays.
-        kind: Keep rows in which a convolution of this kind is replaced, and those that failed.
+        rows: All rows.
+        sort: Value to sort by, unknown values last; None keeps the order.
+        kind: Keep only rows in which a convolution of this kind is replaced, and rows that failed.
     """
     if kind is not None:
         rows = [row for row in rows if row.status == "failed" or _replaces(row, kind)]
     if sort is None:
         return list(rows)
-    value = SORT_VALUES[sort]
-    return sorted(rows, key=lambda row: (value(row) is None, value(row)))
+    value_of = SORT_VALUES[sort]
+    return sorted(rows, key=lambda row: (value_of(row) is None, value_of(row)))
 
 
 def _replaces(row: ModelRow, kind: Kind) -> bool:
@@ -211,10 +209,10 @@ SORT_VALUES: dict[Sort, Callable[[ModelRow], Any]] = {
 
 
 def set_up_worker() -> None:
-    """Prepare a process that plans one model after another: imports, one thread, no warnings."""
-    torch.set_num_threads(1)  # there is a process for every core, and meta tensors compute nothing
+    """Prepare a worker that plans one model after another: imports, one thread, no warnings."""
+    torch.set_num_threads(1)  # there is a worker per core, and meta tensors compute nothing
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     registry_names()  # imports timm and torchvision
     gc.collect()
-    gc.freeze()  # imported modules stay; collecting garbage need not search them for every model
+    gc.freeze()  # garbage collection need not scan the imported modules again for every model

@@ -1,6 +1,6 @@
-"""The runs of a comparison: each trains one arm with one seed, and leaves a file of its own.
+"""Train the runs of a comparison. Each run trains one arm with one seed.
 
-The file is in a folder for the run, in the comparison's output folder.
+Every run has its own folder in the comparison's output folder, with a file of its results.
 """
 
 import contextlib
@@ -37,15 +37,15 @@ from .settings import Settings
 RUNS = "runs"
 MODELS = "models"
 FINISHED = "run.json"
-TRAIN_IMAGES_TO_CALIBRATE = 64  # at most; of the images to train on
-# Of a timing trial, which estimates how long an arm takes.
+MAX_CALIBRATION_IMAGES = 64  # taken from the training images
+# A timing trial estimates how long an arm takes.
 TRIAL_UPDATES = 5
-TRIAL_TEST_BATCHES = 3  # at most
+MAX_TRIAL_TEST_BATCHES = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run(Record):
-    """One finished training; curves have a value for each epoch."""
+    """A finished run. Tuples have one value per epoch."""
 
     format: int = 1
     arm: Arm
@@ -56,50 +56,50 @@ class Run(Record):
     macs: int | None
     step_ms: float  # median over the updates, without loading
     images_per_second: float  # with loading
-    peak_mib: float | None  # of a GPU's memory
-    loss: tuple[float, ...]  # mean over the updates
+    peak_mib: float | None  # peak GPU memory; None on a CPU
+    loss: tuple[float, ...]  # mean over the updates of the epoch
     top1: tuple[float, ...]  # percent of the test images
-    seconds: tuple[float, ...]  # without the test
-    right: str  # one "0" or "1" per test image: classified right after the last epoch
+    seconds: tuple[float, ...]  # without testing
+    right: str  # one digit per test image: "1" if classified correctly after the last epoch
     moved: PositionShift | None  # None without DCLS layers
     top1_before: float | None = None  # percent, before training
 
     def correct(self) -> "np.ndarray[Any, np.dtype[np.float64]]":
-        """1.0 for each test image classified right after the last epoch, else 0.0: (images,)."""
+        """Return 1.0 for each test image that `right` marks as correct, else 0.0: (images,)."""
         return np.array([digit == "1" for digit in self.right], dtype=np.float64)
 
 
 class TrialSeconds(NamedTuple):
-    """Seconds that an arm takes, estimated from a short trial."""
+    """Training and test times of an arm, estimated by a short trial."""
 
     per_update: float  # with loading
-    per_test: float  # of all test images
+    per_test: float  # for all test images
 
 
 def run_folder(comparison: Path, arm: Arm, seed: int) -> Path:
-    """Where a comparison's folder keeps a run."""
+    """Return the folder of a run, inside the folder of its comparison."""
     return comparison / RUNS / f"{arm.file_name}-seed{seed}"
 
 
 @dataclass(kw_only=True)
 class Trainer:
-    """Makes, times and trains the networks of a comparison."""
+    """Builds, times and trains the networks of a comparison."""
 
-    request: ConversionRequest  # each run replaces its seed, each arm its sizes
+    request: ConversionRequest  # its seed is replaced by each run, its size by each arm
     data: ImageData
     settings: Settings
     folder: Path
     accelerator: Any  # from `accelerator_for`
     workers: int = 0
     fsdp: bool = False
-    note: Note = silent  # told what the user should know
+    note: Note = silent  # receives messages for the user
 
     def prepare(self, arm: Arm, seed: int) -> ArmNetwork:
-        """Build and convert this arm's network with this seed.
+        """Build and convert the network of an arm with a seed.
 
-        Side effect: the data get the transforms that the network needs.
+        As a side effect, this sets the transforms of the data to those that the network needs.
         """
-        self.accelerator.free_memory()  # it would keep every network that it has prepared
+        self.accelerator.free_memory()  # otherwise it keeps every network that it has prepared
         request = replace(self.request, seed=seed)
         structure = LoadedNetwork(request).structure
         settings = self.settings
@@ -115,34 +115,34 @@ class Trainer:
         return make_network(request, arm, note=self.note)
 
     def _calibration(self) -> Calibration:
-        """Images to train on, spread over the data set, without augmentation."""
+        """Take training images, evenly spread over the data set, without augmentation."""
         images = self.data.train
-        count = min(TRAIN_IMAGES_TO_CALIBRATE, len(images))
+        count = min(MAX_CALIBRATION_IMAGES, len(images))
         chosen = []
-        with _transformed_as(images, self.data.test):
+        with _borrowed_transform(images, self.data.test):
             for number in range(count):
                 sample = images[number * len(images) // count]  # (image, label)
                 chosen.append(sample[0])
         return Calibration(batches=torch.split(torch.stack(chosen), BATCH))
 
     def time_trial(self, arm: Arm) -> TrialSeconds:
-        """Train an arm for some updates, and test it with some images, to time both.
+        """Train an arm for a few updates and test it with a few images, to time both.
 
         Raises:
             DclsConvertError: The model fails on these images.
         """
         network = self.prepare(arm, 0)
         all_images = len(self.data.test)
-        test_images = min(all_images, TRIAL_TEST_BATCHES * self.settings.recipe.batch_size)
+        test_images = min(all_images, MAX_TRIAL_TEST_BATCHES * self.settings.recipe.batch_size)
         data = replace(self.data, test=Subset(self.data.test, range(test_images)))
-        # An epoch has one update at least, so that these are epochs enough for TRIAL_UPDATES.
+        # An epoch has at least one update, so this many epochs suffice.
         recipe = replace(self.settings.recipe, epochs=TRIAL_UPDATES)
         training = Training(
             network.model, data, recipe, accelerator=self.accelerator, fsdp=self.fsdp
         )
         try:
             training.run(max_updates=TRIAL_UPDATES)
-        except Exception as error:  # the model's own code
+        except Exception as error:  # the model's own code may raise anything
             if isinstance(error, DclsConvertError) or is_out_of_memory(error):
                 raise
             raise DclsConvertError(
@@ -157,23 +157,23 @@ class Trainer:
         )
 
     def finished(self, arm: Arm, seed: int) -> Run | None:
-        """A run that is finished, read from its file; None if there is no such file."""
+        """Read a finished run from its file. Return None if it is not finished."""
         path = run_folder(self.folder, arm, seed) / FINISHED
         if not path.exists():
             return None
         return Run.from_json(path.read_bytes(), str(path))
 
     def run_unless_locked(self, arm: Arm, seed: int, notify: Notify, *, wait: bool) -> str | None:
-        """Train an arm with a seed, unless another process does or has done so.
+        """Train an arm with a seed, unless another process is training it or has finished it.
 
         Args:
-            wait: Wait to see whether another process that has locked the run still lives.
+            wait: If another process has locked the run, wait to see whether it is still alive.
 
         Returns:
-            The other process that trains the run; None if the run is finished.
+            The other process that is training the run; None if the run is now finished.
         """
         with contextlib.ExitStack() as stack:
-            other_owner: str | None = None  # of the lock; None: this process has it
+            other_owner: str | None = None  # owner of the lock; None if it is this process
             is_finished = False
             if self.accelerator.is_main_process:
                 lock = locked(run_folder(self.folder, arm, seed), wait=wait)
@@ -186,7 +186,7 @@ class Trainer:
             return other_owner
 
     def run(self, arm: Arm, seed: int, notify: Notify) -> None:
-        """Train an arm with a seed, or continue its training, and write its file and its model."""
+        """Train an arm with a seed, or resume its training, and write its results and its model."""
         title = f"{arm.label}, seed {seed}"
         notify(f"{title}: converting")
         network = self.prepare(arm, seed)
@@ -209,13 +209,13 @@ class Trainer:
             },
         )
 
-        def tell(training: Training) -> None:
+        def notify_epoch(training: Training) -> None:
             epoch = len(training.top1)
             top1 = training.top1[-1]
             notify(f"{title}: epoch {epoch} of {recipe.epochs}, top-1 {top1:.2f} %")
 
         try:
-            training.run(tell, test_first=True)
+            training.run(notify_epoch, test_first=True)
         except DclsConvertError as error:
             raise type(error)(f"{title}: {error}") from error
         trained = training.trained_model()
@@ -234,7 +234,7 @@ class Trainer:
     def _record(
         self, arm: Arm, seed: int, training: Training, network: ArmNetwork, trained: nn.Module
     ) -> Run:
-        """The record of a training that is over; `trained` is its model."""
+        """Return the record of a finished training; `trained` is its model."""
         device = self.accelerator.device
         device_name = device.type
         peak_mib = None
@@ -267,32 +267,35 @@ class Trainer:
 
 @contextlib.contextmanager
 def advice_on_memory(title: str) -> Iterator[None]:
-    """Raise DclsConvertError, which begins with `title`, if memory is exhausted inside."""
+    """Raise DclsConvertError with advice if memory is exhausted inside the block.
+
+    The message begins with `title`.
+    """
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         raise DclsConvertError(
-            f"{title}: out of memory; take a smaller --batch-size or --input-size"
+            f"{title}: out of memory; use a smaller --batch-size or --input-size"
         ) from error
 
 
 @contextlib.contextmanager
-def _transformed_as(images: Any, others: Any) -> Iterator[None]:
-    """Inside, a data set of timm has the transform of another one."""
+def _borrowed_transform(images: Any, source: Any) -> Iterator[None]:
+    """Give a timm data set the transform of another one inside the block."""
     own_transform = images.transform
-    images.transform = others.transform
+    images.transform = source.transform
     try:
         yield
     finally:
         images.transform = own_transform
 
 
-def in_turns(arms: Sequence[Arm], seeds: Sequence[int]) -> Iterator[tuple[Arm, int]]:
-    """All arms with the first seed, then all with the next.
+def runs_by_seed(arms: Sequence[Arm], seeds: Sequence[int]) -> Iterator[tuple[Arm, int]]:
+    """Yield all arms with the first seed, then all arms with the next seed.
 
-    So a comparison that is cut short has complete pairs of runs.
+    In this order, a comparison that is cut short has complete pairs of runs.
     """
     for seed in seeds:
         for arm in arms:

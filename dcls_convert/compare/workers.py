@@ -1,4 +1,4 @@
-"""Run jobs in worker processes. If one crashes or hangs, its job fails and a new one takes over."""
+"""Run jobs in worker processes. If a worker crashes or hangs, its job fails and it is replaced."""
 
 import contextlib
 import multiprocessing
@@ -18,7 +18,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from ..text import one_line
 
-SECONDS_BETWEEN_CHECKS = 1.0  # of whether the pool is broken
+SECONDS_BETWEEN_CHECKS = 1.0  # how often to check whether the pool is broken
 
 
 def run_jobs(
@@ -32,20 +32,20 @@ def run_jobs(
     """Call `function` with every job, in worker processes.
 
     Args:
-        function: Can be pickled.
-        jobs: Can be pickled.
-        workers: Number of processes at most.
-        timeout: Seconds for one job, without the start of its worker; None: no limit.
+        function: Must be picklable.
+        jobs: Must be picklable.
+        workers: Maximum number of processes.
+        timeout: Seconds for one job, without the start of its worker; None for no limit.
         set_up: Called once in each worker, before its first job.
 
     Yields:
-        For each job, as soon as it is done: its index; what `function` returned, or None if it
-        failed; None, or one line that says why it failed.
+        (index, result, failure) of each job as soon as it is done. If the job failed, `result` is
+        None and `failure` says why, in one line; otherwise `failure` is None.
     """
     jobs_left = dict(enumerate(jobs))
     has_progress = True
-    # A pool breaks when a worker dies without a job. Then the next pool takes over, unless the
-    # broken one has done no job.
+    # A pool breaks if a worker dies while it has no job. A new pool then takes over, unless the
+    # broken one has not finished a single job.
     while jobs_left and has_progress:
         jobs_before = len(jobs_left)
         with _new_pool(min(workers, jobs_before), set_up) as pool:
@@ -66,8 +66,8 @@ def run_jobs(
 
 @contextlib.contextmanager
 def _new_pool(workers: int, set_up: Callable[[], None] | None) -> Iterator[ProcessPool]:
-    """A pool that is stopped at the end, whatever its workers are doing."""
-    context = multiprocessing.get_context("spawn")  # a fork of torch's thread pool does not work
+    """Start a pool, and stop it at the end of the block whatever its workers are doing."""
+    context = multiprocessing.get_context("spawn")  # torch's thread pool does not survive a fork
     pool = ProcessPool(workers, initializer=_start_worker, initargs=(set_up,), context=context)
     try:
         yield pool
@@ -82,9 +82,9 @@ def _schedule(
     jobs: Mapping[int, Any],
     timeout: float | None,
 ) -> tuple[dict[Future[Any], int], "SimpleQueue[Future[Any]]"]:
-    """Give the pool all jobs; the index of each by its future, and the queue of done futures."""
+    """Schedule all jobs. Return the index of each future's job, and the queue of done futures."""
     indices: dict[Future[Any], int] = {}
-    with _without_ctrl_c():
+    with _sigint_blocked():
         for index, job in jobs.items():
             indices[pool.schedule(_call, (function, job), timeout=timeout)] = index
     done: SimpleQueue[Future[Any]] = SimpleQueue()
@@ -94,10 +94,10 @@ def _schedule(
 
 
 @contextlib.contextmanager
-def _without_ctrl_c() -> Iterator[None]:
-    """Threads and processes that start inside do not get SIGINT.
+def _sigint_blocked() -> Iterator[None]:
+    """Block SIGINT in all threads and processes that are started inside the block.
 
-    Otherwise Ctrl-C would stop the workers too, since a terminal sends the signal to all of them.
+    Otherwise Ctrl-C would also stop the workers, since a terminal sends the signal to all of them.
     """
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
@@ -112,7 +112,7 @@ def _without_ctrl_c() -> Iterator[None]:
 
 
 def _result(future: Future[Any], timeout: float | None) -> tuple[Any, str | None]:
-    """What a job returned, or None; and None, or one line that says why it failed."""
+    """Return (result, None), or (None, why the job failed)."""
     try:
         return future.result()  # type: ignore[no-any-return]
     except TimeoutError:
@@ -127,9 +127,9 @@ def _result(future: Future[Any], timeout: float | None) -> tuple[Any, str | None
 
 
 def _start_worker(set_up: Callable[[], None] | None) -> None:
-    """Runs in a worker, before its first job.
+    """Set up a worker, in its own process, before its first job.
 
-    The worker will end at once on SIGTERM and when its parent is gone, and prints nothing.
+    The worker prints nothing. It ends at once on SIGTERM, and when its parent ends.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -148,10 +148,10 @@ def _end_with_parent() -> None:
 
 
 def _call(function: Callable[[Any], Any], job: Any) -> tuple[Any, str | None]:
-    """Runs in a worker: what the function returns, or None; and None, or why it failed."""
+    """Run a job inside a worker. Return (result, None), or (None, why the job failed)."""
     try:
         return function(job), None
-    except BaseException as error:  # SystemExit too: the job has failed, its worker has not
+    except BaseException as error:  # even SystemExit fails only the job, not its worker
         frames = traceback.extract_tb(error.__traceback__)
         place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
         return None, f"{type(error).__name__}: {one_line(error)[:300]}{place}"

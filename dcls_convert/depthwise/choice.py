@@ -1,6 +1,6 @@
-"""Which algorithm computes a depthwise convolution: a rule on its shapes decides.
+"""Choose the algorithm that computes a depthwise convolution, by a rule on its shapes.
 
-The user can overrule it by an environment variable.
+Users can override the rule with an environment variable.
 """
 
 import os
@@ -23,14 +23,13 @@ from . import matmul, onednn
 Algorithm = Literal["torch", "onednn", "matmul"]
 Preference = Literal["auto", "torch", "matmul"]
 VARIABLE = "DCLS_CONVERT_DEPTHWISE"
-# Types of devices on which matrix products are much faster than torch's convolution. ROCm reports
-# cuda.
+# Device types of GPUs. ROCm reports cuda.
 GPUS = frozenset({"cuda", "mps", "xpu"})
 # GPUs for which the speed of matrix products has been estimated.
 ESTIMATED_DEVICES = frozenset({"cuda"})
 MATMUL_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
-MAX_WINDOW_SIDE = 51  # cells of a side; matrix products were not tested with larger ones
-MAX_CHOICES = 1000  # remembered at most: with images of all sizes, the list would never end
+MAX_WINDOW_SIDE = 51  # cells; matrix products were not tested with larger windows
+MAX_CHOICES = 1000  # kept at most; with images of all sizes, the list would grow without end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +37,8 @@ class Threshold:
     """The least work for which matrix products are estimated to be faster than torch's convolution.
 
     The products need a bank of shifted windows, which costs the same for any number of patches.
-    Torch's convolution needs none, but is slower for each patch. So products pay if there are many
-    patches: if
+    torch's convolution needs no bank, but is slower for each patch. So products pay off if there
+    are many patches:
 
         patches of all images * taps >= min_ratio * inputs of a patch
 
@@ -50,41 +49,43 @@ class Threshold:
     min_ratio: int  # of patches x taps to inputs of a patch
 
 
-# Estimated from counts of operations and bytes, not measured (benchmarks/depthwise_estimates.py):
-# in bfloat16, both are expected to take the same time where the ratio is 4 to 6 on an H100 and 9 to
-# 18 on a 4090 for a training step, and 9 to 15 and 18 to 37 for a forward pass alone.
+# Estimated from counts of operations and bytes, not measured (benchmarks/depthwise_estimates.py).
+# In bfloat16, both algorithms are expected to be equally fast at a ratio of
+#   4 to 6 on an H100 and 9 to 18 on a 4090 for a training step,
+#   9 to 15 on an H100 and 18 to 37 on a 4090 for only a forward pass.
 WITH_GRADIENTS = Threshold(min_taps=81, min_ratio=8)
 WITHOUT_GRADIENTS = Threshold(min_taps=169, min_ratio=32)
 
 
 class Choice(NamedTuple):
-    """The algorithm of one kind of convolution."""
+    """The algorithm that was chosen for convolutions of one kind, and why."""
 
     device: str
     dtype: torch.dtype
     input_shape: tuple[int, ...]  # (N, C, H, W)
     window: tuple[int, ...]
-    gradients: bool  # whether they are wanted
+    gradients: bool  # whether gradients are computed
     algorithm: Algorithm
     why: str
 
     def __str__(self) -> str:
         images, channels, *map_size = self.input_shape
-        purpose = "training" if self.gradients else "forward alone"
+        purpose = "training" if self.gradients else "forward only"
         return (
             f"{self.device}, {self.dtype}, window {size_text(self.window)} on {images} x "
             f"{channels} maps of {size_text(map_size)}, {purpose}: {self.algorithm} ({self.why})"
         )
 
 
-# Of depthwise convolutions in this process, outside of compiled programs; without repetitions.
+# Distinct choices in this process, outside of compiled programs; a dict as an ordered set.
 _chosen: dict[Choice, None] = {}
 
 
 def choices() -> tuple[Choice, ...]:
-    """Algorithms that computed depthwise convolutions in this process, and why.
+    """Return the algorithms that computed depthwise convolutions in this process, and why.
 
-    Each distinct case once, at most MAX_CHOICES, without those in compiled programs.
+    Each distinct case is listed once, up to MAX_CHOICES cases. Those in compiled programs are not
+    listed.
     """
     return tuple(_chosen)
 
@@ -98,9 +99,9 @@ def fastest_conv2d(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """`torch.nn.functional.conv2d`, computed by the algorithm that `choose_algorithm` names.
+    """Compute `torch.nn.functional.conv2d` by the algorithm that `choose_algorithm` returns.
 
-    In exports and under torch.func, it is torch's own.
+    In exports and under torch.func, the algorithm is torch's own.
     """
     tensors = [input, kernel]
     if bias is not None:
@@ -108,9 +109,11 @@ def fastest_conv2d(
     runs_eagerly = is_eager(*tensors) and not is_counting_flops()
     dtype = _computed_dtype(tensors)
     algorithm: Algorithm = "torch"
-    has_choice = input.dim() == 4 and dtype is not None
-    if has_choice and (runs_eagerly or is_compiled(*tensors)):
-        wants_gradients = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+    can_choose = input.dim() == 4 and dtype is not None
+    if can_choose and (runs_eagerly or is_compiled(*tensors)):
+        wants_gradients = torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in tensors
+        )
         algorithm, why = choose_algorithm(
             device=input.device.type,
             dtype=cast(torch.dtype, dtype),
@@ -148,21 +151,21 @@ def choose_algorithm(
     groups: int,
     gradients: bool,
 ) -> tuple[Algorithm, str]:
-    """The algorithm of a convolution, and why.
+    """Return the algorithm for a convolution, and why.
 
-    It depends on the arguments and the environment alone. A checkpointed block that is computed
-    again takes the same algorithm, unless the checkpoint is a reentrant one, which runs the block
-    without gradients first.
+    The choice depends only on the arguments and the environment, so a checkpointed block that is
+    recomputed uses the same algorithm. Reentrant checkpoints are an exception: they first run the
+    block without gradients.
 
     Args:
-        device: Its type: "cpu", "cuda".
-        dtype: In which the convolution is computed.
+        device: Device type, such as "cpu" or "cuda".
+        dtype: The dtype in which the convolution is computed.
         input_shape: (N, C, H, W).
         kernel_shape: (O, C / groups, R, S).
-        stride, dilation: Of rows and columns.
-        padding: As `torch.nn.functional.conv2d` takes it.
-        groups: Number of groups of channels.
-        gradients: Whether any will be asked for.
+        stride, dilation: (rows, columns).
+        padding: As in `torch.nn.functional.conv2d`.
+        groups: Number of channel groups.
+        gradients: Whether gradients will be computed.
 
     Raises:
         DclsConvertError: The environment variable has a value that is not allowed.
@@ -173,7 +176,7 @@ def choose_algorithm(
     if preferred == "torch":
         return "torch", f"{VARIABLE}=torch"
     if not is_depthwise or pads is None or not all(input_shape):
-        return "torch", "only torch computes such convolutions"
+        return "torch", "only torch supports such convolutions"
     map_size = (input_shape[2], input_shape[3])
     window = (kernel_shape[2], kernel_shape[3])
     can_use_products = (
@@ -196,7 +199,7 @@ def choose_algorithm(
 
 
 def _fits_products(map_size: Pair, window: Pair, pads: Pair) -> bool:
-    """Whether matrix products take the window, which must not be larger than the padded map."""
+    """True if matrix products support the window, which must not exceed the padded map."""
     if max(window) > MAX_WINDOW_SIDE:
         return False
     for size, taps, pad in zip(map_size, window, pads, strict=True):
@@ -208,38 +211,40 @@ def _fits_products(map_size: Pair, window: Pair, pads: Pair) -> bool:
 def _estimated_algorithm(
     images: int, map_size: Pair, window: Pair, pads: Pair, gradients: bool
 ) -> tuple[Algorithm, str]:
+    """Return the algorithm that is estimated to be faster, and why."""
     threshold = WITH_GRADIENTS if gradients else WITHOUT_GRADIENTS
     taps = window[0] * window[1]
     if taps < threshold.min_taps:
         return "torch", f"fewer than {threshold.min_taps} taps"
     vertical, horizontal = matmul.tile_map(map_size, window, pads)
-    taps_of_patches = images * vertical.patches * horizontal.patches * taps
+    taps_of_all_patches = images * vertical.patches * horizontal.patches * taps
     inputs_per_patch = vertical.inputs_per_patch * horizontal.inputs_per_patch
-    least = threshold.min_ratio * inputs_per_patch
-    # A program compiled for any batch: training comes in batches, inference often in single images.
-    if _is_at_least(taps_of_patches, least, unknown=gradients):
+    min_taps_of_all_patches = threshold.min_ratio * inputs_per_patch
+    # If a program is compiled for any batch size, assume large batches in training, and single
+    # images in inference.
+    if _is_at_least(taps_of_all_patches, min_taps_of_all_patches, if_unknown=gradients):
         return "matmul", "estimate: enough patches for matrix products"
     return "torch", "estimate: too few patches for matrix products"
 
 
-def _is_at_least(number: int, least: int, *, unknown: bool) -> bool:
-    """Whether number >= least; `unknown` if a program is compiled for batches of any size."""
+def _is_at_least(number: int, bound: int, *, if_unknown: bool) -> bool:
+    """Return whether number >= bound; `if_unknown` in a program compiled for any batch size."""
     if not torch.compiler.is_compiling():
-        return number >= least
+        return number >= bound
     # A plain comparison would tie the compiled program to batches on one side of the bound.
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-    if statically_known_true(number >= least):
+    if statically_known_true(number >= bound):
         return True
-    if statically_known_true(number < least):
+    if statically_known_true(number < bound):
         return False
-    return unknown
+    return if_unknown
 
 
 def _symmetric_padding(padding: Padding, kernel_shape: Sequence[int]) -> Pair | None:
-    """Padding as cells on either side of rows and columns, of an undilated kernel.
+    """Return the (rows, columns) of padding on either side, for an undilated kernel.
 
-    None if the sides differ, as for 'same' with an even window.
+    None if the two sides differ, as for 'same' with an even window.
     """
     rows, columns = static_padding(padding, kernel_shape[2:])
     if rows[0] != rows[1] or columns[0] != columns[1]:
@@ -248,7 +253,7 @@ def _symmetric_padding(padding: Padding, kernel_shape: Sequence[int]) -> Pair | 
 
 
 def _computed_dtype(tensors: Sequence[Tensor]) -> torch.dtype | None:
-    """The dtype in which torch would convolve these; None if they differ."""
+    """Return the dtype in which torch would convolve these tensors; None if their dtypes differ."""
     device = tensors[0].device.type
     dtypes = {tensor.dtype for tensor in tensors}
     has_autocast = device == "cpu" or device in GPUS
@@ -261,19 +266,19 @@ def _computed_dtype(tensors: Sequence[Tensor]) -> torch.dtype | None:
 
 @assume_constant_result  # type: ignore[untyped-decorator]
 def preference() -> Preference:
-    """What the environment variable DCLS_CONVERT_DEPTHWISE asks for.
+    """Return the value of the environment variable DCLS_CONVERT_DEPTHWISE.
 
     Raises:
-        DclsConvertError: It has another value than those of `Preference`.
+        DclsConvertError: The value is not one of `Preference`.
     """
-    asked = os.environ.get(VARIABLE) or "auto"
+    value = os.environ.get(VARIABLE) or "auto"
     allowed = get_args(Preference)
-    if asked not in allowed:
-        hint = did_you_mean(asked, allowed)
+    if value not in allowed:
+        hint = did_you_mean(value, allowed)
         raise DclsConvertError(
-            f"environment: {VARIABLE}={shown(asked)!r} must be auto, torch or matmul{hint}"
+            f"environment: {VARIABLE}={shown(value)!r} must be auto, torch or matmul{hint}"
         )
-    return cast(Preference, asked)
+    return cast(Preference, value)
 
 
 def _remember(
@@ -284,7 +289,7 @@ def _remember(
     algorithm: Algorithm,
     why: str,
 ) -> None:
-    """Add to `choices`, and to the log, what was chosen for the first time."""
+    """Add a choice to `choices` and to the log, if it was made for the first time."""
     choice = Choice(
         device=str(input.device),
         dtype=dtype,

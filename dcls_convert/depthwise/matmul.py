@@ -3,16 +3,16 @@
 Axes: N images, C channels, H x W a feature map (a map, for short), R x S the window, T x U the
 outputs in a patch, A x B the inputs that these outputs need.
 
-A map is tiled into patches. The outputs of a patch are its inputs times the bank: a doubly blocked
-Toeplitz matrix (T * U, A * B). Row (t, u) holds the window, shifted to that output.
+A map is tiled into patches. The outputs of a patch are its inputs times the bank, a doubly blocked
+Toeplitz matrix (T * U, A * B). Its row (t, u) is the window, shifted to output (t, u).
 Along one axis, a bank of 3 cells for 2 outputs from 4 inputs is
 
     k0 k1 k2  0
      0 k0 k1 k2
 
-and on two axes each entry is such a matrix of one row of the window. Stride and dilation are 1.
-Where a map is tiled into several patches, zeros fill the rows of patches and bank up to a multiple
-of ALIGNED.
+On two axes, each entry is itself such a matrix, of one row of the window. Stride and dilation are
+1. If a map is tiled into several patches, zeros pad the rows of patches and bank to a multiple of
+ALIGNED.
 """
 
 import math
@@ -25,16 +25,16 @@ from torch import Tensor
 
 from ..geometry import Pair, ceil_div
 
-# Outputs of a patch along an axis. Larger patches read fewer inputs twice, but multiply by more
-# zeros: by counts of operations, 14 is best for windows of 17 on maps of 14 to 56.
+# Most outputs of a patch along an axis. Larger patches read fewer inputs twice, but multiply by
+# more zeros: by counts of operations, 14 is best for windows of 17 on maps of 14 to 56.
 MAX_PATCH_SIDE = 14
-# Numbers: GPUs multiply rows of whole 16 bytes up to three times as fast. Patches of 16 x 16
-# outputs need no zeros, but by counts of operations they are slower for ConvNeXt-T at 224 pixels:
-# they have more cells than the map.
+# Rows are padded to a multiple of this many numbers: GPUs multiply rows of whole 16 bytes up to
+# three times as fast. Patches of 16 x 16 outputs would need no padding, but by counts of operations
+# they are slower for ConvNeXt-T at 224 pixels, because they have more cells than the map.
 ALIGNED = 8
-# Cap on the memory for patches and banks; more is computed in parts, split along the channels.
+# Cap on the memory for patches and banks. If more is needed, channels are computed in parts.
 MAX_BYTES = 512 * 2**20
-# Patches that a product takes, by the device's type; more give wrong sums on M1 and M2.
+# Most patches in a product, by device type; larger products have wrong sums on M1 and M2.
 MAX_PATCHES = {"mps": 32_767}
 
 
@@ -46,13 +46,13 @@ class PatchTiling(NamedTuple):
     patches: int
     outputs_per_patch: int
     inputs_per_patch: int
-    padding_before: int  # to put before the map; if negative, cells are cut off the map
+    padding_before: int  # added before the map; if negative, the map is cropped
     padding_after: int
-    omitted_padding: int  # before the map, for which neither patches nor the bank have cells
+    omitted_padding: int  # padding before the map that is in neither the patches nor the bank
 
 
 def _tile_axis(inputs: int, kernel_size: int, padding: int) -> PatchTiling:
-    # `len(range(...))` makes an int of a symbolic size: compiling with symbols takes minutes.
+    # `len(range(...))` turns a symbolic size into an int: compiling with symbols takes minutes.
     inputs = len(range(inputs))
     outputs = inputs + 2 * padding - kernel_size + 1
     patches = ceil_div(outputs, MAX_PATCH_SIDE)
@@ -77,25 +77,26 @@ def _tile_axis(inputs: int, kernel_size: int, padding: int) -> PatchTiling:
 
 
 def row_length(cells: int, vertical: PatchTiling, horizontal: PatchTiling) -> int:
-    """Length of a matrix row for this many cells: padded if there are several patches."""
+    """Return the length of a matrix row for these cells, padded if there are several patches."""
     if vertical.patches == horizontal.patches == 1:
-        return cells  # such rows are views of the maps; to add zeros would copy them
+        return cells  # such rows are views of the maps; adding zeros would copy them
     return ceil_div(cells, ALIGNED) * ALIGNED
 
 
 def tile_map(
     map_size: Sequence[int], window: Sequence[int], padding: Sequence[int]
 ) -> tuple[PatchTiling, PatchTiling]:
-    """The tilings along the vertical and the horizontal axis; arguments are in this order too."""
+    """Return the tilings along the vertical and the horizontal axis; arguments: (rows, columns)."""
     vertical = _tile_axis(map_size[0], window[0], padding[0])
     horizontal = _tile_axis(map_size[1], window[1], padding[1])
     return vertical, horizontal
 
 
-def _parts_of_channels(maps: Tensor, vertical: PatchTiling, horizontal: PatchTiling) -> int:
-    """The number of parts, along the channels, so that one needs at most MAX_BYTES.
+def _channel_part_count(maps: Tensor, vertical: PatchTiling, horizontal: PatchTiling) -> int:
+    """Return how many parts to split the channels into, so that each needs at most MAX_BYTES.
 
-    Its patches and its bank count. There is at most one part per channel.
+    This is the memory for the patches and the bank of a part. There are no more parts than
+    channels.
     """
     channels = maps.shape[1]
     patches = maps.shape[0] * vertical.patches * horizontal.patches
@@ -105,29 +106,31 @@ def _parts_of_channels(maps: Tensor, vertical: PatchTiling, horizontal: PatchTil
     outputs = row_length(
         vertical.outputs_per_patch * horizontal.outputs_per_patch, vertical, horizontal
     )
-    bytes_each = (patches * (inputs + outputs) + inputs * outputs) * maps.element_size()
-    # Compared first, so that torch.compile need not know the size of the batch.
-    if channels * bytes_each <= MAX_BYTES:
+    numbers_per_channel = patches * (inputs + outputs) + inputs * outputs
+    bytes_per_channel = numbers_per_channel * maps.element_size()
+    # Compared first, so that torch.compile need not know the batch size.
+    if channels * bytes_per_channel <= MAX_BYTES:
         return 1
-    return ceil_div(channels, max(1, MAX_BYTES // bytes_each))
+    channels_per_part = max(1, MAX_BYTES // bytes_per_channel)
+    return ceil_div(channels, channels_per_part)
 
 
 def _images_at_once(maps: Tensor, vertical: PatchTiling, horizontal: PatchTiling) -> int | None:
-    """As many images as MAX_PATCHES allows, at least one; None if the device has no bound."""
-    most = MAX_PATCHES.get(maps.device.type)
-    if most is None:
+    """Return how many images MAX_PATCHES allows, at least one; None if the device has no limit."""
+    max_patches = MAX_PATCHES.get(maps.device.type)
+    if max_patches is None:
         return None
-    return max(1, most // (vertical.patches * horizontal.patches))
+    return max(1, max_patches // (vertical.patches * horizontal.patches))
 
 
-def _padded(tensor: Tensor, cells: tuple[int, ...]) -> Tensor:
+def _pad_if_needed(tensor: Tensor, cells: tuple[int, ...]) -> Tensor:
     if not any(cells):
         return tensor  # F.pad would copy it
     return F.pad(tensor, cells)
 
 
 def _input_patches(maps: Tensor, vertical: PatchTiling, horizontal: PatchTiling) -> Tensor:
-    """(N, C, H, W), contiguous -> (C, N * patches, row of A * B)."""
+    """Tile contiguous maps into patches: (N, C, H, W) -> (C, N * patches, row of A * B)."""
     padding = (
         horizontal.padding_before,
         horizontal.padding_after,
@@ -135,13 +138,13 @@ def _input_patches(maps: Tensor, vertical: PatchTiling, horizontal: PatchTiling)
         vertical.padding_after,
     )
     size = (vertical.inputs_per_patch, horizontal.inputs_per_patch)
-    return _extract_patches(_padded(maps, padding), size, vertical, horizontal)
+    return _extract_patches(_pad_if_needed(maps, padding), size, vertical, horizontal)
 
 
 def _extract_patches(
     maps: Tensor, size: Pair, vertical: PatchTiling, horizontal: PatchTiling
 ) -> Tensor:
-    """(N, C, ., .) -> (C, N * patches, row), each row a patch of this size."""
+    """Lay out patches of this size as rows: (N, C, ., .) -> (C, N * patches, row)."""
     patches = maps.unfold(2, size[0], vertical.outputs_per_patch)
     patches = patches.unfold(3, size[1], horizontal.outputs_per_patch).transpose(0, 1)
     cells = size[0] * size[1]
@@ -155,18 +158,19 @@ def _extract_patches(
 
 
 def _bank(kernel: Tensor, vertical: PatchTiling, horizontal: PatchTiling) -> Tensor:
-    """(C, 1, R, S) -> (C, rows of T * U, row of A * B).
+    """Build the bank: (C, 1, R, S) -> (C, rows of T * U, row of A * B).
 
     Along one axis, entry (t, a) is cell a - t + omitted_padding of the kernel, or 0 outside it. So
-    row t is a part of the kernel with zeros around it, and begins one cell before row t - 1.
+    row t is a slice of the kernel with zeros around it, which begins one cell before that of row
+    t - 1.
     """
     left = horizontal.outputs_per_patch - 1 - horizontal.omitted_padding
     right = horizontal.inputs_per_patch + horizontal.omitted_padding - horizontal.kernel_size
     top = vertical.outputs_per_patch - 1 - vertical.omitted_padding
     bottom = vertical.inputs_per_patch + vertical.omitted_padding - vertical.kernel_size
-    windows = _padded(kernel[:, 0], (left, right, top, bottom))
-    # Cells are numbered, and then gathered by number: a flipped view of the windows themselves
-    # would be copied twice.
+    windows = _pad_if_needed(kernel[:, 0], (left, right, top, bottom))
+    # Number the cells, and gather them by number: a flipped view of the windows themselves would be
+    # copied twice.
     cells = torch.arange(windows[0].numel(), device=kernel.device).view(windows.shape[1:])
     shifted = cells.unfold(0, vertical.inputs_per_patch, 1)
     shifted = shifted.unfold(1, horizontal.inputs_per_patch, 1)
@@ -176,7 +180,8 @@ def _bank(kernel: Tensor, vertical: PatchTiling, horizontal: PatchTiling) -> Ten
     )
     height = row_length(index.shape[0], vertical, horizontal)
     width = row_length(index.shape[1], vertical, horizontal)
-    # What is added takes cell 0: with several patches, the zero in the corner of the padded window.
+    # Added entries get the number of cell 0. It is a zero, since they are added only if there are
+    # several patches, for which the window is padded at this corner.
     index = F.pad(index, (0, width - index.shape[1], 0, height - index.shape[0]))
     return windows.flatten(1).index_select(1, index.flatten()).view(-1, height, width)
 
@@ -184,9 +189,9 @@ def _bank(kernel: Tensor, vertical: PatchTiling, horizontal: PatchTiling) -> Ten
 def convolve(
     maps: Tensor, kernel: Tensor, padding: Sequence[int], *, channels_last: bool = False
 ) -> Tensor:
-    """(N, C, H, W), (C, 1, R, S) -> (N, C, H', W'), contiguous or channels_last.
+    """Convolve: (N, C, H, W), (C, 1, R, S) -> (N, C, H', W'), contiguous or channels_last.
 
-    Maps are best contiguous, or else they are transposed patch by patch.
+    Maps should be contiguous; other maps are transposed patch by patch.
     """
     vertical, horizontal = tile_map(maps.shape[2:], kernel.shape[2:], padding)
     images = _images_at_once(maps, vertical, horizontal)
@@ -196,9 +201,11 @@ def convolve(
             for part in torch.split(maps, images)
         ]
         return torch.cat(parts)
-    count = _parts_of_channels(maps, vertical, horizontal)
+    part_count = _channel_part_count(maps, vertical, horizontal)
     products = []
-    for part, windows in zip(maps.tensor_split(count, 1), kernel.tensor_split(count), strict=True):
+    for part, windows in zip(
+        maps.tensor_split(part_count, 1), kernel.tensor_split(part_count), strict=True
+    ):
         patches = _input_patches(part, vertical, horizontal)
         products.append(torch.bmm(patches, _bank(windows, vertical, horizontal).mT))
     outputs = torch.cat(products) if len(products) > 1 else products[0]
@@ -208,7 +215,7 @@ def convolve(
 def _as_maps(
     outputs: Tensor, vertical: PatchTiling, horizontal: PatchTiling, *, channels_last: bool
 ) -> Tensor:
-    """(C, N * patches, row of T * U) -> (N, C, H', W')."""
+    """Put the outputs of patches together: (C, N * patches, row of T * U) -> (N, C, H', W')."""
     channels = outputs.shape[0]
     height = vertical.patches * vertical.outputs_per_patch
     width = horizontal.patches * horizontal.outputs_per_patch
@@ -231,7 +238,7 @@ def _as_maps(
 def weight_gradient(
     maps: Tensor, grad_output: Tensor, window: Sequence[int], padding: Sequence[int]
 ) -> Tensor:
-    """(N, C, H, W) and the gradient of the outputs, (N, C, H', W') -> (C, 1, R, S)."""
+    """Compute the kernel's gradient: (N, C, H, W), grad_output (N, C, H', W') -> (C, 1, R, S)."""
     vertical, horizontal = tile_map(maps.shape[2:], window, padding)
     images = _images_at_once(maps, vertical, horizontal)
     if images is not None and maps.shape[0] > images:
@@ -244,39 +251,49 @@ def weight_gradient(
     patch_size = (vertical.outputs_per_patch, horizontal.outputs_per_patch)
     below = vertical.patches * patch_size[0] - vertical.outputs
     right = horizontal.patches * patch_size[1] - horizontal.outputs
-    grad_output = _padded(grad_output, (0, right, 0, below))
-    sums = []
-    count = _parts_of_channels(maps, vertical, horizontal)
+    grad_output = _pad_if_needed(grad_output, (0, right, 0, below))
+    part_count = _channel_part_count(maps, vertical, horizontal)
+    gradients = []
     for part, grad_of_part in zip(
-        maps.tensor_split(count, 1), grad_output.tensor_split(count, 1), strict=True
+        maps.tensor_split(part_count, 1), grad_output.tensor_split(part_count, 1), strict=True
     ):
         grad_patches = _extract_patches(grad_of_part, patch_size, vertical, horizontal)
         grad_bank = torch.bmm(grad_patches.mT, _input_patches(part, vertical, horizontal))
-        grad_bank = grad_bank.narrow(1, 0, patch_size[0] * patch_size[1])
-        inputs = vertical.inputs_per_patch * horizontal.inputs_per_patch
-        grad_bank = grad_bank.narrow(2, 0, inputs)
-        grad_bank = grad_bank.view(
-            -1, *patch_size, vertical.inputs_per_patch, horizontal.inputs_per_patch
-        )
-        horizontal_sums = _sum_diagonals(grad_bank.transpose(1, 2), horizontal)  # (C, T, A, S)
-        sums.append(_sum_diagonals(horizontal_sums.transpose(2, 3), vertical).mT)
-    return torch.cat(sums).unsqueeze(1).to(maps.dtype)
+        gradients.append(_gradient_from_bank(grad_bank, vertical, horizontal))
+    return torch.cat(gradients).unsqueeze(1).to(maps.dtype)
+
+
+def _gradient_from_bank(
+    grad_bank: Tensor, vertical: PatchTiling, horizontal: PatchTiling
+) -> Tensor:
+    """Turn the gradient of the bank into that of the kernel: (C, rows, row) -> (C, R, S)."""
+    patch_size = (vertical.outputs_per_patch, horizontal.outputs_per_patch)
+    input_size = (vertical.inputs_per_patch, horizontal.inputs_per_patch)
+    grad_bank = grad_bank.narrow(1, 0, patch_size[0] * patch_size[1])
+    grad_bank = grad_bank.narrow(2, 0, input_size[0] * input_size[1])
+    grad_bank = grad_bank.view(-1, *patch_size, *input_size)  # (C, T, U, A, B)
+    horizontal_sums = _sum_diagonals(grad_bank.transpose(1, 2), horizontal)  # (C, T, A, S)
+    return _sum_diagonals(horizontal_sums.transpose(2, 3), vertical).mT
 
 
 def _sum_diagonals(bank: Tensor, tiling: PatchTiling) -> Tensor:
-    """(C, outputs per patch, ..., inputs per patch) -> (C, ..., kernel size).
+    """Sum the entries of each kernel cell along an axis.
 
-    Kernel cell r is the sum of all entries whose input is r cells after their output.
+    (C, outputs per patch, ..., inputs per patch) -> (C, ..., kernel size). Kernel cell r is the sum
+    of all entries whose input is r cells after their output.
     """
     before = tiling.omitted_padding
     after = tiling.outputs_per_patch + tiling.kernel_size - 1 - tiling.inputs_per_patch - before
-    bank = _padded(bank, (before, after))
+    bank = _pad_if_needed(bank, (before, after))
     diagonals = bank.unfold(-1, tiling.kernel_size, 1).diagonal(0, 1, -2)
     return diagonals.sum(-1, dtype=torch.promote_types(bank.dtype, torch.float32))
 
 
 class _Depthwise(torch.autograd.Function):
-    """Backward is made of differentiable operations, for gradients of gradients."""
+    """Depthwise convolution by `convolve`, with gradients.
+
+    Backward consists of differentiable operations, so that there are gradients of gradients.
+    """
 
     @staticmethod
     def forward(
@@ -297,21 +314,21 @@ class _Depthwise(torch.autograd.Function):
         grad_weight = None
         with torch.autocast(maps.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
-                rest = [size - 1 - pad for size, pad in zip(window, ctx.padding, strict=True)]
+                padding = [size - 1 - pad for size, pad in zip(window, ctx.padding, strict=True)]
                 flipped = kernel.flip(2, 3)
-                grad_input = convolve(grad_output, flipped, rest, channels_last=channels_last)
+                grad_input = convolve(grad_output, flipped, padding, channels_last=channels_last)
             if ctx.needs_input_grad[1]:
                 grad_weight = weight_gradient(maps, grad_output, window, ctx.padding)
         return grad_input, grad_weight, None, None
 
 
 def is_channels_last(maps: Tensor) -> bool:
-    """Whether feature maps (N, C, H, W), or slices of them, are channels_last and not contiguous.
+    """True if feature maps (N, C, H, W), or slices of them, are channels_last and not contiguous.
 
-    Maps of one channel or one cell are both.
+    Maps of one channel or one cell are both, so they give False.
     """
-    # Asked one after the other: for torch.compile, both at once would be a symbol, which functions
-    # of constants do not take.
+    # Two separate checks: in one expression, torch.compile would see a symbol, which functions of
+    # constants do not accept.
     if maps.stride(1) != 1:
         return False
     return not maps.is_contiguous()
@@ -324,11 +341,11 @@ def depthwise(
     stride: tuple[int, int],
     padding: tuple[int, int],
 ) -> Tensor:
-    """input (N, C, H, W), kernel (C, 1, R, S), bias (C) -> (N, C, H', W'); the stride is 1.
+    """Convolve: input (N, C, H, W), kernel (C, 1, R, S), bias (C) -> (N, C, H', W').
 
-    The output is in the input's memory format and the kernel's dtype.
+    The stride must be 1. The output is in the input's memory format and the kernel's dtype.
     """
-    # Cast and transposed in one copy, which the backward pass has too.
+    # Cast and transpose in a single copy, which is also kept for the backward pass.
     maps = input.to(kernel.dtype, memory_format=torch.contiguous_format)
     output = cast(Tensor, _Depthwise.apply(maps, kernel, padding, is_channels_last(input)))
     if bias is None:

@@ -1,10 +1,10 @@
-"""Depthwise convolution on x86 CPUs: torch's oneDNN, made to take its fast kernels.
+"""Depthwise convolution on x86 CPUs, arranged so that torch's oneDNN uses its fast kernels.
 
-ONEDNN_VERBOSE=1 (torch 2.15, oneDNN 3.13) shows two cases in which oneDNN takes its slow
-`gemm:jit`: contiguous feature maps with more padding on the left than MAX_PADDING_COLUMNS, and
-nearly all gradients of the weight. So the surplus columns are put around the map before, and the
-gradient of the weight is computed as a depthwise convolution too: of every map, with the gradient
-of its output as the window.
+ONEDNN_VERBOSE=1 (torch 2.15, oneDNN 3.13) shows two cases in which oneDNN uses its slow `gemm:jit`:
+contiguous feature maps with more padding on the left than MAX_PADDING_COLUMNS, and nearly all
+gradients of the weight. In the first case, the surplus columns are added to the map beforehand. In
+the second, the gradient of the weight is computed as a depthwise convolution too: every map is
+convolved with the gradient of its output as the window.
 """
 
 from typing import Any, cast
@@ -16,26 +16,27 @@ from torch.compiler import assume_constant_result
 
 from ..geometry import Pair
 
-# Columns of padding. On other processors nothing has been measured, or this changes nothing.
+# Columns of padding, by CPU capability. Others were not measured, or padding changes nothing there.
 MAX_PADDING_COLUMNS = {"AVX512": 6, "AVX2": 4}
-# oneDNN convolves these; no other dtype was faster in this way.
+# The dtypes that are convolved in this way; no other dtype became faster.
 DTYPES = frozenset({torch.float32, torch.bfloat16})
-# In windows whose gradient is convolved; smaller ones may lose on channels_last maps.
+# Cells of the smallest window whose gradient is computed as a convolution. Smaller ones may become
+# slower on channels_last maps.
 MIN_GRADIENT_CELLS = 49
-MAX_GRADIENT_FLOATS = 2**22  # numbers held at once: gradients of the weight, one for each image
+MAX_GRADIENT_FLOATS = 2**22  # numbers in memory at once, for one weight gradient per image
 
 
-# torch.compile cannot trace `get_cpu_capability`, which returns a string, and ignores caches.
+# torch.compile cannot trace `get_cpu_capability`, which returns a string, and it ignores caches.
 @assume_constant_result  # type: ignore[untyped-decorator]
 def max_padding_columns() -> int | None:
-    """Columns of padding that the fast kernel of this processor takes; None if it is not known."""
+    """Return how many columns of padding this processor's fast kernel allows; None if unknown."""
     return MAX_PADDING_COLUMNS.get(torch.backends.cpu.get_cpu_capability())
 
 
 def depthwise(
     input: Tensor, kernel: Tensor, bias: Tensor | None, stride: Pair, padding: Pair
 ) -> Tensor:
-    """input (N, C, H, W), kernel (O, 1, R, S), O a multiple of C, as `F.conv2d` with C groups.
+    """Compute `F.conv2d` with C groups: input (N, C, H, W), kernel (O, 1, R, S), O a multiple of C.
 
     The output is in the kernel's dtype.
     """
@@ -57,8 +58,8 @@ def _forward(
     input: Tensor, kernel: Tensor, bias: Tensor | None, stride: Pair, padding: Pair
 ) -> Tensor:
     surplus = padding[1] - cast(int, max_padding_columns())
-    # channels_last maps are fast with any padding. Maps of one channel or one cell are in both
-    # formats.
+    # channels_last maps are fast with any padding. Maps of one channel or one cell are both
+    # contiguous and channels_last.
     if (
         surplus > 0
         and input.is_contiguous()
@@ -70,9 +71,9 @@ def _forward(
 
 
 class _Depthwise(torch.autograd.Function):
-    """One kernel a channel.
+    """Depthwise convolution with one kernel per channel.
 
-    Backward is made of differentiable operations, for gradients of gradients.
+    Backward consists of differentiable operations, so that there are gradients of gradients.
     """
 
     @staticmethod
@@ -104,19 +105,19 @@ class _Depthwise(torch.autograd.Function):
 def _input_gradient(
     input: Tensor, grad_output: Tensor, kernel: Tensor, stride: Pair, padding: Pair
 ) -> Tensor:
-    """grad_output (N, C, H', W') -> (N, C, H, W)."""
+    """Compute the input's gradient: grad_output (N, C, H', W') -> (N, C, H, W)."""
     gradients = torch.ops.aten.convolution_backward(
         grad_output,
         input,
         kernel,
-        None,  # sizes of a bias
+        None,  # bias sizes
         stride,
         padding,
         [1, 1],  # dilation
         False,  # not transposed
-        [0, 0],  # padding of outputs
+        [0, 0],  # output padding
         input.shape[1],  # groups
-        [True, False, False],  # the gradient of the input alone
+        [True, False, False],  # only the input's gradient
     )
     return cast(Tensor, gradients[0])
 
@@ -124,30 +125,34 @@ def _input_gradient(
 def _weight_gradient(
     input: Tensor, grad_output: Tensor, kernel: Tensor, stride: Pair, padding: Pair
 ) -> Tensor:
-    """input (N, C, H, W), grad_output (N, C, H', W') -> (C, 1, R, S), summed in float32 at least.
+    """Compute the kernel's gradient: (N, C, H, W), grad_output (N, C, H', W') -> (C, 1, R, S).
 
-    A convolution of each map: its window is the gradient of the output, its dilation the stride.
+    Every map is convolved. The window is the gradient of its output, and the dilation is the
+    stride. Sums are in float32 at least.
     """
     dtype = torch.promote_types(kernel.dtype, torch.float32)
-    most = cast(int, max_padding_columns())
-    inner = []  # padding passed to F.conv2d, on each axis
-    around = []  # padding added by F.pad before, on each axis
+    max_columns = cast(int, max_padding_columns())
+    conv_padding = []  # passed to F.conv2d, for each axis
+    added_padding = []  # added by F.pad beforehand, for each axis
     for cells, step, side in zip(padding, stride, grad_output.shape[2:], strict=True):
         extent = step * (side - 1) + 1
-        inner.append(min(cells, most, extent - 1))
-        around.append(cells - inner[-1])
+        cells_by_conv = min(cells, max_columns, extent - 1)
+        conv_padding.append(cells_by_conv)
+        added_padding.append(cells - cells_by_conv)
     height, width = kernel.shape[2:]
     total: Tensor | float = 0.0
     images = max(1, MAX_GRADIENT_FLOATS // kernel.numel())
     for maps, grads in zip(
         torch.split(input, images), torch.split(grad_output, images), strict=True
     ):
-        if any(around):
-            maps = F.pad(maps, (around[1], around[1], around[0], around[0]))
+        if any(added_padding):
+            rows, columns = added_padding
+            maps = F.pad(maps, (columns, columns, rows, rows))
         count = grads.shape[0] * grads.shape[1]
         planes = maps.to(dtype).contiguous().reshape(1, count, *maps.shape[2:])
         windows = grads.to(dtype).contiguous().reshape(count, 1, *grads.shape[2:])
-        gradient_of_each = F.conv2d(planes, windows, padding=inner, dilation=stride, groups=count)
-        # The stride may have left cells at the end of a map unread, which are cut off.
-        total = total + gradient_of_each[0, :, :height, :width].reshape(-1, *kernel.shape).sum(0)
+        gradients = F.conv2d(planes, windows, padding=conv_padding, dilation=stride, groups=count)
+        # If the stride left cells at the end of a map unread, the result is too large.
+        gradients = gradients[0, :, :height, :width]
+        total = total + gradients.reshape(-1, *kernel.shape).sum(0)
     return cast(Tensor, total).to(kernel.dtype)

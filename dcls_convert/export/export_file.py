@@ -10,25 +10,27 @@ from ..atomic_output import new_file
 from ..errors import DclsConvertError, ModelError
 from ..networks.model_outputs import check_close
 from ..networks.running import quietly
-from .folded_model import BATCHES, ExportReport, FoldedModel, ModelFunction, brief, run_model
+from .folded_model import BATCHES, ExportReport, FoldedModel, ModelFunction, root_cause, run_model
 
-# (file, images, whether the file must take any number of images) -> the model in the file.
+# (path, images, whether the file must take any number of images) -> the model loaded from the file.
 ExportFunction = Callable[[Path, Tensor, bool], ModelFunction]
 
 
 def export_file(
     folded: FoldedModel, bound: float, export: ExportFunction, loading: str
 ) -> ExportReport:
-    """Write one file, for any batch size if the model allows it, else for one image.
+    """Write one file: for any batch size if the model allows it, otherwise for one image.
+
+    The file is run, and kept only if its outputs are within the bound.
 
     Args:
-        folded: To write.
-        bound: The largest relative error of the file's outputs. It is run before it is kept.
-        export: Writes the file, and loads it.
-        loading: As for `FoldedModel.report`.
+        folded: The model to write.
+        bound: Largest allowed relative error of the file's outputs.
+        export: Function that writes the file and loads it again.
+        loading: As in `FoldedModel.report`.
 
     Raises:
-        DclsConvertError: The export fails for one image too, or gives other outputs.
+        DclsConvertError: The export fails even for one image, or the outputs differ too much.
     """
     with new_file(folded.output, force=folded.force) as partial:
         folded.notify("exporting")
@@ -36,8 +38,8 @@ def export_file(
             error = _export_and_compare(folded, bound, export, partial, any_batch=True)
             return folded.report(folded.format, error, loading)
         except DclsConvertError as reason:
-            # Until it is published, the file is in a folder of its own. The failed attempt may have
-            # left it there, and a second file of weights.
+            # The file is in a folder of its own until it is published. The failed attempt may have
+            # left the file there, and also a second file with weights.
             for leftover in partial.parent.iterdir():
                 leftover.unlink()
             folded.notify("exporting again, for one image at a time")
@@ -48,18 +50,19 @@ def export_file(
 def _export_and_compare(
     folded: FoldedModel, bound: float, export: ExportFunction, path: Path, *, any_batch: bool
 ) -> float:
-    """Export for any number of images, or for one; the relative error of the file's outputs.
+    """Export for any number of images or for one, and return the outputs' relative error.
 
-    A file for any number is compared on all of BATCHES, and exported with the last of them.
+    A file for any number of images is exported with the last batch size of BATCHES and compared on
+    all of them.
     """
-    what = f"the export to {folded.format}"
+    subject = f"the export to {folded.format}"
     count = len(BATCHES) if any_batch else 1
     try:
         with torch.no_grad(), quietly():
             exported = export(path, folded.images[count - 1], any_batch)
     except (OSError, DclsConvertError):
         raise
-    except Exception as error:  # exporters raise anything
-        raise ModelError(f"{what} fails: {brief(error)}") from error
-    outputs = run_model(exported, folded.images[:count], what)
-    return check_close(folded.outputs[:count], outputs, bound=bound, what=what)
+    except Exception as error:  # exporters may raise anything
+        raise ModelError(f"{subject} fails: {root_cause(error)}") from error
+    outputs = run_model(exported, folded.images[:count], subject)
+    return check_close(folded.outputs[:count], outputs, bound=bound, what=subject)

@@ -27,12 +27,12 @@ from .folded_model import (
     FOLDING_BOUND,
     ExportReport,
     FoldedModel,
-    flattened,
     run_model,
+    with_flat_outputs,
 )
 from .formats import EXPORT_FORMATS, ExportFormat
 
-IMAGES_SEED = 0  # of the random images for which outputs are compared
+IMAGES_SEED = 0  # for the random images on which outputs are compared
 
 
 def fold_checkpoint(
@@ -46,22 +46,22 @@ def fold_checkpoint(
     trust_code: bool = False,
     notify: Notify = silent,
 ) -> ExportReport:
-    """Fold a checkpoint's model, compare the outputs, and write it.
+    """Fold a checkpoint's model, check that its outputs stay the same, and write it.
 
     Args:
-        folder: The checkpoint.
+        folder: The checkpoint folder.
         format: A name in EXPORT_FORMATS.
-        output: To write; without it, the folder's name with the format's suffix, in the
-            current directory.
+        output: Folder or file to write; without it, the folder's name with the format's suffix, in
+            the current directory.
         opset: Opset of an ONNX model, one of OPSETS.
-        model: Builds the unconverted network of a checkpoint that does not name its own, such as
-            "package.module:factory", whose code is imported and run.
+        model: The unconverted network, such as "package.module:factory", if the checkpoint does not
+            name it. Its code is imported and run.
         force: Replace an earlier output.
         trust_code: Import and run the code that the folder names as its model.
-        notify: Is told what is being done.
+        notify: Called with what is being done.
 
     Raises:
-        DclsConvertError: It cannot be folded or written, or folding would change the outputs.
+        DclsConvertError: The model cannot be folded or written, or its outputs would change.
     """
     if format not in EXPORT_FORMATS:
         known = ", ".join(EXPORT_FORMATS)
@@ -103,14 +103,14 @@ def fold_checkpoint(
         notify=notify,
     )
     if export_format.flat_outputs:
-        folded = flattened(folded)
+        folded = with_flat_outputs(folded)
     write: Any = pkgutil.resolve_name(export_format.writer)
     report: ExportReport = write(folded)
     return report
 
 
 def _check_opset(format: str, opset: int | None) -> None:
-    """Refuse an opset that does not exist, or is for other formats."""
+    """Refuse an opset that is not supported, or that is given for a format without opsets."""
     if opset is None:
         return
     if not EXPORT_FORMATS[format].has_opset:
@@ -133,7 +133,7 @@ def _check_packages(format: str) -> None:
 
 
 def _input_size(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """The size of the plan's images; refuses one that is missing, or too large to compare with."""
+    """Return the plan's input size. Raise if it is missing, or too large to compare outputs."""
     input_size = checkpoint.plan.input_size
     if input_size is None:
         raise CheckpointError(
@@ -162,19 +162,19 @@ def _check_output(export_format: ExportFormat, folder: Path, output: Path, *, fo
 
 
 def _random_images(input_size: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Images of normal random numbers, one tensor for each batch size of BATCHES."""
+    """Return images of normal random numbers, one tensor for each batch size of BATCHES."""
     generator = torch.Generator().manual_seed(IMAGES_SEED)
     all_images = torch.randn(max(BATCHES), *input_size, generator=generator)
     return tuple(all_images[:batch].to(dtype) for batch in BATCHES)
 
 
 def _fold_(
-    network: nn.Module, images: tuple[Tensor, ...], outputs: tuple[Any, ...], what: str
+    network: nn.Module, images: tuple[Tensor, ...], outputs: tuple[Any, ...], subject: str
 ) -> float:
-    """Fold the network; the relative error of its outputs, which must stay the same."""
+    """Fold the network, check that its outputs stay the same, and return their relative error."""
     fold_to_dense_(network)
     folded_outputs = run_model(network, images, "the folded model")
-    return check_close(outputs, folded_outputs, bound=FOLDING_BOUND, what=what)
+    return check_close(outputs, folded_outputs, bound=FOLDING_BOUND, what=subject)
 
 
 def _parameter_count(network: nn.Module) -> int:

@@ -1,6 +1,6 @@
-"""The formats of `dcls-convert fold`: the one table of them.
+"""The table of all formats of `dcls-convert fold`.
 
-Imports no torch, so that --help is quick.
+Imports no torch, so that --help is fast.
 """
 
 from dataclasses import dataclass
@@ -11,21 +11,22 @@ class ExportFormat:
     """A format that a folded model can be written in."""
 
     # "package.module:function", imported when it is called: (FoldedModel) -> ExportReport. For a
-    # file, the function calls `export_file` with what writes one and loads it again.
+    # file, the function must call `export_file`.
     writer: str
-    # Of the default output's name. A file's is a dot and the format's name; all outputs have it.
+    # Suffix of the default output's name. For a file, it is a dot and the format's name, and every
+    # output must end in it.
     suffix: str
     noun: str  # for messages: "ONNX model"
-    help: str  # for --help: what is written
-    packages: tuple[str, ...] = ()  # that must be installed
-    # Whether it knows no structure: the model to write then returns a tensor or a tuple of tensors,
-    # and what is loaded again must return them as a tuple.
+    help: str  # what is written, for --help
+    packages: tuple[str, ...] = ()  # packages that must be installed
+    # Whether the format cannot store a structure of outputs. The model to write then returns a
+    # tensor or a tuple of tensors, and the loaded model must return a tuple.
     flat_outputs: bool = False
-    has_opset: bool = False  # whether --opset is for it
+    has_opset: bool = False  # whether the format takes --opset
 
     @property
     def is_file(self) -> bool:
-        """Whether one file is written, and no folder."""
+        """Whether a file is written, not a folder."""
         return self.suffix.startswith(".")
 
 
@@ -48,7 +49,7 @@ EXPORT_FORMATS = {
     "pt2": ExportFormat(
         writer="dcls_convert.export.pt2:write_pt2",
         suffix=".pt2",
-        noun="program of torch.export",
+        noun="torch.export program",
         help="one file",
     ),
 }

@@ -1,4 +1,4 @@
-"""A folded model as an ONNX file."""
+"""Write a folded model as an ONNX file."""
 
 import json
 import os
@@ -15,10 +15,10 @@ from ..options import DEFAULT_OPSET
 from .export_file import export_file
 from .folded_model import ExportReport, FoldedModel, ModelFunction, metadata
 
-BOUND = 1e-3  # relative error; onnxruntime has other kernels, and folds constants beforehand
-# onnxruntime 1.29 and later would otherwise send names of models to its makers.
+BOUND = 1e-3  # largest relative error; onnxruntime has other kernels and folds constants
+# Without this variable, onnxruntime 1.29 and later sends names of models to its makers.
 NO_TELEMETRY = "ORT_DISABLE_TELEMETRY"
-MAX_IN_ONE_FILE = 1_900_000_000  # bytes of weights; a protobuf, and so an ONNX file, ends at 2 GiB
+MAX_IN_ONE_FILE = 1_900_000_000  # bytes of weights; ONNX files are protobufs, limited to 2 GiB
 MIN_DYNAMO_OPSET = 18  # opset below which torch's newer exporter fails for most models
 INPUT_NAME = "input"
 OUTPUT_NAME = "output"  # if there is one output
@@ -26,8 +26,8 @@ LOAD_ONNX = 'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{fold
 
 
 def write_onnx(folded: FoldedModel) -> ExportReport:
-    """Write the file, and a second one for the weights if they are too large for one."""
-    # onnxruntime reads it when it is imported.
+    """Write the ONNX file, and a second file with the weights if they do not fit into one."""
+    # onnxruntime reads the variable when it is imported.
     os.environ.setdefault(NO_TELEMETRY, "1")
 
     opset = folded.opset or DEFAULT_OPSET
@@ -41,9 +41,9 @@ def write_onnx(folded: FoldedModel) -> ExportReport:
 
     def export(path: Path, images: Tensor, any_batch: bool) -> ModelFunction:
         if opset >= MIN_DYNAMO_OPSET:
-            arguments = _newer_exporter(any_batch, external_data)
+            arguments = _newer_exporter_arguments(any_batch, external_data)
         else:
-            arguments = _older_exporter(any_batch, folded.one_output)
+            arguments = _older_exporter_arguments(any_batch, folded.one_output)
         torch.onnx.export(
             folded.model,
             (images,),
@@ -61,7 +61,7 @@ def write_onnx(folded: FoldedModel) -> ExportReport:
 
 
 def _load(path: Path) -> ModelFunction:
-    """The file's model, run by onnxruntime."""
+    """Return a function that runs the file's model with onnxruntime."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -76,16 +76,16 @@ def _load(path: Path) -> ModelFunction:
     return run
 
 
-def _newer_exporter(any_batch: bool, external_data: bool) -> dict[str, Any]:
-    """Arguments of torch.onnx.export for the exporter that builds on torch.export."""
+def _newer_exporter_arguments(any_batch: bool, external_data: bool) -> dict[str, Any]:
+    """Return arguments of torch.onnx.export for the exporter that builds on torch.export."""
     shapes = None
     if any_batch:
         shapes = ({0: "batch"},)
     return {"dynamo": True, "dynamic_shapes": shapes, "external_data": external_data}
 
 
-def _older_exporter(any_batch: bool, one_output: bool) -> dict[str, Any]:
-    """Arguments of torch.onnx.export for the exporter that traces the model."""
+def _older_exporter_arguments(any_batch: bool, one_output: bool) -> dict[str, Any]:
+    """Return arguments of torch.onnx.export for the exporter that traces the model."""
     if not any_batch:
         return {"dynamo": False, "dynamic_axes": None}
     axes = {INPUT_NAME: {0: "batch"}}
@@ -95,32 +95,33 @@ def _older_exporter(any_batch: bool, one_output: bool) -> dict[str, Any]:
 
 
 def _check_opset_and_add_metadata(path: Path, opset: int, facts: Mapping[str, Any]) -> None:
-    """Check a file's opset, remove paths of this machine's source files, and add facts to it."""
+    """Check a file's opset, remove this machine's source paths, and add facts as metadata."""
     import onnx
 
     network = onnx.load(path, load_external_data=False)
-    written = next(one.version for one in network.opset_import if not one.domain)
-    if written != opset:
-        raise ModelError(f"torch wrote opset {written} for this model, not opset {opset}")
+    # The entry without a domain is the opset of ONNX's own operators.
+    written_opset = next(entry.version for entry in network.opset_import if not entry.domain)
+    if written_opset != opset:
+        raise ModelError(f"torch wrote opset {written_opset} for this model, not opset {opset}")
     for part in _parts(network):
         part.ClearField("doc_string")
-        notes = [note for note in part.metadata_props if not note.key.endswith("stack_trace")]
+        kept_notes = [note for note in part.metadata_props if not note.key.endswith("stack_trace")]
         del part.metadata_props[:]
-        part.metadata_props.extend(notes)
+        part.metadata_props.extend(kept_notes)
     texts = {name: _text(fact) for name, fact in facts.items()}
     onnx.helper.set_model_props(network, texts)
     onnx.save(network, path)
 
 
 def _text(fact: Any) -> str:
-    """A fact as ONNX's metadata can hold it; what is not a text becomes JSON."""
+    """Return a fact as a string for ONNX's metadata; values that are not strings become JSON."""
     if isinstance(fact, str):
         return fact
     return json.dumps(fact)
 
 
 def _parts(network: Any) -> Iterator[Any]:
-    """The ONNX model, and everything in it to which exporters attach notes and doc strings."""
+    """Yield the ONNX model and every part of it to which exporters attach notes and doc strings."""
     yield network
     yield from _parts_of_graph(network.graph)
     for function in network.functions:

@@ -1,4 +1,4 @@
-"""A folded model as a program of torch.export."""
+"""Write a folded model as a torch.export program."""
 
 import io
 from pathlib import Path
@@ -10,12 +10,12 @@ from ..records import write_json
 from .export_file import export_file
 from .folded_model import FOLDING_BOUND, ExportReport, FoldedModel, ModelFunction, metadata
 
-METADATA = "metadata.json"  # name among the file's `extra_files`
+METADATA = "metadata.json"  # name of the metadata among the file's `extra_files`
 LOAD_PT2 = 'import torch\n\nmodel = torch.export.load("{folder}").module()\n'
 
 
 def write_pt2(folded: FoldedModel) -> ExportReport:
-    """Write the file."""
+    """Write the .pt2 file."""
 
     def export(path: Path, images: Tensor, any_batch: bool) -> ModelFunction:
         shapes = None
@@ -25,7 +25,7 @@ def write_pt2(folded: FoldedModel) -> ExportReport:
         _remove_stack_traces_(program)
         (input_name,) = program.graph_signature.user_inputs
         facts = write_json(metadata(folded, str(input_name)))
-        # Not to disk: if it is full, torch's own writer of files ends the process.
+        # Save to memory first: if the disk is full, torch's own file writer ends the process.
         file = io.BytesIO()
         torch.export.save(program, file, extra_files={METADATA: facts})
         path.write_bytes(file.getbuffer())
@@ -35,7 +35,7 @@ def write_pt2(folded: FoldedModel) -> ExportReport:
 
 
 def _remove_stack_traces_(program: torch.export.ExportedProgram) -> None:
-    """Remove the paths of this machine's source files."""
+    """Remove the stack traces, which name this machine's source files."""
     for graph in program.graph_module.modules():
         if isinstance(graph, torch.fx.GraphModule):
             for node in graph.graph.nodes:

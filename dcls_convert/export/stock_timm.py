@@ -1,6 +1,6 @@
-"""A folded model as a folder that timm loads without this package.
+"""Write a folded model as a folder that timm loads without this package.
 
-That is possible if the architecture has arguments that set its kernel sizes.
+This is possible if the architecture has arguments that set its kernel sizes.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ from ..reports.measure import measure_report
 from ..reports.report import ConversionReport
 from .folded_model import FOLDING_BOUND, ExportReport, FoldedModel, run_model
 
-# Parts of the names of timm's arguments for kernel sizes: kernel_size, kernel_sizes, kernels,
-# local_conv_size.
+# Names of timm's arguments for kernel sizes contain one of these words: kernel_size, kernel_sizes,
+# kernels, local_conv_size.
 KERNEL_WORDS = ("kernel", "conv_size")
 LOAD_BY_TIMM = 'import timm\n\nmodel = timm.create_model("local-dir:{folder}", pretrained=True)\n'
 
 
 def write_timm_folder(folded: FoldedModel) -> ExportReport:
-    """Write a folder that timm loads alone; if timm cannot, a folded checkpoint of this package."""
+    """Write a folder that timm loads alone, or a folded checkpoint of this package if it cannot."""
     folded.notify("looking for timm's own arguments")
     model = folded.model
     plan = replace(folded.checkpoint.plan, folded=True)
@@ -51,7 +51,7 @@ def write_timm_folder(folded: FoldedModel) -> ExportReport:
             raise DclsConvertError(
                 f"{folded.checkpoint.folder} is folded already, and {reason}"
             ) from reason
-        folded.notify(f"writing {folded.output}, a checkpoint of this program")
+        folded.notify(f"writing {folded.output}, a dcls-convert checkpoint")
         save_converted(model, plan, folded.output, report=report, force=folded.force)
         return folded.report("dcls", 0.0, loading_code(plan.model), note=str(reason))
 
@@ -59,16 +59,17 @@ def write_timm_folder(folded: FoldedModel) -> ExportReport:
 def _write_for_timm(
     folded: FoldedModel, plan: ConversionPlan, report: ConversionReport, kernel_args: dict[str, Any]
 ) -> float:
-    """Write the folder, and run what timm loads from it; the relative error of its outputs."""
-    architecture = (plan.model or "").partition(":")[2].partition(".")[0]  # without timm's tag
+    """Write the folder, load it with timm, and return the relative error of the outputs."""
+    _, _, name = (plan.model or "").partition(":")
+    architecture, _, _ = name.partition(".")  # without timm's tag
     config = timm_config(folded.model, plan)
     config["architecture"] = architecture
     config["model_args"] = {**plan.model_args, **kernel_args}
-    stock = architecture
+    timm_model = architecture
     if kernel_args:
-        arguments = ", ".join(f"{name}={value}" for name, value in kernel_args.items())
-        stock += f" with {arguments}"
-    files = f"timm builds its own {stock}; no other package is needed."
+        arguments = ", ".join(f"{key}={value}" for key, value in kernel_args.items())
+        timm_model += f" with {arguments}"
+    files = f"timm builds its own {timm_model}; no other package is needed."
     provenance = provenance_of(folded.model)
     card = model_card(report, LOAD_BY_TIMM, files, provenance=provenance)
     folded.notify(f"writing {folded.output}")
@@ -78,25 +79,25 @@ def _write_for_timm(
         )
         with weights_on_meta_(folded.model, partial / WEIGHTS):
             # Equal shapes do not mean equal outputs, so the loaded model is run.
-            return _error_of_folder(folded, partial, f"timm's {stock}")
+            return _error_of_folder(folded, partial, f"timm's {timm_model}")
 
 
-def _error_of_folder(folded: FoldedModel, folder: Path, what: str) -> float:
-    """The relative error of the outputs of what timm loads from a folder."""
+def _error_of_folder(folded: FoldedModel, folder: Path, subject: str) -> float:
+    """Load a folder with timm, and return the relative error of the model's outputs."""
     source = ModelSource(name=f"local-dir:{folder}")
-    # No code of others is run: the folder names one of timm's own architectures.
+    # Safe: the folder names one of timm's own architectures, so no other code is run.
     loaded = build_model(source, pretrained=True, trust_code=True).eval()
     images = [batch.float() for batch in folded.images]
-    outputs = run_model(loaded, images, what)
-    return check_close(folded.outputs, outputs, bound=FOLDING_BOUND, what=what)
+    outputs = run_model(loaded, images, subject)
+    return check_close(folded.outputs, outputs, bound=FOLDING_BOUND, what=subject)
 
 
 @contextlib.contextmanager
 def weights_on_meta_(model: nn.Module, path: Path) -> Iterator[None]:
-    """Inside, the model has no values: its weights are on meta, to make room for another model.
+    """Move the model's weights to the meta device, which frees memory for another model.
 
     They are read from the file again only after a ModelError or a ComparisonError; otherwise the
-    model stays empty. A model with aliases keeps its values.
+    model stays without values. A model with aliases keeps its values throughout.
     """
     if alias_names(model):
         yield
@@ -111,19 +112,19 @@ def weights_on_meta_(model: nn.Module, path: Path) -> Iterator[None]:
 
 
 def find_kernel_args(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
-    """timm's arguments that give the base model the folded model's tensor names and shapes.
+    """Find timm arguments with which the base model has the folded model's tensor names and shapes.
 
-    They are found by trying.
+    Candidates are tried one after another.
 
     Raises:
-        ModelError: The model is not timm's, or nothing gives the shapes.
+        ModelError: The model is not timm's, or no candidate gives these shapes.
     """
     kind, _, name = (plan.model or "").partition(":")
     if kind != "timm":
-        raise ModelError(f"{plan.model or 'the model'} is not of timm's registry")
+        raise ModelError(f"{plan.model or 'the model'} is not in timm's registry")
     base = build_model(ModelSource(name=f"timm:{name}", args=plan.model_args), device="meta")
-    known = inspect.signature(type(base).__init__).parameters
-    arguments = list(filter(_is_kernel_argument, known))
+    parameters = inspect.signature(type(base).__init__).parameters
+    arguments = list(filter(_is_kernel_argument, parameters))
     folded_shapes = shapes_of(model)
     for kernel_args in _candidates(base, plan, arguments):
         source = ModelSource(name=f"timm:{name}", args={**plan.model_args, **kernel_args})
@@ -135,7 +136,7 @@ def find_kernel_args(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
         raise ModelError(f"timm's {name} has no argument for the size of its kernels")
     tried = ", ".join(arguments)
     raise ModelError(
-        f"timm's {name} cannot be built with these kernels: no value of {tried} gives them"
+        f"timm's {name} cannot be built with these kernel sizes: no value of {tried} gives them"
     )
 
 
@@ -146,22 +147,22 @@ def _is_kernel_argument(name: str) -> bool:
 def _candidates(
     base: nn.Module, plan: ConversionPlan, arguments: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Arguments to try: first none, for windows of the old kernels' size."""
-    yield {}
-    for value in _values(base, plan):
+    """Yield arguments to try."""
+    yield {}  # enough if the windows have the old kernels' size
+    for value in _candidate_sizes(base, plan):
         for argument in arguments:
             yield {argument: value}
 
 
-def _values(base: nn.Module, plan: ConversionPlan) -> Iterator[int | list[int]]:
-    """Kernel sizes to try: integers for all layers, then a list with one for each stage.
+def _candidate_sizes(base: nn.Module, plan: ConversionPlan) -> Iterator[int | list[int]]:
+    """Yield kernel sizes to try: first one integer for all layers, then a list with one per stage.
 
     A stage without converted layers keeps the size of its depthwise kernels.
     """
     windows = {layer.name: set(layer.dilated_size) for layer in plan.layers}
     yield from sorted(set().union(*windows.values()))
-    window_sides: dict[str, set[int]] = {}  # by stage, of its converted layers
-    old_sides: dict[str, set[int]] = {}  # by stage, of its depthwise kernels before conversion
+    window_sides: dict[str, set[int]] = {}  # for each stage: sides of its converted layers
+    old_sides: dict[str, set[int]] = {}  # for each stage: sides of its old depthwise kernels
     for site in find_convs(base, plan.input_size).sites:
         if site.stage is None:
             continue

@@ -1,1 +1,1 @@
-"""Values for layers that are in no model yet, and how many elements each kernel gets."""
+"""Find values for layers that are not in a model yet, and the number of elements per kernel."""

@@ -1,4 +1,4 @@
-"""Kernel counts for tie groups that share a budget: those with the least sum of errors."""
+"""Choose kernel counts for tie groups that share a budget, so that the sum of errors is least."""
 
 import itertools
 import math
@@ -16,20 +16,22 @@ SETTINGS = CountSettings()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupErrors:
-    """The error of one tie group for each kernel count, and what a count costs."""
+    """The error of one tie group as a function of its kernel count, and the cost of an element."""
 
-    cost: int  # parameters of one more element in each kernel, in all layers
-    max_count: int  # the largest that the group can use
-    always_measured: Collection[int]  # the result is no worse than with any of these counts
-    error: Callable[[int], float]  # measures the error for a count
+    cost: int  # parameters that one more element per kernel adds, over all layers of the group
+    max_count: int  # largest count to consider
+    always_measured: Collection[int]  # counts that are measured before the first choice
+    error: Callable[[int], float]  # measures the error at a count
 
 
 def counts_of_min_error(groups: Sequence[GroupErrors], limit: int) -> list[int]:
-    """A count of at least 1 for each group, with the least sum of errors within `limit` parameters.
+    """Return a count for each group, so that the sum of errors is least within the limit.
+
+    Counts are at least 1, and all groups together cost at most `limit` parameters.
 
     Errors are measured at a few counts and interpolated between them. The chosen counts are then
     measured too, and the choice is repeated until all chosen counts are measured. The result is
-    therefore no worse than any choice among the counts of `always_measured`.
+    therefore no worse than any choice within the limit among the counts of `always_measured`.
     """
     costs = [group.cost for group in groups]
     measured: list[dict[int, float]] = []
@@ -49,7 +51,7 @@ def counts_of_min_error(groups: Sequence[GroupErrors], limit: int) -> list[int]:
 
 
 def _first_counts(max_count: int) -> set[int]:
-    """Evenly spaced counts from 1 to the largest; all of them if they are few."""
+    """Return evenly spaced counts from 1 to the largest, or all of them if there are few."""
     if max_count <= SETTINGS.measure_all:
         return set(range(1, max_count + 1))
     counts = set()
@@ -59,7 +61,7 @@ def _first_counts(max_count: int) -> set[int]:
 
 
 def _interpolate(measured: Mapping[int, float]) -> dict[int, float]:
-    """The error for every count, linear between the measured ones."""
+    """Return the error for every count, interpolated linearly between the measured ones."""
     errors = dict(measured)
     for low, high in itertools.pairwise(sorted(measured)):
         for count in range(low + 1, high):
@@ -71,28 +73,28 @@ def _interpolate(measured: Mapping[int, float]) -> dict[int, float]:
 def solve_knapsack(
     costs: Sequence[int], errors: Sequence[Mapping[int, float]], limit: int
 ) -> list[int]:
-    """For each group, the count among `errors` with the least sum of errors, within a limit.
+    """Choose one count for each group, so that the sum of errors is least within the limit.
 
-    Exact for any errors, by dynamic programming over the parameters spent: a multiple-choice
-    knapsack. Of equal sums, the one with fewer parameters. If the limit has more units than
-    `CountSettings.max_units`, each group's costs are rounded up to coarser units: the result then
-    stays within the limit, but a better one may exist.
+    This is a multiple-choice knapsack problem. It is solved exactly, for any errors, by dynamic
+    programming over the parameters spent. Among choices with equal sums, the one with fewer
+    parameters wins. If the limit has more units than `CountSettings.max_units`, each group's costs
+    are rounded up to coarser units: the result stays within the limit, but a better one may exist.
 
     Args:
-        costs: Parameters of one more element, for each group.
-        errors: The error by count, for each group.
-        limit: Parameters of all groups together.
+        costs: Parameters that one more element per kernel adds, for each group.
+        errors: Error by count, for each group.
+        limit: Maximum number of parameters of all groups together.
     """
     unit = max(math.gcd(*costs), ceil_div(limit, SETTINGS.max_units))
     units = limit // unit
-    # Least sum of errors of the groups so far, by the units that they may spend.
+    # min_sum[u] is the least sum of errors of the groups so far, if they spend at most u units.
     min_sum = torch.zeros(units + 1, dtype=torch.float64)
     picks_of_groups = []
     for cost, error_of_count in zip(costs, errors, strict=True):
         min_sum, picks = _add_group(min_sum, cost, error_of_count, unit)
         picks_of_groups.append(picks)
-    assert min_sum[-1].isfinite(), "the planner has refused what admits no element for each group"
-    # From the last group back to the first, along the picks that led to the least sum.
+    assert min_sum[-1].isfinite(), "the planner refuses a limit below one element for each group"
+    # Go back from the last group to the first, along the picks that led to the least sum.
     units_left = int((min_sum == min_sum[-1]).nonzero()[0])
     chosen = []
     for index in reversed(range(len(costs))):
@@ -107,7 +109,7 @@ def solve_knapsack(
 def _add_group(
     min_sum: Tensor, cost: int, error_of_count: Mapping[int, float], unit: int
 ) -> tuple[Tensor, Tensor]:
-    """The least sums with one more group, and which of its sorted counts each sum takes."""
+    """Add a group: return the new least sums, and the index of its sorted count in each of them."""
     with_group = torch.full_like(min_sum, torch.inf)
     picks = torch.zeros(len(min_sum), dtype=torch.int16)
     for index, count in enumerate(sorted(error_of_count)):

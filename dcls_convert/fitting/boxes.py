@@ -1,7 +1,6 @@
-"""The box in which a kernel is fitted: the old kernel's extent, and how an element spreads in it.
+"""The box within which a kernel is fitted, and how elements spread over its cells.
 
-Positions count cells from the centre of the window, and box positions from the first cell of the
-box.
+Positions count cells from the centre of the window, box positions from the first cell of the box.
 
 Axes: L layers, O output channels, I input channels per group, D cells of the dense axes,
 N = O * I * D kernel lines (see `layers/elements.py`), K cells of the old kernel along the learnt
@@ -23,7 +22,7 @@ SPREAD_MARGIN = 3  # cells; six times the initial sigma of a Gaussian element
 
 
 class Box:
-    """An old kernel's extent along the learnt axes, and a margin where elements spread widely.
+    """The old kernel's extent along the learnt axes, plus a margin if elements spread widely.
 
     The attributes `kernel_size`, `grids`, `sides` and `origin` have one entry for each learnt axis.
     """
@@ -42,8 +41,8 @@ class Box:
         self.dense_axes = dense_axes
         self.axes = learnt_axes(len(size), dense_axes)
         method = find_interpolation(interpolation)
-        # How elements spread along an axis, and the derivative of this by their box positions:
-        # (N, E), side -> (N, E, side) each.
+        # Returns how elements spread along an axis, and the derivative of this with respect to
+        # their box positions: (N, E), side -> (N, E, side) each.
         self.normalised_profile_and_slope = method.normalised_profile_and_slope
         max_margin = 0 if method.exact_on_cells else SPREAD_MARGIN
         kernel_sizes = []
@@ -61,21 +60,22 @@ class Box:
         self.kernel_size = tuple(kernel_sizes)
         self.grids = grids  # positions of the old cells, from the window's centre
         self.sides = tuple(sides)  # in cells
-        self.origin = tuple(origin)  # position of the first cell, from the window's centre
+        self.origin = tuple(origin)  # position of the box's first cell, from the window's centre
 
-    def largest(
+    def largest_cells(
         self,
         kernels: Sequence[Tensor],
         kernel_count: int,
         *,
         effective: Sequence[Tensor] | None = None,
     ) -> tuple[list[Tensor], Tensor]:
-        """The cells of kernels (O, I, *kernel size) with the most energy over the layers.
+        """Return the cells with the most energy over the layers, as elements.
 
         Args:
-            kernels: The kernels of each layer.
+            kernels: (O, I, *kernel size) of each layer.
             kernel_count: Elements in each kernel.
-            effective: The kernels as they are convolved, if they differ; their energy decides.
+            effective: The kernels as they are convolved, if they differ from `kernels`. Cells are
+                chosen by the energy of these.
 
         Returns:
             Weights (O, I, *D, E) of each layer, and the positions (A, O, I, *D, E).
@@ -90,19 +90,19 @@ class Box:
         )
 
     def old_cell_coordinates(self) -> Tensor:
-        """The box positions of the old kernel's cells, as integers: (K, A)."""
+        """Return the box positions of the old kernel's cells, as integers: (K, A)."""
         positions = torch.tensor(list(itertools.product(*self.grids)))
         return positions - torch.tensor(self.origin)
 
     def old_cell_indices(self) -> Tensor:
-        """The indices of the old kernel's cells among the S cells of the box: (K,)."""
+        """Return the indices of the old kernel's cells among the S cells of the box: (K,)."""
         strides = [math.prod(self.sides[axis + 1 :]) for axis in range(len(self.sides))]
         return (self.old_cell_coordinates() * torch.tensor(strides)).sum(1)
 
     def lines_of(self, kernel: Tensor) -> Tensor:
-        """The lines (N, S) of a kernel (O, I, *kernel size), in float32 at least.
+        """Return the lines (N, S) of a kernel (O, I, *kernel size), in float32 at least.
 
-        They are zero where the old kernel has no cell.
+        Cells of the box where the old kernel has none are zero.
         """
         values = cells_last(kernel, self.axes).flatten(0, -2)  # (N, K)
         values = values.to(torch.promote_types(values.dtype, torch.float32))
@@ -111,7 +111,7 @@ class Box:
         return boxed
 
     def footprint(self, box_positions: Tensor) -> Tensor:
-        """How elements at box positions (N, E, A) spread over the cells of the box: (N, E, S)."""
+        """Return how elements at box positions (N, E, A) spread over the box's cells: (N, E, S)."""
         profiles = []
         for axis, side in enumerate(self.sides):
             profile, _ = self.normalised_profile_and_slope(box_positions[..., axis], side)
@@ -119,18 +119,18 @@ class Box:
         return product_of_profiles(profiles)
 
     def to_box(self, positions: Tensor) -> Tensor:
-        """The box positions (N, E, A) of elements at positions (A, O, I, *D, E)."""
+        """Convert positions (A, O, I, *D, E) to box positions (N, E, A)."""
         by_line = positions.flatten(1, -2).movedim(0, -1)
         return by_line - by_line.new_tensor(self.origin)
 
     def from_box(self, box_positions: Tensor, shape: Sequence[int]) -> Tensor:
-        """The positions, of shape (A, O, I, *D, E), of elements at box positions (N, E, A)."""
+        """Convert box positions (N, E, A) to positions of shape (A, O, I, *D, E)."""
         by_line = box_positions + box_positions.new_tensor(self.origin)
         return by_line.movedim(-1, 0).reshape(shape)
 
 
 def product_of_profiles(profiles: Sequence[Tensor]) -> Tensor:
-    """How elements spread over a box, given how they spread along each of its axes.
+    """Return how elements spread over a box, given how they spread along each of its axes.
 
     (N, E, side) each -> (N, E, S).
     """

@@ -1,12 +1,12 @@
-"""Values for new layers by which a network keeps its outputs for given images.
+"""Calibration: find values for new layers so that a network keeps its outputs for given images.
 
-The images run through the old and the new network in lockstep. Each layer is solved for what the
-old convolution gives, given the input from the layers that are converted already. So each layer
+The images run through the old and the new network in lockstep. Each layer is fitted to the outputs
+of its old convolution, given the input from the layers that are converted already. So each layer
 makes up for the errors of the layers before it, as in GPTQ (arXiv:2210.17323). The network itself
 is not changed.
 
-The activations of all images in lockstep must fit in memory, so a large set is split into parts:
-each part adds to the sums of every layer, and solves it again.
+The activations of all images in lockstep must fit in memory, so a large set is split into parts.
+Each part adds to the sums of every layer, and every layer is solved again.
 """
 
 import contextlib
@@ -37,21 +37,22 @@ INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CalibrationStatistics:
-    """What the old network's convolutions see in the images."""
+    """Statistics of what the old network's convolutions see in the images."""
 
     calibration: Calibration
     settings: CalibrationSettings
     calls: Counter[nn.Module]  # how often a forward pass calls each conv
-    # Moments of each conv, with lines that are not joint; for the positions.
+    # Moments of each conv, with separate lines. Positions are fitted with these.
     separate_moments: dict[nn.Module, SecondMoments]
-    # Moments of convs that a pass calls several times, with joint lines, and of their outputs; for
-    # the weights. Other convs are measured when their layers are solved.
+    # Moments of the inputs and outputs of convs that a pass calls several times, with joint lines.
+    # Weights are solved from them. Other convs are measured when their layers are solved.
     joint_moments: dict[nn.Module, SecondMoments]
-    # Running mean of the one BatchNorm that is fed by this conv, and by nothing else.
+    # Running mean of the only BatchNorm whose inputs all come from this conv; convs without such a
+    # BatchNorm are absent.
     running_means: dict[nn.Module, Tensor]
 
     def covariance_roots(self, group: LayerGroup) -> Tensor | None:
-        """The square root of the matrix by which errors of kernels count: (in_channels, S, S).
+        """Return the square root of the covariance that weights kernel errors: (in_channels, S, S).
 
         See `shared_covariance_roots`.
 
@@ -70,7 +71,7 @@ def measure_inputs(
     notify: Notify,
     settings: CalibrationSettings | None = None,
 ) -> CalibrationStatistics:
-    """Run the old network with all images, and sum up what its convolutions see."""
+    """Run the old network on all images, and collect statistics of what its convolutions see."""
     notify("measuring layer inputs")
     settings = settings or CalibrationSettings()
     convs: list[Conv] = []
@@ -100,16 +101,16 @@ def measure_inputs(
 def _observe_pass(
     model: nn.Module, convs: Sequence[nn.Module], image: Tensor
 ) -> tuple[Counter[nn.Module], dict[nn.Module, Tensor]]:
-    """Run one image: count the calls of convs, and find the BatchNorms that they alone feed.
+    """Run one image to count the calls of each conv, and to find BatchNorms fed by one conv alone.
 
-    Returns the calls, and by conv the running mean of its BatchNorm.
+    Returns the number of calls, and the running mean of the BatchNorm of each conv that has one.
     """
     calls: Counter[nn.Module] = Counter()
-    # What feeds each BatchNorm; None stands for anything but one of the convs.
+    # The convs that feed each BatchNorm; None stands for anything else.
     feeders: dict[nn.Module, set[nn.Module | None]] = {}
     outputs: list[tuple[nn.Module, Tensor]] = []
 
-    def count(conv: nn.Module, _: Any, output: Tensor) -> None:
+    def count_call(conv: nn.Module, _: Any, output: Tensor) -> None:
         calls[conv] += 1
         outputs.append((conv, output))
 
@@ -123,7 +124,7 @@ def _observe_pass(
 
     with contextlib.ExitStack() as hooks:
         for conv in convs:
-            hooks.callback(conv.register_forward_hook(count).remove)
+            hooks.callback(conv.register_forward_hook(count_call).remove)
         for module in model.modules():
             if _is_batch_norm(module):
                 hooks.callback(module.register_forward_pre_hook(note_feeder).remove)
@@ -137,7 +138,7 @@ def _observe_pass(
 
 
 def _is_batch_norm(module: nn.Module) -> bool:
-    """Whether the module is a BatchNorm of any class, frozen ones too."""
+    """True if the module is a BatchNorm of any class, including frozen ones."""
     has_running_mean = isinstance(getattr(module, "running_mean", None), Tensor)
     return has_running_mean and not isinstance(module, INSTANCE_NORMS)
 
@@ -148,7 +149,7 @@ def _add_images_(
     model: nn.Module,
     batches: Sequence[Tensor],
 ) -> None:
-    """Add what the convs see in the images to their moments."""
+    """Add what the convs see in these images to their moments."""
 
     def add(conv: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         input = args[0] if args else kwargs["input"]
@@ -164,7 +165,7 @@ def _add_images_(
 
 
 def _forward(model: nn.Module, batch: Tensor) -> None:
-    """Run the model, in the memory format in which CPUs convolve images the fastest."""
+    """Run the model, with images in the memory format in which CPUs convolve fastest."""
     if batch.dim() == 4:
         batch = batch.contiguous(memory_format=torch.channels_last)
     try:
@@ -178,7 +179,7 @@ def _forward(model: nn.Module, batch: Tensor) -> None:
             ) from error
         problem = one_line(error)[:200]
         raise DclsConvertError(
-            f"calibration: the model does not take the images: {problem}"
+            f"calibration: the model does not accept the images: {problem}"
         ) from error
 
 
@@ -190,14 +191,14 @@ def fit_to_outputs_(
 ) -> list[CalibratedLayer]:
     """Solve for the weights of new layers, so that the network keeps its outputs.
 
-    The layers must have positions and fitted weights.
+    The layers must already have positions and fitted weights.
 
     Returns:
-        The layers that a pass calls, in the order of their first calls. Their mean shifts
+        The layers that a forward pass calls, in the order of their first calls. Their mean shifts
         (`CalibratedLayer.target_change`) are not applied yet.
 
     Raises:
-        DclsConvertError: The model does not take the images, or has values that are not finite.
+        DclsConvertError: The model does not accept the images, or has values that are not finite.
     """
     layers: dict[nn.Module, CalibratedLayer] = {}
     for group in groups:
@@ -221,31 +222,35 @@ def fit_to_outputs_(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Part:
-    """Batches of the images that run in step."""
+    """Batches of images that run in lockstep."""
 
-    number: int  # from 0
-    count: int  # of all parts
-    indices: range  # of the batches
+    index: int  # of this part, from 0
+    part_count: int
+    batch_indices: range
 
     @property
     def is_last(self) -> bool:
-        return self.number + 1 == self.count
+        return self.index + 1 == self.part_count
 
     @property
     def progress_suffix(self) -> str:
-        """What messages of progress end in; "" if there is one part."""
-        if self.count == 1:
+        """The end of progress messages; empty if there is only one part."""
+        if self.part_count == 1:
             return ""
-        return f", part {self.number + 1} of {self.count} of the images"
+        return f", part {self.index + 1} of {self.part_count} of the images"
 
 
 def _parts_of(calibration: Calibration, images_in_step: int) -> list[_Part]:
-    """Parts of about `images_in_step` images each; every part is spread over all images."""
-    batches = len(calibration.batches)
-    count = min(math.ceil(len(calibration) / images_in_step), batches)
+    """Split the batches into parts of about `images_in_step` images.
+
+    The batches of a part are spread evenly over all batches.
+    """
+    batch_count = len(calibration.batches)
+    part_count = min(math.ceil(len(calibration) / images_in_step), batch_count)
     parts = []
-    for number in range(count):
-        parts.append(_Part(number=number, count=count, indices=range(number, batches, count)))
+    for index in range(part_count):
+        batch_indices = range(index, batch_count, part_count)
+        parts.append(_Part(index=index, part_count=part_count, batch_indices=batch_indices))
     return parts
 
 
@@ -256,7 +261,7 @@ def _fit_to_part_(
     part: _Part,
     notify: Notify,
 ) -> list[CalibratedLayer]:
-    """Solve the layers that the network calls, for the images of this part and those before it."""
+    """Solve the layers that the network calls, for the images of this part and all parts before."""
     solved: dict[nn.Module, CalibratedLayer] = {}
 
     def solve_at_first_call_(
@@ -269,21 +274,23 @@ def _fit_to_part_(
         done = len(solved)
         message = f"calibrating {layer.name}, layer {done + 1} of {layer_count}"
         message += part.progress_suffix
-        notify(message, part.number * layer_count + done, part.count * layer_count)
+        notify(message, part.index * layer_count + done, part.part_count * layer_count)
         layer.solve_(new_inputs, old_outputs, more_follow=not part.is_last)
         solved[conv] = layer
 
     def step_all(conv: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
-        """Outputs of all passes: first those of the old network, then those of the new one."""
+        """Return the outputs of all passes: the old network's first, then the new network's."""
         layer = layers[conv]
         half = len(inputs) // 2
+        old_inputs = inputs[:half]
         new_inputs = inputs[half:]
-        old_outputs = [layer.old_forward(input) for input in inputs[:half]]
+        old_outputs = [layer.old_forward(input) for input in old_inputs]
         solve_at_first_call_(conv, new_inputs, old_outputs)
         new_outputs = [layer.outputs(input) for input in new_inputs]
         return [*old_outputs, *new_outputs]
 
-    batches = [statistics.calibration.batches[index] for index in part.indices]
-    passes = [partial(_forward, model, batch) for batch in batches]
-    run_in_lockstep(list(statistics.calls), [*passes, *passes], step_all)
+    batches = [statistics.calibration.batches[index] for index in part.batch_indices]
+    old_passes = [partial(_forward, model, batch) for batch in batches]
+    new_passes = old_passes  # the same calls; `step_all` makes them passes of the new network
+    run_in_lockstep(list(statistics.calls), [*old_passes, *new_passes], step_all)
     return list(solved.values())

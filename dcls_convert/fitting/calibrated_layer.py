@@ -1,4 +1,4 @@
-"""A new layer in the place of its convolution, in a network that is converted layer by layer."""
+"""A new layer that stands in for its convolution, while a network is converted layer by layer."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from .solve_layer import solve_layer
 
 
 class CalibratedLayer:
-    """A new layer in the place of its convolution, in the network that is converted so far."""
+    """A new layer during a calibration: its solution, and its outputs in place of the old ones."""
 
     def __init__(
         self,
@@ -28,62 +28,63 @@ class CalibratedLayer:
         moments: SecondMoments | None,
         running_mean: Tensor | None,
     ) -> None:
-        """A layer without its solution yet.
+        """Prepare the layer; `solve_` finds its weights.
 
         Args:
             name: The layer's name in the model.
             conv: The old convolution.
-            layer: The new layer, with positions and first weights.
-            box: In which its kernels were fitted.
+            layer: The new layer, with positions and fitted weights.
+            box: Box within which its kernels were fitted.
             settings: The calibration's constants.
             calls: How often a forward pass calls the convolution.
-            moments: Joint moments of all images, where a pass calls it several times.
-            running_mean: Running mean of the BatchNorm that the convolution alone feeds; None
-                without one.
+            moments: Joint moments of all images, if a pass calls the convolution several times.
+            running_mean: Running mean of the BatchNorm that the convolution alone feeds; None if
+                there is no such BatchNorm.
         """
         self.name = name
         self.conv = conv
         self.layer = layer
         self.box = box
-        self.old_forward = conv.forward  # `run_in_lockstep` puts another one in its place
+        self.old_forward = conv.forward  # kept, since `run_in_lockstep` replaces it
         self._settings = settings
         self._calls = calls
         self._moments = moments
         # Each part starts from the fitted weights, not from the last part's solution, so that the
         # result depends on the sums of all images alone.
         self._fitted_weight = layer.weight.detach().clone()
-        # What takes the mean shift: the bias, or the running mean of the BatchNorm behind. None:
-        # the layer has neither, and its means stay shifted.
+        # The tensor to which the mean shift is applied: the bias, else the running mean of the
+        # BatchNorm after the layer. None if there is neither; then the means stay shifted.
         self.shift_target: Tensor | None = layer.bias
         if layer.bias is None:
             self.shift_target = running_mean
-        # (out_channels,): added to the outputs, it gives each channel the old mean.
+        # Added to the outputs, it gives each channel its old mean: (out_channels,).
         self.mean_shift = layer.weight.new_zeros(layer.out_channels, dtype=torch.float64)
         self.output_error: float | None = None  # |new - old| / |old| of the outputs, once solved
-        self.keeps_fit = False  # whether too few samples left the fit, without a mean shift
-        self.reasons: tuple[
-            str, ...
-        ] = ()  # that may explain a large output error; set whatever its size
-        self._kernel: Tensor | None = None  # of the old kernel's size, where it holds all elements
+        # True if there are too few samples to solve: the fit stays, and there is no mean shift.
+        self.keeps_fit = False
+        # Reasons that may explain a large output error; set even if the error is small.
+        self.reasons: tuple[str, ...] = ()
+        # The kernel, cropped to the old kernel's size, if that holds all elements.
+        self._cropped_kernel: Tensor | None = None
 
     @property
     def target_change(self) -> Tensor:
-        """(out_channels,): the mean shift as a change of `shift_target`."""
+        """The change of `shift_target` that applies the mean shift: (out_channels,)."""
         # A BatchNorm subtracts its running mean.
         return -self.mean_shift if self.layer.bias is None else self.mean_shift
 
     def outputs(self, input: Tensor) -> Tensor:
-        """The layer's outputs; with the mean shift, if the layer has a `shift_target`."""
-        if self._kernel is None:
+        """Return the layer's outputs, with the mean shift if there is a `shift_target`."""
+        if self._cropped_kernel is None:
             outputs = self.layer.forward(input)
         else:
-            outputs = self.conv._conv_forward(input, self._kernel, self.layer.bias)
+            outputs = self.conv._conv_forward(input, self._cropped_kernel, self.layer.bias)
         if self.shift_target is None:
             return outputs
-        by_channel = self.mean_shift.to(outputs)
+        mean_shift = self.mean_shift.to(outputs)
         for _ in range(self.layer.dims):
-            by_channel = by_channel.unsqueeze(-1)
-        return outputs + by_channel
+            mean_shift = mean_shift.unsqueeze(-1)
+        return outputs + mean_shift
 
     @torch.no_grad()
     def solve_(
@@ -91,8 +92,8 @@ class CalibratedLayer:
     ) -> None:
         """Give the layer the weights that bring its outputs closest to the targets.
 
-        Positions stay. The outputs are those for these images and the ones before them. If
-        `more_follow`, sums are kept, and the images that follow are added to them.
+        Positions do not change. All images so far count, those of earlier calls included. If
+        `more_follow`, their sums are kept for the next call.
         """
         layer = self.layer
         traits = layer.traits
@@ -110,7 +111,7 @@ class CalibratedLayer:
         if not self._transforms_weight:
             layer.weight.copy_(solution.weights.reshape(layer.weight.shape))
         if traits is PLAIN and self.box.sides == self.box.kernel_size:
-            self._kernel = self._small_kernel()
+            self._cropped_kernel = self._crop_kernel()
         old_bias = 0.0 if layer.bias is None else layer.bias.double()
         self.mean_shift = solution.bias - old_bias
         self.output_error = solution.output_error
@@ -118,17 +119,18 @@ class CalibratedLayer:
 
     @property
     def _transforms_weight(self) -> bool:
-        """Whether the layer transforms its weight, by weight standardisation for example.
+        """True if the layer transforms its weight, by weight standardisation for example.
 
-        Solved weights would have to be transformed back; so the weights stay fixed.
+        Solved weights would have to be transformed back, so the weights stay fixed instead.
         """
         return self.layer.traits.transform_weight is not None
 
     def _moments_with(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> SecondMoments:
-        """The sums of all images so far.
+        """Return the moments of all images so far, these included.
 
-        A convolution that a pass calls once adds these images, with inputs from the new network.
-        One that is called several times has the sums of all images already, from the old network.
+        If a pass calls the convolution once, these images are added, with inputs from the new
+        network. If it is called several times, its moments were measured in the old network, on all
+        images at once.
         """
         moments = self._moments
         if moments is None:
@@ -139,10 +141,10 @@ class CalibratedLayer:
         return moments
 
     def _reasons(self, moments: SecondMoments) -> tuple[str, ...]:
-        """What keeps the outputs from the targets, beyond what the elements can do."""
+        """Return what keeps the outputs from the targets, besides the limits of the elements."""
         layer = self.layer
         reasons = []
-        weights = layer.weight[0].numel()  # of an output channel
+        weights = layer.weight[0].numel()  # per output channel
         samples = moments.sample_count
         few_samples = samples < self._settings.samples_per_weight_to_warn * weights
         if few_samples and not self._transforms_weight:
@@ -155,8 +157,8 @@ class CalibratedLayer:
             reasons.append("no bias or single BatchNorm takes the mean shift")
         return tuple(reasons)
 
-    def _small_kernel(self) -> Tensor:
-        """The box of the constructed kernel, which all elements are in: faster to convolve with."""
+    def _crop_kernel(self) -> Tensor:
+        """Crop the constructed kernel to the box, which holds all elements, to convolve faster."""
         kernel = self.layer.kernel()
         box = self.box
         for axis, first, side in zip(box.axes, box.origin, box.sides, strict=True):

@@ -1,6 +1,6 @@
-"""Scope "error": a kernel count for each tie group, so that the layers' errors have the least sum.
+"""Scope "error": choose a kernel count for each tie group that minimises the sum of layer errors.
 
-Kernel lines are those of `layers/elements.py`.
+Kernel lines are defined in `layers/elements.py`.
 """
 
 import contextlib
@@ -40,10 +40,13 @@ def counts_by_error(
     calibration: Calibration | None,
     notify: Notify,
 ) -> tuple[LayerCounts, CalibrationStatistics | None]:
-    """Kernel counts with the least sum of the layers' relative errors, within the model's budget.
+    """Choose kernel counts with the least sum of relative layer errors, within the model's budget.
 
-    With images, the errors are those of outputs, else those of kernels. Counts that rules state are
-    kept. Returns the counts and the statistics of the images, None without images.
+    Errors of outputs are summed if there are images, else errors of kernels. Counts that rules
+    state are kept.
+
+    Returns:
+        The counts, and the statistics of the images (None without images).
 
     Raises:
         PlanError: The model is on the meta device, or the budget has no room for one element in
@@ -51,7 +54,7 @@ def counts_by_error(
     """
     model_plan, other_plans = _plans_of_scopes(convs, options)
     groups = make_layers(model, model_plan)
-    _check_values(groups)
+    _refuse_meta_model(groups)
     statistics = None
     if calibration is not None:
         statistics = measure_inputs(model, groups, calibration, notify)
@@ -77,7 +80,7 @@ def counts_by_error(
 def _plans_of_scopes(
     convs: ModelConvs, options: PlanOptions
 ) -> tuple[ConversionPlan, list[ConversionPlan]]:
-    """The plan of scope "model", and those of "stage" and "layer" that the budget has room for.
+    """Plan for scope "model", and for "stage" and "layer" if the budget has room for them.
 
     Raises:
         PlanError: There is no room even for one element in each kernel of the model.
@@ -85,7 +88,7 @@ def _plans_of_scopes(
     model_plan = make_plan(convs, replace(options, scope="model"))
     other_plans = []
     for scope in ("stage", "layer"):
-        with contextlib.suppress(PlanError):  # a unit too small for one element: no candidate
+        with contextlib.suppress(PlanError):  # a unit has no room for one element
             other_plans.append(make_plan(convs, replace(options, scope=scope)))
     return model_plan, other_plans
 
@@ -93,7 +96,7 @@ def _plans_of_scopes(
 def _free_groups(
     groups: Sequence[LayerGroup], model_plan: ConversionPlan
 ) -> tuple[list[LayerGroup], int]:
-    """The groups whose counts no rule states, and the parameters that are left for them."""
+    """Return the groups whose counts no rule states, and the parameters that are left for them."""
     stated_rules = _rules_with_counts(model_plan)
     limit = sum(unit.limit for unit in model_plan.budget)
     free_groups: list[LayerGroup] = []
@@ -105,7 +108,7 @@ def _free_groups(
     return free_groups, limit
 
 
-def _check_values(groups: Sequence[LayerGroup]) -> None:
+def _refuse_meta_model(groups: Sequence[LayerGroup]) -> None:
     for group in groups:
         for conv in group.convs:
             if conv.weight.is_meta:
@@ -116,7 +119,7 @@ def _check_values(groups: Sequence[LayerGroup]) -> None:
 
 
 def _rules_with_counts(plan: ConversionPlan) -> set[str]:
-    """Labels of the rules that state a kernel count."""
+    """Return the labels of the rules that state a kernel count."""
     rules = parse_rules(plan.rules_text)
     labels = set()
     for index, rule in enumerate(rules.rules):
@@ -126,7 +129,7 @@ def _rules_with_counts(plan: ConversionPlan) -> set[str]:
 
 
 def _planned_counts(group: LayerGroup, scope_plans: Sequence[ConversionPlan]) -> set[int]:
-    """The counts that the plans give to the group."""
+    """Return the counts that the plans give to the group."""
     name = group.layer_plans[0].name
     counts = set()
     for plan in scope_plans:
@@ -137,7 +140,7 @@ def _planned_counts(group: LayerGroup, scope_plans: Sequence[ConversionPlan]) ->
 
 
 def _cost(group: LayerGroup) -> int:
-    """Parameters of one more element in each kernel, in all layers."""
+    """Return the parameters that one more element per kernel adds, over all layers."""
     first = group.layer_plans[0]
     return first.lines * (len(group.layer_plans) + first.coordinates_per_element)
 
@@ -148,6 +151,7 @@ def _group_errors(
     covariance_roots: Tensor | None,
     seed: int,
 ) -> GroupErrors:
+    """Return the group's error as a function of the count, measured on some of its channels."""
     first = group.layer_plans[0]
     box = group.box
     kernels, sampled_roots = sample_channels(
@@ -172,10 +176,10 @@ def _group_errors(
 def sample_channels(
     kernels: Sequence[Tensor], covariance_roots: Tensor | None, groups: int
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Kernels (O, I, *K) of every n-th channel, and the roots of their input channels.
+    """Return the kernels (O, I, *K) of every n-th channel, and the roots of their input channels.
 
     About `CountSettings.max_channel_pairs` pairs of channels are kept. Output channels are thinned
-    out first, then inputs, then groups, so that as many groups as possible stay.
+    out first, then input channels, then groups, so that as many groups as possible stay.
 
     Args:
         kernels: (O, I, *K) of each layer.
@@ -185,11 +189,11 @@ def sample_channels(
     grouped = [torch.unflatten(kernel, 0, (groups, -1)) for kernel in kernels]
     group_axis, output_axis, input_axis = range(3)  # of each grouped kernel
     sizes = grouped[0].shape[:3]
-    lines = math.prod(sizes)
+    pairs = math.prod(sizes)
     steps = [1, 1, 1]
     for axis in (output_axis, input_axis, group_axis):
-        steps[axis] = max(1, min(sizes[axis], lines // SETTINGS.max_channel_pairs))
-        lines //= steps[axis]
+        steps[axis] = max(1, min(sizes[axis], pairs // SETTINGS.max_channel_pairs))
+        pairs //= steps[axis]
     every_group = slice(None, None, steps[group_axis])
     every_output = slice(None, None, steps[output_axis])
     every_input = slice(None, None, steps[input_axis])

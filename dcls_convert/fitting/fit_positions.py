@@ -1,8 +1,8 @@
-"""Positions that a tie group shares, and weights for each layer, for kernels close to given ones.
+"""Fit positions that a tie group shares, and weights for each layer, to given kernels.
 
-For given positions, the weights are linear least squares. The positions are refined by
-Levenberg-Marquardt steps on the residual that the best weights leave: variable projection,
-doi:10.1137/0710036, with Kaufman's Jacobian, doi:10.1007/BF01932995.
+For given positions, the best weights solve a linear least-squares problem. The positions are
+refined by Levenberg-Marquardt steps on the residual that the best weights leave. This is variable
+projection, doi:10.1137/0710036, with Kaufman's Jacobian, doi:10.1007/BF01932995.
 
 Axes: N kernel lines (see `layers/elements.py`), L layers, E elements, A axes, S cells of the box,
 flat.
@@ -26,26 +26,28 @@ from .batched_linalg import (
 from .boxes import Box, product_of_profiles
 from .fit_settings import FLOATS_IN_CACHE, MAX_ROWS_INNERMOST, FitSettings
 
-# Bounds that keep divisors above zero; small beside targets, which are of order 1.
+# Bounds that keep divisors above zero; small compared with targets, which are of order 1.
 MIN_DIVISOR = 1e-30  # of conjugate gradients, where a line has converged
-MIN_CELL_ENERGY = 1e-12  # of covariance roots, for a channel in which nothing is seen
-MIN_DIAGONAL_SHARE = 1e-3  # share of the curvature's mean diagonal that damping multiplies at least
-MIN_DIAGONAL = 1e-12  # what damping multiplies at least, where the curvature is zero
-MIN_ADDED = 1e-9  # added to the curvature's diagonal whatever the damping
+MIN_CELL_ENERGY = 1e-12  # of covariance roots, for a channel without input
+# Damping multiplies the curvature's diagonal plus a floor, which is the sum of these two.
+MIN_DIAGONAL_SHARE = 1e-3  # share of the mean diagonal
+MIN_DIAGONAL = 1e-12  # for a curvature of zero
+MIN_DAMPING_TERM = 1e-9  # added to the curvature's diagonal whatever the damping
 
 
 class _State(NamedTuple):
-    """Where elements are, with the best weights and the quadratic model of the cost there."""
+    """Box positions, the best weights for them, and the quadratic model of the cost there."""
 
     box_positions: Tensor  # (N, E, A), in cells from the first cell of the box
     weights: Tensor  # (N, L, E)
     cost: Tensor  # (N,): squared residual, plus the ridge's penalty
-    descent: Tensor  # (N, A, E): minus half the gradient of the cost by the box positions
-    # (N, A * E, A * E): half the second derivative of the cost, by Gauss-Newton.
+    # (N, A, E): minus half the gradient of the cost with respect to the box positions.
+    descent: Tensor
+    # (N, A * E, A * E): Gauss-Newton approximation of half the second derivative of the cost.
     curvature: Tensor
 
     def better_of(self, other: "_State") -> "_State":
-        """For each line, the state with the smaller cost; of equal costs, this one."""
+        """Return the state with the smaller cost for each line; this one if costs are equal."""
         improved = other.cost < self.cost  # (N,)
         chosen = []
         for mine, theirs in zip(self, other, strict=True):
@@ -63,21 +65,20 @@ def fit_lines(
     settings: FitSettings,
     covariance_roots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Box positions (N, E, A) and weights (N, L, E) whose kernels are close to the targets.
+    """Fit box positions (N, E, A) and weights (N, L, E) so that kernels are close to the targets.
 
-    A round is `settings.steps_per_round` steps, after which costs are compared. After each round,
-    each line drops the worse half of its starts, until one is left, which gets the rounds that
-    remain.
+    A round is `settings.steps_per_round` steps. After each round, each line drops the worse half of
+    its starts, until one is left. This one gets the rounds that remain.
 
     Args:
         targets: (N, L, S), of order 1.
         starts: Box positions (N, E, A) to start from.
-        box: In which the kernels are fitted.
-        settings: How long to fit, and with which ridge and damping.
-        covariance_roots: (N, S, S). With them, an error e of a line counts as |e @ root|^2, else as
-            |e|^2.
+        box: Box within which the kernels are fitted.
+        settings: Length of the fit, ridge and damping.
+        covariance_roots: (N, S, S). With them, an error e of a line costs |e @ root|^2, else |e|^2.
     """
     if covariance_roots is not None:
+        # Scaled so that targets times roots are of order 1.
         norms = (targets @ covariance_roots).flatten(1).norm(dim=1)
         covariance_roots = covariance_roots / torch.where(norms > 0, norms, 1.0)[:, None, None]
     problem = _make_problem(targets, box, covariance_roots, settings.ridge)
@@ -91,24 +92,24 @@ def fit_lines(
         search.refine_(remaining_fits.flatten(), 1)
         rounds_left -= 1
         order = search.cost[remaining_fits].argsort(dim=0, stable=True)
-        kept = (len(remaining_fits) + 1) // 2
-        remaining_fits = remaining_fits.gather(0, order[:kept])
+        starts_left = (len(remaining_fits) + 1) // 2
+        remaining_fits = remaining_fits.gather(0, order[:starts_left])
     best_fits = remaining_fits[0]
-    search.refine_(best_fits, rounds_left)  # nothing, if dropping starts took all rounds
+    search.refine_(best_fits, rounds_left)  # does nothing if dropping starts took all rounds
     return search.box_positions[best_fits], search.weights[best_fits]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Problem:
-    """The kernels to be approximated, and how errors count."""
+    """The kernels to approximate, and how their errors are weighted."""
 
     box: Box
-    targets: Tensor  # (N, L, S); with covariance roots, multiplied by them
+    targets: Tensor  # (N, L, S); multiplied by the covariance roots, if there are any
     covariance_roots: Tensor | None  # (N, S, S)
-    ridge: Tensor  # (N, 1): in proportion to the energy of an element in the middle of a cell
+    ridge: Tensor  # (N, 1): proportional to the energy of an element in the middle of a cell
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "_Problem":
-        """The same problem with each tensor changed: some lines, or another layout."""
+        """Apply a change to each tensor: a selection of lines, or another memory layout."""
         covariance_roots = None
         if self.covariance_roots is not None:
             covariance_roots = change(self.covariance_roots)
@@ -120,13 +121,13 @@ class _Problem:
         )
 
     def solve(self, box_positions: Tensor) -> _State:
-        """The best weights for these box positions, and the quadratic model of the cost there."""
+        """Return the best weights for the box positions, and the quadratic model of the cost."""
         elements, axes = box_positions.shape[1:]
         ridge = self.ridge
         footprint, slopes = self._footprint_and_slopes(box_positions)  # (N, E, S), (N, A * E, S)
         normal = matmul(footprint, footprint.mT)
         normal.diagonal(dim1=1, dim2=2).add_(ridge)
-        # The pseudo-inverse of the footprint: its product with a target is the weights.
+        # The pseudo-inverse of the footprint; a target times it gives the best weights.
         pseudo_inverse = solve_positive_definite(normal, footprint)  # (N, E, S)
         weights = matmul(self.targets, pseudo_inverse.mT)  # (N, L, E)
         residual = self.targets - matmul(weights, footprint)  # (N, L, S)
@@ -136,10 +137,11 @@ class _Problem:
         slopes_by_axis = slopes.reshape(-1, axes, *footprint.shape[1:])  # (N, A, E, S)
         back_projected = matmul(weights.mT, residual).unsqueeze(1)  # (N, 1, E, S)
         descent = sum_last(slopes_by_axis * back_projected)
-        # Kaufman's Jacobian: the part of the slopes for which no change of the weights makes up.
+        # Kaufman's Jacobian: the part of the slopes that no change of the weights makes up for.
         projected = slopes - matmul(matmul(slopes, pseudo_inverse.mT), footprint)
         curvature = matmul(projected, slopes.mT)
         weight_products = matmul(weights.mT, weights)  # (N, E, E)
+        # The curvature has an (E, E) block for each pair of axes.
         for rows in torch.split(curvature, elements, 1):
             for block in torch.split(rows, elements, 2):
                 block *= weight_products
@@ -152,9 +154,10 @@ class _Problem:
         )
 
     def _footprint_and_slopes(self, box_positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The footprint (N, E, S), and its derivatives by the box positions (N, A * E, S).
+        """Return the footprint (N, E, S), and its derivatives (N, A * E, S) by the box positions.
 
-        The derivatives come axis by axis. With covariance roots, both are multiplied by them.
+        Derivatives are ordered axis by axis. Both are multiplied by the covariance roots, if there
+        are any.
         """
         profiles = []
         profile_slopes = []
@@ -190,8 +193,8 @@ class _LevenbergMarquardt:
 
     A fit keeps a step only if its cost falls.
 
-    A fit is one line of the problem from one start. Line i of the N lines, from start s, has the
-    fit index s * N + i. F fits in all.
+    A fit is one line of the problem from one start. Line i of N lines, from start s, has the fit
+    index s * N + i. There are F fits.
     """
 
     def __init__(self, problem: _Problem, start: Tensor, settings: FitSettings) -> None:
@@ -199,18 +202,18 @@ class _LevenbergMarquardt:
         self.settings = settings
         last_cells = [side - 1 for side in problem.box.sides]
         self.last_cells = start.new_tensor(last_cells)  # made once: copies to a GPU are slow
-        self.box_positions = self.inside(start)  # (F, E, A)
+        self.box_positions = self.clamp_to_box(start)  # (F, E, A)
         layers = problem.targets.shape[1]
         self.weights = start.new_zeros(len(start), layers, start.shape[1])
         self.cost = start.new_full((len(start),), torch.inf)
         self.damping = start.new_full((len(start),), settings.initial_damping)
 
-    def inside(self, box_positions: Tensor) -> Tensor:
-        """The positions, moved into the box."""
+    def clamp_to_box(self, box_positions: Tensor) -> Tensor:
+        """Return the positions, those outside the box moved to its border."""
         return box_positions.clamp(min=0).minimum(self.last_cells)
 
     def refine_(self, fit_indices: Tensor, rounds: int) -> None:
-        """Refine these fits, until their costs no longer fall or so many rounds are done."""
+        """Refine these fits until their costs no longer fall, for at most `rounds` rounds."""
         fits_at_once = len(fit_indices)
         if fit_indices.device.type == "cpu":
             coordinates = self.box_positions[0].numel()
@@ -225,15 +228,15 @@ class _LevenbergMarquardt:
                 break
 
     def _refine_one_round_(self, fit_indices: Tensor) -> Tensor:
-        """Take the steps of one round. Returns which of these fits still gain: (fits,)."""
+        """Take the steps of one round, and return which of the fits still gain: (fits,)."""
         line_indices = fit_indices % len(self.problem.targets)
         problem = self.problem.map(lambda tensor: tensor[line_indices])
         box_positions = self.box_positions[fit_indices]
         damping = self.damping[fit_indices]
-        rows = box_positions[0].numel()
+        rows_of_largest_matrix = box_positions[0].numel()
         if problem.covariance_roots is not None:
-            rows = max(rows, problem.targets.shape[2])
-        if rows <= MAX_ROWS_INNERMOST:
+            rows_of_largest_matrix = max(rows_of_largest_matrix, problem.targets.shape[2])
+        if rows_of_largest_matrix <= MAX_ROWS_INNERMOST:
             problem = problem.map(lines_innermost)
             box_positions = lines_innermost(box_positions)
         settings = self.settings
@@ -241,12 +244,12 @@ class _LevenbergMarquardt:
         first_cost = state.cost
         for _ in range(settings.steps_per_round):
             step = _step(state, damping, settings)
-            trial = problem.solve(self.inside(state.box_positions + step))
+            trial = problem.solve(self.clamp_to_box(state.box_positions + step))
             improved = trial.cost < state.cost
-            factor = torch.where(
+            damping_factor = torch.where(
                 improved, settings.damping_after_gain, settings.damping_after_failure
             )
-            damping = (damping * factor).clamp(settings.min_damping, settings.max_damping)
+            damping = (damping * damping_factor).clamp(settings.min_damping, settings.max_damping)
             state = state.better_of(trial)
         self.box_positions[fit_indices] = state.box_positions
         self.weights[fit_indices] = state.weights
@@ -256,21 +259,21 @@ class _LevenbergMarquardt:
 
 
 def _step(state: _State, damping: Tensor, settings: FitSettings) -> Tensor:
-    """The step (N, E, A) that nearly minimises the damped quadratic model of the cost.
+    """Return the step (N, E, A) that nearly minimises the damped quadratic model of the cost.
 
-    Conjugate gradients with the diagonal as preconditioner, in the letters of Shewchuk (1994), B3,
-    for (curvature + added) x = descent.
+    Solves (curvature + diag(damping_term)) x = descent by conjugate gradients with a diagonal
+    preconditioner, in the notation of Shewchuk (1994), B3.
     """
     diagonal = state.curvature.diagonal(dim1=1, dim2=2)  # (N, A * E)
     floor = MIN_DIAGONAL_SHARE * diagonal.mean(dim=1, keepdim=True) + MIN_DIAGONAL
-    added = damping[:, None] * (diagonal + floor) + MIN_ADDED
-    inverse_diagonal = 1 / (diagonal + added)
+    damping_term = damping[:, None] * (diagonal + floor) + MIN_DAMPING_TERM  # (N, A * E)
+    inverse_diagonal = 1 / (diagonal + damping_term)
     r = state.descent.flatten(1)  # (N, A * E)
     d = inverse_diagonal * r
     rz = (r * d).sum(1, keepdim=True)
     x = torch.zeros_like(r)
     for _ in range(settings.conjugate_gradient_steps):
-        q = added * d + matmul(d[:, None], state.curvature)[:, 0]
+        q = damping_term * d + matmul(d[:, None], state.curvature)[:, 0]
         alpha = rz / (d * q).sum(1, keepdim=True).clamp(min=MIN_DIVISOR)
         x = x + alpha * d
         r = r - alpha * q

@@ -1,4 +1,4 @@
-"""The new layers of a plan, in the groups that share positions, before they are in the model."""
+"""The new layers of a plan, grouped by shared positions, before they are put into the model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,25 +18,25 @@ from .boxes import Box
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LayerGroup:
-    """New layers that share positions, or one layer alone, and the convolutions to replace."""
+    """New layers that share positions, or a single layer, and the convolutions to replace."""
 
     layer_plans: tuple[LayerPlan, ...]
     convs: tuple[Conv, ...]
     layers: tuple[DclsConvNd, ...]  # the same `positions` and `sigma` objects in all of them
-    tie: TieGroup | None  # where the shared parameters will be registered; None for a layer alone
+    tie: TieGroup | None  # where the shared parameters will be registered; None for a single layer
 
     @property
     def title(self) -> str:
-        """The stage of a tie group; the name of a layer alone. For progress."""
+        """Name for progress messages: the stage of a tie group, or the name of a single layer."""
         first = self.layer_plans[0]
         if self.tie is None:
             return first.name
         return first.stage or first.name
 
     def effective_kernels(self) -> list[Tensor]:
-        """The kernels with which the old convolutions convolve, (O, I, *kernel size) each.
+        """Return the kernels with which the old convolutions convolve: (O, I, *kernel size) each.
 
-        They differ from the weights where a convolution standardises these.
+        They differ from the weights if a convolution standardises its weights.
         """
         kernels = []
         for conv, layer in zip(self.convs, self.layers, strict=True):
@@ -55,9 +55,9 @@ class LayerGroup:
         )
 
     def kernel_errors(self) -> dict[str, float]:
-        """|new - old| / |old| of each layer's kernels, as they are convolved, by the layer's name.
+        """Return |new - old| / |old| of the kernels as they are convolved, by layer name.
 
-        Empty on the meta device.
+        The result is empty on the meta device.
         """
         old_kernels = self.effective_kernels()
         if old_kernels[0].is_meta:
@@ -81,14 +81,14 @@ class LayerGroup:
 
 
 def make_layers(model: nn.Module, plan: ConversionPlan) -> tuple[LayerGroup, ...]:
-    """All new layers of the plan, without values, and not in the model yet.
+    """Make all new layers of the plan, without values, and not in the model yet.
 
     Raises:
-        PlanError: The model does not have the plan's convolutions, or one of them cannot be
-            replaced, or layers of a torch.fx graph would share positions.
+        PlanError: The model does not have the plan's convolutions, one of them cannot be replaced,
+            or layers of a torch.fx graph would share positions.
     """
     convs = {layer.name: _find_conv(model, layer) for layer in plan.layers}
-    _check_graphs(model, plan)
+    _refuse_ties_in_graphs(model, plan)
     groups = []
     for plans in _plans_of_groups(plan):
         old_convs = []
@@ -113,7 +113,7 @@ def make_layers(model: nn.Module, plan: ConversionPlan) -> tuple[LayerGroup, ...
 
 
 def _plans_of_groups(plan: ConversionPlan) -> list[list[LayerPlan]]:
-    """The plans of each tie group's layers, and of each layer alone, in the order of the plan."""
+    """Group the layer plans by tie group, in the order of the plan; untied layers stay single."""
     groups: list[list[LayerPlan]] = []
     tied: dict[str, list[LayerPlan]] = {}  # by the name of the tie group
     for layer_plan in plan.layers:
@@ -128,18 +128,17 @@ def _plans_of_groups(plan: ConversionPlan) -> list[list[LayerPlan]]:
     return groups
 
 
-def _check_graphs(model: nn.Module, plan: ConversionPlan) -> None:
-    """PlanError: positions would be shared inside a graph of torch.fx."""
-    graphs = []
+def _refuse_ties_in_graphs(model: nn.Module, plan: ConversionPlan) -> None:
+    """Raise PlanError if layers inside a torch.fx graph would share positions."""
+    graph_prefixes = []
     for name, module in model.named_modules():
         if isinstance(module, fx.GraphModule):
-            graphs.append(f"{name}.".lstrip("."))  # "" for the model itself
+            graph_prefixes.append(f"{name}.".lstrip("."))  # "" for the model itself
     for tie in plan.tie_groups:
-        if f"{tie.owner}.".startswith(tuple(graphs)):
-            problem = "a graph of torch.fx, whose copies would lose the positions that layers share"
+        if f"{tie.owner}.".startswith(tuple(graph_prefixes)):
             raise PlanError(
-                f"{tie.owner or 'the model'} is in {problem}; convert before tracing, or with "
-                f"tie='none'"
+                f"{tie.owner or 'the model'} is in a torch.fx graph, whose copies would lose the "
+                "positions that layers share; convert before tracing, or with tie='none'"
             )
 
 
@@ -151,7 +150,7 @@ def _make_layer(plan: LayerPlan, conv: Conv) -> DclsConvNd:
 
 
 def _share_parameters_(layers: Sequence[DclsConvNd], names: Sequence[str]) -> None:
-    """Give all layers the first one's parameters of these names; trainable if any of them was."""
+    """Let all layers share the first one's parameters of these names; trainable if any was."""
     for name in names:
         shared = getattr(layers[0], name)
         shared.requires_grad = any(getattr(layer, name).requires_grad for layer in layers)
@@ -160,10 +159,11 @@ def _share_parameters_(layers: Sequence[DclsConvNd], names: Sequence[str]) -> No
 
 
 def _find_conv(model: nn.Module, layer: LayerPlan) -> Conv:
-    """The convolution of a layer's plan.
+    """Return the convolution that a layer's plan replaces.
 
-    PlanError: it is not found under all its names, cannot be replaced without loss, or differs from
-    the plan.
+    Raises:
+        PlanError: It is not found under all its names, cannot be replaced without loss, or differs
+            from the plan.
     """
     try:
         conv, *aliases = [model.get_submodule(name) for name in layer.names]

@@ -1,4 +1,4 @@
-"""The images of a calibration: of a folder or as tensors, and some of them held out.
+"""The images of a calibration, from a folder or from tensors, with some of them held out.
 
 Sizes are (channels, rows, columns).
 """
@@ -29,14 +29,16 @@ from ..planning.plan import ConversionPlan
 from ..progress import Note, silent
 from ..text import shown
 
-# One image in so many is held out: not fitted to, it shows what the conversion did
-# to the outputs.
+# One image out of this many is held out. Nothing is fitted to it, so it shows what the conversion
+# did to the outputs.
 HELD_OUT_EVERY = 5
-# Most files of a folder that are held out. With four crops of each, they are 200 images, whose
-# outputs tell enough.
+# Maximum number of files of a folder that are held out. With four crops of each, these are 200
+# images, enough to compare outputs on.
 MAX_FILES_HELD_OUT = 40
-MAX_IN_BATCH = 64  # images; larger given batches are split
-NOISE_CORRELATION = 0.1  # of neighbouring pixels; photographs have 0.8 and more
+MAX_IN_BATCH = 64  # images; larger batches are split
+# Images look like noise if neighbouring pixels are correlated less than this; in photographs, they
+# are correlated by 0.8 or more.
+NOISE_CORRELATION = 0.1
 
 # A folder; or tensors as the model takes them: one batch (N, channels, *spatial), several batches,
 # or single images (channels, *spatial).
@@ -47,16 +49,16 @@ Images = str | Path | Tensor | Iterable[Tensor]
 class Calibration:
     """The images of a calibration, in batches (N, channels, *spatial)."""
 
-    batches: Sequence[Tensor]  # to fit outputs to
-    held_out: Sequence[Tensor] = ()  # to measure outputs on
-    # Number of held-out files that the crops were taken from; 0 for tensors, and where no file is
+    batches: Sequence[Tensor]  # images that layers are fitted to
+    held_out: Sequence[Tensor] = ()  # images on which outputs are compared
+    # Number of held-out files, if crops of them are held out too; 0 for tensors, and if no file is
     # large enough for crops.
     images_cropped: int = 0
-    files: tuple[str, ...] = ()  # paths of the images below their folder; none for tensors
+    files: tuple[str, ...] = ()  # paths of the images, relative to their folder; empty for tensors
 
     def __len__(self) -> int:
         """The number of images in `batches`, without those held out."""
-        if isinstance(self.batches, PixelBatches):  # would normalise each batch to count it
+        if isinstance(self.batches, PixelBatches):  # iterating would normalise every batch
             return len(self.batches.pixels)
         return sum(map(len, self.batches))
 
@@ -72,30 +74,32 @@ def calibrate(
     std: Sequence[float] | None = None,
     note: Note = silent,
 ) -> Calibration:
-    """Read the images of a calibration; nothing is fitted yet.
+    """Read the images of a calibration. Nothing is fitted yet.
 
-    They are for `apply_plan_(calibration=...)` and `convert_(calibration=...)`.
+    Pass the result to `apply_plan_(calibration=...)` or `convert_(calibration=...)`.
 
     Args:
         model: Its normalisation, as timm states it, is applied to the images of a folder. The model
             is not changed.
         plan: A plan for the model; states the size of its images.
-        images: A folder, or tensors as the model takes them. Tensors are one batch (N, channels,
-            *spatial), several batches, single images (channels, *spatial), or what a data loader
-            gives: lists that begin with a batch. They all stay in memory.
-        held_out: Images to compare outputs on, which nothing is fitted to; given as `images` are.
-            None holds every fifth of the images out, of a folder at most 40, together with crops of
-            its corners if it is larger than the model's images. Of fewer than five images, a
-            folder's second one is held out, and no tensor. An empty list holds none out.
-        most_images: Most images that are taken from a folder, evenly spread over the order of
-            their names; 80 by default. An image stays in memory as pixels of 8 bits.
-        mean, std: Normalisation of a folder's images, whose values are from 0 to 1; for each
-            channel, or one for all. Needed if the model does not state them.
-        note: Called with a message for each file that cannot be read.
+        images: A folder, or tensors normalised as the model expects. Tensors are one batch (N,
+            channels, *spatial), several batches, single images (channels, *spatial), or the items
+            of a data loader: lists that begin with a batch. They all stay in memory.
+        held_out: Images to compare outputs on, in the same forms as `images`. Nothing is fitted to
+            them. By default, every fifth image is held out. From a folder, at most 40 are held
+            out, and crops of their corners are added if they are larger than the model's images. Of
+            fewer than five images, the second one of a folder is held out, and no tensor. An empty
+            list holds out no image.
+        most_images: Maximum number of images to read from a folder, evenly spread over the order of
+            their names; 80 by default. An image stays in memory as 8-bit pixels.
+        mean, std: Normalisation of a folder's images, whose values are from 0 to 1: a value for
+            each channel, or one for all. Required if the model does not state them.
+        note: Called with a message for each file that cannot be read, and if the images look like
+            noise.
 
     Raises:
-        DclsConvertError: There are no images, or their values are not finite, or their
-            normalisation is not known.
+        DclsConvertError: There are no images, their values are not finite, or their normalisation
+            is not known.
     """
     if not isinstance(images, str | Path):
         for name, value in (("mean", mean), ("std", std), ("most_images", most_images)):
@@ -138,7 +142,7 @@ def calibrate(
 
 
 def _is_noise(batch: Tensor) -> bool:
-    """Whether neighbours along the last axis are uncorrelated, as in no photograph."""
+    """True if neighbours along the last axis are uncorrelated, unlike in any photograph."""
     values = batch.double().flatten(0, -2)  # (lines of pixels, columns)
     values = values - values.mean()
     energy = values.square().mean()
@@ -168,7 +172,7 @@ def _read_folder(
     count = len(pixels_of_path)
     held_out_every = max(HELD_OUT_EVERY, math.ceil(count / MAX_FILES_HELD_OUT))
     first_held_out = held_out_every - 1
-    if count < HELD_OUT_EVERY:  # of few images, the second one is held out
+    if count < HELD_OUT_EVERY:  # too few for every fifth: hold out the second
         first_held_out = 1
     fitted: list[Tensor] = []
     held_out: list[Tensor] = []
@@ -190,7 +194,7 @@ def _read_folder(
 
 
 def _with_every_fifth_held_out(batches: Sequence[Tensor]) -> Calibration:
-    """Given batches, of whose images every fifth is held out; none if there are fewer."""
+    """Hold out every fifth image of the batches; none if there are fewer than five."""
     fitted: list[Tensor] = []
     held_out: list[Tensor] = []
     first = 0  # index of the batch's first image among all images
@@ -210,15 +214,15 @@ def _with_every_fifth_held_out(batches: Sequence[Tensor]) -> Calibration:
 def _given_batches(
     images: Tensor | Iterable[Any], image_axes: int, input_size: Sequence[int] | None
 ) -> Iterator[Tensor]:
-    """The batches in what was given: one batch, batches, images, or what a loader gives."""
+    """Yield batches from one batch, several batches, single images, or the items of a loader."""
     if isinstance(images, Tensor):
         images = [images]
     if not isinstance(images, Iterable):
         raise _wrong_tensor(images, image_axes)
-    for given in images:
-        tensor = given
-        if isinstance(given, list | tuple):  # a loader's batch, with labels
-            tensor = given[0]
+    for item in images:
+        tensor = item
+        if isinstance(item, list | tuple):  # a loader's batch, with labels
+            tensor = item[0]
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             raise _wrong_tensor(tensor, image_axes)
         if tensor.dim() not in (image_axes, image_axes + 1):
@@ -237,10 +241,10 @@ def _has_channels_last(images: Tensor, image_axes: int, channels: int) -> bool:
 
 
 def _wrong_tensor(found: object, image_axes: int, channels: str = "channels") -> DclsConvertError:
-    """The error that says what was found in the place of images.
+    """Return the error that says what was found instead of images.
 
     Args:
-        channels: Their number, where it is known.
+        channels: The number of channels, if it is known.
     """
     kind = f"a {type(found).__name__}"
     if isinstance(found, Tensor):

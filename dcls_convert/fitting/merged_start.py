@@ -1,4 +1,4 @@
-"""Positions to start a fit from: cells of the old kernel, of which some neighbours are merged.
+"""Starting positions for a fit: cells of the old kernel, with some neighbouring cells merged.
 
 Axes: N kernel lines, L layers, S cells of the box, K cells of the old kernel, P pairs of
 neighbours, E elements, A axes.
@@ -11,16 +11,17 @@ from .boxes import Box
 
 
 def merged_neighbours(lines: Tensor, largest_positions: Tensor, box: Box) -> Tensor:
-    """Box positions to start from, with one element between two cells where that loses little.
+    """Return box positions to start from, with one element for two cells where that loses little.
 
-    Pairs of cells are merged greedily, the cheapest first, until as many cells and merged pairs
-    are left as there are elements. Where no cells are neighbours, or there is an element for each
+    Pairs of neighbouring cells are merged greedily, those with the least loss first, until there is
+    an element for each merged pair and each single cell. If pairs run out before that, the smallest
+    single cells get no element. If no cells are neighbours, or there is an element for each
     cell, the positions of the largest cells are returned as they are.
 
     Args:
         lines: (N, L, S).
         largest_positions: Box positions (N, E, A) of the largest cells.
-        box: In which the kernels are fitted.
+        box: Box within which the kernels are fitted.
 
     Returns:
         (N, E, A).
@@ -37,7 +38,7 @@ def merged_neighbours(lines: Tensor, largest_positions: Tensor, box: Box) -> Ten
     first_cells = cells[pairs[:, 0]]
     second_cells = cells[pairs[:, 1]]
     between = first_cells + share.unsqueeze(-1) * (second_cells - first_cells)  # (N, P, A)
-    # All merged pairs, then the largest of the single cells.
+    # Choose all merged pairs, then the largest of the single cells.
     energy = torch.where(single, values.square().sum(1), -1.0)  # (N, K)
     priority = torch.cat([torch.where(merged, torch.inf, -1.0), energy], dim=1)  # (N, P + K)
     candidates = torch.cat([between, cells.to(between).expand(len(lines), -1, -1)], dim=1)
@@ -48,20 +49,21 @@ def merged_neighbours(lines: Tensor, largest_positions: Tensor, box: Box) -> Ten
 
 
 def _neighbours(cells: Tensor) -> Tensor:
-    """Indices (P, 2) of the cells that are one step apart along one axis."""
-    apart = (cells[:, None] - cells[None]).abs()  # (K, K, A)
-    adjacent = apart.sum(-1) == 1
+    """Return the indices (P, 2) of the cells that are one step apart along one axis."""
+    distance = (cells[:, None] - cells[None]).abs()  # (K, K, A)
+    adjacent = distance.sum(-1) == 1
     return adjacent.triu().nonzero()
 
 
 def _merging_losses(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """What each pair of cells loses as one element, and the second cell's share of it: (N, P) each.
+    """Return the loss when a pair of cells becomes one element, and the second cell's share of it.
 
-    Let u and v be the weights of two cells over the layers: (N, L, P) each. One element can stand
-    for both as far as the matrix (u, v) has rank one: its smaller singular value is lost, and the
-    larger one's vector gives the shares. If u'v <= 0, the smaller cell is lost.
+    Both are (N, P). Let u and v be the weights of the two cells over the layers: (N, L, P) each.
+    One element can replace both as far as the matrix (u, v) has rank one: the smaller singular
+    value is lost, and the vector of the larger one gives the shares. If u'v <= 0, the smaller cell
+    is lost.
     """
-    uu = first.square().sum(1)  # (N, P), as all that follow
+    uu = first.square().sum(1)  # (N, P), like all tensors below
     vv = second.square().sum(1)
     uv = (first * second).sum(1)
     smaller_eigenvalue = (uu + vv) / 2 - (((uu - vv) / 2).square() + uv.square()).sqrt()
@@ -73,7 +75,7 @@ def _merging_losses(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _merge_greedily(loss: Tensor, pairs: Tensor, cells: int, surplus: int) -> tuple[Tensor, Tensor]:
-    """In each line, merge up to `surplus` pairs, least loss first; no cell is merged twice.
+    """Merge up to `surplus` pairs in each line, least loss first; no cell is merged twice.
 
     Returns which pairs are merged (N, P), and which cells are in no merged pair (N, K).
     """
@@ -84,9 +86,9 @@ def _merge_greedily(loss: Tensor, pairs: Tensor, cells: int, surplus: int) -> tu
     for pair in loss.argsort(dim=1, stable=True).T:  # (N,): the next pair of each line
         first = pairs[pair, 0]
         second = pairs[pair, 1]
-        merges = single[lines, first] & single[lines, second] & (merges_left > 0)
-        single[lines, first] &= ~merges
-        single[lines, second] &= ~merges
-        merged[lines, pair] |= merges
-        merges_left = merges_left - merges.to(merges_left)
+        can_merge = single[lines, first] & single[lines, second] & (merges_left > 0)  # (N,)
+        single[lines, first] &= ~can_merge
+        single[lines, second] &= ~can_merge
+        merged[lines, pair] |= can_merge
+        merges_left = merges_left - can_merge.to(merges_left)
     return merged, single

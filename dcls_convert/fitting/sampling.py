@@ -1,11 +1,12 @@
-"""The patches that a layer sees at some places of each image, as rows of a matrix.
+"""Sample the patches that a layer sees at some places of each image, as rows of a matrix.
 
 A sample is one place of a layer's output: the patch of the input that the layer sees there, and the
 target output there.
 
-A line group is a set of kernel lines whose inputs are seen together. If the lines are joint, a line
-group is all lines that one output channel sums: the input channels of a group of the convolution,
-times the cells of the dense axes. Otherwise, each of these lines is a line group of its own.
+A line group is a set of kernel lines whose inputs share one covariance matrix. If the lines are
+joint, a line group has all lines that one output channel sums: one for each input channel of the
+convolution's group and each cell of the dense axes. Otherwise, each of these lines is a line group
+of its own.
 
 Axes: N images, G line groups, R lines of a line group, S cells of the box in which a kernel line is
 fitted, Q output channels of a group of the convolution, P samples.
@@ -25,14 +26,14 @@ from .calibration_settings import PATCH_FLOATS_AT_ONCE, CalibrationSettings
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampledLineGroups:
-    """What some line groups see: a view for each image."""
+    """The sampled patches of some line groups, as one view for each image."""
 
     line_groups: int
     samples_of_images: list[int]
-    # (line groups, *patch, *output) each; lines that are not joint have the input channels and the
-    # cells of the dense axes as axes of their own, in the place of the first.
+    # (line groups, *patch, *output) each. If lines are not joint, the input channels and the dense
+    # axes are separate axes, in place of the first one.
     patches: list[Tensor]
-    targets: list[Tensor]  # target outputs (line groups, Q, *output) each; empty without any
+    targets: list[Tensor]  # target outputs (line groups, Q, *output) each; empty if there are none
 
     @property
     def sample_count(self) -> int:
@@ -40,7 +41,7 @@ class SampledLineGroups:
 
 
 class PatchSampler:
-    """Samples the patches of a layer, and the target outputs there."""
+    """Samples the patches that a layer sees, and the target outputs at the same places."""
 
     def __init__(
         self, layer: DclsConvNd, box: Box, *, joint: bool, settings: CalibrationSettings
@@ -53,16 +54,17 @@ class PatchSampler:
         for axis in layer.dense_axes:
             lines *= layer.kernel_size[axis]
         self.line_groups = layer.groups if joint else lines
-        # The first axes of a view of patches, which count its line groups.
+        # Number of first axes of a view of patches that together index its line groups.
         self._line_group_axes = 1 if joint else 1 + len(layer.dense_axes)
         self.patch_length = lines * math.prod(box.sides) // self.line_groups  # R * S
 
     def sample(
         self, images: Tensor, targets: Tensor | None, *, first_image: int
     ) -> list[SampledLineGroups]:
-        """All line groups in padded images (N, in_channels, *spatial), some at a time.
+        """Sample padded images (N, in_channels, *spatial); return line groups in several parts.
 
-        `first_image` is the number of the first image: each image is sampled at other places.
+        `first_image` is the index of the first image among all images: each image is sampled at
+        different places.
         """
         patches = self._patches(images)
         if targets is not None:
@@ -78,13 +80,13 @@ class PatchSampler:
         length_at_once = self._first_axis_at_once(sampled)
         parts = []
         for begin in range(0, length, length_at_once):
-            some = slice(begin, begin + length_at_once)
-            patches_of_part = [image[some] for image in sampled]
-            targets_of_part = [target[some] for target in sampled_targets]
-            parts.append(self._part(patches_of_part, targets_of_part))
+            block = slice(begin, begin + length_at_once)
+            patches_of_part = [image[block] for image in sampled]
+            targets_of_part = [target[block] for target in sampled_targets]
+            parts.append(self._make_part(patches_of_part, targets_of_part))
         return parts
 
-    def _part(self, patches: list[Tensor], targets: list[Tensor]) -> SampledLineGroups:
+    def _make_part(self, patches: list[Tensor], targets: list[Tensor]) -> SampledLineGroups:
         dims = self.layer.dims
         return SampledLineGroups(
             line_groups=math.prod(patches[0].shape[: self._line_group_axes]),
@@ -94,7 +96,7 @@ class PatchSampler:
         )
 
     def rows(self, part: SampledLineGroups) -> Tensor:
-        """Patches and targets: (line groups, R * S + Q, P), in float32 at least."""
+        """Copy patches and targets into rows (line groups, R * S + Q, P), in float32 at least."""
         dims = self.layer.dims
         first = part.patches[0]
         outputs = 0
@@ -104,16 +106,16 @@ class PatchSampler:
         rows = first.new_empty(
             part.line_groups, self.patch_length + outputs, part.sample_count, dtype=dtype
         )
-        for index, of_image in enumerate(torch.split(rows, part.samples_of_images, dim=2)):
-            image = part.patches[index]
-            by_place = of_image.view(*of_image.shape[:2], *image.shape[-dims:])
-            by_place[:, : self.patch_length].view(image.shape).copy_(image)
+        for index, image_rows in enumerate(torch.split(rows, part.samples_of_images, dim=2)):
+            patches = part.patches[index]
+            by_place = image_rows.view(*image_rows.shape[:2], *patches.shape[-dims:])
+            by_place[:, : self.patch_length].view(patches.shape).copy_(patches)
             if part.targets:
                 by_place[:, self.patch_length :].copy_(part.targets[index])
         return rows
 
     def _patches(self, images: Tensor) -> Tensor:
-        """A view of padded images, at all places.
+        """Return a view of the patches at all places of padded images.
 
         (N, G, *patch, *output) if joint, else (N, in_channels, *patch, *output).
         """
@@ -130,20 +132,20 @@ class PatchSampler:
             patches = torch.unflatten(patches, 1, (-1, layer.in_channels // layer.groups))
         return patches
 
-    def _sampled_places(self, image_patches: Tensor, number: int) -> Any:
-        """An index of every n-th place along each axis, from another first one in each image."""
+    def _sampled_places(self, image_patches: Tensor, image_index: int) -> Any:
+        """Index every n-th place along each axis; the first place differs from image to image."""
         dims = self.layer.dims
         all_places = math.prod(image_patches.shape[-dims:])
         nth = max(1, round((all_places / self.settings.samples_per_image) ** (1 / dims)))
         index: list[Any] = [...]
         for axis, axis_places in enumerate(image_patches.shape[-dims:]):
-            shift = number * self.settings.shift_between_images**axis
+            shift = image_index * self.settings.shift_between_images**axis
             first = shift % min(nth, axis_places)
             index.append(slice(first, None, nth))
         return tuple(index)
 
     def _first_axis_at_once(self, sampled: list[Tensor]) -> int:
-        """How much of the views' first axis to take at a time."""
+        """Return how many entries of the views' first axis to put into one part."""
         length = len(sampled[0])
         floats = sum(image.numel() for image in sampled)
         return max(1, PATCH_FLOATS_AT_ONCE * length // floats)

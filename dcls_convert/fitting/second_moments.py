@@ -1,10 +1,11 @@
-"""Means and covariances of what a layer sees in images, and of its target outputs.
+"""Means and covariances of the patches that a layer sees, and of its target outputs.
 
 At each place, the layer sees a patch x of its input and gives k'x + bias. Over many places, the
 mean square of k'x - y depends on the kernel k through the means and covariances of x and y alone.
 
-Axes, and samples and line groups, as in `sampling.py`: G line groups, R lines of a line group, S
-cells of the box in which a line is fitted, Q output channels of a group of the convolution.
+Samples, line groups and axes are those of `sampling.py`: G line groups, R lines of a line group, S
+cells of the box in which a line is fitted, Q output channels of a group of the convolution, P
+samples.
 """
 
 import math
@@ -27,7 +28,7 @@ MIN_VARIANCE = 1e-12  # least variance of an input that never varies; divisors s
 class Covariances:
     """Means and covariances of patches x and target outputs y, over all samples.
 
-    Entries of R * S that belong to one line are equal in `input_variance` and `prior_precision`.
+    In `input_variance` and `prior_precision`, all entries of a line are equal.
     """
 
     mean_patch: Tensor  # (G, R * S)
@@ -42,11 +43,11 @@ class Covariances:
 
 
 class SecondMoments:
-    """Means and products over the patches of a layer, and over its target outputs.
+    """Accumulates means and products of the patches of a layer, and of its target outputs.
 
     If `joint`, the lines that one output channel sums are one line group; otherwise each line is a
-    line group of its own. Products are summed in the dtype of the images, in float32 at least, and
-    the sums of batches in float64.
+    line group of its own. Products are summed within a batch in the dtype of the images, in float32
+    at least, and over batches in float64.
 
     Each batch is centred before its products are taken, and merged with a correction for the
     difference of the means (Chan et al. 1979). Uncentred products would cancel, and small variances
@@ -71,13 +72,13 @@ class SecondMoments:
         self.sample_count = 0  # in all images and calls
         # Let z be [patch (R * S), target outputs (Q)] of a sample, for each line group.
         self.means: Tensor | None = None  # (G, R * S + Q): the mean of z
-        # Sum of (z - mean)(z - mean)': (G, R * S + Q, same). Only the lower triangle counts.
+        # Sum of (z - mean)(z - mean)': (G, R * S + Q, R * S + Q). Only the lower triangle is valid.
         self.products: Tensor | None = None
 
     def add(self, input: Tensor, targets: Tensor | None = None) -> None:
-        """Add what the layer sees in a batch, and its target outputs.
+        """Add the layer's input for a batch, and its target outputs.
 
-        Both have the axes (N, channels, *spatial), or are of one image without the first axis.
+        Both have the axes (N, channels, *spatial), or no first axis if they are of a single image.
         """
         if input.dim() < self.layer.dims + 2:
             input = input.unsqueeze(0)
@@ -102,9 +103,9 @@ class SecondMoments:
         self.sample_count += parts[0].sample_count  # the same in all parts
 
     def _merge_(self, means: Tensor, products: Tensor, rows: Tensor) -> None:
-        """Merge rows (line groups, R * S + Q, P) of some line groups into their sums.
+        """Merge rows (line groups, R * S + Q, P) into the means and products of their line groups.
 
-        The rows are changed, too.
+        The rows are overwritten.
         """
         new_samples = rows.shape[2]
         total = self.sample_count + new_samples
@@ -113,6 +114,7 @@ class SecondMoments:
         if self.line_groups > 1:
             products += rows @ rows.mT
         else:
+            # The lower triangle only, some rows at a time.
             for first in range(0, rows.shape[1], ROWS_AT_ONCE):
                 last = first + ROWS_AT_ONCE
                 products[:, first:last, :last] += rows[:, first:last] @ rows[:, :last].mT
@@ -123,23 +125,23 @@ class SecondMoments:
 
     @property
     def has_too_few_samples(self) -> bool:
-        """Whether there are too few samples to solve for: the layer keeps its fit and its bias."""
+        """True if there are too few samples to solve with: the layer keeps its fit and its bias."""
         return self.sample_count < self.settings.min_samples
 
     @property
     def has_one_line_per_output(self) -> bool:
-        """Whether each output channel has a single kernel line; only meaningful if `joint`."""
+        """True if each output channel has a single kernel line; only meaningful if `joint`."""
         return self.patch_length == math.prod(self.box.sides)
 
     def check(self, name: str) -> None:
-        """Refuse (DclsConvertError) values that are not finite, by the layer's name."""
+        """Raise DclsConvertError, with the layer's name, if values are not finite."""
         if self.products is not None and not bool(self.products.isfinite().all()):
             raise DclsConvertError(
-                f"calibration: {name} sees or gives values that are not finite (NaN or infinite)"
+                f"calibration: {name} has inputs or outputs that are not finite (NaN or infinite)"
             )
 
     def covariances(self) -> Covariances:
-        """Means and covariances of all that was added; something must have been."""
+        """Return the means and covariances over all batches; at least one must have been added."""
         assert self.means is not None
         assert self.products is not None
         all_covariances = (self.products.tril() + self.products.tril(-1).mT).div_(self.sample_count)
@@ -156,11 +158,11 @@ class SecondMoments:
         )
 
     def _prior_precision(self, input_variance: Tensor) -> Tensor:
-        """p of the objective in `solve_layer.py`: a v + s (v + mean(m^2)), in its letters."""
+        """Return p = a v + s (v + u), in the letters of the objective in `solve_layer.py`."""
         assert self.means is not None
         settings = self.settings
         cells = math.prod(self.box.sides)
-        # With the means: few samples may not vary at all, and other images will.
+        # Means are included, since few samples may not vary at all, while other images will.
         squared_means = (
             self.means[:, : self.patch_length].square().reshape(self.line_groups, -1, cells)
         )
@@ -171,18 +173,19 @@ class SecondMoments:
     def _input_variance(self, covariance: Tensor) -> Tensor:
         cells = math.prod(self.box.sides)
         variances = covariance.diagonal(dim1=1, dim2=2)  # (G, R * S)
-        of_lines = variances.reshape(self.line_groups, -1, cells).mean(-1)  # (G, R)
-        least = of_lines.mean() * self.settings.min_input_variance + MIN_VARIANCE
-        return of_lines.maximum(least).repeat_interleave(cells, dim=1)
+        line_variances = variances.reshape(self.line_groups, -1, cells).mean(-1)  # (G, R)
+        min_variance = line_variances.mean() * self.settings.min_input_variance + MIN_VARIANCE
+        return line_variances.maximum(min_variance).repeat_interleave(cells, dim=1)
 
 
 def shared_covariance_roots(moments: Sequence[SecondMoments]) -> Tensor | None:
-    """The square root of the matrix by which errors of kernels count: (in_channels, S, S).
+    """Return the square root of the covariance that weights kernel errors: (in_channels, S, S).
 
-    An error e of a line costs |e @ root|^2, which is about what it does to the outputs. So
-    `fit_elements` minimises it. root @ root.mT is the mean of the layers' covariances,
-    plus the prior precision, for the line's input channel, each layer's scaled to a mean variance
-    of 1. Roots for each layer alone would cost as many fits, and kept outputs no closer.
+    An error e of a line costs |e @ root|^2, which is about its effect on the outputs; this is what
+    `fit_elements` minimises. root @ root.mT is the mean over the layers of covariance plus prior
+    precision for the line's input channel, after each layer's is scaled to a mean variance of 1.
+    Separate roots for each layer would cost as much as a fit for each layer, and kept outputs no
+    closer.
 
     Args:
         moments: One for each layer of a tie group, with lines that are not joint.
@@ -191,16 +194,18 @@ def shared_covariance_roots(moments: Sequence[SecondMoments]) -> Tensor | None:
         None if every layer saw too few samples.
     """
     scaled = []
-    for of_layer in moments:
-        if of_layer.sample_count == 0 or of_layer.has_too_few_samples:
+    for layer_moments in moments:
+        if layer_moments.sample_count == 0 or layer_moments.has_too_few_samples:
             continue
-        covariances = of_layer.covariances()
+        covariances = layer_moments.covariances()
         covariance = covariances.covariance
         covariance.diagonal(dim1=1, dim2=2).add_(covariances.prior_precision)
-        by_channel = covariance.reshape(of_layer.layer.in_channels, -1, *covariance.shape[1:])
+        in_channels = layer_moments.layer.in_channels
+        by_channel = covariance.reshape(in_channels, -1, *covariance.shape[1:])
         matrix = by_channel.mean(1)
         scaled.append(matrix / matrix.diagonal(dim1=1, dim2=2).mean())
     if not scaled:
         return None
     values, vectors = torch.linalg.eigh(torch.stack(scaled).mean(0))
-    return torch.mul(vectors, values.clamp(min=0).sqrt().unsqueeze(-2)).float()
+    root_values = values.clamp(min=0).sqrt()  # (in_channels, S)
+    return torch.mul(vectors, root_values.unsqueeze(-2)).float()

@@ -1,8 +1,8 @@
-"""Regularised least squares: weights of elements at given positions that keep the outputs.
+"""Solve regularised least squares for the weights of elements at given positions.
 
 For an output channel, let k be its kernel (its lines in a row), k0 the old kernel, x a patch and y
-the target output there. The kernel is made of elements with weights w: k = F'w, where a row of F,
-the footprint, says how one element spreads over the cells of its line. The weights minimise
+the target output there. The kernel is made of elements with weights w: k = F'w, where a row of the
+footprint F says how one element spreads over the cells of its line. The weights minimise
 
     Var(k'x - y)                     over the samples
     + (k - k0)' diag(p) (k - k0)     p: prior precision of the kernel
@@ -10,7 +10,7 @@ the footprint, says how one element spreads over the cells of its line. The weig
     + c (k - k0)' C (k - k0)         C: shared correlation    (depthwise layers alone)
     + d |w - w0|^2                   w0: weights to start from
 
-where, with an entry for each line, which all its cells share,
+In p, v and u, all cells of a line have the same value:
 
     p = a v + s (v + u)
     v: mean of Var(x) over the cells of the line, at least `min_input_variance` of the mean over
@@ -18,7 +18,7 @@ where, with an entry for each line, which all its cells share,
     u: mean of m^2 over the cells of the line
     s: (`samples_of_old_kernel` * R * S / samples)^2
 
-and, from `CalibrationSettings`, which says where the numbers come from,
+The factors come from `CalibrationSettings`, which states their sources:
 
     a: `kernel_prior`
     b: `mean_patch_weight` * samples of an image
@@ -26,12 +26,13 @@ and, from `CalibrationSettings`, which says where the numbers come from,
     d: `ridge` * mean diagonal of the line's normal equations F M F', where M is the sum of Cov(x)
        and the matrices of the terms with k - k0
 
-C has v's scale: the mean over channels of the covariances, each divided by its v, times v. The mean
-of the outputs is not part of the objective: the bias sets it afterwards.
+C is the mean over channels of the covariances, each divided by its v, times the channel's own v.
+The mean of the outputs is not part of the objective: the bias sets it afterwards.
 
-It is what GPTQ (arXiv:2210.17323) and Optimal Brain Surgeon minimise, plus priors for few images.
+GPTQ (arXiv:2210.17323) and Optimal Brain Surgeon minimise the first term; the other terms are
+priors for few images.
 
-Axes: as in `second_moments.py`, and E elements, A learnt axes, N = G * Q * R lines.
+Axes are those of `second_moments.py`, and E elements, A learnt axes, N = G * Q * R lines.
 """
 
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ from .calibration_settings import CalibrationSettings
 from .second_moments import Covariances, SecondMoments
 
 # Bounds that keep divisors above zero.
-MIN_RIDGE = 1e-30  # for lines with normal equations of zero
+MIN_RIDGE = 1e-30  # for lines whose normal equations are zero
 MIN_SQUARED_RESIDUAL = 1e-300  # in the preconditioner's norm, for channels that have converged
 
 
@@ -54,7 +55,7 @@ class Solution:
     weights: Tensor  # (N, E)
     bias: Tensor  # (O,)
     output_error: float  # |new - target| / |target| over the samples, with this bias
-    keeps_fit: bool  # weights and bias are those of before, since there are too few samples
+    keeps_fit: bool  # True if weights and bias stay as they were, since samples are too few
 
 
 def solve_layer(
@@ -65,16 +66,16 @@ def solve_layer(
     *,
     fixed_weights: bool = False,
 ) -> Solution:
-    """The weights and the bias of a layer for outputs close to the targets.
+    """Solve for the weights and the bias that bring a layer's outputs close to the targets.
 
-    With too few samples, both are kept as they are.
+    If there are too few samples, both stay as they are.
 
     Args:
-        moments: Joint, with target outputs.
+        moments: Joint moments, with target outputs.
         box_positions: (N, E, A) of the elements.
         old_kernel: (N, S).
         start: (N, E), weights to start from.
-        fixed_weights: Whether to keep the weights to start from, and to choose the bias alone.
+        fixed_weights: If True, keep the weights of `start`, and choose the bias alone.
     """
     keeps_fit = moments.has_too_few_samples
     covariances = moments.covariances()
@@ -105,28 +106,28 @@ def _solve_weights(
     old_kernel: Tensor,
     start: Tensor,
 ) -> Tensor:
-    """The weights (N, E) that minimise the objective; `old_kernel` is (G, Q, R * S)."""
+    """Return the weights (N, E) that minimise the objective; `old_kernel` is (G, Q, R * S)."""
     settings = moments.settings
     prior_precision = covariances.prior_precision
     matrix = covariances.covariance
-    goal = covariances.cross + old_kernel * prior_precision.unsqueeze(1)
+    linear_term = covariances.cross + old_kernel * prior_precision.unsqueeze(1)  # (G, Q, R * S)
     if moments.has_one_line_per_output:
         samples_per_image = moments.sample_count / moments.image_count
         b = settings.mean_patch_weight * samples_per_image
         prior = _depthwise_prior(covariances, settings, b)
-        goal = goal + old_kernel @ prior
+        linear_term = linear_term + old_kernel @ prior
         matrix = matrix + prior
-    # Added in place, and subtracted again: the matrix may be the covariance itself, of which a copy
-    # would be large for dense layers.
+    # The prior precision is added in place and subtracted again, because the matrix may be the
+    # covariance itself, and a copy of it would be large for dense layers.
     diagonal = matrix.diagonal(dim1=1, dim2=2)
     diagonal.add_(prior_precision)
-    weights = _minimise(matrix, footprint, goal, start, settings)
+    weights = _minimise(matrix, footprint, linear_term, start, settings)
     diagonal.sub_(prior_precision)
     return weights
 
 
 def _depthwise_prior(covariances: Covariances, settings: CalibrationSettings, b: float) -> Tensor:
-    """b m m' + c C of the objective, (G, S, S)."""
+    """Return b m m' + c C of the objective: (G, S, S)."""
     input_variance = covariances.input_variance.unsqueeze(2)
     mean_patch = covariances.mean_patch
     shared = (covariances.covariance / input_variance).mean(0)
@@ -135,30 +136,35 @@ def _depthwise_prior(covariances: Covariances, settings: CalibrationSettings, b:
 
 
 def _best_bias(covariances: Covariances, kernel: Tensor) -> Tensor:
-    """The bias (G, Q) with which the outputs of a kernel (G, Q, R * S) have the target means."""
+    """Return the bias (G, Q) that gives outputs of a kernel (G, Q, R * S) the target means."""
     mean_output = (kernel @ covariances.mean_patch.unsqueeze(2)).squeeze(2)
     return covariances.mean_target - mean_output
 
 
 def _output_error(covariances: Covariances, kernel: Tensor, *, missing_mean: Tensor) -> float:
-    """|new - y| / |y| over all output channels, whose means lack `missing_mean` (G, Q)."""
-    spread = ((kernel @ covariances.covariance) * kernel).sum()
-    common = (kernel * covariances.cross).sum()
-    variance_left = spread - 2 * common + covariances.target_variance.sum()
-    left = variance_left.clamp(min=0) + missing_mean.square().sum()
+    """Return |new - y| / |y| over all output channels; their means lack `missing_mean` (G, Q)."""
+    output_variance = ((kernel @ covariances.covariance) * kernel).sum()
+    covariance_with_target = (kernel * covariances.cross).sum()
+    target_variance = covariances.target_variance.sum()
+    error_variance = output_variance - 2 * covariance_with_target + target_variance
+    error_energy = error_variance.clamp(min=0) + missing_mean.square().sum()
     target_energy = (covariances.target_variance + covariances.mean_target.square()).sum()
     if target_energy <= 0:
         return 0.0
-    return float((left / target_energy).sqrt())
+    return float((error_energy / target_energy).sqrt())
 
 
 def _minimise(
-    matrix: Tensor, footprint: Tensor, goal: Tensor, start: Tensor, settings: CalibrationSettings
+    matrix: Tensor,
+    footprint: Tensor,
+    linear_term: Tensor,
+    start: Tensor,
+    settings: CalibrationSettings,
 ) -> Tensor:
-    """Weights (N, E) whose kernels k have the least k' matrix k - 2 k' goal, with the ridge.
+    """Return the weights (N, E) whose kernels k minimise k' matrix k - 2 k' linear_term + ridge.
 
-    The preconditioner solves each line exactly, by Cholesky, with the other lines held fixed. Where
-    an output channel has one line, the first step is the solution, and a second one takes off what
+    The preconditioner solves each line exactly, by Cholesky, with the other lines held fixed. If an
+    output channel has one line, the first step is the solution, and a second step removes what
     rounding left. If elements nearly coincide, the data determine only the sum of their weights;
     the ridge keeps their differences at the starting values.
     """
@@ -167,10 +173,10 @@ def _minimise(
     ridge = settings.ridge * normal.diagonal(dim1=1, dim2=2).mean(1, keepdim=True)  # (N, 1)
     factor = torch.linalg.cholesky(normal + torch.diag_embed(ridge.expand(start.shape) + MIN_RIDGE))
     if matrix.shape[1] > cells:  # an output channel sums several lines
-        # Most of the time goes into products with the matrix; steps need no more digits.
+        # Products with the matrix take most of the time, and steps need no more digits.
         matrix = matrix.float()
     system = _LinesSystem(matrix=matrix, footprint=footprint, ridge=ridge, factor=factor)
-    right_side = (footprint @ goal.reshape(lines, cells, 1)).squeeze(2) + ridge * start
+    right_side = (footprint @ linear_term.reshape(lines, cells, 1)).squeeze(2) + ridge * start
     max_steps = 2 if system.lines_of_channel == 1 else settings.max_steps
     return _conjugate_gradients(
         system, right_side, start, max_steps=max_steps, min_residual=settings.min_residual
@@ -179,20 +185,20 @@ def _minimise(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _LinesSystem:
-    """The linear system (F M F' + ridge) w = b of the weights of all lines."""
+    """The linear system (F M F' + ridge) w = b for the weights of all lines."""
 
-    matrix: Tensor  # M: (G, R * S, R * S), in the dtype of products with it
+    matrix: Tensor  # M: (G, R * S, R * S); products with it are in its dtype
     footprint: Tensor  # F: (N, E, S)
     ridge: Tensor  # (N, 1)
     factor: Tensor  # (N, E, E): Cholesky factor of each line's own part of the system
 
     @property
     def lines_of_channel(self) -> int:
-        """Lines that an output channel sums, R."""
+        """The number of lines that an output channel sums: R."""
         return self.matrix.shape[1] // self.footprint.shape[2]
 
     def apply(self, weights: Tensor) -> Tensor:
-        """The left side of the system for weights (N, E)."""
+        """Return the left side of the system for weights (N, E)."""
         lines, _, cells = self.footprint.shape
         groups, length, _ = self.matrix.shape
         kernel = (weights.unsqueeze(1) @ self.footprint).reshape(groups, -1, length)
@@ -200,21 +206,21 @@ class _LinesSystem:
         return (self.footprint @ product.reshape(lines, cells, 1)).squeeze(2) + self.ridge * weights
 
     def precondition(self, residual: Tensor) -> Tensor:
-        """The residual (N, E) times the inverse of each line's own part of the system."""
+        """Multiply a residual (N, E) by the inverse of each line's own part of the system."""
         return torch.cholesky_solve(residual.unsqueeze(2), self.factor).squeeze(2)
 
-    def dot(self, one: Tensor, other: Tensor) -> Tensor:
-        """The product over all elements of an output channel, for each of its lines: (N, 1)."""
-        products = (one * other).reshape(-1, self.lines_of_channel * one.shape[1]).sum(1)
-        return products.repeat_interleave(self.lines_of_channel).unsqueeze(1)
+    def dot(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return the dot product over an output channel, repeated for each of its lines: (N, 1)."""
+        dots = (a * b).reshape(-1, self.lines_of_channel * a.shape[1]).sum(1)
+        return dots.repeat_interleave(self.lines_of_channel).unsqueeze(1)
 
 
 def _conjugate_gradients(
     system: _LinesSystem, right_side: Tensor, start: Tensor, *, max_steps: int, min_residual: float
 ) -> Tensor:
-    """Preconditioned conjugate gradients in the letters of Shewchuk (1994), B3.
+    """Solve the system by conjugate gradients, in the notation of Shewchuk (1994), B3.
 
-    They run for all output channels at once, until every residual is at most `min_residual` of the
+    All output channels take steps together, until every residual is at most `min_residual` of the
     first one, or `max_steps` are done.
     """
     x = start
@@ -237,7 +243,7 @@ def _conjugate_gradients(
 
 
 def _normal_equations(matrix: Tensor, footprint: Tensor) -> Tensor:
-    """F M F' of each line alone: (N, E, E)."""
+    """Return F M F' of each line alone: (N, E, E)."""
     groups, length, _ = matrix.shape
     cells = footprint.shape[2]
     inputs = length // cells  # R

@@ -1,4 +1,4 @@
-"""What a DCLS layer computes.
+"""The DCLS layers, and what they are made of.
 
-Interpolations, kernel construction, convolution classes, ties, and the layers.
+Interpolations, kernel construction, convolution classes and ties.
 """

@@ -1,23 +1,23 @@
 """Bilinear kernel construction: Algorithms 1 and 2 of the paper, arXiv:2112.03740.
 
-Axes: *C channels (any number of axes, one kernel each), E kernel elements, A learnt axes, N all
-kernels in one axis. `cells` are positions counted from the first cell of the window.
+Axes: *C channels (any number of axes, with one kernel for each entry), E kernel elements, A learnt
+axes, N all kernels on a single axis. `cells` are positions counted from the window's first cell.
 
 Several implementations give the same kernel and the same gradients:
 
 | when                                           | which                                           |
 | ---------------------------------------------- | ----------------------------------------------- |
-| operations run at once, on a CPU               | `_BilinearKernel`: scattered additions, in      |
+| eager, on a CPU                                | `_BilinearKernel`: scattered additions, in      |
 |                                                | blocks                                          |
-| operations run at once, on another device      | `_BilinearKernel`: `construct_by_broadcasting`, |
+| eager, on another device                       | `_BilinearKernel`: `construct_by_broadcasting`, |
 |                                                | in blocks                                       |
 | second derivatives of `_BilinearKernel`        | `construct_by_scatter`                          |
 | exports                                        | `construct_by_matmul`                           |
-| all else (compiled, torch.func), on a CPU      | `construct_by_scatter`                          |
-| all else, on another device                    | `construct_by_broadcasting`                     |
+| otherwise (compiled, torch.func), on a CPU     | `construct_by_scatter`                          |
+| otherwise, on another device                   | `construct_by_broadcasting`                     |
 
-On devices other than CPUs, scattered additions have no fixed order. In exports they are avoided,
-because few formats have translators for them, and some of these are wrong.
+On devices other than CPUs, scattered additions have no fixed order. Exports avoid them, because few
+export formats can translate them, and some translate them wrongly.
 """
 
 import functools
@@ -32,11 +32,11 @@ from torch.autograd import Function
 from ..eager import is_eager, is_exporting, on_cpu
 from .clamping import clamped, per_axis
 
-# On a CPU, elements per thread and block: temporary tensors stay in the cache. torch does not
-# split work into parts smaller than this.
+# On a CPU, elements of a block per thread: temporary tensors stay in the cache. torch does not
+# split work into smaller parts than this.
 BLOCK_ELEMENTS = 32768
 MAX_THREADS = 8  # cap on threads when sizing blocks; bounds memory
-# On other devices, elements x cells of the window in a block: 256 MiB in float32.
+# On other devices, elements x window cells in a block: 256 MiB in float32.
 MAX_PRODUCTS = 1 << 26
 
 WindowSize = tuple[int, ...]  # along the learnt axes, in cells
@@ -47,8 +47,8 @@ def bilinear_kernel(weight: Tensor, positions: Tensor, size: Sequence[int]) -> T
 
     Positions are in cells from the kernel centre. The tensors are float32 or float64.
     """
-    # A layer clamps its positions in place at every forward, so they must not be saved for
-    # backward. The sum is a copy, also where it adds 0.
+    # A layer clamps its positions in place in every forward pass, so they must not be saved for
+    # backward. The sum is a copy, even if it adds 0.
     centre = [length // 2 for length in size]
     if len(set(centre)) == 1:
         cells = positions + centre[0]
@@ -59,12 +59,12 @@ def bilinear_kernel(weight: Tensor, positions: Tensor, size: Sequence[int]) -> T
         if length > 1:
             axes_longer_than_one.append(axis)
         else:
-            # Without a fraction there is no gradient, but NaN in a position must reach the kernel.
+            # On an axis of one cell, positions have no gradient, but NaN must reach the kernel.
             weight = weight * (1 + 0 * cells[axis])
     if not axes_longer_than_one:
         return weight.sum(-1).reshape(*weight.shape[:-1], *size)
     if len(axes_longer_than_one) < len(size):
-        # Not cells[axes_longer_than_one], which would copy its index from the host.
+        # Not cells[axes_longer_than_one], which would copy the index from the host.
         cells = torch.stack([cells[axis] for axis in axes_longer_than_one])
     size_along_them = tuple(size[axis] for axis in axes_longer_than_one)
     if is_eager(weight, cells):
@@ -79,18 +79,18 @@ def bilinear_kernel(weight: Tensor, positions: Tensor, size: Sequence[int]) -> T
 
 
 def construct_by_scatter(weight: Tensor, cells: Tensor, size: WindowSize) -> Tensor:
-    """weight (*C, E), cells (A, *C, E) -> (*C, *size), with sides of 2 cells or more.
+    """Construct kernels: weight (*C, E), cells (A, *C, E) -> (*C, *size); sides of 2 cells or more.
 
-    An element adds to 2^A cells, the corners of the square around it. Each corner of all elements
-    is one scattered addition.
+    An element adds to 2^A cells, the corners of the square around it. One scattered addition adds
+    the same corner of all elements.
     """
-    # Each corner, on the axes so far: its index in the flat window, and the part of the weight that
-    # it gets.
+    # For each corner, over the axes so far: its index in the flat window, and its part of the
+    # weight.
     corners = [(torch.zeros_like(weight, dtype=torch.long), weight)]
     for coordinate, length in zip(cells, size, strict=True):
         inside = clamped(coordinate, 0, length - 1)
-        # At most length - 2: at the upper border the fraction is 1, and the derivative points
-        # inward. NaN stays in the fraction, but must not become an index.
+        # At most length - 2, so that at the upper border the fraction is 1 and the derivative
+        # points inward. NaN stays in the fraction, but must not become an index.
         lower = inside.detach().floor().clamp(0, length - 2).nan_to_num(0.0)
         lower_index = lower.long()
         lower_share = 1 - (inside - lower)
@@ -110,13 +110,12 @@ def construct_by_scatter(weight: Tensor, cells: Tensor, size: WindowSize) -> Ten
 def construct_by_broadcasting(
     weight: Tensor, cells: Tensor, size: WindowSize, *, differentiable: bool = True
 ) -> Tensor:
-    """weight (*C, E), cells (A, *C, E) -> (*C, *size), with sides of 2 cells or more.
+    """Construct kernels: weight (*C, E), cells (A, *C, E) -> (*C, *size); sides of 2 cells or more.
 
-    Each cell is a sum over all elements, with a share of 0 for most of them.
+    Each cell is a sum over all elements, most of which have a share of 0 there.
     """
-    # With derivatives, weights and coordinates are expanded over the window before anything else,
-    # so that each gradient is one sum over the window of products: a compiler fuses all of them
-    # into one loop.
+    # For derivatives, weights and coordinates are expanded over the window first. Then each
+    # gradient is a single sum of products over the window, and a compiler fuses them into one loop.
     ones = [1] * len(size)
     whole_shape = (*weight.shape, *size)
     kernel = weight.reshape(*weight.shape, *ones)
@@ -128,8 +127,8 @@ def construct_by_broadcasting(
         inside = coordinate.detach().clamp(0, length - 1).reshape(*weight.shape, *ones)
         share = (1 - (grid - inside).abs()).relu()  # (*C, E, length, 1, ...)
         if differentiable:
-            # The derivative is right-hand at cells, and points inward at the upper border. Those of
-            # relu and abs do not.
+            # The derivative must be right-hand at cells, and point inward at the upper border. The
+            # derivatives of relu and abs do not do so.
             steps_up = grid - inside.floor().clamp(max=length - 2)
             slope = (steps_up == 1).to(share.dtype) - (steps_up == 0).to(share.dtype)
             zero_with_gradient = (coordinate - coordinate.detach()).reshape(*weight.shape, *ones)
@@ -139,23 +138,23 @@ def construct_by_broadcasting(
 
 
 def construct_by_matmul(weight: Tensor, cells: Tensor, size: WindowSize) -> Tensor:
-    """weight (*C, E), cells (A, *C, E) -> (*C, *size), with sides of 2 cells or more.
+    """Construct kernels: weight (*C, E), cells (A, *C, E) -> (*C, *size); sides of 2 cells or more.
 
-    The matrices are the elements' shares of the cells of an axis.
+    The matrices say how much of each element every cell of an axis gets.
     """
     spread_weight = weight.unsqueeze(-1)  # (*C, E, cells of the axes so far)
     for coordinate, length in zip(cells[:-1], size[:-1], strict=True):
         shares = _shares_of_cells(coordinate, length)
         spread_weight = (spread_weight.unsqueeze(-1) * shares.unsqueeze(-2)).flatten(-2)
-    # Not `mT`, which coremltools does not know.
+    # Not `mT`, which coremltools does not support.
     kernel = spread_weight.transpose(-1, -2) @ _shares_of_cells(cells[-1], size[-1])
     return kernel.reshape(*weight.shape[:-1], *size)
 
 
 def _shares_of_cells(coordinate: Tensor, length: int) -> Tensor:
-    """(*C, E) -> (*C, E, length): how much of each element every cell of an axis gets."""
+    """Return how much of each element every cell of an axis gets: (*C, E) -> (*C, E, length)."""
     inside = clamped(coordinate, 0, length - 1).unsqueeze(-1)
-    # At most length - 2: at the upper border, the derivative points inward.
+    # At most length - 2, so that the derivative points inward at the upper border.
     lower = inside.detach().floor().clamp(0, length - 2)
     fraction = inside - lower
     distance = torch.arange(length, dtype=inside.dtype, device=inside.device) - lower
@@ -169,7 +168,7 @@ class _BilinearKernel(Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, cells: Tensor, size: WindowSize) -> Tensor:
-        """Algorithm 1."""
+        """Construct the kernel by the paper's Algorithm 1."""
         ctx.size = size
         ctx.save_for_backward(weight, cells)
         flat_weight = weight.flatten(0, -2)  # (N, E)
@@ -189,15 +188,15 @@ class _BilinearKernel(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Algorithm 2.
+        """Compute the gradients by the paper's Algorithm 2.
 
-        Changes nothing in place that depends on `grad_output`, which may be a batch
-        (`is_grads_batched`).
+        `grad_output` may be a batch (`is_grads_batched`), so nothing that depends on it is changed
+        in place.
         """
         weight, cells = ctx.saved_tensors
         size = ctx.size
         if torch.is_grad_enabled():
-            # A graph of the gradients is wanted (create_graph=True), and plain operations have
+            # With create_graph=True, the gradients must be differentiable; plain operations have
             # derivatives of any order.
             construct = functools.partial(construct_by_scatter, size=size)
             gradients = torch.func.vjp(construct, weight, cells)[1]
@@ -224,7 +223,7 @@ class _BilinearKernel(Function):
 def _scatter_block_(kernel: Tensor, weight: Tensor, cells: Tensor, size: WindowSize) -> None:
     """Fill kernel (n, cells of the window) from weight (n, E) and cells (A, n, E)."""
     lowest_index, fractions = _lowest_corner(cells, size)
-    parts = [weight]  # of the weight at each corner, in the order of `_corner_views`
+    parts = [weight]  # the weight's part at each corner, in the order of `_corner_views`
     for fraction in fractions:
         parts_with_axis: list[Tensor] = []
         for part in parts:
@@ -237,7 +236,7 @@ def _scatter_block_(kernel: Tensor, weight: Tensor, cells: Tensor, size: WindowS
 
 
 def _interpolated(grad: Tensor, cells: Tensor, size: WindowSize) -> tuple[Tensor, Tensor]:
-    """`grad` (n, cells of the window) at the positions of elements, and its slopes there.
+    """Interpolate `grad` (n, cells of the window) at the elements, and return its slopes there too.
 
     cells (A, n, E) -> values (n, E) and slopes (A, n, E).
     """
@@ -245,7 +244,7 @@ def _interpolated(grad: Tensor, cells: Tensor, size: WindowSize) -> tuple[Tensor
     corner_views = _corner_views(grad, size)
     values = torch.stack([view.gather(1, lowest_index) for view in corner_views])  # (corners, n, E)
     slopes: list[Tensor] = []  # along the axes so far, the first axis first
-    for fraction in reversed(fractions):  # the last axis is the fastest one of the corners
+    for fraction in reversed(fractions):  # neighbouring corners differ on the last remaining axis
         step = values[1::2] - values[::2]
         values = torch.addcmul(values[::2], step, fraction)
         slopes_with_axis = [step]
@@ -271,7 +270,7 @@ def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
 
 
 def _lowest_corner(cells: Tensor, size: WindowSize) -> tuple[Tensor, list[Tensor]]:
-    """The cell below each element on all axes, and the element's fractions above it.
+    """Return the cell below each element, and how far the element lies above it on each axis.
 
     cells (A, n, E) -> index into the flat window (n, E), and A fractions (n, E).
     """
@@ -279,10 +278,9 @@ def _lowest_corner(cells: Tensor, size: WindowSize) -> tuple[Tensor, list[Tensor
     fractions: list[Tensor] = []
     for coordinate, length in zip(cells, size, strict=True):
         inside = coordinate.clamp(0, length - 1)
-        # At most length - 2: at the upper border the fraction is 1, and the derivative points
-        # inward. Converted to integers rather than `floor`, which wakes all threads even for a few
-        # elements. NaN becomes any integer here, is clamped into the window, and stays NaN in the
-        # fraction.
+        # At most length - 2, so that at the upper border the fraction is 1 and the derivative
+        # points inward. Not `floor`, which wakes all threads even for a few elements. NaN becomes
+        # an arbitrary integer, which is clamped into the window, and stays NaN in the fraction.
         lower = inside.to(torch.int32).clamp_(0, length - 2)
         fractions.append(inside.sub_(lower))
         index = lower if index is None else torch.add(lower, index, alpha=length)
@@ -291,9 +289,10 @@ def _lowest_corner(cells: Tensor, size: WindowSize) -> tuple[Tensor, list[Tensor
 
 
 def _corner_views(kernel: Tensor, size: WindowSize) -> list[Tensor]:
-    """Views of kernel (n, cells of the window), one for each corner, last axis fastest.
+    """Return views of kernel (n, cells of the window), one for each corner, last axis fastest.
 
-    In its view, a corner has the index that the lowest corner has in the kernel.
+    An element's lowest corner has some index in the kernel. Each of its other corners has the same
+    index in the view of that corner.
     """
     offsets = [0]  # from the lowest corner, in cells of the flat window
     for axis in range(len(size)):

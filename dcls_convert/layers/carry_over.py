@@ -1,7 +1,4 @@
-"""What a new module takes over from the module that it replaces.
-
-It takes over the mode, the hooks and the attributes that the user added.
-"""
+"""Carry over the mode, the hooks and users' attributes to the module that replaces another."""
 
 from collections import OrderedDict
 from collections.abc import Collection
@@ -13,10 +10,10 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 # Hooks that compute a parameter from others before each forward pass.
-_COMPUTING = (BasePruningMethod, WeightNorm, SpectralNorm)
-# Attributes in which a module keeps its forward and backward hooks, and which kind of backward
-# hooks it has. Hooks of state dicts are not among them. A new module takes over the dictionaries
-# themselves: the handles that users keep for `handle.remove()` refer to them.
+_COMPUTING_HOOKS = (BasePruningMethod, WeightNorm, SpectralNorm)
+# Attributes in which a module keeps its forward and backward hooks, and the kind of its backward
+# hooks. State dict hooks are not among them. A new module takes over the dictionaries themselves,
+# because the handles that users keep for `handle.remove()` refer to them.
 _HOOK_REGISTRIES = {"_is_full_backward_hook"}
 _HOOK_REGISTRIES |= {
     name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_"))
@@ -27,7 +24,7 @@ def carry_over_(old: nn.Module, new: nn.Module, *, exclude: Collection[str]) -> 
     """Give `new` the mode, trainability and hooks of `old`, and all attributes that users added.
 
     Args:
-        exclude: Names of attributes that are not the user's: modules have them by their class.
+        exclude: Names of attributes that belong to the class of a module, not to the user.
     """
     new.train(old.training)
     for name, parameter in new.named_parameters(recurse=False):
@@ -37,19 +34,19 @@ def carry_over_(old: nn.Module, new: nn.Module, *, exclude: Collection[str]) -> 
     for name, value in vars(old).items():
         if name not in own_names:
             vars(new)[name] = value
-    # Hooks that compute a parameter are left out: what they compute it from is not in `new`.
+    # Leave out hooks that compute a parameter: `new` does not have what they compute it from.
     other_hooks: OrderedDict[int, Any] = OrderedDict()
     for key, hook in old._forward_pre_hooks.items():
-        if not isinstance(hook, _COMPUTING):
+        if not isinstance(hook, _COMPUTING_HOOKS):
             other_hooks[key] = hook
     if len(other_hooks) < len(old._forward_pre_hooks):
         new._forward_pre_hooks = other_hooks
 
 
 def compute_parameter_(layer: nn.Module, hook: Any) -> None:
-    """Run a hook of torch's that computes a parameter before each forward pass."""
+    """Run a hook now if it is one of torch's that compute a parameter before each forward pass."""
     if isinstance(hook, SpectralNorm):
         weight = hook.compute_weight(layer, do_power_iteration=False)
         setattr(layer, hook.name, weight)
-    elif isinstance(hook, _COMPUTING):
+    elif isinstance(hook, _COMPUTING_HOOKS):
         hook(layer, ())

@@ -1,6 +1,6 @@
-"""Clamping of values, with the gradient of the identity, and of parameters in place.
+"""Clamp values with the gradient of the identity, and clamp parameters in place.
 
-Parameters are clamped in place also in compiled programs and under FSDP2, which shards them.
+Clamping in place also works in compiled programs, and under FSDP2, which shards parameters.
 """
 
 from collections.abc import Sequence
@@ -11,31 +11,31 @@ from torch import Tensor
 
 
 def per_axis(values: Sequence[float], like: Tensor) -> Tensor:
-    """One number for each learnt axis, to be broadcast with positions: (A, 1, 1, ...)."""
-    # Filled in on the device: a copy from the host would wait for it, and cannot be part of a CUDA
-    # graph.
+    """Return one number per learnt axis, shaped to broadcast with positions: (A, 1, 1, ...)."""
+    # Filled on the device: a copy from the host would wait for the device, and cannot be part of a
+    # CUDA graph.
     filled = [torch.full((1,), value, dtype=like.dtype, device=like.device) for value in values]
     return torch.cat(filled).reshape(-1, *[1] * (like.dim() - 1))
 
 
 def clamped(value: Tensor, low: float, high: float) -> Tensor:
-    """`value` inside [low, high], with the gradient of the identity.
+    """Clamp `value` to [low, high], with the gradient of the identity.
 
-    The gradient of a plain clamp is 0 beyond a limit, so that a value would be stuck there.
+    The gradient of a plain clamp is 0 beyond a limit, so a value would be stuck there.
     """
     fixed = value.detach()
     return fixed.clamp(low, high) + (value - fixed)
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether FSDP2 has sharded the tensor: it is a DTensor."""
+    """True if FSDP2 has sharded the tensor, which makes it a DTensor."""
     return hasattr(tensor, "device_mesh")
 
 
 def clamp_(tensor: Tensor, low: Sequence[float], high: Sequence[float]) -> None:
-    """Bring `tensor[i]` into [low[i], high[i]], in place. A single limit applies to all."""
+    """Clamp `tensor[i]` to [low[i], high[i]], in place. A single limit applies to all."""
     if torch.compiler.is_compiling():
-        # The operator declares that it changes its argument: inductor (torch 2.15) drops plain
+        # An operator that declares that it changes its argument: inductor (torch 2.15) drops plain
         # clamps of a parameter if the model has several layers. The view is flat because inductor
         # may change the memory layout of tensors with four axes, and would then clamp a copy.
         _clamp_in_graph(tensor.flatten(1), list(low), list(high))
@@ -51,7 +51,7 @@ def clamp_(tensor: Tensor, low: Sequence[float], high: Sequence[float]) -> None:
 
 
 def _replicated(tensor: Tensor, sharded: Any) -> Tensor:
-    """A tensor that is the same on all ranks, for operations with a sharded one."""
+    """Wrap a tensor that is the same on all ranks, for operations with a sharded tensor."""
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = sharded.device_mesh

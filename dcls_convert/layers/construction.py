@@ -1,4 +1,4 @@
-"""Kernel construction: (weight, positions, sigma) to the dense kernel that a convolution takes.
+"""Construct the dense kernel of a convolution from weight, positions and sigma.
 
 Source: arXiv:2112.03740.
 
@@ -29,7 +29,7 @@ def construct_kernel(
 ) -> Tensor:
     """Construct the dense kernel of a DCLS layer.
 
-    Every element is spread over the cells around its position, and overlaps are added.
+    Every element is spread over the cells around its position, and overlapping elements add up.
 
     Args:
         weight: (O, I, E); with dense axes of D cells, (O, I, D, E) and so on.
@@ -37,23 +37,24 @@ def construct_kernel(
             window counts as the nearest one at its border.
         size: Dilated kernel size, one entry for every spatial axis.
         interpolation: One of `options.INTERPOLATION_NAMES`. "bilinear" is the paper's eq. 2-4.
-            Interpolations with a sigma (arXiv:2306.00817) are normalised to sum 1 inside the
-            window.
-        sigma: As positions, in cells; for interpolations that have one, and at least their
-            `min_sigma`. Of the triangle it is the half-width, of the Gaussian the deviation.
-        dense_axes: Spatial axes that are not learnt but dense: each of their cells has its own E
+            Elements of interpolations with a sigma (arXiv:2306.00817) are normalised to sum to 1
+            inside the window.
+        sigma: Shaped like positions, in cells; only for interpolations that have one. Values below
+            their `min_sigma` count as `min_sigma`. Sigma is the half-width of the triangle, and the
+            standard deviation of the Gaussian.
+        dense_axes: Spatial axes that are dense, not learnt: each of their cells has its own E
             elements (the paper's N-MD kernels).
 
     Returns:
-        (O, I, *size) in the dtype of weight; computed in float32 where that is narrower, also
-        under autocast.
+        (O, I, *size) in the dtype of weight. A narrower dtype than float32 is computed in float32,
+        also under autocast.
 
-    Gradients of positions are the paper's Algorithm 2: where the derivative jumps, as at integer
-    positions of bilinear elements, the right-hand one; at the upper border, and beyond it, the one
-    that points inward.
+    Gradients of positions follow the paper's Algorithm 2. Where the derivative jumps, as at integer
+    positions of bilinear elements, the gradient is the right-hand derivative. At the upper border
+    and beyond it, the gradient is the derivative that points inward.
 
     Raises:
-        ValueError: Shapes that do not fit together, an unknown interpolation, sigma missing or
+        ValueError: Shapes do not fit together, the interpolation is unknown, or sigma is missing or
             superfluous.
     """
     if len(set(dense_axes)) != len(dense_axes) or not set(dense_axes) <= set(range(len(size))):
@@ -63,8 +64,8 @@ def construct_kernel(
     axes = learnt_axes(len(size), dense_axes)
     method = find_interpolation(interpolation)
     _check_tensors(weight, positions, sigma, size, dense_axes, interpolation)
-    # In float32 at least: at 8 cells from the centre, neighbouring bfloat16 numbers are a sixteenth
-    # of a cell apart. Without autocast: it would run the matrix products in half precision.
+    # Compute in float32 at least: at 8 cells from the centre, neighbouring bfloat16 numbers are a
+    # sixteenth of a cell apart. Autocast would run the matrix products in half precision.
     dtype = torch.promote_types(torch.promote_types(weight.dtype, positions.dtype), torch.float32)
     device = weight.device.type
     without_autocast: Any = nullcontext()

@@ -1,4 +1,4 @@
-"""Which convolutions can be replaced, and what their classes do besides convolving."""
+"""The convolution classes that can be replaced, and what each does besides convolving."""
 
 import math
 from collections.abc import Callable, Collection
@@ -23,10 +23,10 @@ _COMPUTING_METHODS = ("forward", "_conv_forward", "__call__")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvTraits:
-    """What the forward of a subclass of convolution does besides convolving.
+    """What the forward of a convolution class does besides convolving.
 
-    The fields are the arguments of `register_conv`, which explains them; `transform_weight` is its
-    `weight`.
+    The fields are the arguments of `register_conv`, which explains them. `transform_weight` is
+    called `weight` there.
     """
 
     transform_weight: Callable[[nn.Module, Tensor], Tensor] | None = None
@@ -36,7 +36,7 @@ class ConvTraits:
     adapt: Callable[[nn.Module, nn.Module], None] | None = None
 
     def effective_weight(self, conv: nn.Module, weight: Tensor) -> Tensor:
-        """The kernel that is convolved where the parameter is `weight`."""
+        """Return the kernel that the convolution uses if its parameter is `weight`."""
         if self.transform_weight is None:
             return weight
         return self.transform_weight(conv, weight)
@@ -55,7 +55,7 @@ def register_conv(
     padding_module: str | None = None,
     adapt: Callable[[nn.Module, nn.Module], None] | None = None,
 ) -> None:
-    """Say what the forward of a convolution class of your own does, so that it can be converted.
+    """Declare what the forward of your own convolution class does, so that it can be converted.
 
     A class without a `forward` of its own needs no registration: it is treated as its base. timm's
     `Conv2dSame`, `StdConv2d`, `StdConv2dSame`, `ScaledStdConv2d` and `ScaledStdConv2dSame` are
@@ -63,17 +63,17 @@ def register_conv(
 
     Args:
         cls: A subclass of `torch.nn.Conv1d`, `Conv2d` or `Conv3d`.
-        weight: `weight(conv, tensor)` gives the kernel that is convolved for the parameter
-            `tensor`, of the same shape (out, in/groups, ...). After conversion it is called with
+        weight: `weight(conv, tensor)` returns the kernel that the convolution uses if its parameter
+            is `tensor`, in the same shape (out, in/groups, ...). After conversion it is called with
             the DCLS layer and its elements, before the kernel is constructed. So it must not
             depend on the number of cells. The layer has the old convolution's attributes.
-        parameters: Names of the parameters that `weight` needs besides weight and bias; the layer
+        parameters: Names of the parameters that `weight` needs besides weight and bias. The layer
             takes them over.
-        same_padding: Whether `forward` pads its input by TensorFlow's SAME rule; or a function of
-            the convolution. For 2-D only.
-        padding_module: Name of the submodule by which `forward` pads its input: an
-            `nn.ZeroPad1d/2d/3d`, a constant padding of 0, or an `nn.Identity`. The layer pads the
-            same cells by itself, and those that its window needs.
+        same_padding: Whether `forward` pads its input by TensorFlow's SAME rule, or a function that
+            returns this for a convolution. For 2-D only.
+        padding_module: Name of the submodule with which `forward` pads its input: an
+            `nn.ZeroPad1d/2d/3d`, a constant padding of 0, or an `nn.Identity`. The layer itself
+            adds the same padding, and what its window needs in addition.
         adapt: `adapt(conv, layer)` sets attributes of the new layer that depend on the number of
             cells.
 
@@ -112,7 +112,7 @@ def register_conv(
 
 
 def find_traits(conv: nn.Module) -> ConvTraits | None:
-    """What the class of this convolution does; None for a forward of its own, not registered."""
+    """Return what the convolution's class does; None if it has an unregistered forward."""
     plain_traits = [(base, PLAIN) for base in CONV_CLASSES.values()]
     all_traits: list[tuple[type[nn.Module], ConvTraits]] = [
         *plain_traits,
@@ -125,14 +125,14 @@ def find_traits(conv: nn.Module) -> ConvTraits | None:
 
 
 def traits_of(conv: nn.Module) -> ConvTraits:
-    """What the class of a convolution does that `why_not_replaceable` has not refused."""
+    """Return what the convolution's class does; `why_not_replaceable` must have accepted it."""
     traits = find_traits(conv)
     assert traits is not None
     return traits
 
 
 def _computes_alike(conv_class: type[nn.Module], known_class: type[nn.Module]) -> bool:
-    """Whether no method that decides what a convolution computes is overridden."""
+    """True if `conv_class` overrides no method that decides what a convolution computes."""
     for name in _COMPUTING_METHODS:
         if getattr(conv_class, name) is not getattr(known_class, name):
             return False
@@ -140,7 +140,7 @@ def _computes_alike(conv_class: type[nn.Module], known_class: type[nn.Module]) -
 
 
 def padding_of(conv: AnyConv) -> Padding:
-    """All padding of a convolution that can be replaced: its own, and what `forward` adds."""
+    """Return the whole padding of a replaceable convolution: its own and what `forward` adds."""
     traits = traits_of(conv)
     same_padding = traits.same_padding
     if callable(same_padding):
@@ -162,9 +162,9 @@ def padding_of(conv: AnyConv) -> Padding:
 
 
 def zeros_around(module: nn.Module | None, dims: int) -> tuple[tuple[int, int], ...] | None:
-    """The zeros that a padding module adds before and after each axis.
+    """Return how many zeros a padding module adds before and after each axis.
 
-    None where it does something else.
+    None if it does anything else.
     """
     if isinstance(module, nn.Identity):
         return tuple((0, 0) for _ in range(dims))
@@ -181,7 +181,7 @@ def register_timm_convs() -> None:
 
     register_conv(Conv2dSame, same_padding=True)
     register_conv(StdConv2d, weight=standardised)
-    # `same_pad` of a convolution: its forward pads, because the padding depends on the input size.
+    # timm sets `same_pad` if `forward` pads, because the padding depends on the input size.
     register_conv(StdConv2dSame, weight=standardised, same_padding=attrgetter("same_pad"))
     register_conv(
         ScaledStdConv2d,
@@ -199,17 +199,17 @@ def register_timm_convs() -> None:
 
 
 def standardised(conv: Any, weight: Tensor) -> Tensor:
-    """Filters (O, I, ...), each with mean 0 and variance 1; same shape.
+    """Scale filters (O, I, ...) to mean 0 and variance 1 each; same shape.
 
     Weight standardisation, arXiv:1903.10520.
     """
-    over = tuple(range(1, weight.dim()))
-    variance, mean = torch.var_mean(weight, dim=over, correction=0, keepdim=True)
+    filter_axes = tuple(range(1, weight.dim()))
+    variance, mean = torch.var_mean(weight, dim=filter_axes, correction=0, keepdim=True)
     return (weight - mean) * torch.rsqrt(variance + conv.eps)
 
 
 def scaled_standardised(conv: Any, weight: Tensor) -> Tensor:
-    """`standardised` times a learnt gain and 1/sqrt(fan-in); same shape.
+    """Return `standardised` filters times a learnt gain and 1/sqrt(fan-in); same shape.
 
     Scaled weight standardisation, arXiv:2101.08692.
     """

@@ -1,6 +1,6 @@
-"""The DCLS layers: convolutions whose kernel is constructed from weighted elements.
+"""The DCLS layers: convolutions whose kernels are constructed from a few weighted elements.
 
-The elements are few, and their positions are learnt.
+The positions of the elements are learnt.
 
 Axes: N batch, O output channels, I input channels per group, E kernel elements, A learnt axes.
 """
@@ -40,9 +40,9 @@ IntOrTuple = int | Sequence[int]
 
 @functools.cache
 def _attributes_by_class() -> frozenset[str]:
-    """Attributes that convolutions and DCLS layers have by their class; users added none of them.
+    """Return the standard attributes of convolutions and DCLS layers; users added all others.
 
-    The layers of 1 and 3 dimensions have the same ones.
+    Layers of 1 and 3 dimensions have the same standard attributes.
     """
     conv = nn.Conv2d(1, 1, 1, device="meta")
     layer = DclsConv2d(1, 1, kernel_count=1, dilated_kernel_size=1, device="meta")
@@ -50,17 +50,17 @@ def _attributes_by_class() -> frozenset[str]:
 
 
 class DclsConvNd(Tieable):
-    """What the DCLS layers of 1, 2 and 3 dimensions share.
+    """A convolution whose kernel is constructed from weighted elements at learnt positions.
 
     Parameters of a layer: `weight` (O, I, E), `positions` (A, O, I, E) in cells from the kernel
-    centre, `sigma` (as positions; only if the interpolation has one) and `bias` (O). A dense axis
-    of D cells stands before E: (O, I, D, E).
+    centre, `sigma` (shaped like positions; only if the interpolation has one) and `bias` (O). A
+    dense axis of D cells comes before E: (O, I, D, E).
 
     Args:
         in_channels, out_channels, stride, padding, dilation, groups, bias, padding_mode, device,
             dtype: As in `torch.nn.Conv2d`; `dilation` spaces the cells of the dilated kernel itself
-            and is 1 in practice. `padding="dynamic_same"` is TensorFlow's rule, which depends on
-            the input's size (2-D only).
+            and is 1 in practice. `padding="dynamic_same"` is TensorFlow's SAME padding, which
+            depends on the input's size (2-D only).
         kernel_count: Weighted elements in one kernel (with dense axes, in each of their cells).
         dilated_kernel_size: Window in which elements may move, in cells.
         interpolation: How an element spreads over the cells: one of `options.INTERPOLATION_NAMES`.
@@ -68,9 +68,10 @@ class DclsConvNd(Tieable):
             an ordinary kernel.
 
     Raises:
-        ValueError: Arguments outside what is allowed; checked here, not at the first forward.
+        ValueError: An argument is not allowed. All are checked here, not at the first forward.
 
-    Source: arXiv:2112.03740. Positions start from N(0, 0.5 cells), weights as in `torch.nn.Conv2d`.
+    Source: arXiv:2112.03740. Positions are initialised from N(0, 0.5 cells), weights as in
+    `torch.nn.Conv2d`.
     """
 
     dims: ClassVar[int]
@@ -120,7 +121,7 @@ class DclsConvNd(Tieable):
         self.interpolation = interpolation
         self.dense_axes = tuple(sorted(dense_axes))
         self.learnt_axes = learnt_axes(self.dims, self.dense_axes)  # in the order of `positions`
-        # Of the constructed kernel, under the name that convolutions use.
+        # The size of the constructed kernel, under the name that convolutions use.
         self.kernel_size = self.dilated_kernel_size
         self.traits = PLAIN
         self._check_arguments()
@@ -165,8 +166,8 @@ class DclsConvNd(Tieable):
 
     def _check_arguments(self) -> None:
         distinct_axes = set(self.dense_axes)
-        leave_one = distinct_axes < set(range(self.dims))
-        if not leave_one or len(distinct_axes) != len(self.dense_axes):
+        leaves_a_learnt_axis = distinct_axes < set(range(self.dims))
+        if not leaves_a_learnt_axis or len(distinct_axes) != len(self.dense_axes):
             raise ValueError(
                 f"dense_axes={self.dense_axes} must be different axes, and leave one to be learnt"
             )
@@ -178,8 +179,8 @@ class DclsConvNd(Tieable):
                 raise ValueError(f"padding={self.padding!r} is for 2-D with zeros")
             padding = 0
         # torch's convolution refuses all other arguments that are not allowed.
-        make: Any = self.conv_class
-        make(
+        make_conv: Any = self.conv_class
+        make_conv(
             self.in_channels,
             self.out_channels,
             self.dilated_kernel_size,
@@ -192,7 +193,7 @@ class DclsConvNd(Tieable):
         )
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Weights and bias as `torch.nn.Conv2d` draws them, positions from N(0, 0.5 cells).
+        """Draw weights and bias as `torch.nn.Conv2d` does, and positions from N(0, 0.5 cells).
 
         Sigma gets its initial value.
         """
@@ -210,9 +211,9 @@ class DclsConvNd(Tieable):
             nn.init.constant_(self.sigma, cast(float, initial_sigma))
 
     def kernel(self) -> Tensor:
-        """The constructed kernel (O, I, *dilated_kernel_size).
+        """Construct the kernel (O, I, *dilated_kernel_size).
 
-        It is differentiable in weight, positions and sigma.
+        It is differentiable with respect to weight, positions and sigma.
         """
         return construct_kernel(
             self.traits.effective_weight(self, self.weight),
@@ -225,7 +226,7 @@ class DclsConvNd(Tieable):
 
     @torch.no_grad()
     def clamp_positions_(self) -> None:
-        """Bring positions back into the window, and sigma above its minimum.
+        """Clamp positions to the window, and sigma to its minimum, in place.
 
         Source: paper, section 3 "Positions clamping".
         """
@@ -240,13 +241,13 @@ class DclsConvNd(Tieable):
         """Convolve with `kernel()`: (N, in_channels, *spatial) -> (N, out_channels, *spatial)."""
         if isinstance(input, fx.Proxy) and input.tracer.root is not self:
             return self._as_fx_call(input)
-        # An exported program changes no parameters. torch 2.8 reports is_exporting() under compile;
-        # exclude dynamo.
+        # An exported program must not change parameters. torch 2.8 reports is_exporting() under
+        # compile too; exclude dynamo.
         exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
         if self.training and not exporting:
             self.clamp_positions_()
         padding = self.padding
-        # Paddings that torch's convolution functions do not have.
+        # Paddings that torch's convolution functions do not support.
         if self.padding_mode != "zeros" or padding == DYNAMIC_SAME or is_asymmetric(padding):
             input = self.pad_input(input)
             padding = self._on_every_axis(0)
@@ -255,16 +256,16 @@ class DclsConvNd(Tieable):
         )
 
     def _as_fx_call(self, input: fx.Proxy) -> Tensor:
-        """One call of the layer in a graph of torch.fx.
+        """Record one call of the layer in a torch.fx graph.
 
-        Also for tracers that were not told that the layer is a leaf.
+        This works even with tracers that were not told that the layer is a leaf.
         """
         tracer = cast(fx.Tracer, input.tracer)
         output = tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
         return cast(Tensor, output)
 
     def pad_input(self, input: Tensor) -> Tensor:
-        """The input with all its padding, for a convolution that does not pad."""
+        """Add all padding to the input, for a convolution that does not pad."""
         extents = list(map(extent, self.kernel_size, self.dilation))
         sides = padded_cells(self.padding, input.shape[-self.dims :], extents, self.stride)
         widths: list[int] = []  # for F.pad: (before, after) of each axis, the last axis first
@@ -276,7 +277,7 @@ class DclsConvNd(Tieable):
         return F.pad(input, widths, mode=mode)
 
     def state_dict(self, *args: Any, **settings: Any) -> Any:
-        """The state dict of the layer, whose positions are clamped first."""
+        """Return the state dict of the layer, after clamping its positions."""
         if not self.positions.is_meta:
             self.clamp_positions_()
         return super().state_dict(*args, **settings)
@@ -291,17 +292,17 @@ class DclsConvNd(Tieable):
         interpolation: str = "bilinear",
         dense_axes: Sequence[int] = (),
     ) -> Self:
-        """The DCLS layer that replaces `conv`.
+        """Make the DCLS layer that replaces `conv`.
 
         It has the same stride, groups, bias, padding mode, dtype, device, hooks and output size.
         Its elements are the `kernel_count` cells of the old kernel with the largest weights, at
-        their old positions. With an element for every cell, bilinear interpolation gives the same
-        layer. The bias is the same parameter.
+        their old positions. With an element for every cell, a layer with bilinear interpolation
+        computes the same function. The bias is the same parameter.
 
         Raises:
-            ValueError: Window and old kernel are of different parity, or the window is smaller
-                than the kernel: the output size would change. Or the convolution cannot be
-                replaced without loss; the message gives the reason.
+            ValueError: The window does not fit the old kernel: it is smaller, or one is odd and the
+                other even, which would change the output. Or the convolution cannot be replaced
+                without loss. The message gives the reason.
         """
         reason = why_not_replaceable(conv)
         if reason is None and not isinstance(conv, cls.conv_class):
@@ -335,10 +336,10 @@ class DclsConvNd(Tieable):
         interpolation: str,
         dense_axes: Sequence[int],
     ) -> Self:
-        """The DCLS layer that replaces `conv`, without values for its weights and positions.
+        """Make the layer that replaces `conv`, with uninitialised weights and positions.
 
-        Sigma has its initial value. The caller has checked that the window fits. See `from_conv`
-        for what is kept of `conv`.
+        Sigma has its initial value. The caller must have checked that the window fits. See
+        `from_conv` for what the layer keeps of `conv`.
         """
         layer = cls(
             conv.in_channels,
@@ -351,7 +352,7 @@ class DclsConvNd(Tieable):
             padding_mode=conv.padding_mode,
             interpolation=interpolation,
             dense_axes=dense_axes,
-            device="meta",  # there, initialisation draws from no generator
+            device="meta",  # so that initialisation draws no random numbers
             dtype=conv.weight.dtype,
         )
         layer.padding = grown_padding(
@@ -373,25 +374,25 @@ class DclsConvNd(Tieable):
         return layer
 
     def fuse(self) -> Conv:
-        """The plain convolution with the constructed kernel.
+        """Make the plain convolution with the constructed kernel.
 
-        It gives the same outputs; positions are no longer learnt. `timm.utils.reparameterize_model`
-        calls it. On the CPU, a plain depthwise convolution with a wide window is slow for
-        contiguous maps; `model.to(memory_format=torch.channels_last)`, with images of that format,
-        helps.
+        It gives the same outputs, but positions are no longer learnt.
+        `timm.utils.reparameterize_model` calls this method. On the CPU, a plain depthwise
+        convolution with a wide window is slow for contiguous maps. There,
+        `model.to(memory_format=torch.channels_last)` helps, with images in the same format.
         """
-        # Pruning, weight norm and spectral norm recompute the weight in forward pre-hooks. They run
-        # now, or the kernel would come from a stale weight.
+        # Pruning, weight norm and spectral norm recompute the weight in forward pre-hooks. Run them
+        # now, or the kernel would be constructed from a stale weight.
         for hook in self._forward_pre_hooks.values():
             compute_parameter_(self, hook)
         return self._plain_conv(self.kernel().contiguous().detach())
 
     def plain_conv_without_values(self) -> Conv:
-        """The convolution that `fuse` gives, with an uninitialised kernel."""
+        """Make the convolution that `fuse` returns, but with an uninitialised kernel."""
         return self._plain_conv(self.weight.new_empty(*self.weight.shape[:2], *self.kernel_size))
 
     def _plain_conv(self, kernel: Tensor) -> Conv:
-        """The plain convolution with this kernel, and with all else that the layer has."""
+        """Make the plain convolution with this kernel, and with everything else of the layer."""
         padding = self.padding
         if is_asymmetric(padding):
             kernel, padding = _with_symmetric_padding(kernel, padding)
@@ -407,16 +408,16 @@ class DclsConvNd(Tieable):
         return conv
 
     def _new_plain_conv(self, kernel_size: tuple[int, ...], padding: Padding) -> Conv:
-        """A convolution with the layer's other arguments, on the meta device and without bias."""
+        """Make a convolution with the layer's other arguments, on meta and without bias."""
         conv_class: Any = self.conv_class
-        make: Callable[..., Conv] = functools.partial(
+        make_conv: Callable[..., Conv] = functools.partial(
             conv_class, padding=padding, padding_mode=self.padding_mode
         )
         if padding == DYNAMIC_SAME:
             from timm.layers.conv2d_same import Conv2dSame
 
-            make = Conv2dSame  # pads by itself, with zeros
-        return make(
+            make_conv = Conv2dSame  # pads by itself, with zeros
+        return make_conv(
             self.in_channels,
             self.out_channels,
             kernel_size,
@@ -424,11 +425,11 @@ class DclsConvNd(Tieable):
             dilation=self.dilation,
             groups=self.groups,
             bias=False,
-            device="meta",  # there, initialisation draws from no generator
+            device="meta",  # so that initialisation draws no random numbers
         )
 
     def extra_repr(self) -> str:
-        """The arguments of the layer, without those at their defaults."""
+        """Return the layer's arguments; most are left out if they are the defaults."""
         defaults = {
             "padding": self._on_every_axis(0),
             "dilation": self._on_every_axis(1),
@@ -479,10 +480,10 @@ def _with_symmetric_padding(
 ) -> tuple[Tensor, tuple[int, ...]]:
     """Add zeros to a kernel, so that it needs as much padding after each axis as before it.
 
-    Returns the kernel and the padding of each axis; the outputs are the same.
+    Returns the kernel and the padding of each axis. The outputs stay the same.
     """
     symmetric_padding = tuple(max(sides) for sides in padding)
     widths: list[int] = []  # for F.pad: (before, after) of each axis, the last axis first
-    for (before, after), wider in zip(reversed(padding), reversed(symmetric_padding), strict=True):
-        widths += [wider - before, wider - after]
+    for (before, after), larger in zip(reversed(padding), reversed(symmetric_padding), strict=True):
+        widths += [larger - before, larger - after]
     return F.pad(kernel, widths), symmetric_padding

@@ -1,10 +1,10 @@
-"""The cells of dense kernels as elements of a DCLS kernel.
+"""Make elements of a DCLS kernel from the cells of dense kernels, or at random positions.
 
 A kernel line is the cells of one kernel along the learnt axes: for one output channel, one input
 channel of its group and one cell of the dense axes. A layer has O x I x D kernel lines.
 
-Axes: L layers of a tie group, O outputs, I inputs per group, D dense cells, K old cells, E
-elements, A learnt axes.
+Axes: L layers of a tie group, O output channels, I input channels per group, D dense cells, K old
+cells, E elements, A learnt axes.
 """
 
 import itertools
@@ -31,7 +31,7 @@ def largest_elements(
     dense_axes: Sequence[int] = (),
     effective: Sequence[Tensor] | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """The cells of old kernels with the most energy over the layers of a tie group, as elements.
+    """Return the cells with the most energy, over all layers of a tie group, as elements.
 
     Args:
         kernels: Each layer's old kernel (O, I, *kernel size).
@@ -40,11 +40,13 @@ def largest_elements(
         dilation: The old convolution's dilation.
         size: Dilated kernel size.
         dense_axes: Spatial axes along which nothing is learnt.
-        effective: The kernels as convolved, by whose energy cells are chosen; default `kernels`.
+        effective: The kernels that the old convolutions compute with. Their energy decides which
+            cells are chosen. Default: `kernels`.
 
     Returns:
         The weights of each layer (O, I, *D, E) and the positions (A, O, I, *D, E). The elements are
-        in the order of the cells, at their old positions; of equal cells, the first are taken.
+        in the order of the cells, at their old positions. Of cells with equal energy, the first are
+        chosen.
     """
     axes = learnt_axes(len(size), dense_axes)
     kernel_size = kernels[0].shape[2:]
@@ -56,7 +58,7 @@ def largest_elements(
     chosen_count = min(kernel_count, energy.shape[-1])
     by_energy = energy.sort(dim=-1, descending=True, stable=True).indices
     chosen = by_energy[..., :chosen_count].sort(dim=-1).values  # (O, I, *D, chosen)
-    filling = (0, kernel_count - chosen_count)  # of the last axis: before, after
+    filling = (0, kernel_count - chosen_count)  # zeros to add on the last axis: before, after
     weights: list[Tensor] = []
     for values_of_layer in values:
         weights.append(F.pad(values_of_layer.gather(-1, chosen), filling))
@@ -70,19 +72,19 @@ def largest_elements(
 
 
 def _values_of_layers(kernels: Sequence[Tensor], axes: Sequence[int]) -> Tensor:
-    """The values of the kernels (O, I, *kernel size) of each layer: (L, O, I, *D, K)."""
+    """Stack the cells of each layer's kernel (O, I, *kernel size): (L, O, I, *D, K)."""
     return torch.stack([cells_last(kernel, axes) for kernel in kernels])
 
 
 def cells_last(kernel: Tensor, axes: Sequence[int]) -> Tensor:
-    """(O, I, *kernel size) -> (O, I, *D, K): the learnt axes last, and flat."""
+    """Put the learnt axes last and flatten them: (O, I, *kernel size) -> (O, I, *D, K)."""
     last = [2 + axis for axis in axes]
     dense = sorted(set(range(2, kernel.dim())) - set(last))
     return kernel.permute(0, 1, *dense, *last).flatten(2 + len(dense))
 
 
 def first_cells(kernel: Tensor, kernel_count: int, dense_axes: Sequence[int]) -> Tensor:
-    """(O, I, *kernel size) -> (O, I, *D, E): the first E cells of each kernel line.
+    """Return the first E cells of each kernel line: (O, I, *kernel size) -> (O, I, *D, E).
 
     If a line has fewer cells, they are repeated.
     """
@@ -99,7 +101,7 @@ def random_positions(
     *,
     uniform: bool,
 ) -> Tensor:
-    """Random positions (A, *weight.shape) inside a box of this size.
+    """Draw positions (A, *weight.shape) inside a box of this size.
 
     They are uniform over the box, or from N(0, 0.5 cells) as in the paper.
     """

@@ -1,7 +1,7 @@
 """The interpolations: how an element spreads over the cells around its position.
 
-Each interpolation is one record. The spread of an element is a product of one profile for each
-learnt axis, and each profile is normalised to sum 1 inside the window.
+Each interpolation is one record. An element spreads by the product of its profiles, one along each
+learnt axis. Each profile is normalised to sum to 1 inside the window.
 
 Axes: *C kernels, E kernel elements, A learnt axes. `cells` are positions counted from the first
 cell of the window.
@@ -26,42 +26,41 @@ Profile = Callable[[Tensor, Tensor, int], Tensor]
 class Interpolation:
     """One way to spread an element along an axis of the window.
 
-    A new one needs `profile` and `slope`, `min_sigma` and `initial_sigma` if elements have a width,
-    and `exact_on_cells=True` if that holds for it. `fast_kernel` and `fast_profile_and_slope` only
-    make the shipped ones faster.
+    A new interpolation needs `profile` and `slope`. It needs `min_sigma` and `initial_sigma` if
+    elements have a learnt width, and `exact_on_cells=True` if that is true of it. `fast_kernel` and
+    `fast_profile_and_slope` only make the built-in interpolations faster.
 
     The slope must not vanish for elements on cells: starts from old kernels put elements there, and
-    they would never move. Where profiles have a kink, it is the right-hand derivative; at the upper
-    border of the window, the left-hand one, which points inward.
+    they would never move. Where the profile has a kink, the slope is the right-hand derivative. At
+    the upper border of the window it is the left-hand one, which points inward.
     """
 
     # How much of the element each cell gets, before it is normalised; differentiable.
     profile: Profile
-    slope: Profile  # the derivative of the profile, not normalised, by the position
-    # In cells. None: the interpolation has no sigma, and `profile` and `slope` get a sigma of 1.
+    slope: Profile  # the profile's derivative with respect to the position, not normalised
+    # In cells. None if the interpolation has no sigma; `profile` and `slope` then get a sigma of 1.
     min_sigma: float | None = None
     initial_sigma: float | None = None  # cells
-    # Versions of the authors' package whose elements are spread in the same way; none: the package
-    # does not know this interpolation.
+    # Versions of the authors' package that spread elements in the same way; empty if the package
+    # does not have this interpolation.
     authors_versions: tuple[str, ...] = ()
-    # Whether an element spreads less than one cell to either side, with the initial sigma: at the
-    # centre of a cell it lies in that cell alone. Else fits take a margin around the old kernel,
-    # and exact starts are refused.
+    # Whether, with the initial sigma, an element at the centre of a cell lies in that cell alone.
+    # If not, fits use a margin around the old kernel, and exact starts are refused.
     exact_on_cells: bool = False
-    # Optional, only without sigma: a faster way to construct the kernel.
+    # Optional, only if there is no sigma: a faster way to construct the kernel.
     fast_kernel: Callable[[Tensor, Tensor, Sequence[int]], Tensor] | None = None
-    # Optional: a faster way to compute `normalised_profile_and_slope`.
+    # Optional: a faster `normalised_profile_and_slope`.
     fast_profile_and_slope: Callable[[Tensor, int], tuple[Tensor, Tensor]] | None = None
 
     @property
     def has_sigma(self) -> bool:
-        """Whether elements have a learnt width in addition to their position."""
+        """True if elements have a learnt width in addition to their position."""
         return self.min_sigma is not None
 
     def kernel(
         self, weight: Tensor, positions: Tensor, sigma: Tensor | None, size: Sequence[int]
     ) -> Tensor:
-        """weight (*C, E), positions and sigma (A, *C, E) -> (*C, *size).
+        """Construct kernels: weight (*C, E), positions and sigma (A, *C, E) -> (*C, *size).
 
         Positions are in cells from the kernel centre.
         """
@@ -81,7 +80,8 @@ class Interpolation:
             products = spread.unsqueeze(-1) * profile.unsqueeze(-2)
             spread = products.flatten(-2)  # (*C, E, product of lengths)
         if on_cpu(weight):
-            # One matrix product per kernel: in 1-D and 2-D, no tensor of elements x window is made.
+            # One matrix product per kernel. In 1-D and 2-D, this avoids a tensor of elements x
+            # window.
             kernel = spread.transpose(-1, -2) @ profiles[-1]
         else:
             # A matrix product on a GPU might round its factors to 11 bits (TF32).
@@ -89,7 +89,7 @@ class Interpolation:
         return kernel.reshape(*weight.shape[:-1], *size)
 
     def normalised_profile_and_slope(self, cells: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """The normalised profile with the initial sigma, and its slope.
+        """Return the normalised profile with the initial sigma, and its slope.
 
         cells (*C, E) -> (*C, E, length) each.
         """
@@ -105,7 +105,7 @@ class Interpolation:
 
 
 def find_interpolation(name: str) -> Interpolation:
-    """The interpolation of that name; a ValueError for an unknown one lists the names."""
+    """Return the interpolation of this name, or raise a ValueError that lists the known names."""
     if name not in INTERPOLATIONS:
         raise ValueError(
             f"interpolation={name!r} is not known; it is one of {', '.join(INTERPOLATIONS)}"
@@ -118,18 +118,19 @@ def _grid(cells: Tensor, length: int) -> Tensor:
 
 
 def _triangle(cells: Tensor, sigma: Tensor, length: int) -> Tensor:
-    """relu(sigma - |u - cell|) for all cells u of the window.
+    """Return relu(sigma - |u - cell|) for all cells u of the window.
 
-    At kinks the derivative is right-hand, and at the upper border it points inward.
+    The derivative is right-hand at kinks, and points inward at the upper border.
     """
     fixed_sigma = sigma.detach().unsqueeze(-1)  # (*C, E, 1)
     distance = (_grid(cells, length) - cells.detach().unsqueeze(-1)).abs()  # (*C, E, length)
     value = (fixed_sigma - distance).relu()
     slope_by_sigma = (distance <= fixed_sigma).to(value.dtype)
-    # Zeros with the gradients of the position and of sigma.
-    moved = (cells - cells.detach()).unsqueeze(-1)
-    widened = sigma.unsqueeze(-1) - fixed_sigma
-    return value + _triangle_slope(cells, sigma, length) * moved + slope_by_sigma * widened
+    # Both are 0, and carry the gradients of the position and of sigma.
+    zero_by_position = (cells - cells.detach()).unsqueeze(-1)
+    zero_by_sigma = sigma.unsqueeze(-1) - fixed_sigma
+    slope = _triangle_slope(cells, sigma, length)
+    return value + slope * zero_by_position + slope_by_sigma * zero_by_sigma
 
 
 def _triangle_slope(cells: Tensor, sigma: Tensor, length: int) -> Tensor:
@@ -137,7 +138,7 @@ def _triangle_slope(cells: Tensor, sigma: Tensor, length: int) -> Tensor:
     half_width = sigma.detach().unsqueeze(-1)
     offset = _grid(cells, length) - centre  # (*C, E, length)
     inside = offset.abs() < half_width
-    reached = offset.abs() <= half_width  # with the two ends
+    reached = offset.abs() <= half_width  # `inside` and the two ends
     rising = ((offset > 0) & reached).to(offset.dtype)
     falling = ((offset <= 0) & inside).to(offset.dtype)
     right_hand = rising - falling
@@ -148,12 +149,12 @@ def _triangle_slope(cells: Tensor, sigma: Tensor, length: int) -> Tensor:
 
 
 def _unit_triangle_and_slope(cells: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """The triangle of half-width 1 and its slope: cells (*C, E) -> (*C, E, length) each.
+    """Return the triangle of half-width 1 and its slope: cells (*C, E) -> (*C, E, length) each.
 
-    The slope is `_triangle_slope`'s at kinks and borders. In memory, `length` comes first.
+    At kinks and borders, the slope is that of `_triangle_slope`. In memory, `length` comes first.
     """
     grid = _grid(cells, length).reshape(-1, *[1] * cells.dim())  # (length, 1, ...)
-    value = (1 - (grid - cells).abs()).relu()  # its sum is 1
+    value = (1 - (grid - cells).abs()).relu()  # sums to 1
     steps_up = grid - cells.floor().clamp(max=max(length - 2, 0))
     rising = (steps_up == 1).to(cells.dtype)
     falling = (steps_up == 0).to(cells.dtype) * (length > 1)
@@ -162,7 +163,7 @@ def _unit_triangle_and_slope(cells: Tensor, length: int) -> tuple[Tensor, Tensor
 
 
 def _gaussian(cells: Tensor, sigma: Tensor, length: int) -> Tensor:
-    """exp(-((u - cell) / sigma)^2 / 2) for all u of the window."""
+    """Return exp(-((u - cell) / sigma)^2 / 2) for all cells u of the window."""
     offset = _grid(cells, length) - cells.unsqueeze(-1)
     return (-0.5 * (offset / sigma.unsqueeze(-1)) ** 2).exp()
 

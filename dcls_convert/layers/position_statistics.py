@@ -1,7 +1,7 @@
-"""Where elements are in their windows: at the border, overlapping, how far from the centre.
+"""Measure where elements are in their windows: at the border, overlapping, far from the centre.
 
-No function here has gradients. Axes: A learnt axes, *C kernels, E elements of one kernel. Positions
-are in cells from the kernel centre.
+No function here computes gradients. Axes: A learnt axes, *C kernels, E elements of one kernel.
+Positions are in cells from the kernel centre.
 """
 
 import itertools
@@ -15,15 +15,15 @@ from torch import Tensor
 
 from ..geometry import position_limits
 
-# Cells. Nearer to a limit, the largest part of an element is in the window's outermost cells.
+# Cells. Nearer to a limit than this, most of an element is in the window's outermost cells.
 BORDER_MARGIN = 0.5
-# Cells. Nearer elements share cells, and the paper's repulsive loss pushes them apart.
+# Cells. Elements nearer than this share cells, and the paper's repulsive loss pushes them apart.
 OVERLAP_DISTANCE = 1.0
-MAX_DISTANCES = 1 << 22  # held at once: 16 MiB in float32
+MAX_DISTANCES = 1 << 22  # in memory at once: 16 MiB in float32
 
 
 def border_share(positions: Tensor, size: Sequence[int]) -> float:
-    """The share of elements (A, *C, E) within `BORDER_MARGIN` of a limit, or beyond it.
+    """Return the share of elements (A, *C, E) within `BORDER_MARGIN` of a limit, or beyond it.
 
     `size` is the window along the learnt axes.
     """
@@ -37,7 +37,7 @@ def border_share(positions: Tensor, size: Sequence[int]) -> float:
 
 
 def outside_share(positions: Tensor, sides: Sequence[int]) -> float:
-    """The share of elements (A, ..., E) outside the middle of the window.
+    """Return the share of elements (A, ..., E) outside the middle of the window.
 
     The middle has `sides` cells along the learnt axes.
     """
@@ -50,20 +50,20 @@ def outside_share(positions: Tensor, sides: Sequence[int]) -> float:
 
 
 def overlap_share(positions: Tensor) -> float:
-    """The share of elements (A, *C, E) that overlap another element of their kernel.
+    """Return the share of elements (A, *C, E) that overlap another element of their kernel.
 
     Two elements overlap if their Euclidean distance is below `OVERLAP_DISTANCE`.
     """
     kernels = _at_least_float32(positions).reshape(positions.shape[0], -1, positions.shape[-1])
     overlapping = 0
     for part in element_pairs(kernels, MAX_DISTANCES):
-        near = (part.squared_distances < OVERLAP_DISTANCE**2).sum(-1)
-        overlapping += int((near > 1).sum())  # every element is near itself
+        near_counts = (part.squared_distances < OVERLAP_DISTANCE**2).sum(-1)
+        overlapping += int((near_counts > 1).sum())  # every element is near itself
     return overlapping / max(math.prod(positions.shape[1:]), 1)
 
 
 def rms_per_axis(positions: Tensor) -> tuple[float, ...]:
-    """Root mean square of the positions (A, *C, E) along each learnt axis, in cells.
+    """Return the root mean square of positions (A, *C, E) along each learnt axis, in cells.
 
     It is the standard deviation about the kernel centre, not about the mean.
     """
@@ -72,15 +72,16 @@ def rms_per_axis(positions: Tensor) -> tuple[float, ...]:
 
 
 def mean_distance(positions: Tensor) -> float:
-    """Mean Euclidean distance of elements (A, *C, E) from the kernel centre, in cells."""
+    """Return the mean distance (Euclidean, cells) of elements (A, *C, E) from the kernel centre."""
     distances = torch.linalg.vector_norm(_at_least_float32(positions), dim=0)
     return float(distances.mean(dtype=torch.float64))
 
 
 def bin_indices(coordinate: Tensor, size: int, bins_per_cell: int) -> Tensor:
-    """The bin of each finite coordinate (any shape).
+    """Return the bin of each finite coordinate (any shape).
 
-    Bin 0 begins half a cell before the first cell. The outermost bins also take all beyond them.
+    Bin 0 begins half a cell before the centre of the first cell. The outermost bins also contain
+    all coordinates beyond them.
     """
     low = position_limits(size)[0] - 0.5
     index = ((_at_least_float32(coordinate) - low) * bins_per_cell).floor()
@@ -88,17 +89,17 @@ def bin_indices(coordinate: Tensor, size: int, bins_per_cell: int) -> Tensor:
 
 
 class ElementPairs(NamedTuple):
-    """Some kernels' pairs of elements: f first elements with all E elements of their kernel."""
+    """Pairs of elements in c kernels: f first elements with all E elements of their kernel."""
 
-    first: tuple[slice, slice]  # where the first elements are in (C, E)
+    first: tuple[slice, slice]  # which elements of (C, E) are the first ones
     differences: list[Tensor]  # first minus second, along each axis: (c, f, E)
     squared_distances: Tensor  # (c, f, E)
 
 
 def element_pairs(kernels: Tensor, max_distances: int) -> Iterator[ElementPairs]:
-    """All pairs of elements in kernels (A, C, E), in parts of at most `max_distances` pairs."""
-    # Axis by axis: torch.cdist with matrix products is not exact, and without them it is slow for
-    # small kernels.
+    """Yield all pairs of elements in kernels (A, C, E), at most `max_distances` pairs at a time."""
+    # Distances are summed axis by axis: torch.cdist is inexact with matrix products, and slow for
+    # small kernels without them.
     elements = kernels.shape[-1]
     kernels_at_once = max(1, max_distances // max(elements * elements, 1))
     elements_at_once = max(1, max_distances // max(elements, 1))
@@ -117,5 +118,5 @@ def element_pairs(kernels: Tensor, max_distances: int) -> Iterator[ElementPairs]
 
 
 def _at_least_float32(positions: Tensor) -> Tensor:
-    """Positions in float32 at least; half precision would round their differences."""
+    """Return positions in float32 at least; half precision would round their differences."""
     return positions.detach().to(torch.promote_types(positions.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Whether a convolution can be replaced, or why not: parametrised, lazy, an unknown forward."""
+"""Decide whether a convolution can be replaced, and give the reason if it cannot."""
 
 from collections.abc import Collection
 from typing import cast
@@ -10,38 +10,40 @@ from .conv_classes import CONV_CLASSES, Conv, ConvTraits, ConvTranspose, find_tr
 
 
 def why_not_replaceable(conv: nn.Module) -> str | None:
-    """Why this object cannot be replaced, whatever the rules say; None where it can."""
-    kind = type(conv).__name__
+    """Return why this object cannot be replaced, whatever the rules say; None if it can be."""
+    class_name = type(conv).__name__
     if isinstance(conv, ConvTranspose):
         return "transposed convolution"
     if not isinstance(conv, tuple(CONV_CLASSES.values())):
-        return f"{kind} is not a convolution of torch.nn"
+        return f"{class_name} is not a convolution of torch.nn"
     if "forward" in vars(conv):
-        return f"{kind} has a forward of its own, set on this very object"
+        return f"{class_name} has a forward of its own, set on this very object"
     if parametrize.is_parametrized(conv):
         names = ", ".join(conv.parametrizations)  # type: ignore[arg-type]
         return f"its {names} is parametrised (torch.nn.utils.parametrize)"
     if isinstance(conv.weight, nn.parameter.UninitializedParameter):
         return "lazy convolution that has not seen an input yet"
-    held = {name for name, _ in [*conv.named_children(), *conv.named_buffers(recurse=False)]}
+    submodules = {name for name, _ in conv.named_children()}
+    buffers = {name for name, _ in conv.named_buffers(recurse=False)}
+    members = submodules | buffers
     padding_modules = _padding_modules(conv)
     traits = find_traits(conv)
     if traits is None:
-        reason = f"{kind} has a forward of its own that is not known here"
-        if held <= padding_modules:
+        reason = f"{class_name} has a forward of its own that is not known here"
+        if members <= padding_modules:
             reason += " (register_conv teaches it)"
         return reason
-    reason_of_weight = _why_weight_unknown(conv, traits)
-    if reason_of_weight is not None:
-        return reason_of_weight
-    lost = held - (padding_modules & {traits.padding_module})
+    parameter_reason = _why_parameters_unknown(conv, traits)
+    if parameter_reason is not None:
+        return parameter_reason
+    lost = members - (padding_modules & {traits.padding_module})
     if lost:
-        return f"{kind} holds {', '.join(sorted(lost))}, which would be lost"
+        return f"{class_name} holds {', '.join(sorted(lost))}, which would be lost"
     return _why_padding_unknown(conv, traits, padding_modules)
 
 
 def _padding_modules(conv: nn.Module) -> set[str]:
-    """Names of the submodules that add zeros around their input."""
+    """Return the names of the submodules that add zeros around their input."""
     dims = len(cast(Conv, conv).kernel_size)
     names: set[str] = set()
     for name, module in conv.named_children():
@@ -50,12 +52,14 @@ def _padding_modules(conv: nn.Module) -> set[str]:
     return names
 
 
-def _why_weight_unknown(conv: nn.Module, traits: ConvTraits) -> str | None:
-    """A reason if the parameters are not weight, bias and those that the traits name."""
+def _why_parameters_unknown(conv: nn.Module, traits: ConvTraits) -> str | None:
+    """Return a reason if the parameters are not weight, bias and those that the traits name."""
     parameters = {name for name, _ in conv.named_parameters(recurse=False, remove_duplicate=False)}
     expected: set[str] = set()
     for name in ("weight", "bias", *traits.parameters):
-        is_none = hasattr(conv, name) and getattr(conv, name) is None  # as a bias that is left out
+        is_none = (
+            hasattr(conv, name) and getattr(conv, name) is None
+        )  # such as `bias` with bias=False
         if not is_none:
             expected.add(name)
     if parameters == expected:
@@ -72,7 +76,7 @@ def _why_weight_unknown(conv: nn.Module, traits: ConvTraits) -> str | None:
 def _why_padding_unknown(
     conv: nn.Module, traits: ConvTraits, padding_modules: Collection[str]
 ) -> str | None:
-    """A reason if the padding module does something else, or the convolution pads too."""
+    """Return a reason if the padding cannot be reproduced as zeros around the input."""
     if traits.padding_module is None:
         return None
     pads_itself = conv.padding_mode != "zeros" or conv.padding == "same"

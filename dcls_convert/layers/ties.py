@@ -1,10 +1,10 @@
-"""Layers whose positions belong to another module, so that every tensor has one owner and one name.
+"""Tie layers: their positions belong to another module, so each tensor has one owner and one name.
 
-The owner is a module above its layers: its parameters are registered there alone. Feature
-extractors may take a subnetwork out of a network without the owner; there, each layer acts as if
-the tied parameters were its own.
+The owner is a module that contains its layers. The tied parameters are registered only there.
+Feature extractors may take a subnetwork out of a network without the owner. In it, each layer acts
+as if the tied parameters were its own.
 
-| mechanism of torch           | what would go wrong                    | what prevents it         |
+| torch's mechanism            | what would go wrong                    | what prevents it         |
 | ---------------------------- | -------------------------------------- | ------------------------ |
 | reading `layer.positions`    | the layer does not have it             | `__getattr__`            |
 | `torch.func.functional_call` | it would set the tensor at the layer,  | `__setattr__`            |
@@ -34,25 +34,25 @@ from .clamping import is_sharded
 
 # The parameters that say where elements are. Layers of a tie group share them.
 POSITION_PARAMETERS = ("positions", "sigma")
-# The method of nn.Module through which `to`, `cuda`, `half`, `to_empty` and so on change tensors.
+# The method of nn.Module with which `to`, `cuda`, `half`, `to_empty` and so on change tensors.
 APPLY = "_apply"
 
 TensorChange = Callable[[Tensor], Tensor]
 
 
 class Tieable(nn.Module):
-    """A layer that holds its positions (and sigma) itself, until it is told of an owner."""
+    """A layer that has its own positions (and sigma) until `tie_` gives it an owner."""
 
     _owner: nn.Module | None
 
     def __init__(self) -> None:
         super().__init__()
-        # Not by nn.Module's __setattr__, which would register the owner as a child of the layer.
+        # Bypass nn.Module's __setattr__, which would register the owner as a child of the layer.
         self.__dict__["_owner"] = None
         self._name_at_owner: dict[str, str] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """Called for what the layer does not have itself: gets a tied parameter from the owner."""
+        """Get a tied parameter from the owner; called for what the layer does not have itself."""
         owner_name = self.__dict__.get("_name_at_owner", {}).get(name)
         if owner_name is None:
             return super().__getattr__(name)
@@ -64,42 +64,43 @@ class Tieable(nn.Module):
         return shared
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets a tied parameter at its owner.
+        """Set a tied parameter on its owner.
 
-        `torch.func.functional_call` sets other tensors temporarily.
+        `torch.func.functional_call` sets other tensors temporarily in this way.
         """
         owner_name = self.__dict__.get("_name_at_owner", {}).get(name)
-        # The layer itself holds tied parameters only inside `_own_temporarily`.
+        # The layer itself has tied parameters only inside `_own_temporarily`.
         if owner_name is None or name in self._parameters:
             super().__setattr__(name, value)
         else:
             cast(nn.Module, self._owner)._parameters[owner_name] = value
 
     def tie_(self, owner: nn.Module, names: dict[str, str]) -> None:
-        """Use parameters of `owner`, a module that holds the layer, in place of the layer's own.
+        """Use parameters of `owner`, a module that contains the layer, in place of the layer's own.
 
-        `names` maps the layer's names to the owner's. They are looked up at each use.
+        `names` maps the layer's names to the owner's. The parameters are looked up at each use.
         """
         for name in names:
             delattr(self, name)
         self.__dict__["_owner"] = owner
         self._name_at_owner = dict(names)
-        # A partial of a module's function is copied and pickled with the owner; a closure is not.
+        # A partial of a module-level function can be copied and pickled with the owner; a closure
+        # cannot.
         vars(owner)[APPLY] = partial(_apply_of_owner, owner)
         if _drop_keys_of_layers not in owner._load_state_dict_post_hooks.values():
-            register: Any = owner.register_load_state_dict_post_hook  # has no types
+            register: Any = owner.register_load_state_dict_post_hook  # untyped in torch
             register(_drop_keys_of_layers)
 
     @property
     def is_tied(self) -> bool:
-        """Whether positions (and sigma) belong to another module."""
+        """True if positions (and sigma) belong to another module."""
         return self._owner is not None
 
     def release_tied_parameters_(self) -> None:
         """Remove the tied parameters from their owner if no other layer uses them.
 
-        Call it after the layer has left the network: layers below the owner still count as users.
-        The layer itself stays tied.
+        Call this after the layer has been removed from the network, since layers below the owner
+        count as users. The layer itself stays tied.
         """
         owner = self._owner
         if owner is None:
@@ -113,9 +114,9 @@ class Tieable(nn.Module):
 
     @contextlib.contextmanager
     def _own_temporarily(self) -> Iterator[None]:
-        """Inside, the tied parameters are registered at the layer too.
+        """Register the tied parameters on the layer too, inside a `with` block.
 
-        Afterwards, the owner gets what has replaced them.
+        Afterwards, the owner gets whatever has replaced them.
         """
         for name in self._name_at_owner:
             self._parameters[name] = getattr(self, name)
@@ -133,14 +134,14 @@ class Tieable(nn.Module):
     ) -> Iterator[tuple[str, nn.Module]]:
         """Walk over the layer, as `nn.Module.named_modules` does.
 
-        `named_parameters` walks this way, and so do optimizers and DDP. In a subnetwork without
-        the owner, a module with only the tied parameters comes first, under the name of the layer:
-        the parameters are found as if they were the layer's.
+        `named_parameters` uses this walk, and so do optimizers and DDP. In a subnetwork without the
+        owner, a module with only the tied parameters is yielded first, under the layer's name, so
+        that the parameters are found as if they were the layer's.
         """
-        walked = set() if memo is None else memo
-        owner_is_missing = self.is_tied and self._owner not in walked
-        # With duplicates, torch does not note in the memo what was walked over.
-        if owner_is_missing and self not in walked and remove_duplicate:
+        visited = set() if memo is None else memo
+        owner_is_missing = self.is_tied and self._owner not in visited
+        # With `remove_duplicate=False`, torch does not record in the memo what was visited.
+        if owner_is_missing and self not in visited and remove_duplicate:
             tied_parameters = {name: getattr(self, name) for name in self._name_at_owner}
             yield prefix, _TiedParameters(tied_parameters)
         yield from super().named_modules(memo, prefix, remove_duplicate)
@@ -148,7 +149,7 @@ class Tieable(nn.Module):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        """Save the layer; in a subnetwork without the owner, with the tied parameters."""
+        """Save the layer and, in a subnetwork without the owner, the tied parameters."""
         saved_by_owner = self.is_tied and self._is_saved_above(destination, prefix)
         with contextlib.ExitStack() as context:
             if not saved_by_owner:
@@ -156,7 +157,7 @@ class Tieable(nn.Module):
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _is_saved_above(self, destination: dict[str, Any], prefix: str) -> bool:
-        """Whether the owner, which comes before its layers, has saved the tied parameters."""
+        """True if the owner, which is saved before its layers, has saved the tied parameters."""
         path = prefix.split(".")[:-1]
         for depth in range(len(path)):
             prefix_above = ".".join([*path[:depth], ""])
@@ -173,10 +174,11 @@ class Tieable(nn.Module):
         missing_keys: list[str],
         *more: list[str],
     ) -> None:
-        """Load the layer with the tied parameters, which the state dict of a subnetwork has.
+        """Load the layer, including the tied parameters.
 
-        If the state dict does not have them, they are missing keys of a subnetwork, but not of the
-        whole network: the owner, which is loaded after its layers, removes these keys again.
+        The state dict of a subnetwork has them under the layer's name. That of a whole network does
+        not, so their keys are reported as missing. The owner, which is loaded after its layers,
+        then removes these keys again.
         """
         missing: list[str] = []
         with self._own_temporarily():
@@ -191,10 +193,10 @@ class Tieable(nn.Module):
                 missing_keys.append(key)
 
     def _apply(self, fn: TensorChange, recurse: bool = True) -> Self:
-        """Change the layer's tensors with the tied parameters.
+        """Change the layer's tensors, including the tied parameters.
 
-        The owner, if it is there, then finds nothing left to change. Sharded parameters are left
-        out: FSDP2 moves what it owns by itself.
+        The owner, if it is there, then finds them changed already. Sharded tied parameters are left
+        out, because FSDP2 moves them itself.
         """
         owned_by_fsdp = any(is_sharded(getattr(self, name)) for name in self._name_at_owner)
         with contextlib.ExitStack() as context:
@@ -207,8 +209,8 @@ class Tieable(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy the layer.
 
-        Copied with its owner, it stays tied to the owner's copy. Copied alone, it gets parameters
-        of its own.
+        If the owner is copied too, the copy is tied to the owner's copy. Otherwise it gets
+        parameters of its own.
         """
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
@@ -220,7 +222,7 @@ class Tieable(nn.Module):
         if copied_alone:
             new.__dict__["_owner"] = None
             new._name_at_owner = {}
-            # By the memo, layers that are copied together still share one parameter.
+            # Thanks to the memo, layers that are copied together still share one parameter.
             for name in self._name_at_owner:
                 setattr(new, name, copy.deepcopy(getattr(self, name), memo))
         return new
@@ -236,7 +238,7 @@ class _TiedParameters(nn.Module):
 
 
 class _KeyOfLayer(str):
-    """The missing key of a tied parameter at its layer; only missing if the owner is not loaded."""
+    """The key of a tied parameter at its layer; missing only if the owner is not loaded."""
 
     owner: nn.Module | None
 
@@ -247,9 +249,10 @@ class _KeyOfLayer(str):
 
 
 def _drop_keys_of_layers(owner: nn.Module, incompatible: Any) -> None:
-    """A hook that torch calls after it has loaded the owner and all below it.
+    """Remove the keys of tied parameters at layers from the missing keys.
 
-    The owner's parameters were loaded with the owner, so they are not missing at its layers.
+    torch calls this hook after it has loaded the owner and all modules below it. The parameters
+    were loaded with the owner, so they are not missing at its layers.
     """
     keys = incompatible.missing_keys
     keys[:] = [key for key in keys if getattr(key, "owner", None) is not owner]
@@ -265,7 +268,7 @@ def _release_owner_(owner: nn.Module) -> None:
 
 
 def _shared_parameter_names(owner: nn.Module) -> set[str]:
-    """Names of the owner's parameters that layers below it share."""
+    """Return the names of the owner's parameters that layers below it share."""
     names: set[str] = set()
     for layer in owner.modules():
         if isinstance(layer, Tieable) and layer._owner is owner:
@@ -274,14 +277,14 @@ def _shared_parameter_names(owner: nn.Module) -> set[str]:
 
 
 def _apply_of_owner(owner: nn.Module, fn: TensorChange, recurse: bool = True) -> Any:
-    """The owner's `_apply`: parameters that layers share are flattened for the change."""
+    """Replace the owner's `_apply`: parameters that layers share are flattened for the change."""
     shared = [getattr(owner, name) for name in _shared_parameter_names(owner)]
     change = _on_flat_tensors(fn, shared)
     return type(owner)._apply(owner, change, recurse)  # type: ignore[no-untyped-call]
 
 
 def _on_flat_tensors(fn: TensorChange, parameters: Iterable[Tensor]) -> TensorChange:
-    """Wrap `fn` so that it gets these parameters and their gradients flattened.
+    """Wrap `fn` so that it receives these parameters and their gradients flattened.
 
     `to(memory_format=channels_last)` fails on positions with five axes, and a 1-D tensor has no
     memory format.
@@ -296,7 +299,7 @@ def _on_flat_tensors(fn: TensorChange, parameters: Iterable[Tensor]) -> TensorCh
         flat = tensor.flatten()
         changed = fn(flat)
         if changed is flat:
-            # nn.Module expects the tensor itself: torch.utils.swap_tensors refuses a view of it.
+            # Return the tensor itself: torch.utils.swap_tensors refuses a view of it.
             return tensor
         return changed.view(tensor.shape)
 

@@ -1,4 +1,4 @@
-"""Build a model from its source: by its library or the user's factory, on the CPU or on meta."""
+"""Build a model from its source, by its library or the user's factory, on the CPU or on meta."""
 
 import contextlib
 import importlib
@@ -24,8 +24,8 @@ from .running import seeded
 from .source import LIBRARY_KINDS, OTHER_TIMM_KINDS, ModelSource
 from .trust import check_source
 
-MAX_MODULES = 4_000  # modules of a library's model; timm's largest has 1,800
-# Methods with which factories fill new weights. `_MetaWeights` skips them on meta tensors.
+MAX_MODULES = 4_000  # largest number of modules in a library's model; timm has up to 1,800
+# Methods that factories use to fill new weights. `_MetaWeights` skips them on meta tensors.
 FILLING_METHODS = {
     torch.Tensor.uniform_,
     torch.Tensor.normal_,
@@ -51,15 +51,15 @@ def build_model(
     offline: bool = False,
     trust_code: bool = False,
 ) -> nn.Module:
-    """Build the model, in the mode (training or eval) in which its factory leaves it.
+    """Build the model, and leave it in the mode (training or eval) that its factory set.
 
     Args:
         source: What to build.
         pretrained: Load the library's pretrained weights.
         device: "cpu" or "meta". "meta" puts at least the parameters on meta; a model that cannot
-            be built so is built on the CPU.
+            be built that way is built on the CPU.
         seed: Seed for the random initialisation; None uses the global generators.
-        offline: Download nothing; a model of the hub must be in the local cache.
+        offline: Download nothing; a model from the hub must be in the local cache.
         trust_code: Build sources that `check_source` refuses.
 
     Raises:
@@ -73,9 +73,9 @@ def build_model(
         _check_local_folder(source.name)
     with seeded(seed), warnings.catch_warnings(action="ignore"):
         if device == "meta" and not pretrained:
-            meta = _build_on_meta(source)
-            if meta is not None:
-                return meta
+            meta_model = _build_on_meta(source)
+            if meta_model is not None:
+                return meta_model
         with seeded(seed):  # attempts on meta may have drawn random numbers
             model = _build(source, pretrained=pretrained)
     has_meta_parameters = any(parameter.is_meta for parameter in model.parameters())
@@ -87,16 +87,16 @@ def build_model(
 
 
 def _check_local_folder(name: str) -> None:
-    """Refuse (ModelError) a folder whose config names no architecture of timm's."""
+    """Raise ModelError if the folder's config.json does not name an architecture."""
     path = Path(name.partition(":")[2]) / "config.json"
     if not isinstance(read_json(path, f"{name}: {path}").get("architecture"), str):
         raise ModelError(f"{name}: {path} names no architecture; it is not a config of timm")
 
 
 def _build_on_meta(source: ModelSource) -> nn.Module | None:
-    """Build the model with its parameters on meta; None where the factory cannot do this."""
-    # First everything on meta. A factory that calculates with tensors needs real ones: then the
-    # parameters alone.
+    """Build the model with its parameters on meta, or return None if its factory cannot do this."""
+    # First put every tensor on meta. If the factory calculates with tensors, it needs real ones:
+    # then put only the parameters on meta.
     meta_strategies = (torch.device("meta"), contextlib.nullcontext())
     for strategy in meta_strategies:
         try:
@@ -105,41 +105,42 @@ def _build_on_meta(source: ModelSource) -> nn.Module | None:
         except _TooManyModulesError:
             raise
         except ModelError:
-            continue  # an error that is not due to meta occurs again on the CPU, and is reported
+            continue  # an error that is not due to meta occurs again on the CPU and is raised there
     return None
 
 
 def _new_parameters_are_on_meta() -> bool:
-    """Whether the caller uses `torch.device("meta")` or accelerate's `init_empty_weights()`."""
-    return nn.PReLU().weight.is_meta  # a module that draws no random numbers
+    """Return True inside `torch.device("meta")` or accelerate's `init_empty_weights()`."""
+    return nn.PReLU().weight.is_meta  # PReLU draws no random numbers
 
 
 def _build(source: ModelSource, *, pretrained: bool) -> nn.Module:
+    """Run the factory; any error of its own becomes a ModelError on one line."""
     try:
         model = _run_factory(source, pretrained=pretrained)
     except DclsConvertError:
         raise
     except SystemExit as error:
-        problem = f"its factory leaves the program (SystemExit {one_line(error)[:200]})"
+        problem = f"its factory exits the program (SystemExit {one_line(error)[:200]})"
         raise ModelError(f"{source.name}: {problem}") from error
-    except Exception as error:  # timm, torchvision, the hub and the user's code share no base
+    except Exception as error:  # timm, torchvision, the hub and the user's code can raise anything
         kind_of_error = type(error).__name__
         offline_errors = ("LocalEntryNotFoundError", "OfflineModeIsEnabled")
         if pretrained and kind_of_error in offline_errors:
             raise ModelError(
                 f"{source.name}: cannot download its pretrained weights; are you online?"
             ) from error
-        what = "its pretrained weights cannot be loaded" if pretrained else "cannot be built"
+        problem = "its pretrained weights cannot be loaded" if pretrained else "cannot be built"
         raise ModelError(
-            f"{source.name}: {what}: {kind_of_error}: {one_line(error)[:300]}"
+            f"{source.name}: {problem}: {kind_of_error}: {one_line(error)[:300]}"
         ) from error
     if not isinstance(model, nn.Module):
-        raise ModelError(f"{source.name}: gives a {type(model).__name__}, not a torch.nn.Module")
+        raise ModelError(f"{source.name}: returns a {type(model).__name__}, not a torch.nn.Module")
     return model
 
 
 def _run_factory(source: ModelSource, *, pretrained: bool) -> Any:
-    """Call what builds the model, with a limit on a library's number of modules."""
+    """Call the library or the user's factory; a library may make at most MAX_MODULES modules."""
     kind, _, name = source.name.partition(":")
     module_numbers = itertools.count(1)
 
@@ -160,7 +161,7 @@ def _run_factory(source: ModelSource, *, pretrained: bool) -> Any:
             name_for_timm = name if kind == "timm" else source.name
             timm = import_library("timm")
             return timm.create_model(name_for_timm, pretrained=pretrained, **source.args)
-        return _build_own(source)
+        return _call_users_factory(source)
 
 
 def _build_torchvision(name: str, args: dict[str, Any], *, pretrained: bool) -> nn.Module:
@@ -178,32 +179,33 @@ def _build_torchvision(name: str, args: dict[str, Any], *, pretrained: bool) -> 
 
 
 def _copy_all_but_the_head_(pretrained: nn.Module, model: nn.Module) -> None:
-    """Give `model` all pretrained tensors that have its shapes; a head of other shape stays new."""
+    """Copy the pretrained tensors that fit into `model`; a head of another shape stays new."""
     shapes = shapes_of(model)
     state: dict[str, torch.Tensor] = {}
     for name, tensor in pretrained.state_dict().items():
         if shapes.get(name) == tensor.shape:
             state[name] = tensor
     model.load_state_dict(state, strict=False)
-    # Pretrained Inceptions were trained on inputs that the model itself normalises again.
+    # Pretrained Inceptions expect that the model itself normalises its inputs a second time.
     if hasattr(pretrained, "transform_input"):
         model.transform_input = pretrained.transform_input
 
 
-def _build_own(source: ModelSource) -> Any:
-    """Import the user's module, the current folder included, and call its factory."""
+def _call_users_factory(source: ModelSource) -> Any:
+    """Import the user's module, which may be in the current folder, and call its factory."""
     module_name, _, attribute = source.name.partition(":")
-    here = os.getcwd()
-    sys.path.insert(0, here)
+    current_folder = os.getcwd()
+    sys.path.insert(0, current_folder)
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        near = did_you_mean(module_name, LIBRARY_KINDS)
+        suggestion = did_you_mean(module_name, LIBRARY_KINDS)
         raise ModelError(
-            f"{source.name}: module {module_name!r} cannot be imported: {one_line(error)}{near}"
+            f"{source.name}: module {module_name!r} cannot be imported: "
+            f"{one_line(error)}{suggestion}"
         ) from error
     finally:
-        sys.path.remove(here)
+        sys.path.remove(current_folder)
     factory = getattr(module, attribute, None)
     if not callable(factory):
         raise ModelError(f"{source.name}: module {module_name!r} has no function {attribute!r}")
@@ -211,15 +213,15 @@ def _build_own(source: ModelSource) -> Any:
 
 
 class _MetaWeights(TorchFunctionMode):
-    """Makes `torch.empty` give meta tensors, and skips filling them.
+    """Make `torch.empty` return meta tensors, and skip filling them.
 
-    Factories make their weights with `torch.empty`; tensors that they calculate with stay real.
+    Factories create their weights with `torch.empty`; tensors that they calculate with stay real.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Without this, torch would calculate shapes in Python, one operation after another.
+        # Skipped for speed: on meta, torch would compute each operation's shape in Python.
         if func in FILLING_METHODS and args[0].is_meta:
             return args[0]
         kwargs = kwargs or {}
@@ -229,5 +231,5 @@ class _MetaWeights(TorchFunctionMode):
 
 
 def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
-    """Shapes of the tensors in the model's state dict, by name."""
+    """Return the shape of each tensor in the model's state dict, by name."""
     return {name: tensor.shape for name, tensor in model.state_dict().items()}

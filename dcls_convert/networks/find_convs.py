@@ -1,4 +1,4 @@
-"""Find the convolutions of a model, with stages and MACs, and why some cannot be replaced."""
+"""Find a model's convolutions, their stages and MACs, and why some cannot be replaced."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,23 +14,23 @@ from .sites import ConvSite, ModelConvs, Skipped
 from .stages import OutputStride, find_stages, output_stride
 from .tracing import Calls, Trace, trace
 
-IMAGE_CHANNELS = 3  # where no input size is known
+IMAGE_CHANNELS = 3  # assumed where the input size does not state them
 
 
 def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> ModelConvs:
-    """Every convolution object of `model`, once, under all its names.
+    """Return every convolution object of `model` once, under all its names.
 
     Args:
-        model: Left as it is. Its weights may be on any device, meta included.
-        input_size: (channels, *spatial) of one input; in 2-D and 3-D also the spatial sizes alone,
-            for 3 channels. Without it, the size that a timm model states. One forward pass on the
-            meta device gives output sizes and MACs; where the model does not run there, they are
-            None.
+        model: Not changed. Its weights may be on any device, meta included.
+        input_size: Size of one input, (channels, *spatial); in 2-D and 3-D, the spatial sizes
+            alone mean 3 channels. Without it, the size that a timm model states is used. Output
+            sizes and MACs come from one forward pass on the meta device; they are None if the
+            model does not run there.
 
     Raises:
         ModelError: `model` is not a module.
-        PlanError: `input_size` is not positive integers for as many dimensions as the convolutions
-            have, or the model has DCLS layers already, or is compiled.
+        PlanError: `input_size` is not made of positive integers, or does not fit the number of
+            dimensions of the convolutions; or the model is compiled or has DCLS layers already.
     """
     check_module(model)
     _check_not_compiled_or_converted(model)
@@ -41,22 +41,23 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
     spatial = {names[0] for conv, names in names_of.items() if max(conv.kernel_size) > 1}
     stages = find_stages(model, _output_strides(traced), spatial)
     image_channels = size[0] if size is not None else IMAGE_CHANNELS
-    holders = _modules_by_parameter(model)
+    modules_by_parameter = _modules_by_parameter(model)
     sites: list[ConvSite] = []
     skipped: list[Skipped] = []
     for conv, names in names_of.items():
         name = names[0]
-        reason = _why_skipped(conv, holders)
+        reason = _why_skipped(conv, modules_by_parameter)
         if reason is not None:
             skipped.append(Skipped(name=name, type=type(conv).__name__, reason=reason))
             continue
         calls: Calls | None = None
-        is_first = not sites and not skipped
-        takes_image = is_first  # without a trace, the first convolution is taken to do so
         if traced is not None:
             calls = traced.calls.get(name)
-            takes_image = calls is not None and calls.takes_image
-        takes_image = takes_image and conv.in_channels == image_channels
+            sees_image = calls is not None and calls.takes_image
+        else:
+            # Assume that the first convolution sees the image.
+            sees_image = not sites and not skipped
+        takes_image = sees_image and conv.in_channels == image_channels
         site = _site(
             conv,
             names,
@@ -79,7 +80,7 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
 
 
 def _why_skipped(conv: AnyConv, modules_by_parameter: Mapping[int, Sequence[str]]) -> str | None:
-    """Why a convolution cannot be replaced; None if it can."""
+    """Return why a convolution cannot be replaced, or None if it can."""
     reason = why_not_replaceable(conv)
     if reason is not None:
         return reason
@@ -90,7 +91,7 @@ def _why_skipped(conv: AnyConv, modules_by_parameter: Mapping[int, Sequence[str]
 
 
 def check_module(model: object) -> None:
-    """Refuse (ModelError) a name, a state dict and whatever else is not a module."""
+    """Raise ModelError for a name, a state dict or anything else that is not a module."""
     if not isinstance(model, nn.Module):
         found = f"a {type(model).__name__}"
         if isinstance(model, str):
@@ -101,7 +102,7 @@ def check_module(model: object) -> None:
 
 
 def _check_not_compiled_or_converted(model: nn.Module) -> None:
-    """Refuse (PlanError) a model that is compiled, or has DCLS layers."""
+    """Raise PlanError if the model is compiled or has DCLS layers."""
     if hasattr(model, "_orig_mod"):
         raise PlanError("the model is compiled; convert it before torch.compile")
     converted = sum(isinstance(module, DclsConvNd) for module in model.modules())
@@ -110,7 +111,7 @@ def _check_not_compiled_or_converted(model: nn.Module) -> None:
 
 
 def _convs_with_names(model: nn.Module) -> dict[AnyConv, list[str]]:
-    """Every convolution object of the model, with all its qualified names."""
+    """Return every convolution object of the model, with all its qualified names."""
     names_of: dict[AnyConv, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, AnyConv):
@@ -119,7 +120,7 @@ def _convs_with_names(model: nn.Module) -> dict[AnyConv, list[str]]:
 
 
 def _modules_by_parameter(model: nn.Module) -> dict[int, list[str]]:
-    """Id of a parameter -> names of the modules that hold it."""
+    """Map the id of each parameter to the names of the modules that hold it."""
     holders: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -130,7 +131,7 @@ def _modules_by_parameter(model: nn.Module) -> dict[int, list[str]]:
 def _try_trace(
     model: nn.Module, size: tuple[int, ...] | None
 ) -> tuple[Trace, None] | tuple[None, str]:
-    """The trace of a model; without one, the reason."""
+    """Trace the model; return the trace and None, or None and the reason why it failed."""
     if size is None:
         return None, "no input size is known; state one"
     try:
@@ -141,19 +142,20 @@ def _try_trace(
 
 
 def _output_strides(traced: Trace | None) -> dict[str, OutputStride]:
-    """Output stride of each convolution whose output has all axes of the image; by its name."""
+    """Return, by name, the output stride of each convolution whose output has all image axes."""
+    if traced is None:
+        return {}
+    image_sides = traced.input_size[1:]
     strides: dict[str, OutputStride] = {}
-    if traced is not None:
-        image = traced.input_size[1:]
-        for name, calls in traced.calls.items():
-            first_size = calls.output_sizes[0]
-            if len(first_size) == len(image) and min(first_size) > 0:
-                strides[name] = output_stride(image, first_size)
+    for name, calls in traced.calls.items():
+        first_size = calls.output_sizes[0]
+        if len(first_size) == len(image_sides) and min(first_size) > 0:
+            strides[name] = output_stride(image_sides, first_size)
     return strides
 
 
 def _parameter_count(model: nn.Module) -> int:
-    """Number of parameters, without those of lazy layers, which have no size yet."""
+    """Count the parameters, except those of lazy layers, which have no size yet."""
     count = 0
     for parameter in model.parameters():
         if not isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -162,10 +164,10 @@ def _parameter_count(model: nn.Module) -> int:
 
 
 def _macs(traced: Trace | None) -> int | None:
-    """Multiply-accumulates of the whole model, each of which is two operations."""
+    """Return the multiply-accumulates of the whole model, or None without a trace."""
     if traced is None:
         return None
-    return sum(traced.flops[""].values()) // 2
+    return sum(traced.flops[""].values()) // 2  # a multiply-accumulate is two operations
 
 
 def _site(
@@ -177,6 +179,7 @@ def _site(
     stage: str | None,
     stem: bool,
 ) -> ConvSite:
+    """Make the record of one convolution; `calls` is None if no call of it was traced."""
     output_size: tuple[int, ...] | None = None
     input_extent: tuple[int, ...] | None = None
     output_positions: int | None = None
@@ -215,27 +218,30 @@ def _kind(conv: AnyConv) -> str:
     return "grouped"
 
 
-def _input_size(model: nn.Module, asked: Sequence[int] | None, dims: int) -> tuple[int, ...] | None:
-    """(channels, *spatial): as asked for, or as a timm model states it."""
-    if asked is None:
+def _input_size(
+    model: nn.Module, requested: Sequence[int] | None, dims: int
+) -> tuple[int, ...] | None:
+    """Return (channels, *spatial): the requested size, or the size that a timm model states."""
+    if requested is None:
         return _stated_input_size(model)
-    sides = asked if isinstance(asked, Sequence) else ()
-    if not 2 <= len(sides) <= 4 or any(not isinstance(side, int) or side < 1 for side in sides):
+    numbers = requested if isinstance(requested, Sequence) else ()
+    are_positive = all(isinstance(number, int) and number >= 1 for number in numbers)
+    if not 2 <= len(numbers) <= 4 or not are_positive:
         raise PlanError(
-            f"input size {asked!r} must be channels and spatial sizes, such as (3, 224, 224)"
+            f"input size {requested!r} must be channels and spatial sizes, such as (3, 224, 224)"
         )
-    if len(asked) not in (dims, dims + 1):
+    if len(requested) not in (dims, dims + 1):
         raise PlanError(
-            f"input size {size_text(asked)} must be channels and {dims} sides, "
+            f"input size {size_text(requested)} must be channels and {dims} sides, "
             f"the model is {dims}-D"
         )
-    if len(asked) == dims:
-        return (IMAGE_CHANNELS, *asked)
-    return tuple(asked)
+    if len(requested) == dims:
+        return (IMAGE_CHANNELS, *requested)
+    return tuple(requested)
 
 
 def _stated_input_size(model: nn.Module) -> tuple[int, ...] | None:
-    """(channels, *spatial) from timm's config of a model; None where there is none."""
+    """Return (channels, *spatial) from timm's config of the model, or None if it has none."""
     config = getattr(model, "pretrained_cfg", None)
     if not isinstance(config, Mapping) or not config.get("input_size"):
         return None

@@ -1,4 +1,4 @@
-"""What is asked of the hub before timm downloads: is it there, and has the repository a config?"""
+"""Checks before timm downloads: can the hub be reached, and does the repository have a config?"""
 
 import contextlib
 import socket
@@ -13,10 +13,10 @@ from .registries import import_library
 
 @contextlib.contextmanager
 def offline_if_unreachable() -> Iterator[None]:
-    """Inside, huggingface_hub is in offline mode if DNS cannot resolve the hub's name.
+    """Put huggingface_hub in offline mode inside the block if DNS cannot resolve the hub's name.
 
-    Otherwise it would retry for a minute. A proxy resolves names itself, so nothing is checked
-    behind one.
+    Otherwise it would retry for a minute. Behind a proxy nothing is checked, since the proxy
+    resolves names itself.
     """
     from huggingface_hub import constants
 
@@ -34,9 +34,9 @@ def offline_if_unreachable() -> Iterator[None]:
 
 @offline_if_unreachable()
 def check_hub(name: str, *, offline: bool) -> None:
-    """Check (ModelError) that a repository of the hub has a config, or that the cache holds it.
+    """Raise ModelError if the hub (if `offline`, the local cache) has no config of the repository.
 
-    timm would fetch the config too, but it is called once for each device that is tried.
+    timm would fetch the config itself, but it is called once for each device that is tried.
     """
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
@@ -51,8 +51,8 @@ def check_hub(name: str, *, offline: bool) -> None:
         cached = try_to_load_from_cache(repository_id, "config.json", revision=revision or None)
     except DclsConvertError:
         raise
-    except Exception as error:  # of the hub, of its HTTP client, or of a config that is not JSON
-        # For a missing file, huggingface_hub keeps the reason as the cause.
+    except Exception as error:  # from the hub, its HTTP client, or a config that is not JSON
+        # For a missing file, the cause of huggingface_hub's error says why.
         reason: BaseException = error
         if isinstance(error, LocalEntryNotFoundError) and error.__cause__:
             reason = error.__cause__

@@ -1,4 +1,4 @@
-"""What a given model is: from which source it was built, and which input size it takes."""
+"""Infer the source that a given model was built from, and the input size that it takes."""
 
 import contextlib
 from typing import Any
@@ -12,16 +12,16 @@ from .registries import import_library
 from .source import OTHER_TIMM_KINDS, ModelSource
 from .trust import check_source
 
-USUAL_INPUT_SIZE = (3, 224, 224)  # of ImageNet's classifiers; for models that state no size
-USUAL_CLASSES = 1000
-VIDEO_FRAMES = 16  # frames of a clip, for torchvision's video models
+USUAL_INPUT_SIZE = (3, 224, 224)  # of ImageNet classifiers; for models that state no size
+USUAL_CLASSES = 1000  # of ImageNet
+VIDEO_FRAMES = 16  # frames per clip of torchvision's video models
 
 
 def assumed_input_size(source: ModelSource, model: nn.Module) -> tuple[int, ...] | None:
-    """The input size (channels, *spatial) to assume where the model itself states none.
+    """Return the input size (channels, *spatial) to assume for a model that states none itself.
 
-    None for timm's models, which state theirs, and for the user's own in 1-D and 3-D, whose usual
-    size is not known.
+    Return None for timm models, which state theirs, and for the user's own 1-D and 3-D models,
+    which have no usual size.
     """
     is_timm = source.kind == "timm" or source.kind in OTHER_TIMM_KINDS
     if is_timm or getattr(model, "pretrained_cfg", None):
@@ -46,13 +46,14 @@ def assumed_input_size(source: ModelSource, model: nn.Module) -> tuple[int, ...]
 
 
 def _torchvision_input_size(name: str, model: nn.Module) -> tuple[int, ...]:
-    """(channels, *spatial) of the images that torchvision's transforms make for this model."""
+    """Return the (channels, *spatial) that torchvision's transforms produce for this model."""
     models = import_library("torchvision.models")
     module_name = models.get_model_builder(name).__module__
     family = module_name.removeprefix(models.__name__ + ".").partition(".")[0]
     if family == "detection":  # these models scale their images themselves
         scaling: Any = model.transform
-        return (3, *(scaling.fixed_size or (scaling.min_size[-1],) * 2))
+        shorter_side = scaling.min_size[-1]
+        return (3, *(scaling.fixed_size or (shorter_side, shorter_side)))
     side = getattr(model, "image_size", None)
     if isinstance(side, int):  # vision transformers are built for one size
         return (3, side, side)
@@ -61,16 +62,16 @@ def _torchvision_input_size(name: str, model: nn.Module) -> tuple[int, ...]:
     size = getattr(transforms, "crop_size", None) or getattr(transforms, "resize_size", None)
     if not size:
         return USUAL_INPUT_SIZE
-    sides = (size[0], size[-1])  # a single number is for both
+    sides = (size[0], size[-1])  # a single number is for both sides
     if family == "video":
         return (3, VIDEO_FRAMES, *sides)
     return (3, *sides)
 
 
 def infer_source(model: nn.Module) -> ModelSource | None:
-    """Find out from which registry, name and arguments a model was built.
+    """Infer the registry, name and arguments that a model was built with.
 
-    None where no registry builds a model of these names and shapes, or `check_source` refuses it.
+    Return None if no registry builds the same model, or if `check_source` refuses it.
     """
     config = getattr(model, "pretrained_cfg", None)
     stored_args = getattr(model, "_model_args", None)
@@ -78,9 +79,9 @@ def infer_source(model: nn.Module) -> ModelSource | None:
     if not isinstance(architecture, str) or not isinstance(stored_args, dict):
         return _torchvision_source(model)
     args = dict(stored_args)
-    classes = getattr(model, "num_classes", None)  # the head may have been replaced since
-    if isinstance(config, dict) and classes not in (None, config.get("num_classes")):
-        args["num_classes"] = classes
+    num_classes = getattr(model, "num_classes", None)  # the head may have been replaced since
+    if isinstance(config, dict) and num_classes not in (None, config.get("num_classes")):
+        args["num_classes"] = num_classes
     source = ModelSource(name=f"timm:{architecture}", args=args)
     try:
         check_source(source)
@@ -93,7 +94,7 @@ def infer_source(model: nn.Module) -> ModelSource | None:
 
 
 def _torchvision_source(model: nn.Module) -> ModelSource | None:
-    """The model of torchvision's registry that has the same modules with the same settings."""
+    """Return the torchvision model that has the same modules with the same settings, or None."""
     model_module = type(model).__module__
     if not model_module.startswith("torchvision.models."):
         return None

@@ -1,4 +1,4 @@
-"""How a network is initialised: whether it is untrained, and whether it relies on norms."""
+"""Tell how a network was initialised, and how its weights and norms affect its outputs."""
 
 import math
 from collections.abc import Iterable
@@ -6,26 +6,27 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-MIN_WEIGHTS = 1_000  # in all kernels; fewer can lie within the bounds by chance
-MAX_STANDARD_ERRORS = 5.0  # standard errors of the mean square
+MIN_WEIGHTS = 1_000  # in all kernels together; fewer can lie within the bounds by chance
+MAX_STANDARD_ERRORS = 5.0  # largest deviation of the mean square, in its standard errors
 
 
 def has_norms(model: nn.Module) -> bool:
-    """Whether the network normalises anything, so that the size of outputs hardly matters.
+    """Return True if the network has a norm, so that the scale of outputs hardly matters.
 
-    Classes are known by their names, as libraries have norms of their own: "FrozenBatchNorm2d".
+    Norms are recognised by their class names, since libraries define their own, such as
+    "FrozenBatchNorm2d".
     """
     return any("Norm" in type(module).__name__ for module in model.modules())
 
 
 @torch.no_grad()
 def output_power(kernel: Tensor) -> float:
-    """The sum over output channels of the outputs' mean square, for rectified white noise.
+    """Return the mean square of the outputs, summed over output channels, for rectified noise.
 
-    Let the rectified noise have mean square 1. The square of its mean is then 1 / pi, and the rest
-    is variance, in which neighbours are independent. The variance is multiplied by the sum of the
-    squared weights, the squared mean by the square of their sum. Input channels are taken as
-    independent, as their weights are at random.
+    The input is white noise, rectified and scaled to mean square 1. Its squared mean is then
+    1 / pi; the rest is variance, independent between neighbouring cells. The variance is multiplied
+    by the sum of the squared weights, the squared mean by the square of their sum. Input channels
+    are treated as independent, since their weights are random.
 
     Args:
         kernel: (out_channels, in_channels / groups, *kernel_size).
@@ -38,19 +39,19 @@ def output_power(kernel: Tensor) -> float:
 
 @torch.no_grad()
 def have_torch_default_init(kernels: Iterable[Tensor]) -> bool:
-    """Whether all kernels look as `torch.nn`'s convolutions leave them when they are built.
+    """Return True if all kernels look like the default initialisation of `torch.nn` convolutions.
 
-    These draw weights from the uniform distribution between -b and b, with b = 1 / sqrt(inputs of a
-    kernel). A weight beyond its bound, or a mean square that a uniform distribution would not give,
-    shows that the kernels are trained or were initialised otherwise. Untrained models with an
-    initialisation of their own are not recognised.
+    The default is a uniform distribution between -b and b, with b = 1 / sqrt(fan-in). A weight
+    beyond its bound, or a mean square that is implausible for a uniform distribution, shows that
+    the kernels were trained or initialised differently. Untrained models with another
+    initialisation are not recognised.
 
     Args:
-        kernels: (O, I, *kernel_size) each. On the meta device, or of other types than floats,
-            nothing can be told.
+        kernels: (O, I, *kernel_size) each. If one is on the meta device or has no floating-point
+            values, the result is False.
     """
     count = 0
-    squares = 0.0  # sum of (weight / b)^2, whose mean is 1/3 for a uniform distribution
+    sum_of_squares = 0.0  # of weight / b; their mean is 1/3 for a uniform distribution
     for kernel in kernels:
         if kernel.is_meta or not kernel.is_floating_point():
             return False
@@ -60,9 +61,9 @@ def have_torch_default_init(kernels: Iterable[Tensor]) -> bool:
         if float(relative.abs().max()) > 1 + rounding:
             return False
         count += kernel.numel()
-        squares += float(relative.square().sum())
+        sum_of_squares += float(relative.square().sum())
     if count < MIN_WEIGHTS:
         return False
-    # The variance of a square is 1/5 - 1/9.
+    # For u uniform between -1 and 1, u^2 has the variance 1/5 - 1/9.
     standard_error = math.sqrt((1 / 5 - 1 / 9) / count)
-    return abs(squares / count - 1 / 3) <= MAX_STANDARD_ERRORS * standard_error
+    return abs(sum_of_squares / count - 1 / 3) <= MAX_STANDARD_ERRORS * standard_error

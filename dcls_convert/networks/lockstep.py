@@ -8,8 +8,8 @@
     step_all(conv, [input 1, input 2]) -> [output 1, output 2]
     switch(output 1) -----------> the model's code after conv, up to its next call
 
-Each pass is a greenlet, so exactly one runs at any time, in the caller's thread. Threads would not
-do: one that waits inside the model's code could not be ended when another pass fails.
+Each pass is a greenlet, so exactly one runs at any time, in the caller's thread. A thread would
+not do: while it waits inside the model's code, it could not be ended when another pass fails.
 """
 
 import contextlib
@@ -24,16 +24,16 @@ from torch import Tensor, nn
 from ..errors import ModelError
 from .running import AUTOCAST_DEVICES
 
-# A module and its inputs in all passes -> its outputs for them.
+# Takes a module and its inputs in all passes; returns its outputs for them.
 StepAll = Callable[[nn.Module, list[Tensor]], Sequence[Tensor]]
-ORDERS_DIFFER = "the model calls its layers in another order for other images"
+ORDERS_DIFFER = "the model calls its layers in different orders for different images"
 
 
 @torch.no_grad()
 def run_in_lockstep(
     modules: Sequence[nn.Module], passes: Sequence[Callable[[], object]], step_all: StepAll
 ) -> None:
-    """Run forward passes up to each call of one of the modules, and let `step_all` answer it.
+    """Run forward passes in step: `step_all` computes each call of a module for all passes.
 
     Raises:
         ModelError: The passes call the modules in different orders.
@@ -45,7 +45,7 @@ def run_in_lockstep(
         autocast_enabled[device] = torch.is_autocast_enabled(device)
 
     def hand_over(module: nn.Module, input: Tensor) -> Tensor:
-        """Runs inside a pass, in place of a module's forward; the driver gives the output.
+        """Stand in for a module's forward inside a pass; the driver supplies the output.
 
         Grad, inference and autocast modes that the pass has entered must not leak into the driver
         or other passes.
@@ -65,15 +65,15 @@ def run_in_lockstep(
         for module in modules:
             cleanup.callback(vars(module).pop, "forward")
             module.forward = partial(hand_over, module)
-        running: list[Any] = []
-        calls: list[Any] = []  # of each pass: (module, input), or its result once it has ended
+        greenlets: list[Any] = []
+        calls: list[Any] = []  # per pass: its current (module, input), or its result at the end
         for forward in passes:
-            each = greenlet(forward)
-            cleanup.callback(each.throw)  # ends a pass that waits inside the model's code
-            running.append(each)
-            calls.append(each.switch())
+            pass_greenlet = greenlet(forward)
+            cleanup.callback(pass_greenlet.throw)  # ends a pass that waits inside the model's code
+            greenlets.append(pass_greenlet)
+            calls.append(pass_greenlet.switch())
         while True:
-            ended = [each.dead for each in running]
+            ended = [pass_greenlet.dead for pass_greenlet in greenlets]
             if all(ended):
                 return
             if any(ended):
@@ -82,5 +82,5 @@ def run_in_lockstep(
             if len(set(called_modules)) > 1:
                 raise ModelError(ORDERS_DIFFER)
             outputs = step_all(called_modules[0], list(inputs))
-            for index, (each, output) in enumerate(zip(running, outputs, strict=True)):
-                calls[index] = each.switch(output)
+            for index, (pass_greenlet, output) in enumerate(zip(greenlets, outputs, strict=True)):
+                calls[index] = pass_greenlet.switch(output)

@@ -1,4 +1,4 @@
-"""How far the outputs of two models differ, whatever the outputs' structure."""
+"""Measure how far the outputs of two models differ, for outputs of any structure."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -14,11 +14,11 @@ CONTAINERS = (tuple, list, dict)
 
 
 class ComparisonError(DclsConvertError):
-    """Outputs that cannot be compared, or differ too much."""
+    """Outputs cannot be compared, or differ too much."""
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The value, or the tensors in its tuples, lists and dicts."""
+    """Return the tensors in a value: itself, or those nested in its tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return [value]
     tensors: list[Tensor] = []
@@ -29,7 +29,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def max_relative_error(outputs: Any, others: Any) -> float:
-    """max |a - b| / max |a| of the worst pair of tensors; inf where a is 0 and b is not.
+    """Return max |a - b| / max |a| of the worst pair of tensors; inf if a is 0 and b is not.
 
     Raises:
         ComparisonError: The outputs cannot be compared.
@@ -44,7 +44,8 @@ def check_close(outputs: Any, others: Any, *, bound: float, what: str) -> float:
     """Return the `max_relative_error` of outputs if it is within the bound.
 
     Raises:
-        ComparisonError: It is not, or they cannot be compared. The message begins with `what`.
+        ComparisonError: The error is larger, or the outputs cannot be compared. The message begins
+            with `what`.
     """
     try:
         error = max_relative_error(outputs, others)
@@ -58,26 +59,26 @@ def check_close(outputs: Any, others: Any, *, bound: float, what: str) -> float:
 
 
 def relative_l2_error(outputs: Any, others: Any) -> float | None:
-    """|a - b| / |a| over all floating tensors together, in Euclidean norms.
+    """Return |a - b| / |a| in Euclidean norms, over all floating-point tensors together.
 
-    None where the shapes differ, where a is 0, and where the result is not finite.
+    Return None if the shapes differ, if a is 0, or if the result is not finite.
     """
-    ours = _floating_tensors(outputs)
-    theirs = _floating_tensors(others)
-    if [tensor.shape for tensor in ours] != [tensor.shape for tensor in theirs]:
+    a_tensors = _floating_tensors(outputs)
+    b_tensors = _floating_tensors(others)
+    if [tensor.shape for tensor in a_tensors] != [tensor.shape for tensor in b_tensors]:
         return None
-    difference = 0.0  # squared norms
-    whole = 0.0
-    for a, b in zip(ours, theirs, strict=True):
-        difference += float((a - b).square().sum())
-        whole += float(a.square().sum())
-    if not whole or not math.isfinite(difference / whole):
+    squared_difference = 0.0
+    squared_norm = 0.0
+    for a, b in zip(a_tensors, b_tensors, strict=True):
+        squared_difference += float((a - b).square().sum())
+        squared_norm += float(a.square().sum())
+    if not squared_norm or not math.isfinite(squared_difference / squared_norm):
         return None
-    return math.sqrt(difference / whole)
+    return math.sqrt(squared_difference / squared_norm)
 
 
 def _floating_tensors(outputs: Any) -> list[Tensor]:
-    """The floating tensors of outputs, in float64."""
+    """Return the floating-point tensors of outputs, in float64."""
     return [tensor.double() for tensor in tensors_in(outputs) if tensor.is_floating_point()]
 
 
@@ -85,10 +86,10 @@ def _floating_tensors(outputs: Any) -> list[Tensor]:
 class Agreement:
     """How close a new network's outputs for images are to the old one's.
 
-    None where a number is not defined for these outputs.
+    A number that is not defined for these outputs is None.
     """
 
-    # Share of images for which both networks give the largest score (N, classes) to one class.
+    # Share of images for which both networks rank the same class first; scores are (N, classes).
     same_top1: float | None
     # Mean over images of KL(old || new) of the softmax of the class scores, in nats.
     kl: float | None
@@ -119,17 +120,17 @@ def agreement(outputs: Any, others: Any) -> Agreement:
 
 
 def _are_class_scores(outputs: Sequence[Tensor]) -> bool:
-    """Whether these are (N, classes) of two classes or more, the same number in all."""
-    classes = set()
+    """Return True if all are (N, classes), with the same number of classes, at least two."""
+    class_counts = set()
     for output in outputs:
         if output.dim() != 2 or output.shape[1] < 2:
             return False
-        classes.add(output.shape[1])
-    return len(classes) == 1
+        class_counts.add(output.shape[1])
+    return len(class_counts) == 1
 
 
 def _errors(place: str, value: Any, other: Any) -> Iterator[float]:
-    """The error of each tensor, at its place, such as "output['logits'][0]"."""
+    """Yield the error of each pair of tensors; `place` is "output['logits'][0]", for messages."""
     same_type = type(value) is type(other)
     if isinstance(value, Tensor) and isinstance(other, Tensor):
         yield _tensor_error(place, value, other)
@@ -143,7 +144,7 @@ def _errors(place: str, value: Any, other: Any) -> Iterator[float]:
 
 
 def _tensor_error(place: str, value: Tensor, other: Tensor) -> float:
-    """max |a - b| / max |a| of two tensors; inf where a is 0 and b is not."""
+    """Return max |a - b| / max |a| of two tensors; inf if a is 0 and b is not."""
     if value.shape != other.shape:
         raise ComparisonError(f"{place} has shape {tuple(value.shape)} and {tuple(other.shape)}")
     a = _in_double_precision(value)
@@ -160,13 +161,14 @@ def _tensor_error(place: str, value: Tensor, other: Tensor) -> float:
 
 
 def _in_double_precision(tensor: Tensor) -> Tensor:
-    """A copy on the CPU, in complex128 or float64."""
+    """Return the tensor on the CPU, in complex128 or float64."""
     if tensor.is_complex():
         return tensor.detach().cpu().to(torch.complex128)
     return tensor.detach().cpu().to(torch.float64)
 
 
 def _entries(container: Any) -> dict[Any, Any]:
+    """Return the parts of a container by key or index."""
     if isinstance(container, dict):
         return container
     return dict(enumerate(container))

@@ -1,6 +1,6 @@
 """The positions and sigmas of a model.
 
-They are found through the layers that use them: a parameter's name does not say what it is.
+They are found through the layers that use them, since a parameter's name does not say what it is.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ NO_WEIGHT_DECAY = "no_weight_decay"
 class PositionParameter:
     """One positions or sigma tensor of a model, used by a tie group or by one layer."""
 
-    # As in `named_parameters`; for a tensor registered outside the model: first layer's name, kind.
+    # As in `named_parameters`; "first layer's name.kind" if it is registered outside the model.
     name: str
     kind: str  # "positions" or "sigma"
     tensor: Tensor  # (A, *C, E); the parameter itself
@@ -34,13 +34,13 @@ class PositionParameter:
 
 
 def position_parameters(model: nn.Module, *kinds: str) -> tuple[PositionParameter, ...]:
-    """Every positions and sigma tensor of the model once, in the order of the layers.
+    """Return every positions and sigma tensor of the model once, in the order of the layers.
 
-    `kinds` ("positions", "sigma") restricts them.
+    If `kinds` ("positions", "sigma") are given, return only tensors of these kinds.
     """
     wanted_kinds = kinds or POSITION_PARAMETERS
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: dict[int, PositionParameter] = {}  # by the id of the tensor
+    parameters: dict[int, PositionParameter] = {}  # by the id of the tensor
     for layer_name, layer in model.named_modules():
         if not isinstance(layer, DclsConvNd):
             continue
@@ -48,21 +48,21 @@ def position_parameters(model: nn.Module, *kinds: str) -> tuple[PositionParamete
             tensor = getattr(layer, kind)
             if tensor is None:
                 continue
-            if id(tensor) not in found:
+            if id(tensor) not in parameters:
                 name = names.get(id(tensor), f"{layer_name}.{kind}".lstrip("."))
-                found[id(tensor)] = PositionParameter(
+                parameters[id(tensor)] = PositionParameter(
                     name=name, kind=kind, tensor=tensor, layers={}
                 )
-            found[id(tensor)].layers[layer_name] = layer
-    return tuple(found.values())
+            parameters[id(tensor)].layers[layer_name] = layer
+    return tuple(parameters.values())
 
 
 def no_weight_decay(model: nn.Module) -> set[str]:
-    """The names of all positions and sigmas in `model.named_parameters()`.
+    """Return the names of all positions and sigmas in `model.named_parameters()`.
 
-    Weight decay would draw the elements to the centre of the kernel (paper, section 3 "Weight
-    decay"), and sigmas to zero. The method `no_weight_decay()` of a converted model, which timm
-    calls, names them too.
+    Weight decay would pull the elements to the centre of the kernel (paper, section 3 "Weight
+    decay"), and sigmas to zero. timm calls the method `no_weight_decay()` of a converted model,
+    which returns these names, too.
     """
     tensors = {id(parameter.tensor) for parameter in position_parameters(model)}
     names: set[str] = set()
@@ -73,23 +73,23 @@ def no_weight_decay(model: nn.Module) -> set[str]:
 
 
 def exclude_from_weight_decay_(model: nn.Module) -> None:
-    """Let `model.no_weight_decay()` name positions and sigmas too.
+    """Make `model.no_weight_decay()` also return positions and sigmas.
 
     timm's optimizers then do not decay them.
     """
-    # Copies and pickles of a GraphModule lose an attribute of this kind.
+    # Not for a GraphModule, whose copies and pickles would lose the attribute.
     if not isinstance(model, fx.GraphModule):
         vars(model)[NO_WEIGHT_DECAY] = partial(_excluded_from_weight_decay, model)
 
 
 def undo_exclusion_from_weight_decay_(model: nn.Module) -> None:
-    """Undo `exclude_from_weight_decay_`, in all of the model."""
+    """Undo `exclude_from_weight_decay_` for the model and all its modules."""
     for module in model.modules():
         if getattr(vars(module).get(NO_WEIGHT_DECAY), "func", None) is _excluded_from_weight_decay:
             del vars(module)[NO_WEIGHT_DECAY]
 
 
 def _excluded_from_weight_decay(model: nn.Module) -> set[str]:
-    """`no_weight_decay` of one model: the names from its class, and its positions and sigmas."""
+    """Return the names that the model's class excludes, and those of its positions and sigmas."""
     names_of_class: Any = getattr(type(model), NO_WEIGHT_DECAY, lambda _: ())
     return {*names_of_class(model), *no_weight_decay(model)}

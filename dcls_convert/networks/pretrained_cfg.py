@@ -1,11 +1,11 @@
-"""timm's config of a model (`pretrained_cfg`): what it says of the weights and of the images."""
+"""Edit timm's config of a model (`pretrained_cfg`): the weights' origin and the normalisation."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-# Entries of timm's config that are about its weights: whose they are, and who may use them.
+# Entries of timm's config about the weights: where they come from, and their licence.
 ORIGIN_KEYS = (
     "tag",
     "license",
@@ -23,11 +23,11 @@ def set_pretrained_cfg_(model: nn.Module, config: dict[str, Any]) -> None:
 
 
 def set_origin_(model: nn.Module, stated: Mapping[str, Any]) -> None:
-    """Let the config of a model say of its weights' origin what is stated, and nothing else.
+    """Replace what the model's config says about the origin of its weights.
 
     Args:
-        model: If it is timm's, its config describes timm's own weights until then.
-        stated: Entries under timm's names; others than ORIGIN_KEYS are ignored.
+        model: The config of a timm model describes timm's own weights until this call.
+        stated: The new entries, under timm's names; keys outside ORIGIN_KEYS are ignored.
     """
     config = getattr(model, "pretrained_cfg", None)
     if not isinstance(config, dict):
@@ -43,12 +43,12 @@ def set_origin_(model: nn.Module, stated: Mapping[str, Any]) -> None:
 def set_normalisation_(
     model: nn.Module, mean: Sequence[float], std: Sequence[float], channels: int
 ) -> None:
-    """Let the config of a model say with which mean and std its images are normalised.
+    """Set the mean and std for normalising images in the model's config.
 
     Args:
-        model: Without a config, it stays as it is.
-        mean, std: For each channel, or one for all.
-        channels: Number of the images' channels.
+        model: Not changed if it has no config.
+        mean, std: One value per channel, or one for all.
+        channels: Number of image channels.
     """
     config = getattr(model, "pretrained_cfg", None)
     if not isinstance(config, dict):

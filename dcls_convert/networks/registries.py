@@ -1,4 +1,4 @@
-"""What timm and torchvision have: their models' names, and the libraries themselves."""
+"""Look up model names in timm and torchvision, and import these libraries."""
 
 import importlib
 import warnings
@@ -15,20 +15,22 @@ INSTALL_HINT = "install matching versions together: pip install --upgrade torch 
 
 
 def is_registered(kind: str, name: str) -> bool:
+    """Return True if the registry has the model; a timm name may end in a weights tag."""
     if kind == "torchvision":
         return name in models_of(kind)
-    architecture = name.partition(".")[0]  # before the tag of the weights
+    architecture = name.partition(".")[0]  # without the tag
     return name != TIMM_ARCHITECTURE and bool(import_library("timm").is_model(architecture))
 
 
 def models_of(kind: str) -> list[str]:
+    """Return the names of the registry's models, without our own entry."""
     library = "timm" if kind == "timm" else "torchvision.models"
     registry = import_library(library)
     return [name for name in registry.list_models() if name != TIMM_ARCHITECTURE]
 
 
 def registry_names() -> list[str]:
-    """Every model of both registries: "timm:..." and then "torchvision:...", each sorted."""
+    """Return every model of both registries: "timm:...", then "torchvision:...", each sorted."""
     names: list[str] = []
     for kind in REGISTRIES:
         names += [f"{kind}:{name}" for name in sorted(models_of(kind))]
@@ -36,9 +38,9 @@ def registry_names() -> list[str]:
 
 
 def unknown_model(name: str, bare_name: str, kinds: Sequence[str]) -> ModelError:
-    """An error that names models like `bare_name`, of these registries.
+    """Return an error that suggests the models of these registries with the most similar names.
 
-    `name` is what the user gave.
+    `name` is what the user gave; `bare_name` is the name without the registry.
     """
     known: list[str] = []
     for kind in kinds:
@@ -47,7 +49,7 @@ def unknown_model(name: str, bare_name: str, kinds: Sequence[str]) -> ModelError
 
 
 def import_library(name: str) -> ModuleType:
-    """Import timm or torchvision, or a part of them.
+    """Import timm, torchvision or one of their modules.
 
     Raises:
         ModelError: torch and torchvision do not match, or the library is broken.

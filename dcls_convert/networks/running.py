@@ -1,4 +1,4 @@
-"""Run or change a network that belongs to somebody else, and restore the process's settings."""
+"""Run or change the user's network, and restore its state and the process's settings."""
 
 import contextlib
 import io
@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from ..layers.conv_classes import AnyConv
 from ..layers.dcls_conv import DclsConvNd
 
-AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")  # types of device for which torch has autocast
-# Parts of torch.backends that have an `fp32_precision` of their own.
+AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")  # device types with autocast
+# Parts of torch.backends with their own `fp32_precision`.
 CPU_FP32_BACKENDS = ("mkldnn.matmul", "mkldnn.conv")
 CUDA_FP32_BACKENDS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
 
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, every module is in eval mode and no gradients are recorded.
+    """Put every module in eval mode inside the block, and record no gradients.
 
-    Afterwards each module has its own mode again.
+    Afterwards each module has its previous mode again.
     """
     training_modes = {module: module.training for module in model.modules()}
     try:
@@ -38,27 +38,26 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
-    """Inside, float32 is computed in float32: no autocast, no products in TF32 or bfloat16."""
+    """Compute float32 at full precision inside the block: no autocast, no TF32, no bfloat16."""
     backends: Any = torch.backends
     with contextlib.ExitStack() as restore:
         for device in AUTOCAST_DEVICES:
             if torch.is_autocast_enabled(device):
                 restore.enter_context(torch.autocast(device, enabled=False))
-        product_names: tuple[str, ...] = ()
+        backend_names: tuple[str, ...] = ()
         if hasattr(backends.mkldnn, "matmul"):
-            product_names += CPU_FP32_BACKENDS
+            backend_names += CPU_FP32_BACKENDS
         older_settings = _older_precision_settings()
         if older_settings is None:
-            product_names += CUDA_FP32_BACKENDS
-        for name in product_names:
-            product = attrgetter(name)(backends)
-            restore.callback(setattr, product, "fp32_precision", product.fp32_precision)
-            product.fp32_precision = "ieee"
+            backend_names += CUDA_FP32_BACKENDS
+        for name in backend_names:
+            backend = attrgetter(name)(backends)
+            restore.callback(setattr, backend, "fp32_precision", backend.fp32_precision)
+            backend.fp32_precision = "ieee"
         if older_settings is not None:
             matmul_precision, cudnn_tf32 = older_settings
             if matmul_precision != "highest":
-                # Restoring it also changes the settings of the CPU's products, which are restored
-                # after it.
+                # Restoring it also changes the CPU backends' settings, which are restored after it.
                 restore.callback(torch.set_float32_matmul_precision, matmul_precision)
                 torch.set_float32_matmul_precision("highest")
             if cudnn_tf32:
@@ -68,10 +67,10 @@ def full_precision() -> Iterator[None]:
 
 
 def _older_precision_settings() -> tuple[str, bool] | None:
-    """Precision of float32 matrix products and TF32 in cuDNN, by torch's older interface.
+    """Read the float32 matmul precision and cuDNN's TF32 flag from torch's older interface.
 
-    None where its newer interface (torch 2.9, `fp32_precision`) is in use. The two must not be
-    mixed: torch.compile fails then, and settings of the older would be taken over by the newer.
+    Return None if the newer interface (torch 2.9, `fp32_precision`) is in use. The two must not be
+    mixed: torch.compile would fail, and the newer would take over settings of the older.
     """
     backends: Any = torch.backends
     for part in (backends, backends.cudnn):
@@ -79,20 +78,20 @@ def _older_precision_settings() -> tuple[str, bool] | None:
             return None
     try:
         return torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32
-    except RuntimeError:  # torch refuses to read older settings after newer ones were made
+    except RuntimeError:  # torch refuses to read older settings once newer ones are set
         return None
 
 
 def run(model: nn.Module, batch: Tensor) -> Any:
-    """The outputs for a batch, which is moved to the model's device and `image_dtype`."""
+    """Return the outputs for a batch, which is moved to the model's device and `image_dtype`."""
     device = next(model.parameters(), batch).device
     return model(batch.to(device, image_dtype(model)))
 
 
 def image_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of images for a model: that of its first convolution, or of its first parameter.
+    """Return the dtype of images for a model: the first convolution's, or the first parameter's.
 
-    In a model of several dtypes, the image meets the first convolution first.
+    In a model of several dtypes, the image enters through the first convolution.
     """
     convs = [module for module in model.modules() if isinstance(module, AnyConv | DclsConvNd)]
     for weight in [*(conv.weight for conv in convs), *model.parameters()]:
@@ -103,12 +102,12 @@ def image_dtype(model: nn.Module) -> torch.dtype:
 
 @contextlib.contextmanager
 def unchanged_on_failure(model: nn.Module, *, values: Sequence[Tensor] = ()) -> Iterator[None]:
-    """If the block fails, the model is restored, and so are the `values`.
+    """Restore the model and the `values` if the block fails.
 
     Every module gets back its parameters, children, hooks and attributes. The contents of tensors
     are restored only for `values`.
     """
-    # Each dictionary is refilled, never replaced: handles of hooks refer to the dictionaries.
+    # Each dictionary is refilled, never replaced: hook handles refer to the dictionaries.
     saved: list[tuple[dict[Any, Any], dict[Any, Any]]] = []  # a dictionary, and its contents
     for module in model.modules():
         attributes = vars(module)
@@ -131,21 +130,21 @@ def unchanged_on_failure(model: nn.Module, *, values: Sequence[Tensor] = ()) -> 
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Inside, no warning is shown and nothing is printed. Errors go through."""
-    unread = io.StringIO()
+    """Show no warnings and print nothing inside the block. Errors are raised as usual."""
+    discarded = io.StringIO()
     with (
         warnings.catch_warnings(action="ignore"),
-        contextlib.redirect_stdout(unread),
-        contextlib.redirect_stderr(unread),
+        contextlib.redirect_stdout(discarded),
+        contextlib.redirect_stderr(discarded),
     ):
         yield
 
 
 @contextlib.contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
-    """Inside, torch's generators start at `seed`; afterwards they have their old states again.
+    """Seed torch's generators inside the block, and restore their states afterwards.
 
-    With None, they are left alone.
+    If `seed` is None, they are left alone.
     """
     devices: list[int] = []
     cuda_in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Records of a model's convolutions: shapes, stages, MACs; and the model's cost as it is."""
+"""Records of a model's convolutions (shapes, stages, MACs) and of its cost before conversion."""
 
 import math
 from collections import Counter
@@ -11,13 +11,13 @@ from .tracing import Trace
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OldConv:
-    """A convolution of the model: what its site and the plan of its layer both state.
+    """A convolution of the model: the fields that its site and the plan of its layer share.
 
     Axes are in the order of tensor.shape.
     """
 
-    names: tuple[str, ...]  # every qualified name of the object, the first is canonical
-    stage: str | None  # "stages.2"; None where the model has no stages, or outside them
+    names: tuple[str, ...]  # every qualified name of the object; the first is canonical
+    stage: str | None  # "stages.2"; None outside all stages, or if the model has none
     kind: str  # "depthwise", "grouped" or "dense"
     in_channels: int
     out_channels: int
@@ -25,9 +25,9 @@ class OldConv:
     bias: bool
     kernel_size: tuple[int, ...]
     dilation: tuple[int, ...]
-    # Spatial positions of all calls for one image; None where not known.
+    # Spatial output positions of all calls for one image; None if not known.
     output_positions: int | None
-    # Smallest spatial input of any call, at the stated input size; None where not known.
+    # Smallest spatial input of any call, at the stated input size; None if not known.
     input_extent: tuple[int, ...] | None = None
 
     @property
@@ -46,7 +46,7 @@ class OldConv:
         return math.prod([self.out_channels, self.in_channels // self.groups, *self.kernel_size])
 
     def macs(self, size: Sequence[int]) -> int | None:
-        """Multiply-accumulates for one image, with a kernel of that size; None where not known."""
+        """Return the MACs for one image with a kernel of that size, or None if not known."""
         if self.output_positions is None:
             return None
         weights = self.out_channels * (self.in_channels // self.groups) * math.prod(size)
@@ -62,7 +62,7 @@ class ConvSite(OldConv):
     stride: tuple[int, ...]
     padding: Padding
     padding_mode: str
-    # Of the first call, at the stated input size; None where not known.
+    # Spatial output of the first call, at the stated input size; None if not known.
     output_size: tuple[int, ...] | None
 
 
@@ -81,21 +81,21 @@ class ModelConvs:
 
     sites: tuple[ConvSite, ...]
     skipped: tuple[Skipped, ...]
-    params: int  # every parameter once
-    macs: int | None  # for one image at input_size; None where the forward pass could not be traced
+    params: int  # each parameter counted once
+    macs: int | None  # for one image at input_size; None if the forward pass could not be traced
     input_size: tuple[int, ...] | None
     macs_note: str | None  # why macs is None
     stages_from: str  # how the stages were found
     trace: Trace | None = field(default=None, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[tuple[ConvSite, ...] | tuple[Skipped, ...]]:
-        """`sites, skipped = find_convs(...)`."""
+        """Allow `sites, skipped = find_convs(...)`."""
         yield self.sites
         yield self.skipped
 
 
 def kinds_of_convs(convs: ModelConvs) -> Counter[str]:
-    """How many convolutions there are of each kind: "depthwise 7x7", "dense 3x3 in the stem"."""
+    """Count the convolutions of each kind: "depthwise 7x7", "dense 3x3 in the stem"."""
     kinds: Counter[str] = Counter()
     for site in convs.sites:
         kind = f"{site.kind} {size_text(site.kernel_size)}"

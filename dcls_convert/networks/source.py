@@ -1,4 +1,4 @@
-"""Which model a name such as "timm:convnext_tiny" means."""
+"""Find the model that a name such as "timm:convnext_tiny" means."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from ..errors import ModelError
 from .registries import REGISTRIES, import_library, is_registered, unknown_model
 
 OTHER_TIMM_KINDS = ("hf-hub", "local-dir")  # timm itself loads these
-# Sources whose models are built by a library's code; all others run code of the user's.
+# Sources whose models are built by a library's code; all others run the user's code.
 LIBRARY_KINDS = (*REGISTRIES, *OTHER_TIMM_KINDS)
 WEIGHTS_SUFFIXES = (".pth", ".pt", ".safetensors", ".bin", ".ckpt", ".tar")
 
@@ -25,7 +25,7 @@ class ModelSource:
 
     @property
     def kind(self) -> str:
-        """What stands before the colon: "timm", "hf-hub", or a module of the user's."""
+        """The part before the colon: "timm", "hf-hub", or a module of the user's."""
         return self.name.partition(":")[0]
 
 
@@ -36,7 +36,7 @@ def resolve_model(
     in_chans: int | None = None,
     pretrained: bool = False,
 ) -> ModelSource:
-    """Find what a MODEL of the command line means; a bare name is looked up in timm first.
+    """Find the source that MODEL on the command line means; a bare name is looked up in timm first.
 
     Raises:
         ModelError: There is no such model, or it does not take one of the options.
@@ -71,9 +71,10 @@ def resolve_model(
 
 
 def _registered_name(name: str, bare_name: str, kinds: Sequence[str]) -> str:
-    """The model's name with the first of these registries that has it: "timm:convnext_tiny".
+    """Return the name with the first of these registries that has it: "timm:convnext_tiny".
 
-    ModelError: none has it; the message is about `name`, which is what the user gave.
+    Raises:
+        ModelError: None has it. The message quotes `name`, which is what the user gave.
     """
     for kind in kinds:
         if is_registered(kind, bare_name):
@@ -85,7 +86,7 @@ def _registered_name(name: str, bare_name: str, kinds: Sequence[str]) -> str:
 
 
 def _check_timm_tag(name: str) -> None:
-    """Refuse (ModelError) "architecture.tag" where timm has no weights with this tag."""
+    """Raise ModelError for "architecture.tag" if timm has no weights with this tag."""
     architecture, dot, tag = name.partition(".")
     if not dot:
         return
@@ -98,9 +99,9 @@ def _check_timm_tag(name: str) -> None:
 
 
 def _explain_wrong_model(name: str) -> None:
-    """Raise a ModelError that says what `name` is instead of a model, and how to pass it.
+    """Raise ModelError if `name` looks like a folder, a weights file or a name on the hub.
 
-    It may be a folder, a weights file or a name on the hub. For any other name, nothing is raised.
+    The message says how to pass it instead.
     """
     path = Path(name)
     if (path / "config.json").is_file():
@@ -110,8 +111,6 @@ def _explain_wrong_model(name: str) -> None:
             f"a folder in timm's own format is local-dir:{name}"
         )
     if path.suffix in WEIGHTS_SUFFIXES:
-        raise ModelError(
-            f"{name}: is a file of weights; name the model, and give --checkpoint {name}"
-        )
+        raise ModelError(f"{name}: is a weights file; name the model, and give --checkpoint {name}")
     if "/" in name:
-        raise ModelError(f"no model {name!r}; one of the hub is hf-hub:{name}")
+        raise ModelError(f"no model {name!r}; a model on the hub is hf-hub:{name}")

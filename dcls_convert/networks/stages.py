@@ -1,4 +1,4 @@
-"""The stage of each convolution: as timm names it, or as the model's structure shows it.
+"""Find the stage of each convolution, from timm's names or from the model's structure.
 
 A stage is a part of the network that works at one resolution.
 """
@@ -14,12 +14,12 @@ from torch import nn
 
 from ..geometry import size_text
 
-# The deepest stems have this many spatial convolutions. A "stem" with more is a backbone (hybrid
-# of ResNet and ViT).
+# The deepest stems have this many spatial convolutions. A "stem" with more is a backbone (in a
+# hybrid of ResNet and ViT).
 MAX_STEM_CONVS = 8
-MAX_STRIDES_OF_A_STAGE = 2  # its own, and that of its input
+MAX_STRIDES_OF_A_STAGE = 2  # output strides inside a stage: its own, and that of its input
 
-OutputStride = tuple[int, ...]  # input cells for one output cell, per axis
+OutputStride = tuple[int, ...]  # input cells per output cell, on each axis
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,13 +37,14 @@ def find_stages(model: nn.Module, strides: Mapping[str, OutputStride], spatial: 
     Args:
         model: The model, before conversion.
         strides: Output stride of each convolution, by its name; empty if the model is not traced.
-        spatial: Names of the convolutions with a kernel larger than 1. They alone name stages: a
+        spatial: Names of the convolutions with a kernel larger than 1. Only these name stages: a
             1x1 before a strided convolution still works at the previous resolution.
     """
     stage_patterns, stem_patterns = _timm_patterns(model)
     is_in_stem = partial(_matches_any, stem_patterns)
-    if sum(map(is_in_stem, spatial)) > MAX_STEM_CONVS:
-        is_in_stem = partial(_matches_any, [])
+    stem_conv_count = sum(is_in_stem(name) for name in spatial)
+    if stem_conv_count > MAX_STEM_CONVS:
+        is_in_stem = partial(_matches_any, [])  # the model has no stem
     if stage_patterns:
         return Stages(
             found_by="timm's group_matcher",
@@ -80,32 +81,32 @@ def _stage_by_timm(stage_patterns: Sequence[re.Pattern[str]], name: str) -> str 
 
 
 def _stage_by_path(common_depth: int, name: str) -> str | None:
-    """The path of a module up to its first part that ends in a digit.
+    """Return the path of a module up to its first part that ends in a digit.
 
-    In the modules that hold all convolutions (the first `common_depth` parts), such a number is a
-    version ("net3") and is skipped, unless it counts modules ("features.0"). If there is no other
-    number, the first version is taken:
+    The first `common_depth` parts hold all convolutions. A number there is a version ("net3") and
+    is skipped, unless it numbers modules ("features.0"). If there is no other number, the path up
+    to the first version is returned:
 
         common_depth 0: "layer1.0.conv1"       -> "layer1"
         common_depth 1: "net3.features.4.conv" -> "net3.features.4"
         common_depth 1: "net3.conv"            -> "net3"
     """
     parts = name.split(".")
-    up_to_version: str | None = None
+    path_to_version: str | None = None
     for length, part in enumerate(parts[:-1], start=1):
         if not part[-1:].isdigit():
             continue
         path = ".".join(parts[:length])
-        counts = part.isdigit() or parts[length].isdigit()
-        if counts or length > common_depth:
+        numbers_modules = part.isdigit() or parts[length].isdigit()
+        if numbers_modules or length > common_depth:
             return path
-        if up_to_version is None:
-            up_to_version = path
-    return up_to_version
+        if path_to_version is None:
+            path_to_version = path
+    return path_to_version
 
 
 def output_stride(input_size: Sequence[int], output_size: Sequence[int]) -> OutputStride:
-    """Input cells for one output cell on each axis, rounded to a power of two.
+    """Return the input cells per output cell on each axis, rounded to a power of two.
 
     Convolutions without padding lose cells at the borders: the ratio may be 8.5 for a stride of 8.
     """
@@ -117,7 +118,7 @@ def output_stride(input_size: Sequence[int], output_size: Sequence[int]) -> Outp
 
 
 def common_parent(names: Iterable[str]) -> str:
-    """The lowest module that holds all of these modules."""
+    """Return the name of the lowest module that holds all of these modules."""
     parents = [name.split(".")[:-1] for name in names]
     shared: list[str] = []
     for parts in zip(*parents, strict=False):
@@ -128,9 +129,9 @@ def common_parent(names: Iterable[str]) -> str:
 
 
 def _timm_patterns(model: nn.Module) -> tuple[list[re.Pattern[str]], list[re.Pattern[str]]]:
-    """Patterns of the stages and of the stem, from timm's `group_matcher`.
+    """Return patterns of the stages and of the stem, from timm's `group_matcher`.
 
-    No stage patterns if coarse and fine groups are equal: the groups are then single blocks.
+    If coarse and fine groups are equal, there are no stage patterns: the groups are single blocks.
     """
     stage_patterns: list[re.Pattern[str]] = []
     stem_patterns: list[re.Pattern[str]] = []
@@ -145,7 +146,7 @@ def _timm_patterns(model: nn.Module) -> tuple[list[re.Pattern[str]], list[re.Pat
                     pattern = spec
                 else:
                     pattern, number = spec
-                    if number is not None:  # in timm's convention, this is the head
+                    if number is not None:  # in timm's convention, a number marks the head
                         continue
                 patterns = stem_patterns if group.startswith("stem") else stage_patterns
                 patterns.append(re.compile(pattern))
@@ -159,13 +160,13 @@ def _timm_patterns(model: nn.Module) -> tuple[list[re.Pattern[str]], list[re.Pat
 def _stages_from_structure(
     strides: Mapping[str, OutputStride], spatial: Set[str]
 ) -> dict[str, str]:
-    """Convolution -> stage.
+    """Map each convolution to its stage.
 
     A stage is a module with a number in its name ("layer1"). Where a container only numbers its
     children ("features.0"), those with the same output stride are a stage.
     """
     stages: dict[str, str] = {}
-    # By container and output stride: the convolutions in its numbered children.
+    # (container, output stride) -> the convolutions in its numbered children.
     convs_of: dict[tuple[str, OutputStride], list[str]] = {}
     versions = _versions(strides)
     for name, stride in strides.items():
@@ -176,8 +177,27 @@ def _stages_from_structure(
             convs_of.setdefault((container, stride), []).append(name)
         else:
             stages[name] = container
-    # By the same keys: the children that hold spatial convolutions, such as "features.3" for
-    # ("features", (8, 8)).
+    children_of = _children_with_spatial_convs(convs_of, spatial)
+    stride_counts: Counter[str] = Counter()  # child -> number of its output strides
+    for children in children_of.values():
+        stride_counts.update(children)
+    for (container, stride), children in children_of.items():
+        names = convs_of[container, stride]
+        stage = _naming_child(children, stride_counts, names)
+        if stage is None:
+            stage = _stage_named_by_stride(container, stride)
+        for name in names:
+            stages[name] = stage
+    return stages
+
+
+def _children_with_spatial_convs(
+    convs_of: Mapping[tuple[str, OutputStride], Sequence[str]], spatial: Set[str]
+) -> dict[tuple[str, OutputStride], set[str]]:
+    """Return the children with spatial convolutions of each container and output stride.
+
+    For example ("features", (8, 8)) -> {"features.3"}.
+    """
     children_of: dict[tuple[str, OutputStride], set[str]] = {}
     for (container, stride), names in convs_of.items():
         depth_of_child = container.count(".") + 2 if container else 1
@@ -185,46 +205,37 @@ def _stages_from_structure(
             if name in spatial:
                 child = ".".join(name.split(".")[:depth_of_child])
                 children_of.setdefault((container, stride), set()).add(child)
-    strides_of_child: Counter[str] = Counter()
-    for children in children_of.values():
-        strides_of_child.update(children)
-    for (container, stride), children in children_of.items():
-        names = convs_of[container, stride]
-        stage = _naming_child(children, strides_of_child, names)
-        if stage is None:
-            stage = _stride_stage(container, stride)
-        for name in names:
-            stages[name] = stage
-    return stages
+    return children_of
 
 
 def _naming_child(
-    children: Set[str], strides_of_child: Mapping[str, int], convs: Sequence[str]
+    children: Set[str], stride_counts: Mapping[str, int], convs: Sequence[str]
 ) -> str | None:
-    """The child after which a stage is called; None if its stride must name it.
+    """Return the child that gives a stage its name, or None if the stride must do that.
 
-    It alone has spatial convolutions of this stride, has none of another stride, and is not itself
-    one of the convolutions.
+    This child alone has spatial convolutions of the stage's stride. It has none of another stride,
+    and is not itself one of the convolutions.
     """
     if len(children) != 1:
         return None
     (child,) = children
-    if strides_of_child[child] > 1 or child in convs:
+    if stride_counts[child] > 1 or child in convs:
         return None
     return child
 
 
-def _stride_stage(container: str, stride: OutputStride) -> str:
-    """The name of a stage that is not a single module: "features/stride8"."""
+def _stage_named_by_stride(container: str, stride: OutputStride) -> str:
+    """Return the name of a stage that is not a single module: "features/stride8"."""
     if len(set(stride)) == 1:
         stride = stride[:1]
     return f"{container}/stride{size_text(stride)}".lstrip("/")
 
 
 def _versions(strides: Mapping[str, OutputStride]) -> set[str]:
-    """Modules whose number is a version ("convnextv2").
+    """Return the modules whose number is a version ("convnextv2").
 
-    They have convolutions of three or more output strides, and are not one of a series of modules.
+    They have convolutions of three or more output strides, and do not belong to a series of
+    numbered modules.
     """
     strides_inside: dict[str, set[OutputStride]] = {}
     for name, stride in strides.items():
@@ -233,19 +244,20 @@ def _versions(strides: Mapping[str, OutputStride]) -> set[str]:
             path = ".".join(parts[:length])
             strides_inside.setdefault(path, set()).add(stride)
     # "net.layer12" -> "net.layer#", which is the same for all modules of a series.
-    series = {path: re.sub(r"\d+(?=[^.]*$)", "#", path) for path in strides_inside}
-    members = Counter(series.values())
+    series_of = {path: re.sub(r"\d+(?=[^.]*$)", "#", path) for path in strides_inside}
+    series_sizes = Counter(series_of.values())
     versions: set[str] = set()
-    for path, inside in strides_inside.items():
-        if len(inside) > MAX_STRIDES_OF_A_STAGE and members[series[path]] == 1:
+    for path, inner_strides in strides_inside.items():
+        spans_stages = len(inner_strides) > MAX_STRIDES_OF_A_STAGE
+        if spans_stages and series_sizes[series_of[path]] == 1:
             versions.add(path)
     return versions
 
 
 def _container(name: str, versions: Set[str]) -> tuple[str | None, bool]:
-    """The outermost module that has a number in its name, or that numbers its children.
+    """Return the outermost module that has a number in its name, or that numbers its children.
 
-    The second value says whether it numbers them:
+    The second value is True if it numbers its children:
 
         "layer1.0.conv1"                               -> "layer1", False
         "features.3.conv"                              -> "features", True

@@ -1,4 +1,4 @@
-"""Names of weights: those of files and trainers, turned into the network's own."""
+"""Translate the names of weights in files and from trainers into the network's own."""
 
 import contextlib
 import sys
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from ..progress import Note, silent
 from ..text import listed
 
-# Largest share of names that may lack a prefix which all others have: those are of a trainer, such
-# as the weights of its loss.
-MAX_OTHER_SHARE = 0.1
+# Largest share of names that may lack the prefix of all others. Those belong to a trainer, such as
+# the weights of its loss.
+MAX_SHARE_WITHOUT_PREFIX = 0.1
 
 
 def with_names_of(
@@ -25,47 +25,51 @@ def with_names_of(
 ) -> dict[str, Tensor]:
     """Rename the entries of a state dict to the model's names.
 
-    Prefixes that a trainer or wrapper puts before all names are taken off, such as "module." of
-    DistributedDataParallel or "model." of Lightning. timm translates names of downloaded weights by
-    a function of the model's module. Files of other programs also lack BatchNorm's
-    `num_batches_tracked`; inference does not use it, so 0 is filled in.
+    Prefixes that a trainer or wrapper puts before all names are removed, such as "module." from
+    DistributedDataParallel or "model." from Lightning. Original names of weights that timm
+    downloads are translated by timm's function for the model. Files of other programs may lack
+    BatchNorm's `num_batches_tracked`; inference does not use it, so 0 is filled in.
 
     Args:
         model: Its state dict has the names wanted.
-        state: Under any names. Where nothing fits better, they stay as they are.
-        where: How notes call the state dict.
-        note: Told which prefix was taken off, and which entries do not have it.
+        state: Weights under any names, which stay as they are if nothing fits better.
+        where: What notes call the state dict.
+        note: Called with a line about the removed prefix, and the entries that lack it.
     """
-    own = model.state_dict().keys()
-    named = state
-    if own != state.keys():
-        prefix, named = _best_names(model, state, own)
+    own_names = model.state_dict().keys()
+    renamed = state
+    if own_names != state.keys():
+        prefix, renamed = _best_names(model, state, own_names)
         if prefix:
             note(_prefix_note(where, prefix, state))
-    completed = dict(named)
-    differing = own ^ named.keys()
-    if all(name in own and name.endswith(".num_batches_tracked") for name in differing):
+    completed = dict(renamed)
+    differing = own_names ^ renamed.keys()
+    if all(name in own_names and name.endswith(".num_batches_tracked") for name in differing):
         for name in differing:
             completed[name] = torch.tensor(0)
     return completed
 
 
 def _best_names(
-    model: nn.Module, state: Mapping[str, Tensor], own: Collection[str]
+    model: nn.Module, state: Mapping[str, Tensor], own_names: Collection[str]
 ) -> tuple[str, Mapping[str, Tensor]]:
-    """The prefix without which most names are the model's, "" for none, and the entries then."""
+    """Find the prefix without which most names are the model's.
+
+    Returns:
+        The prefix, "" for none, and the renamed entries.
+    """
     best_prefix = ""
-    best = _translated_by_timm(model, state, own)
+    best = _translated_by_timm(model, state, own_names)
     prefix = _common_prefix(state)
     while prefix is not None:
         bare = {}
         for name, tensor in state.items():
             if name.startswith(prefix):
                 bare[name.removeprefix(prefix)] = tensor
-        named = _translated_by_timm(model, bare, own)
-        if _count_known(named, own) > _count_known(best, own):
+        translated = _translated_by_timm(model, bare, own_names)
+        if _count_known(translated, own_names) > _count_known(best, own_names):
             best_prefix = prefix
-            best = named
+            best = translated
         inner_prefix = _common_prefix(bare)
         if inner_prefix is None:
             break
@@ -74,20 +78,20 @@ def _best_names(
 
 
 def _common_prefix(names: Collection[str]) -> str | None:
-    """The first component that nearly all names share, with its dot; None if they share none."""
+    """Return the first component that nearly all names share, with its dot, or None."""
     counts: dict[str, int] = {}
     for name in names:
         component, dot, _ = name.partition(".")
         if dot:
             counts[component] = counts.get(component, 0) + 1
     for component, count in counts.items():
-        if count >= (1 - MAX_OTHER_SHARE) * len(names):
+        if count >= (1 - MAX_SHARE_WITHOUT_PREFIX) * len(names):
             return f"{component}."
     return None
 
 
-def _count_known(names: Iterable[str], own: Collection[str]) -> int:
-    return len(set(own).intersection(names))
+def _count_known(names: Iterable[str], own_names: Collection[str]) -> int:
+    return len(set(own_names).intersection(names))
 
 
 def _prefix_note(where: str, prefix: str, names: Iterable[str]) -> str:
@@ -99,10 +103,10 @@ def _prefix_note(where: str, prefix: str, names: Iterable[str]) -> str:
 
 
 def _translated_by_timm(
-    model: nn.Module, state: Mapping[str, Tensor], own: Collection[str]
+    model: nn.Module, state: Mapping[str, Tensor], own_names: Collection[str]
 ) -> Mapping[str, Tensor]:
-    """The state dict as timm's function for the model renames it, if more names then fit."""
-    if own == state.keys():
+    """Return the state dict, renamed by timm's function for the model if more names then fit."""
+    if own_names == state.keys():
         return state
     module_name = type(model).__module__
     if not module_name.startswith("timm."):
@@ -113,7 +117,8 @@ def _translated_by_timm(
     # The function may fail on names that it does not know; loading then says what does not fit.
     with contextlib.suppress(Exception):
         translated: dict[str, Any] = translate(dict(state), model)
-        fits_better = _name_differences(own, translated) < _name_differences(own, state)
+        differences = _name_differences(own_names, translated)
+        fits_better = differences < _name_differences(own_names, state)
         if fits_better and _all_have_data(translated.values()):
             return translated
     return state

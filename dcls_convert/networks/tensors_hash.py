@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def can_be_hashed(value: object) -> bool:
-    """Whether `tensors_hash` takes an entry of a state dict.
+    """Return True if `tensors_hash` can hash this entry of a state dict.
 
-    Not tensors that are meta, fake, sharded, sparse or quantized, and no extra state.
+    It cannot hash meta, fake, sharded, sparse and quantized tensors, nor extra state.
     """
     if type(value) is not Tensor or value.is_meta or value.is_quantized:
         return False
@@ -19,9 +19,9 @@ def can_be_hashed(value: object) -> bool:
 
 
 def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes of tensors, whatever their order.
+    """Return the SHA-256 over names, dtypes, shapes and bytes of tensors, in any order.
 
-    It looks at one tensor after the other, so that they need not be in memory together.
+    Tensors are taken one after another, so they need not be in memory together.
     """
     digests = []
     for name, tensor in tensors:

@@ -1,6 +1,6 @@
-"""What a model's convolutions see, and what it costs: found by running a copy on the meta device.
+"""Run a meta copy of a model to find what its convolutions see, and what it costs.
 
-So no values are computed.
+On the meta device, no values are computed.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from ..text import one_line, shown
 from .model_outputs import tensors_in
 from .running import image_dtype
 
-# Detectors of torchvision that have all their convolutions in backbone and head.
+# torchvision's detectors with all their convolutions in backbone and head.
 ONE_STAGE_DETECTORS = ("FCOS", "RetinaNet", "SSD")
 # Name of a convolution -> (dilated size, dense axes).
 Windows = Mapping[str, tuple[Sequence[int], Sequence[int]]]
@@ -36,13 +36,13 @@ class Calls:
     output_sizes: list[tuple[int, ...]]  # spatial, of each call
     input_extent: tuple[int, ...]  # smallest spatial input of any call
     output_positions: int = 0  # spatial positions of all calls, for one image
-    # Whether its input was the image itself, or no convolution was called before it.
+    # True if its input was the image itself, or if it was called before any other convolution.
     takes_image: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """One image's way through a model."""
+    """The record of one image's forward pass through a model."""
 
     input_size: tuple[int, ...]  # of the image: channels, *spatial
     calls: dict[str, Calls]  # by the first qualified name of the convolution
@@ -53,14 +53,14 @@ class Trace:
 
 
 def trace(model: nn.Module, input_size: Sequence[int]) -> Trace:
-    """Send an image (channels, *spatial) through a meta copy in eval mode.
+    """Run a meta copy of the model, in eval mode, on an image (channels, *spatial).
 
-    Raises what the model's own code raises.
+    Errors of the model's own code are raised unchanged.
     """
     try:
         return _trace(meta_copy(model), input_size)
     except Exception:
-        # Some models (YOLO) read tensors that they keep in plain attributes.
+        # Some models (YOLO) read the values of tensors in plain attributes.
         with contextlib.suppress(Exception):
             return _trace(meta_copy(model, real_attributes=True), input_size)
         raise
@@ -74,7 +74,7 @@ def _trace(meta: nn.Module, input_size: Sequence[int]) -> Trace:
         shapes = _run_and_record_(calls, meta, input_size)
     prefix = type(meta).__name__ + "."
     counts = counter.get_flop_counts()
-    counts[prefix] = counts.pop("Global", {})  # so that the prefix is removed from all names alike
+    counts[prefix] = counts.pop("Global", {})  # the whole model, which becomes "" below
     flops: dict[str, dict[str, int]] = {}
     for path, counts_of_module in counts.items():
         by_operator: dict[str, int] = {}
@@ -92,9 +92,9 @@ def _trace(meta: nn.Module, input_size: Sequence[int]) -> Trace:
 
 
 def check_same_shapes(before: Trace | None, windows: Windows) -> None:
-    """Check that windows change no output size.
+    """Check that the new windows change no output size.
 
-    They do where a model pads outside its convolutions. Without a trace, nothing is checked.
+    They do if the model pads outside its convolutions. Without a trace, nothing is checked.
 
     Raises:
         PlanError: The size of an output changes, or the model does not run.
@@ -109,7 +109,7 @@ def check_same_shapes(before: Trace | None, windows: Windows) -> None:
         shapes = _run_and_record_(calls, converted, before.input_size)
     except Exception as error:  # any model code may run here
         failure = error
-    # After a failure, an output size that changed before it is the better explanation.
+    # If the model fails, an output size that changed before explains it better.
     for name, old_calls in before.calls.items():
         if name in calls:
             _check_sizes(
@@ -118,14 +118,14 @@ def check_same_shapes(before: Trace | None, windows: Windows) -> None:
     _check_sizes("the model's output", before.output_shapes, shapes)
     if failure is not None:
         raise PlanError(
-            f"with these windows, the model would not run any more: {one_line(failure)[:200]}"
+            f"with these windows, the model would no longer run: {one_line(failure)[:200]}"
         )
 
 
 def _with_windows(meta: nn.Module, windows: Windows) -> nn.Module:
-    """A copy of a meta model with DCLS layers; their kernels are of the right size, but empty."""
+    """Copy a meta model and place DCLS layers, whose kernels have the right size but no values."""
     converted = copy.deepcopy(meta)
-    layers: dict[nn.Module, Any] = {}  # one for a convolution of several names
+    layers: dict[nn.Module, Any] = {}  # by convolution, which may have several names
     for name, (window, dense_axes) in windows.items():
         conv: Any = meta.get_submodule(name)
         if conv not in layers:
@@ -144,7 +144,7 @@ def _with_windows(meta: nn.Module, windows: Windows) -> nn.Module:
 def _check_sizes(
     what: str, old_sizes: Sequence[tuple[int, ...]], new_sizes: Sequence[tuple[int, ...]]
 ) -> None:
-    """Refuse (PlanError) sizes that differ, and ignore calls that only one of the models made."""
+    """Raise PlanError if sizes differ; ignore calls that only one of the models made."""
     for old, new in zip(old_sizes, new_sizes, strict=False):
         if old != new:
             raise PlanError(
@@ -157,10 +157,10 @@ def _check_sizes(
 def _run_and_record_(
     calls: dict[str, Calls], meta: nn.Module, input_size: Sequence[int]
 ) -> list[tuple[int, ...]]:
-    """Run a meta copy with one image, and return the shapes of its outputs.
+    """Run a meta copy on one image, and return the shapes of its outputs.
 
-    What each convolution sees is added to `calls`. If the model fails, that has what the
-    convolutions before the failure saw.
+    The calls of each convolution are added to `calls`. If the model fails, these are the calls
+    before the failure.
     """
     image = torch.empty(1, *input_size, dtype=image_dtype(meta), device="meta")
     names = {module: name for name, module in meta.named_modules()}
@@ -190,9 +190,9 @@ def _run_and_record_(
 
 
 def _outputs(model: nn.Module, image: Tensor) -> object:
-    """What a model gives for one image (1, C, *spatial).
+    """Run a model on one image (1, C, *spatial), and return its outputs.
 
-    Some models of torchvision do not take a batch of images.
+    Some torchvision models do not take a batch of images.
     """
     for base in type(model).__mro__:
         family = base.__module__.partition("torchvision.models.")[2]
@@ -223,9 +223,9 @@ def _stop(*_: object) -> None:
 
 
 def meta_copy(model: nn.Module, *, real_attributes: bool = False) -> nn.Module:
-    """A copy in eval mode on meta, without forward hooks. Forward pre-hooks stay.
+    """Copy a model to meta, in eval mode and without forward hooks. Forward pre-hooks stay.
 
-    `real_attributes` copies tensors in plain attributes as they are: YOLO's models read them.
+    With `real_attributes`, tensors in plain attributes keep their values, which YOLO models read.
     """
     memo: dict[int, Any] = {}  # of copy.deepcopy: id of a tensor -> its copy
     for module in model.modules():

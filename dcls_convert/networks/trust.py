@@ -1,7 +1,7 @@
-"""Whether a model that a file names is safe to build.
+"""Check that a model which a file names is safe to build.
 
-Models of timm and torchvision run no code of the user's. With plain values as arguments, they open
-no file and use no network either.
+Models of timm and torchvision run none of the user's code. With plain values as arguments, they
+open no file and use no network, either.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from .source import ModelSource
 MAX_ARGUMENT = 1_000_000
 # Exempt from MAX_ARGUMENT: they size a single layer, and a meta tensor costs nothing.
 UNBOUNDED_ARGUMENTS = ("num_classes", "in_chans")
-# An argument whose name holds one of these words can make a factory open a file or reach the
+# An argument whose name contains one of these words can make a factory open a file or reach the
 # network.
 REFUSED_WORDS = frozenset(
     {
@@ -36,11 +36,11 @@ REFUSED_WORDS = frozenset(
         "weights",
     }
 )
-REFUSED_CHARACTERS = frozenset("/\\:")  # of paths and urls
+REFUSED_CHARACTERS = frozenset("/\\:")  # found in paths and urls
 
 
 def check_source(source: ModelSource) -> None:
-    """Check that building the source runs no code of the user's, opens no file and uses no network.
+    """Check that building the source runs no user code, opens no file and uses no network.
 
     Raises:
         ModelError: The name is not in the registry of timm or torchvision, or an argument is not
@@ -50,13 +50,13 @@ def check_source(source: ModelSource) -> None:
     if kind not in REGISTRIES or not is_registered(kind, name):
         raise ModelError(
             f"{shown(source.name)}: is not the name of a model of timm or torchvision. "
-            "To run code of your own for it, pass model=... or trust_code=True (--trust-code)"
+            "To run your own code for it, pass model=... or trust_code=True (--trust-code)"
         )
     _check_argument(source.args, shown(source.name))
 
 
 def _check_argument(value: Any, where: str) -> None:
-    """Refuse (ModelError) a value that is not plain, or could name a file; also inside lists."""
+    """Raise ModelError if a value, or one nested in it, is not plain or could name a file."""
     if isinstance(value, dict):
         for name, inner in value.items():
             if not isinstance(name, str) or REFUSED_WORDS & set(name.lower().split("_")):

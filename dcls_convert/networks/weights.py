@@ -21,7 +21,7 @@ ALIGNMENT = 64  # bytes; torch allocates memory at multiples of it
 def load_weights_(
     model: nn.Module, state: Mapping[str, Tensor], where: str, *, new_classifier: bool = False
 ) -> list[str]:
-    """Copy a state dict into a model; if it does not fit, the model is unchanged.
+    """Copy a state dict into a model; leave the model unchanged if it does not fit.
 
     Returns the names of the classifier's tensors that were not loaded, see `check_weights`.
 
@@ -36,9 +36,9 @@ def load_weights_(
 def assign_weights_(
     model: nn.Module, state: Mapping[str, Tensor], where: str, *, new_classifier: bool = False
 ) -> bool:
-    """Put the tensors of a state dict into a meta model, without a copy where that is possible.
+    """Put the tensors of a state dict into a meta model, without copying them if possible.
 
-    Returns False where the model still lacks values: the caller must then build it with values.
+    Returns False if the model still lacks values; the caller must then build it on the CPU.
 
     Raises:
         CheckpointError: From `check_weights`.
@@ -54,10 +54,11 @@ def assign_weights_(
         storage = tensor.untyped_storage()
         fills_storage = storage.nbytes() == tensor.nbytes
         shares_storage = storage.data_ptr() in storages_in_use
-        # For memory with another alignment than torch's, products are summed in another order,
-        # which changes the last bits of the outputs.
-        aligned = tensor.data_ptr() % ALIGNMENT == 0
-        if not fills_storage or shares_storage or not tensor.is_contiguous() or not aligned:
+        # With an alignment other than torch's, products are summed in another order, which changes
+        # the last bits of the outputs.
+        is_aligned = tensor.data_ptr() % ALIGNMENT == 0
+        owns_storage = fills_storage and not shares_storage
+        if not (owns_storage and is_aligned and tensor.is_contiguous()):
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         if tensor.numel():
             storages_in_use.add(tensor.untyped_storage().data_ptr())
@@ -71,9 +72,9 @@ def assign_weights_(
 
 
 def _load_entries_(model: nn.Module, state: Mapping[str, Tensor], *, assign: bool = False) -> None:
-    """Load checked entries; names that `state` lacks keep their values."""
-    # The model's own state dict carries the format versions of the modules, which torchvision's
-    # MNASNet reads when it is loaded. So fill it anew instead of passing `state`.
+    """Load checked entries; tensors that `state` lacks keep their values."""
+    # The model's own state dict carries the format versions of its modules, which torchvision's
+    # MNASNet reads on loading. So refill it instead of passing `state`.
     versioned = model.state_dict()
     versioned.clear()
     versioned.update(state)
@@ -93,7 +94,7 @@ def build_with_state(
     """Build a trusted source's network and load a state dict into it.
 
     Args:
-        source: Its code is run without a check.
+        source: Its code runs without a check.
         state: Weights, under the names that the network has after `prepare_`.
         where: Name of the state dict in error messages.
         prepare_: Changes the network before the weights are loaded.
@@ -108,7 +109,7 @@ def build_with_state(
     Raises:
         CheckpointError: From `check_weights`.
     """
-    if source.kind in LIBRARY_KINDS:  # the user's own code is not run twice, so not on meta first
+    if source.kind in LIBRARY_KINDS:  # the user's code runs only once, so it is not tried on meta
         if meta is None:
             model = build_model(source, device="meta", trust_code=True)
         else:
@@ -127,17 +128,17 @@ def check_weights(
     """Check that a state dict fits a model and is finite.
 
     With `new_classifier`, the classifier's tensors may have other shapes in the state dict. Their
-    names are returned: the model keeps its own values there.
+    names are returned; the model keeps its own values for them.
 
     Raises:
-        CheckpointError: Names, shapes or kinds of numbers differ, or a value is not finite.
+        CheckpointError: Names, shapes or number types differ, or a value is not finite.
     """
     not_loaded = _reshaped_classifier(model, state) if new_classifier else []
-    taken = _without(state, not_loaded)
-    problem = next(misfits(model, taken, optional=not_loaded), None)
+    to_load = _without(state, not_loaded)
+    problem = next(misfits(model, to_load, optional=not_loaded), None)
     if problem is None:
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        problem = _first_non_finite(taken, parameters.keys())
+        problem = _first_non_finite(to_load, parameters.keys())
     if problem is not None:
         raise CheckpointError(f"{where}: {problem}")
     return not_loaded
@@ -148,7 +149,7 @@ def _without(state: Mapping[str, Tensor], names: Collection[str]) -> dict[str, T
 
 
 def _reshaped_classifier(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
-    """Names of the classifier's tensors whose shapes differ between model and state dict."""
+    """Return the classifier's tensors whose shapes differ between model and state dict."""
     prefixes = _classifier_prefixes(model)
     names: list[str] = []
     for name, tensor in model.state_dict().items():
@@ -158,7 +159,7 @@ def _reshaped_classifier(model: nn.Module, state: Mapping[str, Tensor]) -> list[
 
 
 def _classifier_prefixes(model: nn.Module) -> tuple[str, ...]:
-    """How the names of the classifier's tensors begin: as timm states it, or as is usual."""
+    """Return the prefixes of the classifier's tensor names, as timm states them, or usual ones."""
     config = getattr(model, "pretrained_cfg", None)
     classifiers: Any = None
     if isinstance(config, dict):
@@ -171,24 +172,24 @@ def _classifier_prefixes(model: nn.Module) -> tuple[str, ...]:
 
 
 def differing_num_classes(model: nn.Module, state: Mapping[str, Tensor]) -> int | None:
-    """The state dict's number of classes, if its classifier differs from the model's in this alone.
+    """Return the state dict's number of classes if its classifier differs only in this.
 
-    None if the classifiers are equal, or differ in more.
+    Return None if the classifiers are equal, or differ in more.
     """
     own = model.state_dict()
-    numbers: set[int] = set()
+    class_counts: set[int] = set()
     for name in _reshaped_classifier(model, state):
-        theirs = state[name].shape
-        if theirs[1:] != own[name].shape[1:]:
+        shape = state[name].shape
+        if shape[1:] != own[name].shape[1:]:
             return None
-        numbers.add(theirs[0])
-    if len(numbers) != 1 or 0 in numbers:
+        class_counts.add(shape[0])
+    if len(class_counts) != 1 or 0 in class_counts:
         return None
-    return numbers.pop()
+    return class_counts.pop()
 
 
 def _first_non_finite(state: Mapping[str, Tensor], parameters: Collection[str]) -> str | None:
-    """The first tensor with NaN or infinite values, in words; buffers may be attention masks."""
+    """Describe the first tensor with NaN or infinite values; buffers may be attention masks."""
     for name, tensor in state.items():
         problem = describe_non_finite(name, tensor, mask=name not in parameters)
         if problem is not None:
@@ -199,7 +200,7 @@ def _first_non_finite(state: Mapping[str, Tensor], parameters: Collection[str]) 
 def misfits(
     model: nn.Module, state: Mapping[str, Tensor], *, optional: Collection[str] = ()
 ) -> Iterator[str]:
-    """How a state dict differs from the model's in names, shapes and kinds of numbers, in words.
+    """Yield in words how a state dict differs from the model's in names, shapes and number types.
 
     The names in `optional` may be missing from the state dict.
     """
@@ -234,9 +235,9 @@ def misfits(
 
 
 def describe_non_finite(name: str, tensor: Tensor, *, mask: bool) -> str | None:
-    """Say in words that a tensor has NaN or infinite values; None if it has none.
+    """Describe the NaN and infinite values of a tensor, or return None if it has none.
 
-    With `mask`, a tensor whose values are all 0 or -inf is accepted, as an attention mask.
+    With `mask`, a tensor whose values are all 0 or -inf is accepted as an attention mask.
     """
     is_float = tensor.is_floating_point() or tensor.is_complex()
     if not is_float or tensor.is_meta or not tensor.numel():
@@ -244,8 +245,8 @@ def describe_non_finite(name: str, tensor: Tensor, *, mask: bool) -> str | None:
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if values.itemsize == 1:  # torch does not compare float8
         values = values.float()
-    least, largest = values.aminmax()  # makes no copy of the tensor
-    if math.isfinite(least) and math.isfinite(largest):
+    smallest, largest = values.aminmax()  # makes no copy of the tensor
+    if math.isfinite(smallest) and math.isfinite(largest):
         return None
     if mask and bool(((values == 0) | (values == -torch.inf)).all()):
         return None
@@ -254,9 +255,9 @@ def describe_non_finite(name: str, tensor: Tensor, *, mask: bool) -> str | None:
 
 
 def alias_names(model: nn.Module) -> dict[str, str]:
-    """Further names of a tensor in the model's state dict -> its first name.
+    """Map further names of each tensor in the model's state dict to its first name.
 
-    A tensor has several names where its module has several places in the model.
+    A tensor has several names if its module has several places in the model.
     """
     first_names: dict[int, str] = {}  # by the id of the tensor
     aliases: dict[str, str] = {}

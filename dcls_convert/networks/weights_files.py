@@ -1,4 +1,4 @@
-"""Read weights from files: safetensors, and what torch.save writes. No code of theirs runs."""
+"""Read weights from safetensors files and files of torch.save, without running code in them."""
 
 import argparse
 import contextlib
@@ -22,7 +22,7 @@ from ..text import listed, one_line, shown
 # timm.
 AVERAGED = ("state_dict_ema", "model_ema")
 WRAPPERS = (*AVERAGED, "state_dict", "model_state_dict", "model", "net")
-MAX_NESTING = 3  # nesting depth; bounded because a mapping can hold itself
+MAX_NESTING = 3  # levels of mappings to open; bounded because a mapping can hold itself
 SAFETENSORS = ".safetensors"  # suffix
 MAX_HEADER_BYTES = 16 << 20  # bytes of a safetensors header; enough for 150,000 tensors
 # Largest ratio of unpacked size to file size for a torch file. torch itself does not compress.
@@ -45,14 +45,14 @@ NUMBER_DTYPES = {*FLOAT_DTYPES, *INTEGER_DTYPES, torch.complex64, torch.complex1
 def read_weights(
     weights: Mapping[str, Tensor] | str | Path, *, note: Note = silent
 ) -> dict[str, Tensor]:
-    """Return the state dict that is given, or read it from a safetensors or torch file.
+    """Return the given state dict, or read it from a safetensors or torch file.
 
-    In a file, the mappings that training scripts put around a state dict are opened. Of averaged
-    weights and others, the averaged ones are taken.
+    Training scripts may wrap a state dict in mappings. If a file has averaged weights and others,
+    the averaged ones are used.
 
     Args:
         weights: A state dict, or its file.
-        note: Told under which keys of the file the weights are.
+        note: Called with a line that says under which keys the file has its weights.
 
     Raises:
         CheckpointError: The file cannot be read, or there is no state dict in it.
@@ -75,14 +75,14 @@ def read_weights(
         raise CheckpointError(f"{where}: holds {kind}, not a state dict (names to tensors)")
     if keys:
         note(f"{where}: {_choice_of_weights(content, keys)}")
-    found = content
+    state = content
     for key in keys:
-        found = found[key]
-    return checked_entries(found, where)
+        state = state[key]
+    return checked_entries(state, where)
 
 
 def _choice_of_weights(content: Mapping[Any, Any], keys: list[str]) -> str:
-    """Which of a file's weights are taken, in words."""
+    """Describe which of a file's weights are used."""
     place = " / ".join(keys)
     others = [key for key in WRAPPERS if key not in AVERAGED and key in content]
     if keys[0] in AVERAGED and others:
@@ -119,7 +119,7 @@ def checked_entries(state: Mapping[Any, Any], where: str) -> dict[str, Tensor]:
 
 
 def _special_kind(tensor: Tensor) -> str | None:
-    """What makes a tensor unusable as a weight, in words; None for a dense tensor of numbers."""
+    """Describe what makes a tensor unusable as a weight; None for a dense tensor of numbers."""
     if tensor.is_meta:
         return "without data (meta)"
     if tensor.is_quantized:
@@ -132,19 +132,19 @@ def _special_kind(tensor: Tensor) -> str | None:
 
 
 def _open_lazily(path: Path) -> Any:
-    """Open a file whose tensors are read: views of a mapped file would count as memory too."""
+    """Open a file to read its tensors, not to map them: a mapped file would count as memory."""
     try:
         return safe_open(path, framework="pt", backend="pread")
-    except TypeError:  # safetensors before 0.8 maps files alone
+    except TypeError:  # safetensors before 0.8 can only map files
         return safe_open(path, framework="pt")
 
 
 @contextlib.contextmanager
 def open_safetensors(path: Path, what: str = "") -> Iterator[Any]:
-    """Open a safetensors file whose tensors are read one by one, when asked for.
+    """Open a safetensors file whose tensors are read one by one, on request.
 
     Raises:
-        CheckpointError: The file cannot be read; also for errors inside the block.
+        CheckpointError: The file cannot be opened, or reading fails inside the block.
     """
     check_file(path, what)
     try:
@@ -152,7 +152,7 @@ def open_safetensors(path: Path, what: str = "") -> Iterator[Any]:
             header_length = int.from_bytes(file.read(8), "little")
         if header_length > MAX_HEADER_BYTES:
             raise ValueError(
-                f"its header has {header_length:,} bytes; {MAX_HEADER_BYTES:,} are the most"
+                f"its header has {header_length:,} bytes; at most {MAX_HEADER_BYTES:,} are allowed"
             )
         with _open_lazily(path) as file:
             yield file
@@ -164,7 +164,7 @@ def open_safetensors(path: Path, what: str = "") -> Iterator[Any]:
 
 
 def load_safetensors(path: Path, what: str = "") -> dict[str, Tensor]:
-    """Read all tensors of a safetensors file, each into memory of its own that a model can keep.
+    """Read all tensors of a safetensors file, each into its own memory, which a model can keep.
 
     Raises:
         CheckpointError: The file cannot be read.
@@ -174,7 +174,7 @@ def load_safetensors(path: Path, what: str = "") -> dict[str, Tensor]:
 
 
 def _check_suffix(path: Path, where: str) -> None:
-    """Refuse (CheckpointError) a file whose suffix says another format than its first bytes."""
+    """Raise CheckpointError if a file's suffix and its first bytes say different formats."""
     if path.suffix == SAFETENSORS and _begins_like_torch(path):
         raise CheckpointError(f"{where}: rename it to .pth; it is a file of torch.save")
     if path.suffix != SAFETENSORS and _begins_like_safetensors(path):
@@ -197,7 +197,7 @@ def _begins_like_safetensors(path: Path) -> bool:
 
 
 def _read_torch(path: Path, where: str) -> Any:
-    """The content of a file of torch.save, unpickled with weights_only=True."""
+    """Return the content of a file of torch.save, unpickled with weights_only=True."""
     try:
         unpacked = _unpacked_size(path)
         if unpacked > MAX_UNPACKED_RATIO * path.stat().st_size:
@@ -214,7 +214,7 @@ def _read_torch(path: Path, where: str) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
-    except Exception as error:  # damaged bytes raise anything when unpickled: struct.error, ...
+    except Exception as error:  # damaged bytes can raise anything when unpickled: struct.error, ...
         problem = "give a safetensors file or one of torch.save; this is neither"
         if _begins_like_torch(path):
             problem = "download or save it again; it is damaged"
@@ -227,7 +227,7 @@ def _read_torch(path: Path, where: str) -> Any:
 
 
 def _unpacked_size(path: Path) -> int:
-    """Bytes of a zip file's parts when unpacked; 0 for a file of another format."""
+    """Return the bytes of a zip file's parts when unpacked; 0 for a file of another format."""
     if _first_bytes(path, len(ZIP_MAGIC)) != ZIP_MAGIC:
         return 0
     with zipfile.ZipFile(path) as file:
@@ -235,7 +235,7 @@ def _unpacked_size(path: Path) -> int:
 
 
 def _keys_of_state_dict(content: Any, depth: int = 0) -> list[str] | None:
-    """Under which keys of a training script's mappings the state dict is; None if nowhere."""
+    """Return the keys that lead to the state dict in nested mappings, or None if there is none."""
     if not isinstance(content, Mapping) or depth > MAX_NESTING:
         return None
     for key in WRAPPERS:

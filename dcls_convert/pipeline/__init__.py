@@ -1,1 +1,1 @@
-"""One conversion: what was asked, the network loaded, what is decided, and what is done."""
+"""One conversion, from the request through loading and decisions to the converted network."""

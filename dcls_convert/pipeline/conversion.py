@@ -1,4 +1,4 @@
-"""A resolved request, carried out: a converted model, and what the conversion kept."""
+"""Carry out a resolved request: convert the network and measure what the conversion changed."""
 
 import contextlib
 import math
@@ -23,34 +23,34 @@ from ..reports.report import ConversionReport, Outcome
 from ..surgery.apply_plan import LayerErrors, apply_plan_
 from ..surgery.authors import start_from_authors_
 from .loaded import LoadedNetwork
-from .provenance import describe_conversion, keep_provenance_
+from .provenance import attach_provenance_, describe_conversion
 from .resolved import ResolvedRequest
 
-MANY_LINES = 300_000  # kernel lines; a core fits some 13,000 a second
+MANY_LINES = 300_000  # kernel lines; one CPU core fits about 13,000 per second
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversion:
-    """What was done."""
+    """A converted model and the report about it."""
 
     model: nn.Module
     report: ConversionReport  # measured on the converted model
-    # |new - old| / |old| of the outputs for random images; None if they were not compared.
+    # |new - old| / |old| of the outputs for random images; None if outputs were not compared.
     random_output_error: float | None = None
 
 
 def convert_network_(
     loaded: LoadedNetwork, resolved: ResolvedRequest, *, model: nn.Module | None = None
 ) -> Conversion:
-    """Carry out the plan. After any error the model is as it was.
+    """Carry out the plan on the network, in place. After any error, the model is as it was.
 
     Args:
         loaded: The network of the request.
-        resolved: What is done.
-        model: A copy of the network, which is converted in its place.
+        resolved: The request with everything decided.
+        model: A copy of the network; if given, the copy is converted and the network is not.
 
     Raises:
-        DclsConvertError: The model does not take the weights or the images.
+        DclsConvertError: The weights or the images do not fit the model.
     """
     plan = resolved.plan
     if model is None:
@@ -61,18 +61,14 @@ def convert_network_(
     if images is not None:
         held_out = images.held_out
     provenance = None
-    if model is loaded.network:  # copies are compared, not kept
+    if model is loaded.network:  # a copy is measured and thrown away, so it needs no record
         provenance = describe_conversion(resolved, model, images)
     outcome = None
     random_output_error = None
-    with unchanged_on_failure(model, values=_overwritten(model, resolved, images)):
+    with unchanged_on_failure(model, values=_overwritten_tensors(model, resolved, images)):
         before = None
         if resolved.keeps_outputs:
-            before = _Outputs(
-                held_out=_outputs(model, held_out),
-                shifted=_outputs(model, map(_shifted_by_a_pixel, held_out)),
-                random=_random_outputs(model, plan),
-            )
+            before = _outputs_before(model, plan, held_out)
         errors = _start_layers_(loaded, resolved, model, images)
         report = measure_report(model, plan)
         if report != predict_report(plan):
@@ -83,27 +79,27 @@ def convert_network_(
             outcome = _outcome(before, _outputs(model, held_out), images, errors)
             if before.random is not None:
                 random_output_error = relative_l2_error(before.random, _random_outputs(model, plan))
-    keep_provenance_(model, provenance)
-    _keep_normalisation_(model, resolved)
+    attach_provenance_(model, provenance)
+    _record_normalisation_(model, resolved)
     report = report.with_errors(errors.kernel, errors.output, outcome, reasons=errors.reasons)
     return Conversion(model=model, report=report, random_output_error=random_output_error)
 
 
-def _keep_normalisation_(model: nn.Module, resolved: ResolvedRequest) -> None:
-    """Let the model's config state the normalisation with which it was calibrated."""
+def _record_normalisation_(model: nn.Module, resolved: ResolvedRequest) -> None:
+    """Write the normalisation of the calibration images into the model's config."""
     request = resolved.request
     size = resolved.plan.input_size
     if request.mean is not None and request.std is not None and size is not None:
         set_normalisation_(model, request.mean, request.std, size[0])
 
 
-def _overwritten(
+def _overwritten_tensors(
     model: nn.Module, resolved: ResolvedRequest, images: Calibration | None
 ) -> list[Tensor]:
-    """The tensors of the model whose values a conversion changes in place."""
+    """Return the tensors of the model whose values the conversion changes in place."""
     tensors = [*model.parameters(), *model.buffers()]
     if resolved.authors_weights is not None:
-        return tensors  # the weights beside the elements are loaded too
+        return tensors  # the file's other weights are loaded along with its elements
     if images is not None:
         return [tensor for tensor in tensors if tensor.dim() == 1]  # biases and running means
     return []
@@ -115,7 +111,7 @@ def _start_layers_(
     model: nn.Module,
     images: Calibration | None,
 ) -> LayerErrors:
-    """Put DCLS layers with values into the model, and tell what their start left."""
+    """Put DCLS layers with their initial values into the model, and return their errors."""
     request = resolved.request
     plan = resolved.plan
     if resolved.authors_weights is not None:
@@ -155,11 +151,21 @@ def _start_layers_(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Outputs:
-    """What a model gives before its conversion, for each batch."""
+    """Outputs of a model before its conversion."""
 
-    held_out: list[Any]
-    shifted: list[Any]  # for the same images, moved by one pixel: a yardstick for the conversion
+    held_out: list[Any]  # one entry per held-out batch
+    # The same for images shifted by one pixel: a yardstick for the error of the conversion.
+    shifted: list[Any]
     random: Any  # for two random images; see `_random_outputs`
+
+
+def _outputs_before(model: nn.Module, plan: ConversionPlan, held_out: Sequence[Tensor]) -> _Outputs:
+    """Run the unconverted model on everything that the converted one is compared on."""
+    return _Outputs(
+        held_out=_outputs(model, held_out),
+        shifted=_outputs(model, map(_shifted_by_a_pixel, held_out)),
+        random=_random_outputs(model, plan),
+    )
 
 
 @full_precision()
@@ -170,9 +176,10 @@ def _outputs(model: nn.Module, batches: Iterable[Tensor]) -> list[Any]:
 
 @full_precision()
 def _random_outputs(model: nn.Module, plan: ConversionPlan) -> Any:
-    """The outputs for two random images.
+    """Return the outputs for two random images.
 
-    None if the model has no weights, does not take such images, or they would be too large.
+    Return None if the model has no weights or fails on such images, or if its input size is unknown
+    or too large.
     """
     size = plan.input_size
     if size is None or math.prod(size[1:]) > MAX_PIXELS:
@@ -180,34 +187,34 @@ def _random_outputs(model: nn.Module, plan: ConversionPlan) -> Any:
     if any(parameter.is_meta for parameter in model.parameters()):
         return None
     noise = torch.randn(2, *size, generator=torch.Generator().manual_seed(0), device="cpu")
-    # The model's own code runs here; the comparison is not needed.
+    # The model's own code may raise anything, and the comparison is optional.
     with contextlib.suppress(Exception), evaluating(model):
         return run(model, noise)
     return None
 
 
 def _shifted_by_a_pixel(images: Tensor) -> Tensor:
-    """The images one pixel to the right; their first column is repeated."""
+    """Shift images one pixel to the right, repeating their first column."""
     return torch.cat([images[..., :1], images[..., :-1]], dim=-1)
 
 
 def _outcome(
     before: _Outputs, after: list[Any], images: Calibration | None, errors: LayerErrors
 ) -> Outcome:
-    """How outputs and kernels changed.
+    """Summarise how much the conversion changed kernels and outputs.
 
     Args:
-        before: The outputs before the conversion.
-        after: Those for the held-out batches after it.
-        images: The calibration; None without one, and then no outputs are compared.
-        errors: The layers' errors.
+        before: Outputs before the conversion.
+        after: Outputs for the held-out batches after it.
+        images: The calibration. Without one (None), no outputs are compared.
+        errors: The errors of the layers.
     """
     kernel_error = None
     if errors.kernel:
         kernel_error = sum(errors.kernel.values()) / len(errors.kernel)
     if images is None:
         return Outcome(kernel_error=kernel_error, images=0)
-    found = agreement(before.held_out, after)
+    converted = agreement(before.held_out, after)
     shifted = None
     if images.held_out:
         shifted = agreement(before.held_out, before.shifted)
@@ -216,8 +223,8 @@ def _outcome(
         images=sum(map(len, images.held_out)),
         fitted_images=len(images),
         images_cropped=images.images_cropped,
-        same_top1=found.same_top1,
-        kl=found.kl,
-        output_error=found.output_error,
+        same_top1=converted.same_top1,
+        kl=converted.kl,
+        output_error=converted.output_error,
         shifted=shifted,
     )

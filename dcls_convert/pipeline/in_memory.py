@@ -1,4 +1,4 @@
-"""Convert a model in memory: the library's front door."""
+"""Convert a model in memory: the main functions of the library."""
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -59,52 +59,54 @@ def convert_(
 
     Args:
         model: Any module; its device, dtype, mode, hooks and frozen parameters stay as they are.
-        dilated_size: Window in which elements move, for rules that state none: cells of all sides,
-            of each side, or a growth such as "+4", four cells more on each axis than the kernel
-            has. "auto" takes the largest growth, with windows of 17 at most, that adds at most 15 %
-            to the model's MACs; "+2" if every growth adds more.
-        kernel_count: Elements in a kernel, for rules that state none. "auto" solves for the budget;
-            "exact" takes as many as the old kernel has cells.
-        rules: A rule set, its name, file, or a mapping with the keys of a file. "auto" takes
-            depthwise convolutions, or 3x3 ones where there are none.
-        scope: What one count is solved for: the "model", each "stage" or each "layer" (a tie group
-            counts as one layer). "error" spends the same budget where kernels need it. "auto" is
-            "error" with a calibration, else "model".
-        tie: "stage" shares positions among layers of one stage and shape; "none" gives every layer
-            its own.
-        budget: Percent of the replaced weights that new weights, positions and sigmas may use: 80
-            or "80%".
-        interpolation: How an element spreads over the cells, for rules that state none: "bilinear"
-            (also None), "triangle" or "gaussian".
-        strict: Refuse a matching convolution that cannot take the size, instead of skipping it.
-        init: "auto" is "fit", with a warning if the kernels are as torch initialises them. "fit"
-            starts from the elements whose kernels are closest to the model's own; "largest" from
-            the cells of every kernel with the most energy over its tie group; "random" from random
-            positions, as the paper trains from scratch; "exact" gives every kernel as many elements
-            as it had cells, at their places, so that the outputs stay as they are at more
-            parameters.
-        positions: For "random": "normal" is N(0, 0.5 cells), "kernel" is uniform over the old
+        dilated_size: Size of the window in which elements may move, for rules that do not set it:
+            one number of cells for all sides, one per side, or a growth such as "+4" (four cells
+            more per axis than the kernel). "auto" takes the largest growth that adds at most 15 %
+            to the model's MACs, with windows of at most 17; if every growth adds more, "+2".
+        kernel_count: Elements per kernel, for rules that do not set it. "auto" solves for the
+            budget; "exact" uses one element per cell of the old kernel.
+        rules: A rule set, the name of a built-in one, a file, or a mapping with the keys of a file.
+            "auto" converts depthwise convolutions, or 3x3 ones if there are none.
+        scope: What shares one kernel count: the whole "model", each "stage" or each "layer" (a tie
+            group counts as one layer). "error" spends the same budget where kernels need it most.
+            "auto" is "error" with a calibration, otherwise "model".
+        tie: "stage" shares positions among layers of the same stage and shape; "none" gives every
+            layer its own.
+        budget: Parameters that new weights, positions and sigmas may use, in percent of the
+            replaced weights: 80 or "80%".
+        interpolation: How an element spreads over the cells, for rules that do not set it:
+            "bilinear" (same as None), "triangle" or "gaussian".
+        strict: Raise an error for a matching convolution that cannot take the size, instead of
+            skipping it.
+        init: "auto" is "fit", with a warning if the kernels look untrained. "fit" chooses the
+            elements whose kernels are closest to the model's own; "largest" takes the cells of
+            each kernel that have the most energy over its tie group; "random" draws random
+            positions, as the paper does to train from scratch; "exact" puts one element on each
+            cell of the old kernel, which keeps the outputs but needs more parameters.
+        positions: For init="random": "normal" is N(0, 0.5 cells), "kernel" is uniform over the old
             kernel, "uniform" over the window. If the input size is known, "uniform" stays within
             the cells that can meet the feature map.
-        calibration: For "fit": images, as in `calibrate`, or its result; elements are then fitted
-            to keep the outputs, not the kernels.
-        held_out: As in `calibrate`: images to compare outputs on. None takes every fifth image of
+        calibration: For init="fit": images, as in `calibrate`, or its result. Elements are then
+            fitted so that the outputs, not the kernels, stay close.
+        held_out: Images to compare outputs on, as in `calibrate`. None takes every fifth image of
             the calibration.
-        mean, std: As in `calibrate`, for a folder of images.
-        input_size: (channels, rows, columns) for MACs; without it, the size that a timm model
-            states.
-        seed: For random positions, and for where fits start. The global generator is not touched.
-        progress: Show on stderr what is being done, if it takes more than two seconds: a bar with
-            the time left on a terminal, else lines. None shows it on a terminal and in a notebook.
+        mean, std: Normalisation of a folder of images, as in `calibrate`.
+        input_size: (channels, rows, columns) at which MACs are counted; without it, the size that a
+            timm model states.
+        seed: For random positions and the starting points of fits. The global generator is not
+            touched.
+        progress: Show progress on stderr if the work takes more than two seconds: a bar with the
+            time left on a terminal, otherwise lines. None shows it only on a terminal and in a
+            notebook.
 
     Returns:
-        The report, measured on the converted model. `report.layers[0].kernel_count`,
-        `report.params.after` and so on; `save_converted(model, report.plan, folder)` writes a
+        The report, measured on the converted model, with `report.layers[0].kernel_count`,
+        `report.params.after` and so on. `save_converted(model, report.plan, folder)` writes a
         checkpoint.
 
     Raises:
-        DclsConvertError: With one line that says what does not fit, or which options exclude each
-            other; the model is then unchanged.
+        DclsConvertError: Something does not fit, or options exclude each other. The message is one
+            line, and the model is unchanged.
     """
     check_module(model)
     request = ConversionRequest(
@@ -139,25 +141,25 @@ def convert_(
 def warn_if_untrained(model: nn.Module, names: Iterable[str]) -> None:
     """Warn if the default start would fit new layers to untrained kernels.
 
-    Call it directly from a function that `suggests_arguments` decorates: the warning names the line
-    that called the decorated function.
+    Call it directly from a function decorated with `suggests_arguments`: the warning then points to
+    the line that called the decorated function.
 
     Args:
-        model: Unconverted.
+        model: The unconverted model.
         names: Names of the convolutions to convert.
     """
     kernels = []
     for name in names:
         weight = dict(model.get_submodule(name).named_parameters(recurse=False)).get("weight")
-        if weight is None:  # parametrised, pruned or normed, which no new model is
+        if weight is None:  # parametrised, pruned or weight-normed, so not a new model
             return
         kernels.append(weight)
     if have_torch_default_init(kernels):
         warnings.warn(
-            "the model's kernels are as torch initialises them, untrained, and the new layers are "
-            "fitted to them; init='random' starts as the paper does, init='fit' keeps them and "
-            "does not warn",
-            stacklevel=4,  # beyond this function, its caller and the caller's decorator
+            "the model's kernels look untrained (they have torch's default initialisation), and "
+            "the new layers are fitted to them; use init='random' to start as the paper does, or "
+            "init='fit' to keep this start without the warning",
+            stacklevel=4,  # skip this function, its caller and the caller's decorator
         )
 
 
@@ -177,29 +179,32 @@ def convert_from_authors_(
     version: AuthorsVersion | None = None,
     input_size: Sequence[int] | None = None,
 ) -> ConversionReport:
-    """Convert `model` in place to a network of the authors' package, with the same outputs.
+    """Convert `model` in place and give it the weights of a network of the authors' package.
+
+    The converted model has the same outputs as that network.
 
     Args:
         model: The unconverted network, such as `timm.create_model("convnext_tiny")`.
         weights: A state dict whose layers have `weight` (O, I, E) and `P` (axes, O, I, E), or the
             file that holds it. Names may be those of the original ConvNeXt. Elements and their
-            count come from here.
-        dilated_size, rules, tie, strict: As in `convert_`. The layers converted must be those that
-            have positions. The file does not state the window of the training; without SIG, a
-            larger window gives the same outputs.
-        interpolation: Not stated in the file either. With SIG, elements are normalised over
-            the window, and it is "triangle" for their version max and "gaussian" for gauss; without
-            SIG, it is "bilinear" (also None).
+            count are taken from it.
+        dilated_size, rules, tie, strict: As in `convert_`. The converted layers must be exactly
+            those that have positions. The file does not state the window used in training; without
+            SIG, a larger window gives the same outputs.
+        interpolation: Not stated in the file either. Without SIG, "bilinear" (same as None). With
+            SIG, "triangle" for the authors' version "max" and "gaussian" for "gauss"; both
+            normalise elements over the window.
         kernel_count, scope, budget: Decided by the weights; omit them.
-        version: Without SIG: "v0" (also None, as released) or "v1", which differ in the order of
-            the axes.
+        version: For weights without SIG: "v0" (as released, same as None) or "v1". They differ in
+            the order of the axes.
         input_size: As in `convert_`.
 
     Returns:
         The report, measured on the converted model, as from `convert_`.
 
     Raises:
-        DclsConvertError: With one line that says what does not fit; the model is then unchanged.
+        DclsConvertError: Something does not fit. The message is one line, and the model is
+            unchanged.
     """
     check_module(model)
     request = ConversionRequest(
@@ -221,7 +226,7 @@ def convert_from_authors_(
     loaded = LoadedNetwork(request)
     if loaded.authors_weights is None:
         raise CheckpointError(
-            f"{request.weights_name}: has no layers of the authors' package, "
-            "with a P beside the weight"
+            f"{request.weights_name}: has no layers of the authors' package "
+            "(no layer has a P beside its weight)"
         )
     return convert_network_(loaded, resolve(loaded)).report

@@ -1,4 +1,4 @@
-"""What a request names, loaded: how the network is built, its structure, weights and images."""
+"""Load what a request names: the network's source, its structure, weights and images."""
 
 from dataclasses import replace
 from functools import cached_property
@@ -26,13 +26,14 @@ from .request import ConversionRequest
 class LoadedNetwork:
     """The network of a request. Each part is loaded once, when it is first used.
 
-    No part's value depends on which other was used before. Only carrying out a conversion changes
-    the network, and with it `structure` if the request's model is in memory.
+    The order in which parts are used does not change their values. Only carrying out a conversion
+    changes `network`, and also `structure` if the request's model is in memory: they are then the
+    same object.
 
     Args:
-        request: What was asked. Its model may be code of the user's own, which is run.
-        notify: Told about progress.
-        note: Told what the user should know.
+        request: The request. If it names the user's own code as the model, that code is run.
+        notify: Called with what is being done.
+        note: Called with what the user should know.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class LoadedNetwork:
         self.request = request
         self.notify = notify
         self.note = note
-        # Entries of the weights until the network has taken them; they would double its memory.
+        # Entries of the weights; dropped once the network has them, or memory would double.
         self._entries: dict[str, Tensor] | None = None
         self._images: dict[tuple[int, ...] | None, Calibration] = {}  # by their input size
 
@@ -49,7 +50,7 @@ class LoadedNetwork:
     def source(self) -> ModelSource | None:
         """How the network is built; None for a model in memory.
 
-        If no number of classes is stated, it is that of the weights.
+        If the request states no number of classes, the weights decide it.
         """
         stated = self._stated_source
         classes = self._classes_of_weights
@@ -72,7 +73,7 @@ class LoadedNetwork:
 
     @cached_property
     def structure(self) -> nn.Module:
-        """The network to plan from: a meta model, without weights; a model in memory itself."""
+        """The network to plan from: a model in memory itself, or a meta model without weights."""
         if self.source is None or self.source == self._stated_source:
             return self._stated_structure
         return self._build_structure(self.source)
@@ -99,7 +100,8 @@ class LoadedNetwork:
         """The weights' number of classes, if it differs from the model's and the request has none.
 
         Raises:
-            CheckpointError: The model is in memory, or made by code of the user's own.
+            CheckpointError: The numbers differ, but the model is in memory or built by the user's
+                own code, so it cannot be rebuilt with another number.
         """
         request = self.request
         if request.weights is None or request.num_classes is not None:
@@ -118,14 +120,14 @@ class LoadedNetwork:
             )
             raise error
         self.note(
-            f"{request.weights_name}: the number of classes is {classes:,} there, so it is taken; "
-            "--num-classes N makes a new classifier"
+            f"{request.weights_name}: has {classes:,} classes, so the model is built with that "
+            "many; --num-classes N makes a new classifier"
         )
         return classes
 
     @cached_property
     def rebuildable_source(self) -> ModelSource | None:
-        """The source for checkpoints; None if only the user's code can build the model."""
+        """The source to store in checkpoints; None if only the user's code can build the model."""
         if self.source is None or self.source.kind in OTHER_TIMM_KINDS:
             return infer_source(self.structure)
         return self.source
@@ -140,14 +142,14 @@ class LoadedNetwork:
 
     @cached_property
     def authors_weights(self) -> AuthorsWeights | None:
-        """The weights, if they are of the authors' layers: elements that are there already."""
+        """The weights, if they have elements of the authors' layers; None for other weights."""
         if self.request.weights is None:
             return None
         return split_authors_weights(self._read_entries(), self.request.weights_name)
 
     @cached_property
     def network(self) -> nn.Module:
-        """The network with the weights to start from, on the request's device."""
+        """The network with its weights before the conversion, on the request's device."""
         request = self.request
         if self.source is None:
             return self.structure
@@ -164,12 +166,12 @@ class LoadedNetwork:
         return network.to(request.device)
 
     def check_weights(self) -> None:
-        """Check that the weights fit the structure, for a network that will not be built.
+        """Check that the weights fit the structure, without building the network.
 
-        A network that is built already has taken them; then nothing is left to be checked.
+        If the network has been built with them, they were checked then, and nothing is done.
 
         Raises:
-            CheckpointError: They do not.
+            CheckpointError: The weights do not fit.
         """
         if self.authors_weights is None and self._entries is not None:
             check_weights(
@@ -181,14 +183,14 @@ class LoadedNetwork:
 
     @property
     def new_classifier(self) -> bool:
-        """Whether the classifier may have another shape than the weights."""
+        """Whether the classifier's shape may differ from that in the weights."""
         return self.request.num_classes is not None
 
     def calibration(self, plan: ConversionPlan) -> Calibration | None:
-        """The request's images, at the plan's input size; None if it has none.
+        """Return the request's images at the plan's input size, or None if it has no calibration.
 
         Raises:
-            DclsConvertError: From `calibrate`.
+            DclsConvertError: As raised by `calibrate`.
         """
         request = self.request
         if request.calibration is None:
@@ -207,12 +209,12 @@ class LoadedNetwork:
         return self._images[plan.input_size]
 
     def note_not_loaded(self, names: list[str]) -> None:
-        """Say which tensors of the classifier start at random, as the weights have other shapes."""
+        """Note which classifier tensors start at random because the weights' shapes differ."""
         for name in names:
             self.note(f"{name} has another shape in the checkpoint and starts from random values")
 
     def _read_entries(self) -> dict[str, Tensor]:
-        """The entries of the weights, under the network's names."""
+        """Return the entries of the weights, renamed to the network's names."""
         request = self.request
         if self._entries is None:
             assert request.weights is not None

@@ -1,6 +1,6 @@
-"""Where a converted network comes from: what was asked, from which weights, by which versions.
+"""The record of how a network was converted: the request, the weights and the versions used.
 
-The record names files, never their folders, and no time: equal requests give equal records.
+It names files without their folders and contains no time, so equal requests give equal records.
 """
 
 import hashlib
@@ -23,13 +23,13 @@ from ..surgery.authors import AuthorsWeights
 from .request import ConversionRequest
 from .resolved import ResolvedRequest
 
-PROVENANCE_ATTRIBUTE = "dcls_provenance"  # of a converted model; copies and pickles keep it
-# Fields of a request that are not options to record. `options` is recorded by its own fields;
-# `offline` is for dry runs, which write nothing.
+PROVENANCE_ATTRIBUTE = "dcls_provenance"  # on a converted model; copies and pickles keep it
+# Fields of a request that are not recorded as options. The model has an entry of its own, `options`
+# is recorded field by field, and `offline` is for dry runs, which write nothing.
 NOT_RECORDED = ("model", "options", "offline")
-# What the command line calls fields of a request whose names it does not use.
+# Fields of a request that have another name on the command line.
 OPTION_NAMES = {"weights": "checkpoint", "calibration": "calibrate", "most_images": "images"}
-# `Provenance.init` for elements of the authors' package; other starts are words of `--init`.
+# Value of `Provenance.init` for elements of the authors' package; all others are words of `--init`.
 AUTHORS = "authors"
 
 
@@ -41,7 +41,7 @@ class WeightsOrigin:
 
     # "random", "pretrained", "in memory", or the name of the file.
     source: str
-    tensors: str | None  # `tensors_hash` of them; None if they cannot be read as bytes
+    tensors: str | None  # their `tensors_hash`; None if they cannot be read as bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,8 +50,9 @@ class ImagesOrigin:
 
     __pydantic_config__ = STRICT
 
-    number: int  # of the images that were read, including those held out
-    names: str | None  # SHA-256 of their sorted names below the folder; None for tensors
+    number: int  # of images read, including those held out
+    # SHA-256 of the images' sorted paths relative to the folder; None for tensors.
+    names: str | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,12 +63,12 @@ class Provenance(Record):
 
     format: int = 1
     request: dict[str, Any]  # the model, and the options that differ from their defaults
-    # What can be pasted into a shell; for a model in memory, the call in Python. None if the
-    # command line cannot say it.
+    # Command line to paste into a shell; for a model in memory, the call in Python. None if the
+    # command line cannot express the request.
     command: str | None
     seed: int
     init: str  # how new layers started
-    positions: str | None  # of the start "random"; None for others
+    positions: str | None  # for the start "random"; None for all others
     weights: WeightsOrigin
     calibration: ImagesOrigin | None
     versions: dict[str, str]  # of this program, torch and timm
@@ -75,19 +76,19 @@ class Provenance(Record):
 
 @dataclass(frozen=True, slots=True)
 class _InMemory:
-    """A value that cannot be written down: a variable of the call, by its name."""
+    """A value that cannot be written into the record; stands for a variable of this name."""
 
     name: str
 
 
 def provenance_of(model: nn.Module) -> Provenance | None:
-    """The record that a converted model carries; None if it has none."""
-    found: Provenance | None = vars(model).get(PROVENANCE_ATTRIBUTE)
-    return found
+    """Return the record that a converted model carries, or None if it has none."""
+    provenance: Provenance | None = vars(model).get(PROVENANCE_ATTRIBUTE)
+    return provenance
 
 
-def keep_provenance_(model: nn.Module, provenance: Provenance | None) -> None:
-    """Let the model carry the record, also in copies; nothing changes if there is none."""
+def attach_provenance_(model: nn.Module, provenance: Provenance | None) -> None:
+    """Attach a record to the model and to its future copies; do nothing if it is None."""
     if provenance is not None:
         vars(model)[PROVENANCE_ATTRIBUTE] = provenance
 
@@ -95,11 +96,11 @@ def keep_provenance_(model: nn.Module, provenance: Provenance | None) -> None:
 def describe_conversion(
     resolved: ResolvedRequest, model: nn.Module, images: Calibration | None
 ) -> Provenance:
-    """The record of a conversion that is about to be carried out.
+    """Return the record of a conversion that is about to be carried out.
 
     Args:
-        resolved: What will be done.
-        model: Still unconverted.
+        resolved: The request with everything decided.
+        model: The model, not converted yet.
         images: The images of the calibration.
     """
     request = resolved.request
@@ -131,7 +132,7 @@ def describe_conversion(
 
 
 def _model_name(request: ConversionRequest) -> str:
-    """The model as it was named, without the folders of a path; of one in memory, its class."""
+    """Return the model as the user named it, without folders; for one in memory, its class."""
     if not isinstance(request.model, str):
         return type(request.model).__name__
     if request.model.startswith("local-dir:"):
@@ -150,9 +151,9 @@ def _weights_source(request: ConversionRequest) -> str:
 
 
 def weights_hash(model: nn.Module, authors_weights: AuthorsWeights | None) -> str | None:
-    """The hash of the weights before the conversion: the model's, or those with elements.
+    """Hash the weights before the conversion: the authors' weights if given, else the model's.
 
-    None if a tensor cannot be read as bytes.
+    Return None if a tensor cannot be read as bytes.
     """
     tensors = model.state_dict()
     if authors_weights is not None:
@@ -176,7 +177,7 @@ def _images_origin(images: Calibration | None) -> ImagesOrigin | None:
 
 
 def _stated_options(request: ConversionRequest) -> dict[str, Any]:
-    """The options that differ from their defaults, as plain values or `_InMemory`."""
+    """Return the options that differ from their defaults, as plain values or `_InMemory`."""
     stated: dict[str, Any] = {}
     records: tuple[ConversionRequest | PlanOptions, ...] = (request.options, request)
     for record in records:
@@ -184,14 +185,15 @@ def _stated_options(request: ConversionRequest) -> dict[str, Any]:
             value = getattr(record, option.name)
             if option.name in NOT_RECORDED or value is None or value is option.default:
                 continue
-            # Where the default is None, the value may be a tensor, for which `!=` is no one answer.
+            # If the default is None, do not compare: the value may be a tensor, for which `!=`
+            # gives a tensor.
             if option.default is None or value != option.default:
                 stated[option.name] = _plain_value(option.name, value)
     return stated
 
 
 def _plain_value(name: str, value: Any) -> Any:
-    """The value of an option as JSON has it; of a path, the last component."""
+    """Return the value of an option as a JSON value; of a path, only the last component."""
     if name == "rules":
         return _rules_name(value)
     if isinstance(value, Path):
@@ -200,20 +202,23 @@ def _plain_value(name: str, value: Any) -> Any:
         return Path(value).name
     if isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, Sequence) and all(isinstance(side, int | float) for side in value):
+    if isinstance(value, Sequence) and all(isinstance(entry, int | float) for entry in value):
         return list(value)
     return _InMemory(name)
 
 
 def _rules_name(rules: Any) -> Any:
-    """The file or built-in set of rules; rules from a mapping have no name."""
+    """Return the name of the rule file or built-in set; rules from a mapping have none."""
     if isinstance(rules, Mapping) or getattr(rules, "source", "") == UNNAMED_RULES:
         return _InMemory("rules")
     return Path(getattr(rules, "source", rules)).name
 
 
 def _command(request: ConversionRequest, options: Mapping[str, Any]) -> str | None:
-    """The command line, or the call for a model in memory."""
+    """Return the command line, or the Python call for a model in memory.
+
+    Return None if an option is a value in memory, which no command line can state.
+    """
     if not isinstance(request.model, str):
         return _call(options)
     values = {}
@@ -225,18 +230,18 @@ def _command(request: ConversionRequest, options: Mapping[str, Any]) -> str | No
 
 
 def _call(options: Mapping[str, Any]) -> str:
-    """The call in Python; `model`, and other values in memory, are variables."""
+    """Return the call in Python, in which `model` and other values in memory are variables."""
     function = "convert_"
     arguments = ["model"]
     for name, value in options.items():
-        written = repr(value)
+        expression = repr(value)
         if isinstance(value, _InMemory):
-            written = value.name
+            expression = value.name
         if name == "weights":
             function = "convert_from_authors_"
-            arguments.insert(1, written)
+            arguments.insert(1, expression)
         elif name == "authors_version":
-            arguments.append(f"version={written}")
+            arguments.append(f"version={expression}")
         else:
-            arguments.append(f"{name}={written}")
+            arguments.append(f"{name}={expression}")
     return f"dcls_convert.{function}({', '.join(arguments)})"

@@ -1,6 +1,6 @@
-"""What was asked of one conversion, in plain values: nothing is read, built or decided here.
+"""The request for one conversion, as plain values: nothing is read, built or decided here.
 
-Imports nothing heavy, so that the command line refuses conflicting options at once.
+This module imports nothing heavy, so that the command line refuses conflicting options at once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,53 +36,51 @@ class ConversionRequest:
         PlanError: Options exclude each other, or one of them would have no effect.
     """
 
-    # In memory, with its weights; or a MODEL of the command line, such as "timm:convnext_tiny".
+    # A module in memory with its weights, or a MODEL of the command line ("timm:convnext_tiny").
     model: "nn.Module | str"
-    # For a model that is named; None: its default.
+    # Classes and input channels of a named model; None for its defaults.
     num_classes: int | None = None
     in_chans: int | None = None
     pretrained: bool = False  # with the weights that the model's library offers
     # A state dict or its file; its layers may be those of the authors' package.
     weights: "Mapping[str, Tensor] | Path | None" = None
     options: PlanOptions = field(default_factory=PlanOptions)
-    # (channels, *spatial), for MACs; None: as the model states.
+    # (channels, *spatial) at which MACs are counted; None for the size that the model states.
     input_size: Sequence[int] | None = None
     init: Init = "auto"  # "fit" if the kernels are trained, else "random"
-    positions: Positions = "normal"  # of the start "random"
+    positions: Positions = "normal"  # for the start "random"
     calibration: "Images | Calibration | None" = None  # for the start "fit"
-    # Images to compare outputs on; None: some of the calibration's images.
+    # Images to compare outputs on; None for some of the calibration's images.
     held_out: "Images | None" = None
-    most_images: int | None = None  # of the calibration's folder; None: CALIBRATION_IMAGES
-    # Normalisation of the images of the calibration's folder; None: as the model states.
+    # Most images to read from the calibration's folder; None for CALIBRATION_IMAGES.
+    most_images: int | None = None
+    # Normalisation of the images in the calibration's folder; None for what the model states.
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
-    authors_version: AuthorsVersion | None = None  # of layers of the authors' package in `weights`
+    authors_version: AuthorsVersion | None = None  # of the authors' layers in `weights`
     seed: int = 0
-    # Checkpoint folder whose plan is carried out, for the provenance; None: a plan is made.
+    # Checkpoint folder whose plan is carried out (recorded in the provenance); None for a new plan.
     plan: Path | None = None
-    offline: bool = False  # without a download; the network is not built with its weights
-    device: str | None = None  # for a named model's fit and comparison; None: the CPU
+    offline: bool = False  # nothing is downloaded, and the network is not built with its weights
+    device: str | None = None  # where a named model is fitted and compared; None for the CPU
 
     def __post_init__(self) -> None:
         _refuse_conflicts(self)
 
     @property
     def trained(self) -> bool:
-        """Whether the network starts from given weights, or is one in memory.
-
-        A network in memory is taken as trained.
-        """
+        """Whether the network has trained weights; one in memory is assumed to have them."""
         return not isinstance(self.model, str) or self.pretrained or self.weights is not None
 
     @property
     def start(self) -> Init:
-        """`init`, where "auto" is decided."""
+        """`init`, with "auto" resolved."""
         if self.init != AUTO:
             return self.init
         return "fit" if self.trained else "random"
 
     def without_images(self) -> "ConversionRequest":
-        """The same without a calibration."""
+        """Return the same request without its calibration."""
         return replace(self, calibration=None, held_out=None, most_images=None, mean=None, std=None)
 
     @property
@@ -94,7 +92,7 @@ class ConversionRequest:
 
 
 def _conflict(message: str, *, on_command_line: str) -> PlanError:
-    """An error with one sentence for Python and one for the command line."""
+    """Return an error with one message for Python and one for the command line."""
     error = PlanError(message)
     error.on_command_line = printable(on_command_line)
     return error
@@ -111,9 +109,10 @@ def _refuse_conflicts(request: ConversionRequest) -> None:
             "authors_version describes the weights; give weights",
             on_command_line="--authors-version describes the file of --checkpoint",
         )
-    idle = request.options.override_message(lambda name: name)
-    if idle is not None:
-        raise _conflict(idle, on_command_line=str(request.options.override_message(option_name)))
+    override = request.options.override_message(lambda name: name)
+    if override is not None:
+        override_on_command_line = str(request.options.override_message(option_name))
+        raise _conflict(override, on_command_line=override_on_command_line)
     _refuse_conflicts_of_init(request)
     _refuse_conflicts_of_scope(request)
     _refuse_conflicts_of_images(request)
@@ -191,7 +190,7 @@ def _refuse_conflicts_of_images(request: ConversionRequest) -> None:
 
 
 def options_that_decide_counts(options: PlanOptions) -> list[str]:
-    """The options by which the user decided how many elements there are, as messages call them."""
+    """Return the options, as named in messages, with which the user stated the kernel counts."""
     stated = []
     if options.kernel_count != AUTO:
         stated.append("kernel count")

@@ -1,4 +1,4 @@
-"""A request in which everything is decided: the start, the kernel counts, and the plan."""
+"""Resolve a request: decide how layers start, choose the kernel counts, and make the plan."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -27,13 +27,14 @@ from .request import ConversionRequest, options_that_decide_counts
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedRequest:
-    """What is done for a request: no option is "auto" any more."""
+    """A request with everything decided: no option is "auto" any more."""
 
     request: ConversionRequest
-    init: Init  # how new layers start, unless there are elements
-    authors_weights: AuthorsWeights | None  # whose elements new layers take over
+    init: Init  # how new layers start; unused if there are `authors_weights`
+    authors_weights: AuthorsWeights | None  # elements that the new layers take over
     plan: ConversionPlan
-    # Of the calibration, if the counts were chosen by it; for the loaded network alone, not copies.
+    # Statistics of the calibration, if it chose the counts. They hold for the loaded network only,
+    # not for copies of it.
     statistics: CalibrationStatistics | None = None
 
     @property
@@ -49,10 +50,10 @@ def resolve(loaded: LoadedNetwork, options: PlanOptions | None = None) -> Resolv
 
     Args:
         loaded: The request's network.
-        options: Instead of the request's.
+        options: Options to use instead of the request's.
 
     Raises:
-        DclsConvertError: The network cannot be loaded, or does not take what was asked for.
+        DclsConvertError: The network cannot be loaded, or the request does not fit it.
     """
     request = loaded.request
     if options is None:
@@ -80,11 +81,11 @@ def resolve(loaded: LoadedNetwork, options: PlanOptions | None = None) -> Resolv
 
 
 def resolve_with_plan(loaded: LoadedNetwork, plan: ConversionPlan) -> ResolvedRequest:
-    """Take over a plan that was made for another checkpoint of the same network.
+    """Resolve a request with a plan that was made for another checkpoint of the same network.
 
     Raises:
-        PlanError: Names the first thing in which the network differs from the planned one.
-        CheckpointError: The weights have elements, and the request states how layers start.
+        PlanError: The network differs from the planned one; the message names the first difference.
+        CheckpointError: The weights have elements, but the request states how layers start.
     """
     name, arguments = _name_and_arguments(loaded)
     planned_for = (plan.model, plan.model_args)
@@ -92,7 +93,7 @@ def resolve_with_plan(loaded: LoadedNetwork, plan: ConversionPlan) -> ResolvedRe
         raise PlanError(
             f"the plan is for {_described(*planned_for)}, not for {_described(name, arguments)}"
         )
-    make_layers(loaded.structure, plan)  # refuses another network
+    make_layers(loaded.structure, plan)  # raises if the layers are not those of the plan
     params = sum(parameter.numel() for parameter in loaded.structure.parameters())
     if params != plan.params:
         raise PlanError(
@@ -102,7 +103,7 @@ def resolve_with_plan(loaded: LoadedNetwork, plan: ConversionPlan) -> ResolvedRe
         request=loaded.request,
         init=loaded.request.start,
         authors_weights=_authors_weights(loaded),
-        plan=replace(plan, folded=False),  # also of a folded checkpoint: it is carried out anew
+        plan=replace(plan, folded=False),  # the plan of a folded checkpoint makes DCLS layers again
     )
 
 
@@ -122,7 +123,7 @@ def _described(name: str | None, arguments: Mapping[str, Any]) -> str:
 
 
 def _authors_weights(loaded: LoadedNetwork) -> AuthorsWeights | None:
-    """The loaded elements; refuses options that they leave without effect."""
+    """Return the loaded elements. Raise if they leave a stated option without effect."""
     request = loaded.request
     authors_weights = loaded.authors_weights
     if authors_weights is None:
@@ -140,7 +141,7 @@ def _authors_weights(loaded: LoadedNetwork) -> AuthorsWeights | None:
         raise _option_without_effect(request, "--calibrate")
     if not authors_weights.has_sigma and request.authors_version is None:
         loaded.note(
-            f"{request.weights_name} is taken for version {RELEASED_VERSION} of the authors' "
+            f"{request.weights_name} is assumed to have version {RELEASED_VERSION} of the authors' "
             "layers; see --authors-version"
         )
     return authors_weights
@@ -155,7 +156,7 @@ def _option_without_effect(request: ConversionRequest, option: str) -> Checkpoin
 def _refuse_stated_counts(
     options: PlanOptions, authors_weights: AuthorsWeights, weights_name: str
 ) -> None:
-    """Refuse options that decide kernel counts, except for the very count of all elements."""
+    """Refuse options that decide kernel counts, unless they state the count of all layers."""
     stated = options_that_decide_counts(options)
     counts = set(authors_weights.kernel_counts.counts.values())
     if not stated or (stated == ["kernel count"] and counts == {options.kernel_count}):
@@ -167,7 +168,7 @@ def _refuse_stated_counts(
 
 
 def _resolved_scope(request: ConversionRequest, options: PlanOptions) -> Scope:
-    """The scope; "auto" is "error" if images decide, else "model"."""
+    """Return the scope; "auto" becomes "error" if images choose the counts, else "model"."""
     if options.scope != AUTO:
         return options.scope
     if request.calibration is not None and options.kernel_count == AUTO:
@@ -178,7 +179,10 @@ def _resolved_scope(request: ConversionRequest, options: PlanOptions) -> Scope:
 def _with_counts_by_error(
     loaded: LoadedNetwork, options: PlanOptions
 ) -> tuple[PlanOptions, CalibrationStatistics | None]:
-    """The options with kernel counts by what the kernels lose, and the images' statistics."""
+    """Choose kernel counts by the error of each layer.
+
+    Return the options with these counts, and the statistics of the calibration if there is one.
+    """
     plan = make_plan(loaded.convs, replace(options, scope="model"))
     check_same_shapes(loaded.convs.trace, plan.windows)  # before minutes of measuring
     seed = fit_seed(torch.Generator().manual_seed(loaded.request.seed))
@@ -196,17 +200,17 @@ def _with_counts_by_error(
 def _checked_plan(
     loaded: LoadedNetwork, options: PlanOptions, authors_weights: AuthorsWeights | None
 ) -> ConversionPlan:
-    """The plan; refuses one that the network, its weights or its input size do not take."""
+    """Make the plan. Raise if it does not fit the network, its weights or its input size."""
     request = loaded.request
     name, arguments = _name_and_arguments(loaded)
     plan = make_plan(loaded.convs, options, model=name, model_args=arguments or None)
     is_by_error = isinstance(options.kernel_count, LayerCounts) and options.kernel_count.by_error
-    if not is_by_error:  # counts by error were solved for shapes that are checked already
+    if not is_by_error:  # counts by error were chosen after this check
         check_same_shapes(loaded.convs.trace, plan.windows)
     if authors_weights is not None:
-        element_state(authors_weights, plan, request.authors_version)  # refuses what does not fit
+        element_state(authors_weights, plan, request.authors_version)  # raises on a misfit
     elif request.offline and request.weights is not None:
-        # The network is not built, but its weights would be refused.
+        # The network is not built, so weights that do not fit must be refused here.
         loaded.check_weights()
     if plan.macs is None and request.input_size is not None:
         _check_input_size(loaded, plan)
@@ -216,8 +220,8 @@ def _checked_plan(
 def _check_input_size(loaded: LoadedNetwork, plan: ConversionPlan) -> None:
     """Refuse (PlanError) an input size at which the network does not run.
 
-    It failed on the meta device. A network in memory is tried with real values; if that works, its
-    MACs stay unknown.
+    Called after tracing on the meta device failed. A network in memory is then run with real
+    values; if that works, the size is accepted and the MACs stay unknown.
     """
     assert plan.input_size is not None
     if isinstance(loaded.request.model, str):
@@ -234,11 +238,11 @@ def _check_input_size(loaded: LoadedNetwork, plan: ConversionPlan) -> None:
 
 
 def _log(resolved: ResolvedRequest) -> None:
-    """Say at DEBUG what was decided: how layers start, and the plan of each convolution."""
+    """Log at DEBUG what was decided: how layers start, and the plan of each convolution."""
     plan = resolved.plan
-    start = (
-        resolved.init if resolved.authors_weights is None else "elements of the authors' package"
-    )
+    start: str = resolved.init
+    if resolved.authors_weights is not None:
+        start = "elements of the authors' package"
     LOG.debug("start: %s; scope of the counts: %s", start, plan.scope)
     for layer in plan.layers:
         LOG.debug(

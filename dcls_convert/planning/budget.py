@@ -1,8 +1,8 @@
-"""How many elements a parameter budget has room for: the largest count that uses no more parameters
-than the replaced weights (paper, section 3).
+"""Find how many elements a parameter budget has room for.
 
-One more element costs a weight for each kernel line of each layer, and coordinates for each line of
-each tie group. Kernel lines are those of `layers/elements.py`.
+In the paper, the count is the largest that uses no more parameters than the replaced weights
+(section 3). One more element per kernel costs a weight for each kernel line of each layer, and
+coordinates for each kernel line of each tie group. `layers/elements.py` defines kernel lines.
 """
 
 import math
@@ -16,7 +16,7 @@ from ..records import JsonFraction
 from ..text import listed
 from .layer_plan import LayerPlan
 
-UNSOLVED = 0  # kernel count of a layer for which the budget decides; nothing can state a count of 0
+UNSOLVED = 0  # kernel count of a layer until the budget decides it; no rule or option can state 0
 MODEL_UNIT = "model"  # the unit of the budget with scope "model"
 
 
@@ -25,8 +25,8 @@ class BudgetUnit:
     """The count of one unit (the model, a stage or a layer), and how much of the budget it uses."""
 
     name: str
-    kernel_count: int | None  # None: its layers have different counts, stated by rules
-    # The count, not rounded, that would use the whole budget; None where kernel_count is None.
+    kernel_count: int | None  # None if rules state different counts for its layers
+    # The unrounded count that would use the whole budget; None if kernel_count is None.
     exact_count: JsonFraction | None
     limit: int  # parameters
     used: int  # parameters: weights of the elements, and positions
@@ -41,15 +41,15 @@ def solve_counts(
 
     Args:
         drafts: Layers with a stated count, or UNSOLVED.
-        scope: What is one unit: the model, a stage or a layer.
-        share: What a unit's new parameters may use, as a share of the weights that it replaces.
+        scope: What a unit is: the model, a stage or a layer.
+        share: Number of new parameters that a unit may have, as a share of its replaced weights.
 
     Returns:
-        The layers with their counts, in the order of `drafts`; and what each unit may use and uses.
+        The layers with their counts, in the order of `drafts`; and the budget of each unit.
 
     Raises:
-        PlanError: A stated count is more than the cells of the window, or the budget has no room
-            for one element.
+        PlanError: A stated count is more than the cells of its window, or a unit's budget has no
+            room for one element.
     """
     members_of: dict[str, list[LayerPlan]] = {}
     for draft in drafts:
@@ -61,7 +61,7 @@ def solve_counts(
         members_of.setdefault(_unit_name(draft, scope), []).append(draft)
     layer_of: dict[str, LayerPlan] = {}
     units: list[BudgetUnit] = []
-    min_shares: dict[str, Fraction] = {}  # of units whose budget has no room for one element
+    min_shares: dict[str, Fraction] = {}  # sufficient shares, by unit without room for an element
     for name, members in members_of.items():
         layers, unit = _solve_unit(name, members, share)
         for layer in layers:
@@ -75,7 +75,12 @@ def solve_counts(
 
 
 def _no_room_message(min_shares: Mapping[str, Fraction], share: Fraction) -> str:
-    """What to say of units whose budget has no room for one element, by their sufficient shares."""
+    """Return the error message for units whose budget has no room for one element.
+
+    Args:
+        min_shares: The smallest sufficient share of each such unit.
+        share: The share that was given.
+    """
     min_percent = math.ceil(max(min_shares.values()) * 10_000) / 100  # rounded up
     min_text = f"{min_percent:.2f}".rstrip("0").rstrip(".")
     percent = float(share * 100)
@@ -89,7 +94,10 @@ def _no_room_message(min_shares: Mapping[str, Fraction], share: Fraction) -> str
 
 
 def _unit_name(draft: LayerPlan, scope: Scope) -> str:
-    """The unit whose budget pays for the layer. A tie group has one count, so it is one unit."""
+    """Return the unit whose budget pays for the layer.
+
+    With scope "layer", a tie group is one unit, because its layers have one count.
+    """
     if scope == "stage":
         return draft.stage or draft.name
     if scope == "layer":
@@ -100,7 +108,10 @@ def _unit_name(draft: LayerPlan, scope: Scope) -> str:
 def _solve_unit(
     name: str, members: Sequence[LayerPlan], share: Fraction
 ) -> tuple[list[LayerPlan], BudgetUnit]:
-    """The layers of a unit with their counts, and the unit. The count is below 1 without room."""
+    """Return the layers of a unit with their counts, and the unit.
+
+    The count is below 1 if the budget has no room for one element.
+    """
     limit = math.floor(share * _replaced_weights(members))
     unsolved = [layer for layer in members if layer.kernel_count == UNSOLVED]
     exact: Fraction | None = None
@@ -124,7 +135,7 @@ def _solve_unit(
 
 
 def _min_share(members: Sequence[LayerPlan]) -> Fraction:
-    """The share with which the budget would have room for one element in each UNSOLVED layer."""
+    """Return the smallest share that has room for one element in each UNSOLVED layer."""
     return Fraction(_params(_with_count(members, 1)), _replaced_weights(members))
 
 
@@ -136,7 +147,7 @@ def _replaced_weights(layers: Sequence[LayerPlan]) -> int:
 
 
 def _with_count(layers: Sequence[LayerPlan], count: int) -> list[LayerPlan]:
-    """The layers, UNSOLVED ones with this count."""
+    """Return the layers, with this count where it was UNSOLVED."""
     counted = []
     for layer in layers:
         if layer.kernel_count == UNSOLVED:
@@ -146,12 +157,12 @@ def _with_count(layers: Sequence[LayerPlan], count: int) -> list[LayerPlan]:
 
 
 def _params(layers: Sequence[LayerPlan]) -> int:
-    """Parameters of layers; UNSOLVED ones have none, and coordinates of a tie group count once."""
+    """Count the parameters; UNSOLVED layers have none, and a tie group's coordinates count once."""
     weights = 0
-    coordinates_of: dict[str, int] = {}  # by tie group; a layer alone is a group of its own
+    coordinates_of: dict[str, int] = {}  # by tie group; an untied layer is a group of its own
     for layer in layers:
         elements = layer.lines * layer.kernel_count
         weights += elements
-        group = layer.tie_group or f"\0{layer.name}"  # no tie group is named with a null character
+        group = layer.tie_group or f"\0{layer.name}"  # no tie group's name has a null character
         coordinates_of[group] = elements * layer.coordinates_per_element
     return weights + sum(coordinates_of.values())

@@ -1,4 +1,4 @@
-"""Which rule converts which convolution, and the errors of rules that convert nothing."""
+"""Decide which rule claims which convolution, and refuse rules that claim nothing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -19,7 +19,7 @@ AUTO_RULES = ("depthwise", "conv3x3", "dense3x3x3")  # in the order in which `au
 def load_or_choose_rules(
     rules: RuleSet | str | Path | Mapping[str, Any], convs: ModelConvs
 ) -> RuleSet:
-    """The rule set that an option states: loaded, or for "auto" chosen for the convolutions."""
+    """Load the rule set that an option states; "auto" chooses one for the convolutions."""
     if isinstance(rules, RuleSet):
         return rules
     if rules == AUTO:
@@ -28,7 +28,7 @@ def load_or_choose_rules(
 
 
 def choose_rules(sites: Sequence[ConvSite]) -> RuleSet:
-    """`auto`: the first of AUTO_RULES that claims a convolution; conv3x3 if none does."""
+    """Return the first of AUTO_RULES that claims a convolution, or conv3x3 if none does."""
     for name in AUTO_RULES:
         rules = load_rules(name)
         rule_of, _ = match_rules(rules, sites)
@@ -41,8 +41,8 @@ def match_rules(rules: RuleSet, sites: Sequence[ConvSite]) -> tuple[dict[str, in
     """Give each site to the first rule that matches it.
 
     Returns:
-        The index of the rule that claims a site, and the reason why no rule claims it. Every site's
-        name is a key of one of the two.
+        Two mappings from names of sites: to the index of the rule that claims the site, or to the
+        reason why no rule does. Every site is in one of the two.
     """
     rule_of: dict[str, int] = {}
     reasons: dict[str, str] = {}
@@ -63,17 +63,17 @@ def _first_match(rules: RuleSet, site: ConvSite) -> int | None:
 
 
 def _why_unclaimed(rules: RuleSet, site: ConvSite) -> str:
-    """Why no rule matches a site: what fails in the only rule, or that all rules fail."""
+    """Say why no rule matches a site: what fails in the only rule, or that all rules fail."""
     if len(rules.rules) > 1:
         return f"none of {len(rules.rules)} rules"
     return f"rule {rules.label(0)!r}: {rules.rules[0].match.mismatch(site)}"
 
 
 def rules_to_apply(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list[Skipped]]:
-    """Which rule converts which site, and what stays and why.
+    """Decide which rule converts which site, and say why the other convolutions stay.
 
     Returns:
-        The index of the rule, by the name of each site to convert; and the other convolutions.
+        The index of the converting rule, by the site's name; and the convolutions that stay.
 
     Raises:
         PlanError: The model is itself a convolution.
@@ -82,7 +82,7 @@ def rules_to_apply(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], l
     """
     claimed_by, reasons = match_rules(rules, convs.sites)  # index of the rule, by the site's name
     skipped = list(convs.skipped)
-    converted_by: dict[str, int] = {}  # the same, without rules that skip
+    converted_by: dict[str, int] = {}  # the same, without sites whose rule skips them
     for site in convs.sites:
         if not site.name:
             raise PlanError(
@@ -109,12 +109,12 @@ def rules_to_apply(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], l
 
 
 def _why_nothing_matches(rules: RuleSet, convs: ModelConvs) -> str:
-    """A message with what the model has instead, and which of the shipped rules would match."""
+    """Say what the model has instead, and which of the built-in rules would match."""
     kinds: list[str] = []
     for kind, count in kinds_of_convs(convs).most_common(4):
         kinds.append(f"{count} {kind}")
-    has = ", ".join(kinds) or "no convolution at all"
-    message = f"nothing in the model matches rules {rules.source!r}; it has {has}"
+    contents = ", ".join(kinds) or "no convolution at all"
+    message = f"nothing in the model matches rules {rules.source!r}; it has {contents}"
     patterns: list[str] = []
     for rule in rules.rules:
         patterns += rule.match.paths
@@ -127,7 +127,7 @@ def _why_nothing_matches(rules: RuleSet, convs: ModelConvs) -> str:
 
 
 def _near_paths(patterns: Sequence[str], convs: ModelConvs) -> str:
-    """Paths of the model that are like those patterns that mean no convolution, for a message."""
+    """Name the model's paths that are nearest to patterns without a match, for a message."""
     names: list[str] = []
     for site in convs.sites:
         names += site.names
@@ -142,7 +142,7 @@ def _near_paths(patterns: Sequence[str], convs: ModelConvs) -> str:
 
 
 def _why_unused(rule: Rule, convs: ModelConvs) -> str:
-    """Why a rule claims no site: earlier rules do, or it matches none."""
+    """Say why a rule claims no site: earlier rules claim its matches, or it matches none."""
     if any(map(rule.match.matches, convs.sites)):
         return "earlier rules claim all that it matches"
     reason = "no convolution of the model matches it"
@@ -157,11 +157,11 @@ def _why_unused(rule: Rule, convs: ModelConvs) -> str:
 
 
 def check_overruled(rules: RuleSet, options: PlanOptions) -> None:
-    """Refuse (RuleError) an option without effect, because every rule states its own value."""
+    """Raise RuleError if an option has no effect because every rule states its own value."""
     converting = [rule for rule in rules.rules if rule.skip is None]
     for option in fields(options):
         key = option.name
-        # An exact start refuses rules that state a count: `_check_exact` of the planner.
+        # The planner's `_check_exact` refuses an exact start if a rule states a count.
         if key not in Rule.model_fields or getattr(options, key) in (option.default, EXACT):
             continue
         if all(getattr(rule, key) is not None for rule in converting):

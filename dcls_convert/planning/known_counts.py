@@ -1,4 +1,4 @@
-"""A plan for elements that exist already, whose kernel counts it takes over."""
+"""Give the layers of a plan the kernel counts of elements that exist already."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,33 +18,21 @@ class LayerCounts:
 
     source: str  # "checkpoint weights.pth", for messages
     counts: Mapping[str, int]  # by the layer's name
-    # True: from scope "error", so layers of one stage may differ, and are then not tied.
-    # False: from trained elements, where layers to be tied must have equal counts.
+    # True if scope "error" chose the counts: layers of one stage may differ and are then not tied.
+    # False if the elements are trained: layers to be tied must have equal counts.
     by_error: bool = False
 
 
 def with_known_counts(
     drafts: Sequence[LayerPlan], known: LayerCounts, tie: Tie, skipped: Sequence[Skipped]
 ) -> list[LayerPlan]:
-    """The drafts with the kernel counts of elements that exist already.
+    """Return the drafts with the kernel counts of elements that exist already.
 
     Raises:
-        PlanError: The elements are not those of exactly these layers, or contradict a rule, or
-            layers of a tie group have different counts.
+        PlanError: The elements do not belong to exactly these layers, a rule states another count,
+            or layers of a tie group have different counts.
     """
-    names: set[str] = set()
-    for draft in drafts:
-        names.update(draft.names)
-    for name in known.counts:
-        if name not in names:
-            reason = "the model has no such convolution"
-            for skip in skipped:
-                if skip.name == name:
-                    reason = skip.reason
-            raise PlanError(
-                f"{known.source}: has elements for {shown(name)}, "
-                f"which would not be converted: {reason}"
-            )
+    _check_all_are_converted(known, drafts, skipped)
     count_of: dict[str, int] = {}
     missing: list[str] = []
     for draft in drafts:
@@ -68,8 +56,27 @@ def with_known_counts(
     return [replace(draft, kernel_count=count_of[draft.name]) for draft in drafts]
 
 
+def _check_all_are_converted(
+    known: LayerCounts, drafts: Sequence[LayerPlan], skipped: Sequence[Skipped]
+) -> None:
+    """Raise PlanError if there are elements for a layer that would not be converted."""
+    names: set[str] = set()
+    for draft in drafts:
+        names.update(draft.names)
+    for name in known.counts:
+        if name not in names:
+            reason = "the model has no such convolution"
+            for skip in skipped:
+                if skip.name == name:
+                    reason = skip.reason
+            raise PlanError(
+                f"{known.source}: has elements for {shown(name)}, "
+                f"which would not be converted: {reason}"
+            )
+
+
 def _known_count(draft: LayerPlan, known: LayerCounts) -> int | None:
-    """The count stored under any of the layer's names."""
+    """Return the count stored under any of the layer's names, or None."""
     for name in draft.names:
         if name in known.counts:
             return known.counts[name]

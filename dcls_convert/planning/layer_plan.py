@@ -1,4 +1,4 @@
-"""One convolution of a plan: the DCLS layer that takes its place, and what follows from it."""
+"""One convolution of a plan: the DCLS layer that replaces it, with its shapes and counts."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from ..text import one_line, shown
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPlan(OldConv):
-    """One convolution, and the DCLS layer that takes its place."""
+    """One convolution, and the DCLS layer that replaces it."""
 
     __pydantic_config__ = STRICT
 
@@ -21,12 +21,12 @@ class LayerPlan(OldConv):
     dense_axes: tuple[int, ...]
     interpolation: str
     kernel_count: int
-    tie_group: str | None  # None: positions of its own
+    tie_group: str | None  # None if its positions are its own
     rule: str  # label of the rule that claimed it
 
     @property
     def shared_parameters(self) -> tuple[str, ...]:
-        """What the layers of a tie group share."""
+        """The parameters that the layers of a tie group share."""
         if find_interpolation(self.interpolation).has_sigma:
             return ("positions", "sigma")
         return ("positions",)
@@ -64,9 +64,9 @@ class LayerPlan(OldConv):
 
     @property
     def reach(self) -> tuple[int, ...]:
-        """Cells of the window that some output can see inside the map, on each axis.
+        """Cells of the window that lie on the input map for at least one output, on each axis.
 
-        A window wider than 2 * map - 1 has others. If the map is not known, all cells.
+        These are at most 2 * map - 1. If the size of the map is not known, all cells count.
         """
         if self.input_extent is None:
             return self.dilated_size
@@ -77,7 +77,7 @@ class LayerPlan(OldConv):
 
     @property
     def exceeds_map(self) -> bool:
-        """Whether the window has cells that never meet the map."""
+        """Whether the window has cells that never lie on the input map."""
         return self.reach != self.dilated_size
 
     @property
@@ -87,7 +87,7 @@ class LayerPlan(OldConv):
 
     @property
     def growths(self) -> tuple[int, ...]:
-        """Cells by which the window is larger than the old kernel's extent, on each learnt axis."""
+        """How many cells the window adds to the old kernel's extent, on each learnt axis."""
         sides = along_learnt_axes(self.dilated_size, self.dense_axes)
         growths = []
         for side, old in zip(sides, self.learnt_extents, strict=True):
@@ -101,7 +101,7 @@ class LayerPlan(OldConv):
 
     @property
     def coordinates_per_element(self) -> int:
-        """Learnable numbers of one element beside its weight: its position, and sigma if any."""
+        """Learnable numbers of one element besides its weight: its position, and sigma if any."""
         return self.position_shape[0] * len(self.shared_parameters)
 
     @property
@@ -116,7 +116,7 @@ class LayerPlan(OldConv):
 
 
 def check_layer(layer: LayerPlan) -> None:
-    """Refuse (PlanError, with the layer's name) values that no layer can have."""
+    """Raise PlanError, with the layer's name, for values that no layer can have."""
     if not layer.names:
         raise PlanError("a layer: has no name")
     try:
@@ -132,7 +132,7 @@ def _check_values(layer: LayerPlan) -> None:
             raise PlanError(
                 f"{name} {channels} must be a positive multiple of its groups, {layer.groups}"
             )
-    find_interpolation(layer.interpolation)  # an error for an unknown one
+    find_interpolation(layer.interpolation)  # raises if it is unknown
     dims = len(layer.kernel_size)
     if not set(layer.dense_axes) < set(range(dims)):
         raise PlanError(

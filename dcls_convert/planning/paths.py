@@ -1,18 +1,18 @@
-"""Patterns for qualified names of modules: which names they mean, and which are like them."""
+"""Match qualified names of modules with patterns, and find names that are like a pattern."""
 
 import difflib
 import fnmatch
 from collections.abc import Iterable, Sequence
 
 WILDCARDS = frozenset("*?[")
-MAX_NEAREST = 3  # paths that a message names
+MAX_NEAREST = 3  # paths to suggest for one pattern
 
 
 def matches_path(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a pattern means the module of this name.
+    """Return True if one of the patterns matches the module of this name.
 
-    A pattern with `*`, `?` or `[...]` must fit the whole name, and `*` also stands for dots. One
-    without them means the module that is called so, and all modules inside it.
+    A pattern with `*`, `?` or `[...]` must match the whole name, and `*` also matches dots. A
+    pattern without them matches the module of that name, and all modules inside it.
     """
     for pattern in patterns:
         if fnmatch.fnmatchcase(name, pattern):
@@ -23,7 +23,7 @@ def matches_path(name: str, patterns: Sequence[str]) -> bool:
 
 
 def any_matches_path(names: Iterable[str], patterns: Sequence[str]) -> bool:
-    """Whether a pattern means one of these names, such as the names of one module."""
+    """Return True if a pattern matches one of these names, such as the names of one module."""
     for name in names:
         if matches_path(name, patterns):
             return True
@@ -31,9 +31,9 @@ def any_matches_path(names: Iterable[str], patterns: Sequence[str]) -> bool:
 
 
 def nearest_paths(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
-    """The paths that are spelt most like the patterns: of these modules, or of those around them.
+    """Return the paths, of these modules or those around them, that are most like the patterns.
 
-    The outermost paths, if none is like a pattern.
+    If none is like a pattern, return the outermost paths.
     """
     paths: dict[str, None] = {}  # in the order of the names, each once
     for name in names:

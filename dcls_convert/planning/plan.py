@@ -1,4 +1,4 @@
-"""A conversion plan as data: what becomes what, what is tied; to and from JSON."""
+"""A conversion plan as data: what replaces what, and what is tied; to and from JSON."""
 
 import hashlib
 import json
@@ -27,12 +27,12 @@ _NOT_COMPARED_WHOLE = {"layers", "tie_groups", "budget", "skipped"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanDifference:
-    """One thing in which a plan differs from another; values are as in their JSON."""
+    """One difference between two plans; values are as in their JSON."""
 
     what: str  # a field of the plan or of a layer; "layers" for layers that only one plan has
     one: Any
     other: Any
-    layers: tuple[str, ...] = ()  # the layers with this difference; empty for the plan as a whole
+    layers: tuple[str, ...] = ()  # layers with this difference; empty for a field of the plan
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: `super()` would not find the class
@@ -51,7 +51,7 @@ class ConversionPlan(Record):
     rules_text: str  # the rules as they were given
     scope: Scope
     tie: Tie
-    share: JsonFraction  # of the replaced weights that the new parameters may use
+    share: JsonFraction  # number of new parameters allowed, as a share of the replaced weights
     layers: tuple[LayerPlan, ...]
     tie_groups: tuple[TieGroup, ...]
     skipped: tuple[Skipped, ...]
@@ -74,10 +74,11 @@ class ConversionPlan(Record):
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "the plan") -> Self:
-        """The plan that `to_json` wrote.
+        """Read a plan that `to_json` wrote.
 
         Raises:
-            CheckpointError: The text is damaged, newer or contradicts itself. Begins with `where`.
+            CheckpointError: The text is damaged, of a newer version, or contradicts itself. The
+                message begins with `where`.
         """
         plan = super().from_json(text, where)
         try:
@@ -88,7 +89,11 @@ class ConversionPlan(Record):
 
     @classmethod
     def from_dict(cls, data: object, where: str = "the plan") -> Self:
-        """The plan whose `to_dict` gave these data. CheckpointError if it is not one."""
+        """Read a plan from what `to_dict` returned.
+
+        Raises:
+            CheckpointError: See `from_json`.
+        """
         return cls.from_json(json.dumps(data), where)
 
     @property
@@ -100,9 +105,9 @@ class ConversionPlan(Record):
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     def diff(self, other: "ConversionPlan") -> tuple[PlanDifference, ...]:
-        """What differs: first in the plans as a whole, then in layers.
+        """Return what differs between two plans: first in the plans as a whole, then in layers.
 
-        Layers with the same difference stand together.
+        Layers with the same difference are listed together.
         """
         mine = self.to_dict()
         theirs = other.to_dict()
@@ -125,17 +130,17 @@ class ConversionPlan(Record):
         return (*differences, *_layer_differences(my_layers, their_layers))
 
     def without(self, paths: str | Sequence[str]) -> "ConversionPlan":
-        """The plan without some of its layers, which stay as they are in the model.
+        """Return the plan without some of its layers, which then stay as they are in the model.
 
         The other layers keep their windows and counts. A layer that is left alone in its tie group
-        gets positions of its own. Budgets are those of the layers that remain.
+        gets its own positions. The budgets are those of the layers that remain.
 
         Args:
-            paths: Qualified name of a module, of which all layers are left out; or a pattern for
-                layers' names, such as "dec1.*"; or a list of these.
+            paths: Qualified name of a module, to leave out all its layers; a pattern for names of
+                layers, such as "dec1.*"; or a list of these.
 
         Raises:
-            PlanError: One of them is not a text, or matches no layer of the plan; or no layer would
+            PlanError: A path is not a string, or matches no layer of the plan; or no layer would
                 remain.
         """
         patterns = _as_patterns(paths)
@@ -161,7 +166,7 @@ class ConversionPlan(Record):
         )
 
     def _check_known(self, patterns: Sequence[str]) -> None:
-        """Refuse (PlanError) a pattern that matches no layer."""
+        """Raise PlanError for a pattern that matches no layer."""
         names: list[str] = []
         for layer in self.layers:
             names += layer.names
@@ -184,10 +189,10 @@ class ConversionPlan(Record):
 
     @property
     def growth_of_mixed_kernels(self) -> int | None:
-        """Cells that all windows add to their kernels' extents, if kernels have several extents.
+        """Cells that each window adds to its kernel's extent, if kernels have several extents.
 
-        None if kernels have one extent, as the window's size then says the same, or if windows
-        grow differently.
+        None if all kernels have one extent, because the window's size then says the same, or if
+        windows grow by different amounts.
         """
         extents: set[int] = set()
         growths: set[int] = set()
@@ -199,12 +204,12 @@ class ConversionPlan(Record):
         return growths.pop()
 
     def group(self, name: str) -> TieGroup:
-        """The tie group of that name, which must be one of the plan's."""
+        """Return the tie group of that name, which must be one of the plan's."""
         return next(group for group in self.tie_groups if group.name == name)
 
 
 def _as_patterns(paths: str | Sequence[str]) -> list[str]:
-    """Refuses (PlanError) what is neither a string nor strings."""
+    """Return the paths as a list; raise PlanError if they are neither a string nor strings."""
     if isinstance(paths, str):
         return [paths]
     if not isinstance(paths, Iterable) or not all(isinstance(path, str) for path in paths):
@@ -217,8 +222,8 @@ def _as_patterns(paths: str | Sequence[str]) -> list[str]:
 def _layer_differences(
     mine: Mapping[str, dict[str, Any]], theirs: Mapping[str, dict[str, Any]]
 ) -> list[PlanDifference]:
-    """What differs in layers that both plans have."""
-    layers_of: dict[str, list[str]] = {}  # by the difference, as JSON: values may be lists
+    """Return what differs in layers that both plans have."""
+    layers_of: dict[str, list[str]] = {}  # by the difference as JSON, since values may be lists
     for name, my_layer in mine.items():
         if name not in theirs:
             continue
@@ -235,7 +240,7 @@ def _layer_differences(
 
 
 def _check_plan(plan: ConversionPlan) -> None:
-    """Refuse (PlanError) layers that cannot be, and tie groups that are not those of the layers."""
+    """Raise PlanError for impossible layers, and for tie groups that do not match the layers."""
     for layer in plan.layers:
         check_layer(layer)
     for group in plan.tie_groups:
@@ -249,4 +254,4 @@ def _check_plan(plan: ConversionPlan) -> None:
             )
     if plan.tie_groups != tie_groups_of(plan.layers):
         names = listed(group.name for group in plan.tie_groups)
-        raise PlanError(f"the plan's tie groups are not those of its layers: {names}")
+        raise PlanError(f"the plan's tie groups do not match its layers: {names}")

@@ -1,4 +1,4 @@
-"""From sites and rules to a plan: which layer replaces which convolution, and what is tied."""
+"""Make a plan from sites and rules: which layer replaces which convolution, and what is tied."""
 
 import json
 import math
@@ -65,15 +65,15 @@ def plan_conversion(
         convs: What `find_convs` found.
         rules: A rule set, its name, file or mapping, or "auto": the first of AUTO_RULES that
             claims a convolution.
-        dilated_size: Window for rules that state none: cells of all sides, of each side, or a
-            growth. "+4" gives each side four cells more than its kernel's extent: 7 for a kernel of
-            3. An integer and a growth leave sides of 1 in a longer kernel as they are. "auto" takes
+        dilated_size: Window for rules that state none: the cells of every side, of each side, or a
+            growth. "+4" makes each side four cells longer than the kernel's extent: 7 for a kernel
+            of 3. An integer or a growth leaves sides of 1 in a longer kernel as they are. "auto" is
             the largest growth, with windows of 17 at most, that adds at most 15 % to the model's
             MACs; "+2" if every growth adds more.
         kernel_count: Elements in a kernel for rules that state none. "auto" solves for the budget.
-            "exact" takes as many as the old kernel has cells, whatever the budget; the layers can
-            then start as the same function. `LayerCounts` gives the counts of existing elements; it
-            must name exactly the layers that are converted.
+            "exact" uses as many as the old kernel has cells, whatever the budget; the layers can
+            then start as exactly the old function. `LayerCounts` gives the counts of existing
+            elements; it must name exactly the layers that are converted.
         scope: One count for the "model" (also "auto"), for each "stage" or for each "layer" (a tie
             group counts as one layer). "error" needs the model's kernels: only `convert_` and the
             command line plan with it.
@@ -86,9 +86,9 @@ def plan_conversion(
         model, model_args: How to build the model again, for a checkpoint.
 
     Raises:
-        RuleError: A rule that claims no convolution, or an option that all rules overrule.
-        PlanError: Sizes, counts or a budget that do not fit; names values that do.
-        NothingMatchesError: No rule claims anything; says what the model has instead.
+        RuleError: A rule claims no convolution, or all rules overrule an option.
+        PlanError: Sizes, counts or a budget do not fit; the message names values that do.
+        NothingMatchesError: No rule claims anything; the message says what the model has instead.
     """
     options = PlanOptions(
         dilated_size=dilated_size,
@@ -110,10 +110,10 @@ def make_plan(
     model: str | None = None,
     model_args: dict[str, Any] | None = None,
 ) -> ConversionPlan:
-    """Decide what becomes of every convolution, from options that are a record already.
+    """Decide what becomes of every convolution, given the options as a record.
 
     Raises:
-        RuleError, PlanError, NothingMatchesError: `plan_conversion` says when.
+        RuleError, PlanError, NothingMatchesError: See `plan_conversion`.
     """
     known_counts = None
     if isinstance(options.kernel_count, LayerCounts):
@@ -143,7 +143,7 @@ def make_plan(
         stages_from=_stages_from(convs, rules),
         model=model,
         model_args=arguments,
-        rules=Path(rules.source).name,  # not the folder: plans hold no path of a machine
+        rules=Path(rules.source).name,  # without the folder: a plan has no paths of a machine
         rules_text=rules.text,
         scope=scope,
         tie=options.tie,
@@ -156,7 +156,7 @@ def make_plan(
 
 
 def _check_options(options: PlanOptions) -> None:
-    """Refuse (PlanError) values that no model allows."""
+    """Raise PlanError for values that no model allows."""
     _check_size(options.dilated_size)
     choices = {"scope": SCOPES, "tie": TIES, "interpolation": (None, *INTERPOLATION_NAMES)}
     for name, allowed in choices.items():
@@ -191,7 +191,7 @@ def _check_size(size: int | Sequence[int] | str) -> None:
 
 
 def _json_arguments(model_args: dict[str, Any] | None) -> dict[str, Any]:
-    """The arguments as a JSON file gives them back: tuples become lists."""
+    """Return the arguments as a JSON file gives them back: tuples become lists."""
     try:
         return dict(json.loads(json.dumps(model_args or {}, allow_nan=False)))
     except (TypeError, ValueError) as error:
@@ -199,16 +199,16 @@ def _json_arguments(model_args: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _in_model_order(skipped: Sequence[Skipped], convs: ModelConvs) -> tuple[Skipped, ...]:
-    """The sites among them first, in the model's order, then those that `find_convs` skipped."""
-    place_of: dict[str, int] = {}
-    for place, site in enumerate(convs.sites):
-        place_of[site.name] = place
-    end = len(place_of)
-    return tuple(sorted(skipped, key=lambda skip: place_of.get(skip.name, end)))
+    """Sort skipped sites in the model's order; what `find_convs` skipped itself comes last."""
+    index_of: dict[str, int] = {}
+    for index, site in enumerate(convs.sites):
+        index_of[site.name] = index
+    end = len(index_of)
+    return tuple(sorted(skipped, key=lambda skip: index_of.get(skip.name, end)))
 
 
 def _stages_from(convs: ModelConvs, rules: RuleSet) -> str:
-    """How the stages were found: in the model, and by the patterns of rules."""
+    """Say how the stages were found: in the model, and by the patterns of rules."""
     sources = [convs.stages_from]
     for index, rule in enumerate(rules.rules):
         if rule.stage_pattern:
@@ -217,8 +217,8 @@ def _stages_from(convs: ModelConvs, rules: RuleSet) -> str:
 
 
 def _check_exact(rules: RuleSet, interpolation: str | None) -> None:
-    """Refuse rules with which new layers could not start as exactly the old function."""
-    exact = [name for name in INTERPOLATION_NAMES if find_interpolation(name).exact_on_cells]
+    """Raise an error if new layers could not start as exactly the old function."""
+    exact_names = [name for name in INTERPOLATION_NAMES if find_interpolation(name).exact_on_cells]
     for index, rule in enumerate(rules.rules):
         if rule.kernel_count not in (None, AUTO):
             raise RuleError(
@@ -226,18 +226,18 @@ def _check_exact(rules: RuleSet, interpolation: str | None) -> None:
                 f"states kernel_count {rule.kernel_count}, "
                 "but an exact start needs as many elements as the old kernel has cells"
             )
-        used = rule.interpolation or interpolation or DEFAULT_INTERPOLATION
-        if rule.skip is None and used not in exact:
+        chosen = rule.interpolation or interpolation or DEFAULT_INTERPOLATION
+        if rule.skip is None and chosen not in exact_names:
             raise PlanError(
-                f"{used} interpolation spreads an element over several cells, wherever it lies; "
-                f"an exact start needs {' or '.join(exact)}"
+                f"{chosen} interpolation spreads an element over several cells, wherever it lies; "
+                f"an exact start needs {' or '.join(exact_names)}"
             )
 
 
 def _draft_model(
     convs: ModelConvs, rules: RuleSet, options: PlanOptions, known_counts: LayerCounts | None
 ) -> tuple[list[LayerPlan], list[Skipped]]:
-    """Drafts of all layers, with their tie groups; and the convolutions that stay."""
+    """Draft all layers, with their tie groups; also return the convolutions that stay."""
     rule_of, skipped = rules_to_apply(rules, convs)
     check_overruled(rules, options)
     drafts, refused = _draft_layers(convs, rules, rule_of, options)
@@ -252,7 +252,7 @@ def _draft_model(
 def _draft_layers(
     convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, int], options: PlanOptions
 ) -> tuple[list[LayerPlan], list[Skipped]]:
-    """Drafts of the layers, and the sites that cannot take their size.
+    """Draft the layers; also return the sites that cannot take their size.
 
     Raises:
         PlanError: A site cannot take its size, and either `strict` is set or no site can.
@@ -260,7 +260,7 @@ def _draft_layers(
     """
     if options.kernel_count == EXACT:
         _check_exact(rules, options.interpolation)
-    size: int | Sequence[int] | str | None = None
+    size: int | Sequence[int] | str | None
     if options.dilated_size == AUTO:
         size = recommended_size(convs, rules, rule_of)
     else:
@@ -289,11 +289,11 @@ def _draft(
     size: int | Sequence[int] | str | None,
     options: PlanOptions,
 ) -> LayerPlan:
-    """A layer without tie group; its count is UNSOLVED if neither rule nor option states one.
+    """Draft a layer without a tie group; its count is UNSOLVED if no rule or option states one.
 
     Args:
         index: Index of the rule that claims the site.
-        size: The window where the rule states none; None if rules or their defaults state all.
+        size: The window if the rule states none; None if the rules or their defaults state all.
     """
     rule = rules.rules[index]
     stated_size: Any = rule.dilated_size or size or rules.defaults.dilated_size
@@ -314,9 +314,9 @@ def _draft(
 def _stated_count(
     site: ConvSite, dense_axes: Sequence[int], rule: Rule, options: PlanOptions
 ) -> int:
-    """The kernel count that the rule, or else the option states; UNSOLVED for "auto".
+    """Return the kernel count that the rule states, or else the option; UNSOLVED for "auto".
 
-    With the option "exact", rules state no number, see `_check_exact`.
+    With the option "exact", no rule states a number: `_check_exact` has refused it.
     """
     if options.kernel_count == EXACT:
         return math.prod(along_learnt_axes(site.kernel_size, dense_axes))

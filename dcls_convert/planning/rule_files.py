@@ -1,4 +1,4 @@
-"""Rule files: from YAML to a rule set, with one line for each mistake, and their JSON Schema."""
+"""Read rule files in YAML, report a mistake in one line, and make the JSON Schema."""
 
 import reprlib
 from collections.abc import Hashable, Mapping, Sequence
@@ -18,9 +18,10 @@ from .rules import MAX_SHOWN_CHARACTERS, UNNAMED_RULES, Defaults, Match, Range, 
 
 MAX_RULE_BYTES = 1_000_000
 STRING_TAG = "tag:yaml.org,2002:str"  # YAML's tag of strings
-# Of pydantic's problems, the one with the lowest rank is reported. A misspelt key comes before the
-# key that it leaves missing, and a sentence of our own before the other members of a union.
-_RANK = {"extra_forbidden": 0, "invalid_key": 0, "value_error": 1}
+# Of pydantic's errors, the one with the lowest rank is reported: a misspelt key before the key that
+# is then missing, and a message of our own before errors of other members of a union.
+_UNKNOWN_KEY_RANK = 0
+_RANK = {"extra_forbidden": _UNKNOWN_KEY_RANK, "invalid_key": _UNKNOWN_KEY_RANK, "value_error": 1}
 _OTHER_RANK = 2
 _NESTED: dict[str, type[BaseModel]] = {"rules": Rule, "match": Match, "defaults": Defaults}
 
@@ -33,8 +34,8 @@ def load_rules(source: str | Path | Mapping[str, Any]) -> RuleSet:
             with the keys of a file.
 
     Raises:
-        RuleError: No such rule set, or anything in it that this version does not know; one line
-            with the place.
+        RuleError: There is no such rule set, or it has something that this version does not know.
+            The message is one line with the place.
     """
     if isinstance(source, Mapping):
         return parse_rules(_as_yaml(source))
@@ -47,9 +48,10 @@ def load_rules(source: str | Path | Mapping[str, Any]) -> RuleSet:
     try:
         if not path.is_file():
             known = [*builtin_rules(), AUTO]
-            near = did_you_mean(str(source), known)
+            suggestion = did_you_mean(str(source), known)
             raise RuleError(
-                f"rules {shown(source)!r} are neither a file nor one of {', '.join(known)}{near}"
+                f"rules {shown(source)!r} are neither a file "
+                f"nor one of {', '.join(known)}{suggestion}"
             )
         # With "sig": some editors begin a file with a byte order mark.
         text = read_bytes(path, MAX_RULE_BYTES).decode("utf-8-sig")
@@ -74,10 +76,10 @@ def _as_yaml(rules: Mapping[str, Any]) -> str:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a duplicate key is an error, and Python's own errors have a line number."""
+    """A YAML loader that refuses duplicate keys, and adds line numbers to Python's own errors."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """As in SafeLoader, but an error for a duplicate key, and "+4" for a growth of +4."""
+        """Make a mapping as SafeLoader does, but refuse duplicate keys and keep growths as text."""
         keys: set[str] = set()
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
@@ -92,11 +94,11 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """As in SafeLoader, but Python's own errors get the line number."""
+        """Make an object as SafeLoader does, but add the line number to Python's own errors."""
         try:
             value = super().construct_object(node, deep)
             if isinstance(value, int | str):
-                str(value).encode()  # ValueError of too many digits, or of half a surrogate pair
+                str(value).encode()  # ValueError for too many digits, or for half a surrogate pair
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
             problem = f"{type(error).__name__}: {one_line(error)}"
             raise ConstructorError(problem=problem, problem_mark=node.start_mark) from error
@@ -104,7 +106,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def _tag_growths_as_strings_(size: yaml.Node) -> None:
-    """Tag growths as strings: YAML would read +4 as the integer 4, in a list of sides too."""
+    """Tag growths as strings, also in a list of sides: YAML would read +4 as the integer 4."""
     sides = size.value if isinstance(size, yaml.SequenceNode) else [size]
     for side in sides:
         if isinstance(side, yaml.ScalarNode) and side.value.startswith("+"):
@@ -112,19 +114,20 @@ def _tag_growths_as_strings_(size: yaml.Node) -> None:
 
 
 def parse_rules(text: str, source: str = UNNAMED_RULES) -> RuleSet:
-    """The rule set in a YAML text.
+    """Return the rule set in a YAML text.
 
     Args:
         text: What a rule file contains.
         source: The file or name of the rules, for messages and the plan.
 
     Raises:
-        RuleError: Anything in it that this version does not know; one line with the place.
+        RuleError: The text has something that this version does not know. The message is one line
+            with the place.
     """
     source = printable(source)
     try:
         data = yaml.load(text, Loader=_StrictLoader)
-    # Also RecursionError of deep nesting, and ValueError of a wrong escape sequence.
+    # Deep nesting raises RecursionError, a wrong escape sequence ValueError.
     except Exception as error:
         mark = getattr(error, "problem_mark", None)
         place = ""
@@ -148,7 +151,7 @@ def parse_rules(text: str, source: str = UNNAMED_RULES) -> RuleSet:
 
 
 def rules_schema() -> dict[str, Any]:
-    """A JSON Schema of the rule format, for editors."""
+    """Return a JSON Schema of the rule format, for editors."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **RuleSet.model_json_schema(),
@@ -156,17 +159,17 @@ def rules_schema() -> dict[str, Any]:
 
 
 def _first_problem(error: ValidationError) -> str:
-    """One line: the place in the file, what was found, what is allowed."""
+    """Say on one line where the file is wrong, what was found and what is allowed."""
     problem = min(error.errors(), key=lambda each: _RANK.get(each["type"], _OTHER_RANK))
     location = problem["loc"]
-    if _RANK.get(problem["type"]) == 0:
+    if _RANK.get(problem["type"]) == _UNKNOWN_KEY_RANK:
         place, _, model = _describe(location[:-1])
         if model is None:  # inside a predicate, where the only mappings are ranges
             model = Range
         key = str(location[-1])
         known = list(model.model_fields)
-        near = did_you_mean(key, known)
-        complaint = f"unknown key {shown(key)!r}{near}; known: {', '.join(known)}"
+        suggestion = did_you_mean(key, known)
+        complaint = f"unknown key {shown(key)!r}{suggestion}; known: {', '.join(known)}"
         if place:
             complaint = f"{place}: {complaint}"
         return complaint
@@ -179,7 +182,7 @@ def _first_problem(error: ValidationError) -> str:
 
 
 def _describe(location: Sequence[int | str]) -> tuple[str, str, type[BaseModel] | None]:
-    """A location of pydantic's as text, what is allowed there, and the model of what is there."""
+    """Return a location of pydantic's as text, what is allowed there, and the model there."""
     place = ""
     allowed = ""
     model: type[BaseModel] | None = RuleSet
@@ -195,5 +198,5 @@ def _describe(location: Sequence[int | str]) -> tuple[str, str, type[BaseModel] 
             allowed = str(model.model_fields[step].description)
             model = _NESTED.get(step)
         else:
-            break  # pydantic adds the name of a union's member
+            break  # what follows is the name of a union's member, which pydantic adds
     return place, allowed, model

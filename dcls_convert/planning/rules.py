@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 RULES_FORMAT = 1
 UNNAMED_RULES = "rules"  # the source of rules that come from no file
 Positive = Annotated[int, Field(ge=1)]
-MAX_SHOWN_CHARACTERS = 200  # characters of a text from the file, in a message
+MAX_SHOWN_CHARACTERS = 200  # of a text from the file, in a message
 
 
 class _Strict(BaseModel):
@@ -49,7 +49,7 @@ class _Strict(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _has_a_value(cls, value: Any) -> Any:
-        # `skip:` with nothing behind it is a slip; it does not mean the same as no `skip`.
+        # `skip:` without a value is a mistake; it does not mean the same as no `skip`.
         if value is None:
             raise PydanticCustomError("no_value", "has no value")
         return value
@@ -87,7 +87,7 @@ Side = Annotated[int, Field(ge=1, le=MAX_SIDE)]
 Size = Side | Annotated[list[Side], Field(min_length=1, max_length=3)]
 Growth = Annotated[
     str,
-    # Odd growths are refused by the program with what would do, and by the schema.
+    # The schema refuses odd growths, too; the program's error names the nearest even ones.
     Field(pattern=f"^{GROWTH}$", json_schema_extra={"pattern": f"^{EVEN_GROWTH}$"}),
     AfterValidator(_even_growth),
 ]
@@ -95,11 +95,12 @@ Globs = str | Annotated[list[str], Field(min_length=1)]
 
 
 def _holds(stated: Any, value: Any) -> bool:
-    """Whether a site's value is what a predicate states.
+    """Return True if a site's value is what a predicate states.
 
     Args:
-        stated: A range, a string or strings with * and ?, a number or numbers, or a boolean.
-        value: One, or a tuple with one for each axis or name. A range is about the largest side.
+        stated: A range, a pattern or patterns with * and ?, a number or numbers, or a boolean.
+        value: One value, or a tuple with one for each axis or name. For a range, the largest side
+            decides.
     """
     values = value if isinstance(value, tuple) else (value,)
     if isinstance(stated, Range):
@@ -132,12 +133,12 @@ _AXES = f"{_SIDE} for all axes, or a list with one for each"
 class Match(_Strict):
     """What a convolution must be for the rule to claim it; everything stated must hold."""
 
-    # A predicate bears the name of the attribute of ConvSite that it is about; `path` alone does
-    # not, it is about `names`.
+    # Each predicate is named after the ConvSite attribute that it tests, except `path`, which tests
+    # `names`.
     path: Globs | None = Field(
         None,
         description=f"{_GLOB}, for the module's qualified name; "
-        "without * and ?, also all that lies inside the module of that name",
+        "without * and ?, also everything inside the module of that name",
     )
     stage: Globs | None = Field(
         None, description=f"{_GLOB}, for the stage's name; '*' is any stage, not the stem"
@@ -155,7 +156,7 @@ class Match(_Strict):
     kernel_size: Size | Range | None = Field(
         None,
         description=f"{_SIDE} for all sides, a list with one for each, "
-        "or {min: N, max: N}, largest side",
+        "or {min: N, max: N} for the largest side",
     )
     stride: Size | None = Field(None, description=_AXES)
     dilation: Size | None = Field(None, description=_AXES)
@@ -170,14 +171,14 @@ class Match(_Strict):
         return self.path or []
 
     def matches(self, site: "ConvSite") -> bool:
-        """Whether all predicates hold."""
+        """Return True if all predicates hold."""
         return self.mismatch(site) is None
 
     def mismatch(self, site: "ConvSite") -> str | None:
-        """The first predicate that `site` fails, in words; None if all hold.
+        """Describe the first predicate that `site` fails, or return None if all hold.
 
-        A predicate about something that is not known of the site, as the output size of a
-        convolution that is never called, does not hold.
+        A predicate fails if the site's value is not known, such as the output size of a convolution
+        that is never called.
         """
         for predicate in type(self).model_fields:
             stated = getattr(self, predicate)
@@ -188,7 +189,7 @@ class Match(_Strict):
                     return f"path is {_in_words(site.names)}, not {_in_words(stated)}"
                 continue
             value = getattr(site, predicate)
-            # A stage of None is known: the site lies outside of all stages.
+            # A stage of None is a known value: the site is outside all stages.
             if value is None and predicate != "stage":
                 return f"{predicate} is not known"
             if value is None or not _holds(stated, value):
@@ -197,7 +198,7 @@ class Match(_Strict):
 
 
 def _in_words(value: Any) -> str:
-    """A value of a rule or a site, as a message shows it."""
+    """Return a value of a rule or a site as a message shows it."""
     if isinstance(value, list | tuple):
         if isinstance(value[0], int):
             return shown(size_text(value), MAX_SHOWN_CHARACTERS)
@@ -208,7 +209,7 @@ def _in_words(value: Any) -> str:
 
 
 class Defaults(_Strict):
-    """What holds where neither the rule nor the command line says anything."""
+    """What applies if neither the rule nor the command line states a value."""
 
     dilated_size: Size | Growth | None = Field(
         None,
@@ -238,8 +239,8 @@ other keys say."""
     stage_pattern: Annotated[str, Field(min_length=1)] | None = Field(
         None,
         description="a regular expression for module names; those in which it finds the same are "
-        "one stage, which bears the name of the named group that matches, else what the groups or "
-        "the whole pattern find",
+        "one stage, named after the named group that matches, or else after the text that the "
+        "groups or the whole pattern match",
     )
     skip: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="a string with the reason; the convolution stays as it is"
@@ -269,9 +270,9 @@ other keys say."""
         return self
 
     def stage_of(self, name: str) -> str | None:
-        """The stage that `stage_pattern` gives a module.
+        """Return the stage that `stage_pattern` gives a module.
 
-        None if the rule has no pattern, or the pattern finds nothing in the module's name.
+        Return None if the rule has no pattern, or if it finds nothing in the module's name.
         """
         if self.stage_pattern is None:
             return None
@@ -317,5 +318,5 @@ class RuleSet(_Strict):
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     def label(self, index: int) -> str:
-        """Name of a rule in messages: its own, or its place."""
+        """Return the name of a rule for messages: its own, or its index."""
         return shown(self.rules[index].name or f"rules[{index}]")

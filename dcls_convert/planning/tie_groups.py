@@ -1,10 +1,10 @@
-"""Which layers of a plan share their positions.
+"""Decide which layers of a plan share their positions.
 
 A draft is a LayerPlan that has no tie group yet, and whose kernel count may still be UNSOLVED.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import PlanError
@@ -28,7 +28,7 @@ class TieGroup:
 
 
 def with_tie_groups(drafts: Sequence[LayerPlan]) -> list[LayerPlan]:
-    """The drafts, with the names of their tie groups."""
+    """Return the drafts with the names of their tie groups."""
     group_of: dict[str, str] = {}
     for group, members in group_layers(drafts).items():
         for member in members:
@@ -37,10 +37,10 @@ def with_tie_groups(drafts: Sequence[LayerPlan]) -> list[LayerPlan]:
 
 
 def group_layers(drafts: Sequence[LayerPlan]) -> dict[str, list[LayerPlan]]:
-    """Drafts that can share positions, two or more, by a unique name of the group.
+    """Group the drafts that can share positions, by a unique name of the group.
 
-    They have the same stage, shape, window and interpolation, and the same geometry of the old
-    kernel, so that one grid of first positions fits them all.
+    A group has at least two drafts, of the same stage, shape, window and interpolation. Their old
+    kernels have the same size and dilation, so that one grid of initial positions fits them all.
     """
     by_key: dict[tuple[object, ...], list[LayerPlan]] = {}
     for draft in drafts:
@@ -60,37 +60,38 @@ def group_layers(drafts: Sequence[LayerPlan]) -> dict[str, list[LayerPlan]]:
     groups_in_stage: Counter[str | None] = Counter()
     for members in groups:
         groups_in_stage[members[0].stage] += 1
-    named: dict[str, list[LayerPlan]] = {}
+    members_of: dict[str, list[LayerPlan]] = {}
     for members in groups:
         first = members[0]
-        name = _group_name(first, named, alone_in_stage=groups_in_stage[first.stage] == 1)
-        named[name] = members
-    return named
+        name = _group_name(first, members_of, alone_in_stage=groups_in_stage[first.stage] == 1)
+        members_of[name] = members
+    return members_of
 
 
-def _group_name(first: LayerPlan, taken: Mapping[str, object], *, alone_in_stage: bool) -> str:
-    """The first of these names that is free: "s", "s/64x1", "s/64x1/7x7", "s/64x1/7x7/2".
+def _group_name(first: LayerPlan, used_names: Collection[str], *, alone_in_stage: bool) -> str:
+    """Return an unused name: "s", "s/64x1", "s/64x1/7x7", or "s/64x1/7x7/2".
 
-    "s" is the stage. The others add channels, kernel size and a number.
+    "s" is the stage, which suffices for its only group. Channels, kernel size and a number are
+    added as needed.
     """
     name = str(first.stage)
     if not alone_in_stage:
         name += f"/{first.out_channels}x{first.in_channels // first.groups}"
-    if name in taken:
+    if name in used_names:
         name += f"/{size_text(first.kernel_size)}"
-    same_name = 0  # groups that have this name, with or without a number behind it
-    for other in taken:
-        if other == name or other.startswith(f"{name}/"):
-            same_name += 1
-    if same_name:
-        name += f"/{same_name + 1}"
+    same_name_count = 0  # groups with this name, with or without a number after it
+    for used_name in used_names:
+        if used_name == name or used_name.startswith(f"{name}/"):
+            same_name_count += 1
+    if same_name_count:
+        name += f"/{same_name_count + 1}"
     return name
 
 
 def check_counts_can_be_tied(
     drafts: Sequence[LayerPlan], count_of: Mapping[str, int], source: str
 ) -> None:
-    """Refuse different counts for layers that would be a tie group if their counts were equal."""
+    """Raise PlanError if layers that could share positions have different counts."""
     without_counts = [replace(draft, kernel_count=UNSOLVED) for draft in drafts]
     for group, (first, *others) in group_layers(without_counts).items():
         count = count_of[first.name]
@@ -104,9 +105,9 @@ def check_counts_can_be_tied(
 
 
 def tie_groups_of(layers: Sequence[LayerPlan]) -> tuple[TieGroup, ...]:
-    """The tie groups, each on the lowest module that holds its layers.
+    """Return the tie groups, each with the lowest module that holds its layers as its owner.
 
-    Groups on the same module have different names for their parameters there.
+    Groups with the same owner have different names for their parameters.
     """
     members_of: dict[str, list[LayerPlan]] = {}
     for layer in layers:
@@ -129,7 +130,7 @@ def tie_groups_of(layers: Sequence[LayerPlan]) -> tuple[TieGroup, ...]:
 
 
 def without_lone_ties(layers: Sequence[LayerPlan]) -> list[LayerPlan]:
-    """The layers; one that shares its positions with no other is in no tie group."""
+    """Remove the tie group of each layer that shares its positions with no other layer."""
     members: Counter[str | None] = Counter()
     for layer in layers:
         members[layer.tie_group] += 1

@@ -1,4 +1,4 @@
-"""The window of each new layer, and the size that is recommended for a model."""
+"""Choose the window of each new layer, and recommend a size for a model."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,11 +19,11 @@ from ..options import MAX_ADDED_MACS_PERCENT, MAX_WINDOW, MIN_GROWTH
 from .layer_plan import LayerPlan
 from .rules import Rule, RuleSet
 
-SIZES_TO_TRY = 9  # windows that `sizes_to_try` gives
+SIZES_TO_TRY = 9  # number of windows that `sizes_to_try` returns
 
 
 def recommended_size(convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, int]) -> str | None:
-    """The growth for dilated size "auto", such as "+10"; None if the rules state all sizes.
+    """Return the growth for dilated size "auto", such as "+10"; None if the rules state all sizes.
 
     It is the largest growth that
 
@@ -52,30 +52,31 @@ def recommended_size(convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, in
         # A layer that refuses a growth adds no MACs: it would make larger growths look cheap.
         if _number_of_layers(converted, growth) < layers_at_min_growth:
             continue
-        is_small = _largest_side(without_size, growth) <= MAX_WINDOW
-        if is_small and _added_macs(converted, growth) <= max_added_macs:
+        fits_max_window = _largest_side(without_size, growth) <= MAX_WINDOW
+        if fits_max_window and _added_macs(converted, growth) <= max_added_macs:
             recommended = growth
     return f"+{recommended}"
 
 
 def sizes_to_try(layers: Sequence[LayerPlan]) -> list[int] | list[str]:
-    """SIZES_TO_TRY windows for these kernels, each two cells larger than the one before.
+    """Return SIZES_TO_TRY windows for these kernels, each two cells larger than the previous.
 
-    Kernels of one extent: sizes, from this extent on. Others: growths, from "+2" on.
+    If all kernels have one extent, the windows are sizes, from this extent on. Otherwise they are
+    growths, from "+2" on.
     """
     extents: set[int] = set()
     for layer in layers:
         extents.update(layer.learnt_extents)
     if len(extents) == 1:
-        (first,) = extents
-        return list(range(first, first + 2 * SIZES_TO_TRY, 2))
+        (extent_of_all,) = extents
+        return list(range(extent_of_all, extent_of_all + 2 * SIZES_TO_TRY, 2))
     return [f"+{MIN_GROWTH + 2 * index}" for index in range(SIZES_TO_TRY)]
 
 
 def _windows(
     converted: Sequence[tuple[ConvSite, Rule]], growth: int
 ) -> Iterator[tuple[ConvSite, tuple[int, ...], tuple[int, ...]]]:
-    """Each site that can take this growth (or its rule's size), its window and its dense axes."""
+    """Yield each site that can take this growth (or its rule's size), its window and dense axes."""
     for site, rule in converted:
         try:
             window, dense_axes = choose_window(site, rule.dilated_size or f"+{growth}", rule)
@@ -89,7 +90,7 @@ def _number_of_layers(converted: Sequence[tuple[ConvSite, Rule]], growth: int) -
 
 
 def _largest_side(converted: Sequence[tuple[ConvSite, Rule]], growth: int) -> int:
-    """Cells of the largest side of a window along which something is learnt."""
+    """Return the cells of the longest window side along a learnt axis."""
     largest = 0
     for _, window, dense_axes in _windows(converted, growth):
         largest = max(largest, *along_learnt_axes(window, dense_axes))
@@ -97,7 +98,7 @@ def _largest_side(converted: Sequence[tuple[ConvSite, Rule]], growth: int) -> in
 
 
 def _added_macs(converted: Sequence[tuple[ConvSite, Rule]], growth: int) -> float:
-    """MACs that the new windows add; infinite if the MACs of a site are not known."""
+    """Return the MACs that the new windows add; infinity if the MACs of a site are not known."""
     added = 0
     for site, window, _ in _windows(converted, growth):
         before = site.macs(site.kernel_size)
@@ -111,12 +112,12 @@ def _added_macs(converted: Sequence[tuple[ConvSite, Rule]], growth: int) -> floa
 def choose_window(
     site: ConvSite, size: int | Sequence[int] | str, rule: Rule
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The window of the new layer, and its dense axes.
+    """Choose the window of the new layer, and its dense axes.
 
     Args:
         site: The old convolution.
         size: Cells of every side, cells of each side, or a growth such as "+4".
-        rule: The one that claims the site; it may name dense axes.
+        rule: The rule that claims the site; it may name dense axes.
 
     Raises:
         PlanError: The site cannot take this size.
@@ -149,7 +150,7 @@ def choose_window(
 
 
 def _dense_axes(site: ConvSite, sides: Sequence[int], rule: Rule) -> tuple[int, ...]:
-    """Axes of side 1 beside a longer one, and those that the rule names."""
+    """Return the axes that the rule names, and axes of side 1 if another side is longer."""
     dense = set(rule.dense_axes or ())
     longest = max(sides)
     for axis, side in enumerate(sides):
@@ -166,14 +167,14 @@ def _dense_axes(site: ConvSite, sides: Sequence[int], rule: Rule) -> tuple[int, 
 
 
 def _check_padding(site: ConvSite, window: Sequence[int], padding: Padding) -> None:
-    """Refuse reflect and circular padding that is wider than torch allows for the input."""
+    """Raise PlanError for reflect or circular padding wider than torch allows for the input."""
     if site.padding_mode not in ("reflect", "circular") or site.input_extent is None:
         return
     cells = padded_cells(padding, site.input_extent, window, site.stride)
     for before_and_after, side in zip(cells, site.input_extent, strict=True):
         width = max(before_and_after)
         widest = side
-        if site.padding_mode == "reflect":  # which does not repeat the border
+        if site.padding_mode == "reflect":  # reflection does not repeat the border
             widest = side - 1
         if width > widest:
             raise PlanError(

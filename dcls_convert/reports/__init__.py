@@ -1,1 +1,1 @@
-"""What a conversion costs, as data. It is counted here, once; views only format it."""
+"""The cost of a conversion, as data. It is counted here, once; views only format it."""

@@ -1,4 +1,4 @@
-"""The report of a converted model, counted on the model itself."""
+"""Measure the report of a converted model, on the model itself."""
 
 from collections import Counter
 from dataclasses import replace
@@ -14,12 +14,12 @@ from .report import ConversionReport, LayerReport
 
 
 def measure_report(model: nn.Module, plan: ConversionPlan) -> ConversionReport:
-    """The report of a converted model, counted on the model itself.
+    """Return the report of a converted model, counted on the model itself.
 
-    It is equal to `predict_report(plan)`.
+    It equals `predict_report(plan)` if the model was converted as planned.
 
-    Parameters are counted tensor by tensor. MACs come from torch's flop counter in a forward pass
-    on the meta device; the construction of the kernels is not counted.
+    Parameters are counted tensor by tensor. MACs come from torch's FLOP counter in a forward pass
+    on the meta device, without the construction of the kernels.
     """
     params = sum(parameter.numel() for parameter in model.parameters())
     if plan.macs is None or plan.input_size is None:

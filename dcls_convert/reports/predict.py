@@ -1,4 +1,4 @@
-"""The report that a plan predicts."""
+"""Predict the report of a conversion from its plan."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ from .report import (
 
 
 def predict_report(plan: ConversionPlan) -> ConversionReport:
-    """The report of a plan that has not been carried out; no weights are needed."""
+    """Return the report of a plan that has not been carried out; no weights are needed."""
     rows = []
     params = plan.params
     for layer in plan.layers:
@@ -29,11 +29,14 @@ def predict_report(plan: ConversionPlan) -> ConversionReport:
 def report_of_layers(
     plan: ConversionPlan, params: int, macs: int | None, layers: Sequence[LayerReport]
 ) -> ConversionReport:
-    """The report of these layers.
+    """Assemble the report of a conversion from the reports of its layers.
 
     Args:
-        params: Parameters of the whole converted model.
-        macs: Its MACs; None takes those of the layers and of what is untouched, if they are known.
+        plan: The plan of the conversion.
+        params: Number of parameters of the whole converted model.
+        macs: MACs of the whole converted model. If None, the MACs of the layers and of the
+            untouched rest are added up, if they are known.
+        layers: The reports of all layers, in the order of the plan.
     """
     macs_untouched = None
     if plan.macs is not None:
@@ -80,13 +83,13 @@ def _budget_report(plan: ConversionPlan) -> BudgetReport:
 
 
 def predicted_layer(plan: ConversionPlan, layer: LayerPlan) -> LayerReport:
-    """The row of a layer, as the plan predicts it."""
+    """Return the report of a layer, as the plan predicts it."""
     bias = layer.out_channels if layer.bias else 0
     positions = 0
     if plan.folded:
         weights = layer.folded_weights
     else:
-        weights = layer.lines * layer.kernel_count  # so many elements on each kernel line
+        weights = layer.lines * layer.kernel_count  # each kernel line has this many elements
         if layer.tie_group is None or plan.group(layer.tie_group).layers[0] == layer.name:
             positions = layer.position_params
     from_plan = shared_fields(layer, LayerReport)

@@ -1,4 +1,4 @@
-"""What a conversion costs and gains, as data; `views.report` shows it."""
+"""The report of a conversion, as data; `views.report` shows it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -15,7 +15,7 @@ from ..tables import as_html, as_text
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """A count before and after, None if it is not known. The unit is the field's name."""
+    """A count before and after a conversion, None if not known. Its unit is the field's name."""
 
     before: int | None = None
     after: int | None = None
@@ -36,9 +36,9 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamsChange(Change):
-    """Parameters of the whole model. The elements' weights and positions are a part of `after`."""
+    """Parameters of the whole model. `after` includes `weights` and `positions`."""
 
-    weights: int  # weights of all elements; of a folded model, cells of all windows
+    weights: int  # weights of all elements; in a folded model, cells of all windows
     positions: int  # positions and sigmas; tied ones are counted once
 
 
@@ -46,14 +46,15 @@ class ParamsChange(Change):
 class MacsChange(Change):
     """MACs of the whole model for one input."""
 
-    note: str | None = None  # why they are not known
+    note: str | None = None  # reason, if MACs are not known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerReport:
     """One replaced convolution.
 
-    In a folded model a plain convolution is in its place; `kernel_count` is that before folding.
+    In a folded model, a plain convolution is in its place, and `kernel_count` is the count before
+    folding.
     """
 
     name: str
@@ -66,14 +67,14 @@ class LayerReport:
     tie_group: str | None
     params_before: int  # with bias
     params_after: int  # with bias, and with `position_params`
-    weight_params: int  # part of params_after: weights of the elements; folded, of the whole window
+    weight_params: int  # part of params_after: weights of elements; if folded, of the whole window
     # Part of params_after: positions and sigma. Tied ones are counted in their group's first layer.
     position_params: int
     macs_before: int | None
     macs_after: int | None
-    fit_error: float | None = None  # relative error of the kernel that a start gave
+    fit_error: float | None = None  # relative error of the kernel after the start
     output_error: float | None = None  # relative error of the outputs, on a calibration's images
-    # What raises `output_error` beyond what the elements can do; absent from the JSON if empty.
+    # Reasons for `output_error` besides the limits of the elements; absent from the JSON if empty.
     error_reasons: tuple[str, ...] = ()
 
 
@@ -81,18 +82,19 @@ class LayerReport:
 class BudgetUse:
     """How many parameters new kernels and positions may use, and how many they do use.
 
-    For a folded model, the numbers before folding.
+    The numbers of a folded model are those before folding.
     """
 
     limit: int
     used: int
-    # The count that would use all, rounded down to two digits; None if layers' counts differ.
+    # The kernel count that would use the whole budget, rounded down to two decimals; None if the
+    # counts of layers differ.
     exact_count: float | None
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def slack(self) -> int:
-        """Parameters left; negative where a given count is over the budget."""
+        """Parameters left; negative if a given count exceeds the budget."""
         return self.limit - self.used
 
 
@@ -101,7 +103,7 @@ class UnitReport(BudgetUse):
     """The budget of one unit: the model, a stage or a layer."""
 
     name: str
-    kernel_count: int | None  # None: its layers have different counts, stated by rules
+    kernel_count: int | None  # None if rules state different counts for its layers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,32 +116,32 @@ class BudgetReport(BudgetUse):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What a conversion did to the function of a trained network."""
+    """The effect of a conversion on the outputs of a trained network."""
 
     kernel_error: float | None  # mean of the layers' `fit_error`
     images: int  # held-out images, or crops of them, on which outputs were compared
     # Images that the new layers were fitted to; not in the JSON.
     fitted_images: Annotated[int, Field(exclude=True)] = 0
-    # Held-out images that `images` are crops of; 0 if they are not crops. Not in the JSON.
+    # Number of held-out images that `images` are crops of; 0 without crops. Not in the JSON.
     images_cropped: Annotated[int, Field(exclude=True)] = 0
-    same_top1: float | None = None  # this and the next two: as in `Agreement`
+    same_top1: float | None = None  # this and the next two are as in `Agreement`
     kl: float | None = None
     output_error: float | None = None
-    # A yardstick: agreement of the old outputs with the old outputs for images moved by one pixel.
+    # For comparison: agreement of the old outputs with those for images moved by one pixel.
     shifted: Agreement | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversionReport(Record):
-    """What a conversion changes: parameters, MACs, budget and layers.
+    """The changes of a conversion: parameters, MACs, budget and layers.
 
-    The layers' parameters and `params_untouched` sum to `params`, and so do the MACs.
+    The parameters of the layers and `params_untouched` sum to `params`; MACs sum likewise.
     """
 
     format: int = 1
     model: str | None
     input_size: tuple[int, ...] | None
-    output: str | None  # the checkpoint folder; None where nothing was written
+    output: str | None  # the checkpoint folder; None if nothing was written
     params: ParamsChange
     macs: MacsChange
     budget: BudgetReport
@@ -148,7 +150,7 @@ class ConversionReport(Record):
     stages_from: str
     params_untouched: int
     macs_untouched: int | None
-    # None, and absent from the JSON, if nothing was trained or nothing was carried out.
+    # None, and absent from the JSON, if the network was not trained or the plan not carried out.
     outcome: Outcome | None = None
     # The plan that was carried out; not in the JSON.
     plan: Annotated[ConversionPlan, Field(exclude=True)] = field(repr=False)
@@ -156,13 +158,13 @@ class ConversionReport(Record):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def folded(self) -> bool:
-        """Whether plain convolutions stand in the layers' places."""
+        """True if plain convolutions have replaced the layers."""
         return self.plan.folded
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def layers_beyond_map(self) -> int:
-        """Layers whose windows have cells that never meet the map, at the input size."""
+        """Number of layers whose windows have cells that never meet the map, at the input size."""
         return sum(layer.exceeds_map for layer in self.plan.layers)
 
     def with_errors(
@@ -173,23 +175,21 @@ class ConversionReport(Record):
         *,
         reasons: Mapping[str, tuple[str, ...]],
     ) -> "ConversionReport":
-        """The report with the errors and reasons that `apply_plan_` gave, by layer name."""
+        """Return the report with the errors and reasons of `apply_plan_`, each by layer name."""
         layers = []
         for layer in self.layers:
-            of_kernel = kernel_errors.get(layer.name)
-            of_outputs = output_errors.get(layer.name)
             layers.append(
                 replace(
                     layer,
-                    fit_error=of_kernel,
-                    output_error=of_outputs,
+                    fit_error=kernel_errors.get(layer.name),
+                    output_error=output_errors.get(layer.name),
                     error_reasons=reasons.get(layer.name, ()),
                 )
             )
         return replace(self, layers=tuple(layers), outcome=outcome)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         data = Record.to_dict(self)  # not `super()`, which finds no class with slots
         if self.outcome is None:
             del data["outcome"]

@@ -1,1 +1,1 @@
-"""Changing a model. Any failure here, running out of memory included, leaves it as it was."""
+"""Change a model. Any failure here, running out of memory included, leaves the model as it was."""

@@ -1,4 +1,4 @@
-"""A plan, carried out on a model: layers made, given their values, and put into the model."""
+"""Carry out a plan on a model: make the layers, find their values, and put them into the model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,14 +25,14 @@ from .start import start_from_kernels_, start_randomly_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerErrors:
-    """The errors that a start leaves, by the layer's name."""
+    """The errors that remain after a start, by layer name."""
 
     # |new - old| / |old| of the constructed kernels; empty for "random" and on the meta device.
     kernel: dict[str, float]
     # |new - old| / |old| of the outputs at the sampled places of a calibration's images, given the
     # input from the layers that are converted already; empty without a calibration.
     output: dict[str, float]
-    # Why a layer's outputs may have lost much; only where a calibration knows a reason.
+    # Reasons that may explain a large output error; only layers for which a calibration knows any.
     reasons: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -56,21 +56,21 @@ def apply_plan_(
         plan: From `plan_conversion`. If it says that the model is folded, plain convolutions with
             the constructed kernels are placed.
         init: As in `convert_`. "exact" needs a plan with an element for every cell
-            (`plan_conversion(kernel_count="exact")`). The weights of "random" elements are cells of
-            the old kernels, so that they stay distributed as the model initialises them. In a model
-            without norms, they are then scaled: outputs get the mean square of the old ones.
+            (`plan_conversion(kernel_count="exact")`). With "random", weights are cells of the old
+            kernels, so that they keep the distribution of the model's initialisation. In a model
+            without norms, they are then scaled so that outputs keep their mean square.
         positions: As in `convert_`.
-        generator: Source of all randomness; without it, a new one with seed 0.
+        generator: Source of all randomness; by default, a new one with seed 0.
         calibration: For "fit": images, as in `convert_`; or the statistics of a pass over them.
-        note: Called with what a user should know.
-        notify: Called with which layers are next.
+        note: Called with messages for the user.
+        notify: Called with progress: which layers are next.
 
     Returns:
-        The relative errors of the kernels, and with a calibration those of the outputs and reasons
-        for them.
+        The relative errors of the kernels; with a calibration, also those of the outputs, and
+        reasons for them.
 
     Raises:
-        DclsConvertError: The model is not the one that was planned for, or does not take the
+        DclsConvertError: The model is not the one that the plan is for, or does not accept the
             images. After this and any other error, running out of memory included, the model is
             as it was.
     """
@@ -119,7 +119,7 @@ def _check_start(plan: ConversionPlan, init: Init, positions: Positions) -> None
         if layer.kernel_count < cells or not exact_on_cells:
             raise PlanError(
                 f"{layer.name}: an exact start needs {cells} elements and an interpolation that "
-                f"keeps them in their cells, the plan has {layer.kernel_count}, "
+                f"keeps them in their cells, but the plan has {layer.kernel_count} and "
                 f"{layer.interpolation}; plan with kernel_count='exact'"
             )
 
@@ -132,7 +132,7 @@ def _statistics(
     note: Note,
     notify: Notify,
 ) -> CalibrationStatistics | None:
-    """What the old convolutions see in the images of a calibration; None without one."""
+    """Return what the old convolutions see in the calibration's images; None without images."""
     if calibration is None or isinstance(calibration, CalibrationStatistics):
         return calibration
     if not isinstance(calibration, Calibration):
@@ -142,7 +142,7 @@ def _statistics(
 
 
 def _note_kept_fits(calibrated: Sequence[CalibratedLayer], note: Note) -> None:
-    """Tell the user of layers of which the images show too little."""
+    """Tell the user how many layers keep their fit, for lack of samples."""
     count = sum(layer.keeps_fit for layer in calibrated)
     if count:
         note(
@@ -152,7 +152,7 @@ def _note_kept_fits(calibrated: Sequence[CalibratedLayer], note: Note) -> None:
 
 
 def _note_shifted_means(calibrated: Sequence[CalibratedLayer], note: Note) -> None:
-    """Tell the user of layers whose output means cannot be set back to the old ones."""
+    """Tell the user which layers have output means that cannot be corrected."""
     still_shifted = [layer.name for layer in calibrated if layer.shift_target is None]
     if still_shifted:
         note(
@@ -167,9 +167,9 @@ def _place_(
     groups: Sequence[LayerGroup],
     calibrated: Sequence[CalibratedLayer],
 ) -> None:
-    """Put the layers into the model, and set the means of their outputs back to the old ones."""
+    """Put the layers into the model, and correct the means of their outputs."""
     shifted = [layer for layer in calibrated if layer.shift_target is not None]
-    # Biases and running means, which take the mean shifts.
+    # Biases and running means, to which the mean shifts are applied.
     targets = [cast(Tensor, layer.shift_target) for layer in shifted]
     with unchanged_on_failure(model, values=targets):
         insert_layers_(model, plan, groups)

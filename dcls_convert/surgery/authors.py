@@ -1,8 +1,8 @@
-"""Elements and positions trained with the authors' package (DCLS, on PyPI `dcls`), in our layers.
+"""Load elements trained with the authors' package (DCLS, `dcls` on PyPI) into our layers.
 
-Upstream spellings of entries (P, SIG) stand in this file alone; which version of the package
-corresponds to which interpolation is stated by the records in layers/interpolation.py. Layers are
-named as in the model to convert.
+The upstream names of entries (P, SIG) appear in this file alone. The records in
+layers/interpolation.py state which version of the package corresponds to which interpolation.
+Layers are named as in the model to convert.
 
 Axes: O output channels, I input channels per group, E kernel elements, A spatial axes.
 """
@@ -27,30 +27,31 @@ from ..planning.plan import ConversionPlan
 from ..planning.tie_groups import TieGroup
 from .place import insert_layers_
 
-# Entries of one of the authors' layers, beside its bias.
+# Entries of a layer of the authors' package, apart from its bias.
 _WEIGHT = "weight"  # (O, I, E)
 _POSITIONS = "P"  # (A, O, I, E), with the axes in an order that depends on the version
 _SIGMA = "SIG"  # (A, O, I, E), in cells, of either sign; `min_sigma` is added to its absolute value
-# Axes of P[0], P[1], ... in version v0, by the number of axes. Other versions reverse all axes.
+# To which axes P[0], P[1], ... belong in version v0, by the number of axes. Other versions reverse
+# the axes.
 _AXES = {1: (0,), 2: (0, 1), 3: (0, 2, 1)}
-# All versions but v0 add this to the sum by which an element's spread is divided. DCLS 0.1.1,
-# ConstructKernel1d to 3d.
+# All versions but v0 divide an element's spread by its sum plus this: DCLS 0.1.1, ConstructKernel1d
+# to 3d.
 _NORMALISER = 1e-7
-# Version of the checkpoints that the authors published; a file without SIG does not state its own.
+# Version of the authors' published checkpoints. A file without SIG does not state its version.
 RELEASED_VERSION: AuthorsVersion = "v0"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AuthorsWeights:
-    """A state dict with layers of the authors' package, sorted."""
+    """A state dict, split into layers of the authors' package and the rest."""
 
-    where: str  # what messages call it
-    layers: dict[str, dict[str, Tensor]]  # by name and entry
+    where: str  # its name in messages
+    layers: dict[str, dict[str, Tensor]]  # tensors by layer name and entry
     rest: dict[str, Tensor]  # all other entries
 
     @property
     def kernel_counts(self) -> LayerCounts:
-        """The number of elements in the kernels of each layer."""
+        """The number of elements per kernel in each layer."""
         counts = {}
         for name, layer in self.layers.items():
             counts[name] = layer[_WEIGHT].shape[-1]
@@ -58,15 +59,15 @@ class AuthorsWeights:
 
     @property
     def has_sigma(self) -> bool:
-        """Whether any layer has widths of its elements."""
+        """True if any layer has sigmas."""
         return any(_SIGMA in layer for layer in self.layers.values())
 
 
 def split_authors_weights(state: Mapping[str, Tensor], where: str) -> AuthorsWeights | None:
-    """Sort a state dict into the authors' layers and other entries.
+    """Split a state dict into layers of the authors' package and the rest.
 
     Returns:
-        None if the state dict has no such layer, that is, no P beside a weight.
+        None if the state dict has no such layer, that is, no P with a weight.
 
     Raises:
         CheckpointError: Entries of a layer are missing, do not fit each other or are not finite.
@@ -94,9 +95,9 @@ def split_authors_weights(state: Mapping[str, Tensor], where: str) -> AuthorsWei
 def _check_entries(name: str, layer: Mapping[str, Tensor], where: str) -> None:
     """Refuse entries that do not fit the weight's shape, or are not finite numbers."""
     shape = layer[_WEIGHT].shape
-    is_weight = len(shape) == 3 and min(shape) > 0
+    weight_has_elements = len(shape) == 3 and min(shape) > 0
     for entry, tensor in layer.items():
-        fits = is_weight and tensor.shape[1:] == shape and tensor.shape[0] in _AXES
+        fits = weight_has_elements and tensor.shape[1:] == shape and tensor.shape[0] in _AXES
         if entry != _WEIGHT and not fits:
             raise CheckpointError(
                 f"{where}: {name}.{entry} has shape {tuple(tensor.shape)}, which does not fit its "
@@ -115,7 +116,7 @@ def start_from_authors_(
     version: AuthorsVersion | None = None,
     new_classifier: bool = False,
 ) -> list[str]:
-    """Load the weights into the model and convert it.
+    """Load the weights into the model, and convert it.
 
     Returns:
         The names of the entries that kept their initial values.
@@ -130,66 +131,66 @@ def start_from_authors_(
                 "which would transform the file's elements"
             )
     groups = make_layers(model, plan)
-    # The file has no kernels for the convolutions that are replaced. Give their old kernels to
-    # `load_weights_`, so that it can check that everything else is there.
+    # The file has no kernels for the convolutions that are replaced. `load_weights_` gets their
+    # present kernels instead, so that it can check that everything else is there.
     state = dict(weights.rest)
     old_state = model.state_dict()
     for layer in plan.layers:
         for name in layer.names:
             if f"{name}.weight" in old_state:
                 state[f"{name}.weight"] = old_state[f"{name}.weight"]
-    kept = load_weights_(model, state, weights.where, new_classifier=new_classifier)
+    not_loaded = load_weights_(model, state, weights.where, new_classifier=new_classifier)
     insert_layers_(model, plan, groups)
     model.load_state_dict(elements, strict=False)
-    return kept
+    return not_loaded
 
 
 def element_state(
     weights: AuthorsWeights, plan: ConversionPlan, version: AuthorsVersion | None = None
 ) -> dict[str, Tensor]:
-    """Weights, positions and sigmas of the plan's layers, by their names in the converted model.
+    """Return weights, positions and sigmas of the plan's layers, by name in the converted model.
 
     Raises:
-        CheckpointError: The elements are not those of the plan's layers, or of another version.
+        CheckpointError: The elements do not fit the plan's layers, or are of another version.
     """
     if version is not None and weights.has_sigma:
-        versions_of = _versions_by_interpolation(has_sigma=True)
+        versions = _versions_by_interpolation(has_sigma=True)
         raise CheckpointError(
             f"{weights.where}: has {_SIGMA} entries, "
-            f"so it is of version {' or '.join(versions_of.values())} "
-            f"(--interpolation {' or '.join(versions_of)}); "
-            f"--authors-version {version} is for files without"
+            f"so it is of version {' or '.join(versions.values())} "
+            f"(--interpolation {' or '.join(versions)}); "
+            f"--authors-version {version} is for files without {_SIGMA}"
         )
     version = version or RELEASED_VERSION
-    ours: dict[str, dict[str, Tensor]] = {}
+    translated: dict[str, dict[str, Tensor]] = {}
     positions: dict[str, Tensor] = {}
     for layer in plan.layers:
-        ours[layer.name] = _translate(layer, weights, version)
-        positions[layer.name] = ours[layer.name]["positions"]
+        translated[layer.name] = _translate(layer, weights, version)
+        positions[layer.name] = translated[layer.name]["positions"]
     _check_windows(plan, positions, weights.where)
     state: dict[str, Tensor] = {}
     for layer in plan.layers:
-        for part, tensor in ours[layer.name].items():
+        for parameter, tensor in translated[layer.name].items():
             # Positions and sigma of a tie group are registered on its owner.
-            if part == "weight" or layer.tie_group is None:
-                state[f"{layer.name}.{part}"] = tensor
+            if parameter == "weight" or layer.tie_group is None:
+                state[f"{layer.name}.{parameter}"] = tensor
     for group in plan.tie_groups:
-        for part, owner_name in group.parameters.items():
-            shared = _shared_part(part, group, ours, weights.where)
+        for parameter, owner_name in group.parameters.items():
+            shared = _shared_parameter(parameter, group, translated, weights.where)
             state[f"{group.owner}.{owner_name}".removeprefix(".")] = shared
     return state
 
 
-def _shared_part(
-    part: str, group: TieGroup, ours: Mapping[str, Mapping[str, Tensor]], where: str
+def _shared_parameter(
+    parameter: str, group: TieGroup, translated: Mapping[str, Mapping[str, Tensor]], where: str
 ) -> Tensor:
-    """The positions or sigmas of a tie group's layers; CheckpointError if they differ."""
+    """Return the positions or sigmas of a tie group's layers; CheckpointError if they differ."""
     first, *others = group.layers
-    shared = ours[first][part]
+    shared = translated[first][parameter]
     for other in others:
-        if not torch.equal(ours[other][part], shared):
+        if not torch.equal(translated[other][parameter], shared):
             raise CheckpointError(
-                f"{where}: {part} of {first} and {other} differ, so the layers of "
+                f"{where}: {parameter} of {first} and {other} differ, so the layers of "
                 f"{group.name} cannot share them; use --tie none"
             )
     return shared
@@ -198,7 +199,7 @@ def _shared_part(
 def _translate(
     layer: LayerPlan, weights: AuthorsWeights, version: AuthorsVersion
 ) -> dict[str, Tensor]:
-    """One of the authors' layers as ours.
+    """Translate a layer of the authors' package into the parameters of ours.
 
     Returns:
         "weight" (O, I, E); "positions" (A, O, I, E) from the window's centre, in our order of axes;
@@ -210,41 +211,50 @@ def _translate(
     positions = theirs[_POSITIONS]
     sigma = theirs.get(_SIGMA)
     size = layer.dilated_size
-    dims = len(size)
     is_v0 = version == "v0" and sigma is None
-    their_axes = tuple(reversed(range(dims)))
-    if is_v0:
-        their_axes = _AXES[dims]
-    order = []
-    shift = []
-    for axis in range(dims):
-        index_of_axis = their_axes.index(axis)  # in P
-        order.append(index_of_axis)
-        # DCLS centres with the wrong axis's size; shift by the difference.
-        shift.append(size[index_of_axis] // 2 - size[axis] // 2)
-    offset = torch.tensor(shift, device=positions.device).reshape(-1, 1, 1, 1)  # (A, 1, 1, 1)
+    order, shifts = _axis_order_and_shifts(size, is_v0=is_v0)
+    offset = torch.tensor(shifts, device=positions.device).reshape(-1, 1, 1, 1)  # (A, 1, 1, 1)
     # Half precision would round positions: at 8 cells from the centre, by a sixteenth of a cell.
     dtype = torch.float32
     if positions.dtype == torch.float64:
         dtype = torch.float64
-    parts = {"weight": weight, "positions": positions.to(dtype)[order] + offset}
+    ours = {"weight": weight, "positions": positions.to(dtype)[order] + offset}
     if sigma is not None:
-        parts["sigma"] = sigma.to(dtype)[order].abs() + (interpolation.min_sigma or 0.0)
+        ours["sigma"] = sigma.to(dtype)[order].abs() + (interpolation.min_sigma or 0.0)
     if not is_v0:
-        spread = _spread_sum(parts, interpolation, size)  # (O, I, E)
-        # Our elements are spread to exactly their weight, those of the authors are not.
-        parts["weight"] = (weight.double() * spread / (spread + _NORMALISER)).to(weight.dtype)
-    return parts
+        spread_sum = _spread_sum(ours, interpolation, size)  # (O, I, E)
+        # The cells of our elements sum to exactly their weight; the authors' sum to a little less.
+        scaled_weight = weight.double() * spread_sum / (spread_sum + _NORMALISER)
+        ours["weight"] = scaled_weight.to(weight.dtype)
+    return ours
+
+
+def _axis_order_and_shifts(size: Sequence[int], *, is_v0: bool) -> tuple[list[int], list[int]]:
+    """Return, for each of our axes, its index in P, and the shift from their centre to ours."""
+    dims = len(size)
+    their_axes = _AXES[dims] if is_v0 else tuple(reversed(range(dims)))
+    order = []
+    shifts = []
+    for axis in range(dims):
+        index_in_p = their_axes.index(axis)
+        order.append(index_in_p)
+        # DCLS centres with the wrong axis's size; shift by the difference.
+        shifts.append(size[index_in_p] // 2 - size[axis] // 2)
+    return order, shifts
 
 
 def _find_elements(layer: LayerPlan, weights: AuthorsWeights) -> dict[str, Tensor]:
-    """The entries for the layer; CheckpointError if there are none, or of another kind or shape."""
-    found = [weights.layers[name] for name in layer.names if name in weights.layers]
-    if not found:
+    """Return the layer's entries.
+
+    Raises:
+        CheckpointError: There are none, or they are of another interpolation or shape.
+    """
+    candidates = [weights.layers[name] for name in layer.names if name in weights.layers]
+    if not candidates:
         raise CheckpointError(
             f"{weights.where}: has no elements for {layer.name}, which is to be converted"
         )
-    elements = found[0]
+    elements = candidates[0]
     _check_interpolation(layer, has_sigma=_SIGMA in elements, where=weights.where)
     shape = tuple(elements[_POSITIONS].shape)
     if shape != layer.position_shape:
@@ -256,17 +266,17 @@ def _find_elements(layer: LayerPlan, weights: AuthorsWeights) -> dict[str, Tenso
 
 
 def _check_interpolation(layer: LayerPlan, *, has_sigma: bool, where: str) -> None:
-    """Refuse an interpolation that no version of the package with such entries has."""
-    versions_of = _versions_by_interpolation(has_sigma=has_sigma)
-    if layer.interpolation in versions_of:
+    """Refuse an interpolation that the package does not have for layers with, or without, sigma."""
+    versions = _versions_by_interpolation(has_sigma=has_sigma)
+    if layer.interpolation in versions:
         return
     if not has_sigma:
         raise CheckpointError(
             f"{where}: {layer.name} has no {_SIGMA}, "
-            f"so its interpolation is {' or '.join(versions_of)}, not {layer.interpolation}"
+            f"so its interpolation is {' or '.join(versions)}, not {layer.interpolation}"
         )
     choices: list[str] = []
-    for name, version in versions_of.items():
+    for name, version in versions.items():
         if choices:
             choices.append(f"{name} ({version})")
         else:
@@ -278,22 +288,22 @@ def _check_interpolation(layer: LayerPlan, *, has_sigma: bool, where: str) -> No
 
 
 def _versions_by_interpolation(*, has_sigma: bool) -> dict[str, str]:
-    """The interpolations that the package has, with or without sigma, and their versions there."""
-    versions_of = {}
+    """Return the package's interpolations with, or without, sigma, and its versions for each."""
+    versions = {}
     for name, interpolation in INTERPOLATIONS.items():
         if interpolation.authors_versions and interpolation.has_sigma == has_sigma:
-            versions_of[name] = " or ".join(interpolation.authors_versions)
-    return versions_of
+            versions[name] = " or ".join(interpolation.authors_versions)
+    return versions
 
 
 def _spread_sum(
-    parts: Mapping[str, Tensor], interpolation: Interpolation, size: Sequence[int]
+    parameters: Mapping[str, Tensor], interpolation: Interpolation, size: Sequence[int]
 ) -> Tensor:
-    """What the spread of an element sums to over the window, before it is normalised: (O, I, E)."""
-    positions = parts["positions"].double()  # (A, O, I, E)
+    """Sum an element's spread over the window, before it is normalised: (O, I, E)."""
+    positions = parameters["positions"].double()  # (A, O, I, E)
     sigma = torch.ones_like(positions)
-    if "sigma" in parts:
-        sigma = parts["sigma"].double()
+    if "sigma" in parameters:
+        sigma = parameters["sigma"].double()
     total = torch.ones_like(positions[0])
     for axis, side in enumerate(size):
         cells = positions[axis] + side // 2  # from the window's first cell
@@ -306,24 +316,25 @@ def _check_windows(plan: ConversionPlan, positions: Mapping[str, Tensor], where:
 
     The message names the window that would hold the positions of all layers of this size.
     """
-    needed_by: dict[str, tuple[int, ...]] = {}
+    needed_windows: dict[str, tuple[int, ...]] = {}
     for layer in plan.layers:
-        needed_by[layer.name] = _grown_window(layer.dilated_size, positions[layer.name])
+        needed_windows[layer.name] = _grown_window(layer.dilated_size, positions[layer.name])
     for layer in plan.layers:
         size = layer.dilated_size
-        if needed_by[layer.name] == size:
+        needed = needed_windows[layer.name]
+        if needed == size:
             continue
-        of_this_size = [
-            needed_by[other.name] for other in plan.layers if other.dilated_size == size
+        needed_at_this_size = [
+            needed_windows[other.name] for other in plan.layers if other.dilated_size == size
         ]
-        window = tuple(map(max, zip(*of_this_size, strict=True)))
+        window = tuple(map(max, zip(*needed_at_this_size, strict=True)))
         if len(set(size)) == 1:  # a square window stays square
             window = (max(window),) * len(window)
         option = size_text(window)
         if len(set(window)) == 1:
             option = str(window[0])
-        axis = 0
-        while needed_by[layer.name][axis] == size[axis]:
+        axis = 0  # the first one along which positions are outside
+        while needed[axis] == size[axis]:
             axis += 1
         farthest = positions[layer.name][axis].abs().max().item()
         raise CheckpointError(
@@ -334,7 +345,7 @@ def _check_windows(plan: ConversionPlan, positions: Mapping[str, Tensor], where:
 
 
 def _grown_window(size: Sequence[int], positions: Tensor) -> tuple[int, ...]:
-    """The window, grown by pairs of cells until it holds all positions (A, O, I, E)."""
+    """Grow the window by pairs of cells until it holds all positions (A, O, I, E)."""
     sides = []
     for side, coordinates in zip(size, positions, strict=True):
         cells_before = math.ceil(-coordinates.min().item())

@@ -1,6 +1,6 @@
 """Fold: replace every DCLS layer by its plain convolution, which `DclsConvNd.fuse` makes.
 
-Either by our own function, or through timm's `reparameterize_model`.
+A model is folded by `fold_to_dense_`, or by timm's `reparameterize_model`, which calls it.
 """
 
 from collections.abc import Iterator
@@ -22,13 +22,13 @@ REPARAMETERIZE_METHODS = ("fuse", "reparameterize", "switch_to_deploy")
 def fold_to_dense_(model: nn.Module) -> int:
     """Replace every DCLS layer by its plain convolution, and drop the tied positions.
 
-    Outputs stay the same; each kernel is an ordinary dense one of the window's size. timm's savers
-    (`save_for_hf`, `push_to_hf_hub`) then write a config that rebuilds the folded model.
+    Outputs stay the same; each kernel becomes an ordinary dense kernel of the window's size. timm's
+    savers (`save_for_hf`, `push_to_hf_hub`) then write a config that rebuilds the folded model.
     `timm.utils.reparameterize_model(model)` folds a converted model too, but starts at its children
     and does not change that config: fold with this function before saving.
 
     Returns:
-        The number of layers.
+        The number of layers that were folded.
 
     Raises:
         PlanError: The model is itself a DCLS layer.
@@ -37,7 +37,7 @@ def fold_to_dense_(model: nn.Module) -> int:
         raise PlanError(
             "the model is itself a DCLS layer, which cannot be replaced in place; use its fuse()"
         )
-    layers: dict[str, DclsConvNd] = {}  # with all names of a layer that has several
+    layers: dict[str, DclsConvNd] = {}  # a layer with several names is listed under each
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, DclsConvNd):
             layers[name] = module
@@ -63,8 +63,8 @@ def _mark_folded_for_timm_(model: nn.Module) -> None:
 
 def install_timm_fold_hook_(model: nn.Module) -> None:
     """Let timm's `reparameterize_model` fold a converted model before it fuses anything else."""
-    # timm by itself leaves tied positions on their owner; RepViT and LeViT would take the weights
-    # of elements for a dense kernel.
+    # Without this, timm leaves tied positions on their owner, and RepViT and LeViT would mistake
+    # the weights of elements for a dense kernel.
     for module in (model, *_children(model)):
         has_layers = any(isinstance(inner, DclsConvNd) for inner in module.modules())
         if has_layers and not isinstance(module, DclsConvNd | fx.GraphModule):
@@ -90,9 +90,9 @@ def _remove_timm_fold_hook_(model: nn.Module) -> None:
 
 
 def _fold_first(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for the module's method `name`: fold the module, then call that method.
+    """Fold the module, then call its own method `name`, which this function replaces.
 
-    None if the module's class has no such method.
+    Return None if the module's class has no such method.
     """
     fold_to_dense_(module)  # also removes this function from the module
     method: Any = getattr(module, name, None)
@@ -102,7 +102,7 @@ def _fold_first(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _children(model: nn.Module) -> Iterator[nn.Module]:
-    """The children of a model, and instead of a GraphModule its own children.
+    """Yield the children of a model; in place of a GraphModule, yield its own children.
 
     A copy of a GraphModule loses the attribute that `install_timm_fold_hook_` sets.
     """

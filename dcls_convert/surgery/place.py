@@ -1,4 +1,4 @@
-"""Put DCLS layers into a model: structure alone. Values are found elsewhere."""
+"""Put DCLS layers into a model. This is structure alone; values are found elsewhere."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from .fold import install_timm_fold_hook_
 def place_layers_(model: nn.Module, plan: ConversionPlan) -> None:
     """Replace every convolution of the plan by its DCLS layer, without values.
 
-    If the plan is folded, it is replaced by a plain convolution instead.
+    If the plan is folded, plain convolutions of the window's size are placed instead.
     """
     insert_layers_(
         model,
@@ -34,13 +34,13 @@ def insert_layers_(
     *,
     make_plain_conv: Callable[[DclsConvNd], nn.Module] = DclsConvNd.fuse,
 ) -> None:
-    """Put layers into the model, and register what they share.
+    """Put layers into the model, and register the parameters that they share.
 
     Args:
         model: Changed in place.
-        plan: If it is folded, the layers' plain convolutions are put in their places.
+        plan: If it is folded, the layers' plain convolutions are placed instead.
         groups: From `make_layers`.
-        make_plain_conv: Makes the plain convolution of a layer, by default with its kernel.
+        make_plain_conv: Makes the plain convolution of a layer; by default, with its kernel.
     """
     for group in groups:
         if not plan.folded:
@@ -62,7 +62,7 @@ def insert_layers_(
 
 
 def _register_shared_(model: nn.Module, group: LayerGroup) -> None:
-    """Register the parameters that a tie group shares on their owner, and tie its layers."""
+    """Register the parameters of a tie group on their owner, and tie its layers to the owner."""
     if group.tie is None:
         return
     owner = model.get_submodule(group.tie.owner)
@@ -73,5 +73,5 @@ def _register_shared_(model: nn.Module, group: LayerGroup) -> None:
 
 
 def timm_model_args(plan: ConversionPlan) -> dict[str, Any]:
-    """The arguments with which our entry point in timm's registry rebuilds the plan's model."""
+    """Return the arguments with which our entry point in timm rebuilds the plan's model."""
     return {**plan.model_args, "plan": plan.to_dict()}

@@ -1,4 +1,4 @@
-"""Values for layers that are made but not in the model yet, from the kernels that they replace.
+"""Find values for layers that are not in the model yet, from the kernels that they replace.
 
 Axes: O output channels, I input channels per group, D cells of the dense axes, E kernel elements, A
 learnt axes.
@@ -25,9 +25,9 @@ def start_randomly_(
     positions: Positions,
     generator: torch.Generator,
 ) -> None:
-    """Random positions, with cells of the old kernels as weights.
+    """Draw random positions, and take cells of the old kernels as weights.
 
-    In a model without norms, the weights are scaled: outputs get the mean square of the old ones.
+    In a model without norms, the weights are scaled so that outputs keep their mean square.
     """
     for group in groups:
         _fill_randomly_(group, positions, generator)
@@ -39,11 +39,11 @@ def _fill_(group: LayerGroup, elements: Elements) -> None:
     weights, positions = elements
     for layer, weight in zip(group.layers, weights, strict=True):
         layer.weight.copy_(weight)
-    group.layers[0].positions.copy_(positions)  # which all layers of the group share
+    group.layers[0].positions.copy_(positions)  # shared by all layers of the group
 
 
 def _fill_randomly_(group: LayerGroup, positions: Positions, generator: torch.Generator) -> None:
-    """Random positions; the weights are the first cells of the old kernels."""
+    """Draw random positions, and take the first cells of the old kernels as weights."""
     plan = group.layer_plans[0]
     weights = []
     for conv in group.convs:
@@ -62,17 +62,17 @@ def _fill_randomly_(group: LayerGroup, positions: Positions, generator: torch.Ge
 
 
 def _scale_to_old_kernels_(groups: Sequence[LayerGroup]) -> None:
-    """Give the outputs of layers the mean square that they have with the old kernels.
+    """Scale weights so that outputs have the same mean square as with the old kernels.
 
-    It would be smaller, as there are fewer elements than cells, and an element is spread over
-    several cells.
+    Unscaled, it would be smaller: there are fewer elements than cells, and each element is spread
+    over several cells.
     """
     for group in groups:
         for old_kernel, layer in zip(group.effective_kernels(), group.layers, strict=True):
             if layer.weight.is_meta:
                 continue
             power = output_power(layer.kernel())
-            if power > 0:  # kernels may start from zero
+            if power > 0:  # some models initialise kernels with zeros
                 layer.weight.mul_(math.sqrt(output_power(old_kernel) / power))
 
 
@@ -85,19 +85,19 @@ def start_from_kernels_(
 ) -> None:
     """Give the layers the largest cells of the old kernels, or fit elements to them.
 
-    Group after group; `notify` is told which layers are next.
+    `notify` is called before each group, with the layers that are next.
     """
-    layers = 0
+    layer_count = 0
     total_weights = 0
     for group in groups:
-        layers += len(group.layer_plans)
+        layer_count += len(group.layer_plans)
         total_weights += _dense_weights(group)
     first = 1  # number of the group's first layer
     done_weights = 0  # the time for a group grows with its dense weights
     for group in groups:
         last = first + len(group.layer_plans) - 1
         which = f"layer {last}" if last == first else f"layers {first} to {last}"
-        notify(f"fitting {group.title}, {which} of {layers}", done_weights, total_weights)
+        notify(f"fitting {group.title}, {which} of {layer_count}", done_weights, total_weights)
         covariance_roots = None
         if statistics is not None:
             covariance_roots = statistics.covariance_roots(group)
@@ -116,14 +116,14 @@ def _fill_from_kernels_(
     """Fill the layers with the largest cells of the old kernels, or with fitted elements.
 
     Args:
-        covariance_roots: For each input channel a square root of the covariance of its patches,
-            (in_channels, S, S) with S cells of the box; fits are then close in outputs. None: close
-            in kernels.
+        covariance_roots: Square root of the covariance of the patches of each input channel,
+            (in_channels, S, S) with S cells of the box. With roots, elements are fitted to outputs,
+            else to kernels.
     """
     count = group.layer_plans[0].kernel_count
     effective = group.effective_kernels()
     kernels = [conv.weight.detach() for conv in group.convs]
-    largest = group.box.largest(kernels, count, effective=effective)
+    largest = group.box.largest_cells(kernels, count, effective=effective)
     if init != "fit":
         _fill_(group, largest)
         return
@@ -133,7 +133,7 @@ def _fill_from_kernels_(
     _fill_(group, fitted)
     if any(layer.traits.transform_weight for layer in group.layers):
         # Weight standardisation transforms the elements and can undo the fit. The largest cells
-        # stay if they are better for any layer of the group.
+        # are kept if they are better for any layer of the group.
         fitted_errors = group.kernel_errors()
         _fill_(group, largest)
         largest_errors = group.kernel_errors()

@@ -1,1 +1,1 @@
-"""Windows and counts side by side: costs, times, errors, and which is recommended."""
+"""Compare windows and counts by cost, time and error, and recommend one."""

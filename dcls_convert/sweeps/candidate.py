@@ -1,4 +1,4 @@
-"""A combination of a sweep on its way through planning, fitting and timing."""
+"""One combination of a sweep, on its way through planning, fitting and timing."""
 
 import contextlib
 from collections.abc import Iterator
@@ -17,20 +17,20 @@ MAX_REASON = 200  # characters of an exception's message
 
 @dataclass(slots=True)
 class Candidate:
-    """A combination, or the original, and what is known of it so far."""
+    """A combination, or the original, with its results so far."""
 
     row: SweepRow
-    resolved: ResolvedRequest | None = None  # None: the original, or not planned
-    model: nn.Module | None = None  # while it is timed
+    resolved: ResolvedRequest | None = None  # None for the original, or if not planned
+    model: nn.Module | None = None  # only while it is timed
     forward_ms: list[float] = field(default_factory=list)  # of each round
     step_ms: list[float] = field(default_factory=list)  # of each round
 
-    def change(self, **known: Any) -> None:
+    def change(self, **fields: Any) -> None:
         """Replace fields of the row."""
-        self.row = replace(self.row, **known)
+        self.row = replace(self.row, **fields)
 
     def fail(self, step: str, error: Exception) -> None:
-        """Say in the row which step failed, and why; free the model."""
+        """Record in the row which step failed and why, and free the model."""
         message = one_line(error)[:MAX_REASON]
         if not isinstance(error, DclsConvertError):
             message = f"{type(error).__name__}: {message}"
@@ -39,7 +39,7 @@ class Candidate:
 
     @contextlib.contextmanager
     def recording_failure(self, step: str) -> Iterator[None]:
-        """If the code inside raises an exception, the candidate fails in this step."""
+        """Let the candidate fail in this step if the block raises an exception."""
         try:
             yield
         except Exception as error:

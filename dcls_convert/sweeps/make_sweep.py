@@ -1,4 +1,4 @@
-"""Make a sweep: plan, fit and time each combination. An error in one is a row with its reason."""
+"""Make a sweep: plan, fit and time each combination. One that fails is a row with the reason."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ from .timing_rounds import MIN_ROUNDS, time_in_rounds_
 def combinations(
     sizes: Sequence[RequestedSize], counts: Sequence[int] | None, budgets: Sequence[float] | None
 ) -> list[Combination]:
-    """Every size with every count, or with every budget."""
+    """Combine every size with every count, or with every budget."""
     requested = []
     for size in sizes:
         for count in counts or (None,):
@@ -44,7 +44,7 @@ def combinations(
 
 
 def default_sizes(loaded: LoadedNetwork) -> Sequence[RequestedSize]:
-    """The windows of a sweep that states none: sizes, or growths if kernels have several sizes."""
+    """Return the windows to try by default: sizes, or growths if kernels have several sizes."""
     options = replace(loaded.request.options, dilated_size=AUTO, kernel_count=AUTO)
     return sizes_to_try(resolve(loaded, options).plan.layers)
 
@@ -57,18 +57,19 @@ def make_sweep(
     timing: tuple[TimingSettings, torch.device] | None = None,
     max_added_percent: float,
 ) -> Sweep:
-    """Plan, fit and time every combination; KeyboardInterrupt ends this early, with what is known.
+    """Plan, fit and time every combination. A KeyboardInterrupt ends this with the results so far.
 
     Args:
-        loaded: The network and the options that the combinations replace.
+        loaded: The network, with the options that are the same for all combinations.
         requested: The combinations.
-        command: Makes the command line, or the call, that converts with a combination.
-        timing: None: nothing is timed.
+        command: Returns the command line, or the Python call, that converts with a combination.
+        timing: How to time, and on which device; None to time nothing.
         max_added_percent: Percent that the recommended size may add to the cost.
 
     Raises:
-        CheckpointError: The weights have elements already.
-        PlanError: The MACs are not known, but the input size was given or times are wanted.
+        CheckpointError: The weights already have elements.
+        PlanError: The MACs cannot be counted although an input size was given, or there is no input
+            size to time with.
         NothingMatchesError, RuleError: No combination can be planned.
     """
     request = loaded.request
@@ -76,13 +77,7 @@ def make_sweep(
     name = type(request.model).__name__
     if loaded.source is not None:
         name = loaded.source.name
-    if loaded.authors_weights is not None:
-        raise CheckpointError(
-            f"{request.weights_name}: has elements of its own, so there is nothing to compare"
-        )
-    needs_input_size = timing is not None and convs.input_size is None
-    if convs.macs is None and (request.input_size is not None or needs_input_size):
-        raise PlanError(f"{shown(name)}: {convs.macs_note}")
+    _check_network(loaded, name, timed=timing is not None)
     original = SweepRow(
         asked=None,
         status="original",
@@ -120,11 +115,24 @@ def make_sweep(
     )
 
 
+def _check_network(loaded: LoadedNetwork, name: str, *, timed: bool) -> None:
+    """Raise CheckpointError or PlanError if the network cannot be swept."""
+    request = loaded.request
+    convs = loaded.convs
+    if loaded.authors_weights is not None:
+        raise CheckpointError(
+            f"{request.weights_name}: has elements of its own, so there is nothing to compare"
+        )
+    needs_input_size = timed and convs.input_size is None
+    if convs.macs is None and (request.input_size is not None or needs_input_size):
+        raise PlanError(f"{shown(name)}: {convs.macs_note}")
+
+
 def _complete_rows(rows: Sequence[SweepRow], *, fitted: bool, timed: bool) -> int:
-    """How many rows have all that they were to have, or a reason why not; without the original."""
+    """Count the rows that have all results or a reason why not, without the original."""
     complete = 0
     for row in rows[1:]:
-        # A row is "done" from its planning on, unless something fails.
+        # A row is "done" once it is planned, unless a later step fails.
         has_reason = row.status != "done"
         lacks_error = fitted and row.kernel_error is None
         lacks_times = timed and (row.step_ms is None or row.step_ms.runs < MIN_ROUNDS)
@@ -156,7 +164,7 @@ def _plan_all_(
 
 
 def _plan_(loaded: LoadedNetwork, candidate: Candidate, combination: Combination) -> None:
-    """Plan a combination, and state in its row what the conversion would be."""
+    """Plan a combination, and record in its row what the conversion would change."""
     options = replace(
         loaded.request.options,
         dilated_size=combination.size,
@@ -173,8 +181,8 @@ def _plan_(loaded: LoadedNetwork, candidate: Candidate, combination: Combination
         dilated_sizes.add(layer.dilated_size)
         kernel_counts.add(layer.kernel_count)
         module: Any = loaded.structure.get_submodule(layer.name)
-        more_weights = layer.folded_weights - layer.dense_weights
-        folded_bytes += more_weights * module.weight.itemsize
+        added_weights = layer.folded_weights - layer.dense_weights
+        folded_bytes += added_weights * module.weight.itemsize
     candidate.resolved = resolved
     candidate.change(
         layers=len(plan.layers),
@@ -196,21 +204,21 @@ def _fit_all_(loaded: LoadedNetwork, planned: Sequence[Candidate]) -> None:
 
 
 def _fit_(loaded: LoadedNetwork, candidate: Candidate) -> None:
-    """Convert a copy of the trained network, and state in the row what the conversion keeps."""
+    """Convert a copy of the trained network, and record the errors of the conversion in the row."""
     assert candidate.resolved is not None
-    copied = copy.deepcopy(loaded.network)
-    conversion = convert_network_(loaded, candidate.resolved, model=copied)
+    network_copy = copy.deepcopy(loaded.network)
+    conversion = convert_network_(loaded, candidate.resolved, model=network_copy)
     outcome = conversion.report.outcome
     if outcome is None:
         return
-    known = shared_fields(outcome, SweepRow)
+    row_fields = shared_fields(outcome, SweepRow)
     if not outcome.images:
-        known["output_error"] = conversion.random_output_error  # for random images
-    candidate.change(**known)
+        row_fields["output_error"] = conversion.random_output_error  # for random images
+    candidate.change(**row_fields)
 
 
 def _state_bytes(model: nn.Module) -> int:
-    """Bytes of a model's state dict; a shared tensor counts once."""
+    """Return the bytes of a model's state dict; a shared tensor counts once."""
     tensors: dict[int, Tensor] = {}
     for tensor in model.state_dict(keep_vars=True).values():
         tensors[id(tensor)] = tensor

@@ -1,4 +1,4 @@
-"""Sweep a model in memory: Python's way to what `dcls-convert sweep` shows."""
+"""Sweep a model in memory: the Python counterpart of `dcls-convert sweep`."""
 
 import copy
 import functools
@@ -33,8 +33,8 @@ from .make_sweep import combinations, default_sizes, make_sweep
 from .results import Combination, RequestedSize, Sweep
 from .timing import timing_settings
 
-ROW_OPTIONS = ("dilated_size", "kernel_count", "budget")  # options that each row states itself
-# Arguments of `sweep` that are also arguments of `convert_`, beside the planning options.
+ROW_OPTIONS = ("dilated_size", "kernel_count", "budget")  # options that differ from row to row
+# Arguments that `sweep` and `convert_` share, besides the planning options.
 CONVERT_ARGUMENTS = (
     "init",
     "positions",
@@ -75,35 +75,36 @@ def sweep(
     amp: bool = False,
     progress: bool | None = None,
 ) -> Sweep:
-    """Compare windows, and counts or budgets: parameters, MACs, and what kernels and outputs keep.
+    """Compare windows, and counts or budgets, by parameters, MACs, and errors of the conversion.
 
-    The model stays as it is; copies of it are converted.
+    The model is not changed; copies of it are converted.
 
     Args:
         model: An unconverted network.
-        sizes: Windows in cells: integers, or one integer for each side; or growths such as "+4".
-            None tries windows from the smallest kernel's on, or growths if kernels differ in size.
-        counts: Elements in a kernel. None: as many as the budget admits.
+        sizes: Windows in cells, as one integer or one per side, or growths such as "+4". None tries
+            windows from the size of the smallest kernel on, or growths if kernels differ in size.
+        counts: Elements per kernel. None: as many as the budget allows.
         budgets: Percent of the replaced weights, such as (60, 80, 100), instead of counts.
-        rules, scope, tie, interpolation, strict: As in `convert_`.
-        init, positions, calibration, held_out, mean, std, seed: As in `convert_`.
-        input_size: As in `convert_`. If it is not known, MACs are not, and no size is recommended.
+        rules, scope, tie, interpolation, strict: See `convert_`.
+        init, positions, calibration, held_out, mean, std, seed: See `convert_`.
+        input_size: See `convert_`. If it is unknown, so are the MACs, and no size is recommended.
         slower: Percent that the recommended size may add: to the training step with `time`, else to
             the MACs.
         time: Measure a forward pass and a training step of every row and of the original, in turn.
-        device: Device to time on, as torch names it; None: the CPU.
-        batch_size: Images at a time; None: 1 on the CPU, else 32.
-        seconds: Time limit for all measurements; three rounds are always made; None: 60.
+        device: Device to time on, named as in torch; None for the CPU.
+        batch_size: Images per batch when timing; by default 1 on the CPU, else 32.
+        seconds: Time limit for all measurements, 60 by default; three rounds are always made.
         amp: Measure in bfloat16 autocast.
-        progress: As in `convert_`.
+        progress: See `convert_`.
 
     Returns:
-        A row for each combination, the original first, and which is recommended. Shown as a table
-        in notebooks and by `print`; `rows[index].command` is the call that converts so.
+        A row for each combination, the original first, and the recommended row. It is shown as a
+        table in notebooks and by `print`. `rows[index].command` is the call that converts in the
+        same way.
 
     Raises:
-        DclsConvertError: With one line that says what does not fit. A size that does not fit is a
-            row with the reason.
+        DclsConvertError: An argument does not fit; one line says which. A size that does not fit
+            does not raise, but is a row with the reason.
     """
     if counts is not None and budgets is not None:
         raise PlanError("counts and budgets exclude each other")
@@ -113,7 +114,7 @@ def sweep(
     timing = None
     if time:
         timing = timing_settings(device, batch_size, seconds, amp=amp)
-        # Timing moves a model to the device, and changes statistics such as BatchNorm's.
+        # Timing moves the model to the device, and changes statistics such as BatchNorm's.
         model = copy.deepcopy(model)
     request = ConversionRequest(
         model=model,
@@ -143,9 +144,9 @@ def sweep(
 
 
 def _call_text(request: ConversionRequest, combination: Combination) -> str:
-    """The text of the call of `convert_` that converts as a row of the sweep does.
+    """Return the text of the call of `convert_` that does the conversion of a row.
 
-    A value that is neither a text nor an integer is written as its argument's name: `mean=mean`.
+    A value that is neither a string nor an integer is written as a variable: `mean=mean`.
     """
     arguments: dict[str, Any] = {"dilated_size": combination.size}
     if combination.kernel_count is not None:

@@ -1,4 +1,4 @@
-"""Which size a sweep recommends, and why: by the rules in docs/choosing.md."""
+"""Recommend a size from the rows of a sweep, by the rules in docs/choosing.md."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from .results import (
     window_sides,
 )
 
-# Relative errors that differ by less count as equal: training changes them more than that.
+# Relative errors that differ by less count as equal, since training changes them by more.
 ERROR_TOLERANCE = 0.005
 
 Cost = Literal["step time", "MACs"]
@@ -26,43 +26,45 @@ Reason = Literal[
     "no row gains",  # the errors of a trained network are equal in all rows
     # A row is recommended:
     "least error",
-    "largest window",  # where errors are not known
-    "least cost",  # where every row costs too much
+    "largest window",  # if errors are not known
+    "least cost",  # if every row costs too much
 ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """The recommended row, and what decided."""
+    """The recommended row, and the reason for it."""
 
     reason: Reason
-    row: SweepRow | None = None  # None: none is recommended
-    # Of a recommended row:
-    cost: Cost = "MACs"  # by which the rows were compared
-    added_percent: float = 0.0  # cost that the row has more than the original
-    # Whether windows that do not grow were left out; False: no window grows.
+    row: SweepRow | None = None  # None if no row is recommended
+    # Set only if a row is recommended:
+    cost: Cost = "MACs"  # the cost by which rows were compared
+    added_percent: float = 0.0  # by how much the row costs more than the original
+    # True if only rows with windows larger than the old kernels were compared. False if there are
+    # none.
     only_grown: bool = False
-    # Whether rows with more parameters than the original were left out; False: all have more, and
-    # those with the fewest were compared.
+    # True if only rows with at most the parameters of the original were compared. False if all rows
+    # have more; those with the fewest were compared then.
     keeps_params: bool = False
 
 
 def recommend(rows: Sequence[SweepRow], max_added_percent: float) -> Recommendation:
-    """The recommended size, and the reason in one sentence.
+    """Recommend a size, and give the reason in one sentence.
 
     Args:
-        rows: The original first.
-        max_added_percent: Percent by which the training step's time, or else the MACs, may grow.
+        rows: All rows, the original first.
+        max_added_percent: Percent by which the time of a training step may grow. If times are not
+            known, the limit is for the MACs.
     """
     decision = decide(rows, max_added_percent)
-    why = in_words(decision, rows, max_added_percent)
+    why = _explain(decision, rows, max_added_percent)
     if decision.row is None:
         return Recommendation(why=why)
     return Recommendation(row=rows.index(decision.row), why=why, command=decision.row.command)
 
 
 def decide(rows: Sequence[SweepRow], max_added_percent: float) -> Decision:
-    """The recommended row; arguments as of `recommend`."""
+    """Find the recommended row; takes the same arguments as `recommend`."""
     original = rows[0]
     done = done_rows(rows)
     if not done:
@@ -75,37 +77,38 @@ def decide(rows: Sequence[SweepRow], max_added_percent: float) -> Decision:
         return Decision(reason="no row gains")
 
     grown = _with_grown_windows(done, original)
-    # Rows in which layers refuse the size would look cheap: keep those that convert most layers.
+    # A row in which the size does not fit some layers would look cheap. Keep the rows that convert
+    # the most layers.
     candidates = _with_most_layers(grown or done)
     fewest_params = min(map(_params, candidates))
     max_params = max(fewest_params, _params(original))
-    small = [row for row in candidates if _params(row) <= max_params]
+    within_params = [row for row in candidates if _params(row) <= max_params]
 
     def added_percent(row: SweepRow) -> float:
         return percent_more(_cost_of(row, cost), _cost_of(original, cost))
 
-    affordable = [row for row in small if added_percent(row) <= max_added_percent]
+    affordable = [row for row in within_params if added_percent(row) <= max_added_percent]
     reason: Reason = "least cost"
     if affordable and errors is not None:
         reason = "least error"
-        taken = _best(affordable, done, by_error=True)
+        recommended = _best(affordable, done, by_error=True)
     elif affordable:
         reason = "largest window"
-        taken = _best(affordable, done, by_error=False)
+        recommended = _best(affordable, done, by_error=False)
     else:
-        taken = min(small, key=lambda row: _cost_of(row, cost))
+        recommended = min(within_params, key=lambda row: _cost_of(row, cost))
     return Decision(
         reason=reason,
-        row=taken,
+        row=recommended,
         cost=cost,
-        added_percent=added_percent(taken),
+        added_percent=added_percent(recommended),
         only_grown=bool(grown),
         keeps_params=fewest_params <= _params(original),
     )
 
 
 def _known_cost(rows: Sequence[SweepRow]) -> Cost | None:
-    """The cost that is known of all rows; None if there is none."""
+    """Return the cost that is known for all rows; None if neither is."""
     if values_if_complete(row.median_step_ms for row in rows) is not None:
         return "step time"
     if values_if_complete(row.macs for row in rows) is not None:
@@ -114,7 +117,7 @@ def _known_cost(rows: Sequence[SweepRow]) -> Cost | None:
 
 
 def _with_most_layers(rows: Sequence[SweepRow]) -> list[SweepRow]:
-    """The rows that convert the most layers."""
+    """Keep the rows that convert the most layers."""
     most_layers = max(row.layers for row in rows)
     return [row for row in rows if row.layers == most_layers]
 
@@ -133,9 +136,10 @@ def _params(row: SweepRow) -> int:
 
 
 def _with_grown_windows(done: Sequence[SweepRow], original: SweepRow) -> list[SweepRow]:
-    """The rows with a window that is larger than the old kernel; others give elements no new place.
+    """Keep the rows with windows larger than the old kernels; others give elements no new places.
 
-    A folded kernel has as many cells as its window, so the weights of these rows take more bytes.
+    A folded kernel has as many cells as its window, so in these rows the folded model has more
+    bytes than the original.
     """
     assert original.folded_bytes is not None
     grown = []
@@ -147,19 +151,19 @@ def _with_grown_windows(done: Sequence[SweepRow], original: SweepRow) -> list[Sw
 
 
 def _best(affordable: Sequence[SweepRow], done: Sequence[SweepRow], *, by_error: bool) -> SweepRow:
-    """Of the rows with the least error, or of all of them, the one with the largest window.
+    """Return the row with the largest window; with `by_error`, among rows with the least error.
 
-    Rows with windows above MAX_WINDOW are taken only if there is no other.
+    Rows with windows above MAX_WINDOW are used only if there are no others.
     """
     sides_of = {}
     for row, sides in zip(done, window_sides(done), strict=True):
         sides_of[id(row)] = sides
-    best = [row for row in affordable if max(sides_of[id(row)]) <= MAX_WINDOW]
-    best = best or list(affordable)
+    candidates = [row for row in affordable if max(sides_of[id(row)]) <= MAX_WINDOW]
+    candidates = candidates or list(affordable)
     if by_error:
-        max_error = min(_error(row) for row in best) + ERROR_TOLERANCE
-        best = [row for row in best if _error(row) <= max_error]
-    return max(best, key=lambda row: (math.prod(sides_of[id(row)]), row.elements))
+        max_error = min(_error(row) for row in candidates) + ERROR_TOLERANCE
+        candidates = [row for row in candidates if _error(row) <= max_error]
+    return max(candidates, key=lambda row: (math.prod(sides_of[id(row)]), row.elements))
 
 
 def _error(row: SweepRow) -> float:
@@ -167,11 +171,11 @@ def _error(row: SweepRow) -> float:
     return row.error
 
 
-def in_words(decision: Decision, rows: Sequence[SweepRow], max_added_percent: float) -> str:
-    """The reason of a decision, in one sentence without its period; arguments as of `recommend`."""
+def _explain(decision: Decision, rows: Sequence[SweepRow], max_added_percent: float) -> str:
+    """Return the reason for a decision as one sentence, without its period."""
     row = decision.row
     if row is None:
-        return _why_none(decision.reason, rows)
+        return _explain_none(decision.reason, rows)
     params = "fewest parameters"
     if decision.keeps_params:
         params = "no more parameters than the original"
@@ -192,7 +196,8 @@ def in_words(decision: Decision, rows: Sequence[SweepRow], max_added_percent: fl
     return f"the {merit} with {params} and at most {limit} ({added})"
 
 
-def _why_none(reason: Reason, rows: Sequence[SweepRow]) -> str:
+def _explain_none(reason: Reason, rows: Sequence[SweepRow]) -> str:
+    """Say why no row is recommended."""
     if reason == "no row gains":
         least = min(_error(row) for row in done_rows(rows))
         return (

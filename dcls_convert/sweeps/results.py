@@ -1,6 +1,6 @@
-"""What a sweep found, as data: a row for each combination of window and count or budget.
+"""The results of a sweep: one row for each combination of a window and a count or budget.
 
-It also says which rows others dominate.
+Rows that are dominated by others are marked.
 """
 
 import itertools
@@ -19,61 +19,61 @@ RequestedSize = int | tuple[int, ...] | str  # cells, or a growth such as "+4"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Combination:
-    """One combination."""
+    """A window, with a count or a budget."""
 
-    size: RequestedSize  # as `dilated_size` of the planning options
+    size: RequestedSize  # `dilated_size` of the planning options
     kernel_count: int | None = None  # None: solved for the budget
-    budget: float | None = None  # percent; None: the default, or a count is given
+    budget: float | None = None  # percent; None for the default, or if a count is given
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """Milliseconds of one run: quartiles over several that were measured."""
+    """Quartiles over several measurements, in milliseconds."""
 
     median: float
     first_quartile: float
     third_quartile: float
-    runs: int
+    runs: int  # number of measurements
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepRow:
     """One combination, or the original.
 
-    A value that is None or empty is not known, or was not asked for.
+    A value that is None or empty is unknown, or was not requested.
     """
 
-    asked: Combination | None  # None: the original
+    asked: Combination | None  # None for the original
     status: RowStatus
     reason: str | None = None  # why the status is not "done"; one line
-    # Command line, or call in Python, that converts with this combination.
+    # Command line, or Python call, that converts with this combination.
     command: str | None = None
     layers: int = 0  # number of layers replaced
-    layers_beyond_map: int = 0  # whose windows have cells that never meet the map
-    dilated_sizes: tuple[tuple[int, ...], ...] = ()  # all that occur, sorted
-    kernel_counts: tuple[int, ...] = ()  # all that occur, sorted
+    layers_beyond_map: int = 0  # number of layers whose windows have cells that never meet the map
+    dilated_sizes: tuple[tuple[int, ...], ...] = ()  # distinct values, sorted
+    kernel_counts: tuple[int, ...] = ()  # distinct values, sorted
     elements: int | None = None  # in all kernels
     params: int | None = None  # of the whole model
     macs: int | None = None  # of the whole model, for one image
     # Bytes of the whole model's weights and buffers, with constructed kernels.
     folded_bytes: int | None = None
-    forward_ms: Timing | None = None  # a batch in eval mode
-    # A batch forward and backward in training mode, and a step of SGD.
+    forward_ms: Timing | None = None  # one batch in eval mode
+    # One batch forward and backward in training mode, and a step of SGD.
     step_ms: Timing | None = None
     kernel_error: float | None = None  # mean of |new - old| / |old| over the replaced kernels
-    # Number of images held out of the calibration, for which outputs were compared.
+    # Number of images, held out of the calibration, for which outputs were compared.
     images: int | None = None
-    # |new - old| / |old| of the outputs for the held-out images; without any, for random images.
+    # |new - old| / |old| of the outputs for the held-out images, or for random images without any.
     output_error: float | None = None
     same_top1: float | None = None  # share of the held-out images that keep their class
     kl: float | None = None  # mean KL divergence of the class scores, in nats
-    dominated: bool = False  # another row is no worse in anything, and better in something
+    dominated: bool = False  # another row is no worse in any objective, and better in one
 
     @property
     def window(self) -> str:
-        """ "17x17", or "7x7..9x9" for several windows; of a growth, "+4 (7x7..9x9)".
+        """ "17x17", or "7x7..9x9" for several windows; for a growth, "+4 (7x7..9x9)".
 
-        As asked for if nothing was planned.
+        If nothing was planned, it is the requested size.
         """
         if self.asked is None:
             return "dense"
@@ -113,11 +113,11 @@ class SweepRow:
 class TimingSettings:
     """How the times of a sweep were measured."""
 
-    device: str  # its name
-    batch: int  # images
+    device: str  # name
+    batch: int  # number of images
     seconds: float  # for all rows together; three rounds are measured even if they take longer
     amp: bool  # bfloat16 autocast
-    threads: int | None  # of the CPU; None on other devices
+    threads: int | None  # CPU threads; None on other devices
     torch: str  # version
 
 
@@ -125,9 +125,9 @@ class TimingSettings:
 class Recommendation:
     """The recommended size."""
 
-    row: int | None = None  # its index; None if no row can be recommended
-    why: str  # in words; without a row, why there is none
-    command: str | None = None  # command line, or call in Python, that converts to this size
+    row: int | None = None  # index of the row; None if none is recommended
+    why: str  # the reason, in words; without a row, why none is recommended
+    command: str | None = None  # command line, or Python call, that converts to this size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +141,7 @@ class Sweep(Record):
     rows: tuple[SweepRow, ...]
     timing: TimingSettings | None = None
     slower: float  # percent that the recommended size may add to the original's cost
-    interrupted: bool = False  # rows are missing, or parts of them
+    interrupted: bool = False  # if so, rows or parts of them are missing
     choice: Recommendation
 
     def __rich__(self) -> Any:
@@ -154,12 +154,12 @@ class Sweep(Record):
 
 
 def done_rows(rows: Sequence[SweepRow]) -> list[SweepRow]:
-    """The rows that could be planned; not the original."""
+    """Return the rows that were planned and did not fail, without the original."""
     return [row for row in rows if row.status == "done"]
 
 
 def values_if_complete(values: Iterable[float | None]) -> list[float] | None:
-    """The values of rows; None if there are no rows, or if some row has none."""
+    """Return the values of rows; None if there are no rows or any value is None."""
     known = []
     for value in values:
         if value is None:
@@ -169,10 +169,10 @@ def values_if_complete(values: Iterable[float | None]) -> list[float] | None:
 
 
 def window_sides(done: Sequence[SweepRow]) -> list[tuple[int, ...]]:
-    """Sides of the smallest and of the largest window of each row, equally many in all rows.
+    """Return the sides of the smallest and largest window of each row; all rows get equally many.
 
-    Both count: of two rows with the same largest window, one may give smaller kernels a smaller
-    window.
+    Both windows matter: of two rows with the same largest window, one may have a smaller window for
+    smaller kernels.
     """
     axes = 1
     for row in done:
@@ -188,54 +188,56 @@ def window_sides(done: Sequence[SweepRow]) -> list[tuple[int, ...]]:
 
 
 def objectives(done: Sequence[SweepRow]) -> list[tuple[float, ...]]:
-    """The numbers by which the rows are compared, for each row; of each number, less is better.
+    """Return the values by which the rows are compared, for each row; less is better.
 
-    They are the sides of the windows negated, parameters, times (or else MACs), and the error (or
-    else the number of elements negated). A number that some row lacks is not compared.
+    They are the sides of the windows (negated), the parameters, the times or else the MACs, and the
+    error or else the number of elements (negated). A value that any row lacks is left out.
     """
     forward_ms = values_if_complete(row.median_forward_ms for row in done)
     step_ms = values_if_complete(row.median_step_ms for row in done)
     macs = values_if_complete(row.macs for row in done)
     compares_macs = forward_ms is None and step_ms is None
     errors = values_if_complete(row.error for row in done)
-    numbers: list[tuple[float, ...]] = []
+    values_of_rows: list[tuple[float, ...]] = []
     for index, (row, sides) in enumerate(zip(done, window_sides(done), strict=True)):
         assert row.params is not None
-        row_numbers: list[float] = [-side for side in sides]
-        row_numbers.append(row.params)
+        values: list[float] = [-side for side in sides]
+        values.append(row.params)
         if step_ms is not None:
-            row_numbers.append(step_ms[index])
+            values.append(step_ms[index])
         if forward_ms is not None:
-            row_numbers.append(forward_ms[index])
+            values.append(forward_ms[index])
         if compares_macs and macs is not None:
-            row_numbers.append(macs[index])
+            values.append(macs[index])
         if errors is not None:
-            row_numbers.append(errors[index])
+            values.append(errors[index])
         else:
-            row_numbers.append(-(row.elements or 0))
-        numbers.append(tuple(row_numbers))
-    return numbers
+            values.append(-(row.elements or 0))
+        values_of_rows.append(tuple(values))
+    return values_of_rows
 
 
-def dominates(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether `one` is no worse in anything, and better in something; less is better."""
-    return one != other and all(a <= b for a, b in zip(one, other, strict=True))
+def dominates(values: Sequence[float], others: Sequence[float]) -> bool:
+    """True if `values` are nowhere worse than `others`, and somewhere better; less is better."""
+    if values == others:
+        return False
+    return all(value <= other for value, other in zip(values, others, strict=True))
 
 
 def mark_dominated(rows: Sequence[SweepRow]) -> tuple[SweepRow, ...]:
-    """The rows, with `dominated` set in those that are done."""
-    numbers = objectives(done_rows(rows))
-    numbers_left = iter(numbers)
+    """Return the rows, with `dominated` set in those that are done."""
+    values_of_done = objectives(done_rows(rows))
+    remaining_values = iter(values_of_done)
     marked = []
     for row in rows:
         if row.status == "done":
-            own = next(numbers_left)
-            is_dominated = any(dominates(other, own) for other in numbers)
+            own_values = next(remaining_values)
+            is_dominated = any(dominates(values, own_values) for values in values_of_done)
             row = replace(row, dominated=is_dominated)
         marked.append(row)
     return tuple(marked)
 
 
 def percent_more(value: float, original: float) -> float:
-    """Percent by which a value exceeds the original's."""
+    """Return the percentage by which a value exceeds the original's."""
     return 100 * (value / original - 1)

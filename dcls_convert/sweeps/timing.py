@@ -1,4 +1,4 @@
-"""Time a network: the same images through a forward pass and a training step."""
+"""Time a forward pass and a training step of a network."""
 
 import copy
 import statistics
@@ -18,14 +18,14 @@ from ..surgery.apply_plan import apply_plan_
 from ..text import shown
 from .results import Timing, TimingSettings
 
-CALLS_ON_GPU = 5  # for one measured time, which is their mean
+CALLS_ON_GPU = 5  # calls per measurement, which is their mean time
 
 
 def check_device(name: str) -> torch.device:
-    """The device of this name.
+    """Return the device of this name.
 
     Raises:
-        DclsConvertError: Nothing can be timed on it.
+        DclsConvertError: torch cannot use the device, or it is "meta".
     """
     try:
         device = torch.empty(0, device=name).device
@@ -39,24 +39,24 @@ def check_device(name: str) -> torch.device:
 def timing_settings(
     device: str | None, batch: int | None, seconds: int | None, *, amp: bool
 ) -> tuple[TimingSettings, torch.device]:
-    """How a sweep measures times, and where.
+    """Return how a sweep measures times, and the device to measure on.
 
     Args:
-        device: As torch names it; None: the CPU.
-        batch: Images at a time; None: CPU_BATCH or GPU_BATCH.
-        seconds: Time for all rows together; None: TIMING_SECONDS.
-        amp: In bfloat16 autocast.
+        device: Name of the device, as in torch; None for the CPU.
+        batch: Images per batch; None for CPU_BATCH or GPU_BATCH.
+        seconds: Time limit for all rows together; None for TIMING_SECONDS.
+        amp: Measure in bfloat16 autocast.
 
     Raises:
-        DclsConvertError: Nothing can be timed on the device.
+        DclsConvertError: The device cannot be used.
     """
-    place = check_device(device or "cpu")
-    name = str(place)
-    if place.type == "cuda":
-        name = torch.cuda.get_device_name(place)
+    torch_device = check_device(device or "cpu")
+    name = str(torch_device)
+    if torch_device.type == "cuda":
+        name = torch.cuda.get_device_name(torch_device)
     default_batch = GPU_BATCH
     threads = None
-    if place.type == "cpu":
+    if torch_device.type == "cpu":
         default_batch = CPU_BATCH
         threads = torch.get_num_threads()
     settings = TimingSettings(
@@ -67,24 +67,24 @@ def timing_settings(
         threads=threads,
         torch=torch.__version__,
     )
-    return settings, place
+    return settings, torch_device
 
 
 def converted_copy(model: nn.Module, plan: ConversionPlan) -> nn.Module:
-    """A copy of the model, converted, with random elements.
+    """Return a converted copy of the model, with random elements.
 
-    It shares the tensors that are not converted with the model, to save memory.
+    To save memory, the copy shares the tensors that are not converted.
     """
-    not_copied: dict[int, Any] = {}  # the memo of deepcopy
+    memo: dict[int, Any] = {}  # deepcopy does not copy what is in its memo
     for tensor in (*model.parameters(), *model.buffers()):
-        not_copied[id(tensor)] = tensor
-    converted = copy.deepcopy(model, not_copied)
+        memo[id(tensor)] = tensor
+    converted = copy.deepcopy(model, memo)
     apply_plan_(converted, plan, init="random")
     return converted
 
 
 def quartiles(runs: Sequence[float]) -> Timing:
-    """Quartiles of the runs' milliseconds, by linear interpolation."""
+    """Compute quartiles of measured milliseconds, by linear interpolation."""
     if len(runs) == 1:
         return Timing(median=runs[0], first_quartile=runs[0], third_quartile=runs[0], runs=1)
     low, middle, high = statistics.quantiles(runs, n=4, method="inclusive")
@@ -92,7 +92,7 @@ def quartiles(runs: Sequence[float]) -> Timing:
 
 
 def forward_and_step_ms(model: nn.Module, images: Tensor, *, amp: bool) -> tuple[float, float]:
-    """Milliseconds of a forward pass and of a training step."""
+    """Measure the milliseconds of a forward pass and of a training step."""
     device = images.device
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
     calls = 1 if device.type == "cpu" else CALLS_ON_GPU
@@ -105,7 +105,7 @@ def forward_and_step_ms(model: nn.Module, images: Tensor, *, amp: bool) -> tuple
 
 
 def forward_pass(model: nn.Module, images: Tensor, autocast: torch.autocast) -> Callable[[], None]:
-    """A function that infers once; puts the model into eval mode."""
+    """Put the model into eval mode, and return a function that runs one forward pass."""
     model.eval()
 
     def forward() -> None:
@@ -116,7 +116,7 @@ def forward_pass(model: nn.Module, images: Tensor, autocast: torch.autocast) -> 
 
 
 def training_step(model: nn.Module, images: Tensor, autocast: torch.autocast) -> Callable[[], None]:
-    """A function that trains for one step; puts the model into training mode.
+    """Put the model into training mode, and return a function that runs one training step.
 
     The learning rate is 0, so a step changes no weights, only statistics such as BatchNorm's.
     """
@@ -126,7 +126,10 @@ def training_step(model: nn.Module, images: Tensor, autocast: torch.autocast) ->
         optimizer.zero_grad(set_to_none=True)
         with autocast:
             outputs = tensors_in(run(model, images))
-            losses = [o.float().square().mean() for o in outputs if o.requires_grad]
+            losses = []
+            for output in outputs:
+                if output.requires_grad:
+                    losses.append(output.float().square().mean())
             loss = torch.as_tensor(sum(losses))
         torch.autograd.backward(loss)
         optimizer.step()
@@ -135,22 +138,26 @@ def training_step(model: nn.Module, images: Tensor, autocast: torch.autocast) ->
 
 
 def mean_milliseconds(call: Callable[[], None], calls: int, device: torch.device) -> float:
-    """The mean time of calls in a row; on a GPU, with one wait for the last of them."""
-    has_queue = device.type != "cpu"
-    if has_queue:
+    """Return the mean time of consecutive calls, by the wall clock.
+
+    On a GPU, this waits only once, after the last call.
+    """
+    is_asynchronous = device.type != "cpu"
+    if is_asynchronous:
         torch.accelerator.synchronize(device)
     began = time.perf_counter()
     for _ in range(calls):
         call()
-    if has_queue:
+    if is_asynchronous:
         torch.accelerator.synchronize(device)
     return 1e3 * (time.perf_counter() - began) / calls
 
 
 def mean_device_milliseconds(call: Callable[[], None], calls: int, device: torch.device) -> float:
-    """The same by the device's own clock, between two events; on the CPU, by the wall clock.
+    """Return the mean time of consecutive calls, by the device's own clock.
 
-    So the last wait for the device does not count, which matters for short layers.
+    The final wait for the device then does not count, which matters for fast layers. On the CPU,
+    the wall clock is used.
     """
     if device.type == "cpu":
         return mean_milliseconds(call, calls, device)

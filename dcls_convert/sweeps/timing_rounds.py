@@ -1,5 +1,7 @@
-"""Time the candidates of a sweep in rounds: one after another in each, so that a slow minute of the
-machine does not fall on one of them alone.
+"""Time the candidates of a sweep in rounds.
+
+Every round times each candidate once, so that a slow minute of the machine does not affect only one
+of them.
 """
 
 import time
@@ -13,7 +15,7 @@ from .candidate import Candidate
 from .results import TimingSettings
 from .timing import converted_copy, forward_and_step_ms, quartiles
 
-MIN_ROUNDS = 3  # whatever time they take
+MIN_ROUNDS = 3  # however long they take
 MAX_ROUNDS = 100
 
 
@@ -23,9 +25,9 @@ def time_in_rounds_(
     settings: TimingSettings,
     device: torch.device,
 ) -> None:
-    """Time the original and the planned candidates, until the seconds of the settings are over.
+    """Time the original and the planned candidates until the time limit of the settings.
 
-    Their rows have the times of all rounds so far, also when an interrupt ends this.
+    If an interrupt ends this, the rows have the times of all measurements so far.
     """
     assert loaded.convs.input_size is not None
     network = loaded.network.to(device)
@@ -36,21 +38,21 @@ def time_in_rounds_(
     loaded.notify("warming up")
     _time_round_(candidates, images, settings, is_warm_up=True)
     for rounds_done in range(MAX_ROUNDS):
-        spent = time.perf_counter() - began
-        is_enough = spent >= settings.seconds and rounds_done >= MIN_ROUNDS
+        elapsed = time.perf_counter() - began
+        is_enough = elapsed >= settings.seconds and rounds_done >= MIN_ROUNDS
         has_models = any(candidate.model is not None for candidate in candidates)
         if is_enough or not has_models:
             break
-        loaded.notify(f"timing, round {rounds_done + 1}, {spent:.0f} of {settings.seconds:g} s")
+        loaded.notify(f"timing, round {rounds_done + 1}, {elapsed:.0f} of {settings.seconds:g} s")
         _time_round_(candidates, images, settings, is_warm_up=False)
 
 
 def _build_models_(
     loaded: LoadedNetwork, candidates: Sequence[Candidate], network: nn.Module
 ) -> None:
-    """Give each candidate its model to time; `network` is the original."""
+    """Build the model of each candidate; `network` is that of the original."""
     for candidate in candidates:
-        if candidate.row.reason is not None:  # a step has failed
+        if candidate.row.reason is not None:  # an earlier step failed
             continue
         loaded.notify(f"building {candidate.row.window}")
         with candidate.recording_failure("building"):
@@ -63,7 +65,7 @@ def _build_models_(
 def _time_round_(
     candidates: Sequence[Candidate], images: Tensor, settings: TimingSettings, *, is_warm_up: bool
 ) -> None:
-    """Time each candidate that has a model once; put the times into its row, but for a warm-up."""
+    """Time each candidate that has a model once. Record the times in its row, except in warm-up."""
     for candidate in candidates:
         if candidate.model is None:
             continue

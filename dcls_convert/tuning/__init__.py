@@ -1,12 +1,12 @@
-"""What a training loop needs besides the model: parameter groups, clamping, the repulsive loss, and
-records of positions.
+"""Tools for your own training loop: parameter groups, clamping, the repulsive loss, and records of
+positions.
 
     groups = dcls_convert.tuning.param_groups(model, lr=1e-3, weight_decay=0.05)
     optimizer = torch.optim.AdamW(groups)
 
-All of it also works for models without DCLS layers, and inside the wrappers of DDP, `torch.compile`
-and EMA; under FSDP2 if the docstring says so. Only `clamp_positions_` changes a model. Source:
-arXiv:2112.03740, section 3 "Learning techniques".
+Everything also works for models without DCLS layers, and for models wrapped by DDP, `torch.compile`
+or EMA. FSDP2 is supported where the docstring says so. Only `clamp_positions_` changes a model.
+Source: arXiv:2112.03740, section 3 "Learning techniques".
 """
 
 from ..networks.positions import no_weight_decay

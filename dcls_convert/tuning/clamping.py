@@ -1,4 +1,4 @@
-"""Positions of a model brought back into their windows, after a step of an optimizer."""
+"""Clamp the positions of a model to their windows after an optimizer step."""
 
 from torch import nn
 
@@ -6,12 +6,12 @@ from ..layers.dcls_conv import DclsConvNd
 
 
 def clamp_positions_(model: nn.Module) -> None:
-    """Bring all positions back into their windows, and sigmas above their minimum.
+    """Clamp all positions to their windows, and all sigmas to at least their minimum.
 
-    The layers do so themselves whenever they are used in training, and when they are saved. Call
-    this after every step to follow the paper to the letter, so that positions are inside at any
-    time. Call it also under FSDP2, where the layers clamp only the gathered copies of their
-    parameters.
+    The layers clamp their own parameters in each training forward pass and when they are saved.
+    Call this after every step to follow the paper to the letter, so that positions are always
+    inside their windows. Under FSDP2 it is needed, since the layers there clamp only the gathered
+    copies of their parameters.
     """
     for layer in model.modules():
         if isinstance(layer, DclsConvNd):

@@ -1,4 +1,4 @@
-"""Several devices or processes: accelerate, and FSDP2."""
+"""Training on several devices or in several processes, with accelerate and FSDP2."""
 
 from typing import Any
 
@@ -25,7 +25,9 @@ except ImportError as error:
 def accelerator_for(
     *, device: str | None = None, mixed_precision: str | None = None
 ) -> Accelerator:
-    """An `Accelerator` for this device, named as torch names it; by default for the best one.
+    """Return an `Accelerator` for a device, named as in torch.
+
+    By default it uses the accelerator of this machine, or the CPU if there is none.
 
     Raises:
         DclsConvertError: `accelerate launch` asks for FSDP1.
@@ -44,33 +46,33 @@ def accelerator_for(
 
 
 def is_single_process(accelerator: Accelerator) -> bool:
-    """Whether no other process takes part in the training."""
+    """True if no other process takes part in the training."""
     return bool(accelerator.distributed_type == DistributedType.NO)
 
 
-def broadcast_buffers(model: nn.Module) -> None:
-    """Give the buffers of all processes the values of the first process."""
+def broadcast_buffers_(model: nn.Module) -> None:
+    """Set the buffers of all processes to the first process's values."""
     for buffer in model.buffers():
         broadcast(buffer)
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """The tensors of all processes, one after another along the first axis."""
-    together: Tensor = gather(tensor)
-    return together
+    """Return the tensors of all processes, concatenated along the first axis."""
+    all_tensors: Tensor = gather(tensor)
+    return all_tensors
 
 
 def from_first_process(values: list[Any]) -> list[Any]:
-    """The values of the first process, in all processes."""
+    """Return the first process's values, in all processes."""
     shared: list[Any] = broadcast_object_list(values)
     return shared
 
 
 def shard_(model: nn.Module, accelerator: Accelerator) -> None:
-    """Shard with FSDP2: a group for every block, inner blocks first, then one for all the rest.
+    """Shard the model with FSDP2: one group for each block, and one for everything else.
 
-    A block is a module with children in a Sequential or a ModuleList. Positions that its layers
-    share with other blocks are in the group of a module around them.
+    A block is an element of a Sequential or a ModuleList that has children itself. Positions that
+    layers of several blocks share belong to the group of a module around these blocks.
     """
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     blocks: set[nn.Module] = set()
@@ -81,7 +83,7 @@ def shard_(model: nn.Module, accelerator: Accelerator) -> None:
                 has_children = next(module.children(), None) is not None
                 if has_children and not is_container:
                     blocks.add(module)
-    for module in reversed(list(model.modules())):
+    for module in reversed(list(model.modules())):  # inner blocks first
         if module in blocks:
             fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -1,6 +1,6 @@
-"""The images of a training: opening them, and their transforms.
+"""Open the images for training and testing, and set their transforms.
 
-Any data set of timm with random access will do.
+Any of timm's data sets with random access works.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ from ..progress import Note, silent
 from ..text import counted, listed, one_line, shown
 from .shards import Shards
 
-MODES = {1: "L", 3: "RGB"}  # channels that a model takes -> mode of Pillow
+MODES = {1: "L", 3: "RGB"}  # input channels of a model -> Pillow mode
 # If there are only class folders, every fifth image of each class is held out to test with.
 HOLD_OUT_EVERY = 5
 SPLITS = ("train", "validation")  # timm also finds "validation" in a folder called "val"
@@ -39,11 +39,11 @@ AUGMENTATIONS: dict[Augmentation, dict[str, Any]] = {  # arguments of timm's cre
 
 @dataclass(kw_only=True, slots=True)
 class ImageData:
-    """Images to train on and to test with, as data sets with an index and a `transform`."""
+    """Training and test images: data sets with random access and a `transform` attribute."""
 
     train: Any
     test: Any
-    classes: tuple[str, ...]  # names; numbers where the data set does not name them
+    classes: tuple[str, ...]  # names, or numbers if the data set has no names
 
 
 def open_images(
@@ -55,24 +55,25 @@ def open_images(
     labelled: bool = True,
     note: Note = silent,
 ) -> ImageData:
-    """Open the images of a folder, or of one of timm's data sets, without transforms yet.
+    """Open the images of a folder or of one of timm's data sets, without transforms.
 
-    Images of a folder that cannot be decoded are skipped; timm would replace each by the next one.
+    Images in a folder that cannot be decoded are skipped. (timm would load the next image instead.)
 
     Args:
-        data: Folder with a folder for each class, or with `train` and `validation` (or `val`) that
-            have these. If there are only class folders, every fifth image is held out to test with.
+        data: Folder with one folder per class, or with `train` and `validation` (or `val`) folders
+            that contain the class folders. If there are only class folders, every fifth image of
+            each class is held out to test with.
         dataset: timm's name of a data set, such as "torch/cifar10", "hfds/cifar10" or
             "wds/imagenet"; `data` is then its location.
-        splits: timm's names of the part to train on and of the part to test with.
+        splits: timm's names of the training split and the test split.
         classes: Number of classes, for data sets that do not name them.
-        labelled: False for images that only serve to learn a teacher's outputs; their folders need
-            not be classes.
-        note: Told which images are skipped, and which classes have none to test with.
+        labelled: False if the labels are not used, as when a teacher's outputs are learned; the
+            folders need not be classes then.
+        note: Receives messages about skipped images and about classes without test images.
 
     Raises:
-        DclsConvertError: No such data, fewer than two classes, classes without images to train on,
-            or a data set without random access.
+        DclsConvertError: The data cannot be opened, has fewer than two classes, has classes without
+            images to train on, or has no random access.
     """
     where = f"--data {shown(data)}"
     if dataset:
@@ -87,13 +88,13 @@ def open_images(
         train = _open_split(dataset, root, train_split, where, note)
         test = _open_split(dataset, root, test_split, where, note)
         class_to_idx = getattr(getattr(train, "reader", train), "class_to_idx", None) or {}
-    except Exception as error:  # what timm and the libraries below it raise has no common base
+    except Exception as error:  # exceptions of timm and its libraries have no common base class
         raise DclsConvertError(f"{where}: {one_line(error)[:300]}") from error
     if isinstance(train, IterableDataset) or isinstance(test, IterableDataset):
         raise DclsConvertError(f"{where}: is a streaming data set; choose one with random access")
     if not dataset:
-        classes_to_keep = class_to_idx if labelled else None
-        _prepare_folders_(train.reader, test.reader, root, classes_to_keep, where, note)
+        required_classes = class_to_idx if labelled else None
+        _prepare_folders_(train.reader, test.reader, root, required_classes, where, note)
     names = tuple(class_to_idx) or tuple(map(str, range(classes or 0)))
     if labelled and len(names) < 2:
         raise DclsConvertError(f"{where}: has fewer than two classes; each is a folder of images")
@@ -112,16 +113,17 @@ def _prepare_folders_(
     where: str,
     note: Note,
 ) -> None:
-    """Skip unreadable images, and hold images out for the test if there is no folder of them.
+    """Skip unreadable images, and hold out test images if they have no folder.
 
     Args:
-        train: timm's reader of the images to train on.
-        test: timm's reader of the test images; timm lets it read all of `root` if the folder of
-            its split is missing.
-        root: The folder that holds the splits or the classes.
-        class_to_idx: Classes of the training, which the test's images get; None without classes.
-        where: Start of each message.
-        note: Told which images are skipped, and which classes have none to test with.
+        train: timm's reader of the training images.
+        test: timm's reader of the test images. timm makes it read all of `root` if there is no
+            folder for the test split.
+        root: The folder that contains the splits or the classes.
+        class_to_idx: Class numbers of the training images, which the test images get too; None if
+            the folders are not classes.
+        where: Prefix of every message.
+        note: Receives messages about skipped images and about classes without test images.
     """
     _skip_unreadable_(train, where, note)
     has_test_folder = test.root != root
@@ -130,8 +132,8 @@ def _prepare_folders_(
         if class_to_idx is not None:
             _renumber_classes_(test, class_to_idx, where, note)
         _skip_unreadable_(test, where, note)
-    elif not has_train_folder:  # class folders alone
-        train.samples, test.samples = _held_out(train.samples)
+    elif not has_train_folder:  # only class folders
+        train.samples, test.samples = _hold_out(train.samples)
         if class_to_idx is not None:
             tested = {label for _, label in test.samples}
             untested = [name for name, label in class_to_idx.items() if label not in tested]
@@ -141,8 +143,8 @@ def _prepare_folders_(
 
 
 def _open_split(dataset: str, root: str | None, split: str, where: str, note: Note) -> Any:
-    """Open a part of a data set of timm; with an index also for shards, which timm only streams."""
-    # The images of a folder keep their mode, and transforms convert them: timm clips 16 bits to 8.
+    """Open one split of a timm data set. Shards, which timm only streams, get random access."""
+    # Images from folders keep their mode, which a transform converts; timm would clip 16 bits to 8.
     mode = "RGB" if dataset else ""
     images = create_dataset(dataset, root=root, split=split, input_img_mode=mode)
     if not isinstance(getattr(images, "reader", None), ReaderWds):
@@ -155,9 +157,9 @@ def _open_split(dataset: str, root: str | None, split: str, where: str, note: No
 def _renumber_classes_(
     reader: Any, class_to_idx: Mapping[str, int], where: str, note: Note
 ) -> None:
-    """Replace the class numbers of a reader's samples by those of `class_to_idx`, by class name."""
-    own_names = {number: name for name, number in reader.class_to_idx.items()}
-    unknown = [name for name in own_names.values() if name not in class_to_idx]
+    """Change the class numbers of a reader's samples to the numbers in `class_to_idx`."""
+    old_names = {number: name for name, number in reader.class_to_idx.items()}
+    unknown = [name for name in old_names.values() if name not in class_to_idx]
     if unknown:
         raise DclsConvertError(
             f"{where}: {listed(unknown)}: there are test images, but none to train on"
@@ -165,37 +167,37 @@ def _renumber_classes_(
     untested = [name for name in class_to_idx if name not in reader.class_to_idx]
     _note_untested(untested, where, note)
     reader.class_to_idx = class_to_idx
-    reader.samples = [(path, class_to_idx[own_names[number]]) for path, number in reader.samples]
+    reader.samples = [(path, class_to_idx[old_names[number]]) for path, number in reader.samples]
 
 
 def _note_untested(names: Sequence[str], where: str, note: Note) -> None:
-    """Say how many classes have no images to test with, and name some of them."""
+    """Report how many classes have no test images, with the names of some."""
     if names:
         note(f"{where}: classes without images to test with: {len(names):,} ({listed(names)})")
 
 
 def _skip_unreadable_(reader: Any, where: str, note: Note) -> None:
-    """Take the images that cannot be decoded out of a reader, and name some of them."""
+    """Remove the images that cannot be decoded from a reader, and report the names of some."""
     paths = [path for path, _ in reader.samples]
     with quietly(), ThreadPoolExecutor() as pool:
         decodable = list(pool.map(_is_decodable, paths))
-    kept = []
-    lost = []
+    readable_samples = []
+    unreadable_paths = []
     for sample, is_decodable in zip(reader.samples, decodable, strict=True):
         if is_decodable:
-            kept.append(sample)
+            readable_samples.append(sample)
         else:
-            lost.append(Path(sample[0]).relative_to(reader.root))
-    if lost:
-        images = counted(len(lost), "image")
-        note(f"{where}: skipping {images} that cannot be read: {listed(lost)}")
-    reader.samples = kept
+            unreadable_paths.append(Path(sample[0]).relative_to(reader.root))
+    if unreadable_paths:
+        images = counted(len(unreadable_paths), "image")
+        note(f"{where}: skipping {images} that cannot be read: {listed(unreadable_paths)}")
+    reader.samples = readable_samples
 
 
 def _is_decodable(path: str) -> bool:
     try:
         with Image.open(path, formats=FORMATS) as image:
-            image.draft("RGB", (64, 64))  # decodes a JPEG at an eighth of its size, much faster
+            image.draft("RGB", (64, 64))  # decodes large JPEGs at 1/8 scale, much faster
             image.load()
             check_white_level(image)
     except UNREADABLE:
@@ -203,10 +205,10 @@ def _is_decodable(path: str) -> bool:
     return True
 
 
-def _held_out(
+def _hold_out(
     samples: Sequence[tuple[str, int]],
 ) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-    """Samples (path, class) to train on, and to test with: of each class, every fifth."""
+    """Split samples (path, class) into training and test; every fifth of a class is for testing."""
     train: list[tuple[str, int]] = []
     test: list[tuple[str, int]] = []
     counts: Counter[int] = Counter()  # samples of each class so far
@@ -228,22 +230,22 @@ def set_transforms_(
     *,
     mirrored: float = MIRRORED,
 ) -> None:
-    """Let the data sets give images as the model takes them, those to train on augmented.
+    """Set transforms that prepare images for the model, and augment the training images.
 
     Args:
-        data: Whose images to train on, and to test with, get transforms.
-        model: States size, channels, interpolation and normalisation.
-        input_size: (channels, rows, columns) instead of the model's.
+        data: The data sets that get the transforms.
+        model: Its config states size, channels, interpolation and normalisation.
+        input_size: (channels, rows, columns), to override the model's.
         augmentation: Augmentation of the training images.
-        mirrored: Share of these that are mirrored, left to right.
+        mirrored: Share of the training images that are mirrored left to right.
 
     Raises:
-        DclsConvertError: A model that takes neither 1 nor 3 channels.
+        DclsConvertError: The model takes neither 1 nor 3 channels.
     """
-    stated = {}
+    overrides = {}
     if input_size:
-        stated["input_size"] = tuple(input_size)
-    config = resolve_data_config(stated, model=model)
+        overrides["input_size"] = tuple(input_size)
+    config = resolve_data_config(overrides, model=model)
     channels = config["input_size"][0]
     if channels not in MODES:
         raise DclsConvertError(f"images have 1 or 3 channels; the model takes {channels}")
@@ -257,6 +259,6 @@ def set_transforms_(
         **options, is_training=True, hflip=mirrored, **AUGMENTATIONS[augmentation]
     )
     data.test.transform = create_transform(**options, crop_pct=config["crop_pct"])
-    in_mode = partial(to_mode, mode=MODES[channels])
-    for part in (data.train, data.test):
-        part.transform.transforms.insert(0, in_mode)
+    convert_mode = partial(to_mode, mode=MODES[channels])
+    for split in (data.train, data.test):
+        split.transform.transforms.insert(0, convert_mode)

@@ -1,4 +1,4 @@
-"""Parameter groups: as timm makes them, with groups of their own for positions and sigmas."""
+"""Make parameter groups as timm does, with separate groups for positions and sigmas."""
 
 import importlib
 import math
@@ -13,7 +13,7 @@ from ..networks.positions import position_parameters
 from ..options import POSITION_LR_SCALE
 from .wrappers import unwrapped
 
-WEIGHT_DECAY = 0.05  # of the paper's ConvNeXt recipe
+WEIGHT_DECAY = 0.05  # value of the paper's ConvNeXt recipe
 
 
 def param_groups(
@@ -26,39 +26,40 @@ def param_groups(
     layer_decay: float | None = None,
     **timm_options: Any,
 ) -> list[dict[str, Any]]:
-    """Make parameter groups: timm's, with groups of their own for positions and sigmas.
+    """Make timm's parameter groups, with separate groups for positions and sigmas.
 
-    Positions learn `position_lr_scale` times as fast as the rest, and do not decay.
+    The learning rate of positions is `position_lr_scale` times that of the weights; positions have
+    no weight decay.
 
-    With `lr`, each group has its own learning rate. This works in any optimizer, with the
-    schedulers of torch, with timm's, or with none. (Rates that a scheduler itself states, such as
-    timm's `lr_min` and `warmup_lr_init`, are then the same for all groups.)
+    With `lr`, each group has its own learning rate. This works with any optimizer, and with torch's
+    schedulers, timm's, or none. (Rates that are set in a scheduler, such as timm's `lr_min` and
+    `warmup_lr_init`, are then the same for all groups.)
 
     Without `lr`, the groups have timm's `lr_scale` instead. Only timm's schedulers apply it, at
     each step and to the whole schedule, as the paper's authors did. (A group never has both, since
-    these schedulers would then scale its rate twice.) So `param_groups` itself can be the
+    these schedulers would then scale its rate twice.) `param_groups` itself can thus be the
     `param_group_fn` of `timm.optim.create_optimizer_v2`. timm then ignores its own `weight_decay`
-    and `layer_decay`; bind them here with `functools.partial`.
+    and `layer_decay` arguments; bind them to `param_groups` with `functools.partial`.
 
-    Positions and sigmas also have `use_fallback`: timm's Muon optimizes matrices, and leaves
-    parameters with this mark to AdamW.
+    The groups of positions and sigmas also have `use_fallback`: timm's Muon is made for matrices,
+    and leaves groups with this key to AdamW.
 
     Args:
         model: May be wrapped (DDP, `torch.compile`, EMA), and may have no DCLS layers. Frozen
             parameters are left out.
-        lr: Learning rate of everything but positions and sigmas.
+        lr: Learning rate of all parameters except positions and sigmas.
         weight_decay: Weight decay of the weights. Biases, norms and the parameters that
             `model.no_weight_decay()` names have none.
-        position_lr_scale: The paper's 5 by default.
-        sigma_lr_scale: None: as for positions, since sigmas are lengths in cells as well.
-        layer_decay: Factor of the learning rate from layer to layer towards the input, as in timm;
-            positions get it times `position_lr_scale`. A tied parameter has the rate of the first
-            of its layers, the slowest.
-        timm_options: For `timm.optim.param_groups_weight_decay`, or with `layer_decay`,
-            `param_groups_layer_decay`.
+        position_lr_scale: The default of 5 is the paper's.
+        sigma_lr_scale: By default that of positions, since sigmas are lengths in cells as well.
+        layer_decay: Factor of the learning rate from layer to layer towards the input, as in timm.
+            It also applies to positions, on top of `position_lr_scale`. A tied parameter has the
+            rate of its first layer, the slowest.
+        timm_options: Passed to `timm.optim.param_groups_weight_decay`, or with `layer_decay` to
+            `timm.optim.param_groups_layer_decay`.
 
     Raises:
-        DclsConvertError: A rate, scale or decay that is negative or not finite.
+        DclsConvertError: A rate, scale or decay is negative or not finite.
     """
     if sigma_lr_scale is None:
         sigma_lr_scale = position_lr_scale
@@ -74,10 +75,10 @@ def param_groups(
     model = unwrapped(model)
     scale_of_kind = {"positions": position_lr_scale, "sigma": sigma_lr_scale}
     scale_of: dict[int, float] = {}  # id of a positions or sigma parameter -> its own lr_scale
-    for found in position_parameters(model):
-        scale_of[id(found.tensor)] = scale_of_kind[found.kind]
+    for parameter in position_parameters(model):
+        scale_of[id(parameter.tensor)] = scale_of_kind[parameter.kind]
 
-    timm_groups = _groups_of_timm(model, weight_decay=weight_decay, **timm_options)
+    timm_groups = _make_timm_groups(model, weight_decay=weight_decay, **timm_options)
     groups = _split_off_positions(timm_groups, scale_of)
     if lr is not None:
         for group in groups:
@@ -88,26 +89,26 @@ def param_groups(
 def _split_off_positions(
     timm_groups: list[dict[str, Any]], scale_of: dict[int, float]
 ) -> list[dict[str, Any]]:
-    """Move some parameters into groups of their own, one for each scale of the learning rate.
+    """Move positions and sigmas into separate groups, one for each scale of the learning rate.
 
     Args:
-        timm_groups: All parameters.
-        scale_of: The ids of the parameters to move, and their scales; a parameter also keeps the
-            scale of the group that it comes from.
+        timm_groups: Groups of all parameters.
+        scale_of: id of each parameter to move -> its scale, which is multiplied by the scale of the
+            group that the parameter comes from.
     """
     groups: list[dict[str, Any]] = []
-    by_scale: dict[float, list[nn.Parameter]] = {}  # lr_scale -> positions and sigmas
+    moved: dict[float, list[nn.Parameter]] = {}  # lr_scale -> positions and sigmas
     for group in timm_groups:
         others = []
         for parameter in group["params"]:
             if id(parameter) in scale_of:
                 scale = group.get("lr_scale", 1.0) * scale_of[id(parameter)]
-                by_scale.setdefault(scale, []).append(parameter)
+                moved.setdefault(scale, []).append(parameter)
             else:
                 others.append(parameter)
         if others:
             groups.append({**group, "params": others})
-    for scale, parameters in by_scale.items():
+    for scale, parameters in moved.items():
         groups.append(
             {"params": parameters, "weight_decay": 0.0, "lr_scale": scale, "use_fallback": True}
         )
@@ -120,18 +121,19 @@ def _check_rates(**rates: float | Tensor | None) -> None:
             raise DclsConvertError(f"{name}={value!r} must be a finite number of at least 0")
 
 
-def _groups_of_timm(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
-    """The groups that timm makes; with `lr_scale` if the options have `layer_decay`."""
-    # timm reads a parameter's depth from its name. A tied parameter is registered on its stage,
-    # which timm takes for a part of the head. Give it the name that it has in its first layer.
+def _make_timm_groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
+    """Make timm's own groups. They have an `lr_scale` if the options have `layer_decay`."""
+    # timm reads a parameter's depth from its name. A tied parameter is registered on its stage, so
+    # timm would assign it to the head. Name it after its first layer instead.
     layer_names = {}
-    for found in position_parameters(model):
-        first_layer = next(iter(found.layers))
-        layer_names[found.name] = f"{first_layer}.{found.kind}".lstrip(".")
+    for position_parameter in position_parameters(model):
+        first_layer = next(iter(position_parameter.layers))
+        layer_name = f"{first_layer}.{position_parameter.kind}".lstrip(".")
+        layer_names[position_parameter.name] = layer_name
     named = []
     for name, parameter in model.named_parameters():
         named.append((layer_names.get(name, name), parameter))
-    # Stands in for the model: it has what timm's functions read of one, with these names.
+    # A stand-in for the model that has only the attributes that timm's functions read.
     renamed_model = SimpleNamespace(
         named_parameters=lambda: named,
         pretrained_cfg=getattr(model, "pretrained_cfg", None) or {},

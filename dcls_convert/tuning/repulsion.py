@@ -1,4 +1,4 @@
-"""The repulsive loss: elements of one kernel that are nearer than a cell push each other apart.
+"""The repulsive loss pushes apart elements of one kernel that are closer than one cell.
 
 Axes: A learnt axes, *C kernels (output channel, input channel, cell of a dense axis), E elements of
 one kernel.
@@ -17,11 +17,11 @@ from ..networks.positions import position_parameters
 from .wrappers import full_tensor
 
 REACH = 1.0  # cells; elements at this distance or farther do not repel each other
-DISTANCES_AT_ONCE = 1 << 20  # held at once: 4 MiB in float32, and a few tensors of that size
+DISTANCES_PER_BLOCK = 1 << 20  # block size: 4 MiB in float32; a few tensors have this size
 
 
 def repulsive_loss(model: nn.Module) -> Tensor:
-    """How far the elements of a kernel overlap, from 0 to 1.
+    """Return how much the elements of kernels overlap: from 0, not at all, to 1, completely.
 
     The paper's authors add its *square* to the loss, from epoch 21 on:
 
@@ -31,13 +31,13 @@ def repulsive_loss(model: nn.Module) -> Tensor:
 
         2 / (m (m - 1) kernels) * sum over kernels and pairs i < j of relu(1 - |p_i - p_j|)
 
-    with m elements in a kernel and distances in cells. There are out_channels * in_channels /
-    groups kernels, times the number of cells of dense axes. The loss of the model is the mean over
-    all positions tensors; a tied one counts once.
+    with m elements per kernel and distances in cells. The number of kernels is out_channels *
+    in_channels / groups, times the number of cells of the dense axes. The loss of the model is the
+    mean over all positions tensors; a tied one counts once.
 
-    Memory stays bounded, in an ordinary backward too: no tensor is larger than the positions or a
-    few MiB. Elements with exactly the same position do not push each other, since there is no
-    direction to push in.
+    Memory is bounded: no tensor is larger than the positions or a few MiB, also in an ordinary
+    backward pass (without `create_graph=True`). Elements at exactly the same position do not push
+    each other apart, since there is no direction to push in.
 
     Returns:
         A scalar on the first positions' device; 0, without a gradient, if the model has no DCLS
@@ -58,9 +58,9 @@ def repulsive_loss(model: nn.Module) -> Tensor:
 
 
 def repulsion(positions: Tensor) -> Tensor:
-    """The loss of one positions tensor (A, *C, E); 0 for kernels of one element.
+    """Return the loss of one positions tensor (A, *C, E); 0 for kernels of one element.
 
-    It is computed in float32 at least.
+    It is computed in at least float32.
     """
     axes = positions.shape[0]
     count = positions.shape[-1]
@@ -78,7 +78,7 @@ def repulsion(positions: Tensor) -> Tensor:
 class _OrderedPairsTotal(Function):
     """`_ordered_pairs_total`, with the gradient computed in forward.
 
-    So no distances are kept for backward.
+    No distances have to be stored for backward.
     """
 
     @staticmethod
@@ -100,24 +100,24 @@ class _OrderedPairsTotal(Function):
 
 
 def _ordered_pairs_total(kernels: Tensor, gradient: Tensor | None = None) -> Tensor:
-    """Sum of relu(1 - distance) over ordered pairs of elements of one kernel; a scalar.
+    """Sum relu(1 - distance) over the ordered pairs of elements of each kernel, to a scalar.
 
     Args:
         kernels: (A, C, E).
-        gradient: (A, C, E); filled with the gradient of the sum. None: it is not computed.
+        gradient: (A, C, E); filled with the gradient of the sum. If None, it is not computed.
     """
     total = kernels.new_zeros(())
-    for part in element_pairs(kernels, DISTANCES_AT_ONCE):
+    for part in element_pairs(kernels, DISTANCES_PER_BLOCK):
         coincident = part.squared_distances == 0
-        # The root has no derivative at 0; at REACH, the pair does not contribute.
+        # The square root has no derivative at 0. Setting the distance to REACH removes the pair.
         distances = part.squared_distances.masked_fill_(coincident, REACH**2).sqrt()
-        pushes = (REACH - distances).relu_()
-        # Elements with the same position count in full, an element with itself not at all.
-        with_itself = kernels[0][part.first].numel()
-        total = total + pushes.sum() + REACH * (coincident.sum() - with_itself)
+        overlaps = (REACH - distances).relu_()
+        # Two elements at the same position overlap fully; an element does not count with itself.
+        self_pairs = kernels[0][part.first].numel()
+        total = total + overlaps.sum() + REACH * (coincident.sum() - self_pairs)
         if gradient is not None:
-            slopes = pushes.sign().div_(distances)
+            slopes = overlaps.sign().div_(distances)
             for axis, difference in enumerate(part.differences):
-                # Each pair counts twice, and moves its first element both times.
+                # Every pair occurs in both orders, and the position of an element affects both.
                 gradient[axis][part.first] = -2 * difference.mul_(slopes).sum(-1)
     return total

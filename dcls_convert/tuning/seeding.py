@@ -1,6 +1,6 @@
-"""Random numbers of a training, which follow from its seed: order and augmentation of the images.
+"""Derive all random numbers of a training run from its seed, such as the order of the images.
 
-They do not depend on what was computed before, so a run that is resumed goes on as it would have.
+They do not depend on earlier computations, so a resumed run continues as if it had not stopped.
 """
 
 import contextlib
@@ -19,25 +19,25 @@ from .recipe import Recipe
 
 
 def seed_all(*key: int | str) -> None:
-    """Seed all global random generators by a key, such as ("update", seed, number)."""
-    random_seed(_number_of(key))
+    """Seed all global random generators from a key, such as ("update", seed, number)."""
+    random_seed(_seed_from(key))
 
 
 def seed_cpu(*key: int | str) -> None:
-    """Seed the CPU's global generators alone: seeding those of a GPU for each image is slow."""
-    number = _number_of(key)
-    random.seed(number)
-    np.random.seed(number)
-    torch.default_generator.manual_seed(number)
+    """Seed only the CPU's global generators; seeding a GPU's for each image would be slow."""
+    seed = _seed_from(key)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
 
 
-def _number_of(key: Sequence[int | str]) -> int:
+def _seed_from(key: Sequence[int | str]) -> int:
     return zlib.crc32(repr(key).encode())
 
 
 @contextlib.contextmanager
 def preserved_rng_state() -> Iterator[None]:
-    """Give the global random generators their present states back at the end."""
+    """Restore the states of the global random generators at the end."""
     with contextlib.ExitStack() as restore:
         restore.callback(random.setstate, random.getstate())
         restore.callback(np.random.set_state, np.random.get_state())
@@ -46,9 +46,9 @@ def preserved_rng_state() -> Iterator[None]:
 
 
 class SeededImages(Dataset[Any]):
-    """Images by keys (epoch, index), each augmented by its key and the seed alone.
+    """Images by keys (epoch, index); augmentation depends only on the key and the seed.
 
-    The augmentation does not depend on workers, on processes or on what was loaded before.
+    It does not depend on workers, on processes or on what was loaded before.
     """
 
     def __init__(self, images: Any, seed: int) -> None:
@@ -64,14 +64,14 @@ class SeededImages(Dataset[Any]):
 def batch_keys(
     image_count: int, recipe: Recipe, rank: int, process_count: int, start: int
 ) -> Iterator[list[tuple[int, int]]]:
-    """Keys (epoch, index) of this process's part of every batch, to the end of the run.
+    """Yield the keys (epoch, index) of each batch of this process, to the end of the run.
 
     Args:
-        image_count: Number of images to train on.
-        recipe: States the sizes, the epochs and the seed.
-        rank: Number of this process.
+        image_count: Number of training images.
+        recipe: States the batch size, the epochs and the seed.
+        rank: Index of this process.
         process_count: Number of processes.
-        start: Update to begin with.
+        start: Index of the first update.
     """
     updates_per_epoch = image_count // recipe.update_size(process_count)
     for epoch in range(start // updates_per_epoch, recipe.epochs):

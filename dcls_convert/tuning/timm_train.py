@@ -2,9 +2,9 @@
 
     python -m dcls_convert.tuning.timm_train [OPTIONS] train.py ARGUMENTS...
 
-The program imports this package, so that timm loads converted folders. It gives positions parameter
-groups of their own (`tuning.param_groups`), clamps them after every step, and does what the options
-say.
+This lets train.py load converted folders. Positions get separate parameter groups
+(`tuning.param_groups`) and are clamped after every step. Options add the repulsive loss, records of
+positions, and resuming.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from .repulsion import repulsive_loss
 from .tracker import PositionTracker, is_first_rank
 
 LAST = "last.pth.tar"  # train.py writes it after every epoch
-# Arguments of timm's create_optimizer_v2, and what timm's functions for parameter groups call them.
+# Argument of timm's create_optimizer_v2 -> its name in timm's functions for parameter groups.
 GROUP_ARGUMENTS = {
     "weight_decay": "weight_decay",
     "layer_decay": "layer_decay",
@@ -37,7 +37,7 @@ GROUP_ARGUMENTS = {
     "fallback_no_weight_decay": "fallback_no_weight_decay",
     "filter_bias_and_bn": "weight_decay_exclude_1d",
 }
-# The same, for arguments that only the function with layer decay has.
+# The same for arguments that only timm's function for layer decay has.
 LAYER_DECAY_ARGUMENTS = {
     "layer_decay_min_scale": "min_scale",
     "layer_decay_no_opt_scale": "no_opt_scale",
@@ -51,31 +51,32 @@ def create_optimizer(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Make timm's optimizer, with positions in groups of their own and clamped after every step.
+    """Make timm's optimizer, with separate groups for positions, which it clamps after every step.
 
-    With `--repulsive-loss-from` and `--track`, positions are also repelled and recorded.
+    The options may also add the repulsive loss and records of positions.
 
     Args:
         timm_create: timm's `create_optimizer_v2`.
         options: Options of this program.
-        model: The model, or its parameters, as timm's function takes them.
+        model: The model or its parameters; timm's function accepts both.
         args: Other positional arguments of timm's function.
-        kwargs: Its keyword arguments.
+        kwargs: Keyword arguments of timm's function.
 
     Raises:
         DclsConvertError: The options need something that the model or the script does not have.
     """
     needs_epochs = options.repulsive_loss_from is not None or options.track is not None
-    converted = isinstance(model, nn.Module) and len(position_parameters(model)) > 0
-    if needs_epochs and not (converted and hasattr(sys.modules["__main__"], "train_one_epoch")):
+    is_converted = isinstance(model, nn.Module) and len(position_parameters(model)) > 0
+    has_train_one_epoch = hasattr(sys.modules["__main__"], "train_one_epoch")
+    if needs_epochs and not (is_converted and has_train_one_epoch):
         raise DclsConvertError(
             "--repulsive-loss-from and --track need a model with DCLS layers, "
             "and a train_one_epoch(epoch, ...) in the script"
         )
-    if converted and kwargs.get("param_group_fn") is None:
+    if is_converted and kwargs.get("param_group_fn") is None:
         kwargs["param_group_fn"] = _param_group_function(options, kwargs)
     optimizer = timm_create(model, *args, **kwargs)
-    if converted:
+    if is_converted:
         optimizer.register_step_post_hook(lambda *_: clamp_positions_(model))
     if needs_epochs:
         follow_epochs_(model, optimizer, options)
@@ -85,21 +86,22 @@ def create_optimizer(
 def _param_group_function(
     options: argparse.Namespace, arguments: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """`param_groups`, for the arguments by which timm would make its own groups."""
+    """Return `param_groups`, bound to the arguments with which timm would make its own groups."""
     names = dict(GROUP_ARGUMENTS)
     if arguments.get("layer_decay") is not None:
         names |= LAYER_DECAY_ARGUMENTS
-    grouping: dict[str, Any] = {"weight_decay": 0.0}
+    group_arguments: dict[str, Any] = {"weight_decay": 0.0}
     for name, group_name in names.items():
         if name in arguments:
-            grouping[group_name] = arguments[name]
-    return partial(param_groups, position_lr_scale=options.position_lr_scale, **grouping)
+            group_arguments[group_name] = arguments[name]
+    return partial(param_groups, position_lr_scale=options.position_lr_scale, **group_arguments)
 
 
 def follow_epochs_(model: nn.Module, optimizer: Any, options: argparse.Namespace) -> None:
-    """Replace the script's `train_one_epoch(epoch, ...)`, to repel and record positions.
+    """Replace the script's `train_one_epoch(epoch, ...)` by one that also repels and records.
 
-    It repels from the epoch of `--repulsive-loss-from` on, and records at the end of every epoch.
+    Positions are repelled from the epoch of `--repulsive-loss-from` on, and recorded after every
+    epoch if there is `--track`.
     """
     script = vars(sys.modules["__main__"])
     train = script["train_one_epoch"]
@@ -122,7 +124,7 @@ def follow_epochs_(model: nn.Module, optimizer: Any, options: argparse.Namespace
 
     def repel(stepping_optimizer: Any, *_: Any) -> None:
         if is_repelling and positions:
-            # AMP's scale of gradients, where a fused optimizer divides by it itself.
+            # A fused optimizer unscales AMP's gradients in its step; here they are still scaled.
             scale = getattr(stepping_optimizer, "grad_scale", None)
             add_repulsive_gradients_(model, positions, scale)
 
@@ -138,16 +140,16 @@ def _log_repulsive_loss(model: nn.Module, epoch: int, is_repelling: bool) -> Non
 
 
 def add_repulsive_gradients_(model: nn.Module, positions: Sequence[Tensor], scale: Any) -> None:
-    """Add the gradients of the squared repulsive loss to those of the positions.
+    """Add the gradient of the squared repulsive loss to the gradients of the positions.
 
-    The effect is that of adding the square to the training loss. It is added once in a step, after
-    gradients were accumulated, averaged over processes and clipped. Since it depends on positions
-    alone, all processes add the same.
+    This has the effect of adding the squared loss to the training loss. It is done once per step,
+    after gradients were accumulated, averaged over processes and clipped. The loss depends only on
+    the positions, so all processes add the same gradient.
 
     Args:
-        model: The model of the loss.
-        positions: Those of the model that are trained.
-        scale: A factor for the gradients that are added; None: 1.
+        model: The model whose repulsive loss is computed.
+        positions: The trainable positions of the model.
+        scale: Factor for the gradients that are added; None means 1.
     """
     gradients = torch.autograd.grad(repulsive_loss(model) ** 2, positions)
     for tensor, gradient in zip(positions, gradients, strict=True):
@@ -174,7 +176,7 @@ def main() -> None:
         if options.auto_resume:
             arguments = _with_resume(arguments)
         sys.argv = [str(options.script), *arguments]
-        # The folder that Python searches first for imports, as when it runs the script.
+        # Python searches the script's folder first for imports when it runs the script itself.
         sys.path[0] = str(options.script.resolve().parent)
         optim: Any = importlib.import_module("timm.optim")
         optim.create_optimizer_v2 = partial(create_optimizer, optim.create_optimizer_v2, options)
@@ -190,7 +192,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=POSITION_LR_SCALE,
         metavar="X",
-        help="times the learning rate for positions",
+        help="factor of the learning rate for positions",
     )
     parser.add_argument(
         "--repulsive-loss-from",
@@ -220,7 +222,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _with_resume(arguments: list[str]) -> list[str]:
-    """The script's arguments, with `--resume` if its run has a last checkpoint."""
+    """Return the script's arguments, with `--resume` added if its run has a last checkpoint."""
     script_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     script_parser.add_argument("--output", default="output/train")  # the script's default
     script_parser.add_argument("--experiment", default="")

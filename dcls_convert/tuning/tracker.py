@@ -1,6 +1,6 @@
-"""Record how the elements of a model move while it is trained, and read the record back.
+"""Record how the elements of a model move during training, and read the records back.
 
-A record is one line of JSON; lengths are in cells, from the kernel centre.
+Each record is one line of JSON. Lengths are in cells; positions count from the kernel centre.
 """
 
 import math
@@ -30,37 +30,38 @@ from ..records import Record, adapter
 from ..text import one_line
 from .wrappers import full_tensor, unwrapped
 
-TRACK = "positions.jsonl"  # its usual name
+TRACK = "positions.jsonl"  # default name of the file of records
 TRACK_FORMAT = 1
-# Elements of each tensor whose own positions are recorded; a picture of more cannot be read.
+# Number of elements per tensor whose individual positions are recorded; plots with more are
+# unreadable.
 FOLLOWED = 64
 FOLLOWED_DIGITS = 2  # decimals of their positions, in cells
-Length = Annotated[float, Field(ge=-1e40, le=1e40)]  # cells; float32 has no larger ones
+Length = Annotated[float, Field(ge=-1e40, le=1e40)]  # cells; wider than the range of float32
 Step = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Share = Annotated[float, Field(ge=0, le=1)]
-# What wrappers of a model's parts add to names: torch.compile, FSDP1 and checkpointing.
-INSIDE_WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+# Prefixes that wrappers of submodules add to names: torch.compile, FSDP1 and checkpointing.
+WRAPPER_PREFIXES = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackedPositions:
-    """One positions tensor at one step. A value that is not finite is None."""
+    """One positions tensor at one step. A value that is not finite is recorded as None."""
 
-    name: str  # of the parameter, without what wrappers add to it
+    name: str  # name of the parameter, without prefixes of wrappers
     layers: tuple[str, ...]  # names of the layers that use it
-    # Mean |P_t - P_s| / (t - s) of a coordinate, where s is the step of the last update and t that
-    # of this one. None in the first update, and in the first of a training that continues from a
-    # state within an epoch.
+    # Mean over all coordinates of |p_t - p_s| / (t - s), between the previous record, at step s,
+    # and this one, at step t. None in the first record, and in the first after training was resumed
+    # within an epoch.
     speed: Length | None
-    border_share: Share  # of elements at the border; a large share means: the window is too small
-    overlap_share: Share  # of elements nearer than a cell to another one of their kernel
+    border_share: Share  # share of elements at the border; if large, the window is too small
+    overlap_share: Share  # share of elements closer than a cell to another of the same kernel
     spread: tuple[Length | None, ...]  # root mean square along each learnt axis
-    mean_distance: Length | None  # from the centre
-    mean_sigma: Length | None  # None also if the interpolation has no sigma
+    mean_distance: Length | None  # mean distance from the kernel centre
+    mean_sigma: Length | None  # also None if the interpolation has no sigma
     # For each learnt axis, the number of elements nearest to each cell of the window. Elements
-    # beyond the window count in the outermost cells; those that are not finite do not count.
+    # outside the window count for the outermost cells. Positions that are not finite do not count.
     histograms: tuple[Annotated[tuple[int, ...], Field(min_length=1)], ...]
-    # For each learnt axis, the coordinates of some elements, the same in every record.
+    # For each learnt axis, the coordinates of some elements; the same elements in every record.
     followed: tuple[tuple[Length | None, ...], ...]
 
 
@@ -68,7 +69,7 @@ class TrackedPositions:
 class TrackRecord(Record):
     """All positions tensors of a model at one step."""
 
-    # Pydantic applies it to the records inside, too.
+    # Pydantic also applies this config to the nested records.
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     format: int = TRACK_FORMAT
@@ -77,7 +78,7 @@ class TrackRecord(Record):
 
 
 class PositionTracker:
-    """Follows a model's positions: where they are, and how fast they move.
+    """Records a model's positions during training, and how fast they move.
 
     Source: paper, appendix "Speed curves".
 
@@ -85,66 +86,66 @@ class PositionTracker:
         for epoch in range(epochs):
             train(...)
             record = tracker.update(epoch)
-            tuning.show_in_tensorboard(writer, record)  # if you like
+            tuning.show_in_tensorboard(writer, record)  # optional
 
     Args:
         model: May be wrapped (DDP, FSDP2, `torch.compile`, EMA).
         path: File to which every update appends a line; `read_track` reads it.
 
-    Between updates it holds one copy of the positions. Under DDP and FSDP2 every rank must call
-    `update`, and gets the record; rank 0 alone writes. FSDP1 is not supported: its flat shards are
-    not positions.
+    Between updates it keeps one copy of the positions. Under DDP and FSDP2 every rank must call
+    `update` and gets the record, but only rank 0 writes to the file. FSDP1 is not supported, since
+    it flattens parameters into shards.
     """
 
     def __init__(self, model: nn.Module, path: str | os.PathLike[str] | None = None) -> None:
         self.model = model
         self.path = None if path is None else Path(path)
-        self._step: int | None = None
-        self._before: dict[str, Tensor] = {}
+        self._last_step: int | None = None
+        self._last_positions: dict[str, Tensor] = {}  # by parameter name
 
     @torch.no_grad()
     def update(self, step: int) -> TrackRecord:
-        """Take a record, and append it to the file.
+        """Make a record of the present positions, and append it to the file.
 
         Args:
-            step: Number of the step or epoch, larger than the last; its unit is that of the speeds.
+            step: Number of the step or epoch; it must increase. Speeds are per unit of `step`.
 
         Raises:
-            DclsConvertError: A step that is not after the last one.
+            DclsConvertError: `step` is not larger than the last step.
             CheckpointError: The file cannot be written.
         """
         is_integer = isinstance(step, int) and not isinstance(step, bool)
-        if not is_integer or (self._step is not None and step <= self._step):
+        if not is_integer or (self._last_step is not None and step <= self._last_step):
             raise DclsConvertError(
-                f"step={step!r} must be an integer above the last step, {self._step}"
+                f"step={step!r} must be an integer above the last step, {self._last_step}"
             )
         parameters = position_parameters(unwrapped(self.model), "positions")
         rows = tuple(self._row(parameter, step) for parameter in parameters)
         record = TrackRecord(step=step, positions=rows)
-        self._step = step
+        self._last_step = step
         if self.path is not None and is_first_rank():
             _append_line(self.path, adapter(TrackRecord).dump_json(record))
         return record
 
     @torch.no_grad()
     def continue_from(self, step: int) -> None:
-        """Use the model's present positions as those of the last record, of an earlier run.
+        """Treat the model's present positions as those of the last record of an interrupted run.
 
         Under DDP and FSDP2 every rank must call it.
 
         Args:
-            step: The number of the last record.
+            step: The step of that record.
         """
-        self._step = step
+        self._last_step = step
         for parameter in position_parameters(unwrapped(self.model), "positions"):
-            name = INSIDE_WRAPPERS.sub("", parameter.name)
-            self._before[name] = full_tensor(parameter.tensor.detach()).clone()
+            name = WRAPPER_PREFIXES.sub("", parameter.name)
+            self._last_positions[name] = full_tensor(parameter.tensor.detach()).clone()
 
     def _row(self, parameter: PositionParameter, step: int) -> TrackedPositions:
         positions = full_tensor(parameter.tensor.detach())  # (A, *C, E)
-        name = INSIDE_WRAPPERS.sub("", parameter.name)
+        name = WRAPPER_PREFIXES.sub("", parameter.name)
         speed = self._speed(name, positions, step)
-        self._before[name] = positions.clone()
+        self._last_positions[name] = positions.clone()
         window = parameter.learnt_size
         histograms = []
         for coordinate, side in zip(positions, window, strict=True):
@@ -155,7 +156,7 @@ class PositionTracker:
             mean_sigma = _finite(float(full_tensor(first_layer.sigma).mean(dtype=torch.float64)))
         return TrackedPositions(
             name=name,
-            layers=tuple(INSIDE_WRAPPERS.sub("", layer) for layer in parameter.layers),
+            layers=tuple(WRAPPER_PREFIXES.sub("", layer) for layer in parameter.layers),
             speed=speed,
             border_share=border_share(positions, window),
             overlap_share=overlap_share(positions),
@@ -167,12 +168,13 @@ class PositionTracker:
         )
 
     def _speed(self, name: str, positions: Tensor, step: int) -> float | None:
-        before = self._before.get(name)
-        if self._step is None or before is None:
+        last_positions = self._last_positions.get(name)
+        if self._last_step is None or last_positions is None:
             return None
-        exact = torch.promote_types(positions.dtype, torch.float32)
-        moved = (positions.to(exact) - before.to(positions.device, exact)).abs_()
-        return _finite(float(moved.mean(dtype=torch.float64)) / (step - self._step))
+        dtype = torch.promote_types(positions.dtype, torch.float32)
+        moves = (positions.to(dtype) - last_positions.to(positions.device, dtype)).abs_()
+        mean_move = float(moves.mean(dtype=torch.float64))
+        return _finite(mean_move / (step - self._last_step))
 
 
 def _append_line(path: Path, line: bytes) -> None:
@@ -184,13 +186,13 @@ def _append_line(path: Path, line: bytes) -> None:
 
 
 def _histogram(coordinate: Tensor, side: int) -> tuple[int, ...]:
-    """The number of finite coordinates that are nearest to each of the cells of an axis."""
+    """Return, for each cell of an axis, the number of finite coordinates nearest to it."""
     cells = bin_indices(coordinate[coordinate.isfinite()], side, 1)
     return tuple(torch.bincount(cells, minlength=side).tolist())
 
 
 def _followed(positions: Tensor) -> tuple[tuple[float | None, ...], ...]:
-    """For each axis, rounded coordinates of at most FOLLOWED elements, evenly spread over all."""
+    """Return the rounded coordinates, per axis, of at most FOLLOWED evenly chosen elements."""
     elements = positions.flatten(1)  # (A, all elements)
     count = min(FOLLOWED, elements.shape[1])
     chosen = torch.arange(count, device=positions.device) * elements.shape[1] // count
@@ -201,12 +203,12 @@ def _followed(positions: Tensor) -> tuple[tuple[float | None, ...], ...]:
 
 
 def read_track(path: str | os.PathLike[str]) -> tuple[TrackRecord, ...]:
-    """The records that a `PositionTracker` wrote.
+    """Read the records that a `PositionTracker` wrote.
 
-    A last line without a line end, which a killed run may have left, is ignored.
+    An incomplete last line, which a killed run may have left, is ignored.
 
     Raises:
-        CheckpointError: No such file, or a line that is not a record; names the line.
+        CheckpointError: The file cannot be read, or a line is not a record; names the line.
     """
     try:
         lines = read_bytes(Path(path)).split(b"\n")
@@ -219,11 +221,11 @@ def read_track(path: str | os.PathLike[str]) -> tuple[TrackRecord, ...]:
 
 
 def show_in_tensorboard(writer: Any, record: TrackRecord) -> None:
-    """Write a record as scalars and histograms.
+    """Write a record to TensorBoard as scalars and histograms.
 
     Args:
-        writer: A `torch.utils.tensorboard.SummaryWriter`, or an object with its `add_scalar` and
-            `add_histogram_raw`.
+        writer: A `torch.utils.tensorboard.SummaryWriter`, or an object with the same `add_scalar`
+            and `add_histogram_raw` methods.
         record: A record from `PositionTracker.update` or `read_track`.
     """
     for row in record.positions:
@@ -238,15 +240,16 @@ def show_in_tensorboard(writer: Any, record: TrackRecord) -> None:
 def _add_histogram(writer: Any, tag: str, counts: Sequence[int], step: int) -> None:
     """Write the number of elements in each cell of an axis.
 
-    In the sums that TensorBoard wants, each element is in the middle of its cell.
+    TensorBoard also needs the sum and the sum of squares of all values; they are computed as if
+    every element were at the centre of its cell.
     """
     first = position_limits(len(counts))[0]
     total = 0
-    total_of_squares = 0
+    sum_of_squares = 0
     upper_bounds = []
     for cell, count in enumerate(counts, start=first):
         total += cell * count
-        total_of_squares += cell**2 * count
+        sum_of_squares += cell**2 * count
         upper_bounds.append(cell + 0.5)
     writer.add_histogram_raw(
         tag,
@@ -254,7 +257,7 @@ def _add_histogram(writer: Any, tag: str, counts: Sequence[int], step: int) -> N
         max=first + len(counts) - 0.5,
         num=sum(counts),
         sum=total,
-        sum_squares=total_of_squares,
+        sum_squares=sum_of_squares,
         bucket_limits=upper_bounds,
         bucket_counts=list(counts),
         global_step=step,
@@ -262,7 +265,7 @@ def _add_histogram(writer: Any, tag: str, counts: Sequence[int], step: int) -> N
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the one that writes files and lines for all."""
+    """True in the process that writes files and log lines for all processes."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank() == 0

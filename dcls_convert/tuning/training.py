@@ -1,9 +1,9 @@
 """The training loop of `compare` and of the example.
 
-It uses timm's scheduler, averaged weights (EMA), mixed precision, accelerate's DDP, and FSDP2.
+It supports timm's schedulers, averaged weights (EMA), mixed precision, accelerate's DDP, and FSDP2.
 
-All random numbers follow from the seed and the place in the run. A run that was killed and resumed
-therefore ends with the same weights as one that was never killed, if the machine's arithmetic is
+All random numbers follow from the seed and the progress of the run. A run that was killed and
+resumed therefore ends with the same weights as an uninterrupted one, if the machine's arithmetic is
 repeatable.
 """
 
@@ -30,7 +30,7 @@ from ..errors import DclsConvertError
 from ..networks.model_outputs import tensors_in
 from .clamping import clamp_positions_
 from .distillation import soft_target_loss
-from .distributed import broadcast_buffers, gathered, is_single_process, shard_
+from .distributed import broadcast_buffers_, gathered, is_single_process, shard_
 from .images import ImageData
 from .param_groups import param_groups
 from .recipe import Recipe
@@ -49,12 +49,12 @@ from .training_state import (
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-WARMUP_UPDATES = 2  # whose times are left out of the median
+WARMUP_UPDATES = 2  # left out of the median update time
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
 
 class Training:
-    """A network in training.
+    """A training run: the model, its data and optimizer, and what was measured so far.
 
         training = Training(
             model, data, Recipe(epochs=30), Path("runs/one"), accelerator=accelerator_for()
@@ -62,21 +62,24 @@ class Training:
         training.run(lambda training: print(training.top1[-1]))
 
     Args:
-        model: On the CPU, with values; it is trained in place. With or without DCLS layers.
-        data: Images whose transforms are set.
-        recipe: States everything that the result depends on.
-        folder: Gets `state.pt` after each epoch, and `positions.jsonl`, as `PositionTracker` writes
-            it. If a state is there already, training continues from it. None: nothing is written.
-        accelerator: As from `accelerator_for`.
+        model: An initialised model on the CPU, which is trained in place. It may have no DCLS
+            layers.
+        data: Images, with their transforms set.
+        recipe: The settings of the training.
+        folder: Receives `state.pt` after each epoch, and `positions.jsonl` from `PositionTracker`.
+            If it already contains a state, training continues from there. With None, nothing is
+            written.
+        accelerator: See `accelerator_for`.
         teacher: The model learns its outputs instead of labels (Hinton et al., arXiv:1503.02531).
         fsdp: Shard the model over the processes (FSDP2).
-        workers: Processes that load images.
-        save_every: Updates after which the state is written too; 0: only after epochs.
+        workers: Number of processes that load images.
+        save_every: Also write the state every `save_every` updates; 0: only after epochs.
         settings: Further values that must match when a stored state is resumed.
 
     Raises:
-        DclsConvertError: Fewer images than one update takes; fsdp in one process.
-        CheckpointError: The state in the folder cannot be read, or is of a run with other settings.
+        DclsConvertError: There are fewer images than one update needs, or `fsdp` is set in a single
+            process.
+        CheckpointError: The state in the folder cannot be read, or has other settings.
     """
 
     def __init__(
@@ -111,44 +114,45 @@ class Training:
         )
         self.updates_done = 0
         self.loss: list[float] = []  # for each update
-        self.top1: list[float] = []  # for each epoch: percent of the test images classified right
-        self.top1_before: list[float] = []  # percent before training, if that was asked for
-        self.epoch_seconds: list[float] = []  # for each epoch, without the test and without saving
+        self.top1: list[float] = []  # for each epoch: percent of test images classified correctly
+        self.top1_before: list[float] = []  # the same before training, if it was tested
+        self.epoch_seconds: list[float] = []  # for each epoch, without testing and saving
         self.update_seconds: list[float] = []  # for each update of this process, without loading
         self.update_seconds_with_loading: list[float] = []  # for each update of this process
-        # For each test image, whether it was classified right after the last epoch.
+        # For each test image, whether it was classified correctly after the last epoch.
         self.correct = torch.zeros(0, dtype=torch.bool)
         # An unsharded copy on the CPU, into which `trained_model` loads the weights.
-        self.whole_copy = copy.deepcopy(model)
+        self.unsharded_copy = copy.deepcopy(model)
         self.model = model
         self._move_and_shard_models_()
-        # Without lr, the groups state a scale of the learning rate, which timm's schedulers apply.
+        # Without lr, the groups have an lr_scale, which timm's schedulers apply.
         groups = param_groups(
             model,
             weight_decay=recipe.weight_decay,
             position_lr_scale=recipe.position_lr_scale,
         )
         self.optimizer = accelerator.prepare_optimizer(torch.optim.AdamW(groups, lr=recipe.lr))
-        # What a forward pass calls: the model itself, or DDP's wrapper around it.
+        # Called in the forward pass: the model itself, or DDP's wrapper around it.
         self.parallel_model: Any = model if fsdp else accelerator.prepare_model(model)
         self.scheduler = self._make_scheduler()
         if folder is not None and (folder / STATE).exists():
             load_state_(self, folder / STATE)
         self.tracker = PositionTracker(model, prepare_track_file(self))
-        # At the end of an epoch, the loaded positions are those of the last record. Within an epoch
-        # they have moved since, and the next record states no speed.
+        # If the state was saved at the end of an epoch, its positions are those of the last record.
+        # If it was saved within an epoch, they have moved since, and the next record has no speed.
         if self.updates_done and self.updates_done % self.updates_per_epoch == 0:
             self.tracker.continue_from(len(self.top1))
 
     def trained_model(self) -> nn.Module:
-        """The trained model, in eval mode, whole and on the CPU; of the averaged weights if any.
+        """Return the trained model, unsharded, on the CPU and in eval mode.
 
-        It has the weights in the first process only, but all processes must call this method.
+        It has the averaged weights if there are any. All processes must call this method, but only
+        the first one gets the trained weights.
         """
         state = get_model_state_dict(self.evaluated, options=WHOLE)
         if self.accelerator.is_main_process:
-            self.whole_copy.load_state_dict(state)
-        return self.whole_copy.eval()
+            self.unsharded_copy.load_state_dict(state)
+        return self.unsharded_copy.eval()
 
     def run(
         self,
@@ -200,14 +204,15 @@ class Training:
 
     @torch.no_grad()
     def test(self) -> Tensor:
-        """For each test image, whether the top class is the label's, or the teacher's: (images,).
+        """Return for each test image whether it is classified correctly: (images,).
 
-        Each process computes a part of it, and gets the whole.
+        With a teacher, the correct class is the teacher's. Each process computes a part of the
+        result, and gets all of it.
         """
         accelerator = self.accelerator
-        # BatchNorm statistics differ between processes. The first one's are tested, since they are
-        # those that a state stores.
-        broadcast_buffers(self.evaluated)
+        # BatchNorm statistics differ between processes. Test with those of the first process, which
+        # a state stores.
+        broadcast_buffers_(self.evaluated)
         self.evaluated.eval()
         correct = []
         for images, labels in self._loader(self.data.test, self._test_keys()):
@@ -220,15 +225,15 @@ class Training:
                 else:
                     expected = self.teacher(images).argmax(1)
             correct.append(predicted == expected)
-        # Image i was tested by process i mod processes, as its image number i // processes.
+        # Process i % processes tested image i, as its image number i // processes.
         by_process: Any = gathered(torch.cat(correct)).cpu()
         in_order: Tensor = by_process.unflatten(0, (accelerator.num_processes, -1)).T.flatten()
         return in_order[: len(self.data.test)]
 
     def _move_and_shard_models_(self) -> None:
-        """Move the models to the device, make the averaged one, and shard both under FSDP2."""
+        """Move the models to the device, make the averaged model, and shard both under FSDP2."""
         self.model.to(self.accelerator.device)
-        if not self.fsdp:  # which takes contiguous parameters only
+        if not self.fsdp:  # FSDP2 accepts only contiguous parameters
             _store_channels_last_(self.model)
         if self.teacher is not None:
             self.teacher.to(self.accelerator.device).eval().requires_grad_(False)
@@ -278,7 +283,7 @@ class Training:
         if not math.isfinite(loss):
             raise DclsConvertError(
                 f"the loss is {loss} after {self.updates_done} updates; "
-                f"take a smaller learning rate than {self.recipe.lr:g}"
+                f"use a smaller learning rate than {self.recipe.lr:g}"
             )
 
     def _end_epoch(self) -> None:
@@ -290,13 +295,13 @@ class Training:
         return self.save_every > 0 and self.updates_done % self.save_every == 0
 
     def _test_keys(self) -> list[list[tuple[int, int]]]:
-        """The keys (epoch, index) of this process's test images, batch by batch."""
+        """Return the keys (epoch, index) of this process's test images, in batches."""
         count = len(self.data.test)
         processes = self.accelerator.num_processes
         images_per_process = math.ceil(count / processes)
         keys = []
-        # FSDP2 needs the same number of forward calls in every process, so pad with the last image.
-        # `test` cuts the padding off.
+        # FSDP2 needs the same number of forward calls in every process, so pad with the last image;
+        # `test` removes the padding.
         for number in range(images_per_process):
             index = number * processes + self.accelerator.process_index
             keys.append((0, min(index, count - 1)))
@@ -306,7 +311,10 @@ class Training:
     def _train_update(
         self, loaded: Iterator[Any], mixup: Mixup | None, criterion: Criterion
     ) -> float:
-        """Update the weights once, from `accumulate` batches; the loss, averaged over processes."""
+        """Update the weights once, from `accumulate` batches.
+
+        Returns the loss, averaged over processes.
+        """
         recipe = self.recipe
         accelerator = self.accelerator
         self._set_train_mode_()
@@ -317,7 +325,8 @@ class Training:
             images = images.to(accelerator.device, non_blocking=True)
             labels = labels.to(accelerator.device, non_blocking=True)
             began = time.perf_counter()
-            # Seeded here, since loading in this process seeds the global generators too.
+            # Seed for each batch, since loading images in this process also seeds the global
+            # generators.
             seed_all(
                 "update", recipe.seed, self.updates_done, batch_index, accelerator.process_index
             )
@@ -345,7 +354,7 @@ class Training:
         mixup: Mixup | None,
         criterion: Criterion,
     ) -> Tensor:
-        """Add a batch's gradients to those of the update; the batch's share of the update's loss.
+        """Accumulate the gradients of a batch, and return its share of the loss of the update.
 
         `batch_index` counts the batches of the update from 0.
         """
@@ -353,12 +362,12 @@ class Training:
         accelerator = self.accelerator
         is_last = batch_index == recipe.accumulate - 1
         if mixup is not None:
-            if self.teacher is not None:  # labels are not used, and may not be class numbers
+            if self.teacher is not None:  # labels are unused, and need not be class numbers
                 labels = torch.zeros_like(labels)
             images, labels = mixup(images, labels)
         if images.dim() == 4:
             images = images.contiguous(memory_format=torch.channels_last)
-        # Processes exchange gradients once in an update, with its last batch.
+        # Processes exchange gradients once per update, in its last batch.
         if self.fsdp:
             self.parallel_model.set_requires_gradient_sync(is_last)
         exchange: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -367,7 +376,7 @@ class Training:
         with exchange:
             with accelerator.autocast():
                 targets = self._targets(images, labels)
-                # Some models return auxiliary outputs as well; the first is the classifier's.
+                # Some models also return auxiliary outputs; the first output is the classifier's.
                 outputs = tensors_in(self.parallel_model(images))[0]
                 loss = criterion(outputs, targets)
                 if recipe.repulsive:
@@ -383,11 +392,11 @@ class Training:
         return outputs
 
     def _step(self) -> None:
-        """Change the weights by the gradients of the update, and everything that follows them."""
+        """Step the optimizer, clamp the positions, and update the schedule and the average."""
         if self.recipe.clip_grad:
             self.accelerator.clip_grad_norm_(self.model.parameters(), self.recipe.clip_grad)
         self.optimizer.step()
-        # The layers clamp too, but under FSDP2 only their copy for one pass.
+        # The layers clamp too, but under FSDP2 only their copy for one forward pass.
         clamp_positions_(self.model)
         self.optimizer.zero_grad()
         self.updates_done += 1
@@ -405,9 +414,9 @@ class Training:
 
 
 def _store_channels_last_(model: nn.Module) -> None:
-    """Store the kernels of 2-D convolutions with their channels last, as images are.
+    """Store the kernels of 2-D convolutions in channels-last format, as images are.
 
-    The kernels decide for images of one channel, which are stored alike both ways.
+    Images of one channel are stored alike in both formats, so for them torch goes by the kernels.
     """
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
@@ -422,12 +431,12 @@ def _updates_per_epoch(images: int, update_size: int) -> int:
     updates = images // update_size
     if updates == 0:
         raise DclsConvertError(
-            f"--batch-size: an update takes {update_size} images, "
-            f"more than all {images}; take fewer"
+            f"--batch-size: one update needs {update_size} images, "
+            f"but there are only {images}; use a smaller batch size"
         )
     return updates
 
 
 def median_after_warmup(update_seconds: Sequence[float]) -> float:
-    """Median time of an update, without the first ones, which warm up."""
+    """Return the median update time, without the warm-up updates."""
     return statistics.median(update_seconds[WARMUP_UPDATES:] or update_seconds)

@@ -1,4 +1,4 @@
-"""A training's files on disk, and how a killed run resumes from them."""
+"""The files of a training run on disk, and how a killed run resumes from them."""
 
 import os
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from .tracker import TRACK
 if TYPE_CHECKING:
     from .training import Training
 
-# State dicts are gathered from all processes into the first one.
+# Gather state dicts from all processes into the first one.
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 STATE = "state.pt"
 CURVES = {  # name in the state file -> attribute of `Training`
@@ -39,13 +39,13 @@ CURVES = {  # name in the state file -> attribute of `Training`
 def settings_to_match(
     recipe: Recipe, settings: Mapping[str, Any], processes: int
 ) -> dict[str, str]:
-    """What a stored state and the run that continues it must have in common."""
+    """Return the settings that a stored state and the run that resumes it must share."""
     values = asdict(recipe) | dict(settings) | {"num_processes": processes}
     return {name: str(value) for name, value in values.items()}
 
 
 def save_state(training: "Training", path: Path) -> None:
-    """Write everything needed to resume. After a kill, the old or the new file is intact.
+    """Write everything that is needed to resume. If killed, the old or the new file is intact.
 
     Raises:
         CheckpointError: The file cannot be written.
@@ -73,12 +73,12 @@ def save_state(training: "Training", path: Path) -> None:
         try:
             with new_file(path, force=True) as partial_path, partial_path.open("wb") as file:
                 torch.save(state, file)
-        except RuntimeError as error:  # torch raises no OSError when the disk is full
+        except RuntimeError as error:  # torch raises no OSError if the disk is full
             raise CheckpointError(f"output {path} cannot be written: {one_line(error)}") from error
 
 
 def load_state_(training: "Training", path: Path) -> None:
-    """Give the training the state that `save_state` wrote.
+    """Load the state that `save_state` wrote into the training.
 
     Raises:
         CheckpointError: The file is damaged, or was written with other settings.
@@ -87,14 +87,14 @@ def load_state_(training: "Training", path: Path) -> None:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         if isinstance(error, OSError) or is_out_of_memory(error):
-            raise  # the file may be whole
+            raise  # the file itself may be intact
         raise CheckpointError(
             f"{path}: is damaged ({type(error).__name__}); delete it to restart this run"
         ) from error
     for name, value in training.settings.items():
-        found = state["settings"].get(name)
-        if found != value:
-            raise CheckpointError(f"{path}: was written with {name} {found}, not {value}")
+        stored_value = state["settings"].get(name)
+        if stored_value != value:
+            raise CheckpointError(f"{path}: was written with {name} {stored_value}, not {value}")
     set_state_dict(
         training.model,
         training.optimizer.optimizer,
@@ -114,10 +114,10 @@ def load_state_(training: "Training", path: Path) -> None:
 
 
 def prepare_track_file(training: "Training") -> Path | None:
-    """The file of position records, with those of the epochs that are done and no more.
+    """Return the file of position records, truncated to the epochs in the loaded state.
 
-    After the last stored state, a run that was killed may have written further records. It
-    repeats those epochs, and writes their records again.
+    A killed run may have written records after its last state was saved. When it is resumed, it
+    repeats those epochs and writes their records again.
     """
     if training.folder is None:
         return None
@@ -127,6 +127,6 @@ def prepare_track_file(training: "Training") -> Path | None:
         track.touch()
         lines = track.read_bytes().splitlines(keepends=True)
         epochs_done = len(training.top1)
-        # Truncate, do not rewrite: a kill during a rewrite would lose finished epochs.
+        # Truncate instead of rewriting: a kill during a rewrite would lose finished epochs.
         os.truncate(track, sum(len(line) for line in lines[:epochs_done]))
     return track

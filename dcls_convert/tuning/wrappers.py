@@ -1,26 +1,26 @@
-"""Models inside wrappers, and parameters that are sharded over processes."""
+"""Unwrap models, and gather parameters that are sharded over processes."""
 
 from torch import Tensor, nn
 
-# Attributes in which wrappers keep their model: "module" of DDP, DataParallel and EMA copies, then
-# those of `torch.compile` and FSDP1.
-WRAPPED_AT = ("module", "_orig_mod", "_fsdp_wrapped_module")
+# Attributes in which wrappers keep their model: "module" in DDP, DataParallel and EMA copies, the
+# others in `torch.compile` and FSDP1.
+MODEL_ATTRIBUTES = ("module", "_orig_mod", "_fsdp_wrapped_module")
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside wrappers that only call it: DDP, `torch.compile`, EMA copies, FSDP1."""
+    """Return the model inside wrappers that only call it: DDP, `torch.compile`, EMA, FSDP1."""
     while True:
         children = list(model.named_children())
         if len(children) != 1 or list(model.parameters(recurse=False)):
             return model
         name, inner = children[0]
-        if name not in WRAPPED_AT:
+        if name not in MODEL_ATTRIBUTES:
             return model
         model = inner
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole parameter, gathered if FSDP2 has sharded it; differentiable.
+    """Return the whole parameter, gathered (differentiably) if FSDP2 has sharded it.
 
     Under FSDP2, all ranks must call it.
     """

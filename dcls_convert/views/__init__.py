@@ -1,4 +1,1 @@
-"""What people look at: records as tables, pictures as data or files, and all of it as one page.
-
-The page uses no network.
-"""
+"""What people look at: tables of records, pictures, and an HTML page that needs no network."""

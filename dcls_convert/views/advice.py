@@ -1,15 +1,15 @@
-"""What a report tells its reader to do, on the command line or in Python."""
+"""What a report advises its reader to do, on the command line or in Python."""
 
 from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """What a report tells its reader to do."""
+    """Parts of sentences that tell the reader of a report what to do next."""
 
-    cheaper_sizes: str  # a clause after "1.6 times the MACs; "
-    why_kept: str  # a clause after "3 convolutions kept; "
-    calibrate: str  # the subject of "would keep the outputs closer"
+    cheaper_sizes: str  # follows "1.6 times the MACs; "
+    why_kept: str  # follows "3 convolutions kept; "
+    calibrate: str  # precedes " would keep the outputs closer."
 
 
 ON_COMMAND_LINE = Advice(
@@ -22,4 +22,4 @@ IN_PYTHON = Advice(
     why_kept="report.skipped says why",
     calibrate="calibration=images",
 )
-OF_A_PLAN = replace(IN_PYTHON, why_kept="plan.skipped says why")
+FOR_PLAN = replace(IN_PYTHON, why_kept="plan.skipped says why")

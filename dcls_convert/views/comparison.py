@@ -1,4 +1,4 @@
-"""A comparison by training: tables, a sentence for each arm, the recipe, and a page of curves."""
+"""A comparison by training, as tables and sentences, and as a page of curves."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,13 +19,13 @@ from .history import read_history
 from .number_text import short_count, with_separators
 from .page import filled_page
 
-MINUTE = 60
-HOUR = 3600
-NAMED_RUNS = 4  # of the missing ones
+MINUTE = 60  # seconds
+HOUR = 3600  # seconds
+MAX_NAMED_RUNS = 4  # number of missing runs that are named
 
 
 def comparison_view(comparison: Comparison) -> Group:
-    """Costs, accuracies, a sentence for each arm, and what is missing."""
+    """Return tables of costs and accuracies, a sentence for each arm, and the missing runs."""
     settings = comparison.settings
     seeds = len({run.seed for run in comparison.runs})
     extent = f"  {counted(settings.recipe.epochs, 'epoch')}, {counted(seeds, 'seed')}"
@@ -53,7 +53,7 @@ def _sentences(comparison: Comparison) -> list[str]:
 
 
 def answer_notes(comparison: Comparison) -> list[str]:
-    """How to read the answer, if there is one."""
+    """Explain the answer and its statistics; [] if there is no answer."""
     if all(arm.p_value is None for arm in comparison.arms):
         return []
     correction = comparison.correction
@@ -75,21 +75,21 @@ def answer_notes(comparison: Comparison) -> list[str]:
 
 
 def _missing_runs(missing: Sequence[str]) -> str:
-    named = "; ".join(missing[:NAMED_RUNS])
-    if len(missing) > NAMED_RUNS:
-        named += f"; and {len(missing) - NAMED_RUNS} more"
+    named = "; ".join(missing[:MAX_NAMED_RUNS])
+    if len(missing) > MAX_NAMED_RUNS:
+        named += f"; and {len(missing) - MAX_NAMED_RUNS} more"
     return f"{counted(len(missing), 'run')} missing: {named}"
 
 
 def _top1(arm: ArmResult) -> str:
-    """ "76.12 ± 0.10"; without the deviation if there is one seed only."""
+    """Return "76.12 ± 0.10", or "76.12" if there is only one seed."""
     if arm.top1_deviation is None:
         return f"{arm.top1:.2f}"
     return f"{arm.top1:.2f} ± {arm.top1_deviation:.2f}"
 
 
 def _difference(arm: ArmResult) -> str:
-    """ "+1.20 ± 0.50"; without the half width if there are too few seeds."""
+    """Return "+1.20 ± 0.50", or "+1.20" if there are too few seeds for a half width."""
     assert arm.over_images is not None
     if arm.half_width is None:
         return f"{arm.over_images.mean:+.2f}"
@@ -126,7 +126,7 @@ DIFFERENCES = "Differences are to the network as it is."
 
 
 def work_lines(plan: RunPlan, settings: Settings, device: str) -> list[str]:
-    """What will be done, how long it will take, and by which recipe."""
+    """Return lines that say what will be trained, how long it will take, and with which recipe."""
     runs = counted(len(plan.runs), "run")
     epochs = counted(settings.recipe.epochs, "epoch")
     updates = counted(plan.updates, "update")
@@ -140,7 +140,7 @@ def work_lines(plan: RunPlan, settings: Settings, device: str) -> list[str]:
 
 
 def recipe_line(settings: Settings) -> str:
-    """The recipe of all runs, in one line."""
+    """Return the recipe of all runs, in one line."""
     recipe = settings.recipe
     weights = f"weights from {settings.weights}"
     if settings.weights == "random":
@@ -165,7 +165,7 @@ def recipe_line(settings: Settings) -> str:
 
 
 def duration(seconds: float) -> str:
-    """ "45 s", "12 min", "1 h 52 min"."""
+    """Return "45 s", "12 min" or "1 h 52 min"."""
     if seconds < 2 * MINUTE:
         return f"{seconds:.0f} s"
     hours, minutes = divmod(round(seconds / MINUTE), HOUR // MINUTE)
@@ -175,7 +175,7 @@ def duration(seconds: float) -> str:
 
 
 def comparison_page(comparison: Comparison, folder: Path) -> str:
-    """The page of all runs; for each converted network, the moving positions of its first run.
+    """Return the page of all runs, with the moving positions of one run per converted network.
 
     Args:
         comparison: What to show.
@@ -192,10 +192,10 @@ def comparison_page(comparison: Comparison, folder: Path) -> str:
         "Classes": with_separators(settings.classes),
     }
     labels = [arm.label for arm in comparison.arms]
-    networks_and_seeds = []  # of each run, as places in the lists of both
+    run_indices = []  # of each run's network in `labels`, and of its seed in `seeds`
     for run in runs:
         network = labels.index(run.arm.label)
-        networks_and_seeds.append({"network": network, "seed": seeds.index(run.seed)})
+        run_indices.append({"network": network, "seed": seeds.index(run.seed)})
     content = {
         "title": f"{settings.model}: does DCLS help?",
         "subtitle": recipe_line(settings),
@@ -210,7 +210,7 @@ def comparison_page(comparison: Comparison, folder: Path) -> str:
             ],
             "networks": labels,
             "seeds": seeds,
-            "runs": networks_and_seeds,
+            "runs": run_indices,
             "epochs": list(range(1, settings.recipe.epochs + 1)),
             "charts": [
                 {"title": "Top-1 accuracy", "unit": "%", "lines": [run.top1 for run in runs]},
@@ -228,7 +228,7 @@ def _page_table(comparison: Comparison, columns: list[Column[ArmResult]]) -> dic
 
 
 def _histories(comparison: Comparison, folder: Path) -> list[dict[str, Any]]:
-    """The moving positions of each converted network's first run, if they were recorded."""
+    """Return the positions of each converted network's first run, if they were recorded."""
     histories = []
     for arm in comparison.arms:
         run = next(run for run in comparison.runs if run.arm.label == arm.label)

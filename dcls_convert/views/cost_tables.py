@@ -1,4 +1,4 @@
-"""Parameters and MACs of layers, stages and the whole model, before and after, as tables."""
+"""Tables of parameters and MACs before and after, of layers, stages and the whole model."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from .number_text import before_after, in_one_unit, percent, with_separators
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerTotals:
-    """Sums over replaced layers: those of one stage, of the whole model, or a single one."""
+    """Totals of one or more replaced layers, such as those of a stage or of the whole model."""
 
     layers: tuple[LayerReport, ...]
     name: str = ""
@@ -35,12 +35,15 @@ class LayerTotals:
 
     @property
     def params(self) -> Change:
-        """With biases and positions; shared positions count in the first layer that uses them."""
+        """Parameters with biases and positions.
+
+        Shared positions count in the first layer that uses them.
+        """
         return _change_of_sums(self._each("params_before"), self._each("params_after"))
 
     @property
     def macs(self) -> Change:
-        """For one image; unknown if the model could not be traced."""
+        """MACs for one image; unknown if the model could not be traced."""
         return _change_of_sums(self._each("macs_before"), self._each("macs_after"))
 
     @property
@@ -54,7 +57,7 @@ class LayerTotals:
         return _mean_of_known(self._each("output_error"))
 
     def _each(self, field: str) -> list[Any]:
-        """The field of each layer."""
+        """Return the value of a field in each layer."""
         return [getattr(layer, field) for layer in self.layers]
 
 
@@ -66,7 +69,7 @@ def _mean_of_known(errors: Sequence[float | None]) -> float | None:
 
 
 def _change_of_sums(before: Sequence[int | None], after: Sequence[int | None]) -> Change:
-    """The sums before and after; unknown if one of the numbers is."""
+    """Return the sums before and after; unknown if any of the numbers is unknown."""
     sum_before = 0
     sum_after = 0
     for count_before, count_after in zip(before, after, strict=True):
@@ -78,7 +81,7 @@ def _change_of_sums(before: Sequence[int | None], after: Sequence[int | None]) -
 
 
 def stage_rows(layers: Iterable[LayerReport]) -> list[LayerTotals]:
-    """A row for each stage, in the layers' order."""
+    """Return a row for each stage, in the order of the layers."""
     stages: dict[str, list[LayerReport]] = {}
     for layer in layers:
         stages.setdefault(layer.stage or "(no stage)", []).append(layer)
@@ -97,6 +100,7 @@ STAGE_COLUMNS: list[Column[LayerTotals]] = [
 
 
 def stage_table(report: ConversionReport) -> Table[LayerTotals]:
+    """Return a table with the costs of each stage."""
     return costs_table(
         STAGE_COLUMNS, stage_rows(report.layers), lambda row: before_after(row.params)
     )
@@ -105,15 +109,18 @@ def stage_table(report: ConversionReport) -> Table[LayerTotals]:
 def costs_table(
     columns: Sequence[Column[LayerTotals]],
     rows: Sequence[LayerTotals],
-    params: Callable[[LayerTotals], str],
+    write_params: Callable[[LayerTotals], str],
 ) -> Table[LayerTotals]:
-    """A table of these columns, and the costs: `params` writes a row's parameters."""
-    macs = []
+    """Return a table of these columns, followed by parameters, MACs and errors.
+
+    `write_params` returns the text of a row's parameters.
+    """
+    macs: list[int | None] = []
     for row in rows:
         macs += [row.macs.before, row.macs.after]
     write_macs, unit = in_one_unit(macs)
     costs: list[Column[LayerTotals]] = [
-        Column("Parameters", params),
+        Column("Parameters", write_params),
         Column(f"MACs{unit}", lambda row: before_after(row.macs, write_macs)),
         _error_column(rows),
     ]
@@ -121,7 +128,10 @@ def costs_table(
 
 
 def _error_column(rows: Sequence[LayerTotals]) -> Column[LayerTotals]:
-    """Of outputs after a calibration, which fits them and not the kernels; otherwise of kernels."""
+    """Return a column of output errors if there are any, otherwise of kernel errors.
+
+    There are output errors after a calibration, which fits the outputs and not the kernels.
+    """
     if any(row.output_error is not None for row in rows):
         return Column("Error", lambda row: row.output_error, "{:.3f}".format)
     return Column("Error", lambda row: row.kernel_error, "{:.3f}".format)
@@ -129,14 +139,15 @@ def _error_column(rows: Sequence[LayerTotals]) -> Column[LayerTotals]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCost:
-    """A row of the table of the whole model."""
+    """A row of the whole model's table."""
 
     name: str
     change: Change
-    is_part: bool = False  # of the row above: indented, dim, and without a percentage
+    is_part: bool = False  # part of the row above; shown dim, and without a percentage
 
 
 def model_table(report: ConversionReport) -> Table[ModelCost]:
+    """Return a table with the parameters and MACs of the whole model."""
     replaced = LayerTotals(layers=report.layers).params
     untouched = Change(before=report.params_untouched, after=report.params_untouched)
     rows = [

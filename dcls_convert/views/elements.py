@@ -1,4 +1,4 @@
-"""Where elements are, for pictures: heat maps of positions, and each layer's strongest kernels.
+"""Data for pictures of elements: heat maps of positions, and each layer's strongest kernels.
 
 Axes: A learnt axes, O output channels, I input channels per group, E elements, N shown kernels.
 """
@@ -19,12 +19,12 @@ from ..layers.position_statistics import BORDER_MARGIN, bin_indices, outside_sha
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 
-AXES = ("depth", "row", "column")  # fewer dimensions take the last ones
-# Bins in a cell along each axis; odd, so that an element on a cell is in the middle of a bin.
-FINE = 3
-MAX_BINS = 150_000  # in all heat maps together; if more, a bin is a whole cell
+AXES = ("depth", "row", "column")  # kernels of fewer axes use the last names
+# Odd, so that an element at the centre of a cell is in the middle of a bin.
+FINE_BINS_PER_CELL = 3
+MAX_BINS = 150_000  # in all heat maps together; beyond it, a bin is a whole cell
 MAX_KERNELS = 32  # shown per layer
-MAX_KERNEL_NUMBERS = 1_200_000  # cells and coordinates of all shown kernels together
+MAX_KERNEL_NUMBERS = 1_200_000  # bound on cells, coordinates and weights of all shown kernels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -37,18 +37,18 @@ class PositionPicture:
     row: PositionRow  # the statistics
     axes: tuple[str, ...]  # names of the learnt axes
     size: tuple[int, ...]  # cells of the window along the learnt axes
-    bins_per_cell: int
-    heat: Tensor  # (rows, columns), elements per bin of the last two learnt axes; one axis: 1 row
+    bins_per_cell: int  # along each axis
+    heat: Tensor  # (rows, columns); elements per bin of the last two learnt axes, see `heat_map`
     histograms: tuple[tuple[int, ...], ...]  # elements in each bin along each learnt axis
-    # Cells of the old kernels along the learnt axes, in the middle of the window.
+    # Extents of the old kernels along the learnt axes, in cells, without duplicates.
     old_kernel_sizes: tuple[tuple[int, ...], ...]
     outside: float  # share of the elements outside the largest of the old kernels
-    # The share at the window's border that elements would have if they were spread evenly.
+    # Share of the elements that would be at the window's border if they were spread evenly.
     even_share: float
 
 
 def heat_map(positions: Tensor, size: Sequence[int], per_cell: int) -> Tensor:
-    """Elements in each bin of the last two learnt axes.
+    """Count the elements in each bin of the last two learnt axes.
 
     Args:
         positions: (A, ..., E), in cells from the kernel's centre.
@@ -56,7 +56,7 @@ def heat_map(positions: Tensor, size: Sequence[int], per_cell: int) -> Tensor:
         per_cell: Bins in a cell along each axis.
 
     Returns:
-        (rows, columns) of the last two learnt axes; one row if there is only one axis.
+        (rows, columns); one row if there is only one axis.
     """
     bins_along = []
     for axis, side in zip(positions, size, strict=True):
@@ -75,12 +75,12 @@ def heat_map(positions: Tensor, size: Sequence[int], per_cell: int) -> Tensor:
 def position_pictures(
     plan: ConversionPlan, state: Mapping[str, Tensor], inspection: Inspection
 ) -> tuple[PositionPicture, ...]:
-    """A picture for each positions tensor of the plan, in the inspection's order."""
+    """Return a picture of each positions tensor of the plan, in the inspection's order."""
     sets = position_sets(plan)
     cells = sum(math.prod(position_set.learnt_size[-2:]) for position_set in sets)
     per_cell = 1
-    if cells * FINE**2 <= MAX_BINS:
-        per_cell = FINE
+    if cells * FINE_BINS_PER_CELL**2 <= MAX_BINS:
+        per_cell = FINE_BINS_PER_CELL
     pictures = []
     for position_set, row in zip(sets, inspection.positions, strict=True):
         positions = state[position_set.parameters["positions"]]
@@ -91,7 +91,7 @@ def position_pictures(
 def _position_picture(
     position_set: PositionSet, row: PositionRow, positions: Tensor, per_cell: int
 ) -> PositionPicture:
-    """The picture of one positions tensor (A, O, I, *dense axes, E)."""
+    """Return the picture of one positions tensor (A, O, I, *dense axes, E)."""
     size = position_set.learnt_size
     dims = len(row.dilated_size)
     learnt = learnt_axes(dims, row.dense_axes)
@@ -117,7 +117,7 @@ def _position_picture(
 
 
 def _even_border_share(size: Sequence[int]) -> float:
-    """The share at the window's border, of elements that are spread evenly over the window."""
+    """Return the share of evenly spread elements that are at the window's border."""
     inner_share = 1.0
     for side in size:
         if side > 1:
@@ -131,9 +131,9 @@ class LayerKernels:
 
     name: str
     total: int  # kernels of the layer
-    energy_share: float  # of the shown kernels, of the energy of all
-    channels: tuple[tuple[int, int], ...]  # output channel, and input channel of its group
-    cells: Tensor  # (N, rows, columns); of three axes, the sum over the first
+    energy_share: float  # energy of the shown kernels / energy of all kernels
+    channels: tuple[tuple[int, int], ...]  # output channel, input channel within its group
+    cells: Tensor  # (N, rows, columns); kernels of three axes are summed over the first
     positions: Tensor  # (N, E, 2); row and column of the elements, in cells from the centre
     weights: Tensor  # (N, E)
 
@@ -142,18 +142,18 @@ class LayerKernels:
 def kernel_pictures(
     plan: ConversionPlan, state: Mapping[str, Tensor], model: nn.Module | None
 ) -> tuple[LayerKernels, ...]:
-    """The strongest kernels of each layer.
+    """Return the strongest kernels of each layer.
 
     Args:
         plan: The conversion's plan.
         state: The converted model's state dict.
-        model: The rebuilt model, which standardises weights where the old network did; without
-            it, kernels are made from the stored weights.
+        model: The rebuilt model, which standardises weights if the old network did. If it is
+            None, kernels are made from the stored weights.
 
     Raises:
         CheckpointError: A layer's weight is missing, or has another shape than in the plan.
     """
-    parameters = {}  # names of the positions and sigma of each layer
+    parameters = {}  # names of the positions and sigma, by layer
     for position_set in position_sets(plan):
         for layer in position_set.layers:
             parameters[layer.name] = position_set.parameters
@@ -171,17 +171,20 @@ def kernel_pictures(
 
 
 def _kernels_per_layer(plan: ConversionPlan) -> int:
-    """How many kernels of each layer are shown, so that the page does not become too large."""
-    numbers = 0  # for one kernel of each layer: its cells, and two coordinates and a weight each
+    """Return the number of kernels shown per layer, which bounds the size of the page."""
+    numbers = 0  # cells, coordinates and weights of one kernel of each layer
     for layer in plan.layers:
-        numbers += math.prod(layer.dilated_size) + 3 * math.prod(layer.position_shape[3:])
-    return max(1, min(MAX_KERNELS, MAX_KERNEL_NUMBERS // max(numbers, 1)))
+        cells = math.prod(layer.dilated_size)
+        elements = math.prod(layer.position_shape[3:])
+        numbers += cells + 3 * elements  # two coordinates and a weight per element
+    affordable = MAX_KERNEL_NUMBERS // max(numbers, 1)
+    return max(1, min(MAX_KERNELS, affordable))
 
 
 def _element_weights(
     layer: LayerPlan, state: Mapping[str, Tensor], model: nn.Module | None
 ) -> Tensor:
-    """The weights (O, I, *dense, E) from which the layer's kernels are constructed."""
+    """Return the weights (O, I, *dense, E) from which the layer's kernels are constructed."""
     if model is not None:
         module = model.get_submodule(layer.name)
         if isinstance(module, DclsConvNd):
@@ -199,13 +202,13 @@ def _element_weights(
 def _strongest_kernels(
     layer: LayerPlan, weight: Tensor, positions: Tensor, sigma: Tensor | None, max_kernels: int
 ) -> LayerKernels:
-    """The `max_kernels` kernels with the most energy.
+    """Return the kernels of a layer with the most energy.
 
     Args:
-        layer: Its plan.
+        layer: The layer's plan.
         weight: (O, I, *dense, E).
         positions, sigma: (A, O, I, *dense, E).
-        max_kernels: Fewer if the layer has fewer.
+        max_kernels: Number of kernels to return; all if the layer has fewer.
     """
     kernels = construct_kernel(
         weight,
@@ -217,12 +220,12 @@ def _strongest_kernels(
     ).flatten(0, 1)  # (O * I, *window)
     energies = kernels.double().square().flatten(1).sum(1)  # (O * I,)
     chosen = energies.argsort(descending=True, stable=True)[:max_kernels]  # (N,)
-    energy = float(energies.sum())
+    total_energy = energies.sum()
     energy_share = 1.0
-    if energy > 0:
-        energy_share = float(energies[chosen].sum() / energies.sum())
-    inputs = layer.in_channels // layer.groups
-    channels = [divmod(index, inputs) for index in chosen.tolist()]
+    if total_energy > 0:
+        energy_share = float(energies[chosen].sum() / total_energy)
+    inputs_per_group = layer.in_channels // layer.groups
+    channels = [divmod(index, inputs_per_group) for index in chosen.tolist()]
     weights = weight.flatten(0, 1)[chosen]  # (N, *dense, E)
     coordinates = _row_and_column(layer, positions.flatten(1, 2)[:, chosen])
     return LayerKernels(
@@ -237,18 +240,19 @@ def _strongest_kernels(
 
 
 def _row_and_column(layer: LayerPlan, positions: Tensor) -> Tensor:
-    """Coordinates along the last two axes: positions (A, N, *dense, E) -> (N, elements, 2).
+    """Return the rows and columns of elements: positions (A, N, *dense, E) -> (N, elements, 2).
 
-    Along a dense axis, elements are at its cells. A kernel of one axis has row 0.
+    They are the coordinates along the last two axes. Along a dense axis, the elements are at the
+    cells. Elements of kernels with one axis are in row 0.
     """
     dims = len(layer.dilated_size)
     learnt = learnt_axes(dims, layer.dense_axes)
-    coordinates = [torch.zeros_like(positions[0])]  # the row of kernels of one axis
+    coordinates = [torch.zeros_like(positions[0])]  # the row, if there is only one axis
     for axis, side in enumerate(layer.dilated_size):
         if axis in learnt:
             coordinates.append(positions[learnt.index(axis)])
         else:
-            shape = [1] * positions[0].dim()  # of (N, *dense, E)
+            shape = [1] * positions[0].dim()  # broadcasts to (N, *dense, E)
             shape[1 + layer.dense_axes.index(axis)] = side
             cells = torch.arange(side, dtype=positions.dtype) - side // 2
             coordinates.append(cells.reshape(shape).expand_as(positions[0]))
@@ -257,7 +261,10 @@ def _row_and_column(layer: LayerPlan, positions: Tensor) -> Tensor:
 
 
 def _as_rows_and_columns(kernels: Tensor) -> Tensor:
-    """(N, *window) to (N, rows, columns): one axis is a row, three are summed over the first."""
+    """Reshape kernels (N, *window) to (N, rows, columns).
+
+    Kernels of one axis become a row; kernels of three axes are summed over the first.
+    """
     if kernels.dim() == 2:
         return kernels.unsqueeze(1)
     if kernels.dim() == 4:

@@ -1,10 +1,10 @@
-"""The check of a GPU: a line for each measurement."""
+"""The GPU check: a line for each measurement."""
 
 from ..compare.gpu import GpuRow
 
 
 def row_line(row: GpuRow) -> str:
-    """What was measured, and the result or the problem."""
+    """Return a line with what was measured, and the result or the problem."""
     text = f"{row.part:7} {row.what:34} {row.way or '':6} {row.work or '':9} "
     text += f"batch {row.batch:<3}"
     if row.ms is not None:

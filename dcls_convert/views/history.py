@@ -1,4 +1,4 @@
-"""How positions moved in training, from what a `PositionTracker` wrote."""
+"""How positions moved during training, read from the file of a `PositionTracker`."""
 
 import math
 import os
@@ -16,48 +16,48 @@ from ..tables import Column, Table, indented
 from ..text import counted, shown
 from ..tuning.tracker import TrackedPositions, TrackRecord, read_track
 
-Curve = tuple[float | None, ...]  # a value for each step; None where it is not known
-Coordinates = tuple[float | None, ...]  # of the followed elements along one axis
-MAX_FRAME_NUMBERS = 120_000  # coordinates and counts of all moving pictures together
-MAX_STEPS = 10  # of the table; a record of a long training has hundreds
+Curve = tuple[float | None, ...]  # a value for each step; None if it is unknown
+Coordinates = tuple[float | None, ...]  # coordinates of the followed elements along one axis
+MAX_FRAME_NUMBERS = 120_000  # bound on the coordinates and counts in all frames together
+MAX_TABLE_STEPS = 10  # a long training run records hundreds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackPicture:
-    """One positions tensor through a training."""
+    """How one positions tensor moved during training."""
 
     name: str
     size: tuple[int, ...]  # cells of the window along the learnt axes
-    speed: Curve  # cells for a step
+    speed: Curve  # cells per step
     spread: Curve  # cells; root mean square over the axes
-    border: tuple[float, ...]  # share of the elements at the window's border, at each step
-    # At each of `moving_steps`, coordinates of the followed elements along each learnt axis.
+    border: tuple[float, ...]  # at each step, the share of elements at the window's border
+    # At each of `moving_steps`, the coordinates of the followed elements along each learnt axis.
     frames: tuple[tuple[Coordinates, ...], ...]
-    # Along each axis, at each of `moving_steps`, the number of elements in each bin.
+    # Along each axis and at each of `moving_steps`, the number of elements in each bin.
     histograms: tuple[tuple[tuple[int, ...], ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HistoryPicture:
-    """A whole record of a training: every positions tensor, at every recorded step."""
+    """The whole record of a training run: all positions tensors at all recorded steps."""
 
     steps: tuple[int, ...]
-    moving_steps: tuple[int, ...]  # those that the moving pictures show
+    moving_steps: tuple[int, ...]  # the steps that the moving pictures show
     tracks: tuple[TrackPicture, ...]
 
 
 def read_history(path: str | os.PathLike[str]) -> HistoryPicture:
-    """The curves and moving positions of a `positions.jsonl`.
+    """Return the curves and moving positions of a `positions.jsonl`.
 
     Raises:
-        CheckpointError: The file is not such a record, or is one of several models.
+        CheckpointError: The file is not such a record, or its records are of different models.
     """
     records = read_track(path)
     if not records:
         raise CheckpointError(f"{path}: has no records")
     first = records[0]
     for record in records:
-        if _form(record) != _form(first):
+        if _names_and_bins(record) != _names_and_bins(first):
             steps = f"{first.step} and {record.step}"
             raise CheckpointError(f"{path}: the records of steps {steps} differ in tensors")
     moving = _moving_records(records)
@@ -67,7 +67,7 @@ def read_history(path: str | os.PathLike[str]) -> HistoryPicture:
         moving_rows = [record.positions[index] for record in moving]
         if len(set(map(_followed_counts, rows))) > 1:
             raise CheckpointError(
-                f"{path}: the records follow several numbers of elements of {shown(row.name)}"
+                f"{path}: the records follow different numbers of elements of {shown(row.name)}"
             )
         tracks.append(_track_picture(rows, moving_rows))
     return HistoryPicture(
@@ -78,16 +78,16 @@ def read_history(path: str | os.PathLike[str]) -> HistoryPicture:
 
 
 def read_history_of(path: str | os.PathLike[str], plan: ConversionPlan) -> HistoryPicture:
-    """As `read_history`, with the names that an inspection of the plan's checkpoint shows.
+    """Return `read_history` of a file, with the names in an inspection of the plan's checkpoint.
 
     Raises:
-        CheckpointError: As for `read_history`, or the record is of another model.
+        CheckpointError: `read_history` refuses the file, or the record is of another model.
     """
     history = read_history(path)
     if not history.tracks:
         raise CheckpointError(f"{path}: is a record of a model without positions")
     sets = position_sets(plan)
-    # Both are in the order of the layers.
+    # The tracks and the sets are both in the order of the layers.
     is_of_this_model = len(history.tracks) == len(sets) and all(
         map(_is_record_of, history.tracks, sets)
     )
@@ -106,20 +106,20 @@ def read_history_of(path: str | os.PathLike[str], plan: ConversionPlan) -> Histo
 
 
 def _is_record_of(track: TrackPicture, positions: PositionSet) -> bool:
-    """Whether the names and the sizes agree."""
+    """True if the name and the window size of a track agree with the plan's."""
     parameter = positions.parameters["positions"]
-    # The tracker may have followed a module that holds the network under a name.
+    # The tracked module may contain the network, which adds a prefix to the names.
     same_name = track.name == parameter or track.name.endswith(f".{parameter}")
     return same_name and track.size == positions.learnt_size
 
 
 def _tensors_text(count: int, first: str, size: tuple[int, ...]) -> str:
-    """ "4 positions tensors, the first stages.0.dcls_positions in 17x17"."""
+    """Return "4 positions tensors, the first stages.0.dcls_positions in 17x17"."""
     return f"{counted(count, 'positions tensor')}, the first {shown(first)} in {size_text(size)}"
 
 
 def isolated_points(curve: Curve) -> list[int]:
-    """Indices of known values whose neighbours are not known."""
+    """Return the indices of known values between unknown ones, which a line would not show."""
     isolated = []
     padded = (None, *curve, None)
     for index, value in enumerate(curve):
@@ -130,39 +130,39 @@ def isolated_points(curve: Curve) -> list[int]:
     return isolated
 
 
-def _form(record: TrackRecord) -> list[tuple[str, list[int]]]:
-    """The name of each positions tensor, and its number of bins along each axis."""
+def _names_and_bins(record: TrackRecord) -> list[tuple[str, list[int]]]:
+    """Return the name of each positions tensor, and its number of bins along each axis."""
     return [(row.name, list(map(len, row.histograms))) for row in record.positions]
 
 
 def _followed_counts(row: TrackedPositions) -> tuple[int, ...]:
-    """How many elements are followed along each axis."""
+    """Return the number of elements that are followed along each axis."""
     return tuple(map(len, row.followed))
 
 
 def _moving_records(records: Sequence[TrackRecord]) -> list[TrackRecord]:
-    """Evenly spaced records, first and last included, of MAX_FRAME_NUMBERS numbers at most.
+    """Choose evenly spaced records, the first and the last included.
 
-    There are two at least, however many numbers they have.
+    Together they have at most MAX_FRAME_NUMBERS numbers; but at least two records are chosen.
     """
-    numbers = 0  # in one record
+    numbers_per_record = 0
     for row in records[0].positions:
-        numbers += sum(_followed_counts(row)) + sum(map(len, row.histograms))
-    max_records = max(2, MAX_FRAME_NUMBERS // max(numbers, 1))
+        numbers_per_record += sum(_followed_counts(row)) + sum(map(len, row.histograms))
+    max_records = max(2, MAX_FRAME_NUMBERS // max(numbers_per_record, 1))
     return [records[index] for index in _evenly_spaced(len(records), max_records)]
 
 
-def _evenly_spaced(count: int, max_records: int) -> list[int]:
-    """At most so many of `count` indices, the first and the last included."""
-    if count <= max_records:
+def _evenly_spaced(count: int, max_indices: int) -> list[int]:
+    """Choose at most `max_indices` of the indices below `count`, with the first and the last."""
+    if count <= max_indices:
         return list(range(count))
-    return [round(index * (count - 1) / (max_records - 1)) for index in range(max_records)]
+    return [round(number * (count - 1) / (max_indices - 1)) for number in range(max_indices)]
 
 
 def _track_picture(
     rows: Sequence[TrackedPositions], moving_rows: Sequence[TrackedPositions]
 ) -> TrackPicture:
-    """The picture of one positions tensor, whose rows are those of all records."""
+    """Return the picture of one positions tensor from its rows in the records."""
     speed = []
     spread = []
     border = []
@@ -173,7 +173,7 @@ def _track_picture(
     histograms = zip(*(row.histograms for row in moving_rows), strict=True)
     return TrackPicture(
         name=rows[0].name,
-        size=tuple(map(len, rows[0].histograms)),  # a tracker counts a bin for each cell
+        size=tuple(map(len, rows[0].histograms)),  # a tracker's bins are the cells
         speed=tuple(speed),
         spread=tuple(spread),
         border=tuple(border),
@@ -183,7 +183,7 @@ def _track_picture(
 
 
 def _root_mean_square(sides: Sequence[float | None]) -> float | None:
-    """None if a side is not known, or there are none."""
+    """Return the root mean square, or None if a side is unknown or there are no sides."""
     squares = 0.0
     for side in sides:
         if side is None:
@@ -195,7 +195,7 @@ def _root_mean_square(sides: Sequence[float | None]) -> float | None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Row:
+class _HistoryRow:
     """One positions tensor at one step."""
 
     name: str
@@ -205,7 +205,7 @@ class _Row:
     border: float
 
 
-HISTORY_COLUMNS: list[Column[_Row]] = [
+HISTORY_COLUMNS: list[Column[_HistoryRow]] = [
     Column("Positions", lambda row: row.name),
     Column("Step", lambda row: row.step, "{:,}".format),
     Column("Speed", lambda row: row.speed, "{:.2g}".format),
@@ -215,13 +215,13 @@ HISTORY_COLUMNS: list[Column[_Row]] = [
 
 
 def history_view(history: HistoryPicture) -> RenderableType:
-    """For a terminal: each positions tensor at some steps, the first and the last among them."""
-    shown_steps = _evenly_spaced(len(history.steps), MAX_STEPS)
+    """Return a table of each positions tensor at some steps, the first and the last included."""
+    shown_indices = _evenly_spaced(len(history.steps), MAX_TABLE_STEPS)
     rows = []
     for track in history.tracks:
-        for index in shown_steps:
+        for index in shown_indices:
             rows.append(
-                _Row(
+                _HistoryRow(
                     name=track.name,
                     step=history.steps[index],
                     speed=track.speed[index],
@@ -233,6 +233,6 @@ def history_view(history: HistoryPicture) -> RenderableType:
         "Speed: mean distance that a coordinate moves per step, in cells.",
         "Spread: root mean square of the coordinates from the centre, over all axes, in cells.",
     ]
-    if len(shown_steps) < len(history.steps):
-        lines.insert(0, f"{len(shown_steps)} of {len(history.steps):,} recorded steps.")
+    if len(shown_indices) < len(history.steps):
+        lines.insert(0, f"{len(shown_indices)} of {len(history.steps):,} recorded steps.")
     return Group(Table(HISTORY_COLUMNS, rows), Text(), *map(indented, lines))

@@ -1,4 +1,4 @@
-"""How an inspection looks: a row for each positions tensor, and what the columns mean."""
+"""An inspection as a table, with a row for each positions tensor, and what the columns mean."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,11 +12,11 @@ from ..tables import Column, Table, indented, title
 from ..text import counted
 from .provenance import command_text, provenance_sentences
 
-NAME_COLUMNS = 16  # at least; most rows are tie groups, whose names are short
+MIN_NAME_WIDTH = 16  # columns of the terminal; names of tie groups, which most rows are, are short
 
 
 def _elements(row: PositionRow) -> str:
-    """ "34 in 17x17"."""
+    """Return "34 in 17x17"; empty for a row of totals."""
     if not row.kernel_count:
         return ""
     return f"{row.kernel_count} in {size_text(row.dilated_size)}"
@@ -35,7 +35,7 @@ POSITION_COLUMNS: list[Column[PositionRow]] = [
 
 
 def inspection_view(inspection: Inspection) -> RenderableType:
-    """For a terminal of 80 columns or more."""
+    """Return an inspection as it is shown in a terminal of at least 80 columns."""
     rows = inspection.positions
     border = f"elements within {inspection.border_margin:g} cells of the window's limit"
     near = f"elements closer than {inspection.overlap_distance:g} cell"
@@ -53,7 +53,7 @@ def inspection_view(inspection: Inspection) -> RenderableType:
         lines.append("Sigma: mean width of the elements, in cells.")
     model = "" if inspection.model is None else f", {inspection.model} with DCLS"
     heading = title(inspection.folder, model)
-    table = Table(POSITION_COLUMNS, rows, totals=_totals(inspection), min_name_width=NAME_COLUMNS)
+    table = Table(POSITION_COLUMNS, rows, totals=_totals(inspection), min_name_width=MIN_NAME_WIDTH)
     parts: list[RenderableType] = [heading, Text(), table, Text(), *map(indented, lines)]
     if inspection.provenance is not None:
         parts += [Text(), Text(" Converted by:", style="bold")]
@@ -63,7 +63,7 @@ def inspection_view(inspection: Inspection) -> RenderableType:
 
 
 def _totals(inspection: Inspection) -> list[PositionRow]:
-    """A row for all positions together, if there are several rows."""
+    """Return a row for all positions tensors together if there are several, else no row."""
     rows = inspection.positions
     if len(rows) < 2:
         return []
@@ -82,7 +82,7 @@ def _totals(inspection: Inspection) -> list[PositionRow]:
 
 
 def _shared(rows: Sequence[PositionRow]) -> str:
-    """How many of the positions tensors several layers share, as the end of a clause."""
+    """Say how many of the positions tensors are shared by several layers, as a suffix."""
     tied = sum(row.tied for row in rows)
     if tied == len(rows):
         each = ", each" if len(rows) > 1 else ""

@@ -1,4 +1,4 @@
-"""Lines below the report: what was written, and how to train it."""
+"""Lines below the report: what was written, how to train it, and how the outputs changed."""
 
 import textwrap
 from pathlib import Path
@@ -18,7 +18,7 @@ NEAR_THE_CENTRE = (
 
 
 def next_steps(resolved: ResolvedRequest, done: Conversion, output: Path) -> list[str | Text]:
-    """Lines below the report: what was written, how to fine-tune it, and how outputs changed."""
+    """Return lines for below the report: what was written, how to train it, how outputs changed."""
     request = resolved.request
     lines: list[str | Text] = ["", f"Wrote {output}, from {_start(resolved)}."]
     is_random = resolved.authors_weights is None and resolved.init == "random"
@@ -39,17 +39,15 @@ def next_steps(resolved: ResolvedRequest, done: Conversion, output: Path) -> lis
 
 
 def _start(resolved: ResolvedRequest) -> str:
-    """What the new layers start from, as part of a sentence."""
+    """Say what the new layers start from, as part of a sentence."""
     request = resolved.request
     random_start = f"random initialisation (seed {request.seed})"
     if resolved.authors_weights is not None:
         return "the authors' elements and positions, so that the outputs are those of their network"
     if resolved.init == EXACT:
-        source = random_start
-        if request.trained:
-            source = "the trained weights"
+        weights = "the trained weights" if request.trained else random_start
         every_cell = "every old cell is an element at its place"
-        return f"{source}; {every_cell}, so that the outputs are the old ones"
+        return f"{weights}; {every_cell}, so that the outputs are the old ones"
     if not request.trained:
         return f"{random_start}; --pretrained or --checkpoint load weights"
     if resolved.init == "random":

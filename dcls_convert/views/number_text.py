@@ -9,28 +9,28 @@ UNITS = ((1e9, " G"), (1e6, " M"), (1e3, " k"), (1.0, ""))
 
 
 def with_separators(count: int | None, sign: str = "") -> str:
-    """4800 -> "4,800"; with sign "+", "+4,800"."""
+    """Return 4800 as "4,800", or as "+4,800" with the sign "+"."""
     if count is None:
         return NOT_COUNTED
     return f"{count:{sign},}"
 
 
 def before_after(change: Change, write: Callable[[int], str] = with_separators) -> str:
-    """4800 and 3360 -> "4,800 → 3,360"."""
+    """Return 4800 and 3360 as "4,800 → 3,360"."""
     if change.before is None or change.after is None:
         return NOT_COUNTED
     return f"{write(change.before)} → {write(change.after)}"
 
 
 def percent(change: Change, digits: int = 2) -> str:
-    """4800 and 3360 -> "-30.00 %"; empty if it is not known."""
+    """Return the change from 4800 to 3360 as "-30.00 %"; empty if it is not known."""
     if change.percent is None:
         return ""
     return f"{change.percent:+.{digits}f} %"
 
 
 def short_count(count: int | None) -> str:
-    """4455531264 -> "4.46 G"."""
+    """Return 4455531264 as "4.46 G"."""
     if count is None:
         return NOT_COUNTED
     unit, name = _unit(count)
@@ -38,7 +38,7 @@ def short_count(count: int | None) -> str:
 
 
 def short_before_after(change: Change) -> str:
-    """4455531264 and 4970337024 -> "4.46 → 4.97 G"."""
+    """Return 4455531264 and 4970337024 as "4.46 → 4.97 G", in the unit of the first."""
     unit, name = _unit(change.before or 0)
     text = before_after(change, lambda count: _short(count / unit))
     if change.delta is None:
@@ -47,15 +47,15 @@ def short_before_after(change: Change) -> str:
 
 
 def in_one_unit(counts: Iterable[int | None]) -> tuple[Callable[[int], str], str]:
-    """How to write the counts of a column, and their unit for its heading.
+    """Return a function that formats the counts of a column, and the unit for its heading.
 
     Unit and digits suit the smallest count; zeros and unknown counts are ignored.
     """
-    least = min(filter(None, counts), default=1)
-    unit, name = _unit(least)
-    if unit == 1 or least >= 100 * unit:
+    smallest = min(filter(None, counts), default=1)
+    unit, name = _unit(smallest)
+    if unit == 1 or smallest >= 100 * unit:
         digits = 0
-    elif least < 10 * unit:
+    elif smallest < 10 * unit:
         digits = 2
     else:
         digits = 1
@@ -64,7 +64,7 @@ def in_one_unit(counts: Iterable[int | None]) -> tuple[Callable[[int], str], str
 
 
 def decimals_for(value: float) -> int:
-    """Digits after the point with which three digits are shown: 4.46, 44.3, 15,900."""
+    """Return the number of decimals that shows three digits: 4.46, 44.3, 15,900."""
     if value >= 99.95:
         return 0
     if value >= 9.995:
@@ -73,7 +73,10 @@ def decimals_for(value: float) -> int:
 
 
 def _short(value: float) -> str:
-    """Three digits, or all before the point: 4.46, 44.3, 15,900; a whole number has no point."""
+    """Write three digits, or all before the point: 4.46, 44.3, 15,900.
+
+    A whole number has no decimals.
+    """
     digits = 0
     if value % 1:
         digits = decimals_for(value)
@@ -81,7 +84,7 @@ def _short(value: float) -> str:
 
 
 def _unit(count: int) -> tuple[float, str]:
-    """The largest unit that the count reaches, and its name."""
+    """Return the largest unit that the count reaches, and its name."""
     for unit, name in UNITS:
         if count >= unit:
             return unit, name

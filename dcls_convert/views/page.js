@@ -1,46 +1,48 @@
-// Draws the page from its data, which page.py puts beside this script.
+// Draws the page from its data, which page.py puts into the page with this script.
 
 "use strict";
 
 const data = JSON.parse(document.getElementById("data").textContent);
 
-// Taken from a node, since an address in the text would look like a use of the network.
+// Read from a node: an address written here would look like a use of the network.
 const SVG_NAMESPACE = document.getElementById("svg").namespaceURI;
 
-// Lengths are units of a drawing unless another unit is stated.
+// Lengths are in units of the drawing unless stated otherwise.
 const DIGIT_WIDTH = 6.5;
 const WINDOW_LEFT = 30;
 const WINDOW_SIDE = 240; // the longer side of a window of positions
 const WINDOW_DRAWING_WIDTH = 330;
-// The window of a heat map, and that of moving positions; `bars` is the longest of a histogram.
-const HEAT_MAP = {top: 62, bars: 48, leastHeight: 14};
-const MOVING = {top: 58, bars: 44, leastHeight: 20};
+// Layouts of the windows of heat maps and of moving positions: space above the window, length of
+// the longest bar of a histogram, and smallest height of the window.
+const HEAT_MAP = {top: 62, maxBar: 48, minHeight: 14};
+const MOVING = {top: 58, maxBar: 44, minHeight: 20};
 const KERNEL_SIDE = 200; // the longer side of the chosen kernel
-const TILE_SIDE = 62; // pixels; about the longer side of a kernel among all
+const TILE_SIDE = 62; // pixels; approximate longer side of a tile
 const TILE_GAP = 4; // pixels
 const FIELD_SIDE = 300; // the longer side of a receptive field
-const COST_WIDTH = 230; // the longest bar
-const COST_HEIGHT = 46; // the bars of a stage with its name
-const MAX_COST_NAME = 40; // letters
+const COST_WIDTH = 230; // of the longest bar
+const COST_HEIGHT = 46; // of a stage: its name and its two bars
+const MAX_COST_NAME = 40; // characters
 const CHART = {width: 340, height: 190, top: 12, right: 12, bottom: 26};
 
 const LINE_COLOURS = 8; // --c0 to --c7
 const LINE_WIDTH = 1.8;
 const WIDE_LINE_WIDTH = 4.5;
 const DASHES = ["", "6 3", "2 3", "8 3 2 3"];
-const READ_LINES = 8; // lines of a chart whose values are told
+const MAX_READ_LINES = 8; // number of lines of a chart whose values are shown below it
 const FRAME_MILLISECONDS = 80;
-const MIN_OUTSIDE = 0.01; // share of elements outside, from which a window can be judged
-const OPEN_LAYERS = 2; // layers whose kernels are seen at first
+// With a smaller share of elements outside the old kernel, the window cannot be judged.
+const MIN_OUTSIDE = 0.01;
+const OPEN_LAYERS = 2; // number of layers whose kernels are visible at first
 
-// Functions that draw again what depends on colours.
+// Functions that redraw what depends on the colour scheme.
 const redraws = [];
 
 // ---------------------------------------------------------------------------------------------
 // Helpers: nodes
 // ---------------------------------------------------------------------------------------------
 
-// The node, with attributes and children.
+// Sets attributes, appends children, and returns the node.
 function filled(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     node.setAttribute(name, value);
@@ -49,17 +51,17 @@ function filled(node, attributes, children) {
   return node;
 }
 
-// An element of HTML.
+// Creates an HTML element.
 function el(tag, attributes = {}, ...children) {
   return filled(document.createElement(tag), attributes, children);
 }
 
-// An element of SVG.
+// Creates an SVG element.
 function svg(tag, attributes = {}, ...children) {
   return filled(document.createElementNS(SVG_NAMESPACE, tag), attributes, children);
 }
 
-// An SVG of this size; the description is for screen readers.
+// Creates a drawing of this size; the description is for screen readers.
 function drawing(width, height, description, ...children) {
   const attributes = {
     viewBox: `0 0 ${width} ${height}`,
@@ -69,22 +71,22 @@ function drawing(width, height, description, ...children) {
   return svg("svg", attributes, ...children);
 }
 
-// A text in a drawing.
+// Creates text in a drawing.
 function label(x, y, text, anchor = "middle", attributes = {}) {
   return svg("text", {x, y, "text-anchor": anchor, ...attributes}, text);
 }
 
-// Notes, a paragraph each.
+// Creates a paragraph for each text.
 function paragraphs(texts) {
   return texts.map(text => el("p", {class: "soft"}, text));
 }
 
-// A line of text that tells what is under the pointer.
+// Creates an empty line of text, which will show what is under the pointer.
 function emptyReadout() {
   return el("p", {class: "readout"}, "\u00a0");
 }
 
-// Calls onPoint with the pointer's x and y, in units of the drawing.
+// Calls onPoint with the pointer's x and y, in units of the drawing, whenever it moves.
 function onPointerMove(node, onPoint) {
   node.addEventListener("pointermove", event => {
     const toDrawing = node.getScreenCTM().inverse();
@@ -105,19 +107,19 @@ function section(title, ...children) {
 // Helpers: numbers
 // ---------------------------------------------------------------------------------------------
 
-// Numbers from base64 of integers of a type of array, divided by a factor.
+// Decodes base64 to integers of the given array type, and divides them by a factor.
 function unpack(text, IntegerArray, factor) {
   const bytes = Uint8Array.from(atob(text), character => character.charCodeAt(0));
   const integers = new IntegerArray(bytes.buffer);
   return Float64Array.from(integers, integer => integer / factor);
 }
 
-// The first cell of a side, counted from the kernel's centre.
+// Returns the first cell of a side, counted from the kernel's centre.
 function firstCell(side) {
   return -Math.floor(side / 2);
 }
 
-// The largest of some counts; 1 if all are 0, since they are divided by it.
+// Returns the largest count; 1 if all are 0, because counts are divided by it.
 function largestCount(counts) {
   let largest = 1;
   for (const count of counts) {
@@ -126,23 +128,23 @@ function largestCount(counts) {
   return largest;
 }
 
-// A number with a true minus sign.
+// Writes a number with a typographic minus sign.
 function signed(value) {
   const sign = value < 0 ? "\u2212" : "";
   return sign + Math.abs(value);
 }
 
-// A number with so many decimals at most.
+// Writes a number with at most this many decimals.
 function fixed(value, digits) {
   return signed(Number(value.toFixed(digits)));
 }
 
-// A number with two significant digits.
-function precise(value) {
+// Writes a number with two significant digits.
+function twoDigits(value) {
   return value.toPrecision(2).replace("-", "\u2212");
 }
 
-// A number with two significant digits, as short as possible.
+// Writes a number with at most two significant digits, as short as possible.
 function shortNumber(value) {
   if (value !== 0 && Math.abs(value) < 0.001) {
     return value.toExponential(1).replace("-", "\u2212");
@@ -150,18 +152,18 @@ function shortNumber(value) {
   return String(Number(value.toPrecision(2)));
 }
 
-// 12345 as "12,345".
+// Writes 12345 as "12,345".
 function grouped(count) {
   return count.toLocaleString("en");
 }
 
-// "1 layer" or "2 layers".
+// Writes "1 layer" or "2 layers".
 function counted(count, noun) {
   const plural = count === 1 ? "" : "s";
   return `${grouped(count)} ${noun}${plural}`;
 }
 
-// A share as a percentage.
+// Writes a share as a percentage.
 function percent(share, digits = 1) {
   const number = (100 * share).toFixed(digits);
   return `${number}\u00a0%`;
@@ -171,23 +173,23 @@ function percent(share, digits = 1) {
 // Colours
 // ---------------------------------------------------------------------------------------------
 
-// The present value of a variable of the style sheet.
+// Returns the current value of a variable of the style sheet.
 function css(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-// The present colour of a variable: [red, green, blue], each from 0 to 255.
+// Returns the current colour of a variable: [red, green, blue], each from 0 to 255.
 function rgb(name) {
   const hexadecimal = css(name); // "#rrggbb"
   return [1, 3, 5].map(start => parseInt(hexadecimal.slice(start, start + 2), 16));
 }
 
-// The colour between two, at this share of the way.
+// Returns the colour at this share of the way from the first to the second.
 function mixColours(first, second, share) {
   return first.map((value, i) => Math.round(value + (second[i] - value) * share));
 }
 
-// The present colours of values from 0 to 1.
+// Returns a function from values between 0 and 1 to current colours.
 function amountColours() {
   const low = rgb("--low");
   const mid = rgb("--mid");
@@ -200,7 +202,7 @@ function amountColours() {
   };
 }
 
-// The present colours of values from -1 to 1.
+// Returns a function from values between -1 and 1 to current colours.
 function signColours() {
   const minus = rgb("--minus");
   const zero = rgb("--card");
@@ -214,7 +216,7 @@ function drawAndRegister(draw) {
   draw();
 }
 
-// The style of a line with the colour and the dashes of these numbers.
+// Returns the style of a line with the colour and the dashes of these indices.
 function lineStyle(colour, dash, width = LINE_WIDTH) {
   return {
     stroke: `var(--c${colour % LINE_COLOURS})`,
@@ -228,7 +230,7 @@ function lineStyle(colour, dash, width = LINE_WIDTH) {
 // Pieces of drawings. A box is {x, y, width, height}.
 // ---------------------------------------------------------------------------------------------
 
-// A canvas with a pixel for each value, row after row.
+// Draws a canvas with a pixel for each value, row by row.
 function raster(rows, columns, values, colourOf) {
   const canvas = el("canvas", {width: columns, height: rows});
   const context = canvas.getContext("2d");
@@ -241,13 +243,13 @@ function raster(rows, columns, values, colourOf) {
   return canvas;
 }
 
-// An image with a pixel for each value, in the present colours.
+// Creates an image with a pixel for each value, in the current colours.
 function staticImage(box, rows, columns, values, colours) {
   const href = raster(rows, columns, values, colours()).toDataURL();
   return svg("image", {...box, preserveAspectRatio: "none", href});
 }
 
-// An image with a pixel for each value, which follows the colours.
+// Creates an image with a pixel for each value, which is redrawn when the colours change.
 function image(box, rows, columns, values, colours) {
   const node = svg("image", {...box, preserveAspectRatio: "none"});
   drawAndRegister(() => {
@@ -257,17 +259,17 @@ function image(box, rows, columns, values, colours) {
   return node;
 }
 
-// The outline of a box.
+// Draws the outline of a box.
 function frame(box) {
   return svg("rect", {...box, class: "axis"});
 }
 
-// A frame whose line lies within the box.
+// Draws a frame whose line lies within this width and height.
 function innerFrame(width, height) {
   return frame({x: 0.5, y: 0.5, width: width - 1, height: height - 1});
 }
 
-// The bar of colours, with the texts of its ends.
+// Draws the scale of colours, with texts at its ends.
 function colourKey(x, y, width, lowText, highText) {
   const box = {x, y, width, height: 8};
   const shades = 64;
@@ -283,26 +285,27 @@ function colourKey(x, y, width, lowText, highText) {
   ];
 }
 
-// A histogram that grows up from y; `most` elements make a bar as long as `side`.
-function barsAbove(counts, most, x, y, width, side) {
+// Draws a histogram that grows up from y; a bar of `largest` elements is `maxBar` long.
+function barsAbove(counts, largest, x, y, width, maxBar) {
   const step = width / counts.length;
   return counts.map((count, i) => {
-    const height = (side * count) / most;
+    const height = (maxBar * count) / largest;
     const box = {x: x + i * step, y: y - height, width: 0.92 * step, height};
     return svg("rect", {class: "bar", ...box});
   });
 }
 
-// A histogram that grows to the right from x; `most` elements make a bar as long as `side`.
-function barsBeside(counts, most, x, y, height, side) {
+// Draws a histogram that grows to the right from x; a bar of `largest` elements is `maxBar` long.
+function barsBeside(counts, largest, x, y, height, maxBar) {
   const step = height / counts.length;
   return counts.map((count, i) => {
-    const box = {x, y: y + i * step, width: (side * count) / most, height: 0.92 * step};
+    const width = (maxBar * count) / largest;
+    const box = {x, y: y + i * step, width, height: 0.92 * step};
     return svg("rect", {class: "bar", ...box});
   });
 }
 
-// Cells from one tick to the next.
+// Returns the number of cells from one tick to the next.
 function tickStep(cells) {
   if (cells > 24) return 8;
   if (cells > 12) return 4;
@@ -310,33 +313,33 @@ function tickStep(cells) {
   return 1;
 }
 
-// The ticks of an axis of cells: `place` from its start, and `text`.
+// Returns the ticks of an axis of cells, each with its `offset` from the start and its `text`.
 function cellTicks(cells, length) {
   const first = firstCell(cells);
   const step = tickStep(cells);
   const ticks = [];
   for (let cell = first; cell < first + cells; cell++) {
     if (cell % step === 0) {
-      const place = ((cell - first + 0.5) * length) / cells;
-      ticks.push({place, text: signed(cell)});
+      const offset = ((cell - first + 0.5) * length) / cells;
+      ticks.push({offset, text: signed(cell)});
     }
   }
   return ticks;
 }
 
-// Labels of cells below a horizontal axis.
+// Labels the cells below a horizontal axis.
 function ticksBelow(cells, x, y, width) {
   const ticks = cellTicks(cells, width);
-  return ticks.map(({place, text}) => label(x + place, y + 14, text));
+  return ticks.map(({offset, text}) => label(x + offset, y + 14, text));
 }
 
-// Labels of cells at the left of a vertical axis.
+// Labels the cells to the left of a vertical axis.
 function ticksBeside(cells, x, y, height) {
   const ticks = cellTicks(cells, height);
-  return ticks.map(({place, text}) => label(x - 5, y + place + 4, text, "end"));
+  return ticks.map(({offset, text}) => label(x - 5, y + offset + 4, text, "end"));
 }
 
-// A legend of lines, each with its name.
+// Creates a legend of lines, each with its name.
 function lineLegend(names, styles) {
   const legend = el("ul", {class: "legend"});
   for (const [i, name] of names.entries()) {
@@ -349,21 +352,21 @@ function lineLegend(names, styles) {
 }
 
 // ---------------------------------------------------------------------------------------------
-// Windows of positions, of the last two learnt axes. One axis makes a single row.
+// Windows of positions along the last two learnt axes. A single axis gives one row.
 // ---------------------------------------------------------------------------------------------
 
-// The cells of a window, its box in a drawing, and the longest bar beside it.
-function windowAt(size, {top, bars, leastHeight}) {
+// Lays out a window: its cells, its box in the drawing, and the longest bar beside it.
+function windowLayout(size, {top, maxBar, minHeight}) {
   const columns = size.at(-1);
   const rows = size.length > 1 ? size.at(-2) : 1;
   const scale = WINDOW_SIDE / Math.max(rows, columns);
   const width = columns * scale;
-  const height = Math.max(rows * scale, leastHeight);
+  const height = Math.max(rows * scale, minHeight);
   const x = WINDOW_LEFT + (WINDOW_SIDE - width) / 2;
-  return {columns, rows, hasRows: size.length > 1, bars, box: {x, y: top, width, height}};
+  return {columns, rows, hasRows: size.length > 1, maxBar, box: {x, y: top, width, height}};
 }
 
-// Ticks below the window, and beside it if it has rows.
+// Draws ticks below the window, and beside it if it has rows.
 function windowTicks({columns, rows, hasRows, box}) {
   const ticks = ticksBelow(columns, box.x, box.y + box.height, box.width);
   if (hasRows) {
@@ -372,15 +375,15 @@ function windowTicks({columns, rows, hasRows, box}) {
   return ticks;
 }
 
-// Histograms of the columns above the window, and of its rows beside it if it has rows.
-function marginals({hasRows, bars, box}, histograms, largestCounts) {
+// Draws the histogram of columns above the window, and that of rows beside it if it has rows.
+function marginals({hasRows, maxBar, box}, histograms, largestCounts) {
   const above = barsAbove(
     histograms.at(-1),
     largestCounts.at(-1),
     box.x,
     box.y - 4,
     box.width,
-    bars,
+    maxBar,
   );
   if (!hasRows) {
     return above;
@@ -391,22 +394,23 @@ function marginals({hasRows, bars, box}, histograms, largestCounts) {
     box.x + box.width + 4,
     box.y,
     box.height,
-    bars,
+    maxBar,
   );
   return [...above, ...beside];
 }
 
-// Where `old` cells in the middle of `cells` begin, and how long they are.
-function centredSpan(cells, old, length) {
+// Returns the start and the length of the `inner` cells in the middle of an axis, which has `cells`
+// cells and is `length` long.
+function centredSpan(cells, inner, length) {
   const cell = length / cells;
-  return [((cells - old) / 2) * cell, old * cell];
+  return [((cells - inner) / 2) * cell, inner * cell];
 }
 
 // ---------------------------------------------------------------------------------------------
 // Positions: a heat map of a tie group, with histograms
 // ---------------------------------------------------------------------------------------------
 
-// How many elements there are, and who shares them.
+// Says how many elements there are, and how many layers share them.
 function elementsSentence(row) {
   let layers = "1 layer has";
   if (row.layers.length > 1) {
@@ -417,7 +421,7 @@ function elementsSentence(row) {
   return `${layers} ${counted(row.elements, "element")}: ${kernels} in ${cells} cells`;
 }
 
-// Whether the window is large enough.
+// Judges whether the window is large enough.
 function borderVerdict(picture) {
   if (picture.row.border_share > picture.even_share) {
     return "the window may be too small";
@@ -428,7 +432,7 @@ function borderVerdict(picture) {
   return "too few are outside the old kernel to tell whether the window is large enough";
 }
 
-// The statistics below a heat map.
+// Returns the sentences of statistics below a heat map.
 function positionSentences(picture) {
   const row = picture.row;
   const spread = row.spread.map(side => side.toFixed(2)).join(" and ");
@@ -446,14 +450,14 @@ function positionSentences(picture) {
   ];
 }
 
-// The number of elements in each bin, as colours in the frame of the window.
-function heatMap(picture, box, most) {
-  const shades = picture.heat.flat().map(count => Math.sqrt(count / most));
+// Draws the number of elements in each bin as colours, in the frame of the window.
+function heatMap(picture, box, largest) {
+  const shades = picture.heat.flat().map(count => Math.sqrt(count / largest));
   const columns = picture.heat[0].length;
   return [image(box, picture.heat.length, columns, shades, amountColours), frame(box)];
 }
 
-// The extent of each old kernel, in the middle of the window.
+// Draws the extent of each old kernel in the middle of the window.
 function oldExtents(picture, {columns, rows, box}) {
   return picture.old_kernel_sizes.map(extent => {
     const [left, width] = centredSpan(columns, extent.at(-1), box.width);
@@ -468,16 +472,16 @@ function oldExtents(picture, {columns, rows, box}) {
   });
 }
 
-// The keys of colours and of old extents.
-function heatMapKey(y, most) {
+// Draws the keys of the colours and of the old kernels' extents.
+function heatMapKey(y, largest) {
   return [
-    ...colourKey(WINDOW_LEFT, y, 110, "0", `${grouped(most)} in a bin`),
+    ...colourKey(WINDOW_LEFT, y, 110, "0", `${grouped(largest)} in a bin`),
     svg("path", {d: `M160 ${y + 4}h22`, class: "old"}),
     label(188, y + 8, "old kernel's extent", "start"),
   ];
 }
 
-// What a heat map shows, for screen readers.
+// Describes a heat map for screen readers.
 function heatMapDescription(picture) {
   const size = picture.size.join(" x ");
   const extents = picture.old_kernel_sizes.map(extent => extent.join(" x ")).join(", ");
@@ -488,8 +492,8 @@ function heatMapDescription(picture) {
   );
 }
 
-// Tells the axes' cells and the count of the bin at a place of the drawing, if there is a bin.
-function tellBin(readout, picture, {columns, rows, hasRows, box}, x, y) {
+// Shows the cells and the count of the bin at x and y in the drawing, if there is a bin.
+function showBin(readout, picture, {columns, rows, hasRows, box}, x, y) {
   const heat = picture.heat;
   const i = Math.floor(((x - box.x) / box.width) * heat[0].length);
   const j = Math.floor(((y - box.y) / box.height) * heat.length);
@@ -506,25 +510,25 @@ function tellBin(readout, picture, {columns, rows, hasRows, box}, x, y) {
   readout.textContent = `${place}: ${grouped(heat[j][i])} elements`;
 }
 
-// The elements of a tie group: a heat map with histograms, and statistics below it.
+// Draws the elements of a tie group: a heat map with histograms, and statistics below it.
 function positionsFigure(picture) {
-  const shown = windowAt(picture.size, HEAT_MAP);
-  const box = shown.box;
+  const layout = windowLayout(picture.size, HEAT_MAP);
+  const box = layout.box;
   const bottom = box.y + box.height;
-  const most = largestCount(picture.heat.flat());
+  const largest = largestCount(picture.heat.flat());
   const node = drawing(
     WINDOW_DRAWING_WIDTH,
     bottom + 66,
     heatMapDescription(picture),
-    ...heatMap(picture, box, most),
-    ...marginals(shown, picture.histograms, picture.histograms.map(largestCount)),
-    ...oldExtents(picture, shown),
-    ...windowTicks(shown),
+    ...heatMap(picture, box, largest),
+    ...marginals(layout, picture.histograms, picture.histograms.map(largestCount)),
+    ...oldExtents(picture, layout),
+    ...windowTicks(layout),
     label(box.x + box.width / 2, bottom + 27, `${picture.axes.at(-1)} (cells from the centre)`),
-    ...heatMapKey(bottom + 40, most),
+    ...heatMapKey(bottom + 40, largest),
   );
   const readout = emptyReadout();
-  onPointerMove(node, (x, y) => tellBin(readout, picture, shown, x, y));
+  onPointerMove(node, (x, y) => showBin(readout, picture, layout, x, y));
   const figure = el("figure", {class: "joint"});
   figure.append(el("h3", {}, picture.row.name));
   figure.append(el("figcaption", {}, el("p", {}, elementsSentence(picture.row))));
@@ -537,32 +541,32 @@ function positionsFigure(picture) {
   return figure;
 }
 
-// The histogram along the first of three axes, which the heat map does not show.
+// Draws the histogram along the first of three axes, which the heat map does not show.
 function firstAxisHistogram(picture) {
   const counts = picture.histograms[0];
-  const most = largestCount(counts);
+  const largest = largestCount(counts);
   const name = picture.axes[0];
   return drawing(
     WINDOW_DRAWING_WIDTH,
     84,
     `Histogram of ${picture.row.name} along ${name}`,
-    ...barsAbove(counts, most, WINDOW_LEFT, 54, WINDOW_SIDE, HEAT_MAP.bars),
+    ...barsAbove(counts, largest, WINDOW_LEFT, 54, WINDOW_SIDE, HEAT_MAP.maxBar),
     ...ticksBelow(picture.size[0], WINDOW_LEFT, 54, WINDOW_SIDE),
     label(WINDOW_LEFT + WINDOW_SIDE / 2, 81, `${name} (cells from the centre)`),
   );
 }
 
 // ---------------------------------------------------------------------------------------------
-// Kernels: all that are shown of a layer, and the chosen one with its elements
+// Kernels: those of a layer as tiles, and the chosen one with its elements
 // ---------------------------------------------------------------------------------------------
 
-// A layer's kernels on a canvas, and the chosen one with its elements beside them.
+// The kernels of a layer as tiles on a canvas; beside them, the chosen kernel with its elements.
 class LayerKernels {
   constructor(layer, factors) {
     this.layer = layer;
     this.count = layer.channels.length;
     [this.rows, this.columns] = layer.size;
-    // Cells and weights are shares of the kernel's largest.
+    // Cells and weights are relative to the largest of their kernel.
     this.cells = unpack(layer.cells, Int8Array, factors.int8Max);
     this.weights = unpack(layer.weights, Int8Array, factors.int8Max);
     this.positions = unpack(layer.positions, Int16Array, factors.unitsPerCell);
@@ -572,7 +576,7 @@ class LayerKernels {
     const cellSide = Math.max(1, Math.round(pixelsPerCell));
     this.tileWidth = this.columns * cellSide;
     this.tileHeight = this.rows * cellSide;
-    this.tilesInRow = 1; // known once the width is
+    this.tilesInRow = 1; // until the width is known
     this.chosen = 0;
 
     this.canvas = el("canvas", {
@@ -580,16 +584,16 @@ class LayerKernels {
       tabindex: 0,
       "aria-label": `Kernels of ${layer.name}: ${this.countText()}. Arrow keys choose one.`,
     });
-    this.all = el("div", {class: "all"}, this.canvas);
-    this.one = el("div", {class: "one"});
+    this.tiles = el("div", {class: "tiles"}, this.canvas);
+    this.chosenDrawing = el("div", {class: "chosen"});
     this.readout = el("p", {class: "readout", "aria-live": "polite"});
     this.listen();
     drawAndRegister(() => this.drawChosen());
-    redraws.push(() => this.drawAll());
-    new ResizeObserver(() => this.drawAll()).observe(this.all); // also draws at first
+    redraws.push(() => this.drawTiles());
+    new ResizeObserver(() => this.drawTiles()).observe(this.tiles); // also draws them once now
   }
 
-  // How many of the layer's kernels are shown.
+  // Says how many of the layer's kernels are shown.
   countText() {
     const {total, share} = this.layer;
     if (this.count === total) {
@@ -599,15 +603,15 @@ class LayerKernels {
     return `${this.count} of ${counted(total, "kernel")}, with ${energy} of the energy`;
   }
 
-  // The layer's figure, which can be folded.
+  // Creates the layer's figure, which can be opened and closed.
   node() {
-    const side = el("div", {class: "side"}, this.one, this.readout);
-    const figure = el("figure", {class: "layer"}, side, this.all);
+    const side = el("div", {class: "side"}, this.chosenDrawing, this.readout);
+    const figure = el("figure", {class: "layer"}, side, this.tiles);
     const summary = el("summary", {}, `${this.layer.name}: ${this.countText()}`);
     return el("details", {}, summary, figure);
   }
 
-  // Pointing, a click or an arrow key chooses a kernel.
+  // Lets the pointer, a click or an arrow key choose a kernel.
   listen() {
     this.canvas.addEventListener("pointermove", event => this.choosePointed(event));
     this.canvas.addEventListener("click", event => this.choosePointed(event));
@@ -638,40 +642,41 @@ class LayerKernels {
     }
   }
 
-  // Chooses a kernel if there is one of this number.
+  // Chooses the kernel of this index, if there is one.
   choose(kernel) {
     if (kernel < 0 || kernel >= this.count || kernel === this.chosen) {
       return;
     }
     this.chosen = kernel;
     this.drawChosen();
-    this.drawAll();
+    this.drawTiles();
   }
 
-  // The cells of a kernel, row after row.
+  // Returns the cells of a kernel, row by row.
   cellsOf(kernel) {
     const area = this.rows * this.columns;
     return this.cells.subarray(kernel * area, (kernel + 1) * area);
   }
 
-  // The chosen kernel's elements; `share` is of its largest weight, row and column are in cells.
+  // Returns the chosen kernel's elements. `share` is the weight relative to the kernel's largest
+  // weight; row and column are in cells from the centre.
   chosenElements() {
     const elements = [];
     for (let i = 0; i < this.layer.elements; i++) {
-      const at = this.chosen * this.layer.elements + i;
+      const index = this.chosen * this.layer.elements + i;
       elements.push({
-        share: this.weights[at],
-        weight: this.weights[at] * this.layer.largestWeights[this.chosen],
-        row: this.positions[2 * at],
-        column: this.positions[2 * at + 1],
+        share: this.weights[index],
+        weight: this.weights[index] * this.layer.largestWeights[this.chosen],
+        row: this.positions[2 * index],
+        column: this.positions[2 * index + 1],
       });
     }
     return elements;
   }
 
-  // All kernels on the canvas, in as many rows as the width asks for.
-  drawAll() {
-    const width = this.all.clientWidth;
+  // Draws all tiles on the canvas, in as many rows as the width requires.
+  drawTiles() {
+    const width = this.tiles.clientWidth;
     const stepX = this.tileWidth + TILE_GAP;
     const stepY = this.tileHeight + TILE_GAP;
     this.tilesInRow = Math.max(1, Math.floor((width + TILE_GAP) / stepX));
@@ -691,7 +696,7 @@ class LayerKernels {
     }
   }
 
-  // A kernel among all, framed.
+  // Draws the tile of a kernel, with a frame.
   drawTile(context, kernel, x, y, colours) {
     const tile = raster(this.rows, this.columns, this.cellsOf(kernel), colours);
     context.drawImage(tile, x, y, this.tileWidth, this.tileHeight);
@@ -701,7 +706,7 @@ class LayerKernels {
     context.strokeRect(x - 0.5, y - 0.5, this.tileWidth + 1, this.tileHeight + 1);
   }
 
-  // The chosen kernel, pale, with its elements as dots.
+  // Draws the chosen kernel in pale colours, with its elements as dots.
   drawChosen() {
     const scale = KERNEL_SIDE / Math.max(this.rows, this.columns);
     const width = this.columns * scale;
@@ -727,14 +732,14 @@ class LayerKernels {
       const y = centreY + element.row * cellHeight;
       node.append(this.elementDot(element, x, y));
     }
-    this.one.replaceChildren(node);
-    this.tellChosen(elements);
+    this.chosenDrawing.replaceChildren(node);
+    this.describeChosen(elements);
   }
 
-  // A dot, which tells its element when the pointer enters it.
+  // Creates the dot of an element, which describes the element when the pointer enters it.
   elementDot({share, weight, row, column}, x, y) {
     const place = `row ${fixed(row, 2)}, column ${fixed(column, 2)}`;
-    const text = `weight ${precise(weight)} at ${place}`;
+    const text = `weight ${twoDigits(weight)} at ${place}`;
     const radius = 1.5 + 4 * Math.sqrt(Math.abs(share));
     const sign = weight < 0 ? "minus" : "plus";
     const dot = svg("circle", {cx: x, cy: y, r: radius, class: sign}, svg("title", {}, text));
@@ -744,8 +749,8 @@ class LayerKernels {
     return dot;
   }
 
-  // Tells the chosen kernel's channels and its largest element.
-  tellChosen(elements) {
+  // Describes the chosen kernel: its channels and its largest element.
+  describeChosen(elements) {
     const [output, input] = this.layer.channels[this.chosen];
     let channels = `output channel ${output}`;
     if (this.hasSeveralInputs) {
@@ -760,7 +765,7 @@ class LayerKernels {
     const place = `row ${fixed(largest.row, 1)}, column ${fixed(largest.column, 1)}`;
     this.readout.textContent =
       `Kernel of ${channels}: ${elements.length} elements, ` +
-      `the largest ${precise(largest.weight)} at ${place}.`;
+      `the largest ${twoDigits(largest.weight)} at ${place}.`;
   }
 }
 
@@ -768,7 +773,7 @@ class LayerKernels {
 // Effective receptive fields
 // ---------------------------------------------------------------------------------------------
 
-// How much each pixel counts, on a logarithmic scale of so many decades.
+// Draws how much each pixel matters, on a logarithmic scale of this many decades.
 function receptiveFieldFigure(receptiveField, decades, factors) {
   const [rows, columns] = receptiveField.size;
   const {name, what, sentence} = receptiveField;
@@ -809,7 +814,7 @@ function receptiveFieldFigure(receptiveField, decades, factors) {
 // Costs
 // ---------------------------------------------------------------------------------------------
 
-// A name without its middle if it is long.
+// Removes the middle of a long name.
 function shortName(name) {
   if (name.length <= MAX_COST_NAME) {
     return name;
@@ -817,7 +822,7 @@ function shortName(name) {
   return `${name.slice(0, 18)}\u2026${name.slice(-20)}`;
 }
 
-// A bar with its text; `kind` is "before" or "after".
+// Draws a bar with its text; `kind` is "before" or "after".
 function costBar(y, width, text, kind) {
   return [
     svg("rect", {x: 1, y, width: Math.max(width, 1), height: 10, class: kind}),
@@ -825,13 +830,13 @@ function costBar(y, width, text, kind) {
   ];
 }
 
-// A cost of each stage, before and after.
+// Draws a cost of each stage, before and after.
 function costFigure(chart) {
-  let most = 1;
+  let largest = 1;
   for (const row of chart.rows) {
-    most = Math.max(most, row.before, row.after);
+    largest = Math.max(largest, row.before, row.after);
   }
-  const scale = COST_WIDTH / most;
+  const scale = COST_WIDTH / largest;
   const parts = [];
   const summaries = [];
   for (const [i, row] of chart.rows.entries()) {
@@ -849,30 +854,30 @@ function costFigure(chart) {
 
 // ---------------------------------------------------------------------------------------------
 // Charts of lines. A chart is
-// {title, unit, axis: "step" or "epoch", at: [value on that axis], names, styles, lines},
-// where a line has a value, or null if it is not known, for each of `at`.
+// {title, unit, axis: "step" or "epoch", xValues: [number], names, styles, lines},
+// where a line has a value for each of `xValues`, or null if the value is unknown.
 // ---------------------------------------------------------------------------------------------
 
-// The largest known value; 1 if there is none above 0.
-function chartMost(lines) {
-  let most = 0;
+// Returns the largest known value; 1 if none is above 0.
+function largestValue(lines) {
+  let largest = 0;
   for (const value of lines.flat()) {
     if (value !== null) {
-      most = Math.max(most, value);
+      largest = Math.max(largest, value);
     }
   }
-  return most || 1;
+  return largest || 1;
 }
 
-// The limits of a chart, and its places of values along both axes.
+// Returns the limits of a chart, and functions from values to drawing units along both axes.
 function chartScales(chart, levels) {
-  const most = levels.at(-1);
+  const largest = levels.at(-1);
   const digits = Math.max(...levels.map(level => shortNumber(level).length));
   const left = 12 + DIGIT_WIDTH * digits;
   const right = CHART.width - CHART.right;
   const bottom = CHART.height - CHART.bottom;
-  const begin = chart.at[0];
-  const end = Math.max(chart.at.at(-1), begin + 1);
+  const begin = chart.xValues[0];
+  const end = Math.max(chart.xValues.at(-1), begin + 1);
   return {
     left,
     right,
@@ -880,11 +885,11 @@ function chartScales(chart, levels) {
     begin,
     end,
     x: value => left + ((right - left) * (value - begin)) / (end - begin),
-    y: value => bottom - ((bottom - CHART.top) * value) / most,
+    y: value => bottom - ((bottom - CHART.top) * value) / largest,
   };
 }
 
-// Horizontal lines of levels, and the texts of both axes.
+// Draws a horizontal line for each level, and the texts of both axes.
 function chartAxes(chart, levels, scales) {
   const {left, right} = scales;
   const parts = [];
@@ -900,7 +905,7 @@ function chartAxes(chart, levels, scales) {
   return parts;
 }
 
-// A line that is interrupted where values are not known; a value between such ones is a dot.
+// Draws a line with gaps where values are unknown; a value between two gaps is a dot.
 function chartLine(chart, index, scales) {
   const line = chart.lines[index];
   const name = chart.names[index];
@@ -911,7 +916,7 @@ function chartLine(chart, index, scales) {
     if (value === null) {
       continue;
     }
-    const x = scales.x(chart.at[i]);
+    const x = scales.x(chart.xValues[i]);
     const y = scales.y(value);
     const begins = (line[i - 1] ?? null) === null;
     const ends = (line[i + 1] ?? null) === null;
@@ -929,11 +934,11 @@ function chartLine(chart, index, scales) {
   return parts;
 }
 
-// The index of the value that is drawn nearest to x.
+// Returns the index of the values that are drawn nearest to x.
 function nearestIndex(chart, scales, x) {
   let nearest = 0;
   let least = Infinity;
-  for (const [i, value] of chart.at.entries()) {
+  for (const [i, value] of chart.xValues.entries()) {
     const distance = Math.abs(scales.x(value) - x);
     if (distance < least) {
       nearest = i;
@@ -943,20 +948,20 @@ function nearestIndex(chart, scales, x) {
   return nearest;
 }
 
-// The values of the first lines at an index.
+// Writes the values of the first lines at an index.
 function chartValues(chart, index) {
   const values = [];
-  for (const [i, line] of chart.lines.slice(0, READ_LINES).entries()) {
+  for (const [i, line] of chart.lines.slice(0, MAX_READ_LINES).entries()) {
     const value = line[index] ?? "not known";
     values.push(`${chart.names[i]} ${value}`);
   }
-  return `${chart.axis} ${chart.at[index]}: ${values.join(", ")}`;
+  return `${chart.axis} ${chart.xValues[index]}: ${values.join(", ")}`;
 }
 
-// A chart, which tells the values under the pointer.
+// Draws a chart, which shows the values under the pointer.
 function chartFigure(chart) {
-  const most = chartMost(chart.lines);
-  const levels = [0, 0.5 * most, most];
+  const largest = largestValue(chart.lines);
+  const levels = [0, 0.5 * largest, largest];
   const scales = chartScales(chart, levels);
   const span = `${chart.axis}s ${scales.begin} to ${scales.end}`;
   const names = chart.names.join(", ");
@@ -974,7 +979,7 @@ function chartFigure(chart) {
   const readout = emptyReadout();
   onPointerMove(node, x => {
     const index = nearestIndex(chart, scales, x);
-    marker.setAttribute("d", `M${scales.x(chart.at[index])} ${CHART.top}V${scales.bottom}`);
+    marker.setAttribute("d", `M${scales.x(chart.xValues[index])} ${CHART.top}V${scales.bottom}`);
     readout.textContent = chartValues(chart, index);
   });
   const heading = el("h3", {}, `${chart.title} (${chart.unit})`);
@@ -985,7 +990,7 @@ function chartFigure(chart) {
 // A record of training: charts, and moving positions
 // ---------------------------------------------------------------------------------------------
 
-// The followed elements at one step; `coordinates` has a list for each learnt axis.
+// Draws the followed elements at one step; `coordinates` has a list for each learnt axis.
 function followedDots(coordinates, {columns, rows, box}) {
   const dots = [];
   for (const [i, column] of (coordinates.at(-1) ?? []).entries()) {
@@ -1000,11 +1005,11 @@ function followedDots(coordinates, {columns, rows, box}) {
   return dots;
 }
 
-// How many of the elements are dots.
+// Says how many of the elements are drawn as dots.
 function followedSentence(track) {
   const followed = track.frames[0];
   if (followed.length === 0) {
-    return "This record holds no single elements, only how many lie where.";
+    return "This record has no individual elements, only histograms.";
   }
   let total = 0;
   for (const count of track.histograms[0][0]) {
@@ -1014,10 +1019,10 @@ function followedSentence(track) {
   return `${shares} as dots; bars count all.`;
 }
 
-// One positions tensor through a training: its figure, and `show`, which draws a step of it.
+// Creates the figure of one positions tensor, and `show`, which draws a step of its training.
 function movingPositions(track) {
-  const shown = windowAt(track.size, MOVING);
-  const box = shown.box;
+  const layout = windowLayout(track.size, MOVING);
+  const box = layout.box;
   const size = track.size.join(" x ");
   const dots = svg("g");
   const bars = svg("g");
@@ -1029,15 +1034,15 @@ function movingPositions(track) {
     frame(box),
     bars,
     dots,
-    ...windowTicks(shown),
+    ...windowTicks(layout),
   );
   const largestCounts = track.histograms.map(steps => largestCount(steps.flat()));
 
   // Draws a step.
   function show(index) {
     const histograms = track.histograms.map(steps => steps[index]);
-    dots.replaceChildren(...followedDots(track.frames[index], shown));
-    bars.replaceChildren(...marginals(shown, histograms, largestCounts));
+    dots.replaceChildren(...followedDots(track.frames[index], layout));
+    bars.replaceChildren(...marginals(layout, histograms, largestCounts));
   }
 
   const caption = el("figcaption", {}, followedSentence(track));
@@ -1045,13 +1050,13 @@ function movingPositions(track) {
   return {figure, show};
 }
 
-// A button and a slider that move all pictures through the steps, and the step's number.
+// A button and a slider that step through all pictures at once, and the number of the step.
 class Player {
   constructor(steps, pictures) {
     this.steps = steps;
     this.pictures = pictures;
     this.last = steps.length - 1;
-    this.timer = null; // while it plays
+    this.timer = null; // set while it plays
     const range = {type: "range", min: 0, max: this.last, value: 0, "aria-label": "step"};
     this.slider = el("input", range);
     this.button = el("button", {type: "button"}, "Play");
@@ -1064,12 +1069,12 @@ class Player {
     this.show(0);
   }
 
-  // The row of controls.
+  // Creates the row of controls.
   node() {
     return el("div", {class: "player"}, this.button, this.slider, this.output);
   }
 
-  // Whether the last step is shown.
+  // True if the last step is shown.
   isAtEnd() {
     return Number(this.slider.value) >= this.last;
   }
@@ -1083,7 +1088,7 @@ class Player {
     }
   }
 
-  // Plays from the shown step, from the first if it is the last; stops if it plays.
+  // Stops if it plays; otherwise plays from the shown step, or from the first after the last.
   playOrStop() {
     if (this.timer !== null) {
       this.stop();
@@ -1113,23 +1118,23 @@ class Player {
   }
 }
 
-// A chart of one quantity of all tracks, in multiples of its unit.
-function trackChart(history, title, unit, key, multiple, styles) {
+// Draws a chart of one quantity of all tracks; values are multiplied by `factor`.
+function trackChart(history, title, unit, key, factor, styles) {
   const lines = [];
   for (const track of history.tracks) {
     const line = track[key].map(value => {
       if (value === null) {
         return null;
       }
-      return Number((multiple * value).toPrecision(4));
+      return Number((factor * value).toPrecision(4));
     });
     lines.push(line);
   }
   const names = history.tracks.map(track => track.name);
-  return chartFigure({title, unit, axis: "step", at: history.steps, names, styles, lines});
+  return chartFigure({title, unit, axis: "step", xValues: history.steps, names, styles, lines});
 }
 
-// The section of a record of positions in training.
+// Adds the section on positions during training.
 function trainingSection(history, title) {
   const names = history.tracks.map(track => track.name);
   const styles = names.map((_, i) => lineStyle(i, i));
@@ -1157,26 +1162,26 @@ function trainingSection(history, title) {
 // A comparison by training
 // ---------------------------------------------------------------------------------------------
 
-// A row of a table; `tag` is that of its cells.
+// Creates a row of a table; `tag` is "th" or "td".
 function tableRow(cells, tag) {
   return el("tr", {}, ...cells.map(cell => el(tag, {}, cell)));
 }
 
-// A table of texts.
+// Creates a table of texts.
 function tableOf({headings, rows}) {
   const head = el("thead", {}, tableRow(headings, "th"));
   const body = el("tbody", {}, ...rows.map(row => tableRow(row, "td")));
   return el("div", {class: "wide-table"}, el("table", {}, head, body));
 }
 
-// The style of a run: colours are networks, dashes are seeds. Curves of equal height would hide
-// each other, so those of the first network are wide and seen on both sides.
+// Returns the style of a run: colours stand for networks, dashes for seeds. The curves of the first
+// network are wider, so that they stay visible behind equal curves of other networks.
 function runStyle(network, seed) {
   const width = network === 0 ? WIDE_LINE_WIDTH : LINE_WIDTH;
   return lineStyle(network, seed, width);
 }
 
-// The section of what the comparison says.
+// Adds the section with the answer of a comparison.
 function answerSection({sentences, tables, notes}) {
   section(
     "Answer",
@@ -1186,7 +1191,7 @@ function answerSection({sentences, tables, notes}) {
   );
 }
 
-// The section of all runs' curves.
+// Adds the section with the curves of all runs.
 function curvesSection({networks, seeds, runs, epochs, charts}) {
   const names = runs.map(({network, seed}) => `${networks[network]}, seed ${seeds[seed]}`);
   const styles = runs.map(({network, seed}) => runStyle(network, seed));
@@ -1194,7 +1199,7 @@ function curvesSection({networks, seeds, runs, epochs, charts}) {
   const seedNames = seeds.map(seed => `seed ${seed}`);
   const seedStyles = seeds.map((_, seed) => ({...lineStyle(0, seed), stroke: "var(--soft)"}));
   const figures = charts.map(chart => {
-    return chartFigure({...chart, axis: "epoch", at: epochs, names, styles});
+    return chartFigure({...chart, axis: "epoch", xValues: epochs, names, styles});
   });
   const note =
     "Colours tell networks apart, dashes tell seeds apart. " +
@@ -1212,7 +1217,7 @@ function curvesSection({networks, seeds, runs, epochs, charts}) {
 // Sections of a checkpoint
 // ---------------------------------------------------------------------------------------------
 
-// The section of all positions.
+// Adds the section with all positions.
 function positionsSection() {
   const notes = [
     "A picture for each group of layers that share positions. Darker (lighter in dark mode) " +
@@ -1234,7 +1239,7 @@ function positionsSection() {
   );
 }
 
-// The section of effective receptive fields.
+// Adds the section with the effective receptive fields.
 function receptiveFieldsSection() {
   const receptiveFields = data.receptiveFields;
   const figures = receptiveFields.maps.map(receptiveField => {
@@ -1247,7 +1252,7 @@ function receptiveFieldsSection() {
   );
 }
 
-// The section of costs.
+// Adds the section with the costs.
 function costsSection() {
   const notes = [
     "The replaced convolutions by stage, before and after. Parameters include biases; shared " +
@@ -1261,7 +1266,7 @@ function costsSection() {
   section("What it costs", ...paragraphs(notes), el("div", {class: "cards wide"}, ...figures));
 }
 
-// A legend of the signs and sizes of weights.
+// Creates a legend of the signs and sizes of weights.
 function weightLegend() {
   const plus = svg("circle", {cx: 13, cy: 5, r: 4.5, class: "plus"});
   const minus = svg("circle", {cx: 13, cy: 5, r: 4, class: "minus"});
@@ -1274,7 +1279,7 @@ function weightLegend() {
   );
 }
 
-// The section of all layers' kernels.
+// Adds the section with the kernels of all layers.
 function kernelsSection() {
   const notes = [
     "Constructed kernels of each layer, those with the most energy (sum of squares) first. " +
@@ -1301,7 +1306,7 @@ function kernelsSection() {
 // The page
 // ---------------------------------------------------------------------------------------------
 
-// Title, facts, contents and footer, around an empty main part.
+// Adds title, facts, contents and footer around an empty main part.
 function drawFrame() {
   const facts = el("dl", {class: "facts"});
   for (const [name, value] of data.facts) {
@@ -1318,7 +1323,7 @@ function drawFrame() {
   );
 }
 
-// The sections of a comparison, or those of a checkpoint.
+// Adds the sections of a comparison or of a checkpoint.
 function drawSections() {
   if (data.comparison) {
     answerSection(data.comparison);

@@ -1,6 +1,6 @@
-"""All pictures of a checkpoint: as data, and as one page.
+"""All pictures of a checkpoint as data, and the page that shows them.
 
-The page is `page.html` with `page.css` and `page.js` inside; the script draws the data.
+The page is `page.html`, filled with `page.css`, `page.js` and the data that the script draws.
 """
 
 import base64
@@ -36,33 +36,33 @@ from .history import HistoryPicture, read_history_of
 from .number_text import before_after, percent, short_count, with_separators
 from .receptive_field import ReceptiveFieldMaps, ReceptiveFieldOptions, field_pictures
 
-STAGE_COSTS = {"params": "Parameters", "macs": "MACs for one image"}  # of a stage
-DRAWN_DIGITS = 4  # significant, of numbers that are drawn
-# Numbers are sent as integers, to keep the page small; the script divides by these factors.
-UNITS_PER_CELL = 100  # of coordinates, which are 16-bit
-INT8_MAX = torch.iinfo(torch.int8).max  # of cells and weights, as shares of their kernel's largest
-UINT8_MAX = torch.iinfo(torch.uint8).max  # of receptive fields, on a scale from 0 to 1
+# Fields of `LayerTotals` that are drawn by stage, and the titles of their charts.
+STAGE_COSTS = {"params": "Parameters", "macs": "MACs for one image"}
+SIGNIFICANT_DIGITS = 4  # of the floats in the page's data
+# Tensors are sent as integers, to keep the page small; the script divides them by these factors.
+UNITS_PER_CELL = 100  # for coordinates, sent as 16-bit integers
+INT8_MAX = torch.iinfo(torch.int8).max  # for cells and weights, relative to their kernel's largest
+UINT8_MAX = torch.iinfo(torch.uint8).max  # for receptive fields, on a scale from 0 to 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pictures:
-    """Everything that is drawn of a checkpoint."""
+    """All data that is drawn for a checkpoint."""
 
-    name: str  # of the folder
+    name: str  # name of the folder
     report: ConversionReport
     inspection: Inspection
     positions: tuple[PositionPicture, ...]
     kernels: tuple[LayerKernels, ...]
-    # Why the model was not rebuilt; kernels are then made from the stored weights.
+    # Set only if the model was not rebuilt: the reason. Kernels then use the stored weights.
     why_not_rebuilt: str | None = None
-    receptive_fields: ReceptiveFieldMaps | None = (
-        None  # None: not asked for, or the model was not rebuilt
-    )
-    history: HistoryPicture | None = None  # None: not asked for
+    # None if they were not requested, or if the model was not rebuilt.
+    receptive_fields: ReceptiveFieldMaps | None = None
+    history: HistoryPicture | None = None  # None if no history was requested
 
 
 def pictures_of_model(model: nn.Module, plan: ConversionPlan, folder: Path) -> Pictures:
-    """Pictures of a converted model in memory, except those for which it would have to run."""
+    """Return the pictures of a converted model in memory, except those that need it to run."""
     state = model.state_dict()
     return _pictures(plan, state, model, inspect_positions(plan, state, folder))
 
@@ -72,15 +72,16 @@ def _pictures(
     state: Mapping[str, Tensor],
     model: nn.Module | None,
     inspection: Inspection,
-    **more: Any,
+    **optional_fields: Any,
 ) -> Pictures:
+    """Return the pictures of a state dict; `optional_fields` are further fields of `Pictures`."""
     return Pictures(
         name=Path(inspection.folder).resolve().name,
         report=predict_report(plan),
         inspection=inspection,
         positions=position_pictures(plan, state, inspection),
         kernels=kernel_pictures(plan, state, model),
-        **more,
+        **optional_fields,
     )
 
 
@@ -93,27 +94,27 @@ def pictures_of_folder(
     *,
     trust_code: bool,
 ) -> Pictures:
-    """Pictures of a checkpoint.
+    """Return the pictures of a checkpoint.
 
     Args:
         checkpoint: An opened folder that this program wrote.
-        fields: How to find effective receptive fields; None: without them.
-        history: What a `PositionTracker` wrote; None: no history.
-        notify: Is told what is done next.
-        note: Is told about images that are skipped.
-        trust_code: Import and run the user's code that the folder names as its model. Without it,
+        fields: How to compute effective receptive fields, or None to leave them out.
+        history: The file of a `PositionTracker`, or None for no history.
+        notify: Called with each next step, to show progress.
+        note: Called with notes about skipped images.
+        trust_code: Import and run the user's code that the folder names as its model. Otherwise,
             the kernels of such a folder are made from the stored weights.
     """
     plan = plan_with_positions(checkpoint)
-    track = None
+    history_picture = None
     if history is not None:
-        track = read_history_of(history, plan)
+        history_picture = read_history_of(history, plan)
     model = None
-    reason = None
+    why_not_rebuilt = None
     try:
         source = checkpoint.source(trust_code=trust_code)
     except DclsConvertError as error:
-        reason = one_line(error)
+        why_not_rebuilt = one_line(error)
         state: Mapping[str, Tensor] = checkpoint.read_state()
     else:
         notify("loading")
@@ -121,24 +122,24 @@ def pictures_of_folder(
         state = model.state_dict()
     inspection = inspect_state(checkpoint, state)
     notify("drawing positions and kernels")
-    drawn_fields = None
+    receptive_fields = None
     if fields is not None and model is not None:
-        drawn_fields = field_pictures(model, source, plan, state, fields, notify, note)
+        receptive_fields = field_pictures(model, source, plan, state, fields, notify, note)
     return _pictures(
         plan,
         state,
         model,
         inspection,
-        why_not_rebuilt=reason,
-        receptive_fields=drawn_fields,
-        history=track,
+        why_not_rebuilt=why_not_rebuilt,
+        receptive_fields=receptive_fields,
+        history=history_picture,
     )
 
 
 def page(pictures: Pictures) -> str:
-    """The text of the page, in ASCII.
+    """Return the page of a checkpoint, in ASCII.
 
-    Names from data can neither end the script nor hold control characters.
+    Names from the data can neither end the script nor contain control characters.
     """
     report = pictures.report
     inspection = pictures.inspection
@@ -158,7 +159,7 @@ def page(pictures: Pictures) -> str:
         "margin": inspection.border_margin,
         "near": inspection.overlap_distance,
         "positions": pictures.positions,
-        "kernels": list(map(_kernels, pictures.kernels)),
+        "kernels": [_kernels(layer) for layer in pictures.kernels],
         "volumes": any(len(layer.dilated_size) == 3 for layer in report.layers),
         "whyNotRebuilt": pictures.why_not_rebuilt,
         "costs": costs,
@@ -176,7 +177,7 @@ def page(pictures: Pictures) -> str:
 
 
 def _facts(report: ConversionReport, inspection: Inspection) -> list[tuple[str, str]]:
-    """Names and values of the page's first lines."""
+    """Return names and values for the facts at the top of the page."""
     macs_percent = percent(report.macs) or "not counted"
     facts = [
         ("Parameters", f"{before_after(report.params)} ({percent(report.params)})"),
@@ -200,10 +201,10 @@ def _facts(report: ConversionReport, inspection: Inspection) -> list[tuple[str, 
 
 
 def filled_page(content: Mapping[str, Any]) -> str:
-    """The template with what its script draws; in ASCII, as `page`."""
+    """Return the page with the content that its script draws, in ASCII."""
     content = {**content, "made": f"Made by dcls-convert {__version__}. This page uses no network."}
     data = json.dumps(_plain(content), separators=(",", ":"), allow_nan=False)
-    data = data.replace(" %", "\\u00a0%")  # a space at which no line breaks
+    data = data.replace(" %", "\\u00a0%")  # a no-break space
     for character in "<>&":
         data = data.replace(character, f"\\u{ord(character):04x}")
     template = Template(_file_beside("page.html"))
@@ -213,11 +214,12 @@ def filled_page(content: Mapping[str, Any]) -> str:
 
 
 def _file_beside(name: str) -> str:
-    """The text of a file in this folder."""
+    """Return the text of a file in this folder."""
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def _kernels(layer: LayerKernels) -> dict[str, Any]:
+    """Return the kernels of a layer as data for the script."""
     largest_cells = _largest(layer.cells)
     largest_weights = _largest(layer.weights)
     return {
@@ -235,16 +237,17 @@ def _kernels(layer: LayerKernels) -> dict[str, Any]:
 
 
 def _receptive_fields(pictures: ReceptiveFieldMaps) -> dict[str, Any]:
+    """Return the receptive fields as data for the script."""
     maps = []
     for field in pictures.maps:
-        values = (1 + field.logs / pictures.decades) * UINT8_MAX
+        values = 1 + field.logs / pictures.decades  # 0 at the end of the scale, 1 at the largest
         maps.append(
             {
                 "name": field.title,
                 "what": field.what,
                 "size": field.logs.shape,
                 "pixels": field.size,
-                "values": _packed(values, torch.uint8),
+                "values": _packed(values * UINT8_MAX, torch.uint8),
                 "sentence": field.sentence,
             }
         )
@@ -252,7 +255,7 @@ def _receptive_fields(pictures: ReceptiveFieldMaps) -> dict[str, Any]:
 
 
 def _bars(stages: Sequence[LayerTotals], cost: str, unit: str) -> dict[str, Any] | None:
-    """A cost of each stage; None if it is not known for all of them."""
+    """Return a cost of each stage as data for the script; None if it is unknown for any stage."""
     rows = []
     for stage in stages:
         change: Change = getattr(stage, cost)
@@ -266,11 +269,11 @@ def _bars(stages: Sequence[LayerTotals], cost: str, unit: str) -> dict[str, Any]
 
 
 def _plain(value: Any) -> Any:
-    """Values of JSON: names without control characters, numbers of few digits."""
+    """Convert to JSON values: strings without control characters, floats with few digits."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, float):
-        return float(f"{value:.{DRAWN_DIGITS}g}")
+        return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
     if isinstance(value, Tensor):
         return value.tolist()
     if dataclasses.is_dataclass(value):
@@ -284,14 +287,14 @@ def _plain(value: Any) -> Any:
 
 
 def _largest(values: Tensor) -> Tensor:
-    """The largest |value| of each kernel, with the axes of `values`; 1 where all are 0."""
+    """Return the largest |value| of each kernel, or 1 if all are 0: (N, ...) -> (N, 1, ...)."""
     axes = list(range(1, values.dim()))
     largest = values.double().abs().amax(axes, keepdim=True)
     return largest.where(largest > 0, 1.0)
 
 
 def _packed(values: Tensor, dtype: torch.dtype) -> str:
-    """Numbers, rounded and clamped to a type of integers, as base64 of little-endian bytes."""
+    """Round and clamp values to an integer dtype; return their little-endian bytes in base64."""
     limits = torch.iinfo(dtype)
     numbers = values.double().round().clamp(limits.min, limits.max).to(dtype)
     return base64.b64encode(numbers.contiguous().numpy().tobytes()).decode("ascii")

@@ -1,4 +1,4 @@
-"""Static pictures for a paper, drawn by matplotlib (extra `plot`), which is imported late."""
+"""Static figures for papers, drawn by matplotlib (extra `plot`), which is imported late."""
 
 import io
 import itertools
@@ -27,37 +27,39 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANEL_INCHES = 2.4  # side of a panel
-MAX_PANELS = 12  # of positions or layers, in the order of the plan; more are left out
+MAX_PANELS = 12  # positions tensors or layers in a figure; the first of the plan are drawn
 PANELS_PER_ROW = 6
-KERNELS = 8  # of a layer
-LINES = ("-", "--", "-.", ":")
+KERNELS_PER_LAYER = 8
+LINE_STYLES = ("-", "--", "-.", ":")
 FIGURE_STYLE = {
     "figure.dpi": 120,
     "font.size": 7,
     "legend.frameon": False,
     "text.parse_math": False,
 }
-UNDATED: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
-HASH_SALT = "dcls-convert"  # without one, the names inside an SVG are random
+# Metadata, by suffix, that removes the date from the file.
+NO_DATE: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+HASH_SALT = "dcls-convert"  # without a salt, the names inside an SVG are random
 
 
 def draw(pictures: Pictures, figure: FigureName, suffix: str) -> bytes:
-    """A figure as a file, in the format of the suffix.
+    """Return a figure as a file, in the format of the suffix.
 
-    DclsConvertError says why there is nothing to draw.
+    Raises:
+        DclsConvertError: There is nothing to draw; the message says why.
     """
     return figure_file(lambda: FIGURES[figure](pictures), suffix, **FIGURE_STYLE)
 
 
 def figure_file(make_figure: Callable[[], "Figure"], suffix: str, **style: Any) -> bytes:
-    """A figure as a file without dates, drawn with these settings of matplotlib."""
+    """Return a figure as a file without a date, drawn with these settings of matplotlib."""
     import matplotlib
 
     file = io.BytesIO()
     settings = cast(Any, {"svg.hashsalt": HASH_SALT} | style)
-    # matplotlib warns of characters that the font lacks.
+    # matplotlib warns about characters that are missing in the font.
     with warnings.catch_warnings(action="ignore"), matplotlib.rc_context(settings):
-        metadata = UNDATED.get(suffix.lower())
+        metadata = NO_DATE.get(suffix.lower())
         make_figure().savefig(
             file, format=suffix[1:].lower(), metadata=metadata, bbox_inches="tight"
         )
@@ -65,9 +67,9 @@ def figure_file(make_figure: Callable[[], "Figure"], suffix: str, **style: Any) 
 
 
 def picture_files(model: nn.Module, plan: ConversionPlan, folder: str | Path) -> dict[str, bytes]:
-    """Names and contents of files for `save_converted(pictures=...)`.
+    """Return names and contents of files for `save_converted(pictures=...)`.
 
-    The page, and the positions if matplotlib is installed.
+    They are the page, and the figure of the positions if matplotlib is installed.
     """
     pictures = pictures_of_model(model, plan, Path(folder))
     files = {PAGE: page(pictures).encode()}
@@ -77,20 +79,20 @@ def picture_files(model: nn.Module, plan: ConversionPlan, folder: str | Path) ->
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """In inches."""
+    """Return an empty figure; width and height are in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def _positions_figure(pictures: Pictures) -> "Figure":
-    """A heat map of each positions tensor, and below it the histograms along its axes."""
-    chosen = pictures.positions[:MAX_PANELS]
-    columns = min(len(chosen), PANELS_PER_ROW)
-    rows = math.ceil(len(chosen) / columns)
+    """Draw a heat map of each positions tensor, and below it the histograms along its axes."""
+    drawn = pictures.positions[:MAX_PANELS]
+    columns = min(len(drawn), PANELS_PER_ROW)
+    rows = math.ceil(len(drawn) / columns)
     figure = new_figure(columns * PANEL_INCHES, 2 * rows * PANEL_INCHES)
     panels = figure.subfigures(rows, columns, squeeze=False)
-    for picture, panel in zip(chosen, panels.flat, strict=False):
+    for picture, panel in zip(drawn, panels.flat, strict=False):
         heat, histograms = panel.subplots(2)
         _draw_heat(heat, picture)
         _draw_histograms(histograms, picture)
@@ -99,15 +101,15 @@ def _positions_figure(pictures: Pictures) -> "Figure":
 
 
 def _draw_heat(axes: "Axes", picture: PositionPicture) -> None:
-    """The heat map, with the old kernels as dashed rectangles in its middle."""
+    """Draw a heat map, with the old kernels as dashed rectangles in its middle."""
     from matplotlib.colors import PowerNorm
     from matplotlib.patches import Rectangle
 
     limits = _axes_limits((1, *picture.size))
     left, right, bottom, top = limits
     axes.imshow(picture.heat, extent=limits, cmap="Blues", norm=PowerNorm(0.5, vmin=0))
-    for old in picture.old_kernel_sizes:
-        height, width = (1, *old)[-2:]
+    for old_size in picture.old_kernel_sizes:
+        height, width = (1, *old_size)[-2:]
         corner = ((left + right - width) / 2, (top + bottom - height) / 2)
         dashed: dict[str, Any] = {"edgecolor": "C1", "fill": False, "linestyle": "--"}
         axes.add_patch(Rectangle(corner, width, height, **dashed))
@@ -115,10 +117,10 @@ def _draw_heat(axes: "Axes", picture: PositionPicture) -> None:
 
 
 def _draw_histograms(axes: "Axes", picture: PositionPicture) -> None:
-    """Elements along each axis; all axes but the last one are dashed."""
+    """Draw the histogram of elements along each axis; only the last axis has a solid line."""
     for name, counts, side in zip(picture.axes, picture.histograms, picture.size, strict=True):
         low = position_limits(side)[0] - 0.5
-        edges = [low + place / picture.bins_per_cell for place in range(len(counts) + 1)]
+        edges = [low + index / picture.bins_per_cell for index in range(len(counts) + 1)]
         linestyle = "-" if name == picture.axes[-1] else "--"
         axes.stairs(counts, edges, label=name, linestyle=linestyle)
     axes.set(xlabel="cells from the centre", ylabel="elements in a bin")
@@ -126,7 +128,7 @@ def _draw_histograms(axes: "Axes", picture: PositionPicture) -> None:
 
 
 def _add_legend(figure: "Figure", pictures: Pictures, legend: str) -> None:
-    """Write a legend below the panels; it says how many positions tensors are shown, if not all."""
+    """Write a legend below the panels; say how many positions tensors are drawn, if not all."""
     total = len(pictures.positions)
     if total > MAX_PANELS:
         legend += f"; the first {MAX_PANELS} of {total} positions tensors"
@@ -134,30 +136,33 @@ def _add_legend(figure: "Figure", pictures: Pictures, legend: str) -> None:
 
 
 def _axes_limits(size: tuple[int, ...]) -> tuple[float, float, float, float]:
-    """Left, right, bottom and top of a window (..., rows, columns), in cells from the centre."""
+    """Return left, right, bottom and top of a window (..., rows, columns).
+
+    They are in cells from the centre.
+    """
     top, bottom = position_limits(size[-2])
     left, right = position_limits(size[-1])
     return left - 0.5, right + 0.5, bottom + 0.5, top - 0.5
 
 
 def _kernels_figure(pictures: Pictures) -> "Figure":
-    """Kernels of the first layer of each positions tensor.
+    """Draw kernels of the first layer of each positions tensor.
 
     Elements are dots, which are filled if their weight is positive.
     """
-    first = [picture.row.layers[0] for picture in pictures.positions][:MAX_PANELS]
+    names = [picture.row.layers[0] for picture in pictures.positions][:MAX_PANELS]
     layers = {layer.name: layer for layer in pictures.kernels}
-    figure = new_figure(1.15 * KERNELS, 1.3 * len(first))
-    rows = figure.subfigures(len(first), 1, squeeze=False)
-    for row, name in zip(rows.flat, first, strict=True):
+    figure = new_figure(1.15 * KERNELS_PER_LAYER, 1.3 * len(names))
+    rows = figure.subfigures(len(names), 1, squeeze=False)
+    for row, name in zip(rows.flat, names, strict=True):
         layer = layers[name]
-        some = f"{min(KERNELS, layer.total)} of {layer.total:,} kernels, most energy first"
-        row.suptitle(f"{shown(name, 40)}: {some}", x=0.01, ha="left")
-        panels = row.subplots(1, KERNELS)
+        count_text = f"{min(KERNELS_PER_LAYER, layer.total)} of {layer.total:,} kernels"
+        row.suptitle(f"{shown(name, 40)}: {count_text}, most energy first", x=0.01, ha="left")
+        panels = row.subplots(1, KERNELS_PER_LAYER)
         for index, panel in enumerate(panels):
             panel.set(xticks=[], yticks=[], frame_on=index < layer.total)
-        shown_kernels = zip(panels, layer.cells, layer.positions, layer.weights, strict=False)
-        for panel, cells, positions, weights in shown_kernels:
+        drawn_kernels = zip(panels, layer.cells, layer.positions, layer.weights, strict=False)
+        for panel, cells, positions, weights in drawn_kernels:
             _draw_kernel(panel, cells, positions, weights)
     scale = "blue cells are positive, red ones negative, each kernel on its own scale"
     _add_legend(figure, pictures, f"{scale}; dots are elements, filled where positive")
@@ -165,7 +170,7 @@ def _kernels_figure(pictures: Pictures) -> "Figure":
 
 
 def _draw_kernel(axes: "Axes", cells: Tensor, positions: Tensor, weights: Tensor) -> None:
-    """A kernel's cells (rows, columns), with dots at its elements' positions (E, 2)."""
+    """Draw a kernel's cells (rows, columns), with dots at its elements' positions (E, 2)."""
     largest = float(cells.abs().max()) or 1.0
     limits = _axes_limits(tuple(cells.shape))
     axes.imshow(cells, extent=limits, cmap="RdBu", vmin=-largest, vmax=largest)
@@ -175,7 +180,7 @@ def _draw_kernel(axes: "Axes", cells: Tensor, positions: Tensor, weights: Tensor
 
 
 def _receptive_fields_figure(pictures: Pictures) -> "Figure":
-    """The effective receptive fields on one logarithmic scale."""
+    """Draw the effective receptive fields on one logarithmic scale."""
     fields = pictures.receptive_fields
     if fields is None:
         raise _no_field(str(pictures.why_not_rebuilt))
@@ -202,7 +207,7 @@ def _wrapped(text: str, width: int = 46) -> str:
 
 
 def _history_figure(pictures: Pictures) -> "Figure":
-    """Speed, spread and share at the border over time."""
+    """Draw speed, spread and border share of each positions tensor over the steps."""
     history = pictures.history
     if history is None:
         raise DclsConvertError("--figure history needs --history positions.jsonl")
@@ -214,21 +219,23 @@ def _history_figure(pictures: Pictures) -> "Figure":
     figure = new_figure(3.2 * len(labels), 2.6)
     axes = figure.subplots(1, len(labels))
     for panel, (name, label) in zip(axes, labels.items(), strict=True):
-        for track, line in zip(history.tracks, itertools.cycle(LINES), strict=False):
+        for track, style in zip(history.tracks, itertools.cycle(LINE_STYLES), strict=False):
             values: Curve = getattr(track, name)
-            _draw_curve(panel, history.steps, values, line, shown(track.name, 30))
+            _draw_curve(panel, history.steps, values, style, shown(track.name, 30))
         panel.set(xlabel="step", ylabel=label)
         panel.set_ylim(bottom=0)
     axes[0].legend()
     return figure
 
 
-def _draw_curve(axes: "Axes", steps: tuple[int, ...], values: Curve, line: str, label: str) -> None:
-    """A line with gaps where values are not known, and a dot for a point between two gaps."""
+def _draw_curve(
+    axes: "Axes", steps: tuple[int, ...], values: Curve, style: str, label: str
+) -> None:
+    """Draw a line with gaps where values are unknown, and a dot for a point between two gaps."""
     heights = []
     for value in values:
         heights.append(math.nan if value is None else value)
-    (curve,) = axes.plot(steps, heights, line, label=label, linewidth=1.2)
+    (curve,) = axes.plot(steps, heights, style, label=label, linewidth=1.2)
     for index in isolated_points(values):
         axes.plot(steps[index], heights[index], ".", color=curve.get_color())
 

@@ -3,11 +3,11 @@
 from ..pipeline.provenance import Provenance
 from ..text import printable, shown
 
-DIGITS_SHOWN = 16  # of a hash; config.json has all
+HASH_DIGITS = 16  # number of digits of a hash that are shown; config.json has all of them
 
 
 def provenance_sentences(provenance: Provenance) -> list[str]:
-    """What the conversion started from, and by which versions it was made; not the command."""
+    """Return sentences on the start, weights, images and versions of a conversion."""
     start = f"Start: {provenance.init}, seed {provenance.seed}"
     if provenance.positions is not None:
         start += f", positions {provenance.positions}"
@@ -24,14 +24,14 @@ def provenance_sentences(provenance: Provenance) -> list[str]:
 
 
 def command_text(provenance: Provenance) -> str:
-    """The command or call, on one line; without one, the options as they were stated."""
+    """Return the command or Python call on one line; if there is none, the stated options."""
     if provenance.command is not None:
         return printable(provenance.command)
     return printable(", ".join(f"{name}={value}" for name, value in provenance.request.items()))
 
 
 def _weights(provenance: Provenance) -> str:
-    """The weights before the conversion."""
+    """Say where the weights before the conversion came from."""
     text = f"Weights before the conversion: {shown(provenance.weights.source)}"
     if provenance.weights.tensors is not None:
         text += f" (SHA-256 of the tensors: {_short(provenance.weights.tensors)})"
@@ -39,4 +39,4 @@ def _weights(provenance: Provenance) -> str:
 
 
 def _short(digest: str) -> str:
-    return f"{digest[:DIGITS_SHOWN]}..."
+    return f"{digest[:HASH_DIGITS]}..."

@@ -1,4 +1,4 @@
-"""The effective receptive field: which pixels count for a unit in the middle of a layer.
+"""Effective receptive fields: how much each pixel matters for a unit in the middle of a layer.
 
 Source: Luo et al., 2016.
 """
@@ -26,10 +26,10 @@ from ..planning.plan import ConversionPlan
 from ..progress import Note, Notify
 from ..text import one_line
 
-MAX_DECADES = 5  # of the logarithmic scale
-FAINT = 0.02  # share of the pixels that may be below the scale
-MAX_MAP_SIDE = 112  # pixels of a map; larger fields are averaged, which also calms the noise
-# Shares of the gradient, for which the central square is stated.
+MAX_DECADES = 5  # decades of the logarithmic scale
+MAX_SHARE_BELOW_SCALE = 0.02  # share of the pixels that may be below the end of the scale
+MAX_MAP_SIDE = 112  # pixels of a map; larger fields are averaged, which also reduces the noise
+# Shares of the gradient for which the side of the central square is reported.
 HALF = 0.5
 NEARLY_ALL = 0.99
 SMALLER_AFTER = (
@@ -40,25 +40,26 @@ SMALLER_AFTER = (
 NOISE_IMAGES = 4
 NOISE_SEED = 0
 MAX_FIELD_IMAGES = 16
-# Pixels of an image, unless the user states its size: a gradient keeps every layer's outputs.
+# Pixels per image, unless the user states its size. The activations of all layers stay in memory,
+# because a gradient needs them.
 MAX_FIELD_PIXELS = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class ReceptiveFieldOptions:
-    """How to find effective receptive fields."""
+    """How to compute effective receptive fields."""
 
-    images: Path | None  # folder; None: seeded noise
-    original: Path | None  # weights of the unconverted network
-    input_size: tuple[int, ...] | None  # (channels, *spatial); None: the plan's
+    images: Path | None  # folder; None for seeded noise
+    original: Path | None  # file with the weights of the unconverted network
+    input_size: tuple[int, ...] | None  # (channels, *spatial); None for the plan's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ReceptiveFieldMap:
-    """How much each pixel counts: mean |gradient|, as a share of the largest."""
+    """How much each pixel matters: mean |gradient|, as a share of the largest."""
 
     title: str
-    what: str  # whose field it is
+    what: str  # describes the network that has this field
     size: tuple[int, int]  # pixels of the images
     logs: Tensor  # (rows, columns); log10 of the share, from -MAX_DECADES to 0
     sentence: str  # how large the field is
@@ -69,18 +70,18 @@ class ReceptiveFieldMaps:
     """Effective receptive fields before and after conversion, and notes on them."""
 
     maps: tuple[ReceptiveFieldMap, ...]
-    notes: tuple[str, ...]  # what the fields show, and why one is missing
+    notes: tuple[str, ...]  # what the fields show, and why any is missing
 
     @property
     def decades(self) -> int:
-        """How many decades a scale common to these pictures needs."""
+        """Number of decades that a common scale of the maps needs."""
         if not self.maps:
             return MAX_DECADES
         decades = 1
         for field in self.maps:
-            faint = int(FAINT * field.logs.numel())
-            log = float(field.logs.flatten().sort().values[faint])
-            decades = max(decades, math.ceil(-log))
+            pixels_below = int(MAX_SHARE_BELOW_SCALE * field.logs.numel())
+            lowest_log = float(field.logs.flatten().sort().values[pixels_below])
+            decades = max(decades, math.ceil(-lowest_log))
         return decades
 
 
@@ -93,7 +94,7 @@ def field_pictures(
     notify: Notify,
     note: Note,
 ) -> ReceptiveFieldMaps:
-    """The fields of a checkpoint's last replaced layer, before the conversion and after it.
+    """Compute the fields of a checkpoint's last replaced layer, before and after the conversion.
 
     A field that cannot be computed is left out, and a note says why.
 
@@ -103,8 +104,8 @@ def field_pictures(
         plan: The conversion's plan.
         state: The state dict of `model`.
         options: The images, their size, and the weights before conversion.
-        notify: Is told what is done next.
-        note: Is told about images that are skipped.
+        notify: Called with each next step, to show progress.
+        note: Called with notes about skipped images.
     """
     try:
         images, about_images = _images(model, plan, options, note)
@@ -114,13 +115,13 @@ def field_pictures(
     notify("building the network before conversion")
     layer = plan.layers[-1].name
     fields = []
-    halves = []  # side of the central square with half of the gradient, of each field
+    half_sides = []  # of each field, the side of the central square with half of the gradient
     notes = [
         f"How much each pixel counts for the unit in the middle of {layer}, the last replaced "
         f"layer: mean absolute gradient over {about_images}, as a share of the largest, on a "
         "logarithmic scale."
     ]
-    networks: list[tuple[str, str, nn.Module]] = []  # title, what it is, the network
+    networks: list[tuple[str, str, nn.Module]] = []  # title, description, network
     before = _network_before(source, plan, state, options.original)
     if before is None:
         notes.append(
@@ -130,21 +131,21 @@ def field_pictures(
     else:
         networks.append(("Before", *before))
     networks.append(("After", "this checkpoint", model.float()))
-    for title, what, network in networks:
+    for title, description, network in networks:
         notify(f"effective receptive field {title.lower()}")
         try:
             field = receptive_field(network, layer, images)
-            fields.append(field_picture(field, title, what))
-            halves.append(central_side(field, HALF))
+            fields.append(field_picture(field, title, description))
+            half_sides.append(central_side(field, HALF))
         except DclsConvertError as error:
-            notes.append(f"There is no field of {what}: {one_line(error)}.")
-    if len(halves) == 2 and halves[1] < halves[0]:
+            notes.append(f"There is no field of {description}: {one_line(error)}.")
+    if len(half_sides) == 2 and half_sides[1] < half_sides[0]:
         notes += _why_smaller(plan, model)
     return ReceptiveFieldMaps(maps=tuple(fields), notes=tuple(notes))
 
 
 def _why_smaller(plan: ConversionPlan, model: nn.Module) -> list[str]:
-    """Why the field of the plan's last layer is smaller than before, if its elements tell."""
+    """Explain why the last layer's field became smaller; [] if its elements are not the reason."""
     layer = plan.layers[-1]
     positions = model.get_submodule(layer.name).positions
     assert isinstance(positions, Tensor)
@@ -153,45 +154,45 @@ def _why_smaller(plan: ConversionPlan, model: nn.Module) -> list[str]:
         side = layer.kernel_size[axis]
         sides.append(layer.dilation[axis] * (torch.arange(side) - (side - 1) / 2))
     cells = torch.stack(torch.meshgrid(sides, indexing="ij"))  # (A, *sides of the old kernel)
-    distance = mean_distance(positions.detach())
-    old_distance = mean_distance(cells)
-    if distance >= old_distance:
+    element_distance = mean_distance(positions.detach())
+    cell_distance = mean_distance(cells)
+    if element_distance >= cell_distance:
         return []
-    return [SMALLER_AFTER.format(elements=distance, cells=old_distance)]
+    return [SMALLER_AFTER.format(elements=element_distance, cells=cell_distance)]
 
 
 def _network_before(
     source: ModelSource, plan: ConversionPlan, state: Mapping[str, Tensor], weights: Path | None
 ) -> tuple[str, nn.Module] | None:
-    """The network before conversion, and a description of it.
+    """Return a description of the network before conversion, and the network.
 
-    It has the weights of the file, or the random ones from which it was converted. None if there
-    is no file, and it was converted from other weights.
+    It has the weights of the file, or the random ones from which it was converted. Return None if
+    there is no file and it was converted from other weights.
     """
-    # With the seed that a conversion has by default.
+    # `build_model` uses the default seed of a conversion.
     model = build_model(source, trust_code=True)
     if weights is not None:
         load_weights_(model, with_names_of(model, read_weights(weights)), f"original {weights}")
         return f"{plan.model}, with the weights of {weights.name}", model.float().eval()
-    # It was converted from random weights if all tensors that conversion leaves alone are equal.
-    own = model.state_dict()
+    # It was converted from these random weights if all tensors that a conversion keeps are equal.
+    random_state = model.state_dict()
     replaced: set[str] = set()
     for layer in plan.layers:
         replaced.update(f"{name}.weight" for name in layer.names)
-    kept = [name for name in own if name in state and name not in replaced]
-    if not kept or not all(torch.equal(own[name], state[name]) for name in kept):
+    kept = [name for name in random_state if name in state and name not in replaced]
+    if not kept or not all(torch.equal(random_state[name], state[name]) for name in kept):
         return None
-    what = f"{plan.model}, with the random weights from which the checkpoint was converted"
-    return what, model.float().eval()
+    description = f"{plan.model}, with the random weights from which the checkpoint was converted"
+    return description, model.float().eval()
 
 
 def _images(
     model: nn.Module, plan: ConversionPlan, options: ReceptiveFieldOptions, note: Note
 ) -> tuple[Sequence[Tensor], str]:
-    """Images (channels, *spatial), and what they are.
+    """Return images (channels, *spatial), and a description of them.
 
     Raises:
-        ModelError: Their size is not known or too large, or none can be read.
+        ModelError: The size of the images is unknown or too large, or no image can be read.
     """
     size = options.input_size or plan.input_size
     if size is None:
@@ -199,28 +200,28 @@ def _images(
     if options.input_size is None and math.prod(size[1:]) > MAX_FIELD_PIXELS:
         limit = f"images of more than {MAX_FIELD_PIXELS:,} pixels"
         raise ModelError(f"{limit} are run only if --input-size is given")
-    pixels = f"{size_text(size[1:])} pixels"
+    size_in_pixels = f"{size_text(size[1:])} pixels"
     if options.images is not None:
         normalisation = stated_normalisation(model) or IMAGENET
-        read = read_pixels(options.images, size, note, max_images=MAX_FIELD_IMAGES)
-        if not read:
+        pixels_by_file = read_pixels(options.images, size, note, max_images=MAX_FIELD_IMAGES)
+        if not pixels_by_file:
             raise ModelError(f"no image of {options.images.name} could be read")
-        images = [normalised(image, normalisation) for image in read.values()]
-        return images, f"{len(read)} images of {options.images.name}, {pixels}"
+        images = [normalised(image, normalisation) for image in pixels_by_file.values()]
+        return images, f"{len(images)} images of {options.images.name}, {size_in_pixels}"
     generator = torch.Generator().manual_seed(NOISE_SEED)
     noise = torch.randn(NOISE_IMAGES, *size, generator=generator)
-    return list(noise), f"{NOISE_IMAGES} images of seeded noise, {pixels}"
+    return list(noise), f"{NOISE_IMAGES} images of seeded noise, {size_in_pixels}"
 
 
 def receptive_field(model: nn.Module, layer: str, images: Iterable[Tensor]) -> Tensor:
-    """How much each pixel counts for the unit in the middle of the layer's last output.
+    """Compute how much each pixel matters for the unit in the middle of the layer's last output.
 
-    The mean over images of |d unit / d pixel|, where the unit is a sum over channels, and the
-    absolute gradients are summed over input channels.
+    It is the mean over images of |d unit / d pixel|. The unit is summed over output channels, and
+    the absolute gradients over input channels.
 
     Returns:
-        (rows, columns), in float64. Images of one axis give one row; those of three are summed
-        over the first.
+        (rows, columns), in float64. Images of one axis give one row; fields of images of three axes
+        are summed over the first.
 
     Raises:
         ModelError: The gradient cannot be calculated, or is not finite.
@@ -257,7 +258,7 @@ def receptive_field(model: nn.Module, layer: str, images: Iterable[Tensor]) -> T
 
 
 def field_picture(field: Tensor, title: str, what: str) -> ReceptiveFieldMap:
-    """A field (rows, columns) as a picture."""
+    """Return the map of a field (rows, columns): averaged, scaled and described."""
     rows, columns = field.shape
     map_size = (min(rows, MAX_MAP_SIDE), min(columns, MAX_MAP_SIDE))
     averaged = F.adaptive_avg_pool2d(field[None], map_size)[0]
@@ -277,16 +278,17 @@ def field_picture(field: Tensor, title: str, what: str) -> ReceptiveFieldMap:
 
 
 def central_side(field: Tensor, share: float) -> int:
-    """The side of the smallest central square that holds this share of a field (rows, columns)."""
-    rows = _twice_from_middle(field.shape[0])
-    columns = _twice_from_middle(field.shape[1])
-    distances = torch.maximum(rows[:, None], columns)  # (rows, columns); of the square's border
-    held = torch.bincount(distances.flatten(), field.flatten()).cumsum(0)  # by distance
-    enough = share * held[-1] * (1 - 1e-9)  # less than the share, so that rounding does not matter
-    too_little = int((held < enough).sum())
-    return min(too_little + 1, max(field.shape))
+    """Return the side of the smallest central square with this share of a field (rows, columns)."""
+    rows = _doubled_distances(field.shape[0])
+    columns = _doubled_distances(field.shape[1])
+    # A central square of side s has the pixels with a doubled distance below s along both axes.
+    distances = torch.maximum(rows[:, None], columns)  # (rows, columns)
+    cumulative = torch.bincount(distances.flatten(), field.flatten()).cumsum(0)  # by distance
+    target = share * cumulative[-1] * (1 - 1e-9)  # slightly less than the share, for rounding
+    distance = int((cumulative < target).sum())  # the first that reaches the target
+    return min(distance + 1, max(field.shape))
 
 
-def _twice_from_middle(side: int) -> Tensor:
-    """Twice the distance of each pixel from the middle of its axis, an integer: (side,)."""
+def _doubled_distances(side: int) -> Tensor:
+    """Return twice the distance of each pixel from the middle of its axis, as integers: (side,)."""
     return (2 * torch.arange(side) - side + 1).abs()

@@ -14,7 +14,7 @@ from ..reports.predict import predict_report
 from ..reports.report import ConversionReport, LayerReport
 from ..tables import Column, indented
 from ..text import counted, printable, shown
-from .advice import OF_A_PLAN, ON_COMMAND_LINE, Advice
+from .advice import FOR_PLAN, ON_COMMAND_LINE, Advice
 from .cost_tables import (
     STAGE_COLUMNS,
     LayerTotals,
@@ -25,13 +25,13 @@ from .cost_tables import (
 from .number_text import before_after, percent, short_before_after
 from .outcome import SMALL_ERROR, outcome_sentences
 
-COSTLY = 50.0  # percent more MACs
-COUNTS_OF_SCOPE = {
+COSTLY_MACS_PERCENT = 50.0  # added MACs, in percent; beyond it the headline is red
+BUDGET_SCOPES = {
     "stage": "a count for each stage",
     "layer": "a count for each layer",
     "error": "counts by error, the default with images",
 }
-LAYERS_NAMED = 5  # layers with the largest errors that a verbose report names
+LAYERS_NAMED = 5  # number of layers with the largest errors that a verbose report names
 FOLDING_SENTENCE = (
     "Folding the kernels into plain convolutions keeps the outputs and these MACs, "
     "saves the construction, and stores window-sized kernels."
@@ -39,20 +39,20 @@ FOLDING_SENTENCE = (
 
 
 def plan_view(plan: ConversionPlan) -> RenderableType:
-    """The report that a plan predicts, in Python."""
-    return report_view(predict_report(plan), advice=OF_A_PLAN)
+    """Return the report that is predicted for a plan, as it is shown in Python."""
+    return report_view(predict_report(plan), advice=FOR_PLAN)
 
 
 def report_view(
     report: ConversionReport, *, verbose: int = 0, advice: Advice = ON_COMMAND_LINE
 ) -> RenderableType:
-    """A report for a terminal of 80 columns or more.
+    """Return a report as it is shown in a terminal of at least 80 columns.
 
     Args:
         report: The report to show.
-        verbose: 0: a row for each stage. 1: a row for each layer, and why other convolutions
-            are kept. 2: the name of each kept convolution, too.
-        advice: What the report tells its reader to do: ON_COMMAND_LINE, IN_PYTHON or OF_A_PLAN.
+        verbose: 0 shows a row for each stage. 1 shows a row for each layer, and the reasons why
+            other convolutions are kept. 2 also names each kept convolution.
+        advice: What the reader is told to do: ON_COMMAND_LINE, IN_PYTHON or FOR_PLAN.
     """
     parts = [*_heading(report, advice), Text()]
     if verbose == 0:
@@ -70,7 +70,7 @@ def report_view(
 
 
 def _heading(report: ConversionReport, advice: Advice) -> list[RenderableType]:
-    """What the conversion costs, what was converted, and warnings."""
+    """Return lines on the costs of the conversion and on what was converted, and warnings."""
     totals = LayerTotals(layers=report.layers)
     kernels = f"{totals.counts} elements in {totals.windows}"
     if report.plan.growth_of_mixed_kernels is not None:
@@ -80,28 +80,32 @@ def _heading(report: ConversionReport, advice: Advice) -> list[RenderableType]:
         model += ", folded"
     if report.input_size:
         model += f", input {size_text(report.input_size)}"
-    parts: list[RenderableType] = [
+    return [
         Text(_headline(report), style=_headline_style(report)),
         Text(kernels) + Text(printable(model), style="dim"),
+        *(Text(warning, style="yellow") for warning in _warnings(report, advice)),
     ]
-    more_macs = report.macs.percent or 0.0  # 0 if they are not known
-    if more_macs > MAX_ADDED_MACS_PERCENT and _grows_by_the_least(report):
-        warning = f"Even the smallest growth adds {more_macs:.0f} % to the MACs"
-        parts.append(Text(f"{warning}; rules can skip layers", style="yellow"))
-    elif more_macs > COSTLY:
-        times = f"{1 + more_macs / 100:.1f} times the MACs"
-        sizes = printable(advice.cheaper_sizes)
-        parts.append(Text(f"{times}; {sizes}", style="yellow"))
-    fewer_weights = sum(_only_loses_weights(layer) for layer in report.layers)
-    if fewer_weights:
-        of_layers = f"{counted(fewer_weights, 'layer')} of {len(report.layers)}"
-        warning = f"Fewer weights and no larger window for {of_layers}; skip them with a rule"
-        parts.append(Text(warning, style="yellow"))
-    return parts
+
+
+def _warnings(report: ConversionReport, advice: Advice) -> list[str]:
+    """Return warnings about costly windows, and about layers that only lose weights."""
+    warnings = []
+    added_macs = report.macs.percent or 0.0  # percent; 0 if unknown
+    if added_macs > MAX_ADDED_MACS_PERCENT and _has_smallest_growth(report):
+        growth = f"Even the smallest growth adds {added_macs:.0f} % to the MACs"
+        warnings.append(f"{growth}; rules can skip layers")
+    elif added_macs > COSTLY_MACS_PERCENT:
+        factor = 1 + added_macs / 100
+        warnings.append(f"{factor:.1f} times the MACs; {printable(advice.cheaper_sizes)}")
+    losing_layers = sum(_only_loses_weights(layer) for layer in report.layers)
+    if losing_layers:
+        layers = f"{counted(losing_layers, 'layer')} of {len(report.layers)}"
+        warnings.append(f"Fewer weights and no larger window for {layers}; skip them with a rule")
+    return warnings
 
 
 def _headline(report: ConversionReport) -> str:
-    """Parameters and MACs before and after."""
+    """Return the parameters and MACs before and after, with the changes in percent."""
     headline = f"{before_after(report.params)} parameters ({percent(report.params)})"
     if report.macs.delta is not None:
         headline += f", {short_before_after(report.macs)} MACs ({percent(report.macs, 1)})"
@@ -109,20 +113,20 @@ def _headline(report: ConversionReport) -> str:
 
 
 def _headline_style(report: ConversionReport) -> str:
-    """rich's style; the colours repeat what the numbers and words say."""
-    more_macs = report.macs.percent or 0.0  # 0 if they are not known
-    more_params = report.params.delta or 0
-    if report.budget.slack < 0 or more_macs > COSTLY:
+    """Return a rich style; the colours only repeat what the numbers and words say."""
+    added_macs = report.macs.percent or 0.0  # percent; 0 if unknown
+    added_params = report.params.delta or 0
+    if report.budget.slack < 0 or added_macs > COSTLY_MACS_PERCENT:
         return "bold red"
-    if more_params > 0 or more_macs > MAX_ADDED_MACS_PERCENT:
+    if added_params > 0 or added_macs > MAX_ADDED_MACS_PERCENT:
         return "bold yellow"
-    if more_params < 0:
+    if added_params < 0:
         return "bold green"
     return "bold"
 
 
-def _grows_by_the_least(report: ConversionReport) -> bool:
-    """Whether every window is at most MIN_GROWTH cells larger than its kernel, on each axis."""
+def _has_smallest_growth(report: ConversionReport) -> bool:
+    """True if no window is more than MIN_GROWTH cells larger than its kernel along any axis."""
     for layer in report.plan.layers:
         if max(layer.growths) > MIN_GROWTH:
             return False
@@ -130,16 +134,16 @@ def _grows_by_the_least(report: ConversionReport) -> bool:
 
 
 def _only_loses_weights(layer: LayerReport) -> bool:
-    """Whether the window is as large as the old kernel, with fewer elements than cells."""
+    """True if the window has as many cells as the old kernel, but fewer elements."""
     cells = math.prod(layer.kernel_size)
     return math.prod(layer.dilated_size) == cells and layer.kernel_count < cells
 
 
 def _details(report: ConversionReport, advice: Advice) -> list[RenderableType]:
-    """A row for each layer, the whole model, and sentences."""
+    """Return the layer table, the model table and the sentences of a verbose report."""
     rows = [LayerTotals(name=layer.name, layers=(layer,)) for layer in report.layers]
-    name: Column[LayerTotals] = Column("Layer", lambda row: row.name)
-    columns = [name, *STAGE_COLUMNS[2:]]
+    name_column: Column[LayerTotals] = Column("Layer", lambda row: row.name)
+    columns = [name_column, *STAGE_COLUMNS[2:]]  # without the stages' names and layer counts
     parts: list[RenderableType] = [costs_table(columns, rows, _layer_params)]
     if any(layer.tie_group for layer in report.layers):
         footnote = "* with the positions that the next layers of its tie group share"
@@ -151,9 +155,9 @@ def _details(report: ConversionReport, advice: Advice) -> list[RenderableType]:
 
 
 def _largest_error_lines(report: ConversionReport) -> list[RenderableType]:
-    """The layers that lost most, and why, as far as that is known; nothing if none lost much.
+    """Return lines on the layers with the largest errors, with the reasons if they are known.
 
-    The errors are those of the table's column.
+    They are the errors of the table's Error column. Small errors are left out.
     """
     has_output_errors = any(layer.output_error is not None for layer in report.layers)
     errors: list[tuple[float, LayerReport]] = []
@@ -164,8 +168,8 @@ def _largest_error_lines(report: ConversionReport) -> list[RenderableType]:
     if not errors:
         return []
     errors.sort(key=lambda pair: pair[0], reverse=True)
-    what = "outputs" if has_output_errors else "kernels"
-    lines: list[RenderableType] = [Text(), Text(f" Largest errors of the {what}:")]
+    compared = "outputs" if has_output_errors else "kernels"
+    lines: list[RenderableType] = [Text(), Text(f" Largest errors of the {compared}:")]
     for error, layer in errors[:LAYERS_NAMED]:
         parts = [f"{shown(layer.name)}: {error:.3f}", *layer.error_reasons]
         lines.append(indented("; ".join(parts), "dim", by=3))
@@ -173,7 +177,7 @@ def _largest_error_lines(report: ConversionReport) -> list[RenderableType]:
 
 
 def _layer_params(row: LayerTotals) -> str:
-    """A layer's parameters, with a star where they include positions of its tie group."""
+    """Return a layer's parameters, with a star if they include its tie group's positions."""
     (layer,) = row.layers
     params = before_after(row.params)
     if layer.tie_group is not None and layer.position_params > 0:
@@ -182,7 +186,7 @@ def _layer_params(row: LayerTotals) -> str:
 
 
 def _kept_lines(report: ConversionReport, *, by_name: bool) -> list[RenderableType]:
-    """The convolutions that are kept and why: by name, or counted by class and reason."""
+    """List the kept convolutions and the reasons, by name or counted by class and reason."""
     if not report.skipped:
         return []
     parts = [Text(), Text(f" Kept as they are ({_skipped_count(report)}):")]
@@ -191,9 +195,9 @@ def _kept_lines(report: ConversionReport, *, by_name: bool) -> list[RenderableTy
         for skip in report.skipped:
             lines.append(f"{shown(skip.name)} ({skip.type}): {skip.reason}")
     else:
-        kinds = Counter((skip.type, skip.reason) for skip in report.skipped)
-        for (kind, reason), count in kinds.most_common():
-            lines.append(f"{count} x {kind}: {reason}")
+        counts = Counter((skip.type, skip.reason) for skip in report.skipped)
+        for (class_name, reason), count in counts.most_common():
+            lines.append(f"{count} x {class_name}: {reason}")
     return [*parts, *(indented(line, "dim", by=3) for line in lines)]
 
 
@@ -202,17 +206,17 @@ def _skipped_count(report: ConversionReport) -> str:
 
 
 def report_markdown(report: ConversionReport) -> str:
-    """The report for a model card."""
+    """Return the report in Markdown, for a model card."""
     items = "".join(f"- {line}\n" for line in _sentences(report, ON_COMMAND_LINE))
     return "\n".join([stage_table(report).markdown(), model_table(report).markdown(), items])
 
 
 def _budget_sentence(report: ConversionReport) -> str:
-    """How much of the budget is used, in a sentence."""
+    """Say how much of the budget is used."""
     budget = report.budget
     text = "Budget"
-    if budget.scope in COUNTS_OF_SCOPE:
-        text += f" ({COUNTS_OF_SCOPE[budget.scope]})"
+    if budget.scope in BUDGET_SCOPES:
+        text += f" ({BUDGET_SCOPES[budget.scope]})"
     if report.folded:
         text += " before folding"
     text += ": "
@@ -225,7 +229,7 @@ def _budget_sentence(report: ConversionReport) -> str:
 
 
 def _sentences(report: ConversionReport, advice: Advice) -> list[str]:
-    """The budget, the new kernels, the MACs, and what became of a trained network's outputs."""
+    """Return sentences on the budget, errors, new kernels, MACs, feature maps and outputs."""
     kernels = f"{_kernels_sentence(report)}; stages from {report.stages_from}."
     lines = [_budget_sentence(report), *_error_sentences(report), kernels, _macs_sentence(report)]
     lines += _map_sentences(report)
@@ -234,14 +238,14 @@ def _sentences(report: ConversionReport, advice: Advice) -> list[str]:
 
 
 def _error_sentences(report: ConversionReport) -> list[str]:
-    """What the table's errors are of, after a calibration; without one they are of kernels."""
+    """Explain the Error column if it holds output errors, as it does after a calibration."""
     if LayerTotals(layers=report.layers).output_error is None:
         return []
-    return ["Error: what each layer's outputs lost, on the images that it was fitted to."]
+    return ["Error: relative error of each layer's outputs on the images it was fitted to."]
 
 
 def _map_sentences(report: ConversionReport) -> list[str]:
-    """In how many layers the window has cells that never meet the map; nothing if in none."""
+    """Say in how many layers the window has cells that never meet the feature map, if in any."""
     if not report.layers_beyond_map:
         return []
     return [

@@ -1,4 +1,4 @@
-"""How a survey of models looks: a table for the terminal, JSON and CSV."""
+"""A survey of models as a table for the terminal, as JSON and as CSV."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -17,12 +17,12 @@ from ..tables import Column, Table, field_column
 from ..text import counted, printable, span
 from .number_text import short_before_after, short_count
 
-MAX_KINDS = 4  # kinds of convolutions that a row names if nothing matches
-STYLES = {"planned": "", "nothing matches": "dim", "does not fit": "yellow", "failed": "red"}
+MAX_KINDS = 4  # number of kinds of convolutions that a row lists if nothing matches
+STATUS_STYLES = {"planned": "", "nothing matches": "dim", "does not fit": "yellow", "failed": "red"}
 
 
 def _status_counts(rows: Iterable[ModelRow]) -> dict[str, int]:
-    """How many models have each status, in the order of `Status`."""
+    """Count the models of each status, in the order of `Status`."""
     counts = dict.fromkeys(get_args(Status), 0)
     for row in rows:
         counts[row.status] += 1
@@ -30,7 +30,10 @@ def _status_counts(rows: Iterable[ModelRow]) -> dict[str, int]:
 
 
 def summary_line(rows: Sequence[ModelRow]) -> str:
-    """How many models there are, and of each status; "does not fit" only if there are any."""
+    """Say how many models there are, and how many of each status.
+
+    "does not fit" is left out if there are none.
+    """
     parts = []
     for status, count in _status_counts(rows).items():
         if count or status != "does not fit":
@@ -39,7 +42,7 @@ def summary_line(rows: Sequence[ModelRow]) -> str:
 
 
 def failure_lines(rows: Iterable[ModelRow]) -> list[str]:
-    """A line for each model that failed, with the reason."""
+    """Return a line for each model that failed, with the reason."""
     lines = []
     for row in rows:
         if row.status == "failed":
@@ -48,8 +51,8 @@ def failure_lines(rows: Iterable[ModelRow]) -> list[str]:
 
 
 def survey_view(rows: Sequence[ModelRow]) -> RenderableType:
-    """A row for each model, then a line for each failure, and the summary."""
-    table = Table(SURVEY_COLUMNS, rows, style=lambda row: STYLES[row.status])
+    """Return a table of the models, then a line for each failure, and the summary."""
+    table = Table(SURVEY_COLUMNS, rows, style=lambda row: STATUS_STYLES[row.status])
     failures = [Text(line, style="red") for line in failure_lines(rows)]
     return Group(table, Text(), *failures, Text(summary_line(rows), style="bold"))
 
@@ -61,7 +64,7 @@ def survey_json(
     pattern: str | None,
     input_size: tuple[int, ...] | None,
 ) -> str:
-    """One object: format, options, models and summary."""
+    """Return one JSON object with the keys format, options, models and summary."""
     rules = options.rules
     if isinstance(rules, RuleSet):
         rules = rules.source
@@ -84,12 +87,15 @@ def survey_json(
 
 
 def survey_csv(rows: Sequence[ModelRow]) -> str:
-    """A line for each model; a value that is not known is empty."""
+    """Return a line for each model; unknown values are empty."""
     return Table(CSV_COLUMNS, rows).csv()
 
 
 def _replaced(row: ModelRow) -> str:
-    """ "18 depthwise 7x7 → 17x17"; if nothing is replaced, why, and what the model has instead."""
+    """Return "18 depthwise 7x7 → 17x17", or say why nothing is replaced.
+
+    If nothing matches, say which convolutions the model has.
+    """
     if row.status == "planned":
         replaced = f"{_kinds(row.replaced)} → {span(row.dilated_sizes, size_text)}"
         if row.growth is not None:
@@ -101,11 +107,13 @@ def _replaced(row: ModelRow) -> str:
 
 
 def _kinds(kinds: dict[str, int], max_kinds: int | None = None) -> str:
-    """The first `max_kinds` kinds, or all: "18 depthwise 7x7, 3 dense 3x3"."""
-    return ", ".join(f"{count} {kind}" for kind, count in [*kinds.items()][:max_kinds])
+    """Return "18 depthwise 7x7, 3 dense 3x3": the first `max_kinds` kinds, or all for None."""
+    listed_kinds = list(kinds.items())[:max_kinds]
+    return ", ".join(f"{count} {kind}" for kind, count in listed_kinds)
 
 
 def _change(change: Change) -> str:
+    """Return "4.46 → 4.97 G", or only the count before if nothing is replaced."""
     if change.after is None:
         return short_count(change.before)
     return short_before_after(change)

@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Value = Callable[[SweepRow], Any]  # what is drawn of a row along an axis
-# Signs before rows; colours repeat them.
+Value = Callable[[SweepRow], Any]  # returns a row's value along one axis of the picture
+# Signs in front of the rows of the table, which the styles of the rows repeat.
 RECOMMENDED = ">"
 DOMINATED = "-"
 UNPLANNED = "!"
+SIGN_STYLES = {RECOMMENDED: "bold green", DOMINATED: "dim", UNPLANNED: "yellow", "": ""}
 UNTRAINED = (
     "Without further training, converting a trained network gains nothing and adds MACs; it is a "
     "starting point for training."
@@ -47,112 +48,106 @@ SWEEP_STYLE = {
 
 @dataclass(frozen=True, slots=True)
 class SweepView:
-    """The rows with notes, for 80 columns or more; a table that is too wide becomes two."""
+    """A sweep as it is shown in a terminal of at least 80 columns: a table, and notes on it.
+
+    A table that is too wide is split into two.
+    """
 
     sweep: Sweep
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         sweep = self.sweep
-        columns = _columns(sweep)
-        table = functools.partial(Table, style=lambda row: _sign(sweep, row)[1])
-        one_table = table([*columns.keys, *columns.costs, *columns.measured], sweep.rows)
-        tables = [one_table]
+        keys = _key_columns(sweep)
+        costs = _cost_columns(sweep)
+        make_table = functools.partial(Table, style=lambda row: SIGN_STYLES[_sign(sweep, row)])
+        whole_table = make_table([*keys, *costs, *MEASURED_COLUMNS], sweep.rows)
+        tables = [whole_table]
         measured_rows = []
         for row in sweep.rows:
-            if any(column.is_known([row]) for column in columns.measured):
+            if any(column.is_known([row]) for column in MEASURED_COLUMNS):
                 measured_rows.append(row)
-        if measured_rows and one_table.surplus(console, options) > 0:
-            costs_table = table([*columns.keys, *columns.costs], sweep.rows)
-            measured_table = table([*columns.keys, *columns.measured], measured_rows)
+        if measured_rows and whole_table.surplus(console, options) > 0:
+            costs_table = make_table([*keys, *costs], sweep.rows)
+            measured_table = make_table([*keys, *MEASURED_COLUMNS], measured_rows)
             tables = [costs_table, measured_table]
         input_size = ""
         if sweep.input_size:
             input_size = f", input {size_text(sweep.input_size)}"
         yield title(sweep.model, input_size)
-        for each in tables:
+        for table in tables:
             yield Text()
-            yield each
+            yield table
         yield Text()
         yield from _notes(sweep)
 
 
 def python_view(sweep: Sweep) -> RenderableType:
-    """The rows, and the call that converts to the recommended size."""
+    """Return the table and notes, and the call that converts to the recommended size."""
     if sweep.choice.command is None:
         return SweepView(sweep)
     return Group(SweepView(sweep), Text(), indented(sweep.choice.command, by=4))
 
 
-def _sign(sweep: Sweep, row: SweepRow) -> tuple[str, str]:
-    """The sign before a row, and its style."""
+def _sign(sweep: Sweep, row: SweepRow) -> str:
+    """Return the sign in front of a row."""
     if sweep.choice.row is not None and row is sweep.rows[sweep.choice.row]:
-        return RECOMMENDED, "bold green"
+        return RECOMMENDED
     if row.status in ("does not fit", "failed"):
-        return UNPLANNED, "yellow"
+        return UNPLANNED
     if row.dominated:
-        return DOMINATED, "dim"
-    return "", ""
+        return DOMINATED
+    return ""
 
 
-def _all_know(rows: list[SweepRow], field: str) -> bool:
+def _all_have(rows: list[SweepRow], field: str) -> bool:
+    """True if a field is known for every row."""
     return all(getattr(row, field) is not None for row in rows)
 
 
 def _all_have_images(rows: list[SweepRow]) -> bool:
-    """Whether errors of outputs are for images of a calibration, not for random ones."""
+    """True if all output errors are for held-out images of a calibration, not for random ones."""
     return all(row.images for row in rows)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Columns:
-    keys: list[Column[SweepRow]]  # what was asked for
-    costs: list[Column[SweepRow]]  # parameters, MACs, bytes
-    measured: list[Column[SweepRow]]  # times and errors
+def _key_columns(sweep: Sweep) -> list[Column[SweepRow]]:
+    """Return columns for window, count and budget, and for the number of layers if it varies."""
+    columns: list[Column[SweepRow]] = [
+        Column("  Window", lambda row: f"{_sign(sweep, row):1} {row.window}"),
+        Column("Count", _counts),
+        Column("Budget", lambda row: row.asked and row.asked.budget, "{:g} %".format),
+    ]
+    layer_counts = {row.layers for row in done_rows(sweep.rows)}
+    if len(layer_counts) > 1:
+        columns.append(Column("Layers", lambda row: row.layers or None))
+    return columns
 
 
-def _columns(sweep: Sweep) -> _Columns:
+def _cost_columns(sweep: Sweep) -> list[Column[SweepRow]]:
+    """Return columns for parameters, MACs and the size after folding."""
     write_macs, macs_unit = in_one_unit(row.macs for row in sweep.rows)
     write_size, size_unit = in_one_unit(row.folded_bytes for row in sweep.rows)
-    layer_counts = set()
-    for row in done_rows(sweep.rows):
-        layer_counts.add(row.layers)
 
-    def more_macs(row: SweepRow) -> float | None:
+    def added_macs(row: SweepRow) -> float | None:
         original = sweep.rows[0]
         if row.asked is None or row.macs is None or not original.macs:
             return None
         return percent_more(row.macs, original.macs)
 
-    def params(row: SweepRow) -> str:
+    def params_or_status(row: SweepRow) -> str:
         if row.params is None:
             return row.status
         return with_separators(row.params)
 
-    keys: list[Column[SweepRow]] = [
-        Column("  Window", lambda row: f"{_sign(sweep, row)[0]:1} {row.window}"),
-        Column("Count", _counts),
-        Column("Budget", lambda row: row.asked and row.asked.budget, "{:g} %".format),
-    ]
-    if len(layer_counts) > 1:
-        keys.append(Column("Layers", lambda row: row.layers or None))
-    costs: list[Column[SweepRow]] = [
-        Column("Parameters", params),
+    return [
+        Column("Parameters", params_or_status),
         Column(f"MACs{macs_unit}", lambda row: row.macs, write_macs),
-        Column("", more_macs, "{:+.1f} %".format),
+        Column("", added_macs, "{:+.1f} %".format),
         Column(f"Fold{size_unit}B", lambda row: row.folded_bytes, write_size),
     ]
-    measured: list[Column[SweepRow]] = [
-        Column("Forward, ms", lambda row: row.forward_ms, _time),
-        Column("Step, ms", lambda row: row.step_ms, _time),
-        Column("Kernels", lambda row: row.kernel_error, "{:.3f}".format),
-        Column("Outputs", lambda row: row.output_error, "{:.3f}".format),
-        Column("Top-1", lambda row: row.same_top1, lambda share: f"{100 * share:.0f} %"),
-    ]
-    return _Columns(keys=keys, costs=costs, measured=measured)
 
 
 def _counts(row: SweepRow) -> str:
-    """The kernel counts; those asked for, if the row could not be planned."""
+    """Return the kernel counts, or the requested count if the row could not be planned."""
     planned = span(row.kernel_counts)
     if planned:
         return planned
@@ -162,14 +157,23 @@ def _counts(row: SweepRow) -> str:
 
 
 def _time(timing: Timing) -> str:
-    """ "12.3 ±0.4": the median and half the interquartile range, in milliseconds."""
+    """Return "12.3 ±0.4": the median and half the interquartile range, in milliseconds."""
     half_range = (timing.third_quartile - timing.first_quartile) / 2
     digits = decimals_for(timing.median)
     return f"{timing.median:,.{digits}f} ±{half_range:,.{digits}f}"
 
 
+MEASURED_COLUMNS: list[Column[SweepRow]] = [
+    Column("Forward, ms", lambda row: row.forward_ms, _time),
+    Column("Step, ms", lambda row: row.step_ms, _time),
+    Column("Kernels", lambda row: row.kernel_error, "{:.3f}".format),
+    Column("Outputs", lambda row: row.output_error, "{:.3f}".format),
+    Column("Top-1", lambda row: row.same_top1, lambda share: f"{100 * share:.0f} %"),
+]
+
+
 def _notes(sweep: Sweep) -> Iterator[RenderableType]:
-    """What to know about the rows, and the recommended one."""
+    """Yield notes that explain the rows, and the recommendation."""
     rows = sweep.rows
     yield from _failure_notes(sweep)
     if any(row.dominated for row in rows):
@@ -188,13 +192,13 @@ def _notes(sweep: Sweep) -> Iterator[RenderableType]:
         yield indented(f"No size is recommended: {why}.")
         return
     yield indented(PAPER)
-    taken = rows[sweep.choice.row]
-    elements = f"{span(taken.kernel_counts)} elements"
-    yield indented(f"{RECOMMENDED} Take {taken.window} with {elements}: {why}.", "bold")
+    recommended = rows[sweep.choice.row]
+    elements = f"{span(recommended.kernel_counts)} elements"
+    yield indented(f"{RECOMMENDED} Take {recommended.window} with {elements}: {why}.", "bold")
 
 
 def _failure_notes(sweep: Sweep) -> Iterator[RenderableType]:
-    """A line for each row that could not be planned; equal lines once."""
+    """Yield a line for each row that could not be planned, without duplicates."""
     failures = []
     for row in sweep.rows:
         failure = f"{UNPLANNED} {row.window} {row.status}: {row.reason}"
@@ -205,7 +209,7 @@ def _failure_notes(sweep: Sweep) -> Iterator[RenderableType]:
 
 
 def _map_notes(sweep: Sweep) -> Iterator[RenderableType]:
-    """Which windows have cells that never meet the map, and in how many layers."""
+    """Say which windows have cells that never meet the feature map, and in how many layers."""
     counts: dict[str, int] = {}
     for row in sweep.rows:
         if row.layers_beyond_map:
@@ -219,11 +223,12 @@ def _map_notes(sweep: Sweep) -> Iterator[RenderableType]:
 
 
 def _domination_note(sweep: Sweep) -> str:
+    """Explain the sign of dominated rows, with the quantities that were compared."""
     done = done_rows(sweep.rows)
     cost = "MACs"
-    if _all_know(done, "step_ms"):
+    if _all_have(done, "step_ms"):
         cost = "times"
-    if not _all_know(done, "kernel_error"):
+    if not _all_have(done, "kernel_error"):
         gain = "number of elements"
     elif _all_have_images(done):
         gain = "error of outputs"
@@ -234,6 +239,7 @@ def _domination_note(sweep: Sweep) -> str:
 
 
 def _timing_notes(sweep: Sweep) -> Iterator[RenderableType]:
+    """Say how the times were measured, and warn if repeated runs differ too much."""
     timing = sweep.timing
     assert timing is not None
     device = timing.device
@@ -241,23 +247,24 @@ def _timing_notes(sweep: Sweep) -> Iterator[RenderableType]:
         device += f", {counted(timing.threads, 'thread')}"
     precision = "bfloat16 autocast" if timing.amp else "float32"
     yield indented(
-        "Times: median of runs in turn ± half the interquartile range; "
+        "Times: median of interleaved runs ± half the interquartile range; "
         f"{counted(timing.batch, 'image')} at a time in {precision}, "
         f"{device}, torch {timing.torch}. Step: forward, backward, SGD."
     )
-    widest = 0.0  # percent of the median
+    largest_range = 0.0  # percent of the median
     for row in sweep.rows:
         step = row.step_ms
         if step is not None:
             interquartile_range = step.third_quartile - step.first_quartile
-            widest = max(widest, 100 * interquartile_range / step.median)
-    if widest > sweep.slower:
+            percent_of_median = 100 * interquartile_range / step.median
+            largest_range = max(largest_range, percent_of_median)
+    if largest_range > sweep.slower:
         advice = "measure longer (--seconds), on an idle machine"
-        yield indented(f"Repeated runs differ by {widest:.0f} %: {advice}.")
+        yield indented(f"Repeated runs differ by {largest_range:.0f} %: {advice}.")
 
 
 def _error_notes(sweep: Sweep) -> Iterator[RenderableType]:
-    """What kernels' and outputs' errors are of; nothing if none was measured."""
+    """Explain the errors of kernels and outputs, if any were measured."""
     image_count: int | None = None  # the same in all rows
     has_classes = False
     for row in sweep.rows:
@@ -278,7 +285,7 @@ def _error_notes(sweep: Sweep) -> Iterator[RenderableType]:
 
 
 def sweep_csv(sweep: Sweep) -> str:
-    """A line for each row; a value that is not known is empty."""
+    """Return a line for each row; unknown values are empty."""
     paths = ["window", "asked.kernel_count", "asked.budget", "status", "layers", "kernel_counts"]
     paths += ["elements", "params", "macs", "folded_bytes"]
     for measured in ("forward_ms", "step_ms"):
@@ -286,40 +293,44 @@ def sweep_csv(sweep: Sweep) -> str:
             paths.append(f"{measured}.{field.name}")
     paths += ["kernel_error", "images", "output_error", "same_top1", "kl", "dominated"]
     paths += ["reason", "command"]
-    taken: Column[SweepRow] = Column("taken", lambda row: _sign(sweep, row)[0] == RECOMMENDED)
+    taken: Column[SweepRow] = Column("taken", lambda row: _sign(sweep, row) == RECOMMENDED)
     return Table([*map(field_column, paths), taken], sweep.rows).csv()
 
 
 def draw_sweep(sweep: Sweep, suffix: str) -> bytes:
-    """The picture as a file, in the format of the suffix. Dominated rows have hollow points."""
+    """Return the picture as a file, in the format of the suffix.
+
+    Points of dominated rows are hollow.
+    """
     return figure_file(lambda: _picture(sweep), suffix, **SWEEP_STYLE)
 
 
 def _picture(sweep: Sweep) -> "Figure":
+    """Plot gain against cost, with the recommended row and the dense original marked."""
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     cost, x_label = _cost(sweep)
     gain, y_label = _gain(sweep)
     figure = new_figure(6.4, 4.2)
     axes = figure.add_subplot()
-    points = []
+    drawn_rows = []
     for row in done_rows(sweep.rows):
         if cost(row) is not None:
-            points.append(row)
-    _draw_series(axes, points, cost, gain)
+            drawn_rows.append(row)
+    _draw_series(axes, drawn_rows, cost, gain)
     if sweep.choice.row is not None:
-        taken = sweep.rows[sweep.choice.row]
+        recommended = sweep.rows[sweep.choice.row]
         square: dict[str, Any] = {"fillstyle": "none", "markersize": 12, "label": "recommended"}
-        axes.plot(cost(taken), gain(taken), "ks", **square)
-    if any(row.dominated for row in points):
+        axes.plot(cost(recommended), gain(recommended), "ks", **square)
+    if any(row.dominated for row in drawn_rows):
         axes.plot([], [], "o", color="0.4", fillstyle="none", label="dominated")
-    for place, text in _labels(points, cost, gain).items():
-        axes.annotate(text, place, xytext=(8, -11), textcoords="offset points", fontsize=8)
+    for point, text in _point_labels(drawn_rows, cost, gain).items():
+        axes.annotate(text, point, xytext=(8, -11), textcoords="offset points", fontsize=8)
     original = cost(sweep.rows[0])
     if original is not None:
         axes.axvline(original, color="0.5", linestyle=":", label="dense original")
     axes.margins(x=0.18, y=0.12)
-    if gain is _window:
+    if gain is _largest_side:
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     if x_label == MACS:
         axes.xaxis.set_major_formatter(EngFormatter())
@@ -330,22 +341,22 @@ def _picture(sweep: Sweep) -> "Figure":
     return figure
 
 
-def _draw_series(axes: "Axes", points: list[SweepRow], cost: Value, gain: Value) -> None:
-    """A line through the rows of each count or budget, in the order of their windows."""
+def _draw_series(axes: "Axes", drawn_rows: list[SweepRow], cost: Value, gain: Value) -> None:
+    """Draw a line through the rows of each count or budget, in the order of the rows."""
     series: dict[str, list[SweepRow]] = {}
-    for row in points:
+    for row in drawn_rows:
         series.setdefault(_series_name(row), []).append(row)
     for (name, rows), marker in zip(series.items(), itertools.cycle(MARKERS)):
         (line,) = axes.plot([*map(cost, rows)], [*map(gain, rows)], "-", linewidth=1, zorder=1)
-        look: dict[str, Any] = {"marker": marker, "color": line.get_color(), "linestyle": "none"}
+        style: dict[str, Any] = {"marker": marker, "color": line.get_color(), "linestyle": "none"}
         for row in rows:
             fillstyle: Any = "none" if row.dominated else "full"
-            axes.plot(cost(row), gain(row), fillstyle=fillstyle, **look)
-        axes.plot([], [], label=name, **look)
+            axes.plot(cost(row), gain(row), fillstyle=fillstyle, **style)
+        axes.plot([], [], label=name, **style)  # the entry of the legend
 
 
 def _series_name(row: SweepRow) -> str:
-    """ "34 elements", or "budget 100 %"."""
+    """Return "34 elements" or "budget 100 %"."""
     assert row.asked is not None
     if row.asked.kernel_count:
         return f"{row.asked.kernel_count} elements"
@@ -355,35 +366,35 @@ def _series_name(row: SweepRow) -> str:
     return f"budget {budget:g} %"
 
 
-def _labels(points: list[SweepRow], cost: Value, gain: Value) -> dict[tuple[float, float], str]:
-    """At each place of the picture, the window, and the counts of all rows that are there."""
+def _point_labels(rows: list[SweepRow], cost: Value, gain: Value) -> dict[tuple[float, float], str]:
+    """Return the label of each point: its window, and the counts of all rows that share it."""
     labels: dict[tuple[float, float], str] = {}
-    for row in points:
-        place = (cost(row), gain(row))
+    for row in rows:
+        point = (cost(row), gain(row))
         counts = span(row.kernel_counts)
-        if place in labels:
-            labels[place] += f", {counts}"
+        if point in labels:
+            labels[point] += f", {counts}"
         else:
-            labels[place] = f"{row.window}: {counts}"
+            labels[point] = f"{row.window}: {counts}"
     return labels
 
 
-def _window(row: SweepRow) -> int:
+def _largest_side(row: SweepRow) -> int:
     return max(map(max, row.dilated_sizes))
 
 
 def _cost(sweep: Sweep) -> tuple[Value, str]:
-    """What to draw along x, and its name."""
-    if _all_know(done_rows(sweep.rows), "step_ms"):
+    """Return the value to draw along the x axis, and the axis label."""
+    if _all_have(done_rows(sweep.rows), "step_ms"):
         return attrgetter("median_step_ms"), "training step, ms"
     return attrgetter("macs"), MACS
 
 
 def _gain(sweep: Sweep) -> tuple[Value, str]:
-    """What to draw along y, and its name."""
+    """Return the value to draw along the y axis, and the axis label."""
     done = done_rows(sweep.rows)
     if _all_have_images(done):
         return attrgetter("output_error"), "relative error of outputs"
-    if _all_know(done, "kernel_error"):
+    if _all_have(done, "kernel_error"):
         return attrgetter("kernel_error"), "relative error of kernels"
-    return _window, "window, cells"
+    return _largest_side, "window, cells"

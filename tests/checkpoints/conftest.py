@@ -8,7 +8,8 @@ from dcls_convert import save_converted
 
 from .folders import convert, save
 
-KINDS = {"seed": {"seed": 5}, "size": {"size": 11}, "gauss": {"interpolation": "gaussian"}}
+# Name of another folder -> the options of `convert` in which it differs from the good one.
+OTHERS = {"seed": {"seed": 5}, "size": {"size": 11}, "gauss": {"interpolation": "gaussian"}}
 
 
 @pytest.fixture(scope="session")
@@ -18,21 +19,21 @@ def _converted():
 
 @pytest.fixture
 def converted(_converted):
-    """A model and its plan, as of the good folder."""
+    """The model and plan of the good folder; a copy that may be changed."""
     return copy.deepcopy(_converted)
 
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory, _converted):
-    """A good folder, and others to mix it up with; not to be written to."""
+    """A good folder, and others whose files can be mixed in. Tests must not write to them."""
     base = tmp_path_factory.mktemp("good")
     save_converted(*_converted, base / "good")
-    for name, options in KINDS.items():
+    for name, options in OTHERS.items():
         save(base / name, *convert(**options))
     return base
 
 
 @pytest.fixture
 def folder(folders, tmp_path):
-    """A copy of the good one."""
+    """A copy of the good folder, which may be changed."""
     return Path(shutil.copytree(folders / "good", tmp_path / "copy"))

@@ -1,4 +1,7 @@
-"""Ways to damage a checkpoint folder: functions of the folder and of those to mix it up with."""
+"""Ways to damage a checkpoint folder: functions (folder, others) that change the folder in place.
+
+`others` is a folder of more checkpoint folders, whose files may be taken.
+"""
 
 import os
 import shutil
@@ -13,44 +16,44 @@ POSITIONS = "stages.2.blocks.dcls_positions"  # shared by four layers
 WEIGHT = "stages.1.blocks.0.conv_dw.weight"
 
 
-def write(name, content):
+def write_file(name, content):
     return lambda folder, _others: (folder / name).write_bytes(content)
 
 
-def swapped(name, other):
+def take_file(name, other):
     return lambda folder, others: shutil.copy(others / other / name, folder)
 
 
-def config(change):
+def damage_config(change):
     return lambda folder, _others: edit_json(folder / CONFIG, change)
 
 
-def planned(change):
-    return config(lambda data: change(data["model_args"]["plan"]))
+def damage_plan(change):
+    return damage_config(lambda data: change(data["model_args"]["plan"]))
 
 
-def layer(index, **changes):
-    return planned(lambda plan: plan["layers"][index].update(changes))
+def damage_layer(index, **changes):
+    return damage_plan(lambda plan: plan["layers"][index].update(changes))
 
 
-def tensors(change):
+def damage_tensors(change):
     return lambda folder, _others: edit_tensors(folder, change)
 
 
-def stamp(change):
+def damage_stamp(change):
     return lambda folder, _others: edit_stamp(folder, change)
 
 
-def flipped(place):
+def flip_bit(index):
     def damage(folder, _others):
         data = bytearray((folder / WEIGHTS).read_bytes())
-        data[place] ^= 1
+        data[index] ^= 1
         (folder / WEIGHTS).write_bytes(data)
 
     return damage
 
 
-def instead(name, make=lambda path: None):
+def replace_file(name, make=lambda path: None):
     def damage(folder, _others):
         (folder / name).unlink()
         make(folder / name)
@@ -58,76 +61,89 @@ def instead(name, make=lambda path: None):
     return damage
 
 
-def one_value(name, index, value):
+def set_value(name, index, value):
     def change(tensors):
         tensors[name].view(-1)[index] = value
 
     return change
 
 
-def renamed(tensors):
+def rename_weight(tensors):
     tensors["renamed"] = tensors.pop(WEIGHT)
 
 
 CHANGED = "model.safetensors: its tensors are not those that were written"
-APART = "model.safetensors: was not written with this config.json"
-LATER = "this dcls-convert knows 1 at most; upgrade it: pip install --upgrade dcls-convert"
+NOT_TOGETHER = "model.safetensors: was not written with this config.json"
+NEWER_FORMAT = (
+    "but this dcls-convert reads format 1 at most; upgrade it: pip install --upgrade dcls-convert"
+)
 
-# What was done, and what verify must say of it. No row loads.
+FLIPPED_BIT = "a flipped bit, in the middle"
+
+# By name: the damage, and what `verify` must say about it. None of these folders can be loaded.
 DAMAGES = {
-    # The weights
-    "no weights": (instead(WEIGHTS), "model.safetensors: there is no such file"),
-    "a flipped bit, in the middle": (flipped(-50_000), CHANGED),
-    "weights of another seed": (swapped(WEIGHTS, "seed"), APART, CHANGED),
+    # Weights
+    "no weights": (replace_file(WEIGHTS), "model.safetensors: there is no such file"),
+    FLIPPED_BIT: (flip_bit(-50_000), CHANGED),
+    "weights of another seed": (take_file(WEIGHTS, "seed"), NOT_TOGETHER, CHANGED),
     "outside the window": (
-        tensors(one_value(POSITIONS, 7, 4.5)),
+        damage_tensors(set_value(POSITIONS, 7, 4.5)),
         CHANGED,
         "has 1 of 1248 elements outside the window",
     ),
-    "a tensor renamed": (tensors(renamed), CHANGED, f"missing: {WEIGHT}; unexpected: renamed"),
+    "a tensor renamed": (
+        damage_tensors(rename_weight),
+        CHANGED,
+        f"missing: {WEIGHT}; unexpected: renamed",
+    ),
     "a tensor of integers": (
-        tensors(lambda t: t.update({WEIGHT: t[WEIGHT].int()})),
+        damage_tensors(lambda t: t.update({WEIGHT: t[WEIGHT].int()})),
         CHANGED,
         "is torch.int32",
     ),
     "no metadata": (
-        stamp(lambda _: None),
-        "has no metadata of dcls-convert, but config.json states its tensors",
+        damage_stamp(lambda _: None),
+        "has no metadata of dcls-convert, but config.json has a hash of its tensors",
     ),
-    "metadata of a newer format": (stamp(lambda s: s | {"format": 7}), f"has format 7, {LATER}"),
+    "metadata of a newer format": (
+        damage_stamp(lambda s: s | {"format": 7}),
+        f"has format 7, {NEWER_FORMAT}",
+    ),
     "damaged outputs": (
-        stamp(lambda s: s | {"fingerprint": {"outputs": [3]}}),
+        damage_stamp(lambda s: s | {"fingerprint": {"outputs": [3]}}),
         "metadata 'dcls_convert': fingerprint",
     ),
-    # The config, and the plan in it
-    "no config": (instead(CONFIG), "config.json: cannot be read"),
+    # Config and plan
+    "no config": (replace_file(CONFIG), "config.json: cannot be read"),
     "a folder for the config": (
-        instead(CONFIG, Path.mkdir),
+        replace_file(CONFIG, Path.mkdir),
         "config.json: cannot be read: is not a file",
     ),
     "a huge config": (
         lambda folder, _: os.truncate(folder / CONFIG, 100 << 20),
         "has 104,857,600 bytes",
     ),
-    "config not UTF-8": (write(CONFIG, b"\xff\xfe{\x00"), "config.json: cannot be read"),
-    "config not JSON": (write(CONFIG, b'{"architecture": '), "config.json: is not JSON"),
-    "config of deep lists": (write(CONFIG, b"[" * 100_000), "config.json: is not JSON"),
-    "config of another plan": (swapped(CONFIG, "size"), APART, CHANGED),
-    "other arguments": (config(lambda c: c["model_args"].update(act_layer="relu")), APART),
+    "config not UTF-8": (write_file(CONFIG, b"\xff\xfe{\x00"), "config.json: cannot be read"),
+    "config not JSON": (write_file(CONFIG, b'{"architecture": '), "config.json: is not JSON"),
+    "config of deep lists": (write_file(CONFIG, b"[" * 100_000), "config.json: is not JSON"),
+    "config of another plan": (take_file(CONFIG, "size"), NOT_TOGETHER, CHANGED),
+    "other arguments": (
+        damage_config(lambda c: c["model_args"].update(act_layer="relu")),
+        NOT_TOGETHER,
+    ),
     "another hash": (
-        config(lambda c: c.update({METADATA_KEY: {"tensors": "0" * 64}})),
-        APART,
+        damage_config(lambda c: c.update({METADATA_KEY: {"tensors": "0" * 64}})),
+        NOT_TOGETHER,
         CHANGED,
     ),
     "plan a list": (
-        config(lambda c: c["model_args"].update(plan=[])),
+        damage_config(lambda c: c["model_args"].update(plan=[])),
         "config.json: model_args.plan: ",
     ),
-    "another window, of which all shapes are the same": (layer(0, dilated_size=[11, 11]), APART),
+    "another window with the same shapes": (damage_layer(0, dilated_size=[11, 11]), NOT_TOGETHER),
     "another count": (
-        layer(0, kernel_count=25),
-        APART,
+        damage_layer(0, kernel_count=25),
+        NOT_TOGETHER,
         "stages.0.blocks.0.conv_dw.positions has shape",
     ),
 }
-FLIPPED = "a flipped bit, in the middle"

@@ -1,5 +1,6 @@
-"""Checkpoint folders for tests, ways to change them, and `seal`, which makes their hashes fit
-again.
+"""Checkpoint folders for tests, and ways to edit them.
+
+`seal` makes the hashes of an edited folder fit again.
 """
 
 import json
@@ -25,7 +26,7 @@ IMAGE = (3, 32, 32)
 
 
 def convert(name=f"timm:{TINY}", size=9, *, seed=0, args=None, input_size=IMAGE, **options):
-    """A converted model, in which every layer counts for the outputs, and its plan."""
+    """Return a converted model, all of whose layers affect the outputs, and its plan."""
     source = ModelSource(name=name, args=args or {})
     model = build_model(source, seed=seed)
     convs = find_convs(model, (source.args.get("in_chans", 3), *input_size[1:]))
@@ -38,7 +39,7 @@ def convert(name=f"timm:{TINY}", size=9, *, seed=0, args=None, input_size=IMAGE,
         generator=torch.Generator().manual_seed(seed),
     )
     generator = torch.Generator().manual_seed(1)
-    # ConvNeXt's output hardly depends on its blocks otherwise: layer scale starts at 1e-6.
+    # Without this, ConvNeXt's output hardly depends on its blocks: layer scale starts at 1e-6.
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("gamma"):
@@ -47,27 +48,26 @@ def convert(name=f"timm:{TINY}", size=9, *, seed=0, args=None, input_size=IMAGE,
 
 
 def save(folder, model, plan, **options):
-    """Faster than with a report that is measured."""
+    """Save with a predicted report, which is faster than measuring one."""
     return save_converted(model, plan, folder, report=predict_report(plan), **options)
 
 
 def outputs(model, channels=3):
+    image = torch.randn(1, channels, 64, 64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        return model.eval()(
-            torch.randn(1, channels, 64, 64, generator=torch.Generator().manual_seed(0))
-        )
+        return model.eval()(image)
 
 
 def same_states(first, second):
-    ours = first.state_dict()
-    theirs = second.state_dict()
-    return list(ours) == list(theirs) and all(
-        torch.equal(ours[name], theirs[name]) for name in ours
-    )
+    first_state = first.state_dict()
+    second_state = second.state_dict()
+    if list(first_state) != list(second_state):
+        return False
+    return all(torch.equal(first_state[name], second_state[name]) for name in first_state)
 
 
 def verify(folder):
-    """Without a process of its own, which takes seconds."""
+    """Verify without starting a process, which would take seconds."""
     return verify_folder(folder, check_model=check_model_here)
 
 
@@ -82,13 +82,13 @@ def problems(verification):
 
 
 def contents(path):
-    """Tensors and metadata of a safetensors file."""
+    """Return the tensors and the metadata of a safetensors file."""
     with safe_open(path, framework="pt") as file:
         return {name: file.get_tensor(name).clone() for name in file.keys()}, file.metadata()
 
 
 def value_paths(data, path=()):
-    """Paths to all values of a JSON document."""
+    """Yield the paths to all values of a JSON document."""
     if path:
         yield path
     if isinstance(data, dict):
@@ -102,21 +102,22 @@ def value_paths(data, path=()):
 
 
 def edit_json(path, change):
-    """`change` edits the parsed JSON in place, or returns another."""
+    """Edit a JSON file: `change` edits the parsed data in place, or returns new data."""
     data = json.loads(path.read_text())
     path.write_text(json.dumps(change(data) or data))
 
 
 def edit_stamp(folder, change):
-    """`change` takes the stamp and returns another, or a text, or None for no metadata."""
+    """Replace the stamp by what `change` makes of it: data, a text, or None for no metadata."""
     tensors, metadata = contents(folder / WEIGHTS)
     stamp = change(json.loads(metadata[METADATA_KEY]))
-    new = (
-        None
-        if stamp is None
-        else {METADATA_KEY: stamp if isinstance(stamp, str) else json.dumps(stamp)}
-    )
-    save_file(tensors, folder / WEIGHTS, metadata=new)
+    if stamp is None:
+        new_metadata = None
+    elif isinstance(stamp, str):
+        new_metadata = {METADATA_KEY: stamp}
+    else:
+        new_metadata = {METADATA_KEY: json.dumps(stamp)}
+    save_file(tensors, folder / WEIGHTS, metadata=new_metadata)
 
 
 def edit_tensors(folder, change):
@@ -126,34 +127,33 @@ def edit_tensors(folder, change):
 
 
 def seal(folder):
-    """Let the folder say that it was written as it is now."""
-    tensors = tensors_hash(contents(folder / WEIGHTS)[0].items())
-    edit_json(folder / CONFIG, lambda config: config.update({METADATA_KEY: {"tensors": tensors}}))
-    edit_stamp(
-        folder,
-        lambda stamp: stamp | {"config": config_hash(json.loads((folder / CONFIG).read_text()))},
-    )
+    """Rewrite the hashes, so that the folder looks as if it had been written as it is now."""
+    tensors, _ = contents(folder / WEIGHTS)
+    entries = {METADATA_KEY: {"tensors": tensors_hash(tensors.items())}}
+    edit_json(folder / CONFIG, lambda config: config.update(entries))
+    new_hash = config_hash(json.loads((folder / CONFIG).read_text()))
+    edit_stamp(folder, lambda stamp: stamp | {"config": new_hash})
 
 
-class Allocated(TorchDispatchMode):
-    """Bytes of all memory that operators allocate on the CPU."""
+class MemoryUse(TorchDispatchMode):
+    """Bytes of memory that operators allocate on the CPU. Freed memory is not subtracted."""
 
     def __init__(self):
         super().__init__()
-        self.memories = {}
-        self.most = 0  # none is taken for freed: an upper bound
+        self.bytes_by_address = {}
+        self.upper_bound = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        known = {
-            t.untyped_storage().data_ptr()
-            for t in tree_leaves((args, kwargs))
-            if isinstance(t, torch.Tensor)
+        input_addresses = {
+            leaf.untyped_storage().data_ptr()
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
         }
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
-                memory = tensor.untyped_storage()
-                if memory.data_ptr() not in known and memory.nbytes():
-                    self.memories[memory.data_ptr()] = memory.nbytes()
-        self.most = max(self.most, sum(self.memories.values()))
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in input_addresses and storage.nbytes():
+                    self.bytes_by_address[storage.data_ptr()] = storage.nbytes()
+        self.upper_bound = max(self.upper_bound, sum(self.bytes_by_address.values()))
         return result

@@ -1,6 +1,4 @@
-"""Whatever happened to a checkpoint folder: `verify` says what, and nothing loads a wrong model in
-silence.
-"""
+"""Damaged checkpoint folders: `verify` names the damage, and no wrong model is loaded silently."""
 
 import json
 import shutil
@@ -27,15 +25,15 @@ from .damages import (
     CHANGED,
     DAMAGES,
     WEIGHT,
-    config,
-    flipped,
-    layer,
-    one_value,
-    planned,
-    renamed,
+    damage_config,
+    damage_layer,
+    damage_plan,
+    flip_bit,
+    rename_weight,
+    set_value,
 )
 from .folders import (
-    Allocated,
+    MemoryUse,
     edit_json,
     edit_tensors,
     outputs,
@@ -49,33 +47,32 @@ from .folders import (
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damage_is_named_and_no_wrong_model_loads(folder, folders, name):
-    damage, *says = DAMAGES[name]
+    damage, *messages = DAMAGES[name]
     damage(folder, folders)
     verified = verify(folder)
     assert not verified.ok
-    for part in says:
-        assert any(part in line for line in problems(verified)), (
-            f"{part!r} is not in {problems(verified)}"
+    for message in messages:
+        assert any(message in line for line in problems(verified)), (
+            f"{message!r} is not in {problems(verified)}"
         )
     with pytest.raises(CheckpointError, match=r"^[^\n]+$"):
         load_converted(folder)
 
 
-def test_only_descriptions_are_left_out_of_the_hash_of_a_config(folders):
-    """What the hash does not depend on may be edited: labels, descriptions, and what is not of
-    dcls-convert.
-    """
+def test_the_hash_of_a_config_omits_only_entries_that_users_may_edit(folders):
+    """Labels and descriptions, and `num_features`, which dcls-convert does not use."""
     text = (folders / "good" / CONFIG).read_text()
     right = config_hash(json.loads(text))
-    free = set()
+    editable = set()
     for *above, last in value_paths(json.loads(text)):
-        data = inner = json.loads(text)
-        for step in above:
-            inner = inner[step]
-        inner[last] = "another"
+        data = json.loads(text)
+        parent = data
+        for key in above:
+            parent = parent[key]
+        parent[last] = "another"
         if config_hash(data) == right:
-            free.add((*above, last))
-    assert free <= {("num_features",), *(("pretrained_cfg", name) for name in DESCRIPTIVE)}
+            editable.add((*above, last))
+    assert editable <= {("num_features",), *(("pretrained_cfg", name) for name in DESCRIPTIVE)}
 
 
 @pytest.mark.parametrize("kind", ["good", "gauss"])
@@ -87,7 +84,7 @@ def test_an_undamaged_folder_is_ok(folders, kind):
     )
 
 
-def test_labels_layout_report_card_and_other_files_are_the_users_business(folder):
+def test_users_may_edit_labels_layout_report_card_and_other_files(folder):
     right = outputs(load_converted(folder))
     data = json.loads((folder / CONFIG).read_text())
     data["pretrained_cfg"] |= dict.fromkeys(DESCRIPTIVE, "mine") | {"label_names": ["cat", "dog"]}
@@ -102,62 +99,62 @@ def test_labels_layout_report_card_and_other_files_are_the_users_business(folder
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "says"),
+    ("kind", "change", "message"),
     [
         (
             "good",
-            one_value(WEIGHT, 0, torch.nan),
+            set_value(WEIGHT, 0, torch.nan),
             f"values: {WEIGHT} has 1 of 832 values that are NaN or infinite",
         ),
-        ("good", one_value(WEIGHT, 0, 1e6), "outputs: do not match the stored ones (difference"),
+        ("good", set_value(WEIGHT, 0, 1e6), "outputs: do not match the stored ones (difference"),
         (
             "gauss",
-            one_value("stages.2.blocks.dcls_sigma", 0, 0.2),
+            set_value("stages.2.blocks.dcls_sigma", 0, 0.2),
             "has 1 of 1728 sigmas below 0.27 cells, the minimum",
         ),
     ],
 )
-def test_wrong_values_are_found_though_the_hashes_of_the_folder_fit_them(
-    folders, tmp_path, kind, change, says
+def test_wrong_values_are_found_even_if_the_hashes_fit_them(
+    folders, tmp_path, kind, change, message
 ):
     folder = Path(shutil.copytree(folders / kind, tmp_path / "sealed"))
     edit_tensors(folder, change)
     seal(folder)
     verified = verify(folder)
     assert next(check for check in verified.checks if check.name == WEIGHTS).ok
-    assert any(says in line for line in problems(verified)), problems(verified)
+    assert any(message in line for line in problems(verified)), problems(verified)
 
 
-def classes(count):
+def set_num_classes(count):
     def change(data):
         for args in (data["model_args"], data["model_args"]["plan"]["model_args"]):
             args["num_classes"] = count
 
-    return config(change)
+    return damage_config(change)
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("damage", "message"),
     [
-        (layer(0, dilated_size=[9001, 9001]), "window 9001x9001 for "),
-        (classes(20_000_000), "the model needs (20000000,"),
+        (damage_layer(0, dilated_size=[9001, 9001]), "window 9001x9001 for "),
+        (set_num_classes(20_000_000), "the model needs (20000000,"),
         (
-            planned(lambda plan: plan.update(input_size=[3, 20001, 20001])),
+            damage_plan(lambda plan: plan.update(input_size=[3, 20001, 20001])),
             "images of more than 4,194,304",
         ),
     ],
 )
-def test_sizes_are_checked_before_they_take_memory(folder, change, says):
-    change(folder, None)
+def test_sizes_are_checked_before_they_take_memory(folder, damage, message):
+    damage(folder, None)
     seal(folder)
-    with Allocated() as counted:
+    with MemoryUse() as memory:
         lines = problems(verify(folder))
-    assert any(says in line for line in lines), lines
-    assert counted.most < 100 << 20
+    assert any(message in line for line in lines), lines
+    assert memory.upper_bound < 100 << 20
 
 
-def test_classes_are_bounded_through_timm_too(folder):
-    classes(20_000_000)(folder, None)
+def test_timm_refuses_too_many_classes_too(folder):
+    set_num_classes(20_000_000)(folder, None)
     seal(folder)
     with pytest.raises(
         ModelError,
@@ -167,7 +164,7 @@ def test_classes_are_bounded_through_timm_too(folder):
 
 
 def test_messages_are_one_printable_line_whatever_names_a_plan_has(folder):
-    layer(0, names=["\x1b[31mred\nline"])(folder, None)
+    damage_layer(0, names=["\x1b[31mred\nline"])(folder, None)
     seal(folder)
     with pytest.raises(
         DclsConvertError, match=r"the plan does not fit .*: \\x1b\[31mred\\nline: "
@@ -176,7 +173,7 @@ def test_messages_are_one_printable_line_whatever_names_a_plan_has(folder):
     assert str(refused.value).isprintable()
 
 
-# --- What users do to folders, and may
+# --- What users may do to folders
 
 
 def fine_tuned(folder, **options):
@@ -212,21 +209,19 @@ def test_old_weights_are_not_loaded_for_a_new_config(folder):
             load(folder)
 
 
-def test_a_lost_tensor_is_missed_with_a_new_head_too(folder, tmp_path):
-    """timm loads what there is as soon as the number of classes differs, and keeps random values
-    for the rest.
-    """
+def test_a_missing_tensor_is_noticed_with_a_new_head_too(folder, tmp_path):
+    """If the number of classes differs, timm alone would keep random values for such tensors."""
     save_for_hf(fine_tuned(folder), tmp_path / "tuned", safe_serialization=True)
     name = f"local-dir:{tmp_path / 'tuned'}"
     timm.create_model(name, pretrained=True, num_classes=5)
-    edit_tensors(tmp_path / "tuned", renamed)
+    edit_tensors(tmp_path / "tuned", rename_weight)
     with pytest.raises(
         CheckpointError, match=f"lacks {WEIGHT} of the model that config.json describes"
     ):
         timm.create_model(name, pretrained=True, num_classes=5)
 
 
-def test_a_model_that_only_its_user_can_build_is_checked_as_far_as_that_goes(tmp_path):
+def test_a_model_that_only_its_user_can_build_is_checked_without_building_it(tmp_path):
     model = nn.Sequential(
         nn.Conv2d(3, 4, 1), *[nn.Conv2d(4, 4, 3, padding=1, groups=4) for _ in range(2)]
     )
@@ -236,13 +231,13 @@ def test_a_model_that_only_its_user_can_build_is_checked_as_far_as_that_goes(tmp
     verified = verify(folder)
     assert verified.ok
     assert [check.name for check in verified.checks if check.ok is None] == ["model"]
-    flipped(-1)(folder, None)
+    flip_bit(-1)(folder, None)
     assert not verify(folder).ok
     with pytest.raises(CheckpointError, match="not those that were written"):
         load_converted(folder, model=model)
 
 
-def test_folded_folders_are_checked(converted, folder, tmp_path):
+def test_folders_of_folded_models_are_checked(converted, folder, tmp_path):
     model, plan = converted
     fold_to_dense_(model)
     save(tmp_path / "folded", model, replace(plan, folded=True))
@@ -251,7 +246,7 @@ def test_folded_folders_are_checked(converted, folder, tmp_path):
         verified = verify(tmp_path / name)
         assert problems(verified) == []
         assert "outputs" in {check.name for check in verified.checks}
-        flipped(-1)(tmp_path / name, None)
+        flip_bit(-1)(tmp_path / name, None)
         assert any(CHANGED in line for line in problems(verify(tmp_path / name)))
     edit_json(tmp_path / "stock" / CONFIG, lambda c: c["model_args"].update(act_layer="relu"))
     assert {"outputs", WEIGHTS} == {
@@ -259,7 +254,7 @@ def test_folded_folders_are_checked(converted, folder, tmp_path):
     }
 
 
-# --- The command, with its fresh process
+# --- The command, which starts a process
 
 
 @pytest.mark.processes
@@ -321,7 +316,7 @@ def test_models_of_the_users_own_are_built_from_the_current_folder_if_trusted(
     Path("mymodel_v.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     out, _ = run("verify", "out", "--trust-code", code=2)
     assert "the process that rebuilt it was ended by signal 9" in out
-    out, _ = run("verify", "out", "--json")  # which does not run it
+    out, _ = run("verify", "out", "--json")  # does not run the user's code
     (model,) = [check for check in json.loads(out)["checks"] if check["name"] == "model"]
     assert model["ok"] is None
     assert "--trust-code" in model["detail"]

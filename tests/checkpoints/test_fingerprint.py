@@ -1,4 +1,4 @@
-"""A fingerprint tells models apart; taking one leaves the model and the process as they were."""
+"""A fingerprint distinguishes models; taking one changes neither the model nor the process."""
 
 import logging
 import warnings
@@ -28,22 +28,23 @@ def state_of_the_process():
 
 @pytest.mark.parametrize("call", ["build", "meta", "find", "fingerprint"])
 def test_the_process_stays_as_it_was(monkeypatch, call):
-    """`torch.manual_seed` also seeds the devices, at once or later, and nobody puts those back."""
+    """`torch.manual_seed` also seeds the devices, now or later, and their state is not restored."""
     monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda _: pytest.fail("a device is seeded"))
     source = ModelSource(name="timm:test_efficientnet")
     model = build_model(source)
     before = state_of_the_process()
-    {
+    calls = {
         "build": lambda: build_model(source, seed=3),
         "meta": lambda: build_model(source, device="meta"),
         "find": lambda: find_convs(model, IMAGE),
         "fingerprint": lambda: take_fingerprint(model, IMAGE),
-    }[call]()
+    }
+    calls[call]()
     assert state_of_the_process() == before
 
 
 class Counting(nn.Module):
-    """Counts its calls, also by another tensor in a buffer's place, and draws random numbers."""
+    """Change one buffer in place, replace another, and draw random numbers."""
 
     def __init__(self):
         super().__init__()
@@ -57,7 +58,7 @@ class Counting(nn.Module):
 
 
 def test_the_model_stays_as_it_was_and_its_outputs_do_not_depend_on_the_process(converted):
-    """Neither on autocast nor on the state of the generator."""
+    """They depend neither on autocast nor on the state of the generator."""
     model, _ = converted
     model.train()
     model.stem.eval()
@@ -73,11 +74,11 @@ def test_the_model_stays_as_it_was_and_its_outputs_do_not_depend_on_the_process(
     assert first.outputs
     assert {name: module.training for name, module in model.named_modules()} == flags
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    assert all(one is other for one, other in zip(buffers, model.buffers(), strict=True))
+    assert all(old is new for old, new in zip(buffers, model.buffers(), strict=True))
 
 
-def test_outputs_of_all_kinds():
-    class Many(nn.Module):
+def test_outputs_may_have_any_structure():
+    class ManyOutputs(nn.Module):
         def forward(self, x):
             return {
                 "a": (x.mean(), [x[:, :1]]),
@@ -86,20 +87,21 @@ def test_outputs_of_all_kinds():
                 "n": x.int(),
             }
 
-    taken = take_fingerprint(Many(), (3, 5, 5))
-    assert [output.shape for output in taken.outputs] == [(), (1, 1, 5, 5), (0, 3, 5, 5), (2,)]
-    assert [len(output.values) for output in taken.outputs] == [1, 16, 0, 2]
-    assert (taken.outputs[3].norm, taken.outputs[3].values) == (None, (None, 1.0))
+    fingerprint = take_fingerprint(ManyOutputs(), (3, 5, 5))
+    outputs = fingerprint.outputs
+    assert [output.shape for output in outputs] == [(), (1, 1, 5, 5), (0, 3, 5, 5), (2,)]
+    assert [len(output.values) for output in outputs] == [1, 16, 0, 2]
+    assert (outputs[3].norm, outputs[3].values) == (None, (None, 1.0))
     flat = torch.randn(1, 3, 5, 5, generator=torch.Generator().manual_seed(0))[0, 0].flatten()
-    numbers = (taken.outputs[1].norm, taken.outputs[1].values[0], taken.outputs[1].values[-1])
+    numbers = (outputs[1].norm, outputs[1].values[0], outputs[1].values[-1])
     assert numbers == pytest.approx((flat.norm().item(), flat[0].item(), flat[-1].item()), rel=1e-5)
-    assert Fingerprint.from_json(taken.to_json(), "it") == taken
+    assert Fingerprint.from_json(fingerprint.to_json(), "it") == fingerprint
 
 
 def test_a_model_that_cannot_run_says_why():
-    class Two(nn.Module):
+    class TwoInputs(nn.Module):
         def forward(self, x, y):
             return x + y
 
-    assert take_fingerprint(Two(), None).reason == "the plan has no input size"
-    assert take_fingerprint(Two(), IMAGE).reason.startswith("TypeError: ")
+    assert take_fingerprint(TwoInputs(), None).reason == "the plan has no input size"
+    assert take_fingerprint(TwoInputs(), IMAGE).reason.startswith("TypeError: ")

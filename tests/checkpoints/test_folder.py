@@ -1,4 +1,4 @@
-"""Checkpoint folders: loaded by us and by timm without loss, and refused if unloadable."""
+"""Checkpoint folders: dcls-convert and timm load what was saved; what cannot load is not saved."""
 
 import copy
 import json
@@ -31,29 +31,25 @@ FAMILIES = [
     (f"timm:{TINY}", 17, {"num_classes": 7, "in_chans": 1}),
     ("timm:test_efficientnet", 9, {}),
     ("timm:test_resnet", 7, {}),
-    (
-        "timm:coat_lite_tiny",
-        9,
-        {"img_size": 64, "serial_depths": [1, 1, 1, 1]},
-    ),  # modules in several places
+    # Has modules with several names.
+    ("timm:coat_lite_tiny", 9, {"img_size": 64, "serial_depths": [1, 1, 1, 1]}),
     ("torchvision:squeezenet1_1", 7, {"num_classes": 10}),
 ]
 
 
-def own():
-    """A network of the user's own, whose mask holds -inf."""
-    model = nn.Sequential(
-        nn.Sequential(*[nn.Conv2d(4, 4, 3, padding=1, groups=4) for _ in range(2)]), nn.ReLU()
-    )
+def users_model():
+    """Return a model of the user's own, with -inf in its mask."""
+    convs = [nn.Conv2d(4, 4, 3, padding=1, groups=4) for _ in range(2)]
+    model = nn.Sequential(nn.Sequential(*convs), nn.ReLU())
     model.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
     return model
 
 
 def test_an_existing_folder_is_refused_before_the_model_is_converted(tmp_path):
-    model = own()
-    other = own()
+    model = users_model()
+    other = users_model()
     report = convert_and_save_(model, tmp_path / "out", dilated_size=9, init="random")
-    assert same_states(load_converted(tmp_path / "out", model=own()), model)
+    assert same_states(load_converted(tmp_path / "out", model=users_model()), model)
     with pytest.raises(CheckpointError, match="pass the unconverted one"):
         load_converted(tmp_path / "out")
     with pytest.raises(CheckpointError, match=r"out already exists; force=True replaces it$"):
@@ -63,7 +59,7 @@ def test_an_existing_folder_is_refused_before_the_model_is_converted(tmp_path):
     assert read_plan(tmp_path / "out").layers[0].dilated_size == (11, 11)
 
 
-def test_a_meta_model_that_the_caller_has_is_taken(converted, tmp_path, monkeypatch):
+def test_a_meta_model_from_the_caller_is_used(converted, tmp_path, monkeypatch):
     model, plan = converted
     meta, other = (
         build_model(ModelSource(name=f"timm:{name}"), device="meta")
@@ -78,7 +74,7 @@ def test_a_meta_model_that_the_caller_has_is_taken(converted, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(("name", "size", "args"), FAMILIES)
-def test_a_loaded_model_is_the_saved_one(tmp_path, name, size, args):
+def test_a_loaded_model_equals_the_saved_one(tmp_path, name, size, args):
     model, plan = convert(name, size, args=args)
     folder = save(tmp_path / "out", model, plan, fingerprint=False)
     loaded = load_converted(folder)
@@ -90,7 +86,7 @@ def test_a_loaded_model_is_the_saved_one(tmp_path, name, size, args):
     assert not loaded.training
 
 
-def test_a_folder_holds_what_the_design_says(converted, tmp_path):
+def test_the_contents_of_a_folder(converted, tmp_path):
     model, plan = converted
     folder = save_converted(model, plan, tmp_path / "deep" / "er" / "out")
     assert {path.name for path in folder.iterdir()} == set(FILES)
@@ -113,13 +109,13 @@ def test_a_folder_holds_what_the_design_says(converted, tmp_path):
     assert stamp.fingerprint == take_fingerprint(model, plan.input_size)
 
 
-def test_dtype_is_kept_and_compared_in_and_channels_may_come_last(tmp_path):
+def test_dtype_is_kept_and_used_for_comparison_and_channels_may_be_last(tmp_path):
     model, plan = convert("timm:test_resnet", 7)
     model = model.to(torch.bfloat16, memory_format=torch.channels_last)
     folder = save(tmp_path / "out", model, plan)
-    assert {t.dtype for t in load_file(folder / WEIGHTS).values() if t.is_floating_point()} == {
-        torch.bfloat16
-    }
+    stored = load_file(folder / WEIGHTS).values()
+    dtypes = {tensor.dtype for tensor in stored if tensor.is_floating_point()}
+    assert dtypes == {torch.bfloat16}
     verified = verify(folder)
     assert problems(verified) == []
     assert verified.checks[-1].detail.startswith("match the stored ones (difference 0.0e+00, ")
@@ -131,13 +127,13 @@ def test_dtype_is_kept_and_compared_in_and_channels_may_come_last(tmp_path):
 def test_timm_loads_with_another_head_and_other_input_channels(folder):
     model = load_converted(folder)
     name = f"local-dir:{folder}"
-    fine = timm.create_model(
+    new_head = timm.create_model(
         name, pretrained=True, num_classes=10, drop_path_rate=0.1, act_layer=nn.ReLU
     )
-    assert outputs(fine).shape == (1, 10)
+    assert outputs(new_head).shape == (1, 10)
     state = model.state_dict()
     changed = {
-        key for key, value in fine.state_dict().items() if not torch.equal(state[key], value)
+        key for key, value in new_head.state_dict().items() if not torch.equal(state[key], value)
     }
     assert changed == {"head.fc.weight", "head.fc.bias"}
     grey = timm.create_model(name, pretrained=True, in_chans=1)
@@ -148,7 +144,7 @@ def test_timm_loads_with_another_head_and_other_input_channels(folder):
     assert torch.equal(headless.forward_features(image), model.forward_features(image))
 
 
-def test_a_tuned_model_with_another_head_or_channels_is_saved_by_the_folder_it_came_from(
+def test_a_tuned_model_with_another_head_or_channels_is_saved_with_the_plan_of_its_folder(
     folder, tmp_path
 ):
     tuned = timm.create_model(
@@ -160,11 +156,11 @@ def test_a_tuned_model_with_another_head_or_channels_is_saved_by_the_folder_it_c
     report, old = (json.loads((path / "report.json").read_text()) for path in (new, folder))
     assert report["params"]["after"] == sum(p.numel() for p in tuned.parameters())
     assert report["input_size"] == [1, *old["input_size"][1:]]
-    for what in ("params", "macs"):
-        assert report[what]["delta"] == old[what]["delta"]
+    for cost in ("params", "macs"):
+        assert report[cost]["delta"] == old[cost]["delta"]
 
 
-def test_what_has_no_weights_in_the_folder_starts_by_the_seed_as_timms_own_does(folder):
+def test_parameters_without_stored_weights_depend_on_the_seed_as_in_timm(folder):
     def created(seed, **options):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -207,11 +203,11 @@ READS = {
 
 @pytest.mark.parametrize("line", READS)
 def test_a_command_reads_a_folder_once(folder, tmp_path, monkeypatch, line):
-    """However many parts of it need what the folder says; headers and single tensors apart."""
+    """Config and weights are read once at most, not counting headers and single tensors."""
     monkeypatch.chdir(tmp_path)
     read = []
 
-    def noting(function):
+    def recording(function):
         def call(path, *args):
             if path.parent == folder:
                 read.append(path.name)
@@ -221,42 +217,42 @@ def test_a_command_reads_a_folder_once(folder, tmp_path, monkeypatch, line):
 
     for name in ("read_json", "load_safetensors"):
         function = getattr(checkpoint_folder, name)
-        monkeypatch.setattr(checkpoint_folder, name, noting(function))
+        monkeypatch.setattr(checkpoint_folder, name, recording(function))
     run(*line.replace("FOLDER", str(folder)).split())
     assert read == READS[line]
 
 
 def test_rules_given_as_an_object_are_kept_in_the_plan(tmp_path):
     text = "# mine\nformat: 1\nrules:\n- match: {kind: depthwise}\n  dilated_size: 9\n"
-    convert_and_save_(own(), tmp_path / "out", rules=parse_rules(text), init="random")
+    convert_and_save_(users_model(), tmp_path / "out", rules=parse_rules(text), init="random")
     assert read_plan(tmp_path / "out").rules_text == text
 
 
-# --- Models whose folder could not be loaded, or would hold what is not finite
+# --- Models that are not written: they could not be loaded, or have values that are not finite
 
 
-def with_conv(change):
-    def replace(model):
+def replace_conv(change):
+    def replace_in(model):
         block = model.stages[2].blocks[1]
         block.conv_dw = change(block.conv_dw)
 
-    return replace
+    return replace_in
 
 
 BLOCK = r"stages\.2\.blocks\.1\.conv_dw"
-WINDOW = r"stages\.0\.blocks\.0\.conv_dw\.weight has shape \(24, 1, 5\), the plan"
+OTHER_COUNT = r"stages\.0\.blocks\.0\.conv_dw\.weight has shape \(24, 1, 5\), the plan has"
 NOT_FINITE = r"has \d+ of \d+ values that are NaN or infinite"
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (
-            with_conv(copy.deepcopy),
+            replace_conv(copy.deepcopy),
             rf"{BLOCK} has its own positions; the plan shares them in stages\.2",
         ),
         (
-            with_conv(nn.Sequential),
+            replace_conv(nn.Sequential),
             rf"{BLOCK} is a Sequential, not a layer with learnable positions",
         ),
         (
@@ -264,15 +260,15 @@ NOT_FINITE = r"has \d+ of \d+ values that are NaN or infinite"
             r"head\.fc\.weight has shape \(5, 64\), the model needs \(1000, 64\)",
         ),
         (lambda m: m.add_module("extra", nn.Linear(2, 2)), "unexpected: extra.weight, extra.bias"),
-        (lambda m: m.stages.__setitem__(0, convert(kernel_count=5)[0].stages[0]), WINDOW),
+        (lambda m: m.stages.__setitem__(0, convert(kernel_count=5)[0].stages[0]), OTHER_COUNT),
         (lambda m: m.stem[0].weight.data[0].fill_(torch.nan), rf"stem\.0\.weight {NOT_FINITE}"),
         (lambda m: m.pretrained_cfg.update(crop_pct=torch.nan), "cannot be written as JSON"),
     ],
 )
-def test_a_model_that_does_not_fit_its_plan_is_not_written(converted, tmp_path, change, says):
+def test_a_model_that_does_not_fit_its_plan_is_not_written(converted, tmp_path, change, message):
     model, plan = converted
     change(model)
-    with pytest.raises(CheckpointError, match=says) as refusal:
+    with pytest.raises(CheckpointError, match=message) as refusal:
         save(tmp_path / "out", model, plan, fingerprint=False)
     assert "\n" not in str(refusal.value)
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""A converted model comes back from a hub; what goes wrong is told in one line."""
+"""A converted model can be loaded from a hub, and failures are reported in one line."""
 
 import re
 import shutil
@@ -15,7 +15,7 @@ from dcls_convert.checkpoints.folder import CONFIG, WEIGHTS
 
 from ..command_line import run
 from ..hub_cache import upload
-from .damages import DAMAGES, FLIPPED
+from .damages import DAMAGES, FLIPPED_BIT
 from .folders import convert, edit_json, outputs, seal
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
@@ -23,7 +23,7 @@ OPTIONS = ("--dilated-size", 11, "--output", "converted")
 
 
 def push(hub, model, name, **options):
-    """The files that timm's `push_to_hf_hub` uploads."""
+    """Upload the files that timm's `push_to_hf_hub` uploads."""
     timm.models.save_for_hf(model, "pushed", safe_serialization=True)
     upload(Path("pushed"), name, hub, **options)
 
@@ -32,19 +32,22 @@ def from_hub(name):
     return outputs(timm.create_model(f"hf-hub:{name}", pretrained=True))
 
 
-def test_a_pushed_model_comes_back_in_its_revisions(hub):
+def test_each_revision_of_a_pushed_model_can_be_loaded(hub):
     model, _ = convert()
     first = outputs(model)
     push(hub, model, "me/mine", tag="v1")
     assert torch.equal(from_hub("me/mine"), first)
     with torch.no_grad():
-        next(p for name, p in model.named_parameters() if name.endswith("positions")).add_(0.25)
+        positions = next(
+            parameter for name, parameter in model.named_parameters() if name.endswith("positions")
+        )
+        positions.add_(0.25)
     push(hub, model, "me/mine")
     assert torch.equal(from_hub("me/mine"), outputs(model))
     assert torch.equal(from_hub("me/mine@v1"), first)
 
 
-@pytest.mark.parametrize("damage", ["other arguments", FLIPPED])
+@pytest.mark.parametrize("damage", ["other arguments", FLIPPED_BIT])
 def test_an_uploaded_folder_is_loaded_and_checked(hub, folder, damage):
     upload(folder, "me/folder", hub)
     assert torch.equal(from_hub("me/folder"), outputs(dcls_convert.load_converted(folder)))
@@ -57,7 +60,7 @@ def test_an_uploaded_folder_is_loaded_and_checked(hub, folder, damage):
 
 
 def test_weights_come_from_the_one_file_that_is_checked(hub, folder, folders):
-    """Not from another that the config names."""
+    """Another file that the config names is ignored."""
     (folder / "other.safetensors").write_bytes((folders / "seed" / WEIGHTS).read_bytes())
     names = {"hf_hub_filename": "other.safetensors", "custom_load": True}
     edit_json(folder / CONFIG, lambda config: config["pretrained_cfg"].update(names))
@@ -67,7 +70,7 @@ def test_weights_come_from_the_one_file_that_is_checked(hub, folder, folders):
 
 
 def test_a_checkpoint_in_the_working_folder_is_not_loaded_instead(hub, folder, monkeypatch):
-    """A repository may have no safetensors file."""
+    """Even if the repository has no safetensors file."""
     repository = Path(shutil.copytree(folder, "repository"))
     state = load_file(repository / WEIGHTS)
     state["head.fc.bias"] += 1
@@ -79,21 +82,21 @@ def test_a_checkpoint_in_the_working_folder_is_not_loaded_instead(hub, folder, m
     torch.testing.assert_close(from_hub("me/old"), expected)
 
 
-def test_a_model_of_a_hub_is_converted(hub, tiny):
+def test_a_model_from_a_hub_is_converted(hub, tiny):
     push(hub, tiny, "me/plain")
     run("hf-hub:me/plain", "--pretrained", *OPTIONS, "--init", "exact")
     torch.testing.assert_close(outputs(dcls_convert.load_converted("converted")), outputs(tiny))
 
 
 class NoRepositoryError(RepositoryNotFoundError):
-    """Made without the server's response that the base class needs."""
+    """Can be created without the server's response, which the base class needs."""
 
     def __init__(self):
         Exception.__init__(self, "401")
 
 
 @pytest.mark.parametrize(
-    ("error", "says"),
+    ("error", "message"),
     [
         (
             NoRepositoryError(),
@@ -102,12 +105,12 @@ class NoRepositoryError(RepositoryNotFoundError):
         (ConnectionError("refused\nby peer"), "ConnectionError: refused by peer$"),
     ],
 )
-def test_what_a_hub_refuses_is_one_line(monkeypatch, error, says):
+def test_a_refusal_by_a_hub_is_one_line(monkeypatch, error, message):
     def refuse(_):
         raise error
 
     monkeypatch.setattr("timm.models.load_model_config_from_hf", refuse)
     out, err = run("hf-hub:me/none", "--pretrained", *OPTIONS, code=2)
     assert out == ""
-    assert re.match(f"error: hf-hub:me/none: cannot be built: {says}", err.splitlines()[-1])
+    assert re.match(f"error: hf-hub:me/none: cannot be built: {message}", err.splitlines()[-1])
     assert not Path("converted").exists()

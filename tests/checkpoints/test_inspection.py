@@ -1,4 +1,4 @@
-"""`inspect`: statistics of a folder's positions are those of its model, and damage is one line."""
+"""`inspect` gives the statistics of the model's positions, and reports damage in one line."""
 
 import json
 from dataclasses import replace
@@ -30,7 +30,7 @@ from .folders import IMAGE, convert, edit_tensors, inspect_folder, save
 @pytest.mark.parametrize(
     "options", [{"tie": "none"}, {"interpolation": "gaussian", "size": (9, 11), "scope": "stage"}]
 )
-def test_rows_are_those_of_the_model(tmp_path, options):
+def test_rows_have_the_statistics_of_the_model(tmp_path, options):
     model, plan = convert(**options)
     inspection = inspect_folder(save(tmp_path / "out", model, plan, fingerprint=False))
     names = [name for row in inspection.positions for name in row.layers]
@@ -50,15 +50,14 @@ def test_rows_are_those_of_the_model(tmp_path, options):
             assert row.mean_sigma == sigma
     total = inspection.to_dict()["total"]
     assert total["layers"] == len(plan.layers)
-    registered = [p for name, p in model.named_parameters() if name.endswith("positions")]
-    assert total["elements"] == sum(p[0].numel() for p in registered)
-    flat = [(row.border_share, row.elements) for row in inspection.positions]
-    assert total["border_share"] == pytest.approx(
-        sum(a * b for a, b in flat) / sum(b for _, b in flat)
-    )
+    positions = [p for name, p in model.named_parameters() if name.endswith("positions")]
+    assert total["elements"] == sum(p[0].numel() for p in positions)
+    at_border = sum(row.border_share * row.elements for row in inspection.positions)
+    elements = sum(row.elements for row in inspection.positions)
+    assert total["border_share"] == pytest.approx(at_border / elements)
 
 
-def test_nothing_is_built(folders, monkeypatch):
+def test_no_model_is_built(folders, monkeypatch):
     monkeypatch.setattr("dcls_convert.networks.building._build", None)
     monkeypatch.setattr(nn.Module, "__init__", None)
     assert inspect_folder(folders / "good").elements
@@ -78,7 +77,7 @@ def test_dense_axes_and_models_of_the_users_own(tmp_path):
     assert row.border_share == border_share(model[1].positions, (9,))
 
 
-def test_a_folder_that_timm_saved_will_do(folder, tmp_path):
+def test_a_folder_saved_by_timm_is_inspected(folder, tmp_path):
     save_for_hf(load_converted(folder), tmp_path / "tuned", safe_serialization=True)
     assert inspect_folder(tmp_path / "tuned").positions == inspect_folder(folder).positions
     save_for_hf(timm.create_model(TINY), tmp_path / "other", safe_serialization=True)
@@ -86,30 +85,30 @@ def test_a_folder_that_timm_saved_will_do(folder, tmp_path):
         inspect_folder(tmp_path / "other")
 
 
-NAME = "stages.2.blocks.dcls_positions"
+POSITIONS = "stages.2.blocks.dcls_positions"
 
 
 @pytest.mark.parametrize(
-    ("edit", "says"),
+    ("edit", "message"),
     [
-        (lambda t: t.pop(NAME), f"{NAME} is missing; the plan has .*, for stages.2"),
+        (lambda t: t.pop(POSITIONS), f"{POSITIONS} is missing; the plan has .*, for stages.2"),
         (
-            lambda t: t[NAME].fill_(torch.nan),
+            lambda t: t[POSITIONS].fill_(torch.nan),
             "values that are NaN or infinite; dcls-convert verify lists all problems",
         ),
         (
-            lambda t: t.update({NAME: t[NAME][:1].clone()}),
+            lambda t: t.update({POSITIONS: t[POSITIONS][:1].clone()}),
             r"has shape \(1, 48, 1, \d+\) and is torch.float32",
         ),
         (
-            lambda t: t.update({NAME: t[NAME].to(torch.float8_e5m2)}),
+            lambda t: t.update({POSITIONS: t[POSITIONS].to(torch.float8_e5m2)}),
             "floating-point of 16 bits or more",
         ),
     ],
 )
-def test_damage_is_one_line(folder, edit, says):
+def test_damage_is_reported_in_one_line(folder, edit, message):
     edit_tensors(folder, edit)
-    with pytest.raises(CheckpointError, match=says):
+    with pytest.raises(CheckpointError, match=message):
         inspect_folder(folder)
 
 
@@ -120,7 +119,7 @@ def test_the_command_has_a_row_for_every_tensor_in_text_and_json(folders, monkey
     inspection = inspect_folder(folder)
     out, err = run("inspect", folder)
     assert err == ""
-    assert max(map(len, out.splitlines()[1:])) <= 80  # the first has the folder's name
+    assert max(map(len, out.splitlines()[1:])) <= 80  # the first names the folder
     assert len(inspection.positions) == len(position_sets(plan)) == 4
     for row in inspection.positions[1:]:
         (line,) = [line for line in out.splitlines() if line.startswith(f"{row.name} ")]
@@ -140,7 +139,7 @@ def test_the_command_has_a_row_for_every_tensor_in_text_and_json(folders, monkey
     assert (data["format"], data["model"], data["border_margin"]) == (1, f"timm:{TINY}", 0.5)
 
 
-def test_a_folded_folder_has_no_positions_any_more(converted, tmp_path):
+def test_the_folder_of_a_folded_model_has_no_positions(converted, tmp_path):
     model, plan = converted
     fold_to_dense_(model)
     plan = replace(plan, folded=True)

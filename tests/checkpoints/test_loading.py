@@ -1,4 +1,4 @@
-"""A folder's weights are loaded into a model that fits, and a model is made on the meta device."""
+"""Loading leaves a model that does not fit unchanged, and works on the meta device."""
 
 import pytest
 import timm
@@ -20,7 +20,7 @@ def test_a_model_that_does_not_fit_stays_as_it_was(tmp_path):
     assert state_of(model) == before
 
 
-def test_a_converted_model_is_made_on_the_meta_device_as_timms_own(tmp_path):
+def test_a_converted_model_is_created_on_the_meta_device_like_timms_own(tmp_path):
     save(tmp_path / "in", *convert("timm:test_convnext"))
     with torch.device("meta"):
         model = timm.create_model(f"local-dir:{tmp_path / 'in'}")

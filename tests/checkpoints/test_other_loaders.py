@@ -1,4 +1,4 @@
-"""accelerate, safetensors and the loaders of transformers and diffusers take a folder's weights."""
+"""accelerate, safetensors and loaders like transformers' and diffusers' read a folder's weights."""
 
 import contextlib
 import json
@@ -18,33 +18,33 @@ from .folders import convert, outputs, same_states, save
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A folder, and the model that is in it."""
+    """A checkpoint folder and its model."""
     model, plan = convert()
     return save(tmp_path_factory.mktemp("loaders") / "folder", model, plan), model
 
 
-def created(folder, **options):
+def create(folder, **options):
     return timm.create_model(f"local-dir:{folder}", **options).eval()
 
 
 def by_accelerate(folder):
-    model = created(folder)
+    model = create(folder)
     accelerate.load_checkpoint_in_model(model, str(folder))
     return model
 
 
-def dispatched(folder):
+def by_dispatch(folder):
     with accelerate.init_empty_weights():
-        model = created(folder)
+        model = create(folder)
     return accelerate.load_checkpoint_and_dispatch(model, str(folder), device_map={"": "cpu"})
 
 
-def offloaded(folder):
-    return accelerate.cpu_offload(created(folder, pretrained=True), torch.device("cpu"))
+def by_offload(folder):
+    return accelerate.cpu_offload(create(folder, pretrained=True), torch.device("cpu"))
 
 
 def by_safetensors(folder):
-    model = created(folder)
+    model = create(folder)
     assert load_model(model, folder / WEIGHTS) == (set(), [])
     return model
 
@@ -53,44 +53,51 @@ def as_transformers_and_diffusers_do(folder):
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         assert file.metadata()["format"] == "pt"
     with torch.device("meta"):
-        model = created(folder)
+        model = create(folder)
     model.load_state_dict(load_file(folder / WEIGHTS), assign=True)
     return model
 
 
-LOADERS = [by_accelerate, dispatched, offloaded, by_safetensors, as_transformers_and_diffusers_do]
+LOADERS = [
+    by_accelerate,
+    by_dispatch,
+    by_offload,
+    by_safetensors,
+    as_transformers_and_diffusers_do,
+]
 
 
 @pytest.mark.parametrize("load", LOADERS)
 def test_a_folder_is_loaded_with_equal_outputs(saved, load):
     folder, model = saved
     loaded = load(folder)
-    # Equal but for the memory's alignment, with which kernels sum in another order.
+    # Not bit for bit: another memory alignment can change the order of summation.
     torch.testing.assert_close(outputs(loaded), outputs(model), rtol=1e-4, atol=1e-5)
-    if load is not offloaded:  # its weights are on meta between forward passes
+    if load is not by_offload:  # offloaded weights are on meta between forward passes
         assert same_states(loaded, model)
 
 
 @pytest.mark.parametrize("include_buffers", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("pretrained", [False, True])
-def test_no_weights_are_made_under_init_empty_weights(saved, include_buffers, depth, pretrained):
+def test_init_empty_weights_allocates_no_weights(saved, include_buffers, depth, pretrained):
     with contextlib.ExitStack() as contexts:
         contexts.enter_context(contextlib.redirect_stderr(None))
         for _ in range(depth):
             contexts.enter_context(accelerate.init_empty_weights(include_buffers=include_buffers))
-        # torch warns that nothing is copied to meta.
+        # torch warns that copying to a meta tensor does nothing.
         with pytest.warns() if pretrained else contextlib.nullcontext():
-            model = created(saved[0], pretrained=pretrained)
+            model = create(saved[0], pretrained=pretrained)
     assert all(parameter.is_meta for parameter in model.parameters())
     assert model.state_dict().keys() == saved[1].state_dict().keys()
 
 
 def test_the_order_of_metadata_does_not_change(saved):
-    """Nor does what the library wrote beside it."""
+    """Sorting it leaves the tensors where the header says they are."""
     content = (saved[0] / WEIGHTS).read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     assert list(header["__metadata__"]) == [METADATA_KEY, "format"]
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    assert max(ends) == len(content) - 8 - length
+    del header["__metadata__"]
+    data_end = max(entry["data_offsets"][1] for entry in header.values())
+    assert data_end == len(content) - 8 - length

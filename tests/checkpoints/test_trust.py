@@ -1,6 +1,4 @@
-"""A folder is data: whatever it names, nothing of it is imported, run, opened or downloaded, by any
-way in.
-"""
+"""A folder is data: whatever it names, no entry point imports, runs, opens or downloads it."""
 
 import json
 import re
@@ -27,8 +25,8 @@ from ..conftest import TINY
 from ..hub_cache import upload
 from .folders import edit_json, inspect_folder, problems, seal, value_paths, verify
 
-# What a folder may try: the plan's model, and its arguments. CANARY is a file that must not appear
-# or be opened, canary_module a module that must not be imported.
+# Attacks: the model that a plan names, and its arguments. CANARY is a file that must not appear or
+# be opened; canary_module is a module that must not be imported.
 MODELS = {
     "os.system": ("os:system", {"command": "touch CANARY"}),
     "torch.load": ("torch:load", {"f": "CANARY", "weights_only": False}),
@@ -75,20 +73,22 @@ REFUSALS = (
     "does not say how its model is built|"
     "is not a model by itself|timm cannot build this folder's model"
 )
-# Of Python and timm, for arguments that timm's factory has too.
+# Raised by Python and timm for arguments that timm's factory has, too.
 ERRORS_OF_FACTORY = (TypeError, AssertionError)
 # Audit events that reading a folder must not cause.
-ACTS = {f"os.{name}" for name in "system exec posix_spawn spawn fork forkpty".split()} | {
-    "pickle.find_class"
+FORBIDDEN_EVENTS = {
+    *(f"os.{name}" for name in ("system", "exec", "posix_spawn", "spawn", "fork", "forkpty")),
+    *("pickle.find_class", "subprocess.Popen"),
+    *("socket.connect", "socket.getaddrinfo", "urllib.Request"),
 }
-ACTS |= {"subprocess.Popen", "socket.connect", "socket.getaddrinfo", "urllib.Request"}
-_events = None  # the list to note them in; a process cannot lose its audit hook
+_events = None  # list of recorded events; None when not watching, as audit hooks cannot be removed
 
 
 def _hook(event, args):
-    if _events is not None and (
-        event in ACTS or (event in ("open", "import") and "canary" in str(args[0]).lower())
-    ):
+    if _events is None:
+        return
+    touches_canary = event in ("open", "import") and "canary" in str(args[0]).lower()
+    if event in FORBIDDEN_EVENTS or touches_canary:
         _events.append(f"{event} {str(args)[:200]}")
 
 
@@ -97,7 +97,7 @@ sys.addaudithook(_hook)
 
 @contextmanager
 def watched():
-    """The list of what was done inside that data may not cause."""
+    """Yield the list of forbidden events that occur inside the block."""
     global _events
     _events = []
     try:
@@ -106,8 +106,8 @@ def watched():
         _events = None
 
 
-def ways(folder):
-    """Every way in that builds a model, by name."""
+def entry_points(folder):
+    """Return all entry points that build a folder's model, by name."""
     local = f"local-dir:{folder}"
     remote = "hf-hub:me/evil"
     return {
@@ -123,10 +123,10 @@ def ways(folder):
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_no_way_in_runs_imports_opens_or_downloads_what_a_folder_names(
+def test_no_entry_point_runs_imports_opens_or_downloads_what_a_folder_names(
     folder, hub, tmp_path, monkeypatch, attack
 ):
-    """The folder names the model, or the arguments, in all places, and says it was written so."""
+    """The folder names the attack wherever it can, and its hashes fit."""
     canary = tmp_path / "elsewhere" / "CANARY"
     canary.parent.mkdir()
     canary.with_name("canary_module.py").write_text("1 / 0")
@@ -143,13 +143,14 @@ def test_no_way_in_runs_imports_opens_or_downloads_what_a_folder_names(
     seal(folder)
     upload(folder, "me/evil", hub)
     with watched() as events:
-        for way, load in ways(folder).items():
+        for entry_point, load in entry_points(folder).items():
             with pytest.raises((*ERRORS_OF_FACTORY, ValueError, DclsConvertError)) as refusal:
                 load()
             by_factory = attack in FACTORY_ATTACKS and isinstance(refusal.value, ERRORS_OF_FACTORY)
-            assert by_factory or re.search(REFUSALS, str(refusal.value)), way
-            assert events == [], way
-        (skipped,) = problems(verify(folder))  # which need no model, and go on without it
+            assert by_factory or re.search(REFUSALS, str(refusal.value)), entry_point
+            assert events == [], entry_point
+        # `verify` and `inspect` work without building the model.
+        (skipped,) = problems(verify(folder))
         assert inspect_folder(folder).elements
     assert re.match("model: not checked: .*", skipped)
     assert (events, canary.exists()) == ([], False)
@@ -174,15 +175,14 @@ VALUES = st.sampled_from([*NUMBERS, *TEXTS, None, [], {}, [20001, 20001], [3, 99
     changes=st.lists(st.tuples(st.integers(0, 2000), VALUES), min_size=1, max_size=3),
     read=st.sampled_from([load_converted, verify, inspect_folder]),
 )
-def test_whatever_a_config_says_is_read_or_refused_in_one_line(
-    folders, tmp_path_factory, changes, read
-):
-    """In a folder that says that it was written so."""
+def test_any_config_is_read_or_refused_in_one_line(folders, tmp_path_factory, changes, read):
+    """Even if the folder's hashes fit."""
     folder = shutil.copytree(folders / "good", tmp_path_factory.mktemp("edited") / "folder")
 
     def change(config):
         for index, value in changes:
-            *above, last = (paths := list(value_paths(config)))[index % len(paths)]
+            paths = list(value_paths(config))
+            *above, last = paths[index % len(paths)]
             reduce(getitem, above, config)[last] = value
 
     edit_json(folder / CONFIG, change)
@@ -190,16 +190,16 @@ def test_whatever_a_config_says_is_read_or_refused_in_one_line(
     with watched() as events:
         try:
             result = read(folder)
-            lines = (
-                [f"{check.name}{check.detail}" for check in result.checks] if read is verify else []
-            )
+            lines = []
+            if read is verify:
+                lines = [f"{check.name}{check.detail}" for check in result.checks]
         except DclsConvertError as error:
             lines = [str(error)]
     assert events == []
     assert all(line.isprintable() for line in lines), lines
 
 
-def test_plain_arguments_of_registered_models_alone_are_allowed():
+def test_only_plain_arguments_of_registered_models_are_allowed():
     plain = {
         "rate": 0.1,
         "img_size": [64, 64],
@@ -212,26 +212,26 @@ def test_plain_arguments_of_registered_models_alone_are_allowed():
     for name, _ in MODELS.values():
         with pytest.raises(ModelError):
             check_source(ModelSource(name=name or ""))
-    more = [
+    not_plain = [
         ("depth", 10**9),
         ("depths", [3, 10**9]),
         ("layer", torch.nn.ReLU),
         ("x", 1j),
         ("x", {1: 2}),
     ]
-    for name, value in [*ARGUMENTS.items(), *more]:
+    for name, value in [*ARGUMENTS.items(), *not_plain]:
         with pytest.raises(ModelError):
             check_source(ModelSource(name=f"timm:{TINY}", args={name: value}))
 
 
-def test_a_folders_arguments_cannot_ask_for_a_network_without_end(monkeypatch):
-    tries = []
+def test_a_folders_arguments_cannot_request_an_endless_network(monkeypatch):
+    attempts = []
     create_model = timm.create_model
     monkeypatch.setattr(
         timm,
         "create_model",
-        lambda *args, **kwargs: tries.append(args) or create_model(*args, **kwargs),
+        lambda *args, **kwargs: attempts.append(args) or create_model(*args, **kwargs),
     )
     with pytest.raises(ModelError, match=r"its arguments ask for more than 4,000 modules"):
         build_model(ModelSource(name=f"timm:{TINY}", args={"depths": [10**6]}), device="meta")
-    assert len(tries) == 1  # another way of building would end no sooner
+    assert len(attempts) == 1  # no retry, which would take just as long

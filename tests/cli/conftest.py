@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _in_an_empty_folder(tmp_path, monkeypatch):
-    """Without variables that change the output, and without bytecode; `mymodel` is forgotten."""
+    """Unset variables that change the output, write no bytecode; unload `mymodel` at the end."""
     monkeypatch.chdir(tmp_path)
     for variable in (
         "FORCE_COLOR",

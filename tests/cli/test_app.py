@@ -1,4 +1,4 @@
-"""The command line as its user meets it."""
+"""The command line as a user sees it."""
 
 import importlib
 import json
@@ -27,7 +27,7 @@ SMALL = ("--input-size", "3x32x32")  # for speed
 
 
 def test_the_budget_is_a_sentence_that_adds_up():
-    """The paper's 34 elements; and counts that differ."""
+    """For the paper's 34 elements, and for a count per stage."""
     out, _ = run("convnext_tiny", "--dilated-size", 17, "--dry-run")
     sentence = "34 elements per kernel use 323,136 of 324,576 parameters (no biases)"
     assert f" Budget: {sentence}.\n" in out
@@ -46,7 +46,7 @@ def test_a_conversion_writes_its_folder_and_tells_each_step():
     assert all(line.startswith(f"{TINY}: ") for line in err.splitlines())
 
 
-@pytest.mark.parametrize("command", ["", *(one.__name__ for one in EXAMPLES), "rules check"])
+@pytest.mark.parametrize("command", ["", *(each.__name__ for each in EXAMPLES), "rules check"])
 def test_help_has_names_and_words_but_no_types_within_80_columns(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     out, _ = run(*command.split(), "--help")
@@ -93,8 +93,8 @@ def test_two_checkpoints_are_compared():
 
 @pytest.mark.parametrize("name", [field.name for field in fields(PlanOptions)])
 def test_a_planning_option_reaches_the_plan(monkeypatch, name):
-    """Of both commands that plan; all others keep the defaults of the record."""
-    given = {
+    """In both commands that plan. All other options keep the defaults of the record."""
+    values = {
         "dilated_size": ("9x11", (9, 11)),
         "kernel_count": ("7", 7),
         "rules": ("depthwise", load_rules("depthwise")),
@@ -104,10 +104,10 @@ def test_a_planning_option_reaches_the_plan(monkeypatch, name):
         "interpolation": ("gaussian", "gaussian"),
         "strict": (None, True),
     }
-    seen = []
+    planned = []
 
     def plan(options):
-        seen.append(options)
+        planned.append(options)
         raise NothingMatchesError("enough")
 
     monkeypatch.setattr(
@@ -116,10 +116,10 @@ def test_a_planning_option_reaches_the_plan(monkeypatch, name):
     monkeypatch.setattr(
         "dcls_convert.compare.survey.survey_models", lambda _, options, **__: plan(options)
     )
-    text, value = given[name]
+    text, value = values[name]
     for command in ([NET], ["models", TINY]):
         run(*command, f"--{name.replace('_', '-')}", *([text] if text else []), code=3)
-    assert seen == [replace(PlanOptions(), **{name: value})] * 2
+    assert planned == [replace(PlanOptions(), **{name: value})] * 2
 
 
 def test_an_output_that_exists_is_refused_before_anything_is_planned(monkeypatch):
@@ -180,7 +180,8 @@ def test_quiet_prints_the_folder_alone_and_sizes_name_it():
     for folder, *options in [
         ("dcls17", "--dilated-size", "17"),
         ("dcls9x11", "--dilated-size", "9x11"),
-        ("dcls", "--dilated-size", "11", "--rules", "rules.yaml"),  # which is no misspelt `rules`
+        # --rules comes first on this command line, and must not be taken for the command `rules`.
+        ("dcls", "--dilated-size", "11", "--rules", "rules.yaml"),
     ]:
         assert run(*options[-2:], NET, *options[:-2], *SMALL, "--quiet") == (f"net-{folder}\n", "")
 

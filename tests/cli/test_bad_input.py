@@ -1,7 +1,7 @@
-"""Whatever is wrong with what `dcls-convert` is given ends in one line, the documented exit code,
-and nothing written.
+"""Every mistake in the input of `dcls-convert` ends in one line and the documented exit code, and
+writes nothing.
 
-A row of the tables is one kind of mistake: what is given, and what the line must say about it.
+A row of the tables is one kind of mistake: the input, and what the line must say about it.
 """
 
 import re
@@ -19,7 +19,7 @@ from ..conftest import TINY  # 9 depthwise 7x7 convolutions, first stages.0.bloc
 MISTAKE = 2
 NOTHING_MATCHES = 3
 SMALL = ("--input-size", "3x32x32")  # for speed
-# Of an option that is repeated, the last value counts.
+# If an option is repeated, its last value counts.
 SIZED = (NET, *SMALL, "--dilated-size", "17")
 OWN = f"{__name__}:build"
 
@@ -32,17 +32,17 @@ def build():
 
 
 def table(rows):
-    """Rows of given: what the line must say, or id: (given, what it must say...)."""
+    """Parametrize a test by rows of `user_input: says`, or of `id: (user_input, *says)`."""
     rows = {kind: row if isinstance(row, tuple) else (kind, row) for kind, row in rows.items()}
     return pytest.mark.parametrize(
-        ("given", "says"),
-        [pytest.param(given, says, id=kind) for kind, (given, *says) in rows.items()],
+        ("user_input", "says"),
+        [pytest.param(user_input, says, id=kind) for kind, (user_input, *says) in rows.items()],
     )
 
 
 def snapshot(folder="."):
-    """Everything in the folder, hidden files too, with its mode and its content or where the link
-    points.
+    """Return everything in the folder, including hidden files: modes, and contents or link
+    targets.
     """
 
     def content(path):
@@ -54,9 +54,9 @@ def snapshot(folder="."):
 
 
 def check_line(out, err, says):
-    """One line of error, the last, that says all of `says` (texts or patterns).
+    """Check that nothing is on stdout, and that the last line of stderr is the only error.
 
-    Nothing on stdout.
+    Return that line. It must contain all of `says` (texts or patterns).
     """
     assert out == ""
     assert "Traceback" not in err
@@ -72,7 +72,7 @@ def check_line(out, err, says):
 
 
 def refused(*arguments, says, code=MISTAKE):
-    """`dcls-convert` refuses and leaves everything as it is; the line that it says."""
+    """Check that `dcls-convert` refuses and changes no file; return the line of the error."""
     before = snapshot()
     out, err = run(*arguments, code=code)
     assert snapshot() == before, err
@@ -86,17 +86,17 @@ def refused(*arguments, says, code=MISTAKE):
     {
         f"{NET} --plan nowhere": "nowhere: is not a folder",
         "rules nope": "No such command 'nope'",
-        "fold .": ".: is no checkpoint; it holds neither config.json nor model.safetensors",
+        "fold .": ".: is not a checkpoint; it has neither config.json nor model.safetensors",
         "inspect . --json --plan": "--plan and --json exclude each other",
     }
 )
-def test_a_wrong_usage_is_refused_and_nothing_written(given, says):
-    refused(*given.split(), says=says)
+def test_a_wrong_usage_is_refused_and_nothing_written(user_input, says):
+    refused(*user_input.split(), says=says)
 
 
-@pytest.mark.parametrize("given", [[], ["rules"]], ids=["dcls-convert", "dcls-convert rules"])
-def test_nothing_at_all_shows_the_help(given):
-    out, err = run(*given)
+@pytest.mark.parametrize("user_input", [[], ["rules"]], ids=["dcls-convert", "dcls-convert rules"])
+def test_nothing_at_all_shows_the_help(user_input):
+    out, err = run(*user_input)
     assert err == ""
     assert "Usage: " in out
 
@@ -119,9 +119,9 @@ def test_nothing_at_all_shows_the_help(given):
         ),
         "a file": (
             "my/weights.pth",
-            "is a file of weights; name the model, and give --checkpoint my/weights.pth",
+            "is a weights file; name the model, and give --checkpoint my/weights.pth",
         ),
-        "of the hub": ("facebook/convnext", "one of the hub is hf-hub:facebook/convnext"),
+        "of the hub": ("facebook/convnext", "a model on the hub is hf-hub:facebook/convnext"),
         "a module's file": ("my/module.py:build", "name the module, not its file: my.module:build"),
         "our entry": ("dcls_convert", re.compile("no model 'dcls_convert'|not a model by itself")),
         "no attribute": ("os:nothing", "module 'os' has no function 'nothing'"),
@@ -132,8 +132,8 @@ def test_nothing_at_all_shows_the_help(given):
         ),
     }
 )
-def test_a_wrong_model_name_is_refused_and_nothing_written(given, says):
-    refused(given, "--dry-run", says=says)
+def test_a_wrong_model_name_is_refused_and_nothing_written(user_input, says):
+    refused(user_input, "--dry-run", says=says)
 
 
 CONV = """from torch import nn
@@ -157,7 +157,7 @@ def conv(size, **k):
         ),
         "gives a class": (
             f"{CONV}def build(): return nn.Linear",
-            "gives a type, not a torch.nn.Module",
+            "returns a type, not a torch.nn.Module",
         ),
         "gives no weights": (
             f"{CONV}def build(): return conv(3, device='meta')",
@@ -170,8 +170,8 @@ def conv(size, **k):
         ),
     }
 )
-def test_models_of_the_users_own(given, says):
-    Path("mymodel.py").write_text(given)
+def test_models_of_the_users_own(user_input, says):
+    Path("mymodel.py").write_text(user_input)
     refused("mymodel:build", says=says)
 
 
@@ -183,8 +183,8 @@ def test_models_of_the_users_own(given, says):
         "--input-size 4x9x9": re.compile("input size 4x9x9: .*hannel"),
     }
 )
-def test_options_that_the_users_model_does_not_take(given, says):
-    refused(OWN, *given.split(), says=says)
+def test_options_that_the_users_model_does_not_take(user_input, says):
+    refused(OWN, *user_input.split(), says=says)
 
 
 @table(
@@ -205,10 +205,10 @@ def test_options_that_the_users_model_does_not_take(given, says):
         ),
     }
 )
-def test_local_folders(given, says):
+def test_local_folders(user_input, says):
     Path("folder").mkdir()
-    if given is not None:
-        Path("folder/config.json").write_text(given)
+    if user_input is not None:
+        Path("folder/config.json").write_text(user_input)
     refused("local-dir:folder", "--pretrained", says=says)
 
 
@@ -217,7 +217,7 @@ def test_a_converted_model_is_not_converted_again():
     refused("local-dir:done", says=["the model is converted already: it has 9 DCLS layers"])
 
 
-# --- Options, in themselves and for this model
+# --- Options: wrong values, and values that do not fit this model
 
 
 NO_SIZE = (
@@ -278,8 +278,8 @@ def test_what_is_no_value_of_an_option_is_refused_with_what_is(option, values, a
         "--authors-version v0": "--authors-version describes the file of --checkpoint",
     }
 )
-def test_a_wrong_option_is_refused_and_nothing_written(given, says):
-    refused(*SIZED, *shlex.split(given), says=says)
+def test_a_wrong_option_is_refused_and_nothing_written(user_input, says):
+    refused(*SIZED, *shlex.split(user_input), says=says)
 
 
 @table(
@@ -291,9 +291,9 @@ def test_a_wrong_option_is_refused_and_nothing_written(given, says):
         ),
     }
 )
-def test_what_a_message_advises_works(given, says):
-    option, _ = given.split()
-    for value in says[0].search(refused(*SIZED, *given.split(), says=says)).groups():
+def test_what_a_message_advises_works(user_input, says):
+    option, _ = user_input.split()
+    for value in says[0].search(refused(*SIZED, *user_input.split(), says=says)).groups():
         run(*SIZED, "--dry-run", option, value)
 
 
@@ -314,8 +314,7 @@ def test_a_model_without_a_convolution_that_could_match():
     refused("mymodel:build", says=says, code=NOTHING_MATCHES)
 
 
-# --- Files: a row each, since what is wrong with them is told in the tests of weights, rules and
-# outputs
+# --- Files: few rows, since tests of weights, rules and outputs have all mistakes
 
 
 @table(
@@ -327,8 +326,8 @@ def test_a_model_without_a_convolution_that_could_match():
         "--output half.safetensors/x": "half.safetensors is not a folder",
     }
 )
-def test_a_wrong_output_is_refused_and_nothing_written(given, says):
+def test_a_wrong_output_is_refused_and_nothing_written(user_input, says):
     Path("half.safetensors").write_bytes(b"{")
     Path("foreign").mkdir()
     Path("foreign/data.txt").write_text("the user's own")
-    refused(OWN, *shlex.split(given), says=says)
+    refused(OWN, *shlex.split(user_input), says=says)

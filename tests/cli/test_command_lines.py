@@ -1,5 +1,5 @@
-"""Random command lines, in this process: the documented exit codes, one line of error, and nothing
-left behind.
+"""Random command lines, run in this process, have the documented exit codes and one line of error,
+and leave nothing behind.
 """
 
 import importlib
@@ -29,7 +29,7 @@ WORDS = st.sampled_from(
 TEXTS = st.text(max_size=20).map(
     lambda text: text.replace("\0", "").replace("../", "./").replace(":", ";")
 )
-# Slow, of typer, or meant to run code.
+# Options that are slow, belong to typer, or run code.
 NEVER = {
     "--pretrained",
     "--jobs",
@@ -39,7 +39,7 @@ NEVER = {
     "--help",
     "--trust-code",
 }
-EXPORTERS = {name for name, row in EXPORT_FORMATS.items() if row.is_file}  # which compile code
+EXPORTERS = {name for name, row in EXPORT_FORMATS.items() if row.is_file}  # they compile code
 REPLACEABLE = {"good", "out", "empty", "file", "weights.pth", "rules.yaml"}  # with --force
 RIGHT = [
     (OWN, "--dilated-size", "9", *SMALL),
@@ -73,20 +73,20 @@ def build():
 
 
 def commands():
-    """Every command of the program, by its words; without `gpu`, which takes minutes on a GPU."""
+    """Yield (words, command) of each command; without `gpu`, which takes minutes on a GPU."""
     for name, command in typer.main.get_command(app).commands.items():
         if name == "gpu":
             continue
-        inner = getattr(command, "commands", None)
-        yield from (
-            [((name, word), each) for word, each in inner.items()]
-            if inner
-            else [((name,), command)]
-        )
+        subcommands = getattr(command, "commands", None)
+        if subcommands:
+            for word, subcommand in subcommands.items():
+                yield (name, word), subcommand
+        else:
+            yield (name,), command
 
 
 def values_of(parameter):
-    """Mostly ones that the parameter may take."""
+    """Return a strategy for values of a parameter, most of which it accepts."""
     if parameter.name == "model":
         return st.sampled_from([OWN, OWN, "nomodel", "timm:nope", "torchvision:"]) | TEXTS
     if parameter.name == "pattern":  # of `models`; some patterns take minutes
@@ -106,15 +106,13 @@ def values_of(parameter):
 @st.composite
 def any_command(draw):
     words, command = draw(st.sampled_from(list(commands())))
-    line = [
-        *words,
-        *(draw(values_of(each)) for each in command.params if each.param_type_name == "argument"),
-    ]
-    options = [
-        each
-        for each in command.params
-        if each.param_type_name == "option" and each.opts[0] not in NEVER
-    ]
+    line = [*words]
+    options = []
+    for parameter in command.params:
+        if parameter.param_type_name == "argument":
+            line.append(draw(values_of(parameter)))
+        elif parameter.param_type_name == "option" and parameter.opts[0] not in NEVER:
+            options.append(parameter)
     if options:
         for option in draw(st.lists(st.sampled_from(options), max_size=6)):
             line.append(draw(st.sampled_from(option.opts)))
@@ -125,17 +123,17 @@ def any_command(draw):
 
 @st.composite
 def nearly_right(draw):
-    """A command line that is right but for its output, with a word or two changed, dropped or
+    """A correct command line, except for its output, with up to two words changed, dropped or
     doubled.
     """
     line = [*draw(st.sampled_from(RIGHT)), *draw(st.sampled_from([["--force"], []]))]
     if line[0] not in ("verify", "diff", "rules") and draw(st.booleans()):
         line += [{"sweep": "--picture", "inspect": "--html"}.get(line[0], "--output"), draw(PATHS)]
     for _ in range(draw(st.sampled_from([0, 0, 1, 2]))):
-        place = draw(st.integers(0, len(line) - 1))
-        if line[place] != OWN:
-            line[place : place + 1] = draw(
-                st.sampled_from([[], [draw(PATHS | WORDS | TEXTS)], line[place:][:1] * 2])
+        index = draw(st.integers(0, len(line) - 1))
+        if line[index] != OWN:
+            line[index : index + 1] = draw(
+                st.sampled_from([[], [draw(PATHS | WORDS | TEXTS)], line[index:][:1] * 2])
             )
     return line
 
@@ -143,37 +141,37 @@ def nearly_right(draw):
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
     """A folder with folders and files for command lines to name."""
-    importlib.import_module("matplotlib.font_manager")  # now, so that its cache stands
-    place = tmp_path_factory.mktemp("original")
+    importlib.import_module("matplotlib.font_manager")  # now, so that its cache exists
+    root = tmp_path_factory.mktemp("original")
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
+        patch.chdir(root)
         assert run_to_end(*RIGHT[0], "--output", "good")[0] == 0
-    shutil.copytree(place / "good", place / "out")
+    shutil.copytree(root / "good", root / "out")
     for folder in ("empty", "mine"):
-        (place / folder).mkdir()
+        (root / folder).mkdir()
     for file in ("mine/notes.txt", "file"):
-        (place / file).write_text("the user's own")
-    (place / "rules.yaml").write_text(
+        (root / file).write_text("the user's own")
+    (root / "rules.yaml").write_text(
         "format: 1\nrules: [{match: {kind: depthwise}, dilated_size: 7}]\n"
     )
-    torch.save(build().state_dict(), place / "weights.pth")
-    return place
+    torch.save(build().state_dict(), root / "weights.pth")
+    return root
 
 
-def seen(folder):
+def modification_times(folder):
     return {path.relative_to(folder): path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
 @given(line=(any_command() | nearly_right()).filter(lambda line: not EXPORTERS & {*line}))
 def test_every_command_line_ends_as_documented(original, monkeypatch, tmp_path, line):
-    place = tmp_path / "here"
-    if not place.is_dir() or seen(place) != seen(original):
-        shutil.rmtree(place, ignore_errors=True)
-        shutil.copytree(original, place)
-    monkeypatch.chdir(place)
-    before = seen(place)
+    root = tmp_path / "here"
+    if not root.is_dir() or modification_times(root) != modification_times(original):
+        shutil.rmtree(root, ignore_errors=True)
+        shutil.copytree(original, root)
+    monkeypatch.chdir(root)
+    before = modification_times(root)
     code, out, err = run_to_end(*line)
-    after = seen(place)
+    after = modification_times(root)
     assert code in (0, 2, 3), err
     assert "Traceback" not in out + err
     assert out.replace("\n", "").replace("\t", "").isprintable()
@@ -181,7 +179,7 @@ def test_every_command_line_ends_as_documented(original, monkeypatch, tmp_path, 
     if code:
         assert errors == err.splitlines()[-1:]
         assert len(errors[0]) < 1000
-        assert "cannot be written: " not in errors[0], "refused when all was done"
+        assert "cannot be written: " not in errors[0], "refused only after all the work"
     new = {path for path in after.keys() - before.keys() if len(path.parts) == 1}
     assert not new or (code == 0 and not any(path.name.endswith(".partial") for path in new))
     changed = {path.parts[0] for path, time in before.items() if after.get(path) != time}

@@ -1,5 +1,5 @@
-"""Shells complete names of models and rule sets, and checkpoint folders, without importing what
-knows them.
+"""Shells complete names of models and rule sets, and checkpoint folders, without importing torch or
+the libraries of models.
 """
 
 import pytest
@@ -11,7 +11,7 @@ from dcls_convert.cli.completion import registered_names
 
 from ..command_line import imported_by, run
 
-# What the shells' own scripts, as `--show-completion` prints them, set for what was typed.
+# Variables that the script of `--show-completion` sets in each shell for the typed text.
 SHELLS = {
     "bash": lambda typed: {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split(" ")) - 1)},
     "zsh": lambda typed: {"_TYPER_COMPLETE_ARGS": typed},
@@ -23,7 +23,7 @@ SHELLS = {
 
 
 def typed_in(monkeypatch, shell, typed):
-    """The environment of a program that is asked what to complete."""
+    """Set the environment of a program that a shell asks what to complete."""
     monkeypatch.setenv("_DCLS_CONVERT_COMPLETE", f"complete_{shell}")
     for name, value in SHELLS[shell](typed).items():
         monkeypatch.setenv(name, value)
@@ -58,14 +58,14 @@ def test_a_shell_completes_the_model_of_the_default_command(monkeypatch, shell):
     }.items(),
 )
 def test_what_is_completed_where(monkeypatch, typed, words):
-    get_completion_inspect_parameters()  # makes the shells known
+    get_completion_inspect_parameters()  # registers the supported shells
     typed_in(monkeypatch, "bash", f"dcls-convert {typed}")
-    found = run()[0].split()
-    assert words <= set(found)
+    completions = run()[0].split()
+    assert words <= set(completions)
     last = typed.split()[-1]
-    assert all(word.startswith(last) for word in found)
-    assert len(set(found)) == len(found)
-    assert words or not found
+    assert all(word.startswith(last) for word in completions)
+    assert len(set(completions)) == len(completions)
+    assert words or not completions
 
 
 def test_the_script_is_installed(monkeypatch, tmp_path):

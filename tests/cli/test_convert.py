@@ -1,4 +1,4 @@
-"""`dcls-convert MODEL` on trained weights: what it says at the end, and where that stands."""
+"""`dcls-convert MODEL` on trained weights: what it prints and stores about its outcome."""
 
 import json
 
@@ -17,12 +17,12 @@ MODEL = "test_efficientnet"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Weights, and a folder of smooth images."""
+    """Write trained weights, and a folder of smooth images."""
     return write_trained(tmp_path_factory.mktemp("trained"), MODEL, images=12)
 
 
 def convert(trained, tmp_path, *options, output="out"):
-    given = (
+    arguments = (
         "--dilated-size",
         5,
         "--checkpoint",
@@ -30,7 +30,7 @@ def convert(trained, tmp_path, *options, output="out"):
         "--output",
         tmp_path / output,
     )
-    out, _ = run(MODEL, *given, "--budget", 80, "--input-size", "3x32x32", *options)
+    out, _ = run(MODEL, *arguments, "--budget", 80, "--input-size", "3x32x32", *options)
     report = json.loads((tmp_path / output / "report.json").read_text())
     return out, report, (tmp_path / output / "README.md").read_text()
 
@@ -48,33 +48,35 @@ def test_without_images_it_ends_with_the_kernels_error_and_a_better_way(trained,
 
 def test_with_images_it_ends_with_the_outputs_for_those_held_out(trained, tmp_path):
     out, report, card = convert(trained, tmp_path, "--calibrate", trained / "images")
-    assert "Error: what each layer's outputs lost" in out
-    # In the mean: a layer of which small images show few places stays close to its old kernel.
+    assert "Error: relative error of each layer's outputs" in out
+    # In the mean: a layer with few output places on small images stays close to its old kernel.
     output_errors = [layer["output_error"] for layer in report["layers"]]
     fit_errors = [layer["fit_error"] for layer in report["layers"]]
     assert sum(output_errors) < sum(fit_errors)
     outcome = report["outcome"]
     count = outcome["images"]
     for text in (out[out.index("Fine-tune it") :], card):
-        for agreed in (outcome, outcome["shifted"]):
-            assert f"{agreed['same_top1'] * count:.0f} of {count} have the same top-1 class" in text
-            assert f"{agreed['kl']:.2g}" in text
-            assert f"{agreed['output_error']:.3f}" in text
+        for agreement in (outcome, outcome["shifted"]):
+            same = f"{agreement['same_top1'] * count:.0f} of {count}"
+            assert f"{same} have the same top-1 class" in text
+            assert f"{agreement['kl']:.2g}" in text
+            assert f"{agreement['output_error']:.3f}" in text
     old = timm.create_model(MODEL).eval()
     old.load_state_dict(read_weights(trained / "weights.safetensors"))
     new = load_converted(tmp_path / "out").eval()
     plan = plan_conversion(find_convs(old, (3, 32, 32)), dilated_size=5)
     images = torch.cat(list(calibrate(old, plan, trained / "images").held_out))
     with torch.no_grad():
-        one = old(images)
-        other = new(images)
-        moved = old(torch.cat([images[..., :1], images[..., :-1]], dim=-1))
-    for agreed, new in ((outcome, other), (outcome["shifted"], moved)):
-        assert agreed["output_error"] == pytest.approx(
-            float((one - new).norm() / one.norm()), rel=1e-3
-        )
-        assert agreed["same_top1"] == float((one.argmax(1) == new.argmax(1)).double().mean())
-        one = one.double()
-        new = new.double()
-        kl = (one.softmax(1) * (one.log_softmax(1) - new.log_softmax(1))).sum(1).mean()
-        assert agreed["kl"] == pytest.approx(float(kl), rel=1e-3, abs=1e-7)
+        before = old(images)
+        after = new(images)
+        shifted = old(torch.cat([images[..., :1], images[..., :-1]], dim=-1))
+    for agreement, outputs in ((outcome, after), (outcome["shifted"], shifted)):
+        error = float((before - outputs).norm() / before.norm())
+        assert agreement["output_error"] == pytest.approx(error, rel=1e-3)
+        same = before.argmax(1) == outputs.argmax(1)
+        assert agreement["same_top1"] == float(same.double().mean())
+        before = before.double()
+        outputs = outputs.double()
+        log_ratio = before.log_softmax(1) - outputs.log_softmax(1)
+        kl = (before.softmax(1) * log_ratio).sum(1).mean()
+        assert agreement["kl"] == pytest.approx(float(kl), rel=1e-3, abs=1e-7)

@@ -1,5 +1,5 @@
-"""`inspect --html`, `--picture` and `convert --html`: as their user runs them, and what is refused
-in one line.
+"""`inspect --html`, `--picture` and `convert --html` as a user runs them, and their refusals in one
+line.
 """
 
 import json
@@ -62,7 +62,7 @@ def page_of(checkpoint, *options):
 
 def test_before_is_the_network_from_which_the_checkpoint_was_converted(checkpoint):
     fields = page_of(checkpoint)["receptiveFields"]
-    assert [one["name"] for one in fields["maps"]] == ["Before", "After"]
+    assert [each["name"] for each in fields["maps"]] == ["Before", "After"]
     assert "random weights from which the checkpoint was converted" in fields["maps"][0]["what"]
     assert "4 images of seeded noise, 32x32 pixels" in fields["notes"][0]
     assert fields["maps"][0]["values"] != fields["maps"][1]["values"]
@@ -72,7 +72,7 @@ def test_before_is_the_network_from_which_the_checkpoint_was_converted(checkpoin
         model.conv_stem.weight.mul_(1.5)
     save_converted(model, checkpoint, "tuned", fingerprint=False)
     changed = page_of("tuned")["receptiveFields"]
-    assert [one["name"] for one in changed["maps"]] == ["After"]
+    assert [each["name"] for each in changed["maps"]] == ["After"]
     assert "--original FILE" in changed["notes"][1]
     save_file(build_model(ModelSource(name=NETWORK), seed=0).state_dict(), "old.safetensors")
     picture = ("--picture", "field.svg", "--figure", "receptive-field")
@@ -116,13 +116,13 @@ def test_a_model_of_the_users_own_is_built_with_trust_only(here, monkeypatch):
     assert data["receptiveFields"] is None
     assert "--trust-code" in data["whyNotRebuilt"]
     assert len(trusted["receptiveFields"]["maps"]) == 2
-    assert trusted["kernels"] == data["kernels"]  # whose weights are not standardised
+    assert trusted["kernels"] == data["kernels"]  # there is no weight standardisation
     _, message = run("inspect", "net", "--picture", "x.png", "--figure", "receptive-field", code=2)
     assert "--trust-code" in message
 
 
 def test_the_page_says_why_the_field_is_smaller_after_a_start_near_the_centre(here):
-    """A network whose field is its kernels: random 7x7 before, all elements in the middle after."""
+    """The kernels alone decide this field: random 7x7 before, elements in the middle after."""
     (here / "two_wide.py").write_text(TWO_WIDE)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(here))
@@ -162,8 +162,8 @@ def test_the_record_of_a_training_is_printed_under_the_names_of_the_inspection(c
     assert rows[0][1] == "0"
     assert rows[-1][1:3] == ["39", "0.25"]
     page = page_of(checkpoint, "--history", "positions.jsonl")
-    assert [one["name"] for one in page["history"]["tracks"]] == [
-        one["row"]["name"] for one in page["positions"]
+    assert [track["name"] for track in page["history"]["tracks"]] == [
+        positions["row"]["name"] for positions in page["positions"]
     ]
 
 
@@ -198,7 +198,7 @@ REFUSED = {
     "--picture x.gif": "--picture x.gif must end in .png, .svg, .pdf",
     "--picture x.png --figure history": "--figure history needs --history",
     "--figure kernels": "--figure says what --picture draws",
-    "--force": "--force replaces the file of --html or --picture",
+    "--force": "--force has no effect without --html or --picture",
     "--history page.html": "page.html: line 1: ",
     "--history page.html --json": "--history is printed as text; omit --plan and --json",
     "--picture x.png --images folder": "--images, --original and --input-size are for --html",

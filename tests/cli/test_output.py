@@ -1,8 +1,8 @@
 """What reaches the terminal: no control character from data, one line for each mistake, and nothing
 that is not true.
 
-Whatever stdout can take, the checkpoint that was written stands, and the exit code says whether its
-report was printed.
+If stdout cannot take the report, the checkpoint is still written, and the exit code says that the
+report was not printed.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from dcls_convert.cli.app import main
 from ..command_line import exit_code, run
 
 OWN = f"{__name__}:build"
-# A title for the terminal, a bell, an override of direction, a lone surrogate.
+# An escape that sets the terminal's title, a bell, a right-to-left override, a lone surrogate.
 EVIL = "\x1b]0;owned\x07\u202e\ud800"
 EVIL_RULES = r"""
 format: 1
@@ -148,7 +148,7 @@ def test_a_stdout_that_takes_nothing_does_not_take_back_the_checkpoint(
         patched.setattr(sys, "stdout", stdout())
         assert exit_code(PLAIN, "--output", "out", *options) == console.EXIT_UNPRINTED
         if sys.stdout is not None:
-            sys.stdout.close()  # with nothing left to write, as at Python's end
+            sys.stdout.close()  # nothing may be left to write, as at the exit of Python
     load_converted("out", model=plain())
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert errors == ([f"error: the results cannot be printed: {says}"] if says else [])
@@ -209,7 +209,7 @@ def test_the_log_names_each_decision_on_demand(monkeypatch):
 
 
 def interrupted(error=None):
-    """In a library that swallows the KeyboardInterrupt, or makes another error of it."""
+    """Build a model as a library that swallows the KeyboardInterrupt, or raises `error` instead."""
     with contextlib.suppress(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)
     if error:
@@ -218,7 +218,7 @@ def interrupted(error=None):
 
 
 def interrupted_with_another_error():
-    return interrupted(RuntimeError("as C++ makes of it"))
+    return interrupted(RuntimeError("as C++ code raises"))
 
 
 @pytest.mark.parametrize("factory", [interrupted, interrupted_with_another_error])
@@ -229,14 +229,14 @@ def test_no_library_takes_an_interrupt_away(factory):
 
 
 def signalled():
-    """A model whose construction is interrupted in every way."""
+    """Build a model, while signals arrive."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.raise_signal(number)
     return plain()
 
 
 def test_signals_that_were_ignored_stay_ignored():
-    # As nohup does, and a shell for a job in the background.
+    # As nohup does, and a shell for background jobs.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     assert exit_code(f"{__name__}:signalled", "--output", "out", "--quiet") == 0

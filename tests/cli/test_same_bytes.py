@@ -1,4 +1,4 @@
-"""The same commands write the same bytes, whatever the process around them is like."""
+"""The same commands write the same bytes in every environment."""
 
 import json
 import os
@@ -53,7 +53,7 @@ COMMANDS = (
 )
 ENVIRONMENTS = (
     {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "TZ": "UTC", "LC_ALL": "C.UTF-8"},
-    # Where Python reads and writes texts as ASCII, if nothing else is said.
+    # Here Python reads and writes text as ASCII unless an encoding is given.
     {
         "OMP_NUM_THREADS": "1",
         "PYTHONHASHSEED": "2",
@@ -77,7 +77,7 @@ for number, command in enumerate(json.loads(sys.argv[1])):
 
 
 def start(folder, environment):
-    """All commands in one process, in a folder of its own."""
+    """Start all commands in one process, in a folder of its own."""
     folder.mkdir(parents=True)
     for name in ("weights.safetensors", "images"):
         (folder / name).symlink_to(folder.parents[1] / name)
@@ -85,14 +85,14 @@ def start(folder, environment):
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "SOURCE_DATE_EPOCH": str(len(folder.name)),
     }
-    kept = {
+    inherited = {
         name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG"))
     }
     command = [sys.executable, "-c", PROGRAM, json.dumps(COMMANDS)]
     return subprocess.Popen(
         command,
         cwd=folder,
-        env={**kept, **changed, **environment},
+        env={**inherited, **changed, **environment},
         stderr=subprocess.PIPE,
         text=True,
     )

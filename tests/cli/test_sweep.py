@@ -1,4 +1,4 @@
-"""`dcls-convert sweep`: rows that say what conversions would, whatever happens to some of them."""
+"""`dcls-convert sweep`: rows agree with conversions, even if some of them fail."""
 
 import csv
 import io
@@ -28,14 +28,14 @@ def narrow():
 
 
 def odd_and_even():
-    """With two kernels of 3 and one of 4."""
+    """A network with two kernels of size 3 and one of size 4."""
     return nn.Sequential(
         nn.Conv2d(3, 8, 1), *[nn.Conv2d(8, 8, size, groups=8) for size in (3, 3, 4)]
     )
 
 
 def mixed():
-    """With kernels of 7 and of 3."""
+    """A network with kernels of size 7 and of size 3."""
     network = net()
     network.stages[1] = net(size=3).stages[1]
     return network
@@ -50,7 +50,7 @@ def unable():
 
 
 def sweep(*arguments, code=0):
-    """The JSON of a sweep, and stderr."""
+    """Run a sweep; return its JSON, and stderr."""
     out, err = run("sweep", *arguments, *SMALL, "--json", code=code)
     return json.loads(out), err
 
@@ -60,7 +60,7 @@ def table(*arguments, code=0):
 
 
 def report_of(command, *arguments):
-    """The JSON report of a row's command."""
+    """Run a row's command; return its JSON report."""
     program, *words = shlex.split(command)
     assert program == "dcls-convert"
     return json.loads(run(*words, *arguments, "--json")[0])
@@ -86,8 +86,8 @@ def report_of(command, *arguments):
     ],
 )
 def test_rows_say_what_their_commands_do(options):
-    found, _ = sweep(NET, *options)
-    original, *rows = found["rows"]
+    result, _ = sweep(NET, *options)
+    original, *rows = result["rows"]
     assert original["status"] == "original"
     for row in rows:
         report = report_of(row["command"], "--dry-run")
@@ -104,26 +104,29 @@ def test_rows_say_what_their_commands_do(options):
         assert row["dilated_sizes"] == sorted(
             map(list, {tuple(layer["dilated_size"]) for layer in layers})
         )
-        assert found["input_size"] == report["input_size"]
+        assert result["input_size"] == report["input_size"]
     last = table(NET, *options).splitlines()[-1]
-    assert last.strip() == found["choice"]["command"] == rows[found["choice"]["row"] - 1]["command"]
+    assert (
+        last.strip() == result["choice"]["command"] == rows[result["choice"]["row"] - 1]["command"]
+    )
 
 
 def test_kernels_of_several_sizes_have_rows_by_growth():
-    found, _ = sweep(MIXED)
-    _, *rows = found["rows"]
+    result, _ = sweep(MIXED)
+    _, *rows = result["rows"]
     assert [row["asked"]["size"] for row in rows] == [f"+{growth}" for growth in range(2, 20, 2)]
     for row in rows:
         growth = int(row["asked"]["size"])
         assert row["dilated_sizes"] == [[3 + growth] * 2, [7 + growth] * 2]
         assert row["layers"] == 4
-    taken = rows[found["choice"]["row"] - 1]
-    assert taken["macs"] == report_of(f"dcls-convert {MIXED}", "--dry-run", *SMALL)["macs"]["after"]
-    report = report_of(taken["command"], "--dry-run")
-    assert taken["macs"] == report["macs"]["after"]
-    assert f"> {taken['asked']['size']} (" in table(MIXED)
+    chosen = rows[result["choice"]["row"] - 1]
+    default = report_of(f"dcls-convert {MIXED}", "--dry-run", *SMALL)
+    assert chosen["macs"] == default["macs"]["after"]
+    report = report_of(chosen["command"], "--dry-run")
+    assert chosen["macs"] == report["macs"]["after"]
+    assert f"> {chosen['asked']['size']} (" in table(MIXED)
     same = [row["asked"]["size"] for row in sweep(NET)[0]["rows"][1:]]
-    assert same == [*range(7, 25, 2)], "one size: as many cells as the kernel, and more"
+    assert same == [*range(7, 25, 2)], "one kernel size: windows of that size, and larger ones"
 
 
 def test_the_default_folder_of_a_growth_has_a_name_that_shells_take():
@@ -144,7 +147,7 @@ def test_folded_bytes_are_those_of_the_folded_state_dict():
 
 
 def fail_at(monkeypatch, size, error):
-    """Planning this size raises the error."""
+    """Make planning of this size raise the error."""
     resolve = make_sweep.resolve
 
     def failing(loaded, options):
@@ -157,16 +160,16 @@ def fail_at(monkeypatch, size, error):
 
 def test_what_does_not_fit_or_fails_is_a_row_with_its_reason(monkeypatch):
     fail_at(monkeypatch, 11, RuntimeError("something [broke]\nhere"))
-    found, _ = sweep(NET, "--sizes", "8..11..1")
-    assert [row["status"] for row in found["rows"]] == [
+    result, _ = sweep(NET, "--sizes", "8..11..1")
+    assert [row["status"] for row in result["rows"]] == [
         "original",
         "does not fit",
         "done",
         "does not fit",
         "failed",
     ]
-    assert "must be odd as the kernel 7 is" in found["rows"][1]["reason"]
-    assert found["rows"][4]["reason"] == "planning: RuntimeError: something [broke] here"
+    assert "must be odd as the kernel 7 is" in result["rows"][1]["reason"]
+    assert result["rows"][4]["reason"] == "planning: RuntimeError: something [broke] here"
     out = table(NET, "--sizes", "8..11..1")
     assert "! 11 failed: planning: RuntimeError: something [broke] here" in out
     assert (
@@ -175,9 +178,9 @@ def test_what_does_not_fit_or_fails_is_a_row_with_its_reason(monkeypatch):
 
 
 def test_without_a_row_that_fits_the_rows_are_shown_and_it_is_a_mistake():
-    found, err = sweep(NET, "--sizes", "8,10", code=2)
-    assert len(found["rows"]) == 3
-    assert found["choice"]["row"] is None
+    result, err = sweep(NET, "--sizes", "8,10", code=2)
+    assert len(result["rows"]) == 3
+    assert result["choice"]["row"] is None
     assert err.splitlines()[-1].startswith(
         "error: no combination could be planned; the first failed with: stages.0"
     )
@@ -191,11 +194,11 @@ def test_without_a_row_the_first_one_that_failed_says_why(monkeypatch):
 
 def test_an_interrupt_keeps_the_rows_so_far(monkeypatch):
     fail_at(monkeypatch, 11, KeyboardInterrupt())
-    found, err = sweep(NET, "--sizes", "7..15", code=130)
-    assert found["interrupted"]
-    assert [row["asked"] and row["asked"]["size"] for row in found["rows"]] == [None, 7, 9]
+    result, err = sweep(NET, "--sizes", "7..15", code=130)
+    assert result["interrupted"]
+    assert [row["asked"] and row["asked"]["size"] for row in result["rows"]] == [None, 7, 9]
     assert err.splitlines()[-1] == "error: interrupted"
-    assert found["choice"]["row"] is None
+    assert result["choice"]["row"] is None
     out = table(NET, "--sizes", "7..15", code=130)
     assert "Interrupted" in out
     assert out.splitlines()[-1] == " No size is recommended: only 2 of 5 rows were finished."
@@ -211,21 +214,21 @@ def test_an_interrupt_keeps_the_times_so_far(monkeypatch):
         return measure(model, images, amp=amp)
 
     monkeypatch.setattr(timing_rounds, "forward_and_step_ms", interrupted)
-    found, _ = sweep(NARROW, "--sizes", "5,7", "--time", "--seconds", 1, code=130)
-    assert found["choice"]["why"] == "only 0 of 2 rows were finished", "a time needs three rounds"
-    assert [row["forward_ms"]["runs"] for row in found["rows"]] == [2, 1, 1]
-    assert [row["step_ms"]["runs"] for row in found["rows"]] == [2, 1, 1]
+    result, _ = sweep(NARROW, "--sizes", "5,7", "--time", "--seconds", 1, code=130)
+    assert result["choice"]["why"] == "only 0 of 2 rows were finished", "a time needs three rounds"
+    assert [row["forward_ms"]["runs"] for row in result["rows"]] == [2, 1, 1]
+    assert [row["step_ms"]["runs"] for row in result["rows"]] == [2, 1, 1]
 
 
 def test_times_are_measured_by_turns():
-    found, err = sweep(
+    result, err = sweep(
         NARROW, "--sizes", "5,7", "--time", "--seconds", 1, "--batch-size", 2, "--amp"
     )
-    for row in found["rows"]:
+    for row in result["rows"]:
         for part in (row["forward_ms"], row["step_ms"]):
             assert 0 < part["first_quartile"] <= part["median"] <= part["third_quartile"]
             assert part["runs"] >= 3
-    assert found["timing"] == {
+    assert result["timing"] == {
         "device": "cpu",
         "batch": 2,
         "seconds": 1,
@@ -237,23 +240,23 @@ def test_times_are_measured_by_turns():
 
 
 def test_json_csv_and_the_table_agree():
-    """9 elements keep the 9 cells of a kernel, so that 16 have the same error with more parameters:
+    """9 elements reproduce the 9 cells of a kernel. 16 have the same error and more parameters, so
     their row is dominated.
     """
     torch.save(narrow().state_dict(), "weights.pth")
     options = (NARROW, "--sizes", "4..5..1", "--counts", "1,9,16", "--checkpoint", "weights.pth")
-    found, _ = sweep(*options)
+    result, _ = sweep(*options)
     lines = list(csv.DictReader(io.StringIO(table(*options, "--csv"))))
-    assert len(lines) == len(found["rows"])
-    for index, (line, row) in enumerate(zip(lines, found["rows"], strict=True)):
+    assert len(lines) == len(result["rows"])
+    for index, (line, row) in enumerate(zip(lines, result["rows"], strict=True)):
         same = "status layers elements params macs folded_bytes kernel_error output_error images"
         for name in (*same.split(), "same_top1", "reason", "command", "dominated"):
             assert line[name] == ("" if row[name] is None else str(row[name])), name
         assert line["kernel_counts"] == " ".join(map(str, row["kernel_counts"]))
-        assert line["taken"] == str(index == found["choice"]["row"])
+        assert line["taken"] == str(index == result["choice"]["row"])
     expected = []
-    for index, row in enumerate(found["rows"]):
-        if index == found["choice"]["row"]:
+    for index, row in enumerate(result["rows"]):
+        if index == result["choice"]["row"]:
             expected.append(">")
         elif row["dominated"]:
             expected.append("-")
@@ -270,22 +273,24 @@ def test_errors_are_those_of_the_conversions(tmp_path):
     write_trained(tmp_path, narrow(), images=6)
     weights = ("--checkpoint", "weights.safetensors", "--scope", "model")
     trained = (*weights, "--calibrate", "images", "--mean", "0.5,0.4,0.3", "--std", "0.25")
-    found, _ = sweep(NARROW, "--sizes", "5", "--budgets", "30%,100%", *trained, "--slower", "1000")
-    for index, row in enumerate(found["rows"][1:]):
+    result, _ = sweep(NARROW, "--sizes", "5", "--budgets", "30%,100%", *trained, "--slower", "1000")
+    for index, row in enumerate(result["rows"][1:]):
         outcome = report_of(row["command"], "--output", tmp_path / str(index))["outcome"]
         assert outcome.pop("shifted")["kl"] > 0
         assert {name: row[name] for name in outcome} == outcome
-        assert row["images"] == 5  # one, with its corners
-    least = min(row["output_error"] for row in found["rows"][1:])
-    assert found["rows"][found["choice"]["row"]]["output_error"] <= least + ERROR_TOLERANCE
-    assert f"the least error of outputs for images held out ({least:.3f};" in found["choice"]["why"]
+        assert row["images"] == 5  # one image, with its corners
+    least = min(row["output_error"] for row in result["rows"][1:])
+    assert result["rows"][result["choice"]["row"]]["output_error"] <= least + ERROR_TOLERANCE
+    assert (
+        f"the least error of outputs for images held out ({least:.3f};" in result["choice"]["why"]
+    )
 
 
 def test_no_larger_window_is_recommended_for_a_trained_network_that_gains_nothing():
     torch.save(narrow().state_dict(), "weights.pth")
     options = (NARROW, "--sizes", "3,5,7", "--checkpoint", "weights.pth")
-    found, _ = sweep(*options)
-    assert (found["choice"]["row"], found["choice"]["command"]) == (None, None)
+    result, _ = sweep(*options)
+    assert (result["choice"]["row"], result["choice"]["command"]) == (None, None)
     out = table(*options)
     last = " No size is recommended: without training, no row gains anything"
     assert out.splitlines()[-1].startswith(last)
@@ -324,7 +329,7 @@ def test_a_picture_of_the_rows():
         (("--sizes", "7", "--device", "cuda"), "--device is for --time"),
         (("--sizes", "7", "--json", "--csv"), "--json and --csv exclude each other"),
         (("--sizes", "7", "--picture", "front.gif"), "must end in .png, .svg, .pdf"),
-        (("--sizes", "7", "--force"), "--force replaces the file of --picture"),
+        (("--sizes", "7", "--force"), "--force has no effect without --picture"),
         (("--sizes", "7", "--time", "--device", "abc"), "device abc: torch cannot use it here"),
         (("--sizes", "7", "--time", "--device", "meta"), "device meta computes nothing"),
     ],
@@ -381,7 +386,7 @@ def test_a_costly_conversion_suggests_a_sweep_of_the_same_network(tmp_path):
     program, *suggested = shlex.split(command)
     assert program == "dcls-convert"
     original, row = json.loads(run(*suggested, "--sizes", "21", "--json")[0])["rows"]
-    for one, when in ((original, "before"), (row, "after")):
-        assert one["macs"] == report["macs"][when]
+    assert original["macs"] == report["macs"]["before"]
+    assert row["macs"] == report["macs"]["after"]
     assert original["params"] == report["params"]["before"]
     assert row["layers"] == len(report["layers"])

@@ -1,4 +1,4 @@
-"""A small network with weights that count, and images for it."""
+"""A small network whose depthwise kernels matter, and images for it."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def write_trained(base: Path, model: str | nn.Module, images: int) -> Path:
-    """Write `weights.safetensors` and a folder `images` of smooth ones into `base`."""
+    """Write `weights.safetensors` and a folder `images` of smooth images into `base`."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = timm.create_model(model) if isinstance(model, str) else model

@@ -1,4 +1,4 @@
-"""The record that a comparison leaves in its folder."""
+"""Read the record that a comparison writes into its folder."""
 
 from dcls_convert.compare.comparison import COMPARISON, Comparison
 

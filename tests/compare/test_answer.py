@@ -1,5 +1,5 @@
-"""What a comparison says follows from its runs: intervals, and a sentence that claims no gain
-without one.
+"""The answer of a comparison follows from its runs: intervals are correct, and a sentence claims no
+gain where there is none.
 """
 
 import itertools
@@ -18,9 +18,9 @@ from dcls_convert.compare.arm_results import (
     Correction,
     Difference,
     Interval,
+    compare_arms,
     holm,
     measured_difference,
-    results,
     sentence,
 )
 from dcls_convert.compare.arms import Arm, make_arms
@@ -52,7 +52,7 @@ def make_run(arm, seed, right, step_ms=10.0):
 
 
 def make_difference(by_seed, over_images):
-    """A difference with this half width of its interval over images, at the level of 5 %."""
+    """Make a difference whose interval over images has this half width at the 5 % level."""
     by_seed = np.array(by_seed)
     images = 10_000
     scale = over_images * math.sqrt(images - 1) / stats.t.ppf(1 - LEVEL / 2, images - 1)
@@ -65,18 +65,19 @@ def make_difference(by_seed, over_images):
 @given(POINTS, POINTS)
 def test_the_interval_over_seeds_is_that_of_a_paired_t_test(ours, theirs):
     pairs = list(zip(ours, theirs, strict=False))
-    differences = np.array([one - other for one, other in pairs])
-    half = Difference(by_seed=differences, by_image=np.zeros(9)).half_width_over_seeds(LEVEL)
+    differences = np.array([our_points - their_points for our_points, their_points in pairs])
+    half_width = Difference(by_seed=differences, by_image=np.zeros(9)).half_width_over_seeds(LEVEL)
     if np.ptp(differences) < 1e-9:
-        assert half < 1e-6
+        assert half_width < 1e-6
         return
     expected = stats.ttest_rel(*zip(*pairs, strict=True)).confidence_interval(0.95)
-    assert [differences.mean() - half, differences.mean() + half] == pytest.approx(
+    mean = differences.mean()
+    assert [mean - half_width, mean + half_width] == pytest.approx(
         [expected.low, expected.high], rel=1e-9, abs=1e-9
     )
 
 
-def test_the_interval_over_images_is_near_the_bootstrap_one_for_many():
+def test_the_interval_over_many_images_is_close_to_that_of_the_bootstrap():
     differences = np.random.default_rng(0).choice([-1.0, 0.0, 1.0], 4000, p=[0.1, 0.7, 0.2])
     difference = measured_difference(differences[np.newaxis])
     resampled = stats.bootstrap(
@@ -88,7 +89,7 @@ def test_the_interval_over_images_is_near_the_bootstrap_one_for_many():
 
 
 @pytest.mark.parametrize("level", [0.05, 0.01, 0.001])
-def test_images_that_never_differ_may_hide_as_many_as_go_unseen_with_this_chance(level):
+def test_if_no_image_differs_the_bound_is_the_share_missed_with_a_chance_of_the_level(level):
     images = 400
     share = measured_difference(np.zeros((3, images))).half_width_over_images(level) / 100
     assert (1 - share) ** images == pytest.approx(level, rel=0.1)
@@ -111,34 +112,34 @@ def test_half_widths_add_in_quadrature_and_reach_0_at_the_p_value(by_seed, over_
 @many_examples
 @given(st.lists(st.floats(0, 0.2), min_size=1, max_size=6), st.integers(0, 2))
 def test_holm_is_the_closed_test_of_bonferroni(p_values, untested):
-    """A difference holds if Bonferroni refuses that no one differs of any set that has it."""
-    everything = [*p_values, *[1.0] * untested]
-    found = holm(dict(enumerate(p_values)), len(everything))
-    for one in range(len(p_values)):
+    """A hypothesis is rejected if Bonferroni rejects every set of hypotheses that contains it."""
+    all_p_values = [*p_values, *[1.0] * untested]
+    corrected = holm(dict(enumerate(p_values)), len(all_p_values))
+    for hypothesis in range(len(p_values)):
         largest = 0.0
-        for size in range(1, len(everything) + 1):
-            for chosen in itertools.combinations(range(len(everything)), size):
-                if one in chosen:
-                    largest = max(largest, size * min(everything[index] for index in chosen))
-        assert found[one] == pytest.approx(min(1, largest))
+        for size in range(1, len(all_p_values) + 1):
+            for subset in itertools.combinations(range(len(all_p_values)), size):
+                if hypothesis in subset:
+                    largest = max(largest, size * min(all_p_values[index] for index in subset))
+        assert corrected[hypothesis] == pytest.approx(min(1, largest))
 
 
 @many_examples
 @given(POINTS, st.floats(0.1, 10), st.integers(1, 6), st.integers(1, 3))
-def test_a_gain_or_a_loss_is_claimed_only_if_the_corrected_interval_does_not_hold_0(
-    by_seed, half, conversions, looks
+def test_a_gain_or_a_loss_is_claimed_only_if_the_corrected_interval_excludes_0(
+    by_seed, over_images, conversions, looks
 ):
-    difference = make_difference(by_seed, half)
-    times = conversions * looks**2
-    p_corrected = min(1.0, times * difference.p_value())
+    difference = make_difference(by_seed, over_images)
+    factor = conversions * looks**2
+    p_corrected = min(1.0, factor * difference.p_value())
     correction = Correction(conversions=conversions, looks=looks)
-    said = sentence(difference, p_corrected, correction, 1.0)
-    corrected_half = difference.half_width(LEVEL / times)
-    clear = abs(difference.mean) > corrected_half
-    assert clear == said.startswith(("helps by", "harms by"))
-    assert not clear or said.startswith("helps") == (difference.mean > 0)
-    if said.startswith("no difference larger than"):
-        assert float(said.split()[4]) >= abs(difference.mean) + corrected_half
+    text = sentence(difference, p_corrected, correction, 1.0)
+    corrected_half_width = difference.half_width(LEVEL / factor)
+    is_significant = abs(difference.mean) > corrected_half_width
+    assert is_significant == text.startswith(("helps by", "harms by"))
+    assert not is_significant or text.startswith("helps") == (difference.mean > 0)
+    if text.startswith("no difference larger than"):
+        assert float(text.split()[4]) >= abs(difference.mean) + corrected_half_width
 
 
 def test_each_kind_of_difference_has_its_sentence():
@@ -148,26 +149,27 @@ def test_each_kind_of_difference_has_its_sentence():
         sentence(gain, 0.06, Correction(conversions=60), 1.31)
         == "+1.2 ± 0.5 points: significant alone, but not after correction"
     )
-    around = make_difference([0.1, 0.1, 0.1], 0.7)
+    small = make_difference([0.1, 0.1, 0.1], 0.7)
     assert (
-        sentence(around, 0.7, ALONE, 2.0)
+        sentence(small, 0.7, ALONE, 2.0)
         == "no difference larger than 0.8 points, at 2 times the time"
     )
     assert (
         sentence(make_difference([0.3, -0.4], 0.7), None, ALONE, 1.0)
         == "too few seeds to tell: differences of +0.3, -0.4 points"
     )
-    wide = "to tell: differences of +0.3, -0.4, +1.1 points"
+    inconclusive = "to tell: differences of +0.3, -0.4, +1.1 points"
     unsure = make_difference([0.3, -0.4, 1.1], 0.7)
-    assert sentence(unsure, 0.5, ALONE, 1.0) == f"too few seeds {wide}"
+    assert sentence(unsure, 0.5, ALONE, 1.0) == f"too few seeds {inconclusive}"
     unsure = make_difference([0.3, -0.4, 1.1], 2.7)
-    assert sentence(unsure, 0.5, ALONE, 1.0) == f"too few test images {wide}"
+    assert sentence(unsure, 0.5, ALONE, 1.0) == f"too few test images {inconclusive}"
 
 
 def simulated(gain, repetitions=300, networks=5, seeds=10, images=1000):
-    """The differences to network 0 of comparisons in which the other networks score higher by this.
+    """Simulate comparisons, and yield the differences of networks 1, 2, ... from network 0.
 
-    Some images are harder than others, for all networks and for each; and so are some trainings.
+    All networks except 0 score higher by `gain`. Scores also vary by image, by image for each
+    network, and by training run.
     """
     draw = np.random.default_rng(0)
     for _ in range(repetitions):
@@ -177,21 +179,21 @@ def simulated(gain, repetitions=300, networks=5, seeds=10, images=1000):
         scores = scores + 0.3 * draw.standard_normal((networks, seeds, images))
         scores[1:] += gain
         right = (scores > 0).astype(np.float64)  # (networks, seeds, images)
-        yield [measured_difference(other - right[0]) for other in right[1:]]
+        yield [measured_difference(converted - right[0]) for converted in right[1:]]
 
 
-def test_at_most_one_comparison_in_twenty_claims_a_difference_that_is_not_there():
-    """Holm keeps this for four conversions; each alone at 5 % does not."""
-    alone = []
-    together = []
+def test_at_most_one_comparison_in_twenty_claims_a_difference_where_there_is_none():
+    """Holm's correction ensures this for four conversions; uncorrected tests at 5 % do not."""
+    uncorrected = []
+    corrected = []
     for differences in simulated(gain=0):
         p_values = [difference.p_value() for difference in differences]
-        alone.append(min(p_values) <= LEVEL)
-        together.append(min(holm(dict(enumerate(p_values)), 4).values()) <= LEVEL)
-    assert np.mean(together) <= LEVEL < np.mean(alone)
+        uncorrected.append(min(p_values) <= LEVEL)
+        corrected.append(min(holm(dict(enumerate(p_values)), 4).values()) <= LEVEL)
+    assert np.mean(corrected) <= LEVEL < np.mean(uncorrected)
 
 
-def test_what_is_called_detectable_is_found_four_times_in_five():
+def test_a_detectable_difference_is_found_four_times_in_five():
     means = []
     detectable = []
     found = []
@@ -199,7 +201,7 @@ def test_what_is_called_detectable_is_found_four_times_in_five():
         means.append(difference.mean)
         detectable.append(difference.detectable(LEVEL))
         found.append(difference.p_value() <= LEVEL)
-    assert np.mean(means) == pytest.approx(np.mean(detectable), rel=0.05)  # so the gain was chosen
+    assert np.mean(means) == pytest.approx(np.mean(detectable), rel=0.05)  # by choice of the gain
     assert abs(np.mean(found) - POWER) < 0.08
 
 
@@ -211,19 +213,19 @@ def test_results_pair_runs_by_seed():
         make_run(original, 2, "0000"),
     ]
     runs += [make_run(converted, 1, "1100", 30.0), make_run(converted, 2, "1000", 30.0)]
-    first, second = results(runs, ALONE)
+    first, second = compare_arms(runs, ALONE)
     assert (first.label, first.top1, first.sentence) == ("as it is", 25, None)
     assert (second.differences, second.slower, second.seeds) == ((25, 25), 3, (1, 2))
     assert second.over_seeds == Interval(mean=25, low=25, high=25)
     assert second.over_images.mean == 25
-    same = [replace(one, arm=arm) for arm in (original, converted) for one in runs[:3]]
+    same = [replace(run, arm=arm) for arm in (original, converted) for run in runs[:3]]
     assert (
-        results(same, ALONE)[1].sentence
+        compare_arms(same, ALONE)[1].sentence
         == "17x17: too few test images to tell: differences of +0.0, +0.0, +0.0 points"
     )
 
 
-def test_labels_and_names_of_files_tell_arms_apart():
+def test_labels_and_file_names_of_arms_are_unique():
     arms = make_arms([None, 17, (17, 9), "+4"], ["normal", "uniform"], ablate=True)
     assert (
         len({arm.label for arm in arms})

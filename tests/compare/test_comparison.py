@@ -1,5 +1,5 @@
-"""`dcls-convert compare`: fair arms, runs that go on where they were stopped, and one table at the
-end.
+"""`dcls-convert compare`: arms are comparable, interrupted runs continue, and the result is one
+table.
 """
 
 import json
@@ -27,7 +27,7 @@ from dcls_convert.tuning.training import Training
 from ..command_line import NET, net, run
 from .comparisons import read_comparison
 
-# timm leaves images open.
+# timm does not close image files.
 pytestmark = [
     pytest.mark.usefixtures("images_here"),
     pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
@@ -47,7 +47,7 @@ def request(**settings):
 # Arms.
 
 
-def test_arms_of_a_seed_share_all_weights_that_are_not_converted():
+def test_arms_with_the_same_seed_share_all_weights_that_are_not_converted():
     arms = make_arms([9, 11], ["normal", "uniform"], ablate=True)
     for seed in (0, 1):
         networks = [make_network(request(seed=seed), arm) for arm in arms]
@@ -62,7 +62,7 @@ def test_arms_of_a_seed_share_all_weights_that_are_not_converted():
         )
 
 
-def test_frozen_arms_start_like_those_that_move_and_dense_ones_compute_what_the_network_does():
+def test_frozen_arms_start_like_trainable_ones_and_dense_arms_like_the_original():
     original, moving, frozen, dense = (
         make_network(request(), arm) for arm in make_arms([9], ["normal"], ablate=True)
     )
@@ -74,21 +74,21 @@ def test_frozen_arms_start_like_those_that_move_and_dense_ones_compute_what_the_
         request(options=PlanOptions(interpolation="gaussian")), Arm(kind="dense", size=9)
     )
     torch.testing.assert_close(gaussian.model.eval()(images), outputs[0])
-    assert not any(one.tensor.requires_grad for one in position_parameters(frozen.model))
+    for parameter in position_parameters(frozen.model):
+        assert not parameter.tensor.requires_grad
     assert dense.model.stages[0][1].weight.shape[2:] == (9, 9)
     assert dense.model.stages[0][1].weight.requires_grad
 
 
-def test_what_moved_is_measured_from_the_start():
+def test_position_shifts_are_measured_from_the_initial_positions():
     network = make_network(request(), Arm(kind="converted", size=17))
     trained = make_network(request(), Arm(kind="converted", size=17)).model
     assert network.position_shift(trained).distance == 0
     with torch.no_grad():
-        for one in position_parameters(trained):
-            one.tensor.zero_()
-            one.tensor[0, ..., :1] = 6.0
+        for parameter in position_parameters(trained):
+            parameter.tensor.zero_()
+            parameter.tensor[0, ..., :1] = 6.0  # outside the old kernel of 7x7
     shift = network.position_shift(trained)
-    # The kernel was 7x7.
     assert shift.outside == pytest.approx(1 / network.plan.layers[0].kernel_count)
     assert shift.outside_before == 0
     assert (
@@ -96,7 +96,7 @@ def test_what_moved_is_measured_from_the_start():
     )
 
 
-def test_trained_networks_are_calibrated_on_images_to_train_on():
+def test_trained_networks_are_calibrated_on_training_images():
     weights = make_network(request(), Arm()).model.state_dict()
     data = open_images(Path("images"))
     settings = Settings(
@@ -109,28 +109,30 @@ def test_trained_networks_are_calibrated_on_images_to_train_on():
         augmentation="light",
         recipe=Recipe(epochs=1, batch_size=4),
     )
-    parts = {
+    arguments = {
         "data": data,
         "settings": settings,
         "folder": Path("out"),
         "accelerator": accelerator_for(device="cpu"),
     }
-    trainer = Trainer(request=request(weights=weights, options=PlanOptions()), **parts)
+    trainer = Trainer(request=request(weights=weights, options=PlanOptions()), **arguments)
     with patch(
         "dcls_convert.compare.trainer.make_network",
         side_effect=lambda request, arm, **_: (request, arm),
-    ) as made:
+    ) as make_network_mock:
         for arm in (Arm(kind="converted", size=9), Arm()):
             trainer.prepare(arm, 0)
-    calibrated, plain = (call.args[0].calibration for call in made.call_args_list)
-    assert len(calibrated) == 16
-    assert plain is None
+    converted_calibration, original_calibration = (
+        call.args[0].calibration for call in make_network_mock.call_args_list
+    )
+    assert len(converted_calibration) == 16
+    assert original_calibration is None
 
 
 # The command.
 
 
-def test_a_comparison_ends_as_a_table_files_and_checkpoints(tmp_path):
+def test_a_comparison_writes_a_table_files_and_checkpoints(tmp_path):
     out, err = compare("--sizes", "9", "--epochs", "2", "--seeds", "3", "--output", "out", "--html")
     assert "6 runs of 2 epochs of 4 updates on cpu: about" in err
     assert "AdamW, lr" in err
@@ -154,9 +156,10 @@ def test_a_comparison_ends_as_a_table_files_and_checkpoints(tmp_path):
     page = (tmp_path / "out/comparison.html").read_text()
     data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
     drawn = data["comparison"]
-    assert [
+    drawn_runs = [
         (drawn["networks"][run["network"]], drawn["seeds"][run["seed"]]) for run in drawn["runs"]
-    ] == [(run.arm.label, run.seed) for run in comparison.runs]
+    ]
+    assert drawn_runs == [(run.arm.label, run.seed) for run in comparison.runs]
     assert [history["title"] for history in data["histories"]] == [
         "Positions of 9x9 kernel, seed 0"
     ]
@@ -168,31 +171,27 @@ def test_a_comparison_ends_as_a_table_files_and_checkpoints(tmp_path):
     assert "runs of" not in err
     assert json.loads(again) == comparison.to_dict()
     out, _ = compare("--sizes", "9", "--epochs", "2", "--seeds", "4", "--output", "out")
-    said = (
+    note = (
         "The number of seeds was changed after 1 look, "
         "so claims need a significance level of 1.25 %"
     )
-    assert said in " ".join(out.split())
+    assert note in " ".join(out.split())
 
 
-def test_parts_make_the_whole_and_other_settings_are_refused(tmp_path):
-    whole = ("--sizes", "9", "--epochs", "1", "--seeds", "2")
-    compare(*whole, "--output", "whole")
+def test_parts_equal_the_whole_and_other_settings_are_refused(tmp_path):
+    options = ("--sizes", "9", "--epochs", "1", "--seeds", "2")
+    compare(*options, "--output", "whole")
     for part in ("2/3", "1/3", "3/3"):
-        out, _ = compare(*whole, "--only", part, "--output", "parts")
+        out, _ = compare(*options, "--only", part, "--output", "parts")
     assert "missing" not in out
     assert read_comparison(tmp_path / "parts").looks == (2,)  # all parts are one look
-    one, other = (read_comparison(tmp_path / name) for name in ("whole", "parts"))
-    for mine, theirs in zip(one.runs, other.runs, strict=True):
-        assert (mine.arm, mine.seed, mine.loss, mine.right) == (
-            theirs.arm,
-            theirs.seed,
-            theirs.loss,
-            theirs.right,
-        )
-        assert mine.moved == theirs.moved
+    whole, parts = (read_comparison(tmp_path / name) for name in ("whole", "parts"))
+    for run_of_whole, run_of_part in zip(whole.runs, parts.runs, strict=True):
+        for field in ("arm", "seed", "loss", "right", "moved"):
+            assert getattr(run_of_whole, field) == getattr(run_of_part, field)
     with patch(
-        "dcls_convert.compare.trainer.Trainer.time_trial", side_effect=AssertionError("timed first")
+        "dcls_convert.compare.trainer.Trainer.time_trial",
+        side_effect=AssertionError("timed before settings were checked"),
     ):
         _, err = compare("--sizes", "9", "--epochs", "2", "--output", "whole", code=2)
     assert "output whole: holds runs with epochs 1, not 2; use the same or another --output" in err
@@ -202,29 +201,29 @@ def test_parts_make_the_whole_and_other_settings_are_refused(tmp_path):
     missing = "11x11 kernel, seed 0; 11x11 kernel, seed 1; as it is, seed 2; 9x9 kernel, seed 2"
     assert f"5 runs missing: {missing}; and 1 more" in " ".join(out.split())
     more = read_comparison(tmp_path / "whole")
-    assert (more.settings.seeds, more.looks) == (2, (2,))  # that of 3 seeds is not finished
-    assert more.correction == Correction(conversions=2, looks=1)  # 2 seeds give no answer
-    _, err = compare(*whole, "--output", "images", code=2)
+    assert (more.settings.seeds, more.looks) == (2, (2,))  # the look with 3 seeds is not finished
+    assert more.correction == Correction(conversions=2, looks=1)  # 2 seeds are too few to be a look
+    _, err = compare(*options, "--output", "images", code=2)
     assert (
         err.splitlines()[-1]
         == "error: output images: holds something other than a comparison; use another folder"
     )
 
 
-def test_a_run_that_was_interrupted_goes_on(tmp_path):
+def test_an_interrupted_run_continues(tmp_path):
     options = ("--sizes", "9", "--epochs", "3", "--seeds", "1")
     compare(*options, "--output", "whole")
-    real = Training._train_update
+    train_update = Training._train_update
     calls = 0
 
-    def interrupted(*arguments):
+    def train_update_until_interrupt(*arguments):
         nonlocal calls
         calls += 1
-        if calls > 10 + 12 + 7:  # two trials, the first run, 7 of the 12 of the second
+        if calls > 10 + 12 + 7:  # two trials, the first run, and 7 of 12 updates of the second
             raise KeyboardInterrupt
-        return real(*arguments)
+        return train_update(*arguments)
 
-    with patch.object(Training, "_train_update", interrupted):
+    with patch.object(Training, "_train_update", train_update_until_interrupt):
         out, err = compare(*options, "--output", "interrupted", code=130)
     assert out.splitlines()[-2:] == [
         " 1 run missing: 9x9 kernel, seed 0",
@@ -235,19 +234,19 @@ def test_a_run_that_was_interrupted_goes_on(tmp_path):
     assert [path.parent.name for path in (tmp_path / "interrupted").rglob("state.pt")] == [
         "9x9-kernel-seed0"
     ]
-    # Interrupted after the last epoch.
+    # Interrupt again, after the last epoch.
     with patch("dcls_convert.compare.trainer.save_trained", side_effect=KeyboardInterrupt):
         compare(*options, "--output", "interrupted", code=130)
     compare(*options, "--output", "interrupted")
-    one, other = (read_comparison(tmp_path / name) for name in ("whole", "interrupted"))
-    assert [(run.loss, run.top1, run.moved) for run in one.runs] == [
-        (run.loss, run.top1, run.moved) for run in other.runs
+    whole, interrupted = (read_comparison(tmp_path / name) for name in ("whole", "interrupted"))
+    assert [(run.loss, run.top1, run.moved) for run in whole.runs] == [
+        (run.loss, run.top1, run.moved) for run in interrupted.runs
     ]
     tracks = [Path(name, "runs/9x9-kernel-seed0", TRACK) for name in ("whole", "interrupted")]
     assert tracks[0].read_bytes() == tracks[1].read_bytes()
 
 
-def test_a_damaged_state_is_one_line():
+def test_a_damaged_state_is_reported_in_one_line():
     state = Path("out/runs/as-it-is-seed0/state.pt")
     state.parent.mkdir(parents=True)
     state.write_bytes(b"\x80\x02\x8a\nno state")
@@ -261,24 +260,24 @@ def test_a_damaged_state_is_one_line():
 
 @pytest.mark.parametrize("updates", [0, 10])  # in the trial, and in the first run
 def test_out_of_memory_says_what_to_do(updates):
-    real = Training._backward
+    backward = Training._backward
     calls = 0
 
-    def full(*arguments):
+    def backward_until_out_of_memory(*arguments):
         nonlocal calls
         calls += 1
         if calls > updates:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")
-        return real(*arguments)
+        return backward(*arguments)
 
-    with patch.object(Training, "_backward", full):
+    with patch.object(Training, "_backward", backward_until_out_of_memory):
         _, err = compare("--sizes", "9", "--epochs", "1", "--seeds", "1", code=2)
     last = err.splitlines()[-1]
     assert last.startswith("error: as it is")
-    assert last.endswith(": out of memory; take a smaller --batch-size or --input-size")
+    assert last.endswith(": out of memory; use a smaller --batch-size or --input-size")
 
 
-def test_a_comparison_that_ended_before_any_epoch_does_not_bind_its_folder(tmp_path):
+def test_a_comparison_that_ended_before_any_epoch_does_not_fix_the_settings(tmp_path):
     with patch.object(Training, "run", side_effect=KeyboardInterrupt):
         compare("--sizes", "9", "--epochs", "7", "--seeds", "1", code=130)
     with patch("dcls_convert.compare.trainer.Trainer.run", side_effect=KeyboardInterrupt):
@@ -322,7 +321,7 @@ def test_minutes_decide_the_epochs_once(tmp_path):
         ),
         (
             ("--data", "images", "--batch-size", "512"),
-            "--batch-size: an update takes 512 images, more than all 16",
+            "--batch-size: one update needs 512 images, but there are only 16",
         ),
         (("--data", "images", "--num-classes", "7"), "--num-classes 7: the images have 2 classes"),
         (
@@ -337,7 +336,7 @@ def test_minutes_decide_the_epochs_once(tmp_path):
         (("--data", "images", "--sizes", "8", "--batch-size", "4"), "8x8"),
     ],
 )
-def test_mistakes_are_one_line_and_write_nothing(tmp_path, arguments, message):
+def test_mistakes_are_reported_in_one_line_and_nothing_is_written(tmp_path, arguments, message):
     _, err = run("compare", NET, *SIZE, "--device", "cpu", *arguments, "--output", "out", code=2)
     assert message in err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
@@ -348,29 +347,30 @@ def test_a_size_that_does_not_fit_is_refused_before_images_are_read():
     assert "window 8 (axis 0 of 8x8) must be odd" in err.splitlines()[-1]
 
 
-def choosy(num_classes):
+def picky_net(num_classes):
+    """A network that fails on images that do not have 64 columns."""
     network = net(num_classes)
     network.stem.register_forward_pre_hook(lambda _, inputs: 1 / (inputs[0].shape[-1] == 64))
     return network
 
 
-def test_a_network_that_does_not_take_the_images_is_no_bug():
-    _, err = run("compare", f"{__name__}:choosy", "--data", "images", *QUICK, code=2)
+def test_a_network_that_fails_on_the_images_is_a_user_error():
+    _, err = run("compare", f"{__name__}:picky_net", "--data", "images", *QUICK, code=2)
     assert err.splitlines()[-1] == "error: as it is: fails on these images: division by zero"
 
 
-def test_what_is_not_installed_is_named(monkeypatch):
+def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr("dcls_convert.cli.compare.PACKAGES", ("accelerate", "no_such_package"))
     _, err = compare(code=2)
     assert "compare needs packages: pip install no_such_package" in err
 
 
-def test_the_usual_rate_is_the_papers_for_its_batches():
+def test_the_default_learning_rate_is_the_papers_at_its_batch_size():
     assert default_lr(4096, trained=False) == 4e-3
     assert default_lr(256, trained=True) == 1e-4
 
 
-def test_shards_give_the_runs_that_a_folder_of_the_same_images_gives(tmp_path):
+def test_shards_give_the_same_runs_as_a_folder_of_the_same_images(tmp_path):
     folder = open_images(tmp_path / "images")
     splits = {}
     for split, images in (("train", folder.train), ("validation", folder.test)):
@@ -380,7 +380,7 @@ def test_shards_give_the_runs_that_a_folder_of_the_same_images_gives(tmp_path):
             names, (images.reader.samples[:half], images.reader.samples[half:]), strict=True
         ):
             with tarfile.open(tmp_path / name, "w") as shard:
-                # To timm, the last has no label.
+                # The last one has label -1, which to timm means no label.
                 for image, label in [*samples, (samples[0][0], -1)]:
                     (tmp_path / "label").write_text(str(label))
                     shard.add(image, f"some.folder/{Path(image).stem}{label}.png")
@@ -393,8 +393,8 @@ def test_shards_give_the_runs_that_a_folder_of_the_same_images_gives(tmp_path):
         }
     (tmp_path / "info.json").write_text(json.dumps({"splits": splits}))
     for output, data in {
-        "one": ("--data", "images"),
-        "other": ("--dataset", "wds/", "--data", "."),
+        "folder": ("--data", "images"),
+        "shards": ("--dataset", "wds/", "--data", "."),
     }.items():
         settings = (
             *QUICK,
@@ -410,5 +410,8 @@ def test_shards_give_the_runs_that_a_folder_of_the_same_images_gives(tmp_path):
             output,
         )
         run("compare", NET, *data, *settings)
-    one, other = (read_comparison(tmp_path / output).runs for output in ("one", "other"))
-    assert [(run.loss, run.right) for run in one] == [(run.loss, run.right) for run in other]
+    outcomes = {}
+    for output in ("folder", "shards"):
+        runs = read_comparison(tmp_path / output).runs
+        outcomes[output] = [(run.loss, run.right) for run in runs]
+    assert outcomes["folder"] == outcomes["shards"]

@@ -1,4 +1,4 @@
-"""The check of a GPU, on a CPU: it finds what is wrong or slow, and stores what it has found."""
+"""The GPU check, run on a CPU: it finds errors and slow algorithms, and stores its results."""
 
 import os
 from pathlib import Path
@@ -25,20 +25,20 @@ from dcls_convert.views.gpu import row_line
 from ..command_line import NET, net, run
 
 CPU = torch.device("cpu")
-ASKED = ("gpu", NET, "--input-size", "3x16x16", "--dilated-size", 9)
+COMMAND = ("gpu", NET, "--input-size", "3x16x16", "--dilated-size", 9)
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch, tmp_path):
-    """Without the large map, and without compilers."""
+    """Run without the large map and without compilers."""
     monkeypatch.setattr(gpu, "ACCURACY_MAPS", gpu.ACCURACY_MAPS[:1])
     monkeypatch.setattr(gpu, "ROUNDS", 1)
-    monkeypatch.setattr(gpu, "MS_OF_A_ROUND", 0.0)
+    monkeypatch.setattr(gpu, "ROUND_MS", 0.0)
     monkeypatch.setattr(GpuCheck, "_compiled_cases", lambda self: [])
     monkeypatch.chdir(tmp_path)
 
 
-def checked(model):
+def gpu_check(model):
     options = PlanOptions(dilated_size=9)
     request = ConversionRequest(model=model, options=options, input_size=(3, 16, 16))
     return GpuCheck(LoadedNetwork(request), CPU, seconds=60)
@@ -48,8 +48,8 @@ def timed(way, ms, work="training", batch=64):
     return GpuRow(part="network", what="converted", way=way, work=work, batch=batch, ms=ms)
 
 
-def test_the_program_prints_and_stores_every_row_and_the_verdict():
-    out, err = run(*ASKED, "--device", "cpu")
+def test_the_command_prints_and_stores_every_row_and_the_verdict():
+    out, err = run(*COMMAND, "--device", "cpu")
     report = GpuReport.from_json(Path("dcls-convert-gpu.json").read_bytes(), "here")
     lines = out.splitlines()
     assert lines[1 : 1 + len(report.rows)] == [row_line(row).rstrip() for row in report.rows]
@@ -63,44 +63,44 @@ def test_the_program_prints_and_stores_every_row_and_the_verdict():
             assert ("network", "converted", way, work) in kinds
         for way in ("torch", "matmul"):
             assert {("layer", f"8 channels of {side}x{side}", way, work) for side in (8, 4)} < kinds
-    assert "already exists" in run(*ASKED, "--device", "cpu", code=2)[1]
+    assert "already exists" in run(*COMMAND, "--device", "cpu", code=2)[1]
 
 
 def test_without_a_gpu_one_line_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    out, err = run(*ASKED, code=2)
+    out, err = run(*COMMAND, code=2)
     assert not out
     assert "error: torch finds no GPU here" in err.splitlines()[-1]
     assert not list(Path().iterdir())
 
 
-def test_what_was_measured_before_an_interruption_is_stored(monkeypatch):
+def test_rows_measured_before_an_interrupt_are_stored(monkeypatch):
     def interrupt(self):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(GpuCheck, "_network_cases", interrupt)
-    run(*ASKED, "--device", "cpu", code=130)
+    run(*COMMAND, "--device", "cpu", code=130)
     report = GpuReport.from_json(Path("dcls-convert-gpu.json").read_bytes(), "here")
     assert [row.part for row in report.rows] == ["proof"] * 3
 
 
-def test_when_the_time_is_over_nothing_is_begun():
-    check = checked(net())
+def test_after_the_time_limit_no_timing_is_started():
+    check = gpu_check(net())
     check.end = 0.0
     rows = list(check.measure())
     assert {row.part for row in rows} == {"proof"}
     assert check.report().not_begun > 0
 
 
-def test_with_time_enough_everything_is_begun():
-    check = checked(net())
+def test_with_enough_time_everything_is_timed():
+    check = gpu_check(net())
     rows = list(check.measure())
     assert {row.part for row in rows} == {"proof", "network", "layer"}
     assert check.report().not_begun == 0
 
 
 @pytest.mark.parametrize("dtype", gpu.MAX_ERROR, ids=str)
-def test_products_are_right_and_a_wrong_one_is_found(dtype, monkeypatch):
+def test_products_are_accurate_and_wrong_ones_are_found(dtype, monkeypatch):
     with forced_algorithm("matmul"):
         assert largest_error(8, 13, dtype, CPU) < gpu.MAX_ERROR[dtype]
     product = torch.bmm
@@ -111,12 +111,12 @@ def test_products_are_right_and_a_wrong_one_is_found(dtype, monkeypatch):
         return result
 
     monkeypatch.setattr(torch, "bmm", drop_the_last_column)
-    problems = [row.problem for row in checked(net())._accuracy_rows()]
+    problems = [row.problem for row in gpu_check(net())._accuracy_rows()]
     assert all(problem.startswith("wrong: ") for problem in problems)
 
 
 @pytest.mark.parametrize("dtype", gpu.MAX_ERROR, ids=str)
-def test_channels_of_the_last_map_are_taken_in_parts(dtype, monkeypatch):
+def test_channels_of_the_last_map_are_processed_in_parts(dtype, monkeypatch):
     monkeypatch.undo()
     channels, side = gpu.ACCURACY_MAPS[-1]
     calls = []
@@ -130,7 +130,7 @@ def test_channels_of_the_last_map_are_taken_in_parts(dtype, monkeypatch):
 
 
 def test_exhausted_memory_is_a_row_and_halves_the_batch(monkeypatch):
-    check = checked(net())
+    check = gpu_check(net())
     case = check._network_cases()[0]
 
     def refuse(model, inputs):
@@ -147,7 +147,7 @@ def test_exhausted_memory_is_a_row_and_halves_the_batch(monkeypatch):
 
 
 def test_a_failure_is_a_row_with_its_reason(monkeypatch):
-    check = checked(net())
+    check = gpu_check(net())
 
     def fail(model, inputs):
         raise RuntimeError("no kernel\nfor this device")
@@ -162,13 +162,20 @@ def test_a_failure_is_a_row_with_its_reason(monkeypatch):
 @pytest.mark.parametrize(
     ("rows", "advice"),
     [
-        ([timed("auto", 1.05), timed("torch", 1.0), timed("matmul", 3.0)], "nothing to do"),
+        (
+            [timed("auto", 1.05), timed("torch", 1.0), timed("matmul", 3.0)],
+            "nothing to do",
+        ),
         (
             [timed("auto", 2.0), timed("torch", 1.0), timed("matmul", 3.0)],
             f"export {VARIABLE} as torch for training at batch 64 (2.0 x as fast)",
         ),
-        (  # another batch, and another work, are no rivals
-            [timed("auto", 2.0), timed("torch", 1.0, batch=1), timed("torch", 1.0, "inference")],
+        (  # rows with another batch or another work are not compared
+            [
+                timed("auto", 2.0),
+                timed("torch", 1.0, batch=1),
+                timed("torch", 1.0, "inference"),
+            ],
             "nothing to do",
         ),
         ([timed("torch", 1.0)], "no converted network was timed"),
@@ -178,12 +185,12 @@ def test_a_failure_is_a_row_with_its_reason(monkeypatch):
         ),
     ],
 )
-def test_the_verdict_names_what_is_faster_than_the_own_choice(rows, advice):
+def test_the_verdict_names_algorithms_that_are_faster_than_the_packages_choice(rows, advice):
     assert verdict(rows).startswith(advice)
 
 
 @pytest.mark.parametrize("before", [None, "torch"])
-def test_the_environment_is_as_before(before, monkeypatch):
+def test_the_environment_variable_is_restored(before, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     if before is not None:
         monkeypatch.setenv(VARIABLE, before)

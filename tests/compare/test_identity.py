@@ -1,4 +1,4 @@
-"""A comparison's folder takes no runs on other images, or from other weights, than its own."""
+"""The folder of a comparison accepts only runs with the same images, weights and rules."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from timm.data import dataset_factory
 
 from ..command_line import NET, net, run
 
-# timm leaves images open.
+# timm does not close image files.
 pytestmark = [
     pytest.mark.usefixtures("images_here"),
     pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
@@ -21,12 +21,12 @@ ONE_RUN = ("--epochs", "1", "--seeds", "1", "--only", "1/2", "--output", "out")
 
 
 def compare(*arguments, code=0):
-    """The last line that the command told."""
+    """Run the command, and return the last line of its messages."""
     _, err = run("compare", NET, *arguments, *OPTIONS, *ONE_RUN, code=code)
     return err.splitlines()[-1]
 
 
-def test_images_are_known_by_their_files_wherever_they_lie(tmp_path):
+def test_images_are_identified_by_their_files_wherever_they_are(tmp_path):
     compare("--data", "images")
     settings = json.loads(Path("out/settings.json").read_text())
     assert settings["data"] == "images"
@@ -49,10 +49,10 @@ def test_images_are_known_by_their_files_wherever_they_lie(tmp_path):
     assert "with train images 16, not 15" in compare("--data", "other/images", code=2)
 
 
-def test_data_sets_are_known_by_their_names(monkeypatch):
-    """Both have ten classes, and images of the same names, numbers and sizes."""
+def test_data_sets_without_files_are_identified_by_their_names(monkeypatch):
+    """Both data sets have ten classes, and equally many images of the same size."""
 
-    class Read:
+    class TenClasses:
         def __init__(self, **_):
             self.classes = self.class_to_idx = {str(digit): digit for digit in range(10)}
             self.transform = None
@@ -64,13 +64,13 @@ def test_data_sets_are_known_by_their_names(monkeypatch):
             return self.transform(Image.new("RGB", (28, 28))), index
 
     for name in ("mnist", "fashion_mnist"):
-        monkeypatch.setitem(dataset_factory._TORCH_BASIC_DS, name, Read)
+        monkeypatch.setitem(dataset_factory._TORCH_BASIC_DS, name, TenClasses)
     compare("--dataset", "torch/mnist", "--data", ".")
     refused = compare("--dataset", "torch/fashion_mnist", "--data", ".", code=2)
     assert "holds runs on other images than those of torch/fashion_mnist" in refused
 
 
-def test_weights_are_known_by_their_values():
+def test_weights_are_identified_by_their_values():
     for epoch in (10, 90):
         folder = Path(f"epoch_{epoch}")
         folder.mkdir()
@@ -85,7 +85,7 @@ def test_weights_are_known_by_their_values():
 RULES = "format: 1\nrules:\n- match: {kind: depthwise, stage: stages.0}\n"
 
 
-def test_rules_are_known_by_what_they_say_wherever_their_file_lies(tmp_path):
+def test_rules_are_identified_by_their_contents_wherever_their_file_is(tmp_path):
     for name, text in (("one", RULES), ("two", RULES), ("other", RULES.replace("0}", "1}"))):
         Path(name).mkdir()
         Path(name, "rules.yaml").write_text(text)
@@ -97,24 +97,24 @@ def test_rules_are_known_by_what_they_say_wherever_their_file_lies(tmp_path):
     compare("--data", "images", "--rules", "moved.yaml")
 
     refused = "error: output out: holds runs by the rules of rules.yaml, which are not those of "
-    for options, now in (
+    for options, new_rules in (
         (("--rules", "other/rules.yaml"), "rules.yaml"),
         (("--rules", "depthwise"), "depthwise"),
         ((), "auto"),
     ):
         line = compare("--data", "images", *options, code=2)
-        assert line == f"{refused}{now} now; use the same or another --output"
+        assert line == f"{refused}{new_rules} now; use the same or another --output"
 
 
 def make_format_2_():
-    """Change the folder's settings to those of the format that knew rules by their path alone."""
+    """Convert the stored settings to format 2, which has no hash of the rules."""
     path = Path("out/settings.json")
     settings = json.loads(path.read_text()) | {"format": 2}
     del settings["rules_hash"]
     path.write_text(json.dumps(settings))
 
 
-def test_a_folder_of_the_format_before_is_taken_up_if_it_had_no_rules():
+def test_a_folder_of_the_previous_format_without_rules_is_continued():
     compare("--data", "images")
     make_format_2_()
     compare("--data", "images")
@@ -122,7 +122,7 @@ def test_a_folder_of_the_format_before_is_taken_up_if_it_had_no_rules():
     assert "by the rules of auto" in compare("--data", "images", "--rules", "rules.yaml", code=2)
 
 
-def test_a_folder_of_the_format_before_is_refused_if_its_rules_are_unknown():
+def test_a_folder_of_the_previous_format_with_rules_is_refused():
     Path("rules.yaml").write_text(RULES)
     compare("--data", "images", "--rules", "rules.yaml")
     make_format_2_()
@@ -140,7 +140,7 @@ def test_a_folder_of_the_format_before_is_refused_if_its_rules_are_unknown():
         ({"recipe_version": 0}, "holds runs with recipe version 0, not 1; "),
     ],
 )
-def test_runs_of_another_version_are_refused(changed, message):
+def test_runs_of_incompatible_versions_are_refused(changed, message):
     compare("--data", "images")
     path = Path("out/settings.json")
     settings = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""One process a run: locks of those that live hold, those of the dead are taken over."""
+"""Each run has one process. Locks of living processes hold, those of dead ones are taken over."""
 
 import json
 import multiprocessing
@@ -20,7 +20,7 @@ OTHER = "elsewhere-1"
 
 
 @pytest.fixture(autouse=True)
-def _in_no_time(monkeypatch):
+def _short_times(monkeypatch):
     monkeypatch.setattr(run_locks, "SECONDS_BETWEEN_TOUCHES", 0.05)
     monkeypatch.setattr(run_locks, "SECONDS_UNTIL_STALE", 1.0)
     monkeypatch.setattr(run_locks, "SECONDS_TO_SETTLE", 0.2)
@@ -38,7 +38,7 @@ def test_a_lock_holds_until_its_block_ends(tmp_path):
         assert owner is None
 
 
-def test_the_lock_of_a_dead_process_of_this_machine_is_taken_at_once(tmp_path):
+def test_the_lock_of_a_dead_process_on_this_machine_is_taken_over_at_once(tmp_path):
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
     (tmp_path / LOCK).write_text(f"{host_name()}-{process.pid}")
@@ -46,7 +46,7 @@ def test_the_lock_of_a_dead_process_of_this_machine_is_taken_at_once(tmp_path):
         assert owner is None
 
 
-def test_the_lock_of_another_machine_is_taken_when_it_is_not_touched_any_more(tmp_path):
+def test_the_lock_of_another_machine_is_taken_over_once_it_is_no_longer_touched(tmp_path):
     path = tmp_path / LOCK
     path.write_text(OTHER)
     with locked(tmp_path, wait=False) as owner:
@@ -62,42 +62,44 @@ def test_the_lock_of_another_machine_is_taken_when_it_is_not_touched_any_more(tm
         assert owner is None
 
 
-def _try(folder, number):
+def _train_if_locked(folder, number):
     with locked(folder, wait=True) as owner:
         if owner is None:
             (folder / f"trained-{number}").touch()
             time.sleep(3)
 
 
-@pytest.mark.parametrize("left", [False, True])
-def test_of_processes_that_begin_at_once_one_trains(tmp_path, left):
-    if left:
+@pytest.mark.parametrize("stale_lock", [False, True])
+def test_of_processes_that_start_together_only_one_trains(tmp_path, stale_lock):
+    if stale_lock:
         (tmp_path / LOCK).write_text(OTHER)
-    processes = multiprocessing.get_context("fork")
-    tries = [processes.Process(target=_try, args=(tmp_path, number)) for number in range(6)]
-    for one in tries:
-        one.start()
-    for one in tries:
-        one.join(60)
+    context = multiprocessing.get_context("fork")
+    processes = []
+    for number in range(6):
+        processes.append(context.Process(target=_train_if_locked, args=(tmp_path, number)))
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
     assert len(list(tmp_path.glob("trained-*"))) == 1
     assert not (tmp_path / LOCK).exists()
 
 
-TIMES = ("step_ms", "images_per_second", "seconds")
+TIME_FIELDS = ("step_ms", "images_per_second", "seconds")
 
 
 def runs_without_times(folder):
     comparison = json.loads((folder / "comparison.json").read_text())
     assert comparison["missing"] == []
     for run in comparison["runs"]:
-        for name in TIMES:
+        for name in TIME_FIELDS:
             del run[name]
     return comparison["runs"]
 
 
 @pytest.mark.processes
-def test_calls_share_the_work_and_one_that_is_killed_loses_none(tmp_path):
-    """All runs are as those of one call that nothing disturbs."""
+def test_calls_share_the_runs_and_those_of_a_killed_call_are_not_lost(tmp_path):
+    """All runs equal those of a single call that is not disturbed."""
     write_images(tmp_path / "images")
     command = [sys.executable, "-m", "dcls_convert", "compare", "test_convnext", "--data", "images"]
     command += ["--sizes", "9", "--epochs", "3", "--seeds", "2", "--input-size", "3x32x32"]
@@ -118,8 +120,8 @@ def test_calls_share_the_work_and_one_that_is_killed_loses_none(tmp_path):
     killed = calls.pop(int(owner))
     killed.kill()
     killed.communicate()
-    told = [call.communicate(timeout=500) for call in calls.values()]
-    assert [call.returncode for call in calls.values()] == [0, 0, 0], told
+    outputs = [call.communicate(timeout=500) for call in calls.values()]
+    assert [call.returncode for call in calls.values()] == [0, 0, 0], outputs
     assert runs_without_times(tmp_path / "out") == runs_without_times(tmp_path / "whole")
     for track in tmp_path.glob("out/runs/*/positions.jsonl"):
         undisturbed = tmp_path / "whole" / track.relative_to(tmp_path / "out")

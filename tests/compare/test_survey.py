@@ -1,6 +1,6 @@
-"""`dcls-convert models`: what would become of the models of both registries.
+"""`dcls-convert models`: how a conversion would change the models of both registries.
 
-And all of them, marked `zoo`.
+Tests of all models are marked `zoo`.
 """
 
 import csv
@@ -44,28 +44,29 @@ def _known(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "found"),
+    ("pattern", "names"),
     {
         None: KNOWN,
         "timm:*": KNOWN[:3],
-        "resnet18": ["timm:resnet18", "torchvision:resnet18"],  # a name, so not resnet18d
+        "resnet18": ["timm:resnet18", "torchvision:resnet18"],  # a whole name, so not resnet18d
         "resnet": ["timm:resnet18", "timm:resnet18d", "torchvision:resnet18"],  # a part of names
         "[rv]*1?": ["timm:resnet18", "torchvision:resnet18", "torchvision:vgg11"],
     }.items(),
 )
 @pytest.mark.usefixtures("_known")
-def test_patterns(pattern, found):
-    assert names_matching(pattern) == found
+def test_patterns_match_names(pattern, names):
+    assert names_matching(pattern) == names
 
 
 @pytest.mark.parametrize(
-    ("pattern", "near"), {"resnet81": "resnet18", "timm:resnet1_*": "resnet18", "": None}.items()
+    ("pattern", "suggestion"),
+    {"resnet81": "resnet18", "timm:resnet1_*": "resnet18", "": None}.items(),
 )
 @pytest.mark.usefixtures("_known")
-def test_a_pattern_that_matches_nothing_names_what_is_near(pattern, near):
+def test_a_pattern_that_matches_nothing_gets_a_suggestion(pattern, suggestion):
     with pytest.raises(ModelError, match="no model of timm or torchvision matches") as error:
         names_matching(pattern)
-    assert (f"did you mean {near!r}" in str(error.value)) == (near is not None)
+    assert (f"did you mean {suggestion!r}" in str(error.value)) == (suggestion is not None)
     assert "\n" not in str(error.value)
 
 
@@ -75,7 +76,7 @@ def test_macs_that_depend_on_the_image_are_not_counted():
     assert "what a MaskRCNN computes depends on how many regions it finds" in row.macs.note
 
 
-SOME = [
+ROWS = [
     ModelRow(
         name="timm:b",
         status="planned",
@@ -109,23 +110,23 @@ SOME = [
         "name": "abcd",
         "params": "adbc",
         "macs": "bdac",
-        "count": "abcd",  # by the largest
+        "count": "abcd",  # by the largest count
         "layers": "abcd",
         None: "bacd",
     }.items(),
 )
-def test_models_are_sorted_and_what_is_not_known_comes_last(sort, order):
-    assert "".join(row.name[-1] for row in chosen_rows(SOME, sort=sort)) == order
+def test_models_are_sorted_and_unknown_values_come_last(sort, order):
+    assert "".join(row.name[-1] for row in chosen_rows(ROWS, sort=sort)) == order
 
 
 @pytest.mark.parametrize(
-    ("kind", "kept"), {"depthwise": "bc", "dense": "ac", "grouped": "c", None: "bacd"}.items()
+    ("kind", "expected"), {"depthwise": "bc", "dense": "ac", "grouped": "c", None: "bacd"}.items()
 )
-def test_models_are_chosen_by_what_is_replaced_and_failures_stay(kind, kept):
-    assert "".join(row.name[-1] for row in chosen_rows(SOME, kind=kind)) == kept
+def test_models_are_filtered_by_replaced_kind_and_failures_stay(kind, expected):
+    assert "".join(row.name[-1] for row in chosen_rows(ROWS, kind=kind)) == expected
 
 
-def test_a_planned_model_has_the_papers_numbers_and_one_in_which_nothing_matches_says_what_it_has():
+def test_a_planned_row_has_the_papers_numbers_and_one_without_matches_names_its_convolutions():
     row = model_row("timm:convnext_tiny", PlanOptions(dilated_size=17))
     assert (row.status, row.reason) == ("planned", None)
     assert row.convolutions == {"depthwise 7x7": 18, "dense 2x2": 3, "dense 4x4 in the stem": 1}
@@ -140,17 +141,17 @@ def test_a_planned_model_has_the_papers_numbers_and_one_in_which_nothing_matches
 
 
 @pytest.mark.parametrize(
-    ("options", "size", "says"),
+    ("options", "size", "reason"),
     [
         ({"dilated_size": 16}, None, "window 16 (axis 0 of 16x16) must be odd as the kernel 7 is"),
         ({}, (3, 1, 1), "input size 3x1x1"),
         ({}, (3, 16, 112, 112), "the model is 2-D"),
     ],
 )
-def test_an_option_that_does_not_fit_a_model_is_the_reason_in_its_row(options, size, says):
+def test_an_option_that_does_not_fit_a_model_is_the_reason_in_its_row(options, size, reason):
     row = model_row(f"timm:{TINY}", PlanOptions(**options), size)
     assert row.status == "does not fit"
-    assert says in row.reason
+    assert reason in row.reason
 
 
 FULL = ModelRow(
@@ -169,11 +170,11 @@ FULL = ModelRow(
 )
 
 
-def test_json_and_csv_tell_every_field_of_a_row():
+def test_json_and_csv_contain_every_field_of_a_row():
     empty = ModelRow(name="timm:b", status="failed")
-    assert all(
-        getattr(FULL, x.name) != getattr(empty, x.name) or x.name == "status" for x in fields(FULL)
-    )
+    for field in fields(FULL):
+        if field.name != "status":
+            assert getattr(FULL, field.name) != getattr(empty, field.name)
     text = survey_json([FULL, empty], PlanOptions(dilated_size=9), pattern="*", input_size=None)
     data = json.loads(text)
     lines = list(csv.DictReader(io.StringIO(survey_csv([FULL, empty]))))
@@ -187,11 +188,11 @@ def test_json_and_csv_tell_every_field_of_a_row():
         "does_not_fit": 0,
         "failed": 2,
     }
-    plain = {
+    unchanged = {
         name: getattr(FULL, name)
         for name in "name status reason rules convolutions replaced".split()
     }
-    assert data["models"][0] == plain | {
+    assert data["models"][0] == unchanged | {
         "input_size": [3, 8, 8],
         "dilated_sizes": [[7, 7]],
         "growth": 4,
@@ -206,7 +207,7 @@ def test_json_and_csv_tell_every_field_of_a_row():
     assert {key for key, value in lines[1].items() if value} == {"name", "status"}
 
 
-def test_the_table_has_a_line_for_each_model_and_the_failures_again():
+def test_the_table_has_a_line_for_each_model_and_repeats_the_failures():
     recorder = Console(width=160, file=io.StringIO(), highlight=False)
     planned = model_row(f"timm:{TINY}", PlanOptions())
     mixed = model_row("timm:mobilenetv3_small_050", PlanOptions())
@@ -227,10 +228,10 @@ def test_the_table_has_a_line_for_each_model_and_the_failures_again():
 
 
 @pytest.mark.processes
-def test_json_is_all_of_stdout_and_a_failure_is_exit_code_1(monkeypatch):
+def test_stdout_is_only_json_and_a_failed_model_is_exit_code_1(monkeypatch):
     names = ["torchvision:vit_b_32", "timm:no_such_model", f"timm:{TINY}", "timm:test_mambaout"]
     monkeypatch.setattr("dcls_convert.compare.survey.registry_names", lambda: names)
-    line = (
+    arguments = (
         "--json",
         "--dilated-size",
         9,
@@ -243,7 +244,7 @@ def test_json_is_all_of_stdout_and_a_failure_is_exit_code_1(monkeypatch):
         "--jobs",
         1,
     )
-    out, err = run("models", *line, code=1)
+    out, err = run("models", *arguments, code=1)
     data = json.loads(out)
     assert list(data) == ["format", "options", "models", "summary"]
     rows = [model_row(name, PlanOptions(dilated_size=9, scope="stage")) for name in names]
@@ -257,14 +258,14 @@ def test_json_is_all_of_stdout_and_a_failure_is_exit_code_1(monkeypatch):
     assert "failed: timm:no_such_model: " in err
 
 
-def test_an_option_that_the_rules_overrule_is_refused_once(tmp_path):
+def test_an_option_that_the_rules_override_is_refused_once(tmp_path):
     rules = tmp_path / "rules.yaml"
     rules.write_text("format: 1\nrules:\n- {match: {kind: depthwise}, dilated_size: 9}\n")
     _, err = run("models", "--rules", rules, "--dilated-size", 11, code=2)
     assert "every rule states its own dilated_size, so no other has an effect" in err
 
 
-# All of them; and without the marker `zoo`, of each module of the libraries the first one.
+# All models; without the marker `zoo`, only the first model of each module of the libraries.
 
 
 def module_of(name):
@@ -278,15 +279,15 @@ def module_of(name):
 
 
 @pytest.mark.parametrize(
-    "every",
+    "all_models",
     [pytest.param(True, marks=pytest.mark.zoo), pytest.param(False, marks=pytest.mark.processes)],
 )
-def test_a_model_of_the_registries_is_planned_or_says_why_not(every):
+def test_every_model_is_planned_or_its_row_says_why_not(all_models):
     names = names_matching(None)
     assert len(names) == len(timm.list_models()) - timm.is_model("dcls_convert") + len(
         torchvision.models.list_models()
     )
-    if not every:
+    if not all_models:
         names = [*{module_of(name): name for name in reversed(names)}.values()]
     started = time.monotonic()
     rows = survey_models(names, PlanOptions(), workers=2, timeout=120)

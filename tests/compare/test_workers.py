@@ -1,5 +1,5 @@
-"""Workers: whatever a job or a model does to its process, the others are done, and no process is
-left.
+"""Workers: whatever a job or a model does to its process, all other jobs are done, and no process
+is left behind.
 """
 
 import json
@@ -17,9 +17,9 @@ from dcls_convert.compare.workers import run_jobs
 
 pytestmark = pytest.mark.processes
 
-# Seconds for a job; the jobs that are to end in time take milliseconds on a quiet machine.
+# Time limit of a job in seconds. Jobs that should meet it take milliseconds on a quiet machine.
 TIMEOUT = 3.0
-SECONDS_PER_MODEL = 15  # the good ones take a second on an idle core
+SECONDS_PER_MODEL = 15  # good models take a second on an idle core
 
 
 def fail():
@@ -27,7 +27,7 @@ def fail():
 
 
 LATE = f"took longer than {TIMEOUT:g} s"
-JOBS = {  # what they do, and why they fail; None: they do not
+JOBS = {  # name -> function, and why it fails or None
     "square": (lambda: 49, None),
     "pid": (os.getpid, None),
     "exception": (fail, "ZeroDivisionError: oh no (test_workers.py:"),
@@ -47,7 +47,7 @@ def die():
 
 def outcomes(jobs, **options):
     indices, *rows = zip(*sorted(run_jobs(do, jobs, **options)), strict=True)
-    assert indices == tuple(range(len(jobs))), "one outcome a job"
+    assert indices == tuple(range(len(jobs))), "one outcome per job"
     return rows
 
 
@@ -57,7 +57,7 @@ def _no_process_is_left():
     assert multiprocessing.active_children() == []
 
 
-def test_every_crash_fails_its_job_alone():
+def test_a_crash_fails_only_its_own_job():
     jobs = [name for other in JOBS if other != "pid" for name in (other, "square")]
     for name, value, failure in zip(jobs, *outcomes(jobs, workers=2, timeout=TIMEOUT), strict=True):
         assert value == (49 if name == "square" else None)
@@ -68,7 +68,7 @@ def test_every_crash_fails_its_job_alone():
             assert failure.isprintable()
 
 
-def test_a_worker_does_many_jobs_and_workers_that_cannot_start_fail_all():
+def test_a_worker_does_many_jobs_and_if_no_worker_can_start_all_jobs_fail():
     values, _ = outcomes(["pid"] * 4, workers=1)
     assert len({*values, os.getpid()}) == 2
     assert list(run_jobs(do, [], workers=3)) == []
@@ -95,14 +95,14 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("moment", ["the workers start", "the workers work"])
+@pytest.mark.parametrize("moment", ["during start", "during work"])
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name
 )
-def test_a_signal_ends_everything_without_a_word(tmp_path, number, moment):
-    """SIGINT to the whole group, as a terminal sends it.
+def test_a_signal_ends_all_processes_without_output(tmp_path, number, moment):
+    """SIGINT goes to the whole process group, as from a terminal.
 
-    The others to the parent alone, whose workers must notice.
+    Other signals go only to the parent, and its workers must notice.
     """
     (tmp_path / "program.py").write_text(PROGRAM)
     process = subprocess.Popen(
@@ -114,22 +114,23 @@ def test_a_signal_ends_everything_without_a_word(tmp_path, number, moment):
         start_new_session=True,
     )
     parent = psutil.Process(process.pid)
-    # Two workers and CPython's tracker of resources.
+    # Two workers and CPython's resource tracker.
     while len(children := parent.children(recursive=True)) < 3:
         assert process.poll() is None
         time.sleep(0.01)
-    time.sleep(0.1)  # CPython has handed the last one its orders; one that gets none says so
-    if moment == "the workers work":
+    # CPython now sends the last worker its data. A worker that gets none prints an error.
+    time.sleep(0.1)
+    if moment == "during work":
         for _ in range(2):
             process.stdout.readline()
-        time.sleep(0.2)  # the hanging jobs are under way
+        time.sleep(0.2)  # until the hanging jobs run
     if number == signal.SIGINT:
         os.killpg(process.pid, number)
     else:
         os.kill(process.pid, number)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == (130 if number != signal.SIGKILL else -9)
-    # The tracker outlives a killed parent, and may say that it cleans up.
+    # The tracker outlives a killed parent, and may report that it cleans up.
     assert errors == "" or (
         number == signal.SIGKILL and all("semaphore" in line for line in errors.splitlines()[::2])
     )
@@ -142,7 +143,7 @@ def hang_without_signals():
     time.sleep(600)
 
 
-def shout():
+def flood_output():
     for number in (1, 2):
         os.write(number, b"many words of a model\n" * 100_000)
     raise ValueError("hoarse\x1b[2J")
@@ -154,19 +155,22 @@ HOSTILE = {
         "its process was killed by SIGKILL (out of memory?)",
     ),
     "hang": (hang_without_signals, f"took longer than {SECONDS_PER_MODEL} s"),
-    "shout": (shout, "timm:hostile_shout: cannot be built: ValueError: hoarse\\x1b[2J"),
+    "shout": (flood_output, "timm:hostile_shout: cannot be built: ValueError: hoarse\\x1b[2J"),
     "no_module": (lambda: 7, "timm:hostile_no_module: cannot be built: AttributeError: "),
 }
 
 
 def set_up_with_hostile_models():
-    """In a worker. This module imports no torch by itself, so that other workers start quickly."""
+    """Set up a worker with models that harm their process.
+
+    timm is imported only here, so that workers of other tests start quickly.
+    """
     import timm
 
     from dcls_convert.compare.survey import set_up_worker
 
     set_up_worker()
-    globals()["__all__"] = []  # where timm adds the names
+    globals()["__all__"] = []  # timm adds the names of models to it
     for name, (work, _) in HOSTILE.items():
 
         def build(pretrained=False, work=work, **_):
@@ -176,7 +180,7 @@ def set_up_with_hostile_models():
         timm.models.register_model(build)
 
 
-def test_a_model_that_harms_its_process_is_a_row_with_a_plain_reason(monkeypatch, capfd):
+def test_a_model_that_harms_its_process_is_a_row_with_a_readable_reason(monkeypatch, capfd):
     from dcls_convert.compare import survey
 
     from ..command_line import exit_code

@@ -1,4 +1,4 @@
-"""Which algorithm computes a convolution: by a rule on its shapes, or by the environment."""
+"""The algorithm of a convolution is chosen by a rule on its shapes, or by the environment."""
 
 import itertools
 import logging
@@ -32,24 +32,26 @@ def chosen(**changes):
 
 
 @pytest.fixture(autouse=True)
-def _a_process_of_its_own(monkeypatch):
+def _as_in_a_new_process(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(onednn, "max_padding_columns", lambda: 6)
     monkeypatch.setattr(choice, "_chosen", {})
 
 
-def test_the_rule_is_that_of_patches_taps_and_inputs():
-    """By the numbers of patches and of inputs that a patch sees, counted one by one."""
+def test_the_rule_compares_patches_times_taps_with_inputs():
+    """The numbers of patches, and of inputs that a patch needs, are counted independently."""
     bounds = {True: (81, 8), False: (169, 32)}
-    found = set()
+    cases = set()
     for side in (56, 28, 14, 7, 64, 32, 16, 8):
         for window in (7, 9, 11, 13, 17, 31):
             for images in (1, 4, 8, 32, 128):
                 for gradients, (min_taps, ratio) in bounds.items():
                     patches = math.ceil(side / 14)
                     starts = range(0, side, math.ceil(side / patches))
-                    a_side = min(side, starts[1] if len(starts) > 1 else side)
-                    inputs = (a_side + window - 1 if len(starts) > 1 else side) ** 2
+                    input_side = side  # a single patch needs no padding
+                    if len(starts) > 1:
+                        input_side = min(side, starts[1]) + window - 1
+                    inputs = input_side**2
                     pays = images * len(starts) ** 2 * window**2 >= ratio * inputs
                     expected = "matmul" if pays and window**2 >= min_taps else "torch"
                     assert expected == chosen(
@@ -58,22 +60,22 @@ def test_the_rule_is_that_of_patches_taps_and_inputs():
                         padding=(window // 2, window // 2),
                         gradients=gradients,
                     )
-                    found.add((expected, gradients))
-    assert len(found) == 4
+                    cases.add((expected, gradients))
+    assert len(cases) == 4
 
 
 def smallest_batch(window, side, gradients):
-    """The smallest batch that is computed as products, as docs/speed.md writes it."""
+    """Return the smallest batch that is computed as products, as written in docs/speed.md."""
     if chosen(kernel_shape=(96, 1, window, window), gradients=gradients) == "torch":
         return "-"
     for images in itertools.count(1):
-        found = chosen(
+        algorithm = chosen(
             input_shape=(images, 96, side, side),
             kernel_shape=(96, 1, window, window),
             padding=(window // 2, window // 2),
             gradients=gradients,
         )
-        if found == "matmul":
+        if algorithm == "matmul":
             return str(images)
 
 
@@ -90,13 +92,13 @@ def test_the_documented_table_is_the_rule():
 
 
 @pytest.mark.parametrize("device", ["mps", "xpu"])
-def test_where_nothing_is_known_products_are_taken_on_demand_alone(monkeypatch, device):
+def test_where_nothing_is_known_products_are_used_only_on_demand(monkeypatch, device):
     assert chosen(device=device) == "torch"
     monkeypatch.setenv(VARIABLE, "matmul")
     assert chosen(device=device) == "matmul"
 
 
-def test_the_environment_overrules_where_products_can(monkeypatch):
+def test_the_environment_overrides_the_rule_where_products_are_possible(monkeypatch):
     assert chosen(device="cpu", dtype=torch.float32) == "onednn"
     monkeypatch.setenv(VARIABLE, "torch")
     assert chosen() == chosen(device="cpu") == "torch"
@@ -117,17 +119,20 @@ def test_the_environment_overrules_where_products_can(monkeypatch):
         ({"stride": (2, 1)}, "onednn"),
         ({"kernel_shape": (192, 1, 17, 17)}, "onednn"),
         ({"kernel_shape": (96, 1, 53, 17), "padding": (26, 8)}, "onednn"),
-        ({"padding": (0, 0), "input_shape": (128, 96, 16, 56)}, "onednn"),  # whose error is torch's
+        (
+            {"padding": (0, 0), "input_shape": (128, 96, 16, 56)},
+            "onednn",
+        ),  # torch reports the error
         ({"dilation": (1, 2)}, "torch"),
         ({"kernel_shape": (96, 1, 16, 16), "padding": "same"}, "torch"),
-        # Padding alone is enough for the window.
+        # An empty map, although its padding is large enough for the window.
         ({"padding": (9, 8), "input_shape": (128, 96, 0, 56)}, "torch"),
         ({"input_shape": (0, 96, 56, 56)}, "torch"),
         ({"dtype": torch.int32}, "torch"),
         ({"device": "meta"}, "torch"),
     ],
 )
-def test_what_products_cannot_is_computed_by_others(monkeypatch, changes, on_cpu):
+def test_what_products_cannot_compute_is_computed_by_other_algorithms(monkeypatch, changes, on_cpu):
     monkeypatch.setenv(VARIABLE, "matmul")
     assert chosen() == "matmul"
     assert chosen(**changes) == "torch"
@@ -151,29 +156,29 @@ def convolve(maps=MAPS, kernel=KERNEL):
 
 
 @pytest.mark.usefixtures("_cpu_as_a_gpu")
-def test_each_choice_is_told_once_with_its_reason(caplog):
+def test_each_choice_is_reported_once_with_its_reason(caplog):
     caplog.set_level(logging.DEBUG, "dcls_convert")
     learnt = KERNEL.clone().requires_grad_()
     for _ in range(2):
         convolve()
         convolve(kernel=learnt)
         convolve(MAPS[:1], learnt)
-    told = [str(made) for made in choices()]
-    assert told == [
-        "cpu, torch.float32, window 9x9 on 64 x 3 maps of 9x9, forward alone: torch "
+    reported = [str(choice) for choice in choices()]
+    assert reported == [
+        "cpu, torch.float32, window 9x9 on 64 x 3 maps of 9x9, forward only: torch "
         "(fewer than 169 taps)",
         "cpu, torch.float32, window 9x9 on 64 x 3 maps of 9x9, training: matmul "
         "(estimate: enough patches for matrix products)",
         "cpu, torch.float32, window 9x9 on 1 x 3 maps of 9x9, training: torch "
         "(estimate: too few patches for matrix products)",
     ]
-    assert [record.getMessage() for record in caplog.records] == told
+    assert [record.getMessage() for record in caplog.records] == reported
 
 
 @pytest.mark.usefixtures("_cpu_as_a_gpu")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_compiled_program_is_for_batches_on_both_sides_of_the_bound(dynamic):
-    """A batch of any size is no guard; products are then taken where gradients are wanted."""
+    """A program for any batch size has no guard on it; products are used if there are gradients."""
     graphs = []
 
     def count(graph, _):
@@ -185,7 +190,7 @@ def test_a_compiled_program_is_for_batches_on_both_sides_of_the_bound(dynamic):
     compiled = torch.compile(
         lambda maps: convolve(maps, learnt), backend=count, dynamic=dynamic, fullgraph=True
     )
-    for images in (8, 9, 64, 128):  # 8 is the first with products
+    for images in (8, 9, 64, 128):  # products are used from 8 images on
         maps = MAPS[:1].expand(images, -1, -1, -1).contiguous()
         if dynamic:
             torch._dynamo.mark_dynamic(maps, 0)
@@ -196,15 +201,15 @@ def test_a_compiled_program_is_for_batches_on_both_sides_of_the_bound(dynamic):
 
 @pytest.mark.usefixtures("_cpu_as_a_gpu")
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_block_that_is_computed_again_gives_the_gradients_of_torch(monkeypatch, reentrant):
-    gone = []
-    product = matmul.depthwise
-    monkeypatch.setattr(matmul, "depthwise", lambda *given: gone.append(given) or product(*given))
+def test_a_block_that_is_recomputed_gives_the_gradients_of_torch(monkeypatch, reentrant):
+    calls = []
+    depthwise = matmul.depthwise
+    monkeypatch.setattr(matmul, "depthwise", lambda *args: calls.append(args) or depthwise(*args))
     maps = MAPS.clone().requires_grad_()
     kernel = KERNEL.clone().requires_grad_()
     checkpoint(convolve, maps, kernel, use_reentrant=reentrant).sum().backward()
     # A reentrant checkpoint runs its block without gradients first.
-    assert len(gone) == (1 if reentrant else 2)
+    assert len(calls) == (1 if reentrant else 2)
     expected = torch.autograd.grad(
         torch.nn.functional.conv2d(maps, kernel, padding=4, groups=3).sum(), (maps, kernel)
     )
@@ -213,7 +218,7 @@ def test_a_block_that_is_computed_again_gives_the_gradients_of_torch(monkeypatch
 
 @pytest.mark.parametrize("max_patches", [1, 5])
 def test_batches_in_parts_give_the_same_sums(monkeypatch, max_patches):
-    """As on MPS, whose products of many rows are wrong."""
+    """Batches are split on MPS, where products of many rows are wrong."""
     maps = torch.randn(7, 3, 20, 9, dtype=torch.float64)
     kernel = torch.randn(3, 1, 9, 9, dtype=torch.float64)
     grad = torch.randn(7, 3, 20, 9, dtype=torch.float64)
@@ -226,17 +231,17 @@ def test_batches_in_parts_give_the_same_sums(monkeypatch, max_patches):
 
 @pytest.mark.parametrize("images", [1, 64, 1024])
 @pytest.mark.parametrize("side", [7, 56, 200])
-def test_channels_are_taken_in_the_fewest_parts_that_memory_admits(images, side):
-    """The parts are equal, or differ by one channel."""
+def test_channels_are_split_into_the_fewest_parts_that_memory_allows(images, side):
+    """Parts have equally many channels, or differ by one."""
     maps = torch.empty(images, 4096, side, side, dtype=torch.float16, device="meta")
     vertical, horizontal = matmul.tile_map((side, side), (17, 17), (8, 8))
-    parts = matmul._parts_of_channels(maps, vertical, horizontal)
+    parts = matmul._channel_part_count(maps, vertical, horizontal)
 
     def bytes_of(channels):
         patches = images * vertical.patches * horizontal.patches
         inputs = vertical.inputs_per_patch * horizontal.inputs_per_patch
         outputs = vertical.outputs_per_patch * horizontal.outputs_per_patch
-        if side > 14:  # several patches, whose rows are filled up
+        if side > 14:  # several patches, whose rows are padded
             inputs += -inputs % 8
             outputs += -outputs % 8
         numbers = [patches * inputs, patches * outputs, inputs * outputs]  # inputs, outputs, bank
@@ -249,11 +254,11 @@ def test_channels_are_taken_in_the_fewest_parts_that_memory_admits(images, side)
 
 
 def test_parts_of_channels_are_balanced(monkeypatch):
-    taken = []
+    channels = []
     product = torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda *pair: taken.append(len(pair[0])) or product(*pair))
-    monkeypatch.setattr(matmul, "_parts_of_channels", lambda *_: 3)
+    monkeypatch.setattr(torch, "bmm", lambda *pair: channels.append(len(pair[0])) or product(*pair))
+    monkeypatch.setattr(matmul, "_channel_part_count", lambda *_: 3)
     maps = torch.randn(1, 7, 9, 9)
     matmul.convolve(maps, torch.randn(7, 1, 9, 9), (4, 4))
     matmul.weight_gradient(maps, maps, (9, 9), (4, 4))
-    assert taken == [3, 2, 2] * 2
+    assert channels == [3, 2, 2] * 2

@@ -1,5 +1,5 @@
-"""The depthwise convolution gives what torch's gives: values, memory format, gradients of any
-order, in every mode.
+"""The depthwise convolution equals torch's in values, memory format and gradients of any order, in
+every mode.
 """
 
 import copy
@@ -29,7 +29,7 @@ from dcls_convert.layers.dcls_conv import DclsConv2d
 from ..dispatch_modes import UNORDERED, WAITS_FOR_HOST, NewMemory, RefuseOperations
 from ..layers.common import close
 
-FLOAT64_ATOL = 1e-11  # sums of some thousand products of numbers of order 1
+FLOAT64_ATOL = 1e-11  # for sums of a few thousand products of numbers of order 1
 MAX_PADDING_COLUMNS = 6
 CHANNELS_LAST = torch.channels_last
 every_algorithm = pytest.mark.parametrize("algorithm", ["onednn", "matmul"])
@@ -37,9 +37,9 @@ every_algorithm = pytest.mark.parametrize("algorithm", ["onednn", "matmul"])
 
 @contextmanager
 def computed_by(algorithm):
-    """Convolutions of any dtype are computed by this algorithm, on any processor.
+    """Compute convolutions of any dtype by this algorithm inside a `with` block, on any processor.
 
-    Yields the paddings of all that were.
+    Yields a list of the paddings of the convolutions that were computed.
     """
     paddings = []
     module = {"onednn": onednn, "matmul": matmul}[algorithm]
@@ -60,7 +60,7 @@ DEFAULTS = {
     "channels": 3,
     "batch": 2,
     "bias": True,
-    "max_at_once": 2**29,  # with 1, each image or channel is a part
+    "max_at_once": 2**29,  # 1 means a part per image or channel
     "kernels_per_channel": 1,
 }
 
@@ -73,8 +73,8 @@ def make_case(window, padding, side, **changes):
 def cases(draw, max_side=24):
     window = draw(st.tuples(st.integers(1, max_side), st.integers(1, max_side)))
     padding = tuple(draw(st.integers(0, size + 1)) for size in window)
-    least = [max(1, size - 2 * pad) for size, pad in zip(window, padding, strict=True)]
-    side = tuple(draw(st.integers(low, low + max_side)) for low in least)
+    min_side = [max(1, size - 2 * pad) for size, pad in zip(window, padding, strict=True)]
+    side = tuple(draw(st.integers(low, low + max_side)) for low in min_side)
     flags = st.booleans()
     counts = st.integers(1, 3)
     parts = st.sampled_from([1, 2**29])
@@ -119,7 +119,7 @@ def outputs_and_gradients(function, inputs, arguments):
 
 
 def strides_that_matter(tensor):
-    """Without those of axes of one cell, which no format decides."""
+    """Return strides without those of axes of one cell, which no memory format determines."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
@@ -137,26 +137,30 @@ def strides_that_matter(tensor):
 def test_values_memory_format_and_gradients_are_those_of_torch(algorithm, case):
     inputs, arguments = tensors(case)
     with pytest.MonkeyPatch.context() as patch, computed_by(algorithm):
-        patch.setattr(matmul, "MAX_BYTES", case["max_at_once"])  # one channel at a time
-        patch.setattr(onednn, "MAX_GRADIENT_FLOATS", case["max_at_once"])  # one image
+        # With 1: one channel, or one image, at a time.
+        patch.setattr(matmul, "MAX_BYTES", case["max_at_once"])
+        patch.setattr(onednn, "MAX_GRADIENT_FLOATS", case["max_at_once"])
         ours = outputs_and_gradients(fastest_conv2d, inputs, arguments)
     theirs = outputs_and_gradients(F.conv2d, inputs, arguments)
     close(ours, theirs, FLOAT64_ATOL)
-    if case["channels"] > 1 and ours[0].shape[2:].numel() > 1:  # else formats are the same
+    formats_differ = case["channels"] > 1 and ours[0].shape[2:].numel() > 1
+    if formats_differ:
         assert strides_that_matter(ours[0]) == strides_that_matter(theirs[0])
 
 
 @pytest.mark.slow
 @every_algorithm
 @given(case=cases(max_side=3))
-def test_first_and_second_gradients_are_those_of_differences(algorithm, case):
+def test_first_and_second_gradients_equal_finite_differences(algorithm, case):
     inputs, arguments = tensors({**case, "channels": 2})
     with pytest.MonkeyPatch.context() as patch, computed_by(algorithm):
         patch.setattr(onednn, "MIN_GRADIENT_CELLS", 1)
         patch.setattr(matmul, "MAX_PATCH_SIDE", 2)
         for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
             assert check(
-                lambda *given: call(fastest_conv2d, given, arguments).tanh(), inputs, fast_mode=True
+                lambda *tensors: call(fastest_conv2d, tensors, arguments).tanh(),
+                inputs,
+                fast_mode=True,
             )
 
 
@@ -165,19 +169,19 @@ def test_first_and_second_gradients_are_those_of_differences(algorithm, case):
 @pytest.mark.parametrize("side", [(28, 28), (14, 14)])
 def test_rounding_is_little_more_than_torchs(algorithm, dtype, side):
     inputs, arguments = tensors(make_case((17, 17), (8, 8), side, channels=4, batch=4), dtype)
-    exact = outputs_and_gradients(
-        F.conv2d, [given.detach().double().requires_grad_() for given in inputs], arguments
-    )
+    exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    exact = outputs_and_gradients(F.conv2d, exact_inputs, arguments)
     theirs = outputs_and_gradients(F.conv2d, inputs, arguments)
     with computed_by(algorithm) as paddings:
         ours = outputs_and_gradients(fastest_conv2d, inputs, arguments)
     assert paddings
     # In float32, oneDNN adds in an order of its own.
     factor = 10 if (algorithm, dtype) == ("onednn", torch.float32) else 1.5
-    for mine, other, true in zip(ours, theirs, exact, strict=True):
-        assert mine.dtype == dtype
-        least = 0.5 * torch.finfo(dtype).eps * true.norm()
-        assert (mine - true).norm() <= factor * max((other - true).norm(), least)
+    for result, torch_result, expected in zip(ours, theirs, exact, strict=True):
+        assert result.dtype == dtype
+        rounding = 0.5 * torch.finfo(dtype).eps * expected.norm()
+        torch_error = (torch_result - expected).norm()
+        assert (result - expected).norm() <= factor * max(torch_error, rounding)
 
 
 WIDE = make_case((7, 17), (3, 8), (5, 16), channels=2)
@@ -187,16 +191,17 @@ WIDE = make_case((7, 17), (3, 8), (5, 16), channels=2)
 @pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")  # by torch, of its own use or ours
 def test_function_transforms_tangents_and_batches_of_gradients_are_those_of_torch(algorithm):
     inputs, arguments = tensors(WIDE)
-    plain = [tensor.detach() for tensor in inputs]
-    tangents = tuple(torch.ones_like(tensor) for tensor in plain)
+    detached = [tensor.detach() for tensor in inputs]
+    tangents = tuple(torch.ones_like(tensor) for tensor in detached)
 
     def results(function):
-        def loss(images, *given):
-            return function(images.reshape(-1, *images.shape[-3:]), *given, *arguments).tanh().sum()
+        def loss(images, *others):
+            images = images.reshape(-1, *images.shape[-3:])
+            return function(images, *others, *arguments).tanh().sum()
 
-        yield torch.func.jvp(torch.func.grad(loss, argnums=1), tuple(plain), tangents)[1]
+        yield torch.func.jvp(torch.func.grad(loss, argnums=1), tuple(detached), tangents)[1]
         yield from torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)), (0, None, None))(
-            *plain
+            *detached
         )
         with forward_ad.dual_level():
             yield forward_ad.unpack_dual(loss(*map(forward_ad.make_dual, inputs, tangents))).tangent
@@ -245,7 +250,7 @@ def test_maps_without_a_batch_and_dense_kernels_are_left_alone(algorithm, shape)
 @every_algorithm
 @pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")  # by torch, of its own use or ours
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_layers_use_the_algorithm_and_programs_hold_one_plain_convolution(algorithm):
+def test_layers_use_the_algorithm_and_exported_programs_contain_one_plain_convolution(algorithm):
     torch.manual_seed(0)
     layer = DclsConv2d(4, 4, kernel_count=5, dilated_kernel_size=17, padding=8, groups=4)
     images = torch.randn(1, 4, 9, 9)
@@ -256,10 +261,8 @@ def test_layers_use_the_algorithm_and_programs_hold_one_plain_convolution(algori
         traced = torch.jit.trace(layer, images, check_trace=False)
     assert paddings == [(8, 8)]
     names = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
-    assert (
-        sum("conv2d" in name for name in names),
-        sum("pad" in name or "bmm" in name for name in names),
-    ) == (1, 0)
+    assert sum("conv2d" in name for name in names) == 1
+    assert not any("pad" in name or "bmm" in name for name in names)
     torch.testing.assert_close(traced(images), layer(images))
 
 
@@ -275,7 +278,7 @@ def test_a_flop_counter_counts_the_convolution(algorithm):
     assert counts[0] == counts[1] > 0
 
 
-# What GPUs need of matrix products.
+# What GPUs require of matrix products.
 
 
 def stage(batch):
@@ -284,19 +287,19 @@ def stage(batch):
     return maps, kernel, matmul.depthwise(maps, kernel, None, (1, 1), (8, 8))
 
 
-def test_a_step_adds_in_one_order_and_keeps_map_and_window_alone():
-    kept = []
+def test_a_step_adds_in_a_fixed_order_and_saves_only_map_and_window():
+    saved = []
     with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
     ):
         with RefuseOperations(WAITS_FOR_HOST | UNORDERED):
             maps, kernel, output = stage(1)
             torch.autograd.grad(output, (maps, kernel), torch.ones_like(output))
-    assert [tensor.data_ptr() for tensor in kept] == [maps.data_ptr(), kernel.data_ptr()]
+    assert [tensor.data_ptr() for tensor in saved] == [maps.data_ptr(), kernel.data_ptr()]
 
 
 def test_a_bank_is_written_once():
-    """Of five channels, with 81 x 81 numbers each for maps of 9 x 9."""
+    """The bank of five channels has 81 x 81 numbers each, for maps of 9 x 9."""
     vertical, horizontal = matmul.tile_map((9, 9), (7, 7), (3, 3))
     with NewMemory() as memory:
         matmul._bank(torch.randn(5, 1, 7, 7), vertical, horizontal)
@@ -304,19 +307,19 @@ def test_a_bank_is_written_once():
 
 
 @pytest.mark.parametrize("side", [14, 15, 30])
-def test_rows_of_products_are_aligned_where_maps_are_cut(monkeypatch, side):
-    """The row of a whole map is the map itself, which filling would copy."""
+def test_rows_of_products_are_aligned_if_maps_are_tiled(monkeypatch, side):
+    """The row of a whole map is a view of the map; padding would copy it."""
     pairs = []
     product = torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda *pair: pairs.append(pair) or product(*pair))
     maps = torch.randn(2, 3, side, side)
     matmul.convolve(maps, torch.randn(3, 1, 9, 9), (4, 4))
     matmul.weight_gradient(maps, maps, (9, 9), (4, 4))
-    (patches, bank), (of_outputs, same_patches) = pairs
-    lengths = [patches.shape[2], bank.shape[2], of_outputs.shape[1], same_patches.shape[2]]
+    (patches, bank), (output_patches, same_patches) = pairs
+    lengths = [patches.shape[2], bank.shape[2], output_patches.shape[1], same_patches.shape[2]]
     if side == 14:
         assert lengths == [14 * 14] * 4
-        assert {patches.data_ptr(), of_outputs.data_ptr()} == {maps.data_ptr()}
+        assert {patches.data_ptr(), output_patches.data_ptr()} == {maps.data_ptr()}
     else:
         assert not any(length % 8 for length in lengths)
 
@@ -324,7 +327,7 @@ def test_rows_of_products_are_aligned_where_maps_are_cut(monkeypatch, side):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch._prims_common:FutureWarning")  # by inductor, of itself
 def test_compiled_code_writes_patches_once():
-    """With memory laid out as for GPUs, in strides that are multiples of 128 bytes."""
+    """Memory is laid out as for GPUs, with strides that are multiples of 128 bytes."""
     maps = torch.randn(4, 6, 28, 28).to(memory_format=CHANNELS_LAST)
     kernel = torch.randn(6, 1, 17, 17)
     patches = 4 * 6 * 4 * 900  # numbers
@@ -341,8 +344,8 @@ def test_compiled_code_writes_patches_once():
 
 
 def test_a_step_copies_the_map_once_and_the_gradient_once():
-    """Though the map is cast, and both are transposed. For a single patch, nothing else is copied:
-    each of the two convolutions writes a product and its output.
+    """This holds although the map is cast, and both are transposed. With a single patch, nothing
+    else is copied: each of the two convolutions writes a product and its output.
     """
     maps = torch.randn(4, 8, 14, 14).to(memory_format=CHANNELS_LAST).requires_grad_()
     kernel = torch.randn(8, 1, 17, 17, requires_grad=True)
@@ -359,9 +362,9 @@ def test_a_step_copies_the_map_once_and_the_gradient_once():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("max_bytes", [2**29, 2**26])
-def test_the_largest_allocation_is_that_calculated_from_shapes(monkeypatch, max_bytes):
-    """Stage 1 of ConvNeXt-T at a batch of 8, float32: 16 patches of 14 x 14 outputs, which see 30 x
-    30 inputs; in rows of 200 and 904.
+def test_the_largest_allocation_is_as_calculated_from_shapes(monkeypatch, max_bytes):
+    """Stage 1 of ConvNeXt-T in float32, at a batch of 8: a map has 16 patches of 14 x 14 outputs,
+    which need 30 x 30 inputs. Their rows have 200 and 904 numbers.
     """
     monkeypatch.setattr(matmul, "MAX_BYTES", max_bytes)
     patches = 4 * 8 * 16 * 904
@@ -372,16 +375,16 @@ def test_the_largest_allocation_is_that_calculated_from_shapes(monkeypatch, max_
         maps, kernel, output = stage(8)
         torch.autograd.grad(output, (maps, kernel), output.detach())
     allocated = [event.self_cpu_memory_usage for event in profile.events()]
-    # Or the padded map.
-    assert max(allocated) <= max(channels * max(patches, bank), 4 * 8 * 96 * 72 * 72)
+    padded_maps = 4 * 8 * 96 * 72 * 72
+    assert max(allocated) <= max(channels * max(patches, bank), padded_maps)
 
 
-# Networks, compiled, and wrapped by DDP and FSDP2 in a group of one process: `matmul` against
-# torch's algorithm.
+# Networks that are compiled, or wrapped by DDP and FSDP2 in a group of one process: `matmul` is
+# compared with torch's algorithm.
 
 
 def steps(model, images):
-    """The outputs of training steps, and the gradients of each."""
+    """Train, and return the output and the gradients of each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     results = []
     for _ in range(3):
@@ -430,10 +433,10 @@ def test_a_compiled_training_step_has_no_plain_convolution_and_trains_as_with_to
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "spread",
+    "wrap",
     [DistributedDataParallel, lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (1,)))],
 )
-def test_layers_wrapped_for_several_processes_train_as_with_torch(tmp_path, monkeypatch, spread):
+def test_layers_wrapped_for_several_processes_train_as_with_torch(tmp_path, monkeypatch, wrap):
     images = torch.randn(2, 4, 20, 18, dtype=torch.float64)
     monkeypatch.setenv(VARIABLE, "torch")
     expected = steps(network(), images)
@@ -442,7 +445,7 @@ def test_layers_wrapped_for_several_processes_train_as_with_torch(tmp_path, monk
         with computed_by("matmul") as paddings:
             ours = [
                 getattr(tensor, "to_local", tensor.detach)()
-                for tensor in steps(spread(network()), images)
+                for tensor in steps(wrap(network()), images)
             ]
     finally:
         dist.destroy_process_group()

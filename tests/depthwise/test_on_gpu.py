@@ -20,14 +20,9 @@ def test_wide_windows_are_convolved_as_on_the_cpu(monkeypatch, side, memory_form
     for device in ("cpu", "cuda"):
         pair = [tensor.to(device).requires_grad_() for tensor in (maps, kernel)]
         output = fastest_conv2d(*pair, None, (1, 1), (8, 8), (1, 1), 5)
-        results.append(
-            [
-                output.detach().cpu(),
-                *(g.cpu() for g in torch.autograd.grad(output.square().sum(), pair)),
-            ]
-        )
+        gradients = torch.autograd.grad(output.square().sum(), pair)
+        results.append([tensor.detach().cpu() for tensor in (output, *gradients)])
         assert output.is_contiguous(memory_format=memory_format)
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(
-            one, other, rtol=FLOAT64_ATOL, atol=FLOAT64_ATOL * other.abs().max().item()
-        )
+    for on_cpu, on_gpu in zip(*results, strict=True):
+        atol = FLOAT64_ATOL * on_gpu.abs().max().item()
+        torch.testing.assert_close(on_cpu, on_gpu, rtol=FLOAT64_ATOL, atol=atol)

@@ -1,4 +1,4 @@
-"""Matrix products of each precision beside float64 on the CPU, on every device that is there."""
+"""Compare matrix products in each precision with float64 on the CPU, on every available device."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ DEVICES = [
     ),
 ]
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-PRECISIONS["tf32"] = torch.float32  # which CPUs do not have
+PRECISIONS["tf32"] = torch.float32  # without effect on CPUs
 CHANNELS = 6
 WINDOW = 9
 
@@ -38,11 +38,11 @@ def output_and_gradients(convolve, images, kernel, grad):
     return [output.detach(), *gradients]
 
 
-def by_torch(images, kernel):
+def convolve_by_torch(images, kernel):
     return F.conv2d(images, kernel, padding=WINDOW // 2, groups=CHANNELS)
 
 
-def by_products(images, kernel):
+def convolve_by_products(images, kernel):
     padding = (WINDOW // 2, WINDOW // 2)
     return matmul.depthwise(images, kernel, None, (1, 1), padding)
 
@@ -55,16 +55,16 @@ def test_products_lose_at_most_twice_what_torch_loses(
 ):
     torch.manual_seed(0)
     if parts > 1:
-        monkeypatch.setattr(matmul, "_parts_of_channels", lambda *_: parts)
+        monkeypatch.setattr(matmul, "_channel_part_count", lambda *_: parts)
     shapes = [(images, CHANNELS, side, side), (CHANNELS, 1, WINDOW, WINDOW)]
-    given = [torch.randn(shape).to(device, dtype) for shape in (*shapes, shapes[0])]
-    exact = output_and_gradients(by_torch, *[one.cpu().double() for one in given])
-    products = output_and_gradients(by_products, *given)
-    others = output_and_gradients(by_torch, *given)
+    tensors = [torch.randn(shape).to(device, dtype) for shape in (*shapes, shapes[0])]
+    exact = output_and_gradients(convolve_by_torch, *[tensor.cpu().double() for tensor in tensors])
+    by_products = output_and_gradients(convolve_by_products, *tensors)
+    by_torch = output_and_gradients(convolve_by_torch, *tensors)
     rounding = torch.finfo(dtype).eps
     if torch.get_float32_matmul_precision() == "high":
         rounding = torch.finfo(torch.float16).eps  # TF32 has as many digits
-    for product, other, wanted in zip(products, others, exact, strict=True):
-        error = (product.cpu().double() - wanted).norm() / wanted.norm()
-        error_of_torch = (other.cpu().double() - wanted).norm() / wanted.norm()
-        assert error <= 2 * error_of_torch + rounding
+    for result, torch_result, expected in zip(by_products, by_torch, exact, strict=True):
+        error = (result.cpu().double() - expected).norm() / expected.norm()
+        torch_error = (torch_result.cpu().double() - expected).norm() / expected.norm()
+        assert error <= 2 * torch_error + rounding

@@ -6,7 +6,7 @@ from .networks import Branching, ByImage, Plain, checkpoint_of
 
 @pytest.fixture(scope="package")
 def checkpoints(tmp_path_factory):
-    """Folders by name; not to be written to."""
+    """A folder of checkpoint folders. Tests must not write to them."""
     folder = tmp_path_factory.mktemp("checkpoints")
     for factory in (Plain, ByImage, Branching):
         checkpoint_of(factory, folder / factory.__name__)
@@ -17,4 +17,4 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _in_an_empty_folder(empty_folder):
-    """For all tests of this room."""
+    """Run each test of this folder in an empty working directory."""

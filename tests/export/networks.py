@@ -1,4 +1,4 @@
-"""Networks of a user's own, small since exporters take their time, and checkpoints of them."""
+"""Networks of a user's own and their checkpoints; small, since exporters are slow."""
 
 import torch
 from torch import nn
@@ -20,14 +20,14 @@ class Plain(nn.Module):
 
 
 class ByImage(Plain):
-    """Its graph depends on the number of images."""
+    """A network whose graph depends on the number of images."""
 
     def forward(self, x):
         return torch.stack([self.stage(image) * (1 + index) for index, image in enumerate(x)])
 
 
 class Branching(Plain):
-    """Its outputs have a structure."""
+    """A network whose outputs are nested in dicts, lists and tuples."""
 
     def forward(self, x):
         y = self.stage(x)

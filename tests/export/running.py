@@ -1,4 +1,4 @@
-"""How users run what each export format writes, and how far its outputs are from the original."""
+"""Run what each export format writes, and compare its outputs with the original model's."""
 
 import onnxruntime
 import torch
@@ -10,7 +10,7 @@ from dcls_convert.networks.model_outputs import max_relative_error
 
 from ..checkpoints.folders import IMAGE
 
-FLOAT32_ERROR = 1e-5  # relative: other kernels, other orders of summation
+FLOAT32_ERROR = 1e-5  # relative; other implementations sum in other orders
 
 
 def outputs_of(checkpoint, images):
@@ -29,12 +29,12 @@ def run_by_torch_export(file, images):
         return torch.export.load(file).module()(images)
 
 
-# How users run what each format writes.
+# By format: how users run what it writes.
 RUN = {"timm": outputs_of, "onnx": run_by_onnxruntime, "pt2": run_by_torch_export}
 
 
 def error_of(checkpoint, written, batch=2):
-    """Of the outputs of what was written, for images of a new batch."""
+    """Return the relative error of what was written, on new random images."""
     images = torch.randn(batch, *IMAGE)
     outputs = outputs_of(checkpoint, images)
     if EXPORT_FORMATS[written.format].flat_outputs:

@@ -1,6 +1,4 @@
-"""What `dcls-convert fold` writes gives the outputs of the checkpoint it was made from, or is not
-written at all.
-"""
+"""What `dcls-convert fold` writes gives the outputs of the checkpoint, or it is not written."""
 
 import importlib
 import json
@@ -33,16 +31,16 @@ def suffix_of(format):
     return EXPORT_FORMATS[format].suffix
 
 
-EXPORTS = [name for name, row in EXPORT_FORMATS.items() if row.is_file]
+FILE_FORMATS = [name for name, row in EXPORT_FORMATS.items() if row.is_file]
 
 
-def test_every_format_is_run_here():
+def test_these_tests_run_every_format():
     assert RUN.keys() == EXPORT_FORMATS.keys()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", EXPORTS)
-def test_exported_files_give_the_same_for_any_number_of_images(checkpoints, format):
+@pytest.mark.parametrize("format", FILE_FORMATS)
+def test_exported_files_give_the_same_outputs_for_any_batch_size(checkpoints, format):
     written = fold_checkpoint(checkpoints / "convnext", format)
     assert (written.kind, written.output, written.batch) == (
         format,
@@ -57,7 +55,7 @@ def test_exported_files_give_the_same_for_any_number_of_images(checkpoints, form
 def test_a_folded_checkpoint_can_be_exported_but_not_folded_again(tmp_path, checkpoints):
     fold_checkpoint(checkpoints / "Plain", "timm", tmp_path / "once", trust_code=True)
     with pytest.raises(
-        DclsConvertError, match=r"is folded already, and .*:Plain is not of timm's registry"
+        DclsConvertError, match=r"is folded already, and .*:Plain is not in timm's registry"
     ):
         fold_checkpoint(tmp_path / "once", "timm", tmp_path / "twice", trust_code=True)
     written = fold_checkpoint(tmp_path / "once", "pt2", tmp_path / "x.pt2", trust_code=True)
@@ -67,11 +65,11 @@ def test_a_folded_checkpoint_can_be_exported_but_not_folded_again(tmp_path, chec
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", EXPORTS)
-def test_a_model_for_one_number_of_images_is_exported_for_one(checkpoints, format):
+@pytest.mark.parametrize("format", FILE_FORMATS)
+def test_a_model_that_needs_a_fixed_batch_size_is_exported_for_one_image(checkpoints, format):
     written = fold_checkpoint(checkpoints / "ByImage", format, trust_code=True)
     assert written.batch == 1
-    # The export fails, or with torch 2.8 gives what does not run.
+    # The export fails; with torch 2.8, it gives a file that does not run.
     assert written.note.startswith(f"the export to {format} ")
     assert not {"\x1b", "\n"} & set(written.note)
     assert error_of(checkpoints / "ByImage", written, batch=1) < FLOAT32_ERROR
@@ -79,7 +77,7 @@ def test_a_model_for_one_number_of_images_is_exported_for_one(checkpoints, forma
 
 
 @pytest.mark.slow
-def test_what_a_failed_export_wrote_is_gone(monkeypatch, checkpoints):
+def test_files_of_a_failed_export_are_removed(monkeypatch, checkpoints):
     export = torch.onnx.export
 
     def for_one_image(model, args, path, *, dynamic_shapes, **options):
@@ -106,25 +104,25 @@ def test_outputs_of_any_structure(checkpoints, format):
 
 
 @pytest.mark.slow
-def test_weights_go_into_a_second_file_where_one_is_too_small(tmp_path, monkeypatch, checkpoints):
+def test_weights_too_large_for_one_file_go_into_a_second(tmp_path, monkeypatch, checkpoints):
     monkeypatch.setattr(dcls_convert.export.onnx, "MAX_IN_ONE_FILE", 0)
     written = fold_checkpoint(checkpoints / "Plain", "onnx", tmp_path / "x.onnx", trust_code=True)
     assert {path.name for path in tmp_path.iterdir()} == {"x.onnx", "x.onnx.data"}
     assert error_of(checkpoints / "Plain", written) < FLOAT32_ERROR
 
 
-# What goes wrong.
+# --- Failures
 
 
 @pytest.mark.parametrize(
-    ("how", "says"),
+    ("change", "message"),
     [
         (lambda y: y * 1.01, r"relative error is \d\.\de-0[23], allowed is 1e-0[34]"),
         (lambda y: y * math.nan, "not finite"),
         (lambda y: y[:, :-1], "has shape"),
     ],
 )
-def test_an_export_with_other_outputs_is_not_kept(monkeypatch, checkpoints, how, says):
+def test_an_export_with_other_outputs_is_not_kept(monkeypatch, checkpoints, change, message):
     Path("x.pt2").write_text("old")
     load = torch.export.load
 
@@ -133,10 +131,10 @@ def test_an_export_with_other_outputs_is_not_kept(monkeypatch, checkpoints, how,
             self.run = load(path).module()
 
         def module(self):
-            return lambda images: tree_map(how, self.run(images))
+            return lambda images: tree_map(change, self.run(images))
 
     monkeypatch.setattr(torch.export, "load", Broken)
-    with pytest.raises(DclsConvertError, match=says):
+    with pytest.raises(DclsConvertError, match=message):
         fold_checkpoint(checkpoints / "Plain", "pt2", Path("x.pt2"), force=True, trust_code=True)
     assert [path.read_text() for path in Path().iterdir()] == ["old"]
 
@@ -154,7 +152,7 @@ def test_folding_that_changes_outputs_is_refused(tmp_path, monkeypatch, checkpoi
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ("in --format onnx --output notes.txt --force", "must end in .onnx"),
         ("in --output in --force", "is the checkpoint itself"),
@@ -168,7 +166,7 @@ def test_folding_that_changes_outputs_is_refused(tmp_path, monkeypatch, checkpoi
         ("nowhere", "nowhere: is not a folder"),
     ],
 )
-def test_refusals_come_before_any_work(tmp_path, checkpoints, monkeypatch, arguments, says):
+def test_refusals_come_before_any_work(tmp_path, checkpoints, monkeypatch, arguments, message):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     monkeypatch.setattr(dcls_convert.export.fold, "load_checkpoint", None)
     (tmp_path / "in").symlink_to(checkpoints / "Plain")
@@ -176,15 +174,16 @@ def test_refusals_come_before_any_work(tmp_path, checkpoints, monkeypatch, argum
     out, err = run("fold", *arguments.split(), code=2)
     assert out == ""
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert says in line
+    assert message in line
     assert {path.name for path in tmp_path.iterdir()} == {"in", "notes.txt"}
 
 
-# The command.
+# --- The command
 
 
 @pytest.mark.parametrize(
-    "format", [pytest.param("timm"), *(pytest.param(f, marks=pytest.mark.slow) for f in EXPORTS)]
+    "format",
+    [pytest.param("timm"), *(pytest.param(f, marks=pytest.mark.slow) for f in FILE_FORMATS)],
 )
 def test_the_command_says_what_it_wrote(checkpoints, format):
     checkpoint = str(checkpoints / "Plain")
@@ -211,15 +210,17 @@ def test_the_command_says_what_it_wrote(checkpoints, format):
 
 @pytest.mark.processes
 def test_onnxruntime_does_not_phone_home(tmp_path, checkpoints):
-    """Its telemetry keeps a number of the machine under HOME, and says so where it cannot."""
-    unset = ("CI", "XDG_CACHE_HOME", "ORT_DISABLE_TELEMETRY")  # the first and the last stop it, too
+    """Its telemetry stores an identifier of the machine under HOME."""
+    # CI and ORT_DISABLE_TELEMETRY would stop the telemetry; XDG_CACHE_HOME would move it from HOME.
+    unset = ("CI", "XDG_CACHE_HOME", "ORT_DISABLE_TELEMETRY")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     line = ["fold", checkpoints / "convnext", "--format", "onnx", "--output", tmp_path / "a.onnx"]
     (tmp_path / "home").mkdir()
+    environment["HOME"] = str(tmp_path / "home")
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     subprocess.run(
         [sys.executable, "-c", "from dcls_convert.cli.app import main; main()", *line],
-        env=environment
-        | {"HOME": str(tmp_path / "home"), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=environment,
         check=True,
     )
     assert (tmp_path / "a.onnx").is_file()

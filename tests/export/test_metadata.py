@@ -1,4 +1,4 @@
-"""Exported files state what their users must know, and nothing about the machine that made them."""
+"""Exported files state what their users need, and nothing about the machine that made them."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from ..checkpoints.folders import IMAGE, edit_json, seal
 
 CLASSES = 1000  # of the checkpoint "convnext"
 NAMES = [f"class {index}" for index in range(CLASSES)]
-# Keyword arguments of `fold_checkpoint`; the older exporter of ONNX is the quick one.
+# Keyword arguments of `fold_checkpoint`. The older ONNX exporter is the faster one.
 OLDER = {"format": "onnx", "opset": 17}
 NEWER = {"format": "onnx"}
 PT2 = {"format": "pt2"}
@@ -33,11 +33,11 @@ def facts_of(written):
     return json.loads(extra[METADATA])
 
 
-def as_texts(facts):
-    texts = {}
+def as_strings(facts):
+    strings = {}
     for name, fact in facts.items():
-        texts[name] = fact if isinstance(fact, str) else json.dumps(fact)
-    return texts
+        strings[name] = fact if isinstance(fact, str) else json.dumps(fact)
+    return strings
 
 
 @pytest.fixture
@@ -49,9 +49,9 @@ def labelled(tmp_path, checkpoints):
     return folder
 
 
-@pytest.mark.parametrize("how", EXPORTS)
-def test_the_file_states_the_checkpoints_preprocessing_and_classes(labelled, how):
-    written = fold_checkpoint(labelled, **how)
+@pytest.mark.parametrize("arguments", EXPORTS)
+def test_the_file_states_the_checkpoints_preprocessing_and_classes(labelled, arguments):
+    written = fold_checkpoint(labelled, **arguments)
     stated = json.loads((labelled / CONFIG).read_text())["pretrained_cfg"]
     facts = {
         "dcls_convert_version": dcls_convert.__version__,
@@ -66,12 +66,13 @@ def test_the_file_states_the_checkpoints_preprocessing_and_classes(labelled, how
         "class_names": NAMES,
         "class_descriptions": {"class 0": "a tench"},
     }
-    assert facts_of(written) == (as_texts(facts) if written.format == "onnx" else facts)
+    expected = as_strings(facts) if written.format == "onnx" else facts
+    assert facts_of(written) == expected
 
 
-@pytest.mark.parametrize("how", [OLDER, PT2])
-def test_what_the_checkpoint_does_not_state_is_absent(checkpoints, how):
-    written = fold_checkpoint(checkpoints / "Plain", trust_code=True, **how)
+@pytest.mark.parametrize("arguments", [OLDER, PT2])
+def test_the_file_omits_what_the_checkpoint_does_not_state(checkpoints, arguments):
+    written = fold_checkpoint(checkpoints / "Plain", trust_code=True, **arguments)
     assert facts_of(written).keys() == {
         "dcls_convert_version",
         "base_model",
@@ -80,7 +81,7 @@ def test_what_the_checkpoint_does_not_state_is_absent(checkpoints, how):
     }
 
 
-def test_names_and_means_for_another_head_or_stem_are_left_out(labelled):
+def test_class_names_and_means_for_another_head_or_stem_are_omitted(labelled):
     other = {"label_names": NAMES[:10], "mean": [0.5], "std": [0.5]}
     edit_json(labelled / CONFIG, lambda config: config["pretrained_cfg"].update(other))
     seal(labelled)
@@ -89,15 +90,15 @@ def test_names_and_means_for_another_head_or_stem_are_left_out(labelled):
     assert "interpolation" in facts
 
 
-def test_class_names_may_stand_where_timms_savers_write_them(labelled):
+def test_class_names_are_read_from_where_timms_savers_write_them(labelled):
     edit_json(labelled / CONFIG, lambda config: config.update(label_names=NAMES[::-1]))
     assert json.loads(facts_of(fold_checkpoint(labelled, **OLDER))["class_names"]) == NAMES[::-1]
 
 
-@pytest.mark.parametrize("how", EXPORTS)
+@pytest.mark.parametrize("arguments", EXPORTS)
 @pytest.mark.parametrize("name", ["convnext", "Branching"])
-def test_no_file_tells_where_packages_are_on_the_makers_machine(checkpoints, name, how):
-    written = fold_checkpoint(checkpoints / name, trust_code=True, **how)
+def test_no_file_has_paths_of_the_machine_that_made_it(checkpoints, name, arguments):
+    written = fold_checkpoint(checkpoints / name, trust_code=True, **arguments)
     parts = [Path(written.output).read_bytes()]
     if written.format == "pt2":
         with zipfile.ZipFile(written.output) as archive:

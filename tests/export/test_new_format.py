@@ -1,4 +1,4 @@
-"""A new format is one module and one row of the table: the command and the checks follow."""
+"""Adding a format takes one module and one row of the table; the command and checks follow."""
 
 import importlib.util
 import json
@@ -15,11 +15,11 @@ from dcls_convert.export.export_file import export_file
 from dcls_convert.export.fold import fold_checkpoint
 from dcls_convert.export.formats import EXPORT_FORMATS, ExportFormat
 
-FACTOR = 1.0  # of the outputs of what is written
+FACTOR = 1.0  # by which the outputs of the written model are multiplied
 
 
 def write_toy(folded):
-    def export(path, images, dynamic):
+    def export(path, images, any_batch):
         torch.save(folded.model.state_dict(), path)
         return lambda images: (FACTOR * folded.model(images),)
 
@@ -40,18 +40,18 @@ def _toy(monkeypatch):
 
 
 def fold(*arguments):
-    """By the command, as it is imported now."""
+    """Run the command after importing it anew, since its options list the formats."""
     spec = importlib.util.find_spec("dcls_convert.cli.fold")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     app = typer.Typer()
     app.command(cls=Command)(module.fold)
-    done = CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
-    assert done.exit_code == 0
-    return done.stdout
+    result = CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.stdout
 
 
-def test_the_command_lists_and_takes_it(checkpoints):
+def test_the_command_lists_and_accepts_a_new_format(checkpoints):
     help = " ".join(fold("--help").replace("│", " ").split())
     choices = "|".join(EXPORT_FORMATS)
     assert choices in help or f"One of {', '.join(EXPORT_FORMATS)}." in help
@@ -64,7 +64,7 @@ def test_the_command_lists_and_takes_it(checkpoints):
     assert 'torch.load("x.toy")' in out
 
 
-def test_it_is_checked_like_the_others(checkpoints, monkeypatch):
+def test_a_new_format_is_checked_like_the_others(checkpoints, monkeypatch):
     with pytest.raises(DclsConvertError, match=r"output x must end in \.toy"):
         fold_checkpoint(checkpoints / "convnext", "toy", Path("x"))
     with pytest.raises(DclsConvertError, match="not for --format toy"):

@@ -1,4 +1,4 @@
-"""An ONNX model has the opset that is asked for, or there is none."""
+"""An ONNX model is written with the requested opset, or not at all."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def opset_of(path):
         *(pytest.param(opset, marks=pytest.mark.slow) for opset in NEWER),
     ],
 )
-def test_both_exporters_write_the_opset_for_any_number_of_images(checkpoints, opset):
+def test_both_exporters_write_the_requested_opset_for_any_batch_size(checkpoints, opset):
     written = fold_checkpoint(checkpoints / "convnext", "onnx", Path("x.onnx"), opset=opset)
     assert written.opset == opset_of("x.onnx") == opset
     assert written.batch is None
@@ -37,28 +37,28 @@ def test_both_exporters_write_the_opset_for_any_number_of_images(checkpoints, op
 
 
 @pytest.mark.slow
-def test_without_one_the_opset_is_stated_too(checkpoints):
+def test_the_default_opset_is_reported(checkpoints):
     written = fold_checkpoint(checkpoints / "Plain", "onnx", trust_code=True)
     assert written.opset == opset_of("Plain.onnx") == DEFAULT_OPSET
 
 
 @pytest.mark.parametrize("name", ["Branching", "ByImage"])
-def test_the_older_exporter_takes_models_of_ones_own(checkpoints, name):
+def test_the_older_exporter_takes_the_users_own_models(checkpoints, name):
     written = fold_checkpoint(checkpoints / name, "onnx", opset=17, trust_code=True)
     assert written.batch == (1 if name == "ByImage" else None)
     assert error_of(checkpoints / name, written, batch=written.batch or 2) < FLOAT32_ERROR
 
 
 @pytest.mark.slow
-def test_another_opset_than_that_asked_for_is_not_kept(checkpoints, monkeypatch):
-    """Of this model, torch's newer exporter writes 18 where it is asked for less, in silence."""
+def test_a_model_with_another_opset_than_requested_is_not_kept(checkpoints, monkeypatch):
+    """For this model, torch's newer exporter silently writes 18 if a lower opset is requested."""
     monkeypatch.setattr(dcls_convert.export.onnx, "MIN_DYNAMO_OPSET", OPSETS[0])
     with pytest.raises(DclsConvertError, match="torch wrote opset 18 for this model, not opset 12"):
         fold_checkpoint(checkpoints / "convnext", "onnx", opset=12)
     assert list(Path().iterdir()) == []
 
 
-def test_weights_for_two_files_need_the_newer_exporter(checkpoints, monkeypatch):
+def test_weights_in_a_second_file_need_the_newer_exporter(checkpoints, monkeypatch):
     monkeypatch.setattr(dcls_convert.export.onnx, "MAX_IN_ONE_FILE", 0)
     with pytest.raises(DclsConvertError, match=r"do not fit into one file; .* from opset 18 on"):
         fold_checkpoint(checkpoints / "Plain", "onnx", opset=17, trust_code=True)
@@ -66,6 +66,6 @@ def test_weights_for_two_files_need_the_newer_exporter(checkpoints, monkeypatch)
 
 
 @pytest.mark.parametrize("opset", [OPSETS[0] - 1, OPSETS[-1] + 1])
-def test_other_opsets_are_refused_from_python_too(checkpoints, opset):
+def test_unsupported_opsets_are_refused_from_python_too(checkpoints, opset):
     with pytest.raises(DclsConvertError, match=rf"--opset {opset}: give an integer from 7 to 25"):
         fold_checkpoint(checkpoints / "Plain", "onnx", opset=opset, trust_code=True)

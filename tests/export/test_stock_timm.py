@@ -1,6 +1,4 @@
-"""Folding for stock timm: a folder that timm loads without this package, or a folded checkpoint
-where it cannot.
-"""
+"""Folding for stock timm: a folder that timm loads alone, or else a folded checkpoint."""
 
 import json
 import subprocess
@@ -40,7 +38,7 @@ rules:
 STOCK_TIMM = """
 import sys
 
-sys.modules["dcls_convert"] = None  # as where it is not installed
+sys.modules["dcls_convert"] = None  # as if it were not installed
 import timm
 import torch
 
@@ -52,14 +50,14 @@ with torch.no_grad():
 """
 
 
-def by_stock_timm(folder, images):
-    """Outputs of the folder's model in a process that has timm and torch, but not this package."""
+def outputs_by_stock_timm(folder, images):
+    """Run the folder's model in a process that has timm and torch, but not this package."""
     torch.save(images, "images.pt")
     code = STOCK_TIMM.format(folder=folder)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     return torch.load("outputs.pt")
 
 
@@ -77,7 +75,8 @@ def test_stock_timm_loads_a_folded_convnext(checkpoints):
     original = load_converted(checkpoints / "convnext")
     with torch.no_grad():
         expected = original(images)
-    assert max_relative_error(expected, by_stock_timm(folder.resolve(), images)) < FLOAT32_ERROR
+    by_timm = outputs_by_stock_timm(folder.resolve(), images)
+    assert max_relative_error(expected, by_timm) < FLOAT32_ERROR
     card = (folder / CARD).read_text()
     assert "folded" in card
     assert "import dcls_convert" not in card
@@ -91,7 +90,7 @@ def test_stock_timm_loads_a_folded_convnext(checkpoints):
     )
 
 
-def test_stock_timm_gets_a_size_a_stage_and_the_models_own_arguments(tmp_path):
+def test_stock_timm_gets_one_size_per_stage_and_the_models_own_arguments(tmp_path):
     model, plan = convert(
         args={"num_classes": 7, "in_chans": 1}, rules=parse_rules(LATE_STAGES), size="auto"
     )
@@ -103,7 +102,7 @@ def test_stock_timm_gets_a_size_a_stage_and_the_models_own_arguments(tmp_path):
     assert max_relative_error(outputs(model, 1), outputs(loaded, 1)) < FLOAT32_ERROR
 
 
-def test_windows_of_the_kernels_size_need_no_argument(tmp_path):
+def test_windows_of_the_old_kernels_size_need_no_argument(tmp_path):
     save(tmp_path / "in", *convert("timm:test_resnet", 3), fingerprint=False)
     written = fold_checkpoint(tmp_path / "in", "timm", tmp_path / "out")
     assert (written.kind, written.kernel_args) == ("stock timm", {})
@@ -111,8 +110,8 @@ def test_windows_of_the_kernels_size_need_no_argument(tmp_path):
         fold_checkpoint(tmp_path / "out", "timm", tmp_path / "again")
 
 
-def test_shapes_that_fit_are_not_enough_for_stock_timm(tmp_path, monkeypatch, checkpoints):
-    """What timm makes of the folder is run: here it is another network of the same shapes."""
+def test_matching_shapes_are_not_enough_for_stock_timm(tmp_path, monkeypatch, checkpoints):
+    """timm's model is run and compared: here it is another network with the same shapes."""
     build = dcls_convert.export.stock_timm.build_model
 
     def another_network(source, *, pretrained=False, **options):
@@ -128,7 +127,7 @@ def test_shapes_that_fit_are_not_enough_for_stock_timm(tmp_path, monkeypatch, ch
     assert {path.name for path in (tmp_path / "out").iterdir()} == set(FILES)
 
 
-def test_what_loads_a_folder_is_said_whatever_its_name(checkpoints):
+def test_the_command_says_what_loads_a_folder_whatever_its_name(checkpoints):
     out, _ = run("fold", checkpoints / "efficientnet", "--format", "timm", "-o", "unconverted-net")
     assert "Wrote unconverted-net: timm, where dcls-convert is installed, loads it" in out
 
@@ -163,7 +162,7 @@ def test_other_architectures_become_a_folded_checkpoint(tmp_path, checkpoints):
     assert "positions," not in card.partition("## Loading")[0].partition("| Whole model |")[2]
 
 
-def test_folders_of_both_kinds_are_replaced_by_force(tmp_path, checkpoints):
+def test_force_replaces_folders_of_both_kinds(tmp_path, checkpoints):
     out = tmp_path / "out"
     for name in ("convnext", "Plain", "convnext"):
         if out.exists():
@@ -175,7 +174,7 @@ def test_folders_of_both_kinds_are_replaced_by_force(tmp_path, checkpoints):
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_a_folder_of_weights_by_another_program_is_not_replaced(tmp_path, checkpoints):
+def test_a_folder_written_by_another_program_is_not_replaced(tmp_path, checkpoints):
     save_for_hf(timm.create_model(TINY), tmp_path / "out", safe_serialization=True)
     before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     with pytest.raises(DclsConvertError, match="was not written by dcls-convert"):

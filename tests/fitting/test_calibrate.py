@@ -1,6 +1,4 @@
-"""A network keeps its outputs for images: each channel's statistics, awkward cases by name, nothing
-else changed.
-"""
+"""Calibration keeps a network's outputs for images, even in awkward cases."""
 
 import contextlib
 import copy
@@ -31,21 +29,21 @@ from dcls_convert.tables import as_text
 from dcls_convert.views.report import report_view
 
 from ..model_state import state_of
-from .networks import SMALL, error_of, network, smooth_noise
+from .networks import INPUT_SIZE, network, output_error, smooth_noise
 
 
-def means(model, images):
-    """Of each channel behind each convolution's BatchNorm, or the identity in its place."""
-    seen = []
+def channel_means(model, images):
+    """Return each channel's mean after each BatchNorm, or after the identity in its place."""
+    outputs = []
 
     def keep(module, inputs, output):
-        seen.append(output.transpose(0, 1).flatten(1))
+        outputs.append(output.transpose(0, 1).flatten(1))
 
     with torch.no_grad(), contextlib.ExitStack() as hooks:
-        for part in model[1]:
-            hooks.callback(part[1].register_forward_hook(keep).remove)
+        for block in model[1]:
+            hooks.callback(block[1].register_forward_hook(keep).remove)
         model(images)
-    return torch.stack([part.mean(1) for part in seen])
+    return torch.stack([output.mean(1) for output in outputs])
 
 
 @pytest.mark.usefixtures("quick_fit")
@@ -58,49 +56,52 @@ def means(model, images):
         ({"bias": True, "norm": False}, "none"),
     ],
 )
-def test_every_channel_has_its_mean_again(options, tie):
-    """Over the places that are sampled; here, all."""
+def test_every_channel_keeps_its_mean(options, tie):
+    """Means are kept over the sampled places, which are all places here."""
     settings = CalibrationSettings(samples_per_image=10**6)
     model = network(**options)
     images = smooth_noise(12)
-    expected = means(model, images)
+    expected = channel_means(model, images)
     old = copy.deepcopy(model)
-    plan = plan_conversion(find_convs(model, SMALL), dilated_size=9, budget=60, tie=tie)
+    plan = plan_conversion(find_convs(model, INPUT_SIZE), dilated_size=9, budget=60, tie=tie)
     calibration = calibrate(model, plan, [images[:8], images[8:]], held_out=())
     statistics = measure_inputs(model, make_layers(model, plan), calibration, silent, settings)
     apply_plan_(model, plan, calibration=statistics)
-    torch.testing.assert_close(means(model, images), expected, rtol=1e-3, atol=1e-4)
-    for one, other in zip(old.modules(), model.modules(), strict=True):
-        if isinstance(one, nn.BatchNorm2d):
-            assert torch.equal(one.running_var, other.running_var)
-            assert torch.equal(one.weight, other.weight)
+    torch.testing.assert_close(channel_means(model, images), expected, rtol=1e-3, atol=1e-4)
+    for old_module, module in zip(old.modules(), model.modules(), strict=True):
+        if isinstance(old_module, nn.BatchNorm2d):
+            assert torch.equal(old_module.running_var, module.running_var)
+            assert torch.equal(old_module.weight, module.weight)
 
 
 @pytest.mark.usefixtures("quick_fit")
-def test_images_in_parts_give_the_same_sums_and_outputs_about_as_close(monkeypatch):
-    """The first layer sees the same; later ones see what was made of the parts before."""
-    images, others = smooth_noise(24), smooth_noise(16, seed=1)
+def test_images_in_parts_give_about_the_same_result_as_all_at_once(monkeypatch):
+    """The first layer gets the same weights; later layers see the solutions of earlier parts."""
+    images = smooth_noise(24)
+    unseen = smooth_noise(16, seed=1)
     old = network()
-    before = old(others).detach()
-    plan = plan_conversion(find_convs(old, SMALL), dilated_size=9, budget=60, tie="none")
-    together = []  # passes in step: one for each batch of 2 images and each network, old and new
-    run = calibrate_module.run_in_lockstep
+    before = old(unseen).detach()
+    plan = plan_conversion(find_convs(old, INPUT_SIZE), dilated_size=9, budget=60, tie="none")
+    pass_counts = []  # passes in lockstep: one for each batch of 2 images, in each network
+    run_in_lockstep = calibrate_module.run_in_lockstep
 
-    def counting(convs, passes, step_all):
-        together.append(len(passes))
-        run(convs, passes, step_all)
+    def count_passes(convs, passes, step_all):
+        pass_counts.append(len(passes))
+        run_in_lockstep(convs, passes, step_all)
 
-    monkeypatch.setattr(calibrate_module, "run_in_lockstep", counting)
-    first_weights, errors = [], []
-    for in_step in (24, 8):
+    monkeypatch.setattr(calibrate_module, "run_in_lockstep", count_passes)
+    first_weights = []
+    errors = []
+    for images_in_step in (24, 8):
         model = copy.deepcopy(old)
         calibration = Calibration(batches=images.split(2))
-        settings = CalibrationSettings(images_in_step=in_step)
+        settings = CalibrationSettings(images_in_step=images_in_step)
         statistics = measure_inputs(model, make_layers(model, plan), calibration, silent, settings)
         apply_plan_(model, plan, calibration=statistics)
         first_weights.append(model[1][0][0].weight)
-        errors.append(error_of(model, before, others))
-    assert together == [24, 8, 8, 8]  # 2 networks, each 12 batches; then each 4 batches at a time
+        errors.append(output_error(model, before, unseen))
+    # Two networks with 12 batches each; then, three times, with 4 batches each.
+    assert pass_counts == [24, 8, 8, 8]
     torch.testing.assert_close(first_weights[1], first_weights[0], rtol=1e-4, atol=1e-5)
     assert errors[1] == pytest.approx(errors[0], rel=0.05)
 
@@ -121,11 +122,11 @@ def outputs_by_layer(model, plan, images):
 
 @pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize(("count", "stride"), [(6, 1), (1, 2)], ids=["enough", "too few places"])
-def test_the_output_error_of_each_layer_is_what_its_outputs_lost(count, stride):
-    """In layers that keep their fit, without a mean shift."""
+def test_the_output_error_of_each_layer_is_that_of_its_outputs(count, stride):
+    """With too few places, layers keep their fit, without a mean shift."""
     model = network(bias=True, norm=False, stride=stride)
     images = smooth_noise(count)
-    plan = plan_conversion(find_convs(model, SMALL), dilated_size=9, budget=60)
+    plan = plan_conversion(find_convs(model, INPUT_SIZE), dilated_size=9, budget=60)
     old = outputs_by_layer(model, plan, images)
     settings = CalibrationSettings(samples_per_image=10**6)
     groups = make_layers(model, plan)
@@ -135,14 +136,14 @@ def test_the_output_error_of_each_layer_is_what_its_outputs_lost(count, stride):
     new = outputs_by_layer(model, plan, images)
     assert errors.output.keys() == errors.kernel.keys() == old.keys()
     for name, error in errors.output.items():
-        lost = float((new[name] - old[name]).norm() / old[name].norm())
-        assert error == pytest.approx(lost, rel=1e-3)
+        expected = float((new[name] - old[name]).norm() / old[name].norm())
+        assert error == pytest.approx(expected, rel=1e-3)
 
 
-def test_layers_with_nowhere_to_put_their_means_are_named():
+def test_layers_whose_means_cannot_be_corrected_are_named():
     model = network(norm=False)
     notes = []
-    plan = plan_conversion(find_convs(model, SMALL), dilated_size=9, budget=60)
+    plan = plan_conversion(find_convs(model, INPUT_SIZE), dilated_size=9, budget=60)
     apply_plan_(
         model, plan, calibration=calibrate(model, plan, [smooth_noise()]), note=notes.append
     )
@@ -152,35 +153,36 @@ def test_layers_with_nowhere_to_put_their_means_are_named():
 
 @pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize("calibrated", [False, True])
-def test_autocast_tf32_and_the_global_generator_leave_no_trace(calibrated, monkeypatch):
-    seen = set()
+def test_autocast_tf32_and_the_global_generator_do_not_matter(calibrated, monkeypatch):
+    tf32_in_fits = set()
     fit_lines = warm_start.fit_lines
 
-    def watched(*args, **kwargs):
-        seen.add(torch.backends.cuda.matmul.allow_tf32)
+    def record_tf32(*args, **kwargs):
+        tf32_in_fits.add(torch.backends.cuda.matmul.allow_tf32)
         return fit_lines(*args, **kwargs)
 
-    monkeypatch.setattr(warm_start, "fit_lines", watched)
-    plain = network(channels=24)
-    other = network(channels=24)
+    monkeypatch.setattr(warm_start, "fit_lines", record_tf32)
+    model = network(channels=24)
+    model_under_autocast = network(channels=24)
     images = smooth_noise(3, size=48)
     options = {"dilated_size": 9, "budget": 60, "input_size": (3, 48, 48)}
-    options["calibration"] = (
-        Calibration(batches=(images[:2],), held_out=(images[2:],)) if calibrated else None
-    )
-    report = convert_(plain, **options)
+    if calibrated:
+        options["calibration"] = Calibration(batches=(images[:2],), held_out=(images[2:],))
+    report = convert_(model, **options)
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(3)
     before = torch.get_rng_state()
     try:
         with torch.autocast("cpu", torch.bfloat16):
-            assert convert_(other, **options) == report
+            assert convert_(model_under_autocast, **options) == report
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision("highest")
     assert torch.equal(torch.get_rng_state(), before)
-    assert seen == {False}
-    assert tensors_hash(plain.state_dict().items()) == tensors_hash(other.state_dict().items())
+    assert tf32_in_fits == {False}
+    assert tensors_hash(model.state_dict().items()) == tensors_hash(
+        model_under_autocast.state_dict().items()
+    )
 
 
 def test_with_an_element_for_every_cell_nothing_changes():
@@ -188,29 +190,29 @@ def test_with_an_element_for_every_cell_nothing_changes():
     images = smooth_noise()
     with torch.no_grad():
         before = model(images)
-    convert_(model, dilated_size=9, kernel_count=25, calibration=[images], input_size=SMALL)
-    assert error_of(model, before, images) < 1e-4
+    convert_(model, dilated_size=9, kernel_count=25, calibration=[images], input_size=INPUT_SIZE)
+    assert output_error(model, before, images) < 1e-4
 
 
 def unchanged(model):
     return model
 
 
-def zero_kernels(model):
-    for part in model[1]:
-        part[0].weight.data[::2] = 0
+def zero_some_kernels_(model):
+    for block in model[1]:
+        block[0].weight.data[::2] = 0
 
 
-def dead_channels(model):
+def zero_some_channels_(model):
     model[0].weight.data[:3] = 0
     model[0].bias.data[:3] = 0
 
 
 AWKWARD = {
-    "zero kernels": (zero_kernels, smooth_noise()),
-    "dead channels": (dead_channels, smooth_noise()),
-    "constant": (unchanged, torch.full((4, *SMALL), 0.5)),
-    "zero": (unchanged, torch.zeros(2, *SMALL)),
+    "zero kernels": (zero_some_kernels_, smooth_noise()),
+    "dead channels": (zero_some_channels_, smooth_noise()),
+    "constant": (unchanged, torch.full((4, *INPUT_SIZE), 0.5)),
+    "zero": (unchanged, torch.zeros(2, *INPUT_SIZE)),
     "one image": (unchanged, smooth_noise(1)),
     "small images": (unchanged, smooth_noise(4, size=3)),
     "bfloat16": (nn.Module.bfloat16, smooth_noise()),
@@ -221,14 +223,14 @@ AWKWARD = {
 
 @pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize("case", AWKWARD)
-def test_awkward_cases_give_finite_tensors_of_the_same_dtype_and_outputs_not_far_off(case):
+def test_awkward_cases_give_finite_tensors_of_the_same_dtype_and_similar_outputs(case):
     model = network()
-    (change, images) = AWKWARD[case]
+    change, images = AWKWARD[case]
     change(model)
     dtype = model[0].weight.dtype
     with torch.no_grad():
         before = model(images.to(dtype)).float()
-    convert_(model, dilated_size=9, budget=80, calibration=[images], input_size=SMALL)
+    convert_(model, dilated_size=9, budget=80, calibration=[images], input_size=INPUT_SIZE)
     state = model.state_dict()
     assert all(tensor.isfinite().all() for tensor in state.values())
     assert {tensor.dtype for name, tensor in state.items() if "num_batches" not in name} == {dtype}
@@ -240,19 +242,19 @@ def test_awkward_cases_give_finite_tensors_of_the_same_dtype_and_outputs_not_far
 @pytest.mark.parametrize(
     ("scale", "images", "message"),
     [
-        (60000, smooth_noise(), r"1\.\d\.0 sees or gives values that are not finite"),
-        (1, torch.randn(2, 1, 24, 24), "does not take the images"),
+        (60000, smooth_noise(), r"1\.\d\.0 has inputs or outputs that are not finite"),
+        (1, torch.randn(2, 1, 24, 24), "does not accept the images"),
     ],
     ids=["overflow", "channels"],
 )
-def test_what_cannot_be_calibrated_is_refused_by_name_and_the_model_left_as_it_was(
+def test_a_calibration_that_fails_names_the_problem_and_leaves_the_model_unchanged(
     scale, images, message
 ):
     model = network().half()
     model[1][1][0].weight.data *= scale
     before = state_of(model)
     with pytest.raises(DclsConvertError, match=message):
-        convert_(model, dilated_size=9, calibration=[images], input_size=SMALL)
+        convert_(model, dilated_size=9, calibration=[images], input_size=INPUT_SIZE)
     assert state_of(model) == before
 
 
@@ -265,11 +267,9 @@ def test_what_cannot_be_calibrated_is_refused_by_name_and_the_model_left_as_it_w
         (3, pytest.raises(DclsConvertError, match="out of memory")),
         (5, pytest.raises(MemoryError)),
     ],
-    ids=["not", "first pass", "in step", "at the end"],
+    ids=["no failure", "first pass", "in lockstep", "at the end"],
 )
-def test_modules_keep_their_modes_and_no_hooks_and_a_failure_leaves_the_model_unchanged(
-    fails_at, raised
-):
+def test_modes_are_kept_hooks_removed_and_a_failure_leaves_the_model_unchanged(fails_at, raised):
     model = network(bias=True)
     calls = []
     model.train()
@@ -286,15 +286,15 @@ def test_modules_keep_their_modes_and_no_hooks_and_a_failure_leaves_the_model_un
     modes = {name: module.training for name, module in model.named_modules()}
     before = state_of(model)
     with raised:
-        convert_(model, dilated_size=9, calibration=[smooth_noise()], input_size=SMALL)
+        convert_(model, dilated_size=9, calibration=[smooth_noise()], input_size=INPUT_SIZE)
     if fails_at is not None:
         assert state_of(model) == before
     assert {name: module.training for name, module in model.named_modules()} == modes
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-class Shared(nn.Module):
-    """One convolution called twice in a pass, and one that no pass calls."""
+class CalledTwice(nn.Module):
+    """A convolution that a pass calls twice, and an idle one that no pass calls."""
 
     def __init__(self):
         super().__init__()
@@ -306,16 +306,16 @@ class Shared(nn.Module):
         return self.conv(self.conv(input).relu())
 
 
-def test_a_convolution_called_twice_is_calibrated_for_both_and_an_idle_one_fitted():
-    model = Shared()
+def test_a_convolution_called_twice_is_calibrated_for_both_calls_and_an_idle_one_is_fitted():
+    model = CalledTwice()
     images = smooth_noise(16)
     before = model(images).detach()
-    plain = copy.deepcopy(model)
-    convert_(plain, dilated_size=9, budget=60, input_size=SMALL, tie="none")
-    options = {"scope": "model", "tie": "none", "calibration": [images]}
-    report = convert_(model, dilated_size=9, budget=60, input_size=SMALL, **options)
-    assert error_of(model, before, images) < 0.7 * error_of(plain, before, images)
-    assert torch.equal(model.idle.kernel(), plain.idle.kernel())
+    fitted = copy.deepcopy(model)
+    options = {"dilated_size": 9, "budget": 60, "tie": "none", "input_size": INPUT_SIZE}
+    convert_(fitted, **options)
+    report = convert_(model, scope="model", calibration=[images], **options)
+    assert output_error(model, before, images) < 0.7 * output_error(fitted, before, images)
+    assert torch.equal(model.idle.kernel(), fitted.idle.kernel())
     assert all(layer.fit_error < 1 for layer in report.layers)
 
 
@@ -326,97 +326,99 @@ def test_a_convolution_called_twice_is_calibrated_for_both_and_an_idle_one_fitte
         smooth_noise(1),
         smooth_noise(2),
         smooth_noise(5, size=6),
-        torch.full((1, *SMALL), -1.0),
-        torch.linspace(-1, 1, 10).reshape(-1, 1, 1, 1).expand(-1, *SMALL),
+        torch.full((1, *INPUT_SIZE), -1.0),
+        torch.linspace(-1, 1, 10).reshape(-1, 1, 1, 1).expand(-1, *INPUT_SIZE),
     ],
     ids=["one", "two", "tiny", "black", "constant"],
 )
 def test_calibration_on_few_or_useless_images_is_not_worse_than_the_fit(images):
     unseen = smooth_noise(16, seed=1)
     before = network(stride=2)(unseen).detach()
-    fit, calibrated = network(stride=2), network(stride=2)
-    convert_(fit, dilated_size=9, budget=60, init="fit", input_size=SMALL)
-    options = {"dilated_size": 9, "budget": 60, "scope": "model", "input_size": SMALL}
-    convert_(calibrated, calibration=Calibration(batches=(images,)), **options)
-    assert error_of(calibrated, before, unseen) <= 1.05 * error_of(fit, before, unseen)
+    fitted = network(stride=2)
+    calibrated = network(stride=2)
+    options = {"dilated_size": 9, "budget": 60, "input_size": INPUT_SIZE}
+    convert_(fitted, init="fit", **options)
+    convert_(calibrated, scope="model", calibration=Calibration(batches=(images,)), **options)
+    assert output_error(calibrated, before, unseen) <= 1.05 * output_error(fitted, before, unseen)
 
 
 @pytest.mark.usefixtures("quick_fit")
-def test_layers_of_which_too_few_places_are_seen_keep_their_fit_and_are_counted():
+def test_layers_with_too_few_samples_keep_their_fit_and_are_counted():
     model = network(stride=2)  # one image has 144, 36 and 9 places
-    plan = plan_conversion(find_convs(model, SMALL), dilated_size=9, budget=60, tie="none")
-    fit = copy.deepcopy(model)
-    apply_plan_(fit, plan, init="fit")
+    plan = plan_conversion(find_convs(model, INPUT_SIZE), dilated_size=9, budget=60, tie="none")
+    fitted = copy.deepcopy(model)
+    apply_plan_(fitted, plan, init="fit")
     notes = []
     apply_plan_(model, plan, calibration=Calibration(batches=(smooth_noise(1),)), note=notes.append)
     (note,) = notes
     assert note.startswith("1 of 3 layers keep")
-    same = []
-    for one, other in zip(fit[1], model[1], strict=True):
-        same.append(torch.equal(one[0].weight, other[0].weight))
-    assert same == [False, False, True]
+    keeps_fit = []
+    for fitted_block, block in zip(fitted[1], model[1], strict=True):
+        keeps_fit.append(torch.equal(fitted_block[0].weight, block[0].weight))
+    assert keeps_fit == [False, False, True]
 
 
 def statistics_of(model, images):
-    plan = plan_conversion(find_convs(model, SMALL), dilated_size=9, tie="none")
+    plan = plan_conversion(find_convs(model, INPUT_SIZE), dilated_size=9, tie="none")
     calibration = calibrate(model, plan, images)
     return measure_inputs(model.eval(), make_layers(model, plan), calibration, silent)
 
 
-def test_statistics_of_a_convolution_called_twice_are_of_both_calls():
-    model = Shared()
+def test_statistics_of_a_convolution_called_twice_cover_both_calls():
+    model = CalledTwice()
     images = smooth_noise(4)
     statistics = statistics_of(model, images)
     assert statistics.calls == {model.conv: 2}
-    alone = nn.Sequential(model.conv)
-    once = statistics_of(alone, images)
-    samples = [of.separate_moments[model.conv].sample_count for of in (statistics, once)]
-    assert samples[0] == 2 * samples[1] == statistics.joint_moments[model.conv].sample_count
-    assert not once.joint_moments
+    called_once = statistics_of(nn.Sequential(model.conv), images)
+    samples_of_one_call = called_once.separate_moments[model.conv].sample_count
+    assert statistics.separate_moments[model.conv].sample_count == 2 * samples_of_one_call
+    assert statistics.joint_moments[model.conv].sample_count == 2 * samples_of_one_call
+    assert not called_once.joint_moments
 
 
 class Norms(nn.Module):
-    """Convolutions before BatchNorms, wired as `forward` says."""
+    """Two convolutions and two BatchNorms, connected by the function `wiring`."""
 
-    def __init__(self, forward):
+    def __init__(self, wiring):
         super().__init__()
-        self.one, self.other = (nn.Conv2d(3, 3, 5, padding=2, groups=3) for _ in range(2))
-        self.norm = nn.BatchNorm2d(3)
-        self.second = nn.BatchNorm2d(3)
-        self.wiring = forward
+        self.conv1 = nn.Conv2d(3, 3, 5, padding=2, groups=3)
+        self.conv2 = nn.Conv2d(3, 3, 5, padding=2, groups=3)
+        self.norm1 = nn.BatchNorm2d(3)
+        self.norm2 = nn.BatchNorm2d(3)
+        self.wiring = wiring
 
     def forward(self, input):
         return self.wiring(self, input)
 
 
-def two_norms(self, x):
-    y = self.one(x)
-    return self.norm(y) + self.second(y) + self.other(x)
+def two_norms(net, x):
+    y = net.conv1(x)
+    return net.norm1(y) + net.norm2(y) + net.conv2(x)
 
 
 WIRINGS = {
-    "one each": (lambda self, x: self.norm(self.one(x)) + self.second(self.other(x)), 2),
+    "one each": (lambda net, x: net.norm1(net.conv1(x)) + net.norm2(net.conv2(x)), 2),
     "two norms behind one": (two_norms, 0),
-    "one norm behind two": (lambda self, x: self.norm(self.one(x)) + self.norm(self.other(x)), 0),
-    "one norm behind a sum": (lambda self, x: self.norm(self.one(x) + self.other(x)), 0),
+    "one norm behind two": (lambda net, x: net.norm1(net.conv1(x)) + net.norm1(net.conv2(x)), 0),
+    "one norm behind a sum": (lambda net, x: net.norm1(net.conv1(x) + net.conv2(x)), 0),
 }
 
 
 @pytest.mark.parametrize("case", WIRINGS)
-def test_only_a_norm_that_one_convolution_alone_feeds_takes_its_mean_shift(case):
-    wiring, expected = WIRINGS[case]
-    assert len(statistics_of(Norms(wiring), smooth_noise(2)).running_means) == expected
+def test_only_the_norm_of_a_single_convolution_takes_its_mean_shift(case):
+    wiring, expected_count = WIRINGS[case]
+    assert len(statistics_of(Norms(wiring), smooth_noise(2)).running_means) == expected_count
 
 
 REASONS = {
     "few places": (network, smooth_noise(1, size=3), "few sampled places (9 for 9 weights)"),
-    "two calls": (Shared, smooth_noise(4), "called 2 times in a pass"),
+    "two calls": (CalledTwice, smooth_noise(4), "called 2 times in a pass"),
     "fixed weights": (
         lambda: with_convs(StdConv2d, network()),
         smooth_noise(4),
         "weights fixed by weight standardisation",
     ),
-    "no home for the means": (
+    "nothing takes the means": (
         partial(network, norm=False),
         smooth_noise(4),
         "no bias or single BatchNorm takes the mean shift",
@@ -427,35 +429,35 @@ REASONS = {
 
 @pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize("case", REASONS)
-def test_the_report_says_what_kept_a_layers_outputs_from_being_closer(case):
+def test_the_report_gives_reasons_for_the_output_error_of_a_layer(case):
     make, images, expected = REASONS[case]
-    options = {"calibration": [images], "dilated_size": 9, "scope": "model", "budget": 60}
-    options["init"] = "fit"
+    options = {"dilated_size": 9, "budget": 60, "scope": "model", "init": "fit"}
     if case == "fixed weights":
         options["rules"] = "conv3x3"
-    report = convert_(make(), input_size=tuple(images.shape[1:]), **options)
+    input_size = tuple(images.shape[1:])
+    report = convert_(make(), calibration=[images], input_size=input_size, **options)
     layer = report.layers[0]
     if expected is None:
         assert layer.error_reasons == ()
     else:
         (reason,) = layer.error_reasons
         assert reason.startswith(expected)
-    shown = report.to_dict()["layers"][0]
-    assert shown.get("error_reasons", []) == list(layer.error_reasons)
-    lines = as_text(report_view(report, verbose=1))
-    assert f"{layer.name}: {layer.output_error:.3f}" in lines
-    assert expected is None or expected in " ".join(lines.split())
+    row = report.to_dict()["layers"][0]
+    assert row.get("error_reasons", []) == list(layer.error_reasons)
+    text = as_text(report_view(report, verbose=1))
+    assert f"{layer.name}: {layer.output_error:.3f}" in text
+    assert expected is None or expected in " ".join(text.split())
 
 
 def with_convs(conv_class, model):
-    for part in model[1]:
-        part[0] = conv_class(8, 8, 3, padding=1, bias=False)
+    for block in model[1]:
+        block[0] = conv_class(8, 8, 3, padding=1, bias=False)
     return model
 
 
 @pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize(
-    ("change", "options", "share"),
+    ("change", "options", "max_ratio"),
     [
         (unchanged, {}, 0.5),
         (unchanged, {"interpolation": "gaussian"}, 0.7),
@@ -465,12 +467,12 @@ def with_convs(conv_class, model):
     ],
     ids=["bilinear", "gaussian", "triangle", "dense", "standardised"],
 )
-def test_all_kinds_of_layers_keep_outputs_closer_with_images(change, options, share):
+def test_images_bring_outputs_closer_for_all_kinds_of_layers(change, options, max_ratio):
     images = smooth_noise(12)
-    others = smooth_noise(8, seed=1)
+    unseen = smooth_noise(8, seed=1)
     model = change(network()).eval()
     with torch.no_grad():
-        before = model(others)
+        before = model(unseen)
     errors = []
     for calibration in (None, [images]):
         converted = copy.deepcopy(model)
@@ -480,9 +482,9 @@ def test_all_kinds_of_layers_keep_outputs_closer_with_images(change, options, sh
             dilated_size=7,
             budget=60,
             scope="model",
-            input_size=SMALL,
+            input_size=INPUT_SIZE,
             calibration=calibration,
             **options,
         )
-        errors.append(error_of(converted, before, others))
-    assert errors[1] < share * errors[0]
+        errors.append(output_error(converted, before, unseen))
+    assert errors[1] < max_ratio * errors[0]

@@ -1,6 +1,4 @@
-"""Counts with the least summed error: the exact one, within the limit, and no worse than any that
-was considered.
-"""
+"""Kernel counts with the least sum of errors within a budget."""
 
 import itertools
 from collections import OrderedDict
@@ -19,85 +17,84 @@ from dcls_convert.fitting.fit_settings import CountSettings
 from dcls_convert.planning.rule_files import parse_rules
 
 from ..conftest import many_examples
-from .networks import SMALL, error_of, network, smooth_noise
+from .networks import INPUT_SIZE, network, output_error, smooth_noise
 
 
-def errors(most):
-    return st.lists(st.floats(0, 1), min_size=1, max_size=most).map(
+def errors_by_count(max_count):
+    return st.lists(st.floats(0, 1), min_size=1, max_size=max_count).map(
         lambda values: dict(enumerate(values, start=1))
     )
 
 
-GROUPS = st.lists(st.tuples(st.integers(1, 12), errors(5)), min_size=1, max_size=4)
+# (cost of an element, errors by count) of each group.
+GROUPS = st.lists(st.tuples(st.integers(1, 12), errors_by_count(5)), min_size=1, max_size=4)
 
 
-def spent(costs, counts):
+def total_cost(costs, counts):
     return sum(cost * count for cost, count in zip(costs, counts, strict=True))
 
 
 @many_examples
 @given(GROUPS, st.integers(0, 60))
 def test_no_other_counts_within_the_limit_have_a_smaller_sum(groups, more):
-    costs, known = zip(*groups, strict=True)
+    costs, errors = zip(*groups, strict=True)
     limit = sum(costs) + more
-    chosen = solve_knapsack(costs, known, limit)
-    total = sum(error[count] for error, count in zip(known, chosen, strict=True))
-    possible = [counts for counts in itertools.product(*known) if spent(costs, counts) <= limit]
-    assert tuple(chosen) in possible
-    assert total == pytest.approx(
-        min(
-            sum(error[count] for error, count in zip(known, counts, strict=True))
-            for counts in possible
-        ),
-        abs=1e-12,
-    )
+
+    def total_error(counts):
+        return sum(error[count] for error, count in zip(errors, counts, strict=True))
+
+    chosen = solve_knapsack(costs, errors, limit)
+    all_counts = itertools.product(*errors)
+    within_limit = [counts for counts in all_counts if total_cost(costs, counts) <= limit]
+    assert tuple(chosen) in within_limit
+    assert total_error(chosen) == pytest.approx(min(map(total_error, within_limit)), abs=1e-12)
 
 
-def test_coarse_units_keep_the_limit(monkeypatch):
+def test_coarse_units_keep_to_the_limit(monkeypatch):
     monkeypatch.setattr(allocation, "SETTINGS", CountSettings(max_units=50))
     costs = [97, 61, 13]
-    known = [{count: 1 / count for count in range(1, 30)}] * 3
-    chosen = solve_knapsack(costs, known, 1000)
-    assert 900 < spent(costs, chosen) <= 1000
+    errors = [{count: 1 / count for count in range(1, 30)}] * 3
+    chosen = solve_knapsack(costs, errors, 1000)
+    assert 900 < total_cost(costs, chosen) <= 1000
 
 
 @many_examples
 @given(GROUPS, st.data())
-def test_no_counts_that_were_tried_are_better(groups, data):
-    """Although most errors are interpolated between the measured ones, and here they jump."""
-    tried = [data.draw(st.sampled_from(sorted(known))) for _, known in groups]
+def test_no_counts_that_are_always_measured_are_better(groups, data):
+    """This holds although other errors are interpolated, and here they jump."""
+    measured = [data.draw(st.sampled_from(sorted(errors))) for _, errors in groups]
     costs = [cost for cost, _ in groups]
-    limit = spent(costs, tried)
+    limit = total_cost(costs, measured)
     group_errors = [
         GroupErrors(
             cost=cost,
-            max_count=max(known) + 35,
+            max_count=max(errors) + 35,
             always_measured={count},
-            error=lambda count, known=known: known.get(count, 0.3),
+            error=lambda count, errors=errors: errors.get(count, 0.3),
         )
-        for (cost, known), count in zip(groups, tried, strict=True)
+        for (cost, errors), count in zip(groups, measured, strict=True)
     ]
+
+    def total_error(counts):
+        return sum(group.error(count) for group, count in zip(group_errors, counts, strict=True))
+
     chosen = counts_of_min_error(group_errors, limit)
-    assert spent(costs, chosen) <= limit
-    total = sum(group.error(count) for group, count in zip(group_errors, chosen, strict=True))
-    assert (
-        total
-        <= sum(group.error(count) for group, count in zip(group_errors, tried, strict=True)) + 1e-12
-    )
+    assert total_cost(costs, chosen) <= limit
+    assert total_error(chosen) <= total_error(measured) + 1e-12
 
 
 # In a model.
 
 
-def two_stages():
-    """Kernels of two sizes, and some that few elements hold."""
+def three_stages():
+    """Make a network with kernels of two sizes, and some that few elements represent."""
     torch.manual_seed(1)
-    stages = [
-        nn.Sequential(
-            *[nn.Conv2d(4, 4, side, padding=side // 2, groups=4, bias=False) for _ in range(2)]
-        )
-        for side in (3, 5, 5)
-    ]
+    stages = []
+    for side in (3, 5, 5):
+        convs = []
+        for _ in range(2):
+            convs.append(nn.Conv2d(4, 4, side, padding=side // 2, groups=4, bias=False))
+        stages.append(nn.Sequential(*convs))
     stages[2][0].weight.data[..., 2:, :] = 0
     return nn.Sequential(OrderedDict(stem=nn.Conv2d(3, 4, 1), stages=nn.Sequential(*stages))).eval()
 
@@ -108,22 +105,25 @@ def two_stages():
     ("budget", "tie", "calibrated"),
     [(60, "stage", False), (100, "none", False), (60, "none", True)],
 )
-def test_scope_error_has_the_least_summed_error_within_the_budget(budget, tie, calibrated):
-    """With images, the error of the outputs."""
-    summed = {}
+def test_scope_error_has_the_least_error_within_the_budget(budget, tie, calibrated):
+    """The error is that of the outputs with images, else the sum of kernel errors."""
+    error_of_scope = {}
     images = smooth_noise(16)
     for scope in ("model", "stage", "layer", "error"):
-        model = two_stages()
+        model = three_stages()
         with torch.no_grad():
             before = model(images)
-        options = {"scope": scope, "tie": tie, "calibration": [images] if calibrated else None}
-        report = convert_(model, dilated_size=9, budget=budget, input_size=SMALL, **options)
+        options = {"scope": scope, "tie": tie, "budget": budget, "input_size": INPUT_SIZE}
+        calibration = [images] if calibrated else None
+        report = convert_(model, dilated_size=9, calibration=calibration, **options)
         assert report.budget.used <= report.budget.limit
         assert all(layer.tie_group is None or tie == "stage" for layer in report.layers)
-        errors = [layer.fit_error for layer in report.layers]
-        summed[scope] = error_of(model, before, images) if calibrated else sum(errors)
-    assert summed["error"] <= min(summed.values()) * (1 + 1e-5)
-    assert tie == "stage" or summed["error"] < 0.9 * summed["model"]
+        if calibrated:
+            error_of_scope[scope] = output_error(model, before, images)
+        else:
+            error_of_scope[scope] = sum(layer.fit_error for layer in report.layers)
+    assert error_of_scope["error"] <= min(error_of_scope.values()) * (1 + 1e-5)
+    assert tie == "stage" or error_of_scope["error"] < 0.9 * error_of_scope["model"]
 
 
 RULES = """
@@ -139,12 +139,12 @@ ALL_STATED = parse_rules(
 
 @pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize("tie", ["stage", "none"])
-def test_counts_that_rules_state_stay_and_the_rest_of_the_budget_is_allocated(tie):
+def test_stated_counts_stay_and_the_rest_of_the_budget_is_allocated(tie):
     reports = [
         convert_(
-            two_stages(),
+            three_stages(),
             dilated_size=9,
-            input_size=SMALL,
+            input_size=INPUT_SIZE,
             rules=parse_rules(RULES),
             tie=tie,
             scope=scope,
@@ -159,67 +159,70 @@ def test_counts_that_rules_state_stay_and_the_rest_of_the_budget_is_allocated(ti
 
 @pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize("options", [{"kernel_count": 4}, {"rules": ALL_STATED}], ids=str)
-def test_where_there_is_nothing_to_measure_images_change_no_count(options):
-    reports = [
-        convert_(two_stages(), dilated_size=9, input_size=SMALL, calibration=images, **options)
-        for images in (None, [smooth_noise()])
-    ]
-    one, other = ([layer.kernel_count for layer in report.layers] for report in reports)
-    assert one == other
+def test_images_change_no_count_if_all_counts_are_stated(options):
+    counts = []
+    for images in (None, [smooth_noise()]):
+        report = convert_(
+            three_stages(), dilated_size=9, input_size=INPUT_SIZE, calibration=images, **options
+        )
+        counts.append([layer.kernel_count for layer in report.layers])
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.usefixtures("quick_fit")
-def test_a_budget_that_one_count_can_keep_is_kept_though_no_layer_alone_could():
-    """A 3x3 stage alone has no room for an element of 30 %."""
-    options = {"dilated_size": 9, "input_size": SMALL, "budget": 22, "tie": "none"}
+def test_scope_error_keeps_a_budget_that_is_too_small_for_scope_layer():
+    """22 % of a 3x3 layer has no room for an element per kernel, but 22 % of the model has."""
+    options = {"dilated_size": 9, "input_size": INPUT_SIZE, "budget": 22, "tie": "none"}
     with pytest.raises(DclsConvertError, match="the smallest sufficient budget"):
-        convert_(two_stages(), scope="layer", **options)
-    report = convert_(two_stages(), scope="error", **options)
+        convert_(three_stages(), scope="layer", **options)
+    report = convert_(three_stages(), scope="error", **options)
     assert report.budget.used <= report.budget.limit
-    least = convert_(two_stages(), scope="model", **options)
-    assert {layer.kernel_count for layer in least.layers} == {1}
+    report_of_model_scope = convert_(three_stages(), scope="model", **options)
+    assert {layer.kernel_count for layer in report_of_model_scope.layers} == {1}
 
 
 @pytest.mark.usefixtures("quick_fit")
-def test_the_scope_is_error_with_images_and_else_the_papers():
-    options = {"dilated_size": 9, "input_size": SMALL, "budget": 60}
-    plain = convert_(two_stages(), **options)
+def test_the_default_scope_is_error_with_images_and_model_without():
+    options = {"dilated_size": 9, "input_size": INPUT_SIZE, "budget": 60}
+    without_images = convert_(three_stages(), **options)
+    assert (without_images.budget.scope, without_images.plan.scope) == ("model", "model")
     images = [smooth_noise()]
-    assert (plain.budget.scope, plain.plan.scope) == ("model", "model")
-    counts = [
-        {
-            layer.name: layer.kernel_count
-            for layer in convert_(two_stages(), calibration=images, **more).layers
-        }
-        for more in (options, options | {"scope": "error"}, options | {"scope": "model"})
-    ]
-    assert counts[0] == counts[1] != counts[2]
-    assert convert_(two_stages(), calibration=images, **options).budget.scope == "error"
+    assert convert_(three_stages(), calibration=images, **options).budget.scope == "error"
+
+    def counts(**scope):
+        report = convert_(three_stages(), calibration=images, **options, **scope)
+        return {layer.name: layer.kernel_count for layer in report.layers}
+
+    assert counts() == counts(scope="error") != counts(scope="model")
 
 
 @many_examples
 @given(st.data())
-def test_some_lines_go_with_the_roots_of_their_input_channels(data):
+def test_sampled_kernels_come_with_the_roots_of_their_input_channels(data):
+    """Each kernel, and each root, is the number of its input channel."""
     groups, inputs, outputs = (data.draw(st.integers(1, 40)) for _ in range(3))
     channels = torch.arange(groups * inputs)
     lines = channels.reshape(groups, 1, inputs, 1).expand(-1, outputs, -1, -1)
     kernels = lines.flatten(0, 1)  # (O, I, 1)
-    (some,), roots = sample_channels([kernels], channels.reshape(-1, 1, 1), groups)
-    left = groups * inputs * outputs
+    (sampled,), roots = sample_channels([kernels], channels.reshape(-1, 1, 1), groups)
+    sampled_channels = sampled[..., 0]  # (sampled outputs, sampled inputs per group)
+    pairs = groups * inputs * outputs
     max_pairs = CountSettings().max_channel_pairs
-    assert min(left, max_pairs) <= some[..., 0].numel() < max(left + 1, 4 * max_pairs)
-    per_group = some.shape[1]
-    seen = roots.reshape(-1, 1, per_group).expand(-1, len(some) // (len(roots) // per_group), -1)
-    assert torch.equal(seen.reshape(some[..., 0].shape), some[..., 0])
+    assert min(pairs, max_pairs) <= sampled_channels.numel() < max(pairs + 1, 4 * max_pairs)
+    inputs_per_group = sampled_channels.shape[1]
+    sampled_groups = len(roots) // inputs_per_group
+    outputs_per_group = len(sampled_channels) // sampled_groups
+    expected = roots.reshape(-1, 1, inputs_per_group).expand(-1, outputs_per_group, -1)
+    assert torch.equal(expected.reshape(sampled_channels.shape), sampled_channels)
 
 
-def test_scope_error_needs_kernels_to_fit():
+def test_scope_error_needs_kernels_to_measure():
     model = network()
     with pytest.raises(DclsConvertError, match="convert_"):
-        plan_conversion(find_convs(model, SMALL), dilated_size=9, scope="error")
+        plan_conversion(find_convs(model, INPUT_SIZE), dilated_size=9, scope="error")
     with pytest.raises(DclsConvertError, match="is for init='fit'"):
-        convert_(model, dilated_size=9, scope="error", init="random", input_size=SMALL)
+        convert_(model, dilated_size=9, scope="error", init="random", input_size=INPUT_SIZE)
     with torch.device("meta"):
         meta_model = network()
     with pytest.raises(DclsConvertError, match="meta"):
-        convert_(meta_model, dilated_size=9, scope="error", input_size=SMALL)
+        convert_(meta_model, dilated_size=9, scope="error", input_size=INPUT_SIZE)

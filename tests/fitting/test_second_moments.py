@@ -1,6 +1,4 @@
-"""What a layer's inputs and outputs have in common over many places, and the weights that follow
-from it.
-"""
+"""Second moments of a layer's inputs and outputs, and the weights that are solved from them."""
 
 import math
 from dataclasses import replace
@@ -42,8 +40,8 @@ EXACT = CalibrationSettings(
 )
 
 
-def layer_of(name, count=4):
-    """A layer with elements inside the old kernel, its box, and inputs for it."""
+def make_case(name, count=4):
+    """Return a conv, a layer with elements inside its kernel, the layer's box, and inputs."""
     conv, size, dense = CASES[name]
     torch.manual_seed(0)
     dims = len(conv.kernel_size)
@@ -57,11 +55,11 @@ def layer_of(name, count=4):
     return conv, layer.double(), box, images.double()
 
 
-def moments_of(layer, box, images, wanted, settings=EXACT):
-    joint = SecondMoments(layer, box, joint=True, settings=settings)
-    for part in (slice(0, 2), slice(2, 5)):
-        joint.add(images[part], wanted[part])
-    return joint
+def moments_of(layer, box, images, targets, settings=EXACT):
+    moments = SecondMoments(layer, box, joint=True, settings=settings)
+    for batch in (slice(0, 2), slice(2, 5)):
+        moments.add(images[batch], targets[batch])
+    return moments
 
 
 def per_channel(outputs):
@@ -69,98 +67,97 @@ def per_channel(outputs):
 
 
 def all_patches(layer, box, images):
-    """(G, R * S, P)."""
+    """Return the patches at all places: (G, R * S, P)."""
     sampler = PatchSampler(layer, box, joint=True, settings=EXACT)
     parts = sampler.sample(layer.pad_input(images), None, first_image=0)
     return torch.cat([sampler.rows(part) for part in parts])
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_best_weights_are_those_of_least_squares(name):
-    """Of images, and of what keeps the kernel close to the old one where they say little."""
-    conv, layer, box, images = layer_of(name)
-    wanted = torch.randn_like(layer(images))
-    joint = moments_of(layer, box, images, wanted)
+def test_the_best_weights_are_those_of_regularised_least_squares(name):
+    """Compare with the normal equations of each output channel, set up from patches."""
+    conv, layer, box, images = make_case(name)
+    targets = torch.randn_like(layer(images))
+    moments = moments_of(layer, box, images, targets)
     patches = all_patches(layer, box, images)
-    old = box.lines_of(conv.weight.detach().double())
+    old_kernel = box.lines_of(conv.weight.detach().double())
     box_positions = box.to_box(layer.positions.detach())
-    solution = solve_layer(joint, box_positions, old, layer.weight.detach().flatten(0, -2))
-    weights = solution.weights
+    start = layer.weight.detach().flatten(0, -2)
+    weights = solve_layer(moments, box_positions, old_kernel, start).weights
     footprint = box.footprint(box_positions)
     cells = math.prod(box.sides)
     centred = patches - patches.mean(2, keepdim=True)
-    energy_of_lines = centred.square().mean(2).unflatten(1, (-1, cells)).mean(2)  # (G, R)
-    energy = energy_of_lines.repeat_interleave(cells, 1)  # (G, R * S)
-    priors = EXACT.kernel_prior * torch.diag_embed(energy)
+    line_variances = centred.square().mean(2).unflatten(1, (-1, cells)).mean(2)  # (G, R)
+    variance = line_variances.repeat_interleave(cells, 1)  # (G, R * S)
+    priors = EXACT.kernel_prior * torch.diag_embed(variance)
     if patches.shape[1] == cells:  # one line for each output channel
         mean = patches.mean(2)
-        scales = energy.unsqueeze(2).sqrt() * energy.unsqueeze(1).sqrt()
+        scales = variance.unsqueeze(2).sqrt() * variance.unsqueeze(1).sqrt()
         samples_per_image = patches.shape[2] / len(images)
         mean_weight = EXACT.mean_patch_weight * samples_per_image
         priors += mean_weight * mean.unsqueeze(2) * mean.unsqueeze(1)
         correlation = (centred @ centred.mT / patches.shape[2] / scales).mean(0)
         priors += EXACT.shared_correlation * correlation * scales
     lines = len(weights) // layer.out_channels
-    for channel, target in enumerate(per_channel(wanted)):
-        own = slice(channel * lines, (channel + 1) * lines)
+    # F, M and x are those of `solve_layer.py`; x is centred.
+    for channel, target in enumerate(per_channel(targets)):
+        own_lines = slice(channel * lines, (channel + 1) * lines)
         group = channel // (layer.out_channels // layer.groups)
-        into = torch.block_diag(*footprint[own])  # (R * E, R * S)
-        seen = centred[group]
+        F = torch.block_diag(*footprint[own_lines])  # (R * E, R * S)
+        x = centred[group]
         prior = priors[group]
-        goal = seen @ (target - target.mean()) / len(target) + prior @ old[own].flatten()
-        matrix = seen @ seen.T / len(target) + prior
-        exact = torch.linalg.solve(
-            into @ matrix @ into.T + 1e-13 * torch.eye(len(into)), into @ goal
-        )
-        kernels = exact @ into
-        torch.testing.assert_close(
-            weights[own].flatten() @ into, kernels, rtol=0, atol=1e-3 * float(kernels.norm())
-        )
+        linear_term = x @ (target - target.mean()) / len(target)
+        linear_term = linear_term + prior @ old_kernel[own_lines].flatten()
+        M = x @ x.T / len(target) + prior
+        exact_weights = torch.linalg.solve(F @ M @ F.T + 1e-13 * torch.eye(len(F)), F @ linear_term)
+        exact_kernel = exact_weights @ F
+        kernel = weights[own_lines].flatten() @ F
+        atol = 1e-3 * float(exact_kernel.norm())
+        torch.testing.assert_close(kernel, exact_kernel, rtol=0, atol=atol)
 
 
 def test_the_mean_response_counts_once_for_each_place_of_an_image():
-    """The same patches, shown as images of one place each, count it once."""
-    conv, layer, box, images = layer_of("not padded")
+    """Given as images of one place each, the same patches count the mean response only once."""
+    conv, layer, box, images = make_case("not padded")
     by_place = images.unfold(2, 3, 1).unfold(3, 3, 1).movedim(1, 3)  # (N, rows, columns, 4, 3, 3)
     patches = by_place.flatten(0, 2)
     samples_per_image = len(patches) / len(images)
     box_positions = box.to_box(layer.positions.detach())
-    old = box.lines_of(conv.weight.detach().double())
+    old_kernel = box.lines_of(conv.weight.detach().double())
     start = layer.weight.detach().flatten(0, -2)
 
-    def weights(images, mean_patch):
-        settings = replace(EXACT, mean_patch_weight=mean_patch)
+    def weights(images, mean_patch_weight):
+        settings = replace(EXACT, mean_patch_weight=mean_patch_weight)
         moments = SecondMoments(layer, box, joint=True, settings=settings)
         moments.add(images, conv.double()(images).detach())
-        return solve_layer(moments, box_positions, old, start).weights
+        return solve_layer(moments, box_positions, old_kernel, start).weights
 
     torch.testing.assert_close(weights(images, 0.5), weights(patches, 0.5 * samples_per_image))
     assert float((weights(images, 0.5) - weights(patches, 0.5)).norm()) > 1e-2
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("fixed", [False, True])
-def test_the_output_error_is_that_of_the_layer_with_the_bias(name, fixed):
-    conv, layer, box, images = layer_of(name)
-    wanted = layer(images).detach() + 0.3 * torch.randn_like(layer(images))
-    joint = moments_of(layer, box, images, wanted)
+@pytest.mark.parametrize("fixed_weights", [False, True])
+def test_the_output_error_is_that_of_the_layer_with_the_bias(name, fixed_weights):
+    conv, layer, box, images = make_case(name)
+    targets = layer(images).detach() + 0.3 * torch.randn_like(layer(images))
+    moments = moments_of(layer, box, images, targets)
     box_positions = box.to_box(layer.positions.detach())
-    old = box.lines_of(conv.weight.detach().double())
-    solution = solve_layer(
-        joint, box_positions, old, layer.weight.detach().flatten(0, -2), fixed_weights=fixed
-    )
+    old_kernel = box.lines_of(conv.weight.detach().double())
+    start = layer.weight.detach().flatten(0, -2)
+    solution = solve_layer(moments, box_positions, old_kernel, start, fixed_weights=fixed_weights)
     with torch.no_grad():
         layer.weight.copy_(solution.weights.reshape(layer.weight.shape))
         bias = solution.bias.reshape(-1, *[1] * layer.dims)
         if layer.bias is not None:
             layer.bias.zero_()
-        error = (layer(images) + bias - wanted).norm() / wanted.norm()
+        error = (layer(images) + bias - targets).norm() / targets.norm()
     assert solution.output_error == pytest.approx(float(error), rel=1e-6)
 
 
 def test_covariances_are_symmetric_and_not_negative_where_inputs_hardly_vary():
-    """Sums of squares less the square of the mean would leave rounding errors of either sign."""
-    _, layer, box, _ = layer_of("not padded")
+    """Sums of squares minus the squared mean would leave rounding errors of either sign."""
+    _, layer, box, _ = make_case("not padded")
     layer.float()
     torch.manual_seed(0)
     moments = SecondMoments(layer, box, joint=True, settings=EVERY_PLACE)
@@ -173,9 +170,9 @@ def test_covariances_are_symmetric_and_not_negative_where_inputs_hardly_vary():
     assert 0 < float(covariance.diagonal(dim1=1, dim2=2).max()) < 1e-6
 
 
-def test_samples_of_the_old_kernel_count_beside_those_of_the_images():
-    """Seen twice as often, images have a quarter of the pull to the old kernel against them."""
-    _, layer, box, images = layer_of("depthwise")
+def test_the_pull_to_the_old_kernel_falls_with_the_square_of_the_number_of_samples():
+    """With twice as many samples, it is a quarter."""
+    _, layer, box, images = make_case("depthwise")
     pulls = []
     for times in (1, 2):
         moments = SecondMoments(layer, box, joint=True, settings=EVERY_PLACE)
@@ -188,26 +185,27 @@ def test_samples_of_the_old_kernel_count_beside_those_of_the_images():
     torch.testing.assert_close(pulls[1], pulls[0] / 4)
 
 
-def test_with_a_strong_pull_the_constructed_kernel_is_the_closest_to_the_old_one():
+def test_a_strong_pull_to_the_old_kernel_gives_the_closest_constructed_kernel():
     torch.manual_seed(0)
-    conv, layer, box, images = layer_of("depthwise")
-    wanted = torch.randn_like(layer(images))  # nothing to learn from
+    conv, layer, box, images = make_case("depthwise")
+    targets = torch.randn_like(layer(images))  # unrelated to the images
     box_positions = box.to_box(layer.positions.detach())
-    old = box.lines_of(conv.weight.detach().double())
+    old_kernel = box.lines_of(conv.weight.detach().double())
+    start = layer.weight.detach().flatten(0, -2)
     footprint = box.footprint(box_positions)
-    closest = torch.linalg.lstsq(footprint.mT, old.unsqueeze(2)).solution.squeeze(2)
+    closest = torch.linalg.lstsq(footprint.mT, old_kernel.unsqueeze(2)).solution.squeeze(2)
     distances = []
     for samples_of_old_kernel in (1e-2, 1, 1e2, 1e8):
         settings = replace(EXACT, samples_of_old_kernel=samples_of_old_kernel)
-        joint = moments_of(layer, box, images, wanted, settings)
-        solution = solve_layer(joint, box_positions, old, layer.weight.detach().flatten(0, -2))
-        distances.append(float((solution.weights - closest).norm() / closest.norm()))
+        moments = moments_of(layer, box, images, targets, settings)
+        weights = solve_layer(moments, box_positions, old_kernel, start).weights
+        distances.append(float((weights - closest).norm() / closest.norm()))
     assert distances == sorted(distances, reverse=True)
     assert distances[-1] < 1e-3
 
 
-def test_each_image_is_sampled_at_other_places():
-    """So that a few images show more of what a layer sees than one grid does."""
+def test_each_image_is_sampled_at_different_places():
+    """So a few images show more of what a layer sees than a single grid of places would."""
     conv = nn.Conv2d(1, 1, 1)
     layer = DCLS_LAYERS[2].from_conv_without_values(conv, 1, 1, "bilinear", ())
     box = Box((1, 1), (1, 1), (1, 1), "bilinear")
@@ -215,9 +213,9 @@ def test_each_image_is_sampled_at_other_places():
     numbers = torch.arange(32.0 * 32.0).reshape(1, 1, 32, 32).repeat(8, 1, 1, 1)
     sampler = PatchSampler(layer, box, joint=True, settings=settings)
     (part,) = sampler.sample(numbers, None, first_image=0)
-    seen = [set(image.flatten().tolist()) for image in part.patches]
-    assert {len(samples) for samples in seen} == {16}
-    assert len(set.union(*seen)) == 8 * 16
+    places = [set(image.flatten().tolist()) for image in part.patches]
+    assert {len(places_of_image) for places_of_image in places} == {16}
+    assert len(set.union(*places)) == 8 * 16
     later = sampler.sample(numbers[:1], None, first_image=5)[0].patches[0]
     assert torch.equal(later, part.patches[5])
 
@@ -231,28 +229,30 @@ def test_each_image_of_a_narrow_map_has_samples():
     assert min(part.samples_of_images) > 0
 
 
-@pytest.mark.parametrize("conv", [{"groups": 8}, {"groups": 2}, {}])
-def test_the_root_measures_what_an_error_does_to_the_output(conv):
-    """For one input channel at a time."""
+@pytest.mark.parametrize("groups", [8, 2, 1])
+def test_the_root_measures_the_effect_of_an_error_on_the_output(groups):
+    """Each input channel has an error in turn."""
     torch.manual_seed(0)
-    old = nn.Conv2d(8, 8, 5, padding=2, bias=False, **conv)
-    layer = DCLS_LAYERS[2].from_conv_without_values(old, 4, 9, "bilinear", ())
+    conv = nn.Conv2d(8, 8, 5, padding=2, bias=False, groups=groups)
+    layer = DCLS_LAYERS[2].from_conv_without_values(conv, 4, 9, "bilinear", ())
     images = nn.functional.avg_pool2d(torch.randn(6, 8, 44, 44), 5, stride=1)
     box = Box((5, 5), (1, 1), (9, 9), "bilinear")
-    alone = SecondMoments(layer, box, joint=False, settings=EVERY_PLACE)
-    alone.add(images)
-    roots = shared_covariance_roots([alone])
+    moments = SecondMoments(layer, box, joint=False, settings=EVERY_PLACE)
+    moments.add(images)
+    roots = shared_covariance_roots([moments])
     assert roots.shape == (8, 25, 25)
     ratios = []
     for channel in range(8):
         error = torch.randn(1, 1, 5, 5)
-        error -= error.mean()  # what changes the mean alone is not counted
-        leaving = nn.functional.conv2d(images[:, channel : channel + 1], error, padding=2)
-        ratios.append(float((error.flatten() @ roots[channel]).square().sum() / leaving.var()))
-    assert max(ratios) / min(ratios) < 1.1  # up to the energy of all inputs, which roots leave out
+        error -= error.mean()  # the root does not count a change of the mean
+        output = nn.functional.conv2d(images[:, channel : channel + 1], error, padding=2)
+        cost = (error.flatten() @ roots[channel]).square().sum()
+        ratios.append(float(cost / output.var()))
+    # The ratio itself is arbitrary, since roots are scaled to a mean variance of 1.
+    assert max(ratios) / min(ratios) < 1.1
 
 
-def test_in_the_root_that_layers_share_each_counts_alike():
+def test_every_layer_has_the_same_weight_in_shared_roots():
     torch.manual_seed(0)
     layer = DCLS_LAYERS[2].from_conv_without_values(
         nn.Conv2d(4, 4, 3, groups=4, padding=1), 4, 7, "bilinear", ()
@@ -260,14 +260,22 @@ def test_in_the_root_that_layers_share_each_counts_alike():
     rough = torch.randn(2, 4, 20, 20)
     smooth = nn.functional.avg_pool2d(torch.randn(2, 4, 20, 20), 3, stride=1)
 
-    def seeing(*batches):
+    def moments_of_batches(*batches):
         box = Box((3, 3), (1, 1), (7, 7), "bilinear")
         moments = SecondMoments(layer, box, joint=False, settings=EVERY_PLACE)
         for images in batches:
             moments.add(images)
         return moments
 
-    cases = [[seeing(rough)], [seeing(smooth)], [seeing(rough), seeing(), seeing(9 * smooth)]]
-    one, other, both = (roots @ roots.mT for roots in map(shared_covariance_roots, cases))
-    torch.testing.assert_close(both, (one + other) / 2, rtol=1e-4, atol=1e-5)
-    assert shared_covariance_roots([seeing()]) is None
+    def covariance(*layers):
+        roots = shared_covariance_roots(layers)
+        return roots @ roots.mT
+
+    without_images = moments_of_batches()
+    of_rough = moments_of_batches(rough)
+    of_smooth = moments_of_batches(smooth)
+    of_larger_smooth = moments_of_batches(9 * smooth)
+    expected = (covariance(of_rough) + covariance(of_smooth)) / 2
+    shared = covariance(of_rough, without_images, of_larger_smooth)
+    torch.testing.assert_close(shared, expected, rtol=1e-4, atol=1e-5)
+    assert shared_covariance_roots([without_images]) is None

@@ -1,6 +1,4 @@
-"""Elements fitted to trained kernels: how close they come, what is guaranteed, and what must not
-change the result.
-"""
+"""Elements fitted to kernels: how close they come, what is guaranteed, and what must not matter."""
 
 import itertools
 import math
@@ -47,32 +45,31 @@ def box_for(case, interpolation="bilinear"):
 
 
 def in_window(kernel, box):
-    """The old kernel in the middle of the window, in float64."""
-    shapes = zip(kernel.shape[2:], box.dilation, box.size, strict=True)
-    old_cells = [
-        [cell + size // 2 for cell in grid_positions(side, step, size)]
-        for side, step, size in shapes
-    ]
+    """Put the old kernel into the middle of the window, in float64."""
+    old_cells = []
+    for side, spacing, size in zip(kernel.shape[2:], box.dilation, box.size, strict=True):
+        old_cells.append([cell + size // 2 for cell in grid_positions(side, spacing, size)])
     padded = torch.zeros(*kernel.shape[:2], *box.size, dtype=torch.double)
     padded[:, :, *torch.meshgrid(*map(torch.tensor, old_cells), indexing="ij")] = kernel.double()
     return padded
 
 
 def constructed(weight, positions, box):
-    """By the constructor itself on the whole window."""
+    """Construct the kernel on the whole window, as layers do."""
     sigma = find_interpolation(box.interpolation).initial_sigma
-    sigma = None if sigma is None else torch.full_like(positions, sigma, dtype=torch.double)
+    if sigma is not None:
+        sigma = torch.full_like(positions, sigma, dtype=torch.double)
     options = {"interpolation": box.interpolation, "sigma": sigma, "dense_axes": box.dense_axes}
     return construct_kernel(weight.double(), positions.double(), box.size, **options)
 
 
 def distances(kernels, weights, positions, box):
-    """|constructed - old| of each layer."""
-    pairs = zip(kernels, weights, strict=True)
-    return [
-        float((constructed(weight, positions, box) - in_window(kernel, box)).norm())
-        for kernel, weight in pairs
-    ]
+    """Return |constructed - old| of each layer."""
+    result = []
+    for kernel, weight in zip(kernels, weights, strict=True):
+        difference = constructed(weight, positions, box) - in_window(kernel, box)
+        result.append(float(difference.norm()))
+    return result
 
 
 MATRIX = [(name, "bilinear") for name in CASES] + [
@@ -86,46 +83,47 @@ MATRIX = [(name, "bilinear") for name in CASES] + [
 def test_the_fit_is_least_squares_and_closer_than_the_largest_cells_in_every_layer(
     name, interpolation
 ):
-    """For its positions, which lie where the old kernel was: a weight's gradient is nearly nothing,
-    the ridge's.
+    """Positions lie within the old kernel's extent. Gradients by weights are nearly zero: what is
+    left is the ridge's.
     """
     case = CASES[name]
     box = box_for(case, interpolation)
     kernels = kernels_of(case)
     weights, positions = fit_elements(kernels, box, kernel_count=case["count"])
-    others, grid = box.largest(kernels, case["count"])
-    assert positions.shape == grid.shape
-    assert [weight.shape for weight in weights] == [weight.shape for weight in others]
+    cell_weights, cell_positions = box.largest_cells(kernels, case["count"])
+    assert positions.shape == cell_positions.shape
+    assert [weight.shape for weight in weights] == [weight.shape for weight in cell_weights]
     fitted = distances(kernels, weights, positions, box)
-    largest = distances(kernels, others, grid, box)
-    assert all(near <= far * (1 + 1e-6) for near, far in zip(fitted, largest, strict=True))
+    largest = distances(kernels, cell_weights, cell_positions, box)
+    for distance, distance_of_largest in zip(fitted, largest, strict=True):
+        assert distance <= distance_of_largest * (1 + 1e-6)
     assert sum(fitted) < 0.95 * sum(largest)
-    most = max(float(kernel.abs().max()) for kernel in kernels)
-    assert max(float(weight.abs().max()) for weight in weights) < 30 * most
-    if interpolation != "bilinear":  # others spread beyond the old kernel, and beyond the box
+    largest_value = max(float(kernel.abs().max()) for kernel in kernels)
+    assert max(float(weight.abs().max()) for weight in weights) < 30 * largest_value
+    if interpolation != "bilinear":  # elements spread beyond the old kernel, and beyond the box
         return
     for axis_positions, axis in zip(positions, box.axes, strict=True):
         cells = grid_positions(case["shape"][2 + axis], box.dilation[axis], box.size[axis])
         assert cells[0] <= float(axis_positions.min())
         assert float(axis_positions.max()) <= cells[-1]
     for kernel, weight in zip(kernels, weights, strict=True):
-        free = weight.double().requires_grad_()
-        left = constructed(free, positions, box) - in_window(kernel, box)
-        (gradient,) = torch.autograd.grad(left.square().sum() / 2, free)
+        free_weight = weight.double().requires_grad_()
+        residual = constructed(free_weight, positions, box) - in_window(kernel, box)
+        (gradient,) = torch.autograd.grad(residual.square().sum() / 2, free_weight)
         assert gradient.abs().max() < 0.02 * kernel.abs().max()
 
 
-def test_a_kernel_that_was_constructed_from_elements_is_found_again():
-    """One layer, elements apart from each other: the fit has no reason to leave anything."""
+def test_a_kernel_that_was_constructed_from_elements_is_fitted_closely():
+    """With one layer and elements apart from each other, nearly no error should remain."""
     torch.manual_seed(0)
     cells = torch.tensor(list(itertools.product([-2.0, 0.0, 2.0], repeat=2)))
-    places = (cells + torch.rand(16, 9, 2)).clamp(max=3)  # (O, E, A)
-    positions = places.permute(2, 0, 1).unsqueeze(2)  # (A, O, I, E)
+    positions_by_element = (cells + torch.rand(16, 9, 2)).clamp(max=3)  # (O, E, A)
+    positions = positions_by_element.permute(2, 0, 1).unsqueeze(2)  # (A, O, I, E)
     kernel = construct_kernel(torch.rand(16, 1, 9) + 0.5, positions, (7, 7))
     box = Box((7, 7), (1, 1), (17, 17), "bilinear")
-    assert distances([kernel], *fit_elements([kernel], box, kernel_count=18), box)[
-        0
-    ] < 0.02 * float(kernel.norm())
+    weights, fitted_positions = fit_elements([kernel], box, kernel_count=18)
+    (distance,) = distances([kernel], weights, fitted_positions, box)
+    assert distance < 0.02 * float(kernel.norm())
 
 
 @pytest.mark.usefixtures("quick_fit")
@@ -134,14 +132,18 @@ def test_the_scale_of_the_kernels_does_not_matter(scale):
     case = CASES["dense 3x3"]
     box = box_for(case)
     kernels = kernels_of(case)
-    scaled = [scale * kernel for kernel in kernels]
-    one = sum(distances(kernels, *fit_elements(kernels, box, kernel_count=5), box))
-    other = sum(distances(scaled, *fit_elements(scaled, box, kernel_count=5), box)) / scale
-    assert math.isclose(one, other, rel_tol=0.05)
+    scaled_kernels = [scale * kernel for kernel in kernels]
+
+    def total_distance(kernels):
+        return sum(distances(kernels, *fit_elements(kernels, box, kernel_count=5), box))
+
+    assert math.isclose(
+        total_distance(kernels), total_distance(scaled_kernels) / scale, rel_tol=0.05
+    )
 
 
 @pytest.mark.slow
-def test_lines_are_fitted_alike_however_many_are_fitted_together(monkeypatch):
+def test_the_number_of_lines_that_are_fitted_together_does_not_matter(monkeypatch):
     case = CASES["dense 3x3"]
     box = box_for(case)
     kernels = kernels_of(case, dtype=torch.float64)
@@ -162,48 +164,45 @@ CELLS = st.lists(st.sampled_from([0.0, 1.0, -1.0, 1e-20, 1e10, 0.5]), min_size=9
     st.sampled_from(["bilinear", "gaussian"]),
     st.sampled_from([None, "any", "no input", "flat input"]),
 )
-def test_odd_kernels_and_images_give_finite_elements_no_worse_than_the_largest(
-    layers, count, interpolation, seen
+def test_awkward_kernels_and_roots_give_finite_elements_no_worse_than_the_largest(
+    layers, count, interpolation, roots_case
 ):
-    """Kernels of zeros, equal cells, cells that drown others.
-
-    Channels in which nothing is ever seen.
-    """
+    """Kernels have only zeros, equal cells, or cells that dwarf others; channels have no input."""
     kernels = [torch.tensor(layer).reshape(1, 1, 3, 3) for layer in layers]
     box = Box((3, 3), (1, 1), (7, 7), interpolation)
     cells = math.prod(box.sides)
     roots = None
-    if seen is not None:
+    if roots_case is not None:
         roots = torch.randn(1, cells, cells, generator=torch.Generator().manual_seed(0))
-    if seen in ("no input", "flat input"):
-        first = 1 if seen == "flat input" else 0
-        roots[..., first:] = 0
+    if roots_case == "no input":
+        roots[:] = 0
+    if roots_case == "flat input":
+        roots[..., 1:] = 0
     weights, positions = fit_elements(kernels, box, kernel_count=count, covariance_roots=roots)
     assert all(tensor.isfinite().all() for tensor in (*weights, positions))
 
     def errors(weights, positions):
-        """As the fit sees them: in the box."""
+        """Return the errors of the layers in the box, where the fit measures them."""
         footprint = box.footprint(box.to_box(positions.double()))
-        found = []
+        result = []
         for kernel, weight in zip(kernels, weights, strict=True):
-            left = box.lines_of(kernel.double()) - weight.double().flatten(0, -2) @ footprint[0]
+            error = box.lines_of(kernel.double()) - weight.double().flatten(0, -2) @ footprint[0]
             if roots is not None:
-                left = left @ roots[0].double()
-            found.append(float(left.norm()))
-        return found
+                error = error @ roots[0].double()
+            result.append(float(error.norm()))
+        return result
 
-    largest = box.largest(kernels, count)
-    for near, far, kernel in zip(
-        errors(weights, positions), errors(*largest), kernels, strict=True
-    ):
-        assert near <= far * (1 + 1e-4) + 1e-5 * float(kernel.norm())
+    fitted = errors(weights, positions)
+    largest = errors(*box.largest_cells(kernels, count))
+    for error, error_of_largest, kernel in zip(fitted, largest, kernels, strict=True):
+        assert error <= error_of_largest * (1 + 1e-4) + 1e-5 * float(kernel.norm())
 
 
-# The problem, solved for given positions.
+# The best weights for given positions.
 
 
 def random_problem(with_roots):
-    """A problem of a line of 5 x 5 cells in three layers, and positions of six elements in it."""
+    """Make a problem of one line of 5 x 5 cells in three layers, and six box positions in it."""
     torch.manual_seed(0)
     box = Box((5, 5), (1, 1), (9, 9), "bilinear")
     roots = torch.randn(1, 25, 25).double() / 5 if with_roots else None
@@ -213,7 +212,7 @@ def random_problem(with_roots):
 
 @pytest.mark.parametrize("with_roots", [False, True])
 def test_the_descent_is_minus_half_the_gradient_of_the_cost(with_roots):
-    """Kaufman's gradient is exact: the cost's derivative by positions, with weights following."""
+    """Kaufman's gradient is exact, although the best weights change with the positions."""
     problem, box_positions = random_problem(with_roots)
     state = problem.solve(box_positions)
     gradient = torch.zeros(12, dtype=torch.double)
@@ -222,7 +221,7 @@ def test_the_descent_is_minus_half_the_gradient_of_the_cost(with_roots):
         moved.view(-1)[index] += 1e-6
         gradient[index] = (problem.solve(moved).cost - state.cost)[0] / 1e-6
     torch.testing.assert_close(-2 * state.descent.mT.flatten(), gradient, rtol=1e-3, atol=1e-3)
-    # So damped that it is steepest descent.
+    # With this much damping, the step is one of steepest descent.
     damping = torch.full((1,), 1e6, dtype=torch.double)
     step = _step(state, damping, FitSettings()).flatten()
     assert float(step @ gradient) < 0
@@ -251,30 +250,29 @@ def depthwise_net():
 @pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize(
     ("init", "device"),
-    [*((i, "cpu") for i in ("fit", "largest", "exact", "random")), ("fit", "meta")],
+    [("fit", "cpu"), ("largest", "cpu"), ("exact", "cpu"), ("random", "cpu"), ("fit", "meta")],
 )
 def test_the_report_states_each_layers_relative_kernel_error(init, device):
-    """None where elements are random or have no values.
+    """It is None if elements are random or have no values.
 
-    Positions of a fit get a gradient at once.
+    Also, fitted positions get a gradient from the first step on.
     """
     model = depthwise_net().to(device)
-    old = {
-        name: module.weight.detach()
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Conv2d)
-    }
+    old_kernels = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv2d):
+            old_kernels[name] = module.weight.detach()
     report = convert_(model, init=init, dilated_size=9, input_size=(3, 16, 16))
     assert len(report.layers) == 3
     for layer in report.layers:
         if init == "random" or device == "meta":
             assert layer.fit_error is None
             continue
-        left = model.get_submodule(layer.name).kernel().detach()
-        left[..., 2:7, 2:7] -= old[layer.name]
-        assert math.isclose(
-            layer.fit_error, float(left.norm() / old[layer.name].norm()), rel_tol=1e-4, abs_tol=1e-6
-        )
+        old_kernel = old_kernels[layer.name]
+        difference = model.get_submodule(layer.name).kernel().detach()
+        difference[..., 2:7, 2:7] -= old_kernel
+        expected = float(difference.norm() / old_kernel.norm())
+        assert math.isclose(layer.fit_error, expected, rel_tol=1e-4, abs_tol=1e-6)
         assert (init == "exact") == (layer.fit_error < 1e-6)
     if init == "fit" and device == "cpu":
         for layer in [module for module in model.modules() if isinstance(module, DclsConv2d)]:
@@ -285,7 +283,7 @@ def test_the_report_states_each_layers_relative_kernel_error(init, device):
 
 
 @pytest.mark.parametrize("conv_class", [StdConv2d, ScaledStdConv2d])
-def test_where_elements_are_standardised_the_start_is_no_worse_than_the_largest(conv_class):
+def test_with_weight_standardisation_a_fit_is_no_worse_than_the_largest_cells(conv_class):
     rules = parse_rules("format: 1\nrules:\n  - match: {kernel_size: [3, 3]}\n")
 
     def errors(init):
@@ -296,6 +294,5 @@ def test_where_elements_are_standardised_the_start_is_no_worse_than_the_largest(
         report = convert_(model, init=init, rules=rules, dilated_size=7, input_size=(3, 8, 8))
         return [layer.fit_error for layer in report.layers]
 
-    assert all(
-        fit <= largest for fit, largest in zip(errors("fit"), errors("largest"), strict=True)
-    )
+    for error, error_of_largest in zip(errors("fit"), errors("largest"), strict=True):
+        assert error <= error_of_largest

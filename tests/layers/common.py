@@ -1,13 +1,13 @@
-"""What the tests of this room share: numbers, and comparisons in float64."""
+"""Helpers of the layer tests: seeded numbers, and comparisons in float64."""
 
 import pytest
 import torch
 
 from dcls_convert.layers.interpolation import INTERPOLATIONS
 
-FLOAT64_ATOL = 1e-12  # some thousand roundings of 2e-16, of values of order 1
+FLOAT64_ATOL = 1e-12  # a few thousand rounding errors of 2e-16, in values of order 1
 every_interpolation = pytest.mark.parametrize("interpolation", list(INTERPOLATIONS))
-# torch says so of every convolution with padding='same' and an even kernel.
+# torch warns about every convolution with padding='same' and an even kernel.
 even_same = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 
 

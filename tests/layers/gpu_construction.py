@@ -1,4 +1,4 @@
-"""The implementations of kernel construction for GPUs, run on the CPU."""
+"""Run the GPU implementations of kernel construction on the CPU."""
 
 from contextlib import contextmanager
 
@@ -11,7 +11,7 @@ IMPLEMENTATIONS = ("eager", "compiled")
 
 @contextmanager
 def as_on_a_gpu(implementation):
-    """Inside, kernels are constructed by this implementation; None is the CPU's own."""
+    """Construct kernels by this implementation inside a `with` block; None is the CPU's own."""
     with pytest.MonkeyPatch.context() as patch:
         if implementation:
             for module in (bilinear, interpolation):

@@ -1,4 +1,4 @@
-"""Bilinear construction block by block gives what plain operations give, however it is
+"""Bilinear construction in blocks equals construction by plain operations, however it is
 differentiated.
 """
 
@@ -22,7 +22,7 @@ from ..dispatch_modes import NewMemory
 from .common import close, randn
 from .gpu_construction import IMPLEMENTATIONS, as_on_a_gpu
 
-# torch compiles decompositions of its own with it when forward derivatives are first asked for.
+# torch itself uses torch.jit.script when forward derivatives are first computed.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 
 
@@ -34,7 +34,7 @@ def by_plain_operations(weight, positions, size):
 
 @contextlib.contextmanager
 def constructed(implementation):
-    """Inside, kernels are constructed as for exports, on a GPU, or on the CPU."""
+    """Construct kernels as for exports, on a GPU or on the CPU, inside a `with` block."""
     with (
         pytest.MonkeyPatch.context() as patch,
         as_on_a_gpu(None if implementation == "exported" else implementation),
@@ -46,15 +46,15 @@ def constructed(implementation):
 
 
 def inputs(size, channels=(2, 3), count=4, seed=0):
-    """weight (*C, E), positions (A, *C, E): on and between cells, inside the window, at its border,
-    and beyond.
+    """Return weight (*C, E) and positions (A, *C, E) on and between cells, inside the window, at
+    its border, and beyond.
     """
     weight = randn(*channels, count, seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)
-    anywhere = torch.rand(len(size), *weight.shape, generator=generator, dtype=torch.float64) - 0.5
-    anywhere *= 1.4 * torch.tensor(size).view(-1, *[1] * weight.dim())
-    whole = torch.rand(anywhere.shape, generator=generator) < 0.4
-    return weight, torch.where(whole, anywhere.round(), anywhere)
+    positions = torch.rand(len(size), *weight.shape, generator=generator, dtype=torch.float64) - 0.5
+    positions *= 1.4 * torch.tensor(size).view(-1, *[1] * weight.dim())
+    is_on_cell = torch.rand(positions.shape, generator=generator) < 0.4
+    return weight, torch.where(is_on_cell, positions.round(), positions)
 
 
 def grad_output(kernel):
@@ -86,15 +86,15 @@ def kernel_and_gradients(construct, tensors, size, learnt, create_graph=False):
     learnt=st.sampled_from([(True, True), (True, False), (False, True)]),  # weight, positions
     create_graph=st.booleans(),
 )
-def test_kernel_and_gradients_are_those_by_plain_operations(
+def test_kernel_and_gradients_are_those_of_plain_operations(
     size, channels, count, seed, block, implementation, strided, learnt, create_graph
 ):
     tensors = inputs(size, channels, count, seed)
     with constructed(implementation), pytest.MonkeyPatch.context() as patch:
         patch.setattr(bilinear, "BLOCK_ELEMENTS", block)
         patch.setattr(bilinear, "MAX_PRODUCTS", block)
-        inputs_of_fast = [tensor.mT.contiguous().mT for tensor in tensors] if strided else tensors
-        fast = kernel_and_gradients(bilinear_kernel, inputs_of_fast, size, learnt, create_graph)
+        fast_inputs = [tensor.mT.contiguous().mT for tensor in tensors] if strided else tensors
+        fast = kernel_and_gradients(bilinear_kernel, fast_inputs, size, learnt, create_graph)
     close(fast, kernel_and_gradients(by_plain_operations, tensors, size, learnt))
 
 
@@ -136,7 +136,7 @@ def test_function_transforms_give_what_they_give_for_plain_operations():
     close(results(bilinear_kernel), results(by_plain_operations))
 
 
-# Beside the numbers.
+# Memory and dispatch.
 
 
 @pytest.mark.parametrize("implementation", [None, "eager"])
@@ -149,13 +149,13 @@ def test_only_kernel_positions_and_gradients_grow_with_the_layer(size, implement
     with as_on_a_gpu(implementation), NewMemory([*tensors, kernel_gradient]) as memory:
         kernel = bilinear_kernel(*tensors, size)
         gradients = torch.autograd.grad(kernel, tensors, kernel_gradient)
-    # All corners of a block.
+    # The largest tensor of a block holds all corners of its elements.
     block = products if implementation else 64 * torch.get_num_threads() * 2 ** len(size)
-    whole = {one.numel() for one in (kernel, tensors[1], *gradients)}
-    assert {pieces for pieces in memory.numbers() if pieces > block} <= whole
+    whole = {tensor.numel() for tensor in (kernel, tensors[1], *gradients)}
+    assert {numbers for numbers in memory.numbers() if numbers > block} <= whole
 
 
-def test_tensors_with_operations_of_their_own_get_plain_ones():
+def test_subclasses_of_tensor_do_not_use_the_fast_implementation():
     ordinary = torch.ones(1)
     assert is_eager(ordinary, nn.Parameter(ordinary))
     with FakeTensorMode() as mode:

@@ -1,6 +1,4 @@
-"""torch.compile on a CPU: one graph for each layer and network, as without DCLS layers, and the
-eager results.
-"""
+"""torch.compile on a CPU needs no more graphs for DCLS layers, and gives the eager results."""
 
 import copy
 
@@ -36,7 +34,7 @@ def depthwise_layer(dtype: torch.dtype) -> nn.Module:
     )
 
 
-# inductor alone finds out what the sizes in the code must be; it takes half a minute a dtype.
+# Only inductor works out which sizes its code requires; it takes half a minute per dtype.
 WAYS = [
     ("aot_eager", torch.float32, 1e-5),
     ("aot_eager", torch.bfloat16, 0.02),
@@ -56,12 +54,13 @@ def test_a_depthwise_layer_is_one_graph_in_validation_and_then_training(backend,
         for module in (layer, compiled):
             module.train().zero_grad()
             module(images).float().square().sum().backward()
-            gradients.append([one.grad / one.grad.norm() for one in module.parameters()])
+            grads = [parameter.grad for parameter in module.parameters()]
+            gradients.append([grad / grad.norm() for grad in grads])
         close(*gradients, tolerance)
 
 
-def graphs_of(model: nn.Module, mode: str) -> int:
-    """How many graphs batches of two sizes need."""
+def count_graphs(model: nn.Module, mode: str) -> int:
+    """Return how many graphs are compiled for batches of two sizes."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(model.train(mode == "train"), backend=counter)
@@ -77,4 +76,4 @@ def test_networks_have_as_many_graphs_as_unconverted_ones(name):
     converted = copy.deepcopy(original)
     dcls_convert.convert_(converted, init="random", input_size=(3, 64, 64))
     for mode in ("eval", "train"):
-        assert graphs_of(converted, mode) == graphs_of(original, mode)
+        assert count_graphs(converted, mode) == count_graphs(original, mode)

@@ -1,4 +1,4 @@
-"""Convolution classes with a forward of their own: timm's, and those that a user registers."""
+"""Convolution classes with a forward of their own: timm's, and those registered by users."""
 
 import copy
 import math
@@ -38,9 +38,10 @@ def built(conv_class, shape, seed=0):
     return conv
 
 
-def there_and_back(conv, sizes):
-    """The layer with all cells of `conv` as elements, and it folded, after comparing both with
-    `conv`.
+def converted_and_folded(conv, sizes):
+    """Convert `conv` with all its cells as elements, fold the layer, and compare both with `conv`.
+
+    Returns the layer and the folded convolution.
     """
     window = [
         (size - 1) * spacing + 5
@@ -59,13 +60,13 @@ def there_and_back(conv, sizes):
 
 @pytest.mark.parametrize("conv_class", CLASSES, ids=lambda cls: cls.__name__)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_dense_grid_of_elements_is_the_old_layer_with_its_gradients_there_and_back(
+def test_a_dense_grid_of_elements_gives_the_outputs_and_gradients_of_the_old_layer(
     conv_class, shape
 ):
     conv = built(conv_class, shape)
-    other = copy.deepcopy(conv)
+    replaced = copy.deepcopy(conv)
     image = randn(2, 6, 9, 9)
-    layer, folded = there_and_back(other, SIZES)
+    layer, folded = converted_and_folded(replaced, SIZES)
     assert find_traits(folded).transform_weight is None
     assert isinstance(folded, Conv2dSame) is (layer.padding == DYNAMIC_SAME)
     assert set(folded.state_dict()) <= {"weight", "bias"}
@@ -75,7 +76,7 @@ def test_a_dense_grid_of_elements_is_the_old_layer_with_its_gradients_there_and_
         layer.weight.grad.flatten(2), conv.weight.grad.flatten(2), rtol=1e-9, atol=1e-9
     )
     for name in {"bias", "gain"} & set(dict(conv.named_parameters())):
-        assert getattr(layer, name) is getattr(other, name)
+        assert getattr(layer, name) is getattr(replaced, name)
         torch.testing.assert_close(
             getattr(layer, name).grad, getattr(conv, name).grad, rtol=1e-9, atol=1e-9
         )
@@ -83,8 +84,8 @@ def test_a_dense_grid_of_elements_is_the_old_layer_with_its_gradients_there_and_
 
 @pytest.mark.parametrize("count", [1, 4, 9, 16])
 def test_the_scale_follows_the_number_of_elements(count):
-    """Scaled weight standardisation keeps the energy of a filter: gain^2 times gamma^2, whatever
-    its fan-in.
+    """Scaled weight standardisation keeps the energy of a filter, gain^2 times gamma^2, for any
+    fan-in.
     """
     conv = built(ScaledStdConv2d, {"kernel_size": 3})
     layer = DclsConv2d.from_conv(conv, kernel_count=count, dilated_kernel_size=7)
@@ -93,8 +94,8 @@ def test_the_scale_follows_the_number_of_elements(count):
     torch.testing.assert_close(energy, conv.gain.flatten().square(), rtol=1e-4, atol=0)
 
 
-def test_the_elements_that_are_kept_are_the_largest_as_they_are_convolved():
-    """A weight that is the filter's mean is nothing after standardisation, however large it is."""
+def test_the_elements_are_the_largest_weights_as_they_are_convolved():
+    """After standardisation, a weight equal to the filter's mean is 0, however large it is."""
     conv = StdConv2d(1, 1, 3, padding=1)
     with torch.no_grad():
         conv.weight.copy_(
@@ -106,7 +107,7 @@ def test_the_elements_that_are_kept_are_the_largest_as_they_are_convolved():
 
 
 def test_same_padding_with_a_stride_above_the_kernel_is_refused():
-    """There the old layer drops cells at the border, where a larger window would see them."""
+    """There, the old layer drops cells at the border that a larger window would see."""
     conv = Conv2dSame(6, 4, 1, stride=2)
     with pytest.raises(
         PlanError, match="dynamic SAME padding needs a kernel of at least the stride 2, not 1"
@@ -114,7 +115,7 @@ def test_same_padding_with_a_stride_above_the_kernel_is_refused():
         DclsConv2d.from_conv(conv, kernel_count=1, dilated_kernel_size=5)
 
 
-# A class of the user's own.
+# A class that the user registers.
 
 
 class Centred(nn.Conv2d):
@@ -141,14 +142,14 @@ class Overriding(Centred):
 
 @pytest.fixture
 def registered(monkeypatch):
-    """No class is known but those of this file."""
+    """Register the classes of this file, and forget all others."""
     monkeypatch.setattr(conv_classes, "_REGISTERED_TRAITS", {})
     register_conv(Centred, weight=centred, parameters=["temperature"])
     register_conv(StaticSame, padding_module="static_padding")
 
 
 @pytest.mark.parametrize("conv_class", [Centred, type("Inheriting", (Centred,), {})])
-def test_a_registered_class_and_what_inherits_its_forward_is_converted_without_loss(
+def test_a_registered_class_or_one_that_inherits_its_forward_is_converted_without_loss(
     registered, conv_class
 ):
     model = nn.Sequential(conv_class(3, 4, 3, padding=1)).double()
@@ -164,10 +165,12 @@ def test_a_registered_class_and_what_inherits_its_forward_is_converted_without_l
     close(model(image), expected)
 
 
-def test_a_class_is_not_known_before_it_is_registered_nor_is_one_that_overrides_it(registered):
+def test_neither_an_unregistered_class_nor_one_that_overrides_a_registered_forward_is_known(
+    registered,
+):
     assert why_not_replaceable(Centred(3, 4, 3)) is None
     assert "register_conv" in why_not_replaceable(Overriding(3, 4, 3))
-    assert find_traits(StdConv2d(3, 4, 3)) is None, "the fixture knows nothing else"
+    assert find_traits(StdConv2d(3, 4, 3)) is None, "the fixture has forgotten it"
     assert find_traits(nn.Conv2d(3, 4, 3)) is PLAIN
     convs = find_convs(nn.Sequential(Centred(3, 4, 3), Overriding(4, 4, 3)), (3, 9, 9))
     assert [site.name for site in convs.sites] == ["0"]
@@ -177,13 +180,11 @@ def test_a_class_is_not_known_before_it_is_registered_nor_is_one_that_overrides_
     assert why_not_replaceable(conv) == "it has parameters that are not known here (more)"
 
 
-# Classes that pad by a module of their own.
+# Classes that pad with a submodule.
 
 
 class StaticSame(nn.Conv2d):
-    """SAME padding for images of one size: more cells after an axis than before it where their
-    number is odd.
-    """
+    """SAME padding for images of one size; an odd cell is added after the axis."""
 
     def __init__(self, *args, image_size, padding_class=nn.ZeroPad2d, **kwargs):
         super().__init__(*args, **kwargs)
@@ -205,15 +206,17 @@ STATIC = [
 
 
 @pytest.mark.parametrize(("shape", "image_size", "symmetric"), STATIC)
-def test_padding_by_a_module_is_kept_there_and_back(registered, shape, image_size, symmetric):
+def test_padding_by_a_submodule_is_kept_by_converting_and_folding(
+    registered, shape, image_size, symmetric
+):
     conv = StaticSame(6, 4, image_size=image_size, **shape).double()
-    # Also images for which the padding is not SAME.
-    layer, folded = there_and_back(conv, [image_size, *SIZES])
+    # The other sizes are images for which the padding is not SAME.
+    layer, folded = converted_and_folded(conv, [image_size, *SIZES])
     assert isinstance(layer.padding[0], int) is symmetric
     assert type(folded) is nn.Conv2d
 
 
-def test_advice_is_given_where_it_helps_alone(registered):
+def test_advice_is_given_only_where_it_helps(registered):
     options = {"image_size": (9, 9)}
     for padding_class in (nn.ReflectionPad2d, lambda sides: nn.ConstantPad2d(sides, 1.0)):
         other = StaticSame(3, 4, 3, padding_class=padding_class, **options)

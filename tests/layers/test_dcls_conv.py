@@ -1,4 +1,4 @@
-"""Laws of the DCLS layers: nothing of a convolution is lost on the way there and back, and
+"""Laws of the DCLS layers: a convolution loses nothing when it is converted and fused, and
 positions stay inside.
 """
 
@@ -26,8 +26,8 @@ from .common import close, even_same, every_interpolation, randn
 OPTIONS = {"kernel_count": 4, "dilated_kernel_size": (5, 8)}  # of a small DclsConv2d
 
 
-def seeded(module):
-    """The module in float64, with random parameters, so that no test hangs on the global seed."""
+def with_seeded_parameters(module):
+    """Return the module in float64 with seeded parameters, independent of the global seed."""
     module.double()
     with torch.no_grad():
         for index, parameter in enumerate(module.parameters()):
@@ -35,9 +35,9 @@ def seeded(module):
     return module
 
 
-def scattered(layer):
-    """The layer in float64, its elements anywhere in the window, of any width."""
-    seeded(layer)
+def with_scattered_elements(layer):
+    """Return the layer in float64 with elements anywhere in the window, of any width."""
+    with_seeded_parameters(layer)
     with torch.no_grad():
         layer.positions.mul_(2)
         if layer.sigma is not None:
@@ -47,7 +47,7 @@ def scattered(layer):
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
-def test_signature_is_that_of_the_convolution_but_for_the_window(dims):
+def test_signature_is_that_of_the_convolution_except_for_the_window(dims):
     ours, theirs = (
         inspect.signature(layer[dims]).parameters for layer in (DCLS_LAYERS, CONV_CLASSES)
     )
@@ -73,7 +73,7 @@ def test_parameters_have_the_shapes_and_starting_values_of_the_paper(interpolati
     assert layer.positions.shape == (2, 32, 32, 8, 9)
     assert layer.bias.shape == (32,)
     assert layer.learnt_axes == (0, 2)
-    # 147456 draws: the deviation of N(0, 0.5) is known to a few thousandths.
+    # With 147456 draws, the deviation of N(0, 0.5) is known to a few thousandths.
     assert abs(layer.positions.mean().item()) < 0.01
     assert abs(layer.positions.std().item() - 0.5) < 0.01
     bound = 1 / math.sqrt(32 * 8 * 9)
@@ -116,7 +116,7 @@ def test_bad_arguments_are_refused_at_construction(changes, message):
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """A convolution, a window that may take its place, and an input."""
+    """A convolution, a window that may replace its kernel, and an input."""
 
     kernel_size: tuple[int, ...]
     window: tuple[int, ...]
@@ -134,7 +134,7 @@ class Geometry:
 
 @st.composite
 def conv_geometries(draw):
-    """Odd and even kernels of 1 to 3 dimensions, with everything that a convolution may have."""
+    """Draw odd and even kernels of 1 to 3 dimensions, with all options of a convolution."""
     dims = draw(st.sampled_from([1, 2, 2, 3]))
 
     def sizes(low, high):
@@ -163,8 +163,8 @@ def conv_geometries(draw):
         extent(k, d) + 2 * g for k, d, g in zip(kernel_size, dilation, grown, strict=True)
     )
     channels = (groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2)))
-    # Large enough for all paddings: reflect needs more cells than it adds, which is at most half
-    # the window and 2.
+    # Maps are large enough for all paddings: reflect needs more cells than it adds, which are at
+    # most half the window plus 2.
     spatial = [
         extent(size, spacing) + 3 + axis
         for axis, (size, spacing) in enumerate(zip(window, dilation, strict=True))
@@ -176,19 +176,18 @@ def conv_geometries(draw):
 
 
 @even_same
-@given(geometry=conv_geometries(), more=st.integers(0, 2))
-def test_as_many_elements_as_cells_give_the_same_layer(geometry, more):
-    conv = seeded(geometry.conv(geometry.kernel_size))
+@given(geometry=conv_geometries(), superfluous=st.integers(0, 2))
+def test_as_many_elements_as_cells_give_the_same_layer(geometry, superfluous):
+    conv = with_seeded_parameters(geometry.conv(geometry.kernel_size))
     cells = math.prod(geometry.kernel_size)
     layer = DCLS_LAYERS[geometry.dims].from_conv(
-        conv, kernel_count=cells + more, dilated_kernel_size=geometry.window
+        conv, kernel_count=cells + superfluous, dilated_kernel_size=geometry.window
     )
     assert layer.dilated_kernel_size == layer.kernel_size == geometry.window
     close(layer(geometry.input), conv(geometry.input))
     assert not layer.weight[..., cells:].any()
     assert not layer.positions[..., cells:].any()
-    # The old kernel's cells stand in the middle of the window, to the last bit, and nothing beside
-    # them.
+    # The kernel is exactly the old kernel's cells in the middle of the window, and 0 elsewhere.
     kernel = torch.zeros_like(layer.kernel())
     spacing = geometry.options["dilation"]
     middle = [
@@ -255,11 +254,11 @@ def test_fusing_keeps_the_output_and_leaves_a_plain_convolution(
         dense_axes=dense_axes,
         **geometry.options,
     )
-    fused = scattered(layer).fuse()
+    fused = with_scattered_elements(layer).fuse()
     plain = geometry.conv(geometry.window)
     assert type(fused) is CONV_CLASSES[geometry.dims]
     close(fused(geometry.input), layer(geometry.input))
-    # It cannot be told from one that was made as such.
+    # It cannot be told apart from a convolution that was made directly.
     assert repr(fused) == repr(plain)
     assert fused.state_dict().keys() == plain.state_dict().keys()
     assert fused.weight.is_contiguous()
@@ -273,7 +272,9 @@ def test_fusing_keeps_the_output_and_leaves_a_plain_convolution(
         (torch.float32, "meta", True, (True, True)),
     ],
 )
-def test_state_of_the_convolution_is_kept_there_and_back(dtype, device, training, trainable):
+def test_state_of_the_convolution_is_kept_by_converting_and_fusing(
+    dtype, device, training, trainable
+):
     conv = nn.Conv2d(2, 4, (3, 4), dtype=dtype, device=device).train(training)
     conv.weight.requires_grad_(trainable[0])
     conv.bias.requires_grad_(trainable[1])
@@ -300,8 +301,8 @@ def test_state_of_the_convolution_is_kept_there_and_back(dtype, device, training
     assert fused.weight.requires_grad is trainable[0]
 
 
-def test_hooks_go_along_and_their_handles_still_remove_them():
-    conv = seeded(nn.Conv2d(2, 4, (3, 4)))
+def test_hooks_are_carried_over_and_their_handles_still_remove_them():
+    conv = with_seeded_parameters(nn.Conv2d(2, 4, (3, 4)))
     calls = []
 
     def hook(*arguments):
@@ -315,11 +316,11 @@ def test_hooks_go_along_and_their_handles_still_remove_them():
     ]
     layer = DclsConv2d.from_conv(conv, kernel_count=5, dilated_kernel_size=(5, 8))
     x = randn(1, 2, 9, 9).requires_grad_()
-    for kept in (True, False):
+    for has_hooks in (True, False):
         for module in (conv, layer, layer.fuse()):
             calls.clear()
             module(x).sum().backward()
-            assert calls == ([type(module)] * 4 if kept else [])
+            assert calls == ([type(module)] * 4 if has_hooks else [])
         for handle in handles:
             handle.remove()
 
@@ -335,10 +336,10 @@ CHOICES = [
 
 @pytest.mark.parametrize(("kernel_size", "dilation", "window", "dense_axes"), CHOICES)
 @pytest.mark.parametrize("layers", [1, 3])
-def test_the_cells_of_largest_energy_are_kept_at_places_that_all_layers_share(
+def test_the_cells_of_largest_energy_are_chosen_at_positions_that_all_layers_share(
     kernel_size, dilation, window, dense_axes, layers
 ):
-    # Rounded, so that energies are equal: then the first cells are kept.
+    # Rounded, so that some energies are equal: of these, the first cells are chosen.
     kernels = [randn(2, 3, *kernel_size, seed=seed).round() for seed in range(layers)]
     weights, positions = largest_elements(
         kernels, kernel_count=3, dilation=dilation, size=window, dense_axes=dense_axes
@@ -352,28 +353,28 @@ def test_the_cells_of_largest_energy_are_kept_at_places_that_all_layers_share(
         candidates = [
             cell
             for cell in itertools.product(*cells)
-            if all(cell[axis] == at for axis, at in fixed.items())
+            if all(cell[axis] == index for axis, index in fixed.items())
         ]
         energy = {
             cell: sum(kernel[o, i, *cell].item() ** 2 for kernel in kernels) for cell in candidates
         }
-        kept = sorted(sorted(candidates, key=energy.get, reverse=True)[:3])
+        chosen = sorted(sorted(candidates, key=energy.get, reverse=True)[:3])
         for kernel, weight in zip(kernels, weights, strict=True):
-            assert weight[o, i, *dense].tolist() == [kernel[o, i, *cell].item() for cell in kept]
+            assert weight[o, i, *dense].tolist() == [kernel[o, i, *cell].item() for cell in chosen]
         # A kernel of odd or even extent starts half its extent before the centre.
         for axis, places in zip(learnt, positions[:, o, i, *dense].tolist(), strict=True):
             start = -(extent(kernel_size[axis], dilation[axis]) // 2)
-            assert places == [start + cell[axis] * dilation[axis] for cell in kept]
+            assert places == [start + cell[axis] * dilation[axis] for cell in chosen]
 
 
 # Positions stay inside the window.
 
 
-def strayed(**options):
-    """A layer after far too large a step: coordinates on both sides of the window, sigmas below
-    their least value.
+def layer_with_stray_positions(**options):
+    """Return a layer as after a far too large step: positions beyond both sides of the window,
+    sigmas below their minimum.
     """
-    layer = seeded(
+    layer = with_seeded_parameters(
         DclsConv2d(
             2, 4, kernel_count=6, dilated_kernel_size=(5, 8), interpolation="gaussian", **options
         )
@@ -384,8 +385,8 @@ def strayed(**options):
     return layer
 
 
-def test_training_and_saving_bring_positions_back_into_the_window_and_evaluation_takes_the_border():
-    layer = strayed().eval()
+def test_training_and_saving_bring_positions_back_into_the_window_and_evaluation_uses_the_border():
+    layer = layer_with_stray_positions().eval()
     x = randn(1, 2, 9, 9)
     before = [parameter.detach().clone() for parameter in layer.parameters()]
     expected = layer(x)
@@ -395,24 +396,25 @@ def test_training_and_saving_bring_positions_back_into_the_window_and_evaluation
     saved.state_dict()
     close(layer.train()(x), expected)
     assert layer.positions is positions
-    for one in (saved, layer):  # both borders are met, and none is passed
-        assert [(axis.min().item(), axis.max().item()) for axis in one.positions] == [
-            (-2, 2),
-            (-4, 3),
-        ]
-        assert (one.sigma == 0.27).all()
+    for clamped in (saved, layer):  # positions reach both borders, and none is beyond
+        ranges = [(axis.min().item(), axis.max().item()) for axis in clamped.positions]
+        assert ranges == [(-2, 2), (-4, 3)]
+        assert (clamped.sigma == 0.27).all()
 
 
 @every_interpolation
 def test_a_layer_may_be_used_twice_in_a_step(interpolation):
-    layer = scattered(DclsConv2d(2, 2, **OPTIONS, padding=(2, 4), interpolation=interpolation))
+    layer = with_scattered_elements(
+        DclsConv2d(2, 2, **OPTIONS, padding=(2, 4), interpolation=interpolation)
+    )
     copies = copy.deepcopy(layer), copy.deepcopy(layer)
     x = randn(1, 2, 9, 9)
     layer(layer(x)).square().sum().backward()
     copies[1](copies[0](x)).square().sum().backward()
     for name, parameter in layer.named_parameters():
         # Gradients are sums of about 1e3.
-        close(parameter.grad, sum(one.get_parameter(name).grad for one in copies), atol=1e-9)
+        expected = sum(copied.get_parameter(name).grad for copied in copies)
+        close(parameter.grad, expected, atol=1e-9)
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "triangle", "gaussian"])
@@ -420,8 +422,8 @@ def test_a_layer_may_be_used_twice_in_a_step(interpolation):
     "ignore:`torch.jit:FutureWarning", "ignore:`torch.jit:DeprecationWarning"
 )
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_exports_hold_no_scattered_additions(interpolation):
-    """coremltools 9 makes other kernels of them, in silence."""
+def test_exports_contain_no_scattered_additions(interpolation):
+    """coremltools 9 silently makes wrong kernels of them."""
     layer = DclsConv2d(2, 3, kernel_count=4, dilated_kernel_size=7, interpolation=interpolation)
     x = torch.randn(1, 2, 9, 9)
     exported = torch.export.export(layer.eval(), (x,))
@@ -435,7 +437,7 @@ def test_exports_hold_no_scattered_additions(interpolation):
 
 @pytest.mark.slow
 def test_an_exported_program_changes_no_positions_and_gives_the_output_of_training():
-    layer = strayed(padding=(2, 4))
+    layer = layer_with_stray_positions(padding=(2, 4))
     x = randn(1, 2, 9, 9)
     exported = torch.export.export(copy.deepcopy(layer), (x,)).module()
     before = copy.deepcopy(list(exported.parameters()))

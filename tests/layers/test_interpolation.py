@@ -1,7 +1,7 @@
-"""Laws of kernel construction, against plain loops over the paper's algorithms; the authors' layers
-are in `surgery`.
+"""Laws of kernel construction, tested against plain loops that follow the paper's algorithms.
 
-Windows are never square, so that swapped axes are seen.
+Comparisons with the authors' layers are in `surgery`. Windows are never square, so that swapped
+axes are noticed.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from ..dispatch_modes import RefuseOperations
 from .common import FLOAT64_ATOL, close, every_interpolation, randn
 from .gpu_construction import IMPLEMENTATIONS, as_on_a_gpu
 
-STEP = 1e-7  # cells; of one-sided differences, whose error is of the order of the step itself
+STEP = 1e-7  # cells; step of one-sided differences, whose error is about as large as the step
 # A hundred steps; the derivatives on the two sides of a kink differ by about 1.
 ONE_SIDED_ATOL = 1e-5
 
@@ -48,7 +48,7 @@ class Elements:
         ]
 
     def kernel(self, *inputs: Tensor) -> Tensor:
-        """The kernel of the elements, or of other tensors in their places."""
+        """Construct the kernel of the elements, or of other tensors in place of `inputs`."""
         weight, positions, *sigma = inputs or self.inputs
         return construct_kernel(
             weight,
@@ -60,22 +60,22 @@ class Elements:
         )
 
     def gradients(self, grad_output: Tensor) -> list[Tensor]:
-        """Of the sum of `grad_output` times the kernel, one for each of `inputs`."""
+        """Return the gradients of (grad_output * kernel).sum(), one for each of `inputs`."""
         inputs = [tensor.detach().requires_grad_() for tensor in self.inputs]
         return list(torch.autograd.grad((grad_output * self.kernel(*inputs)).sum(), inputs))
 
 
 def borders(size, dense_axes=()):
-    """The first and last cells of the window along each learnt axis, from its centre.
+    """Return the first and last cells of the window along each learnt axis, from its centre.
 
-    Written without the package.
+    Computed independently of the package.
     """
     lengths = [length for axis, length in enumerate(size) if axis not in dense_axes]
     return [-(length // 2) for length in lengths], [length - 1 - length // 2 for length in lengths]
 
 
 def elements(size, interpolation="bilinear", *, dense_axes=(), count=4, channels=(2, 3), seed=0):
-    """Elements with random weights, at random places inside the window."""
+    """Draw elements with random weights at random positions inside the window."""
     weight = randn(*channels, *[size[axis] for axis in dense_axes], count, seed=seed)
     lows, highs = borders(size, dense_axes)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -94,12 +94,8 @@ def elements(size, interpolation="bilinear", *, dense_axes=(), count=4, channels
 
 
 def per_axis(values, like):
-    return (
-        torch.tensor(values, dtype=like.dtype)
-        .view(-1, *[1] * (like.dim() - 1))
-        .expand_as(like)
-        .clone()
-    )
+    column = torch.tensor(values, dtype=like.dtype).view(-1, *[1] * (like.dim() - 1))
+    return column.expand_as(like).clone()
 
 
 def random_like(tensor):
@@ -110,17 +106,17 @@ def random_like(tensor):
 
 
 def algorithm_1(weights, positions, size):
-    """weights (E), positions (A, E) -> kernel (*size).
+    """Construct a kernel by plain loops: weights (E), positions (A, E) -> kernel (*size).
 
-    Autograd's derivative of the fractions makes it Algorithm 2.
+    Differentiated by autograd, it is Algorithm 2.
     """
     kernel = torch.zeros(size, dtype=torch.float64)
     for weight, *position in zip(weights, *positions, strict=True):
         cells = [
             coordinate + length // 2 for coordinate, length in zip(position, size, strict=True)
         ]
-        # At the upper border there is no cell above: the cell below is taken as the last but one,
-        # its fraction as 1.
+        # At the upper border there is no cell above. There, the cell below is the last but one, and
+        # the fraction is 1.
         floors = [
             min(int(cell.detach().floor()), length - 2)
             for cell, length in zip(cells, size, strict=True)
@@ -133,8 +129,8 @@ def algorithm_1(weights, positions, size):
 
 
 def placed(where, size, *, count=6, channels=(2, 3)):
-    """Elements between cells, on whole cells below the upper border, at a border, or a mixture,
-    axis by axis.
+    """Return elements between cells, on whole cells below the upper border, at a border, or a
+    mixture of these along each axis.
     """
     inside = elements(size, count=count, channels=channels)
     low, high = (per_axis(border, inside.positions) for border in borders(size))
@@ -144,8 +140,8 @@ def placed(where, size, *, count=6, channels=(2, 3)):
         "lower": low,
         "upper": high,
     }
-    turns = torch.randint(len(places), low.shape, generator=torch.Generator().manual_seed(2))
-    places["mixed"] = torch.stack(list(places.values())).gather(0, turns[None])[0]
+    chosen = torch.randint(len(places), low.shape, generator=torch.Generator().manual_seed(2))
+    places["mixed"] = torch.stack(list(places.values())).gather(0, chosen[None])[0]
     return replace(inside, positions=places[where])
 
 
@@ -199,14 +195,14 @@ def test_every_cell_of_a_dense_axis_has_a_kernel_of_its_own(interpolation, dims,
 
 @every_interpolation
 @pytest.mark.parametrize("axis", [0, 1])
-def test_an_axis_of_one_cell_takes_part_in_nothing(interpolation, axis):
+def test_an_axis_of_one_cell_has_no_effect(interpolation, axis):
     line = elements((7,), interpolation)
     size = (1, 7) if axis == 0 else (7, 1)
     inputs = [line.weight, *[torch.stack([place[0], place[0]]) for place in line.inputs[1:]]]
     close(replace(line, size=size).kernel(*inputs), line.kernel().reshape(2, 3, *size))
 
 
-# The records.
+# The records of interpolations.
 
 
 @every_interpolation
@@ -222,12 +218,12 @@ def test_the_profile_of_fits_is_normalised_and_comes_with_its_derivative(interpo
         return value / value.sum(-1, keepdim=True)
 
     slope = torch.autograd.functional.jacobian(lambda places: normalised(places).sum(0), cells).T
-    for one in (method, replace(method, fast_profile_and_slope=None)):
-        close(one.normalised_profile_and_slope(cells, length), (normalised(cells), slope))
+    for variant in (method, replace(method, fast_profile_and_slope=None)):
+        close(variant.normalised_profile_and_slope(cells, length), (normalised(cells), slope))
 
 
 def test_a_new_interpolation_is_one_record_for_layers_and_fits(monkeypatch):
-    gaussian = INTERPOLATIONS["gaussian"]  # here of one width for all elements, 1 cell
+    gaussian = INTERPOLATIONS["gaussian"]  # here, all elements have a width of 1 cell
     monkeypatch.setitem(
         INTERPOLATIONS, "bell", Interpolation(profile=gaussian.profile, slope=gaussian.slope)
     )
@@ -239,24 +235,22 @@ def test_a_new_interpolation_is_one_record_for_layers_and_fits(monkeypatch):
         lambda *tensors: construct_kernel(*tensors, (5, 8), interpolation="bell"),
         (layer.weight, layer.positions),
     )
-    # In the fit, an element spreads exactly as the constructor spreads it.
+    # A fit spreads an element exactly as kernel construction does.
     cells = torch.linspace(0, 4, 9, dtype=torch.float64).reshape(1, -1)
     value, _ = Box((5,), (1,), (5,), "bell").normalised_profile_and_slope(cells, 5)
-    one = torch.ones(9, 1, 1, dtype=torch.float64)
-    close(
-        value[0],
-        construct_kernel(one, cells.reshape(1, 9, 1, 1) - 2, (5,), interpolation="bell")[:, 0],
-    )
+    weight = torch.ones(9, 1, 1, dtype=torch.float64)
+    positions = cells.reshape(1, 9, 1, 1) - 2
+    close(value[0], construct_kernel(weight, positions, (5,), interpolation="bell")[:, 0])
 
 
-# The triangle's kinks, and least sigmas.
+# The triangle's kinks, and minimum sigmas.
 
 
 @every_dims
 @pytest.mark.parametrize("where", ["whole", "lower", "upper"])
 @pytest.mark.parametrize("sigma", [1.0, 2.0])  # whole sigmas: the kinks lie on cells
-def test_triangle_derivatives_at_kinks_are_those_of_the_side_that_is_meant(dims, where, sigma):
-    # One element a kernel, so that all may be moved at once and looked at kernel by kernel.
+def test_triangle_derivatives_at_kinks_are_those_of_the_documented_side(dims, where, sigma):
+    # One element per kernel, so that all can be moved at once and compared kernel by kernel.
     drawn = placed(where, WINDOWS[dims], count=1, channels=(4, 3))
     drawn = replace(drawn, interpolation="triangle", sigma=torch.full_like(drawn.positions, sigma))
     grad_output = random_like(drawn.kernel())
@@ -274,15 +268,15 @@ def test_triangle_derivatives_at_kinks_are_those_of_the_side_that_is_meant(dims,
         close(grad_sigma[axis], difference("sigma", axis, STEP), ONE_SIDED_ATOL)
 
 
-# DCLS 0.1.1.
-@pytest.mark.parametrize(("interpolation", "least"), [("triangle", 1.0), ("gaussian", 0.27)])
-def test_sigma_below_its_least_value_counts_as_that_value_and_can_grow_back(interpolation, least):
+# Minimum sigmas of DCLS 0.1.1.
+@pytest.mark.parametrize(("interpolation", "minimum"), [("triangle", 1.0), ("gaussian", 0.27)])
+def test_sigma_below_its_minimum_counts_as_the_minimum_and_can_grow_back(interpolation, minimum):
     drawn = elements((5, 8), interpolation)
-    at_least = replace(drawn, sigma=torch.full_like(drawn.sigma, least))
-    below = replace(drawn, sigma=torch.full_like(drawn.sigma, least - 0.2))
+    at_minimum = replace(drawn, sigma=torch.full_like(drawn.sigma, minimum))
+    below = replace(drawn, sigma=torch.full_like(drawn.sigma, minimum - 0.2))
     grad_output = random_like(drawn.kernel())
-    close(below.kernel(), at_least.kernel())
-    close(below.gradients(grad_output), at_least.gradients(grad_output))
+    close(below.kernel(), at_minimum.kernel())
+    close(below.gradients(grad_output), at_minimum.gradients(grad_output))
     assert (below.gradients(grad_output)[2] != 0).all()
 
 
@@ -291,8 +285,8 @@ def test_sigma_below_its_least_value_counts_as_that_value_and_can_grow_back(inte
 
 @st.composite
 def elements_anywhere(draw):
-    """Windows of every size, elements anywhere in or around them, on and between cells, of every
-    width.
+    """Draw windows of any size, and elements of any width anywhere in or around them, on and
+    between cells.
     """
     size = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
     dense_axes = draw(
@@ -305,15 +299,12 @@ def elements_anywhere(draw):
     coordinate = st.one_of(st.integers(-12, 12).map(float), st.floats(-12, 12))
 
     def numbers_like(like, values):
-        """A number for each axis and element, the same in all kernels."""
+        """Draw a number for each axis and element, the same in all kernels."""
         axes = like.shape[0]
         count = like.shape[-1]
         numbers = draw(st.lists(values, min_size=axes * count, max_size=axes * count))
-        return (
-            torch.tensor(numbers, dtype=torch.float64)
-            .view(axes, *[1] * (like.dim() - 2), count)
-            .expand_as(like)
-        )
+        shape = (axes, *[1] * (like.dim() - 2), count)
+        return torch.tensor(numbers, dtype=torch.float64).view(shape).expand_as(like)
 
     sigma = None if drawn.sigma is None else numbers_like(drawn.sigma, st.floats(0, 6))
     return replace(drawn, positions=numbers_like(drawn.positions, coordinate), sigma=sigma)
@@ -330,7 +321,7 @@ def test_no_weight_is_lost_wherever_the_elements_are(drawn):
 @every_interpolation
 @every_dims
 @pytest.mark.parametrize("side", [0, 1])
-def test_elements_beyond_the_window_are_taken_at_its_border_and_can_come_back(
+def test_elements_beyond_the_window_count_as_at_its_border_and_can_come_back(
     interpolation, dims, side
 ):
     size = WINDOWS[dims]
@@ -347,7 +338,7 @@ def test_elements_beyond_the_window_are_taken_at_its_border_and_can_come_back(
 @every_interpolation
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("implementation", [None, *IMPLEMENTATIONS])
-def test_a_position_that_is_not_a_number_shows_in_its_kernel_alone(
+def test_a_position_that_is_not_a_number_shows_only_in_its_kernel(
     interpolation, axis, implementation
 ):
     drawn = elements((5, 7), interpolation)
@@ -377,7 +368,7 @@ def test_kernels_are_computed_in_float32_at_least_and_rounded_once(interpolation
         assert torch.equal(kernel, drawn.kernel(*[tensor.float() for tensor in narrow]).to(dtype))
 
 
-# Construction on a GPU, by its implementations on the CPU.
+# The GPU implementations of construction, run on the CPU.
 
 
 @given(drawn=elements_anywhere(), implementation=st.sampled_from(IMPLEMENTATIONS))
@@ -393,7 +384,7 @@ def test_on_a_gpu_kernel_and_gradients_are_those_of_the_cpu(drawn, implementatio
 @every_interpolation
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("size", [(7, 7), (4, 7), (1, 4, 5)], ids=str)
-def test_on_a_gpu_a_training_step_neither_waits_nor_adds_in_any_order_nor_rounds(
+def test_on_a_gpu_a_training_step_neither_waits_nor_adds_in_arbitrary_order_nor_rounds(
     interpolation, implementation, size
 ):
     layer = DCLS_LAYERS[len(size)](
@@ -426,16 +417,14 @@ def test_on_a_gpu_a_training_step_neither_waits_nor_adds_in_any_order_nor_rounds
         ),
     ],
 )
-def test_what_does_not_belong_together_is_refused_by_name(changes, message):
+def test_arguments_that_do_not_fit_together_are_refused_by_name(changes, message):
     shapes = {"weight": (2, 3, 4), "positions": (2, 2, 3, 4), "sigma": None}
-    tensors = {
-        name: shape and torch.zeros(shape)
-        for name, shape in {**shapes, **changes}.items()
-        if name in shapes
-    }
-    options = {
-        "size": (5, 8),
-        **{name: value for name, value in changes.items() if name not in shapes},
-    }
+    options = {"size": (5, 8)}
+    for name, value in changes.items():
+        if name in shapes:
+            shapes[name] = value
+        else:
+            options[name] = value
+    tensors = {name: shape and torch.zeros(shape) for name, shape in shapes.items()}
     with pytest.raises(ValueError, match=message):
         construct_kernel(**tensors, **options)

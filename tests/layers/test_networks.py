@@ -1,6 +1,4 @@
-"""What is done to whole networks works with DCLS layers in them: memory formats, torch.fx,
-compilers, DataParallel.
-"""
+"""Networks with DCLS layers work with memory formats, torch.fx, compilers and DataParallel."""
 
 import copy
 import functools
@@ -21,7 +19,7 @@ def layers(model):
 
 
 def last_two_tied(*modules):
-    """The modules in a row, of which the last two share the positions of the last one."""
+    """Return the modules in sequence; the last two share the positions of the last one."""
     model = nn.Sequential(*modules)
     model.shared = nn.Parameter(model[-1].positions.detach().clone())
     for layer in model[-2:]:
@@ -32,7 +30,7 @@ def last_two_tied(*modules):
 
 
 def stage(*sizes):
-    """Layers with windows of these sizes; the last two share their positions."""
+    """Return layers with windows of these sizes; the last two share their positions."""
     make = functools.partial(DclsConv2d, 2, 2, kernel_count=3, padding="same")
     return last_two_tied(
         *(make(dilated_kernel_size=size, interpolation="triangle") for size in sizes[:-2]),
@@ -46,7 +44,11 @@ FORMATS = {
         {"dilated_kernel_size": (3, 7), "dense_axes": (0,)},
         torch.channels_last,
     ),
-    "none dense in 3-D": (DclsConv3d, {"dilated_kernel_size": (3, 5, 4)}, torch.channels_last_3d),
+    "no dense axis in 3-D": (
+        DclsConv3d,
+        {"dilated_kernel_size": (3, 5, 4)},
+        torch.channels_last_3d,
+    ),
 }
 
 
@@ -58,16 +60,16 @@ def test_positions_and_elements_pass_through_memory_formats(case):
     images = randn(1, 3, *[16] * layer_class.dims, dtype=torch.float32)
     expected = model(images)
     before = copy.deepcopy(model.state_dict())
-    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        one.to(memory_format=memory_format)
-        torch.testing.assert_close(
-            one(images.to(memory_format=memory_format)), expected, rtol=1e-3, atol=1e-4
-        )
-        assert all(torch.equal(tensor, before[name]) for name, tensor in one.state_dict().items())
-        for layer in layers(one):
+    for network in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        network.to(memory_format=memory_format)
+        output = network(images.to(memory_format=memory_format))
+        torch.testing.assert_close(output, expected, rtol=1e-3, atol=1e-4)
+        state = network.state_dict()
+        assert all(torch.equal(tensor, before[name]) for name, tensor in state.items())
+        for layer in layers(network):
             assert layer.weight.is_contiguous()
             assert layer.positions.is_contiguous()
-        assert one[0].weight.is_contiguous(memory_format=memory_format)
+        assert network[0].weight.is_contiguous(memory_format=memory_format)
 
 
 def test_torchvision_extracts_features_without_the_owner_of_positions():
@@ -75,12 +77,12 @@ def test_torchvision_extracts_features_without_the_owner_of_positions():
     images = randn(1, 2, 9, 9, dtype=torch.float32)
     expected = {"0.1": model[0][:2](images), "0.2": model(images)}
     extractor = create_feature_extractor(model, list(expected))
-    for one in (extractor, copy.deepcopy(extractor)):
-        torch.testing.assert_close(one(images), expected, rtol=0, atol=0)
-        # Everything that moves is registered, tied positions once.
-        positions = [id(layer.positions) for layer in layers(one)]
+    for network in (extractor, copy.deepcopy(extractor)):
+        torch.testing.assert_close(network(images), expected, rtol=0, atol=0)
+        # All positions are registered as parameters, tied ones once.
+        positions = [id(layer.positions) for layer in layers(network)]
         assert (len(positions), len(set(positions))) == (3, 2)
-        assert set(positions) <= {id(parameter) for parameter in one.parameters()}
+        assert set(positions) <= {id(parameter) for parameter in network.parameters()}
 
 
 @pytest.mark.slow
@@ -90,7 +92,7 @@ def test_torchvision_extracts_features_without_the_owner_of_positions():
 @pytest.mark.parametrize(
     ("backend", "sizes"), [("aot_eager", [(5, 7), 5, 5]), ("inductor", [5, 5])]
 )
-def test_compiled_layers_keep_their_positions_inside_as_others_do(backend, sizes):
+def test_compiled_layers_keep_their_positions_inside_as_uncompiled_ones_do(backend, sizes):
     torch.compiler.reset()
     start = stage(*sizes)
     images = randn(1, 2, 9, 9, dtype=torch.float32)
@@ -102,21 +104,22 @@ def test_compiled_layers_keep_their_positions_inside_as_others_do(backend, sizes
         model = copy.deepcopy(start)
         step = torch.compile(model, fullgraph=True, backend=backend) if compiled else model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        seen = []
+        positions_after_forward = []
         for _ in range(3):
             optimizer.zero_grad()
             step(images).square().mean().backward()
-            seen += [layer.positions.detach().clone() for layer in layers(model)]
+            for layer in layers(model):
+                positions_after_forward.append(layer.positions.detach().clone())
             optimizer.step()
-        results.append(seen)
+        results.append(positions_after_forward)
     assert all(positions.abs().max() <= 3 for positions in results[0])
     close(results[1], results[0], 1e-5)
 
 
 def test_a_replica_of_a_tied_layer_computes_on_its_own_device():
-    """As nn.DataParallel makes replicas for each device.
+    """Make a replica as nn.DataParallel does for each device.
 
-    The second device is meta here, which needs no hardware.
+    Here the second device is meta, which needs no hardware.
     """
     model = stage((5, 7), 5, 5)
     replicas = {module: module._replicate_for_data_parallel() for module in model.modules()}

@@ -1,4 +1,6 @@
-"""Layers on a GPU: as on the CPU, the same in every run, without waiting, and in CUDA graphs."""
+"""Layers on a GPU give the CPU's results, the same in every run, without waiting for the GPU, and
+in CUDA graphs.
+"""
 
 import copy
 import itertools
@@ -17,15 +19,15 @@ from .common import close, every_interpolation, randn
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-    # Compiling warns that they are available, but not used.
+    # Compiling warns that tensor cores are available but not used.
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),  # that it is a prototype
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),  # warns that it is a prototype
 ]
 
 
 def layer_of(size, interpolation="bilinear", *, dtype=torch.float32, count=9):
-    """A depthwise layer on the GPU, its elements on and between cells, inside the window, at its
-    border and beyond.
+    """Return a depthwise layer on the GPU with elements on and between cells, inside the window, at
+    its border and beyond.
     """
     layer = DCLS_LAYERS[len(size)](
         6,
@@ -61,18 +63,18 @@ def grad_output(layer):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_kernel_and_gradients_are_those_of_the_cpu(size, interpolation, compiled):
     torch.compiler.reset()
-    ours = layer_of(size, interpolation, dtype=torch.float64)
-    theirs = copy.deepcopy(ours).cpu()
-    construct = torch.compile(ours.kernel, fullgraph=True) if compiled else ours.kernel
-    results = kernel_and_gradients(construct, elements_of(ours), grad_output(ours))
-    expected = kernel_and_gradients(theirs.kernel, elements_of(theirs), grad_output(theirs))
-    close([one.cpu() for one in results], expected)
+    layer = layer_of(size, interpolation, dtype=torch.float64)
+    on_cpu = copy.deepcopy(layer).cpu()
+    construct = torch.compile(layer.kernel, fullgraph=True) if compiled else layer.kernel
+    results = kernel_and_gradients(construct, elements_of(layer), grad_output(layer))
+    expected = kernel_and_gradients(on_cpu.kernel, elements_of(on_cpu), grad_output(on_cpu))
+    close([tensor.cpu() for tensor in results], expected)
 
 
 @every_interpolation
 @pytest.mark.parametrize("precision", ["highest", "high"])
 def test_every_run_gives_the_same_bits_whether_tf32_is_allowed_or_not(interpolation, precision):
-    layer = layer_of((17, 17), interpolation, count=200)  # many in each cell
+    layer = layer_of((17, 17), interpolation, count=200)  # many elements in each cell
     first = kernel_and_gradients(layer.kernel, elements_of(layer), grad_output(layer))
     torch.set_float32_matmul_precision(precision)
     torch.use_deterministic_algorithms(True)  # fails where an operation has no deterministic form
@@ -86,7 +88,7 @@ def test_every_run_gives_the_same_bits_whether_tf32_is_allowed_or_not(interpolat
 
 
 def network():
-    sizes = itertools.cycle([(9, 9), (9, 12), (1, 7)])  # two of the three go as matrix products
+    sizes = itertools.cycle([(9, 9), (9, 12), (1, 7)])  # two of the three become matrix products
     options = zip(sizes, INTERPOLATIONS, strict=False)
     return nn.Sequential(*(layer_of(size, interpolation) for size, interpolation in options))
 
@@ -104,14 +106,14 @@ def test_a_training_step_never_waits_for_the_gpu(dtype):
         loss.backward()
         optimizer.step()
 
-    step()  # libraries are set up at first use
+    step()  # the first use sets up libraries
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert "matmul" in {made.algorithm for made in choices()}
+    assert "matmul" in {choice.algorithm for choice in choices()}
 
 
 def test_a_step_can_be_captured_in_a_cuda_graph():

@@ -1,4 +1,4 @@
-"""Statistics of positions are those of plain loops."""
+"""Statistics of positions equal those computed by plain loops."""
 
 import math
 
@@ -18,13 +18,13 @@ from .common import randn
 
 
 def slow_overlap(kernels):
-    """kernels: for each kernel, the coordinates of each element."""
-    near = [
-        any(math.dist(one, other) < 1 for index, other in enumerate(kernel) if index != own)
-        for kernel in kernels
-        for own, one in enumerate(kernel)
-    ]
-    return sum(near) / len(near)
+    """Return the share of overlapping elements; `kernels` has the coordinates of each element."""
+    overlaps = []
+    for kernel in kernels:
+        for index, element in enumerate(kernel):
+            others = kernel[:index] + kernel[index + 1 :]
+            overlaps.append(any(math.dist(element, other) < 1 for other in others))
+    return sum(overlaps) / len(overlaps)
 
 
 def slow_border(elements, size):
@@ -37,16 +37,16 @@ def slow_border(elements, size):
 @pytest.mark.parametrize(
     "shape", [(1, 4, 1, 6), (2, 3, 2, 5), (2, 9, 1, 1), (3, 2, 2, 4), (2, 3, 1, 4, 7)]
 )
-# Whole positions: neighbours are exactly a cell apart, and some elements at one place.
+# With whole positions, neighbours are exactly one cell apart, and some elements coincide.
 @pytest.mark.parametrize("whole", [False, True])
-def test_statistics_are_those_of_plain_loops(shape, whole, monkeypatch):
+def test_statistics_equal_those_of_plain_loops(shape, whole, monkeypatch):
     positions = 2 * randn(*shape)
     positions = positions.round() if whole else positions
     size = (5, 8, 1)[: shape[0]]
     kernels = positions.reshape(shape[0], -1, shape[-1]).permute(1, 2, 0).tolist()
     elements = [element for kernel in kernels for element in kernel]
-    for most in (1, 7, 40, 1 << 22):
-        monkeypatch.setattr(position_statistics, "MAX_DISTANCES", most)
+    for max_distances in (1, 7, 40, 1 << 22):
+        monkeypatch.setattr(position_statistics, "MAX_DISTANCES", max_distances)
         assert overlap_share(positions) == slow_overlap(kernels)
     assert border_share(positions, size) == slow_border(elements, size)
     squares = [sum(place**2 for place in axis) / len(axis) for axis in zip(*elements, strict=True)]

@@ -41,15 +41,15 @@ def layers(model: nn.Module) -> list[DclsConv2d]:
 
 
 def groups(model: nn.Module) -> list[list[int]]:
-    """Which layers use the same positions tensor, and the same sigma."""
+    """Group the indices of layers that use the same positions and the same sigma."""
     members: dict[tuple[int, int], list[int]] = {}
     for index, layer in enumerate(layers(model)):
         members.setdefault((id(layer.positions), id(layer.sigma)), []).append(index)
     return list(members.values())
 
 
-def assert_a_copy_of(model: nn.Module, original: nn.Module) -> None:
-    """With ties and tensors of its own, and the same outputs."""
+def assert_is_copy(model: nn.Module, original: nn.Module) -> None:
+    """Check that the model has ties and tensors of its own, and the original's outputs."""
     assert groups(model) == EXPECTED_GROUPS
     state = model.state_dict(keep_vars=True)
     assert list(state) == list(original.state_dict())
@@ -61,14 +61,14 @@ def assert_a_copy_of(model: nn.Module, original: nn.Module) -> None:
         assert torch.equal(model.eval()(image), original.eval()(image))
 
 
-def saved(thing, *, weights_only):
-    torch.save(thing, buffer := io.BytesIO())
+def saved_and_loaded(model, *, weights_only):
+    torch.save(model, buffer := io.BytesIO())
     buffer.seek(0)
     return torch.load(buffer, weights_only=weights_only)
 
 
 def assigned(model, on_meta):
-    on_meta.load_state_dict(saved(model.state_dict(), weights_only=True), assign=True)
+    on_meta.load_state_dict(saved_and_loaded(model.state_dict(), weights_only=True), assign=True)
     return on_meta
 
 
@@ -79,8 +79,8 @@ def emptied(model, on_meta):
 
 COPIES = {
     "another dtype and back": lambda model, _: copy.deepcopy(model).double().float(),
-    "deepcopy of all around it": lambda model, _: copy.deepcopy(nn.Sequential(nn.ReLU(), model))[1],
-    "torch.save": lambda model, _: saved(model, weights_only=False),
+    "deepcopy of its container": lambda model, _: copy.deepcopy(nn.Sequential(nn.ReLU(), model))[1],
+    "torch.save": lambda model, _: saved_and_loaded(model, weights_only=False),
     "meta and assign": assigned,
     "to_empty and safetensors": emptied,
 }
@@ -89,29 +89,29 @@ COPIES = {
 @pytest.mark.parametrize("way", COPIES)
 def test_ties_survive_copying(converted, converted_on_meta, way):
     copied = COPIES[way](converted, copy.deepcopy(converted_on_meta))
-    assert_a_copy_of(copied, converted)
+    assert_is_copy(copied, converted)
     before = [layer.kernel() for layer in layers(copied)]
     owner = copied.stages[2].blocks
-    # Replaced, not changed: layers look it up at each use.
+    # The parameter is replaced, not changed in place: layers look it up at each use.
     owner.dcls_positions = nn.Parameter(owner.dcls_positions.detach() + 0.4)
     changed = [
         not torch.equal(old, layer.kernel())
         for old, layer in zip(before, layers(copied), strict=True)
     ]
-    assert [index for index, one in enumerate(changed) if one] == EXPECTED_GROUPS[2]
+    assert [index for index, is_changed in enumerate(changed) if is_changed] == EXPECTED_GROUPS[2]
 
 
 CHANGES = {
-    "to what it is": {"dtype": torch.float32},
+    "to its own dtype": {"dtype": torch.float32},
     "another dtype": {"dtype": torch.float64},
-    "another format": {"memory_format": torch.channels_last},
+    "another memory format": {"memory_format": torch.channels_last},
     "both": {"dtype": torch.float16, "memory_format": torch.channels_last},
 }
 
 
 @pytest.fixture(params=[False, True], ids=["set data", "swap"])
 def _conversion(request):
-    """The two ways of nn.Module to give parameters their new values."""
+    """Use each of nn.Module's two ways to give parameters new values."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(request.param)
     yield
@@ -119,7 +119,7 @@ def _conversion(request):
 
 
 def with_gradients(model):
-    """A copy after a backward pass."""
+    """Return a copy after a backward pass."""
     copied = copy.deepcopy(model)
     copied(randn(1, 3, 32, 32, dtype=torch.float32)).square().sum().backward()
     return copied
@@ -131,13 +131,13 @@ def with_gradients(model):
 def test_ties_values_and_gradients_survive_conversions(converted, prepared, change):
     model = prepared(converted)
     options = CHANGES[change]
-    own = [id(parameter) for parameter in model.parameters()]
+    ids = [id(parameter) for parameter in model.parameters()]
     values = [parameter.detach().clone() for parameter in model.parameters()]
     gradients = [copy.deepcopy(parameter.grad) for parameter in model.parameters()]
     assert model.to(**options) is model
     assert groups(model) == EXPECTED_GROUPS
-    # An optimizer knows them by their identity.
-    assert [id(parameter) for parameter in model.parameters()] == own
+    # Optimizers hold references to the parameters.
+    assert [id(parameter) for parameter in model.parameters()] == ids
     dtype = options.get("dtype", torch.float32)
     for parameter, value, gradient in zip(model.parameters(), values, gradients, strict=True):
         assert torch.equal(parameter, value.to(dtype))
@@ -154,10 +154,10 @@ def test_ties_survive_to_empty(converted, prepared):
     model.to_empty(device="cpu")
     assert groups(model) == EXPECTED_GROUPS
     model.load_state_dict(converted.state_dict())
-    assert_a_copy_of(model, converted)
+    assert_is_copy(model, converted)
 
 
-def test_tied_positions_are_named_by_their_stage_and_said_to_be_tied(converted):
+def test_tied_positions_are_named_by_their_stage_and_shown_as_tied(converted):
     names = {name for name in converted.state_dict() if "dcls_positions" in name}
     assert names == {f"stages.{stage}.blocks.dcls_positions" for stage in (1, 2, 3)}
     assert "positions=tied" in repr(layers(converted)[1])

@@ -1,4 +1,4 @@
-"""Where a network is taken apart below the owner of its ties, no position is lost."""
+"""No position is lost when a network is taken apart below the owner of its ties."""
 
 import copy
 
@@ -18,14 +18,14 @@ from dcls_convert.layers.dcls_conv import DclsConv2d
 LAST = "18"  # torchvision's name of the last child of MobileNetV2's features, which own the ties
 
 
-def slices(network):
-    """A part that begins behind the first layer of its tie groups."""
+def middle_slice(network):
+    """Return a part that begins after the first layer of its tie groups."""
     return network.features[5:12]
 
 
 PARTS = {
     "children": lambda network: nn.Sequential(*network.features),
-    "slice": slices,
+    "slice": middle_slice,
     "layer getter": lambda network: IntermediateLayerGetter(network.features, {LAST: "out"}),
     "fx extractor": lambda network: create_feature_extractor(network, [f"features.{LAST}"]),
     "pyramid": lambda network: _mobilenet_extractor(network, True, 6),
@@ -49,10 +49,10 @@ def networks():
 
 @pytest.fixture(params=PARTS)
 def case(request, networks):
-    """A part of one network, the same part of another one, and an input."""
-    one, other = (PARTS[request.param](copy.deepcopy(network)).eval() for network in networks)
+    """Return a part of one network, the same part of another network, and an input."""
+    part, other = (PARTS[request.param](copy.deepcopy(network)).eval() for network in networks)
     generator = torch.Generator().manual_seed(0)
-    return one, other, torch.randn(INPUTS.get(request.param, IMAGES), generator=generator)
+    return part, other, torch.randn(INPUTS.get(request.param, IMAGES), generator=generator)
 
 
 def layers(part):
@@ -68,9 +68,9 @@ def test_positions_stay_parameters(case):
     part, _, images = case
     names = [name for name, _ in part.named_parameters()]
     assert len(names) == len(set(names))
-    own = [id(parameter) for parameter in part.parameters()]
-    assert {id(layer.positions) for layer in layers(part)} <= set(own)
-    assert len(own) == len(set(own))
+    ids = [id(parameter) for parameter in part.parameters()]
+    assert {id(layer.positions) for layer in layers(part)} <= set(ids)
+    assert len(ids) == len(set(ids))
     optimizer = torch.optim.SGD(part.parameters(), lr=1.0)
     before = [layer.positions.detach().clone() for layer in layers(part)]
     sum(output.square().mean() for output in outputs(part.train(), images)).backward()
@@ -85,10 +85,10 @@ def test_positions_stay_in_the_state_dict(case):
     other.load_state_dict(state)
     with torch.no_grad():
         assert all(map(torch.equal, outputs(part, images), outputs(other, images)))
-    without = {name: tensor for name, tensor in state.items() if "positions" not in name}
-    assert len(without) < len(state)
+    incomplete = {name: tensor for name, tensor in state.items() if "positions" not in name}
+    assert len(incomplete) < len(state)
     with pytest.raises(RuntimeError, match="positions"):
-        other.load_state_dict(without)
+        other.load_state_dict(incomplete)
 
 
 def test_positions_follow_conversions(case):
@@ -97,8 +97,8 @@ def test_positions_follow_conversions(case):
         expected = outputs(part, images)
         part.double()
         assert {layer.positions.dtype for layer in layers(part)} == {torch.float64}
-        for output, other in zip(outputs(part, images.double()), expected, strict=True):
-            torch.testing.assert_close(output.float(), other, rtol=1e-3, atol=1e-4)
+        for output, old_output in zip(outputs(part, images.double()), expected, strict=True):
+            torch.testing.assert_close(output.float(), old_output, rtol=1e-3, atol=1e-4)
 
 
 def test_copies_averages_and_functional_calls_keep_positions(case):
@@ -129,6 +129,6 @@ def test_a_whole_network_names_its_tied_positions_once(networks):
     assert [name for name, _ in network.named_parameters() if "positions" in name] == names
     state = network.state_dict()
     for name in names:
-        others = {key: tensor for key, tensor in state.items() if key != name}
-        missing, unexpected = copy.deepcopy(network).load_state_dict(others, strict=False)
+        incomplete = {key: tensor for key, tensor in state.items() if key != name}
+        missing, unexpected = copy.deepcopy(network).load_state_dict(incomplete, strict=False)
         assert (missing, unexpected) == ([name], [])

@@ -1,7 +1,7 @@
-"""The DCLS layers in torch's module tests: ModuleInfo and the machinery around it.
+"""Test the DCLS layers with torch's module tests: ModuleInfo and the machinery around it.
 
-The machinery is `torch.testing._internal`; laws and configurations are ours. Left out: comparison
-with a GPU, transfer between several devices, and `inplace`, which the layers do not have.
+The machinery is `torch.testing._internal`; the laws and configurations are our own. Left out are
+comparison with a GPU, transfer between several devices, and `inplace`, which the layers lack.
 """
 
 import copy
@@ -24,7 +24,7 @@ from dcls_convert.layers.dcls_conv import DCLS_LAYERS
 
 from .common import FLOAT64_ATOL, close, even_same
 
-# The import would freeze torch.backends and change the settings of hypothesis for all tests of the
+# The import would freeze torch.backends and change hypothesis's settings for all tests in the
 # process.
 _profile = hypothesis.settings.get_current_profile_name()
 with mock.patch.object(torch.backends, "disable_global_flags"):
@@ -48,7 +48,7 @@ hypothesis.settings.load_profile(_profile)
 
 pytestmark = [pytest.mark.slow, even_same]
 
-ATOL = {torch.float64: FLOAT64_ATOL, torch.float32: 1e-4}  # of sums that are some ten
+ATOL = {torch.float64: FLOAT64_ATOL, torch.float32: 1e-4}  # for sums of about ten
 MARGIN = 0.05  # cells; on the window's border, the derivative is one-sided
 BATCH = 2
 MAPS = {1: (11,), 2: (8, 9), 3: (5, 6, 7)}
@@ -67,7 +67,7 @@ CONVERSIONS = [
 
 
 def configurations(dims):
-    """What the layers of so many dimensions are constructed with, by name."""
+    """Return arguments for layers of so many dimensions, by the name of the configuration."""
     window = WINDOWS[dims]
     odd_window = ODD_WINDOWS[dims]
     layer = functools.partial(FunctionInput, 2, 3, kernel_count=3, dilated_kernel_size=window)
@@ -75,7 +75,7 @@ def configurations(dims):
     grouped = functools.partial(layer.func, 4, 2, groups=2, **layer.keywords)
     more_outputs = functools.partial(layer.func, 2, 4, groups=2, **layer.keywords)
     per_axis = (2, 1, 3)[:dims]
-    found = {
+    cases = {
         "plain": layer(),
         "odd window": layer(dilated_kernel_size=odd_window),
         "one size for all axes": layer(dilated_kernel_size=3),
@@ -99,32 +99,32 @@ def configurations(dims):
         "depthwise, more outputs": more_outputs(kernel_count=2),
     }
     for mode in ("reflect", "replicate", "circular"):
-        found[mode] = layer(padding=2, padding_mode=mode)
+        cases[mode] = layer(padding=2, padding_mode=mode)
         same = layer(padding="same", padding_mode=mode, dilated_kernel_size=odd_window)
-        found[f"{mode}, same"] = same
-        found[f"{mode}, depthwise"] = depthwise(padding=1, padding_mode=mode)
+        cases[f"{mode}, same"] = same
+        cases[f"{mode}, depthwise"] = depthwise(padding=1, padding_mode=mode)
     for interpolation in ("triangle", "gaussian"):
-        found[interpolation] = layer(interpolation=interpolation)
-        found[f"{interpolation}, depthwise"] = depthwise(interpolation=interpolation, padding=2)
+        cases[interpolation] = layer(interpolation=interpolation)
+        cases[f"{interpolation}, depthwise"] = depthwise(interpolation=interpolation, padding=2)
     for dense_axes in {1: [], 2: [(0,), (1,)], 3: [(1,), (0, 2)]}[dims]:
-        found[f"dense axes {dense_axes}"] = layer(dense_axes=dense_axes)
+        cases[f"dense axes {dense_axes}"] = layer(dense_axes=dense_axes)
         gaussian = layer(dense_axes=dense_axes, interpolation="gaussian")
-        found[f"dense axes {dense_axes}, gaussian"] = gaussian
+        cases[f"dense axes {dense_axes}, gaussian"] = gaussian
     if dims == 2:
-        found["dynamic same"] = layer(padding=DYNAMIC_SAME, stride=(2, 3))
-        found["dynamic same, dilation"] = layer(padding=DYNAMIC_SAME, dilation=(2, 1), stride=2)
-        found["dynamic same, depthwise"] = depthwise(padding=DYNAMIC_SAME, stride=2)
-    return found
+        cases["dynamic same"] = layer(padding=DYNAMIC_SAME, stride=(2, 3))
+        cases["dynamic same, dilation"] = layer(padding=DYNAMIC_SAME, dilation=(2, 1), stride=2)
+        cases["dynamic same, depthwise"] = depthwise(padding=DYNAMIC_SAME, stride=2)
+    return cases
 
 
 def asymmetric_padding(constructor):
-    """The cells before and after each axis, where the configuration states them apart."""
+    """Return the cells before and after each axis if the configuration states both, else None."""
     padding = constructor.kwargs.get("padding")
     return padding if isinstance(padding, tuple) and is_asymmetric(padding) else None
 
 
 def plain_convolution(constructor, layer):
-    """torch's own convolution of the same arguments, with the layer's kernel and bias."""
+    """Return torch's convolution with the same arguments, and the layer's kernel and bias."""
     options = dict(constructor.kwargs)
     for name in ("kernel_count", "dilated_kernel_size", "interpolation", "dense_axes"):
         options.pop(name, None)
@@ -143,7 +143,7 @@ def plain_convolution(constructor, layer):
 
 
 def examples(module_info, device, dtype, requires_grad, training):
-    """Every configuration, with a batch of maps."""
+    """Yield every configuration, with a batch of maps."""
     dims = module_info.module_cls.dims
     options = {"device": device, "dtype": dtype, "requires_grad": requires_grad}
     for name, constructor in configurations(dims).items():
@@ -157,7 +157,7 @@ def examples(module_info, device, dtype, requires_grad, training):
 
 
 def reference(constructor, layer, parameters, input):
-    """What ModuleInput takes: the output that the layer should have."""
+    """Return the output that the layer should have; ModuleInput determines the arguments."""
     return plain_convolution(constructor, layer)(input)
 
 
@@ -169,7 +169,7 @@ WITH_FORMATS = [info for info in INFOS if info.module_cls.dims in FORMATS]
 
 
 def built(layer_class, example, **factory):
-    """A layer with elements anywhere in the window, but not on its border."""
+    """Return a layer with elements anywhere in the window, but not on its border."""
     constructor = example.constructor_input
     options = dict(constructor.kwargs)
     asymmetric = asymmetric_padding(constructor)
@@ -179,23 +179,23 @@ def built(layer_class, example, **factory):
     if asymmetric is not None:  # the constructor does not take it; from_conv sets it
         layer.padding = asymmetric
     with torch.no_grad():
-        for place, axis in enumerate(layer.learnt_axes):
+        for index, axis in enumerate(layer.learnt_axes):
             low, high = position_limits(layer.dilated_kernel_size[axis])
-            layer.positions[place].uniform_(low + MARGIN, high - MARGIN)
+            layer.positions[index].uniform_(low + MARGIN, high - MARGIN)
         if layer.sigma is not None:
             layer.sigma.add_(torch.rand_like(layer.sigma) + MARGIN)
     return layer
 
 
-def output_and_gradients(layer, input, of_output):
-    """The output, and the gradients of the input and of all parameters."""
+def output_and_gradients(layer, input, grad_output):
+    """Return the output, and the gradients of the input and of all parameters."""
     leaf = input.detach().requires_grad_()
     output = layer(leaf)
-    return output, *torch.autograd.grad(output, [leaf, *layer.parameters()], of_output)
+    return output, *torch.autograd.grad(output, [leaf, *layer.parameters()], grad_output)
 
 
 def as_function(layer, input):
-    """The layer as a function of its input and parameters, and these, as gradcheck takes them."""
+    """Return the layer as a function of its input and parameters, and these, for gradcheck."""
     names = [name for name, _ in layer.named_parameters()]
 
     def function(input, *parameters):
@@ -211,7 +211,10 @@ def reloaded(thing, *, weights_only):
 
 
 def for_each_configuration(law):
-    """The law of a layer and an input, for every configuration; a failure says which."""
+    """Make a test of the law of a layer and an input, in every configuration.
+
+    A failure names the configuration.
+    """
 
     def test(self, device, dtype, module_info, training):
         options = {"device": device, "dtype": dtype, "requires_grad": False, "training": training}
@@ -223,17 +226,17 @@ def for_each_configuration(law):
                 error.add_note(f"configuration: {example.desc}")
                 raise
 
-    test.__name__ = law.__name__  # functools.wraps would also show torch the arguments of the law
+    test.__name__ = law.__name__  # functools.wraps would also show torch the law's arguments
     return test
 
 
 def check_conversion(layer, options, with_gradients):
-    """That `layer.to(**options)` changes the dtype alone."""
+    """Check that `layer.to(**options)` changes nothing but the dtype."""
     parameters = list(layer.parameters())
     values = [parameter.detach().clone() for parameter in parameters]
     gradients = [copy.deepcopy(parameter.grad) for parameter in parameters]
     assert layer.to(**options) is layer
-    # An optimizer knows parameters by their identity.
+    # Optimizers hold references to the parameters.
     pairs = zip(layer.parameters(), parameters, strict=True)
     assert all(parameter is old for parameter, old in pairs)
     dtype = options.get("dtype", values[0].dtype)
@@ -251,15 +254,15 @@ class TestModules(TestCase):
     @modules(INFOS)
     @for_each_configuration
     def test_output_is_that_of_the_plain_convolution(self, example, layer, input):
-        given = input.clone()
+        input_before = input.clone()
         before = copy.deepcopy(layer.state_dict())
         close(layer(input), example.reference_fn(layer, input), ATOL[input.dtype])
-        assert torch.equal(input, given)
+        assert torch.equal(input, input_before)
         assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
 
     @modules(INFOS, allowed_dtypes=[torch.float32], train_eval_mode=TrainEvalMode.train_only)
     @for_each_configuration
-    def test_training_and_evaluation_give_the_same(self, example, layer, input):
+    def test_training_and_evaluation_give_the_same_output(self, example, layer, input):
         evaluated = copy.deepcopy(layer).eval()
         assert layer.training
         assert not evaluated.training
@@ -267,20 +270,23 @@ class TestModules(TestCase):
 
     @modules(INFOS, allowed_dtypes=[torch.float64], train_eval_mode=TrainEvalMode.train_only)
     @for_each_configuration
-    def test_parameters_are_made_where_and_as_the_arguments_say(self, example, layer, input):
+    def test_parameters_have_the_device_and_dtype_of_the_arguments(self, example, layer, input):
         make = functools.partial(built, type(layer), example)
-        for made in (make(device="meta", dtype=input.dtype), layer.to("meta")):
-            assert all(parameter.is_meta for parameter in made.parameters())
-            assert {parameter.dtype for parameter in made.parameters()} == {input.dtype}
-            assert made(input.to("meta")).is_meta
+        for meta_layer in (make(device="meta", dtype=input.dtype), layer.to("meta")):
+            assert all(parameter.is_meta for parameter in meta_layer.parameters())
+            assert {parameter.dtype for parameter in meta_layer.parameters()} == {input.dtype}
+            assert meta_layer(input.to("meta")).is_meta
         with torch.device("meta"):
-            assert {one.device.type for one in make().parameters()} == {"meta"}
-            assert {one.device.type for one in make(device="cpu").parameters()} == {"cpu"}
-        assert {one.dtype for one in make().parameters()} == {torch.get_default_dtype()}
+            on_meta = make()
+            on_cpu = make(device="cpu")
+        assert {parameter.device.type for parameter in on_meta.parameters()} == {"meta"}
+        assert {parameter.device.type for parameter in on_cpu.parameters()} == {"cpu"}
+        default_dtype = torch.get_default_dtype()
+        assert {parameter.dtype for parameter in make().parameters()} == {default_dtype}
 
     @modules(INFOS, allowed_dtypes=[torch.float64], train_eval_mode=TrainEvalMode.train_only)
     @for_each_configuration
-    def test_repr_says_with_what_the_layer_was_made(self, example, layer, input):
+    def test_repr_shows_the_arguments_of_the_layer(self, example, layer, input):
         text = repr(layer)
         channels = f"{layer.in_channels}, {layer.out_channels}"
         assert text.startswith(f"{type(layer).__name__}({channels}, ")
@@ -290,7 +296,9 @@ class TestModules(TestCase):
 
     @modules(INFOS, allowed_dtypes=[torch.float32])
     @for_each_configuration
-    def test_copies_give_the_same_and_have_parameters_of_their_own(self, example, layer, input):
+    def test_copies_give_the_same_output_and_have_parameters_of_their_own(
+        self, example, layer, input
+    ):
         expected = layer(input)
         shallow = copy.copy(layer)
         assert all(map(torch.equal, shallow.parameters(), layer.parameters()))
@@ -314,18 +322,18 @@ class TestModules(TestCase):
         make = functools.partial(built, type(layer), example, dtype=input.dtype)
         filled = make()
         assigned = make(device="meta")
-        own = [id(parameter) for parameter in filled.parameters()]
+        ids = [id(parameter) for parameter in filled.parameters()]
         filled.load_state_dict(state)
-        assert [id(parameter) for parameter in filled.parameters()] == own
+        assert [id(parameter) for parameter in filled.parameters()] == ids
         assigned.load_state_dict(state, assign=True)
         for loaded in (filled, assigned):
             assert torch.equal(loaded(input), expected)
             assert all(parameter.requires_grad for parameter in loaded.parameters())
         for name in state:
-            others = {key: tensor for key, tensor in state.items() if key != name}
+            incomplete = {key: tensor for key, tensor in state.items() if key != name}
             with pytest.raises(RuntimeError, match=f'"{name}"'):
-                make().load_state_dict(others)
-            assert make().load_state_dict(others, strict=False) == ([name], [])
+                make().load_state_dict(incomplete)
+            assert make().load_state_dict(incomplete, strict=False) == ([name], [])
 
     @swap([True, False])
     @modules(INFOS, allowed_dtypes=[torch.float32], train_eval_mode=TrainEvalMode.train_only)
@@ -346,7 +354,7 @@ class TestModules(TestCase):
         expected = layer(input).detach()
         state = copy.deepcopy(layer.state_dict())
         layer.to_empty(device="meta")
-        assert all(one.is_meta and one.grad.is_meta for one in layer.parameters())
+        assert all(tensor.is_meta and tensor.grad.is_meta for tensor in layer.parameters())
         layer.to_empty(device="cpu")
         for name, parameter in layer.named_parameters():
             assert parameter.shape == parameter.grad.shape == state[name].shape
@@ -357,12 +365,12 @@ class TestModules(TestCase):
 
     @modules(INFOS, allowed_dtypes=[torch.float64])
     @for_each_configuration
-    def test_gradients_are_those_of_differences(self, example, layer, input):
+    def test_gradients_equal_finite_differences(self, example, layer, input):
         assert gradcheck(*as_function(layer, input))
 
     @modules(INFOS, allowed_dtypes=[torch.float64], train_eval_mode=TrainEvalMode.train_only)
     @for_each_configuration
-    def test_second_gradients_are_those_of_differences(self, example, layer, input):
+    def test_second_gradients_equal_finite_differences(self, example, layer, input):
         assert gradgradcheck(*as_function(layer, input))
 
     @modules(INFOS)
@@ -370,19 +378,21 @@ class TestModules(TestCase):
     def test_strides_of_input_and_gradient_do_not_matter(self, example, layer, input):
         grad_output = torch.randn_like(layer(input))
         expected = output_and_gradients(layer, input, grad_output)
-        for one in (input, noncontiguous_like(input)):
-            for other in (grad_output, noncontiguous_like(grad_output)):
-                close(output_and_gradients(layer, one, other), expected, ATOL[input.dtype])
+        for maps in (input, noncontiguous_like(input)):
+            for grad in (grad_output, noncontiguous_like(grad_output)):
+                close(output_and_gradients(layer, maps, grad), expected, ATOL[input.dtype])
 
     @modules(INFOS, allowed_dtypes=[torch.float64], train_eval_mode=TrainEvalMode.train_only)
     @for_each_configuration
-    def test_one_map_alone_gives_what_it_gives_in_a_batch(self, example, layer, input):
+    def test_one_map_without_a_batch_gives_what_it_gives_in_a_batch(self, example, layer, input):
         grad_output = torch.randn_like(layer(input[:1]))
-        output, *others = output_and_gradients(layer, input[0], grad_output[0])
-        in_batch, *others_in_batch = output_and_gradients(layer, input[:1], grad_output)
-        close(output, in_batch[0])
-        close(others[0], others_in_batch[0][0])
-        close(others[1:], others_in_batch[1:])
+        output, grad_input, *gradients = output_and_gradients(layer, input[0], grad_output[0])
+        batch_output, grad_batch, *batch_gradients = output_and_gradients(
+            layer, input[:1], grad_output
+        )
+        close(output, batch_output[0])
+        close(grad_input, grad_batch[0])
+        close(gradients, batch_gradients)
 
     @modules(WITH_FORMATS)
     @for_each_configuration
@@ -391,15 +401,15 @@ class TestModules(TestCase):
         grad_output = torch.randn_like(layer(input))
         expected = output_and_gradients(layer, input, grad_output)
         formatted = copy.deepcopy(layer).to(memory_format=memory_format)
-        last = input.contiguous(memory_format=memory_format)
-        for one in (layer, formatted):
-            for other in (input, last):
-                close(output_and_gradients(one, other, grad_output), expected, ATOL[input.dtype])
+        channels_last = input.contiguous(memory_format=memory_format)
+        for module in (layer, formatted):
+            for maps in (input, channels_last):
+                close(output_and_gradients(module, maps, grad_output), expected, ATOL[input.dtype])
         # Circular padding gives contiguous maps; torch's convolution then has its weight's format.
         if layer.padding_mode != "circular":
             plain = plain_convolution(example.constructor_input, layer)
             plain.to(memory_format=memory_format)
-            assert formatted(last).stride() == plain(last).stride()
+            assert formatted(channels_last).stride() == plain(channels_last).stride()
 
 
 instantiate_device_type_tests(TestModules, globals(), only_for="cpu")

@@ -7,7 +7,7 @@ from ..conftest import TINY
 
 @pytest.fixture
 def trained():
-    """A network whose weights are no initialisation."""
+    """A network whose weights are no longer those of an initialisation."""
     torch.manual_seed(7)
     model = timm.create_model(TINY).eval()
     with torch.no_grad():

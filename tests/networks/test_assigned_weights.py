@@ -1,5 +1,6 @@
-"""Weights from a file become the model's own: the model is that of the ordinary path, and no second
-copy is made.
+"""Weights from a file become the model's own tensors, without a second copy.
+
+The model equals one that is built with values and loaded.
 """
 
 import pytest
@@ -20,15 +21,15 @@ FAMILIES = {
     "timm:resnetblur18": {},  # blur kernels, not in the file
     # Relative positions are computed.
     "timm:swin_tiny_patch4_window7_224": {"depths": (1, 1, 1, 1), "embed_dim": 24},
-    "torchvision:mnasnet0_5": {},  # asks for the version of its format
+    "torchvision:mnasnet0_5": {},  # reads the version of its format
     "torchvision:ssdlite320_mobilenet_v3_large": {},  # anchors in a plain attribute
 }
-# Parts of these are drawn or computed and not in the file, so they are built on the CPU.
-BUILT = {"timm:resnetblur18", "timm:swin_tiny_patch4_window7_224"}
+# Some tensors of these are random or computed, and not in the file, so they are built on the CPU.
+BUILT_ON_CPU = {"timm:resnetblur18", "timm:swin_tiny_patch4_window7_224"}
 
 
 def tensors_of(model):
-    """All of them by place, also those in plain attributes, which no state dict has."""
+    """All tensors of a model by place, also those in plain attributes, which no state dict has."""
     return {
         f"{name}.{key}.{index}": leaf
         for name, module in model.named_modules()
@@ -55,12 +56,12 @@ def check_equal_tensors(filled, ordinary):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_model_filled_from_a_file_is_the_ordinary_one(tmp_path, name):
+def test_a_model_filled_from_a_file_equals_one_that_is_built_and_loaded(tmp_path, name):
     source = ModelSource(name=name, args=FAMILIES[name])
     save_file(build_model(source, seed=1).state_dict(), tmp_path / "w.safetensors")
     meta = build_model(source, device="meta")
     filled = assign_weights_(meta, read_weights(tmp_path / "w.safetensors"), "file")
-    assert filled == (name not in BUILT)
+    assert filled == (name not in BUILT_ON_CPU)
     if filled:
         ordinary = build_model(source, seed=0)
         load_weights_(ordinary, read_weights(tmp_path / "w.safetensors"), "file")
@@ -71,7 +72,7 @@ def test_a_model_filled_from_a_file_is_the_ordinary_one(tmp_path, name):
 @pytest.mark.parametrize(
     "values", [lambda: torch.empty(3).normal_(), lambda: torch.randn(3)], ids=["empty", "randn"]
 )
-def test_a_model_with_random_values_that_no_file_has_is_built(monkeypatch, values):
+def test_a_model_with_random_values_outside_its_state_dict_cannot_be_filled(monkeypatch, values):
     class Unsaved(nn.Module):
         def __init__(self):
             super().__init__()

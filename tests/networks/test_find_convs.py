@@ -1,4 +1,4 @@
-"""What `find_convs` finds: every convolution once, as it is, and the model as it was."""
+"""`find_convs` finds every convolution once, as it is, and leaves the model as it was."""
 
 import pytest
 import timm
@@ -35,7 +35,7 @@ class Holder(nn.Module):
 
 
 class WithOrdinary(nn.Module):
-    """A convolution that may be odd, behind one that is not."""
+    """An ordinary convolution, and after it a module that may be unusual."""
 
     def __init__(self, odd):
         super().__init__()
@@ -70,7 +70,7 @@ FORMS = {
 }
 
 
-# Of a site, that a convolution has by the same name.
+# Fields of a site that a convolution has under the same name.
 FIELDS = (
     "in_channels",
     "out_channels",
@@ -84,7 +84,7 @@ FIELDS = (
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_site_is_what_the_convolution_is(form):
+def test_a_site_states_what_its_convolution_is(form):
     kind, build = FORMS[form]
     conv = build()
     dims = len(conv.kernel_size)
@@ -110,8 +110,8 @@ def test_a_site_is_what_the_convolution_is(form):
     assert convs.params == sum(parameter.numel() for parameter in conv.parameters())
 
 
-def test_macs_of_a_model_are_those_of_all_its_operators_in_evaluation():
-    """With a normalisation for which a single image does not suffice in training."""
+def test_macs_of_a_model_count_all_its_operators_in_eval_mode():
+    """In training mode, the BatchNorm1d would refuse a single image."""
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3, stride=2, padding=1),  # 3 x 11 x 7 -> 8 x 6 x 4
         nn.ConvTranspose2d(8, 4, 2, stride=2),  # 4 x 12 x 8
@@ -175,7 +175,7 @@ def changed(conv, change):
 
 
 def replaced_forward(conv):
-    """As offloading hooks do it: a forward on the instance."""
+    """Set a forward on the instance, as offloading hooks do."""
     forward = conv.forward
     conv.forward = lambda x: forward(x) * 2
 
@@ -205,7 +205,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_what_is_not_known_is_skipped_with_the_reason(odd):
+def test_an_unknown_kind_of_convolution_is_skipped_with_the_reason(odd):
     build, reason = ODD[odd]
     model = WithOrdinary(build())
     convs = find_convs(model, (4, 12, 12))
@@ -213,7 +213,7 @@ def test_what_is_not_known_is_skipped_with_the_reason(odd):
     assert [site.name for site in convs.sites] == ["ordinary"]
     assert (skip.name, skip.type) == ("odd", type(model.odd).__name__)
     assert reason in skip.reason
-    assert (convs.macs is None) is (odd == "lazy"), "what stays is counted all the same"
+    assert (convs.macs is None) is (odd == "lazy"), "what is skipped counts, too"
 
 
 @pytest.mark.parametrize("build", [depthwise, nn.Module], ids=["another convolution", "any module"])
@@ -230,8 +230,8 @@ def test_a_convolution_that_shares_its_weight_is_skipped(build):
 
 
 class Mixed(nn.Module):
-    """Shared and frozen parts, parts in eval mode, hooks, buffers of double precision, a gradient,
-    a tied head.
+    """A model with shared and frozen parts, parts in eval mode, hooks, a double-precision buffer, a
+    gradient and a tied head.
     """
 
     def __init__(self, fails=False):
@@ -277,8 +277,8 @@ def test_the_model_is_left_exactly_as_it_was(build, input_size, runs):
     assert find_convs(model, input_size) == convs
 
 
-def test_the_stem_is_what_takes_the_image_itself_and_what_is_not_called_costs_nothing():
-    """Not whatever has as many channels as the image."""
+def test_the_stem_takes_the_image_itself_and_a_convolution_without_calls_costs_nothing():
+    """To have as many input channels as the image is not enough."""
     model = WithOrdinary(nn.Sequential(depthwise(), nn.Conv2d(4, 3, 1), nn.Conv2d(3, 4, 3)))
     model.unused = depthwise()
     sites = find_convs(model, (4, 9, 14)).sites
@@ -311,15 +311,15 @@ def test_a_model_that_cannot_be_traced_has_no_macs_but_can_be_planned(model, inp
 
 
 @pytest.mark.parametrize(
-    ("build", "asked", "understood"),
+    ("build", "requested", "expected"),
     [
         (lambda: nn.Conv1d(4, 4, 3), (4, 9), (4, 9)),
-        (lambda: nn.Conv3d(4, 4, 3), (5, 8, 9), (3, 5, 8, 9)),  # 3 channels, unless they are stated
+        (lambda: nn.Conv3d(4, 4, 3), (5, 8, 9), (3, 5, 8, 9)),  # 3 channels if none are stated
         (lambda: nn.Sequential(nn.Conv1d(4, 4, 3), nn.Conv2d(4, 4, 3)), (8, 9), (3, 8, 9)),
     ],
 )
-def test_an_input_size_is_understood_by_its_length(build, asked, understood):
-    assert find_convs(build(), asked).input_size == understood
+def test_an_input_size_is_understood_by_its_length(build, requested, expected):
+    assert find_convs(build(), requested).input_size == expected
 
 
 @pytest.mark.parametrize("size", [(8,), (1, 2, 3, 4), (3, 0, 8), (3, 8.0, 8), 8, "3x8"])
@@ -339,7 +339,7 @@ def test_a_timm_model_states_its_input_size_and_channels():
 
 @pytest.mark.parametrize("name", ["lraspp_mobilenet_v3_large", "mc3_18", "ssd300_vgg16"])
 def test_macs_are_those_that_torchvision_states(name):
-    """At the stated size; for detectors too, which do not run to their end without an image."""
+    """At the stated size; also for detectors, which need a real image to run to their end."""
     source = ModelSource(name=f"torchvision:{name}")
     model = build_model(source, device="meta")
     convs = find_convs(model, assumed_input_size(source, model))

@@ -1,4 +1,4 @@
-"""The source from which a model could be built again, and the input size that it may take."""
+"""Infer the source from which a model can be built again, and the input size that it takes."""
 
 import pytest
 import timm
@@ -13,37 +13,37 @@ from dcls_convert.networks.source import ModelSource
 from ..conftest import TINY
 
 
-def test_a_plan_names_registered_models_alone():
-    """A model that no registry can build again is its user's to build."""
-    unnoted = timm.create_model(TINY, num_classes=3)
-    # As by a timm that keeps arguments elsewhere: they cannot be guessed.
-    del unnoted._model_args
-    other = torchvision.models.resnet18(norm_layer=torch.nn.SyncBatchNorm)
+def test_only_a_model_that_a_registry_can_build_again_has_a_source():
+    """All other models must be built by their user."""
+    without_args = timm.create_model(TINY, num_classes=3)
+    # As if timm kept the arguments elsewhere: they cannot be guessed.
+    del without_args._model_args
+    with_other_norms = torchvision.models.resnet18(norm_layer=torch.nn.SyncBatchNorm)
     for model in (
         torch.nn.ReLU(),
         timm.create_model(TINY, act_layer=torch.nn.ReLU),
-        unnoted,
-        other,
+        without_args,
+        with_other_norms,
     ):
         assert infer_source(model) is None
-    changed = timm.create_model(TINY)
-    changed.reset_classifier(3)
-    assert infer_source(changed) == ModelSource(name=f"timm:{TINY}", args={"num_classes": 3})
-    changed.head.fc = torch.nn.Linear(64, 5)
-    assert infer_source(changed) is None
+    with_new_head = timm.create_model(TINY)
+    with_new_head.reset_classifier(3)
+    assert infer_source(with_new_head) == ModelSource(name=f"timm:{TINY}", args={"num_classes": 3})
+    with_new_head.head.fc = torch.nn.Linear(64, 5)
+    assert infer_source(with_new_head) is None
     for name, build in (
         (f"timm:{TINY}", timm.create_model),
         ("torchvision:resnet18", torchvision.models.get_model),
     ):
-        known = ModelSource(name=name, args={"num_classes": 3})
-        assert infer_source(build(name.partition(":")[2], num_classes=3)) == known
+        source = ModelSource(name=name, args={"num_classes": 3})
+        assert infer_source(build(name.partition(":")[2], num_classes=3)) == source
 
 
 @pytest.mark.parametrize(
     ("name", "size"),
     {
         "resnet50": (3, 224, 224),
-        # Its weights are for 518 pixels, without them it is built for 224.
+        # Its weights are for 518 pixels; without them, it is built for 224.
         "vit_h_14": (3, 224, 224),
         "deeplabv3_mobilenet_v3_large": (3, 520, 520),
         "raft_small": (3, 224, 224),  # nothing is stated
@@ -64,5 +64,5 @@ def test_assumed_input_sizes(name, size):
     ],
     ids=str,
 )
-def test_a_model_of_the_users_own_takes_what_its_convolutions_take(convs, size):
+def test_the_assumed_size_of_a_users_model_fits_its_convolutions(convs, size):
     assert assumed_input_size(ModelSource(name="mymodel:build"), nn.Sequential(*convs)) == size

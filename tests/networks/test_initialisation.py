@@ -1,4 +1,4 @@
-"""Kernels as torch initialises them are told from all others."""
+"""Kernels with torch's default initialisation are told from all others."""
 
 import timm
 import torch
@@ -24,7 +24,7 @@ def test_a_new_network_is_recognised_whatever_its_dtype():
 
 
 def test_a_few_steps_of_training_are_noticed():
-    """With usual rates: some weight is near its bound, and moves across it."""
+    """At usual learning rates, some weight near its bound moves across it."""
     rates = {torch.optim.AdamW: 1e-3, torch.optim.SGD: 0.1}
     for make_optimizer, rate in rates.items():
         model = network()
@@ -36,7 +36,7 @@ def test_a_few_steps_of_training_are_noticed():
         assert not have_torch_default_init(kernels_of(model))
 
 
-def test_smaller_weights_and_other_initialisations_are_not_claimed_to_be_new():
+def test_smaller_weights_and_other_initialisations_are_not_taken_for_the_default():
     model = network()
     scaled = [kernel.detach() * 0.9 for kernel in kernels_of(model)]
     assert not have_torch_default_init(scaled)

@@ -1,5 +1,5 @@
-"""Passes in step see each other's inputs, give what passes alone give, and end where one of them
-fails.
+"""Passes in step give the outputs that they give alone, a call sees the inputs of all passes, and
+all end if one fails.
 """
 
 import contextlib
@@ -17,58 +17,57 @@ class Network(nn.Module):
     def __init__(self, *, reverses_order=False, fails=False, context=contextlib.nullcontext):
         super().__init__()
         torch.manual_seed(0)
-        self.one, self.other = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(2))
+        self.first, self.second = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(2))
         self.reverses_order = reverses_order
         self.fails = fails
         self.context = context
-        self.found = []
+        self.outputs = []
 
     def forward(self, input):
         if self.fails and len(input) == 1:
             raise MemoryError
-        order = [self.one, self.other]
+        order = [self.first, self.second]
         if self.reverses_order and len(input) == 1:
             order.reverse()
         for conv in order:
             with self.context():
                 input = conv(input)
                 input = input @ input.mT
-        self.found.append(input)
+        self.outputs.append(input)
 
 
 def run(model, batches, step_all):
-    """The inputs that the convolutions saw."""
-    run_in_lockstep(
-        [model.one, model.other], [functools.partial(model, batch) for batch in batches], step_all
-    )
+    """Run a pass for each batch, in step."""
+    passes = [functools.partial(model, batch) for batch in batches]
+    run_in_lockstep([model.first, model.second], passes, step_all)
 
 
 @pytest.mark.parametrize(
     "context",
     [contextlib.nullcontext, torch.inference_mode, functools.partial(torch.autocast, "cpu")],
 )
-def test_passes_give_what_they_give_alone_and_a_call_sees_the_inputs_of_all(context):
+def test_passes_give_the_outputs_that_they_give_alone_and_a_call_sees_the_inputs_of_all(context):
     model = Network(context=context)
     batches = [torch.randn(count, 3, 9, 9) for count in (2, 1, 3)]
     seen = []
-    old = {conv: conv.forward for conv in (model.one, model.other)}
+    forward_of = {conv: conv.forward for conv in (model.first, model.second)}
     for batch in batches:
         model(batch)
-    expected = model.found
-    model.found = []
+    expected_outputs = model.outputs
+    model.outputs = []
 
     def step_all(conv, inputs):
         seen.append((conv, [len(input) for input in inputs]))
         assert not torch.is_inference_mode_enabled()
         assert not torch.is_autocast_enabled("cpu")
         with context():
-            return [old[conv](input) for input in inputs]
+            return [forward_of[conv](input) for input in inputs]
 
     run(model, batches, step_all)
-    assert seen == [(model.one, [2, 1, 3]), (model.other, [2, 1, 3])]
-    for one, other in zip(model.found, expected, strict=True):
-        assert torch.equal(one, other)
-        assert not one.requires_grad
+    assert seen == [(model.first, [2, 1, 3]), (model.second, [2, 1, 3])]
+    for output, expected in zip(model.outputs, expected_outputs, strict=True):
+        assert torch.equal(output, expected)
+        assert not output.requires_grad
     assert not any("forward" in vars(part) for part in model.modules())
 
 
@@ -80,11 +79,11 @@ def test_passes_give_what_they_give_alone_and_a_call_sees_the_inputs_of_all(cont
         ({}, KeyboardInterrupt),
     ],
 )
-def test_where_one_fails_all_end_and_the_model_is_as_before(options, error):
+def test_if_one_pass_fails_all_end_and_the_model_is_as_before(options, error):
     model = Network(**options)
 
     def step_all(conv, inputs):
-        if conv is model.other:
+        if conv is model.second:
             raise KeyboardInterrupt
         return inputs
 

@@ -69,7 +69,7 @@ def test_what_cannot_be_compared_is_an_error(a, b, says):
         max_relative_error(a, b)
 
 
-def test_the_relative_distance_is_over_all_tensors_or_none_where_there_is_no_such_number():
+def test_the_relative_l2_error_is_over_all_tensors_or_none_if_it_is_not_defined():
     a = [torch.tensor([3.0]), {"n": torch.tensor([4.0]), "text": "x"}]
     assert relative_l2_error(a, [torch.tensor([3.0]), {"n": torch.tensor([5.0])}]) == 1 / 5
     for others in (
@@ -91,10 +91,9 @@ def test_the_bound_is_the_largest_error_allowed():
         check_close(a, b, bound=0.12, what="it")
 
 
-def test_a_divergence_that_is_no_number_is_none():
+def test_a_divergence_that_is_nan_is_none():
     old = [torch.tensor([[1.0, 2.0]])]
-    found = agreement(old, [torch.tensor([[1.0, math.nan]])])
-    assert found.kl is None
+    assert agreement(old, [torch.tensor([[1.0, math.nan]])]).kl is None
 
 
 @pytest.mark.parametrize(
@@ -106,8 +105,8 @@ def test_a_divergence_that_is_no_number_is_none():
         ([(4, 10), (4, 3)], False),  # two heads
     ],
 )
-def test_only_class_scores_have_a_class(shapes, are_scores):
+def test_only_class_scores_have_a_top1_agreement_and_a_divergence(shapes, are_scores):
     old = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in shapes]
-    found = agreement(old, [2 * output for output in old])
-    assert found.output_error == 1
-    assert (found.same_top1 is not None) == (found.kl is not None) == are_scores
+    result = agreement(old, [2 * output for output in old])
+    assert result.output_error == 1
+    assert (result.same_top1 is not None) == (result.kl is not None) == are_scores

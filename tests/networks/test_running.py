@@ -1,4 +1,4 @@
-"""What runs other people's networks leaves the process as it was."""
+"""Running a user's network leaves the settings of the process as they were."""
 
 from operator import attrgetter
 
@@ -14,27 +14,24 @@ newer = pytest.mark.skipif(not NEWER, reason="an interface of torch 2.9")
 
 
 def precisions():
-    """All settings that say how products of float32 are computed.
+    """All settings for products of float32; None for those that torch refuses to read."""
 
-    None where torch refuses to tell.
-    """
-
-    def told(read):
+    def read_or_none(read):
         try:
             return read()
         except RuntimeError:
             return None
 
     older = [
-        told(torch.get_float32_matmul_precision),
-        told(lambda: BACKENDS.cuda.matmul.allow_tf32),
-        told(lambda: BACKENDS.cudnn.allow_tf32),
+        read_or_none(torch.get_float32_matmul_precision),
+        read_or_none(lambda: BACKENDS.cuda.matmul.allow_tf32),
+        read_or_none(lambda: BACKENDS.cudnn.allow_tf32),
     ]
     return older, [attrgetter(part)(BACKENDS).fp32_precision for part in PARTS]
 
 
 @pytest.fixture
-def _precisions_as_they_were():
+def _restored_precisions():
     (precision, _, in_cudnn), before = precisions()
     yield
     if NEWER:
@@ -46,7 +43,7 @@ def _precisions_as_they_were():
     assert precisions() == ([precision, False, in_cudnn], before)
 
 
-@pytest.mark.usefixtures("_precisions_as_they_were")
+@pytest.mark.usefixtures("_restored_precisions")
 @pytest.mark.parametrize(
     ("place", "value"),
     [
@@ -65,7 +62,7 @@ def _precisions_as_they_were():
     ],
 )
 @pytest.mark.parametrize("older_before", [False, True])
-def test_float32_is_not_rounded_inside_however_the_process_allows_it(place, value, older_before):
+def test_float32_is_not_rounded_inside_even_if_the_process_allows_it(place, value, older_before):
     if older_before:
         torch.set_float32_matmul_precision("highest")
         BACKENDS.cudnn.allow_tf32 = True

@@ -33,7 +33,7 @@ def small_densenet(_):
             MATCHER,
             ["stages.0", "stages.1", "stages.2", "stages.3"],
         ),
-        # timm names single layers and blocks of these.
+        # timm's groups of these models are single layers and blocks.
         (
             timm.create_model,
             "vgg11",
@@ -47,7 +47,7 @@ def small_densenet(_):
             ["stages.0", "stages.1"],
             marks=pytest.mark.slow,
         ),
-        # torchvision says nothing.
+        # torchvision's models have no group_matcher.
         (small_densenet, "densenet", STRUCTURE, [f"features.denseblock{i}" for i in range(1, 5)]),
         (GET, "convnext_tiny", STRUCTURE, [f"features/stride{4 * 2**i}" for i in range(4)]),
         (
@@ -80,7 +80,7 @@ def test_converted_layers_are_in_these_stages(build, name, source, stages):
         {"features.3.1.block.0": "features.3"},
         {"body.stages.2.blocks.7.dw": "body.stages.2"},
         {"net3.stage1.dw": "net3.stage1", "net3.stage2.dw": "net3.stage2"},  # the 3 is a version
-        {"features.3.1.dw": "features.3", "features.3.2.dw": "features.3"},  # this one has blocks
+        {"features.3.1.dw": "features.3", "features.3.2.dw": "features.3"},  # and here it is not
     ],
 )
 def test_without_a_trace_the_stage_is_the_path_up_to_its_first_number(stages):
@@ -114,16 +114,16 @@ class WithMatcher(nn.Sequential):
         (
             lambda: {"blocks": [(r"^0", (99999,))]},
             "0",
-        ),  # a head alone says nothing: the module path does
+        ),  # a head alone gives no stages: the module path does
         (lambda: 1 / 0, "0"),
     ],
 )
-def test_a_matcher_that_says_nothing_gives_way_to_the_module_path(groups, stage):
+def test_without_stages_from_the_matcher_the_module_path_decides(groups, stage):
     assert [site.stage for site in find_convs(WithMatcher(groups)).sites] == [stage]
 
 
 class Versioned(nn.Module):
-    """A network behind a name with a number, and a head."""
+    """A network in a module whose name has a number, and a head outside of it."""
 
     def __init__(self, *, name="netv2", traced=True, head=False):
         super().__init__()
@@ -145,7 +145,7 @@ class Versioned(nn.Module):
 @pytest.mark.parametrize(
     "options", [{}, {"head": True}, {"traced": False}, {"name": "series_1"}, {"name": "7"}], ids=str
 )
-def test_a_number_of_a_whole_network_makes_no_stage(options):
+def test_the_number_of_a_whole_network_is_not_a_stage(options):
     """As in transformers' ConvNeXt V2, whose layers are below `convnextv2`."""
     model = Versioned(**options)
     convs = find_convs(model, (4, 32, 32))
@@ -157,7 +157,7 @@ def test_a_number_of_a_whole_network_makes_no_stage(options):
 
 
 @pytest.mark.parametrize("size", [33, 224, 299])
-def test_the_output_stride_is_what_the_strides_multiply_to(size):
+def test_the_output_stride_is_the_product_of_the_strides(size):
     """However the borders are treated, as long as maps are not tiny."""
     for padding in (0, 1):
         image = torch.empty(1, 1, size, size, device="meta")

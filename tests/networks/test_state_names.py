@@ -1,4 +1,4 @@
-"""Names in files of weights become those of the network, with and without wrappers and prefixes."""
+"""Names in weights files become the network's own, with and without wrappers and prefixes."""
 
 import argparse
 
@@ -58,7 +58,7 @@ def test_wrappers_and_prefixes_are_understood_and_named(tmp_path, trained, wrap,
 
 
 def test_a_prefix_that_the_network_has_itself_stays():
-    """Also where its names fit only in part."""
+    """Also if only some of its names fit."""
     model = torch.nn.Sequential()
     model.features = torch.nn.Linear(2, 2)
     state = {"features.weight": torch.ones(2, 2)}
@@ -67,7 +67,7 @@ def test_a_prefix_that_the_network_has_itself_stays():
     assert with_names_of(model, others).keys() == others.keys()
 
 
-def test_names_stay_where_the_translation_fits_no_better(monkeypatch):
+def test_names_stay_if_timms_translation_fits_no_better(monkeypatch):
     model = timm.create_model(TINY)
     unknown = {
         "a.dwconv.weight": torch.zeros(2, 2),
@@ -85,15 +85,15 @@ def test_names_stay_where_the_translation_fits_no_better(monkeypatch):
     assert with_names_of(model, own).keys() == own.keys()
     empty = {name: tensor.to("meta") for name, tensor in own.items()}
     monkeypatch.setattr("timm.models.convnext.checkpoint_filter_fn", lambda *_: empty)
-    assert with_names_of(model, other) == other  # tensors of a model without weights are no weights
+    assert with_names_of(model, other) == other  # meta tensors are no weights
 
 
-def test_a_file_without_batchnorms_counters_is_taken_and_they_are_0():
-    theirs = timm.create_model("test_resnet").state_dict()
-    counters = {name for name in theirs if name.endswith("num_batches_tracked")}
-    file = {name: tensor for name, tensor in theirs.items() if name not in counters}
-    taken = with_names_of(timm.create_model("test_resnet"), file)
-    assert taken.keys() == theirs.keys()
-    assert all(not taken[name] for name in counters)
+def test_batchnorm_counters_that_a_file_lacks_are_0():
+    complete = timm.create_model("test_resnet").state_dict()
+    counters = {name for name in complete if name.endswith("num_batches_tracked")}
+    file = {name: tensor for name, tensor in complete.items() if name not in counters}
+    state = with_names_of(timm.create_model("test_resnet"), file)
+    assert state.keys() == complete.keys()
+    assert all(not state[name] for name in counters)
     file.pop("fc.weight")
     assert not counters & with_names_of(timm.create_model("test_resnet"), file).keys()

@@ -1,4 +1,4 @@
-"""Two sets of tensors have one hash if names, types, shapes and bytes are the same."""
+"""Two sets of tensors have the same hash if names, dtypes, shapes and bytes are the same."""
 
 import pytest
 import torch
@@ -17,10 +17,10 @@ from dcls_convert.networks.tensors_hash import tensors_hash
         {"d": torch.tensor(1)},
     ],
 )
-def test_the_hash_depends_on_names_types_shapes_and_bytes_alone(other):
+def test_the_hash_depends_only_on_names_dtypes_shapes_and_bytes(other):
     tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(1), "c": torch.zeros(0, 2)}
     assert tensors_hash((tensors | other).items()) != tensors_hash(tensors.items())
-    transposed = tensors["a"].T.contiguous().T  # another layout
+    transposed = tensors["a"].T.contiguous().T  # other strides
     assert tensors_hash(list((tensors | {"a": transposed}).items())[::-1]) == tensors_hash(
         tensors.items()
     )

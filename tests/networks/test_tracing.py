@@ -1,4 +1,4 @@
-"""Output sizes of a model and of what it would become, compared on meta before anything changes."""
+"""Output sizes before and after a conversion are compared on meta, before anything changes."""
 
 import math
 
@@ -20,9 +20,7 @@ EVERYTHING = parse_rules("format: 1\nrules: [{match: {kernel_size: {min: 2}}}]")
 
 
 class PadsOutside(nn.Module):
-    """SAME padding by the model, from what the convolution says of itself, as in the MobileNets of
-    transformers.
-    """
+    """Pads outside its convolutions, by their kernel size, as the MobileNets of transformers do."""
 
     def __init__(self, *, shared=False, reads_size=True):
         super().__init__()
@@ -48,16 +46,14 @@ class PadsOutside(nn.Module):
 
 
 class AddsSkip(PadsOutside):
-    """The changed size does not fit the input that is added again."""
+    """Fails if an output size changes, because the input is added to the output."""
 
     def forward(self, x):
         return x + self.again(self.padded(x, self.again))
 
 
 class ReadsAttribute(AddsSkip):
-    """The model takes numbers from a tensor that is no buffer, as YOLO takes the strides of its
-    maps.
-    """
+    """Reads numbers from a tensor that is no buffer, as YOLO reads the strides of its maps."""
 
     def __init__(self, skip=False):
         super().__init__(reads_size=False)
@@ -74,9 +70,9 @@ def check(model, window, input_size=IMAGE):
     plan = plan_conversion(convs, EVERYTHING, dilated_size=window, budget=1000)
     try:
         check_same_shapes(convs.trace, plan.windows)
-    finally:  # the copy can be used again
+    finally:  # the traced copy is not converted itself
         assert convs.trace is None or not any(
-            isinstance(one, DclsConvNd) for one in convs.trace.meta_model.modules()
+            isinstance(module, DclsConvNd) for module in convs.trace.meta_model.modules()
         )
 
 
@@ -85,7 +81,7 @@ def check(model, window, input_size=IMAGE):
     [
         (PadsOutside(), "conv: its output would be 7x9 instead of 5x7"),
         (PadsOutside(shared=True), "conv: its output would be 7x9 instead of 5x7"),
-        (AddsSkip(), "again: its output would be 13x18 instead of 9x14"),  # it would stop half-way
+        (AddsSkip(), "again: its output would be 13x18 instead of 9x14"),  # it would fail half-way
         (ReadsAttribute(skip=True), "again: its output would be 13x18 instead of 9x14"),
     ],
 )
@@ -106,7 +102,7 @@ def test_a_model_that_pads_by_the_kernel_size_is_refused_with_the_first_layer_th
         ),
         nn.Sequential(nn.Conv2d(4, 2, 3, padding=1), nn.Flatten(), nn.Linear(2 * 9 * 14, 3)),
     ],
-    ids=["pads by a number", "padding inside", "a head for one size"],
+    ids=["pads by a fixed number", "padding inside", "a head for one input size"],
 )
 def test_other_models_pass(model):
     check(model, 9)

@@ -1,4 +1,4 @@
-"""Trained weights: from files, from a hub, and what conversion keeps of them."""
+"""Trained weights are loaded from files and the hub, and survive the conversion."""
 
 import shutil
 
@@ -26,7 +26,7 @@ SMALL = ("--dilated-size", 9, "--input-size", "3x32x32", "--quiet")
 
 
 def loaded(name, *, note=silent, **options):
-    """Without a fit, which takes seconds."""
+    """Load a network to convert it without a fit, which would take seconds."""
     request = ConversionRequest(model=name, init="largest", input_size=(3, 32, 32), **options)
     return LoadedNetwork(request, note=note)
 
@@ -36,7 +36,7 @@ def converted(name, **options):
     return convert_network_(network, resolve(network))
 
 
-def test_the_classes_of_a_file_are_taken_if_none_are_stated(tmp_path):
+def test_the_number_of_classes_is_that_of_the_file_if_none_is_stated(tmp_path):
     model = timm.create_model(TINY, num_classes=10)
     save_file(model.state_dict(), tmp_path / "own.safetensors")
     notes = []
@@ -44,13 +44,13 @@ def test_the_classes_of_a_file_are_taken_if_none_are_stated(tmp_path):
         loaded(TINY, weights=tmp_path / "own.safetensors", offline=True, note=notes.append)
     ).plan
     assert plan_alone.model_args == {"num_classes": 10}
-    assert ["the number of classes is 10 there" in note for note in notes] == [True]
+    assert ["has 10 classes, so the model is built" in note for note in notes] == [True]
     done = converted(TINY, weights=tmp_path / "own.safetensors")
     assert done.report.plan == plan_alone
     assert torch.equal(done.model.head.fc.weight, model.head.fc.weight)
 
 
-def test_weights_without_a_classifier_name_the_cure(tmp_path):
+def test_weights_without_a_classifier_are_refused_with_the_option_to_use(tmp_path):
     save_file(timm.create_model(TINY, num_classes=0).state_dict(), tmp_path / "w.safetensors")
     weights = tmp_path / "w.safetensors"
     with pytest.raises(CheckpointError, match="--num-classes 0 is for weights without a classif"):
@@ -58,7 +58,7 @@ def test_weights_without_a_classifier_name_the_cure(tmp_path):
     assert loaded(TINY, weights=weights, num_classes=0).network.num_classes == 0
 
 
-def test_code_of_the_users_own_is_told_the_classes_of_its_weights(tmp_path, monkeypatch):
+def test_a_users_model_needs_the_number_of_classes_of_its_weights(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save(net(num_classes=5).state_dict(), "five.pth")
     _, err = run(NET, "--checkpoint", "five.pth", "--dilated-size", 9, code=2)
@@ -68,7 +68,7 @@ def test_code_of_the_users_own_is_told_the_classes_of_its_weights(tmp_path, monk
         resolve(LoadedNetwork(ConversionRequest(model=net(), weights=net(5).state_dict())))
 
 
-def test_all_but_the_kernels_is_kept_and_these_keep_their_largest_cells_over_the_tie_group(
+def test_all_but_the_kernels_is_kept_and_kernels_keep_the_largest_cells_of_their_tie_group(
     tmp_path, trained
 ):
     save_file(trained.state_dict(), tmp_path / "w.safetensors")
@@ -96,7 +96,7 @@ def test_all_but_the_kernels_is_kept_and_these_keep_their_largest_cells_over_the
             assert kernel.count_nonzero() == expected.count_nonzero()
 
 
-def test_another_head_starts_afresh_and_says_so(trained):
+def test_a_head_of_another_size_is_new_and_a_note_says_so(trained):
     notes = []
     options = {"num_classes": 5, "weights": trained.state_dict(), "note": notes.append}
     resolve(loaded(f"timm:{TINY}", offline=True, **options))
@@ -121,7 +121,7 @@ def test_masks_and_counters_of_a_model_are_loaded():
 
 
 def test_only_the_classifier_may_keep_its_initial_values():
-    """A layer whose name begins like the classifier's is none."""
+    """A layer whose name only begins like the classifier's is not the classifier."""
     model = torch.nn.Sequential()
     model.head_conv = torch.nn.Linear(3, 2)
     model.head = torch.nn.Linear(2, 5)
@@ -134,19 +134,19 @@ def test_only_the_classifier_may_keep_its_initial_values():
         )
 
 
-def test_pretrained_comes_through_timm_or_a_folder_without_which_the_conversion_does(
+def test_pretrained_weights_come_from_timm_or_a_folder_which_is_not_needed_later(
     tmp_path, monkeypatch, trained
 ):
     timm.models.save_for_hf(trained, folder := tmp_path / "folder", safe_serialization=True)
-    asked = []
+    requested = []
     monkeypatch.setattr(
         "timm.models._hub.hf_hub_download",
         lambda repo_id, filename, **_: (
-            asked.append(f"{repo_id}/{filename}") or str(folder / filename)
+            requested.append(f"{repo_id}/{filename}") or str(folder / filename)
         ),
     )
     network = loaded(f"timm:{TINY}", pretrained=True).network
-    assert asked == [
+    assert requested == [
         f"timm/{trained.pretrained_cfg['hf_hub_id'].removeprefix('timm/')}/model.safetensors"
     ]
     assert torch.equal(network.stem[0].weight, trained.stem[0].weight)

@@ -1,6 +1,6 @@
-"""Weights files, damaged or made to harm: read as they are, or refused in one line.
+"""Weights files, also damaged or malicious ones, are read as they are or refused in one line.
 
-No code of theirs runs.
+Code in them never runs.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ from dcls_convert.networks.weights import load_weights_
 from dcls_convert.networks.weights_files import MAX_HEADER_BYTES, read_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-FIRST = "0.weight"  # of `network`
-RAN = []  # what a pickle calls
+FIRST = "0.weight"  # first tensor of `network`
+RAN = []  # calls made by pickles
 
 
 def network():
@@ -50,11 +50,11 @@ class Payload:
 
 
 def nested(depth):
-    """A tuple that holds one tuple twice, and so on: some bytes in a file, 2**depth in words."""
+    """A tuple that holds the same tuple twice, and so on: small in a file, 2**depth as text."""
     return () if depth == 0 else (nested(depth - 1),) * 2
 
 
-CHANGES = {  # of a tensor, and what is said of the file then; None where it is read
+CHANGES = {  # change of a tensor, and the file's error; None if the file is still read
     "NaN": (lambda t: t * torch.nan, r"has \d+ of \d+ values that are NaN or infinite"),
     "integers": (lambda t: t.int(), r"is torch\.int32, the model needs torch\.float32"),
     "complex": (
@@ -83,7 +83,7 @@ CHANGES = {  # of a tensor, and what is said of the file then; None where it is 
 
 
 def torch_file(content):
-    """A file of torch.save with what `content` makes of the state dict."""
+    """Return a function that saves `content(state)` with torch.save."""
     return lambda state, path: torch.save(content(state), path)
 
 
@@ -94,7 +94,7 @@ def holding_itself(_):
 
 
 def compressed(state, path):
-    """A torch file of which only zeros were left out; torch reads it."""
+    """Write a compressed torch file of zeros, which torch itself could read."""
     source = io.BytesIO()
     torch.save({"a": torch.zeros(1 << 20)}, source)
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
@@ -103,14 +103,14 @@ def compressed(state, path):
 
 
 def cut(state, path):
-    """The first half of a torch file."""
+    """Write the first half of a torch file."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     path.write_bytes(buffer.getvalue()[: len(buffer.getvalue()) // 2])
 
 
 def with_header(length, header=b"{}"):
-    """A safetensors file whose header is said to be so long."""
+    """Return a function that writes a safetensors file which claims this header length."""
     return lambda _, path: path.write_bytes(struct.pack("<Q", length) + header)
 
 
@@ -120,7 +120,7 @@ DAMAGES = {
     "missing.pth": (lambda *_: None, "there is no such file"),
     "folder.pth": (lambda _, path: path.mkdir(), "is not a file"),
     "pipe.pth": (lambda _, path: os.mkfifo(path), "is not a file"),
-    "broken link.pth": (lambda _, path: path.symlink_to("nowhere"), "leads nowhere"),
+    "broken link.pth": (lambda _, path: path.symlink_to("nowhere"), "is a broken link"),
     "empty.pth": (lambda _, path: path.touch(), NEITHER),
     "text.txt": (lambda _, path: path.write_text("my weights"), NEITHER),
     "torch.safetensors": (torch_file(dict), "rename it to .pth; it is a file of torch.save$"),
@@ -132,7 +132,7 @@ DAMAGES = {
     "whole model.pth": (torch_file(lambda _: network()), r"save its state dict alone, torch\.save"),
     "long header.safetensors": (
         with_header(MAX_HEADER_BYTES + 1, b"{" + b" " * (MAX_HEADER_BYTES - 1) + b"}"),
-        "header has 16,777,217 bytes; 16,777,216 are the most",
+        "header has 16,777,217 bytes; at most 16,777,216 are allowed",
     ),
     "short header.safetensors": (with_header(100), NO_SAFETENSORS),
     "compressed.pth": (
@@ -188,7 +188,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_each_damage_is_one_line_and_the_model_stays(tmp_path, name):
+def test_each_damage_is_an_error_of_one_line_and_the_model_stays_as_it_is(tmp_path, name):
     write, says = DAMAGES[name]
     path = tmp_path / name
     model = network()
@@ -210,7 +210,7 @@ def check_line(error):
 
 @st.composite
 def states(draw):
-    """The network's, with entries that are odd, under other names or wrapped."""
+    """The network's state dict, with unusual entries, under other names, or wrapped."""
     state = network().state_dict()
     for _ in range(draw(st.integers(0, 2))):
         name = draw(st.sampled_from(sorted(state)))
@@ -232,7 +232,7 @@ def states(draw):
 @st.composite
 def torch_files(draw):
     buffer = io.BytesIO()
-    with contextlib.suppress(Exception):  # torch does not write it
+    with contextlib.suppress(Exception):  # what torch cannot write
         torch.save(draw(states()), buffer, _use_new_zipfile_serialization=draw(st.booleans()))
     return ".pth", damaged(draw, buffer.getvalue())
 

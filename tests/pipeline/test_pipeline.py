@@ -1,6 +1,4 @@
-"""The one pipeline: structure apart from values, and a model that is converted as a whole or not at
-all.
-"""
+"""The conversion pipeline: what a request loads, and that a conversion is complete or undone."""
 
 import itertools
 import json
@@ -33,27 +31,28 @@ from ..conftest import TINY
 from ..image_folder import write_images
 from ..model_state import state_of
 
-PLACES = 13  # at which a failure is injected, from the first operation to the last
+FAILURES = 13  # number of operations at which a failure is injected, from the first to the last
 
 
 class Failing(TorchDispatchMode):
-    """Runs out of memory at one of torch's operations; counts them where none is named."""
+    """Run out of memory at torch operation number `at`, or only count operations if it is None."""
 
     def __init__(self, at=None):
         super().__init__()
         self.at = at
-        self.seen = 0
+        self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen += 1
-        if self.seen == self.at:
+        self.count += 1
+        if self.count == self.at:
             raise torch.OutOfMemoryError("injected")
         return func(*args, **(kwargs or {}))
 
 
-def theirs(model, plan):
-    """A state dict of the authors' package for this plan: random elements, and all else of the
-    model scaled.
+def authors_state(model, plan):
+    """Return a state dict of the authors' package for a plan.
+
+    Its elements are random, and all other values are twice the model's.
     """
     generator = torch.Generator().manual_seed(0)
     state = {
@@ -70,10 +69,11 @@ def theirs(model, plan):
 
 
 def resolved_for(model, kind):
-    """The loaded model, and its request resolved for this kind of start."""
+    """Return the loaded model, and its request resolved for this kind of start."""
     weights = None
     if kind == "authors":
-        weights = theirs(model, plan_conversion(find_convs(model), dilated_size=9, kernel_count=4))
+        plan = plan_conversion(find_convs(model), dilated_size=9, kernel_count=4)
+        weights = authors_state(model, plan)
     init = "auto" if kind == "authors" else kind
     options = PlanOptions(dilated_size=9)
     request = ConversionRequest(model=model, weights=weights, options=options, init=init)
@@ -81,10 +81,10 @@ def resolved_for(model, kind):
     return loaded, resolve(loaded)
 
 
-def small():
-    """A stem, a depthwise stage with BatchNorm in mixed modes, a head.
+def small_model():
+    """Return a model with a stem, a depthwise stage with BatchNorm in mixed modes, and a head.
 
-    Few operations, so that all can fail.
+    It has few operations, so that failures can be injected at many of them.
     """
     torch.manual_seed(0)
     blocks = [
@@ -104,14 +104,16 @@ SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("fit", "largest"
 @pytest.mark.parametrize("kind", ["random", "authors", *SLOW])
 def test_whatever_fails_leaves_the_model_as_it_was(kind):
     with torch.random.fork_rng():
-        loaded, resolved = resolved_for(small(), kind)
-        convert_network_(loaded, resolved, model=small())  # fills caches, which takes operations
-        model = small()
+        loaded, resolved = resolved_for(small_model(), kind)
+        # Fill caches first, since filling them counts as operations.
+        convert_network_(loaded, resolved, model=small_model())
+        model = small_model()
         with Failing() as counting:
             convert_network_(loaded, resolved, model=model)
-        total = counting.seen
-        for at in sorted({1 + (total - 1) * place // (PLACES - 1) for place in range(PLACES)}):
-            model = small()
+        total = counting.count
+        failing_operations = {1 + (total - 1) * i // (FAILURES - 1) for i in range(FAILURES)}
+        for at in sorted(failing_operations):
+            model = small_model()
             before = state_of(model)
             with pytest.raises(RuntimeError, match="injected"), Failing(at):
                 convert_network_(loaded, resolved, model=model)
@@ -119,15 +121,15 @@ def test_whatever_fails_leaves_the_model_as_it_was(kind):
 
 
 def test_outputs_are_not_compared_on_images_too_large(monkeypatch):
-    loaded, resolved = resolved_for(small(), "largest")
+    loaded, resolved = resolved_for(small_model(), "largest")
     resolved = replace(resolved, plan=replace(resolved.plan, input_size=(3, 16, 16)))
     assert convert_network_(loaded, resolved).random_output_error is not None
     monkeypatch.setattr("dcls_convert.pipeline.conversion.MAX_PIXELS", 16 * 16 - 1)
-    assert convert_network_(loaded, resolved, model=small()).random_output_error is None
+    assert convert_network_(loaded, resolved, model=small_model()).random_output_error is None
 
 
 @pytest.mark.parametrize(
-    ("place", "call"),
+    ("function", "call"),
     [
         ("layers.dcls_conv.DclsConvNd.tie_", 2),  # between two layers
         ("surgery.place.install_timm_fold_hook_", 1),
@@ -135,19 +137,21 @@ def test_outputs_are_not_compared_on_images_too_large(monkeypatch):
         ("pipeline.conversion.measure_report", 1),
     ],
 )
-def test_a_conversion_that_fails_after_placing_leaves_the_model_as_it_was(monkeypatch, place, call):
-    model = small()
+def test_a_conversion_that_fails_after_placing_leaves_the_model_as_it_was(
+    monkeypatch, function, call
+):
+    model = small_model()
     loaded, resolved = resolved_for(model, "authors")
     before = state_of(model)
     calls = itertools.count(1)
-    function = pkgutil.resolve_name(f"dcls_convert.{place}")
+    original = pkgutil.resolve_name(f"dcls_convert.{function}")
 
     def fail(*arguments, **options):
         if next(calls) == call:
             raise KeyboardInterrupt
-        return function(*arguments, **options)
+        return original(*arguments, **options)
 
-    monkeypatch.setattr(f"dcls_convert.{place}", fail)
+    monkeypatch.setattr(f"dcls_convert.{function}", fail)
     with pytest.raises(KeyboardInterrupt):
         convert_network_(loaded, resolved)
     assert state_of(model) == before
@@ -156,40 +160,41 @@ def test_a_conversion_that_fails_after_placing_leaves_the_model_as_it_was(monkey
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_placing_gives_structure_alone(device):
     with torch.device(device):
-        model = small()
+        model = small_model()
     plan = plan_conversion(find_convs(model), dilated_size=9)
     state = torch.get_rng_state()
     with Failing() as operations:
         place_layers_(model, plan)
     assert torch.equal(state, torch.get_rng_state())
-    assert operations.seen < 40 * len(plan.layers)  # nothing is computed from the kernels
-    apply_plan_(full := small(), plan, init="random")
-    shapes = [
-        {name: (one.shape, one.dtype) for name, one in each.state_dict().items()}
-        for each in (model, full)
-    ]
-    assert shapes[0] == shapes[1]
+    assert operations.count < 40 * len(plan.layers)  # nothing is computed from the kernels
+    converted = small_model()
+    apply_plan_(converted, plan, init="random")
+    placed_shapes, converted_shapes = (
+        {name: (tensor.shape, tensor.dtype) for name, tensor in each.state_dict().items()}
+        for each in (model, converted)
+    )
+    assert placed_shapes == converted_shapes
     assert {tensor.device.type for tensor in model.state_dict().values()} == {device}
 
 
-# A plan on other weights.
+# --- Plans for other weights
 
 
 def test_a_plan_of_the_users_own_model_is_held_to_its_layers(tiny):
-    plan = convert_(small(), dilated_size=9, init="random").plan
+    plan = convert_(small_model(), dilated_size=9, init="random").plan
     assert plan.model is None
 
     def adopted(model, plan):
         return resolve_with_plan(LoadedNetwork(ConversionRequest(model=model)), plan).plan
 
-    assert adopted(small(), replace(plan, folded=True)) == plan
-    larger = small().append(nn.Linear(4, 4))
+    assert adopted(small_model(), replace(plan, folded=True)) == plan
+    larger = small_model().append(nn.Linear(4, 4))
     for model in (larger, nn.Sequential(nn.Conv2d(3, 4, 3)), tiny):
         with pytest.raises(PlanError, match="the plan is for"):
             adopted(model, plan)
 
 
-# A request, and what is loaded for it.
+# --- Requests, and what is loaded for them
 
 
 NOISE = (torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0)),)
@@ -251,7 +256,7 @@ def test_options_in_conflict_are_refused_in_words_for_python_and_for_the_command
     settings, python, command_line
 ):
     with pytest.raises(PlanError) as refused:
-        ConversionRequest(**{"model": small(), **settings})
+        ConversionRequest(**{"model": small_model(), **settings})
     assert str(refused.value).startswith(python)
     assert refused.value.on_command_line.startswith(command_line)
 
@@ -266,30 +271,35 @@ def test_weights_that_do_not_fit_are_refused_though_the_network_is_not_built(tmp
     assert "network" not in vars(loaded)
 
 
-def test_a_request_with_another_seed_is_as_one_that_was_made_so():
-    """Also after the first one was resolved with statistics of its own network's convolutions."""
+def test_replacing_the_seed_of_a_request_gives_the_request_made_with_that_seed():
+    """Even after the first request was resolved with statistics of its own network."""
     options = PlanOptions(dilated_size=9)
 
-    def asked(seed):
+    def request_with(seed):
         return ConversionRequest(
-            model=small(), options=options, input_size=(3, 16, 16), calibration=NOISE, seed=seed
+            model=small_model(),
+            options=options,
+            input_size=(3, 16, 16),
+            calibration=NOISE,
+            seed=seed,
         )
 
     def converted(request):
         loaded = LoadedNetwork(request)
         return convert_network_(loaded, resolve(loaded))
 
-    first = asked(0)
+    first = request_with(0)
     loaded = LoadedNetwork(first)
     assert resolve(loaded).statistics is not None
-    again = converted(replace(first, seed=1))
-    fresh = converted(asked(1))
-    assert all(torch.equal(one, other) for one, other in zip_states(again.model, fresh.model))
-    assert again.report == fresh.report
+    replaced = converted(replace(first, seed=1))
+    fresh = converted(request_with(1))
+    assert have_equal_values(replaced.model, fresh.model)
+    assert replaced.report == fresh.report
 
 
-def zip_states(one, other):
-    return zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+def have_equal_values(first, second):
+    pairs = zip(first.state_dict().values(), second.state_dict().values(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
 
 
 PARTS = ("source", "structure", "convs", "authors_weights", "network", "rebuildable_source")
@@ -298,7 +308,7 @@ PARTS = ("source", "structure", "convs", "authors_weights", "network", "rebuilda
 @pytest.mark.parametrize("order", [PARTS, PARTS[::-1], ("network", "structure")])
 def test_no_part_of_a_loaded_network_depends_on_which_was_read_before(tmp_path, order):
     weights = tmp_path / "weights.pth"
-    # Their number of classes, which is not stated, changes source and structure.
+    # The request states no number of classes, so the weights change source and structure.
     torch.save(timm.create_model(TINY, num_classes=10).state_dict(), weights)
     request = ConversionRequest(
         model=TINY, weights=weights, init="largest", options=PlanOptions(dilated_size=9)
@@ -307,26 +317,26 @@ def test_no_part_of_a_loaded_network_depends_on_which_was_read_before(tmp_path, 
     for part in order:
         getattr(loaded, part)
     resolved = resolve(loaded)
-    done = convert_network_(loaded, resolved)
+    model = convert_network_(loaded, resolved).model
     assert all(parameter.is_meta for parameter in loaded.structure.parameters())
-    assert done.model.num_classes == 10
+    assert model.num_classes == 10
     usual = LoadedNetwork(request)
     assert resolve(usual).plan == resolved.plan
     expected = convert_network_(usual, resolve(usual)).model
-    assert all(torch.equal(one, two) for one, two in zip_states(done.model, expected))
+    assert have_equal_values(model, expected)
 
 
 class LengthZero(nn.Sequential):
-    """A model that Python takes for false."""
+    """A model that is false in a boolean context."""
 
     def __len__(self):
         return 0
 
 
-def test_a_model_that_is_false_is_converted():
-    model = LengthZero(*small())
+def test_a_model_that_is_falsy_is_converted():
+    model = LengthZero(*small_model())
     loaded, resolved = resolved_for(model, "random")
-    copied = LengthZero(*small())
+    copied = LengthZero(*small_model())
     assert convert_network_(loaded, resolved, model=copied).model is copied
     assert convert_(model, dilated_size=9, init="random").params.after
 

@@ -1,4 +1,4 @@
-"""How a folder was made: recorded so that it can be done again, and true of its weights."""
+"""The provenance of a folder: its command can be repeated, and its hashes match the inputs."""
 
 import copy
 import hashlib
@@ -35,11 +35,11 @@ SMALL = ("--dilated-size", 5, "--input-size", "3x32x32")
 RULES = "format: 1\nrules: [{match: {kind: depthwise}, dilated_size: 7}]\n"
 
 
-def record(folder):
+def stored_provenance(folder):
     return json.loads((Path(folder) / CONFIG).read_text())["dcls_convert"]["provenance"]
 
 
-def contents(folder):
+def file_contents(folder):
     return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
@@ -62,14 +62,17 @@ def hash_of(state):
 def test_the_recorded_command_gives_the_same_bytes(tmp_path, options):
     write_trained(tmp_path, MODEL, images=3)
     (tmp_path / "my rules.yaml").write_text(RULES)
-    absolute = [tmp_path / one if (tmp_path / str(one)).exists() else one for one in options]
-    run(MODEL, *absolute, "--output", "out", "--quiet")
-    command = record("out")["command"]
+    arguments = []
+    for word in options:
+        is_file = (tmp_path / str(word)).exists()
+        arguments.append(tmp_path / word if is_file else word)
+    run(MODEL, *arguments, "--output", "out", "--quiet")
+    command = stored_provenance("out")["command"]
     program, *words = shlex.split(command)
     assert program == "dcls-convert"
     run(*words, "--output", "again", "--quiet")
-    assert contents("again") == contents("out")
-    for name, content in contents("out").items():
+    assert file_contents("again") == file_contents("out")
+    for name, content in file_contents("out").items():
         assert str(tmp_path).encode() not in content, name
     assert command in (tmp_path / "out" / CARD).read_text()
 
@@ -80,17 +83,17 @@ def test_the_recorded_call_gives_the_same_network():
 
     model = unconverted()
     convert_(model, dilated_size=(9, 9), init="random", input_size=[3, 32, 32], seed=5)
-    found = provenance_of(model)
+    provenance = provenance_of(model)
     again = unconverted()
-    eval(found.command, {"dcls_convert": dcls_convert, "model": again})
+    eval(provenance.command, {"dcls_convert": dcls_convert, "model": again})
     assert same_states(again, model)
-    assert provenance_of(again) == found
-    assert found.weights.source == "in memory"
-    assert found.weights.tensors == hash_of(unconverted().state_dict())
+    assert provenance_of(again) == provenance
+    assert provenance.weights.source == "in memory"
+    assert provenance.weights.tensors == hash_of(unconverted().state_dict())
 
 
 class Counter(torch.nn.Module):
-    """Its state dict holds something else than tensors."""
+    """A module whose state dict has an entry that is not a tensor."""
 
     def get_extra_state(self):
         return {"steps": 3}
@@ -99,7 +102,7 @@ class Counter(torch.nn.Module):
         return x
 
 
-def test_weights_that_are_no_tensors_have_no_hash():
+def test_weights_that_are_not_all_tensors_have_no_hash():
     convs = [torch.nn.Conv2d(4, 4, 3, padding=1, groups=4) for _ in range(2)]
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.Sequential(*convs), Counter())
     convert_(model, dilated_size=5, init="random")
@@ -111,36 +114,36 @@ def test_values_in_memory_are_variables_of_the_call():
     images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     rules = {"format": 1, "rules": [{"match": {"kind": "depthwise"}, "dilated_size": 5}]}
     convert_(model, rules=rules, calibration=images, input_size=(3, 32, 32))
-    found = provenance_of(model)
-    assert found.command == (
+    provenance = provenance_of(model)
+    assert provenance.command == (
         "dcls_convert.convert_(model, rules=rules, input_size=[3, 32, 32], calibration=calibration)"
     )
-    assert (found.calibration.number, found.calibration.names) == (4, None)
+    assert (provenance.calibration.number, provenance.calibration.names) == (4, None)
 
 
 def test_the_plan_of_another_folder_is_named(tmp_path):
     run(TINY, *SMALL[2:], "--dilated-size", 9, "--output", "first", "--quiet")
     run(TINY, "--plan", tmp_path / "first", "--seed", 1, "--output", "second", "--quiet")
-    assert record("second")["command"] == f"dcls-convert {TINY} --seed 1 --plan first"
+    assert stored_provenance("second")["command"] == f"dcls-convert {TINY} --seed 1 --plan first"
 
 
 def test_sources_and_hashes_are_those_of_weights_and_images(tmp_path):
     write_trained(tmp_path, MODEL, images=3)
     run(MODEL, *SMALL, "--seed", 4, "--output", "random", "--quiet")
-    found = record("random")
-    assert (found["seed"], found["init"], found["positions"]) == (4, "random", "normal")
+    random = stored_provenance("random")
+    assert (random["seed"], random["init"], random["positions"]) == (4, "random", "normal")
     state = build_model(ModelSource(name=f"timm:{MODEL}"), seed=4).state_dict()
-    assert found["weights"] == {"source": "random", "tensors": hash_of(state)}
-    assert found["calibration"] is None
-    assert found["versions"]["timm"] == timm.__version__
+    assert random["weights"] == {"source": "random", "tensors": hash_of(state)}
+    assert random["calibration"] is None
+    assert random["versions"]["timm"] == timm.__version__
     weights = ("--checkpoint", "weights.safetensors")
     run(MODEL, *SMALL, *weights, "--calibrate", "images", "--output", "fit", "--quiet")
-    found = record("fit")
-    assert (found["init"], found["positions"]) == ("fit", None)
-    expected = hash_of(load_file("weights.safetensors"))
-    assert found["weights"] == {"source": "weights.safetensors", "tensors": expected}
+    fitted = stored_provenance("fit")
+    assert (fitted["init"], fitted["positions"]) == ("fit", None)
+    weights_hash = hash_of(load_file("weights.safetensors"))
+    assert fitted["weights"] == {"source": "weights.safetensors", "tensors": weights_hash}
     names = hashlib.sha256(b"00.png\n01.png\n02.png").hexdigest()
-    assert found["calibration"] == {"number": 3, "names": names}
+    assert fitted["calibration"] == {"number": 3, "names": names}
 
 
 def test_unreadable_images_are_not_counted(tmp_path):
@@ -151,10 +154,10 @@ def test_unreadable_images_are_not_counted(tmp_path):
     weights = ("--checkpoint", "weights.safetensors")
     run(MODEL, *SMALL, *weights, "--calibrate", "images", "--output", "fit", "--quiet")
     names = hashlib.sha256(b"01.png\n02.png\nclass/x.png").hexdigest()
-    assert record("fit")["calibration"] == {"number": 3, "names": names}
+    assert stored_provenance("fit")["calibration"] == {"number": 3, "names": names}
 
 
-# What timm's config says of the weights.
+# --- What timm's config says about the weights
 
 
 def stated_origin(config):
@@ -166,7 +169,7 @@ def folder_config(folder):
 
 
 def test_only_timms_own_weights_are_called_timms(tmp_path, monkeypatch):
-    """Also after loading by us or by timm, saving again, and folding."""
+    """Even after loading by dcls-convert or timm, saving again, and folding."""
     model = timm.create_model(TINY)
     timms = stated_origin(model.pretrained_cfg)
     assert {"tag", "license"} <= timms.keys()
@@ -191,7 +194,7 @@ def test_only_timms_own_weights_are_called_timms(tmp_path, monkeypatch):
         run("fold", name)
         for folder in (f"{name}-saved", f"{name}-timm", f"{name}-folded"):
             assert stated_origin(folder_config(folder)) == expected, folder
-            assert record(folder) == record(name)
+            assert stored_provenance(folder) == stored_provenance(name)
 
 
 def test_a_model_of_the_users_own_in_memory_keeps_its_config():
@@ -200,10 +203,13 @@ def test_a_model_of_the_users_own_in_memory_keeps_its_config():
     report = convert_(model, dilated_size=9, init="random")
     save_converted(copy.deepcopy(model), report.plan, "out")
     assert stated_origin(folder_config("out")) == timms
-    assert record("out")["command"] == "dcls_convert.convert_(model, dilated_size=9, init='random')"
+    assert (
+        stored_provenance("out")["command"]
+        == "dcls_convert.convert_(model, dilated_size=9, init='random')"
+    )
 
 
-# Reading it.
+# --- Reading a provenance
 
 
 def test_inspect_shows_the_provenance(tmp_path):
@@ -213,10 +219,10 @@ def test_inspect_shows_the_provenance(tmp_path):
     assert f"dcls-convert {NET} --dilated-size 9 --seed 3 Start: random, seed 3" in words
     assert f"torch {torch.__version__}" in words
     out, _ = run("inspect", "out", "--json")
-    assert json.loads(out)["provenance"] == record("out")
+    assert json.loads(out)["provenance"] == stored_provenance("out")
 
 
-def test_a_record_is_data_and_is_read_as_strictly_as_a_plan():
+def test_a_provenance_is_data_and_is_read_as_strictly_as_a_plan():
     run(NET, "--dilated-size", 9, "--output", "out", "--quiet")
 
     def changed(**entries):
@@ -226,12 +232,14 @@ def test_a_record_is_data_and_is_read_as_strictly_as_a_plan():
         )
 
     changed(command="rm -rf \x1b[31m")
-    assert any("the config was edited" in one for one in problems(verify("out")))
+    assert any("the config was edited" in problem for problem in problems(verify("out")))
     assert printable(open_checkpoint("out").provenance.command) == "rm -rf \\x1b[31m"
     with pytest.raises(CheckpointError, match="the config was edited"):
         load_converted("out", trust_code=True)
     changed(format=2, more=1)
-    with pytest.raises(CheckpointError, match="provenance: has format 2, this dcls-convert knows"):
+    with pytest.raises(
+        CheckpointError, match="provenance: has format 2, but this dcls-convert reads"
+    ):
         open_checkpoint("out")
     changed(format=1)
     with pytest.raises(CheckpointError, match="provenance: more: "):

@@ -19,7 +19,7 @@ def depthwise(size=3, channels=4, **options):
 
 
 class Net(nn.Module):
-    """A stem and two stages; `convs` is a function, so that each of its calls makes new ones."""
+    """A stem and two stages; `convs` is called for each stage, so that it has its own modules."""
 
     def __init__(self, convs=lambda: [depthwise(), depthwise(), depthwise(5)]):
         super().__init__()
@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 class Shared(nn.Module):
-    """One convolution at two places, beside others; or two of the same shape."""
+    """A network that has one convolution in two places; if not `shared`, two of the same shape."""
 
     def __init__(self, shared=True):
         super().__init__()

@@ -1,7 +1,4 @@
-"""The count rule as a law: the solved count keeps to the budget, one more does not.
-
-And the paper's numbers.
-"""
+"""The solved count is within the budget, and one more is not; also the paper's numbers."""
 
 import math
 import re
@@ -24,7 +21,7 @@ from .nets import Net, convs_of, plan_of
 HUNDREDTH_OF_A_PERCENT = Fraction(1, 10_000)
 
 
-# An oracle that counts parameters one element at a time, and knows no formula.
+# An oracle, which counts parameters one element at a time instead of by a formula.
 
 
 def parameters(layers, counts):
@@ -39,7 +36,7 @@ def parameters(layers, counts):
 
 
 def largest_count(layers, limit):
-    """By trial: the largest count for the layers that have none."""
+    """Find the largest count for the layers that have none, by trial."""
     cells = [layer.cells for layer in layers if not layer.kernel_count]
     return max(
         count
@@ -54,17 +51,15 @@ BASE = plan_of(Net()).layers[0]
 
 
 def draft(name="a", **changes):
-    """A layer that is to get a count: 4 lines of 9 weights, 49 cells, 2 coordinates for each
-    element.
-    """
+    """A layer without a count: 4 lines of 9 weights, 49 cells, 2 coordinates for each element."""
     return replace(BASE, names=(name,), tie_group=None, kernel_count=0, **changes)
 
 
 @st.composite
 def drafts(draw):
-    """Layers of up to three stages, in tie groups and alone.
+    """Layers of up to three stages, tied and untied.
 
-    A group has one shape, and one stated count or none.
+    The layers of a group have one shape, and one stated count or none.
     """
     layers = []
     for index in range(draw(st.integers(1, 5))):
@@ -113,12 +108,12 @@ def test_the_count_is_the_largest_within_the_budget(layers, percent):
         with pytest.raises(PlanError, match="no room for even one element"):
             solve_counts(layers, "stage", share)
         return
-    solved, books = solve_counts(layers, "stage", share)
+    solved, budget_units = solve_counts(layers, "stage", share)
     assert [layer.name for layer in solved] == [layer.name for layer in layers]
     counts = {layer.name: layer.kernel_count for layer in solved}
     assert counts == expected
-    assert {unit.name: unit.limit for unit in books} == limits
-    for unit in books:
+    assert {unit.name: unit.limit for unit in budget_units} == limits
+    for unit in budget_units:
         members = units[unit.name]
         assert unit.used == parameters(members, counts)
         free = [layer for layer in members if not layer.kernel_count]
@@ -130,7 +125,7 @@ def test_the_count_is_the_largest_within_the_budget(layers, percent):
 
 @many_examples
 @given(layers=drafts(), hundredths=st.integers(1, 300))
-def test_the_smallest_budget_that_is_named_does_and_less_does_not(layers, hundredths):
+def test_the_smallest_budget_that_an_error_names_suffices_and_less_does_not(layers, hundredths):
     share = hundredths * HUNDREDTH_OF_A_PERCENT
     try:
         solve_counts(layers, "stage", share)
@@ -144,7 +139,7 @@ def test_the_smallest_budget_that_is_named_does_and_less_does_not(layers, hundre
             solve_counts(layers, "stage", named - HUNDREDTH_OF_A_PERCENT)
 
 
-def test_several_units_without_an_element_are_counted_in_one_line():
+def test_units_without_room_for_an_element_are_counted_in_one_line():
     layers = [
         draft(name, kernel_size=size)
         for name, size in [("a", (1, 2)), ("b", (1, 1)), ("c", (3, 3))]
@@ -174,7 +169,7 @@ def test_a_budget_that_was_meant_as_a_share_is_written_in_percent(percent, hint)
     [
         ("0.01", Fraction(1, 10_000)),
         ("1e2", Fraction(1)),
-        (0.1, Fraction(1, 1000)),  # what was written, not the binary number next to it
+        (0.1, Fraction(1, 1000)),  # the decimal as written, not the nearest binary number
         (33.333333, Fraction(33_333_333, 100_000_000)),
         ("80%", Fraction(4, 5)),
         (80, Fraction(4, 5)),
@@ -192,7 +187,7 @@ def test_a_percentage_is_read_exactly(text, share):
         "1e-99999999999",  # as an exact number, this would fill the memory
     ],
 )
-def test_what_is_no_percentage_above_0_is_refused_in_one_line(text):
+def test_anything_but_a_percentage_above_0_is_refused_in_one_line(text):
     with pytest.raises(PlanError, match=r"percentage (above 0|from [\d.]+ to \d+)") as error:
         parse_percent(text)
     assert str(text) in str(error.value)
@@ -237,7 +232,7 @@ def test_counts_of_the_paper(model, size, options, counts):
         (50, r"layer1.0: kernel count 50 is more than the 49 cells of its window; use 49 or fewer"),
     ],
 )
-def test_a_kernel_count_that_cannot_be_is_refused(count, message):
+def test_an_impossible_kernel_count_is_refused(count, message):
     with pytest.raises(PlanError, match=message):
         plan_of(Net(), kernel_count=count)
 
@@ -250,7 +245,7 @@ def test_a_solved_count_is_at_most_the_cells_of_the_smallest_window(percent):
     assert unit.kernel_count == 15
 
 
-def test_an_exact_count_holds_for_rules_that_leave_the_count_open():
+def test_an_exact_count_applies_to_rules_that_leave_the_count_open():
     rules = parse_rules("format: 1\nrules: [{match: {kind: depthwise}, kernel_count: auto}]")
     plan = plan_of(Net(), kernel_count="exact", rules=rules)
     for layer in plan.layers:

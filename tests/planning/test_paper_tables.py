@@ -1,5 +1,5 @@
-"""Parameters and MACs of the paper's tables (arXiv:2112.03740), to the digits printed there,
-without any weights.
+"""Plans reproduce the parameters and MACs of the paper's tables (arXiv:2112.03740), to the digits
+printed there.
 """
 
 from dataclasses import replace

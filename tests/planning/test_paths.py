@@ -23,7 +23,7 @@ def rules(*paths):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "meant", "others"),
+    ("pattern", "matched", "others"),
     [
         ("enc1", {"enc1", "enc1.0", "enc1.0.conv"}, {"enc10", "enc10.0", "stem.enc1"}),
         ("enc1.0", {"enc1.0", "enc1.0.conv"}, {"enc1", "enc1.01"}),
@@ -33,23 +33,23 @@ def rules(*paths):
         ("enc[12].0", {"enc1.0", "enc2.0"}, {"enc3.0", "enc1.0.conv"}),
     ],
 )
-def test_a_plain_path_means_all_that_lies_in_it_and_a_pattern_whole_names(pattern, meant, others):
-    assert {name for name in meant | others if matches_path(name, [pattern])} == meant
+def test_a_plain_path_matches_all_inside_it_and_a_pattern_whole_names(pattern, matched, others):
+    assert {name for name in matched | others if matches_path(name, [pattern])} == matched
 
 
 @pytest.mark.parametrize("path", ["layer1", "layer1.*", "layer1.?"])
-def test_a_rule_takes_a_module_by_its_name(path):
+def test_a_rule_matches_a_module_by_its_name(path):
     plan = plan_of(Net(), rules=rules(path))
     assert [layer.name for layer in plan.layers] == ["layer1.0", "layer1.1", "layer1.2"]
 
 
-def test_a_rule_takes_a_list_of_modules():
+def test_a_rule_matches_a_list_of_modules():
     plan = plan_of(Net(), rules=rules("layer1.0", "layer2"))
     names = ["layer1.0", "layer2.0", "layer2.1", "layer2.2"]
     assert [layer.name for layer in plan.layers] == names
 
 
-def test_where_no_path_is_right_the_nearest_are_named():
+def test_if_no_path_is_right_the_nearest_are_named():
     with pytest.raises(NothingMatchesError, match=r"no path is lajer1, the nearest are layer1"):
         plan_of(Net(), rules=rules("lajer1"))
     with pytest.raises(NothingMatchesError, match=r"the nearest are stem, layer1, layer2"):
@@ -72,7 +72,7 @@ def test_a_plan_without_some_layers_is_the_same_for_all_others():
     assert part.layers == whole.without("layer2").layers
 
 
-def test_a_layer_that_is_alone_in_its_tie_group_has_its_own_positions():
+def test_a_layer_that_is_left_alone_in_its_tie_group_gets_its_own_positions():
     part = plan_of(Net()).without(["layer1.1", "layer2"])
     assert {layer.name: layer.tie_group for layer in part.layers} == {
         "layer1.0": None,
@@ -96,13 +96,13 @@ def test_the_budget_is_that_of_the_layers_that_remain(scope):
         (["layer1", "layer2"], "without layer1, layer2, no layer of the plan would remain"),
     ],
 )
-def test_layers_that_are_not_there_and_all_of_them_cannot_be_left_out(paths, message):
+def test_unknown_layers_and_all_layers_at_once_cannot_be_left_out(paths, message):
     with pytest.raises(PlanError, match=message):
         plan_of(Net()).without(paths)
 
 
 def test_a_plan_without_some_layers_converts_saves_and_loads(tmp_path):
-    """What is left out keeps its very module, and the outputs are the same after loading."""
+    """A layer that is left out keeps its module, and the outputs are the same after loading."""
     torch.manual_seed(0)
     model = Net()
     kept = model.layer2[0]

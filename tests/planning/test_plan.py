@@ -1,4 +1,4 @@
-"""The plan as data: to JSON and back, and never read where it is damaged or contradicts itself."""
+"""A plan survives JSON, and is refused if it is damaged or contradicts itself."""
 
 import copy
 import json
@@ -68,7 +68,7 @@ def test_a_notebook_shows_the_counts_of_each_stage():
     )  # after the kernel, "3x3 → 5x5"
 
 
-def test_the_hash_is_that_of_the_content():
+def test_the_hash_depends_on_the_content_alone():
     plan = plan_of(Net(), model="timm:x", model_args={"a": 1, "b": 2})
     assert plan_of(Net(), model="timm:x", model_args={"b": 2, "a": 1}).hash == plan.hash
     changes = [
@@ -98,7 +98,7 @@ def test_arguments_that_json_cannot_hold_are_refused(value):
 PLAN = plan_of(Net(), scope="stage", interpolation="gaussian", model="timm:x").to_dict()
 HAVE_DEFAULTS = {("format",), ("model_args",)}
 NEWER = "input_extent"  # of layers; older plans do not state it
-# A fraction may be written as a number, and what need not be known may be missing.
+# A fraction may be written as a number, and a value that may be unknown may be null.
 OPTIONAL = {"share", "exact_count", "output_positions", "macs", "kernel_count"}
 WRONG = {
     int: [str, lambda value: value + 0.5, bool, lambda value: None],
@@ -108,7 +108,7 @@ WRONG = {
 
 
 def changed(path, value):
-    """PLAN with another value at that place; `...` takes it out."""
+    """PLAN with another value at that place; `...` removes it."""
     data = copy.deepcopy(PLAN)
     inner = reduce(getitem, path[:-1], data)
     inner[path[-1]] = value
@@ -117,7 +117,7 @@ def changed(path, value):
     return data
 
 
-def test_a_plan_without_sizes_of_maps_is_the_same_plan():
+def test_a_plan_without_map_sizes_has_the_same_hash():
     older = copy.deepcopy(PLAN)
     for layer in older["layers"]:
         del layer[NEWER]
@@ -134,7 +134,7 @@ def refused(data):
     return False
 
 
-def test_an_unknown_or_missing_field_or_a_value_of_another_type_is_refused_wherever_it_stands():
+def test_unknown_and_missing_fields_and_values_of_another_type_are_refused_at_every_place():
     assert not refused(PLAN)
     for path in [(), *value_paths(PLAN)]:
         value = reduce(getitem, path, PLAN)
@@ -145,14 +145,14 @@ def test_an_unknown_or_missing_field_or_a_value_of_another_type_is_refused_where
             missing = [(*path, key) for key in needed if (*path, key) not in HAVE_DEFAULTS]
             assert all(refused(changed(place, ...)) for place in missing), path
         if path and path[-1] not in OPTIONAL:
-            for into in WRONG.get(type(value), []):
-                assert refused(changed(path, into(value))), path
+            for make_wrong in WRONG.get(type(value), []):
+                assert refused(changed(path, make_wrong(value))), path
 
 
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "null", '"plan"', "{}", '{"format": 2}', "\0", b"\xff\xfe"]
 )
-def test_what_is_no_plan_is_refused_in_one_line(text):
+def test_anything_but_a_plan_is_refused_in_one_line(text):
     with pytest.raises(CheckpointError, match=r"^folder/plan.json: [^\n]+$"):
         ConversionPlan.from_json(text, "folder/plan.json")
 
@@ -160,7 +160,7 @@ def test_what_is_no_plan_is_refused_in_one_line(text):
 @pytest.mark.parametrize(
     ("path", "value", "says"),
     [
-        (("layers", -1, "tie_group"), "nowhere", "tie groups are not those of its layers: "),
+        (("layers", -1, "tie_group"), "nowhere", "tie groups do not match its layers: "),
         (("layers", -1, "kernel_count"), -1, "kernel count -1 must be from 1 to the 49 cells"),
         (("layers", 0, "kernel_count"), 1, "its layers have 2 different shapes"),
         (("layers", -1, "dilated_size"), [8, 8], "must be odd"),
@@ -170,8 +170,8 @@ def test_what_is_no_plan_is_refused_in_one_line(text):
         (("layers", -1, "interpolation"), "cubic", "'cubic' is not known"),
         (("layers", -1, "groups"), 3, "must be a positive multiple of its groups, 3"),
         (("layers", -1, "names"), [], "has no name"),
-        (("tie_groups", -1, "layers"), ["layer2.1"], "tie groups are not those of its layers: "),
-        (("tie_groups", -1, "name"), "\x1b]0;title\x07", "tie groups are "),
+        (("tie_groups", -1, "layers"), ["layer2.1"], "tie groups do not match its layers: "),
+        (("tie_groups", -1, "name"), "\x1b]0;title\x07", "tie groups do not match "),
     ],
     ids=str,
 )
@@ -181,7 +181,7 @@ def test_a_plan_that_contradicts_itself_is_refused(path, value, says):
     assert str(error.value).isprintable()
 
 
-def test_every_change_is_a_difference_and_the_other_way_round():
+def test_every_change_is_a_difference_in_both_directions():
     plan = plan_of(Net())
     first, *rest = plan.layers
     wider = tuple(replace(layer, dilated_size=(9, 9)) for layer in plan.layers)

@@ -1,4 +1,4 @@
-"""What becomes of every convolution: ties, windows, and what is skipped or refused."""
+"""Plans: which layers are tied, which windows they get, and what is skipped or refused."""
 
 import contextlib
 import re
@@ -61,7 +61,7 @@ trees = st.lists(st.lists(blocks, min_size=1, max_size=3), min_size=1, max_size=
 def test_layers_are_tied_where_stage_and_shape_are_the_same_and_nowhere_else(
     stages, interpolation, scope
 ):
-    """And the tied parameter has one name, on the lowest module that holds its layers."""
+    """The tied parameter also has one name, on the lowest module that holds its layers."""
     model = on_meta(Tree, stages)
     plan = plan_of(
         model,
@@ -133,7 +133,7 @@ def windows(conv, size, rule="{}"):
     ("kernel", "size", "rule", "window", "dense_axes"),
     [
         ((1, 7), 17, "{}", (1, 17), (0,)),
-        ((1, 7), (9, 9), "{}", (9, 9), ()),  # asked for by name
+        ((1, 7), (9, 9), "{}", (9, 9), ()),  # each side is stated
         ((3, 5), 17, "{dense_axes: [0]}", (3, 17), (0,)),
         ((3, 4), (5, 8), "{}", (5, 8), ()),
         ((3,), 9, "{}", (9,), ()),
@@ -178,9 +178,7 @@ def test_the_dilation_of_a_side_of_1_means_nothing():
         ),
     ],
 )
-def test_a_window_that_no_convolution_can_take_is_refused_with_what_would_do(
-    conv, size, rule, message
-):
+def test_an_impossible_window_is_refused_with_windows_that_fit(conv, size, rule, message):
     with pytest.raises(PlanError, match=f"^0: .*{re.escape(message)}"):
         windows(conv, size, rule)
 
@@ -192,7 +190,7 @@ def test_a_window_that_no_convolution_can_take_is_refused_with_what_would_do(
         *(("scope", "block"), ("tie", "all"), ("interpolation", "cubic")),
     ],
 )
-def test_an_option_that_cannot_be_is_refused(name, value):
+def test_an_impossible_option_is_refused(name, value):
     says = f"{name}=.* must be one of "
     if name == "dilated_size":
         says = "dilated size .* must be a positive integer, one for each side, or a growth"
@@ -204,7 +202,7 @@ def test_an_option_that_cannot_be_is_refused(name, value):
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
 @pytest.mark.parametrize("size", [(13, 3), (19, 17), (23, 33)])
 def test_a_padding_that_does_not_fit_the_input_is_refused_and_any_other_runs(mode, padding, size):
-    """Whether it fits is asked of torch."""
+    """torch decides whether it fits."""
     conv = depthwise(3, padding=padding, padding_mode=mode)
     image = torch.zeros(1, *IMAGE)
     layer = DclsConv2d.from_conv(conv, kernel_count=9, dilated_kernel_size=size)
@@ -231,7 +229,7 @@ def test_a_padding_that_does_not_fit_the_input_is_refused_and_any_other_runs(mod
         ),
     ],
 )
-def test_what_cannot_take_the_size_is_skipped_with_the_reason_or_refused_if_strict(
+def test_a_layer_that_cannot_take_the_size_is_skipped_with_the_reason_or_refused_if_strict(
     build, size, reason
 ):
     model = Net(lambda: [depthwise(), build()])
@@ -271,7 +269,7 @@ def test_kernels_of_one_size_get_the_usual_window(name, size):
         "resnet18",
     ],
 )
-def test_every_window_grows_as_far_as_15_percent_more_macs_and_17_cells_allow(name):
+def test_windows_grow_as_far_as_15_percent_more_macs_and_17_cells_allow(name):
     convs = convs_of(name)
     plan = plan_conversion(convs)
     growths = {growth for layer in plan.layers for growth in layer.growths}
@@ -310,14 +308,14 @@ def test_a_growth_converts_kernels_of_both_parities():
     assert plan.growth_of_mixed_kernels == 2
 
 
-def test_a_growth_and_the_size_that_it_gives_are_one_plan_for_kernels_of_one_size():
+def test_a_growth_and_its_size_give_the_same_plan_for_kernels_of_one_size():
     convs = convs_of("convnext_nano")
     assert plan_conversion(convs, dilated_size="+10") == plan_conversion(convs, dilated_size=17)
     assert plan_conversion(convs, dilated_size="+10").growth_of_mixed_kernels is None
 
 
 @pytest.mark.parametrize(("growth", "near"), [("+1", r"\+2"), ("+3", r"\+2 or \+4")])
-def test_an_odd_growth_is_refused_with_what_would_do(growth, near):
+def test_an_odd_growth_is_refused_with_the_nearest_even_ones(growth, near):
     message = f"growth {re.escape(growth)} must be even, or the output would shift; use {near}$"
     with pytest.raises(PlanError, match=message):
         plan_of(Net(), dilated_size=growth)
@@ -325,14 +323,14 @@ def test_an_odd_growth_is_refused_with_what_would_do(growth, near):
 
 @pytest.mark.parametrize(("map_side", "expected"), [(4, 4), (8, 12), (32, 14)])
 def test_auto_skips_no_layer_that_the_smallest_growth_converts(map_side, expected):
-    """With reflect padding, which must be smaller than the map; a layer that is skipped is free."""
+    """Reflect padding must be smaller than the map, and a skipped layer would add no MACs."""
     net = nn.Sequential(
         nn.Conv2d(3, 4, 1),
         depthwise(3),
         nn.AvgPool2d(2),
         depthwise(3, padding=1, padding_mode="reflect"),
         nn.Upsample(scale_factor=8),
-        nn.Conv2d(4, 512, 1),  # beside this and the next, larger windows are cheap
+        nn.Conv2d(4, 512, 1),  # compared with this and the next, larger windows are cheap
         nn.Conv2d(512, 4, 1),
     )
     convs = find_convs(net, (3, 2 * map_side, 2 * map_side))

@@ -1,5 +1,5 @@
-"""Rule files: which convolution a rule claims, what it then says, and that none can be wrong in
-silence.
+"""Rule files: which convolutions a rule claims, how they are converted, and that each mistake is an
+error.
 """
 
 import re
@@ -53,8 +53,9 @@ def rules_of(*rules, **top):
 
 @pytest.fixture(scope="module")
 def net():
-    """A stem, a stage with depthwise convolutions of two sizes and a dense one, and a stage with
-    one of each.
+    """A stem, a stage with two depthwise convolutions and a dense one, a stage with one of each.
+
+    The depthwise convolutions of the first stage have different sizes.
     """
     model = nn.Sequential()
     model.stem = nn.Conv2d(3, 4, 3, padding=1)
@@ -63,7 +64,7 @@ def net():
     return find_convs(model, (3, 9, 14))
 
 
-# Which rule claims.
+# Which rule claims a convolution.
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_a_predicate_holds_or_says_what_it_found(key, holds, fails):
     assert reasons[SITE.name].startswith(f"not matched (rule 'wrong': {key} is ")
 
 
-def test_a_convolution_outside_of_stages_matches_no_pattern_of_stages():
+def test_a_convolution_outside_of_stages_matches_no_stage_pattern():
     outside = replace(SITE, stage=None)
     _, reasons = match_rules(rules_of({"match": {"stage": "*"}}), [outside])
     assert "stage is none" in reasons[SITE.name]
@@ -99,7 +100,7 @@ def test_a_convolution_outside_of_stages_matches_no_pattern_of_stages():
 
 
 class _WiderMatch(Match):
-    """With a predicate more, as CONTRIBUTING.md says that one is added."""
+    """With one more predicate, added as CONTRIBUTING.md describes."""
 
     output_size: Size | Range | None = Field(None, description="a size, or {min: N, max: N}")
 
@@ -117,7 +118,7 @@ def test_a_new_predicate_is_one_typed_field(monkeypatch):
     monkeypatch.setattr("dcls_convert.planning.rule_files.RuleSet", _WiderRuleSet)
     monkeypatch.setattr("dcls_convert.planning.rule_files._NESTED", nested)
     small = {"name": "small", "match": {"output_size": {"max": 7}}}
-    # It matches, and its reasons are those of all predicates.
+    # It matches, and gives reasons as all predicates do.
     assert match_rules(rules_of(small), [SITE]) == ({SITE.name: 0}, {})
     large = replace(SITE, output_size=(4, 8))
     assert match_rules(rules_of(small), [large])[1] == {
@@ -182,10 +183,10 @@ def test_a_rule_that_converts_nothing_is_an_error_that_names_it(net, rules, mess
         plan_conversion(net, rules_of(*rules), dilated_size=9)
 
 
-# What it says: the rule, else the option, else the default.
+# Which value applies: the rule's, else the option's, else the default.
 
 CLAIMS = {"match": {"kind": "depthwise", "kernel_size": 3}}
-OTHERS = {"match": {"kind": "depthwise"}}  # leaves the options something to be for
+OTHERS = {"match": {"kind": "depthwise"}}  # states nothing, so options have an effect
 
 
 @pytest.mark.parametrize(
@@ -229,7 +230,7 @@ def test_an_option_that_no_rule_leaves_open_is_refused(net):
         (r"x*", "body", None),
     ],
 )
-def test_what_a_pattern_finds_is_the_stage(pattern, name, stage):
+def test_the_stage_is_what_a_pattern_finds(pattern, name, stage):
     assert Rule(stage_pattern=pattern).stage_of(name) == stage
 
 
@@ -244,7 +245,7 @@ def test_layers_of_a_stage_by_pattern_are_tied():
     assert [group.name for group in plan.tie_groups] == ["first", "second"]
 
 
-# The sets that come with the package.
+# Built-in rule sets.
 
 
 @pytest.mark.parametrize(
@@ -254,11 +255,13 @@ def test_layers_of_a_stage_by_pattern_are_tied():
         ("efficientnet_b0", "depthwise", 16, 0, 0),
         ("test_efficientnet", "depthwise", 2, 3, 3),  # its first stages are dense
         pytest.param("nfnet_f0", "conv3x3", 0, 24, 2, marks=pytest.mark.slow),
-        # What timm calls its stem is a ResNet.
+        # timm counts its ResNet as the stem.
         pytest.param("vit_base_r50_s16_224", "conv3x3", 0, 16, 16, marks=pytest.mark.slow),
     ],
 )
-def test_the_built_in_sets_claim_what_they_are_for(model, auto, depthwise, conv3x3, dense3x3):
+def test_the_built_in_rule_sets_claim_what_they_are_made_for(
+    model, auto, depthwise, conv3x3, dense3x3
+):
     sites = convs_of(model).sites
     for name, count in [("depthwise", depthwise), ("conv3x3", conv3x3), ("dense3x3", dense3x3)]:
         claimed, _ = match_rules(load_rules(name), sites)
@@ -268,7 +271,7 @@ def test_the_built_in_sets_claim_what_they_are_for(model, auto, depthwise, conv3
     assert plan.rules == auto
 
 
-def test_auto_takes_depthwise_convolutions_of_at_least_3_where_there_are_any():
+def test_auto_prefers_depthwise_convolutions_with_a_side_of_at_least_3():
     small = [replace(SITE, kernel_size=size) for size in [(1, 1), (2, 2)]]
     assert choose_rules([*small, replace(SITE, kind="dense")]).source == "conv3x3"
     assert choose_rules([replace(SITE, kind="dense", kernel_size=(1, 3, 3))]).source == "dense3x3x3"
@@ -276,7 +279,7 @@ def test_auto_takes_depthwise_convolutions_of_at_least_3_where_there_are_any():
 
 
 @pytest.mark.parametrize("name", builtin_rules())
-def test_a_built_in_set_is_loaded_by_name_or_file_with_its_text(name):
+def test_a_built_in_rule_set_is_loaded_by_name_or_file_with_its_text(name):
     path = builtin_rules()[name]
     rules = load_rules(name)
     assert (rules.source, rules.text) == (name, path.read_text(encoding="utf-8"))
@@ -285,7 +288,7 @@ def test_a_built_in_set_is_loaded_by_name_or_file_with_its_text(name):
     assert rules.description
 
 
-# What is refused, in one line with the place.
+# Mistakes, refused in one line with the place.
 
 VALID = """
 format: 1
@@ -355,14 +358,14 @@ MISTAKES = {
         "stage_pattern: ''"
     ): "rules[0].stage_pattern: found ''; allowed is a regular expression for module names",
     "": "is empty, but must be a mapping with format, description, defaults, rules",
-    # what could not be shown as it is
+    # texts that a message must shorten or escape
     f"format: {'x' * 5000}": "format: found 'xxxx",
     rule(r'kernel_count: "\e]0;title\a"'): "rules[0].kernel_count: found '",
     rule(r'"\e[2J": 1'): "rules[0]: unknown key '",
 }
 # Relations between values, keys that JSON does not have, patterns, YAML.
 MISTAKES_BEYOND_A_SCHEMA = {
-    # It would be converted in silence.
+    # Without the error, it would be converted in silence.
     rule("skip: "): "rules[0].skip: found None; allowed is a string",
     rule(
         "match: {kernel_size: {min: 5, max: 3}}"
@@ -393,7 +396,7 @@ def one_line(error):
 @pytest.mark.parametrize(
     "text", MISTAKES | MISTAKES_BEYOND_A_SCHEMA, ids=lambda text: repr(text[:60])
 )
-def test_a_mistake_is_one_line_with_the_place(text):
+def test_a_mistake_is_an_error_of_one_line_with_the_place(text):
     with pytest.raises(RuleError) as error:
         parse_rules(text, source="my.yaml")
     assert one_line(error.value).startswith((MISTAKES | MISTAKES_BEYOND_A_SCHEMA)[text])
@@ -406,7 +409,7 @@ def test_a_growth_may_be_written_with_and_without_quotes():
         assert parse_rules(rules.text).rules == rules.rules
 
 
-def test_rules_that_are_not_there_are_refused_with_those_that_are():
+def test_an_unknown_rule_set_is_refused_with_the_known_ones():
     known = "conv3x3, dense3x3, dense3x3x3, depthwise, auto"
     message = f"are neither a file nor one of {known} (did you mean 'depthwise'?)"
     with pytest.raises(RuleError, match=f"^rules 'depthwize' {re.escape(message)}$"):
@@ -470,7 +473,7 @@ def rule_texts(draw):
 @many_examples
 @given(text=rule_texts())
 @pytest.mark.filterwarnings("ignore:Possible nested set:FutureWarning")
-def test_any_file_is_one_line_of_error_or_rules_that_say_the_same_when_written_again(net, text):
+def test_any_file_is_refused_in_one_line_or_gives_rules_that_survive_writing(net, text):
     try:
         rules = parse_rules(text, source="my.yaml")
     except RuleError as error:

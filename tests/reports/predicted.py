@@ -1,4 +1,4 @@
-"""Reports of models of timm, predicted from their plans."""
+"""Predicted reports of timm models."""
 
 import functools
 

@@ -1,6 +1,4 @@
-"""Nothing of a model is lost: across families, with as many elements as cells the outputs stay as
-they were.
-"""
+"""Nothing of a model is lost: in all families, an exact start keeps the outputs."""
 
 import pytest
 import torch
@@ -15,13 +13,10 @@ FACTORISED = parse_rules(
     "format: 1\nrules:\n  - match: {kernel_size: [1, 7]}\n  - match: {kernel_size: [7, 1]}\n"
 )
 SMALL_COAT = {"img_size": 64, "embed_dims": (16,) * 4, "serial_depths": (1,) * 4}
-QUICK = (
-    "test_resnet",
-    "test_efficientnet",
-    "test_nfnet",
-    "coat_lite_tiny",
-)  # the others are `slow`
-# One small model of each: what runs in the layers that are replaced, window (else 9), input, rules.
+# All other families are marked `slow`.
+QUICK = ("test_resnet", "test_efficientnet", "test_nfnet", "coat_lite_tiny")
+# One small model of each family: arguments, input size, window (9 by default) and rules. Comments
+# say what its convolutions have.
 FAMILIES = {
     "test_resnet": {"window": 5},
     "test_efficientnet": {"options": {"pad_type": "same"}},  # dynamic SAME padding, strides of 2
@@ -29,11 +24,8 @@ FAMILIES = {
     "coat_lite_tiny": {"options": SMALL_COAT},  # shared instances
     "tf_mixnet_s": {"window": 13},  # sizes from 3 to 11 side by side, dynamic SAME padding
     "inception_v4": {"input": (3, 96, 96), "rules": FACTORISED},
-    "vit_base_r50_s16_224": {
-        "input": (3, 224, 224),
-        "window": 5,
-        "options": {"depth": 1},
-    },  # dynamic SAME
+    # Dynamic SAME padding.
+    "vit_base_r50_s16_224": {"input": (3, 224, 224), "window": 5, "options": {"depth": 1}},
     "fastvit_t8": {},
     "convmixer_768_32": {},  # padding="same"
     "edgenext_xx_small": {"window": 11},
@@ -44,10 +36,8 @@ FAMILIES = {
 }
 
 
-def built(name, options):
-    """With something in the parameters that start as zeros: what is multiplied by 0 is equal
-    whatever it is.
-    """
+def build(name, options):
+    """Build a model, with noise on parameters that start as zeros and would hide errors."""
     source = ModelSource(name=name if ":" in name else f"timm:{name}", args=options)
     model = build_model(source).eval()
     generator = torch.Generator().manual_seed(1)
@@ -58,7 +48,7 @@ def built(name, options):
     return model
 
 
-def floats(outputs):
+def float_tensors(outputs):
     return [leaf for leaf in tree_leaves(outputs) if leaf.is_floating_point()]
 
 
@@ -67,22 +57,20 @@ def floats(outputs):
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
 )
 @torch.no_grad()
-def test_an_exact_start_leaves_the_outputs_as_they_were(name):
-    """In float32, to 1e-5 of the largest output; and says what it costs."""
+def test_an_exact_start_keeps_the_outputs(name):
+    """In float32, to 1e-5 of the largest output. Also, the report states the cost."""
     family = FAMILIES[name]
-    model = built(name, family.get("options", {}))
+    model = build(name, family.get("options", {}))
     size = family.get("input", (3, 64, 64))
     image = torch.rand(1, *size, generator=torch.Generator().manual_seed(2))
-    before = floats(model(image))
+    before = float_tensors(model(image))
     options = {"rules": family.get("rules", "auto"), "dilated_size": family.get("window", 9)}
     report = convert_(model, init="exact", input_size=size, **options)
-    after = floats(model(image))
-    assert not report.skipped or all(
-        skip.reason.startswith(("not matched", "window")) for skip in report.skipped
-    )
+    after = float_tensors(model(image))
+    assert all(skipped.reason.startswith(("not matched", "window")) for skipped in report.skipped)
     for old, new in zip(before, after, strict=True):
         assert old.abs().max() > 0
-        assert old.std() > 1e-6 * old.abs().max(), "an output that says nothing"
+        assert old.std() > 1e-6 * old.abs().max(), "a constant output shows nothing"
         assert (old - new).abs().max() <= 1e-5 * old.abs().max()
     assert report.params.after == sum(parameter.numel() for parameter in model.parameters())
     assert report.params.delta == report.params.positions, "weights stay, positions are added"

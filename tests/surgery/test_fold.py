@@ -1,6 +1,4 @@
-"""A folded model gives the outputs of the model that it was made from, folded by our function or by
-timm's.
-"""
+"""Folding keeps the outputs of a model, whether our function folds it or timm's."""
 
 import copy
 import pickle
@@ -24,22 +22,22 @@ from dcls_convert.reports.predict import predict_report
 from ..conftest import TINY
 
 FLOAT64_ERROR = 1e-12  # relative: some thousand roundings of 2e-16
-FLOAT32_ERROR = 1e-5  # relative: other kernels, other orders of summation
+FLOAT32_ERROR = 1e-5  # relative: kernels are rounded, and sums have another order
 IMAGE = (3, 32, 32)
 
 
-def trained(model):
-    """Positions anywhere in the window, no layer scale of 1e-6, other weights and statistics than
-    at the start.
-    """
+def with_random_values(model):
+    """Change all values, as a training would, and return the model in evaluation mode."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if tensor.is_floating_point():
-                drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(
-                    tensor.dtype
-                )
-                tensor.copy_(drawn.abs() + 0.5 if "running_var" in name else tensor + 0.2 * drawn)
+                noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+                noise = noise.to(tensor.dtype)
+                if "running_var" in name:
+                    tensor.copy_(noise.abs() + 0.5)
+                else:
+                    tensor.copy_(tensor + 0.2 * noise)
     return model.eval()
 
 
@@ -49,7 +47,7 @@ def outputs(model, size=IMAGE):
         return model(images.to(next(model.parameters()).dtype))
 
 
-def positions_in(model):
+def position_entries(model):
     return [name for name in model.state_dict() if "dcls_" in name or "positions" in name]
 
 
@@ -66,11 +64,11 @@ class Stage(nn.Module):
 
 
 def converted():
-    """Two stages whose six layers share their positions."""
+    """Make a model of two `Stage` modules, whose six layers have tied positions."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(Stage(2), Stage(2)), nn.Tanh())
     convert_(model, dilated_size=7, input_size=IMAGE, init="random", positions="uniform")
-    return trained(model)
+    return with_random_values(model)
 
 
 @pytest.mark.parametrize(
@@ -82,25 +80,25 @@ def converted():
         (3, "stage", "triangle"),
     ],
 )
-def test_folding_and_a_folded_plan_keep_outputs_and_books(dims, tie, interpolation):
+def test_folding_and_a_folded_plan_agree_in_outputs_and_report(dims, tie, interpolation):
     size = (4, 17, 16, 15)[: dims + 1]
     model = nn.Sequential(nn.Sequential(Stage(dims), Stage(dims)), nn.Tanh()).double()
-    source = copy.deepcopy(model)
+    unconverted = copy.deepcopy(model)
     plan = plan_conversion(
         find_convs(model, size), dilated_size=7, tie=tie, interpolation=interpolation
     )
     assert bool(plan.tie_groups) is (tie == "stage")
     apply_plan_(model, plan, init="random", positions="uniform")
-    expected = outputs(trained(model), size)
+    expected = outputs(with_random_values(model), size)
     assert fold_to_dense_(model) == 6
     assert max_relative_error(expected, outputs(model, size)) < FLOAT64_ERROR
-    assert not positions_in(model)
+    assert not position_entries(model)
     folded_plan = replace(plan, folded=True)
-    apply_plan_(source, folded_plan, init="random")
-    source.load_state_dict(model.state_dict())
-    assert torch.equal(outputs(source.eval(), size), outputs(model, size))
+    apply_plan_(unconverted, folded_plan, init="random")
+    unconverted.load_state_dict(model.state_dict())
+    assert torch.equal(outputs(unconverted.eval(), size), outputs(model, size))
     report = measure_report(model, folded_plan)
-    assert report == predict_report(folded_plan) == measure_report(source, folded_plan)
+    assert report == predict_report(folded_plan) == measure_report(unconverted, folded_plan)
     assert report.params.after == sum(p.numel() for p in model.parameters())
     assert report.params.positions == 0
     assert report.params.weights == 6 * 4 * 7**dims
@@ -110,50 +108,50 @@ def test_folding_and_a_folded_plan_keep_outputs_and_books(dims, tie, interpolati
 def test_timms_saver_writes_a_folded_model_that_timm_loads(tmp_path):
     model = timm.create_model(TINY)
     convert_(model, input_size=IMAGE, init="random", positions="uniform", dilated_size=9)
-    expected = outputs(trained(model))
+    expected = outputs(with_random_values(model))
     save_for_hf(model, tmp_path / "before", safe_serialization=True)
     loaded = timm.create_model(f"local-dir:{tmp_path / 'before'}", pretrained=True).eval()
     for number, folded in enumerate([model, loaded]):
         fold_to_dense_(folded)
         save_for_hf(folded, tmp_path / str(number), safe_serialization=True)
         again = timm.create_model(f"local-dir:{tmp_path / str(number)}", pretrained=True)
-        assert not positions_in(again)
+        assert not position_entries(again)
         assert torch.equal(outputs(again.eval()), outputs(folded))
         assert max_relative_error(expected, outputs(again)) < FLOAT32_ERROR
 
 
-# By timm's function.
+# Folding by timm's function.
 
 
 @pytest.mark.parametrize(
-    ("through", "inplace"),
+    ("carry", "inplace"),
     [
-        (lambda m: m, True),
-        (lambda m: m, False),
+        (lambda model: model, True),
+        (lambda model: model, False),
         (copy.deepcopy, False),
-        (lambda m: pickle.loads(pickle.dumps(m)), True),
+        (lambda model: pickle.loads(pickle.dumps(model)), True),
         (nn.Sequential, True),
     ],
     ids=["itself", "a copy that timm makes", "deepcopy", "pickle", "in another module"],
 )
-def test_reparameterize_model_folds_all(through, inplace):
+def test_reparameterize_model_folds_all_layers(carry, inplace):
     model = converted().double()
     expected = outputs(model)
-    names = positions_in(model)
-    carried = through(model)
+    names = position_entries(model)
+    carried = carry(model)
     folded = reparameterize_model(carried, inplace=inplace)
     assert names
-    assert not positions_in(folded)
+    assert not position_entries(folded)
     assert not any(isinstance(module, DclsConvNd) for module in folded.modules())
     assert max_relative_error(expected, outputs(folded.eval())) < FLOAT64_ERROR
     if not inplace:
         assert torch.equal(outputs(carried.eval()), expected)
-    if through is not nn.Sequential and carried is not model:
-        assert positions_in(model) == names
+    if carry is not nn.Sequential and carried is not model:
+        assert position_entries(model) == names
         assert torch.equal(outputs(model), expected)
 
 
-def test_a_part_copied_alone_folds_itself_alone():
+def test_a_copied_part_folds_without_folding_the_model():
     model = converted()
     part = copy.deepcopy(model[1])
     part.reparameterize()
@@ -167,10 +165,10 @@ def test_timm_fuses_the_rest_of_its_own_models_too():
     # A small RepVGG.
     model = ByobNet(ByoModelCfg(blocks=(block, block), stem_type="rep", stem_chs=8), num_classes=3)
     convert_(model, dilated_size=7, input_size=IMAGE, init="random")
-    trained(model).double()
+    with_random_values(model).double()
     expected = outputs(model)
     folded = reparameterize_model(model)
-    assert not positions_in(folded)
+    assert not position_entries(folded)
     assert not any(isinstance(module, nn.BatchNorm2d) for module in folded.modules())
     assert max_relative_error(expected, outputs(folded)) < FLOAT64_ERROR
 
@@ -179,30 +177,31 @@ def depthwise():
     return nn.Conv2d(3, 3, 3, padding=1, groups=3)
 
 
-def test_positions_tied_across_the_models_children_go_with_the_last_layer():
+def test_positions_tied_across_children_are_removed_with_the_last_layer():
     model = nn.Sequential(nn.Sequential(depthwise()), nn.Sequential(depthwise()))
     plan = plan_conversion(find_convs(nn.Sequential(model), IMAGE), dilated_size=5)
     (group,) = plan.tie_groups
     model = nn.Sequential(model)
     apply_plan_(model, replace(plan, tie_groups=(replace(group, owner=""),)))
     model = model.double()
-    expected = outputs(trained(model))
-    assert positions_in(model) == ["dcls_positions"]
+    expected = outputs(with_random_values(model))
+    assert position_entries(model) == ["dcls_positions"]
     assert fold_to_dense_(model[0][0]) == 1
-    assert positions_in(model) == ["dcls_positions"]
+    assert position_entries(model) == ["dcls_positions"]
     assert max_relative_error(expected, outputs(model)) < FLOAT64_ERROR
-    assert not positions_in(reparameterize_model(model, inplace=True))
+    assert not position_entries(reparameterize_model(model, inplace=True))
     assert max_relative_error(expected, outputs(model)) < FLOAT64_ERROR
 
 
-def test_folding_leaves_nothing_of_ours_on_the_owners(tiny):
+def test_folding_leaves_no_attributes_of_ours_on_modules(tiny):
     folded = copy.deepcopy(tiny)
     # Positions and sigmas are tied.
     convert_(folded, dilated_size=9, interpolation="gaussian", init="random")
     fold_to_dense_(folded)
-    own = [
-        {name: set(vars(module)) for name, module in model.named_modules()}
-        for model in (folded, tiny)
-    ]
-    own[0][""].remove(PROVENANCE_ATTRIBUTE)  # how the model was converted, which stays with it
-    assert own[0] == own[1]
+
+    def attributes(model):
+        return {name: set(vars(module)) for name, module in model.named_modules()}
+
+    attributes_of_folded = attributes(folded)
+    attributes_of_folded[""].remove(PROVENANCE_ATTRIBUTE)  # stays, as a record of the conversion
+    assert attributes_of_folded == attributes(tiny)

@@ -1,5 +1,5 @@
-"""Folding layers whose weight or bias torch computes from other tensors: pruned, normed,
-parametrised.
+"""Fold layers whose weight, bias or positions torch computes from other tensors: pruned, with a
+weight norm, parametrised.
 """
 
 import copy
@@ -13,7 +13,7 @@ from dcls_convert import fold_to_dense_
 from dcls_convert.layers.dcls_conv import DclsConv2d
 
 ATOL = 1e-12
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's, of its older norms
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # from torch's older norms
 
 
 class Halved(nn.Module):
@@ -42,7 +42,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_folded_layer_gives_the_same_and_is_an_ordinary_convolution(change):
+def test_the_folded_layer_is_a_plain_convolution_with_the_same_outputs(change):
     torch.manual_seed(0)
     layer = DclsConv2d(
         4, 6, kernel_count=5, dilated_kernel_size=7, padding=3, groups=2, dtype=torch.float64
@@ -53,19 +53,19 @@ def test_the_folded_layer_gives_the_same_and_is_an_ordinary_convolution(change):
     with torch.no_grad():
         model(images)
         for parameter in layer.parameters():
-            parameter.mul_(1.1)  # what is computed is computed anew
+            parameter.mul_(1.1)  # folding must compute weights anew
         fold_to_dense_(model)
         expected = layer(images)
     assert type(model[0]) is nn.Conv2d
     assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias"]
     assert not list(model.buffers())
-    for mode in (False, True):
-        torch.testing.assert_close(model.train(mode)(images), expected, rtol=0, atol=ATOL)
+    for training in (False, True):
+        torch.testing.assert_close(model.train(training)(images), expected, rtol=0, atol=ATOL)
     copy.deepcopy(model).load_state_dict(model.state_dict())
 
 
 @pytest.mark.parametrize("frozen", ["bias", "weight"])
-def test_a_pruned_bias_keeps_its_own_trainability(frozen):
+def test_a_pruned_bias_keeps_its_own_requires_grad(frozen):
     layer = DclsConv2d(4, 4, kernel_count=5, dilated_kernel_size=7, groups=4)
     prune.random_unstructured(layer, "bias", 0.5)
     parameter = layer.bias_orig if frozen == "bias" else layer.weight

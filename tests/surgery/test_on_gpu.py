@@ -1,4 +1,4 @@
-"""A model that lives on a GPU is converted, calibrated, folded and saved there, as on the CPU."""
+"""A model on a GPU is converted, calibrated, folded and saved there, as on the CPU."""
 
 import copy
 
@@ -19,7 +19,7 @@ def trained(tiny):
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in tiny.named_parameters():
-            if name.endswith("gamma"):  # else the output hardly depends on the blocks
+            if name.endswith("gamma"):  # a small layer scale would hide the blocks
                 parameter.uniform_(0.5, 1, generator=generator)
     return tiny
 
@@ -43,28 +43,28 @@ def test_a_conversion_on_a_gpu_is_as_good_as_on_the_cpu(trained, options):
     errors = []
     for device in ("cpu", "cuda"):
         model = copy.deepcopy(trained).to(device)
-        # The device is where new tensors are by default.
+        # New tensors are on the device by default.
         with torch.autocast(device, torch.bfloat16), torch.device(device):
             convert_(model, **OPTIONS, **options)
         assert {tensor.device.type for tensor in model.state_dict().values()} == {device}
         with torch.no_grad():
             errors.append(float((model.cpu()(images) - old(images)).norm() / old(images).norm()))
-    # Rounding decides which of the fit's starts wins.
+    # Rounding can decide which of the fit's starts wins.
     assert errors[1] == pytest.approx(errors[0], rel=0.1)
 
 
-def test_folding_and_saving_keep_the_outputs_and_tf32_leaves_no_trace(trained, tmp_path):
+def test_folding_and_saving_keep_the_outputs_whatever_the_precision_of_matmul(trained, tmp_path):
     model = trained.cuda()
     report = convert_(model, **OPTIONS)
     torch.set_float32_matmul_precision("high")
     try:
         with torch.autocast("cuda", torch.bfloat16):
-            there = take_fingerprint(model, IMAGE)
+            fingerprint = take_fingerprint(model, IMAGE)
             save_converted(model, report.plan, tmp_path / "saved")
     finally:
         torch.set_float32_matmul_precision("highest")
     loaded = load_converted(tmp_path / "saved").eval()
-    assert deviation(there, take_fingerprint(loaded, IMAGE)) < 1e-5
+    assert deviation(fingerprint, take_fingerprint(loaded, IMAGE)) < 1e-5
     images = noise(0).cuda().double()
     model.double()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Carrying a plan out: the layers it names, in the model it was made for, and nothing else."""
+"""Carrying out a plan: only the layers that it names change, and only in the model it is for."""
 
 import copy
 
@@ -22,20 +22,21 @@ class OwnForward(nn.Conv2d):
         return super().forward(x) * 2
 
 
-def refused(model, plan, error, match=None, **options):
+def assert_refused(model, plan, error, match=None, **options):
+    """Check that the plan is refused, and that the model is unchanged."""
     before = state_of(model)
     with pytest.raises(error, match=match):
         apply_plan_(model, plan, **options)
     assert state_of(model) == before
 
 
-def placed(model):
+def with_placed_layers(model):
     apply_plan_(model, plan_of(model), init="random")
     return model
 
 
 WRONG_MODELS = {
-    "lacks a layer": lambda: Net(lambda: [depthwise(), depthwise()]),
+    "a layer is missing": lambda: Net(lambda: [depthwise(), depthwise()]),
     "a multiplier": lambda: Net(
         lambda: [depthwise(), depthwise(), nn.Conv2d(4, 8, 5, groups=4, padding=2)]
     ),
@@ -46,94 +47,96 @@ WRONG_MODELS = {
     "parametrised": lambda: Net(
         lambda: [depthwise(), depthwise(), parametrizations.weight_norm(depthwise(5))]
     ),
-    "converted": lambda: placed(Net()),
+    "converted": lambda: with_placed_layers(Net()),
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG_MODELS)
 def test_a_plan_for_another_model_is_refused_and_the_model_unchanged(wrong):
     match = r"^\w+.2: |^\w+.0: is a DclsConv2d, where the plan has a convolution$"
-    refused(WRONG_MODELS[wrong](), plan_of(Net()), PlanError, match=match)
+    assert_refused(WRONG_MODELS[wrong](), plan_of(Net()), PlanError, match=match)
 
 
 def test_a_traced_graph_whose_copies_would_lose_shared_positions_is_refused():
     model = fx.symbolic_trace(Net())
-    refused(model, plan_of(model), PlanError, match="convert before tracing, or with tie='none'")
+    message = "convert before tracing, or with tie='none'"
+    assert_refused(model, plan_of(model), PlanError, match=message)
     apply_plan_(model, plan_of(model, tie="none"), init="random")
     assert state_of(copy.deepcopy(model)).keys() == state_of(model).keys()
 
 
 @pytest.mark.parametrize("missing", [False, True], ids=["another object", "no module"])
-def test_a_name_of_a_shared_object_that_is_not_that_object_is_refused(missing):
-    """Or two convolutions would become one."""
+def test_all_names_of_a_shared_convolution_must_be_the_same_object(missing):
+    """Otherwise, two convolutions would become one layer."""
     plan = plan_of(Shared())
     model = Shared(shared=False)
     if missing:
         model.stages = nn.ModuleList([nn.Sequential(), nn.Sequential(depthwise())])
-    refused(model, plan, PlanError)
+    assert_refused(model, plan, PlanError)
 
 
 @pytest.mark.parametrize("options", [{"init": "best"}, {"positions": "grid"}])
 def test_an_unknown_way_to_start_is_refused_and_the_model_unchanged(options):
     model = Net()
-    refused(model, plan_of(model), PlanError, match="must be one of", **options)
+    assert_refused(model, plan_of(model), PlanError, match="must be one of", **options)
 
 
-def test_apply_plan_that_fails_takes_its_layers_out_again(monkeypatch):
+def test_apply_plan_removes_its_layers_if_it_fails(monkeypatch):
     def fail(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("dcls_convert.surgery.place.exclude_from_weight_decay_", fail)
-    refused(model := Net(), plan_of(model), KeyboardInterrupt, init="random")
+    model = Net()
+    assert_refused(model, plan_of(model), KeyboardInterrupt, init="random")
 
 
 @pytest.mark.parametrize(
-    ("change", "model"),
+    ("function", "model"),
     [
         (convert_, depthwise()),
         (fold_to_dense_, DclsConv2d(4, 4, kernel_count=3, dilated_kernel_size=7)),
     ],
     ids=["convert_", "fold_to_dense_"],
 )
-def test_a_model_that_is_itself_the_layer_cannot_be_changed_in_place_and_that_is_said(
-    change, model
-):
+def test_a_model_that_is_itself_the_layer_is_refused(function, model):
+    """It cannot be replaced in place."""
     with pytest.raises(DclsConvertError):
-        change(model)
+        function(model)
 
 
 @pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize("init", ["largest", "fit", "random"])
-def test_converting_depends_on_the_seed_alone_and_leaves_the_global_generator(init):
-    start = Net()
+def test_a_conversion_depends_on_its_seed_but_not_on_the_global_generator(init):
+    unconverted = Net()
 
-    def state(seed):
-        model = copy.deepcopy(start)
-        generator = torch.get_rng_state()
+    def converted_state(seed):
+        model = copy.deepcopy(unconverted)
+        global_state = torch.get_rng_state()
         convert_(model, dilated_size=7, input_size=IMAGE, init=init, seed=seed)
-        assert torch.equal(torch.get_rng_state(), generator)
-        torch.rand(5)  # the state of the global generator must not matter
+        assert torch.equal(torch.get_rng_state(), global_state)
+        torch.rand(5)  # changes the state of the global generator, which must not matter
         return model.state_dict()
 
-    first = state(0)
-    same = state(0)
-    other = state(1)
-    assert first.keys() == same.keys()
-    assert all(torch.equal(first[name], same[name]) for name in first)
-    differing = {name for name in first if not torch.equal(first[name], other[name])}
+    first = converted_state(0)
+    same_seed = converted_state(0)
+    other_seed = converted_state(1)
+    assert first.keys() == same_seed.keys()
+    assert all(torch.equal(first[name], same_seed[name]) for name in first)
+    differing = {name for name in first if not torch.equal(first[name], other_seed[name])}
     positions = {name for name in first if "positions" in name}
-    replaced = {f"{layer.name}.weight" for layer in plan_of(start).layers}
+    weights = {f"{layer.name}.weight" for layer in plan_of(unconverted).layers}
     if init == "largest":
         assert not differing
     elif init == "random":
-        # Weights are the same cells, scaled by what follows from positions: Net has no norms.
-        assert differing == positions | replaced
-    else:  # from another start, other elements, unless the best start is one without chance
-        assert differing <= positions | replaced
+        # Weights are the same cells, but scaled by a factor that depends on positions, since Net
+        # has no norms.
+        assert differing == positions | weights
+    else:  # another seed usually changes the elements of a fit, but need not
+        assert differing <= positions | weights
 
 
 @pytest.mark.parametrize(("positions", "reach"), [("normal", 2.5), ("kernel", 2), ("uniform", 6)])
-def test_random_positions_lie_near_the_centre_or_over_the_old_kernel_or_over_the_window(
+def test_random_positions_are_near_the_centre_or_over_the_old_kernel_or_over_the_window(
     positions, reach
 ):
     model = nn.Sequential(depthwise(5, 32))

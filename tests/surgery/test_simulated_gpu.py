@@ -1,7 +1,8 @@
-"""A conversion mixes no tensors of the CPU with those of a model on a GPU, and gives what it gives
-on the CPU.
+"""A conversion of a model on a GPU mixes no CPU tensors with its tensors, and gives the same result
+as on the CPU.
 
-The GPU is simulated: its tensors live in the CPU's memory, and are refused where a GPU's would be.
+The GPU is simulated: its tensors are in the CPU's memory, and mixing them with CPU tensors fails as
+it does with a real GPU.
 """
 
 import contextlib
@@ -16,28 +17,30 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from dcls_convert import convert_, fold_to_dense_
 from dcls_convert.checkpoints.fingerprint import deviation, take_fingerprint
 
-from ..fitting.networks import SMALL, network, smooth_noise
+from ..fitting.networks import INPUT_SIZE, network, smooth_noise
 
-# torch compiles decompositions of its own where operations are looked at.
 pytestmark = [
-    pytest.mark.usefixtures("quick_fit"),  # operations on the simulated GPU take long
+    pytest.mark.usefixtures("quick_fit"),  # operations on the simulated GPU are slow
+    # torch scripts its decompositions when a dispatch mode is active.
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
     pytest.mark.skipif(
         not hasattr(torch._C, "_ensureCUDADeviceGuardSet"),
-        reason="a newer torch can have such a GPU",
+        reason="this torch cannot simulate a GPU",
     ),
 ]
 
 
 DEVICE = torch.device("cuda", 0)
-MOVING = {"_to_copy", "copy_"}  # what takes tensors of several devices
-INDEXING = {"index", "index_put", "index_put_"}  # the indices alone may be on the CPU
+MOVING = {"_to_copy", "copy_"}  # operations that accept tensors of several devices
+INDEXING = {"index", "index_put", "index_put_"}  # operations whose indices may be on the CPU
 
 
 class OnSimulatedGpu(Tensor):
+    """A tensor that claims to be on a GPU; its values are in the CPU tensor `value`."""
+
     @staticmethod
     def __new__(cls, value):
-        made = Tensor._make_wrapper_subclass(
+        tensor = Tensor._make_wrapper_subclass(
             cls,
             value.shape,
             strides=value.stride(),
@@ -45,64 +48,72 @@ class OnSimulatedGpu(Tensor):
             device=DEVICE,
             layout=value.layout,
         )
-        made.value = value
-        return made
+        tensor.value = value
+        return tensor
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        return dispatched(func, args, kwargs or {})
+        return run_on_cpu(func, args, kwargs or {})
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
 
-def dispatched(func, args, kwargs):
+def run_on_cpu(func, args, kwargs):
+    """Run an operation on the CPU, and wrap its result if it would be on the GPU.
+
+    Fails if the operation gets tensors of both devices, or a CPU generator for the GPU.
+    """
     name = func.overloadpacket.__name__
-    checked = args[0] if name in INDEXING else (args, kwargs)
-    tensors = [leaf for leaf in tree_flatten(checked)[0] if isinstance(leaf, Tensor)]
-    given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, OnSimulatedGpu)]
-    there = bool(given)
-    if there and name not in MOVING:
-        strange = [
+    gpu_tensors = [
+        leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, OnSimulatedGpu)
+    ]
+    result_on_gpu = bool(gpu_tensors)
+    if result_on_gpu and name not in MOVING:
+        checked = args[0] if name in INDEXING else (args, kwargs)
+        tensors = [leaf for leaf in tree_flatten(checked)[0] if isinstance(leaf, Tensor)]
+        # Tensors without axes may be on the CPU.
+        cpu_tensors = [
             tensor for tensor in tensors if not isinstance(tensor, OnSimulatedGpu) and tensor.dim()
         ]
-        assert not strange, f"{func} gets tensors of the CPU and of the GPU"
+        assert not cpu_tensors, f"{func} gets tensors of the CPU and of the GPU"
     if kwargs.get("device") is not None:
-        there = torch.device(kwargs["device"]).type == DEVICE.type
-        kwargs = {**kwargs, "device": "cpu" if there else kwargs["device"]}
+        result_on_gpu = torch.device(kwargs["device"]).type == DEVICE.type
+        kwargs = {**kwargs, "device": "cpu" if result_on_gpu else kwargs["device"]}
     elif name == "copy_":
-        there = isinstance(args[0], OnSimulatedGpu)
-    assert not (there and kwargs.get("generator") is not None), (
-        f"{func} gets a generator of the CPU"
-    )
-    plain_args, plain_kwargs = tree_map_only(
+        result_on_gpu = isinstance(args[0], OnSimulatedGpu)
+    has_generator = kwargs.get("generator") is not None
+    assert not (result_on_gpu and has_generator), f"{func} gets a generator of the CPU"
+    cpu_args, cpu_kwargs = tree_map_only(
         OnSimulatedGpu, lambda tensor: tensor.value, (args, kwargs)
     )
-    result = func(*plain_args, **plain_kwargs)
-    known = {id(tensor.value): tensor for tensor in given}
-    if not there:
+    result = func(*cpu_args, **cpu_kwargs)
+    if not result_on_gpu:
         return result
-    return tree_map_only(
-        Tensor,
-        lambda tensor: known[id(tensor)] if id(tensor) in known else OnSimulatedGpu(tensor),
-        result,
-    )
+    wrapper_of_value = {id(tensor.value): tensor for tensor in gpu_tensors}
+
+    def wrap(tensor):
+        if id(tensor) in wrapper_of_value:  # an argument that the operation changed in place
+            return wrapper_of_value[id(tensor)]
+        return OnSimulatedGpu(tensor)
+
+    return tree_map_only(Tensor, wrap, result)
 
 
 class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return dispatched(func, args, kwargs or {})
+        return run_on_cpu(func, args, kwargs or {})
 
 
 class _Numbers(TorchFunctionMode):
-    """Tensors made from lists, and lists made from tensors: copies that are no operations, or
-    refuse subclasses.
+    """Handles tensors made from lists, and lists made from tensors, which are not dispatched as
+    operations or refuse subclasses.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in (Tensor.new_tensor, Tensor.tolist) and isinstance(args[0], OnSimulatedGpu):
-            made = func(args[0].value, *args[1:], **kwargs)
-            return OnSimulatedGpu(made) if isinstance(made, Tensor) else made
+            result = func(args[0].value, *args[1:], **kwargs)
+            return OnSimulatedGpu(result) if isinstance(result, Tensor) else result
         if func is torch.tensor and kwargs.get("device") is not None:
             return func(*args, **{**kwargs, "device": "cpu"}).to(kwargs["device"])
         return func(*args, **kwargs)
@@ -110,12 +121,12 @@ class _Numbers(TorchFunctionMode):
 
 @contextlib.contextmanager
 def simulated_gpu():
-    """Inside, there is one."""
+    """Simulate a GPU inside the block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
-        # Operations of cuDNN cannot run on the CPU.
+        # Operations of cuDNN do not run on the CPU.
         patch.setattr(torch.backends.cudnn, "enabled", False)
-        # `nn.Module.to` replaces parameters: their memory cannot become that of a subclass.
+        # Let `nn.Module.to` replace parameters, since it cannot set their data to a subclass.
         patch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
         torch._C._ensureCUDADeviceGuardSet()
         with _Numbers(), _Operations():
@@ -129,25 +140,25 @@ def simulated_gpu():
         pytest.param({"calibration": [smooth_noise(2)]}, id="calibration", marks=pytest.mark.slow),
     ],
 )
-def test_a_model_on_a_gpu_stays_there_and_becomes_what_it_becomes_on_the_cpu(options):
-    """Where new tensors are on the GPU by default, too: a generator of the CPU then needs the CPU
-    to be named.
+def test_a_model_on_a_gpu_stays_there_and_gives_the_same_result_as_on_the_cpu(options):
+    """New tensors are on the GPU by default, so CPU generators need an explicit CPU device.
 
-    In float64, since an order of sums that differs moves solutions in float32 by more than their
+    The test runs in float64, since another order of summation moves float32 solutions by more than
     rounding.
     """
-    options = {"dilated_size": 9, "budget": 60, "input_size": SMALL, **options}
-    ours = network(bias=True).double()
-    theirs = network(bias=True).double()
-    convert_(ours, **options)
+    options = {"dilated_size": 9, "budget": 60, "input_size": INPUT_SIZE, **options}
+    cpu_model = network(bias=True).double()
+    gpu_model = network(bias=True).double()
+    convert_(cpu_model, **options)
     with simulated_gpu():
-        theirs.to("cuda")
+        gpu_model.to("cuda")
         with torch.device("cuda"):
-            convert_(theirs, **options)
-        for name, tensor in theirs.state_dict().items():
+            convert_(gpu_model, **options)
+        cpu_state = cpu_model.state_dict()
+        for name, tensor in gpu_model.state_dict().items():
             assert isinstance(tensor, OnSimulatedGpu), name
-            torch.testing.assert_close(tensor.value, ours.state_dict()[name], rtol=0, atol=1e-5)
-        before = take_fingerprint(theirs, SMALL)
-        assert deviation(before, take_fingerprint(ours, SMALL)) < 1e-5
-        assert fold_to_dense_(theirs) == 3
-        assert deviation(take_fingerprint(theirs, SMALL), before) < 1e-5
+            torch.testing.assert_close(tensor.value, cpu_state[name], rtol=0, atol=1e-5)
+        before = take_fingerprint(gpu_model, INPUT_SIZE)
+        assert deviation(before, take_fingerprint(cpu_model, INPUT_SIZE)) < 1e-5
+        assert fold_to_dense_(gpu_model) == 3
+        assert deviation(take_fingerprint(gpu_model, INPUT_SIZE), before) < 1e-5

@@ -1,4 +1,4 @@
-"""Random starts."""
+"""Random starts: the scale of outputs, the source of weights, and where positions are drawn."""
 
 import pytest
 import timm
@@ -12,7 +12,7 @@ from dcls_convert.options import INTERPOLATION_NAMES, POSITIONS
 from dcls_convert.pipeline.in_memory import convert_
 from dcls_convert.views.report import report_markdown
 
-SAMPLES = (64, 8, 24, 24)  # of noise
+NOISE_SHAPE = (64, 8, 24, 24)
 
 
 def converted(model, size, image, **options):
@@ -34,14 +34,14 @@ def test_without_norms_outputs_for_rectified_noise_keep_their_mean_square(
     torch.manual_seed(seed)
     conv = nn.Conv2d(8, 8, (3, 5), groups=8, bias=False, dtype=torch.float64)
     size = (3 + growth[0], 5 + growth[1])
-    noise = torch.randn(SAMPLES, dtype=torch.float64).relu()
+    noise = torch.randn(NOISE_SHAPE, dtype=torch.float64).relu()
     before = conv(noise).square().mean()
     options = {"kernel_count": count, "interpolation": interpolation, "positions": positions}
     rules = {"format": 1, "rules": [{"match": {"path": "*"}}]}
     model = converted(nn.Sequential(conv), size, (8, 24, 24), rules=rules, seed=seed, **options)
     layer = model[0]
     assert output_power(layer.kernel()) == pytest.approx(output_power(conv.weight))
-    layer.padding = (0, 0)  # padding is no noise
+    layer.padding = (0, 0)  # zeros of a padding would lower the mean square
     torch.testing.assert_close(layer(noise).square().mean(), before, rtol=0.1, atol=0)
 
 
@@ -49,15 +49,14 @@ def test_with_norms_the_weights_of_random_elements_are_cells_of_the_old_kernels(
     for name in ("test_convnext", "test_resnet"):
         model = timm.create_model(name)
         cells = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-        model_with_layers = converted(model, "+4", (3, 64, 64))
-        for module in model_with_layers.modules():
+        for module in converted(model, "+4", (3, 64, 64)).modules():
             if hasattr(module, "kernel_count"):
                 assert torch.isin(module.weight, cells).all()
 
 
 @settings(max_examples=20, deadline=None)
 @given(map_size=st.tuples(st.integers(1, 9), st.integers(1, 9)), kernel=st.sampled_from([3, 4]))
-def test_uniform_elements_all_meet_the_map_and_a_report_counts_windows_that_exceed_it(
+def test_uniform_elements_all_meet_the_map_and_the_report_counts_windows_that_exceed_it(
     map_size, kernel
 ):
     window = kernel + 8
@@ -73,7 +72,7 @@ def test_uniform_elements_all_meet_the_map_and_a_report_counts_windows_that_exce
     )
     layer = model[0]
     layer(torch.rand(1, 4, *map_size) + 0.1).sum().backward()
-    if kernel % 2:  # even windows lie half a cell beside their map
+    if kernel % 2:  # even windows are half a cell off the centre of their map
         assert (layer.weight.grad > 0).all()
 
     dense = layer.fuse()
@@ -81,11 +80,11 @@ def test_uniform_elements_all_meet_the_map_and_a_report_counts_windows_that_exce
     dense(torch.rand(1, 4, *map_size) + 0.1).sum().backward()
     assert report.layers_beyond_map == bool((dense.weight.grad == 0).any())
     assert report.to_dict()["layers_beyond_map"] == report.layers_beyond_map
-    said = "meet only padding" in report_markdown(report)
-    assert said == bool(report.layers_beyond_map)
+    mentioned = "meet only padding" in report_markdown(report)
+    assert mentioned == bool(report.layers_beyond_map)
 
 
-def test_windows_within_the_map_and_unknown_maps_give_the_same_positions():
+def test_large_and_unknown_maps_do_not_limit_positions():
     positions = []
     for image in ((4, 16, 16), (4, 5, 9), None):
         model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, groups=4))
@@ -95,11 +94,14 @@ def test_windows_within_the_map_and_unknown_maps_give_the_same_positions():
     assert torch.equal(positions[0], positions[1])
 
 
-def test_layers_that_share_positions_take_the_smallest_map():
+def test_the_smallest_map_limits_positions_that_layers_share():
     model = nn.Sequential()
     model.stem = nn.Conv2d(4, 4, 1)
-    blocks = [nn.Conv2d(4, 4, 3, padding=1, groups=4), nn.MaxPool2d(4)]
-    model.layer1 = nn.Sequential(*blocks, nn.Conv2d(4, 4, 3, padding=1, groups=4))
+    model.layer1 = nn.Sequential(
+        nn.Conv2d(4, 4, 3, padding=1, groups=4),
+        nn.MaxPool2d(4),
+        nn.Conv2d(4, 4, 3, padding=1, groups=4),
+    )
     converted(model, 9, (4, 8, 8), positions="uniform")
     assert model.layer1[0].positions is model.layer1[2].positions
-    assert model.layer1[0].positions.abs().max() <= 1  # of a map of 2 cells
+    assert model.layer1[0].positions.abs().max() <= 1  # the second map has 2 cells a side

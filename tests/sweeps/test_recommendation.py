@@ -1,4 +1,4 @@
-"""Which rows others dominate, and which one to take."""
+"""Which rows are dominated, and which row is recommended."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ ORIGINAL = SweepRow(asked=None, status="original", folded_bytes=2, params=2, mac
 
 
 def windows_of(size):
-    """The windows that a row of this size has: one in all its layers."""
+    """Return the windows of a row of this size, which is the same in all its layers."""
     return ((size, size) if isinstance(size, int) else size,)
 
 
@@ -33,7 +33,7 @@ def timing(ms):
 
 @st.composite
 def sweep_rows(draw):
-    """The original and some rows, of which some failed and some lack what others have."""
+    """Draw the original and some rows. Some rows have failed, and some lack values."""
     known = draw(st.sets(st.sampled_from(["macs", "time", "error"])))
     row = st.builds(
         lambda size, folded, params, elements, macs, ms, error, failed: SweepRow(
@@ -61,7 +61,7 @@ def sweep_rows(draw):
     )
     rows = draw(st.lists(row, max_size=8))
     if draw(st.booleans()):  # interrupted
-        rows += [replace(found, step_ms=None, kernel_error=None) for found in rows[-1:]]
+        rows += [replace(last, step_ms=None, kernel_error=None) for last in rows[-1:]]
     original = replace(
         ORIGINAL,
         macs=2 if "macs" in known else None,
@@ -71,16 +71,19 @@ def sweep_rows(draw):
 
 
 @given(sweep_rows())
-def test_no_row_that_is_left_is_dominated_and_every_other_one_is_by_one_that_is_left(rows):
+def test_a_row_is_marked_if_and_only_if_an_unmarked_row_dominates_it(rows):
     marked = mark_dominated(rows)
     assert [replace(row, dominated=False) for row in marked] == rows
     done = [row for row in marked if row.status == "done"]
     assert all(row in done for row in marked if row.dominated)
-    numbers = objectives(done)
-    front = [number for number, row in zip(numbers, done, strict=True) if not row.dominated]
+    values_of_rows = objectives(done)
+    front = []
+    for values, row in zip(values_of_rows, done, strict=True):
+        if not row.dominated:
+            front.append(values)
     assert bool(front) == bool(done)
-    for number, row in zip(numbers, done, strict=True):
-        assert any(dominates(other, number) for other in front) == row.dominated
+    for values, row in zip(values_of_rows, done, strict=True):
+        assert any(dominates(other, values) for other in front) == row.dominated
 
 
 def row(size, windows=(), **known):
@@ -101,11 +104,10 @@ def row(size, windows=(), **known):
         (row(9, elements=3), row(9)),
         (row(9), row(9, params=3)),
         (row(9), row(9, macs=3)),
-        (
-            row(9, macs=3, step_ms=timing(1)),
-            row(9, step_ms=timing(2)),
-        ),  # measured times count instead
-        (row(9, elements=1, kernel_error=0.1), row(9, kernel_error=0.2)),  # so does the error
+        # Measured times are compared instead of MACs.
+        (row(9, macs=3, step_ms=timing(1)), row(9, step_ms=timing(2))),
+        # Errors are compared instead of elements.
+        (row(9, elements=1, kernel_error=0.1), row(9, kernel_error=0.2)),
         (
             row(9, kernel_error=0.3, images=2, output_error=0.1),
             row(9, kernel_error=0.2, images=2, output_error=0.2),
@@ -113,72 +115,68 @@ def row(size, windows=(), **known):
     ],
 )
 def test_a_better_row_dominates_a_worse_one(better, worse):
-    assert [found.dominated for found in mark_dominated([ORIGINAL, better, worse])] == [
-        False,
-        False,
-        True,
-    ]
+    marked = mark_dominated([ORIGINAL, better, worse])
+    assert [row.dominated for row in marked] == [False, False, True]
 
 
-def test_windows_of_which_neither_holds_the_other_do_not_dominate():
-    assert not any(
-        found.dominated for found in mark_dominated([ORIGINAL, row((9, 7)), row((7, 9))])
-    )
+def test_a_window_does_not_dominate_one_that_it_does_not_contain():
+    marked = mark_dominated([ORIGINAL, row((9, 7)), row((7, 9))])
+    assert not any(row.dominated for row in marked)
 
 
 def test_windows_are_compared_in_small_and_large_kernels():
-    """Growth gives kernels of 3 and 5 windows of 7 and 9; a size of 9 gives both 9."""
+    """With growth, kernels of 3 and 5 get windows of 7 and 9. With a size of 9, both get 9."""
     grown = row("+4", windows=((7, 7), (9, 9)), macs=2)
     same = row(9, macs=3)
     less = row("+2", windows=((5, 5), (7, 7)), macs=3)
-    assert [found.dominated for found in mark_dominated([ORIGINAL, grown, same, less])] == [
-        False,
-        False,
-        False,
-        True,
-    ]
+    marked = mark_dominated([ORIGINAL, grown, same, less])
+    assert [row.dominated for row in marked] == [False, False, False, True]
     assert (grown.window, same.window) == ("+4 (7x7..9x9)", "9x9")
 
 
 @given(sweep_rows(), st.floats(0, 300), st.floats(0, 300))
-def test_the_row_to_take_keeps_what_its_reason_says(rows, slower, more):
+def test_the_recommended_row_satisfies_its_reason(rows, slower, more):
     choice = recommend(rows, slower)
-    done = [found for found in rows if found.status == "done"]
-    timed = all(found.step_ms for found in [rows[0], *done])
-    cost = (lambda found: found.step_ms.median) if timed else (lambda found: found.macs)
-    errors = [found.kernel_error for found in done if found.kernel_error is not None]
+    done = [row for row in rows if row.status == "done"]
+    is_timed = all(row.step_ms for row in [rows[0], *done])
+
+    def cost(row):
+        return row.step_ms.median if is_timed else row.macs
+
+    errors = [row.kernel_error for row in done if row.kernel_error is not None]
     has_errors = len(errors) == len(done)
     if choice.row is None:
         nothing_gained = has_errors and max(errors, default=0) - min(errors, default=0) <= 0.005
         assert not done or cost(rows[0]) is None or nothing_gained
         return
-    taken = rows[choice.row]
-    assert taken.status == "done"
-    wide = [found for found in done if found.folded_bytes > 2] or done
-    light = [found for found in wide if found.params <= 2] or [
-        found for found in wide if found.params == min(other.params for other in wide)
-    ]
-    assert taken in light
-    within = [found for found in light if percent_more(cost(found), cost(rows[0])) <= slower]
-    assert taken in within or (not within and cost(taken) == min(map(cost, light)))
-    assert ("none has at most" in choice.why) == (not within)
-    if within and all(found.kernel_error is not None for found in done):
-        assert taken.kernel_error <= min(found.kernel_error for found in within) + 0.005
-    elif within:
-        assert not any(larger(found, taken) for found in within)
-        # Who may spend more gets no less.
-        assert not larger(taken, rows[recommend(rows, max(slower, more)).row])
+    recommended = rows[choice.row]
+    assert recommended.status == "done"
+    grown = [row for row in done if row.folded_bytes > 2] or done
+    fewest_params = min(row.params for row in grown)
+    within_params = [row for row in grown if row.params <= max(2, fewest_params)]
+    assert recommended in within_params
+    affordable = [row for row in within_params if percent_more(cost(row), cost(rows[0])) <= slower]
+    is_cheapest = cost(recommended) == min(map(cost, within_params))
+    assert recommended in affordable or (not affordable and is_cheapest)
+    assert ("none has at most" in choice.why) == (not affordable)
+    if affordable and has_errors:
+        assert recommended.kernel_error <= min(row.kernel_error for row in affordable) + 0.005
+    elif affordable:
+        assert not any(is_larger(row, recommended) for row in affordable)
+        # A higher limit does not give a smaller window.
+        assert not is_larger(recommended, rows[recommend(rows, max(slower, more)).row])
 
 
-def larger(one, other):
-    one, other = (
-        ((found.asked.size,) * 2 if isinstance(found.asked.size, int) else found.asked.size)
-        for found in (one, other)
-    )
-    return one != other and all(a >= b for a, b in zip(one, other, strict=True))
+def is_larger(first, second):
+    """True if the window of the first row contains that of the second, and is not equal to it."""
+    (window,) = windows_of(first.asked.size)
+    (other_window,) = windows_of(second.asked.size)
+    if window == other_window:
+        return False
+    return all(side >= other for side, other in zip(window, other_window, strict=True))
 
 
-def test_a_recommendation_states_its_reason():
+def test_a_recommendation_explains_its_reason():
     rows = [
         replace(ORIGINAL, macs=100),
         row(7, macs=105),
@@ -189,24 +187,24 @@ def test_a_recommendation_states_its_reason():
         "the largest window with no more parameters than the original "
         "and at most 12 % more MACs (+5.0 %)"
     )
-    larger = "of windows larger than the old kernels with no more parameters than the original"
+    candidates = "of windows larger than the old kernels with no more parameters than the original"
     assert (
         recommend(rows, 1).why
-        == f"it costs the least (+5.0 %) {larger}; none has at most 1 % more MACs"
+        == f"it costs the least (+5.0 %) {candidates}; none has at most 1 % more MACs"
     )
     same = [rows[0], row(7, macs=100, folded_bytes=2), *rows[2:]]
-    assert recommend(same, 12).row == 2, "not the window of the old kernel"
+    assert recommend(same, 12).row == 2, "the window must be larger than the old kernel"
     assert recommend(rows[:1], 12).why == "no row is done"
 
 
-def test_a_size_that_layers_refuse_is_not_taken_because_it_is_cheap():
-    refused = row(9, macs=2, layers=1)
+def test_a_size_that_does_not_fit_some_layers_is_not_recommended_for_being_cheap():
+    some_layers = row(9, macs=2, layers=1)
     all_layers = row(7, macs=2, layers=2)
-    assert recommend([ORIGINAL, refused, all_layers], 15).row == 2
-    assert recommend([ORIGINAL, refused], 15).row == 1
+    assert recommend([ORIGINAL, some_layers, all_layers], 15).row == 2
+    assert recommend([ORIGINAL, some_layers], 15).row == 1
 
 
-def test_no_size_is_recommended_where_no_row_keeps_more_of_a_trained_network():
+def test_no_size_is_recommended_if_all_errors_of_a_trained_network_are_equal():
     def with_errors(*errors):
         rows = [row(size, kernel_error=error) for size, error in zip((7, 9), errors, strict=True)]
         return recommend([ORIGINAL, *rows], 15)

@@ -1,4 +1,4 @@
-"""Models that are timed share what is not converted, and are left as they were."""
+"""Timed models share the tensors that are not converted, and timing does not change them."""
 
 import timm
 import torch
@@ -9,22 +9,22 @@ from dcls_convert.sweeps.results import Timing
 from dcls_convert.sweeps.timing import converted_copy, forward_and_step_ms, quartiles
 
 
-def test_models_share_what_is_not_converted_and_no_parameter_changes():
+def test_models_share_unconverted_parameters_and_no_parameter_changes():
     model = timm.create_model("test_efficientnet").eval()
     before = {name: tensor.clone() for name, tensor in model.named_parameters()}
     plan = plan_conversion(find_convs(model, (3, 32, 32)), dilated_size=5)
     converted = converted_copy(model, plan)
     images = torch.randn(2, 3, 32, 32)
-    own = {id(parameter) for parameter in model.parameters()}
+    original_ids = {id(parameter) for parameter in model.parameters()}
     for name, parameter in converted.named_parameters():
         is_converted = name.rpartition(".")[0] in {layer.name for layer in plan.layers}
-        assert (id(parameter) in own) or is_converted or "positions" in name
+        assert id(parameter) in original_ids or is_converted or "positions" in name
     assert sum(isinstance(module, DclsConvNd) for module in converted.modules()) == len(plan.layers)
-    for each in (model, converted):
-        state = {name: tensor.clone() for name, tensor in each.named_parameters()}
-        assert min(forward_and_step_ms(each, images, amp=False)) > 0
-        assert all(torch.equal(state[name], tensor) for name, tensor in each.named_parameters())
-        assert all(tensor.grad is None for tensor in each.parameters())
+    for network in (model, converted):
+        state = {name: tensor.clone() for name, tensor in network.named_parameters()}
+        assert min(forward_and_step_ms(network, images, amp=False)) > 0
+        assert all(torch.equal(state[name], tensor) for name, tensor in network.named_parameters())
+        assert all(tensor.grad is None for tensor in network.parameters())
     assert all(torch.equal(before[name], tensor) for name, tensor in model.named_parameters())
     assert not any(isinstance(module, DclsConvNd) for module in model.modules())
 

@@ -1,9 +1,9 @@
-"""What `test_distributed` runs in every process: two steps of training, and runs of
+"""The program that `test_distributed` starts in every process. It makes two training steps, or runs
 examples/finetune.py.
 
-python -m tests.tuning.distributed_worker FOLDER RUN... as one of several processes, with the
-environment that torchrun sets, makes the runs one after the other, in FOLDER. Steps leave their
-results in FOLDER/RANK.pt.
+`python -m tests.tuning.distributed_worker FOLDER RUN...` must be one of several processes, with the
+environment that torchrun sets. It makes the runs in FOLDER, one after the other. Training steps
+store their results in FOLDER/RANK.pt.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from dcls_convert import tuning
 from dcls_convert.layers.dcls_conv import DclsConv2d
 
 FINETUNE = Path(__file__).parents[2] / "examples" / "finetune.py"
-# 2 updates per epoch, a state saved at each.
+# Two updates per epoch; the state is saved after each.
 OPTIONS = "--data images --img-size 32 --batch-size 2 --accumulate 2 --save-every 1 --mixup 0.2"
 KILLED = f"{OPTIONS} --epochs 4 --lr 0.005 --drop-path 0.2"
 TAUGHT = f"{OPTIONS} --epochs 1 --lr 0 --drop-path 0 --teacher tiny-dcls9"
@@ -48,7 +48,7 @@ FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    # "none", "ddp", or which modules are FSDP2 groups of their own: "root", "block", "stage+block".
+    # "none", "ddp", or the modules that are separate FSDP2 groups: "root", "block", "stage+block".
     engine: str = "none"
     interpolation: str = "bilinear"
     dilated_size: tuple[int, int] = (9, 9)
@@ -65,7 +65,7 @@ CASES = [
     Case(engine="ddp", interpolation="gaussian", repulsive=True),
     Case(engine="root"),
     Case(engine="block", accumulate=2),
-    # Each axis has its own limits.
+    # A rectangular window has different limits for each axis.
     Case(engine="stage+block", interpolation="gaussian", dilated_size=(11, 7)),
     Case(engine="stage+block", repulsive=True),
 ]
@@ -73,7 +73,7 @@ CASES = [
 
 def converted(case: Case) -> nn.Module:
     torch.manual_seed(0)
-    # Layer scale starts at 1e-6, at which no position would learn.
+    # With the default layer scale of 1e-6, no position would learn.
     model = timm.create_model("test_convnext", num_classes=3, ls_init_value=0.5)
     dcls_convert.convert_(
         model, dilated_size=case.dilated_size, interpolation=case.interpolation, init="random"
@@ -81,15 +81,15 @@ def converted(case: Case) -> nn.Module:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "positions" in name:
-                parameter.mul_(4)  # puts many at the border, so that every step clamps some
+                parameter.mul_(4)  # moves many to the border, so that every step clamps some
     tuning.clamp_positions_(model)
     return model.double().train()
 
 
 def shard_(model: nn.Module, engine: str) -> None:
-    """Shard by FSDP2, innermost modules first.
+    """Shard with FSDP2, innermost modules first.
 
-    Positions that blocks share go to the next group above them.
+    Positions that several blocks share go to the next group above them.
     """
     for stage in model.stages:
         if "block" in engine:
@@ -108,8 +108,8 @@ def batches(step: int, case: Case) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def ties(model: nn.Module) -> list[tuple[int, int]]:
-    """For every layer, the index of its positions among the parameters, and how many names they
-    have there.
+    """Return for every layer the index of its positions among the parameters, and how often they
+    occur there.
     """
     parameters = [id(p) for _, p in model.named_parameters(remove_duplicate=False)]
     used = [id(module.positions) for module in model.modules() if isinstance(module, DclsConv2d)]
@@ -117,49 +117,53 @@ def ties(model: nn.Module) -> list[tuple[int, int]]:
 
 
 def train(case: Case, rank: int = 0, processes: int = 1) -> dict[str, Any]:
-    plain = model = converted(case)
-    averaged = ModelEmaV3(plain, decay=0.5)
+    model = inner_model = converted(case)
+    averaged = ModelEmaV3(inner_model, decay=0.5)
     if case.sharded:
         shard_(model, case.engine)
         shard_(averaged.module, case.engine)
     elif case.engine == "ddp":
-        model = DistributedDataParallel(plain)
-    optimizer = torch.optim.AdamW(tuning.param_groups(plain, lr=0.01, position_lr_scale=20.0))
-    record = tuning.PositionTracker(plain).update(0).to_json()
-    part = slice(rank * BATCH // processes, (rank + 1) * BATCH // processes)
+        model = DistributedDataParallel(inner_model)
+    optimizer = torch.optim.AdamW(tuning.param_groups(inner_model, lr=0.01, position_lr_scale=20.0))
+    record = tuning.PositionTracker(inner_model).update(0).to_json()
+    own_images = slice(rank * BATCH // processes, (rank + 1) * BATCH // processes)
     losses = []
     for step in range(STEPS):
         for index, (images, labels) in enumerate(batches(step, case)):
-            # Gradients are summed over processes at the last batch of a step alone.
-            last = index == case.accumulate - 1
+            # Processes exchange gradients only in the last batch of a step.
+            is_last = index == case.accumulate - 1
             if case.sharded:
-                model.set_requires_gradient_sync(last)
-            with model.no_sync() if case.engine == "ddp" and not last else contextlib.nullcontext():
-                loss = nn.functional.cross_entropy(model(images[part]), labels[part])
+                model.set_requires_gradient_sync(is_last)
+            exchange = contextlib.nullcontext()
+            if case.engine == "ddp" and not is_last:
+                exchange = model.no_sync()
+            with exchange:
+                loss = nn.functional.cross_entropy(model(images[own_images]), labels[own_images])
                 if case.repulsive:
-                    loss = loss + 0.1 * tuning.repulsive_loss(plain) ** 2
+                    loss = loss + 0.1 * tuning.repulsive_loss(inner_model) ** 2
                 (loss / case.accumulate).backward()
                 losses.append(loss.detach())
         optimizer.step()
-        tuning.clamp_positions_(plain)
+        tuning.clamp_positions_(inner_model)
         optimizer.zero_grad()
-        averaged.update(plain)
+        averaged.update(inner_model)
     return {
-        "state": get_model_state_dict(plain, options=FULL),
+        "state": get_model_state_dict(inner_model, options=FULL),
         "averaged": get_model_state_dict(averaged.module, options=FULL),
         "losses": torch.stack(losses),
-        "ties": ties(plain),
+        "ties": ties(inner_model),
         "ties averaged": ties(averaged.module),
         "record": record,
-        "parameters": len(list(plain.parameters())),
+        "parameters": len(list(inner_model.parameters())),
     }
 
 
 def finetune(options: str, port: int) -> None:
-    """One run of the example, in this process; without pictures, which take long."""
+    """Run the example once in this process, without pictures, which take long."""
     from accelerate.state import AcceleratorState
 
-    os.environ["MASTER_PORT"] = str(port)  # of its own: that of an ended run may still be taken
+    # A new port for each run, since that of the last run may still be in use.
+    os.environ["MASTER_PORT"] = str(port)
     sys.modules["matplotlib"] = None
     with patch.object(sys, "argv", ["finetune.py", "tiny-dcls9", *options.split()]):
         runpy.run_path(str(FINETUNE), run_name="__main__")

@@ -1,4 +1,4 @@
-"""Models with positions to train, and the names of parameters in groups."""
+"""Models with trainable positions, and parameter groups by name."""
 
 import copy
 import functools
@@ -14,7 +14,7 @@ from ..conftest import TINY
 
 
 class Plain(nn.Module):
-    """No timm model: layers by hand, two of them tied at the root, names that mislead."""
+    """Not a timm model: DCLS layers, two of them tied at the root, and misleading names."""
 
     def __init__(self):
         super().__init__()
@@ -25,7 +25,7 @@ class Plain(nn.Module):
         self.shared = nn.Parameter(self.second.positions.detach().clone())
         for layer in (self.second, self.third):
             layer.tie_(self, {"positions": "shared"})
-        self.positions = nn.Parameter(torch.randn(4, 4, 1, 1))  # not of a DCLS layer
+        self.positions = nn.Parameter(torch.randn(4, 4, 1, 1))  # not used by a DCLS layer
         self.token = nn.Parameter(torch.randn(1, 4))
 
     def no_weight_decay(self):
@@ -53,7 +53,7 @@ def converted(kind: str) -> nn.Module:
 
 
 def named(model: nn.Module, groups) -> list[dict]:
-    """Groups with names instead of parameters."""
+    """Replace the parameters in groups by their names."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [
         {**group, "params": [names[id(parameter)] for parameter in group["params"]]}

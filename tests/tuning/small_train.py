@@ -1,8 +1,8 @@
-"""Stands in for timm's train.py, which is not in timm's wheel: its options, the same calls of timm,
-and the same order.
+"""A stand-in for timm's train.py, which is not in timm's wheel. It has the same options and makes
+the same calls of timm in the same order.
 
-Only what the recipes of examples/imagenet.md and docs/timm.md ask for, on CPUs, without their
-augmentation and losses. Where TIMM_TRAIN_SCRIPT names timm's own script, test_imagenet runs that
+It supports only what the recipes in examples/imagenet.md and docs/timm.md need, on CPUs, without
+their augmentation and losses. If TIMM_TRAIN_SCRIPT names timm's own script, test_imagenet runs that
 instead.
 """
 
@@ -26,48 +26,50 @@ from timm.utils import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-# The defaults of train.py.
-TEXTS = {
+# The options of train.py with their defaults, by type.
+STRINGS = {
     "model": "resnet50",
     "data-dir": None,
     "dataset": "",
     "output": "output/train",
     "experiment": "",
     "resume": "",
-}
-TEXTS |= {
     "opt": "sgd",
     "sched": "cosine",
     "aa": None,
     "remode": "pixel",
     "train-interpolation": "random",
+    "amp-dtype": "float16",
+    "device": "cuda",
 }
-TEXTS |= {"amp-dtype": "float16", "device": "cuda"}
-WHOLE = {
+INTEGERS = {
     "batch-size": 128,
     "grad-accum-steps": 1,
     "epochs": 300,
     "warmup-epochs": 5,
     "cooldown-epochs": 0,
+    "workers": 4,
+    "patience-epochs": 10,
+    "recount": 1,
+    "num-classes": None,
 }
-WHOLE |= {"workers": 4, "patience-epochs": 10, "recount": 1, "num-classes": None}
-NUMBERS = {
+FLOATS = {
     "lr": 0.05,
     "weight-decay": 2e-5,
     "momentum": 0.9,
     "warmup-lr": 1e-5,
     "min-lr": 0.0,
     "decay-epochs": 90.0,
-}
-NUMBERS |= {
     "decay-rate": 0.1,
     "mixup": 0.0,
     "cutmix": 0.0,
     "smoothing": 0.1,
     "reprob": 0.0,
     "crop-pct": None,
+    "drop-path": None,
+    "bce-target-thresh": None,
+    "model-ema-decay": 0.9998,
 }
-NUMBERS |= {"drop-path": None, "bce-target-thresh": None, "model-ema-decay": 0.9998}
 FLAGS = (
     "pretrained",
     "sched-on-updates",
@@ -81,7 +83,7 @@ FLAGS = (
 
 def parse():
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    for kind, defaults in ((str, TEXTS), (int, WHOLE), (float, NUMBERS)):
+    for kind, defaults in ((str, STRINGS), (int, INTEGERS), (float, FLOATS)):
         for name, default in defaults.items():
             parser.add_argument(f"--{name}", type=kind, default=default)
     for name in FLAGS:
@@ -121,7 +123,7 @@ def main():
     average = ModelEmaV3(model, decay=args.model_ema_decay) if args.model_ema else None
     if average and args.resume:
         load_checkpoint(average.module, args.resume, use_ema=True)
-    running = DistributedDataParallel(model) if args.distributed else model
+    parallel_model = DistributedDataParallel(model) if args.distributed else model
     folder = Path(args.output, args.experiment)
     folder.mkdir(parents=True, exist_ok=True)
     folder = str(folder)
@@ -131,14 +133,14 @@ def main():
     scheduler, epochs = create_scheduler_v2(
         optimizer, **scheduler_kwargs(args), updates_per_epoch=len(loader)
     )
-    if start:
-        scheduler.step_update(start * len(loader)) if args.sched_on_updates else scheduler.step(
-            start
-        )
+    if start and args.sched_on_updates:
+        scheduler.step_update(start * len(loader))
+    elif start:
+        scheduler.step(start)
     for epoch in range(start, epochs):
         if hasattr(loader.dataset, "set_epoch"):
             loader.dataset.set_epoch(epoch)
-        loss = train_one_epoch(epoch, running, loader, optimizer, args, scheduler, average)
+        loss = train_one_epoch(epoch, parallel_model, loader, optimizer, args, scheduler, average)
         if args.rank == 0:
             saver.save_checkpoint(epoch, metric=loss)
         scheduler.step(epoch + 1, loss)
@@ -148,13 +150,11 @@ def main():
 
 def train_one_epoch(epoch, model, loader, optimizer, args, scheduler, average):
     model.train()
-    cast = (
-        torch.autocast("cpu", getattr(torch, args.amp_dtype))
-        if args.amp
-        else contextlib.nullcontext()
-    )
+    autocast = contextlib.nullcontext()
+    if args.amp:
+        autocast = torch.autocast("cpu", getattr(torch, args.amp_dtype))
     for index, (images, targets) in enumerate(loader):
-        with cast:
+        with autocast:
             loss = torch.nn.functional.cross_entropy(model(images), targets)
         optimizer.zero_grad()
         loss.backward()

@@ -1,5 +1,5 @@
-"""The augmentations that we name run with every Pillow: at the largest magnitude that they can
-draw.
+"""The augmentations that we recommend run with the installed Pillow, even at the largest magnitude
+that they can draw.
 """
 
 import random
@@ -13,10 +13,10 @@ from timm.data import create_transform
 from dcls_convert.tuning.images import AUGMENTATIONS
 
 RECIPES = (Path(__file__).parents[2] / "examples/imagenet.md").read_text()
-NAMED = {*re.findall(r"--aa ([\w.-]+)", RECIPES), AUGMENTATIONS["strong"]["auto_augment"]}
+RECOMMENDED = {*re.findall(r"--aa ([\w.-]+)", RECIPES), AUGMENTATIONS["strong"]["auto_augment"]}
 
 
-@pytest.mark.parametrize("name", sorted(NAMED))
+@pytest.mark.parametrize("name", sorted(RECOMMENDED))
 def test_all_operations_run_at_the_largest_magnitude(monkeypatch, name):
     transform = create_transform((3, 32, 32), is_training=True, auto_augment=name)
     (augmentation,) = [part for part in transform.transforms if hasattr(part, "ops")]

@@ -1,6 +1,6 @@
-"""Training in several processes gives what training in one does.
+"""Training in several processes gives the same results as training in one.
 
-A killed and resumed run of examples/finetune.py ends like one that was not killed.
+A killed and resumed run of examples/finetune.py gives the same results as one that was not killed.
 """
 
 import dataclasses
@@ -27,7 +27,8 @@ from .distributed_worker import CASES, converted, train
 pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).parents[2]
 PROCESSES = 2
-FLOAT64_ATOL = 1e-9  # Adam divides by roots of small gradients, which amplifies rounding (1e-16)
+# Adam divides by roots of small gradients, which amplifies rounding errors of 1e-16.
+FLOAT64_ATOL = 1e-9
 # One core for each process, and no GPU even if there is one.
 ENVIRONMENT = {
     **os.environ,
@@ -38,9 +39,9 @@ ENVIRONMENT = {
 
 
 def start(folder: Path, *runs: str) -> list[subprocess.Popen]:
-    """Two processes, as torchrun starts them, that make these runs.
+    """Start two processes, as torchrun does, that make these runs.
 
-    Once for many, since starting takes longest.
+    One start makes several runs, since starting takes longest.
     """
     shared = {
         "WORLD_SIZE": PROCESSES,
@@ -63,8 +64,8 @@ def kill(processes: list[subprocess.Popen]) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What all runs leave: one of them was killed as soon as it had saved its first state, and
-    resumed.
+    """The folder with the results of all runs. One of them was killed as soon as it had saved its
+    first state, and then resumed.
     """
     folder = tmp_path_factory.mktemp("distributed")
     write_images(folder / "images")
@@ -102,7 +103,7 @@ trained_alone = functools.cache(train)
 
 
 @pytest.mark.parametrize(("index", "case"), list(enumerate(CASES)))
-def test_steps_are_those_of_one_process_with_the_whole_batch_and_ties_hold(trained, index, case):
+def test_steps_equal_those_of_one_process_with_the_whole_batch_and_ties_hold(trained, index, case):
     alone = trained_alone(dataclasses.replace(case, engine="none"))
     first = trained[0][index]
     for kind in ("state", "averaged"):
@@ -118,24 +119,24 @@ def test_steps_are_those_of_one_process_with_the_whole_batch_and_ties_hold(train
         assert results[index]["parameters"] == alone["parameters"]
         assert results[index]["record"] == alone["record"]
     assert {count for _, count in alone["ties"]} == {1}
-    start.load_state_dict(first["state"])  # of all processes, in one
-    reached = first["state"]["stages.2.blocks.dcls_positions"].abs() == 4
-    # Clamping had work to do.
-    assert case.dilated_size != (9, 9) or 0.01 < reached.double().mean() < 0.9
+    start.load_state_dict(first["state"])  # the gathered state loads into an unsharded model
+    at_border = first["state"]["stages.2.blocks.dcls_positions"].abs() == 4
+    # Some positions were clamped, but not all.
+    assert case.dilated_size != (9, 9) or 0.01 < at_border.double().mean() < 0.9
 
 
 # Runs of examples/finetune.py.
 
 
-def test_a_killed_run_that_is_resumed_ends_as_one_that_was_not(folder):
+def test_a_killed_and_resumed_run_ends_like_an_uninterrupted_one(folder):
     resumed = folder / "killed"
     whole = folder / "whole"
     paths = (resumed / "first.pt", resumed / "state.pt", whole / "state.pt")
     first, state, expected = (torch.load(path, weights_only=True) for path in paths)
     assert first["update"] < state["update"] == 8
-    for one in (state, expected):
-        assert [len(one["curves"].pop(name)) for name in ("seconds", "steps")] == [4, 8]
-    # By paths: saving turns tuples into lists.
+    for run_state in (state, expected):
+        assert [len(run_state["curves"].pop(name)) for name in ("seconds", "steps")] == [4, 8]
+    # Compare leaves by path, since saving turns tuples into lists.
     for (path, leaf), (other_path, other) in zip(
         *(tree_flatten_with_path(s)[0] for s in (state, expected)), strict=True
     ):
@@ -143,12 +144,12 @@ def test_a_killed_run_that_is_resumed_ends_as_one_that_was_not(folder):
         assert torch.equal(leaf, other) if isinstance(other, torch.Tensor) else leaf == other
     for file in ("best/model.safetensors", "best/config.json", "history.json"):
         assert (resumed / file).read_bytes() == (whole / file).read_bytes()
-    for run in (resumed, whole):  # written by one process
+    for run in (resumed, whole):  # only one process writes records
         assert [record.step for record in read_track(run / "positions.jsonl")] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("run", ["taught", "taught-fsdp"])
-def test_a_network_in_several_processes_agrees_with_a_teacher_of_its_own_weights(folder, run):
+def test_a_student_with_the_weights_of_its_teacher_agrees_with_it(folder, run):
     curves = torch.load(folder / run / "state.pt", weights_only=True)["curves"]
     assert curves["top1"] == [100]
     assert max(map(abs, curves["loss"])) < 1e-5  # float32

@@ -1,6 +1,4 @@
-"""The commands of examples/imagenet.md run as they stand there, on shards and models that take
-seconds.
-"""
+"""The commands of examples/imagenet.md run as written, with small shards and models, in seconds."""
 
 import contextlib
 import itertools
@@ -34,8 +32,8 @@ PAGE = (EXAMPLES / "imagenet.md").read_text()
 SHARDS, CONVERT, SLURM, TORCHRUN, CONVNEXT, RESNET = re.findall(
     r"```bash\n(.*?)```", PAGE, re.DOTALL
 )
-# All that the test changes in the page's commands.
-CHANGED = {
+# The only changes to the commands of the page.
+REPLACEMENTS = {
     "--shards 1024 --validation-shards 64": "--shards 2 --validation-shards 2",
     "convnext_tiny": "test_convnext",
     "convnext_small": "test_convnext2",
@@ -52,13 +50,14 @@ CHANGED = {
     "--warmup-epochs 20": "--warmup-epochs 1",
     "--warmup-epochs 5": "--warmup-epochs 1",
     "--repulsive-loss-from 21": "--repulsive-loss-from 1",
-    "--epochs 280": "--epochs {convnext}",  # after one of warmup
+    "--epochs 280": "--epochs {convnext}",  # after one epoch of warmup
     "--epochs 100": "--epochs {resnet}",
 }
-IMAGES = 8  # for training: one batch of all processes, so an epoch is a step
+IMAGES = 8  # training images: one batch over all processes, so that an epoch is one step
+# Epochs without warmup. The first run has two steps in all, the resumed one four.
 FIRST = {"convnext": 1, "resnet": 2}
-RESUMED = {"convnext": 3, "resnet": 4}  # epochs; two steps, and four
-# What stands in for a cluster's programs.
+RESUMED = {"convnext": 3, "resnet": 4}
+# Stand-ins for the programs of a cluster.
 STUBS = {
     "python": f'exec {sys.executable} "$@"',
     "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
@@ -66,8 +65,8 @@ STUBS = {
     "srun": 'shift; exec "$@"',
     "scontrol": '[[ $1 == show ]] && echo 127.0.0.1 || echo "$@" >>requeued',
 }
-# torchrun without its options: one process, which starts in half the time.
-ALONE = 'while [[ $1 == --* ]]; do shift 2; done; exec python "$@"'
+# A torchrun that ignores its options: a single process starts in half the time.
+SINGLE_PROCESS = 'while [[ $1 == --* ]]; do shift 2; done; exec python "$@"'
 JOB = {
     "SLURM_JOB_ID": "7",
     "SLURM_JOB_NUM_NODES": "1",
@@ -77,24 +76,21 @@ JOB = {
 
 
 def changed(block: str, epochs: dict[str, int]) -> str:
-    assert all(ours in PAGE for ours in CHANGED)
-    for ours, of_test in CHANGED.items():
-        block = block.replace(ours, of_test.format(**epochs))
+    assert all(text in PAGE for text in REPLACEMENTS)
+    for text, replacement in REPLACEMENTS.items():
+        block = block.replace(text, replacement.format(**epochs))
     return block
 
 
 def array_and_commands(block: str) -> tuple[str, list[str]]:
-    """The options that commands share, and the commands."""
+    """Split a block into the array of options that the commands share, and the commands."""
     array, *commands = re.split(r'^(?="\$\{launch)', block, flags=re.M)
     return array, commands
 
 
 @contextlib.contextmanager
 def started(folder: Path, script: str) -> Iterator[subprocess.Popen[str]]:
-    """Run a script of bash in the folder.
-
-    What of it still runs at the end of the block is killed.
-    """
+    """Run a bash script in the folder. Its processes are killed at the end of the block."""
     environment = {
         **os.environ,
         **JOB,
@@ -110,8 +106,9 @@ def started(folder: Path, script: str) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             if process.poll() is None:
-                for one in [*psutil.Process(process.pid).children(recursive=True), process]:
-                    one.kill()
+                children = psutil.Process(process.pid).children(recursive=True)
+                for running in [*children, process]:
+                    running.kill()
 
 
 def finished(folder: Path, script: str) -> str:
@@ -123,14 +120,14 @@ def finished(folder: Path, script: str) -> str:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """A folder with what the page wants in it."""
+    """A folder with the files and programs that the page needs."""
     folder = tmp_path_factory.mktemp("cluster")
     for name in ("imagenet_shards.py", "imagenet.slurm"):
         shutil.copy(EXAMPLES / name, folder)
     script = Path(os.environ.get("TIMM_TRAIN_SCRIPT") or Path(__file__).with_name("small_train.py"))
-    # Which DDP refuses for a model on the CPU.
-    on_cpus = script.read_text().replace("device_ids=[device], ", "")
-    (folder / "train.py").write_text(on_cpus)
+    # DDP refuses device_ids for a model on the CPU.
+    cpu_script = script.read_text().replace("device_ids=[device], ", "")
+    (folder / "train.py").write_text(cpu_script)
     for name, line in STUBS.items():
         program(folder / "bin" / name, line)
     return folder
@@ -145,7 +142,7 @@ def program(path: Path, line: str) -> None:
 @pytest.fixture(scope="module")
 def prepared(cluster):
     pytest.importorskip(
-        "webdataset", reason="timm reads WebDataset shards by webdataset, of the extra train"
+        "webdataset", reason="timm reads shards with webdataset, which is in the extra train"
     )
     for split, images in (("train", IMAGES), ("val", 4)):
         for index in range(images):
@@ -161,12 +158,11 @@ def prepared(cluster):
 
 @pytest.fixture(scope="module")
 def runs(prepared):
-    """What was printed, and the last checkpoint: ConvNeXt-T by SLURM, for two steps and then two
-    more; ResNet-50.
+    """The output and the last checkpoint of each run.
 
-    ResNet-50 trains in one process.
+    ConvNeXt-T trains with SLURM for two steps, then for two more. ResNet-50 trains in one process.
     """
-    program(prepared / "alone" / "torchrun", ALONE)
+    program(prepared / "alone" / "torchrun", SINGLE_PROCESS)
     shared, (tiny, *_) = array_and_commands(CONVNEXT)
     convnext = SLURM + shared + tiny
     done = {}
@@ -180,12 +176,12 @@ def runs(prepared):
     return done
 
 
-# run -> learning rate, weight decay, epochs that have passed
+# run -> learning rate, weight decay, epochs done
 RECIPES = {"first": (4e-3, 0.05, 2), "resumed": (4e-3, 0.05, 4), "resnet": (8e-3, 0.02, 2)}
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_positions_learn_as_the_recipe_has_it_and_resuming_goes_on(runs, name):
+def test_optimizer_settings_follow_the_recipe_and_resuming_continues(runs, name):
     (lr, decay, epochs) = RECIPES[name]
     (printed, state) = runs[name]
     groups = state["optimizer"]["param_groups"]
@@ -193,14 +189,13 @@ def test_positions_learn_as_the_recipe_has_it_and_resuming_goes_on(runs, name):
         (group["initial_lr"], group.get("lr_scale", 1), group["weight_decay"]) for group in groups
     }
     assert settings == {(lr, 1, decay), (lr, 1, 0), (lr, 5, 0)}
-    (now,) = {group["lr"] / group.get("lr_scale", 1) for group in groups}
-    # At its end, ConvNeXt's schedule is at its least; ResNet's, by epochs, is half way.
-    assert now == pytest.approx(1e-6 if name != "resnet" else (lr + 1e-6) / 2)
-    # Every epoch is a step.
+    (current_lr,) = {group["lr"] / group.get("lr_scale", 1) for group in groups}
+    # ConvNeXt's schedule has ended at its minimum. ResNet's, stepped per epoch, is half way.
+    assert current_lr == pytest.approx(1e-6 if name != "resnet" else (lr + 1e-6) / 2)
     assert state["epoch"] == epochs - 1
-    assert {int(one["step"]) for one in state["optimizer"]["state"].values() if "step" in one} <= {
-        epochs
-    }
+    for parameter_state in state["optimizer"]["state"].values():
+        if "step" in parameter_state:
+            assert int(parameter_state["step"]) == epochs  # every epoch is a step
     assert list(map(int, re.findall(r"Train: (\d+) ", printed))) == [epochs - 2, epochs - 1]
     lines = re.findall(r"epoch (\d+): repulsive loss 0[\d.]+, (on|off)", printed)
     assert lines == [
@@ -264,7 +259,7 @@ def test_every_image_is_in_one_shard_with_its_class(prepared):
     assert sorted(found) == expected
 
 
-def test_small_and_base_differ_from_tiny_in_names_and_drop_path_alone():
+def test_small_and_base_differ_from_tiny_only_in_name_and_drop_path():
     _, (tiny, *others) = array_and_commands(CONVNEXT)
     for command, name, drop_path in zip(others, ("small", "base"), ("0.4", "0.5"), strict=True):
         assert command == tiny.replace("tiny", name).replace(
@@ -272,22 +267,22 @@ def test_small_and_base_differ_from_tiny_in_names_and_drop_path_alone():
         )
 
 
-def test_a_job_that_is_told_its_time_is_up_asks_to_be_requeued(cluster):
+def test_a_job_that_is_signalled_before_its_time_limit_is_requeued(cluster):
     subprocess.run(["bash", "-n", cluster / "imagenet.slurm"], check=True)
     program(cluster / "slow" / "torchrun", 'echo "$@" >started\nexec sleep 60')
-    told = cluster / "started"
+    arguments_file = cluster / "started"
     requeued = cluster / "requeued"
     with started(cluster, "PATH=slow:$PATH exec bash imagenet.slurm train.py --some option") as job:
-        wait_for(told)
+        wait_for(arguments_file)
         rendezvous = "--rdzv-id 7 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:20007"
         expected = (
             f"--nnodes 1 --nproc-per-node 2 --max-restarts 3 {rendezvous} train.py --some option"
         )
-        assert told.read_text().strip() == expected
+        assert arguments_file.read_text().strip() == expected
         job.send_signal(signal.SIGUSR1)
         wait_for(requeued)
         assert requeued.read_text() == "requeue 7\n"
-        assert job.poll() is None, "the nodes' work goes on until SLURM ends it"
+        assert job.poll() is None, "training must continue until SLURM ends it"
 
 
 def wait_for(path: Path) -> None:
@@ -295,4 +290,4 @@ def wait_for(path: Path) -> None:
         if path.exists() and path.read_text().endswith("\n"):
             return
         time.sleep(0.02)
-    raise AssertionError(f"{path.name} did not come")
+    raise AssertionError(f"{path.name} was not written")

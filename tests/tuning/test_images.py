@@ -1,4 +1,4 @@
-"""Images to train on and to test with: how they are split, read and transformed."""
+"""How training and test images are split, read and transformed."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from dcls_convert.tuning.images import open_images, set_transforms_
 
 from ..command_line import net
 
-# timm leaves images open.
+# timm does not close image files.
 pytestmark = [
     pytest.mark.usefixtures("images_here"),
     pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
@@ -22,7 +22,7 @@ pytestmark = [
 
 
 def test_images_of_16_bits_keep_their_shades(tmp_path):
-    """timm's reader, which converts them by Pillow, would make most of them white."""
+    """timm's reader converts them with Pillow, which would make most pixels white."""
     ramp = np.linspace(0, 65535, 64 * 64).reshape(64, 64).astype(np.uint16)
     for number in range(10):
         for label in ("dark", "light"):
@@ -39,7 +39,7 @@ def test_images_of_16_bits_keep_their_shades(tmp_path):
 
 
 @pytest.mark.parametrize("augmentation", ["light", "strong"])
-def test_images_are_mirrored_as_asked_for(augmentation):
+def test_the_share_of_mirrored_images_is_as_requested(augmentation):
     data = open_images(Path("images"))
     for mirrored in (0.0, 0.25):
         set_transforms_(data, net(2), (3, 32, 32), augmentation, mirrored=mirrored)
@@ -62,7 +62,7 @@ def test_images_have_the_channels_that_the_network_takes(channels, mode):
         set_transforms_(data, timm.create_model("test_convnext", in_chans=2), (2, 32, 32))
 
 
-def test_folders_of_classes_alone_are_split_class_by_class(tmp_path):
+def test_without_split_folders_each_class_is_split(tmp_path):
     data = open_images(tmp_path / "images" / "train")
     assert data.classes == ("dark", "light")
     assert (len(data.train), len(data.test)) == (14, 2)
@@ -71,36 +71,36 @@ def test_folders_of_classes_alone_are_split_class_by_class(tmp_path):
     assert {label for _, label in data.test.reader.samples} == {0, 1}
 
 
-def test_images_that_cannot_be_read_are_named_and_left_out_and_classes_must_be_learnt(tmp_path):
+def test_unreadable_images_are_reported_and_skipped_and_classes_need_training_images(tmp_path):
     folder = tmp_path / "images"
-    said = []
-    whole = open_images(folder, note=said.append)
-    assert said == []
+    notes = []
+    intact = open_images(folder, note=notes.append)
+    assert notes == []
     image = next((folder / "train/light").iterdir())
     (folder / "train/dark/cut.png").write_bytes(image.read_bytes()[:60])
     (folder / "train/dark/none.jpg").write_text("no image")
-    found = open_images(folder, note=said.append)
-    assert found.train.reader.samples == whole.train.reader.samples
-    (line,) = said
+    damaged = open_images(folder, note=notes.append)
+    assert damaged.train.reader.samples == intact.train.reader.samples
+    (line,) = notes
     assert line.endswith("skipping 2 images that cannot be read: dark/cut.png, dark/none.jpg")
     (folder / "validation/dark").rename(folder / "validation/dusk")
     with pytest.raises(DclsConvertError, match="dusk: there are test images, but none to train on"):
         open_images(folder)
     (folder / "validation/dusk").rename(tmp_path / "dusk")
-    said.clear()
-    light = open_images(folder, note=said.append).test
-    assert {label for _, label in light.reader.samples} == {1}
-    assert said[-1].endswith(": classes without images to test with: 1 (dark)")
+    notes.clear()
+    light_only = open_images(folder, note=notes.append).test
+    assert {label for _, label in light_only.reader.samples} == {1}
+    assert notes[-1].endswith(": classes without images to test with: 1 (dark)")
 
 
-def test_classes_too_small_to_be_tested_are_counted(tmp_path):
+def test_classes_too_small_for_test_images_are_reported(tmp_path):
     for label, images in {"a": 1, "b": 4, "c": 5, "d": 9, "e": 2, "f": 3}.items():
         folder = tmp_path / "classes" / label
         folder.mkdir(parents=True)
         for number in range(images):
             Image.new("RGB", (8, 8)).save(folder / f"{number}.png")
-    said = []
-    data = open_images(tmp_path / "classes", note=said.append)
+    notes = []
+    data = open_images(tmp_path / "classes", note=notes.append)
     assert len(data.test) == 2
-    (line,) = said
+    (line,) = notes
     assert line.endswith(": classes without images to test with: 4 (a, b, e and 1 more)")

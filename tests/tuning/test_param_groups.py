@@ -1,4 +1,4 @@
-"""Parameter groups, weight decay by timm's own optimizers, and clamping."""
+"""Parameter groups, weight decay in timm's own optimizers, and clamping."""
 
 import copy
 import math
@@ -36,18 +36,18 @@ def tied():
 
 
 def moving_names(model: nn.Module) -> set[str]:
-    """Positions and sigmas, by what the layers use."""
+    """Return the names of the positions and sigmas that layers use."""
     layers = [module for module in model.modules() if isinstance(module, DclsConvNd)]
     used = {id(tensor) for layer in layers for tensor in (layer.positions, layer.sigma)}
     return {name for name, parameter in model.named_parameters() if id(parameter) in used}
 
 
 def without(groups, names) -> list[dict]:
-    left = [
+    remaining = [
         {**group, "params": [name for name in group["params"] if name not in names]}
         for group in groups
     ]
-    return [group for group in left if group["params"]]
+    return [group for group in remaining if group["params"]]
 
 
 # Parameter groups.
@@ -62,7 +62,7 @@ def without(groups, names) -> list[dict]:
     ],
     ids=str,
 )
-def test_all_but_the_positions_is_as_timm_has_it(model, options):
+def test_groups_equal_those_of_timm_except_for_positions(model, options):
     for parameter in list(model.parameters())[::3]:
         parameter.requires_grad = False
     extra = {
@@ -99,7 +99,7 @@ def test_positions_learn_5_times_as_fast_under_the_schedulers_of_torch_and_timm(
         return tuning.param_groups(model, lr)
 
     optimizer = create_optimizer_v2(tied, "lookahead_adamw", lr=0.01, param_group_fn=groups)
-    # A rate that timm's scheduler itself states is scaled by lr_scale alone.
+    # Rates that are set in timm's scheduler are scaled only through lr_scale.
     floors = {} if lr else {"warmup_lr_init": 1e-4, "lr_min": 1e-5}
     scheduler = (
         CosineLRScheduler(optimizer, 14, warmup_t=3, **floors) if by_timm else sequential(optimizer)
@@ -126,7 +126,7 @@ def test_muon_of_timm_leaves_positions_to_adamw(tied):
 
 
 @pytest.mark.parametrize("kind", ["tied", "gaussian", "resnet"])
-def test_layer_decay_is_as_timm_has_it_for_the_model_that_was_converted(kind):
+def test_layer_decay_equals_that_of_timm_for_the_unconverted_model(kind):
     model = converted(kind)
     names = dict(model.named_parameters()).keys()
     before = timm.create_model("test_resnet" if kind == "resnet" else TINY)
@@ -134,8 +134,9 @@ def test_layer_decay_is_as_timm_has_it_for_the_model_that_was_converted(kind):
     relative = tuning.param_groups(model, weight_decay=0.1, layer_decay=0.5)
     ours = scales(model, relative)
     assert {name: ours[name] for name in names - moving_names(model)} == timms
-    for one in position_parameters(model):  # as the first of its layers
-        assert ours[one.name] == (5 * timms[f"{next(iter(one.layers))}.weight"][0], 0.0)
+    for parameter in position_parameters(model):
+        first_layer = next(iter(parameter.layers))
+        assert ours[parameter.name] == (5 * timms[f"{first_layer}.weight"][0], 0.0)
     assert len({ours[name] for name in moving_names(model)}) > 1
     absolute = tuning.param_groups(model, lr=0.01, weight_decay=0.1, layer_decay=0.5)
     assert [group["lr"] for group in absolute] == pytest.approx(
@@ -159,7 +160,7 @@ def scales(model, groups) -> dict[str, tuple[float, float]]:
     }
 
 
-def test_wrapped_models_are_grouped_and_recorded_as_what_they_wrap(tied):
+def test_wrapped_models_are_grouped_and_recorded_like_the_models_inside(tied):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         wrapped = [
@@ -170,19 +171,19 @@ def test_wrapped_models_are_grouped_and_recorded_as_what_they_wrap(tied):
         dist.destroy_process_group()
     alone = named(tied, tuning.param_groups(tied))
     record = tuning.PositionTracker(tied).update(0)
-    for one in wrapped:
-        assert unwrapped(one) is tied
-        assert tuning.PositionTracker(one).update(0) == record
-        assert named(tied, tuning.param_groups(one)) == alone
-        assert tuning.no_weight_decay(one) == moving_names(one)
+    for wrapper in wrapped:
+        assert unwrapped(wrapper) is tied
+        assert tuning.PositionTracker(wrapper).update(0) == record
+        assert named(tied, tuning.param_groups(wrapper)) == alone
+        assert tuning.no_weight_decay(wrapper) == moving_names(wrapper)
     for average in (ModelEmaV3(tied), torch.optim.swa_utils.AveragedModel(tied)):
         assert named(unwrapped(average), tuning.param_groups(average)) == alone
-    tied.stages[1] = torch.compile(tied.stages[1])  # a part of it
+    tied.stages[1] = torch.compile(tied.stages[1])  # only a part of the model
     for group in (groups := named(tied, tuning.param_groups(tied))):
         group["params"] = [name.replace("_orig_mod.", "") for name in group["params"]]
     assert groups == alone
     assert tuning.PositionTracker(tied).update(0) == record
-    model = nn.Sequential(Plain())  # one child alone makes no wrapper
+    model = nn.Sequential(Plain())  # having a single child does not make it a wrapper
     assert unwrapped(model) is model
     assert tuning.no_weight_decay(model) == {"0.shared", "0.first.positions", "0.first.sigma"}
 
@@ -190,12 +191,12 @@ def test_wrapped_models_are_grouped_and_recorded_as_what_they_wrap(tied):
 @pytest.mark.parametrize(
     "wrong", [{"lr": math.inf}, {"position_lr_scale": math.nan}, {"layer_decay": -1}]
 )
-def test_rates_that_make_no_sense_are_refused(tied, wrong):
+def test_invalid_rates_are_refused(tied, wrong):
     with pytest.raises(dcls_convert.DclsConvertError, match=f"^{next(iter(wrong))}=.*at least 0"):
         tuning.param_groups(tied, **wrong)
 
 
-# Weight decay by timm's own optimizers.
+# Weight decay in timm's own optimizers.
 
 
 @pytest.mark.parametrize("kind", ["tied", "gaussian"])
@@ -203,25 +204,24 @@ def test_timm_itself_does_not_decay_positions_of_converted_models_and_their_copi
     model = converted(kind)
     timm.models.save_for_hf(model, tmp_path / "saved")
     loaded = timm.create_model(f"local-dir:{tmp_path / 'saved'}", pretrained=True)
-    for one in (
+    for a_copy in (
         model,
         copy.deepcopy(model),
         pickle.loads(pickle.dumps(model)),
         ModelEmaV3(model).module,
         loaded,
     ):
-        groups = named(
-            one, create_optimizer_v2(one, "adamw", lr=0.1, weight_decay=0.1).param_groups
-        )
+        optimizer = create_optimizer_v2(a_copy, "adamw", lr=0.1, weight_decay=0.1)
+        groups = named(a_copy, optimizer.param_groups)
         decayed = {name for group in groups if group["weight_decay"] for name in group["params"]}
-        assert decayed == {name for name, p in one.named_parameters() if p.ndim > 1} - moving_names(
-            one
-        )
-        assert one.no_weight_decay() == tuning.no_weight_decay(one) == moving_names(one)
-        assert vars(one)["no_weight_decay"].args[0] is one
+        matrices = {name for name, p in a_copy.named_parameters() if p.ndim > 1}
+        moving = moving_names(a_copy)
+        assert decayed == matrices - moving
+        assert a_copy.no_weight_decay() == tuning.no_weight_decay(a_copy) == moving
+        assert vars(a_copy)["no_weight_decay"].args[0] is a_copy
 
 
-def test_what_the_model_itself_names_stays_named_and_comes_back():
+def test_a_no_weight_decay_of_the_model_is_extended_and_restored_by_folding():
     class WithOwn(nn.Sequential):
         def no_weight_decay(self):
             return ["0.bias"]
@@ -236,17 +236,20 @@ def test_what_the_model_itself_names_stays_named_and_comes_back():
 # Clamping.
 
 
-def test_clamping_brings_everything_inside_and_moves_nothing_else(model):
+def test_clamping_moves_positions_inside_and_nothing_else(model):
     with torch.no_grad():
-        for one in position_parameters(model):
-            one.tensor.add_(torch.randn_like(one.tensor) * 10)
+        for parameter in position_parameters(model):
+            parameter.tensor.add_(torch.randn_like(parameter.tensor) * 10)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     tuning.clamp_positions_(model)
-    for one in position_parameters(model):
-        moved = before.pop(one.name)
-        if one.kind == "sigma":
-            assert one.tensor.min() > 0
+    for parameter in position_parameters(model):
+        unclamped = before.pop(parameter.name)
+        if parameter.kind == "sigma":
+            assert parameter.tensor.min() > 0
             continue
-        for tensor, places, size in zip(one.tensor, moved, one.learnt_size, strict=True):
-            assert torch.equal(tensor, places.clamp(*position_limits(size)))
+        for coordinates, unclamped_coordinates, size in zip(
+            parameter.tensor, unclamped, parameter.learnt_size, strict=True
+        ):
+            expected = unclamped_coordinates.clamp(*position_limits(size))
+            assert torch.equal(coordinates, expected)
     assert all(torch.equal(model.get_parameter(name), tensor) for name, tensor in before.items())

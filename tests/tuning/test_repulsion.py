@@ -1,4 +1,4 @@
-"""The repulsive loss is its formula, in bounded memory."""
+"""The repulsive loss equals its formula, and its memory is bounded."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ FLOAT64 = {"rtol": 1e-12, "atol": 1e-12}
 
 
 def oracle(positions: torch.Tensor) -> float:
-    """The formula in plain loops: positions (A, *C, E)."""
+    """Compute the formula in plain loops, for positions (A, *C, E)."""
     kernels = positions.flatten(1, -2).permute(1, 2, 0).tolist()
     pairs = [pair for kernel in kernels for pair in itertools.combinations(kernel, 2)]
     return sum(max(0.0, 1 - math.dist(*pair)) for pair in pairs) / len(pairs)
@@ -28,10 +28,10 @@ def seeded(*shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(params=[1, 12, repulsion.DISTANCES_AT_ONCE])
+@pytest.fixture(params=[1, 12, repulsion.DISTANCES_PER_BLOCK])
 def _blocks(request, monkeypatch):
-    """However many distances are held at once."""
-    monkeypatch.setattr(repulsion, "DISTANCES_AT_ONCE", request.param)
+    """Run the test with blocks of different sizes."""
+    monkeypatch.setattr(repulsion, "DISTANCES_PER_BLOCK", request.param)
 
 
 @pytest.mark.slow
@@ -43,7 +43,7 @@ def test_gradients_are_those_of_the_loss():
 
 @pytest.mark.usefixtures("_blocks")
 @pytest.mark.parametrize("shape", [(1, 3, 2, 4), (3, 2, 1, 6), (2, 2, 1, 3, 4)])
-def test_the_repulsive_loss_is_the_formula(shape):
+def test_the_repulsive_loss_equals_the_formula(shape):
     positions = seeded(*shape)
     torch.testing.assert_close(loss_of(positions).item(), oracle(positions), **FLOAT64)
     batched = torch.func.vmap(torch.func.grad(loss_of))(torch.stack([positions, 2 * positions]))
@@ -51,12 +51,12 @@ def test_the_repulsive_loss_is_the_formula(shape):
         alone = (scale * positions).requires_grad_()
         loss = loss_of(alone)
         with torch.no_grad():
-            alone.clamp_(-0.5, 0.5)  # as a layer does between loss and backward
+            alone.clamp_(-0.5, 0.5)  # as a layer may do between loss and backward
         loss.backward()
         torch.testing.assert_close(gradient, alone.grad, **FLOAT64)
 
 
-def test_a_model_has_the_mean_over_its_positions_tensors():
+def test_the_loss_of_a_model_is_the_mean_over_its_positions_tensors():
     one = DclsConv1d(
         4, 4, kernel_count=5, dilated_kernel_size=7, groups=2, interpolation="gaussian"
     )
@@ -74,10 +74,10 @@ def test_a_model_has_the_mean_over_its_positions_tensors():
     (loss**2).backward()
     assert {name for name, p in model.named_parameters() if p.grad is not None} == set(names)
     assert tuning.repulsive_loss(nn.Linear(2, 2)).item() == 0
-    assert loss_of(torch.zeros(2, 3, 1, 1)).item() == 0  # one element repels nothing
+    assert loss_of(torch.zeros(2, 3, 1, 1)).item() == 0  # a single element has nothing to repel
 
 
-def test_elements_at_one_place_have_a_finite_gradient():
+def test_coincident_elements_have_a_finite_gradient():
     positions = torch.zeros(2, 3, 1, 4, requires_grad=True)
     loss_of(positions).backward()
     assert loss_of(positions).item() == 1.0
@@ -88,24 +88,24 @@ def test_elements_at_one_place_have_a_finite_gradient():
     positions.grad = None
     loss_of(positions).backward()
     assert positions.grad.isfinite().all()
-    assert positions.grad.abs().max() <= 2 * 3 / 12  # at most 1 for a pair, 3 pairs of an element
+    assert positions.grad.abs().max() <= 2 * 3 / 12  # at most 1 per pair; an element has 3 pairs
 
 
-def test_narrow_positions_are_computed_in_float32():
-    narrow = seeded(2, 3, 1, 6).bfloat16().requires_grad_()
-    wide = narrow.detach().float().requires_grad_()
+def test_low_precision_positions_are_computed_in_float32():
+    low = seeded(2, 3, 1, 6).bfloat16().requires_grad_()
+    exact = low.detach().float().requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = loss_of(narrow)
+        loss = loss_of(low)
     assert loss.dtype == torch.float32
-    assert torch.equal(loss, loss_of(wide))
+    assert torch.equal(loss, loss_of(exact))
     loss.backward()
-    loss_of(wide).backward()
-    assert torch.equal(narrow.grad, wide.grad.bfloat16())
+    loss_of(exact).backward()
+    assert torch.equal(low.grad, exact.grad.bfloat16())
 
 
 @pytest.mark.parametrize("shape", [(2, 64, 64, 5), (2, 4, 1, 300)])
 def test_memory_stays_bounded_in_forward_and_backward(shape, monkeypatch):
-    monkeypatch.setattr(repulsion, "DISTANCES_AT_ONCE", 10_000)
+    monkeypatch.setattr(repulsion, "DISTANCES_PER_BLOCK", 10_000)
     positions = torch.randn(shape, requires_grad=True)
     with NewMemory([positions]) as memory:
         loss_of(positions).backward()

@@ -1,4 +1,4 @@
-"""timm's train.py runs unchanged, and positions learn as the paper has it."""
+"""timm's train.py runs unchanged, and positions are trained as in the paper."""
 
 import argparse
 import sys
@@ -22,7 +22,7 @@ from .models import converted, named
 
 
 def creating(**options):
-    """What stands for timm's create_optimizer_v2 under these options of the command line."""
+    """Return the replacement of timm's create_optimizer_v2 under these command-line options."""
     defaults = {"position_lr_scale": 5.0, "repulsive_loss_from": None, "track": None}
     return partial(
         timm_train.create_optimizer,
@@ -35,7 +35,9 @@ def groups_of(optimizer, model):
     groups = named(model, optimizer.param_groups)
     settings = [(group["lr"], group.get("lr_scale"), group["weight_decay"]) for group in groups]
     return {
-        name: one for group, one in zip(groups, settings, strict=True) for name in group["params"]
+        name: group_settings
+        for group, group_settings in zip(groups, settings, strict=True)
+        for name in group["params"]
     }
 
 
@@ -46,7 +48,7 @@ LAYER_DECAY = {"layer_decay": 0.7, "layer_decay_min_scale": 0.2}
     "options",
     [{"layer_decay_min_scale": 0.0}, LAYER_DECAY, {"filter_bias_and_bn": False}, {"opt": "muon"}],
 )
-def test_all_but_positions_is_grouped_as_by_timm(options):
+def test_all_parameters_except_positions_are_grouped_as_by_timm(options):
     tiny = converted("tied")
     options = {"opt": "adamw", "lr": 0.001, "weight_decay": 0.05, **options}
     stock = groups_of(create_optimizer_v2(tiny, **options), tiny)
@@ -65,29 +67,30 @@ def test_all_but_positions_is_grouped_as_by_timm(options):
             assert (scale, weight_decay) == stock[name][1:]
 
 
-def test_what_is_grouped_already_and_plain_models_pass_through():
+def test_given_groups_and_unconverted_models_are_left_to_timm():
     plain = converted("no dcls")
     tiny = converted("tied")
 
-    def the_same(model, *arguments, **options):
+    def assert_same_groups(model, *arguments, **options):
         optimizers = [make(*arguments, **options) for make in (creating(), create_optimizer_v2)]
         ours, timms = (groups_of(optimizer, model) for optimizer in optimizers)
         assert ours == timms
 
-    the_same(plain, plain, "adamw", 0.1, 0.05)
-    the_same(tiny, [*tiny.parameters()], "sgd", 0.1)
-    the_same(
+    assert_same_groups(plain, plain, "adamw", 0.1, 0.05)
+    assert_same_groups(tiny, [*tiny.parameters()], "sgd", 0.1)
+    assert_same_groups(
         tiny, tiny, "sgd", 0.1, param_group_fn=lambda model: [{"params": [*model.parameters()]}]
     )
 
 
-# The repulsive loss, clamping and the record.
+# The repulsive loss, clamping and records of positions.
 
-FLOAT64_ATOL = 1e-9  # Adam divides by roots of small gradients, which amplifies rounding (1e-16)
+# Adam divides by roots of small gradients, which amplifies rounding errors of 1e-16.
+FLOAT64_ATOL = 1e-9
 
 
 def at_the_border():
-    """Two layers, many of whose positions are at the window's border."""
+    """A model with two layers, with many positions at the border of the window."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         layers = [
@@ -96,15 +99,15 @@ def at_the_border():
         ]
         model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 3))
     with torch.no_grad():
-        for one in position_parameters(model):
-            one.tensor.mul_(4)
+        for parameter in position_parameters(model):
+            parameter.tensor.mul_(4)
     return model.double().train()
 
 
 def train_one_epoch(
     epoch, model, optimizer, scaler, step=lambda loss, epoch: loss, after=lambda: None
 ):
-    """Two batches, one step."""
+    """Train for one step, with two batches."""
     images = torch.randn(
         4, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(epoch)
     )
@@ -119,7 +122,7 @@ def train_one_epoch(
 
 @pytest.fixture
 def script(monkeypatch):
-    """The module of the running script, with a `train_one_epoch`."""
+    """A stand-in for the module of the running script, with a `train_one_epoch`."""
     module = types.ModuleType("__main__")
     module.train_one_epoch = train_one_epoch
     monkeypatch.setitem(sys.modules, "__main__", module)
@@ -129,7 +132,7 @@ def script(monkeypatch):
 @pytest.mark.parametrize(
     "options", [{"opt": "lookahead_adamw"}, {"opt": "adamw", "fused": True}], ids=str
 )
-def test_steps_are_those_with_the_repulsive_loss_in_the_loss_and_clamping(
+def test_steps_equal_those_with_clamping_and_the_repulsive_loss_added_to_the_loss(
     options, script, tmp_path, caplog
 ):
     options = {"lr": 0.05, "weight_decay": 0.05, **options}
@@ -143,7 +146,7 @@ def test_steps_are_those_with_the_repulsive_loss_in_the_loss_and_clamping(
     groups = partial(tuning.param_groups, weight_decay=0.05)
     plain = create_optimizer_v2(reference, **options, param_group_fn=groups)
     optimizer = creating(repulsive_loss_from=1, track=str(track))(model, **options)
-    start = [one.tensor.detach().clone() for one in position_parameters(model)]
+    initial = [parameter.tensor.detach().clone() for parameter in position_parameters(model)]
     scalers = [
         torch.amp.GradScaler("cpu", enabled="fused" in options, init_scale=1024.0) for _ in range(2)
     ]
@@ -153,24 +156,25 @@ def test_steps_are_those_with_the_repulsive_loss_in_the_loss_and_clamping(
             epoch, reference, plain, scalers[0], step, partial(tuning.clamp_positions_, reference)
         )
         script.train_one_epoch(epoch, model, optimizer=optimizer, scaler=scalers[1])
-        assert all(one.tensor.abs().max() <= 4 for one in position_parameters(model))
+        for parameter in position_parameters(model):
+            assert parameter.tensor.abs().max() <= 4
     for (name, tensor), expected in zip(
         model.named_parameters(), reference.parameters(), strict=True
     ):
         torch.testing.assert_close(
             tensor, expected, rtol=0, atol=FLOAT64_ATOL, msg=lambda m, n=name: f"{n}: {m}"
         )
-    moved = zip(position_parameters(model), start, strict=True)
-    assert any((one.tensor - before).abs().max() > 0.1 for one, before in moved)
-    now = tuning.PositionTracker(model).update(0).positions
+    pairs = zip(position_parameters(model), initial, strict=True)
+    assert any((parameter.tensor - before).abs().max() > 0.1 for parameter, before in pairs)
+    expected_rows = tuning.PositionTracker(model).update(0).positions
     records = tuning.read_track(track)
     assert [record.step for record in records] == [0, 1, 2]
-    assert records[-1].positions[0].histograms == now[0].histograms
+    assert records[-1].positions[0].histograms == expected_rows[0].histograms
     assert [message.rpartition(" ")[2] for message in caplog.messages] == ["off", "on", "on"]
 
 
 @pytest.mark.parametrize("options", [{"repulsive_loss_from": 0}, {"track": "positions.jsonl"}])
-def test_what_cannot_be_had_is_refused(options, tiny, script):
+def test_options_that_need_dcls_layers_or_epochs_are_refused_without(options, tiny, script):
     for model in (tiny, at_the_border()):
         with pytest.raises(
             DclsConvertError, match=r"need a model with DCLS layers, and a train_one_epoch\(epoch"
@@ -190,9 +194,9 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def run_script(tmp_path, monkeypatch):
-    """Runs the program on a script that makes an optimizer.
+    """A function that runs the program on a script that makes an optimizer.
 
-    Gives the arguments that the script saw, and it.
+    It returns the arguments that the script received, and the optimizer.
     """
     monkeypatch.chdir(tmp_path)
     Path("scripts").mkdir()
@@ -210,7 +214,7 @@ def run_script(tmp_path, monkeypatch):
     return run
 
 
-def test_the_script_runs_as_by_python_with_positions_in_groups_of_their_own(run_script):
+def test_the_script_gets_its_arguments_and_positions_get_separate_groups(run_script):
     arguments, optimizer = run_script(
         "--position-lr-scale", "3", "scripts/train.py", "--epochs", "3", "--track", "x"
     )
@@ -241,7 +245,7 @@ def test_a_run_resumes_from_its_last_checkpoint_if_there_is_one(output, run_scri
         (["nowhere/train.py"], "nowhere/train.py: no such script"),
     ],
 )
-def test_mistakes_are_told_without_a_traceback(arguments, message, monkeypatch, capsys):
+def test_mistakes_are_reported_without_a_traceback(arguments, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["timm_train", *arguments])
     with pytest.raises(SystemExit) as stopped:
         timm_train.main()

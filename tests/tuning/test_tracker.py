@@ -1,4 +1,4 @@
-"""Records of positions in training: what they say, and that they are read back."""
+"""Records of positions in training: their contents, and reading them back."""
 
 import math
 
@@ -21,8 +21,8 @@ from dcls_convert.tuning.tracker import FOLLOWED
 
 @pytest.fixture
 def model():
-    """Two layers of unlike windows, one with more elements than are followed, one with a dense axis
-    and sigmas.
+    """Two layers with different windows. One has more elements than are followed, the other has a
+    dense axis and sigmas.
     """
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -33,13 +33,14 @@ def model():
 
 
 def run(model, steps, tracker):
-    """Train for these steps; each moves the positions in a way of its own."""
+    """Move the positions in each of these steps, and return the records."""
     records = []
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         with torch.no_grad():
-            for shared in position_parameters(model):
-                shared.tensor.add_(torch.randn(shared.tensor.shape, generator=generator) * 0.3)
+            for parameter in position_parameters(model):
+                noise = torch.randn(parameter.tensor.shape, generator=generator)
+                parameter.tensor.add_(noise * 0.3)
         tuning.clamp_positions_(model)
         records.append(tracker.update(step))
     return records
@@ -71,10 +72,10 @@ def test_a_record_holds_the_statistics_of_every_tensor(model):
             for value in coordinate.flatten().tolist():
                 counts[math.floor(value + side // 2 + 0.5)] += 1
             assert list(histogram) == counts
-        # The same few elements in every record, evenly spaced.
+        # The followed elements are evenly spaced, so they are the same in every record.
         flat = positions.flatten(1)
         count = len(row.followed[0])
-        index = [place * flat.shape[1] // count for place in range(count)]
+        index = [number * flat.shape[1] // count for number in range(count)]
         assert len(set(index)) == count == min(FOLLOWED, flat.shape[1])
         torch.testing.assert_close(torch.tensor(row.followed), flat[:, index], rtol=0, atol=0.00501)
 
@@ -84,33 +85,32 @@ def test_speed_is_the_mean_absolute_change_of_a_coordinate_per_step(model, dtype
     model.to(dtype)
     tracker = tuning.PositionTracker(model)
     before = {
-        shared.name: shared.tensor.detach().clone().double()
-        for shared in position_parameters(model)
+        parameter.name: parameter.tensor.detach().clone().double()
+        for parameter in position_parameters(model)
     }
     assert [row.speed for row in tracker.update(10).positions] == [None, None]
     assert [row.speed for row in tracker.update(11).positions] == [0.0, 0.0]
     for row in run(model, [14], tracker)[0].positions:
-        moved = (
-            (model.get_parameter(row.name).detach().double() - before[row.name]).abs().mean().item()
-        )
-        assert row.speed == pytest.approx(moved / 3, rel=1e-6)
+        after = model.get_parameter(row.name).detach().double()
+        mean_move = (after - before[row.name]).abs().mean().item()
+        assert row.speed == pytest.approx(mean_move / 3, rel=1e-6)
         assert row.speed > 0
 
 
 def test_tied_positions_are_recorded_once(tiny):
     assert tuning.PositionTracker(tiny).update(0).positions == ()
     dcls_convert.convert_(tiny, dilated_size=9, init="random")
-    plain = tuning.PositionTracker(tiny).update(0)
-    assert [len(row.layers) for row in plain.positions] == [1, 2, 4, 2]
-    alone, tied, *_ = plain.positions
-    assert (alone.name, tied.name) == (
+    record = tuning.PositionTracker(tiny).update(0)
+    assert [len(row.layers) for row in record.positions] == [1, 2, 4, 2]
+    untied, tied, *_ = record.positions
+    assert (untied.name, tied.name) == (
         "stages.0.blocks.0.conv_dw.positions",
         "stages.1.blocks.dcls_positions",
     )
     assert tied.layers == ("stages.1.blocks.0.conv_dw", "stages.1.blocks.1.conv_dw")
 
 
-def test_what_is_written_is_read_back_equal(model, tmp_path):
+def test_records_are_read_back_as_written(model, tmp_path):
     path = tmp_path / "track.jsonl"
     tracker = tuning.PositionTracker(model, path)
     records = run(model, range(3), tracker)
@@ -127,7 +127,7 @@ def test_what_is_written_is_read_back_equal(model, tmp_path):
     assert tuning.read_track(path) == tuple(records)
 
 
-def test_a_file_that_cannot_be_read_or_written_is_named(model, tmp_path):
+def test_errors_name_the_file_that_cannot_be_read_or_written(model, tmp_path):
     path = tmp_path / "track.jsonl"
     with pytest.raises(dcls_convert.CheckpointError, match="cannot be read"):
         tuning.read_track(path)
@@ -151,14 +151,14 @@ def test_a_file_that_cannot_be_read_or_written_is_named(model, tmp_path):
 
 
 @pytest.mark.parametrize("step", [2, 1, True, 3.0])
-def test_steps_go_upwards(model, step):
+def test_steps_must_increase(model, step):
     tracker = tuning.PositionTracker(model)
     tracker.update(2)
     with pytest.raises(dcls_convert.DclsConvertError, match="step"):
         tracker.update(step)
 
 
-def test_tensorboard_reads_what_the_record_holds(model, tmp_path):
+def test_tensorboard_shows_the_values_of_the_record(model, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
@@ -170,15 +170,15 @@ def test_tensorboard_reads_what_the_record_holds(model, tmp_path):
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     row = records[1].positions[0]
-    (speed,) = events.Scalars("speed/one.positions")  # the first record has none
+    (speed,) = events.Scalars("speed/one.positions")  # the first record has no speed
     assert (speed.step, speed.value) == (5, pytest.approx(row.speed))
     assert "mean_sigma/two.positions" in events.Tags()["scalars"]
     assert "mean_sigma/one.positions" not in events.Tags()["scalars"]
     drawn = events.Histograms("positions/one.positions/axis1")[-1].histogram_value
     counts = row.histograms[1]
-    filled = {
+    bucket_counts = {
         limit - 0.5: n for limit, n in zip(drawn.bucket_limit, drawn.bucket, strict=True) if n
     }
-    assert filled == {cell: n for cell, n in zip(range(-3, 4), counts, strict=True) if n}
+    assert bucket_counts == {cell: n for cell, n in zip(range(-3, 4), counts, strict=True) if n}
     assert (drawn.min, drawn.max, drawn.num) == (-3.5, 3.5, sum(counts))
-    assert drawn.sum == sum(cell * n for cell, n in filled.items())
+    assert drawn.sum == sum(cell * n for cell, n in bucket_counts.items())

@@ -1,11 +1,11 @@
-"""The tags of a page, and the data that its script draws."""
+"""Parse a page: its tags, and the data that its script draws."""
 
 import json
 from html.parser import HTMLParser
 
 
 class Page(HTMLParser):
-    """Its tags and attributes, and what stands in its scripts."""
+    """The tags and attributes of a page, and the contents of its scripts."""
 
     def __init__(self, text):
         super().__init__()
@@ -23,4 +23,5 @@ class Page(HTMLParser):
 
 
 def data_of(text):
+    """Return the data that the script of a page draws."""
     return json.loads(Page(text).scripts[0])

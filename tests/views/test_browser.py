@@ -1,6 +1,4 @@
-"""The page in a headless browser: nothing fails, nothing is asked of a network, everything is there
-to be seen.
-"""
+"""The page in a headless browser: it has no errors, uses no network, and everything is visible."""
 
 import json
 
@@ -14,17 +12,17 @@ from dcls_convert.views.page import page as page_text
 
 from ..command_line import run
 from ..conftest import TINY
-from .test_figures import case_of, pictures_of
+from .test_figures import model_and_plan, pictures_of
 
 pytestmark = [pytest.mark.browser, pytest.mark.filterwarnings("default")]
 
 VIEWS = [(width, scheme) for width in (1280, 390) for scheme in ("light", "dark")]
-MIN_SIDE = 40  # pixels of a figure that can be seen
+MIN_SIDE = 40  # pixels; smaller figures count as invisible
 
 
 @pytest.fixture(scope="module")
 def page_file(tmp_path_factory):
-    here = tmp_path_factory.mktemp("page")
+    folder = tmp_path_factory.mktemp("page")
     run(
         f"timm:{TINY}",
         "--dilated-size",
@@ -33,25 +31,30 @@ def page_file(tmp_path_factory):
         "3x64x64",
         "-q",
         "--output",
-        here / "net",
+        folder / "net",
     )
-    model = load_converted(here / "net")
-    tracker = PositionTracker(model, here / "positions.jsonl")
+    model = load_converted(folder / "net")
+    tracker = PositionTracker(model, folder / "positions.jsonl")
     for step in range(5):
         tracker.update(step)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith("positions"):
                     parameter.add_(0.3)
-    only_one_speed(here / "positions.jsonl")
+    keep_only_one_speed_(folder / "positions.jsonl")
     run(
-        "inspect", here / "net", "--html", here / "page.html", "--history", here / "positions.jsonl"
+        "inspect",
+        folder / "net",
+        "--html",
+        folder / "page.html",
+        "--history",
+        folder / "positions.jsonl",
     )
-    return here / "page.html"
+    return folder / "page.html"
 
 
-def only_one_speed(record):
-    """As in a run of slow positions that was resumed before step 2 and again after it."""
+def keep_only_one_speed_(record):
+    """Keep a small speed in step 2 only, as in a run that was resumed before and after it."""
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     for line in lines:
         for row in line["positions"]:
@@ -61,7 +64,7 @@ def only_one_speed(record):
 
 @pytest.fixture(params=VIEWS, ids=lambda view: "-".join(map(str, view)))
 def view(request, browser, page_file):
-    """The page, with what went wrong and what was asked for since it was opened."""
+    """The page in a browser, with the problems and the requests since it was opened."""
     width, scheme = request.param
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     page = context.new_page()
@@ -84,7 +87,7 @@ def view(request, browser, page_file):
     context.close()
 
 
-def test_every_figure_has_a_name_and_is_seen_within_the_page(view):
+def test_every_figure_has_a_name_and_is_visible_within_the_page(view):
     width = view.viewport_size["width"]
     assert view.evaluate("document.documentElement.scrollWidth") <= width
     for section in (
@@ -121,9 +124,9 @@ def test_no_text_of_a_tile_or_chart_is_cut_off(view):
     for chart in view.locator("section#training figure:not(.joint) > svg").all():
         box = chart.bounding_box()
         for text in chart.locator("text").all():
-            own = text.bounding_box()
-            assert box["x"] <= own["x"]
-            assert own["x"] + own["width"] <= box["x"] + box["width"]
+            text_box = text.bounding_box()
+            assert box["x"] <= text_box["x"]
+            assert text_box["x"] + text_box["width"] <= box["x"] + box["width"]
 
 
 def test_a_value_between_unknown_ones_is_a_dot_under_its_own_scale(view):
@@ -133,9 +136,9 @@ def test_a_value_between_unknown_ones_is_a_dot_under_its_own_scale(view):
     assert "7.8e\u22125" in chart.locator("text").all_text_contents()
     box = chart.bounding_box()
     for dot in dots.all():
-        own = dot.bounding_box()
-        assert own["width"] > 3
-        middle = own["x"] + own["width"] / 2
+        dot_box = dot.bounding_box()
+        assert dot_box["width"] > 3
+        middle = dot_box["x"] + dot_box["width"] / 2
         assert box["x"] + 0.4 * box["width"] < middle < box["x"] + 0.7 * box["width"]
 
 
@@ -163,20 +166,20 @@ def test_in_a_comparison_colours_are_networks_and_dashes_are_seeds(browser, tmp_
     page = browser.new_page()
     page.goto((tmp_path / "comparison.html").as_uri())
 
-    def look(path):
+    def line_style(path):
         return [path.get_attribute(name) for name in ("stroke", "stroke-dasharray", "stroke-width")]
 
-    curves = [look(path) for path in page.locator("figure path:has(title)").all()]
+    curves = [line_style(path) for path in page.locator("figure path:has(title)").all()]
     assert len(curves) == 4
     colours, dashes, widths = zip(*curves, strict=True)
     assert colours[0] == colours[1] != colours[2] == colours[3]
     assert dashes[0] == dashes[2] != dashes[1] == dashes[3]
-    assert float(widths[0]) > float(widths[2])  # an equal curve of the other does not hide it
+    assert float(widths[0]) > float(widths[2])  # so that an equal curve does not hide it
     entries = page.locator(".legend li")
     assert entries.all_inner_texts() == ["as it is", "9x9", "seed 3", "seed 5"]
-    legend = [look(path) for path in page.locator(".legend path").all()]
+    legend = [line_style(path) for path in page.locator(".legend path").all()]
     assert legend[:2] == [curves[0], curves[2]]
-    assert [look[1] for look in legend[2:]] == [dashes[0], dashes[1]]
+    assert [style[1] for style in legend[2:]] == [dashes[0], dashes[1]]
 
     chart = page.locator("figure > svg")
     assert "over epochs 1 to 2" in chart.get_attribute("aria-label")
@@ -186,20 +189,22 @@ def test_in_a_comparison_colours_are_networks_and_dashes_are_seeds(browser, tmp_
     page.close()
 
 
-@pytest.mark.parametrize(("name", "told"), [("dense", True), ("untied", False)])
-def test_every_kernel_tells_its_input_channel_if_there_are_several(browser, tmp_path, name, told):
-    """The first of them, too."""
-    pictures = pictures_of(*case_of(name))
+@pytest.mark.parametrize(("name", "has_several"), [("dense", True), ("untied", False)])
+def test_kernels_show_their_input_channel_if_there_are_several(
+    browser, tmp_path, name, has_several
+):
+    """Kernels of the first input channel show it, too."""
+    pictures = pictures_of(*model_and_plan(name))
     (tmp_path / "kernels.html").write_text(page_text(pictures))
     page = browser.new_page()
     page.goto((tmp_path / "kernels.html").as_uri())
     figure = page.locator("figure.layer").first
     channels = pictures.kernels[0].channels
-    assert told == ({input_channel for _, input_channel in channels} > {0})
+    assert has_several == ({input_channel for _, input_channel in channels} > {0})
     for output_channel, input_channel in channels:
         text = figure.locator(".readout").inner_text()
         assert text.startswith(f"Kernel of output channel {output_channel}")
-        assert (f", input channel {input_channel}: " in text) == told
+        assert (f", input channel {input_channel}: " in text) == has_several
         figure.locator("canvas").press("ArrowRight")
     page.close()
 

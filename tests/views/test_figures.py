@@ -1,5 +1,5 @@
-"""The pictures: nothing is lost in a heat map, a montage shows the layer's own kernels, and figures
-are files.
+"""The pictures: heat maps lose no elements, the kernels shown are the layer's own, and figures are
+files.
 """
 
 import functools
@@ -29,7 +29,7 @@ def pictures_of(model, plan) -> Pictures:
     return pictures_of_model(model, plan, Path("folder"))
 
 
-def of_module(module, input_size, size, rule="", **options):
+def convert_module(module, input_size, size, rule="", **options):
     rules = parse_rules(f"format: 1\nrules: [{{{rule}}}]")
     plan = plan_conversion(
         find_convs(module, input_size), dilated_size=size, rules=rules, **options
@@ -46,30 +46,32 @@ def depthwise():
 
 CASES = {
     "tied": convert,
-    "untied": lambda: of_module(nn.Sequential(*depthwise()), (4, 16, 16), 9, tie="none"),
-    "gaussian": lambda: of_module(
+    "untied": lambda: convert_module(nn.Sequential(*depthwise()), (4, 16, 16), 9, tie="none"),
+    "gaussian": lambda: convert_module(
         nn.Sequential(*depthwise()), (4, 16, 16), 9, interpolation="gaussian"
     ),
-    "rectangular": lambda: of_module(nn.Sequential(*depthwise()), (4, 16, 16), (9, 11)),
-    "volume": lambda: of_module(
+    "rectangular": lambda: convert_module(nn.Sequential(*depthwise()), (4, 16, 16), (9, 11)),
+    "volume": lambda: convert_module(
         nn.Sequential(nn.Conv3d(2, 4, 3), nn.Conv3d(4, 4, 3)), (2, 12, 12, 12), 5
     ),
-    "line": lambda: of_module(nn.Sequential(nn.Conv1d(2, 4, 5, padding=2)), (2, 32), 9),
-    "standardised": lambda: of_module(nn.Sequential(StdConv2d(4, 6, 3, padding=1)), (4, 16, 16), 7),
-    "dense": lambda: of_module(
+    "line": lambda: convert_module(nn.Sequential(nn.Conv1d(2, 4, 5, padding=2)), (2, 32), 9),
+    "standardised": lambda: convert_module(
+        nn.Sequential(StdConv2d(4, 6, 3, padding=1)), (4, 16, 16), 7
+    ),
+    "dense": lambda: convert_module(
         nn.Sequential(nn.Conv2d(4, 4, (3, 5))), (4, 16, 16), (3, 9), "dense_axes: [0]"
     ),
 }
 
 
 @functools.cache
-def case_of(name):
+def model_and_plan(name):
     return CASES[name]()
 
 
 @pytest.fixture(params=CASES)
 def case(request):
-    return case_of(request.param)
+    return model_and_plan(request.param)
 
 
 def test_a_heat_map_and_each_histogram_hold_every_element_once(case):
@@ -112,7 +114,7 @@ def test_elements_are_counted_where_they_are():
     assert torch.equal(picture.heat, expected)
 
 
-def test_a_montage_shows_the_layers_kernels_with_the_most_energy_first(case):
+def test_the_kernels_of_a_layer_with_the_most_energy_are_shown_first(case):
     model, plan = case
     shown = pictures_of(model, plan).kernels
     assert [layer.name for layer in shown] == [layer.name for layer in plan.layers]
@@ -137,26 +139,26 @@ def test_a_montage_shows_the_layers_kernels_with_the_most_energy_first(case):
 
 
 @pytest.mark.parametrize("name", ["tied", "rectangular", "line", "volume", "dense"])
-def test_the_elements_behind_a_kernel_make_it(name):
-    """By bilinear interpolation."""
-    for layer in pictures_of(*case_of(name)).kernels:
+def test_the_elements_of_a_shown_kernel_construct_it(name):
+    """The elements are interpolated bilinearly."""
+    for layer in pictures_of(*model_and_plan(name)).kernels:
         size = tuple(layer.cells.shape[1:])
-        again = construct_kernel(
+        constructed = construct_kernel(
             layer.weights[None], layer.positions.movedim(-1, 0)[:, None], size
         )[0]
-        torch.testing.assert_close(again, layer.cells, rtol=0, atol=FLOAT32_ATOL)
+        torch.testing.assert_close(constructed, layer.cells, rtol=0, atol=FLOAT32_ATOL)
 
 
 DRAWN = {"positions": (".svg", ".pdf", ".PNG"), "kernels": (".svg",), "receptive-field": (".svg",)}
 
 
 def test_every_figure_is_drawn():
-    """That of a history: test_history.py."""
+    """test_history.py draws the figure of a history."""
     field = field_picture(torch.ones(4, 4), "After", "a $network")
     fields = ReceptiveFieldMaps(maps=(field,), notes=())
-    pictures = replace(pictures_of(*case_of("dense")), receptive_fields=fields)
+    pictures = replace(pictures_of(*model_and_plan("dense")), receptive_fields=fields)
     assert {*DRAWN, "history"} == set(FIGURES)
     for figure, suffixes in DRAWN.items():
         for suffix in suffixes:
-            begins = {".svg": b"<?xml", ".pdf": b"%PDF-"}.get(suffix, b"\x89PNG\r\n")
-            assert draw(pictures, figure, suffix).startswith(begins)
+            first_bytes = {".svg": b"<?xml", ".pdf": b"%PDF-"}.get(suffix, b"\x89PNG\r\n")
+            assert draw(pictures, figure, suffix).startswith(first_bytes)

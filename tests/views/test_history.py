@@ -1,4 +1,4 @@
-"""Records of positions in training, whole and damaged: drawn, or refused in one line."""
+"""Records of positions during training are drawn, or refused in one line if they are damaged."""
 
 import contextlib
 import copy
@@ -21,23 +21,24 @@ from dcls_convert.views.history import read_history, read_history_of
 from dcls_convert.views.page import page
 from dcls_convert.views.plot import FIGURES, draw
 
-from .test_figures import of_module, pictures_of
+from .test_figures import convert_module, pictures_of
 
-OF_TENSOR = """
+TENSOR_FIELDS = """
     name speed border_share overlap_share mean_distance mean_sigma layers spread spread.0
     followed followed.0 followed.0.0 histograms histograms.0 histograms.0.0
 """
-FIELDS = ["format", "step", *(f"positions.0.{field}" for field in OF_TENSOR.split())]
+FIELDS = ["format", "step", *(f"positions.0.{field}" for field in TENSOR_FIELDS.split())]
 NUMBERS = [math.nan, math.inf, 1e39, 1e41, 1e308, -1e308, 2**62, 2**70, -1, 0, 0.5, 1.5, 40]
 VALUES = [*NUMBERS, None, [], [0.5], [[0.5]], [1e308], "</script>\x1b[31m\u2028", {"deep": [[]]}]
 
 
 @pytest.fixture(scope="module")
 def tracked(tmp_path_factory):
-    """Pictures of a small network, and the lines of a tracker that saw its positions move by one
-    cell.
+    """Pictures of a small network, and the lines of a tracker.
+
+    The positions moved by one cell between steps 1 and 2.
     """
-    model, plan = of_module(nn.Sequential(nn.Conv2d(2, 4, 3, groups=2)), (2, 16, 16), 7)
+    model, plan = convert_module(nn.Sequential(nn.Conv2d(2, 4, 3, groups=2)), (2, 16, 16), 7)
     path = tmp_path_factory.mktemp("track") / "positions.jsonl"
     tracker = PositionTracker(model, path)
     for step in range(3):
@@ -48,17 +49,18 @@ def tracked(tmp_path_factory):
     return pictures_of(model, plan), [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def written(lines):
+def as_jsonl(lines):
     return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
 
 def edited(lines, edits):
+    """Return the lines with edits (slice of the lines, dotted field, new value)."""
     lines = copy.deepcopy(lines)
-    for some, field, value in edits:
-        *above, last = (int(key) if key.isdigit() else key for key in field.split("."))
-        for line in lines[some]:
-            with contextlib.suppress(TypeError, LookupError):  # an edit before left nothing there
-                functools.reduce(operator.getitem, above, line)[last] = copy.deepcopy(value)
+    for edited_lines, field, value in edits:
+        *parents, last = (int(key) if key.isdigit() else key for key in field.split("."))
+        for line in lines[edited_lines]:
+            with contextlib.suppress(TypeError, LookupError):  # an earlier edit removed the field
+                functools.reduce(operator.getitem, parents, line)[last] = copy.deepcopy(value)
     return lines
 
 
@@ -70,7 +72,7 @@ edits = st.lists(st.tuples(steps, st.sampled_from(FIELDS), st.sampled_from(VALUE
 def test_a_damaged_record_is_refused_in_one_line_or_drawn(tracked, tmp_path_factory, changes):
     pictures, lines = tracked
     path = tmp_path_factory.getbasetemp() / "damaged.jsonl"
-    path.write_bytes(written(edited(lines, changes)))
+    path.write_bytes(as_jsonl(edited(lines, changes)))
     refused = ""
     history = None
     try:
@@ -92,9 +94,9 @@ DAMAGES = {
     "line 2: step: ": [(SECOND, "step", 2**70)],
     "line 2: positions.0.border_share: ": [(SECOND, "positions.0.border_share", 1e308)],
     "line 2: positions.0.speed: ": [(SECOND, "positions.0.speed", math.nan)],
-    "has format 2, this dcls-convert knows 1": [(SECOND, "format", 2)],
+    "has format 2, but this dcls-convert reads format 1 at most": [(SECOND, "format", 2)],
     "the records of steps 0 and 1 differ in tensors": [(SECOND, "positions.0.histograms", [])],
-    "the records follow several numbers of elements of": [
+    "the records follow different numbers of elements of": [
         (SECOND, "positions.0.followed", [[0.5], [0.5]])
     ],
     "line 1: positions.0.histograms.0: ": [(slice(0, 1), "positions.0.histograms.0", [])],
@@ -103,24 +105,24 @@ DAMAGES = {
 
 @pytest.mark.parametrize("message", [*DAMAGES, "has no records"])
 def test_a_record_that_no_picture_can_show_is_refused(tracked, tmp_path, message):
-    data = written(edited(tracked[1], DAMAGES[message])) if message in DAMAGES else b""
+    data = as_jsonl(edited(tracked[1], DAMAGES[message])) if message in DAMAGES else b""
     (tmp_path / "odd.jsonl").write_bytes(data)
     with pytest.raises(CheckpointError, match=re.escape(message)):
         read_history(tmp_path / "odd.jsonl")
 
 
-def test_names_that_end_alike_are_told_apart(tmp_path):
+def test_names_with_the_same_end_are_distinguished(tmp_path):
     block = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4))
     net = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), block)
-    model, plan = of_module(net, (4, 16, 16), 7, tie="none")
+    model, plan = convert_module(net, (4, 16, 16), 7, tie="none")
     PositionTracker(model, tmp_path / "positions.jsonl").update(0)
     history = read_history_of(tmp_path / "positions.jsonl", plan)
     assert [track.name for track in history.tracks] == ["0", "1.0"]
 
 
-def test_speeds_and_places_are_those_of_the_training(tracked, tmp_path):
+def test_speeds_and_positions_are_those_of_the_training(tracked, tmp_path):
     lines = tracked[1]
-    (tmp_path / "track.jsonl").write_bytes(written(lines))
+    (tmp_path / "track.jsonl").write_bytes(as_jsonl(lines))
     history = read_history(tmp_path / "track.jsonl")
     (track,) = history.tracks
     assert history.steps == history.moving_steps == (0, 1, 2)
@@ -130,19 +132,19 @@ def test_speeds_and_places_are_those_of_the_training(tracked, tmp_path):
     assert [sum(counts) for counts in track.histograms[0]] == [elements] * 3
     for before, after in zip(*(track.frames[step] for step in (1, 2)), strict=True):
         assert all(
-            math.isclose(one + 1, two, abs_tol=0.02) for one, two in zip(before, after, strict=True)
+            math.isclose(old + 1, new, abs_tol=0.02) for old, new in zip(before, after, strict=True)
         )
     assert track.frames[0]
 
 
-def test_a_speed_between_unknown_ones_is_drawn(tracked, tmp_path):
-    """As in a run that was resumed twice, an epoch apart."""
+def test_a_speed_between_unknown_speeds_is_drawn(tracked, tmp_path):
+    """A run that is resumed twice, an epoch apart, has such a speed."""
     pytest.importorskip("matplotlib")
     pictures, lines = tracked
     lines = edited(lines, [(slice(0, 1), "positions.0.speed", None)])
     lines = edited(lines, [(slice(2, 3), "positions.0.speed", None)])
     lines = edited(lines, [(SECOND, "positions.0.speed", 0.5)])
-    (tmp_path / "resumed.jsonl").write_bytes(written(lines))
+    (tmp_path / "resumed.jsonl").write_bytes(as_jsonl(lines))
     figure = FIGURES["history"](replace(pictures, history=read_history(tmp_path / "resumed.jsonl")))
     speed, spread, _ = figure.axes
     dots = [line for line in speed.lines if line.get_marker() == "."]

@@ -1,4 +1,4 @@
-"""The page: one file that needs nothing else, bounded in size, safe whatever the names in it."""
+"""The page is one file that needs nothing else, is bounded in size, and is safe with any names."""
 
 import base64
 import json
@@ -13,19 +13,19 @@ from dcls_convert.views.receptive_field import ReceptiveFieldMaps, field_picture
 
 from ..checkpoints.folders import convert
 from .parsed_page import Page, data_of
-from .test_figures import CASES, case_of, pictures_of
+from .test_figures import CASES, model_and_plan, pictures_of
 
 HOSTILE = "</script><b onclick=alert(1)>&\x1b[31m\u202e\u2028"
 
 
 @pytest.fixture
 def converted():
-    return case_of("tied")
+    return model_and_plan("tied")
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_page_refers_to_nothing_outside(name):
-    text = page(pictures_of(*case_of(name)))
+    text = page(pictures_of(*model_and_plan(name)))
     assert text.isascii()
     assert not re.search(r"https?:|//\w+\.|url\(|@import|\bimport\(|fetch\(|XMLHttp", text)
     for _, attributes in Page(text).tags:
@@ -34,19 +34,20 @@ def test_a_page_refers_to_nothing_outside(name):
     assert policies[0].startswith("default-src 'none';")
 
 
-def test_the_data_is_that_of_the_pictures(converted):
+def test_the_page_has_the_data_of_the_pictures(converted):
     pictures = pictures_of(*converted)
     data = data_of(page(pictures))
     for shown, picture in zip(data["positions"], pictures.positions, strict=True):
         assert shown["heat"] == picture.heat.tolist()
         assert shown["histograms"] == [list(counts) for counts in picture.histograms]
     for shown, layer in zip(data["kernels"], pictures.kernels, strict=True):
-        most = layer.cells.abs().amax((1, 2), keepdim=True)
+        largest = layer.cells.abs().amax((1, 2), keepdim=True)
         shares = unpacked(shown["cells"], torch.int8) / data["factors"]["int8Max"]
-        again = shares.reshape(layer.cells.shape) * most
-        torch.testing.assert_close(again, layer.cells, rtol=0, atol=float(most.max()) / 254 * 1.01)
-        cells = unpacked(shown["positions"], torch.int16) / data["factors"]["unitsPerCell"]
-        positions = cells.reshape(layer.positions.shape)
+        cells = shares.reshape(layer.cells.shape) * largest
+        rounding = float(largest.max()) / 254 * 1.01
+        torch.testing.assert_close(cells, layer.cells, rtol=0, atol=rounding)
+        coordinates = unpacked(shown["positions"], torch.int16) / data["factors"]["unitsPerCell"]
+        positions = coordinates.reshape(layer.positions.shape)
         torch.testing.assert_close(positions, layer.positions, rtol=0, atol=0.00501)
 
 

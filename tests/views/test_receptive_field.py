@@ -1,4 +1,4 @@
-"""Effective receptive fields of networks whose fields are known."""
+"""Effective receptive fields of networks with known fields."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_the_field_of_one_convolution_is_its_kernel():
 
 
 @pytest.mark.parametrize("dims", [1, 3])
-def test_other_dimensions_are_seen_as_a_picture(dims):
+def test_fields_of_one_and_three_dimensions_become_pictures(dims):
     field = receptive_field(conv_of_ones(3, dims), "0", noise(1, *[9] * dims))
     assert field.shape == ((1, 9) if dims == 1 else (9, 9))
     assert float(field.sum()) == pytest.approx(0.5 * 3**dims)
@@ -51,7 +51,7 @@ def test_the_model_is_left_as_it_was():
 
 
 @pytest.mark.parametrize(("side", "square"), [(9, 1), (9, 5), (10, 2), (10, 6)])
-def test_the_central_square_is_found(side, square):
+def test_the_central_square_has_the_smallest_sufficient_side(side, square):
     field = torch.zeros(side, side, dtype=torch.float64)
     first = (side - square) // 2
     field[first : first + square, first : first + square] = 1.0
@@ -60,17 +60,17 @@ def test_the_central_square_is_found(side, square):
 
 
 @pytest.mark.parametrize(
-    ("channels", "weight", "says"),
+    ("channels", "weight", "message"),
     [
         (3, 0.5, "cannot calculate"),
         (1, float("nan"), "is not finite"),
         (1, float("inf"), "is not finite"),
     ],
 )
-def test_a_model_without_a_field_is_said_to_have_none(channels, weight, says):
+def test_a_model_without_a_field_is_refused(channels, weight, message):
     model = nn.Sequential(nn.Conv2d(channels, 1, 1))
     nn.init.constant_(model[0].weight, weight)
-    with pytest.raises(ModelError, match=says):
+    with pytest.raises(ModelError, match=message):
         receptive_field(model, "0", noise(1, 5, 5))
 
 

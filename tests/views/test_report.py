@@ -1,4 +1,4 @@
-"""A report's views read well at 80 columns, without colour, and in a pipe."""
+"""Views of a report are readable at 80 columns, without colour, and in a pipe."""
 
 import io
 import json
@@ -24,7 +24,7 @@ def printed(report, *, verbose=0, width=80, **console):
     return recorder.file.getvalue()
 
 
-def test_macs_that_stay_the_same_are_not_said_to_rise():
+def test_unchanged_macs_are_not_reported_as_rising():
     convs = find_convs(nn.Sequential(nn.Conv2d(4, 4, 3, groups=4)), input_size=(4, 8, 8))
     report = predict_report(plan_conversion(convs, dilated_size=3))
     long = " ".join(printed(report, verbose=1).split())
@@ -33,7 +33,7 @@ def test_macs_that_stay_the_same_are_not_said_to_rise():
 
 
 @pytest.mark.parametrize("name", ["convnext_tiny", "mixnet_s"])
-def test_views_keep_to_80_columns_and_say_each_number(name):
+def test_views_fit_80_columns_and_state_each_number(name):
     report = report_of(name)
     short, long, longest = [printed(report, verbose=verbose) for verbose in (0, 1, 2)]
     for text in (short, long, longest):
@@ -47,7 +47,7 @@ def test_views_keep_to_80_columns_and_say_each_number(name):
     assert "MACs rise although parameters do not" in long
     assert all(layer.name in long.replace("\n", "") for layer in report.layers)
     assert all(skip.name in longest.replace("\n", "") for skip in report.skipped)
-    # No digit is lost at any width; names may lose their middle.
+    # No digit is lost at any width; names may be shortened.
     layers = tuple(replace(layer, name="layer", stage="stage") for layer in report.layers[-6:])
     for verbose in (0, 1):
         texts = [
@@ -83,7 +83,7 @@ def test_a_column_has_one_unit():
     assert "1.23 → 15,900,000.00" in text
 
 
-def test_colours_say_what_words_say():
+def test_colours_repeat_what_words_say():
     for colour, options in {"32": {}, "31": {"kernel_count": 40}}.items():
         report = report_of("test_convnext", **options)
         text = printed(report, force_terminal=True, color_system="standard")
@@ -92,24 +92,24 @@ def test_colours_say_what_words_say():
 
 
 @pytest.mark.parametrize(
-    ("size", "says"),
+    ("size", "warning"),
     [
         ("auto", "Even the smallest growth adds 164 % to the MACs; rules can skip layers"),
         (5, "Even the smallest growth adds 164 % to the MACs; rules can skip layers"),
         (7, "5.1 times the MACs; cheaper sizes: dcls-convert sweep"),
     ],
 )
-def test_a_costly_conversion_names_cheaper_sizes_only_where_there_are_any(size, says):
-    assert says in printed(report_of("resnet18", dilated_size=size)).splitlines()
+def test_a_costly_conversion_mentions_cheaper_sizes_only_if_there_are_any(size, warning):
+    assert warning in printed(report_of("resnet18", dilated_size=size)).splitlines()
 
 
-def test_the_growth_is_shown_where_kernels_have_several_sizes():
+def test_the_growth_is_shown_if_kernels_have_several_sizes():
     mixed = printed(report_of("mobilenetv3_small_050")).splitlines()
     assert mixed[1].startswith("10 elements in 5x5..7x7 (+2): timm:mobilenetv3_small_050")
     assert "(+" not in printed(report_of("convnext_tiny")).splitlines()[1]
 
 
-def test_the_count_of_each_stage_stands_in_its_row():
+def test_each_stage_shows_its_own_counts():
     report = report_of("convnext_tiny", dilated_size=17, scope="stage")
     report = replace(
         report, layers=(replace(report.layers[0], kernel_count=31), *report.layers[1:])
@@ -122,7 +122,7 @@ def test_the_count_of_each_stage_stands_in_its_row():
 
 
 def test_names_reach_the_terminal_as_text():
-    """Neither as markup of rich, nor as control characters."""
+    """They are neither read as rich markup, nor printed with control characters."""
     report = report_of("test_convnext")
     odd = replace(report.layers[0], stage="[red]s\x1b]0;title\x07", name="[bold]n\x9b")
     skipped = tuple(replace(skip, type="Conv\x1b[2J", reason="no\nway") for skip in report.skipped)
@@ -134,7 +134,7 @@ def test_names_reach_the_terminal_as_text():
     assert "\x1b" not in report_markdown(report)
 
 
-def test_missing_macs_are_said_and_not_made_up():
+def test_missing_macs_are_reported_as_missing():
     model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, groups=4))
     report = predict_report(plan_conversion(find_convs(model), dilated_size=5))
     assert (report.macs.before, report.macs.after) == (None, None)
@@ -147,7 +147,7 @@ def test_missing_macs_are_said_and_not_made_up():
 
 
 @pytest.mark.parametrize(("images", "percent"), [(1, ""), (9, ""), (16, " (100 %)")])
-def test_a_share_of_few_images_is_no_percentage(images, percent):
+def test_a_share_of_few_images_is_not_a_percentage(images, percent):
     outcome = Outcome(kernel_error=0.2, images=images, fitted_images=4 * images, same_top1=1.0)
     (_, *lines) = outcome_sentences(replace(report_of("test_convnext"), outcome=outcome))
     noun = "image" if images == 1 else "images"
@@ -157,7 +157,7 @@ def test_a_share_of_few_images_is_no_percentage(images, percent):
     )
 
 
-def test_crops_of_held_out_images_are_no_images():
+def test_crops_of_held_out_images_are_not_called_images():
     outcome = Outcome(kernel_error=0.2, images=10, images_cropped=2, output_error=0.1)
     lines = outcome_sentences(replace(report_of("test_convnext"), outcome=outcome))
     assert lines[-1].startswith("On 10 crops of 2 held-out images: relative error")
