@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from measuring import RESULTS, script_parser
 
-from dcls_convert.compare.arm_results import holm, measured_difference
+from dcls_convert.compare.arm_results import holm, summarize_difference
 
 RUNS = RESULTS / "glyphs.tar.gz"
 SEEDS = range(10)
@@ -49,7 +49,7 @@ def answers(archive: tarfile.TarFile, folder: str, name: str) -> "np.ndarray":
 def print_difference(
     archive: tarfile.TarFile, first: tuple[str, str], second: tuple[str, str]
 ) -> None:
-    difference = measured_difference(answers(archive, *first) - answers(archive, *second))
+    difference = summarize_difference(answers(archive, *first) - answers(archive, *second))
     by_seed = ", ".join(f"{value:+.1f}" for value in difference.by_seed)
     print(
         f"{' '.join(first)} less {' '.join(second)}: "

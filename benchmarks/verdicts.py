@@ -28,7 +28,7 @@ from dcls_convert.compare.arm_results import (
     Correction,
     Difference,
     holm,
-    measured_difference,
+    summarize_difference,
 )
 
 STORED = RESULTS / "verdicts.json"
@@ -98,7 +98,7 @@ def differences(right: Any, seeds: int, images: int) -> list[Difference]:
     part = right[:, :seeds, :images]
     measured = []
     for conversion in range(1, len(part)):
-        measured.append(measured_difference(part[conversion] - part[0]))
+        measured.append(summarize_difference(part[conversion] - part[0]))
     return measured
 
 

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 
 from .errors import CheckpointError, OutputExistsError
 from .processes import host_name, is_alive
-from .text import one_line, shown
+from .text import one_line, shortened
 
 # Flags of Linux's renameat2.
 RENAME_NOREPLACE = 1
@@ -36,15 +36,15 @@ PARTIAL_ENDING = re.compile(r"(?P<host>[A-Za-z0-9-]*)-(?P<pid>\d+)\.[0-9a-f]{8}\
 OLD = ".old"  # suffix of the old output inside the partial folder, without renameat2
 
 # Returns why an existing path must be kept; None if it may be replaced.
-WhyKeep = Callable[[Path], str | None]
+ReasonToKeep = Callable[[Path], str | None]
 
 
-def check_output(path: Path, *, force: bool, why_keep: WhyKeep) -> None:
+def check_output(path: Path, *, force: bool, reason_to_keep: ReasonToKeep) -> None:
     """Refuse (CheckpointError) an output that could not be written when the work is done.
 
     Args:
-        force: Accept a path that exists, if `why_keep` gives no reason to keep it.
-        why_keep: Returns why an existing path must be kept; None if it may be replaced.
+        force: Accept a path that exists, if `reason_to_keep` gives no reason to keep it.
+        reason_to_keep: Returns why an existing path must be kept; None if it may be replaced.
     """
     try:
         if path.name in ("", ".."):
@@ -54,7 +54,7 @@ def check_output(path: Path, *, force: bool, why_keep: WhyKeep) -> None:
         # For a name that is too long, `is_symlink` and `exists` raise OSError.
         if path.is_symlink() or path.exists():
             # Without `force`, do not look into folders: that may need slow imports.
-            reason = why_keep(path) if force or not path.is_dir() else None
+            reason = reason_to_keep(path) if force or not path.is_dir() else None
             if reason:
                 raise CheckpointError(
                     f"output {path} {reason}, so it is left as it is; name another"
@@ -67,16 +67,16 @@ def check_output(path: Path, *, force: bool, why_keep: WhyKeep) -> None:
         if not os.access(parent, os.W_OK | os.X_OK):
             raise CheckpointError(f"output {path}: no permission to write in {parent}")
     except OSError as error:
-        raise CheckpointError(f"output {shown(path)}: {error.strerror}") from error
+        raise CheckpointError(f"output {shortened(path)}: {error.strerror}") from error
 
 
 @contextlib.contextmanager
-def new_folder(folder: Path, *, force: bool, why_keep: WhyKeep) -> Iterator[Path]:
+def new_folder(folder: Path, *, force: bool, reason_to_keep: ReasonToKeep) -> Iterator[Path]:
     """Yield a folder to fill; it gets its final name when the block ends without an error.
 
     Until then, an existing folder keeps the name.
     """
-    with _partial(folder, force, why_keep) as new:
+    with _partial(folder, force, reason_to_keep) as new:
         new.mkdir()
         yield new
 
@@ -87,10 +87,10 @@ def new_file(path: Path, *, force: bool) -> contextlib.AbstractContextManager[Pa
     The file gets its final name when the block ends without an error. Other files that the block
     writes beside it are published before it.
     """
-    return _partial(path, force, why_not_a_file)
+    return _partial(path, force, reason_not_a_file)
 
 
-def why_not_a_file(path: Path) -> str | None:
+def reason_not_a_file(path: Path) -> str | None:
     """Return why a path must not be replaced by a file; None for a regular file."""
     if path.is_symlink():
         return "is a link"
@@ -131,13 +131,13 @@ def _may_be_in_use(partial: Path, host: str, pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def _partial(output: Path, force: bool, why_keep: WhyKeep) -> Iterator[Path]:
+def _partial(output: Path, force: bool, reason_to_keep: ReasonToKeep) -> Iterator[Path]:
     """Yield a path in a partial folder beside the output.
 
     Everything in the folder is published when the block ends without an error.
     """
     clean_up(output)
-    check_output(output, force=force, why_keep=why_keep)
+    check_output(output, force=force, reason_to_keep=reason_to_keep)
     partial = _new_partial(output)
     try:
         try:
@@ -145,13 +145,13 @@ def _partial(output: Path, force: bool, why_keep: WhyKeep) -> Iterator[Path]:
             yield partial / output.name
             # The output itself is published last.
             for entry in sorted(partial.iterdir(), key=lambda entry: entry.name == output.name):
-                _publish(entry, output.with_name(entry.name), force, why_keep)
+                _publish(entry, output.with_name(entry.name), force, reason_to_keep)
         except (OSError, SafetensorError) as error:
             state = "nothing was left there"
             if os.path.lexists(output):
                 state = "the existing one is intact"
             raise CheckpointError(
-                f"output {shown(output, 200)} cannot be written: {one_line(error)}; {state}"
+                f"output {shortened(output, 200)} cannot be written: {one_line(error)}; {state}"
             ) from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -160,12 +160,12 @@ def _partial(output: Path, force: bool, why_keep: WhyKeep) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _publish(new: Path, output: Path, force: bool, why_keep: WhyKeep) -> None:
+def _publish(new: Path, output: Path, force: bool, reason_to_keep: ReasonToKeep) -> None:
     """Give a new file or folder its final name.
 
     With `force`, an existing file or folder keeps the name until then.
     """
-    check_output(output, force=force, why_keep=why_keep)
+    check_output(output, force=force, reason_to_keep=reason_to_keep)
     replaces = force and os.path.lexists(output)
     flag = RENAME_EXCHANGE if replaces else RENAME_NOREPLACE
     try:
@@ -174,7 +174,7 @@ def _publish(new: Path, output: Path, force: bool, why_keep: WhyKeep) -> None:
         elif not _renameat2(new, output, flag):
             _publish_without_renameat2(new, output, replaces)
     except FileExistsError:  # the output appeared after the check, so check again
-        _publish(new, output, force, why_keep)
+        _publish(new, output, force, reason_to_keep)
 
 
 def _publish_without_renameat2(new: Path, output: Path, replaces: bool) -> None:

@@ -40,7 +40,7 @@ def _are_ordinary(tensors: Sequence[Tensor]) -> bool:
     )
 
 
-def on_cpu(tensor: Tensor) -> bool:
+def uses_cpu_implementation(tensor: Tensor) -> bool:
     """True if the CPU implementations should be used.
 
     This is a separate function so that tests can patch it, to run the GPU code on a CPU.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .errors import DclsConvertError
 from .input_files import image_paths
-from .networks.running import quietly
+from .networks.running import suppress_output
 from .progress import Note
 from .text import one_line
 
@@ -24,7 +24,7 @@ CROP_SHARE = 0.75  # side of a crop, as a share of the image's side
 # Formats that are read, whatever a file's suffix. Pillow reads more, but it executes PostScript.
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "PPM", "GIF")
 # Exceptions that Pillow raises for files that it cannot read.
-UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
+READ_ERRORS = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +120,7 @@ def read_pixels(
         path = paths[index * len(paths) // count]
         try:
             images[path] = to_pixels(open_image(path, size), size)
-        except UNREADABLE as error:
+        except READ_ERRORS as error:
             note(f"skipped {path}: {one_line(error)[:200]}")
     return images
 
@@ -140,7 +140,10 @@ def check_image_size(size: Sequence[int] | None) -> Sequence[int]:
 
 def open_image(path: Path, size: Sequence[int]) -> Image.Image:
     """Open an image upright, in 8-bit colour or grey according to the channels of the size."""
-    with quietly(), Image.open(path, formats=FORMATS) as image:  # Pillow warns of odd metadata
+    with (
+        suppress_output(),
+        Image.open(path, formats=FORMATS) as image,
+    ):  # Pillow warns of odd metadata
         has_16_bits = _has_16_bits(image)  # transposing would lose `format`
         check_white_level(image)
         upright = ImageOps.exif_transpose(image)

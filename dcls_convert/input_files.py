@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .errors import CheckpointError, DclsConvertError
-from .text import shown
+from .text import shortened
 
 SHIPPED_RULES = Path(__file__).parent / "rules"  # if installed from a wheel
 CHECKOUT_RULES = Path(__file__).parents[1] / "rules"
@@ -62,7 +62,7 @@ def check_file(path: Path, what: str = "checkpoint") -> None:
         if not path.is_file():
             url = URL.fullmatch(path.as_posix())
             if url is not None:
-                address = shown(f"{url[1]}://{url[2]}", 200)
+                address = shortened(f"{url[1]}://{url[2]}", 200)
                 message = f"{address}: download it first; URLs are not read"
                 raise CheckpointError(_with_prefix(what, message))
             problem = "there is no such file"
@@ -72,7 +72,7 @@ def check_file(path: Path, what: str = "checkpoint") -> None:
                 problem = "is a broken link"
             raise CheckpointError(_with_prefix(what, f"{path}: {problem}"))
     except OSError as error:
-        raise CheckpointError(_with_prefix(what, f"{shown(path)}: {error.strerror}")) from error
+        raise CheckpointError(_with_prefix(what, f"{shortened(path)}: {error.strerror}")) from error
 
 
 def _with_prefix(what: str, message: str) -> str:
@@ -83,7 +83,7 @@ def _with_prefix(what: str, message: str) -> str:
 def check_folder(path: Path) -> Path:
     """Return the path if it is a folder, else raise CheckpointError."""
     if not path.is_dir():
-        raise CheckpointError(f"{shown(path, 200)}: is not a folder")
+        raise CheckpointError(f"{shortened(path, 200)}: is not a folder")
     return path
 
 
@@ -96,10 +96,10 @@ def check_images(folder: Path, what: str = "calibration images") -> None:
         problem = "there is no such folder"
         if folder.exists():
             problem = "is not a folder"
-        raise DclsConvertError(f"{what} {shown(folder)}: {problem}")
+        raise DclsConvertError(f"{what} {shortened(folder)}: {problem}")
     if not any(image_paths(folder)):
         raise DclsConvertError(
-            f"{what} {shown(folder)}: no files there end in {', '.join(IMAGE_SUFFIXES)}"
+            f"{what} {shortened(folder)}: no files there end in {', '.join(IMAGE_SUFFIXES)}"
         )
 
 

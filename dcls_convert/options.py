@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast, get_args
 
 from .errors import PlanError
-from .text import did_you_mean, enumerated, shown
+from .text import did_you_mean, join_with_and, shortened
 
 if TYPE_CHECKING:
     from .planning.known_counts import LayerCounts  # which imports torch
@@ -64,7 +64,7 @@ TIMING_SECONDS = 60  # for all rows together
 OPSETS = range(7, 26)  # of ONNX, which torch 2.14 and onnxscript 0.7 write
 DEFAULT_OPSET = 20  # torch 2.14's own
 SEPARATED_BY_COMMAS = ("mean", "std")  # on the command line; other lists are sizes, 17x9
-MIRRORED = 0.5  # share of training images that are mirrored; timm's default
+MIRRORED_SHARE = 0.5  # share of training images that are mirrored; timm's default
 POSITION_LR_SCALE = 5.0  # paper, section 3 "Positions learning rate scaling"
 DEFAULT_BUDGET = 100.0  # percent of the replaced weights; the paper keeps the parameter count
 # Bounds of a budget. They keep its exact fraction short: that of 1e-999999 would fill the memory.
@@ -253,7 +253,7 @@ class PlanOptions:
             for other, reason in argument_of(option).overridden_by.items():
                 if option.name in stated and other in stated:
                     overridden = map(display_name, self._all_overridden_by(other))
-                    names = enumerated(list(overridden))
+                    names = join_with_and(list(overridden))
                     return f"{display_name(other)} {reason}, so {names} would have no effect"
         return None
 
@@ -281,7 +281,7 @@ def check_even(growth: str) -> None:
     raise ValueError(f"growth {growth} must be even, or the output would shift; use {allowed}")
 
 
-def plan_parameters(record: type[PlanOptions]) -> list[inspect.Parameter]:
+def signature_parameters(record: type[PlanOptions]) -> list[inspect.Parameter]:
     """Return the fields of a record of options as parameters of a function."""
     parameters = []
     for option in fields(record):
@@ -296,7 +296,7 @@ def plan_parameters(record: type[PlanOptions]) -> list[inspect.Parameter]:
     return parameters
 
 
-PLAN_PARAMETERS = plan_parameters(PlanOptions)
+PLAN_PARAMETERS = signature_parameters(PlanOptions)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -330,6 +330,6 @@ def parse_percent(text: str | float | int) -> Fraction:
         percent = Decimal("nan")
     if not percent.is_finite() or not MIN_PERCENT <= percent <= MAX_PERCENT:
         raise PlanError(
-            f"budget {shown(text)!r} must be a percentage from {MIN_PERCENT} to {MAX_PERCENT}"
+            f"budget {shortened(text)!r} must be a percentage from {MIN_PERCENT} to {MAX_PERCENT}"
         )
     return Fraction(percent) / 100

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from .errors import DclsConvertError
-from .text import shown
+from .text import shortened
 
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 PLOT_LIBRARY = "matplotlib"  # in the extra `plot`
@@ -17,7 +17,7 @@ def check_picture(path: Path, what: str) -> None:
     """Refuse (DclsConvertError) an unsupported suffix, or any picture without matplotlib."""
     if path.suffix.lower() not in PICTURE_SUFFIXES:
         raise DclsConvertError(
-            f"{what} {shown(path, 200)} must end in {', '.join(PICTURE_SUFFIXES)}"
+            f"{what} {shortened(path, 200)} must end in {', '.join(PICTURE_SUFFIXES)}"
         )
     if not can_plot():
         raise DclsConvertError(f"{what} needs {PLOT_LIBRARY}: pip install {PLOT_LIBRARY}")

@@ -11,9 +11,9 @@ from typing import Protocol
 from rich import progress
 from rich.console import Console
 
-from .text import printable, shown
+from .text import printable, shortened
 
-LOG = logging.getLogger("dcls_convert")  # logs each decision, at DEBUG
+logger = logging.getLogger("dcls_convert")  # logs each decision, at DEBUG
 SECONDS_UNSEEN = 2.0  # calls from Python that take less show no progress
 BAR_WIDTH = 16  # columns
 MIN_TEXT_WIDTH = 20  # columns
@@ -63,9 +63,9 @@ def show_progress(
     console = Console(stderr=True, highlight=False, force_jupyter=False)
     display: _Bar | _Lines
     if _is_stderr_a_terminal() and not console.is_dumb_terminal:
-        display = _Bar(shown(name), console, redirect)
+        display = _Bar(shortened(name), console, redirect)
     else:
-        display = _Lines(shown(name), every, line)
+        display = _Lines(shortened(name), every, line)
     timer = threading.Timer(wait, display.start)
     timer.daemon = True
     if wait:
@@ -81,7 +81,9 @@ def show_progress(
         display.stop()
 
 
-def show_to_python(name: str, progress: bool | None) -> contextlib.AbstractContextManager[Notify]:
+def show_progress_in_python(
+    name: str, progress: bool | None
+) -> contextlib.AbstractContextManager[Notify]:
     """Show progress of a call from Python, if it takes more than SECONDS_UNSEEN.
 
     Args:
@@ -146,7 +148,7 @@ class _Bar(progress.Progress):
         known_total = total or None
         if known_total != self.tasks[0].total:
             self._begin(known_total)
-        description = shown(f"{self._name}: {text}", self._text_width)
+        description = shortened(f"{self._name}: {text}", self._text_width)
         self.update(self.tasks[0].id, description=description, completed=done)
 
 

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, PlainSerializer, PlainValidator, TypeAdapter, V
 
 from .errors import CheckpointError
 from .input_files import read_bytes
-from .text import one_line, shown
+from .text import one_line, shortened
 
 # pydantic's settings for records: values must have exactly the stated types, and unknown fields are
 # errors.
@@ -80,7 +80,7 @@ class Record:
         are_numbers = isinstance(known_format, int) and isinstance(stated_format, int)
         if are_numbers and stated_format > known_format:
             raise CheckpointError(
-                f"{where}: has format {shown(stated_format, 20)}, "
+                f"{where}: has format {shortened(stated_format, 20)}, "
                 f"but this dcls-convert reads format {known_format} at most; "
                 "upgrade it: pip install --upgrade dcls-convert"
             )
@@ -88,10 +88,10 @@ class Record:
             record: Self = adapter(cls).validate_json(text)  # type: ignore[arg-type]
         except ValidationError as error:
             problem = error.errors()[0]
-            message = shown(problem["msg"], 200)
+            message = shortened(problem["msg"], 200)
             place = ".".join(map(str, problem["loc"]))
             if place:
-                message = f"{shown(place)}: {message}"
+                message = f"{shortened(place)}: {message}"
             raise CheckpointError(f"{where}: {message}") from None  # without pydantic's lines
         return record
 
@@ -131,7 +131,7 @@ def read_json(path: Path, where: str) -> dict[str, object]:
             reason = str(error.strerror)
         raise CheckpointError(f"{where}: cannot be read: {reason}") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: is not JSON: {shown(error, 200)}") from None
+        raise CheckpointError(f"{where}: is not JSON: {shortened(error, 200)}") from None
     if not isinstance(data, dict):
         raise CheckpointError(f"{where}: is a {type(data).__name__}, not an object")
     return data

@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.text import Text
 
-from .text import printable, shown
+from .text import printable, shortened
 
 # Terminal columns, including the gap after a name. Names are not shortened further than this. If
 # the table is still too wide, numbers wrap.
@@ -118,9 +118,9 @@ class Table(Generic[Row]):
     def _longest_name(self, limit: int) -> int:
         """Return the width of the longest name or of the heading, each shortened to `limit`."""
         names = self.columns[0]
-        longest = cell_len(shown(names.heading, limit))
+        longest = cell_len(shortened(names.heading, limit))
         for row in self._all_rows():
-            longest = max(longest, cell_len(shown(names.text(row), limit)))
+            longest = max(longest, cell_len(shortened(names.text(row), limit)))
         return longest
 
     def _rich_table(self, name_width: int) -> table.Table:
@@ -144,7 +144,7 @@ class Table(Generic[Row]):
         for index, (cells, style) in enumerate(zip(texts, styles, strict=True), start=1):
             name, *others = cells
             rich_table.add_row(
-                Text(shown(name, name_width)),
+                Text(shortened(name, name_width)),
                 *map(Text, others),
                 style=style,
                 end_section=index == len(self.rows),  # a line above the totals

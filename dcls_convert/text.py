@@ -34,7 +34,7 @@ def printable(text: object, keep: str = "") -> str:
     return "".join(safe)
 
 
-def shown(text: object, limit: int = 60) -> str:
+def shortened(text: object, limit: int = 60) -> str:
     """Return printable text for a message or table, at most `limit` terminal columns wide.
 
     The middle of a longer text is replaced by dots.
@@ -56,10 +56,10 @@ def shown(text: object, limit: int = 60) -> str:
     return f"{start}{'...'[:limit]}{end}"
 
 
-def listed(names: Iterable[object], max_names: int = 3) -> str:
+def short_list(names: Iterable[object], max_names: int = 3) -> str:
     """Return "a, b, c and 4 more", or "nothing" if there are no names."""
     names = list(names)
-    text = ", ".join(shown(name, 120) for name in names[:max_names]) or "nothing"
+    text = ", ".join(shortened(name, 120) for name in names[:max_names]) or "nothing"
     if len(names) > max_names:
         text += f" and {len(names) - max_names} more"
     return text
@@ -72,7 +72,7 @@ def one_line(error: BaseException) -> str:
     return printable(message)
 
 
-def span(values: Iterable[Any], text: Callable[[Any], str] = str) -> str:
+def range_text(values: Iterable[Any], text: Callable[[Any], str] = str) -> str:
     """Return the smallest and the largest value as text: "29..40".
 
     If both are the same, the text is that value alone; without values, it is empty.
@@ -87,14 +87,14 @@ def span(values: Iterable[Any], text: Callable[[Any], str] = str) -> str:
     return f"{least}..{greatest}"
 
 
-def counted(count: int, noun: str) -> str:
+def count_text(count: int, noun: str) -> str:
     """Return a count with its noun: 1 and "layer" -> "1 layer"; 1200 -> "1,200 layers"."""
     if count == 1:
         return f"{count:,} {noun}"
     return f"{count:,} {noun}s"
 
 
-def enumerated(names: Sequence[str]) -> str:
+def join_with_and(names: Sequence[str]) -> str:
     """Return "a, b and c"."""
     *first, last = names
     if not first:

@@ -250,10 +250,10 @@ def main() -> None:
         )
         from dcls_convert.tuning.distributed import accelerator_for
         from dcls_convert.tuning.training import Training
-        from dcls_convert.tuning.training_state import STATE
+        from dcls_convert.tuning.training_state import STATE_FILE
 
         accelerator = accelerator_for(mixed_precision=args.mixed_precision)
-        if (args.output / STATE).exists() and not args.resume:
+        if (args.output / STATE_FILE).exists() and not args.resume:
             raise DclsConvertError(
                 f"{args.output}: holds a run already; --resume continues it, --output names another"
             )

@@ -39,7 +39,7 @@ class RefuseOperations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class NewMemory(TorchDispatchMode):
+class AllocatedMemory(TorchDispatchMode):
     """Record all memory that operations allocate, other than that of the `given` tensors."""
 
     def __init__(self, given=()):

@@ -27,7 +27,9 @@ from .checkpoints.folders import convert
 def folder_writer(text):
     """Return a function that writes a new folder, with a file that holds the text."""
     return _writer(
-        text, "file", lambda path, force: new_folder(path, force=force, why_keep=lambda _: None)
+        text,
+        "file",
+        lambda path, force: new_folder(path, force=force, reason_to_keep=lambda _: None),
     )
 
 

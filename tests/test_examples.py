@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import dcls_convert
-from dcls_convert.checkpoints.verify import check_model_here, verify_folder
+from dcls_convert.checkpoints.verify import check_model_in_this_process, verify_folder
 from dcls_convert.tuning import read_track
 
 from .image_folder import write_images
@@ -85,7 +85,7 @@ def test_a_folder_of_images(finetune, images, capsys):
     assert [len(history["loss"]), len(history["accuracy"])] == [8, 2]
     assert [record.step for record in read_track(run / "positions.jsonl")] == [1, 2]
     assert (run / "training.png").read_bytes().startswith(b"\x89PNG")
-    assert verify_folder(run / "best", check_model=check_model_here).ok
+    assert verify_folder(run / "best", check_model=check_model_in_this_process).ok
     finetune(run / "best", *options, "--epochs", "1", "--output", "again")
     assert timm.create_model("local-dir:again/best", pretrained=True).num_classes == 2
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from dcls_convert.cli.app import EXAMPLES, app
 from dcls_convert.cli.arguments import Command, CommandGroup, typer_annotations
-from dcls_convert.options import Argument, PlanOptions, argument_of, plan_parameters
+from dcls_convert.options import Argument, PlanOptions, argument_of, signature_parameters
 
 # A command: one file in cli/, and its entry in the table of the app.
 
@@ -60,7 +60,7 @@ def run(*arguments):
 
     annotations = typer_annotations(WiderOptions)
     parameters = []
-    for parameter in plan_parameters(WiderOptions):
+    for parameter in signature_parameters(WiderOptions):
         parameters.append(parameter.replace(annotation=annotations[parameter.name]))
     plan.__signature__ = inspect.Signature(parameters)
     plan.__annotations__ = annotations

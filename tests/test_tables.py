@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from dcls_convert.tables import MIN_NAME_WIDTH, Column, Table
-from dcls_convert.text import printable, shown
+from dcls_convert.text import printable, shortened
 
 from .conftest import many_examples
 
@@ -36,7 +36,7 @@ def printed(table, width):
 @given(TEXTS, st.integers(0, 60))
 @example("路" * 40, 20)
 def test_what_is_shown_fits_and_keeps_both_ends(name, limit):
-    text = shown(name, limit)
+    text = shortened(name, limit)
     assert text.isprintable()
     assert cell_len(text) <= limit
     if len(name) <= limit and cell_len(printable(name)) <= limit:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..networks.model_outputs import tensors_in
-from ..networks.running import evaluating, full_precision, image_dtype, seeded
+from ..networks.running import eval_mode, full_precision, image_dtype, seeded
 from ..options import MAX_PIXELS
 from ..records import STRICT, Record
 from ..text import one_line
@@ -98,7 +98,7 @@ def _run(model: nn.Module, image: Tensor) -> Any:
     # If the caller turns warnings into errors, one from the model would change the fingerprint.
     with (
         warnings.catch_warnings(action="ignore"),
-        evaluating(model),
+        eval_mode(model),
         full_precision(),
         seeded(FINGERPRINT_SEED),
     ):
@@ -106,7 +106,7 @@ def _run(model: nn.Module, image: Tensor) -> Any:
         return functional_call(model, buffers, (image,))
 
 
-def deviation(current: Fingerprint, stored: Fingerprint) -> float:
+def fingerprint_deviation(current: Fingerprint, stored: Fingerprint) -> float:
     """Return the largest difference between two fingerprints, relative to the stored output's norm.
 
     Return infinity if the outputs differ in number or shape, or in which values are finite.
@@ -122,7 +122,7 @@ def deviation(current: Fingerprint, stored: Fingerprint) -> float:
 
 
 def _output_deviation(current: OutputFingerprint, stored: OutputFingerprint) -> float:
-    """Return the same as `deviation`, for one output."""
+    """Return the same as `fingerprint_deviation`, for one output."""
     if current.shape != stored.shape:
         return math.inf
     largest = 0.0

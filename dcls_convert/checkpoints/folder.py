@@ -23,7 +23,7 @@ from ..networks.weights_files import load_safetensors, open_safetensors
 from ..pipeline.provenance import Provenance
 from ..planning.plan import ConversionPlan
 from ..records import read_json
-from ..text import shown
+from ..text import shortened
 from .stamp import METADATA_KEY, PROVENANCE, Stamp, config_hash, entry_of, read_stamp
 
 WEIGHTS = "model.safetensors"
@@ -146,7 +146,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     path = check_folder(folder) / CONFIG
     if not path.exists() and not (folder / WEIGHTS).exists():
         raise CheckpointError(
-            f"{shown(folder, 200)}: is not a checkpoint; it has neither {CONFIG} nor {WEIGHTS}"
+            f"{shortened(folder, 200)}: is not a checkpoint; it has neither {CONFIG} nor {WEIGHTS}"
         )
     config = read_json(path, str(path))
     architecture = config.get("architecture")
@@ -216,7 +216,7 @@ def read_tensors(path: Path, names: Container[str] | None = None) -> Iterator[tu
                 yield name, file.get_tensor(name)
 
 
-def why_not_a_checkpoint(path: Path) -> str | None:
+def reason_not_a_checkpoint(path: Path) -> str | None:
     """Say why a path is not a checkpoint folder and must not be replaced; None if it is one.
 
     An empty folder may be replaced, too.
@@ -229,7 +229,7 @@ def why_not_a_checkpoint(path: Path) -> str | None:
     for entry in entries:
         is_known = entry.name in (*FILES, PAGE, PICTURE)
         if not is_known or entry.is_symlink() or not entry.is_file():
-            return f"holds {shown(entry.name)!r}, which does not belong to a checkpoint"
+            return f"holds {shortened(entry.name)!r}, which does not belong to a checkpoint"
     if not entries or _was_written_by_dcls_convert(path):
         return None
     return "was not written by dcls-convert"

@@ -12,7 +12,7 @@ from ..errors import CheckpointError, PlanError
 from ..networks.pretrained_cfg import set_origin_
 from ..networks.running import unchanged_on_failure
 from ..networks.source import ModelSource
-from ..networks.weights import build_with_state, load_weights_
+from ..networks.weights import build_and_load, load_weights_
 from ..pipeline.provenance import attach_provenance_
 from ..planning.plan import ConversionPlan
 from ..surgery.place import place_layers_
@@ -68,7 +68,7 @@ def build_from_checkpoint(checkpoint: Checkpoint, source: ModelSource) -> nn.Mod
         CheckpointError: As for `load_converted`.
     """
     plan = checkpoint.plan
-    model, _ = build_with_state(
+    model, _ = build_and_load(
         source,
         checkpoint.read_state(),
         str(checkpoint.weights_path),

@@ -18,7 +18,7 @@ from ..networks.find_convs import find_convs
 from ..networks.registries import REGISTRIES, TIMM_ARCHITECTURE
 from ..networks.source import ModelSource
 from ..networks.tensors_hash import tensors_hash
-from ..networks.weights import alias_names, check_weights, misfits
+from ..networks.weights import alias_names, check_weights, describe_misfits
 from ..pipeline.in_memory import convert_
 from ..pipeline.provenance import Provenance, provenance_of
 from ..planning.plan import ConversionPlan
@@ -35,7 +35,7 @@ from .folder import (
     REPORT,
     WEIGHTS,
     open_checkpoint,
-    why_not_a_checkpoint,
+    reason_not_a_checkpoint,
 )
 from .load import place_stored_plan_
 from .loading_code import loading_code
@@ -114,7 +114,7 @@ def save_converted(
             provenance=provenance,
         ),
     }
-    with new_folder(folder, force=force, why_keep=why_not_a_checkpoint) as partial:
+    with new_folder(folder, force=force, reason_to_keep=reason_not_a_checkpoint) as partial:
         write_checkpoint_files(
             model,
             plan,
@@ -146,7 +146,7 @@ def convert_and_save_(
         DclsConvertError: As for `convert_` and `save_converted`.
     """
     folder = Path(folder)
-    check_output(folder, force=force, why_keep=why_not_a_checkpoint)
+    check_output(folder, force=force, reason_to_keep=reason_not_a_checkpoint)
     report = convert_(model, **options)
     save_converted(model, report.plan, folder, report=report, force=force)
     return report
@@ -194,7 +194,7 @@ def _problems(
         if meta is None:
             meta = build_model(source, device="meta")
         place_stored_plan_(meta, plan)
-        yield from misfits(meta, state)
+        yield from describe_misfits(meta, state)
 
 
 def _layer_problems(modules: Mapping[str, nn.Module], plan: ConversionPlan) -> Iterator[str]:
@@ -293,7 +293,7 @@ def save_trained(model: nn.Module, plan: ConversionPlan | str | Path | None, fol
     if plan is not None:
         save_converted(model, plan, folder, force=True)
         return
-    with new_folder(folder, force=True, why_keep=lambda _: None) as partial:
+    with new_folder(folder, force=True, reason_to_keep=lambda _: None) as partial:
         if getattr(model, "pretrained_cfg", None):
             save_for_hf(model, str(partial), safe_serialization=True)
         else:

@@ -20,7 +20,7 @@ from ..networks.trust import MAX_ARGUMENT, UNBOUNDED_ARGUMENTS, check_source
 from ..networks.weights import alias_names
 from ..planning.plan import ConversionPlan
 from ..surgery.apply_plan import apply_plan_
-from ..text import listed
+from ..text import short_list
 from .folder import CONFIG, PLAN_KEY, WEIGHTS, Checkpoint, open_checkpoint
 from .load import place_stored_plan_
 from .stamp import read_stamp
@@ -247,7 +247,7 @@ def _complete_state(
             missing.append(name)
     if missing:
         raise CheckpointError(
-            f"{WEIGHTS}: lacks {listed(missing, 1)} of the model that {CONFIG} describes"
+            f"{WEIGHTS}: lacks {short_list(missing, 1)} of the model that {CONFIG} describes"
         )
     return complete
 

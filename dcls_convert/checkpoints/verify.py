@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from ..errors import DclsConvertError
 from ..input_files import check_folder
-from ..networks.weights import build_with_state, describe_non_finite
+from ..networks.weights import build_and_load, describe_non_finite
 from ..networks.weights_files import load_safetensors
 from ..planning.plan import ConversionPlan
 from ..progress import Notify, silent
 from ..records import Record, adapter
-from ..text import counted, one_line, shown
-from .fingerprint import TOLERANCES, deviation, take_fingerprint
+from ..text import count_text, one_line, shortened
+from .fingerprint import TOLERANCES, fingerprint_deviation, take_fingerprint
 from .folder import CONFIG, WEIGHTS, Checkpoint, open_checkpoint
 from .inspection import position_sets
 from .load import place_stored_plan_
@@ -169,7 +169,7 @@ def _check_as_written(
         checks.fail(WEIGHTS, problem)
     if len(checks) == before:
         checks.succeed(CONFIG, "as written")
-        checks.succeed(WEIGHTS, f"{counted(len(state), 'tensor')}, as written")
+        checks.succeed(WEIGHTS, f"{count_text(len(state), 'tensor')}, as written")
 
 
 def _not_finite_values(state: Mapping[str, Tensor]) -> Iterator[str]:
@@ -192,14 +192,14 @@ def _check_positions(checks: Checks, plan: ConversionPlan, state: Mapping[str, T
             problems += position_set.out_of_range(state)
     success = "none"
     if sets:
-        success = f"{counted(len(sets), 'tensor')}, all inside the window"
+        success = f"{count_text(len(sets), 'tensor')}, all inside the window"
     checks.add("positions", problems, success)
 
 
 def check_model_in_fresh_process(
     folder: Path, trust_code: bool, *, seconds: float = REBUILD_SECONDS
 ) -> list[Check]:
-    """Run `check_model_here` in a new Python process, which may run the user's own code.
+    """Run `check_model_in_this_process` in a new Python process, which may run the user's own code.
 
     The process has the import path of this one.
     """
@@ -234,17 +234,17 @@ def _describe_end(code: int, stderr: str) -> str:
         end = f"was ended by signal {-code}"
     lines = stderr.strip().splitlines()
     last_line = lines[-1] if lines else "it printed no error"
-    return f"{end}: {shown(last_line, 300)}"
+    return f"{end}: {shortened(last_line, 300)}"
 
 
 def main(folder: str, trust_code: str, result: str) -> None:
     """Check the model and write the checks to a file; what the model prints goes to stderr."""
     with redirect_stdout(sys.stderr):
-        checks = check_model_here(Path(folder), trust_code == "True")
+        checks = check_model_in_this_process(Path(folder), trust_code == "True")
     Path(result).write_bytes(adapter(list[Check]).dump_json(checks))
 
 
-def check_model_here(folder: Path, trust_code: bool) -> list[Check]:
+def check_model_in_this_process(folder: Path, trust_code: bool) -> list[Check]:
     """Build the model of a readable folder, and check names, shapes and outputs.
 
     It is not checked here whether the weights belong to the config: `verify_folder` has done so,
@@ -263,12 +263,12 @@ def check_model_here(folder: Path, trust_code: bool) -> list[Check]:
         _set_precision_(model, state)
 
     built = checks.attempt(
-        path, lambda: build_with_state(source, state, str(path), prepare_=prepare_), "model"
+        path, lambda: build_and_load(source, state, str(path), prepare_=prepare_), "model"
     )
     if built is None:
         return checks
     model, _ = built
-    checks.succeed("model", f"{shown(source.name)} rebuilt; all {len(state)} tensors fit")
+    checks.succeed("model", f"{shortened(source.name)} rebuilt; all {len(state)} tensors fit")
     _check_outputs(checks, model, checkpoint, stamp)
     return checks
 
@@ -299,7 +299,7 @@ def _check_outputs(
     if current.outputs is None:
         checks.fail("outputs", f"the model does not run: {current.reason}")
         return
-    difference = deviation(current, stored)
+    difference = fingerprint_deviation(current, stored)
     tolerance = TOLERANCES[stored.dtype]
     comparison = f"difference {difference:.1e}, tolerance {tolerance:g} in {stored.dtype}"
     if difference > tolerance:

@@ -14,7 +14,7 @@ import typer
 
 from .. import __version__
 from ..errors import DclsConvertError, is_out_of_memory
-from ..text import one_line, shown
+from ..text import one_line, shortened
 from . import console
 from .arguments import Command, CommandGroup
 from .compare import compare
@@ -181,7 +181,7 @@ def _run(arguments: list[str]) -> tuple[int, str | None]:
     except OSError as error:  # full disk, missing permission, invalid file name
         reason = error.strerror or one_line(error)
         if error.filename:
-            reason = f"'{shown(error.filename)}': {reason}"
+            reason = f"'{shortened(error.filename)}': {reason}"
         return EXIT_MISTAKE, reason
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name in NETWORK_LIBRARIES:

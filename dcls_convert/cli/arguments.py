@@ -28,7 +28,7 @@ from ..options import (
     option_name,
 )
 from ..pipeline.request import ConversionRequest
-from ..text import shown
+from ..text import shortened
 from .completion import complete_files, complete_models, complete_rules
 
 # Groups of options in --help; options.py has WHAT_TO_CONVERT and HOW_MANY_ELEMENTS.
@@ -95,7 +95,7 @@ def number_parser(
             value = kind(number_text)
             if minimum <= value <= maximum:
                 return value
-        raise typer.BadParameter(f"'{shown(text)}' is not {allowed}")
+        raise typer.BadParameter(f"'{shortened(text)}' is not {allowed}")
 
     return parse
 
@@ -117,7 +117,7 @@ def _parse_sides(text: str, allowed_counts: range, expected: str) -> tuple[int, 
     if re.fullmatch(r"[0-9]{1,4}([xX][0-9]{1,4})*", text):
         sides = tuple(int(side) for side in re.split("[xX]", text))
     if len(sides) not in allowed_counts or 0 in sides:
-        raise typer.BadParameter(f"'{shown(text)}' is not {expected}")
+        raise typer.BadParameter(f"'{shortened(text)}' is not {expected}")
     return sides
 
 
@@ -158,7 +158,7 @@ def parse_numbers(text: str) -> tuple[float, ...]:
     """Parse "0.5,0.4,0.3" into (0.5, 0.4, 0.3)."""
     if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?(,[0-9]{1,9}(\.[0-9]{1,9})?)*", text):
         raise typer.BadParameter(
-            f"'{shown(text)}' is not a list of numbers such as 0.485,0.456,0.406"
+            f"'{shortened(text)}' is not a list of numbers such as 0.485,0.456,0.406"
         )
     return tuple(map(float, text.split(",")))
 

@@ -13,7 +13,7 @@ import typer
 from ..atomic_output import new_file
 from ..errors import DclsConvertError
 from ..options import (
-    MIRRORED,
+    MIRRORED_SHARE,
     POSITION_LR_SCALE,
     POSITIONS,
     WHAT_TO_CONVERT,
@@ -22,7 +22,7 @@ from ..options import (
 )
 from ..pipeline.request import ConversionRequest
 from ..progress import silent
-from ..text import shown
+from ..text import shortened
 from . import console
 from .arguments import (
     OUTPUT,
@@ -74,7 +74,7 @@ ONLY_HELP = "Part I of N of the runs, for job arrays; the other parts use the sa
 def _parse_starts(text: str) -> list[Positions]:
     starts = text.split(",")
     if not set(starts) <= set(POSITIONS):
-        raise typer.BadParameter(f"'{shown(text)}' is not some of {', '.join(POSITIONS)}")
+        raise typer.BadParameter(f"'{shortened(text)}' is not some of {', '.join(POSITIONS)}")
     return list(dict.fromkeys(starts))  # type: ignore[arg-type]
 
 
@@ -84,7 +84,7 @@ def _parse_part(text: str) -> tuple[int, int]:
     if match:
         part, parts = (int(match[1]), int(match[2]))
     if not 1 <= part <= parts:
-        raise typer.BadParameter(f"'{shown(text)}' is not a part such as 3/12")
+        raise typer.BadParameter(f"'{shortened(text)}' is not a part such as 3/12")
     return part, parts
 
 
@@ -103,14 +103,14 @@ RUNS_FOLDER = option(
     metavar="FOLDER",
     show_default="./MODEL-comparison",
 )
-MIRRORED_SHARE = number(
+HFLIP_OPTION = number(
     float,
     0,
     1,
     TRAINING,
     "Share of the images to train on that are mirrored; 0 for text and digits.",
     metavar="P",
-    show_default=str(MIRRORED),
+    show_default=str(MIRRORED_SHARE),
 )
 STARTS_OPTION = option(WHERE, STARTS_HELP, metavar="P,P", parser=_parse_starts, show_default=START)
 
@@ -147,7 +147,7 @@ def compare(
     augmentation: Annotated[
         Augmentation, choice(Augmentation, TRAINING, "Augmentation of the images to train on.")
     ] = "light",
-    hflip: Annotated[float | None, MIRRORED_SHARE] = None,
+    hflip: Annotated[float | None, HFLIP_OPTION] = None,
     amp: Annotated[bool, option(RUNNING, "Use bfloat16 autocast.", "--amp")] = False,
     device: Annotated[
         str | None,
@@ -225,7 +225,7 @@ def compare(
             dataset=dataset,
             planning=changed_options(request.options),
             augmentation=augmentation,
-            mirrored=MIRRORED if hflip is None else hflip,
+            mirrored=MIRRORED_SHARE if hflip is None else hflip,
             recipe=recipe,
             mixed_precision=accelerator.mixed_precision,
             seeds=seeds,

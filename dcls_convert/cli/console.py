@@ -16,8 +16,8 @@ from rich.segment import Segment, Segments
 from rich.text import Text
 
 from ..errors import DclsConvertError
-from ..progress import LOG, Notify, show_progress, silent
-from ..text import printable, shown
+from ..progress import Notify, logger, show_progress, silent
+from ..text import printable, shortened
 
 LOG_VARIABLE = "DCLS_CONVERT_LOG"
 EXIT_UNPRINTED = 1  # stdout is closed or full
@@ -61,9 +61,9 @@ def log_if_asked() -> None:
     if not level:
         return
     if level.lower() != "debug":
-        raise DclsConvertError(f"environment: {LOG_VARIABLE}={shown(level)!r} must be debug")
-    LOG.setLevel(logging.DEBUG)
-    LOG.addHandler(_MESSAGE_HANDLER)
+        raise DclsConvertError(f"environment: {LOG_VARIABLE}={shortened(level)!r} must be debug")
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(_MESSAGE_HANDLER)
 
 
 def show(*parts: RenderableType, wide: bool = False) -> None:

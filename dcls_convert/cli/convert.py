@@ -40,7 +40,7 @@ from .output_name import (
     check_output_named_by_plan,
     default_output,
     measures_kernels,
-    why_keep_output,
+    reason_to_keep_output,
 )
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def convert(
     # Refuse an existing output as soon as its name is known: here if it is given or follows from
     # the options, after a cheap plan if planning is slow, and in any case before writing.
     if output is not None:
-        check_output(output, force=force, why_keep=why_keep_output)
+        check_output(output, force=force, reason_to_keep=reason_to_keep_output)
     elif plan is None and not dry_run:
         check_output_named_by_options(request, force=force)
     if plan is not None:
@@ -214,7 +214,7 @@ def _convert_and_save(
     from ..pipeline.conversion import convert_network_
     from ..views.plot import picture_files
 
-    check_output(output, force=force, why_keep=why_keep_output)
+    check_output(output, force=force, reason_to_keep=reason_to_keep_output)
     conversion = convert_network_(loaded, resolved)
     loaded.notify(f"writing {output}")
     if html and not can_plot():

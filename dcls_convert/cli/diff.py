@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..text import counted, shown
+from ..text import count_text, shortened
 from . import console
 from .arguments import CheckpointFolder, Json, checkpoint_argument
 
@@ -69,7 +69,7 @@ def _line(difference: "PlanDifference") -> str:
 
     An example: "dilated_size: 9x9 → 11x11 in 9 layers: stages.0.conv (and 8 more layers)".
     """
-    layers = counted(len(difference.layers), "layer")
+    layers = count_text(len(difference.layers), "layer")
     where = _where(difference.layers)
     if difference.what == "layers":
         folder = "first" if difference.one else "second"
@@ -88,8 +88,8 @@ def _where(layers: Sequence[str]) -> str:
     if not layers:
         return ""
     if len(layers) == 1:
-        return shown(layers[0])
-    return f"{shown(layers[0])} (and {counted(len(layers) - 1, 'more layer')})"
+        return shortened(layers[0])
+    return f"{shortened(layers[0])} (and {count_text(len(layers) - 1, 'more layer')})"
 
 
 def _value_text(value: Any) -> str:
@@ -99,5 +99,5 @@ def _value_text(value: Any) -> str:
     if type(value) is int:
         return f"{value:,}"
     if isinstance(value, str):
-        return shown(value, 60)
-    return shown(json.dumps(value), 60)
+        return shortened(value, 60)
+    return shortened(json.dumps(value), 60)

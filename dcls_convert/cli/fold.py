@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from ..export.formats import EXPORT_FORMATS
 from ..options import DEFAULT_OPSET, OPSETS
-from ..text import counted
+from ..text import count_text
 from . import console
 from .arguments import (
     OUTPUT,
@@ -110,7 +110,7 @@ def _lines(report: "ExportReport") -> list[str]:
     else:
         reason = "since kernels are now stored with all cells of their windows"
         change = f" → {report.params_after:,}, {reason}"
-    layers = f"{counted(report.layers, 'layer')} of {report.checkpoint}"
+    layers = f"{count_text(report.layers, 'layer')} of {report.checkpoint}"
     error = f"{report.relative_error:.1e}"
     lines = [
         f"Folded {layers}; parameters {report.params_before:,}{change}.",

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..atomic_output import check_output, new_file, why_not_a_file
+from ..atomic_output import check_output, new_file, reason_not_a_file
 from ..options import WHAT_TO_CONVERT, PlanOptions
 from ..pipeline.request import ConversionRequest
 from . import console
@@ -56,11 +56,11 @@ def gpu(
     Takes about three minutes. Every line is printed and stored as soon as it is measured; the last
     says which way of computing the layers is the fastest.
     """
-    check_output(output, force=force, why_keep=why_not_a_file)
+    check_output(output, force=force, reason_to_keep=reason_not_a_file)
     with console.steps(model, "building") as notify:
         from ..compare.gpu import GpuCheck, gpu_device
         from ..pipeline.loaded import LoadedNetwork
-        from ..views.gpu import row_line
+        from ..views.gpu import measurement_line
 
         chosen_device = gpu_device(device)
         options = PlanOptions(dilated_size=dilated_size)
@@ -70,7 +70,7 @@ def gpu(
     console.show(f"{report.model} on {report.device}, torch {report.torch}, {report.dtype}")
     for row in check.measure():
         _write(check.report(), output, force=force or len(check.rows) > 1)
-        console.show(row_line(row))
+        console.show(measurement_line(row))
     report = check.report()
     _write(report, output, force=True)
     if report.not_begun:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-from ..atomic_output import check_output, new_file, why_not_a_file
+from ..atomic_output import check_output, new_file, reason_not_a_file
 from ..input_files import check_file, check_images
 from ..options import FigureName
 from ..picture_output import check_picture
@@ -169,17 +169,20 @@ def inspect(
     )
     pictures.check()
     for path in outputs:
-        check_output(path, force=force, why_keep=why_not_a_file)
+        check_output(path, force=force, reason_to_keep=reason_not_a_file)
 
     with console.steps(checkpoint, "reading", lines=bool(outputs)) as notify:
         from ..checkpoints.folder import open_checkpoint
         from ..checkpoints.inspection import inspect_checkpoint, plan_with_positions
-        from ..views.history import history_view, read_history_of
+        from ..views.history import history_view, read_checkpoint_history
 
         opened = open_checkpoint(checkpoint)
         views: list[RenderableType] = []
         if history is not None:
-            views = ["", history_view(read_history_of(history, plan_with_positions(opened)))]
+            views = [
+                "",
+                history_view(read_checkpoint_history(history, plan_with_positions(opened))),
+            ]
         if plan:
             text = opened.plan.to_json()
         elif outputs:

@@ -66,10 +66,10 @@ def models(
     rows = _survey(
         pattern, options, input_size=input_size, workers=jobs, seconds_per_model=float(timeout)
     )
-    from ..compare.survey import chosen_rows
+    from ..compare.survey import filter_and_sort_rows
     from ..views.survey import failure_lines, summary_line, survey_csv, survey_json, survey_view
 
-    rows = chosen_rows(rows, sort=sort, kind=kind)
+    rows = filter_and_sort_rows(rows, sort=sort, kind=kind)
     if json_:
         console.write(survey_json(rows, options, pattern=pattern, input_size=input_size))
     elif csv:
@@ -94,11 +94,11 @@ def _survey(
     """Return a row for each model whose name matches the pattern, and show progress."""
     with console.steps("models", every=SECONDS_BETWEEN_LINES) as notify:
         from ..compare.survey import names_matching, survey_models
-        from ..planning.claims import check_overruled
+        from ..planning.claims import refuse_overridden_options
         from ..planning.rules import RuleSet
 
         if isinstance(options.rules, RuleSet):  # a rule file or set, not auto
-            check_overruled(options.rules, options)  # once, not in every model
+            refuse_overridden_options(options.rules, options)  # once, not in every model
         names = names_matching(pattern)
         done = 0
         failed = 0

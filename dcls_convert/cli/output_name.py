@@ -63,7 +63,7 @@ def check_output_named_by_options(request: ConversionRequest, *, force: bool) ->
         suffix = f"-dcls{_short_size(sides)}{_start_suffix(request)}"
         output = folder_of_model(request.model, suffix)
         if output.exists():
-            check_output(output, force=force, why_keep=why_keep_output)
+            check_output(output, force=force, reason_to_keep=reason_to_keep_output)
 
 
 def _short_size(size: tuple[int, ...]) -> str:
@@ -79,7 +79,7 @@ def check_output_named_by_plan(loaded: "LoadedNetwork", *, force: bool) -> None:
 
     unmeasured = replace(loaded.request.options, scope="model")
     output = default_output(loaded, resolve(loaded, unmeasured))
-    check_output(output, force=force, why_keep=why_keep_output)
+    check_output(output, force=force, reason_to_keep=reason_to_keep_output)
 
 
 def measures_kernels(request: ConversionRequest) -> bool:
@@ -87,11 +87,11 @@ def measures_kernels(request: ConversionRequest) -> bool:
     return request.calibration is not None or request.options.scope == ERROR_SCOPE
 
 
-def why_keep_output(path: Path) -> str | None:
+def reason_to_keep_output(path: Path) -> str | None:
     """Say why a checkpoint must not replace this path; None if it may.
 
     Called only for an existing output, since it imports torch.
     """
-    from ..checkpoints.folder import why_not_a_checkpoint
+    from ..checkpoints.folder import reason_not_a_checkpoint
 
-    return why_not_a_checkpoint(path)
+    return reason_not_a_checkpoint(path)

@@ -8,7 +8,7 @@ import typer
 
 from ..input_files import builtin_rules
 from ..options import PlanOptions
-from ..text import counted
+from ..text import count_text
 from . import console
 from .arguments import Command, CommandGroup, argument
 from .completion import complete_models, complete_rules
@@ -53,7 +53,7 @@ def rules_check(
     from ..planning.rule_files import load_rules
 
     rules = load_rules(file)
-    count = f"{file}: valid, {counted(len(rules.rules), 'rule')}"
+    count = f"{file}: valid, {count_text(len(rules.rules), 'rule')}"
     if model is None:
         console.show(f"{count}; add --model MODEL to check that they fit a model")
     else:
@@ -87,7 +87,7 @@ def _claims(rules: "RuleSet", model_name: str) -> list[str]:
         resolve(loaded)  # raises if the rules do not fit the model, as a conversion would
         rule_of, reasons = match_rules(rules, loaded.convs.sites)
     counts = Counter(rule_of.values())
-    all_sites = counted(len(loaded.convs.sites), "convolution")
+    all_sites = count_text(len(loaded.convs.sites), "convolution")
     lines = []
     for index, rule in enumerate(rules.rules):
         action = "converts" if rule.skip is None else "skips"

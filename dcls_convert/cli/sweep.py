@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..atomic_output import check_output, new_file, why_not_a_file
+from ..atomic_output import check_output, new_file, reason_not_a_file
 from ..errors import PlanError
 from ..options import (
     AUTO,
@@ -23,7 +23,7 @@ from ..options import (
     command_line,
 )
 from ..picture_output import check_picture
-from ..text import shown
+from ..text import shortened
 from . import console
 from .arguments import (
     OUTPUT,
@@ -69,7 +69,7 @@ def list_option(
             elif len(bounds) in (2, 3) and all(isinstance(bound, int) for bound in bounds):
                 values += _numbers_between(part, *bounds, default_step=step)
             else:
-                raise typer.BadParameter(f"'{shown(part)}' is not a list of {expected}")
+                raise typer.BadParameter(f"'{shortened(part)}' is not a list of {expected}")
         return list(dict.fromkeys(values))
 
     return option(HOW_MANY_ELEMENTS, help, metavar=metavar, parser=parse_list)
@@ -189,7 +189,7 @@ def sweep(
     request = network_options.request()
     if picture is not None:
         check_picture(picture, "--picture")
-        check_output(picture, force=force, why_keep=why_not_a_file)
+        check_output(picture, force=force, reason_to_keep=reason_not_a_file)
     with console.steps(network_options.model, "planning") as notify:
         from ..depthwise import choices
         from ..pipeline.loaded import LoadedNetwork

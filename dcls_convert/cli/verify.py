@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from ..errors import CheckpointError
-from ..text import counted, printable
+from ..text import count_text, printable
 from . import console
 from .arguments import CheckpointFolder, Json, TrustCode
 
@@ -30,7 +30,7 @@ def verify(
         _show(verification.checks)
     if not verification.ok:
         problems = sum(check.ok is False for check in verification.checks)
-        raise CheckpointError(f"{checkpoint}: {counted(problems, 'problem')} found")
+        raise CheckpointError(f"{checkpoint}: {count_text(problems, 'problem')} found")
 
 
 def _show(checks: "Sequence[Check]") -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from scipy import optimize, special
 
-from .arms import AS_IT_IS
+from .arms import ORIGINAL_LABEL
 from .trainer import Run
 
 MIN_SEEDS = 3  # fewest seeds for a statement about a difference
@@ -94,7 +94,7 @@ def _half_width(values: FloatArray, level: float) -> float:
     return quantile * float(values.std(ddof=1)) / math.sqrt(len(values))
 
 
-def measured_difference(differences: FloatArray) -> Difference:
+def summarize_difference(differences: FloatArray) -> Difference:
     """Summarize the difference between two networks.
 
     Args:
@@ -184,11 +184,11 @@ def compare_arms(runs: Sequence[Run], correction: Correction) -> tuple[ArmResult
     by_arm: dict[str, dict[int, Run]] = {}
     for run in runs:
         by_arm.setdefault(run.arm.label, {})[run.seed] = run
-    original = by_arm.get(AS_IT_IS, {})
+    original = by_arm.get(ORIGINAL_LABEL, {})
     differences = {}
     for label, arm_runs in by_arm.items():
         difference = _paired_difference(arm_runs, original)
-        if label != AS_IT_IS and difference is not None:
+        if label != ORIGINAL_LABEL and difference is not None:
             differences[label] = difference
     p_corrected = _corrected_p_values(differences, correction)
     results = []
@@ -228,7 +228,7 @@ def _paired_difference(runs: Mapping[int, Run], original: Mapping[int, Run]) -> 
             differences.append(run.correct() - original[seed].correct())
     if not differences:
         return None
-    return measured_difference(np.stack(differences))
+    return summarize_difference(np.stack(differences))
 
 
 def _own_result(label: str, runs: Sequence[Run]) -> ArmResult:

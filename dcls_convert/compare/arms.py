@@ -22,7 +22,7 @@ from ..progress import Note, silent
 from ..surgery.fold import fold_to_dense_
 from ..sweeps.results import RequestedSize
 
-AS_IT_IS = "as it is"
+ORIGINAL_LABEL = "as it is"
 # frozen: converted, but positions are not trained.
 # dense: not converted; has plain convolutions with kernels of the window's size ("large kernels").
 ArmKind = Literal["original", "converted", "frozen", "dense"]
@@ -40,7 +40,7 @@ class Arm:
     def label(self) -> str:
         """ "as it is", "17x17", "+4", "17x17 uniform", "17x17 frozen", or "auto" without a size."""
         if self.kind == "original":
-            return AS_IT_IS
+            return ORIGINAL_LABEL
         if self.size is None:
             words = ["auto"]
         elif isinstance(self.size, int):

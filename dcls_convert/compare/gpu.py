@@ -31,7 +31,7 @@ from ..sweeps.timing import (
     mean_device_milliseconds,
     training_step,
 )
-from ..text import one_line, shown
+from ..text import one_line, shortened
 
 # proof: accuracy of the matrix products; network, layer: times.
 Part = Literal["proof", "network", "layer"]
@@ -124,7 +124,7 @@ class GpuCheck:
         self.model = str(loaded.request.model)
         input_size = loaded.convs.input_size
         if input_size is None:
-            raise PlanError(f"{shown(self.model)}: {loaded.convs.macs_note}")
+            raise PlanError(f"{shortened(self.model)}: {loaded.convs.macs_note}")
         self.image = torch.randn(1, *input_size, device=device)
         self.dtype = torch.bfloat16
         if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -164,7 +164,7 @@ class GpuCheck:
         if self.device.type == "cuda":
             name = torch.cuda.get_device_name(self.device)
         return GpuReport(
-            model=shown(self.model),
+            model=shortened(self.model),
             device=name,
             torch=torch.__version__,
             backend=torch.version.cuda or torch.version.hip,

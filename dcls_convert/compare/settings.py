@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from ..options import AUTO, MIRRORED, Augmentation
+from ..options import AUTO, MIRRORED_SHARE, Augmentation
 from ..pipeline.loaded import LoadedNetwork
 from ..pipeline.provenance import weights_hash
 from ..pipeline.request import ConversionRequest
@@ -45,7 +45,7 @@ class Settings(Record):
     images_hash: str | None = None
     input_size: tuple[int, ...] | None
     augmentation: Augmentation
-    mirrored: float = MIRRORED  # share of the training images that are mirrored
+    mirrored: float = MIRRORED_SHARE  # share of the training images that are mirrored
     recipe: Recipe  # its seed is replaced in each run
     recipe_version: int = RECIPE_VERSION
     mixed_precision: str | None = None

@@ -6,7 +6,7 @@ from pathlib import Path
 from ..atomic_output import new_file
 from ..errors import CheckpointError, OutputExistsError
 from ..input_files import is_checkpoint
-from ..tuning.training_state import STATE
+from ..tuning.training_state import STATE_FILE
 from .settings import SETTINGS, Settings, with_epochs
 from .trainer import FINISHED, RUNS, Trainer
 
@@ -19,7 +19,7 @@ def has_begun_runs(folder: Path) -> bool:
     if not (folder / SETTINGS).exists():
         return False
     runs = folder / RUNS
-    return any(runs.glob(f"*/{FINISHED}")) or any(runs.glob(f"*/{STATE}"))
+    return any(runs.glob(f"*/{FINISHED}")) or any(runs.glob(f"*/{STATE_FILE}"))
 
 
 def check_unused(folder: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from ..errors import DclsConvertError, ModelError, NothingMatchesError
 from ..geometry import size_text
 from ..networks.registries import registry_names
-from ..networks.sites import kinds_of_convs
+from ..networks.sites import count_conv_kinds
 from ..options import Kind, PlanOptions, Sort
 from ..pipeline.loaded import LoadedNetwork
 from ..pipeline.request import ConversionRequest
@@ -24,7 +24,7 @@ from ..pipeline.resolved import resolve
 from ..planning.paths import WILDCARDS
 from ..reports.predict import predict_report
 from ..reports.report import Change, MacsChange
-from ..text import did_you_mean, shown
+from ..text import did_you_mean, shortened
 from .workers import run_jobs
 
 Status = Literal["planned", "nothing matches", "does not fit", "failed"]
@@ -73,7 +73,7 @@ def names_matching(pattern: str | None) -> list[str]:
             return matching
     bare_pattern = part.strip("".join(WILDCARDS))
     suggestion = did_you_mean(bare_pattern, map(_bare_name, names), 3)
-    raise ModelError(f"no model of timm or torchvision matches {shown(pattern)!r}{suggestion}")
+    raise ModelError(f"no model of timm or torchvision matches {shortened(pattern)!r}{suggestion}")
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -99,7 +99,7 @@ def model_row(
         convs = loaded.convs
         row = replace(
             row,
-            convolutions=dict(kinds_of_convs(convs).most_common()),
+            convolutions=dict(count_conv_kinds(convs).most_common()),
             input_size=convs.input_size,
             params=Change(before=convs.params),
             macs=MacsChange(before=convs.macs, note=convs.macs_note),
@@ -174,7 +174,7 @@ def _available_cores() -> int:
     return os.cpu_count() or 1
 
 
-def chosen_rows(
+def filter_and_sort_rows(
     rows: Sequence[ModelRow], *, sort: Sort | None = None, kind: Kind | None = None
 ) -> list[ModelRow]:
     """Filter and sort the rows to show.

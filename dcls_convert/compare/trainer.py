@@ -29,7 +29,7 @@ from ..text import one_line
 from ..tuning.distributed import from_first_process
 from ..tuning.images import ImageData, set_transforms_
 from ..tuning.training import Training, median_after_warmup
-from ..tuning.training_state import STATE
+from ..tuning.training_state import STATE_FILE
 from .arms import Arm, ArmNetwork, PositionShift, make_network
 from .run_locks import locked
 from .settings import Settings
@@ -224,7 +224,7 @@ class Trainer:
             save_trained(trained, network.plan, self.folder / MODELS / folder.name)
             with new_file(folder / FINISHED, force=True) as path:
                 path.write_text(run.to_json())
-            (folder / STATE).unlink(missing_ok=True)
+            (folder / STATE_FILE).unlink(missing_ok=True)
         self.accelerator.wait_for_everyone()
 
     def _is_on_gpu(self) -> bool:

@@ -16,8 +16,8 @@ from torch.compiler import assume_constant_result
 from ..eager import is_compiled, is_counting_flops, is_eager
 from ..errors import DclsConvertError
 from ..geometry import Padding, Pair, size_text, static_padding
-from ..progress import LOG
-from ..text import did_you_mean, shown
+from ..progress import logger
+from ..text import did_you_mean, shortened
 from . import matmul, onednn
 
 Algorithm = Literal["torch", "onednn", "matmul"]
@@ -276,7 +276,7 @@ def preference() -> Preference:
     if value not in allowed:
         hint = did_you_mean(value, allowed)
         raise DclsConvertError(
-            f"environment: {VARIABLE}={shown(value)!r} must be auto, torch or matmul{hint}"
+            f"environment: {VARIABLE}={shortened(value)!r} must be auto, torch or matmul{hint}"
         )
     return cast(Preference, value)
 
@@ -301,4 +301,4 @@ def _remember(
     )
     if choice not in _chosen and len(_chosen) < MAX_CHOICES:
         _chosen[choice] = None
-        LOG.debug("%s", choice)
+        logger.debug("%s", choice)

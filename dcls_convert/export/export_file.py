@@ -9,7 +9,7 @@ from torch import Tensor
 from ..atomic_output import new_file
 from ..errors import DclsConvertError, ModelError
 from ..networks.model_outputs import check_close
-from ..networks.running import quietly
+from ..networks.running import suppress_output
 from .folded_model import BATCHES, ExportReport, FoldedModel, ModelFunction, root_cause, run_model
 
 # (path, images, whether the file must take any number of images) -> the model loaded from the file.
@@ -58,7 +58,7 @@ def _export_and_compare(
     subject = f"the export to {folded.format}"
     count = len(BATCHES) if any_batch else 1
     try:
-        with torch.no_grad(), quietly():
+        with torch.no_grad(), suppress_output():
             exported = export(path, folded.images[count - 1], any_batch)
     except (OSError, DclsConvertError):
         raise

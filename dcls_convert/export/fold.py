@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..atomic_output import check_output, why_not_a_file
-from ..checkpoints.folder import Checkpoint, open_checkpoint, why_not_a_checkpoint
+from ..atomic_output import check_output, reason_not_a_file
+from ..checkpoints.folder import Checkpoint, open_checkpoint, reason_not_a_checkpoint
 from ..checkpoints.load import load_checkpoint
 from ..errors import CheckpointError, DclsConvertError
 from ..geometry import size_text
@@ -21,7 +21,7 @@ from ..networks.source import resolve_model
 from ..options import MAX_PIXELS, OPSETS
 from ..progress import Notify, silent
 from ..surgery.fold import fold_to_dense_
-from ..text import shown
+from ..text import shortened
 from .folded_model import (
     BATCHES,
     FOLDING_BOUND,
@@ -65,7 +65,7 @@ def fold_checkpoint(
     """
     if format not in EXPORT_FORMATS:
         known = ", ".join(EXPORT_FORMATS)
-        raise DclsConvertError(f"format {shown(format)!r} must be one of {known}")
+        raise DclsConvertError(f"format {shortened(format)!r} must be one of {known}")
     export_format = EXPORT_FORMATS[format]
     _check_opset(format, opset)
     checkpoint = open_checkpoint(folder)
@@ -151,14 +151,14 @@ def _check_output(export_format: ExportFormat, folder: Path, output: Path, *, fo
     """Refuse an output that is the checkpoint, has another suffix, or must not be replaced."""
     if export_format.is_file:
         if output.suffix != export_format.suffix:
-            raise CheckpointError(f"output {shown(output)} must end in {export_format.suffix}")
-        check_output(output, force=force, why_keep=why_not_a_file)
+            raise CheckpointError(f"output {shortened(output)} must end in {export_format.suffix}")
+        check_output(output, force=force, reason_to_keep=reason_not_a_file)
         return
     if output.resolve() == folder.resolve():
         raise CheckpointError(
             f"output {output} is the checkpoint itself, whose positions would be lost"
         )
-    check_output(output, force=force, why_keep=why_not_a_checkpoint)
+    check_output(output, force=force, reason_to_keep=reason_not_a_checkpoint)
 
 
 def _random_images(input_size: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:

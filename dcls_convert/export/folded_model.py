@@ -14,10 +14,10 @@ from ..checkpoints.folder import Checkpoint
 from ..checkpoints.loading_code import with_folder
 from ..errors import ModelError
 from ..networks.model_outputs import tensors_in
-from ..networks.running import quietly
+from ..networks.running import suppress_output
 from ..progress import Notify
 from ..records import Record
-from ..text import one_line, shown
+from ..text import one_line, shortened
 
 FOLDING_BOUND = 1e-4  # largest relative error in float32; folding only reorders sums
 BATCHES = (1, 3)  # batch sizes on which outputs are compared
@@ -122,7 +122,7 @@ def root_cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     message = ANSI_COLOUR.sub("", one_line(error))
-    return f"{type(error).__name__}: {shown(message, 200)}"
+    return f"{type(error).__name__}: {shortened(message, 200)}"
 
 
 def run_model(model: ModelFunction, batches: Sequence[Tensor], subject: str) -> tuple[Any, ...]:
@@ -132,7 +132,7 @@ def run_model(model: ModelFunction, batches: Sequence[Tensor], subject: str) -> 
         ModelError: The model fails; the message begins with `subject`.
     """
     try:
-        with torch.no_grad(), quietly():
+        with torch.no_grad(), suppress_output():
             return tuple(model(images) for images in batches)
     except Exception as error:  # the model's own code may raise anything
         raise ModelError(

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..atomic_output import new_folder
 from ..checkpoints.card import model_card
-from ..checkpoints.folder import CARD, WEIGHTS, why_not_a_checkpoint
+from ..checkpoints.folder import CARD, WEIGHTS, reason_not_a_checkpoint
 from ..checkpoints.loading_code import loading_code
 from ..checkpoints.save import save_converted, timm_config, write_checkpoint_files
 from ..errors import DclsConvertError, ModelError
@@ -73,7 +73,9 @@ def _write_for_timm(
     provenance = provenance_of(folded.model)
     card = model_card(report, LOAD_BY_TIMM, files, provenance=provenance)
     folded.notify(f"writing {folded.output}")
-    with new_folder(folded.output, force=folded.force, why_keep=why_not_a_checkpoint) as partial:
+    with new_folder(
+        folded.output, force=folded.force, reason_to_keep=reason_not_a_checkpoint
+    ) as partial:
         write_checkpoint_files(
             folded.model, plan, partial, config, {CARD: card}, provenance=provenance
         )

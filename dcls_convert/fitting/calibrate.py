@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..errors import DclsConvertError, is_out_of_memory
 from ..layers.conv_classes import Conv
 from ..networks.lockstep import run_in_lockstep
-from ..networks.running import evaluating, run
+from ..networks.running import eval_mode, run_batch
 from ..progress import Notify
 from ..text import one_line
 from .calibrated_layer import CalibratedLayer
@@ -77,7 +77,7 @@ def measure_inputs(
     convs: list[Conv] = []
     for group in groups:
         convs += group.convs
-    with evaluating(model):
+    with eval_mode(model):
         calls, running_means = _observe_pass(model, convs, calibration.batches[0][:1])
         separate_moments: dict[nn.Module, SecondMoments] = {}
         joint_moments: dict[nn.Module, SecondMoments] = {}
@@ -169,7 +169,7 @@ def _forward(model: nn.Module, batch: Tensor) -> None:
     if batch.dim() == 4:
         batch = batch.contiguous(memory_format=torch.channels_last)
     try:
-        run(model, batch)
+        run_batch(model, batch)
     except DclsConvertError:
         raise
     except Exception as error:  # the model's own code
@@ -214,7 +214,7 @@ def fit_to_outputs_(
                 running_mean=statistics.running_means.get(conv),
             )
     solved: list[CalibratedLayer] = []
-    with evaluating(model):
+    with eval_mode(model):
         for part in _parts_of(statistics.calibration, statistics.settings.images_in_step):
             solved = _fit_to_part_(model, layers, statistics, part, notify)
     return solved

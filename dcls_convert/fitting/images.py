@@ -27,7 +27,7 @@ from ..input_files import check_images
 from ..options import CALIBRATION_IMAGES
 from ..planning.plan import ConversionPlan
 from ..progress import Note, silent
-from ..text import shown
+from ..text import shortened
 
 # One image out of this many is held out. Nothing is fitted to it, so it shows what the conversion
 # did to the outputs.
@@ -132,7 +132,7 @@ def calibrate(
         others = read(held_out, holds_out=False)
         calibration = replace(calibration, held_out=others.batches)
     if not len(calibration):
-        raise DclsConvertError(f"calibration: there are no images in {shown(images)}")
+        raise DclsConvertError(f"calibration: there are no images in {shortened(images)}")
     if _is_noise(calibration.batches[0]):
         note(
             "the images look like noise, whose neighbouring pixels are unrelated; calibrate with "

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..eager import is_eager, is_exporting, on_cpu
+from ..eager import is_eager, is_exporting, uses_cpu_implementation
 from .clamping import clamped, per_axis
 
 # On a CPU, elements of a block per thread: temporary tensors stay in the cache. torch does not
@@ -71,7 +71,7 @@ def bilinear_kernel(weight: Tensor, positions: Tensor, size: Sequence[int]) -> T
         kernel: Tensor = _BilinearKernel.apply(weight, cells, size_along_them)
     elif is_exporting():
         kernel = construct_by_matmul(weight, cells, size_along_them)
-    elif on_cpu(weight):
+    elif uses_cpu_implementation(weight):
         kernel = construct_by_scatter(weight, cells, size_along_them)
     else:
         kernel = construct_by_broadcasting(weight, cells, size_along_them)
@@ -177,7 +177,7 @@ class _BilinearKernel(Function):
         kernel = weight.new_empty(flat_weight.shape[0], math.prod(size))
         if not kernel.is_meta:  # on meta there are no values, and operations are slow
             for block_kernel, block_weight, block_cells in _blocks(kernel, flat_weight, flat_cells):
-                if on_cpu(weight):
+                if uses_cpu_implementation(weight):
                     _scatter_block_(block_kernel, block_weight, block_cells, size)
                 else:
                     products = construct_by_broadcasting(
@@ -260,7 +260,7 @@ def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     The first tensor is (N, cells of the window), and the last one has E elements.
     """
     elements = tensors[-1].shape[-1]
-    if on_cpu(tensors[-1]):
+    if uses_cpu_implementation(tensors[-1]):
         max_elements = BLOCK_ELEMENTS * min(torch.get_num_threads(), MAX_THREADS)
     else:
         max_elements = MAX_PRODUCTS // tensors[0].shape[-1]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..eager import on_cpu
+from ..eager import uses_cpu_implementation
 from .bilinear import bilinear_kernel
 from .clamping import clamped
 
@@ -79,7 +79,7 @@ class Interpolation:
         for profile in profiles[:-1]:
             products = spread.unsqueeze(-1) * profile.unsqueeze(-2)
             spread = products.flatten(-2)  # (*C, E, product of lengths)
-        if on_cpu(weight):
+        if uses_cpu_implementation(weight):
             # One matrix product per kernel. In 1-D and 2-D, this avoids a tensor of elements x
             # window.
             kernel = spread.transpose(-1, -2) @ profiles[-1]

@@ -9,7 +9,7 @@ from ..geometry import size_text
 from ..layers.conv_classes import AnyConv, padding_of
 from ..layers.dcls_conv import DclsConvNd
 from ..layers.replaceable import why_not_replaceable
-from ..text import one_line, shown
+from ..text import one_line, shortened
 from .sites import ConvSite, ModelConvs, Skipped
 from .stages import OutputStride, find_stages, output_stride
 from .tracing import Calls, Trace, trace
@@ -95,7 +95,7 @@ def check_module(model: object) -> None:
     if not isinstance(model, nn.Module):
         found = f"a {type(model).__name__}"
         if isinstance(model, str):
-            found = shown(repr(model))
+            found = shortened(repr(model))
         raise ModelError(
             f"model: found {found}; give a torch.nn.Module, such as timm.create_model(...)"
         )

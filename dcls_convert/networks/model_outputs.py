@@ -96,7 +96,7 @@ class Agreement:
     output_error: float | None  # |new - old| / |old|, see `relative_l2_error`
 
 
-def agreement(outputs: Any, others: Any) -> Agreement:
+def compare_outputs(outputs: Any, others: Any) -> Agreement:
     """Compare the old network's outputs with the new one's (`others`)."""
     same_top1: float | None = None
     kl: float | None = None

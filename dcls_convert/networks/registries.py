@@ -17,12 +17,12 @@ INSTALL_HINT = "install matching versions together: pip install --upgrade torch 
 def is_registered(kind: str, name: str) -> bool:
     """Return True if the registry has the model; a timm name may end in a weights tag."""
     if kind == "torchvision":
-        return name in models_of(kind)
+        return name in registered_models(kind)
     architecture = name.partition(".")[0]  # without the tag
     return name != TIMM_ARCHITECTURE and bool(import_library("timm").is_model(architecture))
 
 
-def models_of(kind: str) -> list[str]:
+def registered_models(kind: str) -> list[str]:
     """Return the names of the registry's models, without our own entry."""
     library = "timm" if kind == "timm" else "torchvision.models"
     registry = import_library(library)
@@ -33,7 +33,7 @@ def registry_names() -> list[str]:
     """Return every model of both registries: "timm:...", then "torchvision:...", each sorted."""
     names: list[str] = []
     for kind in REGISTRIES:
-        names += [f"{kind}:{name}" for name in sorted(models_of(kind))]
+        names += [f"{kind}:{name}" for name in sorted(registered_models(kind))]
     return names
 
 
@@ -44,7 +44,7 @@ def unknown_model(name: str, bare_name: str, kinds: Sequence[str]) -> ModelError
     """
     known: list[str] = []
     for kind in kinds:
-        known += models_of(kind)
+        known += registered_models(kind)
     return ModelError(f"no model {name!r}{did_you_mean(bare_name, known, 3)}")
 
 

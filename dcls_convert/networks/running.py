@@ -20,7 +20,7 @@ CUDA_FP32_BACKENDS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Put every module in eval mode inside the block, and record no gradients.
 
     Afterwards each module has its previous mode again.
@@ -82,7 +82,7 @@ def _older_precision_settings() -> tuple[str, bool] | None:
         return None
 
 
-def run(model: nn.Module, batch: Tensor) -> Any:
+def run_batch(model: nn.Module, batch: Tensor) -> Any:
     """Return the outputs for a batch, which is moved to the model's device and `image_dtype`."""
     device = next(model.parameters(), batch).device
     return model(batch.to(device, image_dtype(model)))
@@ -129,7 +129,7 @@ def unchanged_on_failure(model: nn.Module, *, values: Sequence[Tensor] = ()) -> 
 
 
 @contextlib.contextmanager
-def quietly() -> Iterator[None]:
+def suppress_output() -> Iterator[None]:
     """Show no warnings and print nothing inside the block. Errors are raised as usual."""
     discarded = io.StringIO()
     with (

@@ -94,7 +94,7 @@ class ModelConvs:
         yield self.skipped
 
 
-def kinds_of_convs(convs: ModelConvs) -> Counter[str]:
+def count_conv_kinds(convs: ModelConvs) -> Counter[str]:
     """Count the convolutions of each kind: "depthwise 7x7", "dense 3x3 in the stem"."""
     kinds: Counter[str] = Counter()
     for site in convs.sites:

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from ..progress import Note, silent
-from ..text import listed
+from ..text import short_list
 
 # Largest share of names that may lack the prefix of all others. Those belong to a trainer, such as
 # the weights of its loss.
 MAX_SHARE_WITHOUT_PREFIX = 0.1
 
 
-def with_names_of(
+def rename_to_model(
     model: nn.Module,
     state: Mapping[str, Tensor],
     *,
@@ -98,7 +98,7 @@ def _prefix_note(where: str, prefix: str, names: Iterable[str]) -> str:
     text = f"{where}: removes the prefix {prefix!r} from its names"
     others = [name for name in names if not name.startswith(prefix)]
     if others:
-        text += f"; ignored, because they lack it: {listed(others)}"
+        text += f"; ignored, because they lack it: {short_list(others)}"
     return text
 
 

@@ -19,7 +19,7 @@ from ..geometry import size_text
 from ..layers.conv_classes import AnyConv
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 from ..options import DEFAULT_INTERPOLATION
-from ..text import one_line, shown
+from ..text import one_line, shortened
 from .model_outputs import tensors_in
 from .running import image_dtype
 
@@ -113,7 +113,7 @@ def check_same_shapes(before: Trace | None, windows: Windows) -> None:
     for name, old_calls in before.calls.items():
         if name in calls:
             _check_sizes(
-                f"{shown(name)}: its output", old_calls.output_sizes, calls[name].output_sizes
+                f"{shortened(name)}: its output", old_calls.output_sizes, calls[name].output_sizes
             )
     _check_sizes("the model's output", before.output_shapes, shapes)
     if failure is not None:

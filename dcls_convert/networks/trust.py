@@ -7,7 +7,7 @@ open no file and use no network, either.
 from typing import Any
 
 from ..errors import ModelError
-from ..text import shown
+from ..text import shortened
 from .registries import REGISTRIES, is_registered
 from .source import ModelSource
 
@@ -49,10 +49,10 @@ def check_source(source: ModelSource) -> None:
     kind, _, name = source.name.partition(":")
     if kind not in REGISTRIES or not is_registered(kind, name):
         raise ModelError(
-            f"{shown(source.name)}: is not the name of a model of timm or torchvision. "
+            f"{shortened(source.name)}: is not the name of a model of timm or torchvision. "
             "To run your own code for it, pass model=... or trust_code=True (--trust-code)"
         )
-    _check_argument(source.args, shown(source.name))
+    _check_argument(source.args, shortened(source.name))
 
 
 def _check_argument(value: Any, where: str) -> None:
@@ -61,20 +61,20 @@ def _check_argument(value: Any, where: str) -> None:
         for name, inner in value.items():
             if not isinstance(name, str) or REFUSED_WORDS & set(name.lower().split("_")):
                 raise ModelError(
-                    f"{where}: argument {shown(name)} is not allowed: "
+                    f"{where}: argument {shortened(name)} is not allowed: "
                     "it could name a file, url or config"
                 )
             if name not in UNBOUNDED_ARGUMENTS or not isinstance(inner, int):
-                _check_argument(inner, f"{where}: argument {shown(name)}")
+                _check_argument(inner, f"{where}: argument {shortened(name)}")
     elif isinstance(value, list | tuple):
         for entry in value:
             _check_argument(entry, where)
     elif isinstance(value, str):
         if REFUSED_CHARACTERS & set(value):
             raise ModelError(
-                f"{where}: {shown(value)!r} is not allowed: it could be a path or a url"
+                f"{where}: {shortened(value)!r} is not allowed: it could be a path or a url"
             )
     elif isinstance(value, int) and value > MAX_ARGUMENT:
-        raise ModelError(f"{where} is {shown(value)}; at most {MAX_ARGUMENT:,} is allowed")
+        raise ModelError(f"{where} is {shortened(value)}; at most {MAX_ARGUMENT:,} is allowed")
     elif value is not None and not isinstance(value, bool | int | float):
         raise ModelError(f"{where} is a {type(value).__name__}, not a plain value")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from ..text import listed
+from ..text import short_list
 from .building import build_model
 from .model_outputs import tensors_in
 from .source import LIBRARY_KINDS, ModelSource
@@ -81,7 +81,7 @@ def _load_entries_(model: nn.Module, state: Mapping[str, Tensor], *, assign: boo
     model.load_state_dict(versioned, strict=False, assign=assign)
 
 
-def build_with_state(
+def build_and_load(
     source: ModelSource,
     state: Mapping[str, Tensor],
     where: str,
@@ -135,7 +135,7 @@ def check_weights(
     """
     not_loaded = _reshaped_classifier(model, state) if new_classifier else []
     to_load = _without(state, not_loaded)
-    problem = next(misfits(model, to_load, optional=not_loaded), None)
+    problem = next(describe_misfits(model, to_load, optional=not_loaded), None)
     if problem is None:
         parameters = dict(model.named_parameters(remove_duplicate=False))
         problem = _first_non_finite(to_load, parameters.keys())
@@ -197,7 +197,7 @@ def _first_non_finite(state: Mapping[str, Tensor], parameters: Collection[str]) 
     return None
 
 
-def misfits(
+def describe_misfits(
     model: nn.Module, state: Mapping[str, Tensor], *, optional: Collection[str] = ()
 ) -> Iterator[str]:
     """Yield in words how a state dict differs from the model's in names, shapes and number types.
@@ -216,9 +216,9 @@ def misfits(
             unexpected.append(name)
     differences: list[str] = []
     if missing:
-        differences.append(f"missing: {listed(missing)}")
+        differences.append(f"missing: {short_list(missing)}")
     if unexpected:
-        differences.append(f"unexpected: {listed(unexpected)}")
+        differences.append(f"unexpected: {short_list(unexpected)}")
     if missing and all(name.startswith(_classifier_prefixes(model)) for name in missing):
         differences.append("--num-classes 0 is for weights without a classifier")
     if any(name.endswith("dcls_positions") for name in unexpected):

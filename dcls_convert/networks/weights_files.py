@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..input_files import check_file
 from ..progress import Note, silent
-from ..text import listed, one_line, shown
+from ..text import one_line, short_list, shortened
 
 # Keys under which training scripts store a state dict. Averaged weights (EMA) come first, as in
 # timm.
@@ -71,7 +71,7 @@ def read_weights(
     if keys is None:
         kind = f"a {type(content).__name__}"
         if isinstance(content, Mapping):
-            kind = f"a mapping with {listed(key for key in content if isinstance(key, str))}"
+            kind = f"a mapping with {short_list(key for key in content if isinstance(key, str))}"
         raise CheckpointError(f"{where}: holds {kind}, not a state dict (names to tensors)")
     if keys:
         note(f"{where}: {_choice_of_weights(content, keys)}")
@@ -86,7 +86,7 @@ def _choice_of_weights(content: Mapping[Any, Any], keys: list[str]) -> str:
     place = " / ".join(keys)
     others = [key for key in WRAPPERS if key not in AVERAGED and key in content]
     if keys[0] in AVERAGED and others:
-        return f"takes the averaged weights, {place}, not {listed(others)}"
+        return f"takes the averaged weights, {place}, not {short_list(others)}"
     return f"takes the weights under {place}"
 
 
@@ -100,18 +100,18 @@ def checked_entries(state: Mapping[Any, Any], where: str) -> dict[str, Tensor]:
     odd_types = {type(key).__name__ for key in state if not isinstance(key, str)}
     if odd_types:
         raise CheckpointError(
-            f"{where}: has keys of type {listed(sorted(odd_types))}; weights have names"
+            f"{where}: has keys of type {short_list(sorted(odd_types))}; weights have names"
         )
     entries: dict[str, Tensor] = {}
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(
-                f"{where}: entry {shown(name, 120)!r} is a {type(value).__name__}, not a tensor"
+                f"{where}: entry {shortened(name, 120)!r} is a {type(value).__name__}, not a tensor"
             )
         kind = _special_kind(value)
         if kind is not None:
             raise CheckpointError(
-                f"{where}: {shown(name, 120)} is {kind}; "
+                f"{where}: {shortened(name, 120)} is {kind}; "
                 "weights must be ordinary dense tensors of numbers"
             )
         entries[name] = value.detach()

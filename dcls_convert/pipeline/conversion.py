@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from ..fitting.calibrate import CalibrationStatistics
 from ..fitting.images import Calibration
-from ..networks.model_outputs import agreement, relative_l2_error
+from ..networks.model_outputs import compare_outputs, relative_l2_error
 from ..networks.pretrained_cfg import set_normalisation_
-from ..networks.running import evaluating, full_precision, run, unchanged_on_failure
+from ..networks.running import eval_mode, full_precision, run_batch, unchanged_on_failure
 from ..options import MAX_PIXELS
 from ..planning.plan import ConversionPlan
-from ..progress import LOG
+from ..progress import logger
 from ..reports.measure import measure_report
 from ..reports.predict import predict_report
 from ..reports.report import ConversionReport, Outcome
@@ -143,9 +143,9 @@ def _start_layers_(
         notify=loaded.notify,
     )
     for name, error in errors.kernel.items():
-        LOG.debug("%s: relative error of the kernel %.4g", name, error)
+        logger.debug("%s: relative error of the kernel %.4g", name, error)
     for name, error in errors.output.items():
-        LOG.debug("%s: relative error of the outputs for images %.4g", name, error)
+        logger.debug("%s: relative error of the outputs for images %.4g", name, error)
     return errors
 
 
@@ -170,8 +170,8 @@ def _outputs_before(model: nn.Module, plan: ConversionPlan, held_out: Sequence[T
 
 @full_precision()
 def _outputs(model: nn.Module, batches: Iterable[Tensor]) -> list[Any]:
-    with evaluating(model):
-        return [run(model, batch) for batch in batches]
+    with eval_mode(model):
+        return [run_batch(model, batch) for batch in batches]
 
 
 @full_precision()
@@ -188,8 +188,8 @@ def _random_outputs(model: nn.Module, plan: ConversionPlan) -> Any:
         return None
     noise = torch.randn(2, *size, generator=torch.Generator().manual_seed(0), device="cpu")
     # The model's own code may raise anything, and the comparison is optional.
-    with contextlib.suppress(Exception), evaluating(model):
-        return run(model, noise)
+    with contextlib.suppress(Exception), eval_mode(model):
+        return run_batch(model, noise)
     return None
 
 
@@ -214,10 +214,10 @@ def _outcome(
         kernel_error = sum(errors.kernel.values()) / len(errors.kernel)
     if images is None:
         return Outcome(kernel_error=kernel_error, images=0)
-    converted = agreement(before.held_out, after)
+    converted = compare_outputs(before.held_out, after)
     shifted = None
     if images.held_out:
-        shifted = agreement(before.held_out, before.shifted)
+        shifted = compare_outputs(before.held_out, before.shifted)
     return Outcome(
         kernel_error=kernel_error,
         images=sum(map(len, images.held_out)),

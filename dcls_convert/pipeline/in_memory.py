@@ -25,7 +25,7 @@ from ..options import (
 )
 from ..planning.known_counts import LayerCounts
 from ..planning.rules import RuleSet
-from ..progress import show_to_python
+from ..progress import show_progress_in_python
 from ..reports.report import ConversionReport
 from .conversion import convert_network_
 from .loaded import LoadedNetwork
@@ -130,7 +130,7 @@ def convert_(
         std=std,
         seed=seed,
     )
-    with show_to_python(type(model).__name__, progress) as notify:
+    with show_progress_in_python(type(model).__name__, progress) as notify:
         loaded = LoadedNetwork(request, notify=notify)
         resolved = resolve(loaded)
         if resolved.init == "fit" and init == AUTO:

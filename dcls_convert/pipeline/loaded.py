@@ -13,8 +13,8 @@ from ..networks.identify_model import assumed_input_size, infer_source
 from ..networks.pretrained_cfg import set_origin_
 from ..networks.sites import ModelConvs
 from ..networks.source import LIBRARY_KINDS, OTHER_TIMM_KINDS, ModelSource, resolve_model
-from ..networks.state_names import with_names_of
-from ..networks.weights import build_with_state, check_weights, differing_num_classes
+from ..networks.state_names import rename_to_model
+from ..networks.weights import build_and_load, check_weights, differing_num_classes
 from ..networks.weights_files import read_weights
 from ..planning.plan import ConversionPlan
 from ..progress import Note, Notify, silent
@@ -220,7 +220,7 @@ class LoadedNetwork:
             assert request.weights is not None
             self.notify("reading weights")
             entries = read_weights(request.weights, note=self.note)
-            self._entries = with_names_of(
+            self._entries = rename_to_model(
                 self._stated_structure, entries, where=request.weights_name, note=self.note
             )
         return self._entries
@@ -228,7 +228,7 @@ class LoadedNetwork:
     def _build_with_weights(self, source: ModelSource) -> nn.Module:
         entries = self._read_entries()
         self.notify("building")
-        network, not_loaded = build_with_state(
+        network, not_loaded = build_and_load(
             source,
             entries,
             self.request.weights_name,

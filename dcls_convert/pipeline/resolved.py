@@ -12,15 +12,15 @@ from ..fitting.counts import counts_by_error
 from ..fitting.groups import make_layers
 from ..fitting.warm_start import fit_seed
 from ..geometry import size_text
-from ..networks.running import evaluating, quietly, run
+from ..networks.running import eval_mode, run_batch, suppress_output
 from ..networks.tracing import check_same_shapes
 from ..options import AUTO, ERROR_SCOPE, EXACT, Init, PlanOptions, Scope
 from ..planning.known_counts import LayerCounts
 from ..planning.plan import ConversionPlan
 from ..planning.planner import make_plan
-from ..progress import LOG
+from ..progress import logger
 from ..surgery.authors import RELEASED_VERSION, AuthorsWeights, element_state
-from ..text import listed, one_line, shown
+from ..text import one_line, short_list, shortened
 from .loaded import LoadedNetwork
 from .request import ConversionRequest, options_that_decide_counts
 
@@ -115,11 +115,11 @@ def _name_and_arguments(loaded: LoadedNetwork) -> tuple[str | None, dict[str, An
 
 
 def _described(name: str | None, arguments: Mapping[str, Any]) -> str:
-    described = shown(name or "a model that only its user can build")
+    described = shortened(name or "a model that only its user can build")
     if not arguments:
         return described
     stated = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-    return f"{described} with {shown(stated)}"
+    return f"{described} with {shortened(stated)}"
 
 
 def _authors_weights(loaded: LoadedNetwork) -> AuthorsWeights | None:
@@ -162,7 +162,7 @@ def _refuse_stated_counts(
     if not stated or (stated == ["kernel count"] and counts == {options.kernel_count}):
         return
     raise CheckpointError(
-        f"{weights_name}: has elements of its own, {listed(sorted(counts))} in a kernel; "
+        f"{weights_name}: has elements of its own, {short_list(sorted(counts))} in a kernel; "
         f"omit {' and '.join(stated)}"
     )
 
@@ -228,8 +228,8 @@ def _check_input_size(loaded: LoadedNetwork, plan: ConversionPlan) -> None:
         raise PlanError(f"input size {size_text(plan.input_size)}: {plan.macs_note}")
     network = loaded.network
     try:
-        with evaluating(network), quietly():
-            run(network, torch.zeros(1, *plan.input_size))
+        with eval_mode(network), suppress_output():
+            run_batch(network, torch.zeros(1, *plan.input_size))
     except Exception as error:  # the user's own code runs here
         raise PlanError(
             f"input size {size_text(plan.input_size)}, as (channels, *spatial): "
@@ -243,9 +243,9 @@ def _log(resolved: ResolvedRequest) -> None:
     start: str = resolved.init
     if resolved.authors_weights is not None:
         start = "elements of the authors' package"
-    LOG.debug("start: %s; scope of the counts: %s", start, plan.scope)
+    logger.debug("start: %s; scope of the counts: %s", start, plan.scope)
     for layer in plan.layers:
-        LOG.debug(
+        logger.debug(
             "%s: rule %r; kernel %s, window %s; %d elements, %s; positions of %s",
             layer.name,
             layer.rule,
@@ -256,4 +256,4 @@ def _log(resolved: ResolvedRequest) -> None:
             layer.tie_group or layer.name,
         )
     for skipped in plan.skipped:
-        LOG.debug("%s: not converted: %s", skipped.name, skipped.reason)
+        logger.debug("%s: not converted: %s", skipped.name, skipped.reason)

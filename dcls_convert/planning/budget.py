@@ -13,7 +13,7 @@ from fractions import Fraction
 from ..errors import PlanError
 from ..options import Scope
 from ..records import JsonFraction
-from ..text import listed
+from ..text import short_list
 from .layer_plan import LayerPlan
 
 UNSOLVED = 0  # kernel count of a layer until the budget decides it; no rule or option can state 0
@@ -86,7 +86,7 @@ def _no_room_message(min_shares: Mapping[str, Fraction], share: Fraction) -> str
     percent = float(share * 100)
     message = (
         f"a budget of {percent:.6g} % leaves no room for even one element per kernel in "
-        f"{listed(min_shares, 1)}; the smallest sufficient budget is {min_text} %"
+        f"{short_list(min_shares, 1)}; the smallest sufficient budget is {min_text} %"
     )
     if percent < 1:  # probably meant as a share
         message += f" (for a share of {percent:.6g}, give {100 * percent:.6g} %)"

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import NothingMatchesError, PlanError, RuleError
-from ..networks.sites import ConvSite, ModelConvs, Skipped, kinds_of_convs
+from ..networks.sites import ConvSite, ModelConvs, Skipped, count_conv_kinds
 from ..options import AUTO, EXACT, PlanOptions
-from ..text import listed, shown
+from ..text import short_list, shortened
 from .paths import any_matches_path, nearest_paths
 from .rule_files import load_rules
 from .rules import Rule, RuleSet
@@ -69,7 +69,7 @@ def _why_unclaimed(rules: RuleSet, site: ConvSite) -> str:
     return f"rule {rules.label(0)!r}: {rules.rules[0].match.mismatch(site)}"
 
 
-def rules_to_apply(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list[Skipped]]:
+def assign_rules(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], list[Skipped]]:
     """Decide which rule converts which site, and say why the other convolutions stay.
 
     Returns:
@@ -111,7 +111,7 @@ def rules_to_apply(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], l
 def _why_nothing_matches(rules: RuleSet, convs: ModelConvs) -> str:
     """Say what the model has instead, and which of the built-in rules would match."""
     kinds: list[str] = []
-    for kind, count in kinds_of_convs(convs).most_common(4):
+    for kind, count in count_conv_kinds(convs).most_common(4):
         kinds.append(f"{count} {kind}")
     contents = ", ".join(kinds) or "no convolution at all"
     message = f"nothing in the model matches rules {rules.source!r}; it has {contents}"
@@ -137,8 +137,8 @@ def _near_paths(patterns: Sequence[str], convs: ModelConvs) -> str:
             unknown.append(pattern)
     if not unknown:
         return ""
-    near = listed(nearest_paths(unknown, names), 6)
-    return f"; no path is {' or '.join(map(shown, unknown))}, the nearest are {near}"
+    near = short_list(nearest_paths(unknown, names), 6)
+    return f"; no path is {' or '.join(map(shortened, unknown))}, the nearest are {near}"
 
 
 def _why_unused(rule: Rule, convs: ModelConvs) -> str:
@@ -156,7 +156,7 @@ def _why_unused(rule: Rule, convs: ModelConvs) -> str:
     return reason
 
 
-def check_overruled(rules: RuleSet, options: PlanOptions) -> None:
+def refuse_overridden_options(rules: RuleSet, options: PlanOptions) -> None:
     """Raise RuleError if an option has no effect because every rule states its own value."""
     converting = [rule for rule in rules.rules if rule.skip is None]
     for option in fields(options):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from ..errors import PlanError
 from ..networks.sites import Skipped
 from ..options import Tie
-from ..text import listed, shown
+from ..text import short_list, shortened
 from .budget import UNSOLVED
 from .layer_plan import LayerPlan
 from .tie_groups import check_counts_can_be_tied
@@ -43,7 +43,8 @@ def with_known_counts(
             count_of[draft.name] = count
     if missing:
         raise PlanError(
-            f"{known.source}: has no elements for {listed(missing, 1)}, which would be converted"
+            f"{known.source}: has no elements for {short_list(missing, 1)}, "
+            "which would be converted"
         )
     for draft in drafts:
         if draft.kernel_count not in (UNSOLVED, count_of[draft.name]):
@@ -70,7 +71,7 @@ def _check_all_are_converted(
                 if skip.name == name:
                     reason = skip.reason
             raise PlanError(
-                f"{known.source}: has elements for {shown(name)}, "
+                f"{known.source}: has elements for {shortened(name)}, "
                 f"which would not be converted: {reason}"
             )
 

@@ -8,7 +8,7 @@ from ..geometry import along_learnt_axes, check_cells, check_window, extent
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import OldConv
 from ..records import STRICT
-from ..text import one_line, shown
+from ..text import one_line, shortened
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +122,7 @@ def check_layer(layer: LayerPlan) -> None:
     try:
         _check_values(layer)
     except ValueError as error:
-        raise PlanError(f"{shown(layer.name)}: {one_line(error)}") from None
+        raise PlanError(f"{shortened(layer.name)}: {one_line(error)}") from None
 
 
 def _check_values(layer: LayerPlan) -> None:

@@ -13,7 +13,7 @@ from ..networks.sites import Skipped
 from ..options import Scope, Tie
 from ..records import STRICT, JsonFraction, Record
 from ..tables import as_html, as_text
-from ..text import listed, shown
+from ..text import short_list, shortened
 from .budget import BudgetUnit, solve_counts
 from .layer_plan import LayerPlan, check_layer
 from .paths import any_matches_path, nearest_paths
@@ -149,13 +149,13 @@ class ConversionPlan(Record):
         removed = []
         for layer in self.layers:
             if any_matches_path(layer.names, patterns):
-                reason = f"left out of the plan by {' or '.join(map(shown, patterns))}"
+                reason = f"left out of the plan by {' or '.join(map(shortened, patterns))}"
                 kind = f"Conv{layer.dims}d"
                 removed.append(Skipped(name=layer.name, type=kind, reason=reason))
             else:
                 kept.append(layer)
         if not kept:
-            raise PlanError(f"without {listed(patterns)}, no layer of the plan would remain")
+            raise PlanError(f"without {short_list(patterns)}, no layer of the plan would remain")
         layers, units = solve_counts(without_lone_ties(kept), self.scope, self.share)
         return replace(
             self,
@@ -172,8 +172,10 @@ class ConversionPlan(Record):
             names += layer.names
         for pattern in patterns:
             if not any_matches_path(names, [pattern]):
-                near = listed(nearest_paths([pattern], names), 6)
-                raise PlanError(f"the plan has no layer {shown(pattern)}; the nearest are {near}")
+                near = short_list(nearest_paths([pattern], names), 6)
+                raise PlanError(
+                    f"the plan has no layer {shortened(pattern)}; the nearest are {near}"
+                )
 
     def __str__(self) -> str:
         """The report that the plan predicts."""
@@ -214,7 +216,8 @@ def _as_patterns(paths: str | Sequence[str]) -> list[str]:
         return [paths]
     if not isinstance(paths, Iterable) or not all(isinstance(path, str) for path in paths):
         raise PlanError(
-            f"paths: found {shown(repr(paths))}; give a module's name, a pattern or a list of these"
+            f"paths: found {shortened(repr(paths))}; "
+            "give a module's name, a pattern or a list of these"
         )
     return list(paths)
 
@@ -250,8 +253,8 @@ def _check_plan(plan: ConversionPlan) -> None:
                 shapes.add((layer.position_shape, layer.dilated_size, layer.interpolation))
         if len(shapes) > 1:
             raise PlanError(
-                f"tie group {shown(group.name)}: its layers have {len(shapes)} different shapes"
+                f"tie group {shortened(group.name)}: its layers have {len(shapes)} different shapes"
             )
     if plan.tie_groups != tie_groups_of(plan.layers):
-        names = listed(group.name for group in plan.tie_groups)
+        names = short_list(group.name for group in plan.tie_groups)
         raise PlanError(f"the plan's tie groups do not match its layers: {names}")

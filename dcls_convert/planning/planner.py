@@ -31,9 +31,9 @@ from ..options import (
     suggests_arguments,
 )
 from ..records import shared_fields
-from ..text import counted, one_line, shown
+from ..text import count_text, one_line, shortened
 from .budget import UNSOLVED, solve_counts
-from .claims import check_overruled, load_or_choose_rules, rules_to_apply
+from .claims import assign_rules, load_or_choose_rules, refuse_overridden_options
 from .known_counts import LayerCounts, with_known_counts
 from .layer_plan import LayerPlan
 from .plan import ConversionPlan
@@ -163,11 +163,11 @@ def _check_options(options: PlanOptions) -> None:
         value = getattr(options, name)
         if value not in allowed:
             names = ", ".join(filter(None, allowed))
-            raise PlanError(f"{name}={shown(repr(value))} must be one of {names}")
+            raise PlanError(f"{name}={shortened(repr(value))} must be one of {names}")
     count = options.kernel_count
     if count not in (AUTO, EXACT) and (type(count) is not int or count < 1):
         raise PlanError(
-            f"kernel count {shown(repr(count))} must be a positive integer, auto or exact"
+            f"kernel count {shortened(repr(count))} must be a positive integer, auto or exact"
         )
 
 
@@ -185,7 +185,7 @@ def _check_size(size: int | Sequence[int] | str) -> None:
         sides = size
     if not sides or any(type(side) is not int or side < 1 for side in sides):
         raise PlanError(
-            f"dilated size {shown(repr(size))} must be a positive integer, one for each side, "
+            f"dilated size {shortened(repr(size))} must be a positive integer, one for each side, "
             "or a growth such as '+4'"
         )
 
@@ -238,8 +238,8 @@ def _draft_model(
     convs: ModelConvs, rules: RuleSet, options: PlanOptions, known_counts: LayerCounts | None
 ) -> tuple[list[LayerPlan], list[Skipped]]:
     """Draft all layers, with their tie groups; also return the convolutions that stay."""
-    rule_of, skipped = rules_to_apply(rules, convs)
-    check_overruled(rules, options)
+    rule_of, skipped = assign_rules(rules, convs)
+    refuse_overridden_options(rules, options)
     drafts, refused = _draft_layers(convs, rules, rule_of, options)
     skipped += refused
     if known_counts is not None:
@@ -277,7 +277,7 @@ def _draft_layers(
     if refused and (options.strict or not drafts):
         message = f"{refused[0].name}: {refused[0].reason}"
         if len(refused) > 1:
-            message += f" (and {counted(len(refused) - 1, 'more layer')})"
+            message += f" (and {count_text(len(refused) - 1, 'more layer')})"
         raise PlanError(message)
     return drafts, refused
 

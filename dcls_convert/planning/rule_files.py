@@ -13,7 +13,7 @@ from yaml.representer import RepresenterError
 from ..errors import RuleError
 from ..input_files import builtin_rules, read_bytes
 from ..options import AUTO
-from ..text import did_you_mean, one_line, printable, shown
+from ..text import did_you_mean, one_line, printable, shortened
 from .rules import MAX_SHOWN_CHARACTERS, UNNAMED_RULES, Defaults, Match, Range, Rule, RuleSet
 
 MAX_RULE_BYTES = 1_000_000
@@ -50,14 +50,14 @@ def load_rules(source: str | Path | Mapping[str, Any]) -> RuleSet:
             known = [*builtin_rules(), AUTO]
             suggestion = did_you_mean(str(source), known)
             raise RuleError(
-                f"rules {shown(source)!r} are neither a file "
+                f"rules {shortened(source)!r} are neither a file "
                 f"nor one of {', '.join(known)}{suggestion}"
             )
         # With "sig": some editors begin a file with a byte order mark.
         text = read_bytes(path, MAX_RULE_BYTES).decode("utf-8-sig")
     except OSError as error:
         raise RuleError(
-            f"rules {shown(source, MAX_SHOWN_CHARACTERS)}: cannot be read: {error.strerror}"
+            f"rules {shortened(source, MAX_SHOWN_CHARACTERS)}: cannot be read: {error.strerror}"
         ) from error
     except UnicodeDecodeError as error:
         raise RuleError(f"{source}: is not a UTF-8 text: {one_line(error)}") from None
@@ -70,7 +70,7 @@ def _as_yaml(rules: Mapping[str, Any]) -> str:
     except RepresenterError as error:
         value = error.args[1]
         raise RuleError(
-            f"rules: found {shown(repr(value))} of type {type(value).__name__}; "
+            f"rules: found {shortened(repr(value))} of type {type(value).__name__}; "
             "allowed are strings, numbers, booleans, lists and mappings"
         ) from None
 
@@ -86,7 +86,7 @@ class _StrictLoader(yaml.SafeLoader):
                 continue
             if key.value in keys:
                 raise ConstructorError(
-                    problem=f"duplicate key {shown(key.value)!r}", problem_mark=key.start_mark
+                    problem=f"duplicate key {shortened(key.value)!r}", problem_mark=key.start_mark
                 )
             keys.add(key.value)
             if key.value == "dilated_size":
@@ -134,7 +134,7 @@ def parse_rules(text: str, source: str = UNNAMED_RULES) -> RuleSet:
         if mark:
             place = f" line {mark.line + 1}:"
         problem = getattr(error, "problem", None) or f"{type(error).__name__}: {one_line(error)}"
-        message = f"{source}:{place} not valid YAML: {shown(problem, MAX_SHOWN_CHARACTERS)}"
+        message = f"{source}:{place} not valid YAML: {shortened(problem, MAX_SHOWN_CHARACTERS)}"
         raise RuleError(message) from None  # the message says it all
     if not isinstance(data, dict):
         kinds = {list: "a list", str: "a string", type(None): "empty"}
@@ -169,7 +169,7 @@ def _first_problem(error: ValidationError) -> str:
         key = str(location[-1])
         known = list(model.model_fields)
         suggestion = did_you_mean(key, known)
-        complaint = f"unknown key {shown(key)!r}{suggestion}; known: {', '.join(known)}"
+        complaint = f"unknown key {shortened(key)!r}{suggestion}; known: {', '.join(known)}"
         if place:
             complaint = f"{place}: {complaint}"
         return complaint
@@ -178,7 +178,7 @@ def _first_problem(error: ValidationError) -> str:
         return f"top level: {place} is missing"
     if problem["type"] == "value_error":
         return f"{place}: {problem['ctx']['error']}"
-    return f"{place}: found {shown(reprlib.repr(problem['input']))}; allowed is {allowed}"
+    return f"{place}: found {shortened(reprlib.repr(problem['input']))}; allowed is {allowed}"
 
 
 def _describe(location: Sequence[int | str]) -> tuple[str, str, type[BaseModel] | None]:

@@ -29,7 +29,7 @@ from ..options import (
     Kind,
     check_even,
 )
-from ..text import one_line, shown
+from ..text import one_line, shortened
 from .paths import any_matches_path
 
 if TYPE_CHECKING:
@@ -201,11 +201,11 @@ def _in_words(value: Any) -> str:
     """Return a value of a rule or a site as a message shows it."""
     if isinstance(value, list | tuple):
         if isinstance(value[0], int):
-            return shown(size_text(value), MAX_SHOWN_CHARACTERS)
-        return shown(" or ".join(map(str, value)), MAX_SHOWN_CHARACTERS)
+            return shortened(size_text(value), MAX_SHOWN_CHARACTERS)
+        return shortened(" or ".join(map(str, value)), MAX_SHOWN_CHARACTERS)
     if value is None or isinstance(value, bool):
         return str(value).lower()
-    return shown(str(value) or repr(value), MAX_SHOWN_CHARACTERS)
+    return shortened(str(value) or repr(value), MAX_SHOWN_CHARACTERS)
 
 
 class Defaults(_Strict):
@@ -253,7 +253,7 @@ other keys say."""
             re.compile(value)
         except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"{shown(value)!r} is not a regular expression: {one_line(error)}"
+                f"{shortened(value)!r} is not a regular expression: {one_line(error)}"
             ) from error
         return value
 
@@ -319,4 +319,4 @@ class RuleSet(_Strict):
 
     def label(self, index: int) -> str:
         """Return the name of a rule for messages: its own, or its index."""
-        return shown(self.rules[index].name or f"rules[{index}]")
+        return shortened(self.rules[index].name or f"rules[{index}]")

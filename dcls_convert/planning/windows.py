@@ -19,7 +19,7 @@ from ..options import MAX_ADDED_MACS_PERCENT, MAX_WINDOW, MIN_GROWTH
 from .layer_plan import LayerPlan
 from .rules import Rule, RuleSet
 
-SIZES_TO_TRY = 9  # number of windows that `sizes_to_try` returns
+CANDIDATE_COUNT = 9  # number of windows that `candidate_windows` returns
 
 
 def recommended_size(convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, int]) -> str | None:
@@ -58,8 +58,8 @@ def recommended_size(convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, in
     return f"+{recommended}"
 
 
-def sizes_to_try(layers: Sequence[LayerPlan]) -> list[int] | list[str]:
-    """Return SIZES_TO_TRY windows for these kernels, each two cells larger than the previous.
+def candidate_windows(layers: Sequence[LayerPlan]) -> list[int] | list[str]:
+    """Return CANDIDATE_COUNT windows for these kernels, each two cells larger than the previous.
 
     If all kernels have one extent, the windows are sizes, from this extent on. Otherwise they are
     growths, from "+2" on.
@@ -69,8 +69,8 @@ def sizes_to_try(layers: Sequence[LayerPlan]) -> list[int] | list[str]:
         extents.update(layer.learnt_extents)
     if len(extents) == 1:
         (extent_of_all,) = extents
-        return list(range(extent_of_all, extent_of_all + 2 * SIZES_TO_TRY, 2))
-    return [f"+{MIN_GROWTH + 2 * index}" for index in range(SIZES_TO_TRY)]
+        return list(range(extent_of_all, extent_of_all + 2 * CANDIDATE_COUNT, 2))
+    return [f"+{MIN_GROWTH + 2 * index}" for index in range(CANDIDATE_COUNT)]
 
 
 def _windows(

@@ -18,7 +18,7 @@ from ..networks.running import full_precision, unchanged_on_failure
 from ..options import AUTO, EXACT, INITS, POSITIONS, Init, Positions
 from ..planning.plan import ConversionPlan
 from ..progress import Note, Notify, silent
-from ..text import listed
+from ..text import short_list
 from .place import insert_layers_
 from .start import start_from_kernels_, start_randomly_
 
@@ -156,7 +156,7 @@ def _note_shifted_means(calibrated: Sequence[CalibratedLayer], note: Note) -> No
     still_shifted = [layer.name for layer in calibrated if layer.shift_target is None]
     if still_shifted:
         note(
-            f"{listed(still_shifted)} have neither a bias nor a BatchNorm after them, so the "
+            f"{short_list(still_shifted)} have neither a bias nor a BatchNorm after them, so the "
             "means of their outputs could not be corrected"
         )
 

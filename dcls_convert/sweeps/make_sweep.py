@@ -13,10 +13,10 @@ from ..options import AUTO, DEFAULT_BUDGET
 from ..pipeline.conversion import convert_network_
 from ..pipeline.loaded import LoadedNetwork
 from ..pipeline.resolved import resolve
-from ..planning.windows import sizes_to_try
+from ..planning.windows import candidate_windows
 from ..records import shared_fields
 from ..reports.predict import predict_report
-from ..text import counted, shown
+from ..text import count_text, shortened
 from .candidate import Candidate
 from .recommendation import recommend
 from .results import (
@@ -46,7 +46,7 @@ def combinations(
 def default_sizes(loaded: LoadedNetwork) -> Sequence[RequestedSize]:
     """Return the windows to try by default: sizes, or growths if kernels have several sizes."""
     options = replace(loaded.request.options, dilated_size=AUTO, kernel_count=AUTO)
-    return sizes_to_try(resolve(loaded, options).plan.layers)
+    return candidate_windows(resolve(loaded, options).plan.layers)
 
 
 def make_sweep(
@@ -101,7 +101,7 @@ def make_sweep(
     choice = recommend(rows, max_added_percent)
     if interrupted:
         complete = _complete_rows(rows, fitted=request.trained, timed=timing is not None)
-        rows_requested = counted(len(requested), "row")
+        rows_requested = count_text(len(requested), "row")
         choice = Recommendation(why=f"only {complete} of {rows_requested} were finished")
     return Sweep(
         model=name,
@@ -125,7 +125,7 @@ def _check_network(loaded: LoadedNetwork, name: str, *, timed: bool) -> None:
         )
     needs_input_size = timed and convs.input_size is None
     if convs.macs is None and (request.input_size is not None or needs_input_size):
-        raise PlanError(f"{shown(name)}: {convs.macs_note}")
+        raise PlanError(f"{shortened(name)}: {convs.macs_note}")
 
 
 def _complete_rows(rows: Sequence[SweepRow], *, fitted: bool, timed: bool) -> int:

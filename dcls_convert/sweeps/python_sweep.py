@@ -26,9 +26,9 @@ from ..options import (
 from ..pipeline.in_memory import warn_if_untrained
 from ..pipeline.loaded import LoadedNetwork
 from ..pipeline.request import ConversionRequest
-from ..planning.claims import load_or_choose_rules, rules_to_apply
+from ..planning.claims import assign_rules, load_or_choose_rules
 from ..planning.rules import RuleSet
-from ..progress import show_to_python
+from ..progress import show_progress_in_python
 from .make_sweep import combinations, default_sizes, make_sweep
 from .results import Combination, RequestedSize, Sweep
 from .timing import timing_settings
@@ -130,13 +130,13 @@ def sweep(
         input_size=input_size,
         seed=seed,
     )
-    with show_to_python(type(model).__name__, progress) as notify:
+    with show_progress_in_python(type(model).__name__, progress) as notify:
         loaded = LoadedNetwork(request, notify=notify)
         windows: list[RequestedSize] = []
         for size in sizes or default_sizes(loaded):
             windows.append(size if isinstance(size, int | str) else tuple(size))
         if request.start == "fit" and init == AUTO:
-            rule_of, _ = rules_to_apply(load_or_choose_rules(rules, loaded.convs), loaded.convs)
+            rule_of, _ = assign_rules(load_or_choose_rules(rules, loaded.convs), loaded.convs)
             warn_if_untrained(model, rule_of)
         requested = combinations(windows, counts, budgets)
         command = functools.partial(_call_text, request)

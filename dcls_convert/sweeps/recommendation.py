@@ -10,7 +10,7 @@ from .results import (
     Recommendation,
     SweepRow,
     done_rows,
-    percent_more,
+    percent_increase,
     values_if_complete,
     window_sides,
 )
@@ -85,7 +85,7 @@ def decide(rows: Sequence[SweepRow], max_added_percent: float) -> Decision:
     within_params = [row for row in candidates if _params(row) <= max_params]
 
     def added_percent(row: SweepRow) -> float:
-        return percent_more(_cost_of(row, cost), _cost_of(original, cost))
+        return percent_increase(_cost_of(row, cost), _cost_of(original, cost))
 
     affordable = [row for row in within_params if added_percent(row) <= max_added_percent]
     reason: Reason = "least cost"

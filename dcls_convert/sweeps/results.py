@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ..geometry import size_text
 from ..records import Record
 from ..tables import as_html, as_text
-from ..text import span
+from ..text import range_text
 
 RowStatus = Literal["original", "done", "does not fit", "failed"]
 RequestedSize = int | tuple[int, ...] | str  # cells, or a growth such as "+4"
@@ -78,7 +78,7 @@ class SweepRow:
         if self.asked is None:
             return "dense"
         size = self.asked.size
-        planned = span(self.dilated_sizes, size_text)
+        planned = range_text(self.dilated_sizes, size_text)
         if isinstance(size, str):
             if not planned:
                 return size
@@ -238,6 +238,6 @@ def mark_dominated(rows: Sequence[SweepRow]) -> tuple[SweepRow, ...]:
     return tuple(marked)
 
 
-def percent_more(value: float, original: float) -> float:
+def percent_increase(value: float, original: float) -> float:
     """Return the percentage by which a value exceeds the original's."""
     return 100 * (value / original - 1)

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from ..errors import DclsConvertError
 from ..networks.model_outputs import tensors_in
-from ..networks.running import run
+from ..networks.running import run_batch
 from ..options import CPU_BATCH, GPU_BATCH, TIMING_SECONDS
 from ..planning.plan import ConversionPlan
 from ..surgery.apply_plan import apply_plan_
-from ..text import shown
+from ..text import shortened
 from .results import Timing, TimingSettings
 
 CALLS_ON_GPU = 5  # calls per measurement, which is their mean time
@@ -30,7 +30,7 @@ def check_device(name: str) -> torch.device:
     try:
         device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise DclsConvertError(f"device {shown(name)}: torch cannot use it here") from error
+        raise DclsConvertError(f"device {shortened(name)}: torch cannot use it here") from error
     if device.type == "meta":
         raise DclsConvertError("device meta computes nothing")
     return device
@@ -110,7 +110,7 @@ def forward_pass(model: nn.Module, images: Tensor, autocast: torch.autocast) -> 
 
     def forward() -> None:
         with torch.no_grad(), autocast:
-            run(model, images)
+            run_batch(model, images)
 
     return forward
 
@@ -125,7 +125,7 @@ def training_step(model: nn.Module, images: Tensor, autocast: torch.autocast) ->
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
         with autocast:
-            outputs = tensors_in(run(model, images))
+            outputs = tensors_in(run_batch(model, images))
             losses = []
             for output in outputs:
                 if output.requires_grad:

@@ -18,11 +18,11 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from ..errors import DclsConvertError
-from ..image_files import FORMATS, UNREADABLE, check_white_level, to_mode
-from ..networks.running import quietly
-from ..options import MIRRORED, Augmentation
+from ..image_files import FORMATS, READ_ERRORS, check_white_level, to_mode
+from ..networks.running import suppress_output
+from ..options import MIRRORED_SHARE, Augmentation
 from ..progress import Note, silent
-from ..text import counted, listed, one_line, shown
+from ..text import count_text, one_line, short_list, shortened
 from .shards import Shards
 
 MODES = {1: "L", 3: "RGB"}  # input channels of a model -> Pillow mode
@@ -75,7 +75,7 @@ def open_images(
         DclsConvertError: The data cannot be opened, has fewer than two classes, has classes without
             images to train on, or has no random access.
     """
-    where = f"--data {shown(data)}"
+    where = f"--data {shortened(data)}"
     if dataset:
         where = f"--dataset {dataset}"
     if not dataset and (data is None or not data.is_dir()):
@@ -149,7 +149,7 @@ def _open_split(dataset: str, root: str | None, split: str, where: str, note: No
     images = create_dataset(dataset, root=root, split=split, input_img_mode=mode)
     if not isinstance(getattr(images, "reader", None), ReaderWds):
         return images
-    shards = counted(len(images.reader.split_info.filenames), "shard")
+    shards = count_text(len(images.reader.split_info.filenames), "shard")
     note(f"{where}: looking for the images in {shards}")
     return ImageDataset("", reader=Shards(images.reader))
 
@@ -162,7 +162,7 @@ def _renumber_classes_(
     unknown = [name for name in old_names.values() if name not in class_to_idx]
     if unknown:
         raise DclsConvertError(
-            f"{where}: {listed(unknown)}: there are test images, but none to train on"
+            f"{where}: {short_list(unknown)}: there are test images, but none to train on"
         )
     untested = [name for name in class_to_idx if name not in reader.class_to_idx]
     _note_untested(untested, where, note)
@@ -173,13 +173,13 @@ def _renumber_classes_(
 def _note_untested(names: Sequence[str], where: str, note: Note) -> None:
     """Report how many classes have no test images, with the names of some."""
     if names:
-        note(f"{where}: classes without images to test with: {len(names):,} ({listed(names)})")
+        note(f"{where}: classes without images to test with: {len(names):,} ({short_list(names)})")
 
 
 def _skip_unreadable_(reader: Any, where: str, note: Note) -> None:
     """Remove the images that cannot be decoded from a reader, and report the names of some."""
     paths = [path for path, _ in reader.samples]
-    with quietly(), ThreadPoolExecutor() as pool:
+    with suppress_output(), ThreadPoolExecutor() as pool:
         decodable = list(pool.map(_is_decodable, paths))
     readable_samples = []
     unreadable_paths = []
@@ -189,8 +189,8 @@ def _skip_unreadable_(reader: Any, where: str, note: Note) -> None:
         else:
             unreadable_paths.append(Path(sample[0]).relative_to(reader.root))
     if unreadable_paths:
-        images = counted(len(unreadable_paths), "image")
-        note(f"{where}: skipping {images} that cannot be read: {listed(unreadable_paths)}")
+        images = count_text(len(unreadable_paths), "image")
+        note(f"{where}: skipping {images} that cannot be read: {short_list(unreadable_paths)}")
     reader.samples = readable_samples
 
 
@@ -200,7 +200,7 @@ def _is_decodable(path: str) -> bool:
             image.draft("RGB", (64, 64))  # decodes large JPEGs at 1/8 scale, much faster
             image.load()
             check_white_level(image)
-    except UNREADABLE:
+    except READ_ERRORS:
         return False
     return True
 
@@ -228,7 +228,7 @@ def set_transforms_(
     input_size: Sequence[int] | None = None,
     augmentation: Augmentation = "light",
     *,
-    mirrored: float = MIRRORED,
+    mirrored: float = MIRRORED_SHARE,
 ) -> None:
     """Set transforms that prepare images for the model, and augment the training images.
 

@@ -38,7 +38,7 @@ from .repulsion import repulsive_loss
 from .seeding import SeededImages, batch_keys, preserved_rng_state, seed_all
 from .tracker import PositionTracker
 from .training_state import (
-    STATE,
+    STATE_FILE,
     WHOLE,
     load_state_,
     prepare_track_file,
@@ -135,8 +135,8 @@ class Training:
         # Called in the forward pass: the model itself, or DDP's wrapper around it.
         self.parallel_model: Any = model if fsdp else accelerator.prepare_model(model)
         self.scheduler = self._make_scheduler()
-        if folder is not None and (folder / STATE).exists():
-            load_state_(self, folder / STATE)
+        if folder is not None and (folder / STATE_FILE).exists():
+            load_state_(self, folder / STATE_FILE)
         self.tracker = PositionTracker(model, prepare_track_file(self))
         # If the state was saved at the end of an epoch, its positions are those of the last record.
         # If it was saved within an epoch, they have moved since, and the next record has no speed.
@@ -198,7 +198,7 @@ class Training:
                     self._end_epoch()
                     on_epoch(self)
                 if self.folder is not None and (epoch_ends or self._is_time_to_save()):
-                    save_state(self, self.folder / STATE)
+                    save_state(self, self.folder / STATE_FILE)
                 if epoch_ends:
                     epoch_began = time.monotonic()
 

@@ -19,15 +19,15 @@ from ..atomic_output import new_file
 from ..errors import CheckpointError, is_out_of_memory
 from ..text import one_line
 from .recipe import Recipe
-from .tracker import TRACK
+from .tracker import TRACK_FILE
 
 if TYPE_CHECKING:
     from .training import Training
 
 # Gather state dicts from all processes into the first one.
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-STATE = "state.pt"
-CURVES = {  # name in the state file -> attribute of `Training`
+STATE_FILE = "state.pt"
+CURVE_ATTRIBUTES = {  # name in the state file -> attribute of `Training`
     "loss": "loss",
     "top1": "top1",
     "seconds": "epoch_seconds",
@@ -57,7 +57,7 @@ def save_state(training: "Training", path: Path) -> None:
     scaler = None
     if training.accelerator.scaler is not None:
         scaler = training.accelerator.scaler.state_dict()
-    curves = {name: getattr(training, attribute) for name, attribute in CURVES.items()}
+    curves = {name: getattr(training, attribute) for name, attribute in CURVE_ATTRIBUTES.items()}
     state = {
         "settings": training.settings,
         "model": model,
@@ -110,7 +110,7 @@ def load_state_(training: "Training", path: Path) -> None:
     training.updates_done = state["update"]
     training.correct = state["correct"]
     for name, values in state["curves"].items():
-        setattr(training, CURVES[name], values)
+        setattr(training, CURVE_ATTRIBUTES[name], values)
 
 
 def prepare_track_file(training: "Training") -> Path | None:
@@ -121,7 +121,7 @@ def prepare_track_file(training: "Training") -> Path | None:
     """
     if training.folder is None:
         return None
-    track = training.folder / TRACK
+    track = training.folder / TRACK_FILE
     if training.accelerator.is_main_process:
         training.folder.mkdir(parents=True, exist_ok=True)
         track.touch()

@@ -13,8 +13,8 @@ from ..compare.run_plan import RunPlan
 from ..compare.settings import Settings
 from ..compare.trainer import run_folder
 from ..tables import Column, Table, indented, title
-from ..text import counted
-from ..tuning.tracker import TRACK
+from ..text import count_text
+from ..tuning.tracker import TRACK_FILE
 from .history import read_history
 from .number_text import short_count, with_separators
 from .page import filled_page
@@ -28,7 +28,7 @@ def comparison_view(comparison: Comparison) -> Group:
     """Return tables of costs and accuracies, a sentence for each arm, and the missing runs."""
     settings = comparison.settings
     seeds = len({run.seed for run in comparison.runs})
-    extent = f"  {counted(settings.recipe.epochs, 'epoch')}, {counted(seeds, 'seed')}"
+    extent = f"  {count_text(settings.recipe.epochs, 'epoch')}, {count_text(seeds, 'seed')}"
     lines = _sentences(comparison)
     if comparison.missing:
         lines.append(_missing_runs(comparison.missing))
@@ -67,7 +67,7 @@ def answer_notes(comparison: Comparison) -> list[str]:
         notes.append(f"Claims are corrected for {correction.conversions} conversions (Holm).")
     if correction.looks > 1:
         notes.append(
-            f"The number of seeds was changed after {counted(correction.looks - 1, 'look')}, "
+            f"The number of seeds was changed after {count_text(correction.looks - 1, 'look')}, "
             f"so claims need a significance level of {100 * correction.level:.3g} %, "
             f"not {100 * LEVEL:g} %."
         )
@@ -78,7 +78,7 @@ def _missing_runs(missing: Sequence[str]) -> str:
     named = "; ".join(missing[:MAX_NAMED_RUNS])
     if len(missing) > MAX_NAMED_RUNS:
         named += f"; and {len(missing) - MAX_NAMED_RUNS} more"
-    return f"{counted(len(missing), 'run')} missing: {named}"
+    return f"{count_text(len(missing), 'run')} missing: {named}"
 
 
 def _top1(arm: ArmResult) -> str:
@@ -127,9 +127,9 @@ DIFFERENCES = "Differences are to the network as it is."
 
 def work_lines(plan: RunPlan, settings: Settings, device: str) -> list[str]:
     """Return lines that say what will be trained, how long it will take, and with which recipe."""
-    runs = counted(len(plan.runs), "run")
-    epochs = counted(settings.recipe.epochs, "epoch")
-    updates = counted(plan.updates, "update")
+    runs = count_text(len(plan.runs), "run")
+    epochs = count_text(settings.recipe.epochs, "epoch")
+    updates = count_text(plan.updates, "update")
     train = f"{settings.train_images:,} images to train on"
     test = f"{settings.test_images:,} to test with"
     return [
@@ -153,7 +153,7 @@ def recipe_line(settings: Settings) -> str:
         f"batch size {recipe.batch_size}",
         f"positions at {recipe.position_lr_scale:g}x lr",
         f"weight decay {recipe.weight_decay:g}",
-        f"{recipe.sched} after {counted(recipe.warmup_epochs, 'epoch')} of warm-up",
+        f"{recipe.sched} after {count_text(recipe.warmup_epochs, 'epoch')} of warm-up",
         f"label smoothing {recipe.smoothing:g}",
         f"gradients clipped at {recipe.clip_grad:g}",
         f"{settings.augmentation} augmentation",
@@ -232,7 +232,7 @@ def _histories(comparison: Comparison, folder: Path) -> list[dict[str, Any]]:
     histories = []
     for arm in comparison.arms:
         run = next(run for run in comparison.runs if run.arm.label == arm.label)
-        track = run_folder(folder, run.arm, run.seed) / TRACK
+        track = run_folder(folder, run.arm, run.seed) / TRACK_FILE
         if run.moved is not None and track.exists():
             heading = f"Positions of {arm.label}, seed {run.seed}"
             histories.append({"title": heading, **asdict(read_history(track))})

@@ -7,7 +7,7 @@ from typing import Any
 from ..geometry import size_text
 from ..reports.report import Change, ConversionReport, LayerReport
 from ..tables import Column, Table
-from ..text import span
+from ..text import range_text
 from .number_text import before_after, in_one_unit, percent, with_separators
 
 
@@ -21,17 +21,17 @@ class LayerTotals:
     @property
     def kernels(self) -> str:
         """ "7x7 → 17x17"."""
-        return f"{span(self._each('kernel_size'), size_text)} → {self.windows}"
+        return f"{range_text(self._each('kernel_size'), size_text)} → {self.windows}"
 
     @property
     def windows(self) -> str:
         """ "17x17", or "9x9..17x17"."""
-        return span(self._each("dilated_size"), size_text)
+        return range_text(self._each("dilated_size"), size_text)
 
     @property
     def counts(self) -> str:
         """ "34", or "29..40"."""
-        return span(self._each("kernel_count"))
+        return range_text(self._each("kernel_count"))
 
     @property
     def params(self) -> Change:

@@ -3,7 +3,7 @@
 from ..compare.gpu import GpuRow
 
 
-def row_line(row: GpuRow) -> str:
+def measurement_line(row: GpuRow) -> str:
     """Return a line with what was measured, and the result or the problem."""
     text = f"{row.part:7} {row.what:34} {row.way or '':6} {row.work or '':9} "
     text += f"batch {row.batch:<3}"

@@ -13,7 +13,7 @@ from ..errors import CheckpointError
 from ..geometry import size_text
 from ..planning.plan import ConversionPlan
 from ..tables import Column, Table, indented
-from ..text import counted, shown
+from ..text import count_text, shortened
 from ..tuning.tracker import TrackedPositions, TrackRecord, read_track
 
 Curve = tuple[float | None, ...]  # a value for each step; None if it is unknown
@@ -67,7 +67,7 @@ def read_history(path: str | os.PathLike[str]) -> HistoryPicture:
         moving_rows = [record.positions[index] for record in moving]
         if len(set(map(_followed_counts, rows))) > 1:
             raise CheckpointError(
-                f"{path}: the records follow different numbers of elements of {shown(row.name)}"
+                f"{path}: the records follow different numbers of elements of {shortened(row.name)}"
             )
         tracks.append(_track_picture(rows, moving_rows))
     return HistoryPicture(
@@ -77,7 +77,7 @@ def read_history(path: str | os.PathLike[str]) -> HistoryPicture:
     )
 
 
-def read_history_of(path: str | os.PathLike[str], plan: ConversionPlan) -> HistoryPicture:
+def read_checkpoint_history(path: str | os.PathLike[str], plan: ConversionPlan) -> HistoryPicture:
     """Return `read_history` of a file, with the names in an inspection of the plan's checkpoint.
 
     Raises:
@@ -115,7 +115,8 @@ def _is_record_of(track: TrackPicture, positions: PositionSet) -> bool:
 
 def _tensors_text(count: int, first: str, size: tuple[int, ...]) -> str:
     """Return "4 positions tensors, the first stages.0.dcls_positions in 17x17"."""
-    return f"{counted(count, 'positions tensor')}, the first {shown(first)} in {size_text(size)}"
+    tensors = count_text(count, "positions tensor")
+    return f"{tensors}, the first {shortened(first)} in {size_text(size)}"
 
 
 def isolated_points(curve: Curve) -> list[int]:

@@ -9,7 +9,7 @@ from rich.text import Text
 from ..checkpoints.inspection import Inspection, PositionRow
 from ..geometry import size_text
 from ..tables import Column, Table, indented, title
-from ..text import counted
+from ..text import count_text
 from .provenance import command_text, provenance_sentences
 
 MIN_NAME_WIDTH = 16  # columns of the terminal; names of tie groups, which most rows are, are short
@@ -41,7 +41,7 @@ def inspection_view(inspection: Inspection) -> RenderableType:
     near = f"elements closer than {inspection.overlap_distance:g} cell"
     elements = f"{inspection.elements:,} distinct elements"
     lines = [
-        f"{counted(len(rows), 'positions tensor')}{_shared(rows)}; {elements}.",
+        f"{count_text(len(rows), 'positions tensor')}{_shared(rows)}; {elements}.",
         "Elements: of one kernel, and the window in which they move.",
         f"Border: {border}; if many are there, the window is too small.",
         f"Overlap: {near} to another of their kernel; near 100 % is normal right after a random "

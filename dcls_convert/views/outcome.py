@@ -2,7 +2,7 @@
 
 from ..networks.model_outputs import Agreement
 from ..reports.report import ConversionReport, Outcome
-from ..text import counted
+from ..text import count_text
 from .advice import ON_COMMAND_LINE, Advice
 
 SMALL_ERROR = 1e-3  # relative error below which kernels or outputs count as unchanged
@@ -23,7 +23,7 @@ def outcome_sentences(report: ConversionReport, advice: Advice = ON_COMMAND_LINE
         kernels += " Their outputs were fitted instead."
     lines = [kernels]
     if 0 < outcome.fitted_images < ENOUGH_IMAGES:
-        images = counted(outcome.fitted_images, "image")
+        images = count_text(outcome.fitted_images, "image")
         lines.append(f"Fitted to {images} only: a few dozen would keep the outputs closer.")
     if outcome.images:
         lines += _comparison_sentences(outcome)
@@ -35,9 +35,9 @@ def outcome_sentences(report: ConversionReport, advice: Advice = ON_COMMAND_LINE
 def _comparison_sentences(outcome: Outcome) -> list[str]:
     """Say how close the outputs for held-out images stayed, and compare with a yardstick."""
     agreement = _agreement(outcome, outcome.images)
-    images = counted(outcome.images, "held-out image")
+    images = count_text(outcome.images, "held-out image")
     if outcome.images_cropped:
-        images = f"{outcome.images} crops of {counted(outcome.images_cropped, 'held-out image')}"
+        images = f"{outcome.images} crops of {count_text(outcome.images_cropped, 'held-out image')}"
     lines = [f"On {images}: {agreement}."]
     if outcome.shifted is not None:
         shifted = _agreement(outcome.shifted, outcome.images)

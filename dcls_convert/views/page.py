@@ -32,9 +32,9 @@ from ..reports.report import Change, ConversionReport
 from ..text import one_line, printable
 from .cost_tables import LayerTotals, stage_rows
 from .elements import LayerKernels, PositionPicture, kernel_pictures, position_pictures
-from .history import HistoryPicture, read_history_of
+from .history import HistoryPicture, read_checkpoint_history
 from .number_text import before_after, percent, short_count, with_separators
-from .receptive_field import ReceptiveFieldMaps, ReceptiveFieldOptions, field_pictures
+from .receptive_field import ReceptiveFieldMaps, ReceptiveFieldOptions, receptive_field_maps
 
 # Fields of `LayerTotals` that are drawn by stage, and the titles of their charts.
 STAGE_COSTS = {"params": "Parameters", "macs": "MACs for one image"}
@@ -108,7 +108,7 @@ def pictures_of_folder(
     plan = plan_with_positions(checkpoint)
     history_picture = None
     if history is not None:
-        history_picture = read_history_of(history, plan)
+        history_picture = read_checkpoint_history(history, plan)
     model = None
     why_not_rebuilt = None
     try:
@@ -124,7 +124,7 @@ def pictures_of_folder(
     notify("drawing positions and kernels")
     receptive_fields = None
     if fields is not None and model is not None:
-        receptive_fields = field_pictures(model, source, plan, state, fields, notify, note)
+        receptive_fields = receptive_field_maps(model, source, plan, state, fields, notify, note)
     return _pictures(
         plan,
         state,

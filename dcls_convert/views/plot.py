@@ -17,7 +17,7 @@ from ..geometry import position_limits
 from ..options import FigureName
 from ..picture_output import can_plot
 from ..planning.plan import ConversionPlan
-from ..text import printable, shown
+from ..text import printable, shortened
 from .elements import PositionPicture
 from .history import Curve, isolated_points
 from .page import Pictures, page, pictures_of_model
@@ -113,7 +113,7 @@ def _draw_heat(axes: "Axes", picture: PositionPicture) -> None:
         corner = ((left + right - width) / 2, (top + bottom - height) / 2)
         dashed: dict[str, Any] = {"edgecolor": "C1", "fill": False, "linestyle": "--"}
         axes.add_patch(Rectangle(corner, width, height, **dashed))
-    axes.set_title(shown(picture.row.name, 34))
+    axes.set_title(shortened(picture.row.name, 34))
 
 
 def _draw_histograms(axes: "Axes", picture: PositionPicture) -> None:
@@ -157,7 +157,7 @@ def _kernels_figure(pictures: Pictures) -> "Figure":
     for row, name in zip(rows.flat, names, strict=True):
         layer = layers[name]
         count_text = f"{min(KERNELS_PER_LAYER, layer.total)} of {layer.total:,} kernels"
-        row.suptitle(f"{shown(name, 40)}: {count_text}, most energy first", x=0.01, ha="left")
+        row.suptitle(f"{shortened(name, 40)}: {count_text}, most energy first", x=0.01, ha="left")
         panels = row.subplots(1, KERNELS_PER_LAYER)
         for index, panel in enumerate(panels):
             panel.set(xticks=[], yticks=[], frame_on=index < layer.total)
@@ -221,7 +221,7 @@ def _history_figure(pictures: Pictures) -> "Figure":
     for panel, (name, label) in zip(axes, labels.items(), strict=True):
         for track, style in zip(history.tracks, itertools.cycle(LINE_STYLES), strict=False):
             values: Curve = getattr(track, name)
-            _draw_curve(panel, history.steps, values, style, shown(track.name, 30))
+            _draw_curve(panel, history.steps, values, style, shortened(track.name, 30))
         panel.set(xlabel="step", ylabel=label)
         panel.set_ylim(bottom=0)
     axes[0].legend()

@@ -1,7 +1,7 @@
 """Where a converted network comes from, in sentences."""
 
 from ..pipeline.provenance import Provenance
-from ..text import printable, shown
+from ..text import printable, shortened
 
 HASH_DIGITS = 16  # number of digits of a hash that are shown; config.json has all of them
 
@@ -32,7 +32,7 @@ def command_text(provenance: Provenance) -> str:
 
 def _weights(provenance: Provenance) -> str:
     """Say where the weights before the conversion came from."""
-    text = f"Weights before the conversion: {shown(provenance.weights.source)}"
+    text = f"Weights before the conversion: {shortened(provenance.weights.source)}"
     if provenance.weights.tensors is not None:
         text += f" (SHA-256 of the tensors: {_short(provenance.weights.tensors)})"
     return f"{text}."

@@ -17,9 +17,9 @@ from ..geometry import learnt_axes, size_text
 from ..image_files import IMAGENET, normalised, read_pixels, stated_normalisation
 from ..layers.position_statistics import mean_distance
 from ..networks.building import build_model
-from ..networks.running import evaluating, full_precision, quietly
+from ..networks.running import eval_mode, full_precision, suppress_output
 from ..networks.source import ModelSource
-from ..networks.state_names import with_names_of
+from ..networks.state_names import rename_to_model
 from ..networks.weights import load_weights_
 from ..networks.weights_files import read_weights
 from ..planning.plan import ConversionPlan
@@ -85,7 +85,7 @@ class ReceptiveFieldMaps:
         return decades
 
 
-def field_pictures(
+def receptive_field_maps(
     model: nn.Module,
     source: ModelSource,
     plan: ConversionPlan,
@@ -135,7 +135,7 @@ def field_pictures(
         notify(f"effective receptive field {title.lower()}")
         try:
             field = receptive_field(network, layer, images)
-            fields.append(field_picture(field, title, description))
+            fields.append(receptive_field_map(field, title, description))
             half_sides.append(central_side(field, HALF))
         except DclsConvertError as error:
             notes.append(f"There is no field of {description}: {one_line(error)}.")
@@ -172,7 +172,7 @@ def _network_before(
     # `build_model` uses the default seed of a conversion.
     model = build_model(source, trust_code=True)
     if weights is not None:
-        load_weights_(model, with_names_of(model, read_weights(weights)), f"original {weights}")
+        load_weights_(model, rename_to_model(model, read_weights(weights)), f"original {weights}")
         return f"{plan.model}, with the weights of {weights.name}", model.float().eval()
     # It was converted from these random weights if all tensors that a conversion keeps are equal.
     random_state = model.state_dict()
@@ -232,7 +232,7 @@ def receptive_field(model: nn.Module, layer: str, images: Iterable[Tensor]) -> T
         lambda module, args, output: outputs.append(output)
     )
     try:
-        with evaluating(model), torch.enable_grad(), full_precision(), quietly():
+        with eval_mode(model), torch.enable_grad(), full_precision(), suppress_output():
             for image in images:
                 pixels = image.unsqueeze(0).clone().requires_grad_()
                 model(pixels)
@@ -257,7 +257,7 @@ def receptive_field(model: nn.Module, layer: str, images: Iterable[Tensor]) -> T
     return field
 
 
-def field_picture(field: Tensor, title: str, what: str) -> ReceptiveFieldMap:
+def receptive_field_map(field: Tensor, title: str, what: str) -> ReceptiveFieldMap:
     """Return the map of a field (rows, columns): averaged, scaled and described."""
     rows, columns = field.shape
     map_size = (min(rows, MAX_MAP_SIDE), min(columns, MAX_MAP_SIDE))

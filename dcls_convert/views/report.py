@@ -13,7 +13,7 @@ from ..planning.plan import ConversionPlan
 from ..reports.predict import predict_report
 from ..reports.report import ConversionReport, LayerReport
 from ..tables import Column, indented
-from ..text import counted, printable, shown
+from ..text import count_text, printable, shortened
 from .advice import FOR_PLAN, ON_COMMAND_LINE, Advice
 from .cost_tables import (
     STAGE_COLUMNS,
@@ -99,7 +99,7 @@ def _warnings(report: ConversionReport, advice: Advice) -> list[str]:
         warnings.append(f"{factor:.1f} times the MACs; {printable(advice.cheaper_sizes)}")
     losing_layers = sum(_only_loses_weights(layer) for layer in report.layers)
     if losing_layers:
-        layers = f"{counted(losing_layers, 'layer')} of {len(report.layers)}"
+        layers = f"{count_text(losing_layers, 'layer')} of {len(report.layers)}"
         warnings.append(f"Fewer weights and no larger window for {layers}; skip them with a rule")
     return warnings
 
@@ -171,7 +171,7 @@ def _largest_error_lines(report: ConversionReport) -> list[RenderableType]:
     compared = "outputs" if has_output_errors else "kernels"
     lines: list[RenderableType] = [Text(), Text(f" Largest errors of the {compared}:")]
     for error, layer in errors[:LAYERS_NAMED]:
-        parts = [f"{shown(layer.name)}: {error:.3f}", *layer.error_reasons]
+        parts = [f"{shortened(layer.name)}: {error:.3f}", *layer.error_reasons]
         lines.append(indented("; ".join(parts), "dim", by=3))
     return lines
 
@@ -193,7 +193,7 @@ def _kept_lines(report: ConversionReport, *, by_name: bool) -> list[RenderableTy
     lines = []
     if by_name:
         for skip in report.skipped:
-            lines.append(f"{shown(skip.name)} ({skip.type}): {skip.reason}")
+            lines.append(f"{shortened(skip.name)} ({skip.type}): {skip.reason}")
     else:
         counts = Counter((skip.type, skip.reason) for skip in report.skipped)
         for (class_name, reason), count in counts.most_common():
@@ -202,7 +202,7 @@ def _kept_lines(report: ConversionReport, *, by_name: bool) -> list[RenderableTy
 
 
 def _skipped_count(report: ConversionReport) -> str:
-    return counted(len(report.skipped), "convolution")
+    return count_text(len(report.skipped), "convolution")
 
 
 def report_markdown(report: ConversionReport) -> str:
@@ -221,7 +221,7 @@ def _budget_sentence(report: ConversionReport) -> str:
         text += " before folding"
     text += ": "
     if budget.exact_count is not None:
-        text += f"{counted(budget.units[0].kernel_count or 0, 'element')} per kernel use "
+        text += f"{count_text(budget.units[0].kernel_count or 0, 'element')} per kernel use "
     text += f"{budget.used:,} of {budget.limit:,} parameters (no biases)"
     if budget.slack < 0:
         text += f", OVER BUDGET by {-budget.slack:,}"
@@ -249,8 +249,8 @@ def _map_sentences(report: ConversionReport) -> list[str]:
     if not report.layers_beyond_map:
         return []
     return [
-        f"In {report.layers_beyond_map} of {counted(len(report.layers), 'layer')}, the window is "
-        "at least twice as large as the feature map at this input size; "
+        f"In {report.layers_beyond_map} of {count_text(len(report.layers), 'layer')}, "
+        "the window is at least twice as large as the feature map at this input size; "
         "its outer cells meet only padding."
     ]
 

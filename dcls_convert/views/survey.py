@@ -14,7 +14,7 @@ from ..planning.rules import RuleSet
 from ..records import adapter, write_json
 from ..reports.report import Change
 from ..tables import Column, Table, field_column
-from ..text import counted, printable, span
+from ..text import count_text, printable, range_text
 from .number_text import short_before_after, short_count
 
 MAX_KINDS = 4  # number of kinds of convolutions that a row lists if nothing matches
@@ -38,7 +38,7 @@ def summary_line(rows: Sequence[ModelRow]) -> str:
     for status, count in _status_counts(rows).items():
         if count or status != "does not fit":
             parts.append(f"{count} {status}")
-    return f"{counted(len(rows), 'model')}: {', '.join(parts)}"
+    return f"{count_text(len(rows), 'model')}: {', '.join(parts)}"
 
 
 def failure_lines(rows: Iterable[ModelRow]) -> list[str]:
@@ -97,7 +97,7 @@ def _replaced(row: ModelRow) -> str:
     If nothing matches, say which convolutions the model has.
     """
     if row.status == "planned":
-        replaced = f"{_kinds(row.replaced)} → {span(row.dilated_sizes, size_text)}"
+        replaced = f"{_kinds(row.replaced)} → {range_text(row.dilated_sizes, size_text)}"
         if row.growth is not None:
             replaced += f" (+{row.growth})"
         return replaced
@@ -122,7 +122,7 @@ def _change(change: Change) -> str:
 SURVEY_COLUMNS: list[Column[ModelRow]] = [
     Column("Model", lambda row: row.name),
     Column("Replaced", _replaced, left=True, words=True),
-    Column("Count", lambda row: span(row.kernel_counts)),
+    Column("Count", lambda row: range_text(row.kernel_counts)),
     Column("Parameters", lambda row: row.params, _change),
     Column("MACs", lambda row: row.macs, _change),
 ]

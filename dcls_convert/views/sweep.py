@@ -12,9 +12,9 @@ from rich.text import Text
 
 from ..geometry import size_text
 from ..options import DEFAULT_BUDGET
-from ..sweeps.results import Sweep, SweepRow, Timing, done_rows, percent_more
+from ..sweeps.results import Sweep, SweepRow, Timing, done_rows, percent_increase
 from ..tables import Column, Table, field_column, indented, title
-from ..text import counted, printable, span
+from ..text import count_text, printable, range_text
 from .number_text import decimals_for, in_one_unit, with_separators
 from .plot import figure_file, new_figure
 
@@ -131,7 +131,7 @@ def _cost_columns(sweep: Sweep) -> list[Column[SweepRow]]:
         original = sweep.rows[0]
         if row.asked is None or row.macs is None or not original.macs:
             return None
-        return percent_more(row.macs, original.macs)
+        return percent_increase(row.macs, original.macs)
 
     def params_or_status(row: SweepRow) -> str:
         if row.params is None:
@@ -148,7 +148,7 @@ def _cost_columns(sweep: Sweep) -> list[Column[SweepRow]]:
 
 def _counts(row: SweepRow) -> str:
     """Return the kernel counts, or the requested count if the row could not be planned."""
-    planned = span(row.kernel_counts)
+    planned = range_text(row.kernel_counts)
     if planned:
         return planned
     if row.asked is None or not row.asked.kernel_count:
@@ -193,7 +193,7 @@ def _notes(sweep: Sweep) -> Iterator[RenderableType]:
         return
     yield indented(PAPER)
     recommended = rows[sweep.choice.row]
-    elements = f"{span(recommended.kernel_counts)} elements"
+    elements = f"{range_text(recommended.kernel_counts)} elements"
     yield indented(f"{RECOMMENDED} Take {recommended.window} with {elements}: {why}.", "bold")
 
 
@@ -244,11 +244,11 @@ def _timing_notes(sweep: Sweep) -> Iterator[RenderableType]:
     assert timing is not None
     device = timing.device
     if timing.threads:
-        device += f", {counted(timing.threads, 'thread')}"
+        device += f", {count_text(timing.threads, 'thread')}"
     precision = "bfloat16 autocast" if timing.amp else "float32"
     yield indented(
         "Times: median of interleaved runs ± half the interquartile range; "
-        f"{counted(timing.batch, 'image')} at a time in {precision}, "
+        f"{count_text(timing.batch, 'image')} at a time in {precision}, "
         f"{device}, torch {timing.torch}. Step: forward, backward, SGD."
     )
     largest_range = 0.0  # percent of the median
@@ -276,7 +276,7 @@ def _error_notes(sweep: Sweep) -> Iterator[RenderableType]:
         return
     images = "random images"
     if image_count:
-        images = f"{counted(image_count, 'image')} or crops held out from the calibration"
+        images = f"{count_text(image_count, 'image')} or crops held out from the calibration"
     top1 = ""
     if has_classes:
         top1 = " Top-1: share of them with the same class as before."
@@ -371,7 +371,7 @@ def _point_labels(rows: list[SweepRow], cost: Value, gain: Value) -> dict[tuple[
     labels: dict[tuple[float, float], str] = {}
     for row in rows:
         point = (cost(row), gain(row))
-        counts = span(row.kernel_counts)
+        counts = range_text(row.kernel_counts)
         if point in labels:
             labels[point] += f", {counts}"
         else:

@@ -15,7 +15,7 @@ from dcls_convert import apply_plan_, find_convs, plan_conversion, predict_repor
 from dcls_convert.checkpoints.folder import CONFIG, WEIGHTS, open_checkpoint
 from dcls_convert.checkpoints.inspection import inspect_checkpoint
 from dcls_convert.checkpoints.stamp import METADATA_KEY, config_hash
-from dcls_convert.checkpoints.verify import check_model_here, verify_folder
+from dcls_convert.checkpoints.verify import check_model_in_this_process, verify_folder
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.source import ModelSource
 from dcls_convert.networks.tensors_hash import tensors_hash
@@ -68,7 +68,7 @@ def same_states(first, second):
 
 def verify(folder):
     """Verify without starting a process, which would take seconds."""
-    return verify_folder(folder, check_model=check_model_here)
+    return verify_folder(folder, check_model=check_model_in_this_process)
 
 
 def inspect_folder(folder):

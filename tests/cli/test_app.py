@@ -18,7 +18,7 @@ from dcls_convert.cli.app import EXAMPLES
 from dcls_convert.errors import NothingMatchesError
 from dcls_convert.options import PlanOptions, Scope
 from dcls_convert.planning.rule_files import load_rules
-from dcls_convert.text import counted
+from dcls_convert.text import count_text
 
 from ..command_line import NET, net, run
 from ..conftest import TINY
@@ -86,7 +86,7 @@ def test_two_checkpoints_are_compared():
         if row["layers"]
     ]
     names = row["layers"]
-    more = f" (and {counted(len(names) - 1, 'more layer')})" if names[1:] else ""
+    more = f" (and {count_text(len(names) - 1, 'more layer')})" if names[1:] else ""
     assert f"kernel_count: {row['one']} → {row['other']} in {len(names)} layer" in out
     assert f": {names[0]}{more}\n" in out
 
@@ -137,7 +137,17 @@ def test_an_output_that_exists_is_refused_before_anything_is_planned(monkeypatch
 
 
 def test_a_plan_is_carried_out_on_other_weights_of_the_same_model():
-    run(NET, *SMALL, "--dilated-size", "9", "--budget", "60", "--output", "first", "--quiet")
+    run(
+        NET,
+        *SMALL,
+        "--dilated-size",
+        "9",
+        "--budget",
+        "60",
+        "--output",
+        "first",
+        "--quiet",
+    )
     run(NET, "--plan", "first", "--seed", "1", "--output", "second", "--quiet")
     first, second = (
         json.loads(run("inspect", folder, "--plan")[0]) for folder in ("first", "second")
@@ -183,7 +193,10 @@ def test_quiet_prints_the_folder_alone_and_sizes_name_it():
         # --rules comes first on this command line, and must not be taken for the command `rules`.
         ("dcls", "--dilated-size", "11", "--rules", "rules.yaml"),
     ]:
-        assert run(*options[-2:], NET, *options[:-2], *SMALL, "--quiet") == (f"net-{folder}\n", "")
+        assert run(*options[-2:], NET, *options[:-2], *SMALL, "--quiet") == (
+            f"net-{folder}\n",
+            "",
+        )
 
 
 def test_own_factory_is_run_with_its_arguments():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from dcls_convert.text import shown
+from dcls_convert.text import shortened
 
 from ..command_line import NET, run
 from ..conftest import TINY  # 9 depthwise 7x7 convolutions, first stages.0.blocks.0.conv_dw
@@ -245,7 +245,10 @@ NO_NUMBERS = ["", "1_0", " 17 ", "\uff11\uff17", "-1", "1e3", "nan", "9" * 5000]
 def test_what_is_no_value_of_an_option_is_refused_with_what_is(option, values, allowed):
     for value in [*NO_NUMBERS, *values]:
         refused(
-            NET, option, value, says=[f"Invalid value for '{option}': '{shown(value)}' {allowed}"]
+            NET,
+            option,
+            value,
+            says=[f"Invalid value for '{option}': '{shortened(value)}' {allowed}"],
         )
 
 

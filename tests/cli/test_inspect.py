@@ -14,13 +14,13 @@ from torch import nn
 
 from dcls_convert import load_converted, save_converted
 from dcls_convert.checkpoints.folder import CARD, FILES, PAGE, PICTURE, read_plan
-from dcls_convert.checkpoints.verify import check_model_here, verify_folder
+from dcls_convert.checkpoints.verify import check_model_in_this_process, verify_folder
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.source import ModelSource
 from dcls_convert.tuning import PositionTracker
 
 from ..command_line import run
-from ..views.parsed_page import data_of
+from ..views.parsed_page import page_data
 
 NETWORK = "timm:test_efficientnet"
 OPTIONS = ["--dilated-size", "7", "--input-size", "3x32x32", "-q"]
@@ -57,7 +57,7 @@ def names(folder):
 def page_of(checkpoint, *options):
     run("inspect", checkpoint, "--html", "page.html", "--force", *options)
     with open("page.html", encoding="utf-8") as file:
-        return data_of(file.read())
+        return page_data(file.read())
 
 
 def test_before_is_the_network_from_which_the_checkpoint_was_converted(checkpoint):
@@ -243,12 +243,12 @@ def test_a_folder_holds_its_page_and_its_card_the_picture_until_it_is_replaced(h
     run(NETWORK, *OPTIONS, "--html", "--output", "net")
     folder = here / "net"
     assert names(folder) == {*FILES, PAGE, PICTURE}
-    data = data_of((folder / PAGE).read_text(encoding="utf-8"))
+    data = page_data((folder / PAGE).read_text(encoding="utf-8"))
     assert (data["title"], data["receptiveFields"]) == ("net", None)
     assert all(shown["heat"] for shown in data["positions"])
     assert (folder / PICTURE).read_bytes().startswith(b"\x89PNG")
     assert f"]({PICTURE})" in (folder / CARD).read_text(encoding="utf-8")
-    verification = verify_folder(folder, check_model=check_model_here)
+    verification = verify_folder(folder, check_model=check_model_in_this_process)
     assert verification.ok
     assert "other files" not in [check.name for check in verification.checks]
     run(NETWORK, *OPTIONS, "--output", "net", "--force")

@@ -20,8 +20,8 @@ from dcls_convert.compare.arm_results import (
     Interval,
     compare_arms,
     holm,
-    measured_difference,
     sentence,
+    summarize_difference,
 )
 from dcls_convert.compare.arms import Arm, make_arms
 from dcls_convert.compare.trainer import Run
@@ -79,7 +79,7 @@ def test_the_interval_over_seeds_is_that_of_a_paired_t_test(ours, theirs):
 
 def test_the_interval_over_many_images_is_close_to_that_of_the_bootstrap():
     differences = np.random.default_rng(0).choice([-1.0, 0.0, 1.0], 4000, p=[0.1, 0.7, 0.2])
-    difference = measured_difference(differences[np.newaxis])
+    difference = summarize_difference(differences[np.newaxis])
     resampled = stats.bootstrap(
         (100 * differences,), np.mean, n_resamples=2000, batch=50, rng=np.random.default_rng(0)
     )
@@ -91,7 +91,7 @@ def test_the_interval_over_many_images_is_close_to_that_of_the_bootstrap():
 @pytest.mark.parametrize("level", [0.05, 0.01, 0.001])
 def test_if_no_image_differs_the_bound_is_the_share_missed_with_a_chance_of_the_level(level):
     images = 400
-    share = measured_difference(np.zeros((3, images))).half_width_over_images(level) / 100
+    share = summarize_difference(np.zeros((3, images))).half_width_over_images(level) / 100
     assert (1 - share) ** images == pytest.approx(level, rel=0.1)
 
 
@@ -179,7 +179,7 @@ def simulated(gain, repetitions=300, networks=5, seeds=10, images=1000):
         scores = scores + 0.3 * draw.standard_normal((networks, seeds, images))
         scores[1:] += gain
         right = (scores > 0).astype(np.float64)  # (networks, seeds, images)
-        yield [measured_difference(converted - right[0]) for converted in right[1:]]
+        yield [summarize_difference(converted - right[0]) for converted in right[1:]]
 
 
 def test_at_most_one_comparison_in_twenty_claims_a_difference_where_there_is_none():

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from dcls_convert.checkpoints.verify import check_model_here, verify_folder
+from dcls_convert.checkpoints.verify import check_model_in_this_process, verify_folder
 from dcls_convert.compare.arm_results import Correction
 from dcls_convert.compare.arms import Arm, make_arms, make_network
 from dcls_convert.compare.settings import Settings, default_lr
@@ -21,7 +21,7 @@ from dcls_convert.pipeline.request import ConversionRequest
 from dcls_convert.tuning.distributed import accelerator_for
 from dcls_convert.tuning.images import open_images
 from dcls_convert.tuning.recipe import Recipe
-from dcls_convert.tuning.tracker import TRACK
+from dcls_convert.tuning.tracker import TRACK_FILE
 from dcls_convert.tuning.training import Training
 
 from ..command_line import NET, net, run
@@ -164,7 +164,9 @@ def test_a_comparison_writes_a_table_files_and_checkpoints(tmp_path):
         "Positions of 9x9 kernel, seed 0"
     ]
     assert not list((tmp_path / "out").rglob("state.pt"))
-    assert verify_folder(tmp_path / "out/models/9x9-kernel-seed0", check_model=check_model_here).ok
+    assert verify_folder(
+        tmp_path / "out/models/9x9-kernel-seed0", check_model=check_model_in_this_process
+    ).ok
     again, err = compare(
         "--sizes", "9", "--epochs", "2", "--seeds", "3", "--output", "out", "--json"
     )
@@ -242,7 +244,7 @@ def test_an_interrupted_run_continues(tmp_path):
     assert [(run.loss, run.top1, run.moved) for run in whole.runs] == [
         (run.loss, run.top1, run.moved) for run in interrupted.runs
     ]
-    tracks = [Path(name, "runs/9x9-kernel-seed0", TRACK) for name in ("whole", "interrupted")]
+    tracks = [Path(name, "runs/9x9-kernel-seed0", TRACK_FILE) for name in ("whole", "interrupted")]
     assert tracks[0].read_bytes() == tracks[1].read_bytes()
 
 

@@ -20,7 +20,7 @@ from dcls_convert.depthwise.choice import VARIABLE
 from dcls_convert.options import PlanOptions
 from dcls_convert.pipeline.loaded import LoadedNetwork
 from dcls_convert.pipeline.request import ConversionRequest
-from dcls_convert.views.gpu import row_line
+from dcls_convert.views.gpu import measurement_line
 
 from ..command_line import NET, net, run
 
@@ -52,7 +52,9 @@ def test_the_command_prints_and_stores_every_row_and_the_verdict():
     out, err = run(*COMMAND, "--device", "cpu")
     report = GpuReport.from_json(Path("dcls-convert-gpu.json").read_bytes(), "here")
     lines = out.splitlines()
-    assert lines[1 : 1 + len(report.rows)] == [row_line(row).rstrip() for row in report.rows]
+    assert lines[1 : 1 + len(report.rows)] == [
+        measurement_line(row).rstrip() for row in report.rows
+    ]
     assert lines[-1] == report.verdict
     assert report.choices
     assert "wrote dcls-convert-gpu.json" in err

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from dcls_convert.compare.survey import (
     ModelRow,
-    chosen_rows,
+    filter_and_sort_rows,
     model_row,
     names_matching,
     survey_models,
@@ -116,14 +116,14 @@ ROWS = [
     }.items(),
 )
 def test_models_are_sorted_and_unknown_values_come_last(sort, order):
-    assert "".join(row.name[-1] for row in chosen_rows(ROWS, sort=sort)) == order
+    assert "".join(row.name[-1] for row in filter_and_sort_rows(ROWS, sort=sort)) == order
 
 
 @pytest.mark.parametrize(
     ("kind", "expected"), {"depthwise": "bc", "dense": "ac", "grouped": "c", None: "bacd"}.items()
 )
 def test_models_are_filtered_by_replaced_kind_and_failures_stay(kind, expected):
-    assert "".join(row.name[-1] for row in chosen_rows(ROWS, kind=kind)) == expected
+    assert "".join(row.name[-1] for row in filter_and_sort_rows(ROWS, kind=kind)) == expected
 
 
 def test_a_planned_row_has_the_papers_numbers_and_one_without_matches_names_its_convolutions():
@@ -248,7 +248,7 @@ def test_stdout_is_only_json_and_a_failed_model_is_exit_code_1(monkeypatch):
     data = json.loads(out)
     assert list(data) == ["format", "options", "models", "summary"]
     rows = [model_row(name, PlanOptions(dilated_size=9, scope="stage")) for name in names]
-    rows = chosen_rows(rows, kind="depthwise", sort="macs")
+    rows = filter_and_sort_rows(rows, kind="depthwise", sort="macs")
     assert (
         data["models"]
         == json.loads(survey_json(rows, PlanOptions(), pattern=None, input_size=None))["models"]

@@ -26,7 +26,7 @@ from dcls_convert.depthwise import choice, matmul, onednn
 from dcls_convert.depthwise.choice import VARIABLE, fastest_conv2d
 from dcls_convert.layers.dcls_conv import DclsConv2d
 
-from ..dispatch_modes import UNORDERED, WAITS_FOR_HOST, NewMemory, RefuseOperations
+from ..dispatch_modes import UNORDERED, WAITS_FOR_HOST, AllocatedMemory, RefuseOperations
 from ..layers.common import close
 
 FLOAT64_ATOL = 1e-11  # for sums of a few thousand products of numbers of order 1
@@ -301,7 +301,7 @@ def test_a_step_adds_in_a_fixed_order_and_saves_only_map_and_window():
 def test_a_bank_is_written_once():
     """The bank of five channels has 81 x 81 numbers each, for maps of 9 x 9."""
     vertical, horizontal = matmul.tile_map((9, 9), (7, 7), (3, 3))
-    with NewMemory() as memory:
+    with AllocatedMemory() as memory:
         matmul._bank(torch.randn(5, 1, 7, 7), vertical, horizontal)
     assert memory.sizes().count(5 * 81 * 81 * 4) == 1
 
@@ -353,7 +353,7 @@ def test_a_step_copies_the_map_once_and_the_gradient_once():
     with (
         computed_by("matmul"),
         torch.autocast("cpu", dtype=torch.bfloat16),
-        NewMemory() as memory,
+        AllocatedMemory() as memory,
     ):
         output = fastest_conv2d(maps, kernel, None, (1, 1), (8, 8), (1, 1), 8)
         torch.autograd.grad(output, (maps, kernel), grad)

@@ -15,7 +15,7 @@ def as_on_a_gpu(implementation):
     with pytest.MonkeyPatch.context() as patch:
         if implementation:
             for module in (bilinear, interpolation):
-                patch.setattr(module, "on_cpu", lambda _: False)
+                patch.setattr(module, "uses_cpu_implementation", lambda _: False)
         if implementation == "compiled":
             patch.setattr(bilinear, "is_eager", lambda *_: False)
         yield

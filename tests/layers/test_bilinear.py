@@ -18,7 +18,7 @@ from dcls_convert.eager import is_eager
 from dcls_convert.layers import bilinear
 from dcls_convert.layers.bilinear import bilinear_kernel
 
-from ..dispatch_modes import NewMemory
+from ..dispatch_modes import AllocatedMemory
 from .common import close, randn
 from .gpu_construction import IMPLEMENTATIONS, as_on_a_gpu
 
@@ -146,7 +146,7 @@ def test_only_kernel_positions_and_gradients_grow_with_the_layer(size, implement
     monkeypatch.setattr(bilinear, "MAX_PRODUCTS", products := 100 * math.prod(size))
     tensors = [tensor.requires_grad_() for tensor in inputs(size, channels=(40, 25))]
     kernel_gradient = grad_output(torch.empty(40, 25, *size))
-    with as_on_a_gpu(implementation), NewMemory([*tensors, kernel_gradient]) as memory:
+    with as_on_a_gpu(implementation), AllocatedMemory([*tensors, kernel_gradient]) as memory:
         kernel = bilinear_kernel(*tensors, size)
         gradients = torch.autograd.grad(kernel, tensors, kernel_gradient)
     # The largest tensor of a block holds all corners of its elements.

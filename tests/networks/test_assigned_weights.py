@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from dcls_convert.networks import weights
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.source import ModelSource
-from dcls_convert.networks.weights import assign_weights_, build_with_state, load_weights_
+from dcls_convert.networks.weights import assign_weights_, build_and_load, load_weights_
 from dcls_convert.networks.weights_files import read_weights
 
 FAMILIES = {
@@ -89,7 +89,7 @@ def test_the_users_own_code_is_run_once(monkeypatch):
     monkeypatch.setattr(
         "builtins.build_own", lambda: calls.append(1) or nn.Linear(2, 2), raising=False
     )
-    build_with_state(
+    build_and_load(
         ModelSource(name="builtins:build_own"),
         nn.Linear(2, 2).state_dict(),
         "file",

@@ -9,8 +9,8 @@ import torch
 
 from dcls_convert.networks.model_outputs import (
     ComparisonError,
-    agreement,
     check_close,
+    compare_outputs,
     max_relative_error,
     relative_l2_error,
     tensors_in,
@@ -93,7 +93,7 @@ def test_the_bound_is_the_largest_error_allowed():
 
 def test_a_divergence_that_is_nan_is_none():
     old = [torch.tensor([[1.0, 2.0]])]
-    assert agreement(old, [torch.tensor([[1.0, math.nan]])]).kl is None
+    assert compare_outputs(old, [torch.tensor([[1.0, math.nan]])]).kl is None
 
 
 @pytest.mark.parametrize(
@@ -107,6 +107,6 @@ def test_a_divergence_that_is_nan_is_none():
 )
 def test_only_class_scores_have_a_top1_agreement_and_a_divergence(shapes, are_scores):
     old = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in shapes]
-    result = agreement(old, [2 * output for output in old])
+    result = compare_outputs(old, [2 * output for output in old])
     assert result.output_error == 1
     assert (result.same_top1 is not None) == (result.kl is not None) == are_scores

@@ -7,7 +7,7 @@ import timm
 import torch
 from torch import nn
 
-from dcls_convert.networks.state_names import with_names_of
+from dcls_convert.networks.state_names import rename_to_model
 from dcls_convert.networks.weights_files import read_weights
 
 from ..conftest import TINY
@@ -50,7 +50,7 @@ def test_wrappers_and_prefixes_are_understood_and_named(tmp_path, trained, wrap,
     torch.save(wrap(trained.state_dict()), tmp_path / "weights.pth")
     notes = []
     read = read_weights(tmp_path / "weights.pth", note=notes.append)
-    state = with_names_of(trained, read, note=notes.append)
+    state = rename_to_model(trained, read, note=notes.append)
     assert [note for note in notes if not any(word in note for word in says)] == []
     assert all(any(word in note for note in notes) for word in says)
     assert state.keys() == trained.state_dict().keys()
@@ -62,9 +62,9 @@ def test_a_prefix_that_the_network_has_itself_stays():
     model = torch.nn.Sequential()
     model.features = torch.nn.Linear(2, 2)
     state = {"features.weight": torch.ones(2, 2)}
-    assert with_names_of(model, state).keys() == state.keys()
+    assert rename_to_model(model, state).keys() == state.keys()
     others = {"backbone.stem.weight": torch.ones(1), "backbone.head.weight": torch.ones(1)}
-    assert with_names_of(model, others).keys() == others.keys()
+    assert rename_to_model(model, others).keys() == others.keys()
 
 
 def test_names_stay_if_timms_translation_fits_no_better(monkeypatch):
@@ -80,20 +80,20 @@ def test_names_stay_if_timms_translation_fits_no_better(monkeypatch):
         (timm.create_model("resnet18"), other),
         (nn.ReLU(), other),
     ]:
-        assert with_names_of(source, state) == state
+        assert rename_to_model(source, state) == state
     own = model.state_dict()
-    assert with_names_of(model, own).keys() == own.keys()
+    assert rename_to_model(model, own).keys() == own.keys()
     empty = {name: tensor.to("meta") for name, tensor in own.items()}
     monkeypatch.setattr("timm.models.convnext.checkpoint_filter_fn", lambda *_: empty)
-    assert with_names_of(model, other) == other  # meta tensors are no weights
+    assert rename_to_model(model, other) == other  # meta tensors are no weights
 
 
 def test_batchnorm_counters_that_a_file_lacks_are_0():
     complete = timm.create_model("test_resnet").state_dict()
     counters = {name for name in complete if name.endswith("num_batches_tracked")}
     file = {name: tensor for name, tensor in complete.items() if name not in counters}
-    state = with_names_of(timm.create_model("test_resnet"), file)
+    state = rename_to_model(timm.create_model("test_resnet"), file)
     assert state.keys() == complete.keys()
     assert all(not state[name] for name in counters)
     file.pop("fc.weight")
-    assert not counters & with_names_of(timm.create_model("test_resnet"), file).keys()
+    assert not counters & rename_to_model(timm.create_model("test_resnet"), file).keys()

@@ -11,7 +11,7 @@ from dcls_convert import (
     save_converted,
 )
 from dcls_convert.errors import NothingMatchesError, PlanError
-from dcls_convert.networks.running import evaluating
+from dcls_convert.networks.running import eval_mode
 from dcls_convert.planning.paths import matches_path, nearest_paths
 from dcls_convert.planning.plan import ConversionPlan
 
@@ -112,5 +112,5 @@ def test_a_plan_without_some_layers_converts_saves_and_loads(tmp_path):
     assert measure_report(model, plan) == predict_report(plan)
     loaded = load_converted(save_converted(model, plan, tmp_path / "part"), model=Net())
     image = torch.randn(1, *IMAGE)
-    with evaluating(model), evaluating(loaded):
+    with eval_mode(model), eval_mode(loaded):
         torch.testing.assert_close(loaded(image), model(image), rtol=0, atol=0)

@@ -10,6 +10,6 @@ from ..planning.nets import on_meta
 
 
 @functools.cache
-def report_of(name, **options):
+def predicted_report(name, **options):
     convs = find_convs(on_meta(timm.create_model, name))
     return predict_report(plan_conversion(convs, model=f"timm:{name}", **options))

@@ -12,14 +12,14 @@ from dcls_convert import apply_plan_, find_convs, measure_report, plan_conversio
 from dcls_convert.views.cost_tables import stage_rows
 
 from ..planning.nets import IMAGE, Net, Shared, depthwise, on_meta, plan_of
-from .predicted import report_of
+from .predicted import predicted_report
 
 # The JSON of convnext_tiny with window 17, cut to one layer per stage and two skipped convolutions.
 DOCUMENTED = Path(__file__).with_name("convnext_tiny.json")
 
 
 def test_the_json_has_the_documented_keys_and_values():
-    report = report_of("convnext_tiny", dilated_size=17)
+    report = predicted_report("convnext_tiny", dilated_size=17)
     data = json.loads(replace(report, output="convnext_tiny-dcls17").to_json())
     documented = json.loads(DOCUMENTED.read_text())
     assert [row["name"] for row in data["layers"]] == [
@@ -36,7 +36,7 @@ def test_the_json_has_the_documented_keys_and_values():
 
 
 def test_layers_and_untouched_rest_sum_to_the_total():
-    report = report_of("convnext_tiny", dilated_size=17, scope="stage")
+    report = predicted_report("convnext_tiny", dilated_size=17, scope="stage")
     data = report.to_dict()
     stages = stage_rows(report.layers)
     for unit in ("params", "macs"):
@@ -49,7 +49,7 @@ def test_layers_and_untouched_rest_sum_to_the_total():
 
 
 def test_a_number_that_is_not_finite_is_never_written():
-    report = report_of("test_convnext")
+    report = predicted_report("test_convnext")
     with pytest.raises(ValueError, match="JSON"):
         report.with_errors({report.layers[0].name: float("nan")}, {}, reasons={}).to_json()
 

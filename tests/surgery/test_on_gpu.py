@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dcls_convert import convert_, fold_to_dense_, load_converted, save_converted
-from dcls_convert.checkpoints.fingerprint import deviation, take_fingerprint
+from dcls_convert.checkpoints.fingerprint import fingerprint_deviation, take_fingerprint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -64,7 +64,7 @@ def test_folding_and_saving_keep_the_outputs_whatever_the_precision_of_matmul(tr
     finally:
         torch.set_float32_matmul_precision("highest")
     loaded = load_converted(tmp_path / "saved").eval()
-    assert deviation(fingerprint, take_fingerprint(loaded, IMAGE)) < 1e-5
+    assert fingerprint_deviation(fingerprint, take_fingerprint(loaded, IMAGE)) < 1e-5
     images = noise(0).cuda().double()
     model.double()
     with torch.no_grad():

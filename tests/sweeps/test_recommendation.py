@@ -14,7 +14,7 @@ from dcls_convert.sweeps.results import (
     dominates,
     mark_dominated,
     objectives,
-    percent_more,
+    percent_increase,
 )
 
 few = st.integers(1, 4)
@@ -155,7 +155,9 @@ def test_the_recommended_row_satisfies_its_reason(rows, slower, more):
     fewest_params = min(row.params for row in grown)
     within_params = [row for row in grown if row.params <= max(2, fewest_params)]
     assert recommended in within_params
-    affordable = [row for row in within_params if percent_more(cost(row), cost(rows[0])) <= slower]
+    affordable = [
+        row for row in within_params if percent_increase(cost(row), cost(rows[0])) <= slower
+    ]
     is_cheapest = cost(recommended) == min(map(cost, within_params))
     assert recommended in affordable or (not affordable and is_cheapest)
     assert ("none has at most" in choice.why) == (not affordable)

@@ -26,7 +26,7 @@ from dcls_convert import (
 )
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.networks.model_outputs import max_relative_error
-from dcls_convert.networks.running import evaluating
+from dcls_convert.networks.running import eval_mode
 
 from ..command_line import run
 from . import models
@@ -131,7 +131,7 @@ def case(request):
 
 
 def outputs(model, images):
-    with torch.no_grad(), evaluating(model), warnings.catch_warnings(action="ignore"):
+    with torch.no_grad(), eval_mode(model), warnings.catch_warnings(action="ignore"):
         return model(images)
 
 

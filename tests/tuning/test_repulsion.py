@@ -11,7 +11,7 @@ from dcls_convert import tuning
 from dcls_convert.layers.dcls_conv import DclsConv1d, DclsConv2d, DclsConv3d
 from dcls_convert.tuning import repulsion
 
-from ..dispatch_modes import NewMemory
+from ..dispatch_modes import AllocatedMemory
 
 loss_of = repulsion.repulsion
 FLOAT64 = {"rtol": 1e-12, "atol": 1e-12}
@@ -107,7 +107,7 @@ def test_low_precision_positions_are_computed_in_float32():
 def test_memory_stays_bounded_in_forward_and_backward(shape, monkeypatch):
     monkeypatch.setattr(repulsion, "DISTANCES_PER_BLOCK", 10_000)
     positions = torch.randn(shape, requires_grad=True)
-    with NewMemory([positions]) as memory:
+    with AllocatedMemory([positions]) as memory:
         loss_of(positions).backward()
     assert positions.numel() <= max(memory.numbers()) <= max(positions.numel(), 10_000)
     assert max(memory.numbers()) < positions[0].numel() * shape[-1]  # all distances at once

@@ -22,6 +22,6 @@ class Page(HTMLParser):
             self.scripts.append(data)
 
 
-def data_of(text):
+def page_data(text):
     """Return the data that the script of a page draws."""
     return json.loads(Page(text).scripts[0])

@@ -18,7 +18,7 @@ from dcls_convert.layers.position_statistics import border_share
 from dcls_convert.planning.rule_files import parse_rules
 from dcls_convert.views.page import Pictures, pictures_of_model
 from dcls_convert.views.plot import FIGURES, draw
-from dcls_convert.views.receptive_field import ReceptiveFieldMaps, field_picture
+from dcls_convert.views.receptive_field import ReceptiveFieldMaps, receptive_field_map
 
 from ..checkpoints.folders import convert
 
@@ -154,7 +154,7 @@ DRAWN = {"positions": (".svg", ".pdf", ".PNG"), "kernels": (".svg",), "receptive
 
 def test_every_figure_is_drawn():
     """test_history.py draws the figure of a history."""
-    field = field_picture(torch.ones(4, 4), "After", "a $network")
+    field = receptive_field_map(torch.ones(4, 4), "After", "a $network")
     fields = ReceptiveFieldMaps(maps=(field,), notes=())
     pictures = replace(pictures_of(*model_and_plan("dense")), receptive_fields=fields)
     assert {*DRAWN, "history"} == set(FIGURES)

@@ -17,7 +17,7 @@ from torch import nn
 
 from dcls_convert.errors import CheckpointError
 from dcls_convert.tuning import PositionTracker
-from dcls_convert.views.history import read_history, read_history_of
+from dcls_convert.views.history import read_checkpoint_history, read_history
 from dcls_convert.views.page import page
 from dcls_convert.views.plot import FIGURES, draw
 
@@ -116,7 +116,7 @@ def test_names_with_the_same_end_are_distinguished(tmp_path):
     net = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), block)
     model, plan = convert_module(net, (4, 16, 16), 7, tie="none")
     PositionTracker(model, tmp_path / "positions.jsonl").update(0)
-    history = read_history_of(tmp_path / "positions.jsonl", plan)
+    history = read_checkpoint_history(tmp_path / "positions.jsonl", plan)
     assert [track.name for track in history.tracks] == ["0", "1.0"]
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from dcls_convert.views.page import page
-from dcls_convert.views.receptive_field import ReceptiveFieldMaps, field_picture
+from dcls_convert.views.receptive_field import ReceptiveFieldMaps, receptive_field_map
 
 from ..checkpoints.folders import convert
-from .parsed_page import Page, data_of
+from .parsed_page import Page, page_data
 from .test_figures import CASES, model_and_plan, pictures_of
 
 HOSTILE = "</script><b onclick=alert(1)>&\x1b[31m\u202e\u2028"
@@ -36,7 +36,7 @@ def test_a_page_refers_to_nothing_outside(name):
 
 def test_the_page_has_the_data_of_the_pictures(converted):
     pictures = pictures_of(*converted)
-    data = data_of(page(pictures))
+    data = page_data(page(pictures))
     for shown, picture in zip(data["positions"], pictures.positions, strict=True):
         assert shown["heat"] == picture.heat.tolist()
         assert shown["histograms"] == [list(counts) for counts in picture.histograms]
@@ -59,7 +59,7 @@ def test_hostile_names_stay_text(converted):
     pictures = pictures_of(*converted)
     row = replace(pictures.positions[0].row, name=HOSTILE)
     fields = ReceptiveFieldMaps(
-        maps=(field_picture(torch.ones(4, 4), HOSTILE, HOSTILE),), notes=(HOSTILE,)
+        maps=(receptive_field_map(torch.ones(4, 4), HOSTILE, HOSTILE),), notes=(HOSTILE,)
     )
     positions = (replace(pictures.positions[0], row=row),)
     kernels = (replace(pictures.kernels[0], name=HOSTILE),)
@@ -75,7 +75,7 @@ def test_hostile_names_stay_text(converted):
     assert Page(text).tags == Page(page(pictures)).tags
     assert "</script><b" not in text
     assert text.isascii()
-    strings = json.dumps(data_of(text), ensure_ascii=False)
+    strings = json.dumps(page_data(text), ensure_ascii=False)
     assert strings.count("</script><b onclick=alert(1)>&") >= 8
     assert strings.replace("\u00a0", "").isprintable()
     assert "\\u00" not in strings

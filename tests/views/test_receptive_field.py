@@ -8,8 +8,8 @@ from dcls_convert.errors import ModelError
 from dcls_convert.views.receptive_field import (
     MAX_MAP_SIDE,
     central_side,
-    field_picture,
     receptive_field,
+    receptive_field_map,
 )
 
 
@@ -76,7 +76,7 @@ def test_a_model_without_a_field_is_refused(channels, weight, message):
 
 def test_a_picture_is_scaled_to_its_largest_pixel_and_bounded():
     field = torch.rand(700, 300, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    picture = field_picture(field, "After", "what")
+    picture = receptive_field_map(field, "After", "what")
     assert picture.size == (700, 300)
     assert picture.logs.shape == (MAX_MAP_SIDE, MAX_MAP_SIDE)
     assert picture.logs.max() == 0.0

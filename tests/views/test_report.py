@@ -15,7 +15,7 @@ from dcls_convert.reports.report import Outcome
 from dcls_convert.views.outcome import outcome_sentences
 from dcls_convert.views.report import report_markdown, report_view
 
-from ..reports.predicted import report_of
+from ..reports.predicted import predicted_report
 
 
 def printed(report, *, verbose=0, width=80, **console):
@@ -34,7 +34,7 @@ def test_unchanged_macs_are_not_reported_as_rising():
 
 @pytest.mark.parametrize("name", ["convnext_tiny", "mixnet_s"])
 def test_views_fit_80_columns_and_state_each_number(name):
-    report = report_of(name)
+    report = predicted_report(name)
     short, long, longest = [printed(report, verbose=verbose) for verbose in (0, 1, 2)]
     for text in (short, long, longest):
         assert max(map(len, text.splitlines())) <= 80
@@ -60,7 +60,7 @@ def test_views_fit_80_columns_and_state_each_number(name):
 
 
 def test_the_verdict_comes_first_in_twelve_lines():
-    report = report_of("convnext_tiny", dilated_size=17)
+    report = predicted_report("convnext_tiny", dilated_size=17)
     lines = printed(report).splitlines()
     assert len(lines) <= 12
     in_python = "\n".join(lines).replace("-v says why", "report.skipped says why")
@@ -76,7 +76,7 @@ def test_the_verdict_comes_first_in_twelve_lines():
 
 
 def test_a_column_has_one_unit():
-    report = report_of("convnext_tiny", dilated_size=17)
+    report = predicted_report("convnext_tiny", dilated_size=17)
     small = replace(report.layers[0], macs_before=1_230, macs_after=15_900_000_000)
     text = printed(replace(report, layers=(small, *report.layers[5:])))
     assert "MACs, k" in text
@@ -85,7 +85,7 @@ def test_a_column_has_one_unit():
 
 def test_colours_repeat_what_words_say():
     for colour, options in {"32": {}, "31": {"kernel_count": 40}}.items():
-        report = report_of("test_convnext", **options)
+        report = predicted_report("test_convnext", **options)
         text = printed(report, force_terminal=True, color_system="standard")
         assert f"\x1b[1;{colour}m{report.params.before:,}" in text
     assert f"OVER BUDGET by {-report.budget.slack:,}" in " ".join(printed(report).split())
@@ -100,17 +100,17 @@ def test_colours_repeat_what_words_say():
     ],
 )
 def test_a_costly_conversion_mentions_cheaper_sizes_only_if_there_are_any(size, warning):
-    assert warning in printed(report_of("resnet18", dilated_size=size)).splitlines()
+    assert warning in printed(predicted_report("resnet18", dilated_size=size)).splitlines()
 
 
 def test_the_growth_is_shown_if_kernels_have_several_sizes():
-    mixed = printed(report_of("mobilenetv3_small_050")).splitlines()
+    mixed = printed(predicted_report("mobilenetv3_small_050")).splitlines()
     assert mixed[1].startswith("10 elements in 5x5..7x7 (+2): timm:mobilenetv3_small_050")
-    assert "(+" not in printed(report_of("convnext_tiny")).splitlines()[1]
+    assert "(+" not in printed(predicted_report("convnext_tiny")).splitlines()[1]
 
 
 def test_each_stage_shows_its_own_counts():
-    report = report_of("convnext_tiny", dilated_size=17, scope="stage")
+    report = predicted_report("convnext_tiny", dilated_size=17, scope="stage")
     report = replace(
         report, layers=(replace(report.layers[0], kernel_count=31), *report.layers[1:])
     )
@@ -123,7 +123,7 @@ def test_each_stage_shows_its_own_counts():
 
 def test_names_reach_the_terminal_as_text():
     """They are neither read as rich markup, nor printed with control characters."""
-    report = report_of("test_convnext")
+    report = predicted_report("test_convnext")
     odd = replace(report.layers[0], stage="[red]s\x1b]0;title\x07", name="[bold]n\x9b")
     skipped = tuple(replace(skip, type="Conv\x1b[2J", reason="no\nway") for skip in report.skipped)
     report = replace(report, layers=(odd,), skipped=skipped, model="timm:\x1b]0;x\x07")
@@ -149,7 +149,7 @@ def test_missing_macs_are_reported_as_missing():
 @pytest.mark.parametrize(("images", "percent"), [(1, ""), (9, ""), (16, " (100 %)")])
 def test_a_share_of_few_images_is_not_a_percentage(images, percent):
     outcome = Outcome(kernel_error=0.2, images=images, fitted_images=4 * images, same_top1=1.0)
-    (_, *lines) = outcome_sentences(replace(report_of("test_convnext"), outcome=outcome))
+    (_, *lines) = outcome_sentences(replace(predicted_report("test_convnext"), outcome=outcome))
     noun = "image" if images == 1 else "images"
     assert lines[-1] == (
         f"On {images} held-out {noun}: {images} of {images} have the same top-1 class as before"
@@ -159,5 +159,5 @@ def test_a_share_of_few_images_is_not_a_percentage(images, percent):
 
 def test_crops_of_held_out_images_are_not_called_images():
     outcome = Outcome(kernel_error=0.2, images=10, images_cropped=2, output_error=0.1)
-    lines = outcome_sentences(replace(report_of("test_convnext"), outcome=outcome))
+    lines = outcome_sentences(replace(predicted_report("test_convnext"), outcome=outcome))
     assert lines[-1].startswith("On 10 crops of 2 held-out images: relative error")
