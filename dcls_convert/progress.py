@@ -34,7 +34,7 @@ class Notify(Protocol):
     def __call__(self, text: str, done: int = 0, total: int = 0, /) -> None: ...
 
 
-def silent(text: str, done: int = 0, total: int = 0, /) -> None:
+def ignore_messages(text: str, done: int = 0, total: int = 0, /) -> None:
     """A `Notify`, or a `Note`, that shows nothing."""
 
 
@@ -93,7 +93,7 @@ def show_progress_in_python(
     if progress is None:
         progress = is_stderr_watched()
     if not progress:
-        return contextlib.nullcontext(silent)
+        return contextlib.nullcontext(ignore_messages)
     return show_progress(name, wait=SECONDS_UNSEEN)
 
 

@@ -15,7 +15,7 @@ from ..networks.source import ModelSource
 from ..networks.weights import build_and_load, load_weights_
 from ..pipeline.provenance import attach_provenance_
 from ..planning.plan import ConversionPlan
-from ..surgery.place import place_layers_
+from ..surgery.place import place_layers_without_values_
 from .folder import Checkpoint, open_checkpoint
 
 
@@ -91,7 +91,7 @@ def place_stored_plan_(model: nn.Module, plan: ConversionPlan) -> None:
         CheckpointError: The plan is for another model.
     """
     try:
-        place_layers_(model, plan)
+        place_layers_without_values_(model, plan)
     except PlanError as error:
         raise CheckpointError(
             f"the plan does not fit {plan.model or 'the model'}: {error}"

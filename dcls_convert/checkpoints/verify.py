@@ -17,7 +17,7 @@ from ..input_files import check_folder
 from ..networks.weights import build_and_load, describe_non_finite
 from ..networks.weights_files import load_safetensors
 from ..planning.plan import ConversionPlan
-from ..progress import Notify, silent
+from ..progress import Notify, ignore_messages
 from ..records import Record, adapter
 from ..text import count_text, one_line, shortened
 from .fingerprint import TOLERANCES, fingerprint_deviation, take_fingerprint
@@ -101,7 +101,7 @@ def verify_folder(
     *,
     trust_code: bool = False,
     check_model: CheckModel | None = None,
-    notify: Notify = silent,
+    notify: Notify = ignore_messages,
 ) -> Verification:
     """Check a checkpoint folder: its files, that they belong together, and the model they describe.
 

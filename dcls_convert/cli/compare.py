@@ -21,7 +21,7 @@ from ..options import (
     Positions,
 )
 from ..pipeline.request import ConversionRequest
-from ..progress import silent
+from ..progress import ignore_messages
 from ..text import shortened
 from . import console
 from .arguments import (
@@ -202,7 +202,7 @@ def compare(
         from ..tuning.images import open_images
         from ..views.comparison import comparison_page, comparison_view, work_lines
 
-        note = console.note if first_process else silent
+        note = console.note if first_process else ignore_messages
         accelerator = accelerator_for(device=device, mixed_precision="bf16" if amp else None)
         starts = positions or ["normal" if network_options.trained else START]
         arms = make_arms(sizes or [None], starts, ablate=ablate)

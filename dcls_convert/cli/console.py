@@ -16,7 +16,7 @@ from rich.segment import Segment, Segments
 from rich.text import Text
 
 from ..errors import DclsConvertError
-from ..progress import Notify, logger, show_progress, silent
+from ..progress import Notify, ignore_messages, logger, show_progress
 from ..text import printable, shortened
 
 LOG_VARIABLE = "DCLS_CONVERT_LOG"
@@ -112,9 +112,9 @@ def steps(
     """
     progress: contextlib.AbstractContextManager[Notify]
     if quiet:
-        progress = contextlib.nullcontext(silent)
+        progress = contextlib.nullcontext(ignore_messages)
     else:
-        write_line = message if lines else silent
+        write_line = message if lines else ignore_messages
         progress = show_progress(str(name), every=every, line=write_line, redirect=True)
     # Models and their loaders may print to stdout, but what they print is not a result.
     with progress as notify, contextlib.redirect_stdout(sys.stderr):

@@ -17,7 +17,7 @@ from ..options import (
     command_line,
 )
 from ..picture_output import PLOT_LIBRARY, can_plot
-from ..progress import silent
+from ..progress import ignore_messages
 from . import console
 from .arguments import (
     MAX_SEED,
@@ -164,7 +164,7 @@ def convert(
 
         if device is not None:
             request = replace(request, device=str(check_device(device)))
-        note = silent if quiet else console.note
+        note = ignore_messages if quiet else console.note
         loaded = LoadedNetwork(request, notify=notify, note=note)
         if output is None and plan is None and not dry_run and measures_kernels(request):
             check_output_named_by_plan(loaded, force=force)

@@ -18,7 +18,7 @@ from ..pipeline.loaded import LoadedNetwork
 from ..pipeline.request import ConversionRequest
 from ..pipeline.resolved import resolve
 from ..planning.plan import ConversionPlan
-from ..progress import Note, silent
+from ..progress import Note, ignore_messages
 from ..surgery.fold import fold_to_dense_
 from ..sweeps.results import RequestedSize
 
@@ -157,7 +157,9 @@ class PositionShift:
     outside_before: float  # the same before training
 
 
-def make_network(request: ConversionRequest, arm: Arm, *, note: Note = silent) -> ArmNetwork:
+def make_network(
+    request: ConversionRequest, arm: Arm, *, note: Note = ignore_messages
+) -> ArmNetwork:
     """Build the network of an arm.
 
     Layers that are not converted start with the same weights in every arm; random ones depend only

@@ -14,7 +14,7 @@ from .run_plan import RunPlan
 from .settings import Settings
 from .trainer import Run, Trainer, runs_by_seed
 
-COMPARISON = "comparison.json"
+COMPARISON_FILE = "comparison.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +85,7 @@ def _write_comparison(
     if not trainer.accelerator.is_main_process:
         return comparison
     while True:
-        with new_file(trainer.folder / COMPARISON, force=True) as partial_path:
+        with new_file(trainer.folder / COMPARISON_FILE, force=True) as partial_path:
             partial_path.write_text(comparison.to_json())
         written = comparison
         comparison = _compare_finished(trainer, arms, seeds, owners)
@@ -132,7 +132,7 @@ def _compare_finished(
 
 def _looks(folder: Path) -> tuple[int, ...]:
     """Return the number of seeds of each comparison that was finished in a folder so far."""
-    path = folder / COMPARISON
+    path = folder / COMPARISON_FILE
     if not path.exists():
         return ()
     return Comparison.from_json(path.read_bytes(), str(path)).looks

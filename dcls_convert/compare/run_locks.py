@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..processes import host_name, is_alive
 
-LOCK = "lock"  # file name
+LOCK_FILE = "lock"  # file name
 SECONDS_BETWEEN_TOUCHES = 15.0
 SECONDS_UNTIL_STALE = 60.0  # without a touch, after which the owner counts as dead
 SECONDS_TO_SETTLE = 1.0  # time for two processes that take over the same lock to see each other
@@ -31,7 +31,7 @@ def locked(folder: Path, *, wait: bool) -> Iterator[str | None]:
         None if this process now has the lock; otherwise its owner ("HOST-PROCESS").
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / LOCK
+    path = folder / LOCK_FILE
     own = f"{host_name()}-{os.getpid()}"
     other_owner = _take_lock(path, own, wait)
     if other_owner is not None:

@@ -16,7 +16,7 @@ from ..tuning.images import ImageData
 from ..tuning.images_hash import images_hash
 from ..tuning.recipe import RECIPE_VERSION, Recipe
 
-SETTINGS = "settings.json"
+SETTINGS_FILE = "settings.json"
 FIRST_FORMAT_WITH_IMAGES = 2  # since this format, settings identify the images and weights
 # Learning rate from scratch for LR_BATCH images per update. It scales with the square root of the
 # number of images, which gives the paper's 4e-3 for 4,096.

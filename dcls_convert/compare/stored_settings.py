@@ -7,8 +7,8 @@ from ..atomic_output import new_file
 from ..errors import CheckpointError, OutputExistsError
 from ..input_files import is_checkpoint
 from ..tuning.training_state import STATE_FILE
-from .settings import SETTINGS, Settings, with_epochs
-from .trainer import FINISHED, RUNS, Trainer
+from .settings import SETTINGS_FILE, Settings, with_epochs
+from .trainer import RUN_FILE, RUNS_FOLDER, Trainer
 
 
 def has_begun_runs(folder: Path) -> bool:
@@ -16,10 +16,10 @@ def has_begun_runs(folder: Path) -> bool:
 
     From then on, the stored settings hold for all later calls.
     """
-    if not (folder / SETTINGS).exists():
+    if not (folder / SETTINGS_FILE).exists():
         return False
-    runs = folder / RUNS
-    return any(runs.glob(f"*/{FINISHED}")) or any(runs.glob(f"*/{STATE_FILE}"))
+    runs = folder / RUNS_FOLDER
+    return any(runs.glob(f"*/{RUN_FILE}")) or any(runs.glob(f"*/{STATE_FILE}"))
 
 
 def check_unused(folder: Path) -> None:
@@ -27,7 +27,7 @@ def check_unused(folder: Path) -> None:
 
     Loose files are allowed, since they may be logs.
     """
-    others = [path for path in folder.glob("[!.]*") if path.is_dir() and path.name != RUNS]
+    others = [path for path in folder.glob("[!.]*") if path.is_dir() and path.name != RUNS_FOLDER]
     if is_checkpoint(folder) or others:
         raise CheckpointError(
             f"output {folder}: holds something other than a comparison; use another folder"
@@ -41,7 +41,7 @@ def write_settings(trainer: Trainer, minutes: float | None) -> None:
     settings were left by a call that ended early, and are replaced.
     """
     trainer.folder.mkdir(parents=True, exist_ok=True)
-    path = trainer.folder / SETTINGS
+    path = trainer.folder / SETTINGS_FILE
     text = trainer.settings.to_json()
     try:
         with new_file(path, force=False) as partial_path:
@@ -81,7 +81,7 @@ def _matching_settings(trainer: Trainer, minutes: float | None) -> Settings:
     Raises:
         CheckpointError: The stored settings differ in other values, or cannot be read.
     """
-    path = trainer.folder / SETTINGS
+    path = trainer.folder / SETTINGS_FILE
     stored = Settings.from_json(path.read_bytes(), str(path))
     settings = trainer.settings
     if minutes:

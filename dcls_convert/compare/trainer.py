@@ -23,7 +23,7 @@ from ..fitting.images import Calibration
 from ..image_files import BATCH
 from ..pipeline.loaded import LoadedNetwork
 from ..pipeline.request import ConversionRequest
-from ..progress import Note, Notify, silent
+from ..progress import Note, Notify, ignore_messages
 from ..records import Record
 from ..text import one_line
 from ..tuning.distributed import from_first_process
@@ -34,9 +34,9 @@ from .arms import Arm, ArmNetwork, PositionShift, make_network
 from .run_locks import locked
 from .settings import Settings
 
-RUNS = "runs"
-MODELS = "models"
-FINISHED = "run.json"
+RUNS_FOLDER = "runs"
+MODELS_FOLDER = "models"
+RUN_FILE = "run.json"
 MAX_CALIBRATION_IMAGES = 64  # taken from the training images
 # A timing trial estimates how long an arm takes.
 TRIAL_UPDATES = 5
@@ -78,7 +78,7 @@ class TrialSeconds(NamedTuple):
 
 def run_folder(comparison: Path, arm: Arm, seed: int) -> Path:
     """Return the folder of a run, inside the folder of its comparison."""
-    return comparison / RUNS / f"{arm.file_name}-seed{seed}"
+    return comparison / RUNS_FOLDER / f"{arm.file_name}-seed{seed}"
 
 
 @dataclass(kw_only=True)
@@ -92,7 +92,7 @@ class Trainer:
     accelerator: Any  # from `accelerator_for`
     workers: int = 0
     fsdp: bool = False
-    note: Note = silent  # receives messages for the user
+    note: Note = ignore_messages  # receives messages for the user
 
     def prepare(self, arm: Arm, seed: int) -> ArmNetwork:
         """Build and convert the network of an arm with a seed.
@@ -158,7 +158,7 @@ class Trainer:
 
     def finished(self, arm: Arm, seed: int) -> Run | None:
         """Read a finished run from its file. Return None if it is not finished."""
-        path = run_folder(self.folder, arm, seed) / FINISHED
+        path = run_folder(self.folder, arm, seed) / RUN_FILE
         if not path.exists():
             return None
         return Run.from_json(path.read_bytes(), str(path))
@@ -221,8 +221,8 @@ class Trainer:
         trained = training.trained_model()
         run = self._record(arm, seed, training, network, trained)
         if self.accelerator.is_main_process:
-            save_trained(trained, network.plan, self.folder / MODELS / folder.name)
-            with new_file(folder / FINISHED, force=True) as path:
+            save_trained(trained, network.plan, self.folder / MODELS_FOLDER / folder.name)
+            with new_file(folder / RUN_FILE, force=True) as path:
                 path.write_text(run.to_json())
             (folder / STATE_FILE).unlink(missing_ok=True)
         self.accelerator.wait_for_everyone()

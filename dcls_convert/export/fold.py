@@ -19,7 +19,7 @@ from ..networks.model_outputs import check_close
 from ..networks.running import image_dtype
 from ..networks.source import resolve_model
 from ..options import MAX_PIXELS, OPSETS
-from ..progress import Notify, silent
+from ..progress import Notify, ignore_messages
 from ..surgery.fold import fold_to_dense_
 from ..text import shortened
 from .folded_model import (
@@ -44,7 +44,7 @@ def fold_checkpoint(
     model: str | None = None,
     force: bool = False,
     trust_code: bool = False,
-    notify: Notify = silent,
+    notify: Notify = ignore_messages,
 ) -> ExportReport:
     """Fold a checkpoint's model, check that its outputs stay the same, and write it.
 

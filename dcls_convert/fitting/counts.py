@@ -31,7 +31,7 @@ SETTINGS = CountSettings()
 
 
 @full_precision()
-def counts_by_error(
+def choose_counts_by_error(
     model: nn.Module,
     convs: ModelConvs,
     options: PlanOptions,

@@ -26,7 +26,7 @@ from ..image_files import (
 from ..input_files import check_images
 from ..options import CALIBRATION_IMAGES
 from ..planning.plan import ConversionPlan
-from ..progress import Note, silent
+from ..progress import Note, ignore_messages
 from ..text import shortened
 
 # One image out of this many is held out. Nothing is fitted to it, so it shows what the conversion
@@ -72,7 +72,7 @@ def calibrate(
     most_images: int | None = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
-    note: Note = silent,
+    note: Note = ignore_messages,
 ) -> Calibration:
     """Read the images of a calibration. Nothing is fitted yet.
 

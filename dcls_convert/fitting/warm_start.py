@@ -145,7 +145,7 @@ def _fit(
     return fitted
 
 
-def fit_seed(generator: torch.Generator) -> int:
+def draw_fit_seed(generator: torch.Generator) -> int:
     """Draw the seed that all fits of a conversion share, so that none depends on the others."""
     return int(torch.randint(2**62, (), generator=generator, device="cpu"))
 

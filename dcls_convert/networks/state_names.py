@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..progress import Note, silent
+from ..progress import Note, ignore_messages
 from ..text import short_list
 
 # Largest share of names that may lack the prefix of all others. Those belong to a trainer, such as
@@ -21,7 +21,7 @@ def rename_to_model(
     state: Mapping[str, Tensor],
     *,
     where: str = "the state dict",
-    note: Note = silent,
+    note: Note = ignore_messages,
 ) -> dict[str, Tensor]:
     """Rename the entries of a state dict to the model's names.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..input_files import check_file
-from ..progress import Note, silent
+from ..progress import Note, ignore_messages
 from ..text import one_line, short_list, shortened
 
 # Keys under which training scripts store a state dict. Averaged weights (EMA) come first, as in
@@ -43,7 +43,7 @@ NUMBER_DTYPES = {*FLOAT_DTYPES, *INTEGER_DTYPES, torch.complex64, torch.complex1
 
 
 def read_weights(
-    weights: Mapping[str, Tensor] | str | Path, *, note: Note = silent
+    weights: Mapping[str, Tensor] | str | Path, *, note: Note = ignore_messages
 ) -> dict[str, Tensor]:
     """Return the given state dict, or read it from a safetensors or torch file.
 

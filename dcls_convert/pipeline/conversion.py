@@ -21,7 +21,7 @@ from ..reports.measure import measure_report
 from ..reports.predict import predict_report
 from ..reports.report import ConversionReport, Outcome
 from ..surgery.apply_plan import LayerErrors, apply_plan_
-from ..surgery.authors import start_from_authors_
+from ..surgery.authors import convert_with_authors_weights_
 from .loaded import LoadedNetwork
 from .provenance import attach_provenance_, describe_conversion
 from .resolved import ResolvedRequest
@@ -115,7 +115,7 @@ def _start_layers_(
     request = resolved.request
     plan = resolved.plan
     if resolved.authors_weights is not None:
-        not_loaded = start_from_authors_(
+        not_loaded = convert_with_authors_weights_(
             model,
             plan,
             resolved.authors_weights,

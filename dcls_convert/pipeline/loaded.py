@@ -17,7 +17,7 @@ from ..networks.state_names import rename_to_model
 from ..networks.weights import build_and_load, check_weights, differing_num_classes
 from ..networks.weights_files import read_weights
 from ..planning.plan import ConversionPlan
-from ..progress import Note, Notify, silent
+from ..progress import Note, Notify, ignore_messages
 from ..surgery.authors import AuthorsWeights, split_authors_weights
 from ..text import printable
 from .request import ConversionRequest
@@ -37,7 +37,11 @@ class LoadedNetwork:
     """
 
     def __init__(
-        self, request: ConversionRequest, *, notify: Notify = silent, note: Note = silent
+        self,
+        request: ConversionRequest,
+        *,
+        notify: Notify = ignore_messages,
+        note: Note = ignore_messages,
     ) -> None:
         self.request = request
         self.notify = notify

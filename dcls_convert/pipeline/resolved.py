@@ -8,9 +8,9 @@ import torch
 
 from ..errors import CheckpointError, PlanError
 from ..fitting.calibrate import CalibrationStatistics
-from ..fitting.counts import counts_by_error
+from ..fitting.counts import choose_counts_by_error
 from ..fitting.groups import make_layers
-from ..fitting.warm_start import fit_seed
+from ..fitting.warm_start import draw_fit_seed
 from ..geometry import size_text
 from ..networks.running import eval_mode, run_batch, suppress_output
 from ..networks.tracing import check_same_shapes
@@ -19,7 +19,7 @@ from ..planning.known_counts import LayerCounts
 from ..planning.plan import ConversionPlan
 from ..planning.planner import make_plan
 from ..progress import logger
-from ..surgery.authors import RELEASED_VERSION, AuthorsWeights, element_state
+from ..surgery.authors import RELEASED_VERSION, AuthorsWeights, translate_authors_elements
 from ..text import one_line, short_list, shortened
 from .loaded import LoadedNetwork
 from .request import ConversionRequest, options_that_decide_counts
@@ -185,8 +185,8 @@ def _with_counts_by_error(
     """
     plan = make_plan(loaded.convs, replace(options, scope="model"))
     check_same_shapes(loaded.convs.trace, plan.windows)  # before minutes of measuring
-    seed = fit_seed(torch.Generator().manual_seed(loaded.request.seed))
-    counts, statistics = counts_by_error(
+    seed = draw_fit_seed(torch.Generator().manual_seed(loaded.request.seed))
+    counts, statistics = choose_counts_by_error(
         loaded.network,
         loaded.convs,
         options,
@@ -208,7 +208,9 @@ def _checked_plan(
     if not is_by_error:  # counts by error were chosen after this check
         check_same_shapes(loaded.convs.trace, plan.windows)
     if authors_weights is not None:
-        element_state(authors_weights, plan, request.authors_version)  # raises on a misfit
+        translate_authors_elements(
+            authors_weights, plan, request.authors_version
+        )  # raises on a misfit
     elif request.offline and request.weights is not None:
         # The network is not built, so weights that do not fit must be refused here.
         loaded.check_weights()

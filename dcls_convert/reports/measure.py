@@ -9,7 +9,7 @@ from torch import nn
 from ..networks.tracing import trace
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
-from .predict import predicted_layer, report_of_layers
+from .predict import assemble_report, predicted_layer
 from .report import ConversionReport, LayerReport
 
 
@@ -24,7 +24,7 @@ def measure_report(model: nn.Module, plan: ConversionPlan) -> ConversionReport:
     params = sum(parameter.numel() for parameter in model.parameters())
     if plan.macs is None or plan.input_size is None:
         rows = [_measured_layer(model, plan, layer, macs=None) for layer in plan.layers]
-        return report_of_layers(plan, params, None, rows)
+        return assemble_report(plan, params, None, rows)
     flops: Any = trace(model, plan.input_size).flops
     construction_flops = 0
     rows = []
@@ -36,7 +36,7 @@ def measure_report(model: nn.Module, plan: ConversionPlan) -> ConversionReport:
         construction_flops += flops_inside.total() - convolution_flops
         rows.append(_measured_layer(model, plan, layer, macs=convolution_flops // 2))
     macs = (sum(flops[""].values()) - construction_flops) // 2
-    return report_of_layers(plan, params, macs, rows)
+    return assemble_report(plan, params, macs, rows)
 
 
 def _measured_layer(

@@ -23,10 +23,10 @@ def predict_report(plan: ConversionPlan) -> ConversionReport:
         row = predicted_layer(plan, layer)
         rows.append(row)
         params += row.params_after - row.params_before
-    return report_of_layers(plan, params, None, rows)
+    return assemble_report(plan, params, None, rows)
 
 
-def report_of_layers(
+def assemble_report(
     plan: ConversionPlan, params: int, macs: int | None, layers: Sequence[LayerReport]
 ) -> ConversionReport:
     """Assemble the report of a conversion from the reports of its layers.

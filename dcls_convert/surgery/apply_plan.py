@@ -12,12 +12,12 @@ from ..fitting.calibrate import CalibrationStatistics, fit_to_outputs_, measure_
 from ..fitting.calibrated_layer import CalibratedLayer
 from ..fitting.groups import LayerGroup, make_layers
 from ..fitting.images import Calibration, Images, calibrate
-from ..fitting.warm_start import fit_seed
+from ..fitting.warm_start import draw_fit_seed
 from ..layers.interpolation import find_interpolation
 from ..networks.running import full_precision, unchanged_on_failure
 from ..options import AUTO, EXACT, INITS, POSITIONS, Init, Positions
 from ..planning.plan import ConversionPlan
-from ..progress import Note, Notify, silent
+from ..progress import Note, Notify, ignore_messages
 from ..text import short_list
 from .place import insert_layers_
 from .start import start_from_kernels_, start_randomly_
@@ -46,8 +46,8 @@ def apply_plan_(
     positions: Positions = "normal",
     generator: torch.Generator | None = None,
     calibration: Images | Calibration | CalibrationStatistics | None = None,
-    note: Note = silent,
-    notify: Notify = silent,
+    note: Note = ignore_messages,
+    notify: Notify = ignore_messages,
 ) -> LayerErrors:
     """Replace every convolution of the plan by its DCLS layer, with values from the old kernels.
 
@@ -82,7 +82,7 @@ def apply_plan_(
     groups = make_layers(model, plan)
     if generator is None:
         generator = torch.Generator().manual_seed(0)
-    seed = fit_seed(generator)
+    seed = draw_fit_seed(generator)
     calibrated: list[CalibratedLayer] = []
     kernel_errors: dict[str, float] = {}
     if init == "random":

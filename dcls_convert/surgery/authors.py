@@ -108,7 +108,7 @@ def _check_entries(name: str, layer: Mapping[str, Tensor], where: str) -> None:
             raise CheckpointError(f"{where}: {name}.{entry} must be finite floating-point numbers")
 
 
-def start_from_authors_(
+def convert_with_authors_weights_(
     model: nn.Module,
     plan: ConversionPlan,
     weights: AuthorsWeights,
@@ -121,7 +121,7 @@ def start_from_authors_(
     Returns:
         The names of the entries that kept their initial values.
     """
-    elements = element_state(weights, plan, version)
+    elements = translate_authors_elements(weights, plan, version)
     for layer in plan.layers:
         conv = model.get_submodule(layer.name)
         traits = find_traits(conv) or PLAIN
@@ -145,7 +145,7 @@ def start_from_authors_(
     return not_loaded
 
 
-def element_state(
+def translate_authors_elements(
     weights: AuthorsWeights, plan: ConversionPlan, version: AuthorsVersion | None = None
 ) -> dict[str, Tensor]:
     """Return weights, positions and sigmas of the plan's layers, by name in the converted model.

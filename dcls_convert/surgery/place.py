@@ -14,7 +14,7 @@ from ..planning.plan import ConversionPlan
 from .fold import install_timm_fold_hook_
 
 
-def place_layers_(model: nn.Module, plan: ConversionPlan) -> None:
+def place_layers_without_values_(model: nn.Module, plan: ConversionPlan) -> None:
     """Replace every convolution of the plan by its DCLS layer, without values.
 
     If the plan is folded, plain convolutions of the window's size are placed instead.

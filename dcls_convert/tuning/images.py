@@ -21,7 +21,7 @@ from ..errors import DclsConvertError
 from ..image_files import FORMATS, READ_ERRORS, check_white_level, to_mode
 from ..networks.running import suppress_output
 from ..options import MIRRORED_SHARE, Augmentation
-from ..progress import Note, silent
+from ..progress import Note, ignore_messages
 from ..text import count_text, one_line, short_list, shortened
 from .shards import Shards
 
@@ -53,7 +53,7 @@ def open_images(
     splits: Sequence[str] = SPLITS,
     classes: int | None = None,
     labelled: bool = True,
-    note: Note = silent,
+    note: Note = ignore_messages,
 ) -> ImageData:
     """Open the images of a folder or of one of timm's data sets, without transforms.
 

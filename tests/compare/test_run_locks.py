@@ -11,7 +11,7 @@ import time
 import pytest
 
 from dcls_convert.compare import run_locks
-from dcls_convert.compare.run_locks import LOCK, locked
+from dcls_convert.compare.run_locks import LOCK_FILE, locked
 from dcls_convert.processes import host_name
 
 from ..image_folder import write_images
@@ -33,7 +33,7 @@ def test_a_lock_holds_until_its_block_ends(tmp_path):
         for wait in (False, True):
             with locked(tmp_path, wait=wait) as other:
                 assert other == own
-    assert not (tmp_path / LOCK).exists()
+    assert not (tmp_path / LOCK_FILE).exists()
     with locked(tmp_path, wait=False) as owner:
         assert owner is None
 
@@ -41,13 +41,13 @@ def test_a_lock_holds_until_its_block_ends(tmp_path):
 def test_the_lock_of_a_dead_process_on_this_machine_is_taken_over_at_once(tmp_path):
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
-    (tmp_path / LOCK).write_text(f"{host_name()}-{process.pid}")
+    (tmp_path / LOCK_FILE).write_text(f"{host_name()}-{process.pid}")
     with locked(tmp_path, wait=False) as owner:
         assert owner is None
 
 
 def test_the_lock_of_another_machine_is_taken_over_once_it_is_no_longer_touched(tmp_path):
-    path = tmp_path / LOCK
+    path = tmp_path / LOCK_FILE
     path.write_text(OTHER)
     with locked(tmp_path, wait=False) as owner:
         assert owner == OTHER
@@ -72,7 +72,7 @@ def _train_if_locked(folder, number):
 @pytest.mark.parametrize("stale_lock", [False, True])
 def test_of_processes_that_start_together_only_one_trains(tmp_path, stale_lock):
     if stale_lock:
-        (tmp_path / LOCK).write_text(OTHER)
+        (tmp_path / LOCK_FILE).write_text(OTHER)
     context = multiprocessing.get_context("fork")
     processes = []
     for number in range(6):
@@ -82,7 +82,7 @@ def test_of_processes_that_start_together_only_one_trains(tmp_path, stale_lock):
     for process in processes:
         process.join(60)
     assert len(list(tmp_path.glob("trained-*"))) == 1
-    assert not (tmp_path / LOCK).exists()
+    assert not (tmp_path / LOCK_FILE).exists()
 
 
 TIME_FIELDS = ("step_ms", "images_per_second", "seconds")
@@ -116,7 +116,7 @@ def test_calls_share_the_runs_and_those_of_a_killed_call_are_not_lost(tmp_path):
         calls[call.pid] = call
     while not (states := list(tmp_path.glob("out/runs/*/state.pt"))):
         time.sleep(0.01)
-    _, _, owner = states[0].with_name(LOCK).read_text().rpartition("-")
+    _, _, owner = states[0].with_name(LOCK_FILE).read_text().rpartition("-")
     killed = calls.pop(int(owner))
     killed.kill()
     killed.communicate()
@@ -126,4 +126,4 @@ def test_calls_share_the_runs_and_those_of_a_killed_call_are_not_lost(tmp_path):
     for track in tmp_path.glob("out/runs/*/positions.jsonl"):
         undisturbed = tmp_path / "whole" / track.relative_to(tmp_path / "out")
         assert track.read_bytes() == undisturbed.read_bytes()
-    assert not list(tmp_path.glob(f"out/runs/*/{LOCK}"))
+    assert not list(tmp_path.glob(f"out/runs/*/{LOCK_FILE}"))

@@ -24,7 +24,7 @@ from dcls_convert.fitting.calibration_settings import CalibrationSettings
 from dcls_convert.fitting.groups import make_layers
 from dcls_convert.fitting.images import Calibration
 from dcls_convert.networks.tensors_hash import tensors_hash
-from dcls_convert.progress import silent
+from dcls_convert.progress import ignore_messages
 from dcls_convert.tables import as_text
 from dcls_convert.views.report import report_view
 
@@ -65,7 +65,9 @@ def test_every_channel_keeps_its_mean(options, tie):
     old = copy.deepcopy(model)
     plan = plan_conversion(find_convs(model, INPUT_SIZE), dilated_size=9, budget=60, tie=tie)
     calibration = calibrate(model, plan, [images[:8], images[8:]], held_out=())
-    statistics = measure_inputs(model, make_layers(model, plan), calibration, silent, settings)
+    statistics = measure_inputs(
+        model, make_layers(model, plan), calibration, ignore_messages, settings
+    )
     apply_plan_(model, plan, calibration=statistics)
     torch.testing.assert_close(channel_means(model, images), expected, rtol=1e-3, atol=1e-4)
     for old_module, module in zip(old.modules(), model.modules(), strict=True):
@@ -96,7 +98,9 @@ def test_images_in_parts_give_about_the_same_result_as_all_at_once(monkeypatch):
         model = copy.deepcopy(old)
         calibration = Calibration(batches=images.split(2))
         settings = CalibrationSettings(images_in_step=images_in_step)
-        statistics = measure_inputs(model, make_layers(model, plan), calibration, silent, settings)
+        statistics = measure_inputs(
+            model, make_layers(model, plan), calibration, ignore_messages, settings
+        )
         apply_plan_(model, plan, calibration=statistics)
         first_weights.append(model[1][0][0].weight)
         errors.append(output_error(model, before, unseen))
@@ -131,7 +135,7 @@ def test_the_output_error_of_each_layer_is_that_of_its_outputs(count, stride):
     settings = CalibrationSettings(samples_per_image=10**6)
     groups = make_layers(model, plan)
     calibration = calibrate(model, plan, images, held_out=())
-    statistics = measure_inputs(model, groups, calibration, silent, settings)
+    statistics = measure_inputs(model, groups, calibration, ignore_messages, settings)
     errors = apply_plan_(model, plan, calibration=statistics)
     new = outputs_by_layer(model, plan, images)
     assert errors.output.keys() == errors.kernel.keys() == old.keys()
@@ -361,7 +365,7 @@ def test_layers_with_too_few_samples_keep_their_fit_and_are_counted():
 def statistics_of(model, images):
     plan = plan_conversion(find_convs(model, INPUT_SIZE), dilated_size=9, tie="none")
     calibration = calibrate(model, plan, images)
-    return measure_inputs(model.eval(), make_layers(model, plan), calibration, silent)
+    return measure_inputs(model.eval(), make_layers(model, plan), calibration, ignore_messages)
 
 
 def test_statistics_of_a_convolution_called_twice_cover_both_calls():

@@ -17,7 +17,7 @@ from dcls_convert.pipeline.conversion import convert_network_
 from dcls_convert.pipeline.loaded import LoadedNetwork
 from dcls_convert.pipeline.request import ConversionRequest
 from dcls_convert.pipeline.resolved import resolve
-from dcls_convert.progress import silent
+from dcls_convert.progress import ignore_messages
 
 from ..command_line import NET, net, run
 from ..conftest import TINY
@@ -25,7 +25,7 @@ from ..conftest import TINY
 SMALL = ("--dilated-size", 9, "--input-size", "3x32x32", "--quiet")
 
 
-def loaded(name, *, note=silent, **options):
+def loaded(name, *, note=ignore_messages, **options):
     """Load a network to convert it without a fit, which would take seconds."""
     request = ConversionRequest(model=name, init="largest", input_size=(3, 32, 32), **options)
     return LoadedNetwork(request, note=note)
