@@ -12,7 +12,8 @@ import typer
 from typer.testing import CliRunner
 
 from dcls_convert.cli.app import EXAMPLES, app
-from dcls_convert.cli.arguments import Command, CommandGroup, typer_annotations
+from dcls_convert.cli.network_options import typer_annotations
+from dcls_convert.cli.typer_commands import Command, CommandGroup
 from dcls_convert.options import Argument, PlanOptions, argument_of, signature_parameters
 
 # A command: one file in cli/, and its entry in the table of the app.

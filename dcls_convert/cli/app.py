@@ -16,7 +16,6 @@ from .. import __version__
 from ..errors import DclsConvertError, is_out_of_memory
 from ..text import one_line, shortened
 from . import console
-from .arguments import Command, CommandGroup
 from .compare import compare
 from .convert import convert
 from .diff import diff
@@ -26,6 +25,7 @@ from .inspect import inspect as inspect_checkpoint
 from .models import models
 from .rules import rules_app
 from .sweep import sweep
+from .typer_commands import Command, CommandGroup
 from .verify import verify
 
 EXIT_BUG = 1

@@ -24,21 +24,11 @@ from ..pipeline.request import ConversionRequest
 from ..progress import ignore_messages
 from ..text import shortened
 from . import console
-from .arguments import (
-    OUTPUT,
-    RUNNING,
-    WHERE,
-    Json,
-    NetworkOptions,
-    changed_options,
-    choice,
-    expand_options,
-    number,
-    option,
-    refuse,
-)
+from .network_options import NetworkOptions, changed_options, expand_options, refuse
 from .output_name import folder_of_model
+from .shared_options import Json
 from .sweep import SIZES
+from .typer_options import OUTPUT, RUNNING, WHERE, choice, number, option
 
 if TYPE_CHECKING:
     from ..tuning.images import ImageData

@@ -19,22 +19,8 @@ from ..options import (
 from ..picture_output import PLOT_LIBRARY, can_plot
 from ..progress import ignore_messages
 from . import console
-from .arguments import (
-    MAX_SEED,
-    OUTPUT,
-    WHERE,
-    Force,
-    Json,
-    NetworkOptions,
-    Quiet,
-    changed_options,
-    choice,
-    expand_options,
-    number,
-    option,
-    refuse,
-)
 from .completion import complete_files
+from .network_options import NetworkOptions, changed_options, expand_options, refuse
 from .output_name import (
     check_output_named_by_options,
     check_output_named_by_plan,
@@ -42,6 +28,8 @@ from .output_name import (
     measures_kernels,
     reason_to_keep_output,
 )
+from .shared_options import Force, Json, Quiet
+from .typer_options import MAX_SEED, OUTPUT, WHERE, choice, number, option
 
 if TYPE_CHECKING:
     from ..pipeline.conversion import Conversion

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ..text import count_text, shortened
 from . import console
-from .arguments import CheckpointFolder, Json, checkpoint_argument
+from .shared_options import CheckpointFolder, Json
+from .typer_options import checkpoint_argument
 
 if TYPE_CHECKING:
     from ..planning.plan import ConversionPlan, PlanDifference

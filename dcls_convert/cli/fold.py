@@ -8,17 +8,8 @@ from ..export.formats import EXPORT_FORMATS
 from ..options import DEFAULT_OPSET, OPSETS
 from ..text import count_text
 from . import console
-from .arguments import (
-    OUTPUT,
-    CheckpointFolder,
-    Force,
-    Json,
-    Quiet,
-    TrustCode,
-    choice,
-    number,
-    option,
-)
+from .shared_options import CheckpointFolder, Force, Json, Quiet, TrustCode
+from .typer_options import OUTPUT, choice, number, option
 
 if TYPE_CHECKING:
     from ..export.folded_model import ExportReport

@@ -7,22 +7,20 @@ from ..atomic_output import check_output, new_file, reason_not_a_file
 from ..options import WHAT_TO_CONVERT, PlanOptions
 from ..pipeline.request import ConversionRequest
 from . import console
-from .arguments import (
-    MODEL_HELP,
+from .completion import complete_models
+from .shared_options import MODEL_HELP, Force, InputSize
+from .typer_options import (
     OUTPUT,
     RUNNING,
     SECONDS_PER_DAY,
-    Force,
-    InputSize,
     argument,
     number,
     option,
     parse_window_or_auto,
 )
-from .completion import complete_models
 
 if TYPE_CHECKING:
-    from ..compare.gpu import GpuReport
+    from ..compare.gpu_report import GpuReport
 
 DEFAULT_SECONDS = 180
 DEFAULT_OUTPUT = Path("dcls-convert-gpu.json")

@@ -9,17 +9,9 @@ from ..input_files import check_file, check_images
 from ..options import FigureName
 from ..picture_output import check_picture
 from . import console
-from .arguments import (
-    OUTPUT,
-    CheckpointFolder,
-    Force,
-    Json,
-    TrustCode,
-    choice,
-    image_size,
-    option,
-    refuse,
-)
+from .network_options import refuse
+from .shared_options import CheckpointFolder, Force, Json, TrustCode
+from .typer_options import OUTPUT, choice, image_size, option
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

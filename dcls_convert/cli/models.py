@@ -6,19 +6,10 @@ import typer
 
 from ..options import Kind, PlanOptions, Sort
 from . import console
-from .arguments import (
-    RUNNING,
-    SECONDS_PER_DAY,
-    Csv,
-    InputSize,
-    Json,
-    argument,
-    choice,
-    expand_options,
-    number,
-    refuse,
-)
 from .completion import complete_models
+from .network_options import expand_options, refuse
+from .shared_options import Csv, InputSize, Json
+from .typer_options import RUNNING, SECONDS_PER_DAY, argument, choice, number
 
 if TYPE_CHECKING:
     from ..compare.survey import ModelRow

@@ -10,8 +10,9 @@ from ..input_files import builtin_rules
 from ..options import PlanOptions
 from ..text import count_text
 from . import console
-from .arguments import Command, CommandGroup, argument
 from .completion import complete_models, complete_rules
+from .typer_commands import Command, CommandGroup
+from .typer_options import argument
 
 if TYPE_CHECKING:
     from ..planning.rules import RuleSet

@@ -25,21 +25,9 @@ from ..options import (
 from ..picture_output import check_picture
 from ..text import shortened
 from . import console
-from .arguments import (
-    OUTPUT,
-    SECONDS_PER_DAY,
-    Csv,
-    Force,
-    Json,
-    NetworkOptions,
-    changed_options,
-    expand_options,
-    number,
-    number_parser,
-    option,
-    parse_window,
-    refuse,
-)
+from .network_options import NetworkOptions, changed_options, expand_options, refuse
+from .shared_options import Csv, Force, Json
+from .typer_options import OUTPUT, SECONDS_PER_DAY, number, number_parser, option, parse_window
 
 if TYPE_CHECKING:
     from ..sweeps.results import Combination, SweepRow

@@ -8,7 +8,7 @@ from rich.text import Text
 from ..errors import CheckpointError
 from ..text import count_text, printable
 from . import console
-from .arguments import CheckpointFolder, Json, TrustCode
+from .shared_options import CheckpointFolder, Json, TrustCode
 
 if TYPE_CHECKING:
     from ..checkpoints.verify import Check

@@ -105,7 +105,8 @@ def calibrate(
         for name, value in (("mean", mean), ("std", std), ("most_images", most_images)):
             if value is not None:
                 raise DclsConvertError(
-                    f"calibration: {name} is for a folder of images; tensors are taken as they are"
+                    f"calibration: {name} is for a folder of images, "
+                    "not for tensors or a Calibration"
                 )
     if isinstance(images, Calibration):
         if held_out is not None:
@@ -246,7 +247,7 @@ def _wrong_tensor(found: object, image_axes: int, channels: str = "channels") ->
     Args:
         channels: The number of channels, if it is known.
     """
-    kind = f"a {type(found).__name__}"
+    kind = f"a value of type {type(found).__name__}"
     if isinstance(found, Tensor):
         dtype = str(found.dtype).removeprefix("torch.")
         kind = f"a tensor of {tuple(found.shape)}, {dtype}"

@@ -156,8 +156,8 @@ def _note_shifted_means(calibrated: Sequence[CalibratedLayer], note: Note) -> No
     still_shifted = [layer.name for layer in calibrated if layer.shift_target is None]
     if still_shifted:
         note(
-            f"{short_list(still_shifted)} have neither a bias nor a BatchNorm after them, so the "
-            "means of their outputs could not be corrected"
+            "the mean output could not be corrected, for lack of a bias or of a BatchNorm that "
+            f"only this layer feeds: {short_list(still_shifted)}"
         )
 
 

@@ -187,34 +187,50 @@ def window_sides(done: Sequence[SweepRow]) -> list[tuple[int, ...]]:
     return all_sides
 
 
-def objectives(done: Sequence[SweepRow]) -> list[tuple[float, ...]]:
-    """Return the values by which the rows are compared, for each row; less is better.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Objectives:
+    """What the rows of a sweep are compared by."""
+
+    names: tuple[str, ...]  # in words, such as "parameters"
+    # For each row, its values; less is better. A name may stand for several values.
+    values: list[tuple[float, ...]]
+
+
+def objectives(done: Sequence[SweepRow]) -> Objectives:
+    """Return the values by which the rows are compared.
 
     They are the sides of the windows (negated), the parameters, the times or else the MACs, and the
     error or else the number of elements (negated). A value that any row lacks is left out.
     """
+    names = ["window", "parameters"]
+    # The entries of a column belong to the rows.
+    columns: list[Sequence[float]] = []
+    for sides in zip(*window_sides(done), strict=True):
+        columns.append([-side for side in sides])
+    columns.append([_params(row) for row in done])
     forward_ms = values_if_complete(row.median_forward_ms for row in done)
     step_ms = values_if_complete(row.median_step_ms for row in done)
+    times = [column for column in (step_ms, forward_ms) if column is not None]
     macs = values_if_complete(row.macs for row in done)
-    compares_macs = forward_ms is None and step_ms is None
+    if times:
+        names.append("times")
+        columns += times
+    elif macs is not None:
+        names.append("MACs")
+        columns.append(macs)
     errors = values_if_complete(row.error for row in done)
-    values_of_rows: list[tuple[float, ...]] = []
-    for index, (row, sides) in enumerate(zip(done, window_sides(done), strict=True)):
-        assert row.params is not None
-        values: list[float] = [-side for side in sides]
-        values.append(row.params)
-        if step_ms is not None:
-            values.append(step_ms[index])
-        if forward_ms is not None:
-            values.append(forward_ms[index])
-        if compares_macs and macs is not None:
-            values.append(macs[index])
-        if errors is not None:
-            values.append(errors[index])
-        else:
-            values.append(-(row.elements or 0))
-        values_of_rows.append(tuple(values))
-    return values_of_rows
+    if errors is None:
+        names.append("number of elements")
+        columns.append([-(row.elements or 0) for row in done])
+    else:
+        names.append("error of outputs" if all(row.images for row in done) else "error of kernels")
+        columns.append(errors)
+    return Objectives(names=tuple(names), values=list(zip(*columns, strict=True)))
+
+
+def _params(row: SweepRow) -> int:
+    assert row.params is not None
+    return row.params
 
 
 def dominates(values: Sequence[float], others: Sequence[float]) -> bool:
@@ -226,7 +242,7 @@ def dominates(values: Sequence[float], others: Sequence[float]) -> bool:
 
 def mark_dominated(rows: Sequence[SweepRow]) -> tuple[SweepRow, ...]:
     """Return the rows, with `dominated` set in those that are done."""
-    values_of_done = objectives(done_rows(rows))
+    values_of_done = objectives(done_rows(rows)).values
     remaining_values = iter(values_of_done)
     marked = []
     for row in rows:

@@ -1,6 +1,6 @@
 """The GPU check: a line for each measurement."""
 
-from ..compare.gpu import GpuRow
+from ..compare.gpu_report import GpuRow
 
 
 def measurement_line(row: GpuRow) -> str:

@@ -12,9 +12,9 @@ from rich.text import Text
 
 from ..geometry import size_text
 from ..options import DEFAULT_BUDGET
-from ..sweeps.results import Sweep, SweepRow, Timing, done_rows, percent_increase
+from ..sweeps.results import Sweep, SweepRow, Timing, done_rows, objectives, percent_increase
 from ..tables import Column, Table, field_column, indented, title
-from ..text import count_text, printable, range_text
+from ..text import count_text, join_with_and, printable, range_text
 from .number_text import decimals_for, in_one_unit, with_separators
 from .plot import figure_file, new_figure
 
@@ -224,17 +224,7 @@ def _map_notes(sweep: Sweep) -> Iterator[RenderableType]:
 
 def _domination_note(sweep: Sweep) -> str:
     """Explain the sign of dominated rows, with the quantities that were compared."""
-    done = done_rows(sweep.rows)
-    cost = "MACs"
-    if _all_have(done, "step_ms"):
-        cost = "times"
-    if not _all_have(done, "kernel_error"):
-        gain = "number of elements"
-    elif _all_have_images(done):
-        gain = "error of outputs"
-    else:
-        gain = "error of kernels"
-    compared = f"window, parameters, {cost} and {gain}"
+    compared = join_with_and(objectives(done_rows(sweep.rows)).names)
     return f"{DOMINATED} another row is at least as good in {compared}, and better in one."
 
 

@@ -6,15 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcls_convert.compare import gpu
-from dcls_convert.compare.gpu import (
-    GpuCheck,
-    GpuReport,
-    GpuRow,
-    forced_algorithm,
-    largest_error,
-    verdict,
-)
+from dcls_convert.compare import gpu, gpu_accuracy
+from dcls_convert.compare.gpu import GpuCheck
+from dcls_convert.compare.gpu_accuracy import forced_algorithm, largest_error
+from dcls_convert.compare.gpu_report import GpuReport, GpuRow, verdict
 from dcls_convert.depthwise import matmul
 from dcls_convert.depthwise.choice import VARIABLE
 from dcls_convert.options import PlanOptions
@@ -31,7 +26,7 @@ COMMAND = ("gpu", NET, "--input-size", "3x16x16", "--dilated-size", 9)
 @pytest.fixture(autouse=True)
 def _small(monkeypatch, tmp_path):
     """Run without the large map and without compilers."""
-    monkeypatch.setattr(gpu, "ACCURACY_MAPS", gpu.ACCURACY_MAPS[:1])
+    monkeypatch.setattr(gpu_accuracy, "ACCURACY_MAPS", gpu_accuracy.ACCURACY_MAPS[:1])
     monkeypatch.setattr(gpu, "ROUNDS", 1)
     monkeypatch.setattr(gpu, "ROUND_MS", 0.0)
     monkeypatch.setattr(GpuCheck, "_compiled_cases", lambda self: [])
@@ -101,10 +96,10 @@ def test_with_enough_time_everything_is_timed():
     assert check.report().not_begun == 0
 
 
-@pytest.mark.parametrize("dtype", gpu.MAX_ERROR, ids=str)
+@pytest.mark.parametrize("dtype", gpu_accuracy.MAX_ERROR, ids=str)
 def test_products_are_accurate_and_wrong_ones_are_found(dtype, monkeypatch):
     with forced_algorithm("matmul"):
-        assert largest_error(8, 13, dtype, CPU) < gpu.MAX_ERROR[dtype]
+        assert largest_error(8, 13, dtype, CPU) < gpu_accuracy.MAX_ERROR[dtype]
     product = torch.bmm
 
     def drop_the_last_column(a, b):
@@ -117,16 +112,18 @@ def test_products_are_accurate_and_wrong_ones_are_found(dtype, monkeypatch):
     assert all(problem.startswith("wrong: ") for problem in problems)
 
 
-@pytest.mark.parametrize("dtype", gpu.MAX_ERROR, ids=str)
+@pytest.mark.parametrize("dtype", gpu_accuracy.MAX_ERROR, ids=str)
 def test_channels_of_the_last_map_are_processed_in_parts(dtype, monkeypatch):
     monkeypatch.undo()
-    channels, side = gpu.ACCURACY_MAPS[-1]
+    channels, side = gpu_accuracy.ACCURACY_MAPS[-1]
     calls = []
     product = torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda a, b: calls.append(a.shape) or product(a, b))
     options = {"dtype": dtype, "device": "meta"}
-    maps = torch.empty(gpu.ACCURACY_IMAGES, channels, side, side, **options)
-    kernel = torch.empty(channels, 1, gpu.ACCURACY_WINDOW, gpu.ACCURACY_WINDOW, **options)
+    maps = torch.empty(gpu_accuracy.ACCURACY_IMAGES, channels, side, side, **options)
+    kernel = torch.empty(
+        channels, 1, gpu_accuracy.ACCURACY_WINDOW, gpu_accuracy.ACCURACY_WINDOW, **options
+    )
     matmul.convolve(maps, kernel, (8, 8))
     assert len(calls) > 1
 

@@ -330,7 +330,7 @@ def test_a_normalisation_that_does_not_fit_is_refused(model_and_plan, tmp_path, 
     write_images(tmp_path, 1)
     with pytest.raises(DclsConvertError, match=message):
         calibrate(*model_and_plan, tmp_path, **options)
-    with pytest.raises(DclsConvertError, match="tensors are taken as they are"):
+    with pytest.raises(DclsConvertError, match="not for tensors"):
         calibrate(*model_and_plan, torch.rand(1, 3, 8, 8), **options)
 
 
@@ -347,8 +347,8 @@ def test_a_normalisation_that_does_not_fit_is_refused(model_and_plan, tmp_path, 
         (".", (4, 8, 8), "1 or 3 channels"),
         ([], SIZE, "there are no images"),
         ([torch.full((1, 3, 8, 8), float("nan"))], SIZE, "not finite"),
-        (["a.png"], SIZE, "found a str; give float images"),
-        (8, SIZE, "found a int; give float images"),
+        (["a.png"], SIZE, "found a value of type str; give float images"),
+        (8, SIZE, "found a value of type int; give float images"),
     ],
     ids=str,
 )

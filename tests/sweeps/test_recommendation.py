@@ -76,7 +76,7 @@ def test_a_row_is_marked_if_and_only_if_an_unmarked_row_dominates_it(rows):
     assert [replace(row, dominated=False) for row in marked] == rows
     done = [row for row in marked if row.status == "done"]
     assert all(row in done for row in marked if row.dominated)
-    values_of_rows = objectives(done)
+    values_of_rows = objectives(done).values
     front = []
     for values, row in zip(values_of_rows, done, strict=True):
         if not row.dominated:
