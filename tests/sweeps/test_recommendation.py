@@ -119,6 +119,21 @@ def test_a_better_row_dominates_a_worse_one(better, worse):
     assert [row.dominated for row in marked] == [False, False, True]
 
 
+@pytest.mark.parametrize(
+    ("known", "names"),
+    [
+        ({}, ("MACs", "number of elements")),
+        ({"forward_ms": timing(1)}, ("times", "number of elements")),
+        ({"kernel_error": 0.1}, ("MACs", "error of kernels")),
+        # Outputs could not be compared.
+        ({"kernel_error": 0.1, "images": 2}, ("MACs", "number of elements")),
+        ({"output_error": 0.1, "images": 2}, ("MACs", "error of outputs")),
+    ],
+)
+def test_what_rows_are_compared_by_is_named(known, names):
+    assert objectives([row(9, **known)]).names == ("window", "parameters", *names)
+
+
 def test_a_window_does_not_dominate_one_that_it_does_not_contain():
     marked = mark_dominated([ORIGINAL, row((9, 7)), row((7, 9))])
     assert not any(row.dominated for row in marked)
