@@ -140,10 +140,8 @@ def check_image_size(size: Sequence[int] | None) -> Sequence[int]:
 
 def open_image(path: Path, size: Sequence[int]) -> Image.Image:
     """Open an image upright, in 8-bit colour or grey according to the channels of the size."""
-    with (
-        suppress_output(),
-        Image.open(path, formats=FORMATS) as image,
-    ):  # Pillow warns of odd metadata
+    # Pillow warns of odd metadata.
+    with suppress_output(), Image.open(path, formats=FORMATS) as image:
         has_16_bits = _has_16_bits(image)  # transposing would lose `format`
         check_white_level(image)
         upright = ImageOps.exif_transpose(image)
@@ -152,7 +150,7 @@ def open_image(path: Path, size: Sequence[int]) -> Image.Image:
 
 
 def to_mode(image: Image.Image, mode: str) -> Image.Image:
-    """Convert a just opened image to Pillow's mode "RGB" or "L".
+    """Convert a newly opened image to Pillow's mode "RGB" or "L".
 
     Pillow's own conversion would clip 16-bit values to 8 bits.
     """
@@ -172,7 +170,7 @@ def _has_16_bits(image: Image.Image) -> bool:
 
 
 def check_white_level(image: Image.Image) -> None:
-    """Refuse (ValueError) a just opened image whose white level is unknown."""
+    """Refuse (ValueError) a newly opened image whose white level is unknown."""
     if image.mode in ("I", "F") and not _has_16_bits(image):
         kind = "integers" if image.mode == "I" else "floating-point numbers"
         raise ValueError(
@@ -205,6 +203,16 @@ def to_pixels(image: Image.Image, size: Sequence[int]) -> Tensor:
 def normalised(pixels: Tensor, normalisation: Normalisation) -> Tensor:
     """Normalise 8-bit pixels (..., channels, rows, columns) for the model, in float32."""
     channels = pixels.shape[-3]
-    mean = torch.tensor(normalisation.mean[:channels]).view(-1, 1, 1)
-    std = torch.tensor(normalisation.std[:channels]).view(-1, 1, 1)
+    mean = _value_per_channel(normalisation.mean, channels).view(-1, 1, 1)
+    std = _value_per_channel(normalisation.std, channels).view(-1, 1, 1)
     return (pixels.float() / 255 - mean) / std
+
+
+def _value_per_channel(values: Sequence[float], channels: int) -> Tensor:
+    """Return the values for this number of channels: (channels,) or (1,).
+
+    Models for grey images may state the values of colour images. Like timm, use their mean then.
+    """
+    if len(values) != channels:
+        values = [sum(values) / len(values)]
+    return torch.tensor(values)

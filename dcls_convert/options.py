@@ -192,8 +192,8 @@ class PlanOptions:
         default="auto",
         metadata=_argument(
             form="word",
-            help="Share one element count across: model, stage or layer; error: allocate where "
-            "kernels need it (default with --calibrate).",
+            help="What shares one element count: the model, a stage or a layer; error: more "
+            "elements where kernels need them (default with --calibrate).",
             group=HOW_MANY_ELEMENTS,
             overridden_by={"kernel_count": "states the count"},
         ),

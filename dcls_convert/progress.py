@@ -48,7 +48,7 @@ def show_progress(
     *,
     wait: float = 0.0,
     every: float = 0.0,
-    line: Callable[[str], None] = _print_line,
+    write_line: Callable[[str], None] = _print_line,
     redirect: bool = False,
 ) -> Iterator[Notify]:
     """Show progress until the block ends.
@@ -57,7 +57,7 @@ def show_progress(
         name: The task that the steps belong to; shown before each step.
         wait: Seconds before anything is shown.
         every: Minimum seconds between two lines, for steps with a total.
-        line: Writes a line if there is no bar.
+        write_line: Writes a line if there is no bar.
         redirect: Replace sys.stdout and sys.stderr, so that other output appears above the bar.
     """
     console = Console(stderr=True, highlight=False, force_jupyter=False)
@@ -65,7 +65,7 @@ def show_progress(
     if _is_stderr_a_terminal() and not console.is_dumb_terminal:
         display = _Bar(shortened(name), console, redirect)
     else:
-        display = _Lines(shortened(name), every, line)
+        display = _Lines(shortened(name), every, write_line)
     timer = threading.Timer(wait, display.start)
     timer.daemon = True
     if wait:

@@ -55,7 +55,7 @@ class PositionSet:
     def out_of_range(self, state: Mapping[str, Tensor]) -> Iterator[str]:
         """Yield messages about positions outside the window and sigmas below their minimum.
 
-        The tensors in `state` must have no `describe_misfits`.
+        Call this only if `misfits` yields nothing for `state`.
         """
         name = self.parameters["positions"]
         positions = state[name]

@@ -46,18 +46,18 @@ SEEDS = 3
 START: Positions = "kernel"
 MAX_COUNTED = 10**6  # epochs, minutes, seeds, or images per update
 DATA_HELP = (
-    "Folder with a folder per class, or with train and validation (or val) that have these; "
-    "with --dataset, the folder of the data set."
+    "Folder with one folder per class, or with train and validation (or val) folders that have "
+    "these; with --dataset, where the data set is stored."
 )
 DATASET_HELP = "A data set by timm's name: torch/cifar10, hfds/cifar10."
 MINUTES_HELP = "Time for all runs together; decides the number of epochs, the same for all runs."
-SEEDS_HELP = "Runs per network (at least 3 for an answer); seeds added later make claims harder."
-ABLATE_HELP = "Train with frozen positions, and with dense kernels of the window's size, too."
+SEEDS_HELP = "Runs per network (at least 3 for an answer). Adding seeds later makes claims harder."
+ABLATE_HELP = "Also train with frozen positions, and with dense kernels of the window's size."
 STARTS_HELP = (
     "Where elements start from scratch: normal, kernel or uniform, or several: normal,kernel."
 )
 OUTPUT_HELP = "Folder of the runs; calling again trains the missing ones."
-CURVES_HELP = "Add a page with the curves of all runs, and positions moving."
+CURVES_HELP = "Also write a page with the curves of all runs, and how positions moved."
 ONLY_HELP = "Part I of N of the runs, for job arrays; the other parts use the same folder."
 
 
@@ -156,10 +156,10 @@ def compare(
     html: Annotated[bool, option(OUTPUT, CURVES_HELP, "--html")] = False,
     json_: Json = False,
 ) -> None:
-    """Train a network as it is and converted, side by side, and say whether it helps.
+    """Train a network and its conversions side by side, and say whether converting helps.
 
-    With the same seed, all have the same unconverted weights and the same images in the same
-    order. The answer has intervals over seeds.
+    Networks with the same seed share all weights that are not converted, and see the same images
+    in the same order. The answer has intervals over seeds.
     """
     if output is None:
         output = folder_of_model(network_options.model, "-comparison")

@@ -115,7 +115,7 @@ def steps(
         progress = contextlib.nullcontext(ignore_messages)
     else:
         write_line = message if lines else ignore_messages
-        progress = show_progress(str(name), every=every, line=write_line, redirect=True)
+        progress = show_progress(str(name), every=every, write_line=write_line, redirect=True)
     # Models and their loaders may print to stdout, but what they print is not a result.
     with progress as notify, contextlib.redirect_stdout(sys.stderr):
 

@@ -49,7 +49,7 @@ def gpu(
     input_size: InputSize = None,
     force: Force = False,
 ) -> None:
-    """Check depthwise layers on a GPU, and time a network there, dense, converted and folded.
+    """Check depthwise layers on a GPU, and time a network there: original, converted and folded.
 
     Takes about three minutes. Every line is printed and stored as soon as it is measured; the last
     says which way of computing the layers is the fastest.

@@ -217,7 +217,7 @@ def sweep(
         raise KeyboardInterrupt
     if not any(row.status == "done" for row in sweep.rows):
         reason = _first_reason(sweep.rows)
-        raise PlanError(f"no combination could be planned; the first failed with: {reason}")
+        raise PlanError(f"no row was finished; the first problem: {reason}")
 
 
 def _first_reason(rows: Sequence["SweepRow"]) -> str | None:

@@ -126,7 +126,7 @@ class GpuCheck:
     def _network_cases(self) -> list[_Case]:
         cases = []
         for work in WORKS:
-            cases.append(self._network_case("dense", self.original, None, work))
+            cases.append(self._network_case("original", self.original, None, work))
             for algorithm in ("auto", *ALGORITHMS):
                 cases.append(self._network_case("converted", self.converted, algorithm, work))
         cases.append(self._network_case("folded", self.folded, None, "inference"))
@@ -138,7 +138,7 @@ class GpuCheck:
         cases = []
         for work in WORKS:
             cases.append(self._network_case("converted, compiled", converted, "auto", work))
-            cases.append(self._network_case("dense, compiled", original, None, work))
+            cases.append(self._network_case("original, compiled", original, None, work))
         return cases
 
     def _network_case(

@@ -17,9 +17,9 @@ ACCURACY_IMAGES = 2
 # (channels, side of the map). The last one exceeds matmul.MAX_BYTES in every dtype, so its channels
 # are processed in parts.
 ACCURACY_MAPS = ((8, 7), (8, 13), (8, 16), (1600, 28))
-# Maximum relative error, in Frobenius norms, of results of exact inputs. The first two limits are
-# about five times the error of rounding the result; TF32, or a reduction in a lower precision,
-# exceeds the last.
+# Largest allowed relative error, in Frobenius norms; every dtype holds the inputs exactly. The
+# limits of bfloat16 and float16 are about five times the error of rounding the result. That of
+# float32 is exceeded if TF32 or a lower precision is used.
 MAX_ERROR = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 
 

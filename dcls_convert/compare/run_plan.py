@@ -56,12 +56,12 @@ def plan_runs_(
         epoch_seconds = time_arms(trainer, pending_arms, notify)
     else:
         check_unused(trainer.folder)
+        # The number of epochs depends on the times of all arms, also of those of other calls.
+        arms_to_time = arms if minutes else pending_arms
+        epoch_seconds = time_arms(trainer, arms_to_time, notify)
         if minutes:
-            epoch_seconds = time_arms(trainer, arms, notify)
             epochs = choose_epochs(list(runs_by_seed(arms, seeds)), epoch_seconds, minutes)
             trainer.settings = with_epochs(trainer.settings, epochs)
-        else:
-            epoch_seconds = time_arms(trainer, pending_arms, notify)
         if trainer.accelerator.is_main_process:
             write_settings(trainer, minutes)
     trainer.accelerator.wait_for_everyone()

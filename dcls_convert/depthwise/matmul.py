@@ -25,8 +25,8 @@ from torch import Tensor
 
 from ..geometry import Pair, ceil_div
 
-# Most outputs of a patch along an axis. Larger patches read fewer inputs twice, but multiply by
-# more zeros: by counts of operations, 14 is best for windows of 17 on maps of 14 to 56.
+# Largest number of outputs of a patch along an axis. Larger patches read fewer inputs twice, but
+# multiply by more zeros: by counts of operations, 14 is best for windows of 17 on maps of 14 to 56.
 MAX_PATCH_SIDE = 14
 # Rows are padded to a multiple of this many numbers: GPUs multiply rows of whole 16 bytes up to
 # three times as fast. Patches of 16 x 16 outputs would need no padding, but by counts of operations
@@ -266,7 +266,10 @@ def weight_gradient(
 def _gradient_from_bank(
     grad_bank: Tensor, vertical: PatchTiling, horizontal: PatchTiling
 ) -> Tensor:
-    """Turn the gradient of the bank into that of the kernel: (C, rows, row) -> (C, R, S)."""
+    """Turn the gradient of the bank into that of the kernel: (C, T * U, A * B) -> (C, R, S).
+
+    The bank may be padded on its last two axes.
+    """
     patch_size = (vertical.outputs_per_patch, horizontal.outputs_per_patch)
     input_size = (vertical.inputs_per_patch, horizontal.inputs_per_patch)
     grad_bank = grad_bank.narrow(1, 0, patch_size[0] * patch_size[1])

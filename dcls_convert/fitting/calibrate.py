@@ -195,7 +195,7 @@ def fit_to_outputs_(
 
     Returns:
         The layers that a forward pass calls, in the order of their first calls. Their mean shifts
-        (`CalibratedLayer.target_change`) are not applied yet.
+        (`CalibratedLayer.change_of_shifted_tensor`) are not applied yet.
 
     Raises:
         DclsConvertError: The model does not accept the images, or has values that are not finite.
@@ -290,7 +290,8 @@ def _fit_to_part_(
         return [*old_outputs, *new_outputs]
 
     batches = [statistics.calibration.batches[index] for index in part.batch_indices]
-    old_passes = [partial(_forward, model, batch) for batch in batches]
-    new_passes = old_passes  # the same calls; `step_all` makes them passes of the new network
-    run_in_lockstep(list(statistics.calls), [*old_passes, *new_passes], step_all)
+    passes = [partial(_forward, model, batch) for batch in batches]
+    # Twice: `step_all` gives the first half the outputs of old layers, the second half those of new
+    # layers.
+    run_in_lockstep(list(statistics.calls), [*passes, *passes], step_all)
     return list(solved.values())

@@ -54,9 +54,9 @@ class CalibratedLayer:
         self._fitted_weight = layer.weight.detach().clone()
         # The tensor to which the mean shift is applied: the bias, else the running mean of the
         # BatchNorm after the layer. None if there is neither; then the means stay shifted.
-        self.shift_target: Tensor | None = layer.bias
+        self.shifted_tensor: Tensor | None = layer.bias
         if layer.bias is None:
-            self.shift_target = running_mean
+            self.shifted_tensor = running_mean
         # Added to the outputs, it gives each channel its old mean: (out_channels,).
         self.mean_shift = layer.weight.new_zeros(layer.out_channels, dtype=torch.float64)
         self.output_error: float | None = None  # |new - old| / |old| of the outputs, once solved
@@ -68,18 +68,18 @@ class CalibratedLayer:
         self._cropped_kernel: Tensor | None = None
 
     @property
-    def target_change(self) -> Tensor:
-        """The change of `shift_target` that applies the mean shift: (out_channels,)."""
+    def change_of_shifted_tensor(self) -> Tensor:
+        """The change of `shifted_tensor` that applies the mean shift: (out_channels,)."""
         # A BatchNorm subtracts its running mean.
         return -self.mean_shift if self.layer.bias is None else self.mean_shift
 
     def outputs(self, input: Tensor) -> Tensor:
-        """Return the layer's outputs, with the mean shift if there is a `shift_target`."""
+        """Return the layer's outputs, with the mean shift if there is a `shifted_tensor`."""
         if self._cropped_kernel is None:
             outputs = self.layer.forward(input)
         else:
             outputs = self.conv._conv_forward(input, self._cropped_kernel, self.layer.bias)
-        if self.shift_target is None:
+        if self.shifted_tensor is None:
             return outputs
         mean_shift = self.mean_shift.to(outputs)
         for _ in range(self.layer.dims):
@@ -153,7 +153,7 @@ class CalibratedLayer:
             reasons.append(f"called {self._calls} times in a pass")
         if self._transforms_weight:
             reasons.append("weights fixed by weight standardisation or the like")
-        if self.shift_target is None:
+        if self.shifted_tensor is None:
             reasons.append("no bias or single BatchNorm takes the mean shift")
         return tuple(reasons)
 

@@ -88,8 +88,8 @@ def calibrate(
         held_out: Images to compare outputs on, in the same forms as `images`. Nothing is fitted to
             them. By default, every fifth image is held out. From a folder, at most 40 are held
             out, and crops of their corners are added if they are larger than the model's images. Of
-            fewer than five images, the second one of a folder is held out, and no tensor. An empty
-            list holds out no image.
+            fewer than five images, the second one is held out if they are files, and none if they
+            are tensors. With an empty list, no image is held out.
         most_images: Maximum number of images to read from a folder, evenly spread over the order of
             their names; 80 by default. An image stays in memory as 8-bit pixels.
         mean, std: Normalisation of a folder's images, whose values are from 0 to 1: a value for

@@ -30,8 +30,8 @@ class SampledLineGroups:
 
     line_groups: int
     samples_of_images: list[int]
-    # (line groups, *patch, *output) each. If lines are not joint, the input channels and the dense
-    # axes are separate axes, in place of the first one.
+    # (line groups, *patch, *output) each. If lines are not joint, the first axis is split into the
+    # input channels and the cells of the dense axes.
     patches: list[Tensor]
     targets: list[Tensor]  # target outputs (line groups, Q, *output) each; empty if there are none
 

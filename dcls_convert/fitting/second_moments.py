@@ -182,8 +182,8 @@ def shared_covariance_roots(moments: Sequence[SecondMoments]) -> Tensor | None:
     """Return the square root of the covariance that weights kernel errors: (in_channels, S, S).
 
     An error e of a line costs |e @ root|^2, which is about its effect on the outputs; this is what
-    `fit_elements` minimises. root @ root.mT is the mean over the layers of covariance plus prior
-    precision for the line's input channel, after each layer's is scaled to a mean variance of 1.
+    `fit_elements` minimises. root @ root.mT is the mean, over the layers, of the covariance plus
+    prior precision for the line's input channel; each layer's is scaled to a mean variance of 1.
     Separate roots for each layer would cost as much as a fit for each layer, and kept outputs no
     closer.
 

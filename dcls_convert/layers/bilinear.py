@@ -32,8 +32,8 @@ from torch.autograd import Function
 from ..eager import is_eager, is_exporting, uses_cpu_implementation
 from .clamping import clamped, per_axis
 
-# On a CPU, elements of a block per thread: temporary tensors stay in the cache. torch does not
-# split work into smaller parts than this.
+# Elements per thread in a block on a CPU. Temporary tensors then fit into the cache. torch gives no
+# thread less work than this.
 BLOCK_ELEMENTS = 32768
 MAX_THREADS = 8  # cap on threads when sizing blocks; bounds memory
 # On other devices, elements x window cells in a block: 256 MiB in float32.
@@ -180,10 +180,10 @@ class _BilinearKernel(Function):
                 if uses_cpu_implementation(weight):
                     _scatter_block_(block_kernel, block_weight, block_cells, size)
                 else:
-                    products = construct_by_broadcasting(
+                    constructed = construct_by_broadcasting(
                         block_weight, block_cells, size, differentiable=False
                     )
-                    block_kernel.copy_(products.flatten(1))
+                    block_kernel.copy_(constructed.flatten(1))
         return kernel.view(*weight.shape[:-1], *size)
 
     @staticmethod

@@ -39,7 +39,7 @@ IntOrTuple = int | Sequence[int]
 
 
 @functools.cache
-def _attributes_by_class() -> frozenset[str]:
+def _standard_attributes() -> frozenset[str]:
     """Return the standard attributes of convolutions and DCLS layers; users added all others.
 
     Layers of 1 and 3 dimensions have the same standard attributes.
@@ -368,7 +368,7 @@ class DclsConvNd(Tieable):
         layer.traits = traits_of(conv)
         for name in layer.traits.parameters:
             layer.register_parameter(name, getattr(conv, name))
-        carry_over_(conv, layer, exclude=_attributes_by_class())
+        carry_over_(conv, layer, exclude=_standard_attributes())
         if layer.traits.adapt is not None:
             layer.traits.adapt(conv, layer)
         return layer
@@ -402,7 +402,7 @@ class DclsConvNd(Tieable):
         if bias is not None and not isinstance(bias, nn.Parameter):  # pruned or parametrised
             bias = nn.Parameter(bias.detach())
         conv.bias = bias
-        carry_over_(self, conv, exclude=_attributes_by_class())
+        carry_over_(self, conv, exclude=_standard_attributes())
         if bias is not None and self.bias is not None:
             bias.requires_grad_(self.bias.requires_grad)
         return conv

@@ -57,9 +57,8 @@ def _why_parameters_unknown(conv: nn.Module, traits: ConvTraits) -> str | None:
     parameters = {name for name, _ in conv.named_parameters(recurse=False, remove_duplicate=False)}
     expected: set[str] = set()
     for name in ("weight", "bias", *traits.parameters):
-        is_none = (
-            hasattr(conv, name) and getattr(conv, name) is None
-        )  # such as `bias` with bias=False
+        # None, such as `bias` with bias=False.
+        is_none = hasattr(conv, name) and getattr(conv, name) is None
         if not is_none:
             expected.add(name)
     if parameters == expected:

@@ -49,11 +49,11 @@ class Tieable(nn.Module):
         super().__init__()
         # Bypass nn.Module's __setattr__, which would register the owner as a child of the layer.
         self.__dict__["_owner"] = None
-        self._name_at_owner: dict[str, str] = {}
+        self._owner_names: dict[str, str] = {}
 
     def __getattr__(self, name: str) -> Any:
         """Get a tied parameter from the owner; called for what the layer does not have itself."""
-        owner_name = self.__dict__.get("_name_at_owner", {}).get(name)
+        owner_name = self.__dict__.get("_owner_names", {}).get(name)
         if owner_name is None:
             return super().__getattr__(name)
         shared = getattr(self._owner, owner_name)
@@ -68,7 +68,7 @@ class Tieable(nn.Module):
 
         `torch.func.functional_call` sets other tensors temporarily in this way.
         """
-        owner_name = self.__dict__.get("_name_at_owner", {}).get(name)
+        owner_name = self.__dict__.get("_owner_names", {}).get(name)
         # The layer itself has tied parameters only inside `_own_temporarily`.
         if owner_name is None or name in self._parameters:
             super().__setattr__(name, value)
@@ -83,7 +83,7 @@ class Tieable(nn.Module):
         for name in names:
             delattr(self, name)
         self.__dict__["_owner"] = owner
-        self._name_at_owner = dict(names)
+        self._owner_names = dict(names)
         # A partial of a module-level function can be copied and pickled with the owner; a closure
         # cannot.
         vars(owner)[APPLY] = partial(_apply_of_owner, owner)
@@ -106,7 +106,7 @@ class Tieable(nn.Module):
         if owner is None:
             return
         in_use = _shared_parameter_names(owner)
-        for name in self._name_at_owner.values():
+        for name in self._owner_names.values():
             if name not in in_use:
                 owner._parameters.pop(name, None)
         if not in_use:
@@ -118,12 +118,12 @@ class Tieable(nn.Module):
 
         Afterwards, the owner gets whatever has replaced them.
         """
-        for name in self._name_at_owner:
+        for name in self._owner_names:
             self._parameters[name] = getattr(self, name)
         try:
             yield
         finally:
-            for name, owner_name in self._name_at_owner.items():
+            for name, owner_name in self._owner_names.items():
                 cast(nn.Module, self._owner)._parameters[owner_name] = self._parameters.pop(name)
 
     def named_modules(
@@ -142,7 +142,7 @@ class Tieable(nn.Module):
         owner_is_missing = self.is_tied and self._owner not in visited
         # With `remove_duplicate=False`, torch does not record in the memo what was visited.
         if owner_is_missing and self not in visited and remove_duplicate:
-            tied_parameters = {name: getattr(self, name) for name in self._name_at_owner}
+            tied_parameters = {name: getattr(self, name) for name in self._owner_names}
             yield prefix, _TiedParameters(tied_parameters)
         yield from super().named_modules(memo, prefix, remove_duplicate)
 
@@ -161,7 +161,7 @@ class Tieable(nn.Module):
         path = prefix.split(".")[:-1]
         for depth in range(len(path)):
             prefix_above = ".".join([*path[:depth], ""])
-            if any(prefix_above + name in destination for name in self._name_at_owner.values()):
+            if any(prefix_above + name in destination for name in self._owner_names.values()):
                 return True
         return False
 
@@ -185,7 +185,7 @@ class Tieable(nn.Module):
             super()._load_from_state_dict(
                 state_dict, prefix, local_metadata, strict, missing, *more
             )
-        tied_keys = {prefix + name for name in self._name_at_owner}
+        tied_keys = {prefix + name for name in self._owner_names}
         for key in missing:
             if key in tied_keys:
                 missing_keys.append(_KeyOfLayer(key, self._owner))
@@ -198,7 +198,7 @@ class Tieable(nn.Module):
         The owner, if it is there, then finds them changed already. Sharded tied parameters are left
         out, because FSDP2 moves them itself.
         """
-        owned_by_fsdp = any(is_sharded(getattr(self, name)) for name in self._name_at_owner)
+        owned_by_fsdp = any(is_sharded(getattr(self, name)) for name in self._owner_names)
         with contextlib.ExitStack() as context:
             if not owned_by_fsdp:
                 context.enter_context(self._own_temporarily())
@@ -216,14 +216,14 @@ class Tieable(nn.Module):
         memo[id(self)] = new
         copied_alone = self.is_tied and id(self._owner) not in memo
         for name, value in self.__dict__.items():
-            if copied_alone and name in ("_owner", "_name_at_owner"):
+            if copied_alone and name in ("_owner", "_owner_names"):
                 continue
             new.__dict__[name] = copy.deepcopy(value, memo)
         if copied_alone:
             new.__dict__["_owner"] = None
-            new._name_at_owner = {}
+            new._owner_names = {}
             # Thanks to the memo, layers that are copied together still share one parameter.
-            for name in self._name_at_owner:
+            for name in self._owner_names:
                 setattr(new, name, copy.deepcopy(getattr(self, name), memo))
         return new
 
@@ -272,7 +272,7 @@ def _shared_parameter_names(owner: nn.Module) -> set[str]:
     names: set[str] = set()
     for layer in owner.modules():
         if isinstance(layer, Tieable) and layer._owner is owner:
-            names.update(layer._name_at_owner.values())
+            names.update(layer._owner_names.values())
     return names
 
 

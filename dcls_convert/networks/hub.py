@@ -36,7 +36,8 @@ def offline_if_unreachable() -> Iterator[None]:
 def check_hub(name: str, *, offline: bool) -> None:
     """Raise ModelError if the hub (if `offline`, the local cache) has no config of the repository.
 
-    timm would fetch the config itself, but it is called once for each device that is tried.
+    timm would fetch the config itself, but `build_model` may call timm several times, and each call
+    would have to fail first.
     """
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError

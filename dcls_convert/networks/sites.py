@@ -11,7 +11,7 @@ from .tracing import Trace
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OldConv:
-    """A convolution of the model: the fields that its site and the plan of its layer share.
+    """What is known of an old convolution, both by its site and by the plan of its layer.
 
     Axes are in the order of tensor.shape.
     """

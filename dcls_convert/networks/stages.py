@@ -259,11 +259,10 @@ def _container(name: str, versions: Set[str]) -> tuple[str | None, bool]:
 
     The second value is True if it numbers its children:
 
-        "layer1.0.conv1"                               -> "layer1", False
-        "features.3.conv"                              -> "features", True
-        "convnextv2.stages.1.conv", with the version
-        "convnextv2"                                   -> "convnextv2.stages", True
-        "conv1"                                        -> None, False
+        "layer1.0.conv1"            -> "layer1", False
+        "features.3.conv"           -> "features", True
+        "convnextv2.stages.1.conv"  -> "convnextv2.stages", True  (if `versions` has "convnextv2")
+        "conv1"                     -> None, False
     """
     parts = name.split(".")
     for index, part in enumerate(parts):

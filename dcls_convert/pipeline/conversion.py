@@ -26,7 +26,7 @@ from .loaded import LoadedNetwork
 from .provenance import attach_provenance_, describe_conversion
 from .resolved import ResolvedRequest
 
-MANY_LINES = 300_000  # kernel lines; one CPU core fits about 13,000 per second
+MANY_LINES = 1_000_000  # kernel lines; one CPU core fits about 13,000 per second
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +125,7 @@ def _start_layers_(
         loaded.note_not_loaded(not_loaded)
         return LayerErrors(kernel={}, output={})
     lines = sum(layer.lines for layer in plan.layers)
-    if resolved.init == "fit" and lines > MANY_LINES and request.device is None:
+    if resolved.start == "fit" and lines > MANY_LINES and request.device is None:
         loaded.note(
             f"fitting elements to {lines:,} kernels takes minutes on a CPU; --device cuda is faster"
         )
@@ -135,7 +135,7 @@ def _start_layers_(
     errors = apply_plan_(
         model,
         plan,
-        init=resolved.init,
+        init=resolved.start,
         positions=request.positions,
         generator=torch.Generator().manual_seed(request.seed),
         calibration=calibration,

@@ -133,7 +133,7 @@ def convert_(
     with show_progress_in_python(type(model).__name__, progress) as notify:
         loaded = LoadedNetwork(request, notify=notify)
         resolved = resolve(loaded)
-        if resolved.init == "fit" and init == AUTO:
+        if resolved.start == "fit" and init == AUTO:
             warn_if_untrained(model, [layer.name for layer in resolved.plan.layers])
         return convert_network_(loaded, resolved).report
 

@@ -105,7 +105,7 @@ def describe_conversion(
     """
     request = resolved.request
     options = _stated_options(request)
-    init: str = resolved.init
+    init: str = resolved.start
     if resolved.authors_weights is not None:
         init = AUTHORS
     record = {"model": _model_name(request)}

@@ -27,10 +27,10 @@ from .request import ConversionRequest, options_that_decide_counts
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedRequest:
-    """A request with everything decided: no option is "auto" any more."""
+    """A request, and the decisions on what it left open ("auto")."""
 
     request: ConversionRequest
-    init: Init  # how new layers start; unused if there are `authors_weights`
+    start: Init  # how new layers start, never "auto"; unused if there are `authors_weights`
     authors_weights: AuthorsWeights | None  # elements that the new layers take over
     plan: ConversionPlan
     # Statistics of the calibration, if it chose the counts. They hold for the loaded network only,
@@ -40,7 +40,7 @@ class ResolvedRequest:
     @property
     def keeps_outputs(self) -> bool:
         """Whether the start is meant to keep the outputs of a trained network."""
-        return self.authors_weights is None and self.request.trained and self.init != "random"
+        return self.authors_weights is None and self.request.trained and self.start != "random"
 
 
 def resolve(loaded: LoadedNetwork, options: PlanOptions | None = None) -> ResolvedRequest:
@@ -71,7 +71,7 @@ def resolve(loaded: LoadedNetwork, options: PlanOptions | None = None) -> Resolv
             options, statistics = _with_counts_by_error(loaded, options)
     resolved = ResolvedRequest(
         request=request,
-        init=request.start,
+        start=request.start,
         authors_weights=authors_weights,
         plan=_checked_plan(loaded, options, authors_weights),
         statistics=statistics,
@@ -101,7 +101,7 @@ def resolve_with_plan(loaded: LoadedNetwork, plan: ConversionPlan) -> ResolvedRe
         )
     return ResolvedRequest(
         request=loaded.request,
-        init=loaded.request.start,
+        start=loaded.request.start,
         authors_weights=_authors_weights(loaded),
         plan=replace(plan, folded=False),  # the plan of a folded checkpoint makes DCLS layers again
     )
@@ -208,9 +208,8 @@ def _checked_plan(
     if not is_by_error:  # counts by error were chosen after this check
         check_same_shapes(loaded.convs.trace, plan.windows)
     if authors_weights is not None:
-        translate_authors_elements(
-            authors_weights, plan, request.authors_version
-        )  # raises on a misfit
+        # Raises if the elements do not fit the plan.
+        translate_authors_elements(authors_weights, plan, request.authors_version)
     elif request.offline and request.weights is not None:
         # The network is not built, so weights that do not fit must be refused here.
         loaded.check_weights()
@@ -242,7 +241,7 @@ def _check_input_size(loaded: LoadedNetwork, plan: ConversionPlan) -> None:
 def _log(resolved: ResolvedRequest) -> None:
     """Log at DEBUG what was decided: how layers start, and the plan of each convolution."""
     plan = resolved.plan
-    start: str = resolved.init
+    start: str = resolved.start
     if resolved.authors_weights is not None:
         start = "elements of the authors' package"
     logger.debug("start: %s; scope of the counts: %s", start, plan.scope)

@@ -25,7 +25,7 @@ class BudgetUnit:
     """The count of one unit (the model, a stage or a layer), and how much of the budget it uses."""
 
     name: str
-    kernel_count: int | None  # None if rules state different counts for its layers
+    kernel_count: int | None  # None if its layers have different counts
     # The unrounded count that would use the whole budget; None if kernel_count is None.
     exact_count: JsonFraction | None
     limit: int  # parameters
@@ -117,11 +117,11 @@ def _solve_unit(
     exact: Fraction | None = None
     count: int | None = None
     if unsolved:
-        params_per_element = Fraction(_params(_with_count(unsolved, 1)))
+        params_per_element = Fraction(_params(_with_unsolved_counted(unsolved, 1)))
         exact = (limit - _params(members)) / params_per_element
         min_cells = min(layer.cells for layer in unsolved)
         count = min(math.floor(exact), min_cells)
-        layers = _with_count(members, count)
+        layers = _with_unsolved_counted(members, count)
     else:
         layers = list(members)
         if len({layer.kernel_count for layer in members}) == 1:
@@ -136,7 +136,7 @@ def _solve_unit(
 
 def _min_share(members: Sequence[LayerPlan]) -> Fraction:
     """Return the smallest share that has room for one element in each UNSOLVED layer."""
-    return Fraction(_params(_with_count(members, 1)), _replaced_weights(members))
+    return Fraction(_params(_with_unsolved_counted(members, 1)), _replaced_weights(members))
 
 
 def _replaced_weights(layers: Sequence[LayerPlan]) -> int:
@@ -146,8 +146,8 @@ def _replaced_weights(layers: Sequence[LayerPlan]) -> int:
     return weights
 
 
-def _with_count(layers: Sequence[LayerPlan], count: int) -> list[LayerPlan]:
-    """Return the layers, with this count where it was UNSOLVED."""
+def _with_unsolved_counted(layers: Sequence[LayerPlan], count: int) -> list[LayerPlan]:
+    """Return the layers; those that are UNSOLVED get this count."""
     counted = []
     for layer in layers:
         if layer.kernel_count == UNSOLVED:

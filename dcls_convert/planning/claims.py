@@ -80,32 +80,33 @@ def assign_rules(rules: RuleSet, convs: ModelConvs) -> tuple[dict[str, int], lis
         RuleError: A rule claims no site.
         NothingMatchesError: No site would be converted.
     """
-    claimed_by, reasons = match_rules(rules, convs.sites)  # index of the rule, by the site's name
+    # Index of the rule, by the site's name.
+    rule_of_claimed, reasons = match_rules(rules, convs.sites)
     skipped = list(convs.skipped)
-    converted_by: dict[str, int] = {}  # the same, without sites whose rule skips them
+    rule_of_converted: dict[str, int] = {}  # without sites whose rule skips them
     for site in convs.sites:
         if not site.name:
             raise PlanError(
                 "the model is itself a convolution, which cannot be replaced in place; "
-                "use DclsConv2d.from_conv"
+                f"use DclsConv{site.dims}d.from_conv"
             )
-        reason = reasons.get(site.name) or rules.rules[claimed_by[site.name]].skip
+        reason = reasons.get(site.name) or rules.rules[rule_of_claimed[site.name]].skip
         if reason is None:
-            converted_by[site.name] = claimed_by[site.name]
+            rule_of_converted[site.name] = rule_of_claimed[site.name]
         else:
             skipped.append(Skipped(name=site.name, type=site.type, reason=reason))
-    if not claimed_by:
+    if not rule_of_claimed:
         raise NothingMatchesError(_why_nothing_matches(rules, convs))
-    if not converted_by:
+    if not rule_of_converted:
         raise NothingMatchesError(
             f"{rules.source}: its rules skip all that they match; nothing would be converted"
         )
-    used = set(claimed_by.values())
+    used = set(rule_of_claimed.values())
     for index, rule in enumerate(rules.rules):
         if index not in used:
             reason = _why_unused(rule, convs)
             raise RuleError(f"{rules.source}: rule {rules.label(index)!r} claims nothing: {reason}")
-    return converted_by, skipped
+    return rule_of_converted, skipped
 
 
 def _why_nothing_matches(rules: RuleSet, convs: ModelConvs) -> str:

@@ -144,7 +144,7 @@ def parse_rules(text: str, source: str = UNNAMED_RULES) -> RuleSet:
     try:
         rules = RuleSet.model_validate(data)
     except ValidationError as error:
-        raise RuleError(f"{source}: {_first_problem(error)}") from None
+        raise RuleError(f"{source}: {_problem_to_report(error)}") from None
     rules._source = source
     rules._text = text
     return rules
@@ -158,7 +158,7 @@ def rules_schema() -> dict[str, Any]:
     }
 
 
-def _first_problem(error: ValidationError) -> str:
+def _problem_to_report(error: ValidationError) -> str:
     """Say on one line where the file is wrong, what was found and what is allowed."""
     problem = min(error.errors(), key=lambda each: _RANK.get(each["type"], _OTHER_RANK))
     location = problem["loc"]

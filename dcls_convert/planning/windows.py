@@ -158,8 +158,8 @@ def _dense_axes(site: ConvSite, sides: Sequence[int], rule: Rule) -> tuple[int, 
             dense.add(axis)
     if max(dense, default=0) >= site.dims:
         raise PlanError(
-            f"the rule's dense axes {rule.dense_axes} are not all axes "
-            f"of a {site.dims}-D convolution"
+            f"the rule names dense axes {rule.dense_axes}, but a {site.dims}-D convolution "
+            f"has only axes 0 to {site.dims - 1}"
         )
     if len(dense) == site.dims:
         raise PlanError("all its axes are dense; nothing would be learnt")

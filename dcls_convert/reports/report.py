@@ -103,7 +103,7 @@ class UnitReport(BudgetUse):
     """The budget of one unit: the model, a stage or a layer."""
 
     name: str
-    kernel_count: int | None  # None if rules state different counts for its layers
+    kernel_count: int | None  # None if its layers have different counts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -153,7 +153,7 @@ def _note_kept_fits(calibrated: Sequence[CalibratedLayer], note: Note) -> None:
 
 def _note_shifted_means(calibrated: Sequence[CalibratedLayer], note: Note) -> None:
     """Tell the user which layers have output means that cannot be corrected."""
-    still_shifted = [layer.name for layer in calibrated if layer.shift_target is None]
+    still_shifted = [layer.name for layer in calibrated if layer.shifted_tensor is None]
     if still_shifted:
         note(
             "the mean output could not be corrected, for lack of a bias or of a BatchNorm that "
@@ -168,10 +168,10 @@ def _place_(
     calibrated: Sequence[CalibratedLayer],
 ) -> None:
     """Put the layers into the model, and correct the means of their outputs."""
-    shifted = [layer for layer in calibrated if layer.shift_target is not None]
+    shifted = [layer for layer in calibrated if layer.shifted_tensor is not None]
     # Biases and running means, to which the mean shifts are applied.
-    targets = [cast(Tensor, layer.shift_target) for layer in shifted]
+    targets = [cast(Tensor, layer.shifted_tensor) for layer in shifted]
     with unchanged_on_failure(model, values=targets):
         insert_layers_(model, plan, groups)
         for layer, target in zip(shifted, targets, strict=True):
-            target.add_(layer.target_change.to(target))
+            target.add_(layer.change_of_shifted_tensor.to(target))

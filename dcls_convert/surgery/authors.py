@@ -1,6 +1,6 @@
 """Load elements trained with the authors' package (DCLS, `dcls` on PyPI) into our layers.
 
-The upstream names of entries (P, SIG) appear in this file alone. The records in
+Only this file reads the entries P and SIG. The records in
 layers/interpolation.py state which version of the package corresponds to which interpolation.
 Layers are named as in the model to convert.
 

@@ -76,7 +76,7 @@ class SweepRow:
         If nothing was planned, it is the requested size.
         """
         if self.asked is None:
-            return "dense"
+            return "original"
         size = self.asked.size
         planned = range_text(self.dilated_sizes, size_text)
         if isinstance(size, str):

@@ -125,19 +125,27 @@ class Training:
         self.unsharded_copy = copy.deepcopy(model)
         self.model = model
         self._move_and_shard_models_()
-        # Without lr, the groups have an lr_scale, which timm's schedulers apply.
-        groups = param_groups(
-            model,
-            weight_decay=recipe.weight_decay,
-            position_lr_scale=recipe.position_lr_scale,
-        )
-        self.optimizer = accelerator.prepare_optimizer(torch.optim.AdamW(groups, lr=recipe.lr))
+        self.optimizer = self._make_optimizer()
         # Called in the forward pass: the model itself, or DDP's wrapper around it.
         self.parallel_model: Any = model if fsdp else accelerator.prepare_model(model)
         self.scheduler = self._make_scheduler()
-        if folder is not None and (folder / STATE_FILE).exists():
-            load_state_(self, folder / STATE_FILE)
-        self.tracker = PositionTracker(model, prepare_track_file(self))
+        self._resume_()
+
+    def _make_optimizer(self) -> Any:
+        # Without lr, the groups have an lr_scale, which timm's schedulers apply.
+        groups = param_groups(
+            self.model,
+            weight_decay=self.recipe.weight_decay,
+            position_lr_scale=self.recipe.position_lr_scale,
+        )
+        optimizer = torch.optim.AdamW(groups, lr=self.recipe.lr)
+        return self.accelerator.prepare_optimizer(optimizer)
+
+    def _resume_(self) -> None:
+        """Load the folder's state, if there is one, and continue its record of positions."""
+        if self.folder is not None and (self.folder / STATE_FILE).exists():
+            load_state_(self, self.folder / STATE_FILE)
+        self.tracker = PositionTracker(self.model, prepare_track_file(self))
         # If the state was saved at the end of an epoch, its positions are those of the last record.
         # If it was saved within an epoch, they have moved since, and the next record has no speed.
         if self.updates_done and self.updates_done % self.updates_per_epoch == 0:

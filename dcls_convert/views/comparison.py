@@ -122,7 +122,7 @@ DETAIL_COLUMNS: list[Column[ArmResult]] = [
     Column("cells moved", lambda arm: arm.distance, "{:.2f}".format),
     Column("outside", lambda arm: arm.outside, "{:.0%}".format),
 ]
-DIFFERENCES = "Differences are to the network as it is."
+DIFFERENCES = "Differences are from the network as it is."
 
 
 def work_lines(plan: RunPlan, settings: Settings, device: str) -> list[str]:

@@ -21,7 +21,7 @@ def next_steps(resolved: ResolvedRequest, done: Conversion, output: Path) -> lis
     """Return lines for below the report: what was written, how to train it, how outputs changed."""
     request = resolved.request
     lines: list[str | Text] = ["", f"Wrote {output}, from {_start(resolved)}."]
-    is_random = resolved.authors_weights is None and resolved.init == "random"
+    is_random = resolved.authors_weights is None and resolved.start == "random"
     if is_random and request.positions == "normal":
         lines += NEAR_THE_CENTRE
     heading = "Fine-tune it:" if request.trained else "Train it:"
@@ -44,15 +44,15 @@ def _start(resolved: ResolvedRequest) -> str:
     random_start = f"random initialisation (seed {request.seed})"
     if resolved.authors_weights is not None:
         return "the authors' elements and positions, so that the outputs are those of their network"
-    if resolved.init == EXACT:
+    if resolved.start == EXACT:
         weights = "the trained weights" if request.trained else random_start
         every_cell = "every old cell is an element at its place"
         return f"{weights}; {every_cell}, so that the outputs are the old ones"
     if not request.trained:
         return f"{random_start}; --pretrained or --checkpoint load weights"
-    if resolved.init == "random":
+    if resolved.start == "random":
         return "trained weights, but random elements in the new layers"
-    if resolved.init == "largest":
+    if resolved.start == "largest":
         return "the trained kernels, reduced to their largest cells"
     if request.calibration is not None:
         return "the trained network, fitted to its outputs on your images"

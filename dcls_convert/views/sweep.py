@@ -296,7 +296,7 @@ def draw_sweep(sweep: Sweep, suffix: str) -> bytes:
 
 
 def _picture(sweep: Sweep) -> "Figure":
-    """Plot gain against cost, with the recommended row and the dense original marked."""
+    """Plot gain against cost, with the recommended row and the original marked."""
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     cost, x_label = _cost(sweep)
@@ -318,7 +318,7 @@ def _picture(sweep: Sweep) -> "Figure":
         axes.annotate(text, point, xytext=(8, -11), textcoords="offset points", fontsize=8)
     original = cost(sweep.rows[0])
     if original is not None:
-        axes.axvline(original, color="0.5", linestyle=":", label="dense original")
+        axes.axvline(original, color="0.5", linestyle=":", label="original")
     axes.margins(x=0.18, y=0.12)
     if gain is _largest_side:
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))

@@ -23,6 +23,7 @@ from dcls_convert.networks.trust import check_source
 
 from ..conftest import TINY
 from ..hub_cache import upload
+from ..recorded_calls import recording
 from .folders import edit_json, inspect_folder, problems, seal, value_paths, verify
 
 # Attacks: the model that a plan names, and its arguments. CANARY is a file that must not appear or
@@ -226,12 +227,7 @@ def test_only_plain_arguments_of_registered_models_are_allowed():
 
 def test_a_folders_arguments_cannot_request_an_endless_network(monkeypatch):
     attempts = []
-    create_model = timm.create_model
-    monkeypatch.setattr(
-        timm,
-        "create_model",
-        lambda *args, **kwargs: attempts.append(args) or create_model(*args, **kwargs),
-    )
+    monkeypatch.setattr(timm, "create_model", recording(timm.create_model, attempts))
     with pytest.raises(ModelError, match=r"its arguments ask for more than 4,000 modules"):
         build_model(ModelSource(name=f"timm:{TINY}", args={"depths": [10**6]}), device="meta")
     assert len(attempts) == 1  # no retry, which would take just as long

@@ -18,6 +18,7 @@ from dcls_convert.pipeline.request import ConversionRequest
 from dcls_convert.views.gpu import measurement_line
 
 from ..command_line import NET, net, run
+from ..recorded_calls import recording
 
 CPU = torch.device("cpu")
 COMMAND = ("gpu", NET, "--input-size", "3x16x16", "--dilated-size", 9)
@@ -108,7 +109,7 @@ def test_products_are_accurate_and_wrong_ones_are_found(dtype, monkeypatch):
         return result
 
     monkeypatch.setattr(torch, "bmm", drop_the_last_column)
-    problems = [row.problem for row in gpu_check(net())._accuracy_rows()]
+    problems = [row.problem for row in gpu_accuracy.accuracy_rows(CPU)]
     assert all(problem.startswith("wrong: ") for problem in problems)
 
 
@@ -117,13 +118,11 @@ def test_channels_of_the_last_map_are_processed_in_parts(dtype, monkeypatch):
     monkeypatch.undo()
     channels, side = gpu_accuracy.ACCURACY_MAPS[-1]
     calls = []
-    product = torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda a, b: calls.append(a.shape) or product(a, b))
+    monkeypatch.setattr(torch, "bmm", recording(torch.bmm, calls))
     options = {"dtype": dtype, "device": "meta"}
     maps = torch.empty(gpu_accuracy.ACCURACY_IMAGES, channels, side, side, **options)
-    kernel = torch.empty(
-        channels, 1, gpu_accuracy.ACCURACY_WINDOW, gpu_accuracy.ACCURACY_WINDOW, **options
-    )
+    window = gpu_accuracy.ACCURACY_WINDOW
+    kernel = torch.empty(channels, 1, window, window, **options)
     matmul.convolve(maps, kernel, (8, 8))
     assert len(calls) > 1
 

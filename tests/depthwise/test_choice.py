@@ -14,6 +14,8 @@ from dcls_convert.depthwise import choice, choices, matmul, onednn
 from dcls_convert.depthwise.choice import VARIABLE, choose_algorithm, fastest_conv2d
 from dcls_convert.errors import DclsConvertError
 
+from ..recorded_calls import recording
+
 CASE = {
     "device": "cuda",
     "dtype": torch.bfloat16,
@@ -119,10 +121,8 @@ def test_the_environment_overrides_the_rule_where_products_are_possible(monkeypa
         ({"stride": (2, 1)}, "onednn"),
         ({"kernel_shape": (192, 1, 17, 17)}, "onednn"),
         ({"kernel_shape": (96, 1, 53, 17), "padding": (26, 8)}, "onednn"),
-        (
-            {"padding": (0, 0), "input_shape": (128, 96, 16, 56)},
-            "onednn",
-        ),  # torch reports the error
+        # torch reports the error.
+        ({"padding": (0, 0), "input_shape": (128, 96, 16, 56)}, "onednn"),
         ({"dilation": (1, 2)}, "torch"),
         ({"kernel_shape": (96, 1, 16, 16), "padding": "same"}, "torch"),
         # An empty map, although its padding is large enough for the window.
@@ -203,8 +203,7 @@ def test_a_compiled_program_is_for_batches_on_both_sides_of_the_bound(dynamic):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_block_that_is_recomputed_gives_the_gradients_of_torch(monkeypatch, reentrant):
     calls = []
-    depthwise = matmul.depthwise
-    monkeypatch.setattr(matmul, "depthwise", lambda *args: calls.append(args) or depthwise(*args))
+    monkeypatch.setattr(matmul, "depthwise", recording(matmul.depthwise, calls))
     maps = MAPS.clone().requires_grad_()
     kernel = KERNEL.clone().requires_grad_()
     checkpoint(convolve, maps, kernel, use_reentrant=reentrant).sum().backward()
@@ -254,11 +253,11 @@ def test_channels_are_split_into_the_fewest_parts_that_memory_allows(images, sid
 
 
 def test_parts_of_channels_are_balanced(monkeypatch):
-    channels = []
-    product = torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda *pair: channels.append(len(pair[0])) or product(*pair))
+    pairs = []
+    monkeypatch.setattr(torch, "bmm", recording(torch.bmm, pairs))
     monkeypatch.setattr(matmul, "_channel_part_count", lambda *_: 3)
     maps = torch.randn(1, 7, 9, 9)
     matmul.convolve(maps, torch.randn(7, 1, 9, 9), (4, 4))
     matmul.weight_gradient(maps, maps, (9, 9), (4, 4))
+    channels = [len(left) for left, _ in pairs]
     assert channels == [3, 2, 2] * 2

@@ -28,6 +28,7 @@ from dcls_convert.layers.dcls_conv import DclsConv2d
 
 from ..dispatch_modes import UNORDERED, WAITS_FOR_HOST, AllocatedMemory, RefuseOperations
 from ..layers.common import close
+from ..recorded_calls import recording
 
 FLOAT64_ATOL = 1e-11  # for sums of a few thousand products of numbers of order 1
 MAX_PADDING_COLUMNS = 6
@@ -39,19 +40,16 @@ every_algorithm = pytest.mark.parametrize("algorithm", ["onednn", "matmul"])
 def computed_by(algorithm):
     """Compute convolutions of any dtype by this algorithm inside a `with` block, on any processor.
 
-    Yields a list of the paddings of the convolutions that were computed.
+    Yields a list of the arguments of each convolution that was computed; the last is the padding.
     """
-    paddings = []
+    calls = []
     module = {"onednn": onednn, "matmul": matmul}[algorithm]
-    convolve = module.depthwise
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(onednn, "max_padding_columns", lambda: MAX_PADDING_COLUMNS)
         patch.setattr(onednn, "DTYPES", choice.MATMUL_DTYPES)
         patch.setenv(VARIABLE, "matmul" if algorithm == "matmul" else "auto")
-        patch.setattr(
-            module, "depthwise", lambda *args: paddings.append(args[-1]) or convolve(*args)
-        )
-        yield paddings
+        patch.setattr(module, "depthwise", recording(module.depthwise, calls))
+        yield calls
 
 
 DEFAULTS = {
@@ -172,9 +170,9 @@ def test_rounding_is_little_more_than_torchs(algorithm, dtype, side):
     exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
     exact = outputs_and_gradients(F.conv2d, exact_inputs, arguments)
     theirs = outputs_and_gradients(F.conv2d, inputs, arguments)
-    with computed_by(algorithm) as paddings:
+    with computed_by(algorithm) as calls:
         ours = outputs_and_gradients(fastest_conv2d, inputs, arguments)
-    assert paddings
+    assert calls
     # In float32, oneDNN adds in an order of its own.
     factor = 10 if (algorithm, dtype) == ("onednn", torch.float32) else 1.5
     for result, torch_result, expected in zip(ours, theirs, exact, strict=True):
@@ -212,9 +210,9 @@ def test_function_transforms_tangents_and_batches_of_gradients_are_those_of_torc
         yield from torch.autograd.grad(output, inputs, directions, is_grads_batched=True)
 
     theirs = list(results(F.conv2d))
-    with computed_by(algorithm) as paddings:
+    with computed_by(algorithm) as calls:
         close(list(results(fastest_conv2d)), theirs, FLOAT64_ATOL)
-    assert paddings
+    assert calls
 
 
 @every_algorithm
@@ -222,9 +220,9 @@ def test_autocast_gives_what_torch_gives_under_it(algorithm):
     inputs, arguments = tensors(WIDE, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         theirs = outputs_and_gradients(F.conv2d, inputs, arguments)
-        with computed_by(algorithm) as paddings:
+        with computed_by(algorithm) as calls:
             ours = outputs_and_gradients(fastest_conv2d, inputs, arguments)
-    assert paddings
+    assert calls
     close(ours, theirs, atol=0.5)
 
 
@@ -242,9 +240,9 @@ def test_maps_without_a_batch_and_dense_kernels_are_left_alone(algorithm, shape)
         (1, 1),
         groups,
     )
-    with computed_by(algorithm) as paddings:
+    with computed_by(algorithm) as calls:
         assert torch.equal(fastest_conv2d(*arguments), F.conv2d(*arguments))
-    assert not paddings
+    assert not calls
 
 
 @every_algorithm
@@ -254,12 +252,12 @@ def test_layers_use_the_algorithm_and_exported_programs_contain_one_plain_convol
     torch.manual_seed(0)
     layer = DclsConv2d(4, 4, kernel_count=5, dilated_kernel_size=17, padding=8, groups=4)
     images = torch.randn(1, 4, 9, 9)
-    with computed_by(algorithm) as paddings:
+    with computed_by(algorithm) as calls:
         layer(images).sum().backward()
         assert layer.positions.grad.abs().sum() > 0
         exported = torch.export.export(layer.eval(), (images,))
         traced = torch.jit.trace(layer, images, check_trace=False)
-    assert paddings == [(8, 8)]
+    assert [arguments[-1] for arguments in calls] == [(8, 8)]
     names = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
     assert sum("conv2d" in name for name in names) == 1
     assert not any("pad" in name or "bmm" in name for name in names)
@@ -271,10 +269,10 @@ def test_a_flop_counter_counts_the_convolution(algorithm):
     inputs, arguments = tensors(make_case((17, 17), (8, 8), (14, 14), channels=4))
     counts = []
     for convolve in (fastest_conv2d, F.conv2d):
-        with computed_by(algorithm) as paddings, FlopCounterMode(display=False) as counter:
+        with computed_by(algorithm) as calls, FlopCounterMode(display=False) as counter:
             outputs_and_gradients(convolve, inputs, arguments)
         counts.append(counter.get_total_flops())
-    assert not paddings
+    assert not calls
     assert counts[0] == counts[1] > 0
 
 
@@ -289,9 +287,12 @@ def stage(batch):
 
 def test_a_step_adds_in_a_fixed_order_and_saves_only_map_and_window():
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
-    ):
+
+    def record(tensor):
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         with RefuseOperations(WAITS_FOR_HOST | UNORDERED):
             maps, kernel, output = stage(1)
             torch.autograd.grad(output, (maps, kernel), torch.ones_like(output))
@@ -310,8 +311,7 @@ def test_a_bank_is_written_once():
 def test_rows_of_products_are_aligned_if_maps_are_tiled(monkeypatch, side):
     """The row of a whole map is a view of the map; padding would copy it."""
     pairs = []
-    product = torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda *pair: pairs.append(pair) or product(*pair))
+    monkeypatch.setattr(torch, "bmm", recording(torch.bmm, pairs))
     maps = torch.randn(2, 3, side, side)
     matmul.convolve(maps, torch.randn(3, 1, 9, 9), (4, 4))
     matmul.weight_gradient(maps, maps, (9, 9), (4, 4))
@@ -442,12 +442,12 @@ def test_layers_wrapped_for_several_processes_train_as_with_torch(tmp_path, monk
     expected = steps(network(), images)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
-        with computed_by("matmul") as paddings:
+        with computed_by("matmul") as calls:
             ours = [
                 getattr(tensor, "to_local", tensor.detach)()
                 for tensor in steps(wrap(network()), images)
             ]
     finally:
         dist.destroy_process_group()
-    assert len(paddings) == 6
+    assert len(calls) == 6
     close(ours, expected, atol=1e-9)

@@ -111,10 +111,8 @@ class WithMatcher(nn.Sequential):
     ("groups", "stage"),
     [
         (lambda: {"stem": r"^0", "blocks": [(r"^other\.(\d+)", None)]}, None),
-        (
-            lambda: {"blocks": [(r"^0", (99999,))]},
-            "0",
-        ),  # a head alone gives no stages: the module path does
+        # A head alone gives no stages; the module path does.
+        (lambda: {"blocks": [(r"^0", (99999,))]}, "0"),
         (lambda: 1 / 0, "0"),
     ],
 )
