@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from measuring import RESULTS, script_parser
 
-from dcls_convert.compare.arm_results import holm, summarize_difference
+from dcls_convert.compare.answer import holm, summarize_difference
 
 RUNS = RESULTS / "glyphs.tar.gz"
 SEEDS = range(10)

@@ -23,7 +23,7 @@ import numpy as np
 from measuring import RESULTS, markdown_table, script_parser, store, stored
 from scipy import stats
 
-from dcls_convert.compare.arm_results import (
+from dcls_convert.compare.answer import (
     LEVEL,
     Correction,
     Difference,

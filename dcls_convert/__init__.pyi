@@ -9,8 +9,8 @@ from .errors import ModelError as ModelError
 from .errors import NothingMatchesError as NothingMatchesError
 from .errors import PlanError as PlanError
 from .errors import RuleError as RuleError
-from .fitting.images import Calibration as Calibration
-from .fitting.images import calibrate as calibrate
+from .fitting.calibration_images import Calibration as Calibration
+from .fitting.calibration_images import calibrate as calibrate
 from .layers.construction import construct_kernel as construct_kernel
 from .layers.conv_classes import register_conv as register_conv
 from .layers.dcls_conv import DclsConv1d as DclsConv1d

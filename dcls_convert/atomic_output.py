@@ -20,7 +20,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from .errors import CheckpointError, OutputExistsError
-from .processes import host_name, is_alive
+from .process_identity import host_name, is_alive
 from .text import one_line, shortened
 
 # Flags of Linux's renameat2.

@@ -55,7 +55,7 @@ EVEN_GROWTH = r"\+([2468]|[1-9][0-9]{0,2}[02468])"
 MIN_GROWTH = 2  # cells
 MAX_WINDOW = 17  # cells; the largest window of "auto", which is the paper's for ConvNeXt
 # Percent of MACs that recommended windows may add; the paper's ConvNeXts have 11.6 to 12.9.
-MAX_ADDED_MACS_PERCENT = 15.0
+MAX_ADDED_COST_PERCENT = 15.0
 CALIBRATION_IMAGES = 80  # images taken from a folder by default
 # Defaults for the time measurements of a sweep.
 CPU_BATCH = 1  # images
@@ -161,7 +161,7 @@ class PlanOptions:
             form="size",
             help="Window in which elements move: 17 or 17x9 cells; +4: each side four cells "
             f"longer than the kernel's; auto: the largest growth, up to {MAX_WINDOW} cells, that "
-            f"adds at most {MAX_ADDED_MACS_PERCENT:g} % to the MACs.",
+            f"adds at most {MAX_ADDED_COST_PERCENT:g} % to the MACs.",
             group=HOW_MANY_ELEMENTS,
             metavar="N|HxW|+N|auto",
         ),

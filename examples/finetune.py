@@ -38,7 +38,7 @@ from torch import nn
 import dcls_convert
 from dcls_convert import DclsConvertError, tuning
 from dcls_convert.checkpoints.save import save_trained
-from dcls_convert.tuning.images import ImageData, open_images, set_transforms_
+from dcls_convert.tuning.training_images import ImageData, open_images, set_transforms_
 
 DIGITS_SIZE = 32  # pixels that the 8 x 8 digits are scaled to
 DIGITS_HELD_OUT = 360  # images, a fifth of 1797

@@ -17,7 +17,7 @@ from collections import Counter
 import pytest
 from safetensors import SafetensorError
 
-from dcls_convert import atomic_output, processes, save_converted
+from dcls_convert import atomic_output, process_identity, save_converted
 from dcls_convert.atomic_output import clean_up, new_file, new_folder
 from dcls_convert.errors import CheckpointError
 
@@ -281,7 +281,7 @@ def test_permissions_are_the_usual_ones(tmp_path, mask):
 
 
 def test_the_next_run_removes_what_ended_runs_left_and_nothing_else(tmp_path):
-    host = processes.host_name()
+    host = process_identity.host_name()
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
     ended = process.pid

@@ -31,7 +31,7 @@ from .sweep import SIZES
 from .typer_options import OUTPUT, RUNNING, WHERE, choice, number, option
 
 if TYPE_CHECKING:
-    from ..tuning.images import ImageData
+    from ..tuning.training_images import ImageData
 
 DATA = "Images"
 TRAINING = "Training"
@@ -189,7 +189,7 @@ def compare(
         from ..compare.settings import recipe_for, settings_for
         from ..compare.trainer import Trainer
         from ..tuning.distributed import accelerator_for
-        from ..tuning.images import open_images
+        from ..tuning.training_images import open_images
         from ..views.comparison import comparison_page, comparison_view, work_lines
 
         note = console.note if first_process else ignore_messages

@@ -56,7 +56,7 @@ def gpu(
     """
     check_output(output, force=force, reason_to_keep=reason_not_a_file)
     with console.steps(model, "building") as notify:
-        from ..compare.gpu import GpuCheck, gpu_device
+        from ..compare.gpu_check import GpuCheck, gpu_device
         from ..pipeline.loaded import LoadedNetwork
         from ..views.gpu import measurement_line
 

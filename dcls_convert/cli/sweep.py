@@ -14,7 +14,7 @@ from ..options import (
     CPU_BATCH,
     GPU_BATCH,
     HOW_MANY_ELEMENTS,
-    MAX_ADDED_MACS_PERCENT,
+    MAX_ADDED_COST_PERCENT,
     MAX_COUNT,
     MAX_PERCENT,
     MAX_SIDE,
@@ -145,7 +145,7 @@ def sweep(
     seconds: Annotated[int | None, TIME] = None,
     slower: Annotated[
         float, number(float, 0, MAX_PERCENT, OUTPUT, SLOWER_HELP, unit="%", metavar="PERCENT")
-    ] = MAX_ADDED_MACS_PERCENT,
+    ] = MAX_ADDED_COST_PERCENT,
     picture: Annotated[
         Path | None, option(OUTPUT, PICTURE_HELP, metavar="FILE.png|svg|pdf")
     ] = None,

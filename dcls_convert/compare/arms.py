@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..geometry import size_text
 from ..layers.position_statistics import outside_share
-from ..networks.positions import position_parameters
+from ..networks.position_parameters import position_parameters
 from ..networks.source import LIBRARY_KINDS
 from ..options import AUTO, DEFAULT_BUDGET, ERROR_SCOPE, EXACT, PlanOptions, Positions
 from ..pipeline.conversion import convert_network_

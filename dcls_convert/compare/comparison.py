@@ -8,7 +8,7 @@ from pathlib import Path
 from ..atomic_output import new_file
 from ..progress import Notify
 from ..records import Record
-from .arm_results import MIN_SEEDS, ArmResult, Correction, compare_arms
+from .answer import MIN_SEEDS, ArmResult, Correction, compare_arms
 from .arms import Arm
 from .run_plan import RunPlan
 from .settings import Settings

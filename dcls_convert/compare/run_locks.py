@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..processes import host_name, is_alive
+from ..process_identity import host_name, is_alive
 
 LOCK_FILE = "lock"  # file name
 SECONDS_BETWEEN_TOUCHES = 15.0

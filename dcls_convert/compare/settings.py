@@ -12,9 +12,9 @@ from ..pipeline.loaded import LoadedNetwork
 from ..pipeline.provenance import weights_hash
 from ..pipeline.request import ConversionRequest
 from ..records import Record
-from ..tuning.images import ImageData
 from ..tuning.images_hash import images_hash
 from ..tuning.recipe import RECIPE_VERSION, Recipe
+from ..tuning.training_images import ImageData
 
 SETTINGS_FILE = "settings.json"
 FIRST_FORMAT_WITH_IMAGES = 2  # since this format, settings identify the images and weights

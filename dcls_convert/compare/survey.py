@@ -25,7 +25,7 @@ from ..planning.paths import WILDCARDS
 from ..reports.predict import predict_report
 from ..reports.report import Change, MacsChange
 from ..text import did_you_mean, shortened
-from .workers import run_jobs
+from .isolated_jobs import run_jobs
 
 Status = Literal["planned", "nothing matches", "does not fit", "failed"]
 MIN_MODELS_PER_WORKER = 8  # for fewer, a worker's import of torch takes too long

@@ -19,7 +19,7 @@ from torch.utils.data import Subset
 from ..atomic_output import new_file
 from ..checkpoints.save import save_trained
 from ..errors import DclsConvertError, is_out_of_memory
-from ..fitting.images import Calibration
+from ..fitting.calibration_images import Calibration
 from ..image_files import BATCH
 from ..pipeline.loaded import LoadedNetwork
 from ..pipeline.request import ConversionRequest
@@ -27,8 +27,8 @@ from ..progress import Note, Notify, ignore_messages
 from ..records import Record
 from ..text import one_line
 from ..tuning.distributed import from_first_process
-from ..tuning.images import ImageData, set_transforms_
 from ..tuning.training import Training, median_after_warmup
+from ..tuning.training_images import ImageData, set_transforms_
 from ..tuning.training_state import STATE_FILE
 from .arms import Arm, ArmNetwork, PositionShift, make_network
 from .run_locks import locked

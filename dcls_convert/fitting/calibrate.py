@@ -27,9 +27,9 @@ from ..networks.running import eval_mode, run_batch
 from ..progress import Notify
 from ..text import one_line
 from .calibrated_layer import CalibratedLayer
+from .calibration_images import Calibration
 from .calibration_settings import CalibrationSettings
 from .groups import LayerGroup
-from .images import Calibration
 from .second_moments import SecondMoments, shared_covariance_roots
 
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)

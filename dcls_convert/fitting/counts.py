@@ -22,9 +22,9 @@ from ..planning.rule_files import parse_rules
 from ..progress import Notify
 from .allocation import GroupErrors, counts_of_min_error
 from .calibrate import CalibrationStatistics, measure_inputs
+from .calibration_images import Calibration
 from .fit_settings import CountSettings
 from .groups import LayerGroup, make_layers
-from .images import Calibration
 from .warm_start import fit_elements, relative_errors
 
 SETTINGS = CountSettings()

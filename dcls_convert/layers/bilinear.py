@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..eager import is_eager, is_exporting, uses_cpu_implementation
-from .clamping import clamped, per_axis
+from .clamp_tensors import clamped, per_axis
 
 # Elements per thread in a block on a CPU. Temporary tensors then fit into the cache. torch gives no
 # thread less work than this.

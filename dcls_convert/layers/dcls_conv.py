@@ -27,7 +27,7 @@ from ..geometry import (
     position_limits,
 )
 from .carry_over import carry_over_, compute_parameter_
-from .clamping import clamp_
+from .clamp_tensors import clamp_
 from .construction import construct_kernel
 from .conv_classes import PLAIN, Conv, ConvTraits, padding_of, traits_of
 from .elements import POSITION_STD, largest_elements

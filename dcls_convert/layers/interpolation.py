@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..eager import uses_cpu_implementation
 from .bilinear import bilinear_kernel
-from .clamping import clamped
+from .clamp_tensors import clamped
 
 # cells and sigma (*C, E), length of the window -> (*C, E, length)
 Profile = Callable[[Tensor, Tensor, int], Tensor]

@@ -30,7 +30,7 @@ from typing import Any, Self, cast
 
 from torch import Tensor, nn
 
-from .clamping import is_sharded
+from .clamp_tensors import is_sharded
 
 # The parameters that say where elements are. Layers of a tie group share them.
 POSITION_PARAMETERS = ("positions", "sigma")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..fitting.calibrate import CalibrationStatistics
-from ..fitting.images import Calibration
+from ..fitting.calibration_images import Calibration
 from ..networks.model_outputs import compare_outputs, relative_l2_error
 from ..networks.pretrained_cfg import set_normalisation_
 from ..networks.running import eval_mode, full_precision, run_batch, unchanged_on_failure

@@ -8,9 +8,9 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from ..fitting.images import Calibration, Images
+from ..fitting.calibration_images import Calibration, Images
 from ..networks.find_convs import check_module
-from ..networks.initialisation import have_torch_default_init
+from ..networks.untrained import have_torch_default_init
 from ..options import (
     AUTO,
     DEFAULT_BUDGET,

@@ -6,7 +6,7 @@ from functools import cached_property
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from ..fitting.images import Calibration, calibrate
+from ..fitting.calibration_images import Calibration, calibrate
 from ..networks.building import build_model
 from ..networks.find_convs import find_convs
 from ..networks.identify_model import assumed_input_size, infer_source

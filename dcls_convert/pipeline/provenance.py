@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .. import __version__
-from ..fitting.images import Calibration
+from ..fitting.calibration_images import Calibration
 from ..networks.tensors_hash import can_be_hashed, tensors_hash
 from ..options import PlanOptions, command_line
 from ..planning.rules import UNNAMED_RULES

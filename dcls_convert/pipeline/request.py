@@ -25,7 +25,7 @@ from ..text import printable
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ..fitting.images import Calibration, Images
+    from ..fitting.calibration_images import Calibration, Images
 
 
 @dataclass(frozen=True, kw_only=True)

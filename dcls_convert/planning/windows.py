@@ -15,7 +15,7 @@ from ..geometry import (
     size_text,
 )
 from ..networks.sites import ConvSite, ModelConvs
-from ..options import MAX_ADDED_MACS_PERCENT, MAX_WINDOW, MIN_GROWTH
+from ..options import MAX_ADDED_COST_PERCENT, MAX_WINDOW, MIN_GROWTH
 from .layer_plan import LayerPlan
 from .rules import Rule, RuleSet
 
@@ -45,7 +45,7 @@ def recommended_size(convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, in
                 without_size.append((site, rule))
     if not without_size:
         return None
-    max_added_macs = (convs.macs or 0) * MAX_ADDED_MACS_PERCENT / 100
+    max_added_macs = (convs.macs or 0) * MAX_ADDED_COST_PERCENT / 100
     layers_at_min_growth = _number_of_layers(converted, MIN_GROWTH)
     recommended = MIN_GROWTH
     for growth in range(MIN_GROWTH, MAX_WINDOW, 2):

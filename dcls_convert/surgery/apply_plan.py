@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from ..errors import PlanError
 from ..fitting.calibrate import CalibrationStatistics, fit_to_outputs_, measure_inputs
 from ..fitting.calibrated_layer import CalibratedLayer
+from ..fitting.calibration_images import Calibration, Images, calibrate
 from ..fitting.groups import LayerGroup, make_layers
-from ..fitting.images import Calibration, Images, calibrate
 from ..fitting.warm_start import draw_fit_seed
 from ..layers.interpolation import find_interpolation
 from ..networks.running import full_precision, unchanged_on_failure

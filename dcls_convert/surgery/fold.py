@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from ..errors import PlanError
 from ..layers.dcls_conv import DclsConvNd
-from ..networks.positions import undo_exclusion_from_weight_decay_
+from ..networks.position_parameters import undo_exclusion_from_weight_decay_
 from ..networks.running import unchanged_on_failure
 
 # Methods that timm's `reparameterize_model` looks for on a child, in this order. It calls the first

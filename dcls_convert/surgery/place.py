@@ -7,7 +7,7 @@ from torch import nn
 
 from ..fitting.groups import LayerGroup, make_layers
 from ..layers.dcls_conv import DclsConvNd
-from ..networks.positions import exclude_from_weight_decay_
+from ..networks.position_parameters import exclude_from_weight_decay_
 from ..networks.pretrained_cfg import set_pretrained_cfg_
 from ..networks.registries import TIMM_ARCHITECTURE
 from ..planning.plan import ConversionPlan

@@ -14,7 +14,7 @@ from ..fitting.calibrate import CalibrationStatistics
 from ..fitting.groups import LayerGroup
 from ..fitting.warm_start import fit_elements
 from ..layers.elements import Elements, first_cells, random_positions
-from ..networks.initialisation import has_norms, output_power
+from ..networks.untrained import has_norms, output_power
 from ..options import Init, Positions
 from ..progress import Notify
 

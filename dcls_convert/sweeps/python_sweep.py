@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 
 from ..errors import PlanError
-from ..fitting.images import Calibration, Images
+from ..fitting.calibration_images import Calibration, Images
 from ..networks.find_convs import check_module
 from ..options import (
     AUTO,
-    MAX_ADDED_MACS_PERCENT,
+    MAX_ADDED_COST_PERCENT,
     Init,
     InterpolationName,
     PlanOptions,
@@ -67,7 +67,7 @@ def sweep(
     std: Sequence[float] | None = None,
     input_size: Sequence[int] | None = None,
     seed: int = 0,
-    slower: float = MAX_ADDED_MACS_PERCENT,
+    slower: float = MAX_ADDED_COST_PERCENT,
     time: bool = False,
     device: str | None = None,
     batch_size: int | None = None,

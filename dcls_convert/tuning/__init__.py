@@ -9,8 +9,8 @@ or EMA. FSDP2 is supported where the docstring says so. Only `clamp_positions_` 
 Source: arXiv:2112.03740, section 3 "Learning techniques".
 """
 
-from ..networks.positions import no_weight_decay
-from .clamping import clamp_positions_
+from ..networks.position_parameters import no_weight_decay
+from .clamp_positions import clamp_positions_
 from .param_groups import param_groups
 from .recipe import Recipe
 from .repulsion import repulsive_loss

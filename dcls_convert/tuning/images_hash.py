@@ -5,8 +5,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from .images import ImageData
 from .shards import Shards
+from .training_images import ImageData
 
 
 def images_hash(dataset: str, data: ImageData) -> str:

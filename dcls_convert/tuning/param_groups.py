@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError
-from ..networks.positions import position_parameters
+from ..networks.position_parameters import position_parameters
 from ..options import POSITION_LR_SCALE
 from .wrappers import unwrapped
 

@@ -13,7 +13,7 @@ from torch.autograd import Function
 
 from ..eager import is_eager
 from ..layers.position_statistics import element_pairs
-from ..networks.positions import position_parameters
+from ..networks.position_parameters import position_parameters
 from .wrappers import full_tensor
 
 REACH = 1.0  # cells; elements at this distance or farther do not repel each other

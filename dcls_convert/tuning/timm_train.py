@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError
-from ..networks.positions import position_parameters
+from ..networks.position_parameters import position_parameters
 from ..options import POSITION_LR_SCALE
-from .clamping import clamp_positions_
+from .clamp_positions import clamp_positions_
 from .param_groups import param_groups
 from .repulsion import repulsive_loss
 from .tracker import PositionTracker, is_first_rank

@@ -25,7 +25,7 @@ from ..layers.position_statistics import (
     overlap_share,
     rms_per_axis,
 )
-from ..networks.positions import PositionParameter, position_parameters
+from ..networks.position_parameters import PositionParameter, position_parameters
 from ..records import Record, adapter
 from ..text import one_line
 from .wrappers import full_tensor, unwrapped

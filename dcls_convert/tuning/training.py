@@ -28,15 +28,15 @@ from torch.utils.data import DataLoader
 
 from ..errors import DclsConvertError
 from ..networks.model_outputs import tensors_in
-from .clamping import clamp_positions_
+from .clamp_positions import clamp_positions_
 from .distillation import soft_target_loss
 from .distributed import broadcast_buffers_, gathered, is_single_process, shard_
-from .images import ImageData
 from .param_groups import param_groups
 from .recipe import Recipe
 from .repulsion import repulsive_loss
 from .seeding import SeededImages, batch_keys, preserved_rng_state, seed_all
 from .tracker import PositionTracker
+from .training_images import ImageData
 from .training_state import (
     STATE_FILE,
     WHOLE,

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Group
 
-from ..compare.arm_results import LEVEL, ArmResult, Interval
+from ..compare.answer import LEVEL, ArmResult, Interval
 from ..compare.comparison import Comparison
 from ..compare.run_plan import RunPlan
 from ..compare.settings import Settings

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from ..geometry import size_text
 from ..layers.interpolation import find_interpolation
-from ..options import MAX_ADDED_MACS_PERCENT, MIN_GROWTH
+from ..options import MAX_ADDED_COST_PERCENT, MIN_GROWTH
 from ..planning.plan import ConversionPlan
 from ..reports.predict import predict_report
 from ..reports.report import ConversionReport, LayerReport
@@ -91,7 +91,7 @@ def _warnings(report: ConversionReport, advice: Advice) -> list[str]:
     """Return warnings about costly windows, and about layers that only lose weights."""
     warnings = []
     added_macs = report.macs.percent or 0.0  # percent; 0 if unknown
-    if added_macs > MAX_ADDED_MACS_PERCENT and _has_smallest_growth(report):
+    if added_macs > MAX_ADDED_COST_PERCENT and _has_smallest_growth(report):
         growth = f"Even the smallest growth adds {added_macs:.0f} % to the MACs"
         warnings.append(f"{growth}; rules can skip layers")
     elif added_macs > COSTLY_MACS_PERCENT:
@@ -118,7 +118,7 @@ def _headline_style(report: ConversionReport) -> str:
     added_params = report.params.delta or 0
     if report.budget.slack < 0 or added_macs > COSTLY_MACS_PERCENT:
         return "bold red"
-    if added_params > 0 or added_macs > MAX_ADDED_MACS_PERCENT:
+    if added_params > 0 or added_macs > MAX_ADDED_COST_PERCENT:
         return "bold yellow"
     if added_params < 0:
         return "bold green"

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from dcls_convert.compare.arm_results import (
+from dcls_convert.compare.answer import (
     LEVEL,
     POWER,
     Correction,

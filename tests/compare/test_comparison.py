@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from dcls_convert.checkpoints.verify import check_model_in_this_process, verify_folder
-from dcls_convert.compare.arm_results import Correction
+from dcls_convert.compare.answer import Correction
 from dcls_convert.compare.arms import Arm, make_arms, make_network
 from dcls_convert.compare.settings import Settings, default_lr
 from dcls_convert.compare.trainer import Trainer
-from dcls_convert.networks.positions import position_parameters
+from dcls_convert.networks.position_parameters import position_parameters
 from dcls_convert.options import PlanOptions
 from dcls_convert.pipeline.request import ConversionRequest
 from dcls_convert.tuning.distributed import accelerator_for
-from dcls_convert.tuning.images import open_images
 from dcls_convert.tuning.recipe import Recipe
 from dcls_convert.tuning.tracker import TRACK_FILE
 from dcls_convert.tuning.training import Training
+from dcls_convert.tuning.training_images import open_images
 
 from ..command_line import NET, net, run
 from .comparisons import read_comparison

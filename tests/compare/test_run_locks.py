@@ -12,7 +12,7 @@ import pytest
 
 from dcls_convert.compare import run_locks
 from dcls_convert.compare.run_locks import LOCK_FILE, locked
-from dcls_convert.processes import host_name
+from dcls_convert.process_identity import host_name
 
 from ..image_folder import write_images
 

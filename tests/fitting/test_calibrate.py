@@ -20,9 +20,9 @@ from dcls_convert import (
 from dcls_convert.fitting import calibrate as calibrate_module
 from dcls_convert.fitting import warm_start
 from dcls_convert.fitting.calibrate import measure_inputs
+from dcls_convert.fitting.calibration_images import Calibration
 from dcls_convert.fitting.calibration_settings import CalibrationSettings
 from dcls_convert.fitting.groups import make_layers
-from dcls_convert.fitting.images import Calibration
 from dcls_convert.networks.tensors_hash import tensors_hash
 from dcls_convert.progress import ignore_messages
 from dcls_convert.tables import as_text

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from timm.data import create_transform
 
-from dcls_convert.tuning.images import AUGMENTATIONS
+from dcls_convert.tuning.training_images import AUGMENTATIONS
 
 RECIPES = (Path(__file__).parents[2] / "examples/imagenet.md").read_text()
 RECOMMENDED = {*re.findall(r"--aa ([\w.-]+)", RECIPES), AUGMENTATIONS["strong"]["auto_augment"]}

@@ -18,7 +18,7 @@ import dcls_convert
 from dcls_convert import tuning
 from dcls_convert.geometry import position_limits
 from dcls_convert.layers.dcls_conv import DclsConvNd
-from dcls_convert.networks.positions import position_parameters
+from dcls_convert.networks.position_parameters import position_parameters
 from dcls_convert.tuning.wrappers import unwrapped
 
 from ..conftest import TINY

@@ -15,7 +15,7 @@ from torch import nn
 
 from dcls_convert import DclsConv2d, tuning
 from dcls_convert.errors import DclsConvertError
-from dcls_convert.networks.positions import position_parameters
+from dcls_convert.networks.position_parameters import position_parameters
 from dcls_convert.tuning import timm_train
 
 from .models import converted, named

@@ -15,7 +15,7 @@ from dcls_convert.layers.position_statistics import (
     overlap_share,
     rms_per_axis,
 )
-from dcls_convert.networks.positions import position_parameters
+from dcls_convert.networks.position_parameters import position_parameters
 from dcls_convert.tuning.tracker import FOLLOWED
 
 

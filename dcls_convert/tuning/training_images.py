@@ -27,7 +27,7 @@ from .shards import Shards
 
 MODES = {1: "L", 3: "RGB"}  # input channels of a model -> Pillow mode
 # If there are only class folders, every fifth image of each class is held out to test with.
-HOLD_OUT_EVERY = 5
+HELD_OUT_EVERY = 5
 SPLITS = ("train", "validation")  # timm also finds "validation" in a folder called "val"
 AUGMENTATIONS: dict[Augmentation, dict[str, Any]] = {  # arguments of timm's create_transform
     "none": {"no_aug": True},
@@ -215,7 +215,7 @@ def _hold_out(
     for sample in samples:
         label = sample[1]
         counts[label] += 1
-        if counts[label] % HOLD_OUT_EVERY == 0:
+        if counts[label] % HELD_OUT_EVERY == 0:
             test.append(sample)
         else:
             train.append(sample)

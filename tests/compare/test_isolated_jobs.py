@@ -13,7 +13,7 @@ import time
 import psutil
 import pytest
 
-from dcls_convert.compare.workers import run_jobs
+from dcls_convert.compare.isolated_jobs import run_jobs
 
 pytestmark = pytest.mark.processes
 
@@ -78,8 +78,8 @@ def test_a_worker_does_many_jobs_and_if_no_worker_can_start_all_jobs_fail():
 
 PROGRAM = """
 import signal, sys
-from dcls_convert.compare.workers import run_jobs
-from tests.compare.test_workers import do
+from dcls_convert.compare.isolated_jobs import run_jobs
+from tests.compare.test_isolated_jobs import do
 
 def interrupt(*_):
     raise KeyboardInterrupt

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcls_convert.compare import gpu, gpu_accuracy
-from dcls_convert.compare.gpu import GpuCheck
+from dcls_convert.compare import gpu_accuracy, gpu_check
 from dcls_convert.compare.gpu_accuracy import forced_algorithm, largest_error
+from dcls_convert.compare.gpu_check import GpuCheck
 from dcls_convert.compare.gpu_report import GpuReport, GpuRow, verdict
 from dcls_convert.depthwise import matmul
 from dcls_convert.depthwise.choice import VARIABLE
@@ -28,13 +28,13 @@ COMMAND = ("gpu", NET, "--input-size", "3x16x16", "--dilated-size", 9)
 def _small(monkeypatch, tmp_path):
     """Run without the large map and without compilers."""
     monkeypatch.setattr(gpu_accuracy, "ACCURACY_MAPS", gpu_accuracy.ACCURACY_MAPS[:1])
-    monkeypatch.setattr(gpu, "ROUNDS", 1)
-    monkeypatch.setattr(gpu, "ROUND_MS", 0.0)
+    monkeypatch.setattr(gpu_check, "ROUNDS", 1)
+    monkeypatch.setattr(gpu_check, "ROUND_MS", 0.0)
     monkeypatch.setattr(GpuCheck, "_compiled_cases", lambda self: [])
     monkeypatch.chdir(tmp_path)
 
 
-def gpu_check(model):
+def make_check(model):
     options = PlanOptions(dilated_size=9)
     request = ConversionRequest(model=model, options=options, input_size=(3, 16, 16))
     return GpuCheck(LoadedNetwork(request), CPU, seconds=60)
@@ -83,7 +83,7 @@ def test_rows_measured_before_an_interrupt_are_stored(monkeypatch):
 
 
 def test_after_the_time_limit_no_timing_is_started():
-    check = gpu_check(net())
+    check = make_check(net())
     check.end = 0.0
     rows = list(check.measure())
     assert {row.part for row in rows} == {"proof"}
@@ -91,7 +91,7 @@ def test_after_the_time_limit_no_timing_is_started():
 
 
 def test_with_enough_time_everything_is_timed():
-    check = gpu_check(net())
+    check = make_check(net())
     rows = list(check.measure())
     assert {row.part for row in rows} == {"proof", "network", "layer"}
     assert check.report().not_begun == 0
@@ -128,7 +128,7 @@ def test_channels_of_the_last_map_are_processed_in_parts(dtype, monkeypatch):
 
 
 def test_exhausted_memory_is_a_row_and_halves_the_batch(monkeypatch):
-    check = gpu_check(net())
+    check = make_check(net())
     case = check._network_cases()[0]
 
     def refuse(model, inputs):
@@ -145,7 +145,7 @@ def test_exhausted_memory_is_a_row_and_halves_the_batch(monkeypatch):
 
 
 def test_a_failure_is_a_row_with_its_reason(monkeypatch):
-    check = gpu_check(net())
+    check = make_check(net())
 
     def fail(model, inputs):
         raise RuntimeError("no kernel\nfor this device")

@@ -1,4 +1,7 @@
-"""Images of a calibration: which files are read, which are held out, and which are refused."""
+"""Images of a calibration: which files are read, which are held out, and which are refused.
+
+How files are read (`image_files.py`) is tested here, too: EXIF, 16 bits, formats, damage.
+"""
 
 import contextlib
 import io

@@ -4,7 +4,7 @@ import timm
 import torch
 from torch import nn
 
-from dcls_convert.networks.initialisation import have_torch_default_init
+from dcls_convert.networks.untrained import have_torch_default_init
 
 
 def kernels_of(model):

@@ -10,7 +10,7 @@ from PIL import Image
 from torchvision.transforms import RandomHorizontalFlip
 
 from dcls_convert.errors import DclsConvertError
-from dcls_convert.tuning.images import open_images, set_transforms_
+from dcls_convert.tuning.training_images import open_images, set_transforms_
 
 from ..command_line import net
 
