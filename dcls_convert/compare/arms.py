@@ -81,11 +81,13 @@ def make_arms(
 
 
 def check_arms(request: ConversionRequest, arms: Sequence[Arm]) -> None:
-    """Plan every arm from names and shapes, to find mistakes before images and weights are read.
+    """Plan every arm from names and shapes, to find mistakes before images are read.
 
     Raises:
-        DclsConvertError: A size does not fit the network.
+        DclsConvertError: A size does not fit the network, or the weights are for layers of the
+            authors' package.
     """
+    LoadedNetwork(request).refuse_authors_weights()
     options = request.options
     if options.scope == ERROR_SCOPE:
         options = replace(options, scope="model")

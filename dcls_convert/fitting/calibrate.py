@@ -108,23 +108,23 @@ def _observe_pass(
     calls: Counter[nn.Module] = Counter()
     # The convs that feed each BatchNorm; None stands for anything else.
     feeders: dict[nn.Module, set[nn.Module | None]] = {}
-    outputs: list[tuple[nn.Module, Tensor]] = []
+    outputs: list[tuple[nn.Module, Tensor, int]] = []  # with its version after the conv
 
-    def count_call(conv: nn.Module, _: Any, output: Tensor) -> None:
+    def record_call(conv: nn.Module, _: Any, output: Tensor) -> None:
         calls[conv] += 1
-        outputs.append((conv, output))
+        outputs.append((conv, output, _version(output)))
 
     def note_feeder(norm: nn.Module, inputs: tuple[Any, ...]) -> None:
         feeder = None
-        for conv, output in outputs:
-            if inputs and output is inputs[0]:
+        for conv, output, version in outputs:
+            if inputs and output is inputs[0] and _version(output) == version:
                 feeder = conv
                 break
         feeders.setdefault(norm, set()).add(feeder)
 
     with contextlib.ExitStack() as hooks:
         for conv in convs:
-            hooks.callback(conv.register_forward_hook(count_call).remove)
+            hooks.callback(conv.register_forward_hook(record_call).remove)
         for module in model.modules():
             if _is_batch_norm(module):
                 hooks.callback(module.register_forward_pre_hook(note_feeder).remove)
@@ -135,6 +135,11 @@ def _observe_pass(
         if len(norms) == 1:
             running_means[conv] = norms[0].running_mean
     return calls, running_means
+
+
+def _version(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place, or 0 for inference tensors."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_batch_norm(module: nn.Module) -> bool:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..geometry import grid_positions, learnt_axes, position_limits
+from .double_precision import in_double
 
 POSITION_STD = 0.5  # cells; paper, section 3 "Positions initialization"
 
@@ -54,10 +55,11 @@ def largest_elements(
     effective_values = values
     if effective is not None:
         effective_values = _values_of_layers(effective, axes)
-    energy = effective_values.double().square().sum(0)  # (O, I, *D, K)
+    energy = in_double(effective_values).square().sum(0)  # (O, I, *D, K)
     chosen_count = min(kernel_count, energy.shape[-1])
     by_energy = energy.sort(dim=-1, descending=True, stable=True).indices
     chosen = by_energy[..., :chosen_count].sort(dim=-1).values  # (O, I, *D, chosen)
+    chosen = chosen.to(values.device)
     filling = (0, kernel_count - chosen_count)  # zeros to add on the last axis: before, after
     weights: list[Tensor] = []
     for values_of_layer in values:

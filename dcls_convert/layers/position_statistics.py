@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..geometry import position_limits
+from .double_precision import in_double
 
 # Cells. Nearer to a limit than this, most of an element is in the window's outermost cells.
 BORDER_MARGIN = 0.5
@@ -46,7 +47,7 @@ def outside_share(positions: Tensor, sides: Sequence[int]) -> float:
         first_cell, last_cell = position_limits(side)
         outside |= coordinate < first_cell - 0.5
         outside |= coordinate > last_cell + 0.5
-    return float(outside.double().mean())
+    return float(in_double(outside).mean())
 
 
 def overlap_share(positions: Tensor) -> float:
@@ -67,14 +68,14 @@ def rms_per_axis(positions: Tensor) -> tuple[float, ...]:
 
     It is the standard deviation about the kernel centre, not about the mean.
     """
-    mean_squares = [axis.double().square().mean() for axis in positions.detach()]
+    mean_squares = [in_double(axis).square().mean() for axis in positions.detach()]
     return tuple(float(mean_square.sqrt()) for mean_square in mean_squares)
 
 
 def mean_distance(positions: Tensor) -> float:
     """Return the mean distance (Euclidean, cells) of elements (A, *C, E) from the kernel centre."""
     distances = torch.linalg.vector_norm(_at_least_float32(positions), dim=0)
-    return float(distances.mean(dtype=torch.float64))
+    return float(in_double(distances).mean())
 
 
 def bin_indices(coordinate: Tensor, size: int, bins_per_cell: int) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError
+from ..layers.double_precision import in_double
 
 CONTAINERS = (tuple, list, dict)
 
@@ -79,7 +80,7 @@ def relative_l2_error(outputs: Any, others: Any) -> float | None:
 
 def _floating_tensors(outputs: Any) -> list[Tensor]:
     """Return the floating-point tensors of outputs, in float64."""
-    return [tensor.double() for tensor in tensors_in(outputs) if tensor.is_floating_point()]
+    return [in_double(tensor) for tensor in tensors_in(outputs) if tensor.is_floating_point()]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,8 +104,8 @@ def compare_outputs(outputs: Any, others: Any) -> Agreement:
     pairs = list(zip(tensors_in(outputs), tensors_in(others), strict=True))
     if pairs and _are_class_scores([old for old, _ in pairs]):
         old_tensors, new_tensors = zip(*pairs, strict=True)
-        old_scores = torch.cat(old_tensors).double()  # (N, classes)
-        new_scores = torch.cat(new_tensors).double()
+        old_scores = in_double(torch.cat(old_tensors))  # (N, classes)
+        new_scores = in_double(torch.cat(new_tensors))
         same_class = old_scores.argmax(1) == new_scores.argmax(1)
         same_top1 = float(same_class.double().mean())
         divergence = nn.functional.kl_div(

@@ -1,22 +1,27 @@
 """Tell how a network was initialised, and how its weights and norms affect its outputs."""
 
 import math
+import re
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
+from ..layers.double_precision import in_double
+
 MIN_WEIGHTS = 1_000  # in all kernels together; fewer can lie within the bounds by chance
 MAX_STANDARD_ERRORS = 5.0  # largest deviation of the mean square, in its standard errors
 
 
-def has_norms(model: nn.Module) -> bool:
-    """Return True if the network has a norm, so that the scale of outputs hardly matters.
+# Norms are recognised by their class names, since libraries define their own, such as
+# "FrozenBatchNorm2d". Other classes have such names, too: those of weight norm and spectral norm,
+# torchvision's Normalize, and timm's NormFreeNet. LocalResponseNorm keeps the scale.
+NORM_CLASS = re.compile(r"(?<!Weight)(?<!Spectral)(?<!LocalResponse)Norm(?!alize|Free)")
 
-    Norms are recognised by their class names, since libraries define their own, such as
-    "FrozenBatchNorm2d".
-    """
-    return any("Norm" in type(module).__name__ for module in model.modules())
+
+def has_norms(model: nn.Module) -> bool:
+    """Return True if the network has a norm, so that the scale of outputs hardly matters."""
+    return any(NORM_CLASS.search(type(module).__name__) for module in model.modules())
 
 
 @torch.no_grad()
@@ -31,7 +36,7 @@ def output_power(kernel: Tensor) -> float:
     Args:
         kernel: (out_channels, in_channels / groups, *kernel_size).
     """
-    weights = kernel.double().flatten(2)
+    weights = in_double(kernel).flatten(2)
     sum_of_squares = float(weights.square().sum())
     squares_of_sums = float(weights.sum(2).square().sum())
     return sum_of_squares + (squares_of_sums - sum_of_squares) / math.pi
@@ -56,7 +61,7 @@ def have_torch_default_init(kernels: Iterable[Tensor]) -> bool:
         if kernel.is_meta or not kernel.is_floating_point():
             return False
         bound = 1 / math.sqrt(kernel[0].numel())
-        relative = kernel.detach().double() / bound
+        relative = in_double(kernel.detach()) / bound
         rounding = torch.finfo(kernel.dtype).eps
         if float(relative.abs().max()) > 1 + rounding:
             return False

@@ -151,6 +151,14 @@ class LoadedNetwork:
             return None
         return split_authors_weights(self._read_entries(), self.request.weights_name)
 
+    def refuse_authors_weights(self) -> None:
+        """Raise CheckpointError if the weights are for layers of the authors' package."""
+        if self.authors_weights is not None:
+            raise CheckpointError(
+                f"{self.request.weights_name}: has elements of its own, so there is nothing to "
+                "compare"
+            )
+
     @cached_property
     def network(self) -> nn.Module:
         """The network with its weights before the conversion, on the request's device."""

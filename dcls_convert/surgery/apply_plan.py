@@ -7,12 +7,13 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ..errors import PlanError
+from ..errors import DclsConvertError, PlanError
 from ..fitting.calibrate import CalibrationStatistics, fit_to_outputs_, measure_inputs
 from ..fitting.calibrated_layer import CalibratedLayer
 from ..fitting.calibration_images import Calibration, Images, calibrate
 from ..fitting.groups import LayerGroup, make_layers
 from ..fitting.warm_start import draw_fit_seed
+from ..layers.double_precision import DEVICE_TYPES_WITHOUT_FLOAT64
 from ..layers.interpolation import find_interpolation
 from ..networks.running import full_precision, unchanged_on_failure
 from ..options import AUTO, EXACT, INITS, POSITIONS, Init, Positions
@@ -88,6 +89,7 @@ def apply_plan_(
     if init == "random":
         start_randomly_(model, groups, positions, generator)
     else:
+        _check_float64(groups)
         statistics = _statistics(model, plan, groups, calibration, note, notify)
         start_from_kernels_(groups, statistics, init, seed, notify)
         if statistics is not None:
@@ -103,6 +105,17 @@ def apply_plan_(
             output_errors[layer.name] = layer.output_error
     reasons = {layer.name: layer.reasons for layer in calibrated if layer.reasons}
     return LayerErrors(kernel=kernel_errors, output=output_errors, reasons=reasons)
+
+
+def _check_float64(groups: Sequence[LayerGroup]) -> None:
+    """Refuse to fit on a device that cannot compute in float64."""
+    for group in groups:
+        for conv in group.convs:
+            if conv.weight.device.type in DEVICE_TYPES_WITHOUT_FLOAT64:
+                raise DclsConvertError(
+                    f"a start from old kernels needs float64, which {conv.weight.device.type} does "
+                    "not have; convert on the CPU, and move the model then"
+                )
 
 
 def _check_start(plan: ConversionPlan, init: Init, positions: Positions) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, DclsConvertError, NothingMatchesError, PlanError, RuleError
+from ..errors import DclsConvertError, NothingMatchesError, PlanError, RuleError
 from ..options import AUTO, DEFAULT_BUDGET
 from ..pipeline.conversion import convert_network_
 from ..pipeline.loaded import LoadedNetwork
@@ -119,10 +119,7 @@ def _check_network(loaded: LoadedNetwork, name: str, *, timed: bool) -> None:
     """Raise CheckpointError or PlanError if the network cannot be swept."""
     request = loaded.request
     convs = loaded.convs
-    if loaded.authors_weights is not None:
-        raise CheckpointError(
-            f"{request.weights_name}: has elements of its own, so there is nothing to compare"
-        )
+    loaded.refuse_authors_weights()
     needs_input_size = timed and convs.input_size is None
     if convs.macs is None and (request.input_size is not None or needs_input_size):
         raise PlanError(f"{shortened(name)}: {convs.macs_note}")

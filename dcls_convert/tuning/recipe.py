@@ -1,4 +1,4 @@
-"""The settings of a training run."""
+"""The settings of a training run. Defaults of options that users know are in `options.py`."""
 
 import math
 from dataclasses import dataclass

@@ -77,10 +77,15 @@ def create_optimizer(
         kwargs["param_group_fn"] = _param_group_function(options, kwargs)
     optimizer = timm_create(model, *args, **kwargs)
     if is_converted:
-        optimizer.register_step_post_hook(lambda *_: clamp_positions_(model))
+        _hooked(optimizer).register_step_post_hook(lambda *_: clamp_positions_(model))
     if needs_epochs:
         follow_epochs_(model, optimizer, options)
     return optimizer
+
+
+def _hooked(optimizer: Any) -> Any:
+    """Return the optimizer whose step calls hooks: for timm's Lookahead, the one that it wraps."""
+    return getattr(optimizer, "_base_optimizer", optimizer)
 
 
 def _param_group_function(
@@ -126,9 +131,10 @@ def follow_epochs_(model: nn.Module, optimizer: Any, options: argparse.Namespace
         if is_repelling and positions:
             # A fused optimizer unscales AMP's gradients in its step; here they are still scaled.
             scale = getattr(stepping_optimizer, "grad_scale", None)
-            add_repulsive_gradients_(model, positions, scale)
+            with torch.enable_grad():  # Lookahead steps without gradients
+                add_repulsive_gradients_(model, positions, scale)
 
-    optimizer.register_step_pre_hook(repel)
+    _hooked(optimizer).register_step_pre_hook(repel)
     script["train_one_epoch"] = train_one_epoch
 
 

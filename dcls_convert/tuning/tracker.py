@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, DclsConvertError
 from ..geometry import position_limits
 from ..input_files import read_bytes
+from ..layers.double_precision import in_double
 from ..layers.position_statistics import (
     bin_indices,
     border_share,
@@ -153,7 +154,7 @@ class PositionTracker:
         first_layer = next(iter(parameter.layers.values()))
         mean_sigma = None
         if first_layer.sigma is not None:
-            mean_sigma = _finite(float(full_tensor(first_layer.sigma).mean(dtype=torch.float64)))
+            mean_sigma = _finite(float(in_double(full_tensor(first_layer.sigma)).mean()))
         return TrackedPositions(
             name=name,
             layers=tuple(WRAPPER_PREFIXES.sub("", layer) for layer in parameter.layers),
@@ -173,7 +174,7 @@ class PositionTracker:
             return None
         dtype = torch.promote_types(positions.dtype, torch.float32)
         moves = (positions.to(dtype) - last_positions.to(positions.device, dtype)).abs_()
-        mean_move = float(moves.mean(dtype=torch.float64))
+        mean_move = float(in_double(moves).mean())
         return _finite(mean_move / (step - self._last_step))
 
 
@@ -197,7 +198,7 @@ def _followed(positions: Tensor) -> tuple[tuple[float | None, ...], ...]:
     count = min(FOLLOWED, elements.shape[1])
     chosen = torch.arange(count, device=positions.device) * elements.shape[1] // count
     followed = []
-    for coordinates in elements[:, chosen].double().tolist():
+    for coordinates in in_double(elements[:, chosen]).tolist():
         followed.append(tuple(_finite(round(value, FOLLOWED_DIGITS)) for value in coordinates))
     return tuple(followed)
 

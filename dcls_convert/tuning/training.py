@@ -432,7 +432,7 @@ def _store_channels_last_(model: nn.Module) -> None:
 
 
 def _percent(correct: Tensor) -> float:
-    return 100 * float(correct.double().mean())
+    return 100 * float(correct.cpu().double().mean())
 
 
 def _updates_per_epoch(images: int, update_size: int) -> int:

@@ -1,4 +1,4 @@
-"""Open the images for training and testing, and set their transforms.
+"""Open the images for training and testing, and set their transforms (augmentation).
 
 Any of timm's data sets with random access works.
 """
@@ -98,9 +98,11 @@ def open_images(
     names = tuple(class_to_idx) or tuple(map(str, range(classes or 0)))
     if labelled and len(names) < 2:
         raise DclsConvertError(f"{where}: has fewer than two classes; each is a folder of images")
-    if not len(train) or not len(test):
+    min_test_images = 2 if labelled else 1  # a comparison needs their variance
+    if not len(train) or len(test) < min_test_images:
         raise DclsConvertError(
-            f"{where}: has {len(train)} images to train on and {len(test)} to test with"
+            f"{where}: has {len(train)} images to train on and {len(test)} to test with; "
+            f"at least 1 and {min_test_images} are needed"
         )
     return ImageData(train=train, test=test, classes=names)
 

@@ -356,6 +356,23 @@ def picky_net(num_classes):
     return network
 
 
+def test_a_single_test_image_is_refused(tmp_path):
+    for path in sorted(Path("images/validation").rglob("*.png"))[1:]:
+        path.unlink()
+    _, err = compare("--output", "out", code=2)
+    assert "has 16 images to train on and 1 to test with" in err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_for_layers_of_the_authors_package_are_refused():
+    state = {"stages.0.1.weight": torch.randn(8, 1, 4), "stages.0.1.P": torch.randn(2, 8, 1, 4)}
+    torch.save(state, "authors.pth")
+    for command in (("compare", "--data", "images", "--output", "out"), ("sweep", "--sizes", "9")):
+        command, *arguments = command
+        _, err = run(command, NET, *SIZE, "--checkpoint", "authors.pth", *arguments, code=2)
+        assert err.splitlines()[-1].endswith("elements of its own, so there is nothing to compare")
+
+
 def test_a_network_that_fails_on_the_images_is_a_user_error():
     _, err = run("compare", f"{__name__}:picky_net", "--data", "images", *QUICK, code=2)
     assert err.splitlines()[-1] == "error: as it is: fails on these images: division by zero"

@@ -400,10 +400,17 @@ def two_norms(net, x):
     return net.norm1(y) + net.norm2(y) + net.conv2(x)
 
 
+def norm_of_a_sum_in_place(net, x):
+    y = net.conv1(x)
+    y += net.conv2(x)
+    return net.norm1(y)
+
+
 WIRINGS = {
     "one each": (lambda net, x: net.norm1(net.conv1(x)) + net.norm2(net.conv2(x)), 2),
     "two norms behind one": (two_norms, 0),
     "one norm behind two": (lambda net, x: net.norm1(net.conv1(x)) + net.norm1(net.conv2(x)), 0),
+    "one norm behind a sum in place": (norm_of_a_sum_in_place, 0),
     "one norm behind a sum": (lambda net, x: net.norm1(net.conv1(x) + net.conv2(x)), 0),
 }
 

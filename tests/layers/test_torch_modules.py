@@ -1,5 +1,7 @@
 """Test the DCLS layers with torch's module tests: ModuleInfo and the machinery around it.
 
+These include gradients against finite differences, pickling, devices and dtypes.
+
 The machinery is `torch.testing._internal`; the laws and configurations are our own. Left out are
 comparison with a GPU, transfer between several devices, and `inplace`, which the layers lack.
 """

@@ -3,8 +3,10 @@
 import timm
 import torch
 from torch import nn
+from torchvision.ops import FrozenBatchNorm2d
+from torchvision.transforms import Normalize
 
-from dcls_convert.networks.untrained import have_torch_default_init
+from dcls_convert.networks.untrained import has_norms, have_torch_default_init
 
 
 def kernels_of(model):
@@ -16,6 +18,18 @@ def network():
     return nn.Sequential(
         nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.Conv2d(32, 32, 7, groups=32)
     )
+
+
+def test_norms_are_told_from_other_classes_with_such_names():
+    with_norms = (nn.BatchNorm2d(3), FrozenBatchNorm2d(3), nn.LayerNorm(3), nn.RMSNorm(3))
+    without_norms = (
+        nn.LocalResponseNorm(3),
+        Normalize(mean=[0.5], std=[0.5]),
+        timm.create_model("nf_regnet_b0"),
+        torch.nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 3, 3)),
+    )
+    assert all(has_norms(nn.Sequential(module)) for module in with_norms)
+    assert not any(has_norms(nn.Sequential(module)) for module in without_norms)
 
 
 def test_a_new_network_is_recognised_whatever_its_dtype():
