@@ -51,7 +51,7 @@ ORDER = (
         "__main__",
     ),
 )
-# Folders that may import a library that is slow, optional or needs care.
+# The folders that import a library that is slow, optional or needs care; no others may.
 FOREIGN = {
     "timm": {"layers", "networks", "checkpoints", "tuning", "timm_plugin"},
     "torchvision": {"networks"},

@@ -177,8 +177,7 @@ class Match(_Strict):
     def mismatch(self, site: "ConvSite") -> str | None:
         """Describe the first predicate that `site` fails, or return None if all hold.
 
-        A predicate fails if the site's value is not known, such as the output size of a convolution
-        that is never called.
+        A predicate also fails if the site's value is not known.
         """
         for predicate in type(self).model_fields:
             stated = getattr(self, predicate)

@@ -116,7 +116,9 @@ class Training:
         self.loss: list[float] = []  # for each update
         self.top1: list[float] = []  # for each epoch: percent of test images classified correctly
         self.top1_before: list[float] = []  # the same before training, if it was tested
-        self.epoch_seconds: list[float] = []  # for each epoch, without testing and saving
+        # For each epoch, without its test and the state that is saved after it. An epoch that is
+        # resumed has only its rest.
+        self.epoch_seconds: list[float] = []
         self.update_seconds: list[float] = []  # for each update of this process, without loading
         self.update_seconds_with_loading: list[float] = []  # for each update of this process
         # For each test image, whether it was classified correctly after the last epoch.
