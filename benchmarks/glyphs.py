@@ -137,6 +137,13 @@ def small_convnext(num_classes: int = CLASSES) -> "nn.Module":
     return emoji.small_convnext(num_classes, in_chans=1)
 
 
+def small_convnext_3x3(num_classes: int = CLASSES) -> "nn.Module":
+    """The same with 3x3 kernels in place of 7x7."""
+    import emoji
+
+    return emoji.small_convnext(num_classes, in_chans=1, kernel_sizes=3)
+
+
 def kanji() -> list[str]:
     """Return all kanji of JIS X 0208, level 1, in its order."""
     characters = []

@@ -166,6 +166,10 @@ def check_fits_plan(model: nn.Module, plan: ConversionPlan, meta: nn.Module | No
     """
     state = model.state_dict()
     for name, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(
+                f"the model cannot be saved: its state dict has {name}, which is not a tensor"
+            )
         if tensor.is_meta:
             raise CheckpointError(
                 f"the model cannot be saved: {name} is on the meta device, without values"

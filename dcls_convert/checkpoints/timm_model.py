@@ -72,9 +72,14 @@ def create_converted(
     if pretrained:
         checkpoint = _open_checkpoint_of_weights(cfg, cache_dir)
     model = _build(conversion, kwargs, cfg, features_only=features_only)
+    stored_names: dict[str, str] = {}
     if features_only:
-        conversion = _plan_for_features(model, conversion)
-    if pretrained:
+        whole = conversion
+        conversion = _plan_for_features(model, whole)
+        stored_names = _stored_names_of_tied(whole, conversion)
+    if not conversion.layers:
+        pass  # the features come before the first converted layer
+    elif pretrained:
         place_stored_plan_(model, conversion)
     else:  # random values, as in timm's own models without weights
         apply_plan_(model, conversion, init="random", generator=torch.default_generator)
@@ -90,6 +95,7 @@ def create_converted(
             checkpoint,
             in_chans=kwargs.get("in_chans"),
             features_only=features_only,
+            stored_names=stored_names,
             cache_dir=cache_dir,
         )
     return model
@@ -134,6 +140,7 @@ def _load_by_timm_(
     *,
     in_chans: int | None,
     features_only: bool,
+    stored_names: Mapping[str, str],
     cache_dir: str | Path | None,
 ) -> None:
     """Let timm load the weights and adapt them to the model's head and first convolution.
@@ -144,6 +151,7 @@ def _load_by_timm_(
         checkpoint: The folder of the weights; None if they are not a safetensors file.
         in_chans: Number of input channels that the caller requested; None for the stored number.
         features_only: Whether the model is a feature extractor.
+        stored_names: From `_stored_names_of_tied`, for a feature extractor.
         cache_dir: Cache folder of the hub.
     """
     from timm.models import load_pretrained
@@ -159,7 +167,7 @@ def _load_by_timm_(
         if checkpoint is not None:
             checkpoint.check_tensors(state)
         if features_only:
-            state = _features_state(state, model, cfg, in_chans)
+            state = _features_state(state, model, stored_names, cfg, in_chans)
         return _complete_state(state, model, cfg)
 
     if checkpoint is not None:
@@ -278,33 +286,59 @@ def _names_in_whole_model(names: Collection[str], known: Container[str]) -> dict
 def _plan_for_features(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
     """Translate the plan to the names of a feature extractor.
 
-    Layers after the last feature are dropped: the extractor does not have them.
+    Layers after the last feature are dropped: the extractor does not have them. A tie group's
+    positions move to the module that has the layers in the extractor; there, they get another name
+    if theirs is taken.
     """
     name_of_flat = {_flat(name): name for layer in plan.layers for name in layer.names}
     modules = dict(model.named_modules(remove_duplicate=False))
     extractor_name = {}
     for name, flat in _names_in_whole_model(modules, name_of_flat).items():
         extractor_name[name_of_flat[flat]] = name
-    if not extractor_name:
-        raise ModelError(
-            f"none of the {len(plan.layers)} converted layers is found "
-            f"in timm's {type(model).__name__}"
-        )
     layers = []
     for layer in plan.layers:
         names = tuple(extractor_name[name] for name in layer.names if name in extractor_name)
         if names:
             layers.append(replace(layer, names=names))
     groups = []
+    used_names: set[str] = set()
     for group in plan.tie_groups:
         members = tuple(layer.name for layer in layers if layer.tie_group == group.name)
-        if members:
-            groups.append(replace(group, owner=common_parent(members), layers=members))
+        if not members:
+            continue
+        owner = common_parent(members)
+        parameters = {}
+        for kind, parameter in group.parameters.items():
+            while _joined(owner, parameter) in used_names:
+                parameter += "_"
+            used_names.add(_joined(owner, parameter))
+            parameters[kind] = parameter
+        groups.append(replace(group, owner=owner, parameters=parameters, layers=members))
     return replace(plan, layers=tuple(layers), tie_groups=tuple(groups))
 
 
+def _joined(owner: str, parameter: str) -> str:
+    return f"{owner}.{parameter}" if owner else parameter
+
+
+def _stored_names_of_tied(whole: ConversionPlan, features: ConversionPlan) -> dict[str, str]:
+    """Map the names of tied parameters in a feature extractor to those in the whole model."""
+    groups = {group.name: group for group in whole.tie_groups}
+    stored_names = {}
+    for group in features.tie_groups:
+        stored = groups[group.name]
+        for kind, parameter in group.parameters.items():
+            name = _joined(group.owner, parameter)
+            stored_names[name] = _joined(stored.owner, stored.parameters[kind])
+    return stored_names
+
+
 def _features_state(
-    state: Mapping[str, Tensor], model: nn.Module, cfg: Mapping[str, Any], in_chans: int | None
+    state: Mapping[str, Tensor],
+    model: nn.Module,
+    stored_names: Mapping[str, str],
+    cfg: Mapping[str, Any],
+    in_chans: int | None,
 ) -> dict[str, Tensor]:
     """Return the checkpoint's tensors under the feature extractor's names.
 
@@ -318,4 +352,7 @@ def _features_state(
             weight = _flat(f"{name}.weight")
             flat[weight] = adapt_input_conv(in_chans, flat[weight])
     names = _names_in_whole_model(model.state_dict(), flat)
-    return {name: flat[key] for name, key in names.items()}
+    features_state = {name: flat[key] for name, key in names.items()}
+    for name, stored_name in stored_names.items():
+        features_state[name] = state[stored_name]
+    return features_state

@@ -275,6 +275,9 @@ def check_model_in_this_process(folder: Path, trust_code: bool) -> list[Check]:
 
 def _set_precision_(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Give the model the dtypes of the stored tensors, with which its outputs were computed."""
+    dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
+    if len(dtypes) == 1:
+        model.to(dtypes.pop())  # also buffers that are not stored
     for name, tensor in model.state_dict(keep_vars=True).items():
         stored = state.get(name)
         if stored is None:

@@ -142,7 +142,10 @@ def parse_window(text: str) -> int | str | tuple[int, ...]:
 
 
 def parse_input_size(text: str) -> tuple[int, ...]:
-    """Parse "3x224x224" into (3, 224, 224)."""
+    """Parse "3x224x224" into (3, 224, 224), and "1x16000" into (1, 16000)."""
+    signal = re.fullmatch(r"([1-9][0-9]{0,3})[xX]([1-9][0-9]{0,6})", text)
+    if signal:
+        return int(signal[1]), int(signal[2])
     expected = f"an input size: give channels and sides from 1 to {MAX_SIDE}, such as 3x224x224"
     return _parse_sides(text, range(2, 5), expected)
 

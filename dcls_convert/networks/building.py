@@ -7,8 +7,9 @@ import itertools
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -168,17 +169,20 @@ def _build_torchvision(name: str, args: dict[str, Any], *, pretrained: bool) -> 
     models = import_library("torchvision.models")
     if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
         args = {**args, "weights_backbone": None}  # by default, a backbone is downloaded
-    model: nn.Module
-    if pretrained and "num_classes" in args:  # torchvision refuses the two together
-        with_weights = models.get_model(name, weights="DEFAULT")
-        model = models.get_model(name, **args)
-        _copy_all_but_the_head_(with_weights, model)
-    else:
-        model = models.get_model(name, weights="DEFAULT" if pretrained else None, **args)
+    model: nn.Module = models.get_model(name, **args)
+    if not pretrained:
+        return model
+    # torchvision refuses weights together with num_classes. With weights, some models have other
+    # modules, such as a second head for training or frozen BatchNorms; the folder of a converted
+    # model could not tell which. So the weights are copied into the model that is built without.
+    with_weights: nn.Module = models.get_model(name, weights="DEFAULT")
+    if repr(with_weights) == repr(model):
+        return with_weights
+    _copy_what_fits_(with_weights, model)
     return model
 
 
-def _copy_all_but_the_head_(pretrained: nn.Module, model: nn.Module) -> None:
+def _copy_what_fits_(pretrained: nn.Module, model: nn.Module) -> None:
     """Copy the pretrained tensors that fit into `model`; a head of another shape stays new."""
     shapes = shapes_of(model)
     state: dict[str, torch.Tensor] = {}
@@ -197,19 +201,24 @@ def _call_users_factory(source: ModelSource) -> Any:
     current_folder = os.getcwd()
     sys.path.insert(0, current_folder)
     try:
+        factory = _import_factory(source.name, module_name, attribute)
+        return factory(**source.args)  # may import other files of the folder
+    finally:
+        sys.path.remove(current_folder)
+
+
+def _import_factory(name: str, module_name: str, attribute: str) -> Callable[..., Any]:
+    try:
         module = importlib.import_module(module_name)
     except ImportError as error:
         suggestion = did_you_mean(module_name, LIBRARY_KINDS)
         raise ModelError(
-            f"{source.name}: module {module_name!r} cannot be imported: "
-            f"{one_line(error)}{suggestion}"
+            f"{name}: module {module_name!r} cannot be imported: {one_line(error)}{suggestion}"
         ) from error
-    finally:
-        sys.path.remove(current_folder)
     factory = getattr(module, attribute, None)
     if not callable(factory):
-        raise ModelError(f"{source.name}: module {module_name!r} has no function {attribute!r}")
-    return factory(**source.args)
+        raise ModelError(f"{name}: module {module_name!r} has no function {attribute!r}")
+    return cast(Callable[..., Any], factory)
 
 
 class _MetaWeights(TorchFunctionMode):

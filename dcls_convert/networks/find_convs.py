@@ -57,7 +57,8 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
         else:
             # Assume that the first convolution sees the image.
             sees_image = not sites and not skipped
-        takes_image = sees_image and conv.in_channels == image_channels
+        has_image_channels = size is None or conv.in_channels == image_channels
+        takes_image = sees_image and has_image_channels
         site = _site(
             conv,
             names,
@@ -246,6 +247,12 @@ def _stated_input_size(model: nn.Module) -> tuple[int, ...] | None:
     if not isinstance(config, Mapping) or not config.get("input_size"):
         return None
     channels, *sides = config["input_size"]
-    # With `in_chans`, timm builds the model for other channels, but its config still says 3.
-    stated_channels = getattr(model, "_model_args", {}).get("in_chans")
-    return (stated_channels or channels, *sides)
+    # With these arguments, timm builds another model, but its config still states the usual size.
+    arguments = getattr(model, "_model_args", {})
+    channels = arguments.get("in_chans") or channels
+    image_size = arguments.get("img_size")
+    if isinstance(image_size, int):
+        sides = [image_size, image_size]
+    elif isinstance(image_size, Sequence):
+        sides = list(image_size)
+    return (channels, *sides)

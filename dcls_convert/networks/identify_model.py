@@ -1,6 +1,7 @@
 """Infer the source that a given model was built from, and the input size that it takes."""
 
 import contextlib
+import re
 from typing import Any
 
 from torch import nn
@@ -15,6 +16,9 @@ from .trust import check_source
 USUAL_INPUT_SIZE = (3, 224, 224)  # of ImageNet classifiers; for models that state no size
 USUAL_CLASSES = 1000  # of ImageNet
 VIDEO_FRAMES = 16  # frames per clip of torchvision's video models
+# torchvision's Inceptions with trained weights normalise their inputs a second time.
+TRANSFORM_INPUT = "transform_input"
+INCEPTIONS = ("torchvision:googlenet", "torchvision:inception_v3")
 
 
 def assumed_input_size(source: ModelSource, model: nn.Module) -> tuple[int, ...] | None:
@@ -71,26 +75,46 @@ def _torchvision_input_size(name: str, model: nn.Module) -> tuple[int, ...]:
 def infer_source(model: nn.Module) -> ModelSource | None:
     """Infer the registry, name and arguments that a model was built with.
 
-    Return None if no registry builds the same model, or if `check_source` refuses it.
+    Return None if no registry builds the same model, because it was edited for example, or if
+    `check_source` refuses it.
     """
     config = getattr(model, "pretrained_cfg", None)
     stored_args = getattr(model, "_model_args", None)
-    architecture = config.get("architecture") if isinstance(config, dict) else None
-    if not isinstance(architecture, str) or not isinstance(stored_args, dict):
+    if not isinstance(config, dict) or not isinstance(stored_args, dict):
+        return _torchvision_source(model)
+    architecture = config.get("architecture")
+    if not isinstance(architecture, str):
         return _torchvision_source(model)
     args = dict(stored_args)
     num_classes = getattr(model, "num_classes", None)  # the head may have been replaced since
-    if isinstance(config, dict) and num_classes not in (None, config.get("num_classes")):
+    if num_classes not in (None, config.get("num_classes")):
         args["num_classes"] = num_classes
-    source = ModelSource(name=f"timm:{architecture}", args=args)
-    try:
-        check_source(source)
-        rebuilt = build_model(source, device="meta")
-    except ModelError:
-        return None
-    if shapes_of(rebuilt) != shapes_of(model):
-        return None
-    return source
+    # A model with a tag, or from a hub, may have other classes and channels than timm's default.
+    stated_args = dict(args)
+    if num_classes is not None:
+        stated_args.setdefault("num_classes", num_classes)
+    if config.get("input_size"):
+        stated_args.setdefault("in_chans", config["input_size"][0])
+    for candidate_args in (args, stated_args):
+        source = ModelSource(name=f"timm:{architecture}", args=candidate_args)
+        with contextlib.suppress(ModelError):
+            check_source(source)
+            rebuilt = build_model(source, device="meta")
+            if shapes_of(rebuilt) == shapes_of(model):
+                return source if _structure(rebuilt) == _structure(model) else None
+    return None
+
+
+# Settings in the text of a module that do not change what a trained model computes: kinds of
+# BatchNorm, rates of dropout, and whether an activation works in place.
+BATCH_NORM_SETTINGS = re.compile(r"(?:Sync|Frozen)?(BatchNorm)\w*\([^()\n]*")
+TRAINING_SETTINGS = re.compile(r"(?:, )?\b(?:p|drop_prob|inplace)=[^,)]*")
+
+
+def _structure(model: nn.Module) -> str:
+    """Return the text of the model's modules, equal for models that compute the same."""
+    text = BATCH_NORM_SETTINGS.sub(r"\1(", repr(model))
+    return TRAINING_SETTINGS.sub("", text)
 
 
 def _torchvision_source(model: nn.Module) -> ModelSource | None:
@@ -103,6 +127,8 @@ def _torchvision_source(model: nn.Module) -> ModelSource | None:
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if linears and linears[-1].out_features != USUAL_CLASSES:
         args["num_classes"] = linears[-1].out_features
+    if getattr(model, TRANSFORM_INPUT, False):
+        args[TRANSFORM_INPUT] = True
     structure = repr(model)
     for name in models.list_models():
         if models.get_model_builder(name).__module__ != model_module:

@@ -12,6 +12,7 @@ from ..fitting.counts import choose_counts_by_error
 from ..fitting.groups import make_layers
 from ..fitting.warm_start import draw_fit_seed
 from ..geometry import size_text
+from ..networks.identify_model import INCEPTIONS, TRANSFORM_INPUT
 from ..networks.running import eval_mode, run_batch, suppress_output
 from ..networks.tracing import check_same_shapes
 from ..options import AUTO, ERROR_SCOPE, EXACT, Init, PlanOptions, Scope
@@ -111,7 +112,10 @@ def _name_and_arguments(loaded: LoadedNetwork) -> tuple[str | None, dict[str, An
     source = loaded.rebuildable_source
     if source is None:
         return None, {}
-    return source.name, source.args
+    arguments = source.args
+    if loaded.request.pretrained and source.name in INCEPTIONS:
+        arguments = {**arguments, TRANSFORM_INPUT: True}
+    return source.name, arguments
 
 
 def _described(name: str | None, arguments: Mapping[str, Any]) -> str:

@@ -176,7 +176,8 @@ def test_parameters_without_stored_weights_depend_on_the_seed_as_in_timm(folder)
     assert all(0.3 < first[name].std() < 0.7 for name in positions)  # N(0, 0.5 cells)
 
 
-@pytest.mark.parametrize(("name", "size"), [(TINY, 17), ("test_efficientnet", 9)])
+# vgg11's extractor has no module that holds all layers of a stage.
+@pytest.mark.parametrize(("name", "size"), [(TINY, 17), ("test_efficientnet", 9), ("vgg11", 5)])
 def test_features_only_gives_the_features_of_the_whole_model(tmp_path, name, size):
     model, plan = convert(f"timm:{name}", size)
     folder = f"local-dir:{save(tmp_path / 'out', model, plan, fingerprint=False)}"
@@ -244,6 +245,11 @@ OTHER_COUNT = r"stages\.0\.blocks\.0\.conv_dw\.weight has shape \(24, 1, 5\), th
 NOT_FINITE = r"has \d+ of \d+ values that are NaN or infinite"
 
 
+class WithExtraState(nn.Module):
+    def get_extra_state(self):
+        return {"steps": 3}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -260,6 +266,10 @@ NOT_FINITE = r"has \d+ of \d+ values that are NaN or infinite"
             r"head\.fc\.weight has shape \(5, 64\), the model needs \(1000, 64\)",
         ),
         (lambda m: m.add_module("extra", nn.Linear(2, 2)), "unexpected: extra.weight, extra.bias"),
+        (
+            lambda m: m.add_module("extra", WithExtraState()),
+            r"its state dict has extra\._extra_state, which is not a tensor",
+        ),
         (lambda m: m.stages.__setitem__(0, convert(kernel_count=5)[0].stages[0]), OTHER_COUNT),
         (lambda m: m.stem[0].weight.data[0].fill_(torch.nan), rf"stem\.0\.weight {NOT_FINITE}"),
         (lambda m: m.pretrained_cfg.update(crop_pct=torch.nan), "cannot be written as JSON"),

@@ -15,6 +15,7 @@ import torch
 from dcls_convert import load_converted
 from dcls_convert.checkpoints.folder import FILES
 from dcls_convert.cli.app import EXAMPLES
+from dcls_convert.cli.typer_options import parse_input_size
 from dcls_convert.errors import NothingMatchesError
 from dcls_convert.options import PlanOptions, Scope
 from dcls_convert.planning.rule_files import load_rules
@@ -200,7 +201,10 @@ def test_quiet_prints_the_folder_alone_and_sizes_name_it():
 
 
 def test_own_factory_is_run_with_its_arguments():
-    Path("mymodel.py").write_text(f"from {net.__module__} import net as build")
+    Path("mylayers.py").write_text(f"from {net.__module__} import net")
+    Path("mymodel.py").write_text(
+        "def build(**arguments):\n    from mylayers import net\n    return net(**arguments)\n"
+    )
     out, _ = run(
         "mymodel:build", "--num-classes", "5", "--dilated-size", "7", *SMALL, "--seed", "3"
     )
@@ -208,6 +212,10 @@ def test_own_factory_is_run_with_its_arguments():
     sys.modules.pop("mymodel")
     model = load_converted("build-dcls7", trust_code=True)
     assert model(torch.randn(1, 3, 32, 32)).shape == (1, 5)
+
+
+def test_the_input_size_of_a_signal_may_be_long():
+    assert parse_input_size("1x16000") == (1, 16000)
 
 
 def test_rules_commands():

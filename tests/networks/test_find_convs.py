@@ -333,6 +333,17 @@ def test_a_compiled_model_is_refused():
         find_convs(torch.compile(Holder(depthwise())))
 
 
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_without_an_input_size_the_first_convolution_is_the_stem(channels):
+    model = nn.Sequential(nn.Conv2d(channels, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    assert [site.stem for site in find_convs(model).sites] == [True, False]
+
+
+def test_an_image_size_that_timm_was_given_is_the_input_size():
+    model = timm.create_model("test_vit", img_size=64, in_chans=1)
+    assert find_convs(model).input_size == (1, 64, 64)
+
+
 def test_a_timm_model_states_its_input_size_and_channels():
     assert find_convs(timm.create_model("test_convnext", in_chans=1)).input_size == (1, 160, 160)
 

@@ -39,6 +39,35 @@ def test_only_a_model_that_a_registry_can_build_again_has_a_source():
         assert infer_source(build(name.partition(":")[2], num_classes=3)) == source
 
 
+def test_an_edited_model_has_no_source_even_if_all_shapes_are_the_same():
+    with_other_activations = timm.create_model("test_resnet")
+    for name, module in list(with_other_activations.named_modules()):
+        if isinstance(module, nn.ReLU):
+            with_other_activations.set_submodule(name, nn.SiLU())
+    without_pooling = timm.create_model(TINY, num_classes=0)
+    without_pooling.head.global_pool = nn.Identity()
+    assert infer_source(with_other_activations) is None
+    assert infer_source(without_pooling) is None
+
+
+def test_norms_of_distributed_training_are_no_edit():
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(timm.create_model("test_resnet"))
+    assert infer_source(model) == ModelSource(name="timm:test_resnet")
+
+
+def test_classes_and_settings_of_a_tag_are_arguments():
+    name = "mobilenetv3_small_050"
+    tagged = timm.create_model(name, num_classes=21, device="meta")
+    tagged.pretrained_cfg = {**tagged.pretrained_cfg, "num_classes": 21}
+    tagged._model_args = {}
+    source = infer_source(tagged)
+    assert (source.name, source.args["num_classes"]) == (f"timm:{name}", 21)
+    inception = build_model(ModelSource(name="torchvision:inception_v3"), device="meta")
+    inception.transform_input = True
+    rebuilt = build_model(infer_source(inception), device="meta")
+    assert rebuilt.transform_input
+
+
 @pytest.mark.parametrize(
     ("name", "size"),
     {

@@ -157,6 +157,21 @@ def test_pretrained_weights_come_from_timm_or_a_folder_which_is_not_needed_later
     assert torch.equal(load_converted(tmp_path / "out").stem[0].weight, trained.stem[0].weight)
 
 
+def test_torchvision_weights_of_another_structure_fill_the_plain_model(monkeypatch):
+    """With weights, torchvision gives this model a second head, which its plan does not have."""
+    torch.manual_seed(3)
+    with_weights = torchvision.models.segmentation.deeplabv3_mobilenet_v3_large(
+        weights=None, weights_backbone=None, aux_loss=True, num_classes=21
+    )
+    state = with_weights.state_dict()
+    monkeypatch.setattr(
+        "torchvision.models._api.load_state_dict_from_url", lambda *_args, **_options: state
+    )
+    network = loaded("torchvision:deeplabv3_mobilenet_v3_large", pretrained=True).network
+    assert network.aux_classifier is None
+    assert all(torch.equal(tensor, state[name]) for name, tensor in network.state_dict().items())
+
+
 def test_torchvision_weights_come_through_its_own_loader(monkeypatch):
     torch.manual_seed(3)
     state = torchvision.models.shufflenet_v2_x0_5(weights=None).state_dict()
