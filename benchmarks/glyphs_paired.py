@@ -10,6 +10,7 @@ results/glyphs.tar.gz, which has all runs.
 
 import json
 import tarfile
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,24 @@ FROZEN = ("glyphs-ablated", "9x9-frozen-kernel")
 DENSE = ("glyphs-ablated", "9x9-dense")
 AS_IT_IS = ("glyphs-ablated", "as-it-is")
 DILATED = ("glyphs-dilated", "as-it-is")
-PAIRS = ((LEARNT, FROZEN), (LEARNT, DENSE), (DILATED, AS_IT_IS), (LEARNT, DILATED))
-CALLS_OF_ONE_ORIGINAL = ("glyphs", "glyphs-ablated")
+CONVNEXT = ("glyphs-convnext-ablated", "as-it-is")
+CONVNEXT_LEARNT = ("glyphs-convnext-ablated", "13x13")
+CONVNEXT_FROZEN = ("glyphs-convnext-ablated", "13x13-frozen")
+CONVNEXT_3X3 = ("glyphs-convnext-3x3", "as-it-is")
+PAIRS = (
+    (LEARNT, FROZEN),
+    (LEARNT, DENSE),
+    (DILATED, AS_IT_IS),
+    (LEARNT, DILATED),
+    (CONVNEXT_LEARNT, CONVNEXT_FROZEN),
+    (CONVNEXT_3X3, CONVNEXT),
+    (CONVNEXT_LEARNT, CONVNEXT_3X3),
+)
+# Calls that share the runs of the network as it is.
+CALLS_OF_ONE_ORIGINAL = (
+    ("glyphs", "glyphs-ablated"),
+    ("glyphs-convnext", "glyphs-convnext-ablated"),
+)
 
 
 def read(archive: tarfile.TarFile, name: str) -> Any:
@@ -57,19 +74,25 @@ def print_difference(
     )
 
 
+def print_corrected_p_values(archive: tarfile.TarFile, folders: Sequence[str]) -> None:
+    """Print the p-values of all conversions of these calls, corrected together."""
+    p_values = {}
+    for folder in folders:
+        for arm in read(archive, f"{folder}/comparison.json")["arms"]:
+            if arm["p_value"] is not None:
+                p_values[arm["label"]] = arm["p_value"]
+    print(f"{' and '.join(folders)}: p-values of {len(p_values)} conversions, corrected together:")
+    for label, p_value in holm(p_values, len(p_values)).items():
+        print(f"  {label}: {p_value:.3f}")
+
+
 def main() -> None:
     script_parser(__doc__).parse_args()
-    p_values = {}
     with tarfile.open(RUNS) as archive:
         for first, second in PAIRS:
             print_difference(archive, first, second)
-        for folder in CALLS_OF_ONE_ORIGINAL:
-            for arm in read(archive, f"{folder}/comparison.json")["arms"]:
-                if arm["p_value"] is not None:
-                    p_values[arm["label"]] = arm["p_value"]
-    print(f"p-values of {len(p_values)} conversions, corrected together:")
-    for label, p_value in holm(p_values, len(p_values)).items():
-        print(f"  {label}: {p_value:.3f}")
+        for folders in CALLS_OF_ONE_ORIGINAL:
+            print_corrected_p_values(archive, folders)
 
 
 if __name__ == "__main__":

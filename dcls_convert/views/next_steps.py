@@ -13,7 +13,7 @@ from .outcome import outcome_sentences
 
 NEAR_THE_CENTRE = (
     "Elements start near the centre, as in the paper, and need long training to move.",
-    "For short training, --positions kernel spreads them over the old kernel.",
+    "In a short training, --positions kernel may be better: compare tries both.",
 )
 
 
