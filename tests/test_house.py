@@ -35,7 +35,7 @@ PACKAGE = Path(dcls_convert.__file__).parent
 # from the package.
 ORDER = (
     *("text", "errors", "options", "geometry", "input_files", "picture_output"),
-    *("records", "processes", "atomic_output", "tables", "progress"),
+    *("records", "process_identity", "atomic_output", "tables", "progress"),
     *("eager", "depthwise", "layers", "networks", "planning", "reports"),
     *("image_files", "fitting", "surgery", "pipeline"),
     *(
@@ -62,7 +62,7 @@ FOREIGN = {
     "scipy": {"compare"},
 }
 # Modules that are imported only by what trains.
-TRAINS = ("tuning.images", "tuning.seeding", "tuning.training")
+TRAINS = ("tuning.training_images", "tuning.seeding", "tuning.training")
 
 
 def imports_of(path):
