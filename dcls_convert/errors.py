@@ -7,9 +7,9 @@ NO_MEMORY = ("allocate memory", "bad_alloc", "failed to map segment", "out of me
 
 
 class DclsConvertError(ValueError):
-    """A mistake in the user's input.
+    """An error that the user can act on: wrong input, or a file, model or device that fails.
 
-    `str(error)` is one printable line that says what to do instead.
+    `str(error)` is one printable line: where, what was found and, if possible, what to do instead.
     """
 
     exit_code = 2

@@ -40,7 +40,7 @@ POSITIONS: tuple[str, ...] = get_args(Positions)
 
 AUTO: Final = "auto"
 DEFAULT_INTERPOLATION: InterpolationName = "bilinear"  # as in the paper
-# A scope for trained kernels: each tie group gets as many elements as its kernels need.
+# A scope for trained kernels: tie groups share the budget so that the sum of errors is least.
 ERROR_SCOPE: Scope = "error"
 # A kernel count and a start: one element in every cell of the old kernel, so that the new layer
 # computes the same function.
@@ -154,7 +154,7 @@ class PlanOptions:
     """
 
     # Cells: one integer, or one for each side. Or a growth such as "+4". Or "auto", the largest
-    # growth with windows of at most MAX_WINDOW that adds at most MAX_ADDED_MACS_PERCENT to MACs.
+    # growth with windows of at most MAX_WINDOW that adds at most MAX_ADDED_COST_PERCENT to MACs.
     dilated_size: int | Sequence[int] | str = field(
         default=AUTO,
         metadata=_argument(

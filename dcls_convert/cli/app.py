@@ -1,4 +1,4 @@
-"""The program: its commands, and its end with a documented exit code.
+"""The command-line program: its commands, error messages and exit codes.
 
 An error is reported in one line. Importing this module imports no torch.
 """

@@ -51,8 +51,8 @@ def gpu(
 ) -> None:
     """Check depthwise layers on a GPU, and time a network there: original, converted and folded.
 
-    Takes about three minutes. Every line is printed and stored as soon as it is measured; the last
-    says which way of computing the layers is the fastest.
+    Takes about three minutes by default. Every line is printed and stored as soon as it is
+    measured. The last one is advice: keep the package's choice of algorithms, or override it.
     """
     check_output(output, force=force, reason_to_keep=reason_not_a_file)
     with console.steps(model, "building") as notify:

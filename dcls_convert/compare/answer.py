@@ -98,8 +98,8 @@ def summarize_difference(differences: FloatArray) -> Difference:
     """Summarize the difference between two networks.
 
     Args:
-        differences: (seeds, images); -1, 0 or 1: correct (1) or not (0), minus the same of the
-            original network.
+        differences: (seeds, images): 1 if only this network is correct, -1 if only the original
+            is, else 0.
     """
     return Difference(
         by_seed=100 * differences.mean(axis=1), by_image=100 * differences.mean(axis=0)

@@ -77,9 +77,9 @@ def _take_lock(path: Path, own: str, wait: bool) -> str | None:
 def _owner_is_alive(path: Path, owner: str, wait: bool) -> bool:
     """True if the owner of a lock is alive.
 
-    An owner on this machine is dead if no process has its number. Otherwise it counts as alive. But
-    with `wait` it counts as alive only if the modification time of the file changes meanwhile. The
-    time itself is not used, since the clocks of hosts differ.
+    An owner on this machine is dead if its process no longer exists. Any other owner counts as
+    alive; with `wait`, only if it touches the file in the meantime. Modification times are compared
+    only with one another, since the clocks of hosts differ.
     """
     host, _, process = owner.rpartition("-")
     if host == host_name() and process.isdigit() and not is_alive(int(process)):

@@ -1,9 +1,9 @@
 """Calibration: find values for new layers so that a network keeps its outputs for given images.
 
 The images run through the old and the new network in lockstep. Each layer is fitted to the outputs
-of its old convolution, given the input from the layers that are converted already. So each layer
-makes up for the errors of the layers before it, as in GPTQ (arXiv:2210.17323). The network itself
-is not changed.
+of its old convolution, but its inputs come from the layers that are already converted. So it makes
+up for the errors of the layers before it, as in GPTQ (arXiv:2210.17323). The network itself is not
+changed.
 
 The activations of all images in lockstep must fit in memory, so a large set is split into parts.
 Each part adds to the sums of every layer, and every layer is solved again.

@@ -27,7 +27,7 @@ def recommended_size(convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, in
 
     It is the largest growth that
 
-    - adds at most MAX_ADDED_MACS_PERCENT to the MACs,
+    - adds at most MAX_ADDED_COST_PERCENT to the MACs,
     - makes no window larger than MAX_WINDOW,
     - fits every layer that the smallest growth fits.
 

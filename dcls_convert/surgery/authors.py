@@ -1,8 +1,8 @@
 """Load elements trained with the authors' package (DCLS, `dcls` on PyPI) into our layers.
 
-Only this file reads the entries P and SIG. The records in
-layers/interpolation.py state which version of the package corresponds to which interpolation.
-Layers are named as in the model to convert.
+Only this file reads the entries P and SIG. The records in layers/interpolation.py state which
+version of the package corresponds to which interpolation. Layers are named as in the model to
+convert.
 
 Axes: O output channels, I input channels per group, E kernel elements, A spatial axes.
 """

@@ -82,7 +82,7 @@ def sweep(
     Args:
         model: An unconverted network.
         sizes: Windows in cells, as one integer or one per side, or growths such as "+4". None tries
-            windows from the size of the smallest kernel on, or growths if kernels differ in size.
+            windows from the kernels' own extent on, or growths if kernels differ in extent.
         counts: Elements per kernel. None: as many as the budget allows.
         budgets: Percent of the replaced weights, such as (60, 80, 100), instead of counts.
         rules, scope, tie, interpolation, strict: See `convert_`.

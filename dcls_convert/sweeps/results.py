@@ -203,7 +203,7 @@ def objectives(done: Sequence[SweepRow]) -> Objectives:
     error or else the number of elements (negated). A value that any row lacks is left out.
     """
     names = ["window", "parameters"]
-    # The entries of a column belong to the rows.
+    # One column for each quantity, with an entry for each row.
     columns: list[Sequence[float]] = []
     for sides in zip(*window_sides(done), strict=True):
         columns.append([-side for side in sides])
