@@ -30,7 +30,7 @@ LATE = f"took longer than {TIMEOUT:g} s"
 JOBS = {  # name -> function, and why it fails or None
     "square": (lambda: 49, None),
     "pid": (os.getpid, None),
-    "exception": (fail, "ZeroDivisionError: oh no (test_workers.py:"),
+    "exception": (fail, "ZeroDivisionError: oh no (test_isolated_jobs.py:"),
     "leave": (lambda: sys.exit(3), "SystemExit: 3"),
     "exit": (lambda: os._exit(7), "its process ended by itself, with exit code 7"),
     "hang": (lambda: time.sleep(600), LATE),
