@@ -70,12 +70,12 @@ def _parse_starts(text: str) -> list[Positions]:
 
 def _parse_part(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
-    part, parts = (0, 0)
     if match:
-        part, parts = (int(match[1]), int(match[2]))
-    if not 1 <= part <= parts:
-        raise typer.BadParameter(f"'{shortened(text)}' is not a part such as 3/12")
-    return part, parts
+        part = int(match[1])
+        parts = int(match[2])
+        if 1 <= part <= parts:
+            return part, parts
+    raise typer.BadParameter(f"'{shortened(text)}' is not a part such as 3/12")
 
 
 def _count_option(panel: str, help: str, **settings: Any) -> Any:
@@ -85,7 +85,7 @@ def _count_option(panel: str, help: str, **settings: Any) -> Any:
 POSITION_RATE = number(
     float, 0, 1000, TRAINING, "Learning rate of positions, times that of weights.", metavar="X"
 )
-RUNS_FOLDER = option(
+OUTPUT_OPTION = option(
     OUTPUT,
     OUTPUT_HELP,
     "--output",
@@ -152,7 +152,7 @@ def compare(
         bool, option(RUNNING, "Shard over the processes of accelerate launch (FSDP2).", "--fsdp")
     ] = False,
     only: Annotated[Any, option(RUNNING, ONLY_HELP, metavar="I/N", parser=_parse_part)] = None,
-    output: Annotated[Path | None, RUNS_FOLDER] = None,
+    output: Annotated[Path | None, OUTPUT_OPTION] = None,
     html: Annotated[bool, option(OUTPUT, CURVES_HELP, "--html")] = False,
     json_: Json = False,
 ) -> None:

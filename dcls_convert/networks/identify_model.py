@@ -106,14 +106,14 @@ def infer_source(model: nn.Module) -> ModelSource | None:
 
 
 # Settings in the text of a module that do not change what a trained model computes: kinds of
-# BatchNorm, rates of dropout, and whether an activation works in place.
-BATCH_NORM_SETTINGS = re.compile(r"(?:Sync|Frozen)?(BatchNorm)\w*\([^()\n]*")
+# BatchNorm and what follows eps, rates of dropout, and whether an activation works in place.
+BATCH_NORM_SETTINGS = re.compile(r"(?:Sync|Frozen)?(BatchNorm)\w*\((\d+, eps=[^,()\n]*)[^()\n]*")
 TRAINING_SETTINGS = re.compile(r"(?:, )?\b(?:p|drop_prob|inplace)=[^,)]*")
 
 
 def _structure(model: nn.Module) -> str:
     """Return the text of the model's modules, equal for models that compute the same."""
-    text = BATCH_NORM_SETTINGS.sub(r"\1(", repr(model))
+    text = BATCH_NORM_SETTINGS.sub(r"\1(\2", repr(model))
     return TRAINING_SETTINGS.sub("", text)
 
 

@@ -41,7 +41,7 @@ Length = Annotated[float, Field(ge=-1e40, le=1e40)]  # cells; wider than the ran
 Step = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Share = Annotated[float, Field(ge=0, le=1)]
 # Prefixes that wrappers of submodules add to names: torch.compile, FSDP1 and checkpointing.
-WRAPPER_PREFIXES = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+WRAPPER_NAMES = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,12 +139,12 @@ class PositionTracker:
         """
         self._last_step = step
         for parameter in position_parameters(unwrapped(self.model), "positions"):
-            name = WRAPPER_PREFIXES.sub("", parameter.name)
+            name = WRAPPER_NAMES.sub("", parameter.name)
             self._last_positions[name] = full_tensor(parameter.tensor.detach()).clone()
 
     def _row(self, parameter: PositionParameter, step: int) -> TrackedPositions:
         positions = full_tensor(parameter.tensor.detach())  # (A, *C, E)
-        name = WRAPPER_PREFIXES.sub("", parameter.name)
+        name = WRAPPER_NAMES.sub("", parameter.name)
         speed = self._speed(name, positions, step)
         self._last_positions[name] = positions.clone()
         window = parameter.learnt_size
@@ -157,7 +157,7 @@ class PositionTracker:
             mean_sigma = _finite(float(in_double(full_tensor(first_layer.sigma)).mean()))
         return TrackedPositions(
             name=name,
-            layers=tuple(WRAPPER_PREFIXES.sub("", layer) for layer in parameter.layers),
+            layers=tuple(WRAPPER_NAMES.sub("", layer) for layer in parameter.layers),
             speed=speed,
             border_share=border_share(positions, window),
             overlap_share=overlap_share(positions),

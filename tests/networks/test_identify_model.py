@@ -46,6 +46,9 @@ def test_an_edited_model_has_no_source_even_if_all_shapes_are_the_same():
             with_other_activations.set_submodule(name, nn.SiLU())
     without_pooling = timm.create_model(TINY, num_classes=0)
     without_pooling.head.global_pool = nn.Identity()
+    with_other_epsilon = timm.create_model("test_resnet")
+    with_other_epsilon.bn1.eps = 0.1
+    assert infer_source(with_other_epsilon) is None
     assert infer_source(with_other_activations) is None
     assert infer_source(without_pooling) is None
 
