@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import dcls_convert
-from dcls_convert.compare.isolated_jobs import run_jobs
+from dcls_convert.choosing.isolated_jobs import run_jobs
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.find_convs import find_convs
 from dcls_convert.networks.identify_model import assumed_input_size

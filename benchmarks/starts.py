@@ -35,7 +35,7 @@ from small import (
 from torch import Tensor, nn
 
 import dcls_convert
-from dcls_convert.surgery import start
+from dcls_convert.conversion import start
 
 BATCH = 64  # images
 SIDE = 32  # pixels of a digit

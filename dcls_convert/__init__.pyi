@@ -3,6 +3,11 @@ from . import tuning as tuning
 from .checkpoints.load import load_converted as load_converted
 from .checkpoints.save import convert_and_save_ as convert_and_save_
 from .checkpoints.save import save_converted as save_converted
+from .choosing.python_sweep import sweep as sweep
+from .conversion.apply_plan import apply_plan_ as apply_plan_
+from .conversion.fold import fold_to_dense_ as fold_to_dense_
+from .conversion.in_memory import convert_ as convert_
+from .conversion.in_memory import convert_from_authors_ as convert_from_authors_
 from .errors import CheckpointError as CheckpointError
 from .errors import DclsConvertError as DclsConvertError
 from .errors import ModelError as ModelError
@@ -17,8 +22,6 @@ from .layers.dcls_conv import DclsConv1d as DclsConv1d
 from .layers.dcls_conv import DclsConv2d as DclsConv2d
 from .layers.dcls_conv import DclsConv3d as DclsConv3d
 from .networks.find_convs import find_convs as find_convs
-from .pipeline.in_memory import convert_ as convert_
-from .pipeline.in_memory import convert_from_authors_ as convert_from_authors_
 from .planning.plan import ConversionPlan as ConversionPlan
 from .planning.planner import plan_conversion as plan_conversion
 from .planning.rule_files import load_rules as load_rules
@@ -26,8 +29,5 @@ from .planning.rules import RuleSet as RuleSet
 from .reports.measure import measure_report as measure_report
 from .reports.predict import predict_report as predict_report
 from .reports.report import ConversionReport as ConversionReport
-from .surgery.apply_plan import apply_plan_ as apply_plan_
-from .surgery.fold import fold_to_dense_ as fold_to_dense_
-from .sweeps.python_sweep import sweep as sweep
 
 __version__: str

@@ -3,7 +3,7 @@
 from collections.abc import Container
 
 from .. import __version__
-from ..pipeline.provenance import Provenance
+from ..conversion.provenance import Provenance
 from ..reports.report import ConversionReport
 from .folder import PAGE, PICTURE
 

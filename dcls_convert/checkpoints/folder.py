@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..conversion.provenance import Provenance
 from ..errors import CheckpointError
 from ..input_files import check_folder
 from ..networks.registries import TIMM_ARCHITECTURE
@@ -20,7 +21,6 @@ from ..networks.source import ModelSource
 from ..networks.tensors_hash import tensors_hash
 from ..networks.trust import check_source
 from ..networks.weights_files import load_safetensors, open_safetensors
-from ..pipeline.provenance import Provenance
 from ..planning.plan import ConversionPlan
 from ..records import read_json
 from ..text import shortened

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..conversion.provenance import Provenance
 from ..errors import CheckpointError
 from ..geometry import learnt_axes, position_limits
 from ..layers import position_statistics as statistics
 from ..layers.interpolation import find_interpolation
 from ..networks.weights import describe_non_finite
-from ..pipeline.provenance import Provenance
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 from ..planning.tie_groups import TieGroup

@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..conversion.place import place_layers_without_values_
+from ..conversion.provenance import attach_provenance_
 from ..errors import CheckpointError, PlanError
 from ..networks.pretrained_cfg import set_origin_
 from ..networks.running import unchanged_on_failure
 from ..networks.source import ModelSource
 from ..networks.weights import build_and_load, load_weights_
-from ..pipeline.provenance import attach_provenance_
 from ..planning.plan import ConversionPlan
-from ..surgery.place import place_layers_without_values_
 from .folder import Checkpoint, open_checkpoint
 
 

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from .. import __version__
 from ..atomic_output import check_output, new_folder
+from ..conversion.in_memory import convert_
+from ..conversion.place import timm_model_args
+from ..conversion.provenance import Provenance, provenance_of
 from ..errors import CheckpointError
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.building import build_model
@@ -19,13 +22,10 @@ from ..networks.registries import REGISTRIES, TIMM_ARCHITECTURE
 from ..networks.source import ModelSource
 from ..networks.tensors_hash import tensors_hash
 from ..networks.weights import alias_names, check_weights, describe_misfits
-from ..pipeline.in_memory import convert_
-from ..pipeline.provenance import Provenance, provenance_of
 from ..planning.plan import ConversionPlan
 from ..records import write_json
 from ..reports.measure import measure_report
 from ..reports.report import ConversionReport
-from ..surgery.place import timm_model_args
 from .card import model_card
 from .fingerprint import take_fingerprint
 from .folder import (

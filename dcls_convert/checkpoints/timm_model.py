@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..conversion.apply_plan import apply_plan_
 from ..errors import CheckpointError, ModelError
 from ..networks.building import build_model
 from ..networks.pretrained_cfg import set_pretrained_cfg_
@@ -19,7 +20,6 @@ from ..networks.stages import common_parent
 from ..networks.trust import MAX_ARGUMENT, UNBOUNDED_ARGUMENTS, check_source
 from ..networks.weights import alias_names
 from ..planning.plan import ConversionPlan
-from ..surgery.apply_plan import apply_plan_
 from ..text import short_list
 from .folder import CONFIG, PLAN_KEY, WEIGHTS, Checkpoint, open_checkpoint
 from .load import place_stored_plan_

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..atomic_output import new_file
+from ..conversion.request import ConversionRequest
 from ..errors import DclsConvertError
 from ..options import (
     MIRRORED_SHARE,
@@ -20,7 +21,6 @@ from ..options import (
     Augmentation,
     Positions,
 )
-from ..pipeline.request import ConversionRequest
 from ..progress import ignore_messages
 from ..text import shortened
 from . import console

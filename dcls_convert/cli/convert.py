@@ -32,9 +32,9 @@ from .shared_options import Force, Json, Quiet
 from .typer_options import MAX_SEED, OUTPUT, WHERE, choice, number, option
 
 if TYPE_CHECKING:
-    from ..pipeline.conversion import Conversion
-    from ..pipeline.loaded import LoadedNetwork
-    from ..pipeline.resolved import ResolvedRequest
+    from ..conversion.conversion import Conversion
+    from ..conversion.loaded import LoadedNetwork
+    from ..conversion.resolved import ResolvedRequest
 
 PLAN_HELP = "Apply the plan of a checkpoint to other weights of the same model."
 INIT_HELP = (
@@ -143,9 +143,9 @@ def convert(
     if plan is not None:
         check_folder(plan)
     with console.steps(network_options.model, "planning", quiet=quiet) as notify:
-        from ..pipeline.loaded import LoadedNetwork
+        from ..choosing.timing import check_device
+        from ..conversion.loaded import LoadedNetwork
         from ..reports.predict import predict_report
-        from ..sweeps.timing import check_device
         from ..views.advice import ON_COMMAND_LINE
         from ..views.next_steps import next_steps
         from ..views.report import report_view
@@ -187,7 +187,7 @@ def _sweep_command(network_options: NetworkOptions) -> str:
 def _resolve(loaded: "LoadedNetwork", plan: Path | None) -> "ResolvedRequest":
     """Resolve the request, with the plan of the checkpoint `plan` if it is given."""
     from ..checkpoints.folder import read_plan
-    from ..pipeline.resolved import resolve, resolve_with_plan
+    from ..conversion.resolved import resolve, resolve_with_plan
 
     if plan is None:
         return resolve(loaded)
@@ -199,7 +199,7 @@ def _convert_and_save(
 ) -> "Conversion":
     """Convert the network and write the checkpoint."""
     from ..checkpoints.save import save_converted
-    from ..pipeline.conversion import convert_network_
+    from ..conversion.conversion import convert_network_
     from ..views.plot import picture_files
 
     check_output(output, force=force, reason_to_keep=reason_to_keep_output)

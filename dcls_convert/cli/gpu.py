@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ..atomic_output import check_output, new_file, reason_not_a_file
+from ..conversion.request import ConversionRequest
 from ..options import WHAT_TO_CONVERT, PlanOptions
-from ..pipeline.request import ConversionRequest
 from . import console
 from .completion import complete_models
 from .shared_options import MODEL_HELP, Force, InputSize
@@ -57,7 +57,7 @@ def gpu(
     check_output(output, force=force, reason_to_keep=reason_not_a_file)
     with console.steps(model, "building") as notify:
         from ..compare.gpu_check import GpuCheck, gpu_device
-        from ..pipeline.loaded import LoadedNetwork
+        from ..conversion.loaded import LoadedNetwork
         from ..views.gpu import measurement_line
 
         chosen_device = gpu_device(device)

@@ -12,7 +12,7 @@ from .shared_options import Csv, InputSize, Json
 from .typer_options import RUNNING, SECONDS_PER_DAY, argument, choice, number
 
 if TYPE_CHECKING:
-    from ..compare.survey import ModelRow
+    from ..choosing.survey import ModelRow
 
 EXIT_FAILED = 1  # a model that fails is a bug, here or in its library
 MAX_JOBS = 1024
@@ -57,7 +57,7 @@ def models(
     rows = _survey(
         pattern, options, input_size=input_size, workers=jobs, seconds_per_model=float(timeout)
     )
-    from ..compare.survey import filter_and_sort_rows
+    from ..choosing.survey import filter_and_sort_rows
     from ..views.survey import failure_lines, summary_line, survey_csv, survey_json, survey_view
 
     rows = filter_and_sort_rows(rows, sort=sort, kind=kind)
@@ -84,7 +84,7 @@ def _survey(
 ) -> list["ModelRow"]:
     """Return a row for each model whose name matches the pattern, and show progress."""
     with console.steps("models", every=SECONDS_BETWEEN_LINES) as notify:
-        from ..compare.survey import names_matching, survey_models
+        from ..choosing.survey import names_matching, survey_models
         from ..planning.claims import refuse_overridden_options
         from ..planning.rules import RuleSet
 

@@ -7,6 +7,7 @@ from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
+from ..conversion.request import ConversionRequest
 from ..errors import DclsConvertError
 from ..input_files import check_file, check_images
 from ..options import (
@@ -19,7 +20,6 @@ from ..options import (
     argument_of,
     option_name,
 )
-from ..pipeline.request import ConversionRequest
 from .completion import complete_models, complete_rules
 from .shared_options import MODEL_HELP, InputSize
 from .typer_options import (

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..atomic_output import check_output
+from ..conversion.request import ConversionRequest
 from ..geometry import size_text
 from ..options import AUTO, ERROR_SCOPE
-from ..pipeline.request import ConversionRequest
 
 if TYPE_CHECKING:
-    from ..pipeline.loaded import LoadedNetwork
-    from ..pipeline.resolved import ResolvedRequest
+    from ..conversion.loaded import LoadedNetwork
+    from ..conversion.resolved import ResolvedRequest
 
 
 def default_output(loaded: "LoadedNetwork", resolved: "ResolvedRequest") -> Path:
@@ -75,7 +75,7 @@ def _short_size(size: tuple[int, ...]) -> str:
 
 def check_output_named_by_plan(loaded: "LoadedNetwork", *, force: bool) -> None:
     """Refuse an existing default output before kernels are measured, which may take minutes."""
-    from ..pipeline.resolved import resolve
+    from ..conversion.resolved import resolve
 
     unmeasured = replace(loaded.request.options, scope="model")
     output = default_output(loaded, resolve(loaded, unmeasured))

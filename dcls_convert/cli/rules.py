@@ -76,9 +76,9 @@ def _claims(rules: "RuleSet", model_name: str) -> list[str]:
         DclsConvertError: The rules do not fit the model.
     """
     with console.steps(model_name, "reading", lines=False):
-        from ..pipeline.loaded import LoadedNetwork
-        from ..pipeline.request import ConversionRequest
-        from ..pipeline.resolved import resolve
+        from ..conversion.loaded import LoadedNetwork
+        from ..conversion.request import ConversionRequest
+        from ..conversion.resolved import resolve
         from ..planning.claims import match_rules
 
         request = ConversionRequest(

@@ -30,7 +30,7 @@ from .shared_options import Csv, Force, Json
 from .typer_options import OUTPUT, SECONDS_PER_DAY, number, number_parser, option, parse_window
 
 if TYPE_CHECKING:
-    from ..sweeps.results import Combination, SweepRow
+    from ..choosing.results import Combination, SweepRow
 
 TIMES = "Times"
 MAX_ROWS = 1000
@@ -179,10 +179,10 @@ def sweep(
         check_picture(picture, "--picture")
         check_output(picture, force=force, reason_to_keep=reason_not_a_file)
     with console.steps(network_options.model, "planning") as notify:
+        from ..choosing.make_sweep import combinations, default_sizes, make_sweep
+        from ..choosing.timing import timing_settings
+        from ..conversion.loaded import LoadedNetwork
         from ..depthwise import choices
-        from ..pipeline.loaded import LoadedNetwork
-        from ..sweeps.make_sweep import combinations, default_sizes, make_sweep
-        from ..sweeps.timing import timing_settings
         from ..views.sweep import SweepView, draw_sweep, sweep_csv
 
         timing = None

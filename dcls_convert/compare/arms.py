@@ -8,19 +8,19 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from ..choosing.results import RequestedSize
+from ..conversion.conversion import convert_network_
+from ..conversion.fold import fold_to_dense_
+from ..conversion.loaded import LoadedNetwork
+from ..conversion.request import ConversionRequest
+from ..conversion.resolved import resolve
 from ..geometry import size_text
 from ..layers.position_statistics import outside_share
 from ..networks.position_parameters import position_parameters
 from ..networks.source import LIBRARY_KINDS
 from ..options import AUTO, DEFAULT_BUDGET, ERROR_SCOPE, EXACT, PlanOptions, Positions
-from ..pipeline.conversion import convert_network_
-from ..pipeline.loaded import LoadedNetwork
-from ..pipeline.request import ConversionRequest
-from ..pipeline.resolved import resolve
 from ..planning.plan import ConversionPlan
 from ..progress import Note, ignore_messages
-from ..surgery.fold import fold_to_dense_
-from ..sweeps.results import RequestedSize
 
 ORIGINAL_LABEL = "as it is"
 # frozen: converted, but positions are not trained.

@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..conversion.loaded import LoadedNetwork
+from ..conversion.provenance import weights_hash
+from ..conversion.request import ConversionRequest
 from ..errors import CheckpointError
 from ..options import AUTO, MIRRORED_SHARE, Augmentation
-from ..pipeline.loaded import LoadedNetwork
-from ..pipeline.provenance import weights_hash
-from ..pipeline.request import ConversionRequest
 from ..records import Record
 from ..tuning.images_hash import images_hash
 from ..tuning.recipe import RECIPE_VERSION, Recipe

@@ -18,11 +18,11 @@ from torch.utils.data import Subset
 
 from ..atomic_output import new_file
 from ..checkpoints.save import save_trained
+from ..conversion.loaded import LoadedNetwork
+from ..conversion.request import ConversionRequest
 from ..errors import DclsConvertError, is_out_of_memory
 from ..fitting.calibration_images import Calibration
 from ..image_files import BATCH
-from ..pipeline.loaded import LoadedNetwork
-from ..pipeline.request import ConversionRequest
 from ..progress import Note, Notify, ignore_messages
 from ..records import Record
 from ..text import one_line

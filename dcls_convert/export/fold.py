@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..atomic_output import check_output, reason_not_a_file
 from ..checkpoints.folder import Checkpoint, open_checkpoint, reason_not_a_checkpoint
 from ..checkpoints.load import load_checkpoint
+from ..conversion.fold import fold_to_dense_
 from ..errors import CheckpointError, DclsConvertError
 from ..geometry import size_text
 from ..networks.building import build_model
@@ -20,7 +21,6 @@ from ..networks.running import image_dtype
 from ..networks.source import resolve_model
 from ..options import MAX_PIXELS, OPSETS
 from ..progress import Notify, ignore_messages
-from ..surgery.fold import fold_to_dense_
 from ..text import shortened
 from .folded_model import (
     BATCHES,

@@ -17,6 +17,7 @@ from ..checkpoints.card import model_card
 from ..checkpoints.folder import CARD, WEIGHTS, reason_not_a_checkpoint
 from ..checkpoints.loading_code import loading_code
 from ..checkpoints.save import save_converted, timm_config, write_checkpoint_files
+from ..conversion.provenance import provenance_of
 from ..errors import DclsConvertError, ModelError
 from ..networks.building import build_model, shapes_of
 from ..networks.find_convs import find_convs
@@ -24,7 +25,6 @@ from ..networks.model_outputs import ComparisonError, check_close
 from ..networks.source import ModelSource
 from ..networks.weights import alias_names
 from ..networks.weights_files import load_safetensors
-from ..pipeline.provenance import provenance_of
 from ..planning.plan import ConversionPlan
 from ..reports.measure import measure_report
 from ..reports.report import ConversionReport

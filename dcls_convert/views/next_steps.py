@@ -6,9 +6,9 @@ from pathlib import Path
 from rich.text import Text
 
 from ..checkpoints.loading_code import training_code, with_folder
+from ..conversion.conversion import Conversion
+from ..conversion.resolved import ResolvedRequest
 from ..options import EXACT
-from ..pipeline.conversion import Conversion
-from ..pipeline.resolved import ResolvedRequest
 from .outcome import outcome_sentences
 
 NEAR_THE_CENTRE = (

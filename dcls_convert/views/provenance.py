@@ -1,6 +1,6 @@
 """Where a converted network comes from, in sentences."""
 
-from ..pipeline.provenance import Provenance
+from ..conversion.provenance import Provenance
 from ..text import printable, shortened
 
 HASH_DIGITS = 16  # number of digits of a hash that are shown; config.json has all of them

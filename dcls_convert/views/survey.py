@@ -7,7 +7,7 @@ from typing import get_args
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..compare.survey import ModelRow, Status
+from ..choosing.survey import ModelRow, Status
 from ..geometry import size_text
 from ..options import PlanOptions
 from ..planning.rules import RuleSet

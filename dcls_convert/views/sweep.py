@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
+from ..choosing.results import Sweep, SweepRow, Timing, done_rows, objectives, percent_increase
 from ..geometry import size_text
 from ..options import DEFAULT_BUDGET
-from ..sweeps.results import Sweep, SweepRow, Timing, done_rows, objectives, percent_increase
 from ..tables import Column, Table, field_column, indented, title
 from ..text import count_text, join_with_and, printable, range_text
 from .number_text import decimals_for, in_one_unit, with_separators

@@ -112,10 +112,10 @@ def test_a_planning_option_reaches_the_plan(monkeypatch, name):
         raise NothingMatchesError("enough")
 
     monkeypatch.setattr(
-        "dcls_convert.pipeline.resolved.resolve", lambda loaded: plan(loaded.request.options)
+        "dcls_convert.conversion.resolved.resolve", lambda loaded: plan(loaded.request.options)
     )
     monkeypatch.setattr(
-        "dcls_convert.compare.survey.survey_models", lambda _, options, **__: plan(options)
+        "dcls_convert.choosing.survey.survey_models", lambda _, options, **__: plan(options)
     )
     text, value = values[name]
     for command in ([NET], ["models", TINY]):
@@ -130,7 +130,7 @@ def test_an_output_that_exists_is_refused_before_anything_is_planned(monkeypatch
     def planned(_):
         raise AssertionError("planned")
 
-    monkeypatch.setattr("dcls_convert.pipeline.resolved.resolve", planned)
+    monkeypatch.setattr("dcls_convert.conversion.resolved.resolve", planned)
     assert "9 already exists" in run(NET, *SMALL, "--dilated-size", "9", code=2)[1]
     for force in ([], ["--force"]):
         err = run(NET, *SMALL, "--output", "w.pth", *force, code=2)[1]

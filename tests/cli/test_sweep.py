@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from dcls_convert import convert_, fold_to_dense_
-from dcls_convert.sweeps import make_sweep, timing_rounds
-from dcls_convert.sweeps.recommendation import ERROR_TOLERANCE
+from dcls_convert.choosing import make_sweep, timing_rounds
+from dcls_convert.choosing.recommendation import ERROR_TOLERANCE
 
 from ..command_line import NET, net, run
 from .trained import write_trained

@@ -15,9 +15,9 @@ from dcls_convert.compare.answer import Correction
 from dcls_convert.compare.arms import Arm, make_arms, make_network
 from dcls_convert.compare.settings import Settings, default_lr
 from dcls_convert.compare.trainer import Trainer
+from dcls_convert.conversion.request import ConversionRequest
 from dcls_convert.networks.position_parameters import position_parameters
 from dcls_convert.options import PlanOptions
-from dcls_convert.pipeline.request import ConversionRequest
 from dcls_convert.tuning.distributed import accelerator_for
 from dcls_convert.tuning.recipe import Recipe
 from dcls_convert.tuning.tracker import TRACK_FILE

@@ -10,11 +10,11 @@ from dcls_convert.compare import gpu_accuracy, gpu_check
 from dcls_convert.compare.gpu_accuracy import forced_algorithm, largest_error
 from dcls_convert.compare.gpu_check import GpuCheck
 from dcls_convert.compare.gpu_report import GpuReport, GpuRow, verdict
+from dcls_convert.conversion.loaded import LoadedNetwork
+from dcls_convert.conversion.request import ConversionRequest
 from dcls_convert.depthwise import matmul
 from dcls_convert.depthwise.choice import VARIABLE
 from dcls_convert.options import PlanOptions
-from dcls_convert.pipeline.loaded import LoadedNetwork
-from dcls_convert.pipeline.request import ConversionRequest
 from dcls_convert.views.gpu import measurement_line
 
 from ..command_line import NET, net, run

@@ -1,6 +1,6 @@
 """Laws of kernel construction, tested against plain loops that follow the paper's algorithms.
 
-Comparisons with the authors' layers are in `surgery`. Windows are never square, so that swapped
+Comparisons with the authors' layers are in `conversion`. Windows are never square, so that swapped
 axes are noticed.
 """
 

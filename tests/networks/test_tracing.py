@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dcls_convert.conversion.in_memory import convert_
 from dcls_convert.errors import PlanError
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.networks.find_convs import find_convs
 from dcls_convert.networks.tracing import check_same_shapes
-from dcls_convert.pipeline.in_memory import convert_
 from dcls_convert.planning.planner import plan_conversion
 from dcls_convert.planning.rule_files import parse_rules
 

@@ -9,14 +9,14 @@ import torchvision
 from safetensors.torch import save_file
 
 from dcls_convert import load_converted, save_converted
+from dcls_convert.conversion.conversion import convert_network_
+from dcls_convert.conversion.loaded import LoadedNetwork
+from dcls_convert.conversion.request import ConversionRequest
+from dcls_convert.conversion.resolved import resolve
 from dcls_convert.errors import CheckpointError
 from dcls_convert.layers.dcls_conv import DclsConv2d
 from dcls_convert.networks.weights import load_weights_
 from dcls_convert.options import PlanOptions
-from dcls_convert.pipeline.conversion import convert_network_
-from dcls_convert.pipeline.loaded import LoadedNetwork
-from dcls_convert.pipeline.request import ConversionRequest
-from dcls_convert.pipeline.resolved import resolve
 from dcls_convert.progress import ignore_messages
 
 from ..command_line import NET, net, run

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from dcls_convert.conversion.apply_plan import apply_plan_
 from dcls_convert.errors import PlanError
 from dcls_convert.layers.conv_classes import CONV_CLASSES
 from dcls_convert.layers.dcls_conv import DclsConv2d, DclsConvNd
@@ -16,7 +17,6 @@ from dcls_convert.networks.find_convs import find_convs
 from dcls_convert.planning.planner import plan_conversion
 from dcls_convert.planning.rule_files import parse_rules
 from dcls_convert.reports.predict import predict_report
-from dcls_convert.surgery.apply_plan import apply_plan_
 
 from ..conftest import many_examples
 from .nets import IMAGE, Net, convs_of, depthwise, on_meta, plan_of

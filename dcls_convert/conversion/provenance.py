@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from .. import __version__
+from ..conversion.authors import AuthorsWeights
 from ..fitting.calibration_images import Calibration
 from ..networks.tensors_hash import can_be_hashed, tensors_hash
 from ..options import PlanOptions, command_line
 from ..planning.rules import UNNAMED_RULES
 from ..records import STRICT, Record
-from ..surgery.authors import AuthorsWeights
 from .request import ConversionRequest
 from .resolved import ResolvedRequest
 

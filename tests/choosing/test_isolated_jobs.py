@@ -13,7 +13,7 @@ import time
 import psutil
 import pytest
 
-from dcls_convert.compare.isolated_jobs import run_jobs
+from dcls_convert.choosing.isolated_jobs import run_jobs
 
 pytestmark = pytest.mark.processes
 
@@ -78,7 +78,7 @@ def test_a_worker_does_many_jobs_and_if_no_worker_can_start_all_jobs_fail():
 
 PROGRAM = """
 import signal, sys
-from dcls_convert.compare.isolated_jobs import run_jobs
+from dcls_convert.choosing.isolated_jobs import run_jobs
 from tests.compare.test_isolated_jobs import do
 
 def interrupt(*_):
@@ -167,7 +167,7 @@ def set_up_with_hostile_models():
     """
     import timm
 
-    from dcls_convert.compare.survey import set_up_worker
+    from dcls_convert.choosing.survey import set_up_worker
 
     set_up_worker()
     globals()["__all__"] = []  # timm adds the names of models to it
@@ -181,7 +181,7 @@ def set_up_with_hostile_models():
 
 
 def test_a_model_that_harms_its_process_is_a_row_with_a_readable_reason(monkeypatch, capfd):
-    from dcls_convert.compare import survey
+    from dcls_convert.choosing import survey
 
     from ..command_line import exit_code
 

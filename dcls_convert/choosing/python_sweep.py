@@ -9,6 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from ..conversion.in_memory import warn_if_untrained
+from ..conversion.loaded import LoadedNetwork
+from ..conversion.request import ConversionRequest
 from ..errors import PlanError
 from ..fitting.calibration_images import Calibration, Images
 from ..networks.find_convs import check_module
@@ -23,9 +26,6 @@ from ..options import (
     Tie,
     suggests_arguments,
 )
-from ..pipeline.in_memory import warn_if_untrained
-from ..pipeline.loaded import LoadedNetwork
-from ..pipeline.request import ConversionRequest
 from ..planning.claims import assign_rules, load_or_choose_rules
 from ..planning.rules import RuleSet
 from ..progress import show_progress_in_python

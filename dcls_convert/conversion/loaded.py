@@ -5,6 +5,7 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
+from ..conversion.authors import AuthorsWeights, split_authors_weights
 from ..errors import CheckpointError
 from ..fitting.calibration_images import Calibration, calibrate
 from ..networks.building import build_model
@@ -18,7 +19,6 @@ from ..networks.weights import build_and_load, check_weights, differing_num_clas
 from ..networks.weights_files import read_weights
 from ..planning.plan import ConversionPlan
 from ..progress import Note, Notify, ignore_messages
-from ..surgery.authors import AuthorsWeights, split_authors_weights
 from ..text import printable
 from .request import ConversionRequest
 

@@ -1,4 +1,4 @@
-"""The conversion pipeline: what a request loads, and that a conversion is complete or undone."""
+"""A conversion: what a request loads, and that a conversion is complete or undone."""
 
 import itertools
 import json
@@ -19,13 +19,13 @@ from dcls_convert import (
     plan_conversion,
     save_converted,
 )
+from dcls_convert.conversion.conversion import convert_network_
+from dcls_convert.conversion.loaded import LoadedNetwork
+from dcls_convert.conversion.place import place_layers_without_values_
+from dcls_convert.conversion.request import ConversionRequest
+from dcls_convert.conversion.resolved import resolve, resolve_with_plan
 from dcls_convert.errors import CheckpointError
 from dcls_convert.options import PlanOptions
-from dcls_convert.pipeline.conversion import convert_network_
-from dcls_convert.pipeline.loaded import LoadedNetwork
-from dcls_convert.pipeline.request import ConversionRequest
-from dcls_convert.pipeline.resolved import resolve, resolve_with_plan
-from dcls_convert.surgery.place import place_layers_without_values_
 
 from ..conftest import TINY
 from ..image_folder import write_images
@@ -124,7 +124,7 @@ def test_outputs_are_not_compared_on_images_too_large(monkeypatch):
     loaded, resolved = resolved_for(small_model(), "largest")
     resolved = replace(resolved, plan=replace(resolved.plan, input_size=(3, 16, 16)))
     assert convert_network_(loaded, resolved).random_output_error is not None
-    monkeypatch.setattr("dcls_convert.pipeline.conversion.MAX_PIXELS", 16 * 16 - 1)
+    monkeypatch.setattr("dcls_convert.conversion.conversion.MAX_PIXELS", 16 * 16 - 1)
     assert convert_network_(loaded, resolved, model=small_model()).random_output_error is None
 
 
@@ -132,9 +132,9 @@ def test_outputs_are_not_compared_on_images_too_large(monkeypatch):
     ("function", "call"),
     [
         ("layers.dcls_conv.DclsConvNd.tie_", 2),  # between two layers
-        ("surgery.place.install_timm_fold_hook_", 1),
-        ("surgery.place.exclude_from_weight_decay_", 1),
-        ("pipeline.conversion.measure_report", 1),
+        ("conversion.place.install_timm_fold_hook_", 1),
+        ("conversion.place.exclude_from_weight_decay_", 1),
+        ("conversion.conversion.measure_report", 1),
     ],
 )
 def test_a_conversion_that_fails_after_placing_leaves_the_model_as_it_was(

@@ -4,9 +4,9 @@ import timm
 import torch
 
 from dcls_convert import find_convs, plan_conversion
+from dcls_convert.choosing.results import Timing
+from dcls_convert.choosing.timing import converted_copy, forward_and_step_ms, quartiles
 from dcls_convert.layers.dcls_conv import DclsConvNd
-from dcls_convert.sweeps.results import Timing
-from dcls_convert.sweeps.timing import converted_copy, forward_and_step_ms, quartiles
 
 
 def test_models_share_unconverted_parameters_and_no_parameter_changes():

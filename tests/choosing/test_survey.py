@@ -14,7 +14,7 @@ import timm
 import torchvision
 from rich.console import Console
 
-from dcls_convert.compare.survey import (
+from dcls_convert.choosing.survey import (
     ModelRow,
     filter_and_sort_rows,
     model_row,
@@ -40,7 +40,7 @@ KNOWN = ["timm:bat", "timm:resnet18", "timm:resnet18d", "torchvision:resnet18", 
 
 @pytest.fixture
 def _known(monkeypatch):
-    monkeypatch.setattr("dcls_convert.compare.survey.registry_names", lambda: KNOWN)
+    monkeypatch.setattr("dcls_convert.choosing.survey.registry_names", lambda: KNOWN)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_the_table_has_a_line_for_each_model_and_repeats_the_failures():
 @pytest.mark.processes
 def test_stdout_is_only_json_and_a_failed_model_is_exit_code_1(monkeypatch):
     names = ["torchvision:vit_b_32", "timm:no_such_model", f"timm:{TINY}", "timm:test_mambaout"]
-    monkeypatch.setattr("dcls_convert.compare.survey.registry_names", lambda: names)
+    monkeypatch.setattr("dcls_convert.choosing.survey.registry_names", lambda: names)
     arguments = (
         "--json",
         "--dilated-size",

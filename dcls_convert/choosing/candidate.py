@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from ..conversion.resolved import ResolvedRequest
 from ..errors import DclsConvertError
-from ..pipeline.resolved import ResolvedRequest
 from ..text import one_line
 from .results import SweepRow
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..conversion.authors import RELEASED_VERSION, AuthorsWeights, translate_authors_elements
 from ..errors import CheckpointError, PlanError
 from ..fitting.calibrate import CalibrationStatistics
 from ..fitting.counts import choose_counts_by_error
@@ -20,7 +21,6 @@ from ..planning.known_counts import LayerCounts
 from ..planning.plan import ConversionPlan
 from ..planning.planner import make_plan
 from ..progress import logger
-from ..surgery.authors import RELEASED_VERSION, AuthorsWeights, translate_authors_elements
 from ..text import one_line, short_list, shortened
 from .loaded import LoadedNetwork
 from .request import ConversionRequest, options_that_decide_counts

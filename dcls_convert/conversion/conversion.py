@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..conversion.apply_plan import LayerErrors, apply_plan_
+from ..conversion.authors import convert_with_authors_weights_
 from ..fitting.calibrate import CalibrationStatistics
 from ..fitting.calibration_images import Calibration
 from ..networks.model_outputs import compare_outputs, relative_l2_error
@@ -20,8 +22,6 @@ from ..progress import logger
 from ..reports.measure import measure_report
 from ..reports.predict import predict_report
 from ..reports.report import ConversionReport, Outcome
-from ..surgery.apply_plan import LayerErrors, apply_plan_
-from ..surgery.authors import convert_with_authors_weights_
 from .loaded import LoadedNetwork
 from .provenance import attach_provenance_, describe_conversion
 from .resolved import ResolvedRequest

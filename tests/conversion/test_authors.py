@@ -17,12 +17,12 @@ from timm.layers import StdConv2d
 from torch import nn
 
 import dcls_convert
+from dcls_convert.conversion.authors import split_authors_weights
 from dcls_convert.errors import CheckpointError
 from dcls_convert.layers.conv_classes import CONV_CLASSES
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.layers.interpolation import INTERPOLATIONS
 from dcls_convert.planning.rule_files import parse_rules
-from dcls_convert.surgery.authors import split_authors_weights
 
 from ..command_line import run
 from ..conftest import TINY

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcls_convert.sweeps.recommendation import recommend
-from dcls_convert.sweeps.results import (
+from dcls_convert.choosing.recommendation import recommend
+from dcls_convert.choosing.results import (
     Combination,
     SweepRow,
     Timing,

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..conversion.apply_plan import apply_plan_
 from ..errors import DclsConvertError
 from ..networks.model_outputs import tensors_in
 from ..networks.running import run_batch
 from ..options import CPU_BATCH, GPU_BATCH, TIMING_SECONDS
 from ..planning.plan import ConversionPlan
-from ..surgery.apply_plan import apply_plan_
 from ..text import shortened
 from .results import Timing, TimingSettings
 

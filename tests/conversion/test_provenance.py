@@ -16,13 +16,13 @@ import dcls_convert
 from dcls_convert import convert_, load_converted, save_converted
 from dcls_convert.checkpoints.folder import CARD, CONFIG, open_checkpoint
 from dcls_convert.cli.console import printable
+from dcls_convert.conversion.provenance import provenance_of
 from dcls_convert.errors import CheckpointError
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.pretrained_cfg import ORIGIN_KEYS
 from dcls_convert.networks.source import ModelSource
 from dcls_convert.networks.tensors_hash import tensors_hash
 from dcls_convert.options import command_line
-from dcls_convert.pipeline.provenance import provenance_of
 
 from ..checkpoints.folders import edit_json, problems, same_states, verify
 from ..cli.trained import write_trained

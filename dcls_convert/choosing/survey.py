@@ -13,14 +13,14 @@ from typing import Any, Literal
 
 import torch
 
+from ..conversion.loaded import LoadedNetwork
+from ..conversion.request import ConversionRequest
+from ..conversion.resolved import resolve
 from ..errors import DclsConvertError, ModelError, NothingMatchesError
 from ..geometry import size_text
 from ..networks.registries import registry_names
 from ..networks.sites import count_conv_kinds
 from ..options import Kind, PlanOptions, Sort
-from ..pipeline.loaded import LoadedNetwork
-from ..pipeline.request import ConversionRequest
-from ..pipeline.resolved import resolve
 from ..planning.paths import WILDCARDS
 from ..reports.predict import predict_report
 from ..reports.report import Change, MacsChange

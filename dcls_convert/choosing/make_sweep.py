@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..conversion.conversion import convert_network_
+from ..conversion.loaded import LoadedNetwork
+from ..conversion.resolved import resolve
 from ..errors import DclsConvertError, NothingMatchesError, PlanError, RuleError
 from ..options import AUTO, DEFAULT_BUDGET
-from ..pipeline.conversion import convert_network_
-from ..pipeline.loaded import LoadedNetwork
-from ..pipeline.resolved import resolve
 from ..planning.windows import candidate_windows
 from ..records import shared_fields
 from ..reports.predict import predict_report

@@ -13,9 +13,9 @@ from timm.utils import reparameterize_model
 from torch import nn
 
 from dcls_convert import apply_plan_, convert_, find_convs, fold_to_dense_, plan_conversion
+from dcls_convert.conversion.provenance import PROVENANCE_ATTRIBUTE
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.networks.model_outputs import max_relative_error
-from dcls_convert.pipeline.provenance import PROVENANCE_ATTRIBUTE
 from dcls_convert.reports.measure import measure_report
 from dcls_convert.reports.predict import predict_report
 

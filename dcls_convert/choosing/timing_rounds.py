@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..pipeline.loaded import LoadedNetwork
+from ..conversion.loaded import LoadedNetwork
 from .candidate import Candidate
 from .results import TimingSettings
 from .timing import converted_copy, forward_and_step_ms, quartiles

@@ -1,1 +1,0 @@
-"""One conversion, from the request through loading and decisions to the converted network."""

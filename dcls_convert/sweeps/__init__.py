@@ -1,1 +1,0 @@
-"""Compare windows and counts by cost, time and error, and recommend one."""
