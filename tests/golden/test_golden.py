@@ -1,0 +1,66 @@
+"""Conversions of an earlier version load with the same outputs, and come out the same again."""
+
+import json
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file
+
+import dcls_convert
+from dcls_convert.checkpoints.folder import open_checkpoint
+
+from .networks import CASES, FOLDED, images, options_of, seeded_network
+
+HERE = Path(__file__).parent
+OUTPUTS = load_file(HERE / "outputs.safetensors")
+FLOAT64_RTOL = 1e-9  # outputs are computed in float64 from float32 weights
+
+
+@torch.no_grad()
+def outputs_of(model):
+    return model.eval().double()(images(2).double())
+
+
+def report_of(name):
+    return json.loads((HERE / name / "report.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_golden_folder_loads_with_the_same_outputs(name):
+    own = seeded_network(CASES[name]) if open_checkpoint(HERE / name).plan.model is None else None
+    model = dcls_convert.load_converted(HERE / name, model=own)
+    torch.testing.assert_close(outputs_of(model), OUTPUTS[name], rtol=FLOAT64_RTOL, atol=0)
+
+
+def test_timm_loads_a_golden_folder_with_the_same_outputs():
+    model = timm.create_model(f"local-dir:{HERE / 'fit'}", pretrained=True)
+    torch.testing.assert_close(outputs_of(model), OUTPUTS["fit"], rtol=FLOAT64_RTOL, atol=0)
+
+
+def test_a_golden_folded_folder_loads_in_timm_with_the_outputs_of_its_conversion():
+    model = timm.create_model(f"local-dir:{HERE / 'folded'}", pretrained=True)
+    # Its kernels were rounded to float32 when they were folded.
+    torch.testing.assert_close(outputs_of(model), OUTPUTS[FOLDED], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:the model's kernels look untrained")
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_request_gives_the_golden_plan_report_and_weights(name):
+    model = seeded_network(CASES[name])
+    report = dcls_convert.convert_(model, **options_of(CASES[name]))
+    golden = open_checkpoint(HERE / name)
+    assert report.plan.diff(golden.plan) == ()
+    expected = report_of(name)
+    found = json.loads(json.dumps(report.to_dict()))
+    for layer in expected["layers"]:
+        for error in ("fit_error", "output_error"):
+            if layer[error] is not None:
+                layer[error] = pytest.approx(layer[error], rel=1e-3)
+    for key in ("params", "macs", "budget", "layers", "skipped"):
+        assert found[key] == expected[key]
+    # Fits differ by rounding with another number of threads.
+    expected_state = load_file(golden.weights_path)
+    for key, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, expected_state[key], rtol=1e-3, atol=1e-4)
