@@ -24,7 +24,7 @@ from ..networks.tensors_hash import tensors_hash
 from ..networks.weights import alias_names, check_weights, describe_misfits
 from ..planning.plan import ConversionPlan
 from ..records import write_json
-from ..reports.measure import measure_report
+from ..reports.predict import predict_report
 from ..reports.report import ConversionReport
 from .card import model_card
 from .fingerprint import take_fingerprint
@@ -75,7 +75,7 @@ def save_converted(
         plan: The plan that was carried out, or the checkpoint folder from which the model was
             loaded. A timm model may then have another number of classes than the folder's.
         folder: Folder to write. It must not exist, unless `force` is set.
-        report: The model's report; measured if not given.
+        report: The model's report, with its errors; by default, the plan's report.
         force: Replace an existing checkpoint folder. Anything else in the way is never touched.
         fingerprint: Run the model once on a random image of the plan's input size, and store a
             summary of its output in the weights file for `dcls-convert verify`. If False, none of
@@ -100,7 +100,7 @@ def save_converted(
         plan = _with_current_head(checkpoint.plan, model)
     check_fits_plan(model, plan, meta)
     if report is None:
-        report = measure_report(model, plan)
+        report = predict_report(plan)
     if pictures is None:
         pictures = {}
     files = f"`{CONFIG}` holds the plan and the rules; `{REPORT}` says what each layer costs."

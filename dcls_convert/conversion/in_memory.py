@@ -100,7 +100,7 @@ def convert_(
             notebook.
 
     Returns:
-        The report, measured on the converted model, with `report.layers[0].kernel_count`,
+        The report, with `report.layers[0].kernel_count`,
         `report.params.after` and so on. `save_converted(model, report.plan, folder)` writes a
         checkpoint.
 
@@ -200,7 +200,7 @@ def convert_from_authors_(
         input_size: As in `convert_`.
 
     Returns:
-        The report, measured on the converted model, as from `convert_`.
+        The report, as from `convert_`.
 
     Raises:
         DclsConvertError: Something does not fit. The message is one line, and the model is

@@ -26,7 +26,7 @@ from ..networks.source import ModelSource
 from ..networks.weights import alias_names
 from ..networks.weights_files import load_safetensors
 from ..planning.plan import ConversionPlan
-from ..reports.measure import measure_report
+from ..reports.predict import predict_report
 from ..reports.report import ConversionReport
 from .folded_model import FOLDING_BOUND, ExportReport, FoldedModel, run_model
 
@@ -41,7 +41,7 @@ def write_timm_folder(folded: FoldedModel) -> ExportReport:
     folded.notify("looking for timm's own arguments")
     model = folded.model
     plan = replace(folded.checkpoint.plan, folded=True)
-    report = measure_report(model, plan)
+    report = predict_report(plan)
     try:
         kernel_args = find_kernel_args(model, plan)
         error = _write_for_timm(folded, plan, report, kernel_args)

@@ -72,7 +72,7 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
         sites=tuple(sites),
         skipped=tuple(skipped),
         params=_parameter_count(model),
-        macs=_macs(traced),
+        macs=None if traced is None else traced.macs,
         input_size=size,
         macs_note=macs_note,
         stages_from=stages.found_by,
@@ -162,13 +162,6 @@ def _parameter_count(model: nn.Module) -> int:
         if not isinstance(parameter, nn.parameter.UninitializedParameter):
             count += parameter.numel()
     return count
-
-
-def _macs(traced: Trace | None) -> int | None:
-    """Return the multiply-accumulates of the whole model, or None without a trace."""
-    if traced is None:
-        return None
-    return sum(traced.flops[""].values()) // 2  # a multiply-accumulate is two operations
 
 
 def _site(

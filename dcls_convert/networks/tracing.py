@@ -47,8 +47,7 @@ class Trace:
     input_size: tuple[int, ...]  # of the image: channels, *spatial
     calls: dict[str, Calls]  # by the first qualified name of the convolution
     output_shapes: list[tuple[int, ...]]  # of the tensors that the model returned
-    # Module name ("" is the model) -> operator -> floating-point operations.
-    flops: dict[str, dict[str, int]]
+    macs: int  # of all operators
     meta_model: nn.Module  # the meta copy that ran
 
 
@@ -70,25 +69,26 @@ def _trace(meta: nn.Module, input_size: Sequence[int]) -> Trace:
     from torch.utils.flop_counter import FlopCounterMode
 
     calls: dict[str, Calls] = {}
-    with FlopCounterMode(display=False) as counter:
+    counter: Any = FlopCounterMode(display=False)
+    counter.mod_tracker = _WholeModel()
+    with counter:
         shapes = _run_and_record_(calls, meta, input_size)
-    prefix = type(meta).__name__ + "."
-    counts = counter.get_flop_counts()
-    counts[prefix] = counts.pop("Global", {})  # the whole model, which becomes "" below
-    flops: dict[str, dict[str, int]] = {}
-    for path, counts_of_module in counts.items():
-        by_operator: dict[str, int] = {}
-        for operator, count in counts_of_module.items():
-            operator_name = str(operator).rpartition(".")[2]
-            by_operator[operator_name] = int(count)
-        flops[path.removeprefix(prefix)] = by_operator
     return Trace(
         input_size=tuple(input_size),
         calls=calls,
         output_shapes=shapes,
-        flops=flops,
+        macs=int(counter.get_total_flops()) // 2,  # a multiply-accumulate is two operations
         meta_model=meta,
     )
+
+
+class _WholeModel(contextlib.nullcontext[None]):
+    """Counts all operations for the model as a whole, in the place of torch's module tracker.
+
+    The module tracker hooks every module of the process, so it is confused by other threads.
+    """
+
+    parents = ("Global",)
 
 
 def check_same_shapes(before: Trace | None, windows: Windows) -> None:

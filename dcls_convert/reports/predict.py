@@ -1,7 +1,5 @@
 """Predict the report of a conversion from its plan."""
 
-from collections.abc import Sequence
-
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 from ..records import shared_fields
@@ -17,48 +15,29 @@ from .report import (
 
 def predict_report(plan: ConversionPlan) -> ConversionReport:
     """Return the report of a plan that has not been carried out; no weights are needed."""
-    rows = []
-    params = plan.params
-    for layer in plan.layers:
-        row = predicted_layer(plan, layer)
-        rows.append(row)
-        params += row.params_after - row.params_before
-    return assemble_report(plan, params, None, rows)
-
-
-def assemble_report(
-    plan: ConversionPlan, params: int, macs: int | None, layers: Sequence[LayerReport]
-) -> ConversionReport:
-    """Assemble the report of a conversion from the reports of its layers.
-
-    Args:
-        plan: The plan of the conversion.
-        params: Number of parameters of the whole converted model.
-        macs: MACs of the whole converted model. If None, the MACs of the layers and of the
-            untouched rest are added up, if they are known.
-        layers: The reports of all layers, in the order of the plan.
-    """
+    layers = [predicted_layer(plan, layer) for layer in plan.layers]
+    params_untouched = plan.params - sum(layer.params_before for layer in layers)
     macs_untouched = None
+    macs_after = None
     if plan.macs is not None:
         macs_untouched = plan.macs - sum(layer.macs_before or 0 for layer in layers)
-        if macs is None:
-            macs = macs_untouched + sum(layer.macs_after or 0 for layer in layers)
+        macs_after = macs_untouched + sum(layer.macs_after or 0 for layer in layers)
     return ConversionReport(
         model=plan.model,
         input_size=plan.input_size,
         output=None,
         params=ParamsChange(
             before=plan.params,
-            after=params,
+            after=params_untouched + sum(layer.params_after for layer in layers),
             weights=sum(layer.weight_params for layer in layers),
             positions=sum(layer.position_params for layer in layers),
         ),
-        macs=MacsChange(before=plan.macs, after=macs, note=plan.macs_note),
+        macs=MacsChange(before=plan.macs, after=macs_after, note=plan.macs_note),
         budget=_budget_report(plan),
         layers=tuple(layers),
         skipped=plan.skipped,
         stages_from=plan.stages_from,
-        params_untouched=plan.params - sum(layer.params_before for layer in layers),
+        params_untouched=params_untouched,
         macs_untouched=macs_untouched,
         plan=plan,
     )

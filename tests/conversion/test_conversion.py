@@ -3,6 +3,7 @@
 import itertools
 import json
 import pkgutil
+import threading
 from dataclasses import replace
 
 import pytest
@@ -128,13 +129,33 @@ def test_outputs_are_not_compared_on_images_too_large(monkeypatch):
     assert convert_network_(loaded, resolved, model=small_model()).random_output_error is None
 
 
+def test_a_conversion_beside_a_thread_that_runs_another_model_gives_the_same_report():
+    other = timm.create_model(TINY).eval()
+    stop = threading.Event()
+
+    def run_other_model():
+        with torch.no_grad():
+            while not stop.is_set():
+                other(torch.zeros(1, 3, 32, 32))
+
+    alone = convert_(small_model(), init="random", input_size=(3, 32, 32))
+    thread = threading.Thread(target=run_other_model)
+    thread.start()
+    try:
+        reports = [convert_(small_model(), init="random", input_size=(3, 32, 32)) for _ in range(5)]
+    finally:
+        stop.set()
+        thread.join()
+    assert reports == [alone] * 5
+
+
 @pytest.mark.parametrize(
     ("function", "call"),
     [
         ("layers.dcls_conv.DclsConvNd.tie_", 2),  # between two layers
         ("conversion.place.install_timm_fold_hook_", 1),
         ("conversion.place.exclude_from_weight_decay_", 1),
-        ("conversion.conversion.measure_report", 1),
+        ("conversion.conversion.predict_report", 1),
     ],
 )
 def test_a_conversion_that_fails_after_placing_leaves_the_model_as_it_was(

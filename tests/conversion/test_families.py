@@ -4,10 +4,12 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from dcls_convert import convert_
+from dcls_convert import convert_, predict_report
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.source import ModelSource
 from dcls_convert.planning.rule_files import parse_rules
+
+from ..reports.measured import measure_report
 
 FACTORISED = parse_rules(
     "format: 1\nrules:\n  - match: {kernel_size: [1, 7]}\n  - match: {kernel_size: [7, 1]}\n"
@@ -72,5 +74,6 @@ def test_an_exact_start_keeps_the_outputs(name):
         assert old.abs().max() > 0
         assert old.std() > 1e-6 * old.abs().max(), "a constant output shows nothing"
         assert (old - new).abs().max() <= 1e-5 * old.abs().max()
+    assert predict_report(report.plan) == measure_report(model, report.plan)
     assert report.params.after == sum(parameter.numel() for parameter in model.parameters())
     assert report.params.delta == report.params.positions, "weights stay, positions are added"

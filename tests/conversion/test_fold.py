@@ -16,10 +16,10 @@ from dcls_convert import apply_plan_, convert_, find_convs, fold_to_dense_, plan
 from dcls_convert.conversion.provenance import PROVENANCE_ATTRIBUTE
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.networks.model_outputs import max_relative_error
-from dcls_convert.reports.measure import measure_report
 from dcls_convert.reports.predict import predict_report
 
 from ..conftest import TINY
+from ..reports.measured import measure_report
 
 FLOAT64_ERROR = 1e-12  # relative: some thousand roundings of 2e-16
 FLOAT32_ERROR = 1e-5  # relative: kernels are rounded, and sums have another order

@@ -3,18 +3,13 @@
 import pytest
 import torch
 
-from dcls_convert import (
-    apply_plan_,
-    load_converted,
-    measure_report,
-    predict_report,
-    save_converted,
-)
+from dcls_convert import apply_plan_, load_converted, predict_report, save_converted
 from dcls_convert.errors import NothingMatchesError, PlanError
 from dcls_convert.networks.running import eval_mode
 from dcls_convert.planning.paths import matches_path, nearest_paths
 from dcls_convert.planning.plan import ConversionPlan
 
+from ..reports.measured import measure_report
 from .nets import IMAGE, Net, plan_of
 
 

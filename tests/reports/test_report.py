@@ -8,10 +8,11 @@ import pytest
 import timm
 from torch import nn
 
-from dcls_convert import apply_plan_, find_convs, measure_report, plan_conversion, predict_report
+from dcls_convert import apply_plan_, find_convs, plan_conversion, predict_report
 from dcls_convert.views.cost_tables import stage_rows
 
 from ..planning.nets import IMAGE, Net, Shared, depthwise, on_meta, plan_of
+from .measured import measure_report
 from .predicted import predicted_report
 
 # The JSON of convnext_tiny with window 17, cut to one layer per stage and two skipped convolutions.

@@ -1,0 +1,69 @@
+"""The report of a converted model, counted on the model itself."""
+
+from collections import Counter
+from dataclasses import replace
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from dcls_convert.networks.tracing import meta_copy
+from dcls_convert.reports.predict import predict_report, predicted_layer
+
+
+def measure_report(model, plan):
+    """Count parameters tensor by tensor, and MACs by torch's counter, without construction."""
+    flops = None if plan.macs is None else count_flops(model, plan.input_size)
+    layers = tuple(measured_layer(model, plan, layer, flops) for layer in plan.layers)
+    predicted = predict_report(plan)
+    params = replace(
+        predicted.params,
+        after=sum(parameter.numel() for parameter in model.parameters()),
+        weights=sum(layer.weight_params for layer in layers),
+        positions=sum(layer.position_params for layer in layers),
+    )
+    macs = predicted.macs
+    if flops is not None:
+        construction = sum(construction_flops(model, layer, flops) for layer in plan.layers)
+        macs = replace(macs, after=(sum(flops["Global"].values()) - construction) // 2)
+    return replace(predicted, params=params, macs=macs, layers=layers)
+
+
+def count_flops(model, input_size):
+    image = torch.empty(1, *input_size, dtype=next(model.parameters()).dtype, device="meta")
+    with torch.no_grad(), torch.device("meta"), FlopCounterMode(display=False) as counter:
+        meta_copy(model)(image)
+    return counter.get_flop_counts()
+
+
+def flops_inside(model, layer, flops):
+    """Return the operations of a layer, by operator; the counter names one of its names."""
+    inside = Counter()
+    for name in layer.names:
+        inside.update(flops.get(f"{type(model).__name__}.{name}"))
+    return inside
+
+
+def construction_flops(model, layer, flops):
+    inside = flops_inside(model, layer, flops)
+    return inside.total() - inside[torch.ops.aten.convolution]
+
+
+def measured_layer(model, plan, layer, flops):
+    planned = predicted_layer(plan, layer)
+    module = model.get_submodule(layer.name)
+    positions = 0
+    if planned.position_params:
+        positions = module.positions.numel()
+        if module.sigma is not None:
+            positions += module.sigma.numel()
+    bias = 0 if module.bias is None else module.bias.numel()
+    macs = None
+    if flops is not None:
+        macs = flops_inside(model, layer, flops)[torch.ops.aten.convolution] // 2
+    return replace(
+        planned,
+        params_after=module.weight.numel() + positions + bias,
+        weight_params=module.weight.numel(),
+        position_params=positions,
+        macs_after=macs,
+    )
