@@ -128,8 +128,8 @@ def _check_start(plan: ConversionPlan, init: Init, positions: Positions) -> None
         return
     for layer in plan.layers:
         cells = layer.old_cells
-        exact_on_cells = find_interpolation(layer.interpolation).exact_on_cells
-        if layer.kernel_count < cells or not exact_on_cells:
+        is_exact = find_interpolation(layer.interpolation).is_exact_on_cells
+        if layer.kernel_count < cells or not is_exact:
             raise PlanError(
                 f"{layer.name}: an exact start needs {cells} elements and an interpolation that "
                 f"keeps them in their cells, but the plan has {layer.kernel_count} and "

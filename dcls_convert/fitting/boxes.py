@@ -18,13 +18,12 @@ from ..geometry import extent, grid_positions, learnt_axes
 from ..layers.elements import cells_last, largest_elements
 from ..layers.interpolation import find_interpolation
 
-SPREAD_MARGIN = 3  # cells; six times the initial sigma of a Gaussian element
-
 
 class Box:
-    """The old kernel's extent along the learnt axes, plus a margin if elements spread widely.
+    """The old kernel's extent along the learnt axes, plus the cells that its elements spread to.
 
-    The attributes `kernel_size`, `grids`, `sides` and `origin` have one entry for each learnt axis.
+    The attributes `kernel_size`, `grids`, `sides`, `origin`, `lowest` and `highest` have one entry
+    for each learnt axis.
     """
 
     def __init__(
@@ -44,23 +43,33 @@ class Box:
         # Returns how elements spread along an axis, and the derivative of this with respect to
         # their box positions: (N, E), side -> (N, E, side) each.
         self.normalised_profile_and_slope = method.normalised_profile_and_slope
-        max_margin = 0 if method.exact_on_cells else SPREAD_MARGIN
+        wanted_margin = method.reach - 1
         kernel_sizes = []
         grids = []
         sides = []
         origin = []
+        lowest = []
+        highest = []
         for axis in self.axes:
             grid = grid_positions(kernel_size[axis], dilation[axis], size[axis])
             old_extent = extent(kernel_size[axis], dilation[axis])
-            margin = min(max_margin, (size[axis] - old_extent) // 2)
+            margin = min(wanted_margin, (size[axis] - old_extent) // 2)
+            # Inside the margin, an element would spread beyond the box; at the window's border, it
+            # is cut off there in any case.
+            kept_free = margin if margin == wanted_margin else 0
             kernel_sizes.append(kernel_size[axis])
             grids.append(grid)
             sides.append(old_extent + 2 * margin)
             origin.append(grid[0] - margin)
+            lowest.append(kept_free)
+            highest.append(old_extent + 2 * margin - 1 - kept_free)
         self.kernel_size = tuple(kernel_sizes)
         self.grids = grids  # positions of the old cells, from the window's centre
         self.sides = tuple(sides)  # in cells
         self.origin = tuple(origin)  # position of the box's first cell, from the window's centre
+        # Box positions between which elements are fitted: there, the box has all their cells.
+        self.lowest = tuple(lowest)
+        self.highest = tuple(highest)
 
     def largest_cells(
         self,

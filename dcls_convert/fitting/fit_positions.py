@@ -200,8 +200,9 @@ class _LevenbergMarquardt:
     def __init__(self, problem: _Problem, start: Tensor, settings: FitSettings) -> None:
         self.problem = problem
         self.settings = settings
-        last_cells = [side - 1 for side in problem.box.sides]
-        self.last_cells = start.new_tensor(last_cells)  # made once: copies to a GPU are slow
+        # Made once: copies to a GPU are slow.
+        self.lowest = start.new_tensor(problem.box.lowest)  # (A,)
+        self.highest = start.new_tensor(problem.box.highest)  # (A,)
         self.box_positions = self.clamp_to_box(start)  # (F, E, A)
         layers = problem.targets.shape[1]
         self.weights = start.new_zeros(len(start), layers, start.shape[1])
@@ -209,8 +210,8 @@ class _LevenbergMarquardt:
         self.damping = start.new_full((len(start),), settings.initial_damping)
 
     def clamp_to_box(self, box_positions: Tensor) -> Tensor:
-        """Return the positions, those outside the box moved to its border."""
-        return box_positions.clamp(min=0).minimum(self.last_cells)
+        """Return the positions, those outside the box's limits moved to them."""
+        return box_positions.maximum(self.lowest).minimum(self.highest)
 
     def refine_(self, fit_indices: Tensor, rounds: int) -> None:
         """Refine these fits until their costs no longer fall, for at most `rounds` rounds."""

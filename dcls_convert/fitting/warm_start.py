@@ -64,8 +64,8 @@ def fit_elements(
     """
     largest_weights, largest_positions = box.largest_cells(kernels, kernel_count)
     one_for_each_cell = kernel_count >= len(box.old_cell_coordinates())
-    exact_on_cells = find_interpolation(box.interpolation).exact_on_cells
-    nothing_to_gain = one_for_each_cell and exact_on_cells
+    is_exact = find_interpolation(box.interpolation).is_exact_on_cells
+    nothing_to_gain = one_for_each_cell and is_exact
     if nothing_to_gain or kernels[0].is_meta:
         return largest_weights, largest_positions
     lines, scale = _scaled_lines(kernels, box)

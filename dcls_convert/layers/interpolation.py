@@ -26,9 +26,9 @@ Profile = Callable[[Tensor, Tensor, int], Tensor]
 class Interpolation:
     """One way to spread an element along an axis of the window.
 
-    A new interpolation needs `profile` and `slope`. It needs `min_sigma` and `initial_sigma` if
-    elements have a learnt width, and `exact_on_cells=True` if that is true of it. `fast_kernel` and
-    `fast_profile_and_slope` only make the built-in interpolations faster.
+    A new interpolation needs `profile`, `slope` and `reach`. It needs `min_sigma` and
+    `initial_sigma` if elements have a learnt width. `fast_kernel` and `fast_profile_and_slope` only
+    make the built-in interpolations faster.
 
     The slope must not vanish for elements on cells: starts from old kernels put elements there, and
     they would never move. Where the profile has a kink, the slope is the right-hand derivative. At
@@ -38,15 +38,15 @@ class Interpolation:
     # How much of the element each cell gets, before it is normalised; differentiable.
     profile: Profile
     slope: Profile  # the profile's derivative with respect to the position, not normalised
+    # Cells at this distance from an element, and farther ones, get nothing of it (or less than
+    # rounding shows) with the initial sigma.
+    reach: int
     # In cells. None if the interpolation has no sigma; `profile` and `slope` then get a sigma of 1.
     min_sigma: float | None = None
     initial_sigma: float | None = None  # cells
     # Versions of the authors' package that spread elements in the same way; empty if the package
     # does not have this interpolation.
     authors_versions: tuple[str, ...] = ()
-    # Whether, with the initial sigma, an element at the centre of a cell lies in that cell alone.
-    # If not, fits use a margin around the old kernel, and exact starts are refused.
-    exact_on_cells: bool = False
     # Optional, only if there is no sigma: a faster way to construct the kernel.
     fast_kernel: Callable[[Tensor, Tensor, Sequence[int]], Tensor] | None = None
     # Optional: a faster `normalised_profile_and_slope`.
@@ -56,6 +56,13 @@ class Interpolation:
     def has_sigma(self) -> bool:
         """True if elements have a learnt width in addition to their position."""
         return self.min_sigma is not None
+
+    @property
+    def is_exact_on_cells(self) -> bool:
+        """True if an element at a cell's centre lies in that cell alone, with the initial sigma."""
+        centre = torch.tensor([float(self.reach)])
+        profile, _ = self.normalised_profile_and_slope(centre, 2 * self.reach + 1)
+        return int(profile.count_nonzero()) == 1
 
     def kernel(
         self, weight: Tensor, positions: Tensor, sigma: Tensor | None, size: Sequence[int]
@@ -178,7 +185,7 @@ INTERPOLATIONS: dict[str, Interpolation] = {  # sigmas as in DCLS 0.1.1
         profile=_triangle,
         slope=_triangle_slope,
         fast_profile_and_slope=_unit_triangle_and_slope,
-        exact_on_cells=True,
+        reach=1,
         fast_kernel=bilinear_kernel,
         authors_versions=("v0", "v1"),
     ),
@@ -186,7 +193,7 @@ INTERPOLATIONS: dict[str, Interpolation] = {  # sigmas as in DCLS 0.1.1
         profile=_triangle,
         slope=_triangle_slope,
         fast_profile_and_slope=_unit_triangle_and_slope,
-        exact_on_cells=True,
+        reach=1,
         min_sigma=1.0,
         initial_sigma=1.0,
         authors_versions=("max",),
@@ -196,6 +203,7 @@ INTERPOLATIONS: dict[str, Interpolation] = {  # sigmas as in DCLS 0.1.1
     "gaussian": Interpolation(
         profile=_gaussian,
         slope=_gaussian_slope,
+        reach=4,  # eight times the initial sigma
         min_sigma=0.27,
         initial_sigma=0.5,
         authors_versions=("gauss",),

@@ -218,7 +218,9 @@ def _stages_from(convs: ModelConvs, rules: RuleSet) -> str:
 
 def _check_exact(rules: RuleSet, interpolation: str | None) -> None:
     """Raise an error if new layers could not start as exactly the old function."""
-    exact_names = [name for name in INTERPOLATION_NAMES if find_interpolation(name).exact_on_cells]
+    exact_names = [
+        name for name in INTERPOLATION_NAMES if find_interpolation(name).is_exact_on_cells
+    ]
     for index, rule in enumerate(rules.rules):
         if rule.kernel_count not in (None, AUTO):
             raise RuleError(

@@ -15,10 +15,14 @@ from dcls_convert.fitting.batched_linalg import lines_innermost
 from dcls_convert.fitting.boxes import Box
 from dcls_convert.fitting.fit_positions import _make_problem, _step
 from dcls_convert.fitting.fit_settings import FitSettings
-from dcls_convert.fitting.warm_start import fit_elements
+from dcls_convert.fitting.warm_start import fit_elements, relative_errors
 from dcls_convert.geometry import grid_positions
 from dcls_convert.layers.construction import construct_kernel
-from dcls_convert.layers.interpolation import find_interpolation
+from dcls_convert.layers.interpolation import (
+    INTERPOLATIONS,
+    Interpolation,
+    find_interpolation,
+)
 from dcls_convert.planning.rule_files import parse_rules
 
 CASES = {
@@ -111,6 +115,55 @@ def test_the_fit_is_least_squares_and_closer_than_the_largest_cells_in_every_lay
         residual = constructed(free_weight, positions, box) - in_window(kernel, box)
         (gradient,) = torch.autograd.grad(residual.square().sum() / 2, free_weight)
         assert gradient.abs().max() < 0.02 * kernel.abs().max()
+
+
+def keys_cubic(cells, sigma, length):
+    """Return the cubic convolution kernel of Keys (1981), a = -1/2: it is 0 from 2 cells on."""
+    t = (torch.arange(length).to(cells) - cells.unsqueeze(-1)).abs()
+    near = 1.5 * t**3 - 2.5 * t**2 + 1
+    far = -0.5 * t**3 + 2.5 * t**2 - 4 * t + 2
+    return torch.where(t <= 1, near, far) * (t < 2)
+
+
+def keys_cubic_slope(cells, sigma, length):
+    offset = torch.arange(length).to(cells) - cells.unsqueeze(-1)
+    t = offset.abs()
+    near = 4.5 * t**2 - 5 * t
+    far = -1.5 * t**2 + 5 * t - 4
+    return -offset.sign() * torch.where(t <= 1, near, far) * (t < 2)
+
+
+@pytest.fixture
+def with_cubic(monkeypatch):
+    cubic = Interpolation(profile=keys_cubic, slope=keys_cubic_slope, reach=2)
+    monkeypatch.setitem(INTERPOLATIONS, "cubic", cubic)
+
+
+@pytest.mark.usefixtures("with_cubic")
+@pytest.mark.parametrize("interpolation", [*INTERPOLATIONS, "cubic"])
+@pytest.mark.parametrize("size", [(17, 17), (9, 7), (7, 7)])
+def test_the_error_of_a_fit_is_that_of_the_kernels_on_the_whole_window(interpolation, size):
+    """However far an interpolation spreads, a fit sees all cells that its elements reach."""
+    case = {"shape": (6, 1, 7, 7), "size": size, "count": 12}
+    kernels = kernels_of(case, dtype=torch.double)
+    box = box_for(case, interpolation)
+    weights, positions = fit_elements(kernels, box, kernel_count=case["count"])
+    stated = relative_errors(kernels, weights, positions, box)
+    found = [
+        distance / float(kernel.norm())
+        for distance, kernel in zip(
+            distances(kernels, weights, positions, box), kernels, strict=True
+        )
+    ]
+    # A Gaussian element never ends: at its reach, it has 1e-14 of its value at the centre.
+    assert found == pytest.approx(stated, rel=1e-7)
+    assert max(found) < 0.8
+
+
+@pytest.mark.usefixtures("with_cubic")
+def test_which_interpolations_keep_an_element_in_its_cell_is_read_off_their_profiles():
+    exact = [name for name, method in INTERPOLATIONS.items() if method.is_exact_on_cells]
+    assert exact == ["bilinear", "triangle", "cubic"]
 
 
 def test_a_kernel_that_was_constructed_from_elements_is_fitted_closely():

@@ -225,7 +225,9 @@ def test_the_profile_of_fits_is_normalised_and_comes_with_its_derivative(interpo
 def test_a_new_interpolation_is_one_record_for_layers_and_fits(monkeypatch):
     gaussian = INTERPOLATIONS["gaussian"]  # here, all elements have a width of 1 cell
     monkeypatch.setitem(
-        INTERPOLATIONS, "bell", Interpolation(profile=gaussian.profile, slope=gaussian.slope)
+        INTERPOLATIONS,
+        "bell",
+        Interpolation(profile=gaussian.profile, slope=gaussian.slope, reach=8),
     )
     layer = DclsConv2d(
         1, 2, kernel_count=2, dilated_kernel_size=(5, 8), interpolation="bell"
