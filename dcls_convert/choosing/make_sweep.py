@@ -1,6 +1,5 @@
 """Make a sweep: plan, fit and time each combination. One that fails is a row with the reason."""
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +11,7 @@ from ..conversion.conversion import convert_network_
 from ..conversion.loaded import LoadedNetwork
 from ..conversion.resolved import resolve
 from ..errors import DclsConvertError, NothingMatchesError, PlanError, RuleError
+from ..networks.copying import copy_network
 from ..options import AUTO, DEFAULT_BUDGET
 from ..planning.windows import candidate_windows
 from ..records import shared_fields
@@ -203,7 +203,7 @@ def _fit_all_(loaded: LoadedNetwork, planned: Sequence[Candidate]) -> None:
 def _fit_(loaded: LoadedNetwork, candidate: Candidate) -> None:
     """Convert a copy of the trained network, and record the errors of the conversion in the row."""
     assert candidate.resolved is not None
-    network_copy = copy.deepcopy(loaded.network)
+    network_copy = copy_network(loaded.network)
     conversion = convert_network_(loaded, candidate.resolved, model=network_copy)
     outcome = conversion.report.outcome
     if outcome is None:

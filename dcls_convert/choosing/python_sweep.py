@@ -1,6 +1,5 @@
 """Sweep a model in memory: the Python counterpart of `dcls-convert sweep`."""
 
-import copy
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -14,6 +13,7 @@ from ..conversion.loaded import LoadedNetwork
 from ..conversion.request import ConversionRequest
 from ..errors import PlanError
 from ..fitting.calibration_images import Calibration, Images
+from ..networks.copying import copy_network
 from ..networks.find_convs import check_module
 from ..options import (
     AUTO,
@@ -115,7 +115,7 @@ def sweep(
     if time:
         timing = timing_settings(device, batch_size, seconds, amp=amp)
         # Timing moves the model to the device, and changes statistics such as BatchNorm's.
-        model = copy.deepcopy(model)
+        model = copy_network(model)
     request = ConversionRequest(
         model=model,
         options=PlanOptions(

@@ -1,16 +1,15 @@
 """Time a forward pass and a training step of a network."""
 
-import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..conversion.apply_plan import apply_plan_
 from ..errors import DclsConvertError
+from ..networks.copying import copy_network
 from ..networks.model_outputs import tensors_in
 from ..networks.running import run_batch
 from ..options import CPU_BATCH, GPU_BATCH, TIMING_SECONDS
@@ -75,10 +74,10 @@ def converted_copy(model: nn.Module, plan: ConversionPlan) -> nn.Module:
 
     To save memory, the copy shares the tensors that are not converted.
     """
-    memo: dict[int, Any] = {}  # deepcopy does not copy what is in its memo
+    shared: dict[int, Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        memo[id(tensor)] = tensor
-    converted = copy.deepcopy(model, memo)
+        shared[id(tensor)] = tensor
+    converted = copy_network(model, shared=shared)
     apply_plan_(converted, plan, init="random")
     return converted
 

@@ -1,6 +1,5 @@
 """`dcls-convert MODEL`: plan, convert, report, and write a checkpoint."""
 
-import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -200,6 +199,7 @@ def _convert_and_save(
     """Convert the network and write the checkpoint."""
     from ..checkpoints.save import save_converted
     from ..conversion.conversion import convert_network_
+    from ..networks.copying import copy_network
     from ..views.plot import picture_files
 
     check_output(output, force=force, reason_to_keep=reason_to_keep_output)
@@ -219,6 +219,6 @@ def _convert_and_save(
         report=conversion.report,
         force=force,
         pictures=pictures,
-        meta=copy.deepcopy(loaded.structure),
+        meta=copy_network(loaded.structure),
     )
     return conversion

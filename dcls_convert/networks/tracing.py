@@ -4,7 +4,6 @@ On the meta device, no values are computed.
 """
 
 import contextlib
-import copy
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from ..layers.conv_classes import AnyConv
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 from ..options import DEFAULT_INTERPOLATION
 from ..text import one_line, shortened
+from .copying import copy_network, meta_copy
 from .model_outputs import tensors_in
 from .running import image_dtype
 
@@ -124,7 +124,7 @@ def check_same_shapes(before: Trace | None, windows: Windows) -> None:
 
 def _with_windows(meta: nn.Module, windows: Windows) -> nn.Module:
     """Copy a meta model and place DCLS layers, whose kernels have the right size but no values."""
-    converted = copy.deepcopy(meta)
+    converted = copy_network(meta)
     layers: dict[nn.Module, Any] = {}  # by convolution, which may have several names
     for name, (window, dense_axes) in windows.items():
         conv: Any = meta.get_submodule(name)
@@ -220,27 +220,3 @@ class _HeadIsDone(Exception):
 
 def _stop(*_: object) -> None:
     raise _HeadIsDone
-
-
-def meta_copy(model: nn.Module, *, real_attributes: bool = False) -> nn.Module:
-    """Copy a model to meta, in eval mode and without forward hooks. Forward pre-hooks stay.
-
-    With `real_attributes`, tensors in plain attributes keep their values, which YOLO models read.
-    """
-    memo: dict[int, Any] = {}  # of copy.deepcopy: id of a tensor -> its copy
-    for module in model.modules():
-        candidates: list[Any] = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if not real_attributes:
-            # copy.deepcopy refuses tensors computed from parameters (weight_norm, pruning).
-            candidates += vars(module).values()
-        for tensor in candidates:
-            if not isinstance(tensor, Tensor) or id(tensor) in memo:
-                continue
-            empty = torch.empty_like(tensor, device="meta", requires_grad=False)
-            if isinstance(tensor, nn.Parameter):
-                empty = nn.Parameter(empty, requires_grad=False)
-            memo[id(tensor)] = empty
-    meta: nn.Module = copy.deepcopy(model, memo).eval()
-    for module in meta.modules():
-        vars(module).get("_forward_hooks", {}).clear()
-    return meta

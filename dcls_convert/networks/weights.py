@@ -1,6 +1,5 @@
 """Load weights into a network; those that do not fit, or are not finite, are refused."""
 
-import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from ..text import short_list
 from .building import build_model
+from .copying import copy_network
 from .model_outputs import tensors_in
 from .source import LIBRARY_KINDS, ModelSource
 
@@ -113,7 +113,7 @@ def build_and_load(
         if meta is None:
             model = build_model(source, device="meta", trust_code=True)
         else:
-            model = copy.deepcopy(meta)
+            model = copy_network(meta)
         prepare_(model)
         if assign_weights_(model, state, where, new_classifier=new_classifier):
             return model, []

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dcls_convert.networks.tracing import meta_copy
+from dcls_convert.networks.copying import meta_copy
 from dcls_convert.reports.predict import predict_report, predicted_layer
 
 
