@@ -147,6 +147,25 @@ def static_padding(padding: Padding, extents: Sequence[int]) -> list[Pair]:
     return [(cells, cells) for cells in cast(tuple[int, ...], padding)]
 
 
+def keeps_centre(before: int, after: int, extent: int, stride: int) -> bool:
+    """True if this padding of an axis keeps outputs over the middle of what the kernel sees.
+
+    So do symmetric and TensorFlow's SAME padding, whose totals are from `extent - stride` to
+    `extent - 1` cells; a symmetric one of an even kernel has one cell less or more. No padding
+    (valid convolutions, patches, maps padded elsewhere), one-sided padding and `extent - 1` cells
+    on either side (causal, if the tail is cut off) do not.
+    """
+    if extent == 1:
+        return before == after == 0
+    total = before + after
+    if before == after:
+        if before in (0, extent - 1):
+            return False
+        rounding = 1 if extent % 2 == 0 else 0
+        return extent - stride - rounding <= total <= extent - 1 + rounding
+    return (before, after) == _halves(total) and extent - stride <= total <= extent - 1
+
+
 def padded_cells(
     padding: Padding, input_size: Sequence[int], extents: Sequence[int], stride: Sequence[int]
 ) -> list[Pair]:

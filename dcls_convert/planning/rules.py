@@ -231,6 +231,11 @@ other keys say."""
     dense_axes: list[Annotated[int, Field(ge=0, le=2)]] | None = Field(
         None, description="a list of spatial axes (0 is the first) along which nothing is learnt"
     )
+    padding: Literal["centred", "any"] | None = Field(
+        None,
+        description="any: also convolutions whose own padding does not centre their kernel, such "
+        "as valid and causal ones; centred (the default): these stay as they are",
+    )
     name: str | None = Field(None, description="a string")
     match: Match = Field(
         Match(), description="a mapping of predicates; without it, the rule claims everything"

@@ -5,14 +5,17 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ..errors import PlanError
 from ..geometry import (
+    DYNAMIC_SAME,
     Padding,
     along_learnt_axes,
     check_cells,
     check_window,
     extent,
     grown_padding,
+    keeps_centre,
     padded_cells,
     size_text,
+    static_padding,
 )
 from ..networks.sites import ConvSite, ModelConvs
 from ..options import MAX_ADDED_COST_PERCENT, MAX_WINDOW, MIN_GROWTH
@@ -143,10 +146,39 @@ def choose_window(
             )
         dense_axes = _dense_axes(site, window, rule)
     check_window(site.kernel_size, site.dilation, window, dense_axes)
+    if rule.padding != "any":
+        _check_centred(site, window)
     padding = grown_padding(site.padding, site.kernel_size, site.dilation, window, site.stride)
     check_cells(site.out_channels * site.in_channels // site.groups, window)
     _check_padding(site, window, padding)
     return window, dense_axes
+
+
+def _check_centred(site: ConvSite, window: Sequence[int]) -> None:
+    """Raise PlanError if a window grows along an axis on which padding does not centre the kernel.
+
+    Such padding, or what pads the map outside, says where the kernel must not look: ahead in time,
+    or into the neighbouring patch.
+    """
+    if site.padding in ("same", DYNAMIC_SAME):
+        return
+    extents = list(map(extent, site.kernel_size, site.dilation))
+    paddings = static_padding(site.padding, extents)
+    for axis, (before, after) in enumerate(paddings):
+        grows = window[axis] > extents[axis]
+        if not grows or keeps_centre(before, after, extents[axis], site.stride[axis]):
+            continue
+        cells = str(before)
+        if before != after:
+            cells = f"{before} before and {after} after"
+        where = ""
+        if site.dims > 1:
+            where = f" along axis {axis}"
+        raise PlanError(
+            f"its padding of {cells} does not centre its kernel of {extents[axis]}{where}, so a "
+            "larger window would look where it does not (such as ahead in time, or beyond a tile);"
+            " a rule with 'padding: any' converts it all the same"
+        )
 
 
 def _dense_axes(site: ConvSite, sides: Sequence[int], rule: Rule) -> tuple[int, ...]:

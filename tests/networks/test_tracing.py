@@ -16,7 +16,7 @@ from dcls_convert.planning.planner import plan_conversion
 from dcls_convert.planning.rule_files import parse_rules
 
 IMAGE = (4, 9, 14)
-EVERYTHING = parse_rules("format: 1\nrules: [{match: {kernel_size: {min: 2}}}]")
+EVERYTHING = parse_rules("format: 1\nrules: [{match: {kernel_size: {min: 2}}, padding: any}]")
 
 
 class PadsOutside(nn.Module):
@@ -128,5 +128,5 @@ def test_convert_refuses_a_model_that_pads_outside_before_changing_it():
     model = PadsOutside()
     before = dict(model.named_modules())
     with pytest.raises(PlanError, match="conv: its output would be 7x9 instead of 5x7"):
-        convert_(model, dilated_size=7, input_size=IMAGE)
+        convert_(model, rules=EVERYTHING, dilated_size=7, input_size=IMAGE)
     assert dict(model.named_modules()) == before

@@ -21,7 +21,7 @@ from dcls_convert.reports.predict import predict_report
 from ..conftest import many_examples
 from .nets import IMAGE, Net, convs_of, depthwise, on_meta, plan_of
 
-EVERYTHING = parse_rules("format: 1\nrules: [{}]")
+EVERYTHING = parse_rules("format: 1\nrules: [{padding: any}]")
 
 # Ties.
 
@@ -143,7 +143,7 @@ def windows(conv, size, rule="{}"):
 def test_an_integer_leaves_sides_of_1_and_dense_axes_as_they_are(
     kernel, size, rule, window, dense_axes
 ):
-    conv = CONV_CLASSES[len(kernel)](4, 4, kernel, groups=4)
+    conv = CONV_CLASSES[len(kernel)](4, 4, kernel, groups=4, padding="same")
     assert windows(conv, size, rule) == (window, dense_axes)
 
 
