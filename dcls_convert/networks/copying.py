@@ -39,7 +39,12 @@ def meta_copy(model: nn.Module, *, real_attributes: bool = False) -> nn.Module:
     with _CopiedTensors(_constant if real_attributes else _on_meta):
         meta = copy.deepcopy(model, memo).eval()
     for module in meta.modules():
-        vars(module).get("_forward_hooks", {}).clear()
+        attributes = vars(module)
+        attributes.get("_forward_hooks", {}).clear()
+        attributes.pop("_compiled_call_impl", None)  # of `module.compile()`
+        original = module._modules.get("_orig_mod")  # of `torch.compile(module)`
+        if original is not None:
+            attributes["forward"] = original.forward
     return meta
 
 

@@ -14,6 +14,7 @@ from .sites import ConvSite, ModelConvs, Skipped
 from .stages import OutputStride, find_stages, output_stride
 from .tracing import Calls, Trace, trace
 
+NOT_CHECKED = " (so output sizes, and uses of convolutions by other code, are not checked)"
 IMAGE_CHANNELS = 3  # assumed where the input size does not state them
 
 
@@ -47,13 +48,15 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
     for conv, names in names_of.items():
         name = names[0]
         reason = _why_skipped(conv, modules_by_parameter)
+        if reason is None and traced is not None:
+            reason = _why_used_elsewhere(name, traced)
         if reason is not None:
             skipped.append(Skipped(name=name, type=type(conv).__name__, reason=reason))
             continue
         calls: Calls | None = None
         if traced is not None:
-            calls = traced.calls.get(name)
-            sees_image = calls is not None and calls.takes_image
+            calls = traced.calls[name]
+            sees_image = calls.takes_image
         else:
             # Assume that the first convolution sees the image.
             sees_image = not sites and not skipped
@@ -63,7 +66,6 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
             conv,
             names,
             calls,
-            is_traced=traced is not None,
             stage=stages.stage_of(name),
             stem=stages.is_in_stem(name) or takes_image,
         )
@@ -88,6 +90,15 @@ def _why_skipped(conv: AnyConv, modules_by_parameter: Mapping[int, Sequence[str]
     holders = modules_by_parameter[id(conv.weight)]
     if len(holders) > 1:
         return f"its weight is shared with {' and '.join(holders)}"
+    return None
+
+
+def _why_used_elsewhere(name: str, traced: Trace) -> str | None:
+    """Return why a convolution is not only what its own forward makes of it; None if it is."""
+    if name in traced.other_uses:
+        return traced.other_uses[name]
+    if name not in traced.calls:
+        return "the forward pass of the network in eval mode does not call it"
     return None
 
 
@@ -134,12 +145,12 @@ def _try_trace(
 ) -> tuple[Trace, None] | tuple[None, str]:
     """Trace the model; return the trace and None, or None and the reason why it failed."""
     if size is None:
-        return None, "no input size is known; state one"
+        return None, f"no input size is known; state one{NOT_CHECKED}"
     try:
         return trace(model, size), None
     except Exception as error:  # any model code may run here; the model can still be converted
         reason = one_line(error)[:200]
-        return None, f"the model does not run on the meta device at {size}: {reason}"
+        return None, (f"the model does not run on the meta device at {size}: {reason}{NOT_CHECKED}")
 
 
 def _output_strides(traced: Trace | None) -> dict[str, OutputStride]:
@@ -169,11 +180,10 @@ def _site(
     names: Sequence[str],
     calls: Calls | None,
     *,
-    is_traced: bool,
     stage: str | None,
     stem: bool,
 ) -> ConvSite:
-    """Make the record of one convolution; `calls` is None if no call of it was traced."""
+    """Make the record of one convolution; `calls` is None without a trace."""
     output_size: tuple[int, ...] | None = None
     input_extent: tuple[int, ...] | None = None
     output_positions: int | None = None
@@ -181,8 +191,6 @@ def _site(
         output_size = calls.output_sizes[0]
         input_extent = calls.input_extent
         output_positions = calls.output_positions
-    elif is_traced:
-        output_positions = 0  # the convolution is never called
     return ConvSite(
         names=tuple(names),
         type=type(conv).__name__,

@@ -19,6 +19,7 @@ from ..layers.conv_classes import AnyConv
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 from ..options import DEFAULT_INTERPOLATION
 from ..text import one_line, shortened
+from .conv_uses import ConvUses
 from .copying import copy_network, meta_copy
 from .model_outputs import tensors_in
 from .running import image_dtype
@@ -48,6 +49,8 @@ class Trace:
     calls: dict[str, Calls]  # by the first qualified name of the convolution
     output_shapes: list[tuple[int, ...]]  # of the tensors that the model returned
     macs: int  # of all operators
+    # Name of a convolution -> how other code than itself uses its weight or settings.
+    other_uses: dict[str, str]
     meta_model: nn.Module  # the meta copy that ran
 
 
@@ -71,13 +74,15 @@ def _trace(meta: nn.Module, input_size: Sequence[int]) -> Trace:
     calls: dict[str, Calls] = {}
     counter: Any = FlopCounterMode(display=False)
     counter.mod_tracker = _WholeModel()
+    uses = ConvUses(meta)
     with counter:
-        shapes = _run_and_record_(calls, meta, input_size)
+        shapes = _run_and_record_(calls, meta, input_size, uses)
     return Trace(
         input_size=tuple(input_size),
         calls=calls,
         output_shapes=shapes,
         macs=int(counter.get_total_flops()) // 2,  # a multiply-accumulate is two operations
+        other_uses=uses.reasons,
         meta_model=meta,
     )
 
@@ -106,7 +111,7 @@ def check_same_shapes(before: Trace | None, windows: Windows) -> None:
     failure: Exception | None = None
     try:
         converted = _with_windows(before.meta_model, windows)
-        shapes = _run_and_record_(calls, converted, before.input_size)
+        shapes = _run_and_record_(calls, converted, before.input_size, contextlib.nullcontext())
     except Exception as error:  # any model code may run here
         failure = error
     # If the model fails, an output size that changed before explains it better.
@@ -155,25 +160,31 @@ def _check_sizes(
 
 
 def _run_and_record_(
-    calls: dict[str, Calls], meta: nn.Module, input_size: Sequence[int]
+    calls: dict[str, Calls],
+    meta: nn.Module,
+    input_size: Sequence[int],
+    uses: contextlib.AbstractContextManager[Any],
 ) -> list[tuple[int, ...]]:
     """Run a meta copy on one image, and return the shapes of its outputs.
 
     The calls of each convolution are added to `calls`. If the model fails, these are the calls
-    before the failure.
+    before the failure. `uses` is entered while the model runs.
     """
     image = torch.empty(1, *input_size, dtype=image_dtype(meta), device="meta")
-    names = {module: name for name, module in meta.named_modules()}
+    convs: dict[nn.Module, tuple[str, int]] = {}  # name, and number of dimensions
+    for name, module in meta.named_modules():
+        if isinstance(module, AnyConv | DclsConvNd):
+            convs[module] = (name, len(module.kernel_size))
 
     def record(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> None:
         input = args[0] if args else kwargs["input"]
-        dims = len(module.kernel_size)  # type: ignore[arg-type]
+        name, dims = convs[module]
         output_size = tuple(output.shape[-dims:])
         input_extent = tuple(input.shape[-dims:])
         is_first = not calls
-        conv_calls = calls.setdefault(names[module], Calls([], input_extent))
+        conv_calls = calls.setdefault(name, Calls([], input_extent))
         conv_calls.output_sizes.append(output_size)
         conv_calls.input_extent = tuple(map(min, conv_calls.input_extent, input_extent))
         batch = output.shape[0] if output.dim() == dims + 2 else 1
@@ -182,10 +193,10 @@ def _run_and_record_(
             conv_calls.takes_image = True
 
     with contextlib.ExitStack() as hooks, torch.no_grad(), torch.device("meta"):
-        for module in names:
-            if isinstance(module, AnyConv | DclsConvNd):
-                hooks.enter_context(module.register_forward_hook(record, with_kwargs=True))
-        outputs = tensors_in(_outputs(meta, image))
+        for conv in convs:
+            hooks.enter_context(conv.register_forward_hook(record, with_kwargs=True))
+        with uses:
+            outputs = tensors_in(_outputs(meta, image))
     return [tuple(tensor.shape) for tensor in outputs]
 
 

@@ -20,7 +20,7 @@ EVERYTHING = parse_rules("format: 1\nrules: [{match: {kernel_size: {min: 2}}, pa
 
 
 class PadsOutside(nn.Module):
-    """Pads outside its convolutions, by their kernel size, as the MobileNets of transformers do."""
+    """Pads outside its convolutions, by the last side of their weight."""
 
     def __init__(self, *, shared=False, reads_size=True):
         super().__init__()
@@ -30,7 +30,7 @@ class PadsOutside(nn.Module):
         self.reads_size = reads_size
 
     def padded(self, x, conv):
-        kernel = conv.kernel_size if self.reads_size else (3, 3)
+        kernel = [conv.weight.shape[-1]] * 2 if self.reads_size else (3, 3)
         sides = []
         for size, stride, kernel_side in reversed(
             list(zip(x.shape[2:], conv.stride, kernel, strict=True))
@@ -79,10 +79,10 @@ def check(model, window, input_size=IMAGE):
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        (PadsOutside(), "conv: its output would be 7x9 instead of 5x7"),
-        (PadsOutside(shared=True), "conv: its output would be 7x9 instead of 5x7"),
-        (AddsSkip(), "again: its output would be 13x18 instead of 9x14"),  # it would fail half-way
-        (ReadsAttribute(skip=True), "again: its output would be 13x18 instead of 9x14"),
+        (PadsOutside(), "conv: its output would be 4x6 instead of 5x7"),
+        (PadsOutside(shared=True), "conv: its output would be 4x6 instead of 5x7"),
+        (AddsSkip(), "again: its output would be 7x12 instead of 9x14"),  # it would fail half-way
+        (ReadsAttribute(skip=True), "again: its output would be 7x12 instead of 9x14"),
     ],
 )
 def test_a_model_that_pads_by_the_kernel_size_is_refused_with_the_first_layer_that_changes(
@@ -127,6 +127,6 @@ def test_where_nothing_can_be_compared_nothing_is_refused():
 def test_convert_refuses_a_model_that_pads_outside_before_changing_it():
     model = PadsOutside()
     before = dict(model.named_modules())
-    with pytest.raises(PlanError, match="conv: its output would be 7x9 instead of 5x7"):
+    with pytest.raises(PlanError, match="conv: its output would be 4x6 instead of 5x7"):
         convert_(model, rules=EVERYTHING, dilated_size=7, input_size=IMAGE)
     assert dict(model.named_modules()) == before

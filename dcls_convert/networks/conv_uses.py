@@ -1,0 +1,103 @@
+"""Find convolutions whose weight or settings other code uses, while a copy of the network runs."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..layers.conv_classes import AnyConv
+
+# What differs between a convolution and its DCLS layer, besides the weight.
+SETTINGS = frozenset({"kernel_size", "padding", "dilation", "_conv_forward"})
+
+
+class ConvUses(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records what uses a convolution's weight or settings outside the convolution's own forward.
+
+    Args:
+        model: The network. While the mode is active, its convolutions have classes that watch
+            them; so it must be a copy that nothing else uses.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.reasons: dict[str, str] = {}  # name of a convolution -> how it is used
+        self._names: dict[nn.Module, str] = {}
+        self._running: list[nn.Module] = []  # convolutions whose forward is running
+        # Views and `weight.data` are other tensors, but have the weight's storage.
+        self._conv_of_storage: dict[int, nn.Module] = {}
+        for name, module in model.named_modules():
+            # A lazy convolution changes its class itself when it runs first.
+            if isinstance(module, AnyConv) and not isinstance(module, LazyModuleMixin):
+                self._names[module] = name
+                weight = module._parameters.get("weight")
+                if weight is not None:
+                    self._conv_of_storage[weight.untyped_storage()._cdata] = module
+        self._watched_classes: dict[type[nn.Module], type[nn.Module]] = {}
+        self._restore = contextlib.ExitStack()
+
+    def __enter__(self) -> "ConvUses":
+        for conv in self._names:
+            self._restore.enter_context(self._watched(conv))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._restore.close()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        for value in tree_leaves((args, kwargs or {})):
+            if isinstance(value, Tensor) and self._conv_of_storage:
+                conv = self._conv_of_storage.get(value.untyped_storage()._cdata)
+                if conv is not None:
+                    self.note(conv, "its weight is used outside its own forward")
+        return func(*args, **(kwargs or {}))
+
+    def note(self, conv: nn.Module, reason: str) -> None:
+        """Record a use, unless it is the convolution's own."""
+        if not any(conv is running for running in self._running):
+            self.reasons.setdefault(self._names[conv], reason)
+
+    @contextlib.contextmanager
+    def _watched(self, conv: nn.Module) -> Iterator[None]:
+        own_class = type(conv)
+        if own_class not in self._watched_classes:
+            self._watched_classes[own_class] = self._watched_class(own_class)
+        conv.__class__ = self._watched_classes[own_class]
+        try:
+            yield
+        finally:
+            conv.__class__ = own_class
+
+    def _watched_class(self, own_class: type[nn.Module]) -> type[nn.Module]:
+        """Make a subclass that notes who reads or sets the settings of its instances."""
+        uses = self
+
+        class Watched(own_class):  # type: ignore[valid-type, misc]
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                uses._running.append(self)
+                try:
+                    return super().forward(*args, **kwargs)
+                finally:
+                    uses._running.pop()
+
+            def __getattribute__(self, name: str) -> Any:
+                if name in SETTINGS:
+                    uses.note(self, f"its {name} is read outside its own forward")
+                return super().__getattribute__(name)
+
+            def __setattr__(self, name: str, value: Any) -> None:
+                if name in SETTINGS or name == "weight":
+                    uses.note(self, f"its {name} is set outside its own forward")
+                super().__setattr__(name, value)
+
+        for name in ("__name__", "__qualname__", "__module__"):
+            setattr(Watched, name, getattr(own_class, name))
+        return Watched

@@ -1,0 +1,165 @@
+"""A convolution is what calls it: where other code uses its weight or settings, it stays."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchvision
+from torch import nn
+
+from dcls_convert import convert_, find_convs
+from dcls_convert.layers.conv_classes import register_conv
+from dcls_convert.layers.dcls_conv import DclsConvNd
+
+from ..planning.nets import depthwise
+
+IMAGE = (4, 9, 14)
+
+
+class User(nn.Module):
+    """An ordinary convolution, and another one that is used by a function."""
+
+    def __init__(self, use, conv=None):
+        super().__init__()
+        self.ordinary = depthwise()
+        self.conv = conv or depthwise(3)
+        self.use = use
+
+    def forward(self, x):
+        return self.use(self.conv, self.ordinary(x))
+
+
+def deformable(conv, x):
+    offset = x.new_zeros(1, 18, *x.shape[2:])
+    return torchvision.ops.deform_conv2d(x, offset, conv.weight, conv.bias, padding=1)
+
+
+def central_difference(conv, x):
+    kernel = conv.weight.sum((2, 3), keepdim=True)
+    return conv(x) - F.conv2d(x, kernel, groups=4)
+
+
+def at_two_dilations(conv, x):
+    return conv(x) + F.conv2d(x, conv.weight, padding=2, dilation=2, groups=4)
+
+
+def set_dilation(conv, x):
+    conv.dilation = (2, 2)
+    return conv(x)
+
+
+def set_weight(conv, x):
+    conv.weight = nn.Parameter(1 * conv.weight.detach())
+    return conv(x)
+
+
+def scaled_in_place(conv, x):
+    conv.weight.data.mul_(1.0)
+    return conv(x)
+
+
+def padded_by_size(conv, x):
+    sides = [(side - 1) // 2 for side in conv.kernel_size for _ in range(2)]
+    return conv(F.pad(x, sides))[..., 1:-1, 1:-1]
+
+
+def by_own_method(conv, x):
+    return conv._conv_forward(x, conv.weight * 0.5, conv.bias)
+
+
+def from_a_list(conv, x):
+    (weight, _) = conv.parameters()
+    return F.conv2d(x, weight.flatten(1).reshape(4, 1, 3, 3), padding=1, groups=4)
+
+
+USES = {
+    "by an operator": (deformable, "its weight is used"),
+    "as a sum": (central_difference, "its weight is used"),
+    "at two dilations": (at_two_dilations, "its weight is used"),
+    "by the functional": (
+        lambda conv, x: F.conv2d(x, conv.weight, padding=1, groups=4),
+        "weight is",
+    ),
+    "from a list": (from_a_list, "its weight is used"),
+    "in place": (scaled_in_place, "its weight is used"),
+    "weight set": (set_weight, "its weight is"),
+    "dilation set": (set_dilation, "its dilation is set"),
+    "padding read": (lambda conv, x: conv(x) * len(conv.padding), "its padding is read"),
+    "size read": (padded_by_size, "its kernel_size is read"),
+    "own method": (by_own_method, "_conv_forward is read"),
+    "never called": (lambda conv, x: x, "does not call it"),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_convolution_that_other_code_uses_stays_with_the_reason(name):
+    use, reason = USES[name]
+    model = User(use).eval()
+    image = torch.randn(1, *IMAGE)
+    expected = User(use).eval()
+    expected.load_state_dict(model.state_dict())
+    report = convert_(model, kernel_count="exact", init="exact", dilated_size=7, input_size=IMAGE)
+    assert [layer.name for layer in report.layers] == ["ordinary"]
+    (skip,) = report.skipped
+    assert skip.name == "conv"
+    assert reason in skip.reason
+    torch.testing.assert_close(model(image), expected(image))
+
+
+def test_a_one_dimensional_weight_is_not_mistaken_for_a_kernel_of_elements():
+    conv = nn.Conv1d(8, 8, 5, padding="same", groups=8)
+    model = nn.Sequential(nn.Conv1d(8, 8, 3, padding=1, groups=8), User(None, conv))
+    model[1].ordinary = nn.Identity()
+    model[1].use = lambda conv, x: F.conv1d(x, conv.weight, padding="same", groups=8)
+    report = convert_(model, dilated_size=9, input_size=(8, 20))
+    assert [layer.name for layer in report.layers] == ["0"]
+
+
+HARMLESS = {
+    "dtype": lambda conv, x: conv(x.to(conv.weight.dtype)),
+    "device": lambda conv, x: conv(x.to(conv.weight.device)),
+    "channels": lambda conv, x: conv(x) + x.new_zeros(conv.out_channels, 1, 1),
+    "rows": lambda conv, x: conv(x) * conv.weight.shape[0],
+    "stride": lambda conv, x: conv(x) * conv.stride[0],
+    "bias": lambda conv, x: conv(x) - conv.bias.view(-1, 1, 1),
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_is_the_same_for_the_new_layer_may_be_read(name):
+    model = User(HARMLESS[name])
+    report = convert_(model, dilated_size=7, input_size=IMAGE)
+    assert [layer.name for layer in report.layers] == ["ordinary", "conv"]
+    model(torch.randn(1, *IMAGE))
+
+
+class OwnForward(nn.Conv2d):
+    def forward(self, x):
+        return self._conv_forward(x, self.weight * 1.0, self.bias) * self.dilation[0]
+
+
+register_conv(OwnForward, weight=lambda conv, weight: weight * 1.0)
+
+
+def test_its_own_forward_may_use_everything():
+    conv = OwnForward(4, 4, 3, padding=1, groups=4)
+    model = nn.Sequential(conv)
+    assert [site.name for site in find_convs(model, IMAGE).sites] == ["0"]
+    assert type(conv) is OwnForward
+
+
+def clamp_weight(conv, args):
+    conv.weight.data.clamp_(min=0)
+
+
+def test_a_pre_hook_is_other_code():
+    model = User(lambda conv, x: conv(x))
+    model.conv.register_forward_pre_hook(clamp_weight)
+    (skip,) = find_convs(model, IMAGE).skipped
+    assert "its weight is used" in skip.reason
+
+
+def test_without_an_input_size_the_report_says_what_was_not_checked():
+    model = User(by_own_method)
+    report = convert_(model, dilated_size=7)
+    assert isinstance(model.conv, DclsConvNd)
+    assert "uses of convolutions by other code, are not checked" in report.macs.note
