@@ -62,6 +62,7 @@ def convert_network_(
     provenance = None
     if model is loaded.network:  # a copy is measured and thrown away, so it needs no record
         provenance = describe_conversion(resolved, model, images)
+    report = predict_report(plan)
     outcome = None
     random_output_error = None
     with unchanged_on_failure(model, values=_overwritten_tensors(model, resolved, images)):
@@ -75,9 +76,7 @@ def convert_network_(
                 random_output_error = relative_l2_error(before.random, _random_outputs(model, plan))
     attach_provenance_(model, provenance)
     _record_normalisation_(model, resolved)
-    report = predict_report(plan).with_errors(
-        errors.kernel, errors.output, outcome, reasons=errors.reasons
-    )
+    report = report.with_errors(errors.kernel, errors.output, outcome, reasons=errors.reasons)
     return Conversion(model=model, report=report, random_output_error=random_output_error)
 
 

@@ -155,7 +155,6 @@ def test_a_conversion_beside_a_thread_that_runs_another_model_gives_the_same_rep
         ("layers.dcls_conv.DclsConvNd.tie_", 2),  # between two layers
         ("conversion.place.install_timm_fold_hook_", 1),
         ("conversion.place.exclude_from_weight_decay_", 1),
-        ("conversion.conversion.predict_report", 1),
     ],
 )
 def test_a_conversion_that_fails_after_placing_leaves_the_model_as_it_was(
