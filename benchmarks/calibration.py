@@ -139,7 +139,7 @@ def measure_many(options: argparse.Namespace) -> dict[str, Any]:
 
     settings = calibrate.CalibrationSettings
     if options.in_step is not None:
-        settings = functools.partial(settings, images_in_step=options.in_step)
+        settings = functools.partial(settings, images_per_pass=options.in_step)
     network = pretrained_network()
     to_test = pixels(crops(1, TEST_CROPS, seed=1))
     expected = logits(network, to_test)

@@ -1,17 +1,20 @@
 """Calibration: find values for new layers so that a network keeps its outputs for given images.
 
-The images run through the old and the new network in lockstep. Each layer is fitted to the outputs
-of its old convolution, but its inputs come from the layers that are already converted. So it makes
-up for the errors of the layers before it, as in GPTQ (arXiv:2210.17323). The network itself is not
-changed.
+A forward pass takes the images twice, as one batch: its first half runs through the old network,
+its second half through the new one. Each layer is fitted to the outputs of its old convolution, but
+its inputs come from the layers that are already converted. So it makes up for the errors of the
+layers before it, as in GPTQ (arXiv:2210.17323). The network itself is not changed.
 
-The activations of all images in lockstep must fit in memory, so a large set is split into parts.
-Each part adds to the sums of every layer, and every layer is solved again.
+Both halves must be independent. Where a network computes statistics over a batch in eval mode, they
+are those of both halves together.
+
+The activations of a pass must fit in memory, so a large set is split into parts. Each part adds to
+the sums of every layer, and every layer is solved again.
 """
 
 import contextlib
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import DclsConvertError, is_out_of_memory
+from ..errors import DclsConvertError, ModelError, is_out_of_memory
 from ..layers.conv_classes import Conv
-from ..networks.lockstep import run_in_lockstep
-from ..networks.running import eval_mode, run_batch
+from ..networks.running import eval_mode, full_precision, run_batch
 from ..progress import Notify
 from ..text import one_line
 from .calibrated_layer import CalibratedLayer
@@ -32,6 +34,9 @@ from .calibration_settings import CalibrationSettings
 from .groups import LayerGroup
 from .second_moments import SecondMoments, shared_covariance_roots
 
+# Relative difference between the halves of a batch that holds the same images twice. Rounding stays
+# below; another order of the images exceeds it.
+MAX_DIFFERENCE_OF_HALVES = 0.05
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
@@ -220,18 +225,18 @@ def fit_to_outputs_(
             )
     solved: list[CalibratedLayer] = []
     with eval_mode(model):
-        for part in _parts_of(statistics.calibration, statistics.settings.images_in_step):
+        for part in _parts_of(statistics.calibration, statistics.settings.images_per_pass):
             solved = _fit_to_part_(model, layers, statistics, part, notify)
     return solved
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Part:
-    """Batches of images that run in lockstep."""
+    """Batches of images of equal size that run in one pass."""
 
     index: int  # of this part, from 0
     part_count: int
-    batch_indices: range
+    batch_indices: Sequence[int]
 
     @property
     def is_last(self) -> bool:
@@ -245,18 +250,25 @@ class _Part:
         return f", part {self.index + 1} of {self.part_count} of the images"
 
 
-def _parts_of(calibration: Calibration, images_in_step: int) -> list[_Part]:
-    """Split the batches into parts of about `images_in_step` images.
+def _parts_of(calibration: Calibration, images_per_pass: int) -> list[_Part]:
+    """Split the batches into parts of about `images_per_pass` images of equal size.
 
-    The batches of a part are spread evenly over all batches.
+    The batches of a part are spread evenly over all batches of this size.
     """
-    batch_count = len(calibration.batches)
-    part_count = min(math.ceil(len(calibration) / images_in_step), batch_count)
-    parts = []
-    for index in range(part_count):
-        batch_indices = range(index, batch_count, part_count)
-        parts.append(_Part(index=index, part_count=part_count, batch_indices=batch_indices))
-    return parts
+    indices_by_size: dict[Any, list[int]] = defaultdict(list)
+    image_counts: Counter[Any] = Counter()
+    for index, batch in enumerate(calibration.batches):
+        size = (batch.shape[1:], batch.dtype, batch.device)  # what can be concatenated
+        indices_by_size[size].append(index)
+        image_counts[size] += len(batch)
+    parts: list[Sequence[int]] = []
+    for size, indices in indices_by_size.items():
+        count = min(math.ceil(image_counts[size] / images_per_pass), len(indices))
+        parts += [indices[first::count] for first in range(count)]
+    return [
+        _Part(index=index, part_count=len(parts), batch_indices=batch_indices)
+        for index, batch_indices in enumerate(parts)
+    ]
 
 
 def _fit_to_part_(
@@ -267,36 +279,61 @@ def _fit_to_part_(
     notify: Notify,
 ) -> list[CalibratedLayer]:
     """Solve the layers that the network calls, for the images of this part and all parts before."""
-    solved: dict[nn.Module, CalibratedLayer] = {}
+    batches = [statistics.calibration.batches[index] for index in part.batch_indices]
+    solved: list[CalibratedLayer] = []
 
-    def solve_at_first_call_(
-        conv: nn.Module, new_inputs: list[Tensor], old_outputs: list[Tensor]
-    ) -> None:
-        if conv in solved:
-            return
-        layer = layers[conv]
+    def solve_(layer: CalibratedLayer, new_input: Tensor, old_output: Tensor) -> None:
         layer_count = len(statistics.calls)
         done = len(solved)
         message = f"calibrating {layer.name}, layer {done + 1} of {layer_count}"
         message += part.progress_suffix
         notify(message, part.index * layer_count + done, part.part_count * layer_count)
+        # Some models see several maps of an image, one after the other.
+        maps_per_image = len(new_input) // sum(map(len, batches))
+        sizes = [len(batch) * maps_per_image for batch in batches]
+        new_inputs = torch.split(new_input, sizes)
+        old_outputs = torch.split(old_output, sizes)
         layer.solve_(new_inputs, old_outputs, more_follow=not part.is_last)
-        solved[conv] = layer
+        solved.append(layer)
 
-    def step_all(conv: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
-        """Return the outputs of all passes: the old network's first, then the new network's."""
-        layer = layers[conv]
-        half = len(inputs) // 2
-        old_inputs = inputs[:half]
-        new_inputs = inputs[half:]
-        old_outputs = [layer.old_forward(input) for input in old_inputs]
-        solve_at_first_call_(conv, new_inputs, old_outputs)
-        new_outputs = [layer.outputs(input) for input in new_inputs]
-        return [*old_outputs, *new_outputs]
+    # The model's own code may have entered other modes.
+    @full_precision()
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def run_both(layer: CalibratedLayer, input: Tensor) -> Tensor:
+        """Stand in for a convolution: the old one for the first half, the new layer for the other.
 
-    batches = [statistics.calibration.batches[index] for index in part.batch_indices]
-    passes = [partial(_forward, model, batch) for batch in batches]
-    # Twice: `step_all` gives the first half the outputs of old layers, the second half those of new
-    # layers.
-    run_in_lockstep(list(statistics.calls), [*passes, *passes], step_all)
-    return list(solved.values())
+        The layer is solved at its first call.
+        """
+        old_input, new_input = _halves(layer, input, 2 * sum(map(len, batches)))
+        if not solved:  # so far, both halves ran through the same layers
+            difference = torch.dist(old_input, new_input)
+            if difference > MAX_DIFFERENCE_OF_HALVES * old_input.norm():
+                raise _images_are_mixed(layer)
+        old_output = layer.old_forward(old_input)
+        if layer not in solved:
+            solve_(layer, new_input, old_output)
+        return torch.cat([old_output, layer.outputs(new_input)])
+
+    with contextlib.ExitStack() as cleanup:
+        for conv, layer in layers.items():
+            cleanup.callback(vars(conv).pop, "forward")
+            conv.forward = partial(run_both, layer)
+        _forward(model, torch.cat([*batches, *batches]))
+    return solved
+
+
+def _halves(layer: CalibratedLayer, input: Tensor, image_count: int) -> tuple[Tensor, Tensor]:
+    """Split a convolution's input into that of the old network and that of the new one."""
+    is_batch = input.dim() == layer.layer.dims + 2
+    if not is_batch or len(input) % image_count:
+        raise _images_are_mixed(layer)
+    old_input, new_input = input.chunk(2)
+    return old_input, new_input
+
+
+def _images_are_mixed(layer: CalibratedLayer) -> ModelError:
+    return ModelError(
+        f"calibration: {layer.name} does not get the images of a batch one after the other, so the "
+        "old and the new network cannot run side by side; convert without images"
+    )

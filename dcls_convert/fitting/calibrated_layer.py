@@ -45,7 +45,7 @@ class CalibratedLayer:
         self.conv = conv
         self.layer = layer
         self.box = box
-        self.old_forward = conv.forward  # kept, since `run_in_lockstep` replaces it
+        self.old_forward = conv.forward  # kept, since a calibration replaces it
         self._settings = settings
         self._calls = calls
         self._moments = moments

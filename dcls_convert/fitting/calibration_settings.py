@@ -44,10 +44,10 @@ class CalibrationSettings:
     shared_correlation: float = 0.2
     ridge: float = 1e-4  # d: bounds the weights of elements that nearly coincide
 
-    # Number of images that run through the old and the new network in lockstep. Their activations
+    # Number of images that run through the old and the new network in one pass. Their activations
     # take most of the memory of a calibration. Parts of 64 images bring outputs as close as all
     # images at once: benchmarks/calibration.py --many.
-    images_in_step: int = 64
+    images_per_pass: int = 64
 
     # Conjugate gradients. More steps fit the noise of few images.
     max_steps: int = 5

@@ -17,6 +17,7 @@ from dcls_convert import (
     find_convs,
     plan_conversion,
 )
+from dcls_convert.errors import ModelError
 from dcls_convert.fitting import calibrate as calibrate_module
 from dcls_convert.fitting import warm_start
 from dcls_convert.fitting.calibrate import measure_inputs
@@ -84,30 +85,99 @@ def test_images_in_parts_give_about_the_same_result_as_all_at_once(monkeypatch):
     old = network()
     before = old(unseen).detach()
     plan = plan_conversion(find_convs(old, INPUT_SIZE), dilated_size=9, budget=60, tie="none")
-    pass_counts = []  # passes in lockstep: one for each batch of 2 images, in each network
-    run_in_lockstep = calibrate_module.run_in_lockstep
+    batch_sizes = []
+    forward = calibrate_module._forward
 
-    def count_passes(convs, passes, step_all):
-        pass_counts.append(len(passes))
-        run_in_lockstep(convs, passes, step_all)
+    def record_size(model, batch):
+        batch_sizes.append(len(batch))
+        forward(model, batch)
 
-    monkeypatch.setattr(calibrate_module, "run_in_lockstep", count_passes)
+    monkeypatch.setattr(calibrate_module, "_forward", record_size)
     first_weights = []
     errors = []
-    for images_in_step in (24, 8):
+    for images_per_pass in (24, 8):
         model = copy.deepcopy(old)
         calibration = Calibration(batches=images.split(2))
-        settings = CalibrationSettings(images_in_step=images_in_step)
+        settings = CalibrationSettings(images_per_pass=images_per_pass)
         statistics = measure_inputs(
             model, make_layers(model, plan), calibration, ignore_messages, settings
         )
         apply_plan_(model, plan, calibration=statistics)
         first_weights.append(model[1][0][0].weight)
         errors.append(output_error(model, before, unseen))
-    # Two networks with 12 batches each; then, three times, with 4 batches each.
-    assert pass_counts == [24, 8, 8, 8]
+    measuring = [1] + [2] * 12
+    assert batch_sizes == [*measuring, 48, *measuring, 16, 16, 16]  # each image twice
     torch.testing.assert_close(first_weights[1], first_weights[0], rtol=1e-4, atol=1e-5)
     assert errors[1] == pytest.approx(errors[0], rel=0.05)
+
+
+class WithContext(nn.Module):
+    def __init__(self, module, context):
+        super().__init__()
+        self.module = module
+        self.context = context
+
+    def forward(self, input):
+        with self.context():
+            return self.module(input).float()
+
+
+@pytest.mark.usefixtures("quick_fit")
+@pytest.mark.parametrize(
+    "context", [torch.inference_mode, partial(torch.autocast, "cpu", enabled=False)]
+)
+def test_modes_that_a_module_enters_do_not_matter(context):
+    states = []
+    for wrapped in (False, True):
+        model = network()
+        if wrapped:
+            model[1][1] = WithContext(model[1][1], context)
+        convert_(model, dilated_size=9, calibration=[smooth_noise()], input_size=INPUT_SIZE)
+        states.append(tensors_hash(enumerate(model.state_dict().values())))
+    assert states[0] == states[1]
+
+
+@pytest.mark.usefixtures("quick_fit")
+def test_images_of_several_sizes_bring_outputs_of_each_size_closer():
+    images = [*smooth_noise(12), *smooth_noise(12, size=16)]
+    fitted = network()
+    calibrated = network()
+    options = {"dilated_size": 9, "budget": 60, "scope": "model", "input_size": INPUT_SIZE}
+    convert_(fitted, init="fit", **options)
+    convert_(calibrated, calibration=images, held_out=(), **options)
+    for size in (24, 16):
+        unseen = smooth_noise(8, size, seed=1)
+        before = network()(unseen).detach()
+        fit_error = output_error(fitted, before, unseen)
+        assert output_error(calibrated, before, unseen) < 0.7 * fit_error
+
+
+class Mixing(nn.Module):
+    """Runs a network on two views of each image, or on the images one by one."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.body = network()
+        self.run = run
+
+    def forward(self, images):
+        return self.run(self.body, images)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda body, images: body(torch.stack([images, images.flip(3)]).flatten(0, 1)),
+        lambda body, images: torch.cat([body(image[None]) for image in images]),
+    ],
+    ids=["two views, one behind the other", "one by one"],
+)
+def test_a_network_that_does_not_keep_images_in_their_order_is_refused(run):
+    model = Mixing(run)
+    before = state_of(model)
+    with pytest.raises(ModelError, match=r"body\.1\.0\.0 does not get the images"):
+        convert_(model, dilated_size=9, calibration=[smooth_noise()], input_size=INPUT_SIZE)
+    assert state_of(model) == before
 
 
 def outputs_by_layer(model, plan, images):
@@ -271,7 +341,7 @@ def test_a_calibration_that_fails_names_the_problem_and_leaves_the_model_unchang
         (3, pytest.raises(DclsConvertError, match="out of memory")),
         (5, pytest.raises(MemoryError)),
     ],
-    ids=["no failure", "first pass", "in lockstep", "at the end"],
+    ids=["no failure", "first pass", "side by side", "at the end"],
 )
 def test_modes_are_kept_hooks_removed_and_a_failure_leaves_the_model_unchanged(fails_at, raised):
     model = network(bias=True)
