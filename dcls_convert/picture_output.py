@@ -1,4 +1,4 @@
-"""Check, before drawing, a picture's file type and that matplotlib is installed.
+"""Check, before drawing, a picture's file type and that the libraries are installed.
 
 Imports no torch.
 """
@@ -10,7 +10,9 @@ from .errors import DclsConvertError
 from .text import shortened
 
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
-PLOT_LIBRARY = "matplotlib"  # in the extra `plot`
+# The libraries of the extra `plot`.
+FIGURE_LIBRARY = "matplotlib"
+PAGE_LIBRARY = "plotly"
 
 
 def check_picture(path: Path, what: str) -> None:
@@ -19,10 +21,11 @@ def check_picture(path: Path, what: str) -> None:
         raise DclsConvertError(
             f"{what} {shortened(path, 200)} must end in {', '.join(PICTURE_SUFFIXES)}"
         )
-    if not can_plot():
-        raise DclsConvertError(f"{what} needs {PLOT_LIBRARY}: pip install {PLOT_LIBRARY}")
+    check_installed(what, FIGURE_LIBRARY)
 
 
-def can_plot() -> bool:
-    """True if matplotlib is installed."""
-    return find_spec(PLOT_LIBRARY) is not None
+def check_installed(what: str, *libraries: str) -> None:
+    """Refuse (DclsConvertError) what cannot be drawn because a library is missing."""
+    missing = [library for library in libraries if find_spec(library) is None]
+    if missing:
+        raise DclsConvertError(f"{what} needs the extra plot: pip install {' '.join(missing)}")

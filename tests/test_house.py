@@ -217,9 +217,9 @@ def test_a_folder_has_a_docstring(name):
         ("models --json --csv", 2, "--json and --csv exclude each other"),
         ("inspect tests --picture x.gif", 2, "must end in .png, .svg, .pdf"),
         (
-            "inspect tests --html x.html --images nowhere",
+            "inspect tests --html x.html --history nowhere",
             2,
-            "images nowhere: there is no such folder",
+            "history nowhere: there is no such file",
         ),
         ("fold nowhere", 2, "nowhere: is not a folder"),
         ("verify nowhere", 2, "nowhere: is not a folder"),

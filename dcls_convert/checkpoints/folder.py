@@ -32,7 +32,7 @@ REPORT = "report.json"
 CARD = "README.md"
 FILES = (WEIGHTS, CONFIG, REPORT, CARD)
 # Files that a folder has only if pictures were requested.
-PAGE = "pictures.html"
+PAGE = "inspect.html"
 PICTURE = "positions.png"
 PLAN_KEY = "model_args.plan"  # in config.json
 # accelerate and transformers refuse files that do not name torch as their format.

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..atomic_output import new_file
 from ..conversion.request import ConversionRequest
 from ..errors import DclsConvertError
 from ..options import (
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 DATA = "Images"
 TRAINING = "Training"
 PACKAGES = ("accelerate", "scipy")  # installed by the extra `train`
-COMPARISON_PAGE = "comparison.html"
 EPOCHS = 30
 IMAGES_PER_UPDATE = 64
 SEEDS = 3
@@ -57,7 +55,6 @@ STARTS_HELP = (
     "Where elements start from scratch: normal, kernel or uniform, or several: normal,kernel."
 )
 OUTPUT_HELP = "Folder of the runs; calling again trains the missing ones."
-CURVES_HELP = "Also write a page with the curves of all runs, and how positions moved."
 ONLY_HELP = "Part I of N of the runs, for job arrays; the other parts use the same folder."
 
 
@@ -153,7 +150,6 @@ def compare(
     ] = False,
     only: Annotated[Any, option(RUNNING, ONLY_HELP, metavar="I/N", parser=_parse_part)] = None,
     output: Annotated[Path | None, OUTPUT_OPTION] = None,
-    html: Annotated[bool, option(OUTPUT, CURVES_HELP, "--html")] = False,
     json_: Json = False,
 ) -> None:
     """Train a network and its conversions side by side, and say whether converting helps.
@@ -190,7 +186,7 @@ def compare(
         from ..compare.trainer import Trainer
         from ..tuning.distributed import accelerator_for
         from ..tuning.training_images import open_images
-        from ..views.comparison import comparison_page, comparison_view, work_lines
+        from ..views.comparison import comparison_view, work_lines
 
         note = console.note if first_process else ignore_messages
         accelerator = accelerator_for(device=device, mixed_precision="bf16" if amp else None)
@@ -237,15 +233,10 @@ def compare(
             for line in work_lines(run_plan, trainer.settings, str(accelerator.device)):
                 console.note(line)
         comparison = train_pending(trainer, run_plan, arms, all_seeds, notify)
-        if html and first_process:
-            with new_file(output / COMPARISON_PAGE, force=True) as partial:
-                partial.write_text(comparison_page(comparison, output))
     if first_process and json_:
         console.write(comparison.to_json())
     elif first_process:
         console.show(comparison_view(comparison))
-        if html:
-            console.show(f" Wrote {output / COMPARISON_PAGE}.")
     if comparison.interrupted:
         raise KeyboardInterrupt
 

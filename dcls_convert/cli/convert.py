@@ -15,7 +15,7 @@ from ..options import (
     Positions,
     command_line,
 )
-from ..picture_output import PLOT_LIBRARY, can_plot
+from ..picture_output import FIGURE_LIBRARY, PAGE_LIBRARY, check_installed
 from ..progress import ignore_messages
 from . import console
 from .completion import complete_files
@@ -124,6 +124,8 @@ def convert(
             "--scope error measures what kernels lose; --dry-run reads none",
         ),
     )
+    if html:
+        check_installed("--html", FIGURE_LIBRARY, PAGE_LIBRARY)
     request = network_options.request(
         init=init,
         positions=positions,
@@ -205,11 +207,6 @@ def _convert_and_save(
     check_output(output, force=force, reason_to_keep=reason_to_keep_output)
     conversion = convert_network_(loaded, resolved)
     loaded.notify(f"writing {output}")
-    if html and not can_plot():
-        loaded.note(
-            f"{PLOT_LIBRARY} is missing, so the model card has no picture: "
-            f"pip install {PLOT_LIBRARY}"
-        )
     model = conversion.model.eval().cpu()
     pictures = picture_files(model, resolved.plan, output) if html else None
     save_converted(

@@ -1,9 +1,6 @@
 """A comparison by training, as tables and sentences, and as a page of curves."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 from rich.console import Group
 
@@ -11,13 +8,9 @@ from ..compare.answer import LEVEL, ArmResult, Interval
 from ..compare.comparison import Comparison
 from ..compare.run_plan import RunPlan
 from ..compare.settings import Settings
-from ..compare.trainer import run_folder
 from ..tables import Column, Table, indented, title
 from ..text import count_text
-from ..tuning.tracker import TRACK_FILE
-from .history import read_history
 from .number_text import short_count, with_separators
-from .page import filled_page
 
 MINUTE = 60  # seconds
 HOUR = 3600  # seconds
@@ -172,68 +165,3 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min"
-
-
-def comparison_page(comparison: Comparison, folder: Path) -> str:
-    """Return the page of all runs, with the moving positions of one run per converted network.
-
-    Args:
-        comparison: What to show.
-        folder: The comparison's folder, which holds the records of positions.
-    """
-    settings = comparison.settings
-    runs = comparison.runs
-    seeds = sorted({run.seed for run in runs})
-    facts = {
-        "Epochs": str(settings.recipe.epochs),
-        "Seeds": str(len(seeds)),
-        "Images to train on": with_separators(settings.train_images),
-        "Images to test with": with_separators(settings.test_images),
-        "Classes": with_separators(settings.classes),
-    }
-    labels = [arm.label for arm in comparison.arms]
-    run_indices = []  # of each run's network in `labels`, and of its seed in `seeds`
-    for run in runs:
-        network = labels.index(run.arm.label)
-        run_indices.append({"network": network, "seed": seeds.index(run.seed)})
-    content = {
-        "title": f"{settings.model}: does DCLS help?",
-        "subtitle": recipe_line(settings),
-        "facts": list(facts.items()),
-        "comparison": {
-            "sentences": _sentences(comparison),
-            "notes": [DIFFERENCES, *answer_notes(comparison)],
-            "tables": [
-                _page_table(comparison, COST_COLUMNS),
-                _page_table(comparison, ACCURACY_COLUMNS),
-                _page_table(comparison, DETAIL_COLUMNS),
-            ],
-            "networks": labels,
-            "seeds": seeds,
-            "runs": run_indices,
-            "epochs": list(range(1, settings.recipe.epochs + 1)),
-            "charts": [
-                {"title": "Top-1 accuracy", "unit": "%", "lines": [run.top1 for run in runs]},
-                {"title": "Training loss", "unit": "nats", "lines": [run.loss for run in runs]},
-            ],
-        },
-        "histories": _histories(comparison, folder),
-    }
-    return filled_page(content)
-
-
-def _page_table(comparison: Comparison, columns: list[Column[ArmResult]]) -> dict[str, Any]:
-    headings, rows = Table(columns, comparison.arms).cells()
-    return {"headings": headings, "rows": rows}
-
-
-def _histories(comparison: Comparison, folder: Path) -> list[dict[str, Any]]:
-    """Return the positions of each converted network's first run, if they were recorded."""
-    histories = []
-    for arm in comparison.arms:
-        run = next(run for run in comparison.runs if run.arm.label == arm.label)
-        track = run_folder(folder, run.arm, run.seed) / TRACK_FILE
-        if run.moved is not None and track.exists():
-            heading = f"Positions of {arm.label}, seed {run.seed}"
-            histories.append({"title": heading, **asdict(read_history(track))})
-    return histories

@@ -15,7 +15,7 @@ from ..errors import CheckpointError
 from ..geometry import learnt_axes
 from ..layers.construction import construct_kernel
 from ..layers.dcls_conv import DclsConvNd
-from ..layers.position_statistics import BORDER_MARGIN, bin_indices, outside_share
+from ..layers.position_statistics import bin_indices
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 
@@ -23,8 +23,9 @@ AXES = ("depth", "row", "column")  # kernels of fewer axes use the last names
 # Odd, so that an element at the centre of a cell is in the middle of a bin.
 FINE_BINS_PER_CELL = 3
 MAX_BINS = 150_000  # in all heat maps together; beyond it, a bin is a whole cell
-MAX_KERNELS = 32  # shown per layer
-MAX_KERNEL_NUMBERS = 1_200_000  # bound on cells, coordinates and weights of all shown kernels
+BINS_PER_CELL_OF_DISTANCE = 2
+MAX_KERNELS = 8  # shown per layer
+MAX_KERNEL_NUMBERS = 400_000  # bound on cells, coordinates and weights of all shown kernels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -40,11 +41,10 @@ class PositionPicture:
     bins_per_cell: int  # along each axis
     heat: Tensor  # (rows, columns); elements per bin of the last two learnt axes, see `heat_map`
     histograms: tuple[tuple[int, ...], ...]  # elements in each bin along each learnt axis
+    # Elements at each distance from the kernel's centre, in bins of half a cell.
+    distances: tuple[int, ...]
     # Extents of the old kernels along the learnt axes, in cells, without duplicates.
     old_kernel_sizes: tuple[tuple[int, ...], ...]
-    outside: float  # share of the elements outside the largest of the old kernels
-    # Share of the elements that would be at the window's border if they were spread evenly.
-    even_share: float
 
 
 def heat_map(positions: Tensor, size: Sequence[int], per_cell: int) -> Tensor:
@@ -98,7 +98,6 @@ def _position_picture(
     old_extents = []
     for layer in position_set.layers:
         old_extents.append(tuple(layer.extents[axis] for axis in learnt))
-    largest_extent = list(map(max, zip(*old_extents, strict=True)))  # along each axis
     histograms = []
     for axis, side in zip(positions, size, strict=True):
         counts = heat_map(axis[None], [side], per_cell)[0]
@@ -110,19 +109,23 @@ def _position_picture(
         bins_per_cell=per_cell,
         heat=heat_map(positions, size, per_cell),
         histograms=tuple(histograms),
+        distances=_distances(positions, size),
         old_kernel_sizes=tuple(dict.fromkeys(old_extents)),
-        outside=outside_share(positions, largest_extent),
-        even_share=_even_border_share(size),
     )
 
 
-def _even_border_share(size: Sequence[int]) -> float:
-    """Return the share of evenly spread elements that are at the window's border."""
-    inner_share = 1.0
-    for side in size:
-        if side > 1:
-            inner_share *= max(0.0, 1 - 2 * BORDER_MARGIN / (side - 1))
-    return 1 - inner_share
+def _distances(positions: Tensor, size: Sequence[int]) -> tuple[int, ...]:
+    """Count the elements by their distance from the kernel's centre.
+
+    Args:
+        positions: (A, ..., E), in cells from the centre.
+        size: Cells of the window along each learnt axis. The last bin also contains all elements
+            outside the window.
+    """
+    distances = positions.double().square().sum(0).sqrt()
+    farthest = math.hypot(*size) / 2
+    bins = (BINS_PER_CELL_OF_DISTANCE * distances.clamp(max=farthest)).long()
+    return tuple(torch.bincount(bins.flatten()).tolist())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -20,6 +20,12 @@ Curve = tuple[float | None, ...]  # a value for each step; None if it is unknown
 Coordinates = tuple[float | None, ...]  # coordinates of the followed elements along one axis
 MAX_FRAME_NUMBERS = 120_000  # bound on the coordinates and counts in all frames together
 MAX_TABLE_STEPS = 10  # a long training run records hundreds
+# Curves of a `TrackPicture`, and their labels in pictures.
+CURVE_LABELS = {
+    "speed": "speed (cells per step)",
+    "spread": "spread (cells)",
+    "border": "share at the border",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

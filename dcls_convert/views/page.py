@@ -1,300 +1,370 @@
-"""All pictures of a checkpoint as data, and the page that shows them.
+"""The page of a checkpoint: positions, distances and kernels, drawn by plotly (extra `plot`).
 
-The page is `page.html`, filled with `page.css`, `page.js` and the data that the script draws.
+plotly is imported late. Its script is part of the page, so the page needs no network.
 """
 
-import base64
-import dataclasses
-import json
+import html
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from string import Template
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..checkpoints.folder import Checkpoint
-from ..checkpoints.inspection import (
-    Inspection,
-    inspect_positions,
-    inspect_state,
-    plan_with_positions,
-)
-from ..checkpoints.load import build_from_checkpoint
-from ..errors import DclsConvertError
-from ..planning.plan import ConversionPlan
-from ..progress import Note, Notify
-from ..reports.predict import predict_report
-from ..reports.report import Change, ConversionReport
-from ..text import one_line, printable
-from .cost_tables import LayerTotals, stage_rows
-from .elements import LayerKernels, PositionPicture, kernel_pictures, position_pictures
-from .history import HistoryPicture, read_checkpoint_history
-from .number_text import before_after, percent, short_count, with_separators
-from .receptive_field import ReceptiveFieldMaps, ReceptiveFieldOptions, receptive_field_maps
+from ..geometry import position_limits, size_text
+from ..reports.report import ConversionReport
+from ..text import count_text, printable
+from .elements import BINS_PER_CELL_OF_DISTANCE, LayerKernels, PositionPicture
+from .history import CURVE_LABELS, HistoryPicture, TrackPicture
+from .number_text import before_after, percent, short_count
+from .pictures import Pictures
 
-# Fields of `LayerTotals` that are drawn by stage, and the titles of their charts.
-STAGE_COSTS = {"params": "Parameters", "macs": "MACs for one image"}
-SIGNIFICANT_DIGITS = 4  # of the floats in the page's data
-# Tensors are sent as integers, to keep the page small; the script divides them by these factors.
-UNITS_PER_CELL = 100  # for coordinates, sent as 16-bit integers
-INT8_MAX = torch.iinfo(torch.int8).max  # for cells and weights, relative to their kernel's largest
-UINT8_MAX = torch.iinfo(torch.uint8).max  # for receptive fields, on a scale from 0 to 1
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pictures:
-    """All data that is drawn for a checkpoint."""
-
-    name: str  # name of the folder
-    report: ConversionReport
-    inspection: Inspection
-    positions: tuple[PositionPicture, ...]
-    kernels: tuple[LayerKernels, ...]
-    # Set only if the model was not rebuilt: the reason. Kernels then use the stored weights.
-    why_not_rebuilt: str | None = None
-    # None if they were not requested, or if the model was not rebuilt.
-    receptive_fields: ReceptiveFieldMaps | None = None
-    history: HistoryPicture | None = None  # None if no history was requested
-
-
-def pictures_of_model(model: nn.Module, plan: ConversionPlan, folder: Path) -> Pictures:
-    """Return the pictures of a converted model in memory, except those that need it to run."""
-    state = model.state_dict()
-    return _pictures(plan, state, model, inspect_positions(plan, state, folder))
-
-
-def _pictures(
-    plan: ConversionPlan,
-    state: Mapping[str, Tensor],
-    model: nn.Module | None,
-    inspection: Inspection,
-    **optional_fields: Any,
-) -> Pictures:
-    """Return the pictures of a state dict; `optional_fields` are further fields of `Pictures`."""
-    return Pictures(
-        name=Path(inspection.folder).resolve().name,
-        report=predict_report(plan),
-        inspection=inspection,
-        positions=position_pictures(plan, state, inspection),
-        kernels=kernel_pictures(plan, state, model),
-        **optional_fields,
-    )
-
-
-def pictures_of_folder(
-    checkpoint: Checkpoint,
-    fields: ReceptiveFieldOptions | None,
-    history: Path | None,
-    notify: Notify,
-    note: Note,
-    *,
-    trust_code: bool,
-) -> Pictures:
-    """Return the pictures of a checkpoint.
-
-    Args:
-        checkpoint: An opened folder that this program wrote.
-        fields: How to compute effective receptive fields, or None to leave them out.
-        history: The file of a `PositionTracker`, or None for no history.
-        notify: Called with each next step, to show progress.
-        note: Called with notes about skipped images.
-        trust_code: Import and run the user's code that the folder names as its model. Otherwise,
-            the kernels of such a folder are made from the stored weights.
-    """
-    plan = plan_with_positions(checkpoint)
-    history_picture = None
-    if history is not None:
-        history_picture = read_checkpoint_history(history, plan)
-    model = None
-    why_not_rebuilt = None
-    try:
-        source = checkpoint.source(trust_code=trust_code)
-    except DclsConvertError as error:
-        why_not_rebuilt = one_line(error)
-        state: Mapping[str, Tensor] = checkpoint.read_state()
-    else:
-        notify("loading")
-        model = build_from_checkpoint(checkpoint, source)
-        state = model.state_dict()
-    inspection = inspect_state(checkpoint, state)
-    notify("drawing positions and kernels")
-    receptive_fields = None
-    if fields is not None and model is not None:
-        receptive_fields = receptive_field_maps(model, source, plan, state, fields, notify, note)
-    return _pictures(
-        plan,
-        state,
-        model,
-        inspection,
-        why_not_rebuilt=why_not_rebuilt,
-        receptive_fields=receptive_fields,
-        history=history_picture,
-    )
+# Colours that are clear on a white and on a black page.
+BLUE = "rgb(51,136,222)"
+RED = "rgb(226,75,66)"
+AMBER = "rgb(240,170,20)"
+GREY = "rgba(128,128,128,0.3)"
+# Zero is transparent, so that it has the colour of the page.
+NO_BLUE = "rgba(51,136,222,0)"
+NO_RED = "rgba(226,75,66,0)"
+COUNT_COLOURS = [[0, NO_BLUE], [1, BLUE]]
+SIGNED_COLOURS = [[0, RED], [0.5, NO_RED], [0.5, NO_BLUE], [1, BLUE]]
+WINDOW_HEIGHT = 370  # pixels
+SLIDER_HEIGHT = 70  # pixels
+CHART_HEIGHT = 300  # pixels
+CONFIG = {"displayModeBar": False, "responsive": True}
+SHOW_AT_ONCE = {"mode": "immediate", "frame": {"duration": 0}, "transition": {"duration": 0}}
+PAGE = Template("""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; \
+style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:">
+<title>$title</title>
+<style>
+:root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
+body { max-width: 1200px; margin: 1rem auto; padding: 0 1rem; overflow-wrap: anywhere; }
+dl, .figures { display: grid; gap: 1rem; }
+dl { grid-template-columns: repeat(auto-fill, minmax(10rem, 1fr)); }
+.figures { grid-template-columns: repeat(auto-fill, minmax(min(100%, 340px), 1fr)); }
+dt, .note { opacity: 0.75; }
+dd, figure { margin: 0; min-width: 0; }
+.js-plotly-plot text { fill: CanvasText !important; }
+.hoverlayer path { fill: Canvas !important; }
+.scatterlayer .point { stroke: CanvasText !important; }
+</style>
+<script>$script</script>
+</head>
+<body>
+<h1>$title</h1>
+$body
+<p class="note">Made by dcls-convert $version. This page uses no network.</p>
+</body>
+</html>
+""")
 
 
 def page(pictures: Pictures) -> str:
-    """Return the page of a checkpoint, in ASCII.
+    """Return the page of a checkpoint as HTML. Names from the data cannot become tags."""
+    from plotly.offline import get_plotlyjs
 
-    Names from the data can neither end the script nor contain control characters.
-    """
-    report = pictures.report
-    inspection = pictures.inspection
-    stages = stage_rows(report.layers)
-    costs = []
-    for cost, name in STAGE_COSTS.items():
-        bars = _bars(stages, cost, name)
-        if bars is not None:
-            costs.append(bars)
-    receptive_fields = None
-    if pictures.receptive_fields is not None:
-        receptive_fields = _receptive_fields(pictures.receptive_fields)
-    content = {
-        "title": pictures.name,
-        "subtitle": f"{report.model or 'a model'} with learnable element positions (DCLS)",
-        "facts": _facts(report, inspection),
-        "margin": inspection.border_margin,
-        "near": inspection.overlap_distance,
-        "positions": pictures.positions,
-        "kernels": [_kernels(layer) for layer in pictures.kernels],
-        "volumes": any(len(layer.dilated_size) == 3 for layer in report.layers),
-        "whyNotRebuilt": pictures.why_not_rebuilt,
-        "costs": costs,
-        "untouched": with_separators(report.params_untouched),
-        "macsNote": report.macs.note,
-        "receptiveFields": receptive_fields,
-        "history": pictures.history,
-        "factors": {
-            "unitsPerCell": UNITS_PER_CELL,
-            "int8Max": INT8_MAX,
-            "uint8Max": UINT8_MAX,
-        },
-    }
-    return filled_page(content)
-
-
-def _facts(report: ConversionReport, inspection: Inspection) -> list[tuple[str, str]]:
-    """Return names and values for the facts at the top of the page."""
-    macs_percent = percent(report.macs) or "not counted"
-    facts = [
-        ("Parameters", f"{before_after(report.params)} ({percent(report.params)})"),
-        ("MACs for one image", f"{before_after(report.macs, short_count)} ({macs_percent})"),
-        ("Layers replaced", with_separators(len(report.layers))),
-        ("Distinct elements", with_separators(inspection.elements)),
-    ]
-    if report.layers_beyond_map:
-        facts.append(
-            ("With windows twice the map or larger", with_separators(report.layers_beyond_map))
-        )
-    if inspection.positions:
-        farthest = max(inspection.positions, key=lambda row: row.mean_distance)
-        distance = f"{farthest.name}, {farthest.mean_distance:.2f} cells"
-        facts.append(("Farthest out on average", distance))
-    facts += [
-        ("At the border", f"{100 * inspection.mean_over_elements('border_share'):.1f} %"),
-        ("Overlapping", f"{100 * inspection.mean_over_elements('overlap_share'):.1f} %"),
-    ]
-    return facts
-
-
-def filled_page(content: Mapping[str, Any]) -> str:
-    """Return the page with the content that its script draws, in ASCII."""
-    content = {**content, "made": f"Made by dcls-convert {__version__}. This page uses no network."}
-    data = json.dumps(_plain(content), separators=(",", ":"), allow_nan=False)
-    data = data.replace(" %", "\\u00a0%")  # a no-break space
-    for character in "<>&":
-        data = data.replace(character, f"\\u{ord(character):04x}")
-    template = Template(_file_beside("page.html"))
-    return template.substitute(
-        style=_file_beside("page.css"), script=_file_beside("page.js"), data=data
+    parts = [_heading(pictures)]
+    history = pictures.history
+    if history is not None:
+        parts += ["<h2>Training</h2>", _figures("training", _training_charts(history))]
+    for index, positions in enumerate(pictures.positions):
+        figures = {
+            "Where the elements are; dashed: the old kernel": _heat_map(positions),
+            "How far from the centre they are": _distances(positions),
+        }
+        if history is not None:
+            moving = _moving_elements(history.tracks[index], history.moving_steps)
+            figures["Some of the elements during the training"] = moving
+        for layer in pictures.kernels:
+            if layer.name in positions.row.layers:
+                figures[_kernels_caption(layer)] = kernels_figure(layer)
+        parts += [_positions_heading(positions), _figures(f"positions-{index}", figures)]
+    return PAGE.substitute(
+        title=_escaped(pictures.name),
+        script=get_plotlyjs(),
+        body="\n".join(parts),
+        version=__version__,
     )
 
 
-def _file_beside(name: str) -> str:
-    """Return the text of a file in this folder."""
-    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+def _escaped(text: str) -> str:
+    return html.escape(printable(text))
 
 
-def _kernels(layer: LayerKernels) -> dict[str, Any]:
-    """Return the kernels of a layer as data for the script."""
-    largest_cells = _largest(layer.cells)
-    largest_weights = _largest(layer.weights)
+def _heading(pictures: Pictures) -> str:
+    """Return the facts on the whole network, and what the pictures mean."""
+    model = pictures.report.model or "a model"
+    facts = []
+    for name, value in _facts(pictures).items():
+        facts.append(f"<div><dt>{name}</dt><dd>{_escaped(value)}</dd></div>")
+    notes = (
+        "Each kernel is drawn with its elements: a filled dot has a positive weight, a hollow one "
+        "a negative weight. Blue cells are positive, red ones negative. The sliders choose the "
+        "kernel, the strongest first."
+    )
+    if pictures.why_not_rebuilt is not None:
+        notes += f" Kernels are made from the stored weights: {pictures.why_not_rebuilt}."
+    return (
+        f"<p>{_escaped(model)} with learnable element positions (DCLS)</p>\n"
+        f"<dl>{''.join(facts)}</dl>\n<p>{_escaped(notes)}</p>"
+    )
+
+
+def _facts(pictures: Pictures) -> dict[str, str]:
+    report = pictures.report
+    inspection = pictures.inspection
+    border_share = inspection.mean_over_elements("border_share")
+    overlap_share = inspection.mean_over_elements("overlap_share")
     return {
-        "name": layer.name,
-        "total": layer.total,
-        "share": layer.energy_share,
-        "size": layer.cells.shape[1:],
-        "elements": layer.weights.shape[1],
-        "channels": layer.channels,
-        "largestWeights": largest_weights.flatten().tolist(),
-        "cells": _packed(INT8_MAX * layer.cells.double() / largest_cells, torch.int8),
-        "positions": _packed(UNITS_PER_CELL * layer.positions, torch.int16),
-        "weights": _packed(INT8_MAX * layer.weights.double() / largest_weights, torch.int8),
+        "Parameters": f"{before_after(report.params)} ({percent(report.params)})",
+        "MACs for one image": _macs(report),
+        "Layers replaced": f"{len(report.layers):,}",
+        "Elements": f"{inspection.elements:,}",
+        "At the window's border": f"{100 * border_share:.1f} %",
+        "Overlapping": f"{100 * overlap_share:.1f} %",
     }
 
 
-def _receptive_fields(pictures: ReceptiveFieldMaps) -> dict[str, Any]:
-    """Return the receptive fields as data for the script."""
-    maps = []
-    for field in pictures.maps:
-        values = 1 + field.logs / pictures.decades  # 0 at the end of the scale, 1 at the largest
-        maps.append(
-            {
-                "name": field.title,
-                "what": field.what,
-                "size": field.logs.shape,
-                "pixels": field.size,
-                "values": _packed(values * UINT8_MAX, torch.uint8),
-                "sentence": field.sentence,
-            }
+def _macs(report: ConversionReport) -> str:
+    if report.macs.delta is None:
+        return "not counted"
+    return f"{before_after(report.macs, short_count)} ({percent(report.macs)})"
+
+
+def _positions_heading(positions: PositionPicture) -> str:
+    """Return the name of a tie group or layer, and a line with its statistics."""
+    row = positions.row
+    statistics = (
+        f"{count_text(len(row.layers), 'layer')}; {row.kernel_count} elements in "
+        f"{size_text(row.dilated_size)}; mean distance from the centre {row.mean_distance:.2f} "
+        f"cells; {100 * row.border_share:.1f} % at the border"
+    )
+    return f"<h2>{_escaped(row.name)}</h2>\n<p>{_escaped(statistics)}</p>"
+
+
+def _figures(name: str, figures: Mapping[str, "Figure"]) -> str:
+    """Return figures by caption; `name` makes their ids on the page unique."""
+    drawn = []
+    for index, (caption, figure) in enumerate(figures.items()):
+        content = figure.to_html(
+            full_html=False,
+            include_plotlyjs=False,
+            auto_play=False,
+            config=CONFIG,
+            default_height=f"{figure.layout.height}px",
+            div_id=f"{name}-{index}",
         )
-    return {"notes": pictures.notes, "decades": pictures.decades, "maps": maps}
+        caption_tag = f"<figcaption>{_escaped(caption)}</figcaption>"
+        drawn.append(f"<figure>{caption_tag}{content}</figure>\n")
+    return f'<div class="figures">{"".join(drawn)}</div>'
 
 
-def _bars(stages: Sequence[LayerTotals], cost: str, unit: str) -> dict[str, Any] | None:
-    """Return a cost of each stage as data for the script; None if it is unknown for any stage."""
-    rows = []
-    for stage in stages:
-        change: Change = getattr(stage, cost)
-        if change.delta is None:
-            return None
-        labels = [short_count(change.before), short_count(change.after)]
-        rows.append(
-            {"name": stage.name, "before": change.before, "after": change.after, "labels": labels}
+def _new_figure(
+    traces: Sequence[Any], height: int, frames: Sequence[Any] = (), **layout: Any
+) -> "Figure":
+    """Return a figure on the page's own background."""
+    from plotly.graph_objects import Figure
+
+    figure = Figure(list(traces), frames=list(frames))
+    figure.update_layout(
+        height=height,
+        template="none",
+        dragmode=False,
+        showlegend=False,
+        paper_bgcolor=NO_BLUE,
+        plot_bgcolor=NO_BLUE,
+        margin={"l": 45, "r": 10, "t": 10, "b": 45},
+        **layout,
+    )
+    figure.update_xaxes(gridcolor=GREY, zeroline=False)
+    figure.update_yaxes(gridcolor=GREY, zeroline=False)
+    return figure
+
+
+def _window_axes(size: Sequence[int]) -> dict[str, Any]:
+    """Return the layout of a window (..., rows, columns), with square cells and row 0 on top."""
+    top, bottom = position_limits((1, *size)[-2])
+    left, right = position_limits(size[-1])
+    return {
+        "xaxis": {"range": [left - 0.5, right + 0.5], "title": "column", "constrain": "domain"},
+        "yaxis": {
+            "range": [bottom + 0.5, top - 0.5],
+            "title": "row",
+            "scaleanchor": "x",
+            "constrain": "domain",
+        },
+    }
+
+
+def _cells(values: Any, size: Sequence[int], bins_per_cell: int = 1) -> dict[str, Any]:
+    """Return the values (rows, columns) of a heat map, and where they are, in cells."""
+    middle_of_first_bin = 0.5 / bins_per_cell - 0.5
+    return {
+        "z": values,
+        "x0": position_limits(size[-1])[0] + middle_of_first_bin,
+        "y0": position_limits((1, *size)[-2])[0] + middle_of_first_bin,
+        "dx": 1 / bins_per_cell,
+        "dy": 1 / bins_per_cell,
+        "showscale": False,
+    }
+
+
+def _heat_map(positions: PositionPicture) -> "Figure":
+    """Draw how many elements are where, with the old kernels as dashed rectangles."""
+    from plotly.graph_objects import Heatmap
+
+    cells = Heatmap(
+        **_cells(positions.heat.int().numpy(), positions.size, positions.bins_per_cell),
+        colorscale=COUNT_COLOURS,
+        hovertemplate="row %{y:.2f}, column %{x:.2f}: %{z} elements<extra></extra>",
+    )
+    figure = _new_figure([cells], WINDOW_HEIGHT, **_window_axes(positions.size))
+    for size in positions.old_kernel_sizes:
+        top, bottom = position_limits((1, *size)[-2])
+        left, right = position_limits(size[-1])
+        dashed = {"color": AMBER, "dash": "dash"}
+        figure.add_shape(x0=left - 0.5, x1=right + 0.5, y0=top - 0.5, y1=bottom + 0.5, line=dashed)
+    return figure
+
+
+def _distances(positions: PositionPicture) -> "Figure":
+    """Draw how many elements are at each distance from the centre."""
+    from plotly.graph_objects import Bar
+
+    bars = Bar(
+        y=positions.distances,
+        x0=0.5 / BINS_PER_CELL_OF_DISTANCE,
+        dx=1 / BINS_PER_CELL_OF_DISTANCE,
+        marker={"color": BLUE},
+        hovertemplate="about %{x} cells: %{y} elements<extra></extra>",
+    )
+    figure = _new_figure([bars], WINDOW_HEIGHT)
+    figure.update_xaxes(title="cells from the centre")
+    figure.update_yaxes(title="elements")
+    return figure
+
+
+def _dots(columns: Sequence[Any], rows: Sequence[Any], **settings: Any) -> Any:
+    """Return elements as dots."""
+    from plotly.graph_objects import Scatter
+
+    marker = {"color": AMBER, "size": 6, "line": {"width": 1}, **settings.pop("marker", {})}
+    return Scatter(x=columns, y=rows, mode="markers", marker=marker, **settings)
+
+
+def _kernels_caption(layer: LayerKernels) -> str:
+    drawn = len(layer.channels)
+    return (
+        f"{layer.name}: {drawn} of {count_text(layer.total, 'kernel')} "
+        f"with {100 * layer.energy_share:.0f} % of the energy"
+    )
+
+
+def kernels_figure(layer: LayerKernels) -> "Figure":
+    """Draw a layer's kernels with their elements; a slider chooses the kernel."""
+    from plotly.graph_objects import Heatmap
+
+    size = tuple(layer.cells.shape[1:])
+    pictures = []
+    for cells, positions, weights in zip(layer.cells, layer.positions, layer.weights, strict=True):
+        largest = float(cells.abs().max()) or 1.0
+        heat_map = Heatmap(
+            **_cells(cells.numpy(), size),
+            colorscale=SIGNED_COLOURS,
+            zmin=-largest,
+            zmax=largest,
+            hovertemplate="row %{y}, column %{x}: %{z:.3g}<extra></extra>",
         )
-    return {"unit": unit, "rows": rows}
+        symbols = ["circle" if weight > 0 else "circle-open" for weight in weights]
+        dots = _dots(
+            positions[:, 1].numpy(),
+            positions[:, 0].numpy(),
+            marker={"symbol": symbols},
+            customdata=weights.numpy(),
+            hovertemplate="row %{y:.2f}, column %{x:.2f}: weight %{customdata:.3g}<extra></extra>",
+        )
+        pictures.append([heat_map, dots])
+    has_inputs = any(channel > 0 for _, channel in layer.channels)
+    names = []
+    for output_channel, input_channel in layer.channels:
+        name = f"output channel {output_channel}"
+        if has_inputs:
+            name += f", input channel {input_channel}"
+        names.append(name)
+    return _with_slider(pictures, names, size)
 
 
-def _plain(value: Any) -> Any:
-    """Convert to JSON values: strings without control characters, floats with few digits."""
-    if isinstance(value, str):
-        return printable(value)
-    if isinstance(value, float):
-        return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
-    if isinstance(value, Tensor):
-        return value.tolist()
-    if dataclasses.is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value)]
-        return {name: _plain(getattr(value, name)) for name in names}
-    if isinstance(value, dict):
-        return {name: _plain(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    return value
+def _moving_elements(track: TrackPicture, steps: Sequence[int]) -> "Figure":
+    """Draw the elements that a tracker followed; a slider chooses the step of the training."""
+    pictures = []
+    for coordinates in track.frames:
+        columns = coordinates[-1]
+        rows: Sequence[float | None] = [0.0] * len(columns)
+        if len(coordinates) > 1:
+            rows = coordinates[-2]
+        pictures.append([_dots(columns, rows)])
+    return _with_slider(pictures, [f"step {step:,}" for step in steps], track.size)
 
 
-def _largest(values: Tensor) -> Tensor:
-    """Return the largest |value| of each kernel, or 1 if all are 0: (N, ...) -> (N, 1, ...)."""
-    axes = list(range(1, values.dim()))
-    largest = values.double().abs().amax(axes, keepdim=True)
-    return largest.where(largest > 0, 1.0)
+def _with_slider(
+    pictures: Sequence[Sequence[Any]], names: Sequence[str], size: Sequence[int]
+) -> "Figure":
+    """Return a figure that shows one of several pictures of a window, which a slider chooses.
+
+    Args:
+        pictures: The traces of each picture; the first is shown at the start.
+        names: The name of each picture.
+        size: Cells of the window along the drawn axes.
+    """
+    from plotly.graph_objects import Frame
+
+    frames = []
+    steps = []
+    for index, (traces, name) in enumerate(zip(pictures, names, strict=True)):
+        frames.append(Frame(data=traces, name=str(index)))
+        arguments = [[str(index)], SHOW_AT_ONCE]
+        steps.append({"method": "animate", "label": name, "args": arguments})
+    slider = {
+        "steps": steps,
+        "currentvalue": {"prefix": "", "font": {"color": "grey"}},
+        "pad": {"t": 40},
+        "bgcolor": GREY,
+        "bordercolor": GREY,
+        "activebgcolor": BLUE,
+        "tickcolor": NO_BLUE,
+        "font": {"color": NO_BLUE},  # of the ticks' labels, which would overlap
+    }
+    axes = _window_axes(size)
+    height = WINDOW_HEIGHT + SLIDER_HEIGHT
+    return _new_figure(pictures[0], height, frames, sliders=[slider], **axes)
 
 
-def _packed(values: Tensor, dtype: torch.dtype) -> str:
-    """Round and clamp values to an integer dtype; return their little-endian bytes in base64."""
-    limits = torch.iinfo(dtype)
-    numbers = values.double().round().clamp(limits.min, limits.max).to(dtype)
-    return base64.b64encode(numbers.contiguous().numpy().tobytes()).decode("ascii")
+def _training_charts(history: HistoryPicture) -> dict[str, "Figure"]:
+    """Draw how fast the positions moved, how far they spread, and how many were at the border."""
+    from plotly.graph_objects import Scatter
+
+    figures = {}
+    for field, label in CURVE_LABELS.items():
+        curves = []
+        for track in history.tracks:
+            curve = Scatter(
+                x=history.steps,
+                y=getattr(track, field),
+                name=_escaped(track.name),
+                mode="lines+markers",  # no line leads to a known value between unknown ones
+            )
+            curves.append(curve)
+        figure = _new_figure(curves, CHART_HEIGHT)
+        figure.update_xaxes(title="step")
+        figure.update_layout(
+            showlegend=True, legend={"orientation": "h", "yanchor": "bottom", "y": 1}
+        )
+        figures[label.capitalize()] = figure
+    return figures

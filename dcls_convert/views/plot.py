@@ -3,7 +3,6 @@
 import io
 import itertools
 import math
-import textwrap
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +14,12 @@ from ..checkpoints.folder import PAGE, PICTURE
 from ..errors import DclsConvertError
 from ..geometry import position_limits
 from ..options import FigureName
-from ..picture_output import can_plot
 from ..planning.plan import ConversionPlan
-from ..text import printable, shortened
+from ..text import shortened
 from .elements import PositionPicture
-from .history import Curve, isolated_points
-from .page import Pictures, page, pictures_of_model
+from .history import CURVE_LABELS, Curve, isolated_points
+from .page import page
+from .pictures import Pictures, pictures_of_model
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,15 +66,9 @@ def figure_file(make_figure: Callable[[], "Figure"], suffix: str, **style: Any) 
 
 
 def picture_files(model: nn.Module, plan: ConversionPlan, folder: str | Path) -> dict[str, bytes]:
-    """Return names and contents of files for `save_converted(pictures=...)`.
-
-    They are the page, and the figure of the positions if matplotlib is installed.
-    """
+    """Return the page and a figure of the positions, for `save_converted(pictures=...)`."""
     pictures = pictures_of_model(model, plan, Path(folder))
-    files = {PAGE: page(pictures).encode()}
-    if can_plot():
-        files[PICTURE] = draw(pictures, "positions", ".png")
-    return files
+    return {PAGE: page(pictures).encode(), PICTURE: draw(pictures, "positions", ".png")}
 
 
 def new_figure(width: float, height: float) -> "Figure":
@@ -179,46 +172,14 @@ def _draw_kernel(axes: "Axes", cells: Tensor, positions: Tensor, weights: Tensor
     axes.scatter(positions[:, 1], positions[:, 0], **dots)
 
 
-def _receptive_fields_figure(pictures: Pictures) -> "Figure":
-    """Draw the effective receptive fields on one logarithmic scale."""
-    fields = pictures.receptive_fields
-    if fields is None:
-        raise _no_field(str(pictures.why_not_rebuilt))
-    if not fields.maps:
-        raise _no_field("; ".join(fields.notes))
-    figure = new_figure(3.2 * len(fields.maps), 3.6)
-    axes = figure.subplots(1, len(fields.maps), squeeze=False)
-    for panel, field in zip(axes.flat, fields.maps, strict=True):
-        extent = (0, field.size[1], field.size[0], 0)
-        drawn = panel.imshow(
-            field.logs, interpolation="nearest", vmin=-fields.decades, vmax=0, extent=extent
-        )
-        panel.set(title=_wrapped(f"{field.title}: {field.what}"), xlabel=_wrapped(field.sentence))
-    figure.colorbar(drawn, ax=axes, shrink=0.8, label="log10 of mean |gradient|, largest = 0")
-    return figure
-
-
-def _no_field(reason: str) -> DclsConvertError:
-    return DclsConvertError(f"there is no effective receptive field to draw: {reason}")
-
-
-def _wrapped(text: str, width: int = 46) -> str:
-    return "\n".join(textwrap.wrap(printable(text), width))
-
-
 def _history_figure(pictures: Pictures) -> "Figure":
     """Draw speed, spread and border share of each positions tensor over the steps."""
     history = pictures.history
     if history is None:
         raise DclsConvertError("--figure history needs --history positions.jsonl")
-    labels = {
-        "speed": "speed (cells per step)",
-        "spread": "spread (cells)",
-        "border": "share at the border",
-    }
-    figure = new_figure(3.2 * len(labels), 2.6)
-    axes = figure.subplots(1, len(labels))
-    for panel, (name, label) in zip(axes, labels.items(), strict=True):
+    figure = new_figure(3.2 * len(CURVE_LABELS), 2.6)
+    axes = figure.subplots(1, len(CURVE_LABELS))
+    for panel, (name, label) in zip(axes, CURVE_LABELS.items(), strict=True):
         for track, style in zip(history.tracks, itertools.cycle(LINE_STYLES), strict=False):
             values: Curve = getattr(track, name)
             _draw_curve(panel, history.steps, values, style, shortened(track.name, 30))
@@ -243,6 +204,5 @@ def _draw_curve(
 FIGURES: dict[FigureName, Callable[[Pictures], "Figure"]] = {
     "positions": _positions_figure,
     "kernels": _kernels_figure,
-    "receptive-field": _receptive_fields_figure,
     "history": _history_figure,
 }

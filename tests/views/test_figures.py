@@ -3,7 +3,6 @@ files.
 """
 
 import functools
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,10 @@ from torch import nn
 from dcls_convert import apply_plan_, find_convs, plan_conversion
 from dcls_convert.layers.construction import construct_kernel
 from dcls_convert.layers.dcls_conv import DclsConvNd
-from dcls_convert.layers.position_statistics import border_share
 from dcls_convert.planning.rule_files import parse_rules
-from dcls_convert.views.page import Pictures, pictures_of_model
+from dcls_convert.views.elements import BINS_PER_CELL_OF_DISTANCE
+from dcls_convert.views.pictures import Pictures, pictures_of_model
 from dcls_convert.views.plot import FIGURES, draw
-from dcls_convert.views.receptive_field import ReceptiveFieldMaps, receptive_field_map
 
 from ..checkpoints.folders import convert
 
@@ -85,14 +83,10 @@ def test_a_heat_map_and_each_histogram_hold_every_element_once(case):
         sums = [picture.heat.sum(1), picture.heat.sum(0)][-len(picture.size) :]
         assert [tuple(counts.tolist()) for counts in sums] == list(picture.histograms[-2:])
         assert {sum(counts) for counts in picture.histograms} == {positions[0].numel()}
-        generator = torch.Generator().manual_seed(0)
-        uniform = [
-            (side - 1) * torch.rand(1, 1, 100_000, generator=generator) - side // 2
-            for side in picture.size
-        ]
-        assert picture.even_share == pytest.approx(
-            border_share(torch.stack(uniform), picture.size), abs=0.01
-        )
+        assert sum(picture.distances) == positions[0].numel()
+        bins = torch.arange(len(picture.distances)) / BINS_PER_CELL_OF_DISTANCE
+        mean = float((bins * torch.tensor(picture.distances)).sum()) / sum(picture.distances)
+        assert mean <= picture.row.mean_distance <= mean + 1 / BINS_PER_CELL_OF_DISTANCE
     assert (
         sum(picture.row.elements for picture in pictures.positions) == pictures.inspection.elements
     )
@@ -149,14 +143,12 @@ def test_the_elements_of_a_shown_kernel_construct_it(name):
         torch.testing.assert_close(constructed, layer.cells, rtol=0, atol=FLOAT32_ATOL)
 
 
-DRAWN = {"positions": (".svg", ".pdf", ".PNG"), "kernels": (".svg",), "receptive-field": (".svg",)}
+DRAWN = {"positions": (".svg", ".pdf", ".PNG"), "kernels": (".svg",)}
 
 
 def test_every_figure_is_drawn():
     """test_history.py draws the figure of a history."""
-    field = receptive_field_map(torch.ones(4, 4), "After", "a $network")
-    fields = ReceptiveFieldMaps(maps=(field,), notes=())
-    pictures = replace(pictures_of(*model_and_plan("dense")), receptive_fields=fields)
+    pictures = pictures_of(*model_and_plan("dense"))
     assert {*DRAWN, "history"} == set(FIGURES)
     for figure, suffixes in DRAWN.items():
         for suffix in suffixes:
