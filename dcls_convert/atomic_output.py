@@ -1,39 +1,21 @@
 """Write outputs that appear whole or not at all.
 
-An output is written in a folder `.NAME.HOST-PID.xxxxxxxx.partial` beside it, and then renamed.
+An output is written in a folder `.NAME.xxxxxxxx.partial` beside it, and then renamed. An old folder
+is first renamed to `NAME.xxxxxxxx.old`, and removed at the end. A killed process may leave these
+names; nobody removes them.
 """
 
 import contextlib
-import ctypes
-import errno
-import glob
 import os
-import re
 import secrets
 import shutil
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 
 from .errors import CheckpointError, OutputExistsError
-from .process_identity import host_name, is_alive
 from .text import one_line, shortened
-
-# Flags of Linux's renameat2.
-RENAME_NOREPLACE = 1
-RENAME_EXCHANGE = 2
-AT_FDCWD = -100
-# Errors of renameat2 if the kernel or the file system does not support it.
-UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
-# Age at which a partial folder of another host counts as left over. Whether its process is still
-# running cannot be checked from here.
-SECONDS_UNTIL_LEFT_OVER = 24 * 3600
-PARTIAL_ENDING = re.compile(r"(?P<host>[A-Za-z0-9-]*)-(?P<pid>\d+)\.[0-9a-f]{8}\.partial")
-OLD = ".old"  # suffix of the old output inside the partial folder, without renameat2
 
 # Returns why an existing path must be kept; None if it may be replaced.
 ReasonToKeep = Callable[[Path], str | None]
@@ -99,128 +81,53 @@ def reason_not_a_file(path: Path) -> str | None:
     return None
 
 
-def clean_up(output: Path) -> None:
-    """Remove the partial folders that ended or killed runs left beside this output.
-
-    If such a run had moved the old output away, the old output gets its name back.
-    """
-    with contextlib.suppress(OSError):
-        beginning = f".{output.name}."
-        for entry in sorted(output.absolute().parent.glob(f"{glob.escape(beginning)}*")):
-            owner = PARTIAL_ENDING.fullmatch(entry.name.removeprefix(beginning))
-            if owner is None or _may_be_in_use(entry, owner["host"], int(owner["pid"])):
-                continue
-            old = entry / (output.name + OLD)
-            if os.path.lexists(old) and not os.path.lexists(output):
-                old.rename(output)
-            # Rename first: if that process is still running after all, it then publishes nothing,
-            # rather than a part.
-            shutil.rmtree(entry.rename(_new_partial(output)), ignore_errors=True)
-
-
-def _new_partial(output: Path) -> Path:
-    name = f".{output.name}.{host_name()}-{os.getpid()}.{secrets.token_hex(4)}.partial"
-    return output.absolute().with_name(name)
-
-
-def _may_be_in_use(partial: Path, host: str, pid: int) -> bool:
-    """True if the process that made a partial folder may still be writing there."""
-    if host == host_name() and sys.platform != "win32":  # on Windows, os.kill would end the process
-        return is_alive(pid)
-    return time.time() - partial.stat().st_mtime < SECONDS_UNTIL_LEFT_OVER
-
-
 @contextlib.contextmanager
 def _partial(output: Path, force: bool, reason_to_keep: ReasonToKeep) -> Iterator[Path]:
     """Yield a path in a partial folder beside the output.
 
     Everything in the folder is published when the block ends without an error.
     """
-    clean_up(output)
     check_output(output, force=force, reason_to_keep=reason_to_keep)
-    partial = _new_partial(output)
+    partial = output.absolute().with_name(f".{output.name}.{secrets.token_hex(4)}.partial")
     try:
-        try:
-            partial.mkdir(parents=True)
-            yield partial / output.name
-            # The output itself is published last.
-            for entry in sorted(partial.iterdir(), key=lambda entry: entry.name == output.name):
-                _publish(entry, output.with_name(entry.name), force, reason_to_keep)
-        except (OSError, SafetensorError) as error:
-            state = "nothing was left there"
-            if os.path.lexists(output):
-                state = "the existing one is intact"
-            raise CheckpointError(
-                f"output {shortened(output, 200)} cannot be written: {one_line(error)}; {state}"
-            ) from error
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial / output.name
+        # The output itself is published last.
+        for new in sorted(partial.iterdir(), key=lambda entry: entry.name == output.name):
+            final = output.with_name(new.name)
+            check_output(final, force=force, reason_to_keep=reason_to_keep)
+            _publish(new, final, force)
+    except (OSError, SafetensorError) as error:
+        state = "nothing was left there"
+        if os.path.lexists(output):
+            state = "the existing one is intact"
+        raise CheckpointError(
+            f"output {shortened(output, 200)} cannot be written: {one_line(error)}; {state}"
+        ) from error
     finally:
-        # Again, since a signal may have cut the first removal short.
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove(partial)
 
 
-def _publish(new: Path, output: Path, force: bool, reason_to_keep: ReasonToKeep) -> None:
-    """Give a new file or folder its final name.
-
-    With `force`, an existing file or folder keeps the name until then.
-    """
-    check_output(output, force=force, reason_to_keep=reason_to_keep)
-    replaces = force and os.path.lexists(output)
-    flag = RENAME_EXCHANGE if replaces else RENAME_NOREPLACE
+def _publish(new: Path, output: Path, force: bool) -> None:
+    """Give a new file or folder its final name; with `force`, in place of what has it."""
+    if new.is_file():
+        os.replace(new, output)
+        return
+    old = output.with_name(f"{output.name}.{secrets.token_hex(4)}.old")
     try:
-        if replaces and new.is_file():
-            os.replace(new, output)
-        elif not _renameat2(new, output, flag):
-            _publish_without_renameat2(new, output, replaces)
-    except FileExistsError:  # the output appeared after the check, so check again
-        _publish(new, output, force, reason_to_keep)
-
-
-def _publish_without_renameat2(new: Path, output: Path, replaces: bool) -> None:
-    if replaces:
-        _replace_by_steps(new, output)
-    elif new.is_file():
-        os.link(new, output)  # unlike a rename, never replaces another file
-    elif os.path.lexists(output):
-        raise FileExistsError
-    else:
-        new.rename(output)
-
-
-def _replace_by_steps(new: Path, output: Path) -> None:
-    """Replace a path by two renames.
-
-    If the process is killed between them, the next run's `clean_up` undoes the first.
-    """
-    old = new.with_name(new.name + OLD)
-    try:
-        output.rename(old)
+        if force and os.path.lexists(output):
+            output.rename(old)
         new.rename(output)
     finally:
-        if not os.path.lexists(output):
+        if os.path.lexists(output):
+            _remove(old)
+        elif os.path.lexists(old):
             old.rename(output)
 
 
-def _renameat2(new: Path, output: Path, flag: int) -> bool:
-    """Exchange two paths, or rename to a path that must not exist, by Linux's system call.
-
-    Returns:
-        False if the system call is not available.
-
-    Raises:
-        OSError: The call failed, for the reasons for which `os.rename` fails.
-    """
-    if sys.platform != "linux":
-        return False
-    renameat2: Any = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is None:
-        return False
-    new_path = os.fsencode(new.absolute())
-    output_path = os.fsencode(output.absolute())
-    if renameat2(AT_FDCWD, new_path, AT_FDCWD, output_path, flag) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in UNSUPPORTED:
-        return False
-    raise OSError(number, os.strerror(number), str(output))
+def _remove(folder: Path) -> None:
+    """Remove a folder, if there is one."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # again, since a signal may have cut it short

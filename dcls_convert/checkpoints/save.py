@@ -344,7 +344,6 @@ def write_checkpoint_files(
     )
     weights = folder / WEIGHTS
     save_file(tensors, weights, metadata={METADATA_KEY: stamp.to_json(), **FORMAT_METADATA})
-    _sort_metadata_(weights)
     # safetensors does not use the default permissions, so copy them from the config.
     weights.chmod((folder / CONFIG).stat().st_mode)
 
@@ -364,19 +363,3 @@ def _tensors_to_save(model: nn.Module) -> dict[str, Tensor]:
         tensors[name] = cpu_tensor
         seen_storages.add(storage)
     return tensors
-
-
-def _sort_metadata_(path: Path) -> None:
-    """Sort the metadata of a safetensors file, because the library's order varies between runs.
-
-    The file begins with the length of its header as a little-endian integer of eight bytes, then
-    the header as JSON.
-    """
-    with path.open("r+b") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        assert len(text) <= length  # the same entries without the old header's padding
-        file.seek(8)
-        file.write(text.ljust(length))
