@@ -15,9 +15,7 @@ from ..fitting.warm_start import draw_fit_seed
 from ..geometry import size_text
 from ..networks.identify_model import INCEPTIONS, TRANSFORM_INPUT
 from ..networks.running import eval_mode, run_batch, suppress_output
-from ..networks.tracing import check_same_shapes
 from ..options import AUTO, ERROR_SCOPE, EXACT, Init, PlanOptions, Scope
-from ..planning.known_counts import LayerCounts
 from ..planning.plan import ConversionPlan
 from ..planning.planner import make_plan
 from ..progress import logger
@@ -188,7 +186,6 @@ def _with_counts_by_error(
     Return the options with these counts, and the statistics of the calibration if there is one.
     """
     plan = make_plan(loaded.convs, replace(options, scope="model"))
-    check_same_shapes(loaded.convs.trace, plan.windows)  # before minutes of measuring
     seed = draw_fit_seed(torch.Generator().manual_seed(loaded.request.seed))
     counts, statistics = choose_counts_by_error(
         loaded.network,
@@ -208,9 +205,6 @@ def _checked_plan(
     request = loaded.request
     name, arguments = _name_and_arguments(loaded)
     plan = make_plan(loaded.convs, options, model=name, model_args=arguments or None)
-    is_by_error = isinstance(options.kernel_count, LayerCounts) and options.kernel_count.by_error
-    if not is_by_error:  # counts by error were chosen after this check
-        check_same_shapes(loaded.convs.trace, plan.windows)
     if authors_weights is not None:
         # Raises if the elements do not fit the plan.
         translate_authors_elements(authors_weights, plan, request.authors_version)

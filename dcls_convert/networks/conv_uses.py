@@ -6,16 +6,18 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ..layers.conv_classes import AnyConv
 
 # What differs between a convolution and its DCLS layer, besides the weight.
 SETTINGS = frozenset({"kernel_size", "padding", "dilation", "_conv_forward"})
+# Attributes of the weight that are the same in the DCLS layer. Its shape is not.
+SAME_OF_WEIGHT = frozenset({"dtype", "device", "is_meta", "is_cuda", "requires_grad", "grad"})
 
 
-class ConvUses(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ConvUses(TorchFunctionMode):
     """Records what uses a convolution's weight or settings outside the convolution's own forward.
 
     Args:
@@ -24,7 +26,7 @@ class ConvUses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.reasons: dict[str, str] = {}  # name of a convolution -> how it is used
         self._names: dict[nn.Module, str] = {}
         self._running: list[nn.Module] = []  # convolutions whose forward is running
@@ -50,14 +52,16 @@ class ConvUses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._restore.close()
 
-    def __torch_dispatch__(
+    def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        for value in tree_leaves((args, kwargs or {})):
-            if isinstance(value, Tensor) and self._conv_of_storage:
-                conv = self._conv_of_storage.get(value.untyped_storage()._cdata)
-                if conv is not None:
-                    self.note(conv, "its weight is used outside its own forward")
+        attribute = getattr(func, "__self__", None)  # if `func` gets an attribute of a tensor
+        if getattr(attribute, "__name__", None) not in SAME_OF_WEIGHT:
+            for value in tree_leaves((args, kwargs or {})):
+                if isinstance(value, Tensor):
+                    conv = self._conv_of_storage.get(value.untyped_storage()._cdata)
+                    if conv is not None:
+                        self.note(conv, "its weight is used outside its own forward")
         return func(*args, **(kwargs or {}))
 
     def note(self, conv: nn.Module, reason: str) -> None:

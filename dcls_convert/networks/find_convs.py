@@ -78,7 +78,6 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
         input_size=size,
         macs_note=macs_note,
         stages_from=stages.found_by,
-        trace=traced,
     )
 
 
@@ -160,7 +159,7 @@ def _output_strides(traced: Trace | None) -> dict[str, OutputStride]:
     image_sides = traced.input_size[1:]
     strides: dict[str, OutputStride] = {}
     for name, calls in traced.calls.items():
-        first_size = calls.output_sizes[0]
+        first_size = calls.output_size
         if len(first_size) == len(image_sides) and min(first_size) > 0:
             strides[name] = output_stride(image_sides, first_size)
     return strides
@@ -188,7 +187,7 @@ def _site(
     input_extent: tuple[int, ...] | None = None
     output_positions: int | None = None
     if calls is not None:
-        output_size = calls.output_sizes[0]
+        output_size = calls.output_size
         input_extent = calls.input_extent
         output_positions = calls.output_positions
     return ConvSite(

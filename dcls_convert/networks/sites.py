@@ -3,10 +3,9 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..geometry import Padding, size_text
-from .tracing import Trace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +85,6 @@ class ModelConvs:
     input_size: tuple[int, ...] | None
     macs_note: str | None  # why macs is None
     stages_from: str  # how the stages were found
-    trace: Trace | None = field(default=None, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[tuple[ConvSite, ...] | tuple[Skipped, ...]]:
         """Allow `sites, skipped = find_convs(...)`."""

@@ -63,15 +63,6 @@ class ConversionPlan(Record):
     # Whether the layers are replaced by plain convolutions with their constructed kernels.
     folded: bool
 
-    @property
-    def windows(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """(dilated size, dense axes) of each layer, under all its names."""
-        windows = {}
-        for layer in self.layers:
-            for name in layer.names:
-                windows[name] = (layer.dilated_size, layer.dense_axes)
-        return windows
-
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "the plan") -> Self:
         """Read a plan that `to_json` wrote.

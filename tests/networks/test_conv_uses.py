@@ -85,6 +85,7 @@ USES = {
     "dilation set": (set_dilation, "its dilation is set"),
     "padding read": (lambda conv, x: conv(x) * len(conv.padding), "its padding is read"),
     "size read": (padded_by_size, "its kernel_size is read"),
+    "shape read": (lambda conv, x: conv(x) * conv.weight.shape[-1], "its weight is used"),
     "own method": (by_own_method, "_conv_forward is read"),
     "never called": (lambda conv, x: x, "does not call it"),
 }
@@ -118,7 +119,6 @@ HARMLESS = {
     "dtype": lambda conv, x: conv(x.to(conv.weight.dtype)),
     "device": lambda conv, x: conv(x.to(conv.weight.device)),
     "channels": lambda conv, x: conv(x) + x.new_zeros(conv.out_channels, 1, 1),
-    "rows": lambda conv, x: conv(x) * conv.weight.shape[0],
     "stride": lambda conv, x: conv(x) * conv.stride[0],
     "bias": lambda conv, x: conv(x) - conv.bias.view(-1, 1, 1),
 }
