@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ..fitting.boxes import Box
 from ..fitting.calibrate import CalibrationStatistics
 from ..fitting.groups import LayerGroup
 from ..fitting.warm_start import fit_elements
@@ -123,12 +124,13 @@ def _fill_from_kernels_(
     count = group.layer_plans[0].kernel_count
     effective = group.effective_kernels()
     kernels = [conv.weight.detach() for conv in group.convs]
-    largest = group.box.largest_cells(kernels, count, effective=effective)
+    box = Box.of(group.layer_plans[0])
+    largest = box.largest_cells(kernels, count, effective=effective)
     if init != "fit":
         _fill_(group, largest)
         return
     fitted = fit_elements(
-        effective, group.box, kernel_count=count, covariance_roots=covariance_roots, seed=seed
+        effective, box, kernel_count=count, covariance_roots=covariance_roots, seed=seed
     )
     _fill_(group, fitted)
     if any(layer.traits.transform_weight for layer in group.layers):

@@ -10,6 +10,7 @@ axes, S cells of the box, E elements, A learnt axes.
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from ..geometry import extent, grid_positions, learnt_axes
 from ..layers.elements import cells_last, largest_elements
 from ..layers.interpolation import find_interpolation
+from ..planning.layer_plan import LayerPlan
 
 
 class Box:
@@ -70,6 +72,17 @@ class Box:
         # Box positions between which elements are fitted: there, the box has all their cells.
         self.lowest = tuple(lowest)
         self.highest = tuple(highest)
+
+    @classmethod
+    def of(cls, layer: LayerPlan) -> Self:
+        """Return the box of a planned layer; layers that share positions have the same."""
+        return cls(
+            layer.kernel_size,
+            layer.dilation,
+            layer.dilated_size,
+            layer.interpolation,
+            layer.dense_axes,
+        )
 
     def largest_cells(
         self,

@@ -28,6 +28,7 @@ from ..layers.conv_classes import Conv
 from ..networks.running import eval_mode, full_precision, run_batch
 from ..progress import Notify
 from ..text import one_line
+from .boxes import Box
 from .calibrated_layer import CalibratedLayer
 from .calibration_images import Calibration
 from .calibration_settings import CalibrationSettings
@@ -87,8 +88,9 @@ def measure_inputs(
         separate_moments: dict[nn.Module, SecondMoments] = {}
         joint_moments: dict[nn.Module, SecondMoments] = {}
         for group in groups:
+            box = Box.of(group.layer_plans[0])
             for conv, layer in zip(group.convs, group.layers, strict=True):
-                make_moments = partial(SecondMoments, layer, group.box, settings=settings)
+                make_moments = partial(SecondMoments, layer, box, settings=settings)
                 separate_moments[conv] = make_moments(joint=False)
                 if calls[conv] > 1:
                     joint_moments[conv] = make_moments(joint=True)
@@ -212,12 +214,13 @@ def fit_to_outputs_(
     """
     layers: dict[nn.Module, CalibratedLayer] = {}
     for group in groups:
+        box = Box.of(group.layer_plans[0])
         for conv, layer, plan in zip(group.convs, group.layers, group.layer_plans, strict=True):
             layers[conv] = CalibratedLayer(
                 plan.name,
                 conv,
                 layer,
-                group.box,
+                box,
                 settings=statistics.settings,
                 calls=statistics.calls[conv],
                 moments=statistics.joint_moments.get(conv),

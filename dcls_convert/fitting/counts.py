@@ -21,6 +21,7 @@ from ..planning.planner import make_plan
 from ..planning.rule_files import parse_rules
 from ..progress import Notify
 from .allocation import GroupErrors, counts_of_min_error
+from .boxes import Box
 from .calibrate import CalibrationStatistics, measure_inputs
 from .calibration_images import Calibration
 from .fit_settings import CountSettings
@@ -153,7 +154,7 @@ def _group_errors(
 ) -> GroupErrors:
     """Return the group's error as a function of the count, measured on some of its channels."""
     first = group.layer_plans[0]
-    box = group.box
+    box = Box.of(group.layer_plans[0])
     kernels, sampled_roots = sample_channels(
         group.effective_kernels(), covariance_roots, first.groups
     )

@@ -13,7 +13,6 @@ from ..layers.replaceable import why_not_replaceable
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 from ..planning.tie_groups import TieGroup
-from .boxes import Box
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -42,17 +41,6 @@ class LayerGroup:
         for conv, layer in zip(self.convs, self.layers, strict=True):
             kernels.append(layer.traits.effective_weight(conv, conv.weight.detach()))
         return kernels
-
-    @property
-    def box(self) -> Box:
-        first = self.layer_plans[0]
-        return Box(
-            first.kernel_size,
-            first.dilation,
-            first.dilated_size,
-            first.interpolation,
-            first.dense_axes,
-        )
 
     def kernel_errors(self) -> dict[str, float]:
         """Return |new - old| / |old| of the kernels as they are convolved, by layer name.
