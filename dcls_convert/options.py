@@ -57,10 +57,6 @@ MAX_WINDOW = 17  # cells; the largest window of "auto", which is the paper's for
 # Percent of MACs that recommended windows may add; the paper's ConvNeXts have 11.6 to 12.9.
 MAX_ADDED_COST_PERCENT = 15.0
 CALIBRATION_IMAGES = 80  # images taken from a folder by default
-# Defaults for the time measurements of a sweep.
-CPU_BATCH = 1  # images
-GPU_BATCH = 32  # images
-TIMING_SECONDS = 60  # for all rows together
 OPSETS = range(7, 26)  # of ONNX, which torch 2.14 and onnxscript 0.7 write
 DEFAULT_OPSET = 20  # torch 2.14's own
 SEPARATED_BY_COMMAS = ("mean", "std")  # on the command line; other lists are sizes, 17x9

@@ -308,11 +308,12 @@ def documented(function):
     return entries
 
 
-def test_a_sweep_takes_what_a_conversion_takes_but_for_what_its_rows_state():
+def test_a_sweep_takes_the_options_of_a_conversion_as_a_conversion_does():
     conversion = inspect.signature(dcls_convert.convert_).parameters
     sweep = inspect.signature(dcls_convert.sweep).parameters
-    assert conversion.keys() - sweep.keys() == {"dilated_size", "kernel_count", "budget"}
-    for name in conversion.keys() & sweep.keys():
+    shared = conversion.keys() & sweep.keys()
+    assert shared > {"rules", "tie", "interpolation", "strict", "input_size"}
+    for name in shared:
         assert sweep[name].default == conversion[name].default
         assert sweep[name].annotation == conversion[name].annotation
 

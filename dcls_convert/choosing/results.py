@@ -1,11 +1,7 @@
-"""The results of a sweep: one row for each combination of a window and a count or budget.
+"""The results of a sweep: one row for each combination of a window and a count or budget."""
 
-Rows that are dominated by others are marked.
-"""
-
-import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..geometry import size_text
@@ -13,7 +9,7 @@ from ..records import Record
 from ..tables import as_html, as_text
 from ..text import range_text
 
-RowStatus = Literal["original", "done", "does not fit", "failed"]
+RowStatus = Literal["original", "done", "does not fit"]
 RequestedSize = int | tuple[int, ...] | str  # cells, or a growth such as "+4"
 
 
@@ -27,25 +23,12 @@ class Combination:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Timing:
-    """Quartiles over several measurements, in milliseconds."""
-
-    median: float
-    first_quartile: float
-    third_quartile: float
-    runs: int  # number of measurements
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SweepRow:
-    """One combination, or the original.
-
-    A value that is None or empty is unknown, or was not requested.
-    """
+    """One combination, or the original. A value that is None or empty is unknown."""
 
     asked: Combination | None  # None for the original
     status: RowStatus
-    reason: str | None = None  # why the status is not "done"; one line
+    reason: str | None = None  # why it does not fit; one line
     # Command line, or Python call, that converts with this combination.
     command: str | None = None
     layers: int = 0  # number of layers replaced
@@ -55,19 +38,6 @@ class SweepRow:
     elements: int | None = None  # in all kernels
     params: int | None = None  # of the whole model
     macs: int | None = None  # of the whole model, for one image
-    # Bytes of the whole model's weights and buffers, with constructed kernels.
-    folded_bytes: int | None = None
-    forward_ms: Timing | None = None  # one batch in eval mode
-    # One batch forward and backward in training mode, and a step of SGD.
-    step_ms: Timing | None = None
-    kernel_error: float | None = None  # mean of |new - old| / |old| over the replaced kernels
-    # Number of images, held out of the calibration, for which outputs were compared.
-    images: int | None = None
-    # |new - old| / |old| of the outputs for the held-out images, or for random images without any.
-    output_error: float | None = None
-    same_top1: float | None = None  # share of the held-out images that keep their class
-    kl: float | None = None  # mean KL divergence of the class scores, in nats
-    dominated: bool = False  # another row is no worse in any objective, and better in one
 
     @property
     def window(self) -> str:
@@ -89,37 +59,6 @@ class SweepRow:
             return str(size)
         return size_text(size)
 
-    @property
-    def median_forward_ms(self) -> float | None:
-        if self.forward_ms is None:
-            return None
-        return self.forward_ms.median
-
-    @property
-    def median_step_ms(self) -> float | None:
-        if self.step_ms is None:
-            return None
-        return self.step_ms.median
-
-    @property
-    def error(self) -> float | None:
-        """The output error if outputs for images were compared, else the kernel error."""
-        if self.images:
-            return self.output_error
-        return self.kernel_error
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TimingSettings:
-    """How the times of a sweep were measured."""
-
-    device: str  # name
-    batch: int  # number of images
-    seconds: float  # for all rows together; three rounds are measured even if they take longer
-    amp: bool  # bfloat16 autocast
-    threads: int | None  # CPU threads; None on other devices
-    torch: str  # version
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recommendation:
@@ -136,12 +75,11 @@ class Sweep(Record):
 
     format: int = 1
     model: str
+    trained: bool  # True if the network keeps trained weights; then no size is recommended
     input_size: tuple[int, ...] | None
     macs_note: str | None = None  # why MACs are not known
     rows: tuple[SweepRow, ...]
-    timing: TimingSettings | None = None
-    slower: float  # percent that the recommended size may add to the original's cost
-    interrupted: bool = False  # if so, rows or parts of them are missing
+    added_macs: float  # percent that the recommended size may add to the original's MACs
     choice: Recommendation
 
     def __rich__(self) -> Any:
@@ -154,104 +92,8 @@ class Sweep(Record):
 
 
 def done_rows(rows: Sequence[SweepRow]) -> list[SweepRow]:
-    """Return the rows that were planned and did not fail, without the original."""
+    """Return the rows that were planned, without the original."""
     return [row for row in rows if row.status == "done"]
-
-
-def values_if_complete(values: Iterable[float | None]) -> list[float] | None:
-    """Return the values of rows; None if there are no rows or any value is None."""
-    known = []
-    for value in values:
-        if value is None:
-            return None
-        known.append(value)
-    return known or None
-
-
-def window_sides(done: Sequence[SweepRow]) -> list[tuple[int, ...]]:
-    """Return the sides of the smallest and largest window of each row; all rows get equally many.
-
-    Both windows matter: of two rows with the same largest window, one may have a smaller window for
-    smaller kernels.
-    """
-    axes = 1
-    for row in done:
-        axes = max(axes, *map(len, row.dilated_sizes))
-    all_sides: list[tuple[int, ...]] = []
-    for row in done:
-        sides: list[int] = []
-        for window in (row.dilated_sizes[0], row.dilated_sizes[-1]):
-            missing_axes = axes - len(window)
-            sides += [*window, *itertools.repeat(window[-1], missing_axes)]
-        all_sides.append(tuple(sides))
-    return all_sides
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Objectives:
-    """What the rows of a sweep are compared by."""
-
-    names: tuple[str, ...]  # in words, such as "parameters"
-    # For each row, its values; less is better. A name may stand for several values.
-    values: list[tuple[float, ...]]
-
-
-def objectives(done: Sequence[SweepRow]) -> Objectives:
-    """Return the values by which the rows are compared.
-
-    They are the sides of the windows (negated), the parameters, the times or else the MACs, and the
-    error or else the number of elements (negated). A value that any row lacks is left out.
-    """
-    names = ["window", "parameters"]
-    # One column for each quantity, with an entry for each row.
-    columns: list[Sequence[float]] = []
-    for sides in zip(*window_sides(done), strict=True):
-        columns.append([-side for side in sides])
-    columns.append([_params(row) for row in done])
-    forward_ms = values_if_complete(row.median_forward_ms for row in done)
-    step_ms = values_if_complete(row.median_step_ms for row in done)
-    times = [column for column in (step_ms, forward_ms) if column is not None]
-    macs = values_if_complete(row.macs for row in done)
-    if times:
-        names.append("times")
-        columns += times
-    elif macs is not None:
-        names.append("MACs")
-        columns.append(macs)
-    errors = values_if_complete(row.error for row in done)
-    if errors is None:
-        names.append("number of elements")
-        columns.append([-(row.elements or 0) for row in done])
-    else:
-        names.append("error of outputs" if all(row.images for row in done) else "error of kernels")
-        columns.append(errors)
-    return Objectives(names=tuple(names), values=list(zip(*columns, strict=True)))
-
-
-def _params(row: SweepRow) -> int:
-    assert row.params is not None
-    return row.params
-
-
-def dominates(values: Sequence[float], others: Sequence[float]) -> bool:
-    """True if `values` are nowhere worse than `others`, and somewhere better; less is better."""
-    if values == others:
-        return False
-    return all(value <= other for value, other in zip(values, others, strict=True))
-
-
-def mark_dominated(rows: Sequence[SweepRow]) -> tuple[SweepRow, ...]:
-    """Return the rows, with `dominated` set in those that are done."""
-    values_of_done = objectives(done_rows(rows)).values
-    remaining_values = iter(values_of_done)
-    marked = []
-    for row in rows:
-        if row.status == "done":
-            own_values = next(remaining_values)
-            is_dominated = any(dominates(values, own_values) for values in values_of_done)
-            row = replace(row, dominated=is_dominated)
-        marked.append(row)
-    return tuple(marked)
 
 
 def percent_increase(value: float, original: float) -> float:

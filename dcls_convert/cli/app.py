@@ -105,7 +105,7 @@ def _main(
 EXAMPLES = {
     convert: ("convnext_tiny --dilated-size 17", "resnet18 --pretrained --calibrate photos"),
     models: ("'convnext_*'", "--kind dense --sort macs"),
-    sweep: ("convnext_tiny", "efficientnet_b0 --sizes 5..13 --time --device cuda"),
+    sweep: ("convnext_tiny", "efficientnet_b0 --sizes +2,+4,+6 --budgets 80%,100%"),
     compare: (
         "convnext_tiny --data photos --minutes 600",
         "resnet18 --pretrained --data photos --sizes 5,7 --html",

@@ -144,8 +144,8 @@ def convert(
     if plan is not None:
         check_folder(plan)
     with console.steps(network_options.model, "planning", quiet=quiet) as notify:
-        from ..choosing.timing import check_device
         from ..conversion.loaded import LoadedNetwork
+        from ..networks.running import check_device
         from ..reports.predict import predict_report
         from ..views.advice import ON_COMMAND_LINE
         from ..views.next_steps import next_steps

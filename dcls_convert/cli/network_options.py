@@ -161,7 +161,10 @@ def expand_options(
     arguments and keep their defaults.
     """
     plan_parameters = _typer_plan_parameters(omit)
-    network_parameters = _network_parameters(plan_parameters)
+    network_parameters = []
+    for parameter in _network_parameters(plan_parameters):
+        if parameter.name not in omit:
+            network_parameters.append(parameter)
     plan_names = [parameter.name for parameter in plan_parameters]
     network_names = [
         parameter.name for parameter in network_parameters if parameter.name not in plan_names

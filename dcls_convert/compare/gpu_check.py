@@ -11,13 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..choosing.timing import (
-    check_device,
-    converted_copy,
-    forward_pass,
-    mean_device_milliseconds,
-    training_step,
-)
 from ..conversion.fold import fold_to_dense_
 from ..conversion.loaded import LoadedNetwork
 from ..conversion.resolved import resolve
@@ -26,9 +19,11 @@ from ..depthwise.matmul import is_channels_last
 from ..errors import DclsConvertError, PlanError
 from ..geometry import size_text
 from ..layers.dcls_conv import DclsConv2d
+from ..networks.running import check_device
 from ..text import shortened
 from .gpu_accuracy import accuracy_rows, forced_algorithm
 from .gpu_report import OUT_OF_MEMORY, GpuReport, GpuRow, Part, Work, failure_text, verdict
+from .timing import converted_copy, forward_pass, mean_device_milliseconds, training_step
 
 WORKS: tuple[Work, ...] = ("inference", "training")
 ALGORITHMS: tuple[Preference, ...] = ("torch", "matmul")

@@ -10,13 +10,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import DclsConvertError
 from ..layers.conv_classes import AnyConv
 from ..layers.dcls_conv import DclsConvNd
+from ..text import shortened
 
 AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")  # device types with autocast
 # Parts of torch.backends with their own `fp32_precision`.
 CPU_FP32_BACKENDS = ("mkldnn.matmul", "mkldnn.conv")
 CUDA_FP32_BACKENDS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
+
+
+def check_device(name: str) -> torch.device:
+    """Return the device of this name.
+
+    Raises:
+        DclsConvertError: torch cannot use the device, or it is "meta".
+    """
+    try:
+        device = torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise DclsConvertError(f"device {shortened(name)}: torch cannot use it here") from error
+    if device.type == "meta":
+        raise DclsConvertError("device meta computes nothing")
+    return device
 
 
 @contextlib.contextmanager

@@ -33,7 +33,6 @@ TEXTS = st.text(max_size=20).map(
 NEVER = {
     "--pretrained",
     "--jobs",
-    "--time",
     "--install-completion",
     "--show-completion",
     "--help",
@@ -127,8 +126,8 @@ def nearly_right(draw):
     doubled.
     """
     line = [*draw(st.sampled_from(RIGHT)), *draw(st.sampled_from([["--force"], []]))]
-    if line[0] not in ("verify", "diff", "rules") and draw(st.booleans()):
-        line += [{"sweep": "--picture", "inspect": "--html"}.get(line[0], "--output"), draw(PATHS)]
+    if line[0] not in ("verify", "diff", "rules", "sweep") and draw(st.booleans()):
+        line += [{"inspect": "--html"}.get(line[0], "--output"), draw(PATHS)]
     for _ in range(draw(st.sampled_from([0, 0, 1, 2]))):
         index = draw(st.integers(0, len(line) - 1))
         if line[index] != OWN:

@@ -24,6 +24,7 @@ COMMANDS = (
     (MODEL, *FITTED, "--output", "calibrated"),
     ("fold", "calibrated"),
     ("inspect", "calibrated", "--json"),
+    ("sweep", MODEL, "--sizes", "7", *WEIGHTS, "--json"),
     ("models", "timm:test_byobnet", "--json", "--jobs", "1"),
 )
 ENVIRONMENTS = (
