@@ -196,7 +196,7 @@ def heal(
             else:
                 image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
                 image.save(folder / f"{name}.png")
-    (scratch / "images" / "validation").symlink_to(fold.folder)
+    (scratch / "images" / "val").symlink_to(fold.folder)
     save_file(fold.network.state_dict(), scratch / "teacher.safetensors")
     options: dict[str, Any] = {
         "teacher": NAME,

@@ -1,47 +1,93 @@
-"""Fine-tune a converted checkpoint folder, or any model of timm.
+"""Train a converted checkpoint folder, or any model of timm, on images of your own.
 
-The images are yours, or scikit-learn's digits.
-
-    # Your images: flowers/train/rose/1.jpg, flowers/validation/...
+    # Your images: flowers/train/rose/1.jpg, flowers/val/rose/2.jpg, ... or flowers/rose/1.jpg, ...
     python examples/finetune.py convnext_tiny-dcls17 --data flowers
-    # A first try without data of your own, on digits
+    # A first try without images, on scikit-learn's digits
     python examples/finetune.py convnext_tiny-dcls17
-    # Convert a trained model first (without --dilated-size, train it unconverted)
-    python examples/finetune.py resnet18 --dilated-size 7 --pretrained
-    # From scratch: positions start at random
-    python examples/finetune.py resnet18 --dilated-size 7
+    # Convert a trained model first (without --dilated-size, train it as it is)
+    python examples/finetune.py resnet18 --dilated-size 7 --pretrained --data flowers
     # Without labels: learn the outputs of a teacher
     python examples/finetune.py convnext_tiny-dcls17 --teacher convnext_tiny --data photographs
-    accelerate launch --num_processes 8 examples/finetune.py convnext_tiny-dcls17 [--fsdp]
-    torchrun --nproc_per_node 2 examples/finetune.py convnext_tiny-dcls17    # also without GPUs
+    # In several processes; --fsdp shards the model
+    accelerate launch --num_processes 8 examples/finetune.py convnext_tiny-dcls17 --data flowers
+    torchrun --nproc_per_node 2 examples/finetune.py convnext_tiny-dcls17 --fsdp
 
-The output folder contains `best`, which is a checkpoint folder, `history.json`, `training.png`,
-`positions.jsonl` (for `dcls-convert inspect best --history`), and `state.pt`, from which `--resume`
-continues a run that was killed. To find out whether a conversion helps, use `dcls-convert compare`:
-it trains both networks with the same loop.
+The output folder gets `best`, which timm loads as "local-dir:FOLDER/best"; `history.json`;
+`positions.jsonl` (for `dcls-convert inspect FOLDER/best --history`); and `state.pt`. If a run was
+killed, start it again with the same command: it continues after its last full epoch.
+
+This file is meant to be copied and changed. compare.py, beside it, trains with it.
 """
 
 import argparse
+import copy
 import json
-import sys
-from dataclasses import fields
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import timm
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, broadcast, set_seed
 from PIL import Image
-from timm.data import create_transform, resolve_data_config
-from torch import nn
+from timm.data import Mixup, create_transform, get_img_extensions, resolve_data_config
+from timm.scheduler import create_scheduler_v2
+from timm.utils import ModelEmaV3, ParseKwargs
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy, kl_div
+from torch.utils.data import DataLoader, Dataset
 
 import dcls_convert
 from dcls_convert import DclsConvertError, tuning
-from dcls_convert.checkpoints.save import save_trained
-from dcls_convert.tuning.training_images import ImageData, open_images, set_transforms_
 
-DIGITS_SIZE = 32  # pixels that the 8 x 8 digits are scaled to
-DIGITS_HELD_OUT = 360  # images, a fifth of 1797
+HELD_OUT_EVERY = 5  # one of so many images of a class is a test image if there is no val folder
+DIGITS_SIZE = (3, 32, 32)  # channels, rows, columns to which the 8 x 8 digits are scaled
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # gathered from all processes
+AUGMENTATIONS: dict[str, dict[str, Any]] = {  # arguments of timm's create_transform
+    "none": {"no_aug": True},
+    "light": {"scale": (0.35, 1.0)},
+    "strong": {"auto_augment": "rand-m9-mstd0.5-mmax9-inc1", "re_prob": 0.25},
+}
+Sample = tuple[Path | Image.Image, int]  # an image, or its file, and the number of its class
+
+
+def add_training_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a training, which compare.py has too."""
+    add = parser.add_argument
+    add("--data", type=Path, help="folder of images; without it, scikit-learn's digits")
+    add("--input-size", help="CHANNELSxROWSxCOLUMNS; default: the model's")
+    add("--augmentation", default="light", choices=list(AUGMENTATIONS))
+    add("--hflip", type=float, default=0.5, help="share of the images that are mirrored")
+    add("--workers", type=int, default=0, help="processes that load images")
+    add("--model-kwargs", nargs="*", default={}, action=ParseKwargs, metavar="KEY=VALUE")
+    add("--pretrained", action="store_true", help="start from timm's trained weights")
+    add("--epochs", type=int, default=10)
+    add("--warmup-epochs", type=int, default=1)
+    add("--batch-size", type=int, default=32, help="images per step and process")
+    add("--accumulate", type=int, default=1, help="steps per update of the weights")
+    add("--lr", type=float, default=1e-3)
+    add("--position-lr-scale", type=float, default=5.0, help="times --lr, for positions")
+    add("--weight-decay", type=float, default=0.05)
+    add("--clip-grad", type=float, default=1.0, help="largest norm of the gradients")
+    add("--smoothing", type=float, default=0.1, help="of the labels")
+    add("--mixup", type=float, default=0.0)
+    add("--cutmix", type=float, default=0.0)
+    add("--ema", type=float, default=0.0, help="decay of averaged weights; 0: no average")
+    add("--repulsive", type=float, default=0.0, help="weight of the squared repulsive loss")
+    add("--freeze-statistics", action="store_true", help="keep BatchNorm's running statistics")
+    add("--mixed-precision", choices=["no", "bf16", "fp16"])
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -50,263 +96,509 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
-    add("model", help="a folder that dcls-convert wrote, or a name of timm's")
-    add("--dilated-size", type=int, help="convert the model of this name first")
-    add("--pretrained", action="store_true", help="start a model of timm from its trained weights")
-    add("--drop-path", type=float, default=0.0)
-    add(
-        "--teacher",
-        help="learn this model's outputs, of images without labels: a name of timm's, or a folder",
-    )
-    add(
-        "--teacher-checkpoint",
-        default="",
-        help="weights of the teacher; default: those that timm knows, or of the folder",
-    )
-    add("--data", type=Path, help="folder of images; without it, scikit-learn's digits")
-    add(
-        "--dataset",
-        default="",
-        help="timm's name of the data set, such as torch/cifar10; default: a folder of classes",
-    )
-    add("--splits", nargs=2, default=("train", "validation"), metavar=("TRAIN", "VALIDATION"))
-    add("--num-classes", type=int, help="if the data set does not name its classes")
-    add("--augmentation", default="light", choices=["none", "light", "strong"])
-    add("--img-size", type=int, help=f"default: the model's; {DIGITS_SIZE} for digits")
-    add("--output", type=Path, help="default: runs/MODEL")
-    add("--resume", action="store_true", help="continue a run that was killed")
-    add(
-        "--mixed-precision",
-        choices=["no", "bf16", "fp16"],
-        help="default: what accelerate launch says",
-    )
-    add("--fsdp", action="store_true", help="shard the model over the processes (FSDP2)")
-    add(
-        "--workers",
-        type=int,
-        default=0,
-        help="processes that load images, per training process",
-    )
-    add(
-        "--save-every",
-        type=int,
-        default=0,
-        help="updates between two saved states; default: an epoch",
-    )
-    recipe = parser.add_argument_group(
-        "recipe", "dcls_convert.tuning.Recipe says what each of these means"
-    )
-    for field in fields(tuning.Recipe):
-        name = f"--{field.name.replace('_', '-')}"
-        default: Any = field.default
-        if field.name == "ema":
-            default = 0.99  # Recipe's own, 0, keeps no average
-        if default is False:
-            recipe.add_argument(name, action="store_true")
-        else:
-            usual = f"default: {default}"
-            recipe.add_argument(name, type=type(default), default=default, help=usual)
-    args = parser.parse_args()
-    if args.teacher_checkpoint and not args.teacher:
-        parser.error("--teacher-checkpoint needs --teacher, which names the model")
-    if args.teacher and args.num_classes:
-        parser.error("--num-classes: with --teacher, the model keeps the classes that it has")
-    args.output = args.output or Path("runs") / Path(args.model).name
-    return args
+    parser.add_argument("model", help="a folder that dcls-convert wrote, or a name of timm's")
+    parser.add_argument("--dilated-size", type=int, help="convert the model of this name first")
+    parser.add_argument("--teacher", help="learn the outputs of this model of timm's or folder")
+    parser.add_argument("--teacher-checkpoint", default="", help="its weights; default: timm's")
+    parser.add_argument("--temperature", type=float, default=4.0, help="divides both outputs")
+    parser.add_argument("--output", type=Path, help="default: runs/MODEL")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fsdp", action="store_true", help="shard the model (FSDP2)")
+    add_training_options(parser)
+    options = parser.parse_args()
+    options.output = options.output or Path("runs") / Path(options.model).name
+    return options
 
 
-class Digits(torch.utils.data.Dataset):
-    def __init__(self, training: bool) -> None:
-        from sklearn.datasets import load_digits
+def settings_of(options: argparse.Namespace) -> dict[str, str]:
+    """Return what must be equal when a run is resumed."""
+    values = vars(options) | {"data": options.data.resolve().name if options.data else "digits"}
+    free = ("output", "workers", "fsdp")
+    return {key: str(value) for key, value in values.items() if key not in free}
 
-        digits = load_digits()
-        order = np.random.default_rng(0).permutation(len(digits.target))
-        order = order[DIGITS_HELD_OUT:] if training else order[:DIGITS_HELD_OUT]
-        self.images, self.labels = digits.images[order], digits.target[order]
-        self.transform: Any = None
+
+# Images.
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What there is to train on and to test with."""
+
+    train: Sequence[Sample]
+    test: Sequence[Sample]
+    classes: int
+
+
+class Images(Dataset[tuple[Tensor, int]]):
+    """Images as a network takes them."""
+
+    def __init__(self, samples: Sequence[Sample], mode: str, transform: Callable[..., Any]) -> None:
+        self.samples = samples
+        self.mode = mode
+        self.transform = transform
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.samples)
 
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        image = Image.fromarray((self.images[index] * (255 / 16)).astype(np.uint8)).convert("RGB")
-        return self.transform(image), int(self.labels[index])
-
-
-def load_data(args: argparse.Namespace) -> ImageData:
-    """Return the images for training and testing, still without transforms."""
-    if args.data is None and not args.dataset:
-        return ImageData(train=Digits(True), test=Digits(False), classes=tuple("0123456789"))
-    labelled = args.teacher is None
-    return open_images(
-        args.data, args.dataset, splits=args.splits, classes=args.num_classes, labelled=labelled
-    )
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image, label = self.samples[index]
+        if isinstance(image, Path):
+            image = Image.open(image)
+        if image.mode.startswith(("I", "F")):  # Pillow would clip them to 8 bits
+            raise DclsConvertError(f"{self.samples[index][0]}: has more than 8 bits a channel")
+        return self.transform(image.convert(self.mode)), label
 
 
-def set_transforms(data: ImageData, model: nn.Module, args: argparse.Namespace) -> None:
-    if not isinstance(data.train, Digits):
-        set_transforms_(
-            data, model, args.img_size and (3, args.img_size, args.img_size), args.augmentation
-        )
-        return
-    config = resolve_data_config({"img_size": args.img_size or DIGITS_SIZE}, model=model)
-    config = {name: config[name] for name in ("input_size", "interpolation", "mean", "std")}
-    data.train.transform = create_transform(
-        **config, is_training=True, hflip=0.0, scale=(0.7, 1.0), color_jitter=None
-    )
-    data.test.transform = create_transform(**config, crop_pct=1.0)
+def visible(folder: Path) -> list[Path]:
+    """Return what the folder contains, sorted; names that begin with a dot are no data."""
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
 
 
-def build_model(args: argparse.Namespace, classes: int | None) -> tuple[nn.Module, Any]:
-    """Return the model and its plan, or the folder with the plan, or None if it is not converted.
+def image_files(folder: Path) -> list[Path]:
+    """Return the files of images in a folder and the folders in it."""
+    files = []
+    for path in visible(folder):
+        if path.is_dir():
+            files += image_files(path)
+        elif path.suffix.lower() in get_img_extensions(as_set=True):
+            files.append(path)
+    return files
 
-    The model gets a new head for `classes` classes; if that is None, it keeps its own.
+
+def read_samples(data: Path | None, *, labelled: bool = True) -> Samples:
+    """Find the images of a folder: train and val (or validation) with classes, or classes alone.
+
+    If there are only class folders, every fifth image of each is for testing. If `labelled` is
+    False, the folders need not be classes.
     """
-    options: dict[str, Any] = {}
-    if classes:
-        options["num_classes"] = classes
-    if args.drop_path:
-        options["drop_path_rate"] = args.drop_path
-    torch.manual_seed(args.seed)  # for a new head
-    if Path(args.model).is_dir():
-        return timm.create_model(f"local-dir:{args.model}", pretrained=True, **options), args.model
-    if not timm.is_model(args.model):
-        raise DclsConvertError(f"{args.model}: neither a folder nor a model of timm")
-    model = timm.create_model(args.model, pretrained=args.pretrained, **options)
-    if args.dilated_size is None:
+    if data is None:
+        return read_digits()
+    if not data.is_dir():
+        raise DclsConvertError(f"--data {data}: is not a folder")
+    splits = [path for path in visible(data) if path.name in ("train", "val", "validation")]
+    if len(splits) not in (0, 2):
+        raise DclsConvertError(f"--data {data}: needs train and val, or class folders alone")
+    root = splits[0] if splits else data
+    folders = [root]
+    if labelled:
+        folders = [path for path in visible(root) if path.is_dir() and image_files(path)]
+    train: list[Sample] = []
+    test: list[Sample] = []
+    for label, folder in enumerate(folders):
+        files = image_files(folder)
+        if splits:
+            train += [(path, label) for path in files]
+            test += [(path, label) for path in image_files(splits[1] / folder.relative_to(root))]
+        else:
+            kept, held_out = hold_out([(path, label) for path in files])
+            train += kept
+            test += held_out
+    if not train or not test:
+        raise DclsConvertError(f"--data {data}: {len(train)} images to train, {len(test)} to test")
+    return Samples(train=train, test=test, classes=len(folders))
+
+
+def hold_out(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
+    """Return the samples to train on and, of every five, one to test with."""
+    train = [sample for number, sample in enumerate(samples, 1) if number % HELD_OUT_EVERY]
+    return train, list(samples[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY])
+
+
+def read_digits() -> Samples:
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    samples: list[Sample] = []
+    for pixels, label in zip(digits.images, digits.target, strict=True):
+        image = Image.fromarray((pixels * (255 / 16)).astype("uint8"))
+        samples.append((image.resize(DIGITS_SIZE[1:], Image.Resampling.BICUBIC), int(label)))
+    train, test = hold_out(samples)
+    return Samples(train=train, test=test, classes=10)
+
+
+def input_size(options: argparse.Namespace) -> tuple[int, ...] | None:
+    """Return (channels, rows, columns), or None for the model's own."""
+    if options.input_size:
+        return tuple(int(side) for side in options.input_size.split("x"))
+    return DIGITS_SIZE if options.data is None else None
+
+
+def open_images(
+    samples: Samples, model: nn.Module, options: argparse.Namespace
+) -> tuple[Images, Images]:
+    """Return the training images, which are augmented, and the test images."""
+    size = input_size(options)
+    config = resolve_data_config({"input_size": size} if size else {}, model=model)
+    channels = config["input_size"][0]
+    mode = "L" if channels == 1 else "RGB"
+    common = {name: config[name] for name in ("input_size", "interpolation")}
+    common |= {name: tuple(config[name])[:channels] for name in ("mean", "std")}
+    hflip = options.hflip if options.data else 0.0  # a mirrored digit is none
+    augmentation = {"hflip": hflip} | AUGMENTATIONS[options.augmentation]
+    crop_pct = 1.0 if options.data is None else config["crop_pct"]
+    training = create_transform(**common, is_training=True, **augmentation)
+    testing = create_transform(**common, crop_pct=crop_pct)
+    return Images(samples.train, mode, training), Images(samples.test, mode, testing)
+
+
+# Models.
+
+
+def build_model(options: argparse.Namespace, classes: int | None) -> tuple[nn.Module, Any]:
+    """Return the model, and its plan or its folder, or None if it is not converted."""
+    head = {"num_classes": classes} if classes else {}  # otherwise it keeps its classes
+    torch.manual_seed(options.seed)  # for random weights, or a new head
+    if Path(options.model).is_dir():
+        name = f"local-dir:{options.model}"
+        model = timm.create_model(name, pretrained=True, **head, **options.model_kwargs)
+        return model, options.model
+    if not timm.is_model(options.model):
+        raise DclsConvertError(f"{options.model}: neither a folder nor a model of timm")
+    model = timm.create_model(
+        options.model, pretrained=options.pretrained, **head, **options.model_kwargs
+    )
+    if options.dilated_size is None:
         return model, None
-    # As on the command line: it makes no sense to fit elements to random kernels.
-    init = "fit" if args.pretrained else "random"
-    report = dcls_convert.convert_(model, dilated_size=args.dilated_size, init=init, seed=args.seed)
+    report = dcls_convert.convert_(
+        model,
+        dilated_size=options.dilated_size,
+        # It makes no sense to fit elements to random kernels.
+        init="fit" if options.pretrained else "random",
+        input_size=input_size(options),
+        seed=options.seed,
+    )
     return model, report.plan
 
 
-def build_teacher(args: argparse.Namespace, student: nn.Module) -> nn.Module | None:
-    """Return the network whose outputs the student learns, or None without --teacher.
-
-    Every process has the whole network.
-    """
-    if not args.teacher:
+def build_teacher(options: argparse.Namespace, student: nn.Module) -> nn.Module | None:
+    if not options.teacher:
         return None
-    name = f"local-dir:{args.teacher}" if Path(args.teacher).is_dir() else args.teacher
-    path = args.teacher_checkpoint
-    classes = {}
-    if path:
-        classes["num_classes"] = student.num_classes
-    try:
-        teacher = timm.create_model(name, pretrained=not path, checkpoint_path=path, **classes)
-    except Exception as error:  # from timm, the hub or the file
-        problem = " ".join(str(error).split())[:200]
-        raise DclsConvertError(
-            f"--teacher {args.teacher}: cannot load its weights: {problem}"
-        ) from error
-    if teacher.num_classes != student.num_classes:
-        raise DclsConvertError(
-            f"--teacher {args.teacher}: has {teacher.num_classes} classes, "
-            f"{args.model} has {student.num_classes}"
-        )
+    name = options.teacher
+    if Path(name).is_dir():
+        name = f"local-dir:{name}"
+    weights = options.teacher_checkpoint
+    head = {"num_classes": student.num_classes} if weights else {}
+    teacher = timm.create_model(name, pretrained=not weights, checkpoint_path=weights, **head)
     mine = resolve_data_config(model=student)
-    theirs = resolve_data_config(model=teacher)
-    if any(tuple(mine[name]) != tuple(theirs[name]) for name in ("mean", "std")):
-        raise DclsConvertError(
-            f"--teacher {args.teacher}: takes images with another mean and std than {args.model}"
+    other = resolve_data_config(model=teacher)
+    if any(tuple(mine[key]) != tuple(other[key]) for key in ("mean", "std")):
+        raise DclsConvertError(f"--teacher {name}: takes images with another mean and std")
+    return teacher.eval().requires_grad_(False)
+
+
+def save_trained(model: nn.Module, plan: Any, folder: Path) -> None:
+    if plan is None:
+        timm.models.save_for_hf(model, str(folder), safe_serialization=True)
+    else:
+        dcls_convert.save_converted(model, plan, folder, force=True)
+
+
+# Training.
+
+
+def make_accelerator(options: argparse.Namespace) -> Accelerator:
+    accelerator = Accelerator(
+        mixed_precision=options.mixed_precision,
+        gradient_accumulation_steps=options.accumulate,
+        cpu=not torch.accelerator.is_available(),
+    )
+    if accelerator.distributed_type == DistributedType.FSDP:
+        # accelerate's mixed precision would round positions to 8 bits.
+        raise DclsConvertError("omit accelerate's --use_fsdp, and pass --fsdp to this script")
+    return accelerator
+
+
+def shard_(model: nn.Module, processes: int) -> None:
+    """Shard the model by FSDP2: first each block, and then the rest.
+
+    Positions that the blocks of a stage share then belong to the group of the rest.
+    """
+    mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (processes,))
+    lists = (nn.Sequential, nn.ModuleList)
+    blocks: dict[nn.Module, None] = {}
+    for container in model.modules():
+        if isinstance(container, lists):
+            for block in container:
+                if next(block.children(), None) is not None and not isinstance(block, lists):
+                    blocks[block] = None
+    for block in reversed(blocks):  # inner blocks first
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+class Training:
+    """A training run: the model, its images and optimizer, and what was measured so far.
+
+    It writes its state into `folder` after each epoch, and continues from a state that is there if
+    its `settings` are the same.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        images: tuple[Images, Images],  # to train on, and to test with
+        classes: int,
+        options: argparse.Namespace,
+        accelerator: Accelerator,
+        *,
+        folder: Path,
+        settings: Mapping[str, str],
+        teacher: nn.Module | None = None,
+        fsdp: bool = False,
+    ) -> None:
+        self.options = options
+        self.settings = dict(settings)
+        self.accelerator = accelerator
+        self.folder = folder
+        self.fsdp = fsdp
+        self.history: list[dict[str, float]] = []  # for each epoch
+        self.updates = 0
+        self.correct = torch.zeros(0, dtype=torch.bool)  # for each test image, after the last epoch
+        self.unsharded = copy.deepcopy(model)  # on the CPU; `trained_model` fills it
+        self.model = model.to(accelerator.device)
+        self.teacher = None if teacher is None else teacher.to(accelerator.device)
+        self.average = ModelEmaV3(model, options.ema, use_warmup=True) if options.ema else None
+        self.tested = model if self.average is None else self.average.module
+        if fsdp:
+            for network in {self.model, self.tested}:
+                shard_(network, accelerator.num_processes)
+        # As in the paper, positions have five times the learning rate, and no weight decay. Without
+        # lr, the groups have an lr_scale, which timm's schedulers apply.
+        groups = tuning.param_groups(
+            model,
+            weight_decay=options.weight_decay,
+            position_lr_scale=options.position_lr_scale,
         )
-    return teacher
+        self.optimizer = accelerator.prepare_optimizer(torch.optim.AdamW(groups, lr=options.lr))
+        self.parallel = model if fsdp else accelerator.prepare_model(model)  # DDP's wrapper
+        self._make_loaders(images)
+        self.scheduler = self._make_scheduler()
+        self.mixup = None
+        if options.mixup or options.cutmix:
+            self.mixup = Mixup(
+                options.mixup,
+                options.cutmix,
+                label_smoothing=options.smoothing,
+                num_classes=classes,
+            )
+        self._resume_()
 
+    def _make_loaders(self, images: tuple[Images, Images]) -> None:
+        options = self.options
+        self.order = torch.Generator()  # of the training images; seeded anew for each epoch
+        train = DataLoader(
+            images[0],
+            options.batch_size,
+            shuffle=True,
+            drop_last=True,
+            generator=self.order,
+            num_workers=options.workers,
+        )
+        test = DataLoader(images[1], options.batch_size, num_workers=options.workers)
+        self.train_loader = self.accelerator.prepare_data_loader(train)
+        self.test_loader = self.accelerator.prepare_data_loader(test)
+        if len(self.train_loader) == 0:
+            raise DclsConvertError(f"--batch-size: there are only {len(images[0])} images")
 
-def draw(output: Path, history: dict[str, list[float]], measure: str) -> None:
-    """Draw loss, accuracy or agreement, and the speed of the positions into `training.png`."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("for pictures: pip install matplotlib", file=sys.stderr)
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
+    def _make_scheduler(self) -> Any:
+        options = self.options
+        scheduler, _ = create_scheduler_v2(
+            self.optimizer.optimizer,
+            "cosine",
+            num_epochs=options.epochs,
+            warmup_epochs=min(options.warmup_epochs, options.epochs - 1),
+            warmup_lr=options.lr / 100,
+            step_on_epochs=False,
+            updates_per_epoch=math.ceil(len(self.train_loader) / options.accumulate),
+        )
+        return scheduler
 
-    track = tuning.read_track(output / "positions.jsonl")
-    epochs = [record.step for record in track]
-    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4), layout="constrained")
-    axes[0].plot(history["loss"])
-    axes[0].set(xlabel="update", ylabel="training loss")
-    axes[1].plot(epochs, history[measure], marker=".")
-    axes[1].set(xlabel="epoch", ylabel=f"{measure} (%)")
-    axes[2].plot(epochs, [[row.speed for row in record.positions] for record in track])
-    axes[2].set(xlabel="epoch", ylabel="speed of positions (cells per epoch)")
-    axes[2].legend([row.name for row in track[-1].positions], fontsize=6)
-    for axis in axes[1:]:
-        axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
-    figure.savefig(output / "training.png")
-    pyplot.close(figure)
+    def run(self, after_epoch: Callable[["Training"], None] = lambda _: None) -> None:
+        """Train to the last epoch; `after_epoch` is called after each one and its test."""
+        while len(self.history) < self.options.epochs:
+            loss = self._train_epoch()
+            epoch = len(self.history) + 1
+            if not math.isfinite(loss):
+                raise DclsConvertError(f"the loss is {loss} in epoch {epoch}: use a smaller --lr")
+            self.tracker.update(epoch)
+            self.correct = self.test()
+            accuracy = 100 * float(self.correct.double().mean())
+            self.history.append({"epoch": epoch, "loss": loss, "accuracy": accuracy})
+            after_epoch(self)
+            self._save_state()
+
+    def _train_epoch(self) -> float:
+        """Train for an epoch; return its mean loss."""
+        options = self.options
+        # All randomness follows from the seed and the epoch, so that a run that was killed
+        # continues alike, and networks that are compared see the same images.
+        seed = 1000 * options.seed + len(self.history)
+        self.order.manual_seed(seed)
+        set_seed(seed, device_specific=True)
+        self.parallel.train()
+        if options.freeze_statistics:
+            for module in self.model.modules():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    module.eval()
+        losses = []
+        for images, labels in self.train_loader:
+            with self.accelerator.accumulate(self.parallel):
+                loss = self._loss(images, labels)
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    self._update()
+            losses.append(loss.detach())
+        return float(self.accelerator.reduce(torch.stack(losses).mean(), "mean"))
+
+    def _loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        options = self.options
+        smoothing = options.smoothing
+        if self.mixup is not None:
+            images, labels = self.mixup(images, labels)
+            smoothing = 0.0  # Mixup smooths the labels itself
+        with self.accelerator.autocast():
+            outputs = self.parallel(images)
+            if self.teacher is None:
+                loss = cross_entropy(outputs, labels, label_smoothing=smoothing)
+            else:  # Hinton et al., arXiv:1503.02531
+                heat = options.temperature
+                student = (outputs.float() / heat).log_softmax(1)
+                teacher = (self.teacher(images).float() / heat).log_softmax(1)
+                loss = heat**2 * kl_div(student, teacher, reduction="batchmean", log_target=True)
+            if options.repulsive:
+                loss = loss + options.repulsive * tuning.repulsive_loss(self.model) ** 2
+        return loss
+
+    def _update(self) -> None:
+        """Step the optimizer, clamp the positions, and update the schedule and the average."""
+        if self.options.clip_grad:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), self.options.clip_grad)
+        self.optimizer.step()
+        # The layers clamp too, but under FSDP2 only their copy for one forward pass.
+        tuning.clamp_positions_(self.model)
+        self.optimizer.zero_grad()
+        self.updates += 1
+        self.scheduler.step_update(self.updates)
+        if self.average is not None:
+            self.average.update(self.model, step=self.updates)
+
+    @torch.no_grad()
+    def test(self) -> Tensor:
+        """Return for each test image whether it is classified as its label, or the teacher, says.
+
+        The averaged weights are tested if there are any. All processes get the whole result.
+        """
+        for buffer in self.tested.buffers():  # each process has its own statistics of BatchNorm
+            broadcast(buffer)
+        self.tested.eval()
+        correct = []
+        for images, labels in self.test_loader:
+            with self.accelerator.autocast():
+                predicted = self.tested(images).argmax(1)
+                expected = labels if self.teacher is None else self.teacher(images).argmax(1)
+            correct.append(self.accelerator.gather_for_metrics((predicted == expected).int()))
+        return torch.cat(correct).bool().cpu()
+
+    def trained_model(self) -> nn.Module:
+        """Return the trained model on the CPU; all processes call it, the first gets weights."""
+        state = get_model_state_dict(self.tested, options=WHOLE)
+        if self.accelerator.is_main_process:
+            self.unsharded.load_state_dict(state)
+        return self.unsharded.eval()
+
+    # Resuming.
+
+    def _save_state(self) -> None:
+        model, optimizer = get_state_dict(self.model, self.optimizer.optimizer, options=WHOLE)
+        state = {
+            "settings": self.settings,
+            "model": model,
+            "optimizer": optimizer,
+            "average": get_model_state_dict(self.tested, options=WHOLE),
+            "scheduler": self.scheduler.state_dict(),
+            "updates": self.updates,
+            "history": self.history,
+            "correct": self.correct,
+        }
+        if self.accelerator.scaler is not None:
+            state["scaler"] = self.accelerator.scaler.state_dict()
+        if self.accelerator.is_main_process:
+            partial = self.folder / "state.partial"
+            torch.save(state, partial)
+            partial.replace(self.folder / "state.pt")  # a kill leaves the old or the new one
+            (self.folder / "history.json").write_text(json.dumps(self.history) + "\n")
+
+    def _resume_(self) -> None:
+        """Load the folder's state, if there is one, and open its record of positions."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        track = self.folder / "positions.jsonl"
+        self.tracker = tuning.PositionTracker(self.model, track)
+        if not (self.folder / "state.pt").exists():
+            track.unlink(missing_ok=True)
+            return
+        self._load_(torch.load(self.folder / "state.pt", map_location="cpu", weights_only=True))
+        if self.accelerator.is_main_process:  # the epoch that was killed may have left a record
+            lines = track.read_text().splitlines(keepends=True)
+            track.write_text("".join(lines[: len(self.history)]))
+        self.tracker.continue_from(len(self.history))
+
+    def _load_(self, state: Mapping[str, Any]) -> None:
+        for name, value in self.settings.items():
+            stored = state["settings"].get(name)
+            if stored != value:
+                raise DclsConvertError(
+                    f"{self.folder}: holds a run with {name} {stored}, not {value}; "
+                    "use another --output"
+                )
+        set_state_dict(
+            self.model,
+            self.optimizer.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=WHOLE,
+        )
+        if self.average is not None:
+            set_model_state_dict(self.tested, state["average"], options=WHOLE)
+        self.scheduler.load_state_dict(state["scheduler"])
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
+        self.updates = state["updates"]
+        self.history = state["history"]
+        self.correct = state["correct"]
 
 
 def main() -> None:
-    args = parse_arguments()
-    accelerator: Any = None
+    options = parse_arguments()
+    accelerator = make_accelerator(options)
     try:
-        recipe = tuning.Recipe(
-            **{field.name: getattr(args, field.name) for field in fields(tuning.Recipe)}
-        )
-        from dcls_convert.tuning.distributed import accelerator_for
-        from dcls_convert.tuning.training import Training
-        from dcls_convert.tuning.training_state import STATE_FILE
-
-        accelerator = accelerator_for(mixed_precision=args.mixed_precision)
-        if (args.output / STATE_FILE).exists() and not args.resume:
-            raise DclsConvertError(
-                f"{args.output}: holds a run already; --resume continues it, --output names another"
-            )
-        data = load_data(args)
-        model, plan = build_model(args, None if args.teacher else len(data.classes))
-        teacher = build_teacher(args, model)
-        set_transforms(data, model, args)
+        samples = read_samples(options.data, labelled=options.teacher is None)
+        model, plan = build_model(options, None if options.teacher else samples.classes)
         training = Training(
             model,
-            data,
-            recipe,
-            args.output,
-            accelerator=accelerator,
-            teacher=teacher,
-            fsdp=args.fsdp,
-            workers=args.workers,
-            save_every=args.save_every,
-            settings={
-                name: getattr(args, name)
-                for name in ("model", "dilated_size", "data", "teacher", "drop_path")
-            },
+            open_images(samples, model, options),
+            samples.classes,
+            options,
+            accelerator,
+            folder=options.output,
+            settings=settings_of(options),
+            teacher=build_teacher(options, model),
+            fsdp=options.fsdp,
         )
-        measure = "agreement" if teacher else "accuracy"
-        if teacher and not training.updates_done:
-            accelerator.print(
-                f"before: agreement {100 * float(training.test().double().mean()):.2f} %",
-                flush=True,
-            )
 
         def after_epoch(training: Training) -> None:
-            epoch = len(training.top1)
-            loss = float(np.mean(training.loss[-training.updates_per_epoch :]))
-            seconds = training.epoch_seconds[-1]
-            top1 = f"{measure} {training.top1[-1]:.2f} %"
-            line = f"epoch {epoch:3d}/{args.epochs}: loss {loss:.4f}, {top1}"
-            accelerator.print(f"{line}, {seconds:.0f} s", flush=True)
+            last = training.history[-1]
+            accelerator.print("epoch {epoch}: loss {loss:.4f}, {accuracy:.2f} %".format(**last))
             # If epochs are equally good, keep the last, which was trained the longest.
-            if training.top1[-1] >= max(training.top1):
+            if last["accuracy"] == max(epoch["accuracy"] for epoch in training.history):
                 trained = training.trained_model()
                 if accelerator.is_main_process:
-                    save_trained(trained, plan, args.output / "best")
+                    save_trained(trained, plan, options.output / "best")
 
         training.run(after_epoch)
     except DclsConvertError as error:
-        if accelerator is None or accelerator.is_main_process:
-            print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    if accelerator.is_main_process:
-        history = {"loss": training.loss, measure: training.top1}
-        (args.output / "history.json").write_text(json.dumps(history) + "\n")
-        draw(args.output, history, measure)
-        print(f"best {measure} {max(training.top1):.2f} %: {args.output / 'best'}")
-    accelerator.wait_for_everyone()  # no process may end before the folder is written
+        raise SystemExit(f"error: {error}") from None
+    best = max(epoch["accuracy"] for epoch in training.history)
+    accelerator.print(f"best accuracy {best:.2f} %: {options.output / 'best'}")
     accelerator.end_training()
 
 

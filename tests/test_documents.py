@@ -66,15 +66,20 @@ MARKS |= dict.fromkeys(("lightning.md", "trainer.md", "libraries.md"), IN_THIRDP
 # Replacements before a page is run: page -> text in the page -> text that is run.
 SMALL = {"convnext_tiny": TINY}  # .ci/run runs the real one
 STAND_INS = dict.fromkeys(("convert.md", "deploying.md", "hub.md", "index.md", "python.md"), SMALL)
-QUICK = {
-    "--sizes 17 --epochs 30 --seeds 5": (
-        "--sizes 17 --epochs 1 --batch-size 4 --input-size 3x32x32 --device cpu --seeds 1"
+COMPARE = {"examples/compare.py": str(ROOT / "examples" / "compare.py")}
+QUICK = COMPARE | {
+    "--sizes 17 --seeds 5 --epochs 30": (
+        "--sizes 17 --seeds 1 --epochs 1 --batch-size 4 --input-size 3x32x32"
     )
 }
 # With the size that the real network gets.
 FITTED = {"convnext_tiny --pretrained": f"{TINY} --pretrained --dilated-size 17"}
 STAND_INS["README.md"] = FITTED | SMALL | QUICK | {"convnext_*": f"{TINY}*"}
-STAND_INS["compare.md"] = SMALL | QUICK | {"--epochs 4": "--epochs 1 --seeds 1 --batch-size 256"}
+STAND_INS["compare.md"] = (
+    SMALL
+    | QUICK
+    | {"--seeds 3 --epochs 4": "--seeds 1 --epochs 1 --batch-size 256 --augmentation none"}
+)
 STAND_INS["checkpoints.md"] = SMALL | {"1, 3, 224, 224": "1, 3, 160, 160"}
 STAND_INS["starts.md"] = SMALL | {"tf_efficientnet_lite0": "test_efficientnet"}
 STAND_INS["timm.md"] = SMALL | {
@@ -88,7 +93,7 @@ STAND_INS["training.md"] = (
     | SMALL
     | {
         "examples/finetune.py": str(ROOT / "examples" / "finetune.py"),
-        "--data photographs": "--data photographs --epochs 1 --batch-size 4 --img-size 32",
+        "--data photographs": "--data photographs --epochs 1 --batch-size 4 --input-size 3x32x32",
     }
 )
 # Lines that are tested elsewhere: .ci/run makes such environments in a shell, and the test of the

@@ -1,20 +1,16 @@
-"""The program that `test_distributed` starts in every process. It makes two training steps, or runs
-examples/finetune.py.
+"""The program that `test_distributed` starts in every process. It makes two training steps.
 
-`python -m tests.tuning.distributed_worker FOLDER RUN...` must be one of several processes, with the
-environment that torchrun sets. It makes the runs in FOLDER, one after the other. Training steps
-store their results in FOLDER/RANK.pt.
+`python -m tests.tuning.distributed_worker FOLDER` must be one of several processes, with the
+environment that torchrun sets. It stores the results in FOLDER/RANK.pt.
 """
 
 import contextlib
 import os
-import runpy
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import timm
 import torch
@@ -29,18 +25,6 @@ import dcls_convert
 from dcls_convert import tuning
 from dcls_convert.layers.dcls_conv import DclsConv2d
 
-FINETUNE = Path(__file__).parents[2] / "examples" / "finetune.py"
-# Two updates per epoch; the state is saved after each.
-OPTIONS = "--data images --img-size 32 --batch-size 2 --accumulate 2 --save-every 1 --mixup 0.2"
-KILLED = f"{OPTIONS} --epochs 4 --lr 0.005 --drop-path 0.2"
-TAUGHT = f"{OPTIONS} --epochs 1 --lr 0 --drop-path 0 --teacher tiny-dcls9"
-RUNS = {
-    "killed": f"{KILLED} --output killed",
-    "resumed": f"{KILLED} --output killed --resume",
-    "whole": f"{KILLED} --output whole",
-    "taught": f"{TAUGHT} --output taught",
-    "taught-fsdp": f"{TAUGHT} --output taught-fsdp --fsdp",
-}
 BATCH = 4
 STEPS = 2
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -158,34 +142,16 @@ def train(case: Case, rank: int = 0, processes: int = 1) -> dict[str, Any]:
     }
 
 
-def finetune(options: str, port: int) -> None:
-    """Run the example once in this process, without pictures, which take long."""
-    from accelerate.state import AcceleratorState
-
-    # A new port for each run, since that of the last run may still be in use.
-    os.environ["MASTER_PORT"] = str(port)
-    sys.modules["matplotlib"] = None
-    with patch.object(sys, "argv", ["finetune.py", "tiny-dcls9", *options.split()]):
-        runpy.run_path(str(FINETUNE), run_name="__main__")
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def main(folder: Path, *runs: str) -> None:
+def main(folder: Path) -> None:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     processes = int(os.environ["WORLD_SIZE"])
-    os.chdir(folder)
-    port = int(os.environ["MASTER_PORT"])
-    for index, run in enumerate(runs):
-        if run in RUNS:
-            finetune(RUNS[run], port + index)
-            continue
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=processes
-        )
-        torch.save([train(case, rank, processes) for case in CASES], f"{rank}.pt")
-        dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=processes
+    )
+    torch.save([train(case, rank, processes) for case in CASES], folder / f"{rank}.pt")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    main(Path(sys.argv[1]))
