@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .conv_classes import CONV_CLASSES, Conv, ConvTraits, ConvTranspose, find_traits, zeros_around
@@ -23,6 +23,9 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
         return f"its {names} is parametrised (torch.nn.utils.parametrize)"
     if isinstance(conv.weight, nn.parameter.UninitializedParameter):
         return "lazy convolution that has not seen an input yet"
+    reason = _why_weight_unusual(cast(Conv, conv).weight)
+    if reason is not None:
+        return reason
     submodules = {name for name, _ in conv.named_children()}
     buffers = {name for name, _ in conv.named_buffers(recurse=False)}
     members = submodules | buffers
@@ -40,6 +43,20 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
     if lost:
         return f"{class_name} holds {', '.join(sorted(lost))}, which would be lost"
     return _why_padding_unknown(conv, traits, padding_modules)
+
+
+def _why_weight_unusual(weight: Tensor) -> str | None:
+    """Return a reason if the weight is not a plain tensor of floating-point numbers."""
+    if type(weight) not in (nn.Parameter, Tensor):
+        return (
+            f"its weight is a {type(weight).__name__}, not a plain tensor; "
+            "convert before the weights are quantised or sharded"
+        )
+    if not weight.is_floating_point() or weight.dtype.itemsize < 2:
+        return f"its weight is of {weight.dtype}; give it 16-bit floats or longer ones first"
+    if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+        return "its weight has hooks, which would be lost; convert first, and register them then"
+    return None
 
 
 def _padding_modules(conv: nn.Module) -> set[str]:

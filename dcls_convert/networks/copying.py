@@ -39,6 +39,8 @@ def meta_copy(model: nn.Module, *, real_attributes: bool = False) -> nn.Module:
     with _CopiedTensors(_constant if real_attributes else _on_meta):
         meta = copy.deepcopy(model, memo).eval()
     for module in meta.modules():
+        if isinstance(module, torch.jit.ScriptModule):  # it has no attributes of this kind
+            continue
         attributes = vars(module)
         attributes.get("_forward_hooks", {}).clear()
         attributes.pop("_compiled_call_impl", None)  # of `module.compile()`

@@ -13,6 +13,7 @@ from ..text import one_line, shortened
 from .sites import ConvSite, ModelConvs, Skipped
 from .stages import OutputStride, find_stages, output_stride
 from .tracing import Calls, Trace, trace
+from .wrappers import check_not_wrapped, other_forms, why_inside_wrapper
 
 NOT_CHECKED = " (so output sizes, and uses of convolutions by other code, are not checked)"
 IMAGE_CHANNELS = 3  # assumed where the input size does not state them
@@ -34,7 +35,7 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
             dimensions of the convolutions; or the model is compiled or has DCLS layers already.
     """
     check_module(model)
-    _check_not_compiled_or_converted(model)
+    _check_not_wrapped_or_converted(model)
     names_of = _convs_with_names(model)
     dims = max((len(conv.kernel_size) for conv in names_of), default=2)
     size = _input_size(model, input_size, dims)
@@ -44,10 +45,10 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
     image_channels = size[0] if size is not None else IMAGE_CHANNELS
     modules_by_parameter = _modules_by_parameter(model)
     sites: list[ConvSite] = []
-    skipped: list[Skipped] = []
+    skipped = list(other_forms(model))
     for conv, names in names_of.items():
         name = names[0]
-        reason = _why_skipped(conv, modules_by_parameter)
+        reason = why_inside_wrapper(model, name) or _why_skipped(conv, modules_by_parameter)
         if reason is None and traced is not None:
             reason = _why_used_elsewhere(name, traced)
         if reason is not None:
@@ -112,10 +113,9 @@ def check_module(model: object) -> None:
         )
 
 
-def _check_not_compiled_or_converted(model: nn.Module) -> None:
-    """Raise PlanError if the model is compiled or has DCLS layers."""
-    if hasattr(model, "_orig_mod"):
-        raise PlanError("the model is compiled; convert it before torch.compile")
+def _check_not_wrapped_or_converted(model: nn.Module) -> None:
+    """Raise PlanError if the model is a wrapper, not made of modules, or has DCLS layers."""
+    check_not_wrapped(model)
     converted = sum(isinstance(module, DclsConvNd) for module in model.modules())
     if converted:
         raise PlanError(f"the model is converted already: it has {converted} DCLS layers")

@@ -11,13 +11,13 @@ MAX_NEAREST = 3  # paths to suggest for one pattern
 def matches_path(name: str, patterns: Sequence[str]) -> bool:
     """Return True if one of the patterns matches the module of this name.
 
-    A pattern with `*`, `?` or `[...]` must match the whole name, and `*` also matches dots. A
-    pattern without them matches the module of that name, and all modules inside it.
+    A pattern with `*`, `?` or `[...]` must match the whole name, and `*` also matches dots. A name,
+    which may have brackets of its own, matches the module of that name, and all modules inside it.
     """
     for pattern in patterns:
-        if fnmatch.fnmatchcase(name, pattern):
+        if name == pattern or name.startswith(f"{pattern}."):
             return True
-        if WILDCARDS.isdisjoint(pattern) and name.startswith(f"{pattern}."):
+        if fnmatch.fnmatchcase(name, pattern):
             return True
     return False
 

@@ -37,7 +37,7 @@ def test_without_norms_outputs_for_rectified_noise_keep_their_mean_square(
     noise = torch.randn(NOISE_SHAPE, dtype=torch.float64).relu()
     before = conv(noise).square().mean()
     options = {"kernel_count": count, "interpolation": interpolation, "positions": positions}
-    rules = {"format": 1, "rules": [{"match": {"path": "*"}}]}
+    rules = {"format": 1, "rules": [{"match": {"path": "*"}, "padding": "any"}]}
     model = converted(nn.Sequential(conv), size, (8, 24, 24), rules=rules, seed=seed, **options)
     layer = model[0]
     assert output_power(layer.kernel()) == pytest.approx(output_power(conv.weight))

@@ -323,11 +323,6 @@ def test_a_wrong_input_size_is_refused_with_what_it_must_be(size):
         find_convs(Holder(depthwise()), size)
 
 
-def test_a_compiled_model_is_refused():
-    with pytest.raises(PlanError, match="convert it before"):
-        find_convs(torch.compile(Holder(depthwise())))
-
-
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_without_an_input_size_the_first_convolution_is_the_stem(channels):
     model = nn.Sequential(nn.Conv2d(channels, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))

@@ -1,0 +1,82 @@
+"""Find what must be undone before a model or its parts can be converted: wrappers, other forms."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx, nn
+
+from ..errors import PlanError
+from ..layers.conv_classes import AnyConv
+from .sites import Skipped
+
+# Classes of torch that hold a network as their `module`.
+WRAPPERS = (
+    "AveragedModel",
+    "DataParallel",
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+)
+COMPILED = "_orig_mod"  # name of the module that torch.compile wraps
+ADAPTED = "base_layer"  # name of the module that an adapter of peft wraps
+SCRIPTED = "is TorchScript; convert before torch.jit.script or torch.jit.trace"
+EXPORTED = "is a graph of operators; convert before torch.export"
+
+
+def check_not_wrapped(model: nn.Module) -> None:
+    """Raise PlanError, with what to do first, if the model is a wrapper or not made of modules."""
+    if COMPILED in model._modules:
+        raise PlanError("the model is compiled; convert it before torch.compile")
+    for base in type(model).__mro__:
+        if base.__name__ in WRAPPERS and base.__module__.startswith("torch."):
+            raise PlanError(
+                f"the model is wrapped in {base.__name__}; convert its `module`, and wrap it then"
+            )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise PlanError(f"the model {SCRIPTED}")
+    if _is_exported(model):
+        raise PlanError(f"the model {EXPORTED}")
+
+
+def other_forms(model: nn.Module) -> Iterator[Skipped]:
+    """Yield the parts of a model that convolve, but not by a convolution of torch.nn."""
+    for name, module in model.named_modules():
+        reason = None
+        if isinstance(module, torch.jit.ScriptModule):
+            # One line for the outermost scripted module, not for all that is inside.
+            parent = model.get_submodule(name.rpartition(".")[0])
+            if not isinstance(parent, torch.jit.ScriptModule):
+                reason = SCRIPTED
+        elif _is_exported(module):
+            reason = EXPORTED
+        elif _is_quantised(module) and not isinstance(module, AnyConv):
+            reason = why_inside_wrapper(model, name)
+        if reason is not None:
+            yield Skipped(name=name, type=type(module).__name__, reason=reason)
+
+
+def why_inside_wrapper(model: nn.Module, name: str) -> str | None:
+    """Return why what wraps a convolution, or its form, keeps it from being replaced."""
+    if _is_quantised(model.get_submodule(name)):
+        return "it is quantised; convert before the quantisation"
+    parts = name.split(".")
+    if COMPILED in parts:
+        return "it is in a module that torch.compile wraps; convert first, and compile then"
+    if vars(model.get_submodule(name)).get("_compiled_call_impl") is not None:
+        return "it is compiled; convert first, and compile then"
+    for length in range(len(parts)):
+        if ADAPTED in model.get_submodule(".".join(parts[:length]))._modules:
+            return "it belongs to an adapter, such as LoRA; merge the adapter first"
+    return None
+
+
+def _is_quantised(module: nn.Module) -> bool:
+    """True for a convolution of torch.ao, also for quantisation-aware training."""
+    is_from_torch_ao = type(module).__module__.startswith("torch.ao.nn.")
+    return is_from_torch_ao and hasattr(module, "kernel_size")
+
+
+def _is_exported(module: nn.Module) -> bool:
+    """True if the module is a graph that calls torch's operators for convolutions."""
+    if not isinstance(module, fx.GraphModule):
+        return False
+    return any(str(node.target).startswith("aten.conv") for node in module.graph.nodes)
