@@ -7,7 +7,6 @@ The blocks of a page run in order, in one empty folder: the lines of `console` b
 """
 
 import contextlib
-import functools
 import html
 import importlib
 import io
@@ -30,7 +29,6 @@ import timm
 import torch
 
 import dcls_convert
-from dcls_convert.checkpoints import verify
 from dcls_convert.cli.app import main
 
 from .conftest import TINY
@@ -280,10 +278,6 @@ def upload_into_cache(hub: Path, monkeypatch) -> None:
 def test_commands_and_snippets_of_a_page_run_in_their_order(page, tmp_path, monkeypatch, request):
     for library in re.findall(r"`pip install (\w+)", PAGES[page]):
         pytest.importorskip(library, reason=f"{library} is in the extra thirdparty")
-    in_this_process = functools.partial(
-        verify.verify_folder, check_model=verify.check_model_in_this_process
-    )
-    monkeypatch.setattr(verify, "verify_folder", in_this_process)  # a fresh process takes seconds
     if page == "hub.md":
         upload_into_cache(request.getfixturevalue("hub"), monkeypatch)
     elif page != "errors.md":  # which shows what happens without a network

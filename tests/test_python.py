@@ -18,7 +18,7 @@ from dcls_convert import (
     RuleError,
     convert_,
 )
-from dcls_convert.checkpoints.verify import check_model_in_this_process, verify_folder
+from dcls_convert.checkpoints.verify import verify_folder
 from dcls_convert.planning.plan import ConversionPlan
 
 from .model_state import state_of
@@ -283,6 +283,6 @@ def test_what_a_new_user_writes_first(tmp_path, monkeypatch):
     loaded = dcls_convert.load_converted("resnet18-dcls5").eval()
     outputs = model.eval()(images)
     assert torch.equal(loaded(images), outputs)
-    assert verify_folder("resnet18-dcls5", check_model=check_model_in_this_process).ok
+    assert verify_folder("resnet18-dcls5").ok
     dcls_convert.fold_to_dense_(loaded)
     torch.testing.assert_close(loaded(images), outputs, rtol=0, atol=1e-4)

@@ -66,8 +66,7 @@ def take_fingerprint(model: nn.Module, input_size: Sequence[int] | None) -> Fing
         model: The model to run.
         input_size: (channels, *sides) of the image.
     """
-    image_type = image_dtype(model)
-    dtype: Any = str(image_type).removeprefix("torch.")
+    dtype: Any = str(image_dtype(model)).removeprefix("torch.")
     if input_size is None:
         return Fingerprint(dtype=dtype, outputs=None, reason="the plan has no input size")
     if math.prod(input_size[1:]) > MAX_PIXELS:
@@ -76,21 +75,17 @@ def take_fingerprint(model: nn.Module, input_size: Sequence[int] | None) -> Fing
     generator = torch.Generator().manual_seed(FINGERPRINT_SEED)
     image = torch.randn(1, *input_size, generator=generator, device="cpu")
     try:
-        output = _run(model, image.to(_device_of(model), image_type))
-        outputs = []
-        for tensor in tensors_in(output):
-            if tensor.is_floating_point():
-                outputs.append(_output_fingerprint(tensor))
+        tensors = [
+            tensor for tensor in tensors_in(_run(model, image)) if tensor.is_floating_point()
+        ]
+        outputs = [_output_fingerprint(tensor) for tensor in tensors]
     except Exception as error:  # the model's own code may raise anything
         reason = f"{type(error).__name__}: {one_line(error)[:120]}"
         return Fingerprint(dtype=dtype, outputs=None, reason=reason)
+    if not outputs:
+        reason = "no floating-point tensors were found in its outputs"
+        return Fingerprint(dtype=dtype, outputs=None, reason=reason)
     return Fingerprint(dtype=dtype, outputs=tuple(outputs), reason=None)
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    for tensor in [*model.parameters(), *model.buffers()]:
-        return tensor.device
-    return torch.device("cpu")
 
 
 def _run(model: nn.Module, image: Tensor) -> Any:
@@ -102,8 +97,9 @@ def _run(model: nn.Module, image: Tensor) -> Any:
         full_precision(),
         seeded(FINGERPRINT_SEED),
     ):
+        device = next(iter([*model.parameters(), *model.buffers()]), image).device
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        return functional_call(model, buffers, (image,))
+        return functional_call(model, buffers, (image.to(device, image_dtype(model)),))
 
 
 def fingerprint_deviation(current: Fingerprint, stored: Fingerprint) -> float:
@@ -113,27 +109,18 @@ def fingerprint_deviation(current: Fingerprint, stored: Fingerprint) -> float:
     """
     if current.outputs is None or stored.outputs is None:
         return math.inf
-    if len(current.outputs) != len(stored.outputs):
+    if [output.shape for output in current.outputs] != [output.shape for output in stored.outputs]:
         return math.inf
     largest = 0.0
-    for new, old in zip(current.outputs, stored.outputs, strict=True):
-        largest = max(largest, _output_deviation(new, old))
-    return largest
-
-
-def _output_deviation(current: OutputFingerprint, stored: OutputFingerprint) -> float:
-    """Return the same as `fingerprint_deviation`, for one output."""
-    if current.shape != stored.shape:
-        return math.inf
-    largest = 0.0
-    current_numbers = (current.norm, *current.values)
-    stored_numbers = (stored.norm, *stored.values)
-    for new, old in zip(current_numbers, stored_numbers, strict=True):
-        if new == old:
-            continue
-        if new is None or old is None or not stored.norm:
-            return math.inf
-        largest = max(largest, abs(new - old) / stored.norm)
+    for new_output, old_output in zip(current.outputs, stored.outputs, strict=True):
+        new_numbers = (new_output.norm, *new_output.values)
+        old_numbers = (old_output.norm, *old_output.values)
+        for new, old in zip(new_numbers, old_numbers, strict=True):
+            if new == old:
+                continue
+            if new is None or old is None or not old_output.norm:
+                return math.inf
+            largest = max(largest, abs(new - old) / old_output.norm)
     return largest
 
 

@@ -86,8 +86,8 @@ class Checkpoint:
         if self.stored_source is None:
             raise CheckpointError(
                 f"{self.folder}: does not say how its model is built; "
-                "pass the unconverted one as `model` (on the command line, fold takes it: "
-                "--model package.module:factory)"
+                "give the unconverted one as `model` (on the command line, fold and verify take "
+                "it: --model package.module:factory)"
             )
         if not trust_code:
             check_source(self.stored_source)

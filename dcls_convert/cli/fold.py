@@ -8,7 +8,7 @@ from ..export.formats import EXPORT_FORMATS
 from ..options import DEFAULT_OPSET, OPSETS
 from ..text import count_text
 from . import console
-from .shared_options import CheckpointFolder, Force, Json, Quiet, TrustCode
+from .shared_options import UNCONVERTED_HELP, CheckpointFolder, Force, Json, Quiet, TrustCode
 from .typer_options import OUTPUT, choice, number, option
 
 if TYPE_CHECKING:
@@ -34,10 +34,6 @@ def _default_outputs() -> str:
 
 
 OPSET_HELP = f"Opset of the ONNX model, from {OPSETS[0]} to {OPSETS[-1]}."
-UNCONVERTED_HELP = (
-    "The unconverted network, for a checkpoint of your own model that does not name it: "
-    "package.module:factory, which imports and runs your code."
-)
 OPSET = number(
     int,
     OPSETS[0],

@@ -29,3 +29,8 @@ MODEL_HELP = (
     "convnext_tiny (timm first, then torchvision), timm:NAME, torchvision:NAME, hf-hub:REPO, "
     "local-dir:FOLDER, or package.module:factory, which imports and runs your own code."
 )
+
+UNCONVERTED_HELP = (
+    "The unconverted network, for a checkpoint of your own model that does not name it: "
+    "package.module:factory, which imports and runs your code."
+)

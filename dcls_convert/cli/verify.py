@@ -1,14 +1,15 @@
 """`dcls-convert verify`: whether a checkpoint is whole."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from rich.text import Text
 
 from ..errors import CheckpointError
 from ..text import count_text, printable
 from . import console
-from .shared_options import CheckpointFolder, Json, TrustCode
+from .shared_options import UNCONVERTED_HELP, CheckpointFolder, Json, TrustCode
+from .typer_options import OUTPUT, option
 
 if TYPE_CHECKING:
     from ..checkpoints.verify import Check
@@ -17,13 +18,23 @@ MARKS = {True: ("ok", "green"), False: ("problem", "red"), None: ("skipped", "ye
 
 
 def verify(
-    checkpoint: CheckpointFolder, trust_code: TrustCode = False, json_: Json = False
+    checkpoint: CheckpointFolder,
+    model: Annotated[str | None, option(OUTPUT, UNCONVERTED_HELP, metavar="MODEL")] = None,
+    trust_code: TrustCode = False,
+    json_: Json = False,
 ) -> None:
-    """Check a checkpoint: rebuild it in a fresh process; compare names, shapes, hash, outputs."""
+    """Check a checkpoint: rebuild it; compare names, shapes, hash, outputs."""
     with console.steps(checkpoint, "reading", lines=False) as notify:
         from ..checkpoints.verify import verify_folder
+        from ..networks.building import build_model
+        from ..networks.source import resolve_model
 
-        verification = verify_folder(checkpoint, trust_code=trust_code, notify=notify)
+        unconverted = None
+        if model is not None:
+            unconverted = build_model(resolve_model(model), trust_code=True)
+        verification = verify_folder(
+            checkpoint, model=unconverted, trust_code=trust_code, notify=notify
+        )
     if json_:
         console.write(verification.to_json())
     else:

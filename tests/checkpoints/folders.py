@@ -15,7 +15,6 @@ from dcls_convert import apply_plan_, find_convs, plan_conversion, predict_repor
 from dcls_convert.checkpoints.folder import CONFIG, WEIGHTS, open_checkpoint
 from dcls_convert.checkpoints.inspection import inspect_checkpoint
 from dcls_convert.checkpoints.stamp import METADATA_KEY, config_hash
-from dcls_convert.checkpoints.verify import check_model_in_this_process, verify_folder
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.source import ModelSource
 from dcls_convert.networks.tensors_hash import tensors_hash
@@ -64,11 +63,6 @@ def same_states(first, second):
     if list(first_state) != list(second_state):
         return False
     return all(torch.equal(first_state[name], second_state[name]) for name in first_state)
-
-
-def verify(folder):
-    """Verify without starting a process, which would take seconds."""
-    return verify_folder(folder, check_model=check_model_in_this_process)
 
 
 def inspect_folder(folder):

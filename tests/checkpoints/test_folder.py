@@ -16,6 +16,7 @@ from dcls_convert.checkpoints import folder as checkpoint_folder
 from dcls_convert.checkpoints.fingerprint import take_fingerprint
 from dcls_convert.checkpoints.folder import CONFIG, FILES, WEIGHTS, read_plan
 from dcls_convert.checkpoints.stamp import config_hash, read_stamp
+from dcls_convert.checkpoints.verify import verify_folder as verify
 from dcls_convert.errors import CheckpointError
 from dcls_convert.input_files import builtin_rules
 from dcls_convert.networks.building import build_model
@@ -25,7 +26,7 @@ from dcls_convert.planning.rule_files import parse_rules
 
 from ..command_line import run
 from ..conftest import TINY
-from .folders import convert, outputs, problems, same_states, save, verify
+from .folders import convert, outputs, problems, same_states, save
 
 FAMILIES = [
     (f"timm:{TINY}", 17, {"num_classes": 7, "in_chans": 1}),
@@ -50,7 +51,7 @@ def test_an_existing_folder_is_refused_before_the_model_is_converted(tmp_path):
     other = users_model()
     report = convert_and_save_(model, tmp_path / "out", dilated_size=9, init="random")
     assert same_states(load_converted(tmp_path / "out", model=users_model()), model)
-    with pytest.raises(CheckpointError, match="pass the unconverted one"):
+    with pytest.raises(CheckpointError, match="give the unconverted one"):
         load_converted(tmp_path / "out")
     with pytest.raises(CheckpointError, match=r"out already exists; force=True replaces it$"):
         convert_and_save_(other, tmp_path / "out", dilated_size=11)

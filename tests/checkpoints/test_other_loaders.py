@@ -1,7 +1,6 @@
 """accelerate, safetensors and loaders like transformers' and diffusers' read a folder's weights."""
 
 import contextlib
-import json
 
 import accelerate
 import pytest
@@ -11,7 +10,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 
 from dcls_convert.checkpoints.folder import WEIGHTS
-from dcls_convert.checkpoints.stamp import METADATA_KEY
 
 from .folders import convert, outputs, same_states, save
 
@@ -90,14 +88,3 @@ def test_init_empty_weights_allocates_no_weights(saved, include_buffers, depth, 
             model = create(saved[0], pretrained=pretrained)
     assert all(parameter.is_meta for parameter in model.parameters())
     assert model.state_dict().keys() == saved[1].state_dict().keys()
-
-
-def test_the_order_of_metadata_does_not_change(saved):
-    """Sorting it leaves the tensors where the header says they are."""
-    content = (saved[0] / WEIGHTS).read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    assert list(header["__metadata__"]) == [METADATA_KEY, "format"]
-    del header["__metadata__"]
-    data_end = max(entry["data_offsets"][1] for entry in header.values())
-    assert data_end == len(content) - 8 - length

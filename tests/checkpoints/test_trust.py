@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from dcls_convert import DclsConvertError, ModelError, load_converted
 from dcls_convert.checkpoints.folder import CONFIG
+from dcls_convert.checkpoints.verify import verify_folder as verify
 from dcls_convert.export.fold import fold_checkpoint
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.source import ModelSource
@@ -24,7 +25,7 @@ from dcls_convert.networks.trust import check_source
 from ..conftest import TINY
 from ..hub_cache import upload
 from ..recorded_calls import recording
-from .folders import edit_json, inspect_folder, problems, seal, value_paths, verify
+from .folders import edit_json, inspect_folder, problems, seal, value_paths
 
 # Attacks: the model that a plan names, and its arguments. CANARY is a file that must not appear or
 # be opened; canary_module is a module that must not be imported.

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 import dcls_convert
 from dcls_convert import convert_, load_converted, save_converted
-from dcls_convert.checkpoints.folder import CARD, CONFIG, open_checkpoint
+from dcls_convert.checkpoints.folder import CARD, CONFIG, WEIGHTS, open_checkpoint
+from dcls_convert.checkpoints.verify import verify_folder as verify
 from dcls_convert.cli.console import printable
 from dcls_convert.conversion.provenance import provenance_of
 from dcls_convert.errors import CheckpointError
@@ -24,7 +25,7 @@ from dcls_convert.networks.source import ModelSource
 from dcls_convert.networks.tensors_hash import tensors_hash
 from dcls_convert.options import command_line
 
-from ..checkpoints.folders import edit_json, problems, same_states, verify
+from ..checkpoints.folders import edit_json, problems, same_states
 from ..cli.trained import write_trained
 from ..command_line import NET, run
 from ..conftest import TINY
@@ -40,7 +41,10 @@ def stored_provenance(folder):
 
 
 def file_contents(folder):
-    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    """Return the tensors' hash and the bytes of the other files."""
+    contents = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    contents[WEIGHTS] = hash_of(load_file(Path(folder) / WEIGHTS)).encode()
+    return contents
 
 
 def hash_of(state):
@@ -59,7 +63,7 @@ def hash_of(state):
         ),
     ],
 )
-def test_the_recorded_command_gives_the_same_bytes(tmp_path, options):
+def test_the_recorded_command_gives_the_same_folder(tmp_path, options):
     write_trained(tmp_path, MODEL, images=3)
     (tmp_path / "my rules.yaml").write_text(RULES)
     arguments = []
