@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections import OrderedDict
+from unittest.mock import patch
 
 import pytest
 from torch import nn
@@ -35,9 +36,10 @@ def exit_code(*arguments: object) -> int:
     """Run `dcls-convert ARGUMENTS` with the stdout and stderr of the test; return its exit code."""
     hook = sys.unraisablehook
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    command = ["dcls-convert", *map(str, arguments)]
     try:
-        with pytest.raises(SystemExit) as stopped:
-            main([str(argument) for argument in arguments])
+        with pytest.raises(SystemExit) as stopped, patch.object(sys, "argv", command):
+            main()
     finally:
         sys.unraisablehook = hook
         # Restored here, not in a fixture of each test: session-wide fixtures run commands, too.

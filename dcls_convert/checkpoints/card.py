@@ -79,10 +79,6 @@ def _conversion_section(provenance: Provenance | None) -> str:
         return ""
     from ..views.provenance import command_text, provenance_sentences
 
-    language = "console"
-    if provenance.command is None:
-        language = "text"
-    elif provenance.command.startswith("dcls_convert."):
-        language = "python"
+    language = "text" if provenance.command is None else "console"
     items = "".join(f"- {sentence}\n" for sentence in provenance_sentences(provenance))
     return f"\n## Conversion\n\n```{language}\n{command_text(provenance)}\n```\n\n{items}"

@@ -1,5 +1,7 @@
 """`dcls-convert MODEL`: plan, convert, report, and write a checkpoint."""
 
+import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +19,7 @@ from ..options import (
 )
 from ..picture_output import FIGURE_LIBRARY, PAGE_LIBRARY, check_installed
 from ..progress import ignore_messages
+from ..text import printable
 from . import console
 from .completion import complete_files
 from .network_options import NetworkOptions, changed_options, expand_options, refuse
@@ -135,6 +138,8 @@ def convert(
         plan=plan,
         offline=dry_run,
     )
+    command = shlex.join(["dcls-convert", *sys.argv[1:]])
+    request = replace(request, command=printable(command))
     # Refuse an existing output as soon as its name is known: here if it is given or follows from
     # the options, after a cheap plan if planning is slow, and in any case before writing.
     if output is not None:

@@ -1,6 +1,7 @@
 """The record of how a network was converted: the request, the weights and the versions used.
 
-It names files without their folders and contains no time, so equal requests give equal records.
+Except in the command, it names files without their folders. It contains no time, so equal requests
+give equal records.
 """
 
 import hashlib
@@ -17,18 +18,16 @@ from .. import __version__
 from ..conversion.authors import AuthorsWeights
 from ..fitting.calibration_images import Calibration
 from ..networks.tensors_hash import can_be_hashed, tensors_hash
-from ..options import PlanOptions, command_line
-from ..planning.rules import UNNAMED_RULES
+from ..options import PlanOptions
 from ..records import STRICT, Record
 from .request import ConversionRequest
 from .resolved import ResolvedRequest
 
 PROVENANCE_ATTRIBUTE = "dcls_provenance"  # on a converted model; copies and pickles keep it
-# Fields of a request that are not recorded as options. The model has an entry of its own, `options`
-# is recorded field by field, and `offline` is for dry runs, which write nothing.
-NOT_RECORDED = ("model", "options", "offline")
-# Fields of a request that have another name on the command line.
-OPTION_NAMES = {"weights": "checkpoint", "calibration": "calibrate", "most_images": "images"}
+# Fields of a request that are not recorded as options. Model and command have entries of their own,
+# `options` is recorded field by field, and `offline` is for dry runs, which write nothing.
+NOT_RECORDED = ("model", "options", "offline", "command")
+IN_MEMORY = "in memory"  # stands for weights, images and rules that no file holds
 # Value of `Provenance.init` for elements of the authors' package; all others are words of `--init`.
 AUTHORS = "authors"
 
@@ -63,22 +62,13 @@ class Provenance(Record):
 
     format: int = 1
     request: dict[str, Any]  # the model, and the options that differ from their defaults
-    # Command line to paste into a shell; for a model in memory, the call in Python. None if the
-    # command line cannot express the request.
-    command: str | None
+    command: str | None  # as typed; None from Python
     seed: int
     init: str  # how new layers started
     positions: str | None  # for the start "random"; None for all others
     weights: WeightsOrigin
     calibration: ImagesOrigin | None
     versions: dict[str, str]  # of this program, torch and timm
-
-
-@dataclass(frozen=True, slots=True)
-class _InMemory:
-    """A value that cannot be written into the record; stands for a variable of this name."""
-
-    name: str
 
 
 def provenance_of(model: nn.Module) -> Provenance | None:
@@ -104,18 +94,12 @@ def describe_conversion(
         images: The images of the calibration.
     """
     request = resolved.request
-    options = _stated_options(request)
     init: str = resolved.start
     if resolved.authors_weights is not None:
         init = AUTHORS
-    record = {"model": _model_name(request)}
-    for name, value in options.items():
-        record[name] = value
-        if isinstance(value, _InMemory):
-            record[name] = value.name
     return Provenance(
-        request=record,
-        command=_command(request, options),
+        request={"model": _model_name(request), **_stated_options(request)},
+        command=request.command,
         seed=request.seed,
         init=init,
         positions=request.positions if init == "random" else None,
@@ -147,7 +131,7 @@ def _weights_source(request: ConversionRequest) -> str:
         return "pretrained"
     if isinstance(request.model, str) and request.weights is None:
         return "random"
-    return "in memory"
+    return IN_MEMORY
 
 
 def weights_hash(model: nn.Module, authors_weights: AuthorsWeights | None) -> str | None:
@@ -177,7 +161,7 @@ def _images_origin(images: Calibration | None) -> ImagesOrigin | None:
 
 
 def _stated_options(request: ConversionRequest) -> dict[str, Any]:
-    """Return the options that differ from their defaults, as plain values or `_InMemory`."""
+    """Return the options that differ from their defaults, as JSON values."""
     stated: dict[str, Any] = {}
     records: tuple[ConversionRequest | PlanOptions, ...] = (request.options, request)
     for record in records:
@@ -185,17 +169,16 @@ def _stated_options(request: ConversionRequest) -> dict[str, Any]:
             value = getattr(record, option.name)
             if option.name in NOT_RECORDED or value is None or value is option.default:
                 continue
-            # If the default is None, do not compare: the value may be a tensor, for which `!=`
-            # gives a tensor.
-            if option.default is None or value != option.default:
-                stated[option.name] = _plain_value(option.name, value)
+            plain = _plain_value(option.name, value)
+            if plain != option.default:
+                stated[option.name] = plain
     return stated
 
 
 def _plain_value(name: str, value: Any) -> Any:
     """Return the value of an option as a JSON value; of a path, only the last component."""
-    if name == "rules":
-        return _rules_name(value)
+    if name == "rules" and not isinstance(value, Mapping):
+        value = Path(getattr(value, "source", value))
     if isinstance(value, Path):
         return value.name
     if isinstance(value, str) and name == "calibration":
@@ -204,44 +187,4 @@ def _plain_value(name: str, value: Any) -> Any:
         return value
     if isinstance(value, Sequence) and all(isinstance(entry, int | float) for entry in value):
         return list(value)
-    return _InMemory(name)
-
-
-def _rules_name(rules: Any) -> Any:
-    """Return the name of the rule file or built-in set; rules from a mapping have none."""
-    if isinstance(rules, Mapping) or getattr(rules, "source", "") == UNNAMED_RULES:
-        return _InMemory("rules")
-    return Path(getattr(rules, "source", rules)).name
-
-
-def _command(request: ConversionRequest, options: Mapping[str, Any]) -> str | None:
-    """Return the command line, or the Python call for a model in memory.
-
-    Return None if an option is a value in memory, which no command line can state.
-    """
-    if not isinstance(request.model, str):
-        return _call(options)
-    values = {}
-    for name, value in options.items():
-        if isinstance(value, _InMemory):
-            return None
-        values[OPTION_NAMES.get(name, name)] = value
-    return command_line(_model_name(request), values)
-
-
-def _call(options: Mapping[str, Any]) -> str:
-    """Return the call in Python, in which `model` and other values in memory are variables."""
-    function = "convert_"
-    arguments = ["model"]
-    for name, value in options.items():
-        expression = repr(value)
-        if isinstance(value, _InMemory):
-            expression = value.name
-        if name == "weights":
-            function = "convert_from_authors_"
-            arguments.insert(1, expression)
-        elif name == "authors_version":
-            arguments.append(f"version={expression}")
-        else:
-            arguments.append(f"{name}={expression}")
-    return f"dcls_convert.{function}({', '.join(arguments)})"
+    return IN_MEMORY

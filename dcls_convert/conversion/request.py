@@ -62,6 +62,7 @@ class ConversionRequest:
     # Checkpoint folder whose plan is carried out (recorded in the provenance); None for a new plan.
     plan: Path | None = None
     offline: bool = False  # nothing is downloaded, and the network is not built with its weights
+    command: str | None = None  # the command line as typed; None from Python
     device: str | None = None  # where a named model is fitted and compared; None for the CPU
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ def provenance_sentences(provenance: Provenance) -> list[str]:
 
 
 def command_text(provenance: Provenance) -> str:
-    """Return the command or Python call on one line; if there is none, the stated options."""
+    """Return the command as typed; from Python, the model and the stated options."""
     if provenance.command is not None:
         return printable(provenance.command)
     return printable(", ".join(f"{name}={value}" for name, value in provenance.request.items()))
