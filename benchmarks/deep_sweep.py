@@ -16,6 +16,7 @@ import datetime
 import io
 import json
 import math
+import multiprocessing
 import platform
 import sys
 import tempfile
@@ -23,6 +24,7 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import dcls_convert
-from dcls_convert.choosing.isolated_jobs import run_jobs
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.find_convs import find_convs
 from dcls_convert.networks.identify_model import assumed_input_size
@@ -44,7 +45,6 @@ from dcls_convert.networks.source import resolve_model
 MAX_PARAMS = 60_000_000
 MAX_FOLD_ERROR = 1e-4
 SIDES = (32, 64, 96, 128, 160, 192, 224, 256)  # tried in turn, before the model's own
-SECONDS_PER_MODEL = 900
 NOT_RUN = ("nothing matches", "too large")
 Row = dict[str, Any]
 
@@ -215,14 +215,19 @@ def document(result: dict[str, Any]) -> Iterator[str]:
 def sweep(names: list[str], workers: int) -> list[Row]:
     """Measure all models; return their rows in the order in which they end."""
     rows: list[Row] = []
-    jobs = run_jobs(
-        timed_row, names, workers=workers, timeout=SECONDS_PER_MODEL, set_up=set_up_worker
-    )
-    for index, value, failure in jobs:
-        row = value or {"name": names[index], "status": "failed", "reason": failure}
-        rows.append(row)
-        if row["status"] not in NOT_RUN:
-            print(f"[{len(rows)}/{len(names)}] {json.dumps(row)}", file=sys.stderr, flush=True)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=set_up_worker) as pool:
+        name_of = {pool.submit(timed_row, name): name for name in names}
+        for future in as_completed(name_of):
+            error = future.exception()
+            if error is None:
+                row = future.result()
+            else:  # if the process died, so do the rows after it: --failed repeats them
+                reason = f"{type(error).__name__}: {error}"
+                row = {"name": name_of[future], "status": "failed", "reason": reason}
+            rows.append(row)
+            if row["status"] not in NOT_RUN:
+                print(f"[{len(rows)}/{len(names)}] {json.dumps(row)}", file=sys.stderr, flush=True)
     return rows
 
 

@@ -1,6 +1,5 @@
-"""The table class shared by all views, and its forms: text, Markdown, CSV and HTML."""
+"""The table class shared by all views, and its forms: text, Markdown and HTML."""
 
-import csv
 import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -59,15 +58,6 @@ class Table(Generic[Row]):
     style: Callable[[Row], str] = lambda row: ""  # rich's style of a row
     totals: Sequence[Row] = ()  # rows below the others, in bold
     min_name_width: int = MIN_NAME_WIDTH
-
-    def csv(self) -> str:
-        """Return the unformatted values as CSV; unknown values are empty."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(_headings(self.columns))
-        for row in self.rows:
-            writer.writerow([column.value(row) for column in self.columns])
-        return text.getvalue()
 
     def markdown(self) -> str:
         """Return the table as Markdown; headings are not escaped."""
@@ -166,22 +156,6 @@ def _escape_markdown(cell: str) -> str:
 
 def _markdown_line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |\n"
-
-
-def field_column(path: str) -> Column[Any]:
-    """Return the CSV column of a field: "macs.after" of each row, headed "macs_after".
-
-    Several numbers are separated by spaces.
-    """
-
-    def value(row: Any) -> Any:
-        for name in path.split("."):
-            row = getattr(row, name, None)
-        if isinstance(row, tuple):
-            return " ".join(map(str, row))
-        return row
-
-    return Column(path.replace(".", "_"), value)
 
 
 def title(name: object, more: str = "") -> Text:

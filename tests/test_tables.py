@@ -1,6 +1,5 @@
 """Tables fit any width and format, and names lose their middle before a number loses a digit."""
 
-import csv
 import io
 import re
 
@@ -68,15 +67,9 @@ def test_a_table_fits_by_its_names_and_never_cuts_a_number(rows, more):
 
 @many_examples
 @given(ROWS)
-def test_csv_gives_back_the_values(rows):
-    lines = list(csv.reader(io.StringIO(Table(COLUMNS, rows).csv(), newline="")))
-    assert lines[0] == ["Name", "Count", "Number"]
-    assert ("Count" in Table(COLUMNS, rows).markdown()) == any(
-        count is not None for _, count in rows
-    )
-    assert lines[1:] == [
-        [name, "" if count is None else str(count), NUMBER] for name, count in rows
-    ]
+def test_a_column_without_values_is_left_out(rows):
+    has_counts = any(count is not None for _, count in rows)
+    assert ("Count" in Table(COLUMNS, rows).markdown()) == has_counts
 
 
 @many_examples

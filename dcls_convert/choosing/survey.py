@@ -1,13 +1,14 @@
 """Survey what a conversion would change in each model of the timm and torchvision registries."""
 
 import fnmatch
-import functools
 import gc
-import logging
+import multiprocessing
 import os
-import warnings
+import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -24,11 +25,11 @@ from ..options import Kind, PlanOptions, Sort
 from ..planning.paths import WILDCARDS
 from ..reports.predict import predict_report
 from ..reports.report import Change, MacsChange
-from ..text import did_you_mean, shortened
-from .isolated_jobs import run_jobs
+from ..text import did_you_mean, one_line, shortened
 
 Status = Literal["planned", "nothing matches", "does not fit", "failed"]
 MIN_MODELS_PER_WORKER = 8  # for fewer, a worker's import of torch takes too long
+MAX_REASON = 300  # characters of an exception's message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +142,6 @@ def survey_models(
     *,
     input_size: tuple[int, ...] | None = None,
     workers: int | None = None,
-    timeout: float | None = None,
     on_row: Callable[[ModelRow], None] = lambda row: None,
 ) -> list[ModelRow]:
     """Plan many models in worker processes. Return a row for every name, in the same order.
@@ -151,21 +151,42 @@ def survey_models(
         options: Planning options.
         input_size: Size of the images; None for each model's own.
         workers: Number of processes. The default is one per core, or fewer for few models.
-        timeout: Time limit for one model in seconds; None for no limit.
         on_row: Called with each row as soon as it is ready.
     """
     if not workers:
         workers = max(1, min(_available_cores(), len(names) // MIN_MODELS_PER_WORKER))
-    plan_model = functools.partial(model_row, options=options, input_size=input_size)
-    rows: dict[int, ModelRow] = {}
-    for index, row, failure in run_jobs(
-        plan_model, names, workers=workers, timeout=timeout, set_up=set_up_worker
-    ):
-        if row is None:
-            row = ModelRow(name=names[index], status="failed", reason=failure)
-        rows[index] = row
-        on_row(row)
-    return [rows[index] for index in range(len(names))]
+    pool = ProcessPoolExecutor(
+        min(workers, len(names)),
+        mp_context=multiprocessing.get_context("spawn"),  # torch's threads do not survive a fork
+        initializer=set_up_worker,
+    )
+    rows: dict[str, ModelRow] = {}
+    try:
+        name_of = {}
+        for name in names:
+            name_of[pool.submit(row_or_failure, name, options, input_size)] = name
+        for future in as_completed(name_of):
+            try:
+                row = future.result()
+            except BrokenProcessPool:
+                reason = "a worker process died (out of memory?)"
+                row = ModelRow(name=name_of[future], status="failed", reason=reason)
+            rows[row.name] = row
+            on_row(row)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return [rows[name] for name in names]
+
+
+def row_or_failure(
+    name: str, options: PlanOptions, input_size: tuple[int, ...] | None = None
+) -> ModelRow:
+    """Plan one model as `model_row` does. If its code raises, the row says what."""
+    try:
+        return model_row(name, options, input_size)
+    except BaseException as error:  # even SystemExit fails this model only
+        reason = f"{type(error).__name__}: {one_line(error)[:MAX_REASON]}"
+        return ModelRow(name=name, status="failed", reason=reason)
 
 
 def _available_cores() -> int:
@@ -209,10 +230,15 @@ SORT_VALUES: dict[Sort, Callable[[ModelRow], Any]] = {
 
 
 def set_up_worker() -> None:
-    """Prepare a worker that plans one model after another: imports, one thread, no warnings."""
+    """Prepare a worker that plans one model after another.
+
+    It prints nothing, and leaves Ctrl-C to its parent.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
     torch.set_num_threads(1)  # there is a worker per core, and meta tensors compute nothing
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
     registry_names()  # imports timm and torchvision
     gc.collect()
     gc.freeze()  # garbage collection need not scan the imported modules again for every model

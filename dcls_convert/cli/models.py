@@ -5,18 +5,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..options import Kind, PlanOptions, Sort
+from ..text import count_text, short_list
 from . import console
 from .completion import complete_models
-from .network_options import expand_options, refuse
-from .shared_options import Csv, InputSize, Json
-from .typer_options import RUNNING, SECONDS_PER_DAY, argument, choice, number
+from .network_options import expand_options
+from .shared_options import InputSize, Json
+from .typer_options import RUNNING, argument, choice, number
 
 if TYPE_CHECKING:
     from ..choosing.survey import ModelRow
 
 EXIT_FAILED = 1  # a model that fails is a bug, here or in its library
 MAX_JOBS = 1024
-SECONDS_PER_MODEL = 120  # the slowest of all models takes two seconds on an idle core
 SECONDS_BETWEEN_LINES = 10.0  # of progress, if stderr is not a terminal
 SHOW = "What to show"
 PATTERN_HELP = (
@@ -43,33 +43,26 @@ def models(
         int | None,
         number(int, 1, MAX_JOBS, RUNNING, "Worker processes (default: one per CPU).", metavar="N"),
     ] = None,
-    timeout: Annotated[
-        float,
-        number(int, 1, SECONDS_PER_DAY, RUNNING, "Time limit for one model.", metavar="SECONDS"),
-    ] = SECONDS_PER_MODEL,
     json_: Json = False,
-    csv: Csv = False,
 ) -> None:
     """Show what a conversion would do to each model of the timm and torchvision registries.
     No weights, no download.
     """
-    refuse((json_ and csv, "--json and --csv exclude each other"))
-    rows = _survey(
-        pattern, options, input_size=input_size, workers=jobs, seconds_per_model=float(timeout)
-    )
+    all_rows = _survey(pattern, options, input_size=input_size, workers=jobs)
     from ..choosing.survey import filter_and_sort_rows
-    from ..views.survey import failure_lines, summary_line, survey_csv, survey_json, survey_view
+    from ..views.survey import failure_lines, summary_line, survey_json, survey_view
 
-    rows = filter_and_sort_rows(rows, sort=sort, kind=kind)
+    rows = filter_and_sort_rows(all_rows, sort=sort, kind=kind)
     if json_:
         console.write(survey_json(rows, options, pattern=pattern, input_size=input_size))
-    elif csv:
-        console.write(survey_csv(rows))
-    else:
-        console.show(survey_view(rows), wide=True)
-    if json_ or csv:
         for line in [*failure_lines(rows), summary_line(rows)]:
             console.message(line)
+    elif rows:
+        console.show(survey_view(rows), wide=True)
+    else:
+        names = short_list(row.name for row in all_rows)
+        count = count_text(len(all_rows), "model")
+        console.show(f"No {kind} convolution is replaced in {count} ({names}).")
     if any(row.status == "failed" for row in rows):
         raise typer.Exit(EXIT_FAILED)
 
@@ -80,7 +73,6 @@ def _survey(
     *,
     input_size: tuple[int, ...] | None,
     workers: int | None,
-    seconds_per_model: float,
 ) -> list["ModelRow"]:
     """Return a row for each model whose name matches the pattern, and show progress."""
     with console.steps("models", every=SECONDS_BETWEEN_LINES) as notify:
@@ -104,11 +96,4 @@ def _survey(
                 text += f", {failed} failed"
             notify(text, done, len(names))
 
-        return survey_models(
-            names,
-            options,
-            input_size=input_size,
-            workers=workers,
-            timeout=seconds_per_model,
-            on_row=advance,
-        )
+        return survey_models(names, options, input_size=input_size, workers=workers, on_row=advance)

@@ -13,7 +13,6 @@ CheckpointFolder = Annotated[
 INPUT_SIZE_HELP = "Image size for MACs, exports and training (default: the model's own)."
 InputSize = Annotated[Any, image_size(OUTPUT, INPUT_SIZE_HELP)]
 Json = Annotated[bool, option(OUTPUT, "Print one JSON object.", "--json")]
-Csv = Annotated[bool, option(OUTPUT, "Print CSV.", "--csv")]
 Force = Annotated[bool, option(OUTPUT, "Replace what an earlier run wrote.", "--force")]
 Quiet = Annotated[
     bool,

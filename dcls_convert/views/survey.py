@@ -1,4 +1,4 @@
-"""A survey of models as a table for the terminal, as JSON and as CSV."""
+"""A survey of models as a table for the terminal, and as JSON."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -13,7 +13,7 @@ from ..options import PlanOptions
 from ..planning.rules import RuleSet
 from ..records import adapter, write_json
 from ..reports.report import Change
-from ..tables import Column, Table, field_column
+from ..tables import Column, Table
 from ..text import count_text, printable, range_text
 from .number_text import short_before_after, short_count
 
@@ -86,11 +86,6 @@ def survey_json(
     )
 
 
-def survey_csv(rows: Sequence[ModelRow]) -> str:
-    """Return a line for each model; unknown values are empty."""
-    return Table(CSV_COLUMNS, rows).csv()
-
-
 def _replaced(row: ModelRow) -> str:
     """Return "18 depthwise 7x7 → 17x17", or say why nothing is replaced.
 
@@ -125,17 +120,4 @@ SURVEY_COLUMNS: list[Column[ModelRow]] = [
     Column("Count", lambda row: range_text(row.kernel_counts)),
     Column("Parameters", lambda row: row.params, _change),
     Column("MACs", lambda row: row.macs, _change),
-]
-CSV_COLUMNS: list[Column[ModelRow]] = [
-    *map(field_column, ("name", "status")),
-    Column("replaced", lambda row: _kinds(row.replaced)),
-    Column("dilated_sizes", lambda row: " ".join(map(size_text, row.dilated_sizes))),
-    *map(
-        field_column,
-        ("growth", "kernel_counts", "params.before", "params.after", "macs.before", "macs.after"),
-    ),
-    Column("input_size", lambda row: size_text(row.input_size or ())),
-    field_column("rules"),
-    Column("convolutions", lambda row: _kinds(row.convolutions)),
-    *map(field_column, ("macs.note", "reason")),
 ]

@@ -3,9 +3,9 @@
 Tests of all models are marked `zoo`.
 """
 
-import csv
 import io
 import json
+import sys
 import time
 from dataclasses import fields
 
@@ -19,18 +19,13 @@ from dcls_convert.choosing.survey import (
     filter_and_sort_rows,
     model_row,
     names_matching,
+    row_or_failure,
     survey_models,
 )
 from dcls_convert.errors import ModelError
 from dcls_convert.options import PlanOptions
 from dcls_convert.reports.report import Change, MacsChange
-from dcls_convert.views.survey import (
-    CSV_COLUMNS,
-    summary_line,
-    survey_csv,
-    survey_json,
-    survey_view,
-)
+from dcls_convert.views.survey import summary_line, survey_json, survey_view
 
 from ..command_line import run
 from ..conftest import TINY
@@ -170,14 +165,13 @@ FULL = ModelRow(
 )
 
 
-def test_json_and_csv_contain_every_field_of_a_row():
+def test_json_contains_every_field_of_a_row():
     empty = ModelRow(name="timm:b", status="failed")
     for field in fields(FULL):
         if field.name != "status":
             assert getattr(FULL, field.name) != getattr(empty, field.name)
     text = survey_json([FULL, empty], PlanOptions(dilated_size=9), pattern="*", input_size=None)
     data = json.loads(text)
-    lines = list(csv.DictReader(io.StringIO(survey_csv([FULL, empty]))))
     assert {"pattern": "*", "dilated_size": 9, "rules": "auto", "budget": 100.0}.items() <= data[
         "options"
     ].items()
@@ -201,10 +195,6 @@ def test_json_and_csv_contain_every_field_of_a_row():
         "macs": {"before": 20, "after": 30, "delta": 10, "note": "a note"},
     }
     assert data["models"][0].keys() == data["models"][1].keys()
-    assert list(lines[0]) == [column.heading for column in CSV_COLUMNS]
-    assert all(lines[0].values())
-    assert (lines[0]["reason"], lines[0]["params_after"]) == (FULL.reason, "9")
-    assert {key for key, value in lines[1].items() if value} == {"name", "status"}
 
 
 def test_the_table_has_a_line_for_each_model_and_repeats_the_failures():
@@ -235,8 +225,8 @@ def test_stdout_is_only_json_and_a_failed_model_is_exit_code_1(monkeypatch):
         "--json",
         "--dilated-size",
         9,
-        "--scope",
-        "stage",
+        "--tie",
+        "none",
         "--kind",
         "depthwise",
         "--sort",
@@ -247,7 +237,7 @@ def test_stdout_is_only_json_and_a_failed_model_is_exit_code_1(monkeypatch):
     out, err = run("models", *arguments, code=1)
     data = json.loads(out)
     assert list(data) == ["format", "options", "models", "summary"]
-    rows = [model_row(name, PlanOptions(dilated_size=9, scope="stage")) for name in names]
+    rows = [model_row(name, PlanOptions(dilated_size=9, tie="none")) for name in names]
     rows = filter_and_sort_rows(rows, kind="depthwise", sort="macs")
     assert (
         data["models"]
@@ -256,6 +246,24 @@ def test_stdout_is_only_json_and_a_failed_model_is_exit_code_1(monkeypatch):
     assert [row["status"] for row in data["models"]] == ["planned", "planned", "failed"]
     assert err.splitlines()[-1] == "3 models: 2 planned, 0 nothing matches, 1 failed"
     assert "failed: timm:no_such_model: " in err
+
+
+def test_a_model_whose_code_raises_anything_is_a_row_with_the_reason(monkeypatch):
+    def end(*_):
+        sys.exit("hoarse\x1b[2J")
+
+    monkeypatch.setattr("dcls_convert.choosing.survey.model_row", end)
+    row = row_or_failure("timm:shout", PlanOptions())
+    assert (row.status, row.reason) == ("failed", "SystemExit: hoarse\\x1b[2J")
+
+
+@pytest.mark.processes
+def test_without_a_replaced_convolution_of_the_kind_a_line_says_so(monkeypatch):
+    monkeypatch.setattr("dcls_convert.choosing.survey.registry_names", lambda: KNOWN)
+    out, _ = run("models", "resnet18", "--kind", "depthwise", "--jobs", 1)
+    assert out == (
+        "No depthwise convolution is replaced in 2 models (timm:resnet18, torchvision:resnet18).\n"
+    )
 
 
 def test_an_option_that_the_rules_override_is_refused_once(tmp_path):
@@ -290,7 +298,7 @@ def test_every_model_is_planned_or_its_row_says_why_not(all_models):
     if not all_models:
         names = [*{module_of(name): name for name in reversed(names)}.values()]
     started = time.monotonic()
-    rows = survey_models(names, PlanOptions(), workers=2, timeout=120)
+    rows = survey_models(names, PlanOptions(), workers=2)
     print(f"\n{summary_line(rows)}; {time.monotonic() - started:.0f} s")
     assert [row.name for row in rows] == names
     assert [
