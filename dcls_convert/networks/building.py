@@ -19,10 +19,9 @@ from torch.overrides import TorchFunctionMode
 from ..errors import DclsConvertError, ModelError
 from ..records import read_json
 from ..text import did_you_mean, one_line
-from .hub import check_hub, offline_if_unreachable
 from .registries import import_library
 from .running import seeded
-from .source import LIBRARY_KINDS, OTHER_TIMM_KINDS, ModelSource
+from .source import LIBRARY_KINDS, ModelSource
 from .trust import check_source
 
 MAX_MODULES = 4_000  # largest number of modules in a library's model; timm has up to 1,800
@@ -69,7 +68,7 @@ def build_model(
     if not trust_code:
         check_source(source)
     if source.kind == "hf-hub":
-        check_hub(source.name, offline=offline)
+        _check_hub_config(source.name, offline=offline)
     if source.kind == "local-dir":
         _check_local_folder(source.name)
     with seeded(seed), warnings.catch_warnings(action="ignore"):
@@ -85,6 +84,33 @@ def build_model(
             f"{source.name}: was built on the meta device, without weights; build it on the CPU"
         )
     return model
+
+
+def _check_hub_config(name: str, *, offline: bool) -> None:
+    """Raise ModelError if the hub (if `offline`, the local cache) has no config of the repository.
+
+    timm would fetch it itself, but `build_model` may call timm several times, and each call would
+    have to fail first.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    repository = name.partition(":")[2]
+    if offline:
+        repository_id, _, revision = repository.partition("@")
+        cached = try_to_load_from_cache(repository_id, "config.json", revision=revision or None)
+        if not isinstance(cached, str):
+            raise ModelError(
+                f"{name}: its config is not in the local cache, and a dry run downloads nothing"
+            )
+        return
+    try:
+        import_library("timm.models").load_model_config_from_hf(repository)
+    except DclsConvertError:
+        raise
+    except Exception as error:  # from the hub, its HTTP client, or a config that is not JSON
+        raise ModelError(
+            f"{name}: cannot be built: {type(error).__name__}: {one_line(error)[:300]}"
+        ) from error
 
 
 def _check_local_folder(name: str) -> None:
@@ -154,8 +180,6 @@ def _run_factory(source: ModelSource, *, pretrained: bool) -> Any:
     with contextlib.ExitStack() as contexts:
         if kind in LIBRARY_KINDS:
             contexts.enter_context(register_module_module_registration_hook(count_module))
-        if pretrained or kind in OTHER_TIMM_KINDS:
-            contexts.enter_context(offline_if_unreachable())
         if kind == "torchvision":
             return _build_torchvision(name, source.args, pretrained=pretrained)
         if kind in LIBRARY_KINDS:

@@ -51,8 +51,7 @@ ARGUMENTS = {
     "url": "http://127.0.0.1:9/x",
     "file": "CANARY",
     "config": "CANARY",
-    "act_layer": "../CANARY",
-    "block": {"inner": [{"source": "x"}]},
+    "block": {"inner": [{"url": "x"}]},
 }
 TIMM_FACTORY_ARGUMENTS = (
     "checkpoint_path",
@@ -67,8 +66,7 @@ ATTACKS = {
     for name in ("os.system", "torch.load", "module", "local-dir", "our own entry", "no model")
 }
 ATTACKS |= {
-    f"argument {name}": (f"timm:{TINY}", {name: ARGUMENTS[name]})
-    for name in (*TIMM_FACTORY_ARGUMENTS, "act_layer")
+    f"argument {name}": (f"timm:{TINY}", {name: ARGUMENTS[name]}) for name in TIMM_FACTORY_ARGUMENTS
 }
 REFUSALS = (
     "is not the name of a model of timm or torchvision|is not allowed|"
