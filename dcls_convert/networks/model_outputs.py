@@ -1,7 +1,9 @@
 """Measure how far the outputs of two models differ, for outputs of any structure."""
 
+import contextlib
 import math
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +13,10 @@ from torch import Tensor, nn
 from ..errors import DclsConvertError
 from ..layers.double_precision import in_double
 
-CONTAINERS = (tuple, list, dict)
+MAX_DEPTH = 20  # of nested outputs; deeper ones are taken for endless
+TEXTS = (str, bytes)
+# Objects whose attributes are no outputs.
+WITHOUT_PARTS = (*TEXTS, type, types.FunctionType, types.ModuleType, nn.Module)
 
 
 class ComparisonError(DclsConvertError):
@@ -19,14 +24,17 @@ class ComparisonError(DclsConvertError):
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in a value: itself, or those nested in its tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        return [value]
-    tensors: list[Tensor] = []
-    if isinstance(value, CONTAINERS):
-        for part in _entries(value).values():
-            tensors += tensors_in(part)
-    return tensors
+    """Return the tensors in a value: itself, or those nested in its parts (see `_parts`)."""
+    return list(_tensors_in(value, depth=0))
+
+
+def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
+    tensor = _as_tensor(value)
+    if tensor is not None:
+        yield tensor
+        return
+    for part in (_parts(value, depth) or {}).values():
+        yield from _tensors_in(part, depth + 1)
 
 
 def max_relative_error(outputs: Any, others: Any) -> float:
@@ -130,18 +138,34 @@ def _are_class_scores(outputs: Sequence[Tensor]) -> bool:
     return len(class_counts) == 1
 
 
-def _errors(place: str, value: Any, other: Any) -> Iterator[float]:
+def _errors(place: str, value: Any, other: Any, depth: int = 0) -> Iterator[float]:
     """Yield the error of each pair of tensors; `place` is "output['logits'][0]", for messages."""
-    same_type = type(value) is type(other)
-    if isinstance(value, Tensor) and isinstance(other, Tensor):
-        yield _tensor_error(place, value, other)
-    elif isinstance(value, CONTAINERS):
-        if not same_type or _entries(value).keys() != _entries(other).keys():
-            raise ComparisonError(f"{place} is {_described(value)} and {_described(other)}")
-        for key, part in _entries(value).items():
-            yield from _errors(f"{place}[{key!r}]", part, _entries(other)[key])
-    elif not same_type or value != other:
-        raise ComparisonError(f"{place} is {_described(value)} and {_described(other)}")
+    tensor = _as_tensor(value)
+    other_tensor = _as_tensor(other)
+    if tensor is not None and other_tensor is not None:
+        yield _tensor_error(place, tensor, other_tensor)
+        return
+    difference = f"{place} is {_described(value)} and {_described(other)}"
+    if type(value) is not type(other):
+        raise ComparisonError(difference)
+    parts = _parts(value, depth)
+    other_parts = _parts(other, depth)
+    if parts is None or other_parts is None:
+        if not _are_equal(value, other):
+            raise ComparisonError(f"{difference}, which cannot be compared")
+        return
+    if parts.keys() != other_parts.keys():
+        raise ComparisonError(difference)
+    for key, part in parts.items():
+        yield from _errors(f"{place}{key}", part, other_parts[key], depth + 1)
+
+
+def _are_equal(value: Any, other: Any) -> bool:
+    """Compare values without parts. Iterators are the same only if they are one object."""
+    try:
+        return bool(value == other)
+    except Exception:  # the class's own code
+        return False
 
 
 def _tensor_error(place: str, value: Tensor, other: Tensor) -> float:
@@ -168,16 +192,44 @@ def _in_double_precision(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().to(torch.float64)
 
 
-def _entries(container: Any) -> dict[Any, Any]:
-    """Return the parts of a container by key or index."""
-    if isinstance(container, dict):
-        return container
-    return dict(enumerate(container))
+def _as_tensor(value: Any) -> Tensor | None:
+    """Return a tensor, or an array of NumPy as one; None for anything else."""
+    if isinstance(value, Tensor):
+        return value
+    if type(value).__module__ == "numpy" and getattr(value, "dtype", None) is not None:
+        with contextlib.suppress(TypeError):  # an array of texts or objects
+            return torch.as_tensor(value)
+    return None
+
+
+def _parts(value: Any, depth: int) -> dict[str, Any] | None:
+    """Return the parts of a value, by how they are reached from it: "['logits']", "[0]", ".boxes".
+
+    Sequences and mappings have entries. Other objects, such as dataclasses, have fields, whether in
+    a dictionary or in slots. None for what has no parts to compare, such as numbers and iterators.
+    """
+    if depth >= MAX_DEPTH:
+        raise ComparisonError(f"outputs are nested more than {MAX_DEPTH} deep")
+    if isinstance(value, WITHOUT_PARTS):
+        return None
+    if isinstance(value, Mapping):
+        return {f"[{key!r}]": part for key, part in value.items()}
+    if isinstance(value, Sequence):
+        return {f"[{index}]": part for index, part in enumerate(value)}
+    fields = dict(getattr(value, "__dict__", {}))
+    for base in type(value).__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            if hasattr(value, name):
+                fields[name] = getattr(value, name)
+    if not fields:
+        return None
+    return {f".{name}": part for name, part in fields.items()}
 
 
 def _described(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, CONTAINERS):
+    if isinstance(value, Sequence | Mapping) and not isinstance(value, TEXTS):
         return f"a {type(value).__name__} of {len(value)}"
     return f"a {type(value).__name__}"

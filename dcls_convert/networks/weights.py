@@ -1,7 +1,7 @@
 """Load weights into a network; those that do not fit, or are not finite, are refused."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from ..errors import CheckpointError
 from ..text import short_list
 from .building import build_model
 from .copying import copy_network
-from .model_outputs import tensors_in
 from .source import LIBRARY_KINDS, ModelSource
 
 USUAL_CLASSIFIERS = ("fc", "classifier", "head")  # for models that do not name their classifier
@@ -66,9 +65,21 @@ def assign_weights_(
     _load_entries_(model, ready, assign=True)
     # A module can also hold tensors as plain attributes, neither parameters nor buffers.
     for module in model.modules():
-        if any(tensor.is_meta for tensor in tensors_in(vars(module))):
+        if _holds_meta_tensor(vars(module)):
             return False
     return True
+
+
+def _holds_meta_tensor(value: object) -> bool:
+    """True for a tensor on the meta device, also in lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        return value.is_meta
+    parts: Iterable[object] = ()
+    if isinstance(value, list | tuple):
+        parts = value
+    elif isinstance(value, dict):
+        parts = value.values()
+    return any(map(_holds_meta_tensor, parts))
 
 
 def _load_entries_(model: nn.Module, state: Mapping[str, Tensor], *, assign: bool = False) -> None:

@@ -2,7 +2,9 @@
 
 import collections
 import copy
+import dataclasses
 import math
+import types
 
 import pytest
 import torch
@@ -110,3 +112,60 @@ def test_only_class_scores_have_a_top1_agreement_and_a_divergence(shapes, are_sc
     result = compare_outputs(old, [2 * output for output in old])
     assert result.output_error == 1
     assert (result.same_top1 is not None) == (result.kl is not None) == are_scores
+
+
+@dataclasses.dataclass
+class Detections:
+    boxes: torch.Tensor
+    scores: list
+    name: str = "boxes"
+
+
+class Slotted:
+    __slots__ = ("logits",)
+
+    def __init__(self, logits):
+        self.logits = logits
+
+
+def other_objects(tensor):
+    """The same tensor, in objects of many kinds."""
+    return {
+        "dataclass": Detections(torch.zeros(1), [tensor]),
+        "object": types.SimpleNamespace(inner=types.SimpleNamespace(tensor=tensor)),
+        "slots": Slotted(tensor),
+        "distribution": torch.distributions.Normal(tensor, torch.ones(2)),
+        "queue": collections.deque([tensor]),
+        "mapping": types.MappingProxyType({"a": tensor}),
+        "array": [tensor.numpy()],
+        "number of NumPy": (tensor.numpy()[0], tensor.numpy()[1]),
+    }
+
+
+KINDS = list(other_objects(torch.ones(2)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_objects_are_compared_by_their_fields(kind):
+    value = other_objects(torch.tensor([4.0, 4.0]))[kind]
+    same = other_objects(torch.tensor([4.0, 4.0]))[kind]
+    other = other_objects(torch.tensor([4.0, 5.0]))[kind]
+    assert max_relative_error(value, same) == 0
+    assert max_relative_error(value, other) == 1 / 4
+    assert sum(tensor.numel() for tensor in tensors_in(value)) >= 2
+
+
+def test_what_has_no_tensors_to_compare_is_never_the_same():
+    tensor = torch.ones(2)
+    endless = [tensor]
+    endless.append(endless)
+    with pytest.raises(ComparisonError, match="nested more than"):
+        max_relative_error(endless, endless)
+    for build in (lambda: iter([tensor]), lambda: (part for part in [tensor]), object):
+        with pytest.raises(ComparisonError, match="which cannot be compared"):
+            max_relative_error(build(), build())
+        assert tensors_in(build()) == []
+    with pytest.raises(ComparisonError, match=r"output\.name is a str and a str"):
+        max_relative_error(Detections(tensor, []), Detections(tensor, [], name="other"))
+    with pytest.raises(ComparisonError, match="no tensor to compare in a Slotted"):
+        max_relative_error(Slotted(1), Slotted(1))
