@@ -131,9 +131,15 @@ class DclsConvNd(Tieable):
     def _make_parameters(
         self, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
-        """Register the parameters, with uninitialised values."""
+        """Register the parameters, with uninitialised values.
 
-        def new_parameter(*shape: int) -> nn.Parameter:
+        Positions and sigma are in float32 at least: in bfloat16, an update of a position of two
+        cells is rounded away if it is less than 1/128 of a cell.
+        """
+        dtype = dtype or torch.get_default_dtype()
+        exact_dtype = torch.promote_types(dtype, torch.float32)
+
+        def new_parameter(*shape: int, dtype: torch.dtype = dtype) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
         dense_sides = [self.dilated_kernel_size[axis] for axis in self.dense_axes]
@@ -144,10 +150,10 @@ class DclsConvNd(Tieable):
         self.register_parameter("bias", None)
         if bias:
             self.bias = new_parameter(self.out_channels)
-        self.positions = new_parameter(*positions_shape)
+        self.positions = new_parameter(*positions_shape, dtype=exact_dtype)
         self.register_parameter("sigma", None)
         if find_interpolation(self.interpolation).has_sigma:
-            self.sigma = new_parameter(*positions_shape)
+            self.sigma = new_parameter(*positions_shape, dtype=exact_dtype)
 
     def _on_every_axis(self, value: int) -> tuple[int, ...]:
         return tuple(value for _ in range(self.dims))

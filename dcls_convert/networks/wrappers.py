@@ -64,9 +64,17 @@ def why_inside_wrapper(model: nn.Module, name: str) -> str | None:
     if vars(model.get_submodule(name)).get("_compiled_call_impl") is not None:
         return "it is compiled; convert first, and compile then"
     for length in range(len(parts)):
-        if ADAPTED in model.get_submodule(".".join(parts[:length]))._modules:
+        if _is_adapter(model.get_submodule(".".join(parts[:length]))):
             return "it belongs to an adapter, such as LoRA; merge the adapter first"
     return None
+
+
+def _is_adapter(module: nn.Module) -> bool:
+    """True for a layer of peft, which wraps a layer of the network; or one that is built alike."""
+    if ADAPTED not in module._modules:
+        return False
+    is_of_peft = type(module).__module__.startswith("peft.")
+    return is_of_peft or any(name.startswith("lora_") for name in module._modules)
 
 
 def _is_quantised(module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import warnings
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError
-from ..networks.position_parameters import position_parameters
+from ..networks.position_parameters import PositionParameter, position_parameters
 from ..options import POSITION_LR_SCALE
 from .wrappers import unwrapped
 
@@ -77,6 +78,7 @@ def param_groups(
     scale_of: dict[int, float] = {}  # id of a positions or sigma parameter -> its own lr_scale
     for parameter in position_parameters(model):
         scale_of[id(parameter.tensor)] = scale_of_kind[parameter.kind]
+    _warn_if_half_precision(position_parameters(model))
 
     timm_groups = _make_timm_groups(model, weight_decay=weight_decay, **timm_options)
     groups = _split_off_positions(timm_groups, scale_of)
@@ -84,6 +86,19 @@ def param_groups(
         for group in groups:
             group["lr"] = lr * group.pop("lr_scale", 1.0)
     return groups
+
+
+def _warn_if_half_precision(parameters: Iterable[PositionParameter]) -> None:
+    """Warn if positions or sigmas have been cast with the model, as by `model.bfloat16()`."""
+    dtypes = {parameter.tensor.dtype for parameter in parameters if parameter.tensor.itemsize < 4}
+    if dtypes:
+        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        warnings.warn(
+            f"positions are in {names}, in which small updates are rounded away, so that most of "
+            "them stand still; cast the network before its conversion, or give every DCLS layer "
+            "float32 again: layer.positions.data = layer.positions.data.float()",
+            stacklevel=3,
+        )
 
 
 def _split_off_positions(

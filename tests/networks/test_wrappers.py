@@ -1,6 +1,7 @@
 """What is wrapped, or not made of convolutions of torch.nn, stays, with what to do first."""
 
 import pytest
+import timm
 import torch
 from torch import nn
 
@@ -139,3 +140,8 @@ def test_names_may_have_brackets():
     assert [layer.name for layer in report.layers] == ["1.l[0]"]
     plan = plan_conversion(find_convs(network(nn.ModuleDict({"l[0]": depthwise()}))))
     assert [layer.name for layer in plan.without("1.l[0]").layers] == ["0"]
+
+
+def test_a_module_of_the_name_that_adapters_use_is_no_adapter():
+    model = timm.create_model("dla34")  # has a `base_layer`
+    assert find_convs(model).sites
