@@ -20,7 +20,6 @@ from .compare import compare
 from .convert import convert
 from .diff import diff
 from .fold import fold
-from .gpu import gpu
 from .inspect import inspect as inspect_checkpoint
 from .models import models
 from .rules import rules_app
@@ -114,7 +113,6 @@ EXAMPLES = {
     diff: ("convnext_tiny-dcls17 convnext_tiny-dcls13", "one two --json"),
     fold: ("convnext_tiny-dcls17", "convnext_tiny-dcls17 --format onnx"),
     verify: ("convnext_tiny-dcls17", "mine-dcls9 --trust-code"),
-    gpu: ("", "efficientnet_b0 --dilated-size 9"),
 }
 
 

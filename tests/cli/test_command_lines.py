@@ -72,10 +72,8 @@ def build():
 
 
 def commands():
-    """Yield (words, command) of each command; without `gpu`, which takes minutes on a GPU."""
+    """Yield (words, command) of each command."""
     for name, command in typer.main.get_command(app).commands.items():
-        if name == "gpu":
-            continue
         subcommands = getattr(command, "commands", None)
         if subcommands:
             for word, subcommand in subcommands.items():
