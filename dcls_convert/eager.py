@@ -16,6 +16,8 @@ from torch.compiler import assume_constant_result
 # assume that it is so: plain operations are always correct.
 _transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _dispatch_mode_count = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+# Private API: `torch.autograd.grad(..., is_grads_batched=True)` uses batches of its own kind.
+_is_in_grad_batch = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)
 
 
 def is_eager(*tensors: Tensor) -> bool:
@@ -23,10 +25,13 @@ def is_eager(*tensors: Tensor) -> bool:
 
     False while a graph is traced, under torch.func, and for dual tensors and subclasses of Tensor.
     """
-    if torch.compiler.is_compiling() or _is_jit_tracing():
+    if torch.compiler.is_compiling() or _is_jit_tracing() or not _are_ordinary(tensors):
         return False
     unpack: Callable[[Tensor], forward_ad.UnpackedDualTensor] = forward_ad.unpack_dual
-    return _are_ordinary(tensors) and all(unpack(tensor).tangent is None for tensor in tensors)
+    for tensor in tensors:
+        if unpack(tensor).tangent is not None:
+            return False
+    return True
 
 
 def _is_jit_tracing() -> bool:
@@ -34,10 +39,15 @@ def _is_jit_tracing() -> bool:
 
 
 def _are_ordinary(tensors: Sequence[Tensor]) -> bool:
-    return (
-        all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
-        and not _transforms_active()
-    )
+    for tensor in tensors:
+        if type(tensor) not in (Tensor, nn.Parameter):
+            return False
+    return not _transforms_active()
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """True if the tensor may stand for a batch of tensors, as under `torch.func.vmap`."""
+    return bool(_transforms_active() or _is_in_grad_batch(tensor))
 
 
 def uses_cpu_implementation(tensor: Tensor) -> bool:

@@ -9,7 +9,8 @@ Several implementations give the same kernel and the same gradients:
 | ---------------------------------------------- | ----------------------------------------------- |
 | eager, on a CPU                                | `_BilinearKernel`: scattered additions, in      |
 |                                                | blocks                                          |
-| eager, on another device                       | `_BilinearKernel`: `construct_by_broadcasting`, |
+| 2-D, on a GPU with Triton                      | `one_launch`                                    |
+| eager, elsewhere                               | `_BilinearKernel`: `construct_by_broadcasting`, |
 |                                                | in blocks                                       |
 | second derivatives of `_BilinearKernel`        | `construct_by_scatter`                          |
 | exports                                        | `construct_by_matmul`                           |
@@ -29,8 +30,15 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..eager import is_eager, is_exporting, uses_cpu_implementation
-from .clamp_tensors import clamped, per_axis
+from ..depthwise.choice import has_blocks
+from ..eager import is_compiled, is_eager, is_exporting, uses_cpu_implementation
+from .bilinear_plain import (
+    WindowSize,
+    construct_by_broadcasting,
+    construct_by_matmul,
+    construct_by_scatter,
+)
+from .clamp_tensors import per_axis
 
 # Elements per thread in a block on a CPU. Temporary tensors then fit into the cache. torch gives no
 # thread less work than this.
@@ -39,14 +47,25 @@ MAX_THREADS = 8  # cap on threads when sizing blocks; bounds memory
 # On other devices, elements x window cells in a block: 256 MiB in float32.
 MAX_PRODUCTS = 1 << 26
 
-WindowSize = tuple[int, ...]  # along the learnt axes, in cells
-
 
 def bilinear_kernel(weight: Tensor, positions: Tensor, size: Sequence[int]) -> Tensor:
     """Construct kernels: weight (*C, E), positions (A, *C, E) -> (*C, *size).
 
     Positions are in cells from the kernel centre. The tensors are float32 or float64.
     """
+    eager = is_eager(weight, positions)
+    if (
+        weight.is_cuda
+        and len(size) == 2
+        and min(size) > 1
+        and weight.dtype == torch.float32
+        and weight.numel() > 0
+        and (eager or is_compiled(weight, positions))
+        and has_blocks(weight.device)
+    ):
+        from .one_launch import construct_windows  # needs Triton
+
+        return construct_windows(weight, positions, (size[0], size[1]))
     # A layer clamps its positions in place in every forward pass, so they must not be saved for
     # backward. The sum is a copy, even if it adds 0.
     centre = [length // 2 for length in size]
@@ -67,7 +86,7 @@ def bilinear_kernel(weight: Tensor, positions: Tensor, size: Sequence[int]) -> T
         # Not cells[axes_longer_than_one], which would copy the index from the host.
         cells = torch.stack([cells[axis] for axis in axes_longer_than_one])
     size_along_them = tuple(size[axis] for axis in axes_longer_than_one)
-    if is_eager(weight, cells):
+    if eager:
         kernel: Tensor = _BilinearKernel.apply(weight, cells, size_along_them)
     elif is_exporting():
         kernel = construct_by_matmul(weight, cells, size_along_them)
@@ -76,91 +95,6 @@ def bilinear_kernel(weight: Tensor, positions: Tensor, size: Sequence[int]) -> T
     else:
         kernel = construct_by_broadcasting(weight, cells, size_along_them)
     return kernel.reshape(*weight.shape[:-1], *size)
-
-
-def construct_by_scatter(weight: Tensor, cells: Tensor, size: WindowSize) -> Tensor:
-    """Construct kernels: weight (*C, E), cells (A, *C, E) -> (*C, *size); sides of 2 cells or more.
-
-    An element adds to 2^A cells, the corners of the square around it. One scattered addition adds
-    the same corner of all elements.
-    """
-    # For each corner, over the axes so far: its index in the flat window, and its part of the
-    # weight.
-    corners = [(torch.zeros_like(weight, dtype=torch.long), weight)]
-    for coordinate, length in zip(cells, size, strict=True):
-        inside = clamped(coordinate, 0, length - 1)
-        # At most length - 2, so that at the upper border the fraction is 1 and the derivative
-        # points inward. NaN stays in the fraction, but must not become an index.
-        lower = inside.detach().floor().clamp(0, length - 2).nan_to_num(0.0)
-        lower_index = lower.long()
-        lower_share = 1 - (inside - lower)
-        upper_share = inside - lower
-        corners_with_axis: list[tuple[Tensor, Tensor]] = []
-        for index, part in corners:
-            first_index = index * length
-            corners_with_axis.append((first_index + lower_index, part * lower_share))
-            corners_with_axis.append((first_index + (lower_index + 1), part * upper_share))
-        corners = corners_with_axis
-    flat = weight.new_zeros(*weight.shape[:-1], math.prod(size))  # (*C, cells of the window)
-    for index, part in corners:
-        flat = flat.scatter_add(-1, index, part)
-    return flat.reshape(*weight.shape[:-1], *size)
-
-
-def construct_by_broadcasting(
-    weight: Tensor, cells: Tensor, size: WindowSize, *, differentiable: bool = True
-) -> Tensor:
-    """Construct kernels: weight (*C, E), cells (A, *C, E) -> (*C, *size); sides of 2 cells or more.
-
-    Each cell is a sum over all elements, most of which have a share of 0 there.
-    """
-    # For derivatives, weights and coordinates are expanded over the window first. Then each
-    # gradient is a single sum of products over the window, and a compiler fuses them into one loop.
-    ones = [1] * len(size)
-    whole_shape = (*weight.shape, *size)
-    kernel = weight.reshape(*weight.shape, *ones)
-    if differentiable:
-        kernel = kernel.expand(whole_shape)
-    for axis, (coordinate, length) in enumerate(zip(torch.split(cells, 1), size, strict=True)):
-        grid = torch.arange(length, dtype=weight.dtype, device=weight.device)
-        grid = grid.reshape(length, *ones[axis + 1 :])
-        inside = coordinate.detach().clamp(0, length - 1).reshape(*weight.shape, *ones)
-        share = (1 - (grid - inside).abs()).relu()  # (*C, E, length, 1, ...)
-        if differentiable:
-            # The derivative must be right-hand at cells, and point inward at the upper border. The
-            # derivatives of relu and abs do not do so.
-            steps_up = grid - inside.floor().clamp(max=length - 2)
-            slope = (steps_up == 1).to(share.dtype) - (steps_up == 0).to(share.dtype)
-            zero_with_gradient = (coordinate - coordinate.detach()).reshape(*weight.shape, *ones)
-            share = share + slope * zero_with_gradient.expand(whole_shape)
-        kernel = kernel * share
-    return kernel.sum(-1 - len(size))
-
-
-def construct_by_matmul(weight: Tensor, cells: Tensor, size: WindowSize) -> Tensor:
-    """Construct kernels: weight (*C, E), cells (A, *C, E) -> (*C, *size); sides of 2 cells or more.
-
-    The matrices say how much of each element every cell of an axis gets.
-    """
-    spread_weight = weight.unsqueeze(-1)  # (*C, E, cells of the axes so far)
-    for coordinate, length in zip(cells[:-1], size[:-1], strict=True):
-        shares = _shares_of_cells(coordinate, length)
-        spread_weight = (spread_weight.unsqueeze(-1) * shares.unsqueeze(-2)).flatten(-2)
-    # Not `mT`, which coremltools does not support.
-    kernel = spread_weight.transpose(-1, -2) @ _shares_of_cells(cells[-1], size[-1])
-    return kernel.reshape(*weight.shape[:-1], *size)
-
-
-def _shares_of_cells(coordinate: Tensor, length: int) -> Tensor:
-    """Return how much of each element every cell of an axis gets: (*C, E) -> (*C, E, length)."""
-    inside = clamped(coordinate, 0, length - 1).unsqueeze(-1)
-    # At most length - 2, so that the derivative points inward at the upper border.
-    lower = inside.detach().floor().clamp(0, length - 2)
-    fraction = inside - lower
-    distance = torch.arange(length, dtype=inside.dtype, device=inside.device) - lower
-    lower_share = (distance == 0).to(inside.dtype) * (1 - fraction)
-    upper_share = (distance == 1).to(inside.dtype) * fraction
-    return lower_share + upper_share
 
 
 class _BilinearKernel(Function):

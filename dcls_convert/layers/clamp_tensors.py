@@ -41,13 +41,13 @@ def clamp_(tensor: Tensor, low: Sequence[float], high: Sequence[float]) -> None:
         _clamp_in_graph(tensor.flatten(1), list(low), list(high))
     elif len(set(zip(low, high, strict=True))) == 1:
         tensor.clamp_(low[0], high[0])
-    else:
-        lowest = per_axis(low, tensor)
-        highest = per_axis(high, tensor)
-        if is_sharded(tensor):  # the limits are the same on every rank
-            lowest = _replicated(lowest, tensor)
-            highest = _replicated(highest, tensor)
+    elif is_sharded(tensor):  # perhaps along its first axis; the limits are the same on every rank
+        lowest = _replicated(per_axis(low, tensor), tensor)
+        highest = _replicated(per_axis(high, tensor), tensor)
         tensor.copy_(tensor.maximum(lowest).minimum(highest))
+    else:
+        for coordinate, lowest_value, highest_value in zip(tensor, low, high, strict=True):
+            coordinate.clamp_(lowest_value, highest_value)
 
 
 def _replicated(tensor: Tensor, sharded: Any) -> Tensor:

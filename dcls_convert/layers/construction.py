@@ -8,14 +8,14 @@ along the first learnt axis (the row in 2-D), in cells from the kernel centre, w
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from ..geometry import learnt_axes
-from .interpolation import find_interpolation
+from .interpolation import Interpolation, find_interpolation
 
 
 def construct_kernel(
@@ -61,29 +61,52 @@ def construct_kernel(
         raise ValueError(
             f"dense_axes={tuple(dense_axes)} must be different axes from 0 to {len(size) - 1}"
         )
-    axes = learnt_axes(len(size), dense_axes)
-    method = find_interpolation(interpolation)
     _check_tensors(weight, positions, sigma, size, dense_axes, interpolation)
-    # Compute in float32 at least: at 8 cells from the centre, neighbouring bfloat16 numbers are a
-    # sixteenth of a cell apart. Autocast would run the matrix products in half precision.
-    dtype = torch.promote_types(torch.promote_types(weight.dtype, positions.dtype), torch.float32)
-    device = weight.device.type
-    without_autocast: Any = nullcontext()
-    if device != "meta" and torch.is_autocast_enabled(device):
-        without_autocast = torch.autocast(device, enabled=False)
-    with without_autocast:
-        kernel = method.kernel(
-            weight.to(dtype),
-            positions.to(dtype),
-            None if sigma is None else sigma.to(dtype),
-            [size[axis] for axis in axes],
+    construction = Construction.of(size, dense_axes, interpolation)
+    return construction.kernel(weight, positions, sigma)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Construction:
+    """What is known about the kernels of a layer before their elements are."""
+
+    method: Interpolation
+    learnt_size: tuple[int, ...]  # of the window, along the learnt axes
+    # Axes of a kernel in spatial order, where the dense axes come first and then the learnt ones.
+    # None if they are in order.
+    order: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, size: Sequence[int], dense_axes: Sequence[int], interpolation: str) -> Self:
+        """Return what is known from the arguments of a layer."""
+        axes = learnt_axes(len(size), dense_axes)
+        axes_of_kernel = [*sorted(dense_axes), *axes]
+        order = [0, 1]
+        for axis in range(len(size)):
+            order.append(2 + axes_of_kernel.index(axis))
+        return cls(
+            method=find_interpolation(interpolation),
+            learnt_size=tuple(size[axis] for axis in axes),
+            order=tuple(order) if order != sorted(order) else None,
         )
-    # The kernel has the dense axes first, then the learnt ones; put them in spatial order.
-    order = [*sorted(dense_axes), *axes]
-    spatial: list[int] = []
-    for axis in range(len(size)):
-        spatial.append(2 + order.index(axis))
-    return kernel.permute(0, 1, *spatial).to(weight.dtype)  # (O, I, *size)
+
+    def kernel(self, weight: Tensor, positions: Tensor, sigma: Tensor | None) -> Tensor:
+        """Construct kernels; see `construct_kernel`."""
+        device = weight.device.type
+        if device != "meta" and torch.is_autocast_enabled(device):
+            # Autocast would run the matrix products in half precision.
+            with torch.autocast(device, enabled=False):
+                return self.kernel(weight, positions, sigma)
+        # Compute in float32 at least: at 8 cells from the centre, neighbouring bfloat16 numbers are
+        # a sixteenth of a cell apart.
+        dtype = torch.promote_types(weight.dtype, positions.dtype)
+        dtype = torch.promote_types(dtype, torch.float32)
+        if sigma is not None:
+            sigma = sigma.to(dtype)
+        kernel = self.method.kernel(weight.to(dtype), positions.to(dtype), sigma, self.learnt_size)
+        if self.order is not None:
+            kernel = kernel.permute(self.order)
+        return kernel.to(weight.dtype)  # (O, I, *size)
 
 
 def _check_tensors(

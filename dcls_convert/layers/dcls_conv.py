@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ..depthwise.choice import fastest_conv2d
+from ..depthwise.choice import BLOCKS_DTYPES, Convolution, convolve, find_algorithm
 from ..geometry import (
     DYNAMIC_SAME,
     Padding,
@@ -28,7 +28,7 @@ from ..geometry import (
 )
 from .carry_over import carry_over_, compute_parameter_
 from .clamp_tensors import clamp_
-from .construction import construct_kernel
+from .construction import Construction
 from .conv_classes import PLAIN, Conv, ConvTraits, padding_of, traits_of
 from .elements import POSITION_STD, largest_elements
 from .interpolation import find_interpolation
@@ -36,6 +36,14 @@ from .replaceable import why_not_replaceable
 from .ties import Tieable
 
 IntOrTuple = int | Sequence[int]
+# Attributes that `_prepare_` sets. They are not pickled.
+_PREPARED = (
+    "_construction",
+    "_convolution",
+    "_highest_position",
+    "_lowest_position",
+    "_pads_input",
+)
 
 
 @functools.cache
@@ -82,7 +90,6 @@ class DclsConvNd(Tieable):
     bias: nn.Parameter | None
     positions: nn.Parameter
     sigma: nn.Parameter | None
-    padding: Padding
     traits: ConvTraits  # what the class of the old convolution does besides convolving
 
     def __init__(
@@ -112,12 +119,12 @@ class DclsConvNd(Tieable):
             "dilated_kernel_size", dilated_kernel_size, minimum=1
         )
         self.stride = self._one_per_axis("stride", stride, minimum=1)
-        if isinstance(padding, str):
-            self.padding = padding
-        else:
-            self.padding = self._one_per_axis("padding", padding, minimum=0)
         self.dilation = self._one_per_axis("dilation", dilation, minimum=1)
         self.padding_mode = padding_mode
+        if isinstance(padding, str):
+            self._padding: Padding = padding
+        else:
+            self._padding = self._one_per_axis("padding", padding, minimum=0)
         self.interpolation = interpolation
         self.dense_axes = tuple(sorted(dense_axes))
         self.learnt_axes = learnt_axes(self.dims, self.dense_axes)  # in the order of `positions`
@@ -126,7 +133,54 @@ class DclsConvNd(Tieable):
         self.traits = PLAIN
         self._check_arguments()
         self._make_parameters(bias, device, dtype)
+        self._prepare_()
         self.reset_parameters()
+
+    @property
+    def padding(self) -> Padding:
+        """The whole padding of the input, as in `torch.nn.Conv2d`, or `geometry.DYNAMIC_SAME`."""
+        return self._padding
+
+    @padding.setter
+    def padding(self, padding: Padding) -> None:
+        self._padding = padding
+        self._prepare_()
+
+    def _prepare_(self) -> None:
+        """Work out what every forward pass needs, which depends on the layer's arguments alone."""
+        limits = [position_limits(self.dilated_kernel_size[axis]) for axis in self.learnt_axes]
+        self._lowest_position = tuple(low for low, _ in limits)
+        self._highest_position = tuple(high for _, high in limits)
+        self._construction = Construction.of(
+            self.dilated_kernel_size, self.dense_axes, self.interpolation
+        )
+        # Paddings that torch's convolution functions do not support.
+        self._pads_input = (
+            self.padding_mode != "zeros"
+            or self._padding == DYNAMIC_SAME
+            or is_asymmetric(self._padding)
+        )
+        padding = self._padding
+        if self._pads_input:
+            padding = self._on_every_axis(0)
+        in_channels_per_group = self.in_channels // self.groups
+        self._convolution = Convolution(
+            kernel_shape=(self.out_channels, in_channels_per_group, *self.dilated_kernel_size),
+            stride=self.stride,
+            padding=padding,
+            dilation=self.dilation,
+            groups=self.groups,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        for name in _PREPARED:
+            state.pop(name)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._prepare_()
 
     def _make_parameters(
         self, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
@@ -221,14 +275,14 @@ class DclsConvNd(Tieable):
 
         It is differentiable with respect to weight, positions and sigma.
         """
-        return construct_kernel(
-            self.traits.effective_weight(self, self.weight),
-            self.positions,
-            self.dilated_kernel_size,
-            interpolation=self.interpolation,
-            sigma=self.sigma,
-            dense_axes=self.dense_axes,
-        )
+        return self._construction.kernel(self._effective_weight(), self.positions, self.sigma)
+
+    def _effective_weight(self) -> Tensor:
+        """Return the elements' weights that the kernel is constructed from."""
+        transform = self.traits.transform_weight
+        if transform is None:
+            return self.weight
+        return transform(self, self.weight)
 
     @torch.no_grad()
     def clamp_positions_(self) -> None:
@@ -236,29 +290,32 @@ class DclsConvNd(Tieable):
 
         Source: paper, section 3 "Positions clamping".
         """
-        limits = [position_limits(self.dilated_kernel_size[axis]) for axis in self.learnt_axes]
-        lowest, highest = zip(*limits, strict=True)
-        clamp_(self.positions, lowest, highest)
+        clamp_(self.positions, self._lowest_position, self._highest_position)
         if self.sigma is not None:
-            min_sigma = cast(float, find_interpolation(self.interpolation).min_sigma)
-            clamp_(self.sigma, [min_sigma], [math.inf])
+            min_sigma = cast(float, self._construction.method.min_sigma)
+            clamp_(self.sigma, (min_sigma,), (math.inf,))
 
     def forward(self, input: Tensor) -> Tensor:
         """Convolve with `kernel()`: (N, in_channels, *spatial) -> (N, out_channels, *spatial)."""
         if isinstance(input, fx.Proxy) and input.tracer.root is not self:
             return self._as_fx_call(input)
-        # An exported program must not change parameters. torch 2.8 reports is_exporting() under
-        # compile too; exclude dynamo.
-        exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
-        if self.training and not exporting:
+        if self.training and not _is_exporting():
             self.clamp_positions_()
-        padding = self.padding
-        # Paddings that torch's convolution functions do not support.
-        if self.padding_mode != "zeros" or padding == DYNAMIC_SAME or is_asymmetric(padding):
+        if self._pads_input:
             input = self.pad_input(input)
-            padding = self._on_every_axis(0)
+        return self._convolve(input)
+
+    def _convolve(self, input: Tensor) -> Tensor:
+        """Convolve an input with `kernel()`, after what `pad_input` pads."""
+        convolution = self._convolution
         return self.conv_function(
-            input, self.kernel(), self.bias, self.stride, padding, self.dilation, self.groups
+            input,
+            self.kernel(),
+            self.bias,
+            convolution.stride,
+            convolution.padding,
+            convolution.dilation,
+            convolution.groups,
         )
 
     def _as_fx_call(self, input: fx.Proxy) -> Tensor:
@@ -468,7 +525,34 @@ class DclsConv2d(DclsConvNd):
     __doc__ = DclsConvNd.__doc__
     dims = 2
     conv_class = nn.Conv2d
-    conv_function = staticmethod(fastest_conv2d)
+    conv_function = staticmethod(F.conv2d)
+
+    def _convolve(self, input: Tensor) -> Tensor:
+        """Convolve by the fastest algorithm; with blocks, without constructing the kernel."""
+        convolution = self._convolution
+        algorithm, case = find_algorithm(input, self.weight, self.bias, convolution)
+        if algorithm.name == "blocks" and case is not None and self._blocks_take_elements():
+            from .one_launch import convolve_elements  # needs Triton
+
+            return convolve_elements(
+                input,
+                self._effective_weight(),
+                self.positions,
+                self.bias,
+                case.window,
+                (case.stride[0], case.stride[1]),
+                case.dtype,
+            )
+        return convolve(algorithm, case, input, self.kernel(), self.bias, convolution)
+
+    def _blocks_take_elements(self) -> bool:
+        return (
+            self.interpolation == "bilinear"
+            and not self.dense_axes
+            and min(self.dilated_kernel_size) > 1
+            and self.weight.dtype in BLOCKS_DTYPES
+            and self.positions.dtype in BLOCKS_DTYPES
+        )
 
 
 class DclsConv3d(DclsConvNd):
@@ -479,6 +563,12 @@ class DclsConv3d(DclsConvNd):
 
 
 DCLS_LAYERS: dict[int, type[DclsConvNd]] = {1: DclsConv1d, 2: DclsConv2d, 3: DclsConv3d}
+
+
+def _is_exporting() -> bool:
+    """True in an export, whose program must not change parameters."""
+    # torch 2.8 reports is_exporting() under compile too; exclude dynamo.
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def _with_symmetric_padding(

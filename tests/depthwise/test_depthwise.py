@@ -3,8 +3,6 @@ every mode.
 """
 
 import copy
-import math
-import re
 from contextlib import contextmanager
 
 import pytest
@@ -13,27 +11,31 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch import _inductor as inductor
 from torch._dynamo import lookup_backend
-from torch._inductor.utils import get_code
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from dcls_convert.depthwise import choice, matmul, onednn
-from dcls_convert.depthwise.choice import VARIABLE, fastest_conv2d
+from dcls_convert.depthwise import choice, onednn, products
+from dcls_convert.depthwise.choice import fastest_conv2d
 from dcls_convert.layers.dcls_conv import DclsConv2d
 
-from ..dispatch_modes import UNORDERED, WAITS_FOR_HOST, AllocatedMemory, RefuseOperations
+from ..dispatch_modes import UNORDERED, WAITS_FOR_HOST, RefuseOperations
 from ..layers.common import close
 from ..recorded_calls import recording
 
 FLOAT64_ATOL = 1e-11  # for sums of a few thousand products of numbers of order 1
 MAX_PADDING_COLUMNS = 6
 CHANNELS_LAST = torch.channels_last
-every_algorithm = pytest.mark.parametrize("algorithm", ["onednn", "matmul"])
+every_algorithm = pytest.mark.parametrize("algorithm", ["onednn", "products"])
+
+
+def prefer(patch, algorithm):
+    """Choose as in a process whose environment prefers this algorithm."""
+    patch.setattr(choice, "preference", lambda: algorithm)
+    patch.setattr(choice, "_decisions", {})
 
 
 @contextmanager
@@ -43,11 +45,11 @@ def computed_by(algorithm):
     Yields a list of the arguments of each convolution that was computed; the last is the padding.
     """
     calls = []
-    module = {"onednn": onednn, "matmul": matmul}[algorithm]
+    module = {"onednn": onednn, "products": products}[algorithm]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(onednn, "max_padding_columns", lambda: MAX_PADDING_COLUMNS)
-        patch.setattr(onednn, "DTYPES", choice.MATMUL_DTYPES)
-        patch.setenv(VARIABLE, "matmul" if algorithm == "matmul" else "auto")
+        patch.setattr(onednn, "DTYPES", choice.PRODUCTS_DTYPES)
+        prefer(patch, algorithm)
         patch.setattr(module, "depthwise", recording(module.depthwise, calls))
         yield calls
 
@@ -135,8 +137,7 @@ def strides_that_matter(tensor):
 def test_values_memory_format_and_gradients_are_those_of_torch(algorithm, case):
     inputs, arguments = tensors(case)
     with pytest.MonkeyPatch.context() as patch, computed_by(algorithm):
-        # With 1: one channel, or one image, at a time.
-        patch.setattr(matmul, "MAX_BYTES", case["max_at_once"])
+        # With 1: one image at a time.
         patch.setattr(onednn, "MAX_GRADIENT_FLOATS", case["max_at_once"])
         ours = outputs_and_gradients(fastest_conv2d, inputs, arguments)
     theirs = outputs_and_gradients(F.conv2d, inputs, arguments)
@@ -153,7 +154,7 @@ def test_first_and_second_gradients_equal_finite_differences(algorithm, case):
     inputs, arguments = tensors({**case, "channels": 2})
     with pytest.MonkeyPatch.context() as patch, computed_by(algorithm):
         patch.setattr(onednn, "MIN_GRADIENT_CELLS", 1)
-        patch.setattr(matmul, "MAX_PATCH_SIDE", 2)
+        patch.setattr(products, "MAX_PATCH_SIDE", 2)
         for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
             assert check(
                 lambda *tensors: call(fastest_conv2d, tensors, arguments).tanh(),
@@ -279,13 +280,7 @@ def test_a_flop_counter_counts_the_convolution(algorithm):
 # What GPUs require of matrix products.
 
 
-def stage(batch):
-    maps = torch.randn(batch, 96, 56, 56, requires_grad=True)
-    kernel = torch.randn(96, 1, 17, 17, requires_grad=True)
-    return maps, kernel, matmul.depthwise(maps, kernel, None, (1, 1), (8, 8))
-
-
-def test_a_step_adds_in_a_fixed_order_and_saves_only_map_and_window():
+def test_a_step_of_products_adds_in_a_fixed_order_and_saves_only_map_and_window():
     saved = []
 
     def record(tensor):
@@ -294,92 +289,14 @@ def test_a_step_adds_in_a_fixed_order_and_saves_only_map_and_window():
 
     with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         with RefuseOperations(WAITS_FOR_HOST | UNORDERED):
-            maps, kernel, output = stage(1)
+            maps = torch.randn(1, 96, 56, 56, requires_grad=True)
+            kernel = torch.randn(96, 1, 17, 17, requires_grad=True)
+            output = products.depthwise(maps, kernel, None, (8, 8))
             torch.autograd.grad(output, (maps, kernel), torch.ones_like(output))
     assert [tensor.data_ptr() for tensor in saved] == [maps.data_ptr(), kernel.data_ptr()]
 
 
-def test_a_bank_is_written_once():
-    """The bank of five channels has 81 x 81 numbers each, for maps of 9 x 9."""
-    vertical, horizontal = matmul.tile_map((9, 9), (7, 7), (3, 3))
-    with AllocatedMemory() as memory:
-        matmul._bank(torch.randn(5, 1, 7, 7), vertical, horizontal)
-    assert memory.sizes().count(5 * 81 * 81 * 4) == 1
-
-
-@pytest.mark.parametrize("side", [14, 15, 30])
-def test_rows_of_products_are_aligned_if_maps_are_tiled(monkeypatch, side):
-    """The row of a whole map is a view of the map; padding would copy it."""
-    pairs = []
-    monkeypatch.setattr(torch, "bmm", recording(torch.bmm, pairs))
-    maps = torch.randn(2, 3, side, side)
-    matmul.convolve(maps, torch.randn(3, 1, 9, 9), (4, 4))
-    matmul.weight_gradient(maps, maps, (9, 9), (4, 4))
-    (patches, bank), (output_patches, same_patches) = pairs
-    lengths = [patches.shape[2], bank.shape[2], output_patches.shape[1], same_patches.shape[2]]
-    if side == 14:
-        assert lengths == [14 * 14] * 4
-        assert {patches.data_ptr(), output_patches.data_ptr()} == {maps.data_ptr()}
-    else:
-        assert not any(length % 8 for length in lengths)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch._prims_common:FutureWarning")  # by inductor, of itself
-def test_compiled_code_writes_patches_once():
-    """Memory is laid out as for GPUs, with strides that are multiples of 128 bytes."""
-    maps = torch.randn(4, 6, 28, 28).to(memory_format=CHANNELS_LAST)
-    kernel = torch.randn(6, 1, 17, 17)
-    patches = 4 * 6 * 4 * 900  # numbers
-    with inductor.config.patch(disable_padding_cpu=False, fx_graph_cache=False):
-        for function in (
-            lambda: matmul.convolve(maps, kernel, (8, 8), channels_last=True),
-            lambda: matmul.weight_gradient(maps, maps, (17, 17), (8, 8)),
-        ):
-            code = get_code(torch.compile(function, fullgraph=True))[0]
-            shapes = re.findall(r"= empty_strided_cpu\(\(([\d, ]+)\)", code)
-            sizes = [math.prod(map(int, shape.split(","))) for shape in shapes]
-            assert sum(patches <= size < 1.1 * patches for size in sizes) == 1
-    torch.compiler.reset()
-
-
-def test_a_step_copies_the_map_once_and_the_gradient_once():
-    """This holds although the map is cast, and both are transposed. With a single patch, nothing
-    else is copied: each of the two convolutions writes a product and its output.
-    """
-    maps = torch.randn(4, 8, 14, 14).to(memory_format=CHANNELS_LAST).requires_grad_()
-    kernel = torch.randn(8, 1, 17, 17, requires_grad=True)
-    grad = torch.randn_like(maps, dtype=torch.bfloat16)
-    with (
-        computed_by("matmul"),
-        torch.autocast("cpu", dtype=torch.bfloat16),
-        AllocatedMemory() as memory,
-    ):
-        output = fastest_conv2d(maps, kernel, None, (1, 1), (8, 8), (1, 1), 8)
-        torch.autograd.grad(output, (maps, kernel), grad)
-    assert memory.sizes().count(2 * maps.numel()) == 2 + 2 * 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("max_bytes", [2**29, 2**26])
-def test_the_largest_allocation_is_as_calculated_from_shapes(monkeypatch, max_bytes):
-    """Stage 1 of ConvNeXt-T in float32, at a batch of 8: a map has 16 patches of 14 x 14 outputs,
-    which need 30 x 30 inputs. Their rows have 200 and 904 numbers.
-    """
-    monkeypatch.setattr(matmul, "MAX_BYTES", max_bytes)
-    patches = 4 * 8 * 16 * 904
-    bank = 4 * 200 * 904  # bytes of a channel
-    channels = min(96, max_bytes // (patches + 4 * 8 * 16 * 200 + bank))
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        maps, kernel, output = stage(8)
-        torch.autograd.grad(output, (maps, kernel), output.detach())
-    allocated = [event.self_cpu_memory_usage for event in profile.events()]
-    padded_maps = 4 * 8 * 96 * 72 * 72
-    assert max(allocated) <= max(channels * max(patches, bank), padded_maps)
-
-
-# Networks that are compiled, or wrapped by DDP and FSDP2 in a group of one process: `matmul` is
+# Networks that are compiled, or wrapped by DDP and FSDP2 in a group of one process: products are
 # compared with torch's algorithm.
 
 
@@ -409,9 +326,9 @@ def test_a_compiled_training_step_has_no_plain_convolution_and_trains_as_with_to
     monkeypatch,
 ):
     images = torch.randn(2, 4, 20, 18, dtype=torch.float64).to(memory_format=CHANNELS_LAST)
-    monkeypatch.setenv(VARIABLE, "torch")
+    prefer(monkeypatch, "torch")
     expected = steps(network(), images)
-    monkeypatch.setenv(VARIABLE, "matmul")
+    prefer(monkeypatch, "products")
     graphs = []
     torch.compiler.reset()
 
@@ -438,11 +355,11 @@ def test_a_compiled_training_step_has_no_plain_convolution_and_trains_as_with_to
 )
 def test_layers_wrapped_for_several_processes_train_as_with_torch(tmp_path, monkeypatch, wrap):
     images = torch.randn(2, 4, 20, 18, dtype=torch.float64)
-    monkeypatch.setenv(VARIABLE, "torch")
+    prefer(monkeypatch, "torch")
     expected = steps(network(), images)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
-        with computed_by("matmul") as calls:
+        with computed_by("products") as calls:
             ours = [
                 getattr(tensor, "to_local", tensor.detach)()
                 for tensor in steps(wrap(network()), images)

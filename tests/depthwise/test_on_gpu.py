@@ -2,18 +2,24 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from dcls_convert.depthwise.choice import VARIABLE, fastest_conv2d
+from dcls_convert.depthwise import choice
+from dcls_convert.depthwise.choice import fastest_conv2d
 
 from ..layers.common import FLOAT64_ATOL, randn
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+every_format = pytest.mark.parametrize(
+    "memory_format", [torch.contiguous_format, torch.channels_last], ids=str
+)
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+@every_format
 @pytest.mark.parametrize("side", [7, 14, 28])
-def test_wide_windows_are_convolved_as_on_the_cpu(monkeypatch, side, memory_format):
-    monkeypatch.setenv(VARIABLE, "matmul")
+def test_products_are_those_of_the_cpu(monkeypatch, side, memory_format):
+    monkeypatch.setattr(choice, "preference", lambda: "products")
+    monkeypatch.setattr(choice, "_decisions", {})
     maps = randn(3, 5, side, side).to(memory_format=memory_format)
     kernel = randn(5, 1, 17, 17, seed=1)
     results = []
@@ -26,3 +32,30 @@ def test_wide_windows_are_convolved_as_on_the_cpu(monkeypatch, side, memory_form
     for on_cpu, on_gpu in zip(*results, strict=True):
         atol = FLOAT64_ATOL * on_gpu.abs().max().item()
         torch.testing.assert_close(on_cpu, on_gpu, rtol=FLOAT64_ATOL, atol=atol)
+
+
+@every_format
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("side", "window"), [(7, 17), (28, 17), (30, 31), (56, 9)])
+def test_blocks_of_small_integers_are_exact(dtype, stride, side, window, memory_format):
+    generator = torch.Generator().manual_seed(0)
+
+    def integers(*shape):
+        return torch.randint(-2, 3, shape, generator=generator).double()
+
+    padding = window // 2
+    arguments = ((stride, stride), (padding, padding), (1, 1), 5)
+    exact = [integers(3, 5, side, side), integers(5, 1, window, window), integers(5)]
+    exact = [tensor.requires_grad_() for tensor in exact]
+    leaves = [tensor.detach().to("cuda", dtype) for tensor in exact]
+    leaves[0] = leaves[0].to(memory_format=memory_format)
+    leaves = [tensor.requires_grad_() for tensor in leaves]
+    expected = F.conv2d(*exact, *arguments)
+    output = fastest_conv2d(*leaves, *arguments)
+    gradient = integers(*output.shape)
+    results = [output, *torch.autograd.grad(output, leaves, gradient.to("cuda", dtype))]
+    for result, exact_result in zip(
+        results, [expected, *torch.autograd.grad(expected, exact, gradient)], strict=True
+    ):
+        assert torch.equal(result.cpu(), exact_result.to(dtype))

@@ -88,7 +88,7 @@ def test_every_run_gives_the_same_bits_whether_tf32_is_allowed_or_not(interpolat
 
 
 def network():
-    sizes = itertools.cycle([(9, 9), (9, 12), (1, 7)])  # two of the three become matrix products
+    sizes = itertools.cycle([(9, 9), (9, 11), (1, 7)])  # two of the three are computed in blocks
     options = zip(sizes, INTERPOLATIONS, strict=False)
     return nn.Sequential(*(layer_of(size, interpolation) for size, interpolation in options))
 
@@ -113,7 +113,7 @@ def test_a_training_step_never_waits_for_the_gpu(dtype):
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert "matmul" in {choice.algorithm for choice in choices()}
+    assert "blocks" in {choice.algorithm for choice in choices()}
 
 
 def test_a_step_can_be_captured_in_a_cuda_graph():

@@ -1,0 +1,420 @@
+"""Depthwise convolution in blocks on a GPU: `block_kernels` as a function with gradients.
+
+Axes: N images, C channels, H x W a map, R x S the window, M blocks of all images.
+
+This module needs Triton. The backward pass is made of kernels too; only where its gradients are to
+be differentiated again, or come in batches, is it made of torch's operations.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.compiler import assume_constant_result
+
+from ..eager import is_batched
+from ..geometry import Pair, ceil_div
+from . import block_kernels as kernels
+from .launching import Launch, aligned
+from .layouts import is_channels_last
+
+SIDE: int = kernels.SIDE.value  # cells of a block's side
+CELLS: int = kernels.CELLS.value  # of a block
+PACK_CHANNELS: int = kernels.PACK_CHANNELS.value
+CONVOLVE_BLOCKS: int = kernels.CONVOLVE_BLOCKS.value
+GRADIENT_BLOCKS: int = kernels.GRADIENT_BLOCKS.value
+# The bank's gradient is summed in parts if C x taps programs are fewer than this, so that a large
+# GPU is busy.
+MIN_PROGRAMS = 1056
+MIN_BLOCKS_IN_PART = 256
+# If strides and channels are multiples of this, the compiler can load 16 bytes at once.
+UNIT = 8
+# Stages of a pipelined loop, which fill shared memory, by the bytes of a number.
+STAGES = {2: 3, 4: 2}  # 72 and 96 KB; the smallest GPUs of NVIDIA that are used have 99 KB
+STAGES_ON_AMD = {2: 2, 4: 1}  # 48 KB; there are 64 KB
+
+
+class Plan:
+    """How maps of one shape are convolved on one device; keeps its launches.
+
+    Args:
+        shape: Of the input, (N, C, H, W).
+        window: (R, S), both odd.
+        stride: 1 or 2 along each axis.
+        channels_last: The memory format of the output and of the input's gradient.
+        dtype: Of the blocks: bfloat16, float16 or float32.
+        device: Of all tensors.
+        precision: Of products, for `tl.dot`.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        window: Pair,
+        stride: Pair,
+        *,
+        channels_last: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        precision: str,
+    ) -> None:
+        images, channels, rows, columns = shape
+        block_rows = ceil_div(rows, SIDE)
+        block_columns = ceil_div(columns, SIDE)
+        blocks = images * block_rows * block_columns
+        # Blocks that an output depends on, along each axis; no more than the map has.
+        taps_down = 2 * min(ceil_div(window[0] // 2, SIDE), block_rows - 1) + 1
+        taps_across = 2 * min(ceil_div(window[1] // 2, SIDE), block_columns - 1) + 1
+        self.input_shape = (images, channels, rows, columns)
+        self.output_shape = (
+            images,
+            channels,
+            ceil_div(rows, stride[0]),
+            ceil_div(columns, stride[1]),
+        )
+        self.window = window
+        self.stride = stride
+        self.channels = channels
+        self.blocks = blocks
+        self.taps = taps_down * taps_across
+        # As kernels take them.
+        self.map_sizes = (rows, columns, block_rows, block_columns, blocks)
+        self.block_sizes = (block_rows, block_columns, taps_down, taps_across)
+        self.tap_sizes = (taps_down, taps_across)
+        parts = ceil_div(MIN_PROGRAMS, channels * self.taps)
+        self.parts = max(1, min(parts, blocks // MIN_BLOCKS_IN_PART))
+        steps_in_part = ceil_div(ceil_div(blocks, self.parts), GRADIENT_BLOCKS)
+        self.blocks_in_part = steps_in_part * GRADIENT_BLOCKS
+        self.dtype = dtype
+        self.device = device
+        self.precision = precision
+        self.memory_format = torch.contiguous_format
+        if channels_last:
+            self.memory_format = torch.channels_last
+        self._launches: dict[tuple[object, ...], Launch] = {}
+
+    def pack(self, maps: Tensor, steps: Pair = (1, 1)) -> Tensor:
+        """Copy maps into blocks (C, M, CELLS); with steps of 2, zeros come between their cells."""
+        blocks = torch.empty(
+            (self.channels, self.blocks, CELLS), dtype=self.dtype, device=self.device
+        )
+        self._copy_cells(aligned(maps), blocks, steps, unpack=False)
+        return blocks
+
+    def unpack(
+        self, blocks: Tensor, shape: Sequence[int], dtype: torch.dtype, steps: Pair = (1, 1)
+    ) -> Tensor:
+        """Copy blocks into new maps; with steps of 2, only every second row or column."""
+        maps = torch.empty(
+            tuple(shape), dtype=dtype, device=self.device, memory_format=self.memory_format
+        )
+        self._copy_cells(maps, blocks, steps, unpack=True)
+        return maps
+
+    def _copy_cells(self, maps: Tensor, blocks: Tensor, steps: Pair, *, unpack: bool) -> None:
+        strides = maps.stride()
+        channels_adjacent = strides[1] == 1
+        columns_adjacent = strides[3] == 1 and not channels_adjacent
+        unit = 1
+        if channels_adjacent:
+            image_stride, _, row_stride, column_stride = strides
+            numbers = (image_stride, row_stride, column_stride, self.channels)
+            if all(number % UNIT == 0 for number in numbers):
+                unit = UNIT
+        launch = self.launch(
+            kernels.pack,
+            (self.blocks, ceil_div(self.channels, PACK_CHANNELS), 1),
+            (*steps, unit, channels_adjacent, columns_adjacent, unpack),
+            (maps.dtype,),
+        )
+        strides_in_units = [stride // unit for stride in strides]
+        launch(maps, blocks, *strides_in_units, self.channels // unit, *self.map_sizes)
+
+    def bank_of_window(self, window: Tensor) -> Tensor:
+        """Make the bank of windows (C, 1, R, S): (C, taps, CELLS, CELLS)."""
+        bank = self.new_bank()
+        launch = self.launch(
+            kernels.bank_of_window, (self.taps, self.channels, 1), self.window, (window.dtype,)
+        )
+        launch(window.contiguous(), bank, *self.tap_sizes)
+        return bank
+
+    def new_bank(self) -> Tensor:
+        """Allocate a bank (C, taps, CELLS, CELLS)."""
+        return torch.empty(
+            (self.channels, self.taps, CELLS, CELLS), dtype=self.dtype, device=self.device
+        )
+
+    def convolve(
+        self, blocks: Tensor, bank: Tensor, bias: Tensor | None = None, *, turned: bool = False
+    ) -> Tensor:
+        """Convolve blocks (C, M, CELLS); with `turned`, by the window turned by 180 degrees."""
+        outputs = torch.empty_like(blocks)
+        has_bias = bias is not None
+        if bias is None:
+            bias = blocks  # any tensor
+        launch = self.launch(
+            kernels.convolve,
+            (ceil_div(self.blocks, CONVOLVE_BLOCKS), self.channels, 1),
+            (has_bias, turned, self.precision),
+            (bias.dtype,),
+            warps=4 if self.dtype.itemsize == 2 else 8,  # 4 lack registers for TF32 three times
+            stages=stage_count(self.dtype),
+        )
+        launch(blocks, bank, bias, outputs, self.blocks, *self.block_sizes)
+        return outputs
+
+    def gradient_of_bank(self, blocks: Tensor, gradients: Tensor) -> Tensor:
+        """Return the bank's gradient as partial sums (parts, C, taps, CELLS, CELLS) in float32."""
+        partial_sums = torch.empty(
+            (self.parts, self.channels, self.taps, CELLS, CELLS),
+            dtype=torch.float32,
+            device=self.device,
+        )
+        launch = self.launch(
+            kernels.gradient_of_bank,
+            (self.taps, self.channels, self.parts),
+            (self.precision,),
+            stages=stage_count(self.dtype),
+        )
+        launch(
+            blocks,
+            gradients,
+            partial_sums,
+            self.channels,
+            self.blocks,
+            self.blocks_in_part,
+            *self.block_sizes,
+        )
+        return partial_sums
+
+    def gradient_of_window(self, partial_sums: Tensor, dtype: torch.dtype) -> Tensor:
+        """Sum the bank's gradient to that of the windows (C, 1, R, S)."""
+        rows, columns = self.window
+        gradient = torch.empty((self.channels, 1, rows, columns), dtype=dtype, device=self.device)
+        launch = self.launch(
+            kernels.diagonals,
+            (rows, self.channels, 1),
+            (rows, columns, next_power_of_2(columns)),
+            (dtype,),
+        )
+        launch(partial_sums, gradient, self.channels, self.parts, *self.tap_sizes)
+        return gradient
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        constants: tuple[object, ...],
+        dtypes: tuple[object, ...] = (),
+        *,
+        warps: int = 4,
+        stages: int = 1,
+    ) -> Launch:
+        """Return a launch of this plan, from the last time or new.
+
+        `dtypes` are those of the arguments that the plan does not determine.
+        """
+        if torch.compiler.is_compiling():
+            return Launch(kernel, grid, constants, warps=warps, stages=stages)
+        key = (id(kernel), constants, dtypes)
+        launch = self._launches.get(key)
+        if launch is None:
+            launch = Launch(kernel, grid, constants, warps=warps, stages=stages)
+            self._launches[key] = launch
+        return launch
+
+
+# Plans by all that they depend on. Their number is bounded: images of all sizes would make many.
+_plans: dict[tuple[object, ...], Plan] = {}
+MAX_PLANS = 1000
+
+
+def find_plan(input: Tensor, window: Pair, stride: Pair, dtype: torch.dtype) -> Plan:
+    """Return the plan for an input (N, C, H, W) and blocks of this dtype."""
+    channels_last = is_channels_last(input)
+    precision = "ieee"  # of no effect for 16 bits
+    if dtype == torch.float32:
+        precision = float32_precision()
+    key = (input.shape, window, stride, channels_last, dtype, input.device, precision)
+    plan = None
+    if not torch.compiler.is_compiling():
+        plan = _plans.get(key)
+    if plan is None:
+        plan = Plan(
+            input.shape,
+            window,
+            stride,
+            channels_last=channels_last,
+            dtype=dtype,
+            device=input.device,
+            precision=precision,
+        )
+        if not torch.compiler.is_compiling():
+            if len(_plans) >= MAX_PLANS:
+                _plans.clear()
+            _plans[key] = plan
+    return plan
+
+
+@assume_constant_result  # type: ignore[untyped-decorator]
+def float32_precision() -> str:
+    """Return how products of float32 are computed: with TF32 if torch's own may be."""
+    if torch.version.hip:
+        return "ieee"
+    matmul: Any = torch.backends.cuda.matmul
+    if hasattr(matmul, "fp32_precision"):  # torch 2.9; reading the older setting may then raise
+        allows_tf32 = matmul.fp32_precision == "tf32"
+    else:
+        allows_tf32 = matmul.allow_tf32
+    return "tf32" if allows_tf32 else "tf32x3"
+
+
+@assume_constant_result  # type: ignore[untyped-decorator]
+def stage_count(dtype: torch.dtype) -> int:
+    """Return into how many stages products of this dtype are pipelined."""
+    stages = STAGES_ON_AMD if torch.version.hip else STAGES
+    return stages[dtype.itemsize]
+
+
+def next_power_of_2(number: int) -> int:
+    """Return the smallest power of 2 that is at least `number`."""
+    return 1 << (number - 1).bit_length()
+
+
+def depthwise(
+    input: Tensor, kernel: Tensor, bias: Tensor | None, stride: Pair, dtype: torch.dtype
+) -> Tensor:
+    """Convolve with "same" padding: (N, C, H, W), kernel (C, 1, R, S), bias (C) -> maps of `dtype`.
+
+    The output is in the input's memory format.
+    """
+    plan = find_plan(input, (kernel.shape[2], kernel.shape[3]), stride, dtype)
+    with on_device_of(input):
+        blocks = Pack.apply(input, plan)
+        return cast(Tensor, _Convolution.apply(blocks, kernel, bias, plan))
+
+
+def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Make the tensor's GPU the current one inside a `with` block: kernels are launched there."""
+    if tensor.is_cpu or torch.compiler.is_compiling():
+        return nullcontext()
+    if tensor.get_device() == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(tensor.device)
+
+
+class Pack(Function):
+    """Maps (N, C, H, W) -> blocks (C, M, CELLS)."""
+
+    @staticmethod
+    def forward(ctx: Any, maps: Tensor, plan: Plan) -> Tensor:
+        ctx.plan = plan
+        ctx.dtype = maps.dtype
+        return plan.pack(maps)
+
+    @staticmethod
+    def backward(ctx: Any, grad_blocks: Tensor) -> tuple[Tensor, None]:
+        plan: Plan = ctx.plan
+        if needs_torch(grad_blocks):
+            return maps_of_blocks(grad_blocks, plan).to(ctx.dtype), None
+        return plan.unpack(grad_blocks.contiguous(), plan.input_shape, ctx.dtype), None
+
+
+class _Convolution(Function):
+    """Blocks (C, M, CELLS), window (C, 1, R, S), bias (C) -> maps (N, C, H', W')."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, blocks: Tensor, window: Tensor, bias: Tensor | None, plan: Plan
+    ) -> Tensor:
+        ctx.plan = plan
+        ctx.save_for_backward(blocks, window)
+        return convolve_to_maps(plan, blocks, plan.bank_of_window(window), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        plan: Plan = ctx.plan
+        blocks, window = ctx.saved_tensors
+        if needs_torch(grad_output):
+            convolve = partial(convolve_by_torch, plan=plan)
+            found = gradients_by_torch(convolve, (blocks, window), grad_output)
+            return *found, grad_output.sum((0, 2, 3)), None
+        grad_blocks = None
+        grad_window = None
+        grad_bias = None
+        gradients = plan.pack(grad_output, plan.stride)
+        if ctx.needs_input_grad[0]:
+            grad_blocks = plan.convolve(gradients, plan.bank_of_window(window), turned=True)
+        if ctx.needs_input_grad[1]:
+            partial_sums = plan.gradient_of_bank(blocks, gradients)
+            grad_window = plan.gradient_of_window(partial_sums, window.dtype)
+        if ctx.needs_input_grad[2]:
+            grad_bias = gradient_of_bias(gradients)
+        return grad_blocks, grad_window, grad_bias, None
+
+
+def convolve_to_maps(plan: Plan, blocks: Tensor, bank: Tensor, bias: Tensor | None) -> Tensor:
+    """Convolve blocks, and copy every output that the stride keeps into maps."""
+    outputs = plan.convolve(blocks, bank, bias)
+    return plan.unpack(outputs, plan.output_shape, plan.dtype, plan.stride)
+
+
+def gradient_of_bias(gradients: Tensor) -> Tensor:
+    """Sum gradients in blocks (C, M, CELLS) to that of the bias (C)."""
+    return gradients.sum((1, 2), dtype=torch.float32)
+
+
+# By torch's operations, which can be differentiated again.
+
+
+def needs_torch(grad_output: Tensor) -> bool:
+    """True if gradients are to be differentiable, or are computed for a batch of them at once."""
+    return not torch.compiler.is_compiling() and (
+        torch.is_grad_enabled() or is_batched(grad_output)
+    )
+
+
+def gradients_by_torch(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], grad_output: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of `function(*inputs)`, differentiable if gradients are enabled.
+
+    Inputs that need no gradient get None.
+    """
+    with torch.enable_grad():
+        output = function(*inputs)
+    learnt = [tensor for tensor in inputs if tensor.requires_grad]
+    found = torch.autograd.grad(
+        output, learnt, grad_output, retain_graph=True, create_graph=torch.is_grad_enabled()
+    )
+    gradients = dict(zip(map(id, learnt), found, strict=True))
+    return tuple(gradients.get(id(tensor)) for tensor in inputs)
+
+
+def maps_of_blocks(blocks: Tensor, plan: Plan) -> Tensor:
+    """Put blocks (C, M, CELLS) together to maps (N, C, H, W)."""
+    rows, columns, block_rows, block_columns, _ = plan.map_sizes
+    maps = blocks.reshape(plan.channels, -1, block_rows, block_columns, SIDE, SIDE)
+    maps = maps.permute(1, 0, 2, 4, 3, 5)  # (N, C, block rows, SIDE, block columns, SIDE)
+    maps = maps.reshape(-1, plan.channels, block_rows * SIDE, block_columns * SIDE)
+    return maps.narrow(2, 0, rows).narrow(3, 0, columns)
+
+
+def convolve_by_torch(blocks: Tensor, window: Tensor, *, plan: Plan) -> Tensor:
+    """Convolve blocks to maps, as `convolve_to_maps` does; without a bias."""
+    padding = (plan.window[0] // 2, plan.window[1] // 2)
+    with torch.autocast(plan.device.type, enabled=False):
+        return F.conv2d(
+            maps_of_blocks(blocks, plan),
+            window.to(plan.dtype),
+            None,
+            plan.stride,
+            padding,
+            groups=plan.channels,
+        )

@@ -1,0 +1,15 @@
+"""Memory formats of feature maps."""
+
+from torch import Tensor
+
+
+def is_channels_last(maps: Tensor) -> bool:
+    """True if feature maps (N, C, H, W), or slices of them, are channels_last and not contiguous.
+
+    Maps of one channel or one cell are both, so they give False.
+    """
+    # Two separate checks: in one expression, torch.compile would see a symbol, which functions of
+    # constants do not accept.
+    if maps.stride(1) != 1:
+        return False
+    return not maps.is_contiguous()
