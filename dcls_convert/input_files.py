@@ -104,7 +104,11 @@ def check_images(folder: Path, what: str = "calibration images") -> None:
 
 
 def image_paths(folder: Path) -> Iterator[Path]:
-    """Yield the files in and below the folder that have the suffix of an image."""
+    """Yield the files in and below the folder that have the suffix of an image.
+
+    Names that begin with a dot are no data: `.ipynb_checkpoints` has copies, `._a.png` no image.
+    """
     for path in folder.rglob("*"):
-        if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file():
+        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if not is_hidden and path.suffix.lower() in IMAGE_SUFFIXES and path.is_file():
             yield path

@@ -36,9 +36,6 @@ HELD_OUT_EVERY = 5
 # images, enough to compare outputs on.
 MAX_FILES_HELD_OUT = 40
 MAX_IN_BATCH = 64  # images; larger batches are split
-# Images look like noise if neighbouring pixels are correlated less than this; in photographs, they
-# are correlated by 0.8 or more.
-NOISE_CORRELATION = 0.1
 
 # A folder; or tensors as the model takes them: one batch (N, channels, *spatial), several batches,
 # or single images (channels, *spatial).
@@ -94,8 +91,7 @@ def calibrate(
             their names; 80 by default. An image stays in memory as 8-bit pixels.
         mean, std: Normalisation of a folder's images, whose values are from 0 to 1: a value for
             each channel, or one for all. Required if the model does not state them.
-        note: Called with a message for each file that cannot be read, and if the images look like
-            noise.
+        note: Called with a message for each file that cannot be read.
 
     Raises:
         DclsConvertError: There are no images, their values are not finite, or their normalisation
@@ -134,21 +130,7 @@ def calibrate(
         calibration = replace(calibration, held_out=others.batches)
     if not len(calibration):
         raise DclsConvertError(f"calibration: there are no images in {shortened(images)}")
-    if _is_noise(calibration.batches[0]):
-        note(
-            "the images look like noise, whose neighbouring pixels are unrelated; calibrate with "
-            "images that the network will see"
-        )
     return calibration
-
-
-def _is_noise(batch: Tensor) -> bool:
-    """True if neighbours along the last axis are uncorrelated, unlike in any photograph."""
-    values = batch.double().flatten(0, -2)  # (lines of pixels, columns)
-    values = values - values.mean()
-    energy = values.square().mean()
-    neighbours = (values[:, 1:] * values[:, :-1]).mean()
-    return bool(energy > 0) and bool(neighbours < NOISE_CORRELATION * energy)
 
 
 def _refuse_infinite(batches: Sequence[Tensor]) -> None:

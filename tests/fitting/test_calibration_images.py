@@ -68,15 +68,13 @@ def test_every_fifth_file_or_one_of_a_few_is_held_out_and_not_fitted_to(
     assert held_out == [all_shades[index] for index in held_out_indices]
 
 
-@pytest.mark.parametrize("noise", [True, False])
-def test_a_note_says_that_images_look_like_noise(model_and_plan, noise):
-    images = torch.randn(3, 3, 36, 36, generator=torch.Generator().manual_seed(0))
-    if not noise:
-        images = nn.functional.avg_pool2d(images, 5, stride=1)
-    notes = []
-    calibrate(*model_and_plan, images, note=notes.append)
-    assert len(notes) == noise
-    assert all("look like noise" in note for note in notes)
+def test_files_and_folders_whose_names_begin_with_a_dot_are_no_data(model_and_plan, tmp_path):
+    write_images(tmp_path / "cats", 3)
+    for folder in (tmp_path / "cats" / ".ipynb_checkpoints", tmp_path / ".hidden" / "dogs"):
+        write_images(folder, 3)
+    (tmp_path / "cats" / "000.png").rename(tmp_path / "cats" / "._000.png")
+    calibration = calibrate(*model_and_plan, tmp_path)
+    assert calibration.files == ("cats/001.png", "cats/002.png")
 
 
 def test_from_many_images_some_of_every_subfolder_are_read(model_and_plan, tmp_path):
