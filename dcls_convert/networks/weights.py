@@ -232,8 +232,10 @@ def describe_misfits(
         differences.append(f"unexpected: {short_list(unexpected)}")
     if missing and all(name.startswith(_classifier_prefixes(model)) for name in missing):
         differences.append("--num-classes 0 is for weights without a classifier")
-    if any(name.endswith("dcls_positions") for name in unexpected):
-        differences.append("these weights are converted already")
+    if any(name.endswith(("dcls_positions", ".positions")) for name in unexpected):
+        differences.append(
+            "these weights are converted already: load them into the converted model"
+        )
     if differences:
         yield f"does not fit the model; {'; '.join(differences)}"
     for name, theirs in state.items():

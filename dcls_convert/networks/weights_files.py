@@ -60,13 +60,8 @@ def read_weights(
     if isinstance(weights, Mapping):
         return checked_entries(weights, "the state dict")
     path = Path(weights)
-    check_file(path)
     where = f"checkpoint {path}"
-    _check_suffix(path, where)
-    if path.suffix == SAFETENSORS:
-        content: Any = load_safetensors(path, "checkpoint")
-    else:
-        content = _read_torch(path, where)
+    content = _read_file(path, where)
     keys = _keys_of_state_dict(content)
     if keys is None:
         kind = f"a {type(content).__name__}"
@@ -79,6 +74,33 @@ def read_weights(
     for key in keys:
         state = state[key]
     return checked_entries(state, where)
+
+
+def _read_file(path: Path, where: str) -> Any:
+    """Return the content of a file, whose first bytes say what it is, whatever its suffix."""
+    check_file(path)
+    with path.open("rb") as file:
+        start = file.read(9)
+    if start.startswith((ZIP_MAGIC, OLD_TORCH_MAGIC)):
+        return _read_torch(path, where)
+    header_length = int.from_bytes(start[:8], "little")
+    is_safetensors = start[8:] == b"{" and header_length < path.stat().st_size
+    if is_safetensors or path.suffix == SAFETENSORS:
+        return load_safetensors(path, "checkpoint")
+    raise CheckpointError(f"{where}: give a safetensors file or one of torch.save; this is neither")
+
+
+def _keys_of_state_dict(content: Any, depth: int = 0) -> list[str] | None:
+    """Return the keys that lead to the state dict in nested mappings, or None if there is none."""
+    if not isinstance(content, Mapping) or depth > MAX_NESTING:
+        return None
+    for key in WRAPPERS:
+        inner_keys = _keys_of_state_dict(content.get(key), depth + 1)
+        if inner_keys is not None:
+            return [key, *inner_keys]
+    if any(isinstance(value, Tensor) for value in content.values()):
+        return []
+    return None
 
 
 def _choice_of_weights(content: Mapping[Any, Any], keys: list[str]) -> str:
@@ -173,33 +195,13 @@ def load_safetensors(path: Path, what: str = "") -> dict[str, Tensor]:
         return {name: file.get_tensor(name).clone() for name in file.keys()}
 
 
-def _check_suffix(path: Path, where: str) -> None:
-    """Raise CheckpointError if a file's suffix and its first bytes say different formats."""
-    if path.suffix == SAFETENSORS and _begins_like_torch(path):
-        raise CheckpointError(f"{where}: rename it to .pth; it is a file of torch.save")
-    if path.suffix != SAFETENSORS and _begins_like_safetensors(path):
-        raise CheckpointError(f"{where}: rename it to {SAFETENSORS}; it is a safetensors file")
-
-
-def _first_bytes(path: Path, count: int) -> bytes:
-    with path.open("rb") as file:
-        return file.read(count)
-
-
-def _begins_like_torch(path: Path) -> bool:
-    return _first_bytes(path, 4) in (ZIP_MAGIC, OLD_TORCH_MAGIC)
-
-
-def _begins_like_safetensors(path: Path) -> bool:
-    start = _first_bytes(path, 9)
-    header_length = int.from_bytes(start[:8], "little")
-    return start[8:] == b"{" and header_length < path.stat().st_size
-
-
 def _read_torch(path: Path, where: str) -> Any:
     """Return the content of a file of torch.save, unpickled with weights_only=True."""
     try:
-        unpacked = _unpacked_size(path)
+        unpacked = 0
+        if zipfile.is_zipfile(path):  # no file of torch before 1.6
+            with zipfile.ZipFile(path) as archive:
+                unpacked = sum(part.file_size for part in archive.infolist())
         if unpacked > MAX_UNPACKED_RATIO * path.stat().st_size:
             raise CheckpointError(
                 f"{where}: its parts unpack to {unpacked:,} bytes, "
@@ -208,40 +210,18 @@ def _read_torch(path: Path, where: str) -> Any:
         # timm's training checkpoints hold their arguments as a Namespace. Old files make torch
         # warn about its own code.
         with (
+            path.open("rb") as file,  # of a path, torch would read the suffix
             warnings.catch_warnings(action="ignore"),
             torch.serialization.safe_globals([argparse.Namespace]),
         ):
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(file, map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
     except Exception as error:  # damaged bytes can raise anything when unpickled: struct.error, ...
-        problem = "give a safetensors file or one of torch.save; this is neither"
-        if _begins_like_torch(path):
-            problem = "download or save it again; it is damaged"
-            if isinstance(error, pickle.UnpicklingError):
-                problem = (
-                    "save its state dict alone, torch.save(model.state_dict(), FILE); "
-                    "it holds more than tensors, which would run code, or it is damaged"
-                )
+        problem = "download or save it again; it is damaged"
+        if isinstance(error, pickle.UnpicklingError):
+            problem = (
+                "save its state dict alone, torch.save(model.state_dict(), FILE); "
+                "it holds more than tensors, which would run code, or it is damaged"
+            )
         raise CheckpointError(f"{where}: {problem} ({type(error).__name__})") from error
-
-
-def _unpacked_size(path: Path) -> int:
-    """Return the bytes of a zip file's parts when unpacked; 0 for a file of another format."""
-    if _first_bytes(path, len(ZIP_MAGIC)) != ZIP_MAGIC:
-        return 0
-    with zipfile.ZipFile(path) as file:
-        return sum(part.file_size for part in file.infolist())
-
-
-def _keys_of_state_dict(content: Any, depth: int = 0) -> list[str] | None:
-    """Return the keys that lead to the state dict in nested mappings, or None if there is none."""
-    if not isinstance(content, Mapping) or depth > MAX_NESTING:
-        return None
-    for key in WRAPPERS:
-        inner_keys = _keys_of_state_dict(content.get(key), depth + 1)
-        if inner_keys is not None:
-            return [key, *inner_keys]
-    if any(isinstance(value, Tensor) for value in content.values()):
-        return []
-    return None
