@@ -253,3 +253,39 @@ def test_a_run_is_not_resumed_as_another(finetune):
     with pytest.raises(SystemExit, match=r"holds a run with lr 0\.001, not 1\.0; use another"):
         finetune(*options, "--lr", "1")
     assert Path("runs/test_convnext/state.pt").read_bytes() == state
+
+
+# receptive_field.py.
+
+
+@pytest.fixture
+def functions():
+    return runpy.run_path(str(EXAMPLES / "receptive_field.py"))
+
+
+def test_the_field_of_one_convolution_is_its_kernel(functions):
+    conv = torch.nn.Conv2d(1, 1, (5, 3), dilation=(2, 1), padding="same", bias=False)
+    torch.nn.init.constant_(conv.weight, -0.5)
+    images = list(torch.randn(2, 1, 21, 15, generator=torch.Generator().manual_seed(0)))
+    field = functions["receptive_field"](torch.nn.Sequential(conv), "0", images)
+    expected = torch.zeros(21, 15, dtype=torch.float64)
+    expected[6:15:2, 6:9] = 0.5
+    assert torch.equal(field, expected)
+
+
+@pytest.mark.parametrize(("side", "square"), [(9, 1), (9, 5), (10, 2), (10, 6)])
+def test_the_central_square_has_the_smallest_sufficient_side(functions, side, square):
+    field = torch.zeros(side, side, dtype=torch.float64)
+    first = (side - square) // 2
+    field[first : first + square, first : first + square] = 1.0
+    assert functions["central_side"](field, 1.0) == square
+    assert functions["central_side"](torch.ones(side, side, dtype=torch.float64), 1.0) == side
+
+
+def test_receptive_fields_of_a_network_and_its_conversion_are_drawn(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    converted(timm.create_model("test_convnext"), "new", init="random")
+    monkeypatch.setattr(sys, "argv", ["receptive_field.py", "test_convnext", "new"])
+    runpy.run_path(str(EXAMPLES / "receptive_field.py"), run_name="__main__")
+    assert "new: half of the gradient in the central" in capsys.readouterr().out
+    assert Path("receptive-field.png").read_bytes().startswith(b"\x89PNG")
