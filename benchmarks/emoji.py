@@ -1,19 +1,20 @@
-"""Train on the emoji of three vendors and test on the fourth's, with `dcls-convert compare`.
+"""Train on the emoji of three vendors and test on the fourth's, with examples/compare.py.
 
-    # Write the images; the name of FOLDER must contain the vendor's, unless it is apple.
+    # Write the images.
     python benchmarks/emoji.py FOLDER [--test VENDOR]
-    cd benchmarks && dcls-convert compare emoji:small_convnext --data FOLDER \\
+    cd benchmarks && python ../examples/compare.py emoji:small_convnext --data FOLDER \\
         --input-size 3x64x64 --batch-size 32 --lr 0.002 --sizes 17 \\
-        --positions normal,kernel,uniform --epochs 19 --device cpu --output COMPARISON
-    # Store the results in results/emoji.json, which --table prints.
-    python benchmarks/emoji.py --store COMPARISON ...
+        --positions normal,kernel,uniform --epochs 19 --seeds 3 --output COMPARISON
+    # Print the results of 2026-11-23, or draw where elements went.
+    python benchmarks/emoji.py --table
+    python benchmarks/emoji.py --picture COMPARISON FILE
 
-Other rows use `emoji:small_convmixer --sizes 9`, `--test google`, `--position-lr-scale 1` or 20,
-`--interpolation gaussian`, or `--rules bystage.yaml`, and as many `--seeds` as they list
-differences.
+Other rows of the table used `emoji:small_convmixer --sizes 9`, `--test google`,
+`--position-lr-scale 1` or 20, Gaussian elements, or windows by stage, and as many seeds as they
+list differences.
 
-FOLDER gets `train` and `validation`, each with a folder for every emoji of a thing (an animal, a
-dish, a place ...): in `train` as three vendors draw it, in `validation` as the fourth does, in
+FOLDER gets `train` and `val`, each with a folder for every emoji of a thing (an animal, a
+dish, a place ...): in `train` as three vendors draw it, in `val` as the fourth does, in
 64 x 64 pixels on white. The pictures come from the npm packages emoji-datasource-VENDOR, which npm
 downloads unless --packages names a folder that has them.
 """
@@ -22,11 +23,10 @@ import json
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from measuring import RESULTS, markdown_table, script_parser, store, stored
+from measuring import RESULTS, markdown_table, script_parser, stored
 
 if TYPE_CHECKING:  # --table does not need torch
     from torch import nn
@@ -41,7 +41,7 @@ THINGS = (  # categories; not faces, flags, signs
     "Activities",
     "Objects",
 )
-STORED = RESULTS / "emoji.json"
+STORED = RESULTS / "emoji.jsonl"
 
 
 def small_convnext(num_classes: int = 1000, **options: object) -> "nn.Module":
@@ -84,7 +84,7 @@ def prepare(folder: Path, test_vendor: str, packages: Path) -> int:
         if emoji["category"] in THINGS and has_images:
             shared.append(emoji["image"])
     for vendor, archive in archives.items():
-        part = folder / ("validation" if vendor == test_vendor else "train")
+        part = folder / ("val" if vendor == test_vendor else "train")
         members = {member.name: member for member in archive}
         for image in shared:
             member = members[f"package/img/{vendor}/{SIDE}/{image}"]
@@ -100,44 +100,6 @@ def fetch_packages(folder: Path) -> None:
     for vendor in VENDORS:
         name = f"emoji-datasource-{vendor}@{VERSION}"
         subprocess.run(["npm", "pack", "--silent", name], cwd=folder, check=True)
-
-
-def store_comparisons(folders: Sequence[Path]) -> None:
-    """Store the arms of comparisons, without their results for each image."""
-    comparisons = []
-    for folder in folders:
-        comparisons.append(json.loads((folder / "comparison.json").read_text(encoding="utf-8")))
-    first_settings = comparisons[0]["settings"]
-    recipe = first_settings["recipe"]
-    options = f"--input-size 3x64x64 --batch-size {recipe['batch_size']} "
-    options += f"--lr {recipe['lr']:g} --epochs {recipe['epochs']}"
-    command = f"dcls-convert compare emoji:NETWORK --data FOLDER {options} --device cpu"
-    rows: dict[tuple[str, ...], dict[str, Any]] = {}  # (network, vendor, label) -> first row
-    for comparison in comparisons:
-        for arm in comparison["arms"]:
-            row = labelled_row(arm, comparison["settings"])
-            rows.setdefault((row["network"], row["test"], row["label"]), row)
-    settings = {
-        name: first_settings[name]
-        for name in ("classes", "train_images", "test_images", "augmentation")
-    }
-    store(STORED, command=command, settings=settings | {"recipe": recipe}, rows=[*rows.values()])
-
-
-def labelled_row(arm: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the arm with its network, its test vendor, and a label that states its options."""
-    from dcls_convert.options import POSITION_LR_SCALE
-
-    data_name = Path(settings["data"]).name
-    test_vendor = next((vendor for vendor in VENDORS if vendor in data_name), VENDORS[0])
-    label = [arm["label"]]
-    if arm["distance"] is not None:
-        label += settings["planning"].values()
-        rate = settings["recipe"]["position_lr_scale"]
-        if rate != POSITION_LR_SCALE:
-            label.append(f"rate x{rate:g}")
-    network = settings["model"].rpartition("_")[2]
-    return arm | {"label": " ".join(label), "network": network, "test": test_vendor}
 
 
 def table() -> str:
@@ -205,13 +167,13 @@ def draw(comparison: Path, target: Path) -> None:
 
     from dcls_convert.tuning import read_track
 
-    starts = {"N(0, 0.5 cells)": "17x17", "over 7x7": "17x17-kernel", "over 17x17": "17x17-uniform"}
+    starts = {"N(0, 0.5 cells)": "17", "over 7x7": "17-kernel", "over 17x17": "17-uniform"}
     figure = Figure(figsize=(8, 6.6), layout="constrained")
     panels = figure.subplots(len(starts), 4, sharex=True, sharey=True)
     for stage, panel in enumerate(panels[0]):
         panel.set_title(f"stage {stage}, maps of {SIDE >> (stage + 1)} cells", fontsize=9)
     for row, (start, name) in zip(panels, starts.items(), strict=True):
-        first, *_, last = read_track(comparison / "runs" / f"{name}-seed0" / "positions.jsonl")
+        first, *_, last = read_track(comparison / f"{name}-0" / "positions.jsonl")
         for panel, before, after in zip(row, first.positions, last.positions, strict=True):
             panel.plot(
                 [before.followed[1], after.followed[1]],
@@ -239,7 +201,6 @@ def main() -> None:
     parser.add_argument(
         "--packages", type=Path, help="folder of emoji-datasource-VENDOR-VERSION.tgz"
     )
-    parser.add_argument("--store", type=Path, nargs="+", metavar="COMPARISON")
     parser.add_argument(
         "--picture",
         type=Path,
@@ -249,9 +210,7 @@ def main() -> None:
     )
     parser.add_argument("--table", action="store_true", help="print the stored results")
     options = parser.parse_args()
-    if options.store is not None:
-        store_comparisons(options.store)
-    elif options.folder is not None:
+    if options.folder is not None:
         with tempfile.TemporaryDirectory() as fetched:
             if options.packages is None:
                 fetch_packages(Path(fetched))
@@ -259,7 +218,7 @@ def main() -> None:
         print(f"{count} emoji, {len(VENDORS) - 1} vendors to learn from, {options.test} to test")
     if options.picture is not None:
         draw(*options.picture)
-    if options.store is not None or options.table:
+    if options.table:
         print(table())
 
 

@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+EXAMPLES = Path(__file__).parents[1] / "examples"
+JSON_LINES = ".jsonl"  # results of trainings
 MIB = 2**20
 PACKAGES = ("torch", "timm", "dcls-convert")  # whose versions are stored
 PROGRAM = os.path.join(sysconfig.get_path("scripts"), "dcls-convert")
@@ -304,7 +306,8 @@ def store(
 ) -> None:
     """Write all results so far.
 
-    This is called after every row, so that an interrupted run keeps its rows.
+    This is called after every row, so that an interrupted run keeps its rows. A file of JSON lines
+    has the command and the settings in its first line, and then a line for each row.
     """
     result = {
         "command": command,
@@ -312,17 +315,24 @@ def store(
         "versions": versions(*packages),
         "hardware": hardware(),
         "settings": dict(settings),
-        "rows": list(rows),
     }
+    if path.suffix == JSON_LINES:
+        text = "\n".join(json.dumps(line) for line in [result, *rows])
+    else:
+        text = json.dumps(result | {"rows": list(rows)}, indent=1)
     path.parent.mkdir(exist_ok=True, parents=True)
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    part.write_text(text + "\n", encoding="utf-8")
     part.replace(path)
 
 
 def stored(path: Path) -> dict[str, Any]:
     """Return what `store` wrote, whatever its settings are."""
-    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == JSON_LINES:
+        first, *rows = map(json.loads, text.splitlines())
+        return first | {"rows": rows}
+    result: dict[str, Any] = json.loads(text)
     return result
 
 

@@ -1,13 +1,14 @@
 """Shared by the experiments with small networks.
 
 There are a ConvNeXt of few stages, its training, statistics over seeds, and the command line of the
-experiments that are measured seed by seed: `warm_start.py`, `long_range.py`, `starts.py`.
+experiments that are measured seed by seed: `warm_start.py`, `starts.py`.
 """
 
 import math
 import statistics
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -165,7 +166,7 @@ def main(
 
     Args:
         doc: Docstring of the script.
-        name: Name of the script and of its results.
+        name: File of the results, called as the script.
         measure: Takes a seed and the settings, and yields rows of measurements.
         settings: Stored beside the rows. "steps" is the default of --steps.
         table: Turns the stored results into lines of Markdown.
@@ -175,14 +176,15 @@ def main(
     parser.add_argument(
         "--steps", type=int, default=settings["steps"], help="training steps before fine-tuning"
     )
-    add_results_options_(parser, RESULTS / f"{name}.json")
+    add_results_options_(parser, RESULTS / name)
     options = parser.parse_args()
     if not options.table:
         torch.set_num_threads(1)
         settings = settings | {"steps": options.steps}
         results = Results(
             path=options.output,
-            command=f"python benchmarks/{name}.py --seeds {options.seeds} --steps {options.steps}",
+            command=f"python benchmarks/{Path(name).stem}.py "
+            f"--seeds {options.seeds} --steps {options.steps}",
             settings=settings,
             rows=[],
         )

@@ -145,4 +145,4 @@ def table(results: dict[str, Any]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    main(__doc__, "starts", measure, SETTINGS, table)
+    main(__doc__, "starts.jsonl", measure, SETTINGS, table)

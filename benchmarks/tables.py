@@ -23,7 +23,8 @@ SECTION = re.compile(r"(<!-- from (\w+)\.py -->\n).*?(<!-- to here -->)", re.DOT
 
 def section(name: str) -> str:
     """Return the Markdown of one script's stored results."""
-    result = stored(RESULTS / f"{name}.json")
+    (path,) = RESULTS.glob(f"{name}.json*")
+    result = stored(path)
     printed = subprocess.run(
         [sys.executable, str(FOLDER / f"{name}.py"), "--table"],
         check=True,

@@ -286,4 +286,4 @@ def table_of_layers(rows: Rows) -> str:
 
 
 if __name__ == "__main__":
-    small.main(__doc__, "warm_start", measure, SETTINGS, table)
+    small.main(__doc__, "warm_start.json", measure, SETTINGS, table)

@@ -26,7 +26,6 @@ Scope = Literal["auto", "model", "stage", "layer", "error"]
 Tie = Literal["stage", "none"]
 Init = Literal["auto", "random", "largest", "fit", "exact"]
 Positions = Literal["normal", "kernel", "uniform"]
-Augmentation = Literal["none", "light", "strong"]
 AuthorsVersion = Literal["v0", "v1"]  # layers without sigma; conversion/authors.py
 Kind = Literal["depthwise", "grouped", "dense"]  # kinds of convolutions, by their groups
 Sort = Literal["name", "params", "macs", "count", "layers"]  # how models are sorted
@@ -60,7 +59,6 @@ CALIBRATION_IMAGES = 80  # images taken from a folder by default
 OPSETS = range(7, 26)  # of ONNX, which torch 2.14 and onnxscript 0.7 write
 DEFAULT_OPSET = 20  # torch 2.14's own
 SEPARATED_BY_COMMAS = ("mean", "std")  # on the command line; other lists are sizes, 17x9
-MIRRORED_SHARE = 0.5  # share of training images that are mirrored; timm's default
 POSITION_LR_SCALE = 5.0  # paper, section 3 "Positions learning rate scaling"
 DEFAULT_BUDGET = 100.0  # percent of the replaced weights; the paper keeps the parameter count
 # Bounds of a budget. They keep its exact fraction short: that of 1e-999999 would fill the memory.

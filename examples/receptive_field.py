@@ -7,7 +7,7 @@ Each network is a folder that dcls-convert wrote, a model of timm (with random w
 --pretrained, trained ones), or FILE=MODEL, a model of timm with the weights of a file. The field
 (Luo et al., 2016) is the mean absolute gradient of the unit in the middle of a layer with respect
 to each pixel, over images or seeded noise. The layer is, by default, the last one that was
-converted in the last network. The paper's figures have 3x1024x1024 pixels.
+converted in the last network. The paper's figures have 3x1024x1024 pixels. Needs the extra plot.
 """
 
 import argparse

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file, save_model
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .. import __version__
@@ -283,25 +283,6 @@ def timm_config(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
         "model_args": timm_model_args(plan),
         "pretrained_cfg": cfg,
     }
-
-
-def save_trained(model: nn.Module, plan: ConversionPlan | str | Path | None, folder: Path) -> None:
-    """Write a trained model as a folder.
-
-    A converted model is saved with its plan, and replaces only a checkpoint folder. Without a plan,
-    a timm model is saved in timm's format, and any other as weights alone; once complete, the new
-    folder replaces whatever is there.
-    """
-    from timm.models import save_for_hf
-
-    if plan is not None:
-        save_converted(model, plan, folder, force=True)
-        return
-    with new_folder(folder, force=True, reason_to_keep=lambda _: None) as partial:
-        if getattr(model, "pretrained_cfg", None):
-            save_for_hf(model, str(partial), safe_serialization=True)
-        else:
-            save_model(model, str(partial / WEIGHTS), metadata=dict(FORMAT_METADATA))
 
 
 def write_checkpoint_files(

@@ -105,10 +105,6 @@ EXAMPLES = {
     convert: ("convnext_tiny --dilated-size 17", "resnet18 --pretrained --calibrate photos"),
     models: ("'convnext_*'", "--kind dense --sort macs"),
     sweep: ("convnext_tiny", "efficientnet_b0 --sizes +2,+4,+6 --budgets 80%,100%"),
-    compare: (
-        "convnext_tiny --data photos --minutes 600",
-        "resnet18 --pretrained --data photos --sizes 5,7 --html",
-    ),
     inspect_checkpoint: ("convnext_tiny-dcls17", "convnext_tiny-dcls17 --html positions.html"),
     diff: ("convnext_tiny-dcls17 convnext_tiny-dcls13", "one two --json"),
     fold: ("convnext_tiny-dcls17", "convnext_tiny-dcls17 --format onnx"),
@@ -138,6 +134,9 @@ def _help_text(command: Any) -> str:
 
 
 _add_commands()
+# Whatever its old options were, it only says where it went.
+_ANY_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
+app.command(hidden=True, context_settings=_ANY_OPTIONS)(compare)
 app.add_typer(rules_app, name="rules")
 
 

@@ -12,13 +12,11 @@ Source: arXiv:2112.03740, section 3 "Learning techniques".
 from ..networks.position_parameters import no_weight_decay
 from .clamp_positions import clamp_positions_
 from .param_groups import param_groups
-from .recipe import Recipe
 from .repulsion import repulsive_loss
 from .tracker import PositionTracker, TrackedPositions, TrackRecord, read_track, show_in_tensorboard
 
 __all__ = [
     "PositionTracker",
-    "Recipe",
     "TrackRecord",
     "TrackedPositions",
     "clamp_positions_",

@@ -3,8 +3,8 @@
     python -m dcls_convert.tuning.timm_train [OPTIONS] train.py ARGUMENTS...
 
 This lets train.py load converted folders. Positions get separate parameter groups
-(`tuning.param_groups`) and are clamped after every step. Options add the repulsive loss, records of
-positions, and resuming.
+(`tuning.param_groups`) and are clamped after every step. Options add the repulsive loss and records
+of positions.
 """
 
 import argparse
@@ -28,7 +28,6 @@ from .param_groups import param_groups
 from .repulsion import repulsive_loss
 from .tracker import PositionTracker, is_first_rank
 
-LAST = "last.pth.tar"  # train.py writes it after every epoch
 # Argument of timm's create_optimizer_v2 -> its name in timm's functions for parameter groups.
 GROUP_ARGUMENTS = {
     "weight_decay": "weight_decay",
@@ -178,10 +177,7 @@ def main() -> None:
             )
         if options.track is not None and not options.track.parent.is_dir():
             raise DclsConvertError(f"--track {options.track}: there is no folder for this file")
-        arguments = options.arguments
-        if options.auto_resume:
-            arguments = _with_resume(arguments)
-        sys.argv = [str(options.script), *arguments]
+        sys.argv = [str(options.script), *options.arguments]
         # Python searches the script's folder first for imports when it runs the script itself.
         sys.path[0] = str(options.script.resolve().parent)
         optim: Any = importlib.import_module("timm.optim")
@@ -213,9 +209,6 @@ def _parser() -> argparse.ArgumentParser:
         help="append a record of all positions after every epoch",
     )
     parser.add_argument(
-        "--auto-resume", action="store_true", help=f"resume from the run's {LAST}, if there is one"
-    )
-    parser.add_argument(
         "script",
         type=Path,
         metavar="SCRIPT.py",
@@ -225,23 +218,6 @@ def _parser() -> argparse.ArgumentParser:
         "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="for the script"
     )
     return parser
-
-
-def _with_resume(arguments: list[str]) -> list[str]:
-    """Return the script's arguments, with `--resume` added if its run has a last checkpoint."""
-    script_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    script_parser.add_argument("--output", default="output/train")  # the script's default
-    script_parser.add_argument("--experiment", default="")
-    script_parser.add_argument("--resume", default="")
-    run, _ = script_parser.parse_known_args(arguments)
-    if not run.experiment:
-        raise DclsConvertError(
-            "--auto-resume needs the script's --experiment NAME, so that runs share a folder"
-        )
-    last = Path(run.output, run.experiment, LAST)
-    if run.resume or not last.is_file():
-        return arguments
-    return [*arguments, "--resume", str(last)]
 
 
 if __name__ == "__main__":

@@ -222,22 +222,9 @@ def test_the_script_gets_its_arguments_and_positions_get_separate_groups(run_scr
     assert {group.get("lr_scale", 1) for group in optimizer.param_groups} == {1, 3}
 
 
-@pytest.mark.parametrize("output", [[], ["--output=runs"]])
-def test_a_run_resumes_from_its_last_checkpoint_if_there_is_one(output, run_script):
-    arguments = ["scripts/train.py", "--model", "resnet18", *output, "--experiment", "mine"]
-    assert run_script("--auto-resume", *arguments)[0] == arguments
-    last = Path("runs" if output else "output/train", "mine", "last.pth.tar")
-    last.parent.mkdir(parents=True)
-    last.touch()
-    assert run_script("--auto-resume", *arguments)[0] == [*arguments, "--resume", str(last)]
-    chosen = [*arguments, "--resume", "other.pth.tar"]
-    assert run_script("--auto-resume", *chosen)[0] == chosen
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--auto-resume", __file__], "--auto-resume needs the script's --experiment NAME"),
         (
             ["--track", "nowhere/positions.jsonl", __file__],
             "nowhere/positions.jsonl: there is no folder",
