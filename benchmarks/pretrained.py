@@ -97,11 +97,7 @@ ROWS = {
             for budget in (60, 80, 150)
             for start in ("fit", "calibrated")
         ),
-        *(
-            Row(start="calibrated", budget=budget, scope=scope)
-            for scope in ("stage", "layer", "error")
-            for budget in (60, 80, 100)
-        ),
+        *(Row(start="calibrated", budget=budget, scope="error") for budget in (60, 80, 100)),
         *(Row(start=start, tie="none") for start in ("fit", "calibrated")),
         *(Row(start="calibrated", window=window) for window in (5, 13)),
         *(Row(start=start, budget=60, healed=True) for start in ("fit", "calibrated")),

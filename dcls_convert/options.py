@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Defined in layers/interpolation.py.
 InterpolationName = Literal["bilinear", "triangle", "gaussian"]
-Scope = Literal["auto", "model", "stage", "layer", "error"]
+Scope = Literal["auto", "model", "error"]
 Tie = Literal["stage", "none"]
 Init = Literal["auto", "random", "largest", "fit", "exact"]
 Positions = Literal["normal", "kernel", "uniform"]
@@ -186,8 +186,8 @@ class PlanOptions:
         default="auto",
         metadata=_argument(
             form="word",
-            help="What shares one element count: the model, a stage or a layer; error: more "
-            "elements where kernels need them (default with --calibrate).",
+            help="model: one element count for all layers; error: more elements where kernels need "
+            "them (default with --calibrate).",
             group=HOW_MANY_ELEMENTS,
             overridden_by={"kernel_count": "states the count"},
         ),

@@ -209,7 +209,6 @@ def test_a_folder_has_a_docstring(name):
         ("--version", 0, f"dcls-convert {dcls_convert.__version__}"),
         ("convert --help", 0, "--dilated-size"),
         ("rules list", 0, "depthwise"),
-        ("models --json --csv", 2, "--json and --csv exclude each other"),
         ("inspect tests --picture x.gif", 2, "must end in .png, .svg, .pdf"),
         (
             "inspect tests --html x.html --history nowhere",

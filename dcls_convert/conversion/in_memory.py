@@ -67,9 +67,8 @@ def convert_(
             budget; "exact" uses one element per cell of the old kernel.
         rules: A rule set, the name of a built-in one, a file, or a mapping with the keys of a file.
             "auto" converts depthwise convolutions, or 3x3 ones if there are none.
-        scope: What shares one kernel count: the whole "model", each "stage" or each "layer" (a tie
-            group counts as one layer). "error" spends the same budget where kernels need it most.
-            "auto" is "error" with a calibration, otherwise "model".
+        scope: "model" gives all layers one kernel count. "error" spends the same budget where
+            kernels need it most. "auto" is "error" with a calibration, otherwise "model".
         tie: "stage" shares positions among layers of the same stage and shape; "none" gives every
             layer its own.
         budget: Parameters that new weights, positions and sigmas may use, in percent of the

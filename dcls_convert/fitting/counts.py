@@ -3,10 +3,10 @@
 Kernel lines are defined in `layers/elements.py`.
 """
 
-import contextlib
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from fractions import Fraction
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,7 @@ def choose_counts_by_error(
         PlanError: The model is on the meta device, or the budget has no room for one element in
             each kernel.
     """
-    model_plan, other_plans = _plans_of_scopes(convs, options)
+    model_plan = make_plan(convs, replace(options, scope="model"))
     groups = make_layers(model, model_plan)
     _refuse_meta_model(groups)
     statistics = None
@@ -67,8 +67,8 @@ def choose_counts_by_error(
         covariance_roots = None
         if statistics is not None:
             covariance_roots = statistics.covariance_roots(group)
-        planned_counts = _planned_counts(group, [model_plan, *other_plans])
-        group_errors.append(_group_errors(group, planned_counts, covariance_roots, seed))
+        usual_counts = {group.layer_plans[0].kernel_count, _own_count(group, model_plan.share)}
+        group_errors.append(_group_errors(group, usual_counts, covariance_roots, seed))
     counts = {layer.name: layer.kernel_count for layer in model_plan.layers}
     if free_groups:
         chosen = counts_of_min_error(group_errors, limit)
@@ -78,28 +78,12 @@ def choose_counts_by_error(
     return LayerCounts(source=f"scope {ERROR_SCOPE}", counts=counts, by_error=True), statistics
 
 
-def _plans_of_scopes(
-    convs: ModelConvs, options: PlanOptions
-) -> tuple[ConversionPlan, list[ConversionPlan]]:
-    """Plan for scope "model", and for "stage" and "layer" if the budget has room for them.
-
-    Raises:
-        PlanError: There is no room even for one element in each kernel of the model.
-    """
-    model_plan = make_plan(convs, replace(options, scope="model"))
-    other_plans = []
-    for scope in ("stage", "layer"):
-        with contextlib.suppress(PlanError):  # a unit has no room for one element
-            other_plans.append(make_plan(convs, replace(options, scope=scope)))
-    return model_plan, other_plans
-
-
 def _free_groups(
     groups: Sequence[LayerGroup], model_plan: ConversionPlan
 ) -> tuple[list[LayerGroup], int]:
     """Return the groups whose counts no rule states, and the parameters that are left for them."""
     stated_rules = _rules_with_counts(model_plan)
-    limit = sum(unit.limit for unit in model_plan.budget)
+    limit = model_plan.budget[0].limit
     free_groups: list[LayerGroup] = []
     for group in groups:
         if group.layer_plans[0].rule in stated_rules:
@@ -129,15 +113,11 @@ def _rules_with_counts(plan: ConversionPlan) -> set[str]:
     return labels
 
 
-def _planned_counts(group: LayerGroup, scope_plans: Sequence[ConversionPlan]) -> set[int]:
-    """Return the counts that the plans give to the group."""
-    name = group.layer_plans[0].name
-    counts = set()
-    for plan in scope_plans:
-        for layer in plan.layers:
-            if layer.name == name:
-                counts.add(layer.kernel_count)
-    return counts
+def _own_count(group: LayerGroup, share: Fraction) -> int:
+    """Return the count that this share of the group's own dense weights pays for, at least 1."""
+    dense_weights = sum(layer.dense_weights for layer in group.layer_plans)
+    count = math.floor(share * dense_weights / _cost(group))
+    return max(1, min(count, group.layer_plans[0].cells))
 
 
 def _cost(group: LayerGroup) -> int:
@@ -148,7 +128,7 @@ def _cost(group: LayerGroup) -> int:
 
 def _group_errors(
     group: LayerGroup,
-    planned_counts: Collection[int],
+    usual_counts: Collection[int],
     covariance_roots: Tensor | None,
     seed: int,
 ) -> GroupErrors:
@@ -168,8 +148,8 @@ def _group_errors(
 
     return GroupErrors(
         cost=_cost(group),
-        max_count=max(first.old_cells, *planned_counts),
-        always_measured=planned_counts,
+        max_count=max(first.old_cells, *usual_counts),
+        always_measured=usual_counts,
         error=error,
     )
 

@@ -55,7 +55,7 @@ class ConversionPlan(Record):
     layers: tuple[LayerPlan, ...]
     tie_groups: tuple[TieGroup, ...]
     skipped: tuple[Skipped, ...]
-    budget: tuple[BudgetUnit, ...]
+    budget: tuple[BudgetUnit]  # of all layers; a list in the JSON
     params: int  # of the whole model, before
     macs: int | None  # of the whole model, before
     macs_note: str | None
@@ -147,12 +147,12 @@ class ConversionPlan(Record):
                 kept.append(layer)
         if not kept:
             raise PlanError(f"without {short_list(patterns)}, no layer of the plan would remain")
-        layers, units = solve_counts(without_lone_ties(kept), self.scope, self.share)
+        layers, budget = solve_counts(without_lone_ties(kept), self.share)
         return replace(
             self,
             layers=layers,
             tie_groups=tie_groups_of(layers),
-            budget=units,
+            budget=(budget,),
             skipped=(*self.skipped, *removed),
         )
 

@@ -74,9 +74,8 @@ def plan_conversion(
             "exact" uses as many as the old kernel has cells, whatever the budget; the layers can
             then start as exactly the old function. `LayerCounts` gives the counts of existing
             elements; it must name exactly the layers that are converted.
-        scope: One count for the "model" (also "auto"), for each "stage" or for each "layer" (a tie
-            group counts as one layer). "error" needs the model's kernels: only `convert_` and the
-            command line plan with it.
+        scope: "model" (also "auto") gives all layers one count. "error" needs the model's kernels:
+            only `convert_` and the command line plan with it.
         tie: "stage" shares positions among layers of one stage and shape, "none" gives every layer
             its own.
         budget: Percent of the replaced weights that new weights, positions and sigmas may use.
@@ -132,7 +131,7 @@ def make_plan(
     arguments = _json_arguments(model_args)
     rules = load_or_choose_rules(options.rules, convs)
     drafts, skipped = _draft_model(convs, rules, options, known_counts)
-    layers, units = solve_counts(drafts, scope, share)
+    layers, budget = solve_counts(drafts, share)
 
     return ConversionPlan(
         input_size=convs.input_size,
@@ -150,7 +149,7 @@ def make_plan(
         share=share,
         layers=layers,
         tie_groups=tie_groups_of(layers),
-        budget=units,
+        budget=(budget,),
         folded=False,
     )
 

@@ -1,5 +1,7 @@
 """Predict the report of a conversion from its plan."""
 
+from typing import Any
+
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 from ..records import shared_fields
@@ -44,21 +46,18 @@ def predict_report(plan: ConversionPlan) -> ConversionReport:
 
 
 def _budget_report(plan: ConversionPlan) -> BudgetReport:
-    units = []
-    limit = 0
-    used = 0
-    for unit in plan.budget:
-        limit += unit.limit
-        used += unit.used
-        fields_of_unit = shared_fields(unit, UnitReport)
-        if unit.exact_count is not None:
-            # Rounded down: rounded to nearest, a bound just below 35 would read 35.
-            fields_of_unit["exact_count"] = int(unit.exact_count * 100) / 100
-        units.append(UnitReport(**fields_of_unit))
-    exact_count = units[0].exact_count if len(units) == 1 else None
-    return BudgetReport(
-        scope=plan.scope, limit=limit, used=used, exact_count=exact_count, units=tuple(units)
-    )
+    (budget,) = plan.budget
+    exact_count = None
+    if budget.exact_count is not None:
+        # Rounded down: rounded to nearest, a bound just below 35 would read 35.
+        exact_count = int(budget.exact_count * 100) / 100
+    use: dict[str, Any] = {
+        "limit": budget.limit,
+        "used": budget.used,
+        "exact_count": exact_count,
+    }
+    unit = UnitReport(name=budget.name, kernel_count=budget.kernel_count, **use)
+    return BudgetReport(scope=plan.scope, units=(unit,), **use)
 
 
 def predicted_layer(plan: ConversionPlan, layer: LayerPlan) -> LayerReport:

@@ -100,18 +100,18 @@ class BudgetUse:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitReport(BudgetUse):
-    """The budget of one unit: the model, a stage or a layer."""
+    """The budget of all layers together."""
 
-    name: str
+    name: str  # "model"
     kernel_count: int | None  # None if its layers have different counts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BudgetReport(BudgetUse):
-    """The budget of the whole model. `exact_count` is None if there are several units."""
+    """How the kernel counts were chosen, and the budget of all layers together."""
 
     scope: str
-    units: tuple[UnitReport, ...]
+    units: tuple[UnitReport]  # a list in the JSON
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

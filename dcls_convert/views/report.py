@@ -8,7 +8,7 @@ from rich.text import Text
 
 from ..geometry import size_text
 from ..layers.interpolation import find_interpolation
-from ..options import MAX_ADDED_COST_PERCENT, MIN_GROWTH
+from ..options import ERROR_SCOPE, MAX_ADDED_COST_PERCENT, MIN_GROWTH
 from ..planning.plan import ConversionPlan
 from ..reports.predict import predict_report
 from ..reports.report import ConversionReport, LayerReport
@@ -26,11 +26,6 @@ from .number_text import before_after, percent, short_before_after
 from .outcome import SMALL_ERROR, outcome_sentences
 
 COSTLY_MACS_PERCENT = 50.0  # added MACs, in percent; beyond it the headline is red
-BUDGET_SCOPES = {
-    "stage": "a count for each stage",
-    "layer": "a count for each layer",
-    "error": "counts by error, the default with images",
-}
 LAYERS_NAMED = 5  # number of layers with the largest errors that a verbose report names
 FOLDING_SENTENCE = (
     "Folding the kernels into plain convolutions keeps the outputs and these MACs, "
@@ -215,8 +210,8 @@ def _budget_sentence(report: ConversionReport) -> str:
     """Say how much of the budget is used."""
     budget = report.budget
     text = "Budget"
-    if budget.scope in BUDGET_SCOPES:
-        text += f" ({BUDGET_SCOPES[budget.scope]})"
+    if budget.scope == ERROR_SCOPE:
+        text += " (counts by error, the default with images)"
     if report.folded:
         text += " before folding"
     text += ": "

@@ -28,7 +28,7 @@ from .folders import IMAGE, convert, edit_tensors, inspect_folder, save
 
 
 @pytest.mark.parametrize(
-    "options", [{"tie": "none"}, {"interpolation": "gaussian", "size": (9, 11), "scope": "stage"}]
+    "options", [{"tie": "none"}, {"interpolation": "gaussian", "size": (9, 11)}]
 )
 def test_rows_have_the_statistics_of_the_model(tmp_path, options):
     model, plan = convert(**options)

@@ -353,7 +353,7 @@ REFUSED = {
     "another count": (dict, {"kernel_count": 6}, "5 in a kernel; omit kernel count"),
     "a budget and a scope": (
         dict,
-        {"budget": 90, "scope": "stage"},
+        {"budget": 90, "scope": "model"},
         "elements of its own | omit scope and budget",
     ),
     "an interpolation with sigma": (dict, GAUSSIAN, "has no SIG | bilinear, not gaussian"),

@@ -91,36 +91,23 @@ percentages = st.integers(1, 30_000).map(lambda hundredths: f"{hundredths / 100:
 @given(layers=drafts(), percent=percentages)
 def test_the_count_is_the_largest_within_the_budget(layers, percent):
     share = parse_percent(percent)
-    units = {
-        layer.stage: [other for other in layers if other.stage == layer.stage] for layer in layers
-    }
-    limits = {
-        name: math.floor(share * sum(layer.dense_weights for layer in unit))
-        for name, unit in units.items()
-    }
-    expected = {}
-    for name, unit in units.items():
-        free = (
-            None if all(layer.kernel_count for layer in unit) else largest_count(unit, limits[name])
-        )
-        expected |= {layer.name: layer.kernel_count or free for layer in unit}
-    if 0 in expected.values():
+    limit = math.floor(share * sum(layer.dense_weights for layer in layers))
+    free = [layer for layer in layers if not layer.kernel_count]
+    count = largest_count(layers, limit) if free else None
+    if count == 0:
         with pytest.raises(PlanError, match="no room for even one element"):
-            solve_counts(layers, "stage", share)
+            solve_counts(layers, share)
         return
-    solved, budget_units = solve_counts(layers, "stage", share)
+    solved, budget = solve_counts(layers, share)
     assert [layer.name for layer in solved] == [layer.name for layer in layers]
     counts = {layer.name: layer.kernel_count for layer in solved}
-    assert counts == expected
-    assert {unit.name: unit.limit for unit in budget_units} == limits
-    for unit in budget_units:
-        members = units[unit.name]
-        assert unit.used == parameters(members, counts)
-        free = [layer for layer in members if not layer.kernel_count]
-        if free == members:
-            assert unit.exact_count * parameters(members, dict.fromkeys(counts, 1)) == unit.limit
-        shown = {counts[layer.name] for layer in free or members}
-        assert {unit.kernel_count} == (shown if len(shown) == 1 else {None})
+    assert counts == {layer.name: layer.kernel_count or count for layer in layers}
+    assert budget.limit == limit
+    assert budget.used == parameters(layers, counts)
+    if free == layers:
+        assert budget.exact_count * parameters(layers, dict.fromkeys(counts, 1)) == limit
+    shown = {counts[layer.name] for layer in free or layers}
+    assert {budget.kernel_count} == (shown if len(shown) == 1 else {None})
 
 
 @many_examples
@@ -128,28 +115,15 @@ def test_the_count_is_the_largest_within_the_budget(layers, percent):
 def test_the_smallest_budget_that_an_error_names_suffices_and_less_does_not(layers, hundredths):
     share = hundredths * HUNDREDTH_OF_A_PERCENT
     try:
-        solve_counts(layers, "stage", share)
+        solve_counts(layers, share)
     except PlanError as error:
         named = parse_percent(
             re.search(r"the smallest sufficient budget is (\S+) %", str(error))[1]
         )
         assert named > share
-        assert min(layer.kernel_count for layer in solve_counts(layers, "stage", named)[0]) >= 1
+        assert min(layer.kernel_count for layer in solve_counts(layers, named)[0]) >= 1
         with pytest.raises(PlanError, match="no room for even one element"):
-            solve_counts(layers, "stage", named - HUNDREDTH_OF_A_PERCENT)
-
-
-def test_units_without_room_for_an_element_are_counted_in_one_line():
-    layers = [
-        draft(name, kernel_size=size)
-        for name, size in [("a", (1, 2)), ("b", (1, 1)), ("c", (3, 3))]
-    ]
-    message = (
-        "a budget of 100 % leaves no room for even one element per kernel in a and 1 more; "
-        "the smallest sufficient budget is 300 %"
-    )
-    with pytest.raises(PlanError, match=f"^{re.escape(message)}$"):
-        solve_counts(layers, "layer", Fraction(1))
+            solve_counts(layers, named - HUNDREDTH_OF_A_PERCENT)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +132,7 @@ def test_units_without_room_for_an_element_are_counted_in_one_line():
 )
 def test_a_budget_that_was_meant_as_a_share_is_written_in_percent(percent, hint):
     with pytest.raises(PlanError, match=hint):
-        solve_counts([draft("a", kernel_size=(1, 1))], "model", parse_percent(percent))
+        solve_counts([draft("a", kernel_size=(1, 1))], parse_percent(percent))
 
 
 # Percentages.
@@ -198,28 +172,21 @@ def test_anything_but_a_percentage_above_0_is_refused_in_one_line(text):
 
 
 @pytest.mark.parametrize(
-    ("model", "size", "options", "counts"),
+    ("model", "size", "options", "count"),
     [
-        ("convnext_tiny", 17, {"scope": "stage"}, [29, 29, 40, 29]),
-        (
-            "convnext_tiny",
-            17,
-            {"scope": "layer"},
-            [29, 29, 40, 29],
-        ),  # a tie group counts as one layer
-        ("convnext_tiny", 17, {"tie": "none"}, [16]),
-        ("convnext_tiny", 17, {"interpolation": "gaussian"}, [26]),
+        ("convnext_tiny", 17, {"tie": "none"}, 16),
+        ("convnext_tiny", 17, {"interpolation": "gaussian"}, 26),
         pytest.param(
-            "convnext_base", 17, {"interpolation": "gaussian"}, [34], marks=pytest.mark.slow
+            "convnext_base", 17, {"interpolation": "gaussian"}, 34, marks=pytest.mark.slow
         ),
-        ("resnet50", 7, {"tie": "none"}, [3]),
+        ("resnet50", 7, {"tie": "none"}, 3),
     ],
 )
-def test_counts_of_the_paper(model, size, options, counts):
+def test_counts_of_the_paper(model, size, options, count):
     plan = plan_conversion(convs_of(model), dilated_size=size, **options)
-    assert [unit.kernel_count for unit in plan.budget] == counts
-    assert {layer.kernel_count for layer in plan.layers} == set(counts)
-    assert sum(unit.used for unit in plan.budget) <= sum(unit.limit for unit in plan.budget)
+    (budget,) = plan.budget
+    assert {budget.kernel_count} == {layer.kernel_count for layer in plan.layers} == {count}
+    assert budget.used <= budget.limit
 
 
 @pytest.mark.parametrize(
@@ -240,9 +207,9 @@ def test_an_impossible_kernel_count_is_refused(count, message):
 @pytest.mark.parametrize("percent", ["600", "100000"])
 def test_a_solved_count_is_at_most_the_cells_of_the_smallest_window(percent):
     layers = [draft("a", dilated_size=(3, 5)), draft("b", dilated_size=(7, 7))]
-    solved, (unit,) = solve_counts(layers, "model", parse_percent(percent))
+    solved, budget = solve_counts(layers, parse_percent(percent))
     assert [layer.kernel_count for layer in solved] == [15, 15]
-    assert unit.kernel_count == 15
+    assert budget.kernel_count == 15
 
 
 def test_an_exact_count_applies_to_rules_that_leave_the_count_open():

@@ -19,12 +19,8 @@ from ..checkpoints.folders import value_paths
 from .nets import IMAGE, Net, plan_of
 
 PLANS = {
-    "gaussian, per stage, share": {
-        "interpolation": "gaussian",
-        "scope": "stage",
-        "budget": "233.333333",
-    },
-    "untied": {"tie": "none", "scope": "layer"},
+    "gaussian, share": {"interpolation": "gaussian", "budget": "233.333333"},
+    "untied": {"tie": "none"},
     "arguments": {"model": "timm:x", "model_args": {"size": (9, 14), "drop": 0.1, "act": None}},
 }
 
@@ -40,7 +36,7 @@ def test_a_plan_survives_json(name):
 
 
 def test_a_plan_prints_as_the_report_that_it_predicts():
-    plan = plan_of(Net(), scope="stage")
+    plan = plan_of(Net())
     text = str(plan)
     predicted = predict_report(plan)
     assert f"{predicted.params.before:,} → {predicted.params.after:,} parameters" in text
@@ -50,16 +46,14 @@ def test_a_plan_prints_as_the_report_that_it_predicts():
 
 def test_a_notebook_shows_the_counts_of_each_stage():
     odd = "<script>\x1b]0;x\x07"
-    plan = plan_of(Net(), scope="stage")
+    plan = plan_of(Net())
     page = replace(
         plan, model=odd, layers=(replace(plan.layers[0], stage=odd), *plan.layers[1:])
     )._repr_html_()
     assert all(character.isprintable() or character == "\n" for character in page)
     text = "".join(xml.etree.ElementTree.fromstring(page).itertext())
-    assert (
-        f"{sum(unit.used for unit in plan.budget):,} of {sum(unit.limit for unit in plan.budget):,}"
-        in text
-    )
+    (budget,) = plan.budget
+    assert f"{budget.used:,} of {budget.limit:,}" in text
     (row,) = [line.split() for line in text.splitlines() if line.split()[:1] == ["layer2"]]
     members = [layer for layer in plan.layers if layer.stage == "layer2"]
     assert (row[1], row[5]) == (
@@ -95,7 +89,7 @@ def test_arguments_that_json_cannot_hold_are_refused(value):
 
 # Damage.
 
-PLAN = plan_of(Net(), scope="stage", interpolation="gaussian", model="timm:x").to_dict()
+PLAN = plan_of(Net(), interpolation="gaussian", model="timm:x").to_dict()
 HAVE_DEFAULTS = {("format",), ("model_args",)}
 NEWER = "input_extent"  # of layers; older plans do not state it
 # A fraction may be written as a number, and a value that may be unknown may be null.

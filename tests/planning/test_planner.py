@@ -56,11 +56,8 @@ trees = st.lists(st.lists(blocks, min_size=1, max_size=3), min_size=1, max_size=
 @given(
     stages=trees,
     interpolation=st.sampled_from(["bilinear", "gaussian"]),
-    scope=st.sampled_from(["model", "layer"]),
 )
-def test_layers_are_tied_where_stage_and_shape_are_the_same_and_nowhere_else(
-    stages, interpolation, scope
-):
+def test_layers_are_tied_where_stage_and_shape_are_the_same_and_nowhere_else(stages, interpolation):
     """The tied parameter also has one name, on the lowest module that holds its layers."""
     model = on_meta(Tree, stages)
     plan = plan_of(
@@ -69,7 +66,6 @@ def test_layers_are_tied_where_stage_and_shape_are_the_same_and_nowhere_else(
         dilated_size=9,
         rules=EVERYTHING,
         interpolation=interpolation,
-        scope=scope,
         budget=1000,
     )
     layers = {layer.name: layer for layer in plan.layers}
@@ -187,7 +183,13 @@ def test_an_impossible_window_is_refused_with_windows_that_fit(conv, size, rule,
     ("name", "value"),
     [
         *(("dilated_size", size) for size in [0, 7.0, "7x7", "+0", "4", True, (), (7, 0)]),
-        *(("scope", "block"), ("tie", "all"), ("interpolation", "cubic")),
+        *(
+            ("scope", "block"),
+            ("scope", "stage"),
+            ("scope", "layer"),
+            ("tie", "all"),
+            ("interpolation", "cubic"),
+        ),
     ],
 )
 def test_an_impossible_option_is_refused(name, value):

@@ -37,7 +37,7 @@ def test_the_json_has_the_documented_keys_and_values():
 
 
 def test_layers_and_untouched_rest_sum_to_the_total():
-    report = predicted_report("convnext_tiny", dilated_size=17, scope="stage")
+    report = predicted_report("convnext_tiny", dilated_size=17)
     data = report.to_dict()
     stages = stage_rows(report.layers)
     for unit in ("params", "macs"):
