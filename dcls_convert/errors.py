@@ -16,7 +16,6 @@ class DclsConvertError(ValueError):
 
     def __init__(self, message: object = "") -> None:
         super().__init__(printable(message))
-        self.on_command_line = str(self)  # the message, as the command line words it
 
 
 class NothingMatchesError(DclsConvertError):
@@ -48,10 +47,14 @@ class OutputExistsError(CheckpointError):
     """The output exists already."""
 
     def __init__(self, path: object) -> None:
-        super().__init__(f"output {path} already exists; force=True replaces it")
-        self.on_command_line = printable(
-            f"output {path} already exists; --force replaces it, or name another"
-        )
+        super().__init__(f"output {path} already exists; name another, or replace it by force")
+
+
+def refuse(*conflicts: tuple[object, str]) -> None:
+    """Raise a DclsConvertError with the message of the first condition that is true."""
+    for condition, message in conflicts:
+        if condition:
+            raise DclsConvertError(message)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -67,7 +67,7 @@ def check_file(path: Path, what: str = "checkpoint") -> None:
                 raise CheckpointError(_with_prefix(what, message))
             problem = "there is no such file"
             if path.exists():
-                problem = "is not a file"
+                problem = "is not a file; name the file of the weights"
             elif path.is_symlink():
                 problem = "is a broken link"
             raise CheckpointError(_with_prefix(what, f"{path}: {problem}"))
@@ -81,10 +81,15 @@ def _with_prefix(what: str, message: str) -> str:
 
 
 def check_folder(path: Path) -> Path:
-    """Return the path if it is a folder, else raise CheckpointError."""
-    if not path.is_dir():
-        raise CheckpointError(f"{shortened(path, 200)}: is not a folder")
-    return path
+    """Return the path of a checkpoint if it is a folder, else raise CheckpointError."""
+    if path.is_dir():
+        return path
+    cure = "convert a model first, and name the folder that was written"
+    if path.is_file():
+        cure = (
+            "to store trained weights, load them into the folder's model, and call save_converted"
+        )
+    raise CheckpointError(f"{shortened(path, 200)}: is not a folder; {cure}")
 
 
 def check_images(folder: Path, what: str = "calibration images") -> None:

@@ -111,7 +111,9 @@ def command_line(model: str, values: Mapping[str, Any], command: str = "") -> st
         if value is None:
             continue
         words.append(option_name(name))
-        if isinstance(value, list | tuple):
+        if isinstance(value, Mapping):
+            words += [f"{key}={_literal(entry)}" for key, entry in value.items()]
+        elif isinstance(value, list | tuple):
             separator = "x"
             if name in SEPARATED_BY_COMMAS:
                 separator = ","
@@ -119,6 +121,13 @@ def command_line(model: str, values: Mapping[str, Any], command: str = "") -> st
         elif value is not True:
             words.append(_typed(value))
     return shlex.join(words)
+
+
+def _literal(value: Any) -> str:
+    """Return the text that is parsed into this value: Python, or a bare word."""
+    if isinstance(value, str) and value.isidentifier() and value not in ("None", "True", "False"):
+        return value
+    return repr(value)
 
 
 def _typed(value: Any) -> str:

@@ -61,13 +61,8 @@ KINDS = pytest.mark.parametrize("kind", [folder_writer, file_writer])
 def test_what_is_there_is_replaced_by_force_alone(tmp_path, kind):
     path = tmp_path / "deep" / "er" / "out"
     kind("old")(path)
-    with pytest.raises(
-        CheckpointError, match=r"out already exists; force=True replaces it$"
-    ) as refused:
+    with pytest.raises(CheckpointError, match="out already exists; name another, or replace it"):
         kind("new")(path)
-    assert refused.value.on_command_line.endswith(
-        "out already exists; --force replaces it, or name another"
-    )
     assert content(path) == "old"
     kind("new")(path, force=True)
     assert content(path) == "new"

@@ -34,7 +34,7 @@ PACKAGE = Path(dcls_convert.__file__).parent
 # exceptions: a record imports its view when it is shown, and every folder may import `__version__`
 # from the package.
 ORDER = (
-    *("text", "errors", "options", "geometry", "input_files", "picture_output"),
+    *("text", "errors", "arguments", "options", "geometry", "input_files", "picture_output"),
     *("records", "process_identity", "atomic_output", "tables", "progress"),
     *("eager", "depthwise", "layers", "networks", "planning", "reports"),
     *("image_files", "fitting", "conversion"),
@@ -219,7 +219,7 @@ def test_a_folder_has_a_docstring(name):
         ("verify nowhere", 2, "nowhere: is not a folder"),
         ("diff tests nowhere", 2, "nowhere: is not a folder"),
         ("sweep resnet18 --sizes 23..7", 2, "give 7..23"),
-        ("resnet18 --init fit", 2, "--init fit"),
+        ("resnet18 --init fit", 2, "init 'fit' needs trained weights"),
         ("resnet18 --output /tmp", 2, "output /tmp already exists"),
         ("resnet18 --checkpoint nowhere", 2, "nowhere: there is no such file"),
         ("resnet18 --pretrained --calibrate nowhere", 2, "nowhere: there is no such folder"),

@@ -86,8 +86,7 @@ class Checkpoint:
         if self.stored_source is None:
             raise CheckpointError(
                 f"{self.folder}: does not say how its model is built; "
-                "give the unconverted one as `model` (on the command line, fold and verify take "
-                "it: --model package.module:factory)"
+                "give the unconverted network as `model`"
             )
         if not trust_code:
             check_source(self.stored_source)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..arguments import check_argument
 from ..conversion.place import place_layers_without_values_
 from ..conversion.provenance import attach_provenance_
 from ..errors import CheckpointError, PlanError
@@ -42,6 +43,8 @@ def load_converted(
         CheckpointError: A file is missing or damaged, or belongs to another folder.
         ModelError: The folder's model is neither timm's nor torchvision's, or cannot be built.
     """
+    if model is not None:
+        check_argument("model", model, nn.Module)
     checkpoint = open_checkpoint(folder)
     return load_checkpoint(checkpoint, model=model, trust_code=trust_code).to(device)
 

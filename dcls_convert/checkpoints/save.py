@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .. import __version__
+from ..arguments import check_argument
 from ..atomic_output import check_output, new_folder
 from ..conversion.in_memory import convert_
 from ..conversion.place import timm_model_args
@@ -91,6 +92,9 @@ def save_converted(
         CheckpointError: The model no longer fits its plan, a value is not finite, or the folder
             cannot be written. An existing folder is then unchanged.
     """
+    check_argument("model", model, nn.Module)
+    if not isinstance(plan, str | Path):
+        check_argument("plan", plan, ConversionPlan)
     folder = Path(folder)
     provenance = provenance_of(model)
     if not isinstance(plan, ConversionPlan):
@@ -145,6 +149,7 @@ def convert_and_save_(
     Raises:
         DclsConvertError: As for `convert_` and `save_converted`.
     """
+    check_argument("model", model, nn.Module)
     folder = Path(folder)
     check_output(folder, force=force, reason_to_keep=reason_not_a_checkpoint)
     report = convert_(model, **options)

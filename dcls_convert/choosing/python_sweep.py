@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from ..arguments import check_argument
 from ..conversion.loaded import LoadedNetwork
 from ..conversion.request import ConversionRequest
 from ..errors import PlanError
-from ..networks.find_convs import check_module
 from ..options import (
     AUTO,
     MAX_ADDED_COST_PERCENT,
@@ -72,7 +72,7 @@ def sweep(
         raise PlanError("counts and budgets exclude each other")
     if isinstance(sizes, str | int):
         raise PlanError(f"sizes={sizes!r} must be a list, such as [5, 7, 9]")
-    check_module(model)
+    check_argument("model", model, nn.Module)
     request = ConversionRequest(
         model=model,
         options=PlanOptions(rules=rules, tie=tie, interpolation=interpolation, strict=strict),

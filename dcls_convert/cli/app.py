@@ -3,7 +3,6 @@
 An error is reported in one line. Importing this module imports no torch.
 """
 
-import inspect
 import os
 import signal
 import sys
@@ -16,6 +15,7 @@ from .. import __version__
 from ..errors import DclsConvertError, is_out_of_memory
 from ..text import one_line, shortened
 from . import console
+from .commands import Command, Commands
 from .compare import compare
 from .convert import convert
 from .diff import diff
@@ -24,16 +24,15 @@ from .inspect import inspect as inspect_checkpoint
 from .models import models
 from .rules import rules_app
 from .sweep import sweep
-from .typer_commands import Command, CommandGroup
 from .verify import verify
 
 EXIT_BUG = 1
 EXIT_MISTAKE = 2
-EXIT_INTERRUPTED = 130
+EXIT_INTERRUPTED = 130  # by Ctrl-C; by another signal, 128 and its number, as shells say
 EXIT_CODES = (
     "Exit codes: 0 done; 1 a bug, or stdout could not be written; "
     "2 a mistake in the input, or no disk space or memory left; "
-    "3 nothing in the model matches the rules; 130 interrupted."
+    "3 nothing in the model matches the rules; 130 interrupted, 143 terminated."
 )
 # Dependencies that some users install by hand; they may be missing.
 NETWORK_LIBRARIES = ("torch", "torchvision", "timm")
@@ -71,7 +70,7 @@ def _should_add_completion_options() -> bool:
 app = typer.Typer(
     name="dcls-convert",
     add_completion=_should_add_completion_options(),
-    cls=CommandGroup,
+    cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="rich",
     epilog=EXIT_CODES,
@@ -94,7 +93,10 @@ def _main(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version.",
         ),
     ] = False,
 ) -> None:
@@ -121,16 +123,7 @@ def _add_commands() -> None:
         epilog = "Examples:"
         for arguments in examples:
             epilog += f"\n\n{program} {arguments}"
-        app.command(cls=Command, help=_help_text(command), epilog=epilog)(command)
-
-
-def _help_text(command: Any) -> str:
-    """Return a command's docstring with each paragraph on one line.
-
-    typer would print the line breaks of the source.
-    """
-    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
-    return "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
+        app.command(cls=Command, epilog=epilog)(command)
 
 
 _add_commands()
@@ -153,13 +146,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         interrupted = True
     if interrupted:
-        code = EXIT_INTERRUPTED
+        code = 128 + console.interrupts[0] if console.interrupts else EXIT_INTERRUPTED
         line = "interrupted"
     # Only the last line is left to print; a signal must not interrupt that.
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if line:
         console.message(f"error: {line}", style="red")
+        if "--json" in arguments:
+            console.show_error(line, code)
     console.finish()
     sys.exit(code)
 
@@ -174,7 +169,7 @@ def _run(arguments: list[str]) -> tuple[int, str | None]:
     except typer.TyperException as error:
         return EXIT_MISTAKE, _parser_message(error)
     except DclsConvertError as error:
-        return error.exit_code, error.on_command_line
+        return error.exit_code, str(error)
     except OSError as error:  # full disk, missing permission, invalid file name
         reason = error.strerror or one_line(error)
         if error.filename:

@@ -3,7 +3,9 @@
 Control characters in data are escaped.
 """
 
+import codecs
 import contextlib
+import json
 import logging
 import os
 import sys
@@ -23,6 +25,10 @@ LOG_VARIABLE = "DCLS_CONVERT_LOG"
 EXIT_UNPRINTED = 1  # stdout is closed or full
 WIDTH_IN_A_FILE = 160  # columns of wide tables; most rows then fit on one line
 interrupts: list[int] = []  # numbers of the signals received
+# Bytes of a file's name that are not UTF-8, as Python reads them (PEP 383).
+NOT_UTF8 = "".join(map(chr, range(0xDC80, 0xDD00)))
+REPLACE_OR_RESTORE = "dcls_convert.replace_or_restore"  # name of an error handler
+wrote_results = False  # whether stdout has got anything
 
 
 class OutputError(DclsConvertError):
@@ -32,17 +38,31 @@ class OutputError(DclsConvertError):
 
 
 def set_up() -> None:
-    """Make stdout and stderr replace characters that their encoding lacks (cp1252 has no arrow).
+    """Make stdout and stderr take any text, whatever their encoding; see `_replace_or_restore`.
 
     A width of 0 in COLUMNS is removed.
     """
+    global wrote_results
+    wrote_results = False
+    codecs.register_error(REPLACE_OR_RESTORE, _replace_or_restore)
     columns = os.environ.get("COLUMNS", "80")
     if not columns.strip("0"):
         # Terminals that do not know their width report 0; rich would print nothing.
         del os.environ["COLUMNS"]
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors=REPLACE_OR_RESTORE)
+
+
+def _replace_or_restore(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Encode one character that an encoding lacks: bytes that are not UTF-8 as they were read,
+    any other as a question mark (cp1252 has no arrow).
+    """
+    assert isinstance(error, UnicodeEncodeError)
+    character = error.object[error.start]
+    if character in NOT_UTF8:
+        return os.fsencode(character), error.start + 1
+    return "?", error.start + 1
 
 
 class _MessageHandler(logging.Handler):
@@ -79,6 +99,19 @@ def write(text: str) -> None:
     """Print a text, which may have several lines, to stdout as it is."""
     with _results() as stdout:
         stdout.write(printable(text, keep="\n\t"))
+
+
+def show_path(path: object) -> None:
+    """Print a path, so that a script can use it: bytes that are not UTF-8 stay as they are."""
+    with _results() as stdout:
+        stdout.write(printable(path, keep=NOT_UTF8) + "\n")
+
+
+def show_error(line: str, exit_code: int) -> None:
+    """Print an error as a JSON object, unless there are results on stdout."""
+    if not wrote_results:
+        with contextlib.suppress(OutputError, typer.Exit):
+            write(json.dumps({"error": line, "exit_code": exit_code}) + "\n")
 
 
 def message(text: str, style: str = "") -> None:
@@ -168,9 +201,11 @@ def _results() -> Iterator[TextIO]:
         OutputError: stdout is closed or cannot be written to.
         typer.Exit: The reader of stdout has gone.
     """
+    global wrote_results
     if sys.stdout is None:
         raise OutputError("the results cannot be printed: stdout is closed")
     try:
+        wrote_results = True
         yield sys.stdout
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough, as in `| head`

@@ -2,153 +2,216 @@
 
 import shlex
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import typer
+
 from ..atomic_output import check_output
-from ..input_files import check_folder
-from ..options import (
-    ERROR_SCOPE,
-    WHAT_TO_CONVERT,
-    AuthorsVersion,
-    Init,
-    PlanOptions,
-    Positions,
-    command_line,
-)
+from ..conversion.request import ConversionRequest
+from ..errors import refuse
+from ..geometry import size_text
+from ..options import AUTO, DEFAULT_BUDGET, ERROR_SCOPE, PlanOptions, command_line
 from ..picture_output import FIGURE_LIBRARY, PAGE_LIBRARY, check_installed
 from ..progress import ignore_messages
 from ..text import printable
 from . import console
-from .completion import complete_files
-from .network_options import NetworkOptions, changed_options, expand_options, refuse
-from .output_name import (
-    check_output_named_by_options,
-    check_output_named_by_plan,
-    default_output,
-    measures_kernels,
-    reason_to_keep_output,
+from .options import (
+    OUTPUT,
+    AuthorsVersionOption,
+    Budget,
+    Calibrate,
+    Device,
+    DilatedSize,
+    Force,
+    Images,
+    InChans,
+    InitOption,
+    InputSize,
+    Interpolation,
+    Json,
+    KernelCount,
+    Mean,
+    Model,
+    ModelKwargs,
+    NumClasses,
+    Plan,
+    PositionsOption,
+    Pretrained,
+    Quiet,
+    Rules,
+    ScopeOption,
+    Seed,
+    Std,
+    Strict,
+    TieOption,
+    Weights,
 )
-from .shared_options import Force, Json, Quiet
-from .typer_options import MAX_SEED, OUTPUT, WHERE, choice, number, option
+from .parsing import parse_keywords
 
 if TYPE_CHECKING:
     from ..conversion.conversion import Conversion
     from ..conversion.loaded import LoadedNetwork
     from ..conversion.resolved import ResolvedRequest
 
-PLAN_HELP = "Apply the plan of a checkpoint to other weights of the same model."
-INIT_HELP = (
-    "random; fit: closest to the old kernels; largest: at their largest cells; "
-    "exact: at all cells, for the same outputs at more parameters; "
-    "auto: fit for trained weights, else random."
-)
-POSITIONS_HELP = (
-    "Random positions: normal, N(0, 0.5 cells); kernel and uniform, "
-    "spread over the old kernel or the window."
-)
-HTML_HELP = (
-    "Add a page of pictures to the checkpoint, and positions to its model card (extra plot)."
-)
-# Options that change the MACs and that `sweep` has too.
-DECIDE_MACS = ("num_classes", "in_chans", "rules", "input_size")
-VERSION = choice(
-    AuthorsVersion,
-    WHERE,
-    "Version of the authors' layers in a checkpoint of theirs without SIG.",
-    show_default="v0, as released",
-)
-CONVERTED_OUTPUT = option(
-    OUTPUT,
-    "Checkpoint to write.",
-    "--output",
-    "-o",
-    metavar="FOLDER",
-    show_default="./MODEL-dclsSIZE[-INIT]",
-)
-DEVICE = option(
-    WHERE, "Fit and compare on this device, such as cuda.", metavar="NAME", show_default="cpu"
-)
-VERBOSE = option(
-    OUTPUT, "Report every layer and why; -vv: name all others.", "--verbose", "-v", count=True
-)
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FOLDER",
+        help="Checkpoint to write (default: ./MODEL-dclsSIZE, and -START unless it is random).",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Html = Annotated[
+    bool,
+    typer.Option(
+        "--html",
+        help="Add a page of pictures to the checkpoint, and positions to its model card "
+        "(extra plot).",
+        rich_help_panel=OUTPUT,
+    ),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Report only: no weights, no download.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Verbose = Annotated[
+    int,
+    typer.Option(
+        "--verbose",
+        "-v",
+        count=True,
+        show_default=False,
+        help="Report every layer and why; -vv: name all others.",
+        rich_help_panel=OUTPUT,
+    ),
+]
 
 
-@expand_options
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """What is written, and what is printed."""
+
+    output: Path | None  # None for the default name
+    html: bool
+    force: bool
+    dry_run: bool
+    json: bool
+    verbose: int
+    quiet: bool
+
+
 def convert(
-    network_options: NetworkOptions,
-    plan: Annotated[
-        Path | None,
-        option(WHAT_TO_CONVERT, PLAN_HELP, metavar="FOLDER", autocompletion=complete_files),
-    ] = None,
-    init: Annotated[Init, choice(Init, WHERE, INIT_HELP)] = "auto",
-    positions: Annotated[Positions, choice(Positions, WHERE, POSITIONS_HELP)] = "normal",
-    authors_version: Annotated[AuthorsVersion | None, VERSION] = None,
-    device: Annotated[str | None, DEVICE] = None,
-    seed: Annotated[
-        int, number(int, 0, MAX_SEED, WHERE, "Seed of all random values.", metavar="N")
-    ] = 0,
-    output: Annotated[Path | None, CONVERTED_OUTPUT] = None,
-    html: Annotated[bool, option(OUTPUT, HTML_HELP, "--html")] = False,
+    model: Model,
+    pretrained: Pretrained = False,
+    checkpoint: Weights = None,
+    num_classes: NumClasses = None,
+    in_chans: InChans = None,
+    model_kwargs: ModelKwargs = None,
+    rules: Rules = AUTO,
+    strict: Strict = False,
+    plan: Plan = None,
+    dilated_size: DilatedSize = AUTO,
+    kernel_count: KernelCount = AUTO,
+    scope: ScopeOption = "auto",
+    tie: TieOption = "stage",
+    budget: Budget = DEFAULT_BUDGET,
+    interpolation: Interpolation = None,
+    calibrate: Calibrate = None,
+    images: Images = None,
+    mean: Mean = None,
+    std: Std = None,
+    init: InitOption = "auto",
+    positions: PositionsOption = "normal",
+    authors_version: AuthorsVersionOption = None,
+    device: Device = None,
+    seed: Seed = 0,
+    input_size: InputSize = None,
+    output: Output = None,
+    html: Html = False,
     force: Force = False,
-    dry_run: Annotated[
-        bool, option(OUTPUT, "Report only: no weights, no download.", "--dry-run")
-    ] = False,
+    dry_run: DryRun = False,
     json_: Json = False,
-    verbose: Annotated[int, VERBOSE] = 0,
+    verbose: Verbose = 0,
     quiet: Quiet = False,
 ) -> None:
     """Replace a model's convolutions, report, and write a checkpoint."""
-    no_effect_in_dry_run = {
-        "--force": force,
-        "--output": output,
-        "--html": html,
-        "--calibrate": network_options.calibrate,
-    }
-    for name, value in no_effect_in_dry_run.items():
-        refuse((dry_run and value, f"{name} has no effect with --dry-run"))
-    has_planning_options = (
-        network_options.options != PlanOptions() or network_options.input_size is not None
-    )
-    refuse(
-        (quiet and verbose > 0, "--quiet and --verbose exclude each other"),
-        (
-            json_ and verbose > 0,
-            "--json and --verbose exclude each other; the JSON has every layer",
+    request = ConversionRequest(
+        model=model,
+        model_kwargs=parse_keywords(model_kwargs),
+        num_classes=num_classes,
+        in_chans=in_chans,
+        pretrained=pretrained,
+        weights=checkpoint,
+        options=PlanOptions(
+            dilated_size=dilated_size,
+            kernel_count=kernel_count,
+            rules=rules,
+            scope=scope,
+            tie=tie,
+            budget=budget,
+            interpolation=interpolation,
+            strict=strict,
         ),
-        (quiet and dry_run and not json_, "--quiet with --dry-run would print nothing"),
-        (
-            plan is not None and has_planning_options,
-            "--plan applies a plan unchanged; omit the planning options",
-        ),
-        (
-            dry_run and network_options.options.scope == ERROR_SCOPE and network_options.trained,
-            "--scope error measures what kernels lose; --dry-run reads none",
-        ),
-    )
-    if html:
-        check_installed("--html", FIGURE_LIBRARY, PAGE_LIBRARY)
-    request = network_options.request(
+        input_size=input_size,
         init=init,
         positions=positions,
+        calibration=calibrate,
+        most_images=images,
+        mean=mean,
+        std=std,
         authors_version=authors_version,
-        device=device,
         seed=seed,
         plan=plan,
+        command=printable(shlex.join(["dcls-convert", *sys.argv[1:]])),
         offline=dry_run,
+        device=device,
     )
-    command = shlex.join(["dcls-convert", *sys.argv[1:]])
-    request = replace(request, command=printable(command))
-    # Refuse an existing output as soon as its name is known: here if it is given or follows from
-    # the options, after a cheap plan if planning is slow, and in any case before writing.
-    if output is not None:
-        check_output(output, force=force, reason_to_keep=reason_to_keep_output)
-    elif plan is None and not dry_run:
-        check_output_named_by_options(request, force=force)
-    if plan is not None:
-        check_folder(plan)
-    with console.steps(network_options.model, "planning", quiet=quiet) as notify:
+    result = Result(
+        output=output,
+        html=html,
+        force=force,
+        dry_run=dry_run,
+        json=json_,
+        verbose=verbose,
+        quiet=quiet,
+    )
+    _refuse_conflicts(result)
+    _run(request, result)
+
+
+def _refuse_conflicts(result: Result) -> None:
+    """Refuse options that have no effect together; the request has refused those of its own."""
+    without_effect = {"--force": result.force, "--output": result.output, "--html": result.html}
+    for name, value in without_effect.items():
+        refuse((result.dry_run and value, f"{name} has no effect with --dry-run"))
+    refuse(
+        (result.quiet and result.verbose, "--quiet and --verbose exclude each other"),
+        (
+            result.json and result.verbose,
+            "--json and --verbose exclude each other; the JSON has every layer",
+        ),
+        (
+            result.quiet and result.dry_run and not result.json,
+            "--quiet with --dry-run would print nothing",
+        ),
+    )
+    if result.html:
+        check_installed("--html", FIGURE_LIBRARY, PAGE_LIBRARY)
+
+
+def _run(request: ConversionRequest, result: Result) -> None:
+    """Convert, write the checkpoint, and print the report."""
+    if result.output is not None:
+        check_output(result.output, force=result.force, reason_to_keep=_reason_to_keep)
+    with console.steps(request.model, "planning", quiet=result.quiet) as notify:
         from ..conversion.loaded import LoadedNetwork
         from ..networks.running import check_device
         from ..reports.predict import predict_report
@@ -156,52 +219,91 @@ def convert(
         from ..views.next_steps import next_steps
         from ..views.report import report_view
 
-        if device is not None:
-            request = replace(request, device=str(check_device(device)))
-        note = ignore_messages if quiet else console.note
+        if request.device is not None:
+            request = replace(request, device=str(check_device(request.device)))
+        note = ignore_messages if result.quiet else console.note
         loaded = LoadedNetwork(request, notify=notify, note=note)
-        if output is None and plan is None and not dry_run and measures_kernels(request):
-            check_output_named_by_plan(loaded, force=force)
-        resolved = _resolve(loaded, plan)
+        if not result.dry_run and result.output is None:
+            _check_default_output_before_measuring(loaded, force=result.force)
+        resolved = _resolve(loaded)
         report = predict_report(resolved.plan)
         steps = []
-        if not dry_run:
-            if output is None:
-                output = default_output(loaded, resolved)
-            conversion = _convert_and_save(loaded, resolved, output, force=force, html=html)
+        if not result.dry_run:
+            output = result.output or _default_output(loaded, resolved)
+            conversion = _convert_and_save(loaded, resolved, output, result)
             report = replace(conversion.report, output=str(output))
             steps = next_steps(resolved, conversion, output)
-    if json_:
+    if result.json:
         console.write(report.to_json())
-    elif quiet:
-        console.show(str(output))
+    elif result.quiet:
+        console.show_path(output)
     else:
-        advice = replace(
-            ON_COMMAND_LINE, cheaper_sizes=f"cheaper sizes: {_sweep_command(network_options)}"
-        )
+        advice = replace(ON_COMMAND_LINE, cheaper_sizes=_sweep_command(request))
         report = replace(report, outcome=None)  # shown by `next_steps`, with the checkpoint
-        console.show(report_view(report, verbose=verbose, advice=advice), *steps)
+        console.show(report_view(report, verbose=result.verbose, advice=advice), *steps)
 
 
-def _sweep_command(network_options: NetworkOptions) -> str:
-    """Return the `sweep` command that shows the costs of other sizes."""
-    changed = changed_options(network_options) | changed_options(network_options.options)
-    values = {name: value for name, value in changed.items() if name in DECIDE_MACS}
-    return command_line(network_options.model, values, command="sweep")
-
-
-def _resolve(loaded: "LoadedNetwork", plan: Path | None) -> "ResolvedRequest":
-    """Resolve the request, with the plan of the checkpoint `plan` if it is given."""
+def _resolve(loaded: "LoadedNetwork") -> "ResolvedRequest":
+    """Resolve the request, with the plan of another checkpoint if it names one."""
     from ..checkpoints.folder import read_plan
     from ..conversion.resolved import resolve, resolve_with_plan
 
-    if plan is None:
+    if loaded.request.plan is None:
         return resolve(loaded)
-    return resolve_with_plan(loaded, read_plan(plan))
+    return resolve_with_plan(loaded, read_plan(loaded.request.plan))
+
+
+def _check_default_output_before_measuring(loaded: "LoadedNetwork", *, force: bool) -> None:
+    """Refuse an existing default output before kernels are measured, which may take minutes.
+
+    Windows, and so the name of the output, do not depend on what is measured.
+    """
+    from ..conversion.resolved import resolve
+
+    request = loaded.request
+    if request.calibration is None and request.options.scope != ERROR_SCOPE:
+        return
+    resolved = resolve(loaded, replace(request.options, scope="model"))
+    output = _default_output(loaded, resolved)
+    check_output(output, force=force, reason_to_keep=_reason_to_keep)
+
+
+def _default_output(loaded: "LoadedNetwork", resolved: "ResolvedRequest") -> Path:
+    """Return the default output folder: the model's name, the window's size and the start.
+
+    Examples are convnext_tiny-dcls17 and -dcls17x9; efficientnet_b0-dcls-plus2 if kernels of
+    several sizes grow by the same number of cells; -dcls if windows differ in another way;
+    -dcls17-fit if elements do not start at random, and -dcls17-calibrated after a calibration.
+    """
+    plan = resolved.plan
+    sizes = {layer.dilated_size for layer in plan.layers if not layer.dense_axes}
+    if not sizes:
+        sizes = {plan.layers[0].dilated_size}
+    size = ""
+    if plan.growth_of_mixed_kernels is not None:
+        size = f"-plus{plan.growth_of_mixed_kernels}"
+    elif len(sizes) == 1:
+        (sides,) = sizes
+        size = str(sides[0]) if len(set(sides)) == 1 else size_text(sides)
+    start = ""
+    if loaded.request.calibration is not None:
+        start = "-calibrated"
+    elif resolved.authors_weights is None and resolved.start != "random":
+        start = f"-{resolved.start}"
+    assert loaded.source is not None
+    _, _, name = loaded.source.name.rpartition(":")  # without the registry
+    return Path(f"{Path(name).name}-dcls{size}{start}")
+
+
+def _reason_to_keep(path: Path) -> str | None:
+    """Say why a checkpoint must not replace this path; None if it may."""
+    from ..checkpoints.folder import reason_not_a_checkpoint  # imports torch
+
+    return reason_not_a_checkpoint(path)
 
 
 def _convert_and_save(
-    loaded: "LoadedNetwork", resolved: "ResolvedRequest", output: Path, *, force: bool, html: bool
+    loaded: "LoadedNetwork", resolved: "ResolvedRequest", output: Path, result: Result
 ) -> "Conversion":
     """Convert the network and write the checkpoint."""
     from ..checkpoints.save import save_converted
@@ -209,18 +311,30 @@ def _convert_and_save(
     from ..networks.copying import copy_network
     from ..views.plot import picture_files
 
-    check_output(output, force=force, reason_to_keep=reason_to_keep_output)
+    check_output(output, force=result.force, reason_to_keep=_reason_to_keep)
     conversion = convert_network_(loaded, resolved)
     loaded.notify(f"writing {output}")
     model = conversion.model.eval().cpu()
-    pictures = picture_files(model, resolved.plan, output) if html else None
+    pictures = picture_files(model, resolved.plan, output) if result.html else None
     save_converted(
         model,
         resolved.plan,
         output,
         report=conversion.report,
-        force=force,
+        force=result.force,
         pictures=pictures,
         meta=copy_network(loaded.structure),
     )
     return conversion
+
+
+def _sweep_command(request: ConversionRequest) -> str:
+    """Return the `sweep` command that shows the costs of other sizes."""
+    decide_macs = {
+        "num_classes": request.num_classes,
+        "in_chans": request.in_chans,
+        "model_kwargs": request.model_kwargs,
+        "rules": None if request.options.rules == AUTO else request.options.rules,
+        "input_size": request.input_size,
+    }
+    return f"cheaper sizes: {command_line(str(request.model), decide_macs, command='sweep')}"

@@ -6,18 +6,42 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from ..input_files import check_folder
 from ..text import count_text, shortened
 from . import console
-from .shared_options import CheckpointFolder, Json
-from .typer_options import checkpoint_argument
+from .completion import complete_files
+from .options import OUTPUT, Checkpoint, Json
 
 if TYPE_CHECKING:
     from ..planning.plan import ConversionPlan, PlanDifference
 
+EXIT_DIFFERENT = 1  # with --exit-code, as git and diff say it
+OtherCheckpoint = Annotated[
+    Path,
+    typer.Argument(
+        metavar="OTHER",
+        help="Another such folder.",
+        callback=check_folder,
+        autocompletion=complete_files,
+        show_default=False,
+    ),
+]
+ExitCode = Annotated[
+    bool,
+    typer.Option(
+        "--exit-code",
+        help=f"Exit with {EXIT_DIFFERENT} if plans or weights differ.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+
 
 def diff(
-    checkpoint: CheckpointFolder,
-    other: Annotated[Path, checkpoint_argument("OTHER", "Another such folder.")],
+    checkpoint: Checkpoint,
+    other: OtherCheckpoint,
+    exit_code: ExitCode = False,
     json_: Json = False,
 ) -> None:
     """Show what differs between two checkpoints: plans, layer by layer, and whether weights do."""
@@ -40,12 +64,14 @@ def diff(
             "equal_weights": equal_weights,
         }
         console.write(write_json(data))
-        return
-    lines = [_line(difference) for difference in differences]
-    if not lines:
-        lines = ["plans: the same"]
-    weights = "the same" if equal_weights else "different"
-    console.show(*lines, f"weights: {weights}")
+    else:
+        lines = [_line(difference) for difference in differences]
+        if not lines:
+            lines = ["plans: the same"]
+        weights = "the same" if equal_weights else "different"
+        console.show(*lines, f"weights: {weights}")
+    if exit_code and (differences or not equal_weights):
+        raise typer.Exit(EXIT_DIFFERENT)
 
 
 def _differences(first: "ConversionPlan", second: "ConversionPlan") -> "list[PlanDifference]":

@@ -4,12 +4,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import typer
+
 from ..export.formats import EXPORT_FORMATS
 from ..options import DEFAULT_OPSET, OPSETS
 from ..text import count_text
 from . import console
-from .shared_options import UNCONVERTED_HELP, CheckpointFolder, Force, Json, Quiet, TrustCode
-from .typer_options import OUTPUT, choice, number, option
+from .options import OUTPUT, Checkpoint, Force, Json, Quiet, TrustCode, Unconverted
 
 if TYPE_CHECKING:
     from ..export.folded_model import ExportReport
@@ -33,32 +34,37 @@ def _default_outputs() -> str:
     return f"{', '.join(others)} or {last}"
 
 
-OPSET_HELP = f"Opset of the ONNX model, from {OPSETS[0]} to {OPSETS[-1]}."
-OPSET = number(
-    int,
-    OPSETS[0],
-    OPSETS[-1],
-    OUTPUT,
-    OPSET_HELP,
-    metavar="N",
-    show_default=str(DEFAULT_OPSET),
-)
-FOLDED_OUTPUT = option(
-    OUTPUT,
-    "Folder or file to write.",
-    "--output",
-    "-o",
-    metavar="PATH",
-    show_default=_default_outputs(),
-)
+Format = Annotated[
+    FormatName,
+    typer.Option(metavar="|".join(EXPORT_FORMATS), help=_format_help(), rich_help_panel=OUTPUT),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="PATH",
+        help=f"Folder or file to write (default: {_default_outputs()}).",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Opset = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help=f"Opset of the ONNX model, from {OPSETS[0]} to {OPSETS[-1]} "
+        f"(default: {DEFAULT_OPSET}).",
+        rich_help_panel=OUTPUT,
+    ),
+]
 
 
 def fold(
-    checkpoint: CheckpointFolder,
-    format: Annotated[FormatName, choice(FormatName, OUTPUT, _format_help())] = "timm",
-    output: Annotated[Path | None, FOLDED_OUTPUT] = None,
-    opset: Annotated[int | None, OPSET] = None,
-    model: Annotated[str | None, option(OUTPUT, UNCONVERTED_HELP, metavar="MODEL")] = None,
+    checkpoint: Checkpoint,
+    format: Format = "timm",
+    output: Output = None,
+    opset: Opset = None,
+    model: Unconverted = None,
     force: Force = False,
     trust_code: TrustCode = False,
     json_: Json = False,
@@ -85,7 +91,7 @@ def fold(
     if json_:
         console.write(write_json(asdict(report)))
     elif quiet:
-        console.show(report.output)
+        console.show_path(report.output)
     else:
         console.show(*_lines(report))
 

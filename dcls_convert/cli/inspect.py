@@ -1,41 +1,74 @@
 """`dcls-convert inspect`: where a checkpoint's elements are."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
+
+import typer
 
 from ..atomic_output import check_output, new_file, reason_not_a_file
+from ..errors import refuse
 from ..input_files import check_file
 from ..options import FigureName
 from ..picture_output import PAGE_LIBRARY, check_installed, check_picture
 from . import console
-from .network_options import refuse
-from .shared_options import CheckpointFolder, Force, Json, Quiet, TrustCode
-from .typer_options import OUTPUT, choice, option
+from .options import OUTPUT, Checkpoint, Force, Json, Quiet, TrustCode
 
 if TYPE_CHECKING:
     from ..views.pictures import Pictures
 
 PICTURES = "Pictures"  # a group of options in --help
-PAGE_HELP = "Write a page of pictures: positions, distances, kernels (extra plot)."
-PICTURE_HELP = "Draw one figure into a .png, .svg or .pdf (extra plot)."
-FIGURE_HELP = "Which figure --picture draws."
-HISTORY_HELP = "Record that a PositionTracker wrote in training: printed, and drawn by --html."
+
+PlanAsJson = Annotated[
+    bool,
+    typer.Option(
+        "--plan",
+        help="Print the checkpoint's plan as JSON instead.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Page = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Write a page of pictures: positions, distances, kernels (extra plot).",
+        rich_help_panel=PICTURES,
+    ),
+]
+Picture = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Draw one figure into a .png, .svg or .pdf (extra plot).",
+        rich_help_panel=PICTURES,
+    ),
+]
+Figure = Annotated[
+    FigureName | None,
+    typer.Option(
+        metavar="NAME",
+        help=f"Which figure --picture draws: {', '.join(get_args(FigureName))} "
+        "(default: positions).",
+        rich_help_panel=PICTURES,
+    ),
+]
+History = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="positions.jsonl",
+        help="Record that a PositionTracker wrote in training: printed, and drawn by --html.",
+        rich_help_panel=PICTURES,
+    ),
+]
 
 
 def inspect(
-    checkpoint: CheckpointFolder,
+    checkpoint: Checkpoint,
     json_: Json = False,
-    plan: Annotated[
-        bool, option(OUTPUT, "Print the checkpoint's plan as JSON instead.", "--plan")
-    ] = False,
-    html: Annotated[Path | None, option(PICTURES, PAGE_HELP, metavar="FILE")] = None,
-    picture: Annotated[Path | None, option(PICTURES, PICTURE_HELP, metavar="FILE")] = None,
-    figure: Annotated[
-        FigureName | None, choice(FigureName, PICTURES, FIGURE_HELP, show_default="positions")
-    ] = None,
-    history: Annotated[
-        Path | None, option(PICTURES, HISTORY_HELP, metavar="positions.jsonl")
-    ] = None,
+    plan: PlanAsJson = False,
+    html: Page = None,
+    picture: Picture = None,
+    figure: Figure = None,
+    history: History = None,
     force: Force = False,
     quiet: Quiet = False,
     trust_code: TrustCode = False,
@@ -82,7 +115,8 @@ def inspect(
         else:
             inspection = inspect_checkpoint(opened)
     if quiet:
-        console.show(*map(str, outputs))
+        for path in outputs:
+            console.show_path(path)
     elif json_:
         console.write(inspection.to_json())
     else:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_args
 
 from ..conversion.request import ConversionRequest
 from ..errors import DclsConvertError
+from ..errors import refuse as refuse
 from ..input_files import check_file, check_images
 from ..options import (
     AUTO,
@@ -240,10 +241,3 @@ def _plan_options(values: Mapping[str, Any]) -> PlanOptions:
 
         options = replace(options, rules=load_rules(values["rules"]))
     return options
-
-
-def refuse(*conflicts: tuple[object, str]) -> None:
-    """Raise a DclsConvertError with the message of the first condition that is true."""
-    for condition, message in conflicts:
-        if condition:
-            raise DclsConvertError(message)

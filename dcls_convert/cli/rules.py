@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,33 +10,50 @@ from ..input_files import builtin_rules
 from ..options import PlanOptions
 from ..text import count_text
 from . import console
+from .commands import Command, Commands
 from .completion import complete_models, complete_rules
-from .typer_commands import Command, CommandGroup
-from .typer_options import argument
+from .options import Json
 
 if TYPE_CHECKING:
     from ..planning.rules import RuleSet
 
-CLAIMS_HELP = "Also check that every rule claims something in this model."
-
+RulesArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME|FILE",
+        help="A built-in set, or a file.",
+        autocompletion=complete_rules,
+        show_default=False,
+    ),
+]
+ModelToCheck = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        help="Also check that every rule claims something in this model.",
+        autocompletion=complete_models,
+    ),
+]
 
 rules_app = typer.Typer(
-    cls=CommandGroup, help="Show and check rule files, which say what is replaced, and how."
+    cls=Commands, help="Show and check rule files, which say what is replaced, and how."
 )
 
 
 @rules_app.command("list", cls=Command)
-def rules_list() -> None:
+def rules_list(json_: Json = False) -> None:
     """List the built-in rule sets."""
     from ..planning.rule_files import load_rules
 
-    console.show(*[f"{name:12} {load_rules(name).description}" for name in builtin_rules()])
+    descriptions = {name: load_rules(name).description for name in builtin_rules()}
+    if json_:
+        _write_json({"rules": descriptions})
+    else:
+        console.show(*[f"{name:12} {text}" for name, text in descriptions.items()])
 
 
 @rules_app.command("show", cls=Command)
-def rules_show(
-    name: Annotated[str, argument("NAME|FILE", "A built-in set, or a file.", complete_rules)],
-) -> None:
+def rules_show(name: RulesArgument) -> None:
     """Print a rule set as YAML."""
     from ..planning.rule_files import load_rules
 
@@ -44,21 +61,21 @@ def rules_show(
 
 
 @rules_app.command("check", cls=Command)
-def rules_check(
-    file: Annotated[str, argument("FILE", "A rule file, or a built-in set.", complete_rules)],
-    model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help=CLAIMS_HELP, autocompletion=complete_models)
-    ] = None,
-) -> None:
+def rules_check(file: RulesArgument, model: ModelToCheck = None, json_: Json = False) -> None:
     """Check a rule file, and with --model whether it fits the model, as a conversion would."""
     from ..planning.rule_files import load_rules
 
     rules = load_rules(file)
-    count = f"{file}: valid, {count_text(len(rules.rules), 'rule')}"
-    if model is None:
-        console.show(f"{count}; add --model MODEL to check that they fit a model")
+    claims = None if model is None else _claims(rules, model)
+    if json_:
+        names = [rules.label(index) for index in range(len(rules.rules))]
+        _write_json({"file": file, "rules": names, "model": model, "claims": claims})
+        return
+    valid = f"{file}: valid, {count_text(len(rules.rules), 'rule')}"
+    if claims is None:
+        console.show(f"{valid}; add --model MODEL to check that they fit a model")
     else:
-        console.show(f"{count}; in {model}:", *_claims(rules, model))
+        console.show(f"{valid}; in {model}:", *_lines(rules, claims))
 
 
 @rules_app.command("schema", cls=Command)
@@ -69,8 +86,14 @@ def rules_json_schema() -> None:
     console.write(json.dumps(rules_schema(), indent=2) + "\n")
 
 
-def _claims(rules: "RuleSet", model_name: str) -> list[str]:
-    """Return a line for every rule, and one for the convolutions that no rule claims.
+def _write_json(values: dict[str, Any]) -> None:
+    from ..records import write_json
+
+    console.write(write_json({"format": 1, **values}))
+
+
+def _claims(rules: "RuleSet", model_name: str) -> dict[str, Any]:
+    """Count the model's convolutions by what becomes of them.
 
     Raises:
         DclsConvertError: The rules do not fit the model.
@@ -86,12 +109,24 @@ def _claims(rules: "RuleSet", model_name: str) -> list[str]:
         )
         loaded = LoadedNetwork(request)
         resolve(loaded)  # raises if the rules do not fit the model, as a conversion would
-        rule_of, reasons = match_rules(rules, loaded.convs.sites)
+        rule_of, unclaimed = match_rules(rules, loaded.convs.sites)
     counts = Counter(rule_of.values())
-    all_sites = count_text(len(loaded.convs.sites), "convolution")
+    return {
+        "convolutions": len(loaded.convs.sites),
+        "by_rule": [counts[index] for index in range(len(rules.rules))],
+        "no_rule": len(unclaimed),
+        "not_convertible": len(loaded.convs.skipped),
+    }
+
+
+def _lines(rules: "RuleSet", claims: dict[str, Any]) -> list[str]:
+    """Return a line for every rule, and one for the convolutions that no rule claims."""
     lines = []
     for index, rule in enumerate(rules.rules):
         action = "converts" if rule.skip is None else "skips"
-        lines.append(f"  {rules.label(index)}: {action} {counts[index]} of {all_sites}")
-    lines.append(f"  no rule: {len(reasons)}, cannot be converted: {len(loaded.convs.skipped)}")
+        count = f"{claims['by_rule'][index]} of {count_text(claims['convolutions'], 'convolution')}"
+        lines.append(f"  {rules.label(index)}: {action} {count}")
+    lines.append(
+        f"  no rule: {claims['no_rule']}, cannot be converted: {claims['not_convertible']}"
+    )
     return lines

@@ -1,15 +1,14 @@
 """`dcls-convert verify`: whether a checkpoint is whole."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
 from ..errors import CheckpointError
 from ..text import count_text, printable
 from . import console
-from .shared_options import UNCONVERTED_HELP, CheckpointFolder, Json, TrustCode
-from .typer_options import OUTPUT, option
+from .options import Checkpoint, Json, TrustCode, Unconverted
 
 if TYPE_CHECKING:
     from ..checkpoints.verify import Check
@@ -18,8 +17,8 @@ MARKS = {True: ("ok", "green"), False: ("problem", "red"), None: ("skipped", "ye
 
 
 def verify(
-    checkpoint: CheckpointFolder,
-    model: Annotated[str | None, option(OUTPUT, UNCONVERTED_HELP, metavar="MODEL")] = None,
+    checkpoint: Checkpoint,
+    model: Unconverted = None,
     trust_code: TrustCode = False,
     json_: Json = False,
 ) -> None:

@@ -7,6 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from ..arguments import check_argument
 from ..errors import DclsConvertError, PlanError
 from ..fitting.calibrate import CalibrationStatistics, fit_to_outputs_, measure_inputs
 from ..fitting.calibrated_layer import CalibratedLayer
@@ -75,6 +76,8 @@ def apply_plan_(
             images. After this and any other error, running out of memory included, the model is
             as it was.
     """
+    check_argument("model", model, nn.Module)
+    check_argument("plan", plan, ConversionPlan)
     _check_start(plan, init, positions)
     if init == AUTO:
         init = "fit"

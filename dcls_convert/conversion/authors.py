@@ -158,8 +158,8 @@ def translate_authors_elements(
         raise CheckpointError(
             f"{weights.where}: has {_SIGMA} entries, "
             f"so it is of version {' or '.join(versions.values())} "
-            f"(--interpolation {' or '.join(versions)}); "
-            f"--authors-version {version} is for files without {_SIGMA}"
+            f"(interpolation {' or '.join(versions)}); "
+            f"version {version} is for files without {_SIGMA}"
         )
     version = version or RELEASED_VERSION
     translated: dict[str, dict[str, Tensor]] = {}
@@ -191,7 +191,7 @@ def _shared_parameter(
         if not torch.equal(translated[other][parameter], shared):
             raise CheckpointError(
                 f"{where}: {parameter} of {first} and {other} differ, so the layers of "
-                f"{group.name} cannot share them; use --tie none"
+                f"{group.name} cannot share them; use tie 'none'"
             )
     return shared
 
@@ -283,7 +283,7 @@ def _check_interpolation(layer: LayerPlan, *, has_sigma: bool, where: str) -> No
             choices.append(f"{name} (their version {version})")
     raise CheckpointError(
         f"{where}: {layer.name} has a {_SIGMA}, so its interpolation is {' or '.join(choices)}, "
-        "which the file does not say; use --interpolation"
+        "which the file does not say; state the interpolation"
     )
 
 
@@ -340,7 +340,7 @@ def _check_windows(plan: ConversionPlan, positions: Mapping[str, Tensor], where:
         raise CheckpointError(
             f"{where}: {layer.name} has elements {farthest:g} cells from the centre (axis {axis}), "
             f"outside of its window {size_text(size)}; use the window of its training, "
-            f"at least {size_text(window)} (--dilated-size {option})"
+            f"at least {size_text(window)} (dilated size {option})"
         )
 
 

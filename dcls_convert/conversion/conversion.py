@@ -122,7 +122,7 @@ def _start_layers_(
     lines = sum(layer.lines for layer in plan.layers)
     if resolved.start == "fit" and lines > MANY_LINES and request.device is None:
         loaded.note(
-            f"fitting elements to {lines:,} kernels takes minutes on a CPU; --device cuda is faster"
+            f"fitting elements to {lines:,} kernels takes minutes on a CPU; a GPU is faster"
         )
     calibration: Calibration | CalibrationStatistics | None = images
     if resolved.statistics is not None and model is loaded.network:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from ..arguments import check_argument
 from ..errors import PlanError
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.position_parameters import undo_exclusion_from_weight_decay_
@@ -33,6 +34,7 @@ def fold_to_dense_(model: nn.Module) -> int:
     Raises:
         PlanError: The model is itself a DCLS layer.
     """
+    check_argument("model", model, nn.Module)
     if isinstance(model, DclsConvNd):
         raise PlanError(
             "the model is itself a DCLS layer, which cannot be replaced in place; use its fuse()"

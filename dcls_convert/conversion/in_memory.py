@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from ..arguments import check_argument
 from ..errors import CheckpointError
 from ..fitting.calibration_images import Calibration, Images
-from ..networks.find_convs import check_module
 from ..networks.untrained import have_torch_default_init
 from ..options import (
     AUTO,
@@ -107,7 +107,7 @@ def convert_(
         DclsConvertError: Something does not fit, or options exclude each other. The message is one
             line, and the model is unchanged.
     """
-    check_module(model)
+    check_argument("model", model, nn.Module)
     request = ConversionRequest(
         model=model,
         options=PlanOptions(
@@ -205,7 +205,7 @@ def convert_from_authors_(
         DclsConvertError: Something does not fit. The message is one line, and the model is
             unchanged.
     """
-    check_module(model)
+    check_argument("model", model, nn.Module)
     request = ConversionRequest(
         model=model,
         weights=weights if isinstance(weights, Mapping) else Path(weights),

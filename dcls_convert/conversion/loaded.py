@@ -12,14 +12,15 @@ from ..networks.building import build_model
 from ..networks.find_convs import find_convs
 from ..networks.identify_model import assumed_input_size, infer_source
 from ..networks.pretrained_cfg import set_origin_
+from ..networks.registries import REGISTRIES
 from ..networks.sites import ModelConvs
 from ..networks.source import LIBRARY_KINDS, OTHER_TIMM_KINDS, ModelSource, resolve_model
 from ..networks.state_names import rename_to_model
+from ..networks.trust import check_source
 from ..networks.weights import build_and_load, check_weights, differing_num_classes
 from ..networks.weights_files import read_weights
 from ..planning.plan import ConversionPlan
 from ..progress import Note, Notify, ignore_messages
-from ..text import printable
 from .request import ConversionRequest
 
 
@@ -68,12 +69,16 @@ class LoadedNetwork:
         request = self.request
         if not isinstance(request.model, str):
             return None
-        return resolve_model(
+        source = resolve_model(
             request.model,
             num_classes=request.num_classes,
             in_chans=request.in_chans,
+            model_kwargs=request.model_kwargs,
             pretrained=request.pretrained,
         )
+        if source.kind in REGISTRIES:
+            check_source(source)  # or the checkpoint could not be loaded
+        return source
 
     @cached_property
     def structure(self) -> nn.Module:
@@ -116,16 +121,12 @@ class LoadedNetwork:
         source = self._stated_source
         if source is None or source.kind not in LIBRARY_KINDS:
             problem = "its classifier is for another number of classes than the model's"
-            error = CheckpointError(
-                f"{request.weights_name}: build the model with num_classes={classes}; {problem}"
+            raise CheckpointError(
+                f"{request.weights_name}: {problem}; build the model with {classes} classes"
             )
-            error.on_command_line = printable(
-                f"{request.weights_name}: give --num-classes {classes}; {problem}"
-            )
-            raise error
         self.note(
             f"{request.weights_name}: has {classes:,} classes, so the model is built with that "
-            "many; --num-classes N makes a new classifier"
+            "many; if you state the number, the classifier is a new one"
         )
         return classes
 

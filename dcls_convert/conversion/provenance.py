@@ -183,7 +183,7 @@ def _plain_value(name: str, value: Any) -> Any:
         return value.name
     if isinstance(value, str) and name == "calibration":
         return Path(value).name
-    if isinstance(value, bool | int | float | str):
+    if isinstance(value, bool | int | float | str) or name == "model_kwargs":
         return value
     if isinstance(value, Sequence) and all(isinstance(entry, int | float) for entry in value):
         return list(value)

@@ -5,8 +5,9 @@ This module imports nothing heavy, so that the command line refuses conflicting 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import PlanError
 from ..options import (
@@ -17,15 +18,17 @@ from ..options import (
     Init,
     PlanOptions,
     Positions,
-    option_name,
     parse_percent,
 )
-from ..text import printable
+from ..text import join_with_and, shortened
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ..fitting.calibration_images import Calibration, Images
+
+MAX_SEED = 2**63 - 1  # largest signed 64-bit integer; torch.Generator takes it
+NEEDS_WEIGHTS = "needs trained weights: pretrained ones, or a checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,7 @@ class ConversionRequest:
     # Classes and input channels of a named model; None for its defaults.
     num_classes: int | None = None
     in_chans: int | None = None
+    model_kwargs: Mapping[str, Any] | None = None  # more arguments of its function
     pretrained: bool = False  # with the weights that the model's library offers
     # A state dict or its file; its layers may be those of the authors' package.
     weights: "Mapping[str, Tensor] | Path | None" = None
@@ -92,28 +96,20 @@ class ConversionRequest:
         return f"checkpoint {self.weights}"
 
 
-def _conflict(message: str, *, on_command_line: str) -> PlanError:
-    """Return an error with one message for Python and one for the command line."""
-    error = PlanError(message)
-    error.on_command_line = printable(on_command_line)
-    return error
-
-
 def _refuse_conflicts(request: ConversionRequest) -> None:
     if request.pretrained and request.weights is not None:
-        raise _conflict(
-            "pretrained and weights exclude each other",
-            on_command_line="--pretrained and --checkpoint exclude each other",
-        )
+        raise PlanError("pretrained weights and a checkpoint exclude each other")
     if request.authors_version is not None and request.weights is None:
-        raise _conflict(
-            "authors_version describes the weights; give weights",
-            on_command_line="--authors-version describes the file of --checkpoint",
-        )
-    override = request.options.override_message(lambda name: name)
-    if override is not None:
-        override_on_command_line = str(request.options.override_message(option_name))
-        raise _conflict(override, on_command_line=override_on_command_line)
+        raise PlanError("the authors' version describes a checkpoint of theirs; give one")
+    if request.plan is not None and (
+        request.options != PlanOptions() or request.input_size is not None
+    ):
+        raise PlanError("a plan is applied unchanged; omit the planning options")
+    if isinstance(request.seed, bool) or not isinstance(request.seed, Integral):
+        raise PlanError(f"seed {shortened(repr(request.seed))} must be an integer")
+    if not 0 <= request.seed <= MAX_SEED:
+        raise PlanError(f"seed {request.seed} must be from 0 to {MAX_SEED}")
+    refuse_overridden_counts(request.options)
     _refuse_conflicts_of_init(request)
     _refuse_conflicts_of_scope(request)
     _refuse_conflicts_of_images(request)
@@ -121,24 +117,18 @@ def _refuse_conflicts(request: ConversionRequest) -> None:
 
 def _refuse_conflicts_of_init(request: ConversionRequest) -> None:
     if request.init in ("fit", "largest") and not request.trained:
-        raise _conflict(
-            f"init={request.init!r} needs trained kernels: pretrained or weights",
-            on_command_line=f"--init {request.init} needs trained kernels: "
-            "--pretrained or --checkpoint",
-        )
+        raise PlanError(f"init {request.init!r} {NEEDS_WEIGHTS}")
     if request.positions != "normal" and request.start != "random":
-        raise _conflict(
-            f"positions={request.positions!r} is for random positions, "
-            f"init={request.init!r} keeps those of old kernels; give init='random'",
-            on_command_line=f"--positions is for random positions, --init {request.init} keeps "
-            "those of old kernels; use --init random",
+        raise PlanError(
+            f"positions {request.positions!r} are for init 'random'; "
+            f"init {request.init!r} keeps those of old kernels"
         )
     if request.init == EXACT and request.options.kernel_count != EXACT:
         stated = options_that_decide_counts(request.options)
         if stated:
             raise PlanError(
                 "an exact start takes an element for each cell of the old kernels: "
-                f"omit {' and '.join(stated)}"
+                f"omit {join_with_and(stated)}"
             )
 
 
@@ -146,48 +136,43 @@ def _refuse_conflicts_of_scope(request: ConversionRequest) -> None:
     if request.options.scope != ERROR_SCOPE:
         return
     if not request.trained:
-        raise _conflict(
-            f"scope={ERROR_SCOPE!r} needs trained kernels: pretrained or weights",
-            on_command_line="--scope error needs trained kernels: --pretrained or --checkpoint",
-        )
+        raise PlanError(f"scope {ERROR_SCOPE!r} {NEEDS_WEIGHTS}")
     if request.start != "fit":
-        raise _conflict(
-            f"scope={ERROR_SCOPE!r} is for init='fit', not for {request.start!r}",
-            on_command_line="--scope error is for --init fit",
+        raise PlanError(f"scope {ERROR_SCOPE!r} is for init 'fit', not for {request.start!r}")
+    if request.offline:
+        raise PlanError(
+            f"scope {ERROR_SCOPE!r} measures what kernels lose, but a dry run reads no kernels"
         )
 
 
 def _refuse_conflicts_of_images(request: ConversionRequest) -> None:
-    states_normalisation = request.mean is not None or request.std is not None
     if request.calibration is None:
-        if request.held_out is not None:
-            raise PlanError("held_out is for a calibration; give calibration")
-        if request.most_images is not None:
-            raise _conflict(
-                "most_images is for a calibration; give calibration",
-                on_command_line="--images is for --calibrate; give a folder of images",
-            )
-        if states_normalisation:
-            raise _conflict(
-                "mean and std are for the images of calibration",
-                on_command_line="--mean and --std are for the images of --calibrate",
-            )
+        for_calibration = {
+            "held-out images": request.held_out,
+            "a number of images": request.most_images,
+            "mean": request.mean,
+            "std": request.std,
+        }
+        for name, value in for_calibration.items():
+            if value is not None:
+                raise PlanError(f"{name} without images to calibrate with has no effect")
         return
+    if request.offline:
+        raise PlanError("a dry run reads no images to calibrate with")
     if not request.trained:
-        raise _conflict(
-            "calibration needs trained kernels: pretrained or weights",
-            on_command_line="--calibrate needs trained kernels: --pretrained or --checkpoint",
-        )
+        raise PlanError(f"calibration {NEEDS_WEIGHTS}")
     if request.start != "fit":
-        raise _conflict(
-            f"calibration is for init='fit', not for {request.start!r}",
-            on_command_line="--calibrate is for --init fit",
-        )
-    if states_normalisation and (request.mean is None or request.std is None):
-        raise _conflict(
-            "calibration: give mean and std, or neither",
-            on_command_line="--mean and --std belong together",
-        )
+        raise PlanError(f"calibration is for init 'fit', not for {request.start!r}")
+    if (request.mean is None) != (request.std is None):
+        raise PlanError("calibration: give mean and std, or neither")
+
+
+def refuse_overridden_counts(options: PlanOptions) -> None:
+    """Raise PlanError if a kernel count leaves other options without effect."""
+    if options.kernel_count == AUTO:
+        return
+    if options.scope != AUTO or parse_percent(options.budget) != 1:
+        raise PlanError("kernel count states the count, so budget and scope would have no effect")
 
 
 def options_that_decide_counts(options: PlanOptions) -> list[str]:

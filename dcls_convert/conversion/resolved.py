@@ -131,20 +131,19 @@ def _authors_weights(loaded: LoadedNetwork) -> AuthorsWeights | None:
     if authors_weights is None:
         if request.authors_version is not None:
             raise CheckpointError(
-                f"{request.weights_name}: has no layers of the authors' package; "
-                "omit --authors-version"
+                f"{request.weights_name}: has no layers of the authors' package; omit their version"
             )
         return None
     if request.init != AUTO:
-        raise _option_without_effect(request, f"--init {request.init}")
+        raise _option_without_effect(request, f"init {request.init!r}")
     if request.positions != "normal":
-        raise _option_without_effect(request, f"--positions {request.positions}")
+        raise _option_without_effect(request, f"positions {request.positions!r}")
     if request.calibration is not None:
-        raise _option_without_effect(request, "--calibrate")
+        raise _option_without_effect(request, "calibration")
     if not authors_weights.has_sigma and request.authors_version is None:
         loaded.note(
             f"{request.weights_name} is assumed to have version {RELEASED_VERSION} of the authors' "
-            "layers; see --authors-version"
+            "layers; if that is wrong, state the authors' version"
         )
     return authors_weights
 

@@ -115,11 +115,9 @@ def _check_opset(format: str, opset: int | None) -> None:
         return
     if not EXPORT_FORMATS[format].has_opset:
         with_opset = [name for name, row in EXPORT_FORMATS.items() if row.has_opset]
-        raise DclsConvertError(
-            f"--opset {opset} is for --format {', '.join(with_opset)}, not for --format {format}"
-        )
+        raise DclsConvertError(f"an opset is for format {', '.join(with_opset)}, not for {format}")
     if opset not in OPSETS:
-        raise DclsConvertError(f"--opset {opset}: give an integer from {OPSETS[0]} to {OPSETS[-1]}")
+        raise DclsConvertError(f"opset {opset}: give an integer from {OPSETS[0]} to {OPSETS[-1]}")
 
 
 def _check_packages(format: str) -> None:
@@ -129,7 +127,9 @@ def _check_packages(format: str) -> None:
         if importlib.util.find_spec(name) is None:
             missing.append(name)
     if missing:
-        raise DclsConvertError(f"--format {format} needs packages: pip install {' '.join(missing)}")
+        raise DclsConvertError(
+            f"format {format} needs packages: pip install 'dcls-convert[export]'"
+        )
 
 
 def _input_size(checkpoint: Checkpoint) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ class ExportReport(Record):
     format: str
     checkpoint: str
     output: str
-    kind: str  # the format's name; for --format timm, "stock timm" or "dcls"
+    kind: str  # the format's name; for the format timm, "stock timm" or "dcls"
     relative_error: float  # of the outputs; the larger of the errors of folding and of the format
     loading: str  # lines of Python that load the output
     layers: int

@@ -1,6 +1,6 @@
 """The table of all formats of `dcls-convert fold`.
 
-Imports no torch, so that --help is fast.
+Imports no torch, so that help is fast.
 """
 
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ class ExportFormat:
     # output must end in it.
     suffix: str
     noun: str  # for messages: "ONNX model"
-    help: str  # what is written, for --help
+    help: str  # what is written, for the help
     packages: tuple[str, ...] = ()  # packages that must be installed
     # Whether the format cannot store a structure of outputs. The model to write then returns a
     # tensor or a tuple of tensors, and the loaded model must return a tuple.
     flat_outputs: bool = False
-    has_opset: bool = False  # whether the format takes --opset
+    has_opset: bool = False  # whether the format takes an opset
 
     @property
     def is_file(self) -> bool:

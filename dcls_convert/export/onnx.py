@@ -35,7 +35,7 @@ def write_onnx(folded: FoldedModel) -> ExportReport:
     external_data = size > MAX_IN_ONE_FILE
     if external_data and opset < MIN_DYNAMO_OPSET:
         raise ModelError(
-            f"--opset {opset}: {size / 1e9:.1f} GB of weights do not fit into one file; "
+            f"opset {opset}: {size / 1e9:.1f} GB of weights do not fit into one file; "
             f"torch writes a second file from opset {MIN_DYNAMO_OPSET} on"
         )
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..arguments import check_argument
 from ..errors import DclsConvertError
 from ..image_files import (
     Normalisation,
@@ -97,6 +98,8 @@ def calibrate(
         DclsConvertError: There are no images, their values are not finite, or their normalisation
             is not known.
     """
+    check_argument("model", model, nn.Module)
+    check_argument("plan", plan, ConversionPlan)
     if not isinstance(images, str | Path):
         for name, value in (("mean", mean), ("std", std), ("most_images", most_images)):
             if value is not None:

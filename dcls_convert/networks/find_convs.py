@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from ..errors import ModelError, PlanError
+from ..arguments import check_argument
+from ..errors import PlanError
 from ..geometry import size_text
 from ..layers.conv_classes import AnyConv, padding_of
 from ..layers.dcls_conv import DclsConvNd
 from ..layers.replaceable import why_not_replaceable
-from ..text import one_line, shortened
+from ..text import one_line
 from .sites import ConvSite, ModelConvs, Skipped
 from .stages import OutputStride, find_stages, output_stride
 from .tracing import Calls, Trace, trace
@@ -34,7 +35,7 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
         PlanError: `input_size` is not made of positive integers, or does not fit the number of
             dimensions of the convolutions; or the model is compiled or has DCLS layers already.
     """
-    check_module(model)
+    check_argument("model", model, nn.Module)
     _check_not_wrapped_or_converted(model)
     names_of = _convs_with_names(model)
     dims = max((len(conv.kernel_size) for conv in names_of), default=2)
@@ -100,17 +101,6 @@ def _why_used_elsewhere(name: str, traced: Trace) -> str | None:
     if name not in traced.calls:
         return "the forward pass of the network in eval mode does not call it"
     return None
-
-
-def check_module(model: object) -> None:
-    """Raise ModelError for a name, a state dict or anything else that is not a module."""
-    if not isinstance(model, nn.Module):
-        found = f"a {type(model).__name__}"
-        if isinstance(model, str):
-            found = shortened(repr(model))
-        raise ModelError(
-            f"model: found {found}; give a torch.nn.Module, such as timm.create_model(...)"
-        )
 
 
 def _check_not_wrapped_or_converted(model: nn.Module) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from ..arguments import check_argument
 from ..layers.dcls_conv import DclsConvNd
 from ..layers.ties import POSITION_PARAMETERS
 
@@ -64,6 +65,7 @@ def no_weight_decay(model: nn.Module) -> set[str]:
     decay"), and sigmas to zero. timm calls the method `no_weight_decay()` of a converted model,
     which returns these names, too.
     """
+    check_argument("model", model, nn.Module)
     tensors = {id(parameter.tensor) for parameter in position_parameters(model)}
     names: set[str] = set()
     for name, parameter in model.named_parameters():

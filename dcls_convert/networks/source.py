@@ -1,6 +1,6 @@
 """Find the model that a name such as "timm:convnext_tiny" means."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,18 +34,21 @@ def resolve_model(
     *,
     num_classes: int | None = None,
     in_chans: int | None = None,
+    model_kwargs: Mapping[str, Any] | None = None,
     pretrained: bool = False,
 ) -> ModelSource:
     """Find the source that MODEL on the command line means; a bare name is looked up in timm first.
 
+    Args:
+        name: The model.
+        num_classes, in_chans: Arguments of its factory; None for the factory's defaults.
+        model_kwargs: More arguments of its factory.
+        pretrained: Whether it is to have the weights that its library offers.
+
     Raises:
         ModelError: There is no such model, or it does not take one of the options.
     """
-    args: dict[str, Any] = {}
-    if num_classes is not None:
-        args["num_classes"] = num_classes
-    if in_chans is not None:
-        args["in_chans"] = in_chans
+    args = _arguments(model_kwargs or {}, num_classes=num_classes, in_chans=in_chans)
     prefix, colon, rest = name.partition(":")
     if (colon and not rest) or not name.strip():
         raise ModelError(f"model {name!r} has no name")
@@ -55,8 +58,8 @@ def resolve_model(
     if colon and prefix not in REGISTRIES:
         if pretrained and prefix not in OTHER_TIMM_KINDS:
             raise ModelError(
-                f"{name}: --pretrained is for timm and torchvision; "
-                "let the factory load its weights, or give --checkpoint"
+                f"{name}: pretrained weights are for models of timm and torchvision; "
+                "let the factory load its own, or give a checkpoint"
             )
         return ModelSource(name=name, args=args)
     if colon:
@@ -65,9 +68,22 @@ def resolve_model(
         source = ModelSource(name=_registered_name(name, name, REGISTRIES), args=args)
     if source.kind == "torchvision" and in_chans is not None:
         raise ModelError(
-            f"{source.name} has a fixed number of input channels; --in-chans is for timm"
+            f"{source.name} has a fixed number of input channels; models of timm take another"
         )
     return source
+
+
+def _arguments(model_kwargs: Mapping[str, Any], **stated: int | None) -> dict[str, Any]:
+    """Return all arguments of a factory; ModelError if one of them is stated twice."""
+    args: dict[str, Any] = {}
+    for key, value in stated.items():
+        if value is not None:
+            args[key] = value
+    for key, value in model_kwargs.items():
+        if key in args:
+            raise ModelError(f"model kwargs: {key} is stated twice")
+        args[key] = value
+    return args
 
 
 def _registered_name(name: str, bare_name: str, kinds: Sequence[str]) -> str:
@@ -111,6 +127,12 @@ def _explain_wrong_model(name: str) -> None:
             f"a folder in timm's own format is local-dir:{name}"
         )
     if path.suffix in WEIGHTS_SUFFIXES:
-        raise ModelError(f"{name}: is a weights file; name the model, and give --checkpoint {name}")
+        raise ModelError(
+            f"{name}: is a weights file; name the model, and give the file as checkpoint"
+        )
     if "/" in name:
         raise ModelError(f"no model {name!r}; a model on the hub is hf-hub:{name}")
+    module, dot, function = name.rpartition(".")
+    package = module.partition(".")[0]
+    if dot and (Path(package).is_dir() or Path(f"{package}.py").is_file()):
+        raise ModelError(f"no model {name!r}; a function of your own is {module}:{function}")

@@ -41,7 +41,7 @@ def check_source(source: ModelSource) -> None:
     if kind not in REGISTRIES or not is_registered(kind, name):
         raise ModelError(
             f"{shortened(source.name)}: is not the name of a model of timm or torchvision. "
-            "To run your own code for it, pass model=... or trust_code=True (--trust-code)"
+            "Your own code for it is run with trust code alone; or give the network itself"
         )
     _check_argument(source.args, shortened(source.name))
 

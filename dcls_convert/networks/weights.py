@@ -231,7 +231,7 @@ def describe_misfits(
     if unexpected:
         differences.append(f"unexpected: {short_list(unexpected)}")
     if missing and all(name.startswith(_classifier_prefixes(model)) for name in missing):
-        differences.append("--num-classes 0 is for weights without a classifier")
+        differences.append("weights without a classifier need a model of 0 classes")
     if any(name.endswith(("dcls_positions", ".positions")) for name in unexpected):
         differences.append(
             "these weights are converted already: load them into the converted model"

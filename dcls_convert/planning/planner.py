@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from ..arguments import check_argument
 from ..errors import PlanError, RuleError
 from ..geometry import along_learnt_axes
 from ..layers.interpolation import find_interpolation
@@ -89,6 +90,7 @@ def plan_conversion(
         PlanError: Sizes, counts or a budget do not fit; the message names values that do.
         NothingMatchesError: No rule claims anything; the message says what the model has instead.
     """
+    check_argument("convs", convs, ModelConvs)
     options = PlanOptions(
         dilated_size=dilated_size,
         kernel_count=kernel_count,

@@ -100,7 +100,7 @@ def check_counts_can_be_tied(
                 raise PlanError(
                     f"{source}: layers of {group} cannot share positions, "
                     f"since their kernel counts differ: {first.name} has {count}, "
-                    f"{other.name} has {count_of[other.name]}; use --tie none"
+                    f"{other.name} has {count_of[other.name]}; use tie 'none'"
                 )
 
 

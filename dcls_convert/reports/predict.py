@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ..arguments import check_argument
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 from ..records import shared_fields
@@ -17,6 +18,7 @@ from .report import (
 
 def predict_report(plan: ConversionPlan) -> ConversionReport:
     """Return the report of a plan that has not been carried out; no weights are needed."""
+    check_argument("plan", plan, ConversionPlan)
     layers = [predicted_layer(plan, layer) for layer in plan.layers]
     params_untouched = plan.params - sum(layer.params_before for layer in layers)
     macs_untouched = None

@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from ..arguments import check_argument
 from ..layers.dcls_conv import DclsConvNd
 
 
@@ -13,6 +14,7 @@ def clamp_positions_(model: nn.Module) -> None:
     inside their windows. Under FSDP2 it is needed, since the layers there clamp only the gathered
     copies of their parameters.
     """
+    check_argument("model", model, nn.Module)
     for layer in model.modules():
         if isinstance(layer, DclsConvNd):
             layer.clamp_positions_()

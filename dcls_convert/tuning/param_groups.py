@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..arguments import check_argument
 from ..errors import DclsConvertError
 from ..networks.position_parameters import PositionParameter, position_parameters
 from ..options import POSITION_LR_SCALE
@@ -62,6 +63,7 @@ def param_groups(
     Raises:
         DclsConvertError: A rate, scale or decay is negative or not finite.
     """
+    check_argument("model", model, nn.Module)
     if sigma_lr_scale is None:
         sigma_lr_scale = position_lr_scale
     _check_rates(

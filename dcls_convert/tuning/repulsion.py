@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from ..arguments import check_argument
 from ..eager import is_eager
 from ..layers.position_statistics import element_pairs
 from ..networks.position_parameters import position_parameters
@@ -43,6 +44,7 @@ def repulsive_loss(model: nn.Module) -> Tensor:
         A scalar on the first positions' device; 0, without a gradient, if the model has no DCLS
         layers. Under FSDP2 all ranks must call it.
     """
+    check_argument("model", model, nn.Module)
     losses: list[Tensor] = []
     for parameter in position_parameters(model, "positions"):
         loss = repulsion(full_tensor(parameter.tensor))

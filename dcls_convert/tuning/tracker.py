@@ -15,6 +15,7 @@ import torch
 from pydantic import ConfigDict, Field
 from torch import Tensor, nn
 
+from ..arguments import check_argument
 from ..errors import CheckpointError, DclsConvertError
 from ..geometry import position_limits
 from ..input_files import read_bytes
@@ -99,6 +100,7 @@ class PositionTracker:
     """
 
     def __init__(self, model: nn.Module, path: str | os.PathLike[str] | None = None) -> None:
+        check_argument("model", model, nn.Module)
         self.model = model
         self.path = None if path is None else Path(path)
         self._last_step: int | None = None

@@ -49,7 +49,7 @@ def _start(resolved: ResolvedRequest) -> str:
         every_cell = "every old cell is an element at its place"
         return f"{weights}; {every_cell}, so that the outputs are the old ones"
     if not request.trained:
-        return f"{random_start}; --pretrained or --checkpoint load weights"
+        return f"{random_start}, without trained weights"
     if resolved.start == "random":
         return "trained weights, but random elements in the new layers"
     if resolved.start == "largest":

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import timm
 import torch
+from torch import nn
 
 from dcls_convert import load_converted
 from dcls_convert.checkpoints.folder import FILES
 from dcls_convert.cli.app import EXAMPLES
-from dcls_convert.cli.typer_options import parse_input_size
+from dcls_convert.cli.parsing import parse_input_size
 from dcls_convert.errors import NothingMatchesError
 from dcls_convert.options import PlanOptions, Scope
 from dcls_convert.planning.rule_files import load_rules
@@ -44,10 +46,10 @@ def test_a_conversion_writes_its_folder_and_tells_each_step():
 
 
 @pytest.mark.parametrize("command", ["", *(each.__name__ for each in EXAMPLES), "rules check"])
-def test_help_has_names_and_words_but_no_types_within_80_columns(command, monkeypatch):
+def test_help_fits_80_columns_and_shows_no_types_of_options(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     out, _ = run(*command.split(), "--help")
-    assert not re.search(r"<|>|\bbool\b|\bint\b|\bfloat\b|…", out)
+    assert not re.search(r"<bool>|<int|<float|<list|…", out)
     assert max(map(len, out.splitlines())) <= 80
     missing = [word for word in get_args(Scope) if "--scope" in out and word not in out]
     assert not missing
@@ -68,8 +70,11 @@ def test_two_checkpoints_are_compared():
         "c": ["--tie", "none", "--budget", 90],
     }.items():
         run(NET, *SMALL, "--dilated-size", 9, "--output", folder, *options)
-    assert run("diff", "a", "a")[0] == "plans: the same\nweights: the same\n"
-    assert run("diff", "a", "b")[0] == "plans: the same\nweights: different\n"
+    assert run("diff", "a", "a", "--exit-code")[0] == "plans: the same\nweights: the same\n"
+    different = "plans: the same\nweights: different\n"
+    assert run("diff", "a", "b")[0] == different
+    assert run("diff", "a", "b", "--exit-code", code=1)[0] == different
+    assert run("diff", "a", "c", "--exit-code", "--json", code=1)[0].startswith("{")
     damaged = bytearray(Path("b/model.safetensors").read_bytes())
     damaged[-1] ^= 1
     shutil.copytree("b", "damaged")
@@ -119,14 +124,14 @@ def test_a_planning_option_reaches_the_plan(monkeypatch, name):
     assert planned == [replace(PlanOptions(), **{name: value})] * 2
 
 
-def test_an_output_that_exists_is_refused_before_anything_is_planned(monkeypatch):
+def test_an_output_that_exists_is_refused_before_anything_is_converted(monkeypatch):
     run(NET, *SMALL, "--dilated-size", "9", "--quiet")
     Path("w.pth").touch()
 
-    def planned(_):
-        raise AssertionError("planned")
+    def converted(*_):
+        raise AssertionError("converted")
 
-    monkeypatch.setattr("dcls_convert.conversion.resolved.resolve", planned)
+    monkeypatch.setattr("dcls_convert.conversion.conversion.convert_network_", converted)
     assert "9 already exists" in run(NET, *SMALL, "--dilated-size", "9", code=2)[1]
     for force in ([], ["--force"]):
         err = run(NET, *SMALL, "--output", "w.pth", *force, code=2)[1]
@@ -210,6 +215,33 @@ def test_own_factory_is_run_with_its_arguments():
     assert model(torch.randn(1, 3, 32, 32)).shape == (1, 5)
 
 
+def test_arguments_of_the_model_are_stored_and_rebuild_the_same_network():
+    kwargs = ("--model-kwargs", "ls_init_value=0.5", "act_layer=relu")
+    run(*kwargs, TINY, *SMALL, "--dilated-size", 9, "--output", "out")
+    config = json.loads(Path("out/config.json").read_text())
+    arguments = {"ls_init_value": 0.5, "act_layer": "relu"}
+    assert config["model_args"].items() > arguments.items()
+    for model in (load_converted("out"), timm.create_model("local-dir:out", pretrained=True)):
+        assert torch.all(model.stages[0].blocks[0].gamma == 0.5)
+        assert isinstance(model.stages[0].blocks[0].mlp.act, nn.ReLU)
+    run(TINY, "--plan", "out", "--output", "other", code=2)
+    run(TINY, "--plan", "out", "--output", "other", *kwargs)
+    _, err = run(TINY, "--model-kwargs", "pretrained_cfg=resnet18.yaml", code=2)
+    assert "argument pretrained_cfg is not allowed" in err
+
+
+def test_help_and_version_are_answered_as_words():
+    assert run("help") == run("--help")
+    assert run("help", "fold") == run("fold", "--help")
+    assert run("version") == run("--version")
+
+
+def test_a_function_with_a_dot_for_the_colon_is_named(monkeypatch):
+    Path("mymodel.py").write_text("def build(): pass")
+    _, err = run("mymodel.build", code=2)
+    assert "no model 'mymodel.build'; a function of your own is mymodel:build" in err
+
+
 def test_the_input_size_of_a_signal_may_be_long():
     assert parse_input_size("1x16000") == (1, 16000)
 
@@ -223,6 +255,15 @@ def test_rules_commands():
     out, _ = run("rules", "check", "copy.yaml", "--model", NET)
     assert "depthwise: converts 4 of 5 convolutions" in out
     assert json.loads(run("rules", "schema")[0])["title"] == "RuleSet"
+    assert set(json.loads(run("rules", "list", "--json")[0])["rules"]) == names
+    checked = json.loads(run("rules", "check", "copy.yaml", "--model", NET, "--json")[0])
+    assert checked["rules"] == ["depthwise"]
+    assert checked["claims"] == {
+        "convolutions": 5,
+        "by_rule": [4],
+        "no_rule": 1,
+        "not_convertible": 0,
+    }
 
 
 def test_torch_and_torchvision_that_do_not_fit_are_one_line(monkeypatch):

@@ -4,6 +4,7 @@ writes nothing.
 A row of the tables is one kind of mistake: the input, and what the line must say about it.
 """
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -27,7 +28,7 @@ OWN = f"{__name__}:build"
 def build():
     """A network of the user's own that converts in no time."""
     return nn.Sequential(
-        nn.Sequential(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3), nn.BatchNorm2d(64))
+        nn.Sequential(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64))
     )
 
 
@@ -54,13 +55,16 @@ def snapshot(folder="."):
 
 
 def check_line(out, err, says):
-    """Check that nothing is on stdout, and that the last line of stderr is the only error.
+    """Check that the last line of stderr is the only error; with --json, stdout has it as well.
 
     Return that line. It must contain all of `says` (texts or patterns).
     """
-    assert out == ""
     assert "Traceback" not in err
     lines = err.splitlines()
+    if out:  # with --json
+        error = json.loads(out)
+        assert lines[-1:] == [f"error: {error['error']}"]
+        assert error["exit_code"] != 0
     assert [line for line in lines if line.startswith("error: ")] == lines[-1:], (
         f"not one line of error: {err!r}"
     )
@@ -119,7 +123,7 @@ def test_nothing_at_all_shows_the_help(user_input):
         ),
         "a file": (
             "my/weights.pth",
-            "is a weights file; name the model, and give --checkpoint my/weights.pth",
+            "is a weights file; name the model, and give the file as checkpoint",
         ),
         "of the hub": ("facebook/convnext", "a model on the hub is hf-hub:facebook/convnext"),
         "a module's file": ("my/module.py:build", "name the module, not its file: my.module:build"),
@@ -138,7 +142,8 @@ def test_a_wrong_model_name_is_refused_and_nothing_written(user_input, says):
 
 CONV = """from torch import nn
 def conv(size, **k):
-    return nn.Sequential(nn.Sequential(nn.Conv2d(3, 8, 1, **k), nn.Conv2d(8, 8, size, **k)))
+    convs = nn.Conv2d(3, 8, 1, **k), nn.Conv2d(8, 8, size, padding=size // 2, **k)
+    return nn.Sequential(nn.Sequential(*convs))
 """  # the first takes the image, which makes it the stem
 
 
@@ -179,7 +184,7 @@ def test_models_of_the_users_own(user_input, says):
     {
         "--num-classes 3": "unexpected keyword argument 'num_classes'",
         "--in-chans 3": "unexpected keyword argument 'in_chans'",
-        "--pretrained": "--pretrained is for timm and torchvision",
+        "--pretrained": "pretrained weights are for models of timm and torchvision",
         "--input-size 4x9x9": re.compile("input size 4x9x9: .*hannel"),
     }
 )
@@ -226,8 +231,6 @@ NO_SIZE = (
 )
 NO_INPUT = "is not an input size: give channels and sides from 1 to 9999, such as 3x224x224"
 NO_COUNT = "is not an integer from 1 to 1000000000, or auto"
-NO_PERCENT = "is not a number from 0.0001 to 100000"
-NO_SEED = f"is not an integer from 0 to {2**63 - 1}"
 NO_NUMBERS = ["", "1_0", " 17 ", "\uff11\uff17", "-1", "1e3", "nan", "9" * 5000]
 
 
@@ -237,9 +240,6 @@ NO_NUMBERS = ["", "1_0", " 17 ", "\uff11\uff17", "-1", "1e3", "nan", "9" * 5000]
         ("--dilated-size", ["17x", "17x0", "17.0", "17x17x17x17", "10000", "+0"], NO_SIZE),
         ("--input-size", ["3", "0x9x9", "3x1x1x1x1", "3,9,9", "3x10000x9"], NO_INPUT),
         ("--kernel-count", ["0", "AUTO", "1000000001"], NO_COUNT),
-        ("--budget", ["0", "100%%", "100001"], NO_PERCENT),
-        ("--seed", [str(2**63)], NO_SEED),
-        ("--in-chans", ["0"], "is not an integer from 1 to 1000000000"),
     ],
 )
 def test_what_is_no_value_of_an_option_is_refused_with_what_is(option, values, allowed):
@@ -254,6 +254,15 @@ def test_what_is_no_value_of_an_option_is_refused_with_what_is(option, values, a
 
 @table(
     {
+        **{f"--budget {value}": f"budget '{value}' must be a percentage" for value in ("0", "nan")},
+        "--seed a": "Invalid value for '--seed': Input should be a valid integer",
+        "--in-chans 0": "Invalid value for '--in-chans': Input should be greater than or equal to",
+        "--scope nope": "Invalid value for '--scope': 'nope' is not one of 'auto', 'model'",
+        "--model-kwargs size": "--model-kwargs: 'size' is not KEY=VALUE",
+        "--model-kwargs size=7 size=9": "--model-kwargs: size is stated twice",
+        "--model-kwargs size={7}": "a value is a number, a text, True, False, None, or a list",
+        "--model-kwargs num_classes=7 --num-classes 7": "num_classes is stated twice",
+        "--model-kwargs nope=7": "unexpected keyword argument 'nope'",
         "--dilated-size 17x17x17": (
             "stages.0.1: the size 17x17x17 is for 3-D, this convolution is 2-D"
         ),
@@ -264,8 +273,7 @@ def test_what_is_no_value_of_an_option_is_refused_with_what_is(option, values, a
         "--checkpoint gone.pth": "checkpoint gone.pth: there is no such file",
         "--checkpoint /": "checkpoint /: is not a file",
         # options in conflict
-        "--plan x --budget 90": "--plan applies a plan unchanged",
-        "--pretrained --checkpoint x": "--pretrained and --checkpoint exclude each other",
+        "--plan . --budget 90": "a plan is applied unchanged; omit the planning options",
         "--dry-run --force": "--force has no effect with --dry-run",
         "--dry-run --output x": "--output has no effect with --dry-run",
         "-q -v": "--quiet and --verbose exclude each other",
@@ -275,10 +283,9 @@ def test_what_is_no_value_of_an_option_is_refused_with_what_is(option, values, a
             "gaussian interpolation spreads an element over several cells"
         ),
         "--scope error --pretrained --dry-run": (
-            "--scope error measures what kernels lose; --dry-run reads none"
+            "scope 'error' measures what kernels lose, but a dry run reads no kernels"
         ),
-        "--images 100": "--images is for --calibrate; give a folder of images",
-        "--authors-version v0": "--authors-version describes the file of --checkpoint",
+        "--images 100": "a number of images without images to calibrate with has no effect",
     }
 )
 def test_a_wrong_option_is_refused_and_nothing_written(user_input, says):

@@ -39,7 +39,11 @@ rules:
 
 def build():
     """A network that converts in no time."""
-    convs = {"0": nn.Conv2d(8, 8, 3), EVIL: nn.Conv2d(8, 8, 3), "last": nn.Conv2d(8, 8, 5)}
+    convs = {
+        "0": nn.Conv2d(8, 8, 3, padding=1),
+        EVIL: nn.Conv2d(8, 8, 3, padding=1),
+        "last": nn.Conv2d(8, 8, 5, padding=2),
+    }
     stage = nn.Sequential()
     for name, conv in convs.items():
         stage.add_module(name, conv)
@@ -47,7 +51,9 @@ def build():
 
 
 def plain():
-    return nn.Sequential(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)))
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1))
+    )
 
 
 PLAIN = f"{__name__}:plain"
@@ -154,6 +160,27 @@ def test_a_stdout_that_takes_nothing_does_not_take_back_the_checkpoint(
     assert errors == ([f"error: the results cannot be printed: {says}"] if says else [])
 
 
+def test_a_name_that_is_not_utf8_comes_out_as_it_is(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="utf-8"))
+    assert exit_code(PLAIN, "--output", "a\udcff\u2603", "--quiet") == 0
+    assert written.getvalue() == b"a\xff\xe2\x98\x83\n"
+
+
+# Errors as JSON.
+
+
+def test_an_error_is_an_object_where_json_is_asked_for():
+    out, err = run("verify", "nowhere", "--json", code=2)
+    line = err.removeprefix("error: ").removesuffix("\n")
+    assert json.loads(out) == {"error": line, "exit_code": 2}
+    run(PLAIN, "--output", "out", "--input-size", "3x32x32")
+    Path("out/report.json").unlink()
+    out, err = run("verify", "out", "--json", "--trust-code", code=2)
+    assert json.loads(out)["ok"] is False  # what was found is the one object
+    assert "problem found" in err
+
+
 # Bugs.
 
 
@@ -223,7 +250,7 @@ def interrupted_with_another_error():
 
 @pytest.mark.parametrize("factory", [interrupted, interrupted_with_another_error])
 def test_no_library_takes_an_interrupt_away(factory):
-    err = run(f"{__name__}:{factory.__name__}", "--quiet", "--output", "out", code=130)[1]
+    err = run(f"{__name__}:{factory.__name__}", "--quiet", "--output", "out", code=143)[1]
     assert err.splitlines() == ["error: interrupted"]
     assert not Path("out").exists()
 

@@ -317,12 +317,12 @@ REFUSED = {
     "different counts in a stage": (
         lambda state: with_fewer_elements(state, SECOND, 4),
         {},
-        f"layers of stages.1 cannot share positions | {SECOND} has 4, {THIRD} has 5 | --tie none",
+        f"layers of stages.1 cannot share positions | {SECOND} has 4, {THIRD} has 5 | tie 'none'",
     ),
     "different positions in a stage": (
         changed(f"{THIRD}.P", lambda positions: positions / 2),
         {},
-        f"positions of {SECOND} and {THIRD} differ | --tie none",
+        f"positions of {SECOND} and {THIRD} differ | use tie 'none'",
     ),
     "P of another count than its weight": (
         changed(f"{SECOND}.P", lambda positions: positions[..., :4]),
@@ -343,12 +343,12 @@ REFUSED = {
         moved(9.25),
         {},
         f"{FIRST} has elements 9.25 cells | axis 1 | window 17x17 | "
-        "at least 21x21 (--dilated-size 21)",
+        "at least 21x21 (dilated size 21)",
     ),
     "a rectangular window": (
         moved(7.5),
         {"dilated_size": (21, 11)},
-        "outside of its window 21x11 | at least 21x17 (--dilated-size 21x17)",
+        "outside of its window 21x11 | at least 21x17 (dilated size 21x17)",
     ),
     "another count": (dict, {"kernel_count": 6}, "5 in a kernel; omit kernel count"),
     "a budget and a scope": (
@@ -367,17 +367,17 @@ REFUSED_WITH_SIG = {
     "no interpolation stated": (
         dict,
         {},
-        f"{FIRST} has a SIG | triangle (their version max) or gaussian (gauss) | --interp",
+        f"{FIRST} has a SIG | triangle (their version max) or gaussian (gauss) | state the",
     ),
     "a version without sigma": (
         dict,
         {**GAUSSIAN, "version": "v0"},
-        "has SIG entries | --authors-version v0",
+        "has SIG entries | version v0 is for",
     ),
     "not shared": (
         changed(f"{THIRD}.SIG", lambda sigma: sigma + 1),
         GAUSSIAN,
-        "sigma of | --tie none",
+        "sigma of | use tie 'none'",
     ),
 }
 

@@ -242,10 +242,7 @@ def test_a_folder_saved_from_python_is_folded_by_the_command_line(monkeypatch):
     report = convert_(model, dilated_size=7, input_size=IMAGE, init="random")
     save_converted(model, report.plan, "own", report=report)
     _, refused = run("fold", "own", code=2)
-    assert (
-        "give the unconverted one as `model` (on the command line, fold and verify take it: "
-        in refused
-    )
+    assert "give the unconverted network as `model`" in refused
     for format, output in [("timm", "own-folded"), ("pt2", "own.pt2")]:
         folded, _ = run("fold", "own", "--format", format, "--model", "own_network:build", "--json")
         assert json.loads(folded)["output"] == output

@@ -9,7 +9,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from dcls_convert.cli.typer_commands import Command
+from dcls_convert.cli.commands import Command
 from dcls_convert.errors import DclsConvertError
 from dcls_convert.export.export_file import export_file
 from dcls_convert.export.fold import fold_checkpoint
@@ -67,7 +67,7 @@ def test_the_command_lists_and_accepts_a_new_format(checkpoints):
 def test_a_new_format_is_checked_like_the_others(checkpoints, monkeypatch):
     with pytest.raises(DclsConvertError, match=r"output x must end in \.toy"):
         fold_checkpoint(checkpoints / "convnext", "toy", Path("x"))
-    with pytest.raises(DclsConvertError, match="not for --format toy"):
+    with pytest.raises(DclsConvertError, match="not for toy"):
         fold_checkpoint(checkpoints / "convnext", "toy", opset=17)
     monkeypatch.setattr(f"{__name__}.FACTOR", 1.01)
     with pytest.raises(DclsConvertError, match="the export to toy: the outputs' relative error is"):

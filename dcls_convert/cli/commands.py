@@ -1,0 +1,106 @@
+"""What typer's commands and groups lack: a quick --help, and a command that need not be named."""
+
+import difflib
+from collections.abc import Iterator
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup, TyperOption
+
+from ..errors import DclsConvertError
+
+DEFAULT_COMMAND = "convert"
+# Words that people try first, and the option that answers.
+OPTION_OF_WORD = {"help": "--help", "version": "--version"}
+LIST_OPTION = "--model-kwargs"  # takes one value or several
+
+
+class _PlainHelp:
+    """Mixin for commands: a quick --help, which shows no types of flags."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, including --help."""
+        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in parameters:
+            if isinstance(parameter, TyperOption) and (parameter.is_flag or parameter.count):
+                parameter.metavar = ""
+        return parameters
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """Return the --help option, with the default False.
+
+        typer's default is None. To validate None, typer imports pydantic, which doubles the time.
+        """
+        help_option = super().get_help_option(ctx)  # type: ignore[misc]
+        help_option.default = False
+        return help_option
+
+
+class Command(_PlainHelp, TyperCommand):
+    """A command."""
+
+
+class Commands(_PlainHelp, TyperGroup):
+    """A group of commands, which shows its help without arguments.
+
+    If the group has `convert`, that command need not be named.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Name the command that is meant.
+
+        Raises:
+            DclsConvertError: The first argument is nearly a command's name.
+        """
+        if not args:
+            return super().parse_args(ctx, ["--help"])
+        if DEFAULT_COMMAND in self.commands:
+            args = [*_repeat_option(LIST_OPTION, self._with_command(ctx, args))]
+        return super().parse_args(ctx, args)
+
+    def _with_command(self, ctx: Any, args: list[str]) -> list[str]:
+        first, *rest = args
+        if first in OPTION_OF_WORD:
+            return [*rest, OPTION_OF_WORD[first]]
+        known = set(self.commands)
+        for parameter in self.get_params(ctx):
+            known.update(parameter.opts)
+        if first in known:
+            return args
+        # With a cutoff of 0.8, no registered model's name is this close to a command.
+        close = difflib.get_close_matches(first, self.commands, n=1, cutoff=0.8)
+        if close and not first.startswith("-"):
+            raise DclsConvertError(f"there is no command {first!r} (did you mean {close[0]!r}?)")
+        return [DEFAULT_COMMAND, *args]
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Complete commands and options, and the default command's model and options.
+
+        Model names are listed only once something is typed: there are thousands.
+        """
+        items = super().shell_complete(ctx, incomplete)
+        default = self.commands.get(DEFAULT_COMMAND)
+        if not incomplete or default is None:
+            return items
+        completer: Any = default.params[0]  # MODEL
+        if incomplete.startswith("-"):
+            completer = default
+        known = {item.value for item in items}
+        for item in completer.shell_complete(ctx, incomplete):
+            if item.value not in known:
+                items.append(item)
+        return items
+
+
+def _repeat_option(option: str, args: list[str]) -> Iterator[str]:
+    """Turn `--model-kwargs a=1 b=2` into `--model-kwargs a=1 --model-kwargs b=2`.
+
+    timm's scripts take the first form; typer takes one value an option.
+    """
+    in_list = False
+    for index, word in enumerate(args):
+        is_first_value = index > 0 and args[index - 1] == option
+        is_keyword = not word.startswith("-") and "=" in word
+        in_list = is_first_value or (in_list and is_keyword)
+        if in_list and not is_first_value:
+            yield option
+        yield word

@@ -1,0 +1,353 @@
+"""Options and arguments of several commands, with their help. A command writes out what it takes.
+
+Imports no torch: --help reads this file.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..input_files import check_file, check_folder, check_images
+from ..options import (
+    AUTO,
+    CALIBRATION_IMAGES,
+    MAX_ADDED_COST_PERCENT,
+    MAX_WINDOW,
+    AuthorsVersion,
+    Init,
+    InterpolationName,
+    Positions,
+    Scope,
+    Tie,
+)
+from .completion import complete_files, complete_models, complete_rules
+from .parsing import (
+    parse_budget,
+    parse_count_or_auto,
+    parse_input_size,
+    parse_numbers,
+    parse_window_or_auto,
+)
+
+# Groups of options in --help.
+WHAT_TO_CONVERT = "What to convert"
+HOW_MANY_ELEMENTS = "How many elements"
+WHERE_THEY_START = "Where they start"
+OUTPUT = "Output"
+
+
+def _existing_file(path: Path | None) -> Path | None:
+    if path is not None:
+        check_file(path)
+    return path
+
+
+def _folder(path: Path | None) -> Path | None:
+    if path is not None:
+        check_folder(path)
+    return path
+
+
+def _folder_of_images(path: Path | None) -> Path | None:
+    if path is not None:
+        check_images(path)
+    return path
+
+
+def _load_rules(name: str) -> Any:
+    """Load rules before the model, so that a mistake in them is reported at once."""
+    if name == AUTO:
+        return name
+    from ..planning.rule_files import load_rules
+
+    return load_rules(name)
+
+
+# What to convert
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="convnext_tiny (timm first, then torchvision), timm:NAME, torchvision:NAME, "
+        "hf-hub:REPO, local-dir:FOLDER, or package.module:factory, which imports and runs your "
+        "own code.",
+        autocompletion=complete_models,
+        show_default=False,
+    ),
+]
+Pretrained = Annotated[
+    bool,
+    typer.Option(
+        "--pretrained",
+        help="Start from timm's or torchvision's trained weights.",
+        rich_help_panel=WHAT_TO_CONVERT,
+    ),
+]
+Weights = Annotated[
+    Path | None,
+    typer.Option(
+        "--checkpoint",
+        metavar="FILE",
+        help="Start from a safetensors or torch file (including the DCLS authors' checkpoints).",
+        callback=_existing_file,
+        rich_help_panel=WHAT_TO_CONVERT,
+    ),
+]
+NumClasses = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", min=0, help="Classes of the model's head.", rich_help_panel=WHAT_TO_CONVERT
+    ),
+]
+InChans = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="Input channels.", rich_help_panel=WHAT_TO_CONVERT),
+]
+ModelKwargs = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE ...",
+        help="More arguments of the model's function, stored in the checkpoint: "
+        "ls_init_value=0.1 drop_path_rate=0.2",
+        rich_help_panel=WHAT_TO_CONVERT,
+    ),
+]
+Rules = Annotated[
+    str,
+    typer.Option(
+        metavar="FILE|NAME|auto",
+        help="Rule file or built-in set; auto: depthwise convolutions, or 3x3 ones if there are "
+        "none.",
+        callback=_load_rules,
+        autocompletion=complete_rules,
+        rich_help_panel=WHAT_TO_CONVERT,
+    ),
+]
+Strict = Annotated[
+    bool,
+    typer.Option(
+        "--strict",
+        help="Fail where a layer cannot take the size, instead of skipping it.",
+        rich_help_panel=WHAT_TO_CONVERT,
+    ),
+]
+Plan = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Apply the plan of a checkpoint to other weights of the same model.",
+        callback=_folder,
+        autocompletion=complete_files,
+        rich_help_panel=WHAT_TO_CONVERT,
+    ),
+]
+
+# How many elements
+
+DilatedSize = Annotated[
+    Any,
+    typer.Option(
+        metavar="N|HxW|+N|auto",
+        help="Window in which elements move: 17 or 17x9 cells; +4: each side four cells longer "
+        f"than the kernel's; auto: the largest growth, up to {MAX_WINDOW} cells, that adds at "
+        f"most {MAX_ADDED_COST_PERCENT:g} % to the MACs.",
+        parser=parse_window_or_auto,
+        rich_help_panel=HOW_MANY_ELEMENTS,
+    ),
+]
+KernelCount = Annotated[
+    Any,
+    typer.Option(
+        metavar="N|auto",
+        help="Elements in a kernel; auto: as many as the budget allows.",
+        parser=parse_count_or_auto,
+        rich_help_panel=HOW_MANY_ELEMENTS,
+    ),
+]
+ScopeOption = Annotated[
+    Scope,
+    typer.Option(
+        metavar="NAME",
+        help="What shares one element count: the model, a stage or a layer; error: more elements "
+        "where kernels need them (default with --calibrate). One of auto, model, stage, layer, "
+        "error.",
+        rich_help_panel=HOW_MANY_ELEMENTS,
+    ),
+]
+TieOption = Annotated[
+    Tie,
+    typer.Option(
+        metavar="stage|none",
+        help="Which layers share their positions.",
+        rich_help_panel=HOW_MANY_ELEMENTS,
+    ),
+]
+Budget = Annotated[
+    float,
+    typer.Option(
+        metavar="PERCENT",
+        help="Parameters for the new kernels, in percent of the weights that they replace.",
+        parser=parse_budget,
+        rich_help_panel=HOW_MANY_ELEMENTS,
+    ),
+]
+Interpolation = Annotated[
+    InterpolationName | None,
+    typer.Option(
+        metavar="NAME",
+        help="How an element spreads over the cells: bilinear (the default), triangle or gaussian.",
+        rich_help_panel=HOW_MANY_ELEMENTS,
+    ),
+]
+
+# Where they start
+
+Calibrate = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Folder of images; match the network's outputs on them instead of its kernels.",
+        callback=_folder_of_images,
+        rich_help_panel=WHERE_THEY_START,
+    ),
+]
+Images = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Images of --calibrate, evenly spread; some are held out to compare outputs on "
+        f"(default: {CALIBRATION_IMAGES}).",
+        rich_help_panel=WHERE_THEY_START,
+    ),
+]
+Mean = Annotated[
+    Any,
+    typer.Option(
+        metavar="M,M,M",
+        help="Mean by which images are normalised, one for all channels or one for each "
+        "(default: the model's own).",
+        parser=parse_numbers,
+        rich_help_panel=WHERE_THEY_START,
+    ),
+]
+Std = Annotated[
+    Any,
+    typer.Option(
+        metavar="S,S,S",
+        help="Standard deviation by which images are normalised.",
+        parser=parse_numbers,
+        rich_help_panel=WHERE_THEY_START,
+    ),
+]
+InitOption = Annotated[
+    Init,
+    typer.Option(
+        metavar="NAME",
+        help="random; fit: closest to the old kernels; largest: at their largest cells; exact: at "
+        "all cells, for the same outputs at more parameters; auto: fit for trained weights, else "
+        "random.",
+        rich_help_panel=WHERE_THEY_START,
+    ),
+]
+PositionsOption = Annotated[
+    Positions,
+    typer.Option(
+        metavar="normal|kernel|uniform",
+        help="Random positions: normal, N(0, 0.5 cells); kernel and uniform, spread over the old "
+        "kernel or the window.",
+        rich_help_panel=WHERE_THEY_START,
+    ),
+]
+AuthorsVersionOption = Annotated[
+    AuthorsVersion | None,
+    typer.Option(
+        metavar="v0|v1",
+        help="Version of the authors' layers in a checkpoint of theirs without SIG "
+        "(default: v0, as released).",
+        rich_help_panel=WHERE_THEY_START,
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Fit and compare on this device, such as cuda (default: cpu).",
+        rich_help_panel=WHERE_THEY_START,
+    ),
+]
+Seed = Annotated[
+    int,
+    typer.Option(
+        metavar="N", min=0, help="Seed of all random values.", rich_help_panel=WHERE_THEY_START
+    ),
+]
+
+# Checkpoints
+
+Checkpoint = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CHECKPOINT",
+        help="A folder that dcls-convert wrote.",
+        callback=check_folder,
+        autocompletion=complete_files,
+        show_default=False,
+    ),
+]
+TrustCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-code",
+        help="Import and run your own code that the checkpoint names as its model. Do not use it "
+        "on folders you did not create.",
+    ),
+]
+
+Unconverted = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        help="The unconverted network, for a checkpoint of your own model that does not name it: "
+        "package.module:factory, which imports and runs your code.",
+    ),
+]
+
+# Output
+
+InputSize = Annotated[
+    Any,
+    typer.Option(
+        metavar="CxHxW",
+        help="Image size for MACs and exports (default: the model's own).",
+        parser=parse_input_size,
+        rich_help_panel=OUTPUT,
+    ),
+]
+Force = Annotated[
+    bool,
+    typer.Option(
+        "--force",
+        help="Replace what an earlier run wrote.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Json = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        help="Print one JSON object, also for an error.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Quiet = Annotated[
+    bool,
+    typer.Option(
+        "--quiet",
+        "-q",
+        help="Print no progress and no report, only the output's name.",
+        rich_help_panel=OUTPUT,
+    ),
+]

@@ -1,0 +1,173 @@
+"""Read the values of options that are neither a word, a plain number nor a path."""
+
+import ast
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import typer
+
+from ..errors import DclsConvertError, PlanError
+from ..options import AUTO, GROWTH, MAX_COUNT, MAX_SIDE, check_even, parse_percent
+from ..text import shortened
+
+KEYWORD = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)  # KEY=VALUE
+MAX_VALUES = 1000  # of a range such as 7..23
+
+
+def parse_window_or_auto(text: str) -> int | str | tuple[int, ...]:
+    """Parse "auto", or a window as `parse_window` does; refuse an odd growth."""
+    if text == AUTO:
+        return AUTO
+    window = parse_window(text)
+    if isinstance(window, str):
+        try:
+            check_even(window)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+    return window
+
+
+def parse_window(text: str) -> int | str | tuple[int, ...]:
+    """Parse "17" into 17, and "17x9" into (17, 9); a growth such as "+4" stays text."""
+    if re.fullmatch(GROWTH, text):
+        return text
+    expected = (
+        f"a size: give an integer from 1 to {MAX_SIDE} such as 17, sides such as 17x9, "
+        "or a growth such as +4"
+    )
+    sides = _parse_sides(text, range(1, 4), expected)
+    if len(sides) == 1:
+        return sides[0]
+    return sides
+
+
+def parse_input_size(text: str) -> tuple[int, ...]:
+    """Parse "3x224x224" into (3, 224, 224), and "1x16000" into (1, 16000)."""
+    signal = re.fullmatch(r"([1-9][0-9]{0,3})[xX]([1-9][0-9]{0,6})", text)
+    if signal:
+        return int(signal[1]), int(signal[2])
+    expected = f"an input size: give channels and sides from 1 to {MAX_SIDE}, such as 3x224x224"
+    return _parse_sides(text, range(2, 5), expected)
+
+
+def _parse_sides(text: str, allowed_counts: range, expected: str) -> tuple[int, ...]:
+    """Parse "17x9" into (17, 9); `expected` completes the error "TEXT is not ..."."""
+    sides: tuple[int, ...] = ()
+    if re.fullmatch(r"[0-9]{1,4}([xX][0-9]{1,4})*", text):
+        sides = tuple(int(side) for side in re.split("[xX]", text))
+    if len(sides) not in allowed_counts or 0 in sides:
+        raise typer.BadParameter(f"'{shortened(text)}' is not {expected}")
+    return sides
+
+
+def parse_count(text: str) -> int:
+    """Parse a number of elements."""
+    if re.fullmatch(r"[0-9]{1,19}", text) and 1 <= int(text) <= MAX_COUNT:
+        return int(text)
+    raise typer.BadParameter(f"'{shortened(text)}' is not an integer from 1 to {MAX_COUNT}")
+
+
+def parse_count_or_auto(text: str) -> int | str:
+    """Parse "auto", or a number of elements."""
+    if text == AUTO:
+        return AUTO
+    try:
+        return parse_count(text)
+    except typer.BadParameter as error:
+        raise typer.BadParameter(f"{error}, or {AUTO}") from None
+
+
+def parse_budget(text: str | float) -> float:
+    """Parse "80" and "80%" into 80.0."""
+    try:
+        return float(100 * parse_percent(text))
+    except PlanError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def parse_numbers(text: str) -> tuple[float, ...]:
+    """Parse "0.5,0.4,0.3" into (0.5, 0.4, 0.3)."""
+    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?(,[0-9]{1,9}(\.[0-9]{1,9})?)*", text):
+        raise typer.BadParameter(
+            f"'{shortened(text)}' is not a list of numbers such as 0.485,0.456,0.406"
+        )
+    return tuple(map(float, text.split(",")))
+
+
+def parse_keywords(texts: Sequence[str] | None) -> dict[str, Any] | None:
+    """Parse ["ls_init_value=0.1", "norm=none"] into {"ls_init_value": 0.1, "norm": "none"}.
+
+    As in timm's own scripts, a value is a Python literal; what is none is text. Tuples become
+    lists, because checkpoints store the values as JSON.
+
+    Raises:
+        DclsConvertError: A text is not KEY=VALUE, or the value is none of JSON's.
+    """
+    if not texts:
+        return None
+    keywords: dict[str, Any] = {}
+    for text in texts:
+        match = KEYWORD.fullmatch(text)
+        if match is None:
+            raise DclsConvertError(f"--model-kwargs: '{shortened(text)}' is not KEY=VALUE")
+        key, value = match.groups()
+        if key in keywords:
+            raise DclsConvertError(f"--model-kwargs: {key} is stated twice")
+        keywords[key] = _plain_value(text, value)
+    return keywords
+
+
+def _plain_value(keyword: str, text: str) -> Any:
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError):
+        raise DclsConvertError(
+            f"--model-kwargs: '{shortened(keyword)}': a value is a number, a text, True, False, "
+            "None, or a list or dict of these"
+        ) from None
+
+
+def parse_list(
+    text: str, parse: Callable[[str], Any], expected: str, *, step: int = 1
+) -> list[Any]:
+    """Parse a list of values that `parse` reads, and of ranges.
+
+    With a step of 2, "7..11,17" becomes [7, 9, 11, 17], and "7..11..4" becomes [7, 11].
+    """
+    values: list[Any] = []
+    for part in text.split(","):
+        try:
+            bounds = [parse(bound) for bound in part.split("..")]
+        except typer.BadParameter:
+            bounds = []
+        if len(bounds) == 1:
+            values.append(bounds[0])
+        elif len(bounds) in (2, 3) and all(isinstance(bound, int) for bound in bounds):
+            values += _numbers_between(part, *bounds, default_step=step)
+        else:
+            raise typer.BadParameter(f"'{shortened(part)}' is not a list of {expected}")
+    return list(dict.fromkeys(values))
+
+
+def _numbers_between(
+    part: str, first: int, last: int, step: int | None = None, *, default_step: int
+) -> range:
+    """Return the numbers from first to last.
+
+    Raises:
+        typer.BadParameter: `part`, the text of the range, runs backwards or has too many values.
+    """
+    if last < first:
+        raise typer.BadParameter(f"'{part}' runs backwards; give {last}..{first}")
+    numbers = range(first, last + 1, step or default_step)
+    if len(numbers) > MAX_VALUES:
+        raise typer.BadParameter(
+            f"'{part}' has {len(numbers):,} values; {MAX_VALUES:,} are allowed"
+        )
+    return numbers
