@@ -101,14 +101,15 @@ def command_line(model: str, values: Mapping[str, Any], command: str = "") -> st
 
     Args:
         model: The command line's argument MODEL.
-        values: The options' values by field name. True is written as a flag, and None is left out.
+        values: The options' values by field name. True is written as a flag; None and
+            False are left out.
         command: A command other than the default one, such as "sweep".
     """
     words = ["dcls-convert", model]
     if command:
         words.insert(1, command)
     for name, value in values.items():
-        if value is None:
+        if value is None or value is False:
             continue
         words.append(option_name(name))
         if isinstance(value, Mapping):

@@ -9,7 +9,16 @@ from typing import Any
 import typer
 
 from ..errors import DclsConvertError, PlanError
-from ..options import AUTO, GROWTH, MAX_COUNT, MAX_SIDE, check_even, parse_percent
+from ..options import (
+    AUTO,
+    GROWTH,
+    MAX_COUNT,
+    MAX_PERCENT,
+    MAX_SIDE,
+    MIN_PERCENT,
+    check_even,
+    parse_percent,
+)
 from ..text import shortened
 
 KEYWORD = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)  # KEY=VALUE
@@ -133,7 +142,38 @@ def _plain_value(keyword: str, text: str) -> Any:
         ) from None
 
 
-def parse_list(
+def parse_sizes(text: str) -> list[Any]:
+    """Parse "7..11,17x9" into [7, 9, 11, (17, 9)]; growths such as "+4" stay text."""
+    return _parse_list(
+        text,
+        _parse_size,
+        f"sizes from 1 to {MAX_SIDE}: 7..23 (steps of 2), 7..23..4 (steps of 4), 7,9,13, 17x9, "
+        "or growths: +2,+4",
+        step=2,  # the window and the old kernel must both be odd or both be even
+    )
+
+
+def parse_counts(text: str) -> list[Any]:
+    """Parse "20,34" or "20..40..5" into numbers of elements."""
+    expected = f"counts from 1 to {MAX_COUNT}, such as 20,34 or 20..40..5"
+    return _parse_list(text, parse_count, expected)
+
+
+def parse_budgets(text: str) -> list[Any]:
+    """Parse "60%,80%" into [60.0, 80.0]."""
+    expected = f"percentages from {MIN_PERCENT} to {MAX_PERCENT}, such as 60%,80%,100%"
+    return _parse_list(text, parse_budget, expected)
+
+
+def _parse_size(text: str) -> int | str | tuple[int, ...]:
+    """Parse "17" and "17x17" into 17, "17x9" into (17, 9); a growth such as "+4" stays text."""
+    size = parse_window(text)
+    if isinstance(size, tuple) and len(set(size)) == 1:
+        return size[0]
+    return size
+
+
+def _parse_list(
     text: str, parse: Callable[[str], Any], expected: str, *, step: int = 1
 ) -> list[Any]:
     """Parse a list of values that `parse` reads, and of ranges.
