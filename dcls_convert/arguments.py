@@ -6,6 +6,9 @@ from pathlib import Path
 from .errors import DclsConvertError
 from .text import shortened
 
+# The public function that makes an object of a class.
+MADE_BY = {"ConversionPlan": "plan_conversion", "ModelConvs": "find_convs"}
+
 
 def check_argument(name: str, value: object, kind: type) -> None:
     """Raise DclsConvertError unless the argument is of this kind; say what was found and a cure.
@@ -34,8 +37,8 @@ def _cure(value: object, kind: type) -> str:
         return f"an object of it, such as {value.__name__}()"
     if isinstance(getattr(value, "plan", None), kind):
         return f"its plan, a {kind.__name__}"
-    if kind.__name__ != "Module":
-        return f"a {kind.__name__}"
+    if kind.__name__ in MADE_BY:
+        return f"a {kind.__name__}, from {MADE_BY[kind.__name__]}"
     if isinstance(value, str | Path):
         return (
             "a torch.nn.Module: timm.create_model makes one by its name, "

@@ -1,7 +1,9 @@
 """The user's own network in Python: what a notebook shows, step by step."""
 
+import re
 import warnings
 import xml.etree.ElementTree
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +15,6 @@ import dcls_convert
 from dcls_convert import (
     CheckpointError,
     DclsConvertError,
-    ModelError,
     PlanError,
     RuleError,
     convert_,
@@ -212,17 +213,68 @@ def test_a_mistake_is_one_line_without_the_parsers_own_error(make, kind):
     assert mistake.value.__suppress_context__
 
 
-def test_what_is_no_model_is_refused_by_every_front_door():
+WRONG_MODELS = {
+    "a state dict": (lambda: unet().state_dict(), "a OrderedDict; give the torch.nn.Module itself"),
+    "its parameters": (lambda: unet().parameters(), "a generator; give the torch.nn.Module itself"),
+    "its class": (lambda: type(unet()), "the class UNet; give an object of it, such as UNet()"),
+    "a name": (lambda: "resnet18", "the text 'resnet18'; give a torch.nn.Module: timm.create_mo"),
+    "a path": (lambda: Path("folder"), "the text 'folder'; give a torch.nn.Module: timm.create_mo"),
+    "nothing": (lambda: None, "a NoneType; give a torch.nn.Module, such as"),
+}
+FRONT_DOORS = {
+    "convert_": convert_,
+    "sweep": dcls_convert.sweep,
+    "find_convs": dcls_convert.find_convs,
+    "convert_from_authors_": lambda model: dcls_convert.convert_from_authors_(model, {}),
+    "convert_and_save_": lambda model: dcls_convert.convert_and_save_(model, "out"),
+    "apply_plan_": lambda model: dcls_convert.apply_plan_(model, None),
+    "calibrate": lambda model: dcls_convert.calibrate(model, None, ()),
+    "fold_to_dense_": dcls_convert.fold_to_dense_,
+    "save_converted": lambda model: dcls_convert.save_converted(model, "plan", "out"),
+    "param_groups": lambda model: dcls_convert.tuning.param_groups(model, lr=1e-3),
+    "clamp_positions_": dcls_convert.tuning.clamp_positions_,
+    "repulsive_loss": dcls_convert.tuning.repulsive_loss,
+    "no_weight_decay": dcls_convert.tuning.no_weight_decay,
+    "PositionTracker": dcls_convert.tuning.PositionTracker,
+}
+
+
+@pytest.mark.parametrize("front_door", FRONT_DOORS)
+@pytest.mark.parametrize("wrong", WRONG_MODELS)
+def test_what_is_no_model_is_refused_by_every_front_door(front_door, wrong):
     """A name is refused, too: the network built for it would be lost."""
-    for model, found in ((unet().state_dict(), "a OrderedDict"), ("resnet18", "'resnet18'")):
-        for front_door in (
-            convert_,
-            dcls_convert.sweep,
-            dcls_convert.find_convs,
-            lambda model: dcls_convert.convert_from_authors_(model, {}),
-        ):
-            with pytest.raises(ModelError, match=f"^model: found {found}; give a torch.nn.Module"):
-                front_door(model)
+    make, says = WRONG_MODELS[wrong]
+    with pytest.raises(DclsConvertError, match=f"^model: found {re.escape(says)}"):
+        FRONT_DOORS[front_door](make())
+
+
+def test_a_report_or_a_path_where_a_plan_belongs_is_refused():
+    model = unet()
+    report = convert_(unet(), dilated_size=9, init="random")
+    from_report = "plan: found a ConversionReport; give its plan, a ConversionPlan"
+    mistakes = [
+        (lambda: dcls_convert.apply_plan_(model, report), from_report),
+        (lambda: dcls_convert.predict_report(report), from_report),
+        (lambda: dcls_convert.calibrate(model, report, ()), from_report),
+        (lambda: dcls_convert.save_converted(model, report, "out"), from_report),
+        (
+            lambda: dcls_convert.predict_report("x"),
+            "plan: found the text 'x'; give a ConversionPlan, from plan_conversion",
+        ),
+        (
+            lambda: dcls_convert.plan_conversion(model),
+            "convs: found a UNet; give a ModelConvs, from find_convs",
+        ),
+        (
+            lambda: dcls_convert.load_converted("folder", model=type(model)),
+            "model: found the class UNet; give an object of it, such as UNet()",
+        ),
+        (lambda: convert_(model, seed="a"), "seed 'a' must be an integer"),
+    ]
+    for call, says in mistakes:
+        with pytest.raises(DclsConvertError) as refused:
+            call()
+        assert str(refused.value) == says
 
 
 @pytest.mark.parametrize(

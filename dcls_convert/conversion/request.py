@@ -148,14 +148,14 @@ def _refuse_conflicts_of_scope(request: ConversionRequest) -> None:
 def _refuse_conflicts_of_images(request: ConversionRequest) -> None:
     if request.calibration is None:
         for_calibration = {
-            "held-out images": request.held_out,
-            "a number of images": request.most_images,
+            "held_out": request.held_out,
+            "the number of images": request.most_images,
             "mean": request.mean,
             "std": request.std,
         }
         for name, value in for_calibration.items():
             if value is not None:
-                raise PlanError(f"{name} without images to calibrate with has no effect")
+                raise PlanError(f"{name} is for a calibration; give images to calibrate with")
         return
     if request.offline:
         raise PlanError("a dry run reads no images to calibrate with")

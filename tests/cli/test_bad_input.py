@@ -285,7 +285,7 @@ def test_what_is_no_value_of_an_option_is_refused_with_what_is(option, values, a
         "--scope error --pretrained --dry-run": (
             "scope 'error' measures what kernels lose, but a dry run reads no kernels"
         ),
-        "--images 100": "a number of images without images to calibrate with has no effect",
+        "--images 100": "the number of images is for a calibration; give images to calibrate with",
     }
 )
 def test_a_wrong_option_is_refused_and_nothing_written(user_input, says):

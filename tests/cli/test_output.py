@@ -175,10 +175,11 @@ def test_an_error_is_an_object_where_json_is_asked_for():
     line = err.removeprefix("error: ").removesuffix("\n")
     assert json.loads(out) == {"error": line, "exit_code": 2}
     run(PLAIN, "--output", "out", "--input-size", "3x32x32")
-    Path("out/report.json").unlink()
+    weights = Path("out/model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
     out, err = run("verify", "out", "--json", "--trust-code", code=2)
     assert json.loads(out)["ok"] is False  # what was found is the one object
-    assert "problem found" in err
+    assert "problems found" in err
 
 
 # Bugs.

@@ -247,7 +247,7 @@ NOISE = (torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0)),)
             {"options": PlanOptions(kernel_count=7, budget=50)},
             "kernel count states the count, so budget and scope would have no effect",
         ),
-        ({"mean": (0.5,)}, "mean without images to calibrate with has no effect"),
+        ({"mean": (0.5,)}, "mean is for a calibration; give images to calibrate with"),
         ({"calibration": NOISE, "std": (0.5,)}, "calibration: give mean and std, or neither"),
         (
             {"model": TINY, "pretrained": True, "weights": {}},
