@@ -215,7 +215,7 @@ def _run(request: ConversionRequest, result: Result) -> None:
         from ..conversion.loaded import LoadedNetwork
         from ..networks.running import check_device
         from ..reports.predict import predict_report
-        from ..views.advice import ON_COMMAND_LINE
+        from ..views.advice import Advice
         from ..views.next_steps import next_steps
         from ..views.report import report_view
 
@@ -238,7 +238,7 @@ def _run(request: ConversionRequest, result: Result) -> None:
     elif result.quiet:
         console.show_path(output)
     else:
-        advice = replace(ON_COMMAND_LINE, cheaper_sizes=_sweep_command(request))
+        advice = Advice(cheaper_sizes=_sweep_command(request), why_kept="-v says why")
         report = replace(report, outcome=None)  # shown by `next_steps`, with the checkpoint
         console.show(report_view(report, verbose=result.verbose, advice=advice), *steps)
 
@@ -337,4 +337,4 @@ def _sweep_command(request: ConversionRequest) -> str:
         "rules": None if request.options.rules == AUTO else request.options.rules,
         "input_size": request.input_size,
     }
-    return f"cheaper sizes: {command_line(str(request.model), decide_macs, command='sweep')}"
+    return command_line(str(request.model), decide_macs, command="sweep")

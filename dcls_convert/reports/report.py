@@ -199,10 +199,9 @@ class ConversionReport(Record):
         return data
 
     def __rich__(self) -> Any:
-        from ..views.advice import IN_PYTHON
         from ..views.report import report_view
 
-        return report_view(self, advice=IN_PYTHON)
+        return report_view(self)
 
     __str__ = as_text
     _repr_html_ = as_html

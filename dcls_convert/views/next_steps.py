@@ -13,7 +13,7 @@ from .outcome import outcome_sentences
 
 NEAR_THE_CENTRE = (
     "Elements start near the centre, as in the paper, and need long training to move.",
-    "In a short training, try others: dcls-convert compare --positions normal,kernel",
+    "In a short training, compare with positions that are spread: kernel or uniform.",
 )
 
 

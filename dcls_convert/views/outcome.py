@@ -3,14 +3,13 @@
 from ..networks.model_outputs import Agreement
 from ..reports.report import ConversionReport, Outcome
 from ..text import count_text
-from .advice import ON_COMMAND_LINE, Advice
 
 SMALL_ERROR = 1e-3  # relative error below which kernels or outputs count as unchanged
 ENOUGH_IMAGES = 4  # if fewer images were fitted to, the report suggests more
 MIN_IMAGES_FOR_PERCENT = 10  # a percentage of fewer images would look too precise
 
 
-def outcome_sentences(report: ConversionReport, advice: Advice = ON_COMMAND_LINE) -> list[str]:
+def outcome_sentences(report: ConversionReport) -> list[str]:
     """Say how close the kernels and outputs of a trained network stayed; [] if unknown."""
     outcome = report.outcome
     if outcome is None or outcome.kernel_error is None:
@@ -18,7 +17,7 @@ def outcome_sentences(report: ConversionReport, advice: Advice = ON_COMMAND_LINE
     kernels = f"Mean relative error of the kernels: {outcome.kernel_error:.3f}."
     is_calibrated = outcome.fitted_images > 0 or outcome.images > 0
     if not is_calibrated and outcome.kernel_error >= SMALL_ERROR:
-        kernels += f" {advice.calibrate} would keep the outputs closer."
+        kernels += " A calibration with some images would keep the outputs closer."
     if is_calibrated:
         kernels += " Their outputs were fitted instead."
     lines = [kernels]

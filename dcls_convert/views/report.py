@@ -14,7 +14,7 @@ from ..reports.predict import predict_report
 from ..reports.report import ConversionReport, LayerReport
 from ..tables import Column, indented
 from ..text import count_text, printable, shortened
-from .advice import FOR_PLAN, ON_COMMAND_LINE, Advice
+from .advice import Advice
 from .cost_tables import (
     STAGE_COLUMNS,
     LayerTotals,
@@ -35,11 +35,11 @@ FOLDING_SENTENCE = (
 
 def plan_view(plan: ConversionPlan) -> RenderableType:
     """Return the report that is predicted for a plan, as it is shown in Python."""
-    return report_view(predict_report(plan), advice=FOR_PLAN)
+    return report_view(predict_report(plan))
 
 
 def report_view(
-    report: ConversionReport, *, verbose: int = 0, advice: Advice = ON_COMMAND_LINE
+    report: ConversionReport, *, verbose: int = 0, advice: Advice | None = None
 ) -> RenderableType:
     """Return a report as it is shown in a terminal of at least 80 columns.
 
@@ -47,19 +47,21 @@ def report_view(
         report: The report to show.
         verbose: 0 shows a row for each stage. 1 shows a row for each layer, and the reasons why
             other convolutions are kept. 2 also names each kept convolution.
-        advice: What the reader is told to do: ON_COMMAND_LINE, IN_PYTHON or FOR_PLAN.
+        advice: What the reader is told to do; None for what is done in Python.
     """
+    if advice is None:
+        advice = Advice()
     parts = [*_heading(report, advice), Text()]
     if verbose == 0:
         parts += [stage_table(report), Text(), indented(_budget_sentence(report))]
         if report.macs.note:
             parts.append(indented(_macs_sentence(report)))
         parts += map(indented, _error_sentences(report))
-        parts += map(indented, outcome_sentences(report, advice))
+        parts += map(indented, outcome_sentences(report))
         if report.skipped:
             parts.append(indented(f"{_skipped_count(report)} kept; {advice.why_kept}."))
     else:
-        parts += _details(report, advice)
+        parts += _details(report)
         parts += _kept_lines(report, by_name=verbose > 1)
     return Group(*parts)
 
@@ -78,24 +80,30 @@ def _heading(report: ConversionReport, advice: Advice) -> list[RenderableType]:
     return [
         Text(_headline(report), style=_headline_style(report)),
         Text(kernels) + Text(printable(model), style="dim"),
-        *(Text(warning, style="yellow") for warning in _warnings(report, advice)),
+        *_warnings(report, advice),
     ]
 
 
-def _warnings(report: ConversionReport, advice: Advice) -> list[str]:
+def _warnings(report: ConversionReport, advice: Advice) -> list[Text]:
     """Return warnings about costly windows, and about layers that only lose weights."""
     warnings = []
     added_macs = report.macs.percent or 0.0  # percent; 0 if unknown
     if added_macs > MAX_ADDED_COST_PERCENT and _has_smallest_growth(report):
         growth = f"Even the smallest growth adds {added_macs:.0f} % to the MACs"
-        warnings.append(f"{growth}; rules can skip layers")
+        warnings.append(Text(f"{growth}; rules can skip layers"))
     elif added_macs > COSTLY_MACS_PERCENT:
         factor = 1 + added_macs / 100
-        warnings.append(f"{factor:.1f} times the MACs; {printable(advice.cheaper_sizes)}")
+        warnings.append(Text(f"{factor:.1f} times the MACs. Cheaper sizes are shown by"))
+        # Never wrapped, so that it can be copied.
+        command = f"    {printable(advice.cheaper_sizes)}"
+        warnings.append(Text(command, no_wrap=True, overflow="ignore"))
     losing_layers = sum(_only_loses_weights(layer) for layer in report.layers)
     if losing_layers:
         layers = f"{count_text(losing_layers, 'layer')} of {len(report.layers)}"
-        warnings.append(f"Fewer weights and no larger window for {layers}; skip them with a rule")
+        loss = f"Fewer weights and no larger window for {layers}"
+        warnings.append(Text(f"{loss}; skip them with a rule"))
+    for warning in warnings:
+        warning.stylize("yellow")
     return warnings
 
 
@@ -134,7 +142,7 @@ def _only_loses_weights(layer: LayerReport) -> bool:
     return math.prod(layer.dilated_size) == cells and layer.kernel_count < cells
 
 
-def _details(report: ConversionReport, advice: Advice) -> list[RenderableType]:
+def _details(report: ConversionReport) -> list[RenderableType]:
     """Return the layer table, the model table and the sentences of a verbose report."""
     rows = [LayerTotals(name=layer.name, layers=(layer,)) for layer in report.layers]
     name_column: Column[LayerTotals] = Column("Layer", lambda row: row.name)
@@ -145,7 +153,7 @@ def _details(report: ConversionReport, advice: Advice) -> list[RenderableType]:
         parts.append(Text(footnote, style="dim italic"))
     parts += _largest_error_lines(report)
     parts += [Text(), model_table(report), Text()]
-    parts += map(indented, _sentences(report, advice))
+    parts += map(indented, _sentences(report))
     return parts
 
 
@@ -202,7 +210,7 @@ def _skipped_count(report: ConversionReport) -> str:
 
 def report_markdown(report: ConversionReport) -> str:
     """Return the report in Markdown, for a model card."""
-    items = "".join(f"- {line}\n" for line in _sentences(report, ON_COMMAND_LINE))
+    items = "".join(f"- {line}\n" for line in _sentences(report))
     return "\n".join([stage_table(report).markdown(), model_table(report).markdown(), items])
 
 
@@ -223,12 +231,12 @@ def _budget_sentence(report: ConversionReport) -> str:
     return f"{text}."
 
 
-def _sentences(report: ConversionReport, advice: Advice) -> list[str]:
+def _sentences(report: ConversionReport) -> list[str]:
     """Return sentences on the budget, errors, new kernels, MACs, feature maps and outputs."""
     kernels = f"{_kernels_sentence(report)}; stages from {report.stages_from}."
     lines = [_budget_sentence(report), *_error_sentences(report), kernels, _macs_sentence(report)]
     lines += _map_sentences(report)
-    lines += outcome_sentences(report, advice)
+    lines += outcome_sentences(report)
     return [printable(line) for line in lines]
 
 

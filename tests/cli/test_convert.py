@@ -43,7 +43,7 @@ def test_without_images_it_ends_with_the_kernels_error_and_a_better_way(trained,
     assert report["outcome"] == {"kernel_error": pytest.approx(mean), **unknown}
     for text in (out[out.index("Fine-tune it") :], card):
         assert f"{mean:.3f}" in text
-        assert "--calibrate FOLDER" in text
+        assert "A calibration with some images would" in text
 
 
 def test_with_images_it_ends_with_the_outputs_for_those_held_out(trained, tmp_path):

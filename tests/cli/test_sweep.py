@@ -226,14 +226,16 @@ def test_rules_that_state_all_sizes_leave_none_to_compare(tmp_path):
         )
 
 
-def test_a_costly_conversion_suggests_a_sweep_of_the_same_network(tmp_path):
+def test_a_costly_conversion_suggests_a_sweep_of_the_same_network(tmp_path, monkeypatch):
     rules = tmp_path / "stage 0.yaml"
     rules.write_text("format: 1\nrules:\n- match: {stage: stages.0}\n")
     options = ("--input-size", "3x48x48", "--num-classes", "5", "--rules", rules, "--tie", "none")
     arguments = (NET, "--dilated-size", 21, *options, "--dry-run")
     report = json.loads(run(*arguments, "--json")[0])
-    words = " ".join(run(*arguments)[0].split()).split(" times the MACs; cheaper sizes: ")[1]
-    command = words[: words.index(" Stage ")]
+    monkeypatch.setenv("COLUMNS", "40")
+    lines = run(*arguments)[0].splitlines()
+    # On one line, however narrow the terminal is.
+    (command,) = [line for line in lines if line.startswith("    dcls-convert sweep ")]
     program, *suggested = shlex.split(command)
     assert program == "dcls-convert"
     original, row = json.loads(run(*suggested, "--sizes", "21", "--json")[0])["rows"]
