@@ -21,7 +21,7 @@ from ..networks.running import image_dtype
 from ..networks.source import resolve_model
 from ..options import MAX_PIXELS, OPSETS
 from ..progress import Notify, ignore_messages
-from ..text import shortened
+from ..text import join_with_and, shortened
 from .folded_model import (
     BATCHES,
     FOLDING_BOUND,
@@ -128,7 +128,7 @@ def _check_packages(format: str) -> None:
             missing.append(name)
     if missing:
         raise DclsConvertError(
-            f"format {format} needs packages: pip install 'dcls-convert[export]'"
+            f"format {format} needs {join_with_and(missing)}: pip install 'dcls-convert[export]'"
         )
 
 

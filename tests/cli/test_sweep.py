@@ -136,7 +136,7 @@ def test_what_does_not_fit_is_a_row_with_its_reason():
     out = table(NET, "--sizes", "8..10..1")
     assert "! 8 does not fit: stages.0" in out
     assert out.splitlines()[-1].strip() == (
-        f"dcls-convert {NET} --input-size 3x32x32 --dilated-size 9"
+        f"dcls-convert {NET} --dilated-size 9 --input-size 3x32x32"
     )
 
 

@@ -158,11 +158,11 @@ def test_folding_that_changes_outputs_is_refused(tmp_path, monkeypatch, checkpoi
         ("in --output in --force", "is the checkpoint itself"),
         (
             "in --format onnx --output x.onnx",
-            "--format onnx needs packages: pip install onnxscript",
+            "format onnx needs onnxscript: pip install 'dcls-convert[export]'",
         ),
-        ("in --format pt2 --opset 17", "--opset 17 is for --format onnx, not for --format pt2"),
-        ("in --opset 17", "--opset 17 is for --format onnx, not for --format timm"),
-        ("in --format onnx --opset 6", "'6' is not an integer from 7 to 25"),
+        ("in --format pt2 --opset 17", "an opset is for format onnx, not for pt2"),
+        ("in --opset 17", "an opset is for format onnx, not for timm"),
+        ("in --format onnx --opset 6", "opset 6: give an integer from 7 to 25"),
         ("nowhere", "nowhere: is not a folder"),
     ],
 )

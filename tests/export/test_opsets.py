@@ -67,5 +67,5 @@ def test_weights_in_a_second_file_need_the_newer_exporter(checkpoints, monkeypat
 
 @pytest.mark.parametrize("opset", [OPSETS[0] - 1, OPSETS[-1] + 1])
 def test_unsupported_opsets_are_refused_from_python_too(checkpoints, opset):
-    with pytest.raises(DclsConvertError, match=rf"--opset {opset}: give an integer from 7 to 25"):
+    with pytest.raises(DclsConvertError, match=rf"opset {opset}: give an integer from 7 to 25"):
         fold_checkpoint(checkpoints / "Plain", "onnx", opset=opset, trust_code=True)
