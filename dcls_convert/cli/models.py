@@ -1,53 +1,109 @@
 """`dcls-convert models`: survey what a conversion would do to many models."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from ..options import Kind, PlanOptions, Sort
+from ..conversion.request import refuse_overridden_counts
+from ..options import AUTO, DEFAULT_BUDGET, Kind, PlanOptions, Sort
 from ..text import count_text, short_list
 from . import console
 from .completion import complete_models
-from .network_options import expand_options
-from .shared_options import InputSize, Json
-from .typer_options import RUNNING, argument, choice, number
+from .options import (
+    Budget,
+    DilatedSize,
+    InputSize,
+    Interpolation,
+    Json,
+    KernelCount,
+    Rules,
+    ScopeOption,
+    Strict,
+    TieOption,
+)
 
 if TYPE_CHECKING:
     from ..choosing.survey import ModelRow
 
 EXIT_FAILED = 1  # a model that fails is a bug, here or in its library
-MAX_JOBS = 1024
 SECONDS_BETWEEN_LINES = 10.0  # of progress, if stderr is not a terminal
-SHOW = "What to show"
-PATTERN_HELP = (
-    "Names to survey, a shell pattern: 'convnext_*', 'timm:resnet*', 'torchvision:*'. "
-    "Without * ? or [ it is a name or a part of names. "
-    "Without a pattern, all models of both registries."
-)
-KIND_HELP = "Only models in which convolutions of this kind are replaced."
-SORT_HELP = (
-    "Sort ascending by name, parameters or MACs before conversion, element count, or layers."
-)
+SHOW = "What to show"  # groups of options in --help
+RUNNING = "How to run"
+
+Pattern = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="PATTERN",
+        help="Names to survey, a shell pattern: 'convnext_*', 'timm:resnet*', 'torchvision:*'. "
+        "Without * ? or [ it is a name or a part of names. Without a pattern, all models of both "
+        "registries.",
+        autocompletion=complete_models,
+        show_default=False,
+    ),
+]
+KindOption = Annotated[
+    Kind | None,
+    typer.Option(
+        "--kind",
+        metavar="NAME",
+        help="Only models in which convolutions of this kind are replaced: "
+        f"{', '.join(get_args(Kind))}.",
+        rich_help_panel=SHOW,
+    ),
+]
+SortOption = Annotated[
+    Sort | None,
+    typer.Option(
+        "--sort",
+        metavar="NAME",
+        help="Sort ascending by name, by params or macs before conversion, by the count of "
+        "elements, or by layers (default: as in the registries).",
+        rich_help_panel=SHOW,
+    ),
+]
+Jobs = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        max=1024,
+        help="Worker processes (default: one per CPU).",
+        rich_help_panel=RUNNING,
+    ),
+]
 
 
-@expand_options
 def models(
-    options: PlanOptions,
-    pattern: Annotated[str | None, argument("PATTERN", PATTERN_HELP, complete_models)] = None,
+    pattern: Pattern = None,
+    rules: Rules = AUTO,
+    strict: Strict = False,
+    dilated_size: DilatedSize = AUTO,
+    kernel_count: KernelCount = AUTO,
+    scope: ScopeOption = "auto",
+    tie: TieOption = "stage",
+    budget: Budget = DEFAULT_BUDGET,
+    interpolation: Interpolation = None,
+    kind: KindOption = None,
+    sort: SortOption = None,
     input_size: InputSize = None,
-    kind: Annotated[Kind | None, choice(Kind, SHOW, KIND_HELP)] = None,
-    sort: Annotated[
-        Sort | None, choice(Sort, SHOW, SORT_HELP, show_default="as in the registries")
-    ] = None,
-    jobs: Annotated[
-        int | None,
-        number(int, 1, MAX_JOBS, RUNNING, "Worker processes (default: one per CPU).", metavar="N"),
-    ] = None,
     json_: Json = False,
+    jobs: Jobs = None,
 ) -> None:
     """Show what a conversion would do to each model of the timm and torchvision registries.
+
     No weights, no download.
     """
+    options = PlanOptions(
+        dilated_size=dilated_size,
+        kernel_count=kernel_count,
+        rules=rules,
+        scope=scope,
+        tie=tie,
+        budget=budget,
+        interpolation=interpolation,
+        strict=strict,
+    )
+    refuse_overridden_counts(options)
     all_rows = _survey(pattern, options, input_size=input_size, workers=jobs)
     from ..choosing.survey import filter_and_sort_rows
     from ..views.survey import failure_lines, summary_line, survey_json, survey_view
