@@ -43,7 +43,6 @@ ORDER = (
         "export",
         "tuning",
         "choosing",
-        "compare",
         "views",
         "cli",
         "timm_plugin",
@@ -58,6 +57,7 @@ FOREIGN = {
     "safetensors": {"atomic_output", "networks", "checkpoints"},
     "typer": {"cli"},
     "matplotlib": {"views"},
+    "plotly": {"views"},
 }
 
 

@@ -37,19 +37,6 @@ def border_share(positions: Tensor, size: Sequence[int]) -> float:
     return int(at_border.sum()) / max(at_border.numel(), 1)
 
 
-def outside_share(positions: Tensor, sides: Sequence[int]) -> float:
-    """Return the share of elements (A, ..., E) outside the middle of the window.
-
-    The middle has `sides` cells along the learnt axes.
-    """
-    outside = torch.zeros(positions.shape[1:], dtype=torch.bool, device=positions.device)
-    for coordinate, side in zip(_at_least_float32(positions), sides, strict=True):
-        first_cell, last_cell = position_limits(side)
-        outside |= coordinate < first_cell - 0.5
-        outside |= coordinate > last_cell + 0.5
-    return float(in_double(outside).mean())
-
-
 def overlap_share(positions: Tensor) -> float:
     """Return the share of elements (A, *C, E) that overlap another element of their kernel.
 

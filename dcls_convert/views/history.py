@@ -215,7 +215,7 @@ class _HistoryRow:
 HISTORY_COLUMNS: list[Column[_HistoryRow]] = [
     Column("Positions", lambda row: row.name),
     Column("Step", lambda row: row.step, "{:,}".format),
-    Column("Speed", lambda row: row.speed, "{:.2g}".format),
+    Column("Speed", lambda row: row.speed, "{:.5f}".format),
     Column("Spread", lambda row: row.spread, "{:.2f}".format),
     Column("Border", lambda row: 100 * row.border, "{:.1f} %".format),
 ]

@@ -78,7 +78,7 @@ def test_the_record_of_a_training_is_printed_under_the_names_of_the_inspection(c
     assert "blocks.3.0.conv_dw  " in inspected
     rows = [line for line in lines if line[:1] == ["blocks.3.0.conv_dw"]]
     assert rows[0][1] == "0"
-    assert rows[-1][1:3] == ["39", "0.25"]
+    assert rows[-1][1:3] == ["39", "0.25000"]
     page = page_of(checkpoint, "--history", "positions.jsonl")
     assert page.count("Some of the elements during the training") == page.count("<h2>") - 1
 

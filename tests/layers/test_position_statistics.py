@@ -9,7 +9,6 @@ from dcls_convert.layers import position_statistics
 from dcls_convert.layers.position_statistics import (
     border_share,
     mean_distance,
-    outside_share,
     overlap_share,
     rms_per_axis,
 )
@@ -60,9 +59,3 @@ def test_half_precision_is_compared_exactly():
     # Their difference would be 1 in bfloat16.
     positions = torch.tensor([1.0, 2**-9]).reshape(1, 1, 1, 2)
     assert overlap_share(positions.bfloat16()) == overlap_share(positions) == 1
-
-
-def test_elements_outside_are_beyond_the_cells_of_the_middle():
-    positions = torch.tensor([[-2.6, -2.4, 1.4, 1.6]])
-    assert outside_share(positions, [4]) == 0.5, "cells -2 to 1"
-    assert outside_share(positions, [5]) == 0.25, "cells -2 to 2"
