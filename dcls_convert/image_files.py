@@ -149,15 +149,8 @@ def open_image(path: Path, size: Sequence[int]) -> Image.Image:
         return _to_mode(upright, mode, has_16_bits=has_16_bits)
 
 
-def to_mode(image: Image.Image, mode: str) -> Image.Image:
-    """Convert a newly opened image to Pillow's mode "RGB" or "L".
-
-    Pillow's own conversion would clip 16-bit values to 8 bits.
-    """
-    return _to_mode(image, mode, has_16_bits=_has_16_bits(image))
-
-
 def _to_mode(image: Image.Image, mode: str, *, has_16_bits: bool) -> Image.Image:
+    """Convert an image to Pillow's mode "RGB" or "L"; Pillow would clip 16-bit values to 8 bits."""
     if has_16_bits:
         image = image.convert("I").point(lambda value: value / 257).convert("L")  # 65535 -> 255
     return image.convert(mode)

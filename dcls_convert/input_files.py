@@ -45,12 +45,6 @@ def builtin_rules() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
-def is_checkpoint(path: Path) -> bool:
-    """True if the folder looks like a checkpoint."""
-    has_config = os.path.isfile(path / "config.json")
-    return has_config and os.path.isfile(path / "model.safetensors")
-
-
 def check_file(path: Path, what: str = "checkpoint") -> None:
     """Check that there is a file.
 

@@ -35,7 +35,7 @@ PACKAGE = Path(dcls_convert.__file__).parent
 # from the package.
 ORDER = (
     *("text", "errors", "arguments", "options", "geometry", "input_files", "picture_output"),
-    *("records", "process_identity", "atomic_output", "tables", "progress"),
+    *("records", "atomic_output", "tables", "progress"),
     *("eager", "depthwise", "layers", "networks", "planning", "reports"),
     *("image_files", "fitting", "conversion"),
     *(

@@ -32,7 +32,6 @@ from ..records import Record, adapter
 from ..text import one_line
 from .wrappers import full_tensor, unwrapped
 
-TRACK_FILE = "positions.jsonl"  # default name of the file of records
 TRACK_FORMAT = 1
 # Number of elements per tensor whose individual positions are recorded; plots with more are
 # unreadable.
