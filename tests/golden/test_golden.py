@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 import dcls_convert
 from dcls_convert.checkpoints.folder import open_checkpoint
+from dcls_convert.checkpoints.verify import verify_folder
 
 from .networks import CASES, FOLDED, images, options_of, seeded_network
 
@@ -64,3 +65,11 @@ def test_the_same_request_gives_the_golden_plan_report_and_weights(name):
     expected_state = load_file(golden.weights_path)
     for key, tensor in model.state_dict().items():
         torch.testing.assert_close(tensor, expected_state[key], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_golden_folder_is_verified(name):
+    own = seeded_network(CASES[name]) if open_checkpoint(HERE / name).plan.model is None else None
+    checks = verify_folder(HERE / name, model=own).checks
+    assert [check for check in checks if not check.ok] == []
+    assert "outputs" in {check.name for check in checks}
