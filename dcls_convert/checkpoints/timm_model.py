@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..conversion.apply_plan import apply_plan_
 from ..errors import CheckpointError, ModelError
 from ..networks.building import build_model
 from ..networks.pretrained_cfg import set_pretrained_cfg_
@@ -82,6 +81,8 @@ def create_converted(
     elif pretrained:
         place_stored_plan_(model, conversion)
     else:  # random values, as in timm's own models without weights
+        from ..conversion.apply_plan import apply_plan_  # imports all of `fitting`
+
         apply_plan_(model, conversion, init="random", generator=torch.default_generator)
     timm_cfg = getattr(model, "pretrained_cfg", None) or {}
     for name in ("classifier", "first_conv"):

@@ -21,8 +21,9 @@ from ..planning.plan import ConversionPlan
 from ..progress import logger
 from ..reports.predict import predict_report
 from ..reports.report import ConversionReport, Outcome
+from .describe import describe_conversion
 from .loaded import LoadedNetwork
-from .provenance import attach_provenance_, describe_conversion
+from .provenance import attach_provenance_
 from .resolved import ResolvedRequest
 
 MANY_LINES = 1_000_000  # kernel lines; one CPU core fits about 13,000 per second

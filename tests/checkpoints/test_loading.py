@@ -7,6 +7,7 @@ import torch
 from dcls_convert import load_converted
 from dcls_convert.errors import CheckpointError
 
+from ..command_line import imported_by
 from ..model_state import state_of
 from .folders import convert, save
 
@@ -25,3 +26,14 @@ def test_a_converted_model_is_created_on_the_meta_device_like_timms_own(tmp_path
     with torch.device("meta"):
         model = timm.create_model(f"local-dir:{tmp_path / 'in'}")
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_loading_a_folder_imports_neither_calibration_nor_images_nor_the_authors_format(tmp_path):
+    folder = save(tmp_path / "in", *convert("timm:test_convnext"))
+    load = f"import dcls_convert, timm; timm.create_model('local-dir:{folder}', pretrained=True)"
+    done, imported = imported_by("-c", load)
+    assert done.returncode == 0, done.stderr
+    ours = {name for name in imported if name.startswith("dcls_convert.")}
+    assert "dcls_convert.checkpoints.timm_model" in ours
+    assert {name for name in ours if ".fitting." in name} == {"dcls_convert.fitting.groups"}
+    assert not any(name.endswith((".authors", ".image_files", ".in_memory")) for name in ours)
