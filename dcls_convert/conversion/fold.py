@@ -14,10 +14,7 @@ from ..errors import PlanError
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.position_parameters import undo_exclusion_from_weight_decay_
 from ..networks.running import unchanged_on_failure
-
-# Methods that timm's `reparameterize_model` looks for on a child, in this order. It calls the first
-# one that it finds.
-REPARAMETERIZE_METHODS = ("fuse", "reparameterize", "switch_to_deploy")
+from .branches import REPARAMETERIZE_METHODS, keep_unmergeable_branches_
 
 
 def fold_to_dense_(model: nn.Module) -> int:
@@ -52,6 +49,7 @@ def fold_to_dense_(model: nn.Module) -> int:
         _remove_timm_fold_hook_(model)
         undo_exclusion_from_weight_decay_(model)
         _mark_folded_for_timm_(model)
+        keep_unmergeable_branches_(model, layers)
     return len(plain_conv_of)
 
 

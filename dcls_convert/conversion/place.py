@@ -11,6 +11,7 @@ from ..networks.position_parameters import exclude_from_weight_decay_
 from ..networks.pretrained_cfg import set_pretrained_cfg_
 from ..networks.registries import TIMM_ARCHITECTURE
 from ..planning.plan import ConversionPlan
+from .branches import keep_unmergeable_branches_
 from .fold import install_timm_fold_hook_
 
 
@@ -51,7 +52,9 @@ def insert_layers_(
                 module = make_plain_conv(layer)
             for name in layer_plan.names:
                 model.set_submodule(name, module)
-    if not plan.folded:
+    if plan.folded:
+        keep_unmergeable_branches_(model, [layer.name for layer in plan.layers])
+    else:
         install_timm_fold_hook_(model)
         exclude_from_weight_decay_(model)
     # With this, timm's own savers write a config that rebuilds the converted model.
