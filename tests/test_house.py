@@ -37,7 +37,7 @@ ORDER = (
     *("text", "errors", "arguments", "options", "geometry", "input_files", "picture_output"),
     *("records", "atomic_output", "tables", "progress"),
     *("eager", "depthwise", "layers", "networks", "planning", "reports"),
-    *("image_files", "fitting", "conversion"),
+    *("fitting", "conversion"),
     *(
         "checkpoints",
         "export",

@@ -14,7 +14,12 @@ from torch import Tensor, nn
 
 from ..arguments import check_argument
 from ..errors import DclsConvertError
-from ..image_files import (
+from ..input_files import check_images
+from ..options import CALIBRATION_IMAGES
+from ..planning.plan import ConversionPlan
+from ..progress import Note, ignore_messages
+from ..text import shortened
+from .image_files import (
     Normalisation,
     PixelBatches,
     check_image_size,
@@ -24,11 +29,6 @@ from ..image_files import (
     read_pixels,
     to_pixels,
 )
-from ..input_files import check_images
-from ..options import CALIBRATION_IMAGES
-from ..planning.plan import ConversionPlan
-from ..progress import Note, ignore_messages
-from ..text import shortened
 
 # One image out of this many is held out. Nothing is fitted to it, so it shows what the conversion
 # did to the outputs.

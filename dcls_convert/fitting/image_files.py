@@ -13,11 +13,11 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 
-from .errors import DclsConvertError
-from .input_files import image_paths
-from .networks.running import suppress_output
-from .progress import Note
-from .text import one_line
+from ..errors import DclsConvertError
+from ..input_files import image_paths
+from ..networks.running import suppress_output
+from ..progress import Note
+from ..text import one_line
 
 BATCH = 8  # images
 CROP_SHARE = 0.75  # side of a crop, as a share of the image's side
@@ -139,37 +139,26 @@ def check_image_size(size: Sequence[int] | None) -> Sequence[int]:
 
 
 def open_image(path: Path, size: Sequence[int]) -> Image.Image:
-    """Open an image upright, in 8-bit colour or grey according to the channels of the size."""
+    """Open an image upright, in 8-bit colour or grey according to the channels of the size.
+
+    Raises:
+        One of READ_ERRORS: The file is not an image, or its white level is unknown.
+    """
     # Pillow warns of odd metadata.
     with suppress_output(), Image.open(path, formats=FORMATS) as image:
-        has_16_bits = _has_16_bits(image)  # transposing would lose `format`
-        check_white_level(image)
+        # Pillow opens the 16-bit images of these two formats in its 32-bit mode "I".
+        opened_as_32_bits = image.mode == "I" and image.format in ("PNG", "PPM")
+        has_16_bits = opened_as_32_bits or image.mode.startswith("I;16")
+        if image.mode in ("I", "F") and not has_16_bits:
+            kind = "integers" if image.mode == "I" else "floating-point numbers"
+            raise ValueError(
+                f"its pixels are {kind} of 32 bits, and the white level is unknown; "
+                "convert it to 8 or 16 bits per channel"
+            )
         upright = ImageOps.exif_transpose(image)
-        mode = "RGB" if size[0] == 3 else "L"
-        return _to_mode(upright, mode, has_16_bits=has_16_bits)
-
-
-def _to_mode(image: Image.Image, mode: str, *, has_16_bits: bool) -> Image.Image:
-    """Convert an image to Pillow's mode "RGB" or "L"; Pillow would clip 16-bit values to 8 bits."""
-    if has_16_bits:
-        image = image.convert("I").point(lambda value: value / 257).convert("L")  # 65535 -> 255
-    return image.convert(mode)
-
-
-def _has_16_bits(image: Image.Image) -> bool:
-    # Pillow opens the 16-bit images of these two formats in its 32-bit mode "I".
-    opened_as_32_bits = image.mode == "I" and image.format in ("PNG", "PPM")
-    return opened_as_32_bits or image.mode.startswith("I;16")
-
-
-def check_white_level(image: Image.Image) -> None:
-    """Refuse (ValueError) a newly opened image whose white level is unknown."""
-    if image.mode in ("I", "F") and not _has_16_bits(image):
-        kind = "integers" if image.mode == "I" else "floating-point numbers"
-        raise ValueError(
-            f"its pixels are {kind} of 32 bits, and the white level is unknown; "
-            "convert it to 8 or 16 bits per channel"
-        )
+        if has_16_bits:  # Pillow's own conversion would clip values to 8 bits
+            upright = upright.convert("I").point(lambda value: value / 257).convert("L")
+        return upright.convert("RGB" if size[0] == 3 else "L")
 
 
 def corner_crops(image: Image.Image, size: Sequence[int]) -> list[Image.Image]:
