@@ -169,10 +169,9 @@ KernelCount = Annotated[
 ScopeOption = Annotated[
     Scope,
     typer.Option(
-        metavar="NAME",
-        help="What shares one element count: the model, a stage or a layer; error: more elements "
-        "where kernels need them (default with --calibrate). One of auto, model, stage, layer, "
-        "error.",
+        metavar="model|error|auto",
+        help="model: one element count for all layers; error: more elements where kernels need "
+        "them; auto: error with --calibrate, else model.",
         rich_help_panel=HOW_MANY_ELEMENTS,
     ),
 ]

@@ -50,14 +50,19 @@ CASES = {
     ),
     "rectangular": lambda: convert_module(nn.Sequential(*depthwise()), (4, 16, 16), (9, 11)),
     "volume": lambda: convert_module(
-        nn.Sequential(nn.Conv3d(2, 4, 3), nn.Conv3d(4, 4, 3)), (2, 12, 12, 12), 5
+        nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.Conv3d(4, 4, 3, padding=1)),
+        (2, 12, 12, 12),
+        5,
     ),
     "line": lambda: convert_module(nn.Sequential(nn.Conv1d(2, 4, 5, padding=2)), (2, 32), 9),
     "standardised": lambda: convert_module(
         nn.Sequential(StdConv2d(4, 6, 3, padding=1)), (4, 16, 16), 7
     ),
     "dense": lambda: convert_module(
-        nn.Sequential(nn.Conv2d(4, 4, (3, 5))), (4, 16, 16), (3, 9), "dense_axes: [0]"
+        nn.Sequential(nn.Conv2d(4, 4, (3, 5), padding=(1, 2))),
+        (4, 16, 16),
+        (3, 9),
+        "dense_axes: [0]",
     ),
 }
 

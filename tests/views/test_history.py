@@ -37,7 +37,9 @@ def tracked(tmp_path_factory):
 
     The positions moved by one cell between steps 1 and 2.
     """
-    model, plan = convert_module(nn.Sequential(nn.Conv2d(2, 4, 3, groups=2)), (2, 16, 16), 7)
+    model, plan = convert_module(
+        nn.Sequential(nn.Conv2d(2, 4, 3, padding=1, groups=2)), (2, 16, 16), 7
+    )
     path = tmp_path_factory.mktemp("track") / "positions.jsonl"
     tracker = PositionTracker(model, path)
     for step in range(3):
@@ -108,8 +110,8 @@ def test_a_record_that_no_picture_can_show_is_refused(tracked, tmp_path, message
 
 
 def test_names_with_the_same_end_are_distinguished(tmp_path):
-    block = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4))
-    net = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), block)
+    block = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, groups=4))
+    net = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, groups=4), block)
     model, plan = convert_module(net, (4, 16, 16), 7, tie="none")
     PositionTracker(model, tmp_path / "positions.jsonl").update(0)
     history = read_checkpoint_history(tmp_path / "positions.jsonl", plan)
