@@ -18,7 +18,7 @@ from ..tuning.tracker import TrackedPositions, TrackRecord, read_track
 
 Curve = tuple[float | None, ...]  # a value for each step; None if it is unknown
 Coordinates = tuple[float | None, ...]  # coordinates of the followed elements along one axis
-MAX_FRAME_NUMBERS = 120_000  # bound on the coordinates and counts in all frames together
+MAX_FRAME_NUMBERS = 120_000  # bound on the coordinates in all frames together
 MAX_TABLE_STEPS = 10  # a long training run records hundreds
 # Curves of a `TrackPicture`, and their labels in pictures.
 CURVE_LABELS = {
@@ -39,8 +39,6 @@ class TrackPicture:
     border: tuple[float, ...]  # at each step, the share of elements at the window's border
     # At each of `moving_steps`, the coordinates of the followed elements along each learnt axis.
     frames: tuple[tuple[Coordinates, ...], ...]
-    # Along each axis and at each of `moving_steps`, the number of elements in each bin.
-    histograms: tuple[tuple[tuple[int, ...], ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,18 +123,6 @@ def _tensors_text(count: int, first: str, size: tuple[int, ...]) -> str:
     return f"{tensors}, the first {shortened(first)} in {size_text(size)}"
 
 
-def isolated_points(curve: Curve) -> list[int]:
-    """Return the indices of known values between unknown ones, which a line would not show."""
-    isolated = []
-    padded = (None, *curve, None)
-    for index, value in enumerate(curve):
-        before = padded[index]
-        after = padded[index + 2]
-        if value is not None and before is None and after is None:
-            isolated.append(index)
-    return isolated
-
-
 def _names_and_bins(record: TrackRecord) -> list[tuple[str, list[int]]]:
     """Return the name of each positions tensor, and its number of bins along each axis."""
     return [(row.name, list(map(len, row.histograms))) for row in record.positions]
@@ -154,7 +140,7 @@ def _moving_records(records: Sequence[TrackRecord]) -> list[TrackRecord]:
     """
     numbers_per_record = 0
     for row in records[0].positions:
-        numbers_per_record += sum(_followed_counts(row)) + sum(map(len, row.histograms))
+        numbers_per_record += sum(_followed_counts(row))
     max_records = max(2, MAX_FRAME_NUMBERS // max(numbers_per_record, 1))
     return [records[index] for index in _evenly_spaced(len(records), max_records)]
 
@@ -177,7 +163,6 @@ def _track_picture(
         speed.append(row.speed)
         spread.append(_root_mean_square(row.spread))
         border.append(row.border_share)
-    histograms = zip(*(row.histograms for row in moving_rows), strict=True)
     return TrackPicture(
         name=rows[0].name,
         size=tuple(map(len, rows[0].histograms)),  # a tracker's bins are the cells
@@ -185,7 +170,6 @@ def _track_picture(
         spread=tuple(spread),
         border=tuple(border),
         frames=tuple(row.followed for row in moving_rows),
-        histograms=tuple(histograms),
     )
 
 

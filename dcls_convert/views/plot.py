@@ -17,7 +17,7 @@ from ..options import FigureName
 from ..planning.plan import ConversionPlan
 from ..text import shortened
 from .elements import PositionPicture
-from .history import CURVE_LABELS, Curve, isolated_points
+from .history import CURVE_LABELS
 from .page import page
 from .pictures import Pictures, pictures_of_model
 
@@ -181,24 +181,14 @@ def _history_figure(pictures: Pictures) -> "Figure":
     axes = figure.subplots(1, len(CURVE_LABELS))
     for panel, (name, label) in zip(axes, CURVE_LABELS.items(), strict=True):
         for track, style in zip(history.tracks, itertools.cycle(LINE_STYLES), strict=False):
-            values: Curve = getattr(track, name)
-            _draw_curve(panel, history.steps, values, style, shortened(track.name, 30))
+            heights = [math.nan if value is None else value for value in getattr(track, name)]
+            label = shortened(track.name, 30)
+            # With points, since no line leads to a known value between unknown ones.
+            panel.plot(history.steps, heights, style, marker=".", label=label, linewidth=1.2)
         panel.set(xlabel="step", ylabel=label)
         panel.set_ylim(bottom=0)
     axes[0].legend()
     return figure
-
-
-def _draw_curve(
-    axes: "Axes", steps: tuple[int, ...], values: Curve, style: str, label: str
-) -> None:
-    """Draw a line with gaps where values are unknown, and a dot for a point between two gaps."""
-    heights = []
-    for value in values:
-        heights.append(math.nan if value is None else value)
-    (curve,) = axes.plot(steps, heights, style, label=label, linewidth=1.2)
-    for index in isolated_points(values):
-        axes.plot(steps[index], heights[index], ".", color=curve.get_color())
 
 
 FIGURES: dict[FigureName, Callable[[Pictures], "Figure"]] = {

@@ -126,8 +126,6 @@ def test_speeds_and_positions_are_those_of_the_training(tracked, tmp_path):
     assert history.steps == history.moving_steps == (0, 1, 2)
     assert track.speed == (None, 0.0, pytest.approx(1.0))
     assert track.size == (7, 7)
-    elements = sum(lines[0]["positions"][0]["histograms"][0])
-    assert [sum(counts) for counts in track.histograms[0]] == [elements] * 3
     for before, after in zip(*(track.frames[step] for step in (1, 2)), strict=True):
         assert all(
             math.isclose(old + 1, new, abs_tol=0.02) for old, new in zip(before, after, strict=True)
@@ -145,6 +143,7 @@ def test_a_speed_between_unknown_speeds_is_drawn(tracked, tmp_path):
     (tmp_path / "resumed.jsonl").write_bytes(as_jsonl(lines))
     figure = FIGURES["history"](replace(pictures, history=read_history(tmp_path / "resumed.jsonl")))
     speed, spread, _ = figure.axes
-    dots = [line for line in speed.lines if line.get_marker() == "."]
-    assert [(list(dot.get_xdata()), list(dot.get_ydata())) for dot in dots] == [([1], [0.5])]
+    (curve,) = speed.lines
+    assert curve.get_marker() == "."  # a line would not show it
+    assert [height for height in curve.get_ydata() if height == height] == [0.5]
     assert len(spread.lines) == 1

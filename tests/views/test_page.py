@@ -75,7 +75,6 @@ def test_hostile_names_stay_text():
         spread=(None, 1.0),
         border=(0.0, 0.0),
         frames=(((0.0,), (0.0,)), ((None,), (1.0,))),
-        histograms=(),
     )
     history = HistoryPicture(steps=(0, 1), moving_steps=(0, 1), tracks=(track,))
     row = pictures.positions[0].row
