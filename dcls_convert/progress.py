@@ -117,6 +117,10 @@ class _Bar(progress.Progress):
 
     def __init__(self, name: str, console: Console, redirect: bool) -> None:
         super().__init__(
+            progress.SpinnerColumn(),
+            progress.TextColumn("{task.description}", markup=False),
+            progress.BarColumn(BAR_WIDTH),  # without a total, it moves to and fro
+            progress.TimeRemainingColumn(elapsed_when_finished=True),
             console=console,
             transient=True,
             redirect_stdout=redirect,
@@ -125,40 +129,23 @@ class _Bar(progress.Progress):
         )
         self._name = name
         self._text_width = max(MIN_TEXT_WIDTH, console.width - BESIDE_TEXT)
-        self._begin(None)
-
-    def _begin(self, total: int | None) -> None:
-        """Begin steps with another total.
-
-        If the total is known, they are shown with a bar and the time left.
-        """
-        for task in self.task_ids:
-            self.remove_task(task)
-        spinner = progress.SpinnerColumn()
-        text = progress.TextColumn("{task.description}", markup=False)
-        if total:
-            bar = progress.BarColumn(BAR_WIDTH)
-            time_left = progress.TimeRemainingColumn(elapsed_when_finished=True)
-            self.columns = (spinner, text, bar, time_left)
-        else:
-            self.columns = (spinner, text, progress.TimeElapsedColumn())
-        self.add_task(self._name, total=total)
+        self.add_task(name, total=None)
 
     def step(self, text: str, done: int = 0, total: int = 0, /) -> None:
-        known_total = total or None
-        if known_total != self.tasks[0].total:
-            self._begin(known_total)
+        if self.tasks[0].total != (total or None):  # begins steps with another total
+            self.remove_task(self.task_ids[0])
+            self.add_task(self._name, total=total or None)
         description = shortened(f"{self._name}: {text}", self._text_width)
-        self.update(self.tasks[0].id, description=description, completed=done)
+        self.update(self.task_ids[0], description=description, completed=done)
 
 
 class _Lines:
     """Writes a line for each step; `start` writes the last step that came before it."""
 
-    def __init__(self, name: str, every: float, line: Callable[[str], None]) -> None:
+    def __init__(self, name: str, every: float, write_line: Callable[[str], None]) -> None:
         self._name = name
         self._every = every
-        self._line = line
+        self._write_line = write_line
         self._started = False
         self._text = ""
         self._time_of_last_line = -every
@@ -166,17 +153,15 @@ class _Lines:
     def start(self) -> None:
         self._started = True
         if self._text:
-            self._write()
+            self.step(self._text)
 
     def stop(self) -> None:
         self._started = False
 
     def step(self, text: str, done: int = 0, total: int = 0, /) -> None:
         self._text = text
-        too_soon = time.monotonic() - self._time_of_last_line < self._every
-        if self._started and not (total and too_soon):
-            self._write()
-
-    def _write(self) -> None:
-        self._time_of_last_line = time.monotonic()
-        self._line(f"{self._name}: {self._text}")
+        now = time.monotonic()
+        too_soon = bool(total) and now - self._time_of_last_line < self._every
+        if self._started and not too_soon:
+            self._time_of_last_line = now
+            self._write_line(f"{self._name}: {text}")
