@@ -12,11 +12,12 @@ from ..atomic_output import check_output
 from ..conversion.request import ConversionRequest
 from ..errors import refuse
 from ..geometry import size_text
-from ..options import AUTO, DEFAULT_BUDGET, ERROR_SCOPE, PlanOptions, command_line
+from ..options import AUTO, DEFAULT_BUDGET, ERROR_SCOPE, PlanOptions
 from ..picture_output import FIGURE_LIBRARY, PAGE_LIBRARY, check_installed
 from ..progress import ignore_messages
 from ..text import printable
 from . import console
+from .command_text import command_text
 from .options import (
     OUTPUT,
     AuthorsVersionOption,
@@ -337,4 +338,4 @@ def _sweep_command(request: ConversionRequest) -> str:
         "rules": None if request.options.rules == AUTO else request.options.rules,
         "input_size": request.input_size,
     }
-    return command_line(str(request.model), decide_macs, command="sweep")
+    return command_text(str(request.model), decide_macs, command="sweep")

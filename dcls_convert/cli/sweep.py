@@ -7,8 +7,9 @@ import typer
 
 from ..conversion.request import ConversionRequest
 from ..errors import PlanError, refuse
-from ..options import AUTO, MAX_ADDED_COST_PERCENT, PlanOptions, command_line
+from ..options import AUTO, MAX_ADDED_COST_PERCENT, PlanOptions
 from . import console
+from .command_text import command_text
 from .options import (
     HOW_MANY_ELEMENTS,
     OUTPUT,
@@ -152,4 +153,4 @@ def _command(request: ConversionRequest, combination: "Combination") -> str:
         "interpolation": options.interpolation,
         "input_size": request.input_size,
     }
-    return command_line(str(request.model), values)
+    return command_text(str(request.model), values)

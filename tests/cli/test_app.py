@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import shlex
 import shutil
 import sys
 from dataclasses import fields, replace
@@ -17,7 +18,8 @@ from torch import nn
 from dcls_convert import load_converted
 from dcls_convert.checkpoints.folder import FILES
 from dcls_convert.cli.app import EXAMPLES
-from dcls_convert.cli.parsing import parse_input_size
+from dcls_convert.cli.command_text import command_text
+from dcls_convert.cli.parsing import parse_input_size, parse_keywords
 from dcls_convert.errors import NothingMatchesError
 from dcls_convert.options import PlanOptions, Scope
 from dcls_convert.planning.rule_files import load_rules
@@ -228,6 +230,25 @@ def test_arguments_of_the_model_are_stored_and_rebuild_the_same_network():
     run(TINY, "--plan", "out", "--output", "other", *kwargs)
     _, err = run(TINY, "--model-kwargs", "pretrained_cfg=resnet18.yaml", code=2)
     assert "argument pretrained_cfg is not allowed" in err
+
+
+def test_a_command_is_written_as_it_is_typed():
+    options = {
+        "checkpoint": Path("epoch 1.0"),
+        "model_kwargs": {"depths": [1, 2], "act_layer": "relu", "pool": "avg max", "norm": None},
+        "rules": load_rules("depthwise"),
+        "kernel_count": None,
+        "dilated_size": (17, 9),
+        "strict": True,
+    }
+    text = command_text("timm:net", options, command="sweep")
+    assert text == (
+        "dcls-convert sweep timm:net --checkpoint 'epoch 1.0' --model-kwargs 'depths=[1, 2]' "
+        "act_layer=relu 'pool='\"'\"'avg max'\"'\"'' norm=None --rules depthwise "
+        "--dilated-size 17x9 --strict"
+    )
+    words = shlex.split(text)
+    assert parse_keywords(words[words.index("--model-kwargs") + 1 :][:4]) == options["model_kwargs"]
 
 
 def test_help_and_version_are_answered_as_words():

@@ -21,7 +21,6 @@ from dcls_convert.networks.building import build_model
 from dcls_convert.networks.pretrained_cfg import ORIGIN_KEYS
 from dcls_convert.networks.source import ModelSource
 from dcls_convert.networks.tensors_hash import tensors_hash
-from dcls_convert.options import command_line
 
 from ..checkpoints.folders import edit_json, problems
 from ..cli.trained import write_trained
@@ -229,18 +228,3 @@ def test_a_provenance_is_data_and_is_read_as_strictly_as_a_plan():
     changed(format=1)
     with pytest.raises(CheckpointError, match="provenance: more: "):
         open_checkpoint("out")
-
-
-def test_a_command_line_states_names_and_numbers_as_they_are_typed():
-    values = {
-        "checkpoint": Path("epoch 1.0"),
-        "dilated_size": (17, 9),
-        "kernel_count": None,
-        "budget": 90.0,
-        "mean": (0.5, 0.25),
-        "strict": True,
-    }
-    assert command_line("timm:net", values) == (
-        "dcls-convert timm:net --checkpoint 'epoch 1.0' --dilated-size 17x9 --budget 90 "
-        "--mean 0.5,0.25 --strict"
-    )
