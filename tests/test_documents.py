@@ -72,7 +72,11 @@ QUICK = COMPARE | {
 }
 # With the size that the real network gets.
 FITTED = {"convnext_tiny --pretrained": f"{TINY} --pretrained --dilated-size 17"}
-STAND_INS["README.md"] = FITTED | SMALL | QUICK | {"convnext_*": f"{TINY}*"}
+FINETUNE = {
+    "examples/finetune.py": str(ROOT / "examples" / "finetune.py"),
+    "--data photographs": "--data photographs --epochs 1 --batch-size 4 --input-size 3x32x32",
+}
+STAND_INS["README.md"] = FITTED | SMALL | QUICK | FINETUNE | {"convnext_*": f"{TINY}*"}
 STAND_INS["compare.md"] = (
     SMALL
     | QUICK
@@ -86,14 +90,7 @@ STAND_INS["timm.md"] = SMALL | {
     ),
     "path/to/": "scripts/",
 }
-STAND_INS["training.md"] = (
-    FITTED
-    | SMALL
-    | {
-        "examples/finetune.py": str(ROOT / "examples" / "finetune.py"),
-        "--data photographs": "--data photographs --epochs 1 --batch-size 4 --input-size 3x32x32",
-    }
-)
+STAND_INS["training.md"] = FITTED | SMALL | FINETUNE
 # Lines that are tested elsewhere: .ci/run makes such environments in a shell, and the test of the
 # pictures surveys models.
 ELSEWHERE = re.compile(r"python3 -m venv |\. \.venv/|pip install |dcls-convert models 'timm:")
