@@ -41,8 +41,8 @@ def training_code(model: str | None, *, trained: bool) -> str:
     imports, _, loading = loading_code(model).partition("\n\n")
     return (
         f"import torch\n{imports}\n\n{loading}"
-        f"parameters = dcls_convert.tuning.param_groups(model, lr={lr})"
-        "  # keeps weight decay off the positions\n"
+        "# Positions learn faster and do not decay.\n"
+        f"parameters = dcls_convert.tuning.param_groups(model, lr={lr})\n"
         "optimizer = torch.optim.AdamW(parameters)\n"
         "...  # train\n"
         'dcls_convert.save_converted(model, "{folder}", "{folder}-tuned")\n'

@@ -176,7 +176,7 @@ def _history_figure(pictures: Pictures) -> "Figure":
     """Draw speed, spread and border share of each positions tensor over the steps."""
     history = pictures.history
     if history is None:
-        raise DclsConvertError("--figure history needs --history positions.jsonl")
+        raise DclsConvertError("the figure history needs a record of positions, positions.jsonl")
     figure = new_figure(3.2 * len(CURVE_LABELS), 2.6)
     axes = figure.subplots(1, len(CURVE_LABELS))
     for panel, (name, label) in zip(axes, CURVE_LABELS.items(), strict=True):
