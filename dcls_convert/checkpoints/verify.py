@@ -155,7 +155,8 @@ def _check_model(
 
     Weights that do not belong to the config are reported elsewhere, and do not stop this check.
     """
-    path = checkpoint.weights_path
+    where = str(checkpoint.weights_path)
+    name = type(model).__name__
 
     def prepare_(model: nn.Module) -> None:
         if checkpoint.stored_plan is not None:
@@ -164,9 +165,9 @@ def _check_model(
 
     def load_() -> nn.Module:
         if model is None:
-            return build_and_load(source, state, str(path), prepare_=prepare_)[0]
+            return build_and_load(source, state, where, prepare_=prepare_)[0]
         prepare_(model)
-        load_weights_(model, state, str(path))
+        load_weights_(model, state, where)
         return model
 
     if model is None:
@@ -175,9 +176,9 @@ def _check_model(
         except DclsConvertError as error:
             checks.add("model", None, f"not checked: {one_line(error)}")
             return None
-    loaded = checks.attempt(path, load_, "model")
+        name = shortened(source.name)
+    loaded = checks.attempt(checkpoint.weights_path, load_, "model")
     if loaded is not None:
-        name = type(loaded).__name__ if model is not None else shortened(source.name)
         checks.add("model", True, f"{name} rebuilt; all {len(state)} tensors fit")
     return loaded
 
@@ -199,10 +200,13 @@ def _check_outputs(
     checks: Checks, model: nn.Module, checkpoint: Checkpoint, stamp: Stamp | None
 ) -> None:
     """Compare the model's outputs with those stored beside the weights."""
-    stored = stamp.fingerprint if stamp is not None else None
-    if stored is None or stored.outputs is None:
-        reason = "" if stored is None else f": {stored.reason}"
-        checks.add("outputs", None, f"not checked: none were stored when it was saved{reason}")
+    if stamp is None or stamp.fingerprint is None:
+        checks.add("outputs", None, "not checked: none were stored when it was saved")
+        return
+    stored = stamp.fingerprint
+    if stored.outputs is None:
+        reason = f"none were stored when it was saved: {stored.reason}"
+        checks.add("outputs", None, f"not checked: {reason}")
         return
     current = take_fingerprint(model.eval(), checkpoint.input_size)
     if current.outputs is None:

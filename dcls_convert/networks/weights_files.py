@@ -21,7 +21,7 @@ from ..text import one_line, short_list, shortened
 # Keys under which training scripts store a state dict. Averaged weights (EMA) come first, as in
 # timm.
 AVERAGED = ("state_dict_ema", "model_ema")
-WRAPPERS = (*AVERAGED, "state_dict", "model_state_dict", "model", "net")
+STATE_DICT_KEYS = (*AVERAGED, "state_dict", "model_state_dict", "model", "net")
 MAX_NESTING = 3  # levels of mappings to open; bounded because a mapping can hold itself
 SAFETENSORS = ".safetensors"  # suffix
 MAX_HEADER_BYTES = 16 << 20  # bytes of a safetensors header; enough for 150,000 tensors
@@ -94,7 +94,7 @@ def _keys_of_state_dict(content: Any, depth: int = 0) -> list[str] | None:
     """Return the keys that lead to the state dict in nested mappings, or None if there is none."""
     if not isinstance(content, Mapping) or depth > MAX_NESTING:
         return None
-    for key in WRAPPERS:
+    for key in STATE_DICT_KEYS:
         inner_keys = _keys_of_state_dict(content.get(key), depth + 1)
         if inner_keys is not None:
             return [key, *inner_keys]
@@ -106,7 +106,7 @@ def _keys_of_state_dict(content: Any, depth: int = 0) -> list[str] | None:
 def _choice_of_weights(content: Mapping[Any, Any], keys: list[str]) -> str:
     """Describe which of a file's weights are used."""
     place = " / ".join(keys)
-    others = [key for key in WRAPPERS if key not in AVERAGED and key in content]
+    others = [key for key in STATE_DICT_KEYS if key not in AVERAGED and key in content]
     if keys[0] in AVERAGED and others:
         return f"takes the averaged weights, {place}, not {short_list(others)}"
     return f"takes the weights under {place}"
