@@ -33,9 +33,9 @@ SIGNED_COLOURS = [[0, RED], [0.5, NO_RED], [0.5, NO_BLUE], [1, BLUE]]
 WINDOW_HEIGHT = 370  # pixels
 SLIDER_HEIGHT = 70  # pixels
 CHART_HEIGHT = 300  # pixels
-CONFIG = {"displayModeBar": False, "responsive": True}
+PLOTLY_CONFIG = {"displayModeBar": False, "responsive": True}
 SHOW_AT_ONCE = {"mode": "immediate", "frame": {"duration": 0}, "transition": {"duration": 0}}
-PAGE = Template("""<!doctype html>
+PAGE_TEMPLATE = Template("""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -86,7 +86,7 @@ def page(pictures: Pictures) -> str:
             if layer.name in positions.row.layers:
                 figures[_kernels_caption(layer)] = kernels_figure(layer)
         parts += [_positions_heading(positions), _figures(f"positions-{index}", figures)]
-    return PAGE.substitute(
+    return PAGE_TEMPLATE.substitute(
         title=_escaped(pictures.name),
         script=get_plotlyjs(),
         body="\n".join(parts),
@@ -157,7 +157,7 @@ def _figures(name: str, figures: Mapping[str, "Figure"]) -> str:
             full_html=False,
             include_plotlyjs=False,
             auto_play=False,
-            config=CONFIG,
+            config=PLOTLY_CONFIG,
             default_height=f"{figure.layout.height}px",
             div_id=f"{name}-{index}",
         )
