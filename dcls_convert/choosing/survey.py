@@ -22,6 +22,7 @@ from ..geometry import size_text
 from ..networks.registries import registry_names
 from ..networks.sites import count_conv_kinds
 from ..options import Kind, PlanOptions, Sort
+from ..planning.claims import NOT_MATCHED
 from ..planning.paths import WILDCARDS
 from ..reports.predict import predict_report
 from ..reports.report import Change, MacsChange
@@ -44,6 +45,8 @@ class ModelRow:
     # Kind and size of convolutions -> their number, most frequent first: "depthwise 7x7" -> 18.
     convolutions: dict[str, int] = field(default_factory=dict)
     replaced: dict[str, int] = field(default_factory=dict)  # how many of them would be replaced
+    # Reason -> number of convolutions that a rule matches, but which stay as they are.
+    kept: dict[str, int] = field(default_factory=dict)
     dilated_sizes: tuple[tuple[int, ...], ...] = ()  # distinct values
     growth: int | None = None  # see `ConversionPlan`
     kernel_counts: tuple[int, ...] = ()  # distinct values
@@ -116,8 +119,14 @@ def model_row(
         replaced[f"{layer.kind} {size_text(layer.kernel_size)}"] += 1
         dilated_sizes.add(layer.dilated_size)
         kernel_counts.add(layer.kernel_count)
+    kept: Counter[str] = Counter()
+    site_names = {site.name for site in convs.sites}
+    for skip in plan.skipped:
+        if skip.name in site_names and not skip.reason.startswith(NOT_MATCHED):
+            kept[skip.reason] += 1
     return replace(
         row,
+        kept=dict(kept.most_common()),
         replaced=dict(replaced.most_common()),
         dilated_sizes=tuple(sorted(dilated_sizes)),
         growth=plan.growth_of_mixed_kernels,

@@ -15,6 +15,8 @@ from .rules import Rule, RuleSet
 
 AUTO_RULES = ("depthwise", "conv3x3", "dense3x3x3")  # in the order in which `auto` tries them
 
+NOT_MATCHED = "not matched"  # begins the reason of what no rule claims
+
 
 def load_or_choose_rules(
     rules: RuleSet | str | Path | Mapping[str, Any], convs: ModelConvs
@@ -49,7 +51,7 @@ def match_rules(rules: RuleSet, sites: Sequence[ConvSite]) -> tuple[dict[str, in
     for site in sites:
         index = _first_match(rules, site)
         if index is None:
-            reasons[site.name] = f"not matched ({_why_unclaimed(rules, site)})"
+            reasons[site.name] = f"{NOT_MATCHED} ({_why_unclaimed(rules, site)})"
         else:
             rule_of[site.name] = index
     return rule_of, reasons

@@ -176,8 +176,8 @@ def _check_centred(site: ConvSite, window: Sequence[int]) -> None:
             where = f" along axis {axis}"
         raise PlanError(
             f"its padding of {cells} does not centre its kernel of {extents[axis]}{where}, so a "
-            "larger window would look where it does not (such as ahead in time, or beyond a tile);"
-            " a rule with 'padding: any' converts it all the same"
+            "larger window would look where this one cannot (ahead in time, or beyond a tile); "
+            "a rule with 'padding: any' converts it all the same"
         )
 
 

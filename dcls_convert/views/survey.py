@@ -50,11 +50,23 @@ def failure_lines(rows: Iterable[ModelRow]) -> list[str]:
     return lines
 
 
+def kept_lines(rows: Iterable[ModelRow]) -> list[str]:
+    """Return a line for each model with convolutions that match, but stay, and the first reason."""
+    lines = []
+    for row in rows:
+        if row.kept:
+            count = count_text(sum(row.kept.values()), "convolution")
+            reason = next(iter(row.kept))
+            lines.append(printable(f"{row.name}: keeps {count}: {reason}"))
+    return lines
+
+
 def survey_view(rows: Sequence[ModelRow]) -> RenderableType:
-    """Return a table of the models, then a line for each failure, and the summary."""
+    """Return a table of the models, then lines for what stays and what failed, and the summary."""
     table = Table(SURVEY_COLUMNS, rows, style=lambda row: STATUS_STYLES[row.status])
     failures = [Text(line, style="red") for line in failure_lines(rows)]
-    return Group(table, Text(), *failures, Text(summary_line(rows), style="bold"))
+    kept = [Text(line, style="yellow") for line in kept_lines(rows)]
+    return Group(table, Text(), *kept, *failures, Text(summary_line(rows), style="bold"))
 
 
 def survey_json(

@@ -155,6 +155,7 @@ FULL = ModelRow(
     reason='a "quoted", reason',
     convolutions={"dense 3x3": 2},
     replaced={"dense 3x3": 1},
+    kept={"a reason": 1},
     dilated_sizes=((7, 7),),
     growth=4,
     kernel_counts=(5, 6),
@@ -184,7 +185,7 @@ def test_json_contains_every_field_of_a_row():
     }
     unchanged = {
         name: getattr(FULL, name)
-        for name in "name status reason rules convolutions replaced".split()
+        for name in "name status reason rules convolutions replaced kept".split()
     }
     assert data["models"][0] == unchanged | {
         "input_size": [3, 8, 8],
@@ -195,6 +196,17 @@ def test_json_contains_every_field_of_a_row():
         "macs": {"before": 20, "after": 30, "delta": 10, "note": "a note"},
     }
     assert data["models"][0].keys() == data["models"][1].keys()
+
+
+def test_convolutions_that_stay_although_a_rule_matches_them_are_counted_with_the_reason():
+    row = model_row("torchvision:inception_v3", PlanOptions(dilated_size="+2"))
+    ((reason, count),) = row.kept.items()
+    assert reason.startswith("its padding of 0 does not centre its kernel of 3")
+    assert count == 6
+    assert row.replaced == {"dense 3x3": 10}
+    recorder = Console(width=300, file=io.StringIO(), highlight=False)
+    recorder.print(survey_view([row]))
+    assert f"torchvision:inception_v3: keeps 6 convolutions: {reason}" in recorder.file.getvalue()
 
 
 def test_the_table_has_a_line_for_each_model_and_repeats_the_failures():
