@@ -17,7 +17,6 @@ from ..picture_output import FIGURE_LIBRARY, PAGE_LIBRARY, check_installed
 from ..progress import ignore_messages
 from ..text import printable
 from . import console
-from .command_text import command_text
 from .options import (
     OUTPUT,
     AuthorsVersionOption,
@@ -26,18 +25,18 @@ from .options import (
     Device,
     DilatedSize,
     Force,
-    Images,
+    ImagesOption,
     InChans,
     InitOption,
     InputSize,
-    Interpolation,
+    InterpolationOption,
     Json,
     KernelCount,
     Mean,
     Model,
     ModelKwargs,
     NumClasses,
-    Plan,
+    PlanOption,
     PositionsOption,
     Pretrained,
     Quiet,
@@ -50,13 +49,14 @@ from .options import (
     Weights,
 )
 from .parsing import parse_keywords
+from .shell_command import shell_command
 
 if TYPE_CHECKING:
     from ..conversion.conversion import Conversion
     from ..conversion.loaded import LoadedNetwork
     from ..conversion.resolved import ResolvedRequest
 
-Output = Annotated[
+OutputFolder = Annotated[
     Path | None,
     typer.Option(
         "--output",
@@ -97,7 +97,7 @@ Verbose = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
+class OutputOptions:
     """What is written, and what is printed."""
 
     output: Path | None  # None for the default name
@@ -118,15 +118,15 @@ def convert(
     model_kwargs: ModelKwargs = None,
     rules: Rules = AUTO,
     strict: Strict = False,
-    plan: Plan = None,
+    plan: PlanOption = None,
     dilated_size: DilatedSize = AUTO,
     kernel_count: KernelCount = AUTO,
     scope: ScopeOption = "auto",
     tie: TieOption = "stage",
     budget: Budget = DEFAULT_BUDGET,
-    interpolation: Interpolation = None,
+    interpolation: InterpolationOption = None,
     calibrate: Calibrate = None,
-    images: Images = None,
+    images: ImagesOption = None,
     mean: Mean = None,
     std: Std = None,
     init: InitOption = "auto",
@@ -135,7 +135,7 @@ def convert(
     device: Device = None,
     seed: Seed = 0,
     input_size: InputSize = None,
-    output: Output = None,
+    output: OutputFolder = None,
     html: Html = False,
     force: Force = False,
     dry_run: DryRun = False,
@@ -175,7 +175,7 @@ def convert(
         offline=dry_run,
         device=device,
     )
-    result = Result(
+    result = OutputOptions(
         output=output,
         html=html,
         force=force,
@@ -188,7 +188,7 @@ def convert(
     _run(request, result)
 
 
-def _refuse_conflicts(result: Result) -> None:
+def _refuse_conflicts(result: OutputOptions) -> None:
     """Refuse options that have no effect together; the request has refused those of its own."""
     without_effect = {"--force": result.force, "--output": result.output, "--html": result.html}
     for name, value in without_effect.items():
@@ -208,7 +208,7 @@ def _refuse_conflicts(result: Result) -> None:
         check_installed("--html", FIGURE_LIBRARY, PAGE_LIBRARY)
 
 
-def _run(request: ConversionRequest, result: Result) -> None:
+def _run(request: ConversionRequest, result: OutputOptions) -> None:
     """Convert, write the checkpoint, and print the report."""
     if result.output is not None:
         check_output(result.output, force=result.force, reason_to_keep=_reason_to_keep)
@@ -304,7 +304,7 @@ def _reason_to_keep(path: Path) -> str | None:
 
 
 def _convert_and_save(
-    loaded: "LoadedNetwork", resolved: "ResolvedRequest", output: Path, result: Result
+    loaded: "LoadedNetwork", resolved: "ResolvedRequest", output: Path, result: OutputOptions
 ) -> "Conversion":
     """Convert the network and write the checkpoint."""
     from ..checkpoints.save import save_converted
@@ -338,4 +338,4 @@ def _sweep_command(request: ConversionRequest) -> str:
         "rules": None if request.options.rules == AUTO else request.options.rules,
         "input_size": request.input_size,
     }
-    return command_text(str(request.model), decide_macs, command="sweep")
+    return shell_command(str(request.model), decide_macs, command="sweep")

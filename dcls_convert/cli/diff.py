@@ -12,7 +12,7 @@ from ..input_files import check_folder
 from ..text import count_text, shortened
 from . import console
 from .completion import complete_files
-from .options import OUTPUT, Checkpoint, Json
+from .options import OUTPUT, CheckpointArgument, Json
 
 if TYPE_CHECKING:
     from ..planning.plan import ConversionPlan, PlanDifference
@@ -39,7 +39,7 @@ ExitCode = Annotated[
 
 
 def diff(
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointArgument,
     other: OtherCheckpoint,
     exit_code: ExitCode = False,
     json_: Json = False,

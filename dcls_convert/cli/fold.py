@@ -10,7 +10,7 @@ from ..export.formats import EXPORT_FORMATS
 from ..options import DEFAULT_OPSET, OPSETS
 from ..text import count_text
 from . import console
-from .options import OUTPUT, Checkpoint, Force, Json, Quiet, TrustCode, Unconverted
+from .options import OUTPUT, CheckpointArgument, Force, Json, Quiet, TrustCode, Unconverted
 
 if TYPE_CHECKING:
     from ..export.folded_model import ExportReport
@@ -38,7 +38,7 @@ Format = Annotated[
     FormatName,
     typer.Option(metavar="|".join(EXPORT_FORMATS), help=_format_help(), rich_help_panel=OUTPUT),
 ]
-Output = Annotated[
+OutputPath = Annotated[
     Path | None,
     typer.Option(
         "--output",
@@ -60,9 +60,9 @@ Opset = Annotated[
 
 
 def fold(
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointArgument,
     format: Format = "timm",
-    output: Output = None,
+    output: OutputPath = None,
     opset: Opset = None,
     model: Unconverted = None,
     force: Force = False,

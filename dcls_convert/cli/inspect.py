@@ -11,7 +11,7 @@ from ..input_files import check_file
 from ..options import FigureName
 from ..picture_output import PAGE_LIBRARY, check_installed, check_picture
 from . import console
-from .options import OUTPUT, Checkpoint, Force, Json, Quiet, TrustCode
+from .options import OUTPUT, CheckpointArgument, Force, Json, Quiet, TrustCode
 
 if TYPE_CHECKING:
     from ..views.pictures import Pictures
@@ -62,7 +62,7 @@ History = Annotated[
 
 
 def inspect(
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointArgument,
     json_: Json = False,
     plan: PlanAsJson = False,
     html: Page = None,

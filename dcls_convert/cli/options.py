@@ -133,7 +133,7 @@ Strict = Annotated[
         rich_help_panel=WHAT_TO_CONVERT,
     ),
 ]
-Plan = Annotated[
+PlanOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FOLDER",
@@ -192,7 +192,7 @@ Budget = Annotated[
         rich_help_panel=HOW_MANY_ELEMENTS,
     ),
 ]
-Interpolation = Annotated[
+InterpolationOption = Annotated[
     InterpolationName | None,
     typer.Option(
         metavar="NAME",
@@ -212,7 +212,7 @@ Calibrate = Annotated[
         rich_help_panel=WHERE_THEY_START,
     ),
 ]
-Images = Annotated[
+ImagesOption = Annotated[
     int | None,
     typer.Option(
         metavar="N",
@@ -286,7 +286,7 @@ Seed = Annotated[
 
 # Checkpoints
 
-Checkpoint = Annotated[
+CheckpointArgument = Annotated[
     Path,
     typer.Argument(
         metavar="CHECKPOINT",

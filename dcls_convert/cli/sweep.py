@@ -9,13 +9,12 @@ from ..conversion.request import ConversionRequest
 from ..errors import PlanError, refuse
 from ..options import AUTO, MAX_ADDED_COST_PERCENT, PlanOptions
 from . import console
-from .command_text import command_text
 from .options import (
     HOW_MANY_ELEMENTS,
     OUTPUT,
     InChans,
     InputSize,
-    Interpolation,
+    InterpolationOption,
     Json,
     Model,
     ModelKwargs,
@@ -27,6 +26,7 @@ from .options import (
     Weights,
 )
 from .parsing import parse_budgets, parse_counts, parse_keywords, parse_sizes
+from .shell_command import shell_command
 
 if TYPE_CHECKING:
     from ..choosing.results import Combination
@@ -85,7 +85,7 @@ def sweep(
     counts: Counts = None,
     budgets: Budgets = None,
     tie: TieOption = "stage",
-    interpolation: Interpolation = None,
+    interpolation: InterpolationOption = None,
     input_size: InputSize = None,
     added_macs: AddedMacs = MAX_ADDED_COST_PERCENT,
     json_: Json = False,
@@ -153,4 +153,4 @@ def _command(request: ConversionRequest, combination: "Combination") -> str:
         "interpolation": options.interpolation,
         "input_size": request.input_size,
     }
-    return command_text(str(request.model), values)
+    return shell_command(str(request.model), values)

@@ -8,7 +8,7 @@ from rich.text import Text
 from ..errors import CheckpointError
 from ..text import count_text, printable
 from . import console
-from .options import Checkpoint, Json, TrustCode, Unconverted
+from .options import CheckpointArgument, Json, TrustCode, Unconverted
 
 if TYPE_CHECKING:
     from ..checkpoints.verify import Check
@@ -17,7 +17,7 @@ MARKS = {True: ("ok", "green"), False: ("problem", "red"), None: ("skipped", "ye
 
 
 def verify(
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointArgument,
     model: Unconverted = None,
     trust_code: TrustCode = False,
     json_: Json = False,

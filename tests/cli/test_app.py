@@ -18,8 +18,8 @@ from torch import nn
 from dcls_convert import load_converted
 from dcls_convert.checkpoints.folder import FILES
 from dcls_convert.cli.app import EXAMPLES
-from dcls_convert.cli.command_text import command_text
 from dcls_convert.cli.parsing import parse_input_size, parse_keywords
+from dcls_convert.cli.shell_command import shell_command
 from dcls_convert.errors import NothingMatchesError
 from dcls_convert.options import PlanOptions, Scope
 from dcls_convert.planning.rule_files import load_rules
@@ -241,7 +241,7 @@ def test_a_command_is_written_as_it_is_typed():
         "dilated_size": (17, 9),
         "strict": True,
     }
-    text = command_text("timm:net", options, command="sweep")
+    text = shell_command("timm:net", options, command="sweep")
     assert text == (
         "dcls-convert sweep timm:net --checkpoint 'epoch 1.0' --model-kwargs 'depths=[1, 2]' "
         "act_layer=relu 'pool='\"'\"'avg max'\"'\"'' norm=None --rules depthwise "

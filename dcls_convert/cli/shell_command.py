@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def command_text(model: str, options: Mapping[str, Any], command: str = "") -> str:
+def shell_command(model: str, options: Mapping[str, Any], command: str = "") -> str:
     """Return a command that can be pasted into a shell.
 
     Args:
