@@ -3,11 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ..conversion.loaded import LoadedNetwork
-from ..conversion.resolved import resolve
-from ..errors import DclsConvertError, NothingMatchesError, PlanError, RuleError
+from ..conversion.decide import plan_network
+from ..conversion.load import LoadedNetwork, RequestWeights, load
+from ..conversion.request import ConversionRequest
+from ..errors import CheckpointError, DclsConvertError, NothingMatchesError, PlanError, RuleError
 from ..options import AUTO, DEFAULT_BUDGET
 from ..planning.windows import candidate_windows
+from ..progress import Note, Notify, ignore_messages
 from ..reports.predict import predict_report
 from ..text import shortened
 from .recommendation import recommend
@@ -26,46 +28,58 @@ def combinations(
     return requested
 
 
-def default_sizes(loaded: LoadedNetwork) -> Sequence[RequestedSize]:
+def _default_sizes(loaded: LoadedNetwork, weights: RequestWeights | None) -> list[RequestedSize]:
     """Return the windows to try by default: sizes, or growths if kernels have several sizes."""
     options = replace(loaded.request.options, dilated_size=AUTO, kernel_count=AUTO)
-    return candidate_windows(resolve(loaded, options).plan.layers)
+    return list(candidate_windows(plan_network(loaded, weights, options).layers))
 
 
 def make_sweep(
-    loaded: LoadedNetwork,
-    requested: Sequence[Combination],
+    request: ConversionRequest,
+    sizes: Sequence[RequestedSize] | None,
+    counts: Sequence[int] | None,
+    budgets: Sequence[float] | None,
     command: Callable[[Combination], str],
     *,
     max_added_percent: float,
+    notify: Notify = ignore_messages,
+    note: Note = ignore_messages,
 ) -> Sweep:
-    """Plan every combination, and recommend one.
+    """Plan every size with every count, or with every budget, and recommend one.
 
     Args:
-        loaded: The network, with the options that are the same for all combinations.
-        requested: The combinations.
+        request: The network, with the options that are the same for all combinations.
+        sizes: Windows; None for those to try by default.
+        counts: Elements per kernel; None for as many as the budget allows.
+        budgets: Percentages of the replaced weights, instead of counts.
         command: Returns the command line, or the Python call, that converts with a combination.
         max_added_percent: Percent that the recommended size may add to the MACs.
+        notify: Called with what is being done.
+        note: Called with what the user should know.
 
     Raises:
         CheckpointError: The weights already have elements.
         PlanError: The MACs cannot be counted although an input size was given.
         NothingMatchesError, RuleError: No combination can be planned.
     """
-    request = loaded.request
+    loaded, weights = load(request, notify=notify, note=note)
     convs = loaded.convs
     name = type(request.model).__name__
     if loaded.source is not None:
         name = loaded.source.name
-    loaded.refuse_authors_weights()
+    if weights is not None and weights.authors is not None:
+        raise CheckpointError(
+            f"{weights.where}: has elements of its own, so there is nothing to compare"
+        )
     if convs.macs is None and request.input_size is not None:
         raise PlanError(f"{shortened(name)}: {convs.macs_note}")
+    requested = combinations(sizes or _default_sizes(loaded, weights), counts, budgets)
     rows = [SweepRow(asked=None, status="original", params=convs.params, macs=convs.macs)]
     for number, combination in enumerate(requested, 1):
-        loaded.notify(f"planning {number} of {len(requested)}")
+        notify(f"planning {number} of {len(requested)}")
         row = SweepRow(asked=combination, status="done", command=command(combination))
         try:
-            row = _planned(loaded, row, combination)
+            row = _planned(loaded, weights, row, combination)
         except (NothingMatchesError, RuleError):  # no combination can be planned
             raise
         except DclsConvertError as error:
@@ -83,7 +97,9 @@ def make_sweep(
     )
 
 
-def _planned(loaded: LoadedNetwork, row: SweepRow, combination: Combination) -> SweepRow:
+def _planned(
+    loaded: LoadedNetwork, weights: RequestWeights | None, row: SweepRow, combination: Combination
+) -> SweepRow:
     """Plan a combination, and return its row with what the conversion would change."""
     options = replace(
         loaded.request.options,
@@ -91,7 +107,7 @@ def _planned(loaded: LoadedNetwork, row: SweepRow, combination: Combination) -> 
         kernel_count=combination.kernel_count or AUTO,
         budget=combination.budget or DEFAULT_BUDGET,
     )
-    plan = resolve(loaded, options).plan
+    plan = plan_network(loaded, weights, options)
     report = predict_report(plan)
     dilated_sizes = {layer.dilated_size for layer in plan.layers}
     kernel_counts = {layer.kernel_count for layer in plan.layers}

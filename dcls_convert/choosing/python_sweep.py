@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from ..arguments import check_argument
-from ..conversion.loaded import LoadedNetwork
 from ..conversion.request import ConversionRequest
 from ..errors import PlanError
 from ..options import (
@@ -22,7 +21,7 @@ from ..options import (
 )
 from ..planning.rules import RuleSet
 from ..progress import show_progress_in_python
-from .make_sweep import combinations, default_sizes, make_sweep
+from .make_sweep import make_sweep
 from .results import Combination, RequestedSize, Sweep
 
 ROW_OPTIONS = ("dilated_size", "kernel_count", "budget")  # options that differ from row to row
@@ -79,14 +78,19 @@ def sweep(
         init="auto" if trained else "random",
         input_size=input_size,
     )
+    windows: list[RequestedSize] = []
+    for size in sizes or ():
+        windows.append(size if isinstance(size, int | str) else tuple(size))
     with show_progress_in_python(type(model).__name__, progress) as notify:
-        loaded = LoadedNetwork(request, notify=notify)
-        windows: list[RequestedSize] = []
-        for size in sizes or default_sizes(loaded):
-            windows.append(size if isinstance(size, int | str) else tuple(size))
-        requested = combinations(windows, counts, budgets)
-        command = functools.partial(_call_text, request)
-        return make_sweep(loaded, requested, command, max_added_percent=added_macs)
+        return make_sweep(
+            request,
+            windows,
+            counts,
+            budgets,
+            functools.partial(_call_text, request),
+            max_added_percent=added_macs,
+            notify=notify,
+        )
 
 
 def _call_text(request: ConversionRequest, combination: Combination) -> str:

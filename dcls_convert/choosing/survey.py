@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 import torch
 
-from ..conversion.loaded import LoadedNetwork
+from ..conversion.decide import plan_network
+from ..conversion.load import load
 from ..conversion.request import ConversionRequest
-from ..conversion.resolved import resolve
 from ..errors import DclsConvertError, ModelError, NothingMatchesError
 from ..geometry import size_text
 from ..networks.registries import registry_names
@@ -97,9 +97,9 @@ def model_row(
 ) -> ModelRow:
     """Plan one model without its weights, by default at the model's own input size."""
     request = ConversionRequest(model=name, options=options, input_size=input_size, offline=True)
-    loaded = LoadedNetwork(request)
     row = ModelRow(name=name, status="planned")
     try:
+        loaded, _ = load(request)
         convs = loaded.convs
         row = replace(
             row,
@@ -108,7 +108,7 @@ def model_row(
             params=Change(before=convs.params),
             macs=MacsChange(before=convs.macs, note=convs.macs_note),
         )
-        plan = resolve(loaded).plan
+        plan = plan_network(loaded, None, options)
     except DclsConvertError as error:
         return replace(row, status=_status_of(error), reason=str(error))
     report = predict_report(plan)

@@ -12,7 +12,7 @@ from ..atomic_output import check_output
 from ..conversion.request import ConversionRequest
 from ..errors import refuse
 from ..geometry import size_text
-from ..options import AUTO, DEFAULT_BUDGET, ERROR_SCOPE, PlanOptions
+from ..options import AUTO, DEFAULT_BUDGET, PlanOptions
 from ..picture_output import FIGURE_LIBRARY, PAGE_LIBRARY, check_installed
 from ..progress import ignore_messages
 from ..text import printable
@@ -52,9 +52,7 @@ from .parsing import parse_keywords
 from .shell_command import shell_command
 
 if TYPE_CHECKING:
-    from ..conversion.conversion import Conversion
-    from ..conversion.loaded import LoadedNetwork
-    from ..conversion.resolved import ResolvedRequest
+    from ..conversion.convert import Conversion
 
 OutputFolder = Annotated[
     Path | None,
@@ -213,27 +211,35 @@ def _run(request: ConversionRequest, result: OutputOptions) -> None:
     if result.output is not None:
         check_output(result.output, force=result.force, reason_to_keep=_reason_to_keep)
     with console.steps(request.model, "planning", quiet=result.quiet) as notify:
-        from ..conversion.loaded import LoadedNetwork
+        from ..checkpoints.folder import read_plan
+        from ..conversion.convert import convert
         from ..networks.running import check_device
-        from ..reports.predict import predict_report
         from ..views.advice import Advice
         from ..views.next_steps import next_steps
         from ..views.report import report_view
 
         if request.device is not None:
             request = replace(request, device=str(check_device(request.device)))
-        note = ignore_messages if result.quiet else console.note
-        loaded = LoadedNetwork(request, notify=notify, note=note)
-        if not result.dry_run and result.output is None:
-            _check_default_output_before_measuring(loaded, force=result.force)
-        resolved = _resolve(loaded)
-        report = predict_report(resolved.plan)
+
+        def approve(planned: "Conversion") -> None:
+            output = result.output or _default_output(planned)
+            check_output(output, force=result.force, reason_to_keep=_reason_to_keep)
+
+        conversion = convert(
+            request,
+            stored_plan=None if request.plan is None else read_plan(request.plan),
+            approve=approve,
+            notify=notify,
+            note=ignore_messages if result.quiet else console.note,
+        )
+        report = conversion.report
         steps = []
         if not result.dry_run:
-            output = result.output or _default_output(loaded, resolved)
-            conversion = _convert_and_save(loaded, resolved, output, result)
-            report = replace(conversion.report, output=str(output))
-            steps = next_steps(resolved, conversion, output)
+            output = result.output or _default_output(conversion)
+            notify(f"writing {output}")
+            _save(conversion, output, result)
+            report = replace(report, output=str(output))
+            steps = next_steps(conversion, output)
     if result.json:
         console.write(report.to_json())
     elif result.quiet:
@@ -244,39 +250,14 @@ def _run(request: ConversionRequest, result: OutputOptions) -> None:
         console.show(report_view(report, verbose=result.verbose, advice=advice), *steps)
 
 
-def _resolve(loaded: "LoadedNetwork") -> "ResolvedRequest":
-    """Resolve the request, with the plan of another checkpoint if it names one."""
-    from ..checkpoints.folder import read_plan
-    from ..conversion.resolved import resolve, resolve_with_plan
-
-    if loaded.request.plan is None:
-        return resolve(loaded)
-    return resolve_with_plan(loaded, read_plan(loaded.request.plan))
-
-
-def _check_default_output_before_measuring(loaded: "LoadedNetwork", *, force: bool) -> None:
-    """Refuse an existing default output before kernels are measured, which may take minutes.
-
-    Windows, and so the name of the output, do not depend on what is measured.
-    """
-    from ..conversion.resolved import resolve
-
-    request = loaded.request
-    if request.calibration is None and request.options.scope != ERROR_SCOPE:
-        return
-    resolved = resolve(loaded, replace(request.options, scope="model"))
-    output = _default_output(loaded, resolved)
-    check_output(output, force=force, reason_to_keep=_reason_to_keep)
-
-
-def _default_output(loaded: "LoadedNetwork", resolved: "ResolvedRequest") -> Path:
+def _default_output(conversion: "Conversion") -> Path:
     """Return the default output folder: the model's name, the window's size and the start.
 
     Examples are convnext_tiny-dcls17 and -dcls17x9; efficientnet_b0-dcls-plus2 if kernels of
     several sizes grow by the same number of cells; -dcls if windows differ in another way;
     -dcls17-fit if elements do not start at random, and -dcls17-calibrated after a calibration.
     """
-    plan = resolved.plan
+    plan = conversion.plan
     sizes = {layer.dilated_size for layer in plan.layers if not layer.dense_axes}
     if not sizes:
         sizes = {plan.layers[0].dilated_size}
@@ -287,12 +268,12 @@ def _default_output(loaded: "LoadedNetwork", resolved: "ResolvedRequest") -> Pat
         (sides,) = sizes
         size = str(sides[0]) if len(set(sides)) == 1 else size_text(sides)
     start = ""
-    if loaded.request.calibration is not None:
+    if conversion.request.calibration is not None:
         start = "-calibrated"
-    elif resolved.authors_weights is None and resolved.start != "random":
-        start = f"-{resolved.start}"
-    assert loaded.source is not None
-    _, _, name = loaded.source.name.rpartition(":")  # without the registry
+    elif conversion.request.start != "random" and not conversion.takes_authors_elements:
+        start = f"-{conversion.request.start}"
+    assert conversion.source is not None
+    _, _, name = conversion.source.name.rpartition(":")  # without the registry
     return Path(f"{Path(name).name}-dcls{size}{start}")
 
 
@@ -303,30 +284,22 @@ def _reason_to_keep(path: Path) -> str | None:
     return reason_not_a_checkpoint(path)
 
 
-def _convert_and_save(
-    loaded: "LoadedNetwork", resolved: "ResolvedRequest", output: Path, result: OutputOptions
-) -> "Conversion":
-    """Convert the network and write the checkpoint."""
+def _save(conversion: "Conversion", output: Path, result: OutputOptions) -> None:
+    """Write the checkpoint."""
     from ..checkpoints.save import save_converted
-    from ..conversion.conversion import convert_network_
-    from ..networks.copying import copy_network
     from ..views.plot import picture_files
 
-    check_output(output, force=result.force, reason_to_keep=_reason_to_keep)
-    conversion = convert_network_(loaded, resolved)
-    loaded.notify(f"writing {output}")
+    assert conversion.model is not None
     model = conversion.model.eval().cpu()
-    pictures = picture_files(model, resolved.plan, output) if result.html else None
+    pictures = picture_files(model, conversion.plan, output) if result.html else None
     save_converted(
         model,
-        resolved.plan,
+        conversion.plan,
         output,
         report=conversion.report,
         force=result.force,
         pictures=pictures,
-        meta=copy_network(loaded.structure),
     )
-    return conversion
 
 
 def _sweep_command(request: ConversionRequest) -> str:

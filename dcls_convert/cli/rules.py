@@ -99,16 +99,16 @@ def _claims(rules: "RuleSet", model_name: str) -> dict[str, Any]:
         DclsConvertError: The rules do not fit the model.
     """
     with console.steps(model_name, "reading", lines=False):
-        from ..conversion.loaded import LoadedNetwork
+        from ..conversion.decide import plan_network
+        from ..conversion.load import load
         from ..conversion.request import ConversionRequest
-        from ..conversion.resolved import resolve
         from ..planning.claims import match_rules
 
         request = ConversionRequest(
             model=model_name, options=PlanOptions(rules=rules), offline=True
         )
-        loaded = LoadedNetwork(request)
-        resolve(loaded)  # raises if the rules do not fit the model, as a conversion would
+        loaded, _ = load(request)
+        plan_network(loaded, None, request.options)  # may raise, as a conversion would
         rule_of, unclaimed = match_rules(rules, loaded.convs.sites)
     counts = Counter(rule_of.values())
     return {

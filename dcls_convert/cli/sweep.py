@@ -114,14 +114,19 @@ def sweep(
         offline=True,
     )
     with console.steps(model, "planning") as notify:
-        from ..choosing.make_sweep import combinations, default_sizes, make_sweep
-        from ..conversion.loaded import LoadedNetwork
+        from ..choosing.make_sweep import make_sweep
         from ..views.sweep import sweep_view
 
-        loaded = LoadedNetwork(request, notify=notify, note=console.note)
-        requested = combinations(sizes or default_sizes(loaded), counts, budgets)
-        command = functools.partial(_command, request)
-        result = make_sweep(loaded, requested, command, max_added_percent=added_macs)
+        result = make_sweep(
+            request,
+            sizes,
+            counts,
+            budgets,
+            functools.partial(_command, request),
+            max_added_percent=added_macs,
+            notify=notify,
+            note=console.note,
+        )
     if json_:
         console.write(result.to_json())
     else:

@@ -17,30 +17,31 @@ from ..options import PlanOptions
 from .authors import AuthorsWeights
 from .provenance import ImagesOrigin, Provenance, WeightsOrigin
 from .request import ConversionRequest
-from .resolved import ResolvedRequest
 
 # Fields of a request that are not recorded as options. Model and command have entries of their own,
-# `options` is recorded field by field, and `offline` is for dry runs, which write nothing.
-NOT_RECORDED = ("model", "options", "offline", "command")
+# `options` is recorded field by field, `offline` is for dry runs, which write nothing, and `init`
+# says whether there were elements of the authors' layers.
+NOT_RECORDED = ("model", "options", "needs_authors_elements", "offline", "command")
 IN_MEMORY = "in memory"  # stands for weights, images and rules that no file holds
 # Value of `Provenance.init` for elements of the authors' package; all others are words of `--init`.
 AUTHORS = "authors"
 
 
 def describe_conversion(
-    resolved: ResolvedRequest, model: nn.Module, images: Calibration | None
+    request: ConversionRequest,
+    model: nn.Module,
+    authors: AuthorsWeights | None,
+    images: Calibration | None,
 ) -> Provenance:
     """Return the record of a conversion that is about to be carried out.
 
     Args:
-        resolved: The request with everything decided.
+        request: The request.
         model: The model, not converted yet.
+        authors: Elements of the authors' layers, which the new layers will take over.
         images: The images of the calibration.
     """
-    request = resolved.request
-    init: str = resolved.start
-    if resolved.authors_weights is not None:
-        init = AUTHORS
+    init: str = AUTHORS if authors is not None else request.start
     return Provenance(
         request={"model": _model_name(request), **_stated_options(request)},
         command=request.command,
@@ -48,7 +49,7 @@ def describe_conversion(
         init=init,
         positions=request.positions if init == "random" else None,
         weights=WeightsOrigin(
-            source=_weights_source(request), tensors=weights_hash(model, resolved.authors_weights)
+            source=_weights_source(request), tensors=weights_hash(model, authors)
         ),
         calibration=_images_origin(images),
         versions={

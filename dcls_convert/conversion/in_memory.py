@@ -8,7 +8,6 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from ..arguments import check_argument
-from ..errors import CheckpointError
 from ..fitting.calibration_images import Calibration, Images
 from ..networks.untrained import have_torch_default_init
 from ..options import (
@@ -27,10 +26,12 @@ from ..planning.known_counts import LayerCounts
 from ..planning.rules import RuleSet
 from ..progress import show_progress_in_python
 from ..reports.report import ConversionReport
-from .conversion import convert_network_
-from .loaded import LoadedNetwork
+from .convert import Conversion, convert
 from .request import ConversionRequest
-from .resolved import resolve
+
+# From the warning of an untrained model to the line that called `convert_`: the function that
+# warns, `approve`, `convert`, `convert_` and its decorator.
+CALLS_BELOW_CONVERT = 6
 
 
 @suggests_arguments
@@ -129,19 +130,17 @@ def convert_(
         std=std,
         seed=seed,
     )
+
+    def approve(planned: Conversion) -> None:
+        if request.start == "fit" and init == AUTO:
+            _warn_if_untrained(model, [layer.name for layer in planned.plan.layers])
+
     with show_progress_in_python(type(model).__name__, progress) as notify:
-        loaded = LoadedNetwork(request, notify=notify)
-        resolved = resolve(loaded)
-        if resolved.start == "fit" and init == AUTO:
-            warn_if_untrained(model, [layer.name for layer in resolved.plan.layers])
-        return convert_network_(loaded, resolved).report
+        return convert(request, approve=approve, notify=notify).report
 
 
-def warn_if_untrained(model: nn.Module, names: Iterable[str]) -> None:
+def _warn_if_untrained(model: nn.Module, names: Iterable[str]) -> None:
     """Warn if the default start would fit new layers to untrained kernels.
-
-    Call it directly from a function decorated with `suggests_arguments`: the warning then points to
-    the line that called the decorated function.
 
     Args:
         model: The unconverted model.
@@ -158,7 +157,7 @@ def warn_if_untrained(model: nn.Module, names: Iterable[str]) -> None:
             "the model's kernels look untrained (they have torch's default initialisation), and "
             "the new layers are fitted to them; use init='random' to start as the paper does, or "
             "init='fit' to keep this start without the warning",
-            stacklevel=4,  # skip this function, its caller and the caller's decorator
+            stacklevel=CALLS_BELOW_CONVERT,
         )
 
 
@@ -220,12 +219,7 @@ def convert_from_authors_(
             strict=strict,
         ),
         input_size=input_size,
+        needs_authors_elements=True,
         authors_version=version,
     )
-    loaded = LoadedNetwork(request)
-    if loaded.authors_weights is None:
-        raise CheckpointError(
-            f"{request.weights_name}: has no layers of the authors' package "
-            "(no layer has a P beside its weight)"
-        )
-    return convert_network_(loaded, resolve(loaded)).report
+    return convert(request).report

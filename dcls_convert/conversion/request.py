@@ -61,6 +61,7 @@ class ConversionRequest:
     # Normalisation of the images in the calibration's folder; None for what the model states.
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
+    needs_authors_elements: bool = False  # whether `weights` must have elements of their layers
     authors_version: AuthorsVersion | None = None  # of the authors' layers in `weights`
     seed: int = 0
     # Checkpoint folder whose plan is carried out (recorded in the provenance); None for a new plan.

@@ -75,7 +75,7 @@ def make_layers(model: nn.Module, plan: ConversionPlan) -> tuple[LayerGroup, ...
         PlanError: The model does not have the plan's convolutions, one of them cannot be replaced,
             or layers of a torch.fx graph would share positions.
     """
-    convs = {layer.name: _find_conv(model, layer) for layer in plan.layers}
+    convs = find_planned_convs(model, plan)
     _refuse_ties_in_graphs(model, plan)
     groups = []
     for plans in _plans_of_groups(plan):
@@ -144,6 +144,15 @@ def _share_parameters_(layers: Sequence[DclsConvNd], names: Sequence[str]) -> No
         shared.requires_grad = any(getattr(layer, name).requires_grad for layer in layers)
         for other in layers[1:]:
             setattr(other, name, shared)
+
+
+def find_planned_convs(model: nn.Module, plan: ConversionPlan) -> dict[str, Conv]:
+    """Return the convolutions that the plan replaces, by the names of its layers.
+
+    Raises:
+        PlanError: The model does not have them as planned, or one cannot be replaced.
+    """
+    return {layer.name: _find_conv(model, layer) for layer in plan.layers}
 
 
 def _find_conv(model: nn.Module, layer: LayerPlan) -> Conv:

@@ -6,8 +6,7 @@ from pathlib import Path
 from rich.text import Text
 
 from ..checkpoints.loading_code import training_code, with_folder
-from ..conversion.conversion import Conversion
-from ..conversion.resolved import ResolvedRequest
+from ..conversion.convert import Conversion
 from ..options import EXACT
 from .outcome import outcome_sentences
 
@@ -17,11 +16,11 @@ NEAR_THE_CENTRE = (
 )
 
 
-def next_steps(resolved: ResolvedRequest, done: Conversion, output: Path) -> list[str | Text]:
+def next_steps(done: Conversion, output: Path) -> list[str | Text]:
     """Return lines for below the report: what was written, how to train it, how outputs changed."""
-    request = resolved.request
-    lines: list[str | Text] = ["", f"Wrote {output}, from {_start(resolved)}."]
-    is_random = resolved.authors_weights is None and resolved.start == "random"
+    request = done.request
+    lines: list[str | Text] = ["", f"Wrote {output}, from {_start(done)}."]
+    is_random = not done.takes_authors_elements and request.start == "random"
     if is_random and request.positions == "normal":
         lines += NEAR_THE_CENTRE
     heading = "Fine-tune it:" if request.trained else "Train it:"
@@ -38,21 +37,21 @@ def next_steps(resolved: ResolvedRequest, done: Conversion, output: Path) -> lis
     return lines
 
 
-def _start(resolved: ResolvedRequest) -> str:
+def _start(done: Conversion) -> str:
     """Say what the new layers start from, as part of a sentence."""
-    request = resolved.request
+    request = done.request
     random_start = f"random initialisation (seed {request.seed})"
-    if resolved.authors_weights is not None:
+    if done.takes_authors_elements:
         return "the authors' elements and positions, so that the outputs are those of their network"
-    if resolved.start == EXACT:
+    if request.start == EXACT:
         weights = "the trained weights" if request.trained else random_start
         every_cell = "every old cell is an element at its place"
         return f"{weights}; {every_cell}, so that the outputs are the old ones"
     if not request.trained:
         return f"{random_start}, without trained weights"
-    if resolved.start == "random":
+    if request.start == "random":
         return "trained weights, but random elements in the new layers"
-    if resolved.start == "largest":
+    if request.start == "largest":
         return "the trained kernels, reduced to their largest cells"
     if request.calibration is not None:
         return "the trained network, fitted to its outputs on your images"

@@ -115,7 +115,7 @@ def test_a_planning_option_reaches_the_plan(monkeypatch, name):
         raise NothingMatchesError("enough")
 
     monkeypatch.setattr(
-        "dcls_convert.conversion.resolved.resolve", lambda loaded: plan(loaded.request.options)
+        "dcls_convert.conversion.convert.convert", lambda request, **_: plan(request.options)
     )
     monkeypatch.setattr(
         "dcls_convert.choosing.survey.survey_models", lambda _, options, **__: plan(options)
@@ -133,7 +133,7 @@ def test_an_output_that_exists_is_refused_before_anything_is_converted(monkeypat
     def converted(*_):
         raise AssertionError("converted")
 
-    monkeypatch.setattr("dcls_convert.conversion.conversion.convert_network_", converted)
+    monkeypatch.setattr("dcls_convert.conversion.convert.build_network", converted)
     assert "9 already exists" in run(NET, *SMALL, "--dilated-size", "9", code=2)[1]
     for force in ([], ["--force"]):
         err = run(NET, *SMALL, "--output", "w.pth", *force, code=2)[1]

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcls_convert import (
+    DclsConv2d,
     PlanError,
     apply_plan_,
     convert_,
@@ -21,11 +22,11 @@ from dcls_convert import (
     plan_conversion,
     save_converted,
 )
-from dcls_convert.conversion.conversion import convert_network_
-from dcls_convert.conversion.loaded import LoadedNetwork
+from dcls_convert.conversion.convert import convert
+from dcls_convert.conversion.decide import check_stored_plan
+from dcls_convert.conversion.load import load
 from dcls_convert.conversion.place import place_layers_without_values_
 from dcls_convert.conversion.request import ConversionRequest
-from dcls_convert.conversion.resolved import resolve, resolve_with_plan
 from dcls_convert.errors import CheckpointError
 from dcls_convert.options import PlanOptions
 
@@ -70,17 +71,15 @@ def authors_state(model, plan):
     return state
 
 
-def resolved_for(model, kind):
-    """Return the loaded model, and its request resolved for this kind of start."""
+def request_for(model, kind):
+    """Return a request to convert the model with this kind of start."""
     weights = None
     if kind == "authors":
         plan = plan_conversion(find_convs(model), dilated_size=9, kernel_count=4)
         weights = authors_state(model, plan)
     init = "auto" if kind == "authors" else kind
     options = PlanOptions(dilated_size=9)
-    request = ConversionRequest(model=model, weights=weights, options=options, init=init)
-    loaded = LoadedNetwork(request)
-    return loaded, resolve(loaded)
+    return ConversionRequest(model=model, weights=weights, options=options, init=init)
 
 
 def small_model():
@@ -106,28 +105,25 @@ SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("fit", "largest"
 @pytest.mark.parametrize("kind", ["random", "authors", *SLOW])
 def test_whatever_fails_leaves_the_model_as_it_was(kind):
     with torch.random.fork_rng():
-        loaded, resolved = resolved_for(small_model(), kind)
-        # Fill caches first, since filling them counts as operations.
-        convert_network_(loaded, resolved, model=small_model())
-        model = small_model()
+        convert(request_for(small_model(), kind))  # fills caches, which counts as operations
+        request = request_for(small_model(), kind)
         with Failing() as counting:
-            convert_network_(loaded, resolved, model=model)
+            convert(request)
         total = counting.count
         failing_operations = {1 + (total - 1) * i // (FAILURES - 1) for i in range(FAILURES)}
         for at in sorted(failing_operations):
-            model = small_model()
-            before = state_of(model)
+            request = request_for(small_model(), kind)
+            before = state_of(request.model)
             with pytest.raises(RuntimeError, match="injected"), Failing(at):
-                convert_network_(loaded, resolved, model=model)
-            assert state_of(model) == before
+                convert(request)
+            assert state_of(request.model) == before
 
 
 def test_outputs_are_not_compared_on_images_too_large(monkeypatch):
-    loaded, resolved = resolved_for(small_model(), "largest")
-    resolved = replace(resolved, plan=replace(resolved.plan, input_size=(3, 16, 16)))
-    assert convert_network_(loaded, resolved).random_output_error is not None
-    monkeypatch.setattr("dcls_convert.conversion.conversion.MAX_PIXELS", 16 * 16 - 1)
-    assert convert_network_(loaded, resolved, model=small_model()).random_output_error is None
+    request = replace(request_for(small_model(), "largest"), input_size=(3, 16, 16))
+    assert convert(request).random_output_error is not None
+    monkeypatch.setattr("dcls_convert.conversion.outputs.MAX_PIXELS", 16 * 16 - 1)
+    assert convert(replace(request, model=small_model())).random_output_error is None
 
 
 def test_a_conversion_beside_a_thread_that_runs_another_model_gives_the_same_report():
@@ -161,9 +157,8 @@ def test_a_conversion_beside_a_thread_that_runs_another_model_gives_the_same_rep
 def test_a_conversion_that_fails_after_placing_leaves_the_model_as_it_was(
     monkeypatch, function, call
 ):
-    model = small_model()
-    loaded, resolved = resolved_for(model, "authors")
-    before = state_of(model)
+    request = request_for(small_model(), "authors")
+    before = state_of(request.model)
     calls = itertools.count(1)
     original = pkgutil.resolve_name(f"dcls_convert.{function}")
 
@@ -174,8 +169,8 @@ def test_a_conversion_that_fails_after_placing_leaves_the_model_as_it_was(
 
     monkeypatch.setattr(f"dcls_convert.{function}", fail)
     with pytest.raises(KeyboardInterrupt):
-        convert_network_(loaded, resolved)
-    assert state_of(model) == before
+        convert(request)
+    assert state_of(request.model) == before
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -206,7 +201,8 @@ def test_a_plan_of_the_users_own_model_is_held_to_its_layers(tiny):
     assert plan.model is None
 
     def adopted(model, plan):
-        return resolve_with_plan(LoadedNetwork(ConversionRequest(model=model)), plan).plan
+        loaded, _ = load(ConversionRequest(model=model))
+        return check_stored_plan(loaded, plan)
 
     assert adopted(small_model(), replace(plan, folded=True)) == plan
     larger = small_model().append(nn.Linear(4, 4))
@@ -277,65 +273,38 @@ def test_weights_that_do_not_fit_are_refused_though_the_network_is_not_built(tmp
     state = timm.create_model(TINY).state_dict()
     del state["stem.0.weight"]
     request = ConversionRequest(model=TINY, weights=state, init="largest", offline=True)
-    loaded = LoadedNetwork(request)
     with pytest.raises(CheckpointError, match=r"stem\.0\.weight"):
-        resolve(loaded)
-    assert "network" not in vars(loaded)
+        convert(request)
 
 
-def test_replacing_the_seed_of_a_request_gives_the_request_made_with_that_seed():
-    """Even after the first request was resolved with statistics of its own network."""
-    options = PlanOptions(dilated_size=9)
-
-    def request_with(seed):
-        return ConversionRequest(
-            model=small_model(),
-            options=options,
-            input_size=(3, 16, 16),
-            calibration=NOISE,
-            seed=seed,
-        )
-
-    def converted(request):
-        loaded = LoadedNetwork(request)
-        return convert_network_(loaded, resolve(loaded))
-
-    first = request_with(0)
-    loaded = LoadedNetwork(first)
-    assert resolve(loaded).statistics is not None
-    replaced = converted(replace(first, seed=1))
-    fresh = converted(request_with(1))
-    assert have_equal_values(replaced.model, fresh.model)
-    assert replaced.report == fresh.report
+def test_a_dry_run_gives_the_plan_and_the_report_and_leaves_the_model():
+    model = small_model()
+    before = state_of(model)
+    request = request_for(model, "random")
+    dry = convert(replace(request, offline=True))
+    assert dry.model is None
+    assert state_of(model) == before
+    done = convert(request)
+    assert done.model is model
+    assert dry.plan == done.plan
+    assert dry.report == done.report
 
 
-def have_equal_values(first, second):
-    pairs = zip(first.state_dict().values(), second.state_dict().values(), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
+def test_a_plan_is_approved_before_anything_changes_and_before_counts_are_measured():
+    for options in (PlanOptions(dilated_size=9), PlanOptions(dilated_size=9, scope="error")):
+        model = small_model()
+        before = state_of(model)
+        windows = []
 
+        def refuse(planned, windows=windows):
+            windows.extend(layer.dilated_size for layer in planned.plan.layers)
+            raise KeyboardInterrupt
 
-PARTS = ("source", "structure", "convs", "authors_weights", "network", "rebuildable_source")
-
-
-@pytest.mark.parametrize("order", [PARTS, PARTS[::-1], ("network", "structure")])
-def test_no_part_of_a_loaded_network_depends_on_which_was_read_before(tmp_path, order):
-    weights = tmp_path / "weights.pth"
-    # The request states no number of classes, so the weights change source and structure.
-    torch.save(timm.create_model(TINY, num_classes=10).state_dict(), weights)
-    request = ConversionRequest(
-        model=TINY, weights=weights, init="largest", options=PlanOptions(dilated_size=9)
-    )
-    loaded = LoadedNetwork(request)
-    for part in order:
-        getattr(loaded, part)
-    resolved = resolve(loaded)
-    model = convert_network_(loaded, resolved).model
-    assert all(parameter.is_meta for parameter in loaded.structure.parameters())
-    assert model.num_classes == 10
-    usual = LoadedNetwork(request)
-    assert resolve(usual).plan == resolved.plan
-    expected = convert_network_(usual, resolve(usual)).model
-    assert have_equal_values(model, expected)
+        request = ConversionRequest(model=model, options=options)
+        with pytest.raises(KeyboardInterrupt):
+            convert(request, approve=refuse)
+        assert windows == [(9, 9)] * 3
+        assert state_of(model) == before
 
 
 class LengthZero(nn.Sequential):
@@ -347,10 +316,8 @@ class LengthZero(nn.Sequential):
 
 def test_a_model_that_is_falsy_is_converted():
     model = LengthZero(*small_model())
-    loaded, resolved = resolved_for(model, "random")
-    copied = LengthZero(*small_model())
-    assert convert_network_(loaded, resolved, model=copied).model is copied
-    assert convert_(model, dilated_size=9, init="random").params.after
+    assert convert(request_for(model, "random")).model is model
+    assert isinstance(model.get_submodule("1.0.0"), DclsConv2d)
 
 
 @pytest.mark.usefixtures("quick_fit")

@@ -9,10 +9,9 @@ import torchvision
 from safetensors.torch import save_file
 
 from dcls_convert import load_converted, save_converted
-from dcls_convert.conversion.conversion import convert_network_
-from dcls_convert.conversion.loaded import LoadedNetwork
+from dcls_convert.conversion.convert import convert
+from dcls_convert.conversion.load import build_network, load
 from dcls_convert.conversion.request import ConversionRequest
-from dcls_convert.conversion.resolved import resolve
 from dcls_convert.errors import CheckpointError
 from dcls_convert.layers.dcls_conv import DclsConv2d
 from dcls_convert.networks.weights import load_weights_
@@ -25,23 +24,27 @@ from ..conftest import TINY
 SMALL = ("--dilated-size", 9, "--input-size", "3x32x32", "--quiet")
 
 
-def loaded(name, *, note=ignore_messages, **options):
-    """Load a network to convert it without a fit, which would take seconds."""
-    request = ConversionRequest(model=name, init="largest", input_size=(3, 32, 32), **options)
-    return LoadedNetwork(request, note=note)
+def request_for(name, **options):
+    """Return a request to convert a network without a fit, which would take seconds."""
+    return ConversionRequest(model=name, init="largest", input_size=(3, 32, 32), **options)
 
 
-def converted(name, **options):
-    network = loaded(name, **options)
-    return convert_network_(network, resolve(network))
+def converted(name, *, note=ignore_messages, **options):
+    return convert(request_for(name, **options), note=note)
+
+
+def network_of(name, *, note=ignore_messages, **options):
+    """Return the network of a request, with its values."""
+    loaded, weights = load(request_for(name, **options), note=note)
+    return build_network(loaded, weights, note=note)
 
 
 def test_the_number_of_classes_is_that_of_the_file_if_none_is_stated(tmp_path):
     model = timm.create_model(TINY, num_classes=10)
     save_file(model.state_dict(), tmp_path / "own.safetensors")
     notes = []
-    plan_alone = resolve(
-        loaded(TINY, weights=tmp_path / "own.safetensors", offline=True, note=notes.append)
+    plan_alone = converted(
+        TINY, weights=tmp_path / "own.safetensors", offline=True, note=notes.append
     ).plan
     assert plan_alone.model_args == {"num_classes": 10}
     assert ["has 10 classes, so the model is built" in note for note in notes] == [True]
@@ -53,19 +56,19 @@ def test_the_number_of_classes_is_that_of_the_file_if_none_is_stated(tmp_path):
 def test_weights_without_a_classifier_are_refused_with_the_option_to_use(tmp_path):
     save_file(timm.create_model(TINY, num_classes=0).state_dict(), tmp_path / "w.safetensors")
     weights = tmp_path / "w.safetensors"
-    with pytest.raises(CheckpointError, match="--num-classes 0 is for weights without a classif"):
-        resolve(loaded(TINY, weights=weights, offline=True))
-    assert loaded(TINY, weights=weights, num_classes=0).network.num_classes == 0
+    with pytest.raises(CheckpointError, match="need a model of 0 classes"):
+        converted(TINY, weights=weights, offline=True)
+    assert network_of(TINY, weights=weights, num_classes=0).num_classes == 0
 
 
 def test_a_users_model_needs_the_number_of_classes_of_its_weights(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save(net(num_classes=5).state_dict(), "five.pth")
     _, err = run(NET, "--checkpoint", "five.pth", "--dilated-size", 9, code=2)
-    assert "\nerror: checkpoint five.pth: give --num-classes 5; its classifier" in err
+    assert "build the model with 5 classes" in err
     run(NET, "--checkpoint", "five.pth", "--num-classes", 5, "--init", "largest", *SMALL)
-    with pytest.raises(CheckpointError, match="build the model with num_classes=5; its classifier"):
-        resolve(LoadedNetwork(ConversionRequest(model=net(), weights=net(5).state_dict())))
+    with pytest.raises(CheckpointError, match="build the model with 5 classes"):
+        convert(ConversionRequest(model=net(), weights=net(5).state_dict()))
 
 
 def test_all_but_the_kernels_is_kept_and_kernels_keep_the_largest_cells_of_their_tie_group(
@@ -99,8 +102,8 @@ def test_all_but_the_kernels_is_kept_and_kernels_keep_the_largest_cells_of_their
 def test_a_head_of_another_size_is_new_and_a_note_says_so(trained):
     notes = []
     options = {"num_classes": 5, "weights": trained.state_dict(), "note": notes.append}
-    resolve(loaded(f"timm:{TINY}", offline=True, **options))
-    network = loaded(f"timm:{TINY}", **options).network
+    converted(f"timm:{TINY}", offline=True, **options)
+    network = network_of(f"timm:{TINY}", **options)
     assert (
         "head.fc.weight has another shape in the checkpoint and starts from random values" in notes
     )
@@ -145,7 +148,7 @@ def test_pretrained_weights_come_from_timm_or_a_folder_which_is_not_needed_later
             requested.append(f"{repo_id}/{filename}") or str(folder / filename)
         ),
     )
-    network = loaded(f"timm:{TINY}", pretrained=True).network
+    network = network_of(f"timm:{TINY}", pretrained=True)
     assert requested == [
         f"timm/{trained.pretrained_cfg['hf_hub_id'].removeprefix('timm/')}/model.safetensors"
     ]
@@ -167,7 +170,7 @@ def test_torchvision_weights_of_another_structure_fill_the_plain_model(monkeypat
     monkeypatch.setattr(
         "torchvision.models._api.load_state_dict_from_url", lambda *_args, **_options: state
     )
-    network = loaded("torchvision:deeplabv3_mobilenet_v3_large", pretrained=True).network
+    network = network_of("torchvision:deeplabv3_mobilenet_v3_large", pretrained=True)
     assert network.aux_classifier is None
     assert all(torch.equal(tensor, state[name]) for name, tensor in network.state_dict().items())
 
@@ -178,9 +181,9 @@ def test_torchvision_weights_come_through_its_own_loader(monkeypatch):
     monkeypatch.setattr(
         "torchvision.models._api.load_state_dict_from_url", lambda *_args, **_options: state
     )
-    network = loaded("torchvision:shufflenet_v2_x0_5", pretrained=True).network
+    network = network_of("torchvision:shufflenet_v2_x0_5", pretrained=True)
     assert torch.equal(network.conv1[0].weight, state["conv1.0.weight"])
-    tuned = loaded("torchvision:shufflenet_v2_x0_5", num_classes=3, pretrained=True).network
+    tuned = network_of("torchvision:shufflenet_v2_x0_5", num_classes=3, pretrained=True)
     assert tuned.fc.weight.shape == (3, 1024)
     assert all(
         torch.equal(tensor, state[name])

@@ -1,0 +1,242 @@
+"""One conversion, from the request to the converted network."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..fitting.calibrate import CalibrationStatistics
+from ..fitting.calibration_images import Calibration, calibrate
+from ..fitting.counts import choose_counts_by_error
+from ..fitting.warm_start import draw_fit_seed
+from ..networks.pretrained_cfg import set_normalisation_
+from ..networks.running import unchanged_on_failure
+from ..networks.source import ModelSource
+from ..options import AUTO, ERROR_SCOPE, PlanOptions
+from ..planning.known_counts import LayerCounts
+from ..planning.plan import ConversionPlan
+from ..progress import Note, Notify, ignore_messages, logger
+from ..reports.predict import predict_report
+from ..reports.report import ConversionReport
+from .apply_plan import LayerErrors, apply_plan_
+from .authors import AuthorsWeights, convert_with_authors_weights_
+from .decide import check_start, check_stored_plan, decide_options, make_checked_plan
+from .describe import describe_conversion
+from .load import LoadedNetwork, RequestWeights, build_network, load, note_new_classifier
+from .outputs import compare_with_outputs_before, outputs_before_conversion
+from .provenance import attach_provenance_
+from .request import ConversionRequest
+
+MANY_LINES = 1_000_000  # kernel lines; one CPU core fits about 13,000 per second
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What a conversion did or, in a dry run, would do."""
+
+    request: ConversionRequest
+    source: ModelSource | None  # how the network was built; None for a model in memory
+    takes_authors_elements: bool  # the weights had elements, which the new layers took over
+    plan: ConversionPlan
+    report: ConversionReport
+    model: nn.Module | None  # the converted network; None after a dry run
+    # |new - old| / |old| of the outputs for random images; None if outputs were not compared.
+    random_output_error: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ready:
+    """The network with its values, and what its start needs."""
+
+    network: nn.Module
+    images: Calibration | None
+    statistics: CalibrationStatistics | None = None  # of the images, if they chose the counts
+
+
+def convert(
+    request: ConversionRequest,
+    *,
+    stored_plan: ConversionPlan | None = None,
+    approve: Callable[[Conversion], None] = lambda _: None,
+    notify: Notify = ignore_messages,
+    note: Note = ignore_messages,
+) -> Conversion:
+    """Carry out a request; if it is offline, only plan it. A model in memory changes in place.
+
+    Args:
+        request: The request.
+        stored_plan: A plan of another checkpoint of the same network, to carry out instead.
+        approve: Called with what is planned, before anything that takes long; may raise. If kernel
+            counts are still to be measured, those of the plan are not final.
+        notify: Called with what is being done.
+        note: Called with what the user should know.
+
+    Raises:
+        DclsConvertError: Something does not fit. A model in memory is then as it was, as after any
+            other error.
+    """
+    loaded, weights = load(request, notify=notify, note=note)
+    check_start(request, weights, note)
+    notify("planning")
+    ready = None
+    if stored_plan is not None:
+        plan = check_stored_plan(loaded, stored_plan)
+    else:
+        options = decide_options(request, request.options, weights)
+        if options.scope == ERROR_SCOPE and options.kernel_count == AUTO:
+            plan = make_checked_plan(loaded, weights, replace(options, scope="model"))
+            approve(_planned(loaded, weights, plan))
+            ready, counts = _measure(loaded, weights, plan, options, notify, note)
+            options = replace(options, kernel_count=counts)
+        plan = make_checked_plan(loaded, weights, options)
+    conversion = _planned(loaded, weights, plan)
+    if request.offline:
+        return conversion
+    approve(conversion)
+    if ready is None:
+        network = build_network(loaded, weights, notify=notify, note=note)
+        ready = _Ready(network=network, images=_read_images(request, network, plan, note))
+    authors = None if weights is None else weights.authors
+    weights = None  # the network has the others; keeping both would take twice the memory
+    return _carry_out_(conversion, ready, authors, notify, note)
+
+
+def _planned(
+    loaded: LoadedNetwork, weights: RequestWeights | None, plan: ConversionPlan
+) -> Conversion:
+    """Return what a conversion with this plan would do."""
+    return Conversion(
+        request=loaded.request,
+        source=loaded.source,
+        takes_authors_elements=weights is not None and weights.authors is not None,
+        plan=plan,
+        report=predict_report(plan),
+        model=None,
+    )
+
+
+def _measure(
+    loaded: LoadedNetwork,
+    weights: RequestWeights | None,
+    plan: ConversionPlan,
+    options: PlanOptions,
+    notify: Notify,
+    note: Note,
+) -> tuple[_Ready, LayerCounts]:
+    """Build the network, and choose kernel counts by the error of each layer.
+
+    `plan` has the windows, and counts for the scope "model".
+    """
+    request = loaded.request
+    network = build_network(loaded, weights, notify=notify, note=note)
+    images = _read_images(request, network, plan, note)
+    counts, statistics = choose_counts_by_error(
+        network,
+        loaded.convs,
+        options,
+        seed=draw_fit_seed(torch.Generator().manual_seed(request.seed)),
+        calibration=images,
+        notify=notify,
+    )
+    return _Ready(network=network, images=images, statistics=statistics), counts
+
+
+def _read_images(
+    request: ConversionRequest, network: nn.Module, plan: ConversionPlan, note: Note
+) -> Calibration | None:
+    """Return the calibration's images at the plan's input size; None if there is no calibration."""
+    if request.calibration is None:
+        return None
+    return calibrate(
+        network,
+        plan,
+        request.calibration,
+        held_out=request.held_out,
+        most_images=request.most_images,
+        mean=request.mean,
+        std=request.std,
+        note=note,
+    )
+
+
+def _carry_out_(
+    conversion: Conversion,
+    ready: _Ready,
+    authors: AuthorsWeights | None,
+    notify: Notify,
+    note: Note,
+) -> Conversion:
+    """Convert the network in place, and compare its outputs. After any error, it is as it was."""
+    request = conversion.request
+    plan = conversion.plan
+    model = ready.network
+    notify("converting")
+    provenance = describe_conversion(request, model, authors, ready.images)
+    keeps_outputs = authors is None and request.trained and request.start != "random"
+    outcome = None
+    random_output_error = None
+    with unchanged_on_failure(model, values=_overwritten_tensors(ready, authors)):
+        before = outputs_before_conversion(model, plan, ready.images) if keeps_outputs else None
+        errors = _start_layers_(conversion, ready, authors, notify, note)
+        if before is not None:
+            outcome, random_output_error = compare_with_outputs_before(
+                before, model, plan, ready.images, errors.kernel
+            )
+    attach_provenance_(model, provenance)
+    if request.mean is not None and request.std is not None and plan.input_size is not None:
+        set_normalisation_(model, request.mean, request.std, plan.input_size[0])
+    report = conversion.report.with_errors(
+        errors.kernel, errors.output, outcome, reasons=errors.reasons
+    )
+    return replace(conversion, model=model, report=report, random_output_error=random_output_error)
+
+
+def _overwritten_tensors(ready: _Ready, authors: AuthorsWeights | None) -> Sequence[Tensor]:
+    """Return the tensors of the network whose values the conversion changes in place."""
+    tensors = [*ready.network.parameters(), *ready.network.buffers()]
+    if authors is not None:
+        return tensors  # the file's other weights are loaded along with its elements
+    if ready.images is not None:
+        return [tensor for tensor in tensors if tensor.dim() == 1]  # biases and running means
+    return []
+
+
+def _start_layers_(
+    conversion: Conversion,
+    ready: _Ready,
+    authors: AuthorsWeights | None,
+    notify: Notify,
+    note: Note,
+) -> LayerErrors:
+    """Put DCLS layers with their initial values into the network, and return their errors."""
+    request = conversion.request
+    plan = conversion.plan
+    if authors is not None:
+        not_loaded = convert_with_authors_weights_(
+            ready.network,
+            plan,
+            authors,
+            version=request.authors_version,
+            new_classifier=request.num_classes is not None,
+        )
+        note_new_classifier(not_loaded, note)
+        return LayerErrors(kernel={}, output={})
+    lines = sum(layer.lines for layer in plan.layers)
+    if request.start == "fit" and lines > MANY_LINES and request.device is None:
+        note(f"fitting elements to {lines:,} kernels takes minutes on a CPU; a GPU is faster")
+    errors = apply_plan_(
+        ready.network,
+        plan,
+        init=request.start,
+        positions=request.positions,
+        generator=torch.Generator().manual_seed(request.seed),
+        calibration=ready.statistics or ready.images,
+        note=note,
+        notify=notify,
+    )
+    for name, error in errors.kernel.items():
+        logger.debug("%s: relative error of the kernel %.4g", name, error)
+    for name, error in errors.output.items():
+        logger.debug("%s: relative error of the outputs for images %.4g", name, error)
+    return errors

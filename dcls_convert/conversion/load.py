@@ -1,0 +1,223 @@
+"""Load what a request names: the network's source, its structure, and its weights."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import CheckpointError
+from ..networks.building import build_model
+from ..networks.find_convs import find_convs
+from ..networks.identify_model import (
+    INCEPTIONS,
+    TRANSFORM_INPUT,
+    assumed_input_size,
+    infer_source,
+)
+from ..networks.pretrained_cfg import set_origin_
+from ..networks.registries import REGISTRIES
+from ..networks.sites import ModelConvs
+from ..networks.source import LIBRARY_KINDS, OTHER_TIMM_KINDS, ModelSource, resolve_model
+from ..networks.state_names import rename_to_model
+from ..networks.trust import check_source
+from ..networks.weights import build_and_load, check_weights, differing_num_classes
+from ..networks.weights_files import read_weights
+from ..progress import Note, Notify, ignore_messages
+from .authors import AuthorsWeights, split_authors_weights
+from .request import ConversionRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedNetwork:
+    """The network of a request: how it is built, its structure and its convolutions."""
+
+    request: ConversionRequest
+    source: ModelSource | None  # how it is built; None for a model in memory
+    # How a loaded checkpoint builds it; None if only the user's code can.
+    stored_source: ModelSource | None
+    structure: nn.Module  # the model in memory itself, or a model on the meta device
+    convs: ModelConvs  # traced at the input size
+
+    @property
+    def model_name(self) -> str | None:
+        """The model's name in the plan; None if only the user's code can build it."""
+        if self.stored_source is None:
+            return None
+        return self.stored_source.name
+
+    @property
+    def model_args(self) -> dict[str, Any]:
+        """The arguments with which a loaded checkpoint builds the model."""
+        source = self.stored_source
+        if source is None:
+            return {}
+        if self.request.pretrained and source.name in INCEPTIONS:
+            return {**source.args, TRANSFORM_INPUT: True}
+        return source.args
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestWeights:
+    """The weights that a request states, under the names of its network's tensors."""
+
+    where: str  # their name in messages
+    entries: dict[str, Tensor]
+    authors: AuthorsWeights | None  # if some entries are elements of the authors' layers
+    new_classifier: bool  # whether the classifier's shape may differ from the network's
+
+    def check(self, structure: nn.Module) -> None:
+        """Refuse (CheckpointError) weights that do not fit the network."""
+        check_weights(structure, self.entries, self.where, new_classifier=self.new_classifier)
+
+
+def load(
+    request: ConversionRequest, *, notify: Notify = ignore_messages, note: Note = ignore_messages
+) -> tuple[LoadedNetwork, RequestWeights | None]:
+    """Load a request's network without its values, and the weights that the request states.
+
+    If the request names the user's own code as the model, that code is run.
+
+    Args:
+        request: The request.
+        notify: Called with what is being done.
+        note: Called with what the user should know.
+
+    Raises:
+        DclsConvertError: The model or the weights cannot be loaded, or do not fit each other.
+    """
+    source = _stated_source(request)
+    structure = _structure(request, source)
+    weights = None
+    if request.weights is not None:
+        weights = _read_weights(request, structure, notify, note)
+        classes = _classes_of_weights(request, source, structure, weights)
+        if classes is not None and source is not None:
+            note(
+                f"{weights.where}: has {classes:,} classes, so the model is built with that many; "
+                "if you state the number, the classifier is a new one"
+            )
+            source = replace(source, args={**source.args, "num_classes": classes})
+            structure = _structure(request, source)
+    stored_source = source
+    if source is None or source.kind in OTHER_TIMM_KINDS:
+        stored_source = infer_source(structure)
+    input_size = request.input_size
+    if input_size is None and stored_source is not None:
+        input_size = assumed_input_size(stored_source, structure)
+    loaded = LoadedNetwork(
+        request=request,
+        source=source,
+        stored_source=stored_source,
+        structure=structure,
+        convs=find_convs(structure, input_size),
+    )
+    return loaded, weights
+
+
+def _stated_source(request: ConversionRequest) -> ModelSource | None:
+    if not isinstance(request.model, str):
+        return None
+    source = resolve_model(
+        request.model,
+        num_classes=request.num_classes,
+        in_chans=request.in_chans,
+        model_kwargs=request.model_kwargs,
+        pretrained=request.pretrained,
+    )
+    if source.kind in REGISTRIES:
+        check_source(source)  # or the checkpoint could not be loaded
+    return source
+
+
+def _structure(request: ConversionRequest, source: ModelSource | None) -> nn.Module:
+    if source is None:
+        assert not isinstance(request.model, str)
+        return request.model
+    return build_model(
+        source, device="meta", seed=request.seed, offline=request.offline, trust_code=True
+    )
+
+
+def _read_weights(
+    request: ConversionRequest, structure: nn.Module, notify: Notify, note: Note
+) -> RequestWeights:
+    assert request.weights is not None
+    notify("reading weights")
+    where = request.weights_name
+    entries = rename_to_model(
+        structure, read_weights(request.weights, note=note), where=where, note=note
+    )
+    return RequestWeights(
+        where=where,
+        entries=entries,
+        authors=split_authors_weights(entries, where),
+        new_classifier=request.num_classes is not None,
+    )
+
+
+def _classes_of_weights(
+    request: ConversionRequest,
+    source: ModelSource | None,
+    structure: nn.Module,
+    weights: RequestWeights,
+) -> int | None:
+    """Return the weights' number of classes, if it differs from the model's and none is stated.
+
+    Raises:
+        CheckpointError: The numbers differ, but the model is in memory or built by the user's own
+            code, so it cannot be rebuilt with another number.
+    """
+    if request.num_classes is not None:
+        return None
+    classes = differing_num_classes(structure, weights.entries)
+    if classes is not None and (source is None or source.kind not in LIBRARY_KINDS):
+        raise CheckpointError(
+            f"{weights.where}: its classifier is for another number of classes than the model's; "
+            f"build the model with {classes} classes"
+        )
+    return classes
+
+
+def build_network(
+    loaded: LoadedNetwork,
+    weights: RequestWeights | None,
+    *,
+    notify: Notify = ignore_messages,
+    note: Note = ignore_messages,
+) -> nn.Module:
+    """Return the network with its values: the model in memory itself, or a new one.
+
+    Elements of the authors' layers are not loaded.
+
+    Raises:
+        CheckpointError: The weights do not fit.
+        ModelError: The model cannot be built.
+    """
+    request = loaded.request
+    if loaded.source is None:
+        return loaded.structure
+    if weights is not None and weights.authors is None:
+        notify("building")
+        network, not_loaded = build_and_load(
+            loaded.source,
+            weights.entries,
+            weights.where,
+            meta=loaded.structure,
+            seed=request.seed,
+            new_classifier=weights.new_classifier,
+        )
+        note_new_classifier(not_loaded, note)
+    else:
+        notify("building with pretrained weights" if request.pretrained else "building")
+        network = build_model(
+            loaded.source, pretrained=request.pretrained, seed=request.seed, trust_code=True
+        )
+    if not request.pretrained:
+        set_origin_(network, {})
+    return network.to(request.device)
+
+
+def note_new_classifier(not_loaded: list[str], note: Note) -> None:
+    """Note which classifier tensors start at random because the weights' shapes differ."""
+    for name in not_loaded:
+        note(f"{name} has another shape in the checkpoint and starts from random values")

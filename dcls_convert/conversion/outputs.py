@@ -1,0 +1,113 @@
+"""Compare a network's outputs before and after its conversion."""
+
+import contextlib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..fitting.calibration_images import Calibration
+from ..networks.model_outputs import compare_outputs, relative_l2_error
+from ..networks.running import eval_mode, full_precision, run_batch
+from ..options import MAX_PIXELS
+from ..planning.plan import ConversionPlan
+from ..reports.report import Outcome
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputsBefore:
+    """Outputs of a model before its conversion."""
+
+    held_out: list[Any]  # one entry per held-out batch
+    # The same for images shifted by one pixel: a yardstick for the error of the conversion.
+    shifted: list[Any]
+    random: Any  # for two random images; see `_random_outputs`
+
+
+def outputs_before_conversion(
+    model: nn.Module, plan: ConversionPlan, images: Calibration | None
+) -> OutputsBefore:
+    """Run the unconverted model on everything that the converted one is compared on."""
+    held_out = images.held_out if images is not None else ()
+    return OutputsBefore(
+        held_out=_outputs(model, held_out),
+        shifted=_outputs(model, map(_shifted_by_a_pixel, held_out)),
+        random=_random_outputs(model, plan),
+    )
+
+
+def compare_with_outputs_before(
+    before: OutputsBefore,
+    model: nn.Module,
+    plan: ConversionPlan,
+    images: Calibration | None,
+    kernel_errors: Mapping[str, float],
+) -> tuple[Outcome, float | None]:
+    """Run the converted model, and summarise how much kernels and outputs changed.
+
+    Args:
+        before: Outputs before the conversion.
+        model: The converted model.
+        plan: The plan that was carried out.
+        images: The calibration. Without one (None), only outputs for random images are compared.
+        kernel_errors: The relative error of each layer's kernel.
+
+    Returns:
+        The summary, and the relative error of the outputs for random images (None if unknown).
+    """
+    random_error = None
+    if before.random is not None:
+        random_error = relative_l2_error(before.random, _random_outputs(model, plan))
+    kernel_error = None
+    if kernel_errors:
+        kernel_error = sum(kernel_errors.values()) / len(kernel_errors)
+    if images is None:
+        return Outcome(kernel_error=kernel_error, images=0), random_error
+    converted = compare_outputs(before.held_out, _outputs(model, images.held_out))
+    shifted = None
+    if images.held_out:
+        shifted = compare_outputs(before.held_out, before.shifted)
+    outcome = Outcome(
+        kernel_error=kernel_error,
+        images=sum(map(len, images.held_out)),
+        fitted_images=len(images),
+        images_cropped=images.images_cropped,
+        same_top1=converted.same_top1,
+        kl=converted.kl,
+        output_error=converted.output_error,
+        shifted=shifted,
+    )
+    return outcome, random_error
+
+
+@full_precision()
+def _outputs(model: nn.Module, batches: Iterable[Tensor]) -> list[Any]:
+    with eval_mode(model):
+        return [run_batch(model, batch) for batch in batches]
+
+
+@full_precision()
+def _random_outputs(model: nn.Module, plan: ConversionPlan) -> Any:
+    """Return the outputs for two random images.
+
+    Return None if the model has no weights or fails on such images, or if its input size is unknown
+    or too large.
+    """
+    size = plan.input_size
+    if size is None or math.prod(size[1:]) > MAX_PIXELS:
+        return None
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return None
+    noise = torch.randn(2, *size, generator=torch.Generator().manual_seed(0), device="cpu")
+    # The model's own code may raise anything, and the comparison is optional.
+    with contextlib.suppress(Exception), eval_mode(model):
+        return run_batch(model, noise)
+    return None
+
+
+def _shifted_by_a_pixel(images: Tensor) -> Tensor:
+    """Shift images one pixel to the right, repeating their first column."""
+    return torch.cat([images[..., :1], images[..., :-1]], dim=-1)
