@@ -63,7 +63,9 @@ MODELS = {
         IMAGE,
     ),
     "1-D": (
-        lambda: nn.Sequential(nn.Conv1d(4, 4, 3, groups=4), nn.Conv1d(4, 4, 5, groups=4)),
+        lambda: nn.Sequential(
+            nn.Conv1d(4, 4, 3, padding=1, groups=4), nn.Conv1d(4, 4, 5, padding=2, groups=4)
+        ),
         (4, 126),
     ),
     "3-D": (
