@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
@@ -56,31 +57,64 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
     """Compute float32 at full precision inside the block: no autocast, no TF32, no bfloat16."""
-    backends: Any = torch.backends
     with contextlib.ExitStack() as restore:
-        for device in AUTOCAST_DEVICES:
+        for device in AUTOCAST_DEVICES:  # autocast is a setting of the thread
             if torch.is_autocast_enabled(device):
                 restore.enter_context(torch.autocast(device, enabled=False))
-        backend_names: tuple[str, ...] = ()
-        if hasattr(backends.mkldnn, "matmul"):
-            backend_names += CPU_FP32_BACKENDS
-        older_settings = _older_precision_settings()
-        if older_settings is None:
-            backend_names += CUDA_FP32_BACKENDS
-        for name in backend_names:
-            backend = attrgetter(name)(backends)
-            restore.callback(setattr, backend, "fp32_precision", backend.fp32_precision)
-            backend.fp32_precision = "ieee"
-        if older_settings is not None:
-            matmul_precision, cudnn_tf32 = older_settings
-            if matmul_precision != "highest":
-                # Restoring it also changes the CPU backends' settings, which are restored after it.
-                restore.callback(torch.set_float32_matmul_precision, matmul_precision)
-                torch.set_float32_matmul_precision("highest")
-            if cudnn_tf32:
-                restore.callback(setattr, backends.cudnn, "allow_tf32", True)
-                backends.cudnn.allow_tf32 = False
+        restore.enter_context(_process_precision)
         yield
+
+
+class _ProcessPrecision:
+    """The process's precision settings: changed by the first thread that needs them at full.
+
+    The last of these threads restores them. If each did so for itself, the second one would restore
+    what the first one had changed.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._restore = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._users:
+                _set_full_precision_(self._restore)
+            self._users += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                self._restore.close()
+
+
+_process_precision = _ProcessPrecision()
+
+
+def _set_full_precision_(restore: contextlib.ExitStack) -> None:
+    """Change the process's settings; closing `restore` gives them their old values."""
+    backends: Any = torch.backends
+    backend_names: tuple[str, ...] = ()
+    if hasattr(backends.mkldnn, "matmul"):
+        backend_names += CPU_FP32_BACKENDS
+    older_settings = _older_precision_settings()
+    if older_settings is None:
+        backend_names += CUDA_FP32_BACKENDS
+    for name in backend_names:
+        backend = attrgetter(name)(backends)
+        restore.callback(setattr, backend, "fp32_precision", backend.fp32_precision)
+        backend.fp32_precision = "ieee"
+    if older_settings is not None:
+        matmul_precision, cudnn_tf32 = older_settings
+        if matmul_precision != "highest":
+            # Restoring it also changes the CPU backends' settings, which are restored after it.
+            restore.callback(torch.set_float32_matmul_precision, matmul_precision)
+            torch.set_float32_matmul_precision("highest")
+        if cudnn_tf32:
+            restore.callback(setattr, backends.cudnn, "allow_tf32", True)
+            backends.cudnn.allow_tf32 = False
 
 
 def _older_precision_settings() -> tuple[str, bool] | None:

@@ -89,3 +89,18 @@ def test_autocast_is_off_inside_and_on_again_afterwards(device):
         assert torch.is_autocast_enabled(device)
     finally:
         torch.set_autocast_enabled(device, False)
+
+
+def test_threads_that_overlap_leave_the_settings_as_they_were():
+    cudnn_tf32 = BACKENDS.cudnn.allow_tf32
+    before = precisions()
+    first = full_precision()
+    second = full_precision()
+    first.__enter__()
+    inside = precisions()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert precisions() == inside
+    second.__exit__(None, None, None)
+    assert precisions() == before
+    assert BACKENDS.cudnn.allow_tf32 == cudnn_tf32
