@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -26,6 +27,14 @@ def test_constructions_that_are_timed_give_the_same_kernels():
     implementations = ["ours", "v0", "v1", "listing", "ours gaussian", "gauss"]
     checked = run("construction.py", "--check", "cpu", *implementations)
     assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(torch.cuda.is_available(), reason="takes three minutes on a GPU")
+def test_without_a_gpu_its_benchmark_says_so():
+    refused = run("gpu.py")
+    assert refused.returncode == 1
+    assert refused.stderr == "error: torch finds no GPU here (CUDA or ROCm)\n"
 
 
 def test_rows_of_other_settings_are_not_replaced(tmp_path):

@@ -28,8 +28,6 @@ from triton.language import constexpr
 SIDE = constexpr(8)
 CELLS = constexpr(64)
 PACK_CHANNELS = constexpr(64)  # of one program of `pack`
-CONVOLVE_BLOCKS = constexpr(128)  # of one program of `convolve`
-GRADIENT_BLOCKS = constexpr(64)  # of one step of `gradient`
 
 _MAP_SIZES = ["channels", "rows", "columns", "block_rows", "block_columns", "blocks_in_all"]
 _STRIDES = ["image_stride", "channel_stride", "row_stride", "column_stride"]
@@ -126,36 +124,39 @@ def convolve(
     HAS_BIAS: constexpr,
     TURNED: constexpr,
     PRECISION: constexpr,
+    BLOCKS: constexpr,
+    STEP: constexpr,
 ):
-    """Convolve blocks (C, M, CELLS) with the bank.
+    """Convolve BLOCKS blocks of one channel with the bank, in steps of STEP cells of the inputs.
 
     If TURNED, the window is turned by 180 degrees, as for the gradient of the input: its matrices
     are those of the mirrored tap, transposed.
     """
     channel = tl.program_id(1).to(tl.int64)
-    block = tl.program_id(0) * CONVOLVE_BLOCKS + tl.arange(0, CONVOLVE_BLOCKS)
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     cell = tl.arange(0, CELLS)
     taps = taps_down * taps_across
     row = block // block_columns % block_rows
     column = block % block_columns
     blocks += channel * blocks_in_all * CELLS
     bank += channel * taps * (CELLS * CELLS)
-    total = tl.zeros((CONVOLVE_BLOCKS, CELLS), dtype=tl.float32)
-    for tap in range(taps):
+    total = tl.zeros((BLOCKS, CELLS), dtype=tl.float32)
+    for first in range(0, taps * CELLS, STEP):
+        tap = first // CELLS
+        cell_in = first - tap * CELLS + tl.arange(0, STEP)
         down = tap // taps_across - taps_down // 2
         across = tap % taps_across - taps_across // 2
         exists = (block < blocks_in_all) & (row + down >= 0) & (row + down < block_rows)
         exists = exists & (column + across >= 0) & (column + across < block_columns)
         neighbour = block + down * block_columns + across
         inputs = tl.load(
-            blocks + neighbour[:, None] * CELLS + cell[None, :], mask=exists[:, None], other=0.0
+            blocks + neighbour[:, None] * CELLS + cell_in[None, :], mask=exists[:, None], other=0.0
         )
-        matrix_number = tap
         if TURNED:
-            matrix_number = taps - 1 - tap
-        matrix = tl.load(bank + (matrix_number * CELLS + cell[:, None]) * CELLS + cell[None, :])
-        if TURNED:
-            matrix = tl.trans(matrix)
+            mirrored = bank + (taps - 1 - tap) * (CELLS * CELLS)
+            matrix = tl.trans(tl.load(mirrored + cell[:, None] * CELLS + cell_in[None, :]))
+        else:
+            matrix = tl.load(bank + (tap * CELLS + cell_in[:, None]) * CELLS + cell[None, :])
         total = tl.dot(inputs, matrix, total, input_precision=PRECISION)
     if HAS_BIAS:
         total += tl.load(bias + channel).to(tl.float32)
@@ -189,8 +190,9 @@ def gradient_of_bank(
     taps_down,
     taps_across,
     PRECISION: constexpr,
+    STEP: constexpr,
 ):
-    """Sum inputs x gradients over a part of the blocks, for one tap and channel.
+    """Sum inputs x gradients over a part of the blocks, in steps of STEP, for one tap and channel.
 
     partial_sums is (parts, C, taps, CELLS of inputs, CELLS of outputs).
     """
@@ -204,8 +206,8 @@ def gradient_of_bank(
     gradients += channel * blocks_in_all * CELLS
     total = tl.zeros((CELLS, CELLS), dtype=tl.float32)
     first = part * blocks_in_part
-    for start in range(first, min(first + blocks_in_part, blocks_in_all), GRADIENT_BLOCKS):
-        block = start + tl.arange(0, GRADIENT_BLOCKS)
+    for start in range(first, min(first + blocks_in_part, blocks_in_all), STEP):
+        block = start + tl.arange(0, STEP)
         row = block // block_columns % block_rows + down
         column = block % block_columns + across
         exists = (block < blocks_in_all) & (row >= 0) & (row < block_rows)

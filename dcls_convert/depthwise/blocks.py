@@ -26,17 +26,21 @@ from .layouts import is_channels_last
 SIDE: int = kernels.SIDE.value  # cells of a block's side
 CELLS: int = kernels.CELLS.value  # of a block
 PACK_CHANNELS: int = kernels.PACK_CHANNELS.value
-CONVOLVE_BLOCKS: int = kernels.CONVOLVE_BLOCKS.value
-GRADIENT_BLOCKS: int = kernels.GRADIENT_BLOCKS.value
 # The bank's gradient is summed in parts if C x taps programs are fewer than this, so that a large
 # GPU is busy.
 MIN_PROGRAMS = 1056
 MIN_BLOCKS_IN_PART = 256
 # If strides and channels are multiples of this, the compiler can load 16 bytes at once.
 UNIT = 8
-# Stages of a pipelined loop, which fill shared memory, by the bytes of a number.
-STAGES = {2: 3, 4: 2}  # 72 and 96 KB; the smallest GPUs of NVIDIA that are used have 99 KB
-STAGES_ON_AMD = {2: 2, 4: 1}  # 48 KB; there are 64 KB
+# Sizes of products by the bytes of a number: blocks in one program of the convolution, the sum's
+# length in one step, and warps. Three products in TF32 need many registers.
+BLOCKS_AT_ONCE = {2: 128, 4: 64}
+STEP = {2: 64, 4: 32}
+WARPS = {2: 4, 4: 8}
+# Stages of a pipelined loop of products. They fill at most 72 KB of shared memory (of 99 KB or more
+# on NVIDIA's GPUs), or 48 KB (of 64 KB on AMD's).
+STAGES = 3
+STAGES_ON_AMD = 2
 
 
 class Plan:
@@ -88,8 +92,8 @@ class Plan:
         self.tap_sizes = (taps_down, taps_across)
         parts = ceil_div(MIN_PROGRAMS, channels * self.taps)
         self.parts = max(1, min(parts, blocks // MIN_BLOCKS_IN_PART))
-        steps_in_part = ceil_div(ceil_div(blocks, self.parts), GRADIENT_BLOCKS)
-        self.blocks_in_part = steps_in_part * GRADIENT_BLOCKS
+        step = STEP[dtype.itemsize]
+        self.blocks_in_part = ceil_div(ceil_div(blocks, self.parts), step) * step
         self.dtype = dtype
         self.device = device
         self.precision = precision
@@ -158,13 +162,14 @@ class Plan:
         has_bias = bias is not None
         if bias is None:
             bias = blocks  # any tensor
+        blocks_at_once = BLOCKS_AT_ONCE[self.dtype.itemsize]
         launch = self.launch(
             kernels.convolve,
-            (ceil_div(self.blocks, CONVOLVE_BLOCKS), self.channels, 1),
-            (has_bias, turned, self.precision),
+            (ceil_div(self.blocks, blocks_at_once), self.channels, 1),
+            (has_bias, turned, self.precision, blocks_at_once, STEP[self.dtype.itemsize]),
             (bias.dtype,),
-            warps=4 if self.dtype.itemsize == 2 else 8,  # 4 lack registers for TF32 three times
-            stages=stage_count(self.dtype),
+            warps=WARPS[self.dtype.itemsize],
+            stages=STAGES_ON_AMD if torch.version.hip else STAGES,
         )
         launch(blocks, bank, bias, outputs, self.blocks, *self.block_sizes)
         return outputs
@@ -179,8 +184,9 @@ class Plan:
         launch = self.launch(
             kernels.gradient_of_bank,
             (self.taps, self.channels, self.parts),
-            (self.precision,),
-            stages=stage_count(self.dtype),
+            (self.precision, STEP[self.dtype.itemsize]),
+            warps=WARPS[self.dtype.itemsize],
+            stages=STAGES_ON_AMD if torch.version.hip else STAGES,
         )
         launch(
             blocks,
@@ -273,13 +279,6 @@ def float32_precision() -> str:
     else:
         allows_tf32 = matmul.allow_tf32
     return "tf32" if allows_tf32 else "tf32x3"
-
-
-@assume_constant_result  # type: ignore[untyped-decorator]
-def stage_count(dtype: torch.dtype) -> int:
-    """Return into how many stages products of this dtype are pipelined."""
-    stages = STAGES_ON_AMD if torch.version.hip else STAGES
-    return stages[dtype.itemsize]
 
 
 def next_power_of_2(number: int) -> int:

@@ -4,12 +4,13 @@ import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dcls_convert.depthwise import block_kernels
+from dcls_convert.depthwise import block_kernels, blocks
 from dcls_convert.layers import element_kernels
 
 CUDA = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -42,23 +43,28 @@ POINTERS = FLOAT32_ARGUMENTS | {
     "outputs",
     "windows",
 }
-# Kernel, constants, whether its loop is pipelined.
+
+
+class Kernel(NamedTuple):
+    """A kernel with its constants."""
+
+    function: Any
+    constants: dict[str, object]
+    is_pipelined: bool = False  # whether its loop of products is
+
+
 KERNELS = {
-    "pack": (block_kernels.pack, {**LAYOUT, "UNPACK": False}, False),
-    "unpack": (block_kernels.pack, {**LAYOUT, "UNPACK": True}, False),
-    "bank_of_window": (block_kernels.bank_of_window, WINDOW, False),
-    "convolve": (block_kernels.convolve, {"HAS_BIAS": True, "TURNED": False}, True),
-    "convolve turned": (block_kernels.convolve, {"HAS_BIAS": False, "TURNED": True}, True),
-    "gradient_of_bank": (block_kernels.gradient_of_bank, {}, True),
-    "diagonals": (block_kernels.diagonals, {**WINDOW, "S_PADDED": 32}, False),
-    "construct": (
-        element_kernels.construct,
-        {**WINDOW, "CELLS_PADDED": 512, "KERNELS": 1},
-        False,
-    ),
-    "gradients_of_elements": (element_kernels.gradients_of_elements, WINDOW, False),
-    "bank_of_elements": (element_kernels.bank_of_elements, WINDOW, False),
-    "gradients_by_bank": (element_kernels.gradients_by_bank, WINDOW, False),
+    "pack": Kernel(block_kernels.pack, {**LAYOUT, "UNPACK": False}),
+    "unpack": Kernel(block_kernels.pack, {**LAYOUT, "UNPACK": True}),
+    "bank_of_window": Kernel(block_kernels.bank_of_window, WINDOW),
+    "convolve": Kernel(block_kernels.convolve, {"HAS_BIAS": True, "TURNED": False}, True),
+    "convolve turned": Kernel(block_kernels.convolve, {"HAS_BIAS": False, "TURNED": True}, True),
+    "gradient_of_bank": Kernel(block_kernels.gradient_of_bank, {}, True),
+    "diagonals": Kernel(block_kernels.diagonals, {**WINDOW, "S_PADDED": 32}),
+    "construct": Kernel(element_kernels.construct, {**WINDOW, "CELLS_PADDED": 512, "KERNELS": 1}),
+    "gradients_of_elements": Kernel(element_kernels.gradients_of_elements, WINDOW),
+    "bank_of_elements": Kernel(element_kernels.bank_of_elements, WINDOW),
+    "gradients_by_bank": Kernel(element_kernels.gradients_by_bank, WINDOW),
 }
 
 
@@ -72,11 +78,14 @@ class Compiled:
     code: str  # PTX, or AMD's assembly
 
 
-def compile_for(target: GPUTarget, name: str, dtype: str, precision: str, stages: int) -> Compiled:
+def compile_for(target: GPUTarget, name: str, dtype: str, precision: str) -> Compiled:
     """Compile a kernel for blocks of this dtype ("bf16", "fp32")."""
     kernel, constants, is_pipelined = KERNELS[name]
+    size = {"bf16": 2, "fp32": 4}[dtype]
     if is_pipelined:
-        constants = {**constants, "PRECISION": precision}
+        constants = {**constants, "PRECISION": precision, "STEP": blocks.STEP[size]}
+    if kernel is block_kernels.convolve:
+        constants["BLOCKS"] = blocks.BLOCKS_AT_ONCE[size]
     signature = {}
     for argument in kernel.arg_names:
         if argument in constants:
@@ -94,8 +103,10 @@ def compile_for(target: GPUTarget, name: str, dtype: str, precision: str, stages
     source = ASTSource(
         kernel, signature, {places[key]: value for key, value in constants.items()}, aligned
     )
-    warps = 8 if kernel is block_kernels.convolve and dtype == "fp32" else 4
-    options = {"num_warps": warps, "num_stages": stages if is_pipelined else 1}
+    options = {"num_warps": 4, "num_stages": 1}
+    if is_pipelined:
+        stages = blocks.STAGES if target.backend == "cuda" else blocks.STAGES_ON_AMD
+        options = {"num_warps": blocks.WARPS[size], "num_stages": stages}
     compiled = triton.compile(source, target=target, options=options)
     if target.backend == "hip":
         code = compiled.asm["amdgcn"]

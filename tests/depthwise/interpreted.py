@@ -1,0 +1,236 @@
+"""Run kernels in Triton's interpreter, and compare them with torch: a program of its own.
+
+Triton reads TRITON_INTERPRET when it is first imported, so this cannot run in the process of other
+tests. Give the names of functions below; without names, all run.
+"""
+
+import dataclasses
+import functools
+import itertools
+import os
+import sys
+import warnings
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from triton.runtime import interpreter
+
+from dcls_convert.depthwise import blocks, choice
+from dcls_convert.depthwise.launching import Launch
+from dcls_convert.layers.construction import construct_kernel
+from dcls_convert.layers.dcls_conv import DclsConv2d
+from dcls_convert.layers.one_launch import construct_windows
+
+torch.set_num_threads(1)
+choice.preference = lambda: "blocks"
+# Small maps, cut into parts as large ones are.
+blocks.MIN_PROGRAMS = 12
+blocks.MIN_BLOCKS_IN_PART = 2
+FLOAT32_ERROR = 1e-6  # relative, in Frobenius norms
+HALVES = (torch.bfloat16, torch.float16)
+CHANNELS = 2
+
+
+def patch_interpreter():
+    """Multiply bfloat16 as numbers: the interpreter (Triton 3.8) multiplies its bits as integers.
+
+    And omit its checks for overflow, which take most of its time.
+    """
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    dot = type(builder).create_dot
+
+    def as_float32(handle):
+        if handle.dtype.scalar != interpreter.tl.bfloat16:
+            return handle
+        values = (handle.data.astype(np.uint32) << 16).view(np.float32)
+        return interpreter.TensorHandle(values, interpreter.tl.float32)
+
+    def create_dot(self, left, right, *rest):
+        return dot(self, as_float32(left), as_float32(right), *rest)
+
+    type(builder).create_dot = create_dot
+
+
+patch_interpreter()
+
+
+def integers(*shape):
+    return torch.randint(-2, 3, shape).float()
+
+
+def output_and_gradients(function, leaves, gradient):
+    leaves = [tensor.detach().requires_grad_() for tensor in leaves]
+    output = function(*leaves)
+    return [output.detach(), *torch.autograd.grad(output, leaves, gradient(output))]
+
+
+def check_exact(size, window, stride, dtype, channels_last, input_dtype=None):
+    """The output and all gradients of small integers are those of torch, to the bit."""
+    torch.manual_seed(0)
+    format = torch.channels_last if channels_last else torch.contiguous_format
+    padding = (window[0] // 2, window[1] // 2)
+    leaves = [integers(2, CHANNELS, *size), integers(CHANNELS, 1, *window), integers(CHANNELS)]
+    leaves[0] = leaves[0].to(memory_format=format)
+    outputs = F.conv2d(*leaves, stride, padding, groups=CHANNELS)
+    gradient = integers(*outputs.shape)
+
+    def by_torch(*tensors):
+        return F.conv2d(*tensors, stride, padding, groups=CHANNELS)
+
+    def by_blocks(*tensors):
+        output = blocks.depthwise(*tensors, stride, dtype)
+        assert output.dtype == dtype
+        assert output.is_contiguous(memory_format=format)
+        return output
+
+    expected = output_and_gradients(by_torch, leaves, lambda output: gradient)
+    typed = [tensor.to(dtype) for tensor in leaves]
+    typed[0] = leaves[0].to(input_dtype or dtype)
+    results = output_and_gradients(by_blocks, typed, lambda output: gradient.to(dtype))
+    for result, exact in zip(results, expected, strict=True):
+        assert torch.equal(result, exact.to(result.dtype)), (size, window, stride, dtype)
+
+
+def few_exact():
+    check_exact((14, 7), (9, 9), (1, 1), torch.bfloat16, True, input_dtype=torch.float32)
+    check_exact((7, 9), (17, 9), (2, 1), torch.float16, channels_last=False)
+
+
+def all_exact():
+    sizes = [(7, 7), (14, 14), (16, 8), (20, 13), (9, 23), (30, 30)]
+    windows = [(9, 9), (17, 17), (31, 9), (13, 31), (31, 31), (7, 51)]
+    ways = itertools.product((torch.float32, *HALVES), (True, False), ((1, 1), (2, 2), (2, 1)))
+    for number, (dtype, channels_last, stride) in enumerate(ways):
+        for size, window in zip(sizes, windows[number % 6 :] + windows[: number % 6], strict=True):
+            check_exact(size, window, stride, dtype, channels_last)
+
+
+def layer_of(interpolation, size, stride=1):
+    torch.manual_seed(0)
+    layer = DclsConv2d(
+        CHANNELS,
+        CHANNELS,
+        groups=CHANNELS,
+        kernel_count=5,
+        dilated_kernel_size=size,
+        padding=tuple(side // 2 for side in size),
+        stride=stride,
+        interpolation=interpolation,
+    )
+    with torch.no_grad():  # on cells and between them, inside the window, at its border, beyond
+        layer.positions.mul_(2 * max(size))
+        layer.positions[..., ::2].round_()
+    return layer
+
+
+def results_of_layer(layer, images, algorithm):
+    choice.preference = lambda: algorithm
+    choice._decisions.clear()
+    leaves = [images, *layer.parameters()]
+    output = layer(images)
+    generator = torch.Generator().manual_seed(1)
+    gradient = torch.randn(output.shape, generator=generator)
+    gradients = torch.autograd.grad(output, leaves, gradient, create_graph=True)
+    second = torch.autograd.grad(
+        sum(value.square().sum() for value in gradients), leaves, allow_unused=True
+    )
+    batch = torch.randn((2, *output.shape), generator=generator)
+    batched = torch.autograd.grad(layer(images), leaves, batch, is_grads_batched=True)
+    plain = torch.autograd.grad(layer(images), leaves, gradient)
+    choice.preference = lambda: "blocks"
+    choice._decisions.clear()
+    return [output, *gradients, *plain, *batched, *(value for value in second if value is not None)]
+
+
+def layers():
+    """Outputs and gradients, plain, batched and twice, are torch's: all three interpolations."""
+    for interpolation in ("bilinear", "triangle", "gaussian"):
+        layer = layer_of(interpolation, (9, 11), stride=2 if interpolation == "bilinear" else 1)
+        images = torch.randn(2, CHANNELS, 9, 10).requires_grad_()
+        ours = results_of_layer(layer, images, "blocks")
+        theirs = results_of_layer(layer, images, "torch")
+        for result, expected in zip(ours, theirs, strict=True):
+            error = (result - expected).norm() / expected.norm()
+            assert error < FLOAT32_ERROR, (interpolation, float(error))
+        assert choice.choices()[-1].algorithm == "torch"
+        assert choice.choices()[-2].algorithm == "blocks"
+
+
+def windows():
+    for shape, size in (((3, 2, 5), (7, 5)), ((2, 1, 34), (17, 17)), ((2, 2, 3, 4), (2, 3))):
+        check_windows(shape, size)
+
+
+def check_windows(shape, size):
+    """Kernels made in one launch, and their gradients, are those of the CPU."""
+    torch.manual_seed(0)
+    weight = torch.randn(shape)
+    positions = torch.randn(2, *shape) * max(size)
+    positions[..., ::2].round_()
+    assert construct_windows(weight, positions, size).shape == (*shape[:-1], *size)
+    weight = weight.reshape(-1, 1, shape[-1])
+    positions = positions.reshape(2, -1, 1, shape[-1])
+    gradient = torch.randn(len(weight), 1, *size)
+    by_cpu = functools.partial(construct_kernel, size=size)
+    in_one_launch = functools.partial(construct_windows, size=size)
+    theirs = output_and_gradients(by_cpu, (weight, positions), lambda output: gradient)
+    ours = output_and_gradients(in_one_launch, (weight, positions), lambda output: gradient)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    positions[1, 0, 0, 0] = torch.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # NumPy casts NaN to an integer
+        has_nan = in_one_launch(weight, positions).isnan().flatten(1).any(1)
+    assert has_nan.tolist() == [True] + [False] * (len(has_nan) - 1)
+
+
+def launches():
+    """A layer's step has 5 launches forward and 7 backward, those of torch's operations included.
+
+    The kernels themselves are left out.
+    """
+    layer = layer_of("bilinear", (9, 9)).train()
+    images = torch.randn(1, CHANNELS, 8, 8).requires_grad_()
+    names = []
+    launch = Launch.__call__
+    Launch.__call__ = lambda self, *arguments: names.append(self.kernel.__name__)
+    try:
+        output, operations = with_operations(lambda: layer(images))
+        assert names == ["pack", "bank_of_elements", "convolve", "pack"], names
+        assert operations == ["clamp_"], operations
+        names.clear()
+        leaves = [images, *layer.parameters()]
+        gradient = torch.ones_like(output)
+        _, operations = with_operations(lambda: torch.autograd.grad(output, leaves, gradient))
+        assert names == [
+            "pack",
+            "bank_of_elements",
+            "convolve",
+            "gradient_of_bank",
+            "gradients_by_bank",
+            "pack",
+        ], names
+        assert operations == ["sum"], operations
+    finally:
+        Launch.__call__ = launch
+
+
+def with_operations(call):
+    """Return what a call returns, and the names of the torch operations in it that compute."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        result = call()
+    names = [event.name for event in profile.events() if event.name.startswith("aten::")]
+    without_kernel = {"empty", "empty_like", "empty_strided", "detach", "as_strided", "to"}
+    without_kernel.add("fill_")  # a part of sums on CPUs
+    names = [name.removeprefix("aten::") for name in names]
+    return result, [name for name in names if name not in without_kernel]
+
+
+if __name__ == "__main__":
+    functions = sys.argv[1:] or ["few_exact", "all_exact", "layers", "windows", "launches"]
+    for name in functions:
+        globals()[name]()
+        print(name, "ok", flush=True)
