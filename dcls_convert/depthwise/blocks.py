@@ -20,7 +20,7 @@ from torch.compiler import assume_constant_result
 from ..eager import is_batched
 from ..geometry import Pair, ceil_div
 from . import block_kernels as kernels
-from .launching import Launch, aligned
+from .launching import Launch, Launches, aligned
 from .layouts import is_channels_last
 
 SIDE: int = kernels.SIDE.value  # cells of a block's side
@@ -100,7 +100,7 @@ class Plan:
         self.memory_format = torch.contiguous_format
         if channels_last:
             self.memory_format = torch.channels_last
-        self._launches: dict[tuple[object, ...], Launch] = {}
+        self.launches = Launches()
 
     def pack(self, maps: Tensor, steps: Pair = (1, 1)) -> Tensor:
         """Copy maps into blocks (C, M, CELLS); with steps of 2, zeros come between their cells."""
@@ -121,7 +121,13 @@ class Plan:
         return maps
 
     def _copy_cells(self, maps: Tensor, blocks: Tensor, steps: Pair, *, unpack: bool) -> None:
-        strides = maps.stride()
+        key = (unpack, maps.stride(), maps.dtype, steps)
+        launch = self.launches.find(key)
+        if launch is None:
+            launch = self.launches.keep(key, self._pack_launch(maps.stride(), steps, unpack))
+        launch(maps, blocks)
+
+    def _pack_launch(self, strides: Sequence[int], steps: Pair, unpack: bool) -> Launch:
         channels_adjacent = strides[1] == 1
         columns_adjacent = strides[3] == 1 and not channels_adjacent
         unit = 1
@@ -130,22 +136,24 @@ class Plan:
             numbers = (image_stride, row_stride, column_stride, self.channels)
             if all(number % UNIT == 0 for number in numbers):
                 unit = UNIT
-        launch = self.launch(
+        strides_in_units = [stride // unit for stride in strides]
+        return Launch(
             kernels.pack,
             (self.blocks, ceil_div(self.channels, PACK_CHANNELS), 1),
+            (*strides_in_units, self.channels // unit, *self.map_sizes),
             (*steps, unit, channels_adjacent, columns_adjacent, unpack),
-            (maps.dtype,),
         )
-        strides_in_units = [stride // unit for stride in strides]
-        launch(maps, blocks, *strides_in_units, self.channels // unit, *self.map_sizes)
 
     def bank_of_window(self, window: Tensor) -> Tensor:
         """Make the bank of windows (C, 1, R, S): (C, taps, CELLS, CELLS)."""
         bank = self.new_bank()
-        launch = self.launch(
-            kernels.bank_of_window, (self.taps, self.channels, 1), self.window, (window.dtype,)
-        )
-        launch(window.contiguous(), bank, *self.tap_sizes)
+        key = ("bank_of_window", window.dtype)
+        launch = self.launches.find(key)
+        if launch is None:
+            grid = (self.taps, self.channels, 1)
+            new = Launch(kernels.bank_of_window, grid, self.tap_sizes, self.window)
+            launch = self.launches.keep(key, new)
+        launch(window.contiguous(), bank)
         return bank
 
     def new_bank(self) -> Tensor:
@@ -162,17 +170,24 @@ class Plan:
         has_bias = bias is not None
         if bias is None:
             bias = blocks  # any tensor
-        blocks_at_once = BLOCKS_AT_ONCE[self.dtype.itemsize]
-        launch = self.launch(
+        key = ("convolve", has_bias, bias.dtype, turned)
+        launch = self.launches.find(key)
+        if launch is None:
+            launch = self.launches.keep(key, self._convolve_launch(has_bias, turned))
+        launch(blocks, bank, bias, outputs)
+        return outputs
+
+    def _convolve_launch(self, has_bias: bool, turned: bool) -> Launch:
+        size = self.dtype.itemsize
+        at_once = BLOCKS_AT_ONCE[size]
+        return Launch(
             kernels.convolve,
-            (ceil_div(self.blocks, blocks_at_once), self.channels, 1),
-            (has_bias, turned, self.precision, blocks_at_once, STEP[self.dtype.itemsize]),
-            (bias.dtype,),
-            warps=WARPS[self.dtype.itemsize],
+            (ceil_div(self.blocks, at_once), self.channels, 1),
+            (self.blocks, *self.block_sizes),
+            (has_bias, turned, self.precision, at_once, STEP[size]),
+            warps=WARPS[size],
             stages=STAGES_ON_AMD if torch.version.hip else STAGES,
         )
-        launch(blocks, bank, bias, outputs, self.blocks, *self.block_sizes)
-        return outputs
 
     def gradient_of_bank(self, blocks: Tensor, gradients: Tensor) -> Tensor:
         """Return the bank's gradient as partial sums (parts, C, taps, CELLS, CELLS) in float32."""
@@ -181,59 +196,40 @@ class Plan:
             dtype=torch.float32,
             device=self.device,
         )
-        launch = self.launch(
+        key = ("gradient_of_bank",)
+        launch = self.launches.find(key)
+        if launch is None:
+            launch = self.launches.keep(key, self._gradient_launch())
+        launch(blocks, gradients, partial_sums)
+        return partial_sums
+
+    def _gradient_launch(self) -> Launch:
+        size = self.dtype.itemsize
+        return Launch(
             kernels.gradient_of_bank,
             (self.taps, self.channels, self.parts),
-            (self.precision, STEP[self.dtype.itemsize]),
-            warps=WARPS[self.dtype.itemsize],
+            (self.channels, self.blocks, self.blocks_in_part, *self.block_sizes),
+            (self.precision, STEP[size]),
+            warps=WARPS[size],
             stages=STAGES_ON_AMD if torch.version.hip else STAGES,
         )
-        launch(
-            blocks,
-            gradients,
-            partial_sums,
-            self.channels,
-            self.blocks,
-            self.blocks_in_part,
-            *self.block_sizes,
-        )
-        return partial_sums
 
     def gradient_of_window(self, partial_sums: Tensor, dtype: torch.dtype) -> Tensor:
         """Sum the bank's gradient to that of the windows (C, 1, R, S)."""
         rows, columns = self.window
         gradient = torch.empty((self.channels, 1, rows, columns), dtype=dtype, device=self.device)
-        launch = self.launch(
-            kernels.diagonals,
-            (rows, self.channels, 1),
-            (rows, columns, next_power_of_2(columns)),
-            (dtype,),
-        )
-        launch(partial_sums, gradient, self.channels, self.parts, *self.tap_sizes)
-        return gradient
-
-    def launch(
-        self,
-        kernel: Any,
-        grid: tuple[int, int, int],
-        constants: tuple[object, ...],
-        dtypes: tuple[object, ...] = (),
-        *,
-        warps: int = 4,
-        stages: int = 1,
-    ) -> Launch:
-        """Return a launch of this plan, from the last time or new.
-
-        `dtypes` are those of the arguments that the plan does not determine.
-        """
-        if torch.compiler.is_compiling():
-            return Launch(kernel, grid, constants, warps=warps, stages=stages)
-        key = (id(kernel), constants, dtypes)
-        launch = self._launches.get(key)
+        key = ("diagonals", dtype)
+        launch = self.launches.find(key)
         if launch is None:
-            launch = Launch(kernel, grid, constants, warps=warps, stages=stages)
-            self._launches[key] = launch
-        return launch
+            new = Launch(
+                kernels.diagonals,
+                (rows, self.channels, 1),
+                (self.channels, self.parts, *self.tap_sizes),
+                (rows, columns, next_power_of_2(columns)),
+            )
+            launch = self.launches.keep(key, new)
+        launch(partial_sums, gradient)
+        return gradient
 
 
 # Plans by all that they depend on. Their number is bounded: images of all sizes would make many.

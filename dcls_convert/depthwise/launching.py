@@ -18,19 +18,27 @@ _programs: dict[tuple[object, ...], Any] = {}
 
 
 class Launch:
-    """A kernel with its grid and constants, for arguments of the same dtypes in each call.
+    """A kernel with everything but its tensors, which have the same dtypes in each call.
 
     Tensors must begin at multiples of ALIGNMENT, as torch allocates them, unless the kernel
-    excludes them from specialisation. Numbers must be excluded from it. Under `torch.compile`, the
-    launch becomes a part of the graph; in Triton's interpreter, the kernel is interpreted.
+    excludes them from specialisation. It must exclude the sizes. Under `torch.compile`, the launch
+    becomes a part of the graph; in Triton's interpreter, the kernel is interpreted.
+
+    Args:
+        kernel: A function of tensors, then sizes, then constants.
+        grid: Programs along each axis.
+        sizes: Integers that the compiled program takes.
+        constants: What the program is compiled for.
+        warps, stages: Options of the compiler.
     """
 
-    __slots__ = ("_run", "constants", "grid", "kernel", "stages", "warps")
+    __slots__ = ("_run", "arguments", "constants", "grid", "kernel", "stages", "warps")
 
     def __init__(
         self,
         kernel: Any,
         grid: tuple[int, int, int],
+        sizes: tuple[int, ...],
         constants: tuple[object, ...],
         *,
         warps: int = 4,
@@ -39,34 +47,35 @@ class Launch:
         self.kernel = kernel
         self.grid = grid
         self.constants = constants
+        self.arguments = (*sizes, *constants)
         self.warps = warps
         self.stages = stages
         self._run: Callable[..., None] | None = None
 
-    def __call__(self, *arguments: Tensor | int) -> None:
+    def __call__(self, *tensors: Tensor) -> None:
         if torch.compiler.is_compiling():
             self.kernel[self.grid](
-                *arguments, *self.constants, num_warps=self.warps, num_stages=self.stages
+                *tensors, *self.arguments, num_warps=self.warps, num_stages=self.stages
             )
             return
         if self._run is None:
-            self._run = self._find_program(arguments)
-        self._run(*arguments, *self.constants)
+            self._run = self._find_program(tensors)
+        self._run(*tensors, *self.arguments)
 
-    def _find_program(self, arguments: tuple[Tensor | int, ...]) -> Callable[..., None]:
+    def _find_program(self, tensors: tuple[Tensor, ...]) -> Callable[..., None]:
         """Return the launch of the compiled kernel on this grid; compile it if it is new."""
         run: Callable[..., None]
         if not isinstance(self.kernel, JITFunction):  # in Triton's interpreter
             run = self.kernel[self.grid]
             return run
-        dtypes = tuple(value.dtype for value in arguments if isinstance(value, Tensor))
+        dtypes = tuple(tensor.dtype for tensor in tensors)
         device = torch.cuda.current_device()
         key = (self.kernel, self.constants, self.warps, self.stages, dtypes, device)
         program = _programs.get(key)
         if program is None:
             program = self.kernel.warmup(
-                *arguments,
-                *self.constants,
+                *tensors,
+                *self.arguments,
                 grid=self.grid,
                 num_warps=self.warps,
                 num_stages=self.stages,
@@ -74,6 +83,27 @@ class Launch:
             _programs[key] = program
         run = program[self.grid]
         return run
+
+
+class Launches:
+    """Launches that are kept, by all that they depend on; none under `torch.compile`."""
+
+    __slots__ = ("_by_key",)
+
+    def __init__(self) -> None:
+        self._by_key: dict[tuple[object, ...], Launch] = {}
+
+    def find(self, key: tuple[object, ...]) -> Launch | None:
+        """Return the launch that was kept."""
+        if torch.compiler.is_compiling():
+            return None
+        return self._by_key.get(key)
+
+    def keep(self, key: tuple[object, ...], launch: Launch) -> Launch:
+        """Keep a launch, and return it."""
+        if not torch.compiler.is_compiling():
+            self._by_key[key] = launch
+        return launch
 
 
 def aligned(tensor: Tensor) -> Tensor:

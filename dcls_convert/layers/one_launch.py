@@ -30,7 +30,7 @@ from ..depthwise.blocks import (
     next_power_of_2,
     on_device_of,
 )
-from ..depthwise.launching import Launch
+from ..depthwise.launching import Launch, Launches
 from ..geometry import Pair, ceil_div
 from . import element_kernels as kernels
 from .bilinear_plain import construct_by_broadcasting
@@ -42,7 +42,7 @@ ELEMENTS_OF_BANK: int = kernels.ELEMENTS_OF_BANK.value
 # Tensors of these dtypes are read and written in float32.
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
-_launches: dict[tuple[object, ...], Launch] = {}
+_launches = Launches()
 
 
 def construct_windows(weight: Tensor, positions: Tensor, size: Pair) -> Tensor:
@@ -85,15 +85,11 @@ class _Construction(Function):
         clamped = torch.empty_like(positions)
         elements = weight.shape[-1]
         count = weight.numel() // elements
-        cells = next_power_of_2(size[0] * size[1])
-        at_once = max(1, WINDOW_CELLS // cells)
-        launch = _launch(
-            kernels.construct,
-            (ceil_div(count, at_once), 1, 1),
-            (*size, cells, at_once),
-            (weight.dtype, positions.dtype, weight.device),
-        )
-        launch(weight, positions, windows, clamped, count, elements)
+        key = ("construct", count, elements, size, weight.dtype, positions.dtype, weight.device)
+        launch = _launches.find(key)
+        if launch is None:
+            launch = _launches.keep(key, _construct_launch(count, elements, size))
+        launch(weight, positions, windows, clamped)
         ctx.save_for_backward(weight, clamped)
         return windows, clamped
 
@@ -116,22 +112,27 @@ class _Construction(Function):
             grad_weight = torch.empty_like(weight)
             grad_positions = torch.empty_like(clamped)
             elements = weight.shape[-1]
-            launch = _launch(
-                kernels.gradients_of_elements,
-                (ceil_div(weight.numel(), ELEMENTS), 1, 1),
-                size,
-                (weight.dtype, clamped.dtype, grad_windows.dtype, weight.device),
-            )
-            launch(
-                weight,
-                clamped,
-                grad_windows.contiguous(),
-                grad_weight,
-                grad_positions,
-                weight.numel() // elements,
-                elements,
-            )
+            count = weight.numel() // elements
+            dtypes = (weight.dtype, clamped.dtype, grad_windows.dtype)
+            key = ("gradients", count, elements, size, dtypes, weight.device)
+            launch = _launches.find(key)
+            if launch is None:
+                grid = (ceil_div(weight.numel(), ELEMENTS), 1, 1)
+                new = Launch(kernels.gradients_of_elements, grid, (count, elements), size)
+                launch = _launches.keep(key, new)
+            launch(weight, clamped, grad_windows.contiguous(), grad_weight, grad_positions)
         return grad_weight, _sum(grad_positions, grad_clamped), None
+
+
+def _construct_launch(count: int, elements: int, size: Pair) -> Launch:
+    cells = next_power_of_2(size[0] * size[1])
+    at_once = max(1, WINDOW_CELLS // cells)
+    return Launch(
+        kernels.construct,
+        (ceil_div(count, at_once), 1, 1),
+        (count, elements),
+        (*size, cells, at_once),
+    )
 
 
 class _Convolution(Function):
@@ -189,13 +190,18 @@ class _Convolution(Function):
 def _bank(plan: Plan, weight: Tensor, positions: Tensor, clamped: Tensor) -> Tensor:
     """Make the bank from elements (C, 1, E), and write their clamped positions."""
     bank = plan.new_bank()
-    launch = plan.launch(
-        kernels.bank_of_elements,
-        (plan.taps, plan.channels, 1),
-        plan.window,
-        (weight.dtype, positions.dtype),
-    )
-    launch(weight, positions, bank, clamped, plan.channels, weight.shape[-1], *plan.tap_sizes)
+    elements = weight.shape[-1]
+    key = ("bank_of_elements", elements, weight.dtype, positions.dtype)
+    launch = plan.launches.find(key)
+    if launch is None:
+        new = Launch(
+            kernels.bank_of_elements,
+            (plan.taps, plan.channels, 1),
+            (plan.channels, elements, *plan.tap_sizes),
+            plan.window,
+        )
+        launch = plan.launches.keep(key, new)
+    launch(weight, positions, bank, clamped)
     return bank
 
 
@@ -206,38 +212,18 @@ def _gradients(
     grad_weight = torch.empty_like(weight)
     grad_positions = torch.empty_like(clamped)
     elements = weight.shape[-1]
-    launch = plan.launch(
-        kernels.gradients_by_bank,
-        (plan.channels, ceil_div(elements, ELEMENTS_OF_BANK), 1),
-        plan.window,
-        (weight.dtype, clamped.dtype, elements),
-    )
-    launch(
-        weight,
-        clamped,
-        partial_sums,
-        grad_weight,
-        grad_positions,
-        plan.channels,
-        elements,
-        plan.parts,
-        *plan.tap_sizes,
-    )
-    return grad_weight, grad_positions
-
-
-def _launch(
-    kernel: Any, grid: tuple[int, int, int], constants: tuple[int, ...], kinds: tuple[object, ...]
-) -> Launch:
-    """Return a launch for arguments of these dtypes on this device, from the last time or new."""
-    if torch.compiler.is_compiling():
-        return Launch(kernel, grid, constants)
-    key = (id(kernel), grid, constants, kinds)
-    launch = _launches.get(key)
+    key = ("gradients_by_bank", elements, weight.dtype, clamped.dtype)
+    launch = plan.launches.find(key)
     if launch is None:
-        launch = Launch(kernel, grid, constants)
-        _launches[key] = launch
-    return launch
+        new = Launch(
+            kernels.gradients_by_bank,
+            (plan.channels, ceil_div(elements, ELEMENTS_OF_BANK), 1),
+            (plan.channels, elements, plan.parts, *plan.tap_sizes),
+            plan.window,
+        )
+        launch = plan.launches.keep(key, new)
+    launch(weight, clamped, partial_sums, grad_weight, grad_positions)
+    return grad_weight, grad_positions
 
 
 def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
