@@ -93,7 +93,7 @@ class Network:
 
     name: str
     size: int | str | None = None  # of the window; None: not converted
-    positions: str = "normal"
+    positions: Any = "normal"  # or "kernel" or "uniform": where elements start from scratch
     frozen: bool = False  # positions are not trained
     dense: bool = False  # a plain convolution with a kernel as large as the window
 
@@ -101,9 +101,13 @@ class Network:
 def networks_of(options: argparse.Namespace) -> dict[str, Network]:
     networks = [Network(ORIGINAL)]
     for text in options.sizes.split(","):
-        size = int(text) if text.isdigit() else text
+        size: int | str = text
+        if text.isdigit():
+            size = int(text)
         for positions in options.positions.split(","):
-            name = text if positions == "normal" else f"{text}-{positions}"
+            name = text
+            if positions != "normal":
+                name += f"-{positions}"
             networks.append(Network(name, size, positions))
             if options.ablate:
                 networks.append(Network(f"{name}-frozen", size, positions, frozen=True))
@@ -118,12 +122,10 @@ def build_original(options: argparse.Namespace, classes: int) -> nn.Module:
     if colon:
         sys.path.insert(0, os.getcwd())
         build = getattr(importlib.import_module(module), function)
-        return build(num_classes=classes, **options.model_kwargs)
+        model: nn.Module = build(num_classes=classes, **options.model_kwargs)
+        return model
     return timm.create_model(
-        options.model,
-        pretrained=options.pretrained,
-        num_classes=classes,
-        **options.model_kwargs,
+        options.model, pretrained=options.pretrained, num_classes=classes, **options.model_kwargs
     )
 
 
@@ -178,7 +180,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, str]:
 
 def read_runs(path: Path, settings: Mapping[str, str]) -> dict[tuple[str, int], dict[str, Any]]:
     """Read the finished runs of a file. All must have these settings."""
-    runs = {}
+    runs: dict[tuple[str, int], dict[str, Any]] = {}
     if not path.exists():
         return runs
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -349,7 +351,9 @@ def sentence(difference: Difference, p_corrected: float | None, conversions: int
     mean = difference.mean
     half_width = difference.half_width(LEVEL)
     if p_corrected <= LEVEL:
-        effect = "helps" if mean > 0 else "harms"
+        effect = "harms"
+        if mean > 0:
+            effect = "helps"
         return f"{effect} by {abs(mean):.1f} ± {half_width:.1f} points"
     if abs(mean) >= half_width:
         return f"{mean:+.1f} ± {half_width:.1f} points: significant alone, but not after correction"
@@ -439,7 +443,9 @@ def main() -> None:
         print("\n".join(f"{name}:{seed}" for name, seed in wanted))
         return
     try:
-        to_train = [named(options.only, wanted)] if options.only else wanted
+        to_train = wanted
+        if options.only:
+            to_train = [named(options.only, wanted)]
         train_missing(options, networks, to_train)
         runs = read_runs(options.output / RUNS, settings_of(options))
     except DclsConvertError as error:

@@ -112,9 +112,13 @@ def parse_arguments() -> argparse.Namespace:
 
 def settings_of(options: argparse.Namespace) -> dict[str, str]:
     """Return what must be equal when a run is resumed."""
-    values = vars(options) | {"data": options.data.resolve().name if options.data else "digits"}
-    free = ("output", "workers", "fsdp")
-    return {key: str(value) for key, value in values.items() if key not in free}
+    settings = {}
+    for name, value in vars(options).items():
+        if name == "data" and value is not None:
+            value = value.resolve().name  # a copy of the folder may lie elsewhere
+        if name not in ("output", "workers", "fsdp"):
+            settings[name] = str(value)
+    return settings
 
 
 # Images.
@@ -178,7 +182,9 @@ def read_samples(data: Path | None, *, labelled: bool = True) -> Samples:
     splits = [path for path in visible(data) if path.name in ("train", "val", "validation")]
     if len(splits) not in (0, 2):
         raise DclsConvertError(f"--data {data}: needs train and val, or class folders alone")
-    root = splits[0] if splits else data
+    root = data
+    if splits:
+        root = splits[0]  # train
     folders = [root]
     if labelled:
         folders = [path for path in visible(root) if path.is_dir() and image_files(path)]
@@ -220,24 +226,27 @@ def input_size(options: argparse.Namespace) -> tuple[int, ...] | None:
     """Return (channels, rows, columns), or None for the model's own."""
     if options.input_size:
         return tuple(int(side) for side in options.input_size.split("x"))
-    return DIGITS_SIZE if options.data is None else None
+    if options.data is None:
+        return DIGITS_SIZE
+    return None
 
 
 def open_images(
     samples: Samples, model: nn.Module, options: argparse.Namespace
 ) -> tuple[Images, Images]:
     """Return the training images, which are augmented, and the test images."""
-    size = input_size(options)
-    config = resolve_data_config({"input_size": size} if size else {}, model=model)
+    config = resolve_data_config({"input_size": input_size(options)}, model=model)
     channels = config["input_size"][0]
-    mode = "L" if channels == 1 else "RGB"
+    mode = {1: "L", 3: "RGB"}[channels]
     common = {name: config[name] for name in ("input_size", "interpolation")}
     common |= {name: tuple(config[name])[:channels] for name in ("mean", "std")}
-    hflip = options.hflip if options.data else 0.0  # a mirrored digit is none
-    augmentation = {"hflip": hflip} | AUGMENTATIONS[options.augmentation]
-    crop_pct = 1.0 if options.data is None else config["crop_pct"]
+    augmentation = {"hflip": options.hflip} | AUGMENTATIONS[options.augmentation]
+    crop = {"crop_pct": config["crop_pct"]}
+    if options.data is None:  # a mirrored or cropped digit is none
+        augmentation["hflip"] = 0.0
+        crop["crop_pct"] = 1.0
     training = create_transform(**common, is_training=True, **augmentation)
-    testing = create_transform(**common, crop_pct=crop_pct)
+    testing = create_transform(**common, **crop)
     return Images(samples.train, mode, training), Images(samples.test, mode, testing)
 
 
@@ -246,24 +255,23 @@ def open_images(
 
 def build_model(options: argparse.Namespace, classes: int | None) -> tuple[nn.Module, Any]:
     """Return the model, and its plan or its folder, or None if it is not converted."""
-    head = {"num_classes": classes} if classes else {}  # otherwise it keeps its classes
+    arguments = {"num_classes": classes} | options.model_kwargs  # None: the model's own classes
     torch.manual_seed(options.seed)  # for random weights, or a new head
     if Path(options.model).is_dir():
-        name = f"local-dir:{options.model}"
-        model = timm.create_model(name, pretrained=True, **head, **options.model_kwargs)
+        model = timm.create_model(f"local-dir:{options.model}", pretrained=True, **arguments)
         return model, options.model
     if not timm.is_model(options.model):
         raise DclsConvertError(f"{options.model}: neither a folder nor a model of timm")
-    model = timm.create_model(
-        options.model, pretrained=options.pretrained, **head, **options.model_kwargs
-    )
+    model = timm.create_model(options.model, pretrained=options.pretrained, **arguments)
     if options.dilated_size is None:
         return model, None
+    init: Any = "random"
+    if options.pretrained:
+        init = "fit"  # elements close to the trained kernels
     report = dcls_convert.convert_(
         model,
         dilated_size=options.dilated_size,
-        # It makes no sense to fit elements to random kernels.
-        init="fit" if options.pretrained else "random",
+        init=init,
         input_size=input_size(options),
         seed=options.seed,
     )
@@ -277,8 +285,12 @@ def build_teacher(options: argparse.Namespace, student: nn.Module) -> nn.Module 
     if Path(name).is_dir():
         name = f"local-dir:{name}"
     weights = options.teacher_checkpoint
-    head = {"num_classes": student.num_classes} if weights else {}
-    teacher = timm.create_model(name, pretrained=not weights, checkpoint_path=weights, **head)
+    classes = None
+    if weights:
+        classes = student.num_classes
+    teacher = timm.create_model(
+        name, pretrained=not weights, checkpoint_path=weights, num_classes=classes
+    )
     mine = resolve_data_config(model=student)
     other = resolve_data_config(model=teacher)
     if any(tuple(mine[key]) != tuple(other[key]) for key in ("mean", "std")):
@@ -308,12 +320,12 @@ def make_accelerator(options: argparse.Namespace) -> Accelerator:
     return accelerator
 
 
-def shard_(model: nn.Module, processes: int) -> None:
+def shard_(model: nn.Module, accelerator: Accelerator) -> None:
     """Shard the model by FSDP2: first each block, and then the rest.
 
     Positions that the blocks of a stage share then belong to the group of the rest.
     """
-    mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (processes,))
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     lists = (nn.Sequential, nn.ModuleList)
     blocks: dict[nn.Module, None] = {}
     for container in model.modules():
@@ -350,29 +362,26 @@ class Training:
         self.settings = dict(settings)
         self.accelerator = accelerator
         self.folder = folder
-        self.fsdp = fsdp
         self.history: list[dict[str, float]] = []  # for each epoch
         self.updates = 0
         self.correct = torch.zeros(0, dtype=torch.bool)  # for each test image, after the last epoch
         self.unsharded = copy.deepcopy(model)  # on the CPU; `trained_model` fills it
         self.model = model.to(accelerator.device)
-        self.teacher = None if teacher is None else teacher.to(accelerator.device)
-        self.average = ModelEmaV3(model, options.ema, use_warmup=True) if options.ema else None
-        self.tested = model if self.average is None else self.average.module
+        self.teacher = teacher
+        if teacher is not None:
+            teacher.to(accelerator.device)
+        self.average = None
+        self.tested = model
+        if options.ema:
+            self.average = ModelEmaV3(model, options.ema, use_warmup=True)
+            self.tested = self.average.module
+        self.parallel = model  # called in training
         if fsdp:
-            for network in {self.model, self.tested}:
-                shard_(network, accelerator.num_processes)
-        # As in the paper, positions have five times the learning rate, and no weight decay. Without
-        # lr, the groups have an lr_scale, which timm's schedulers apply.
-        groups = tuning.param_groups(
-            model,
-            weight_decay=options.weight_decay,
-            position_lr_scale=options.position_lr_scale,
-        )
-        self.optimizer = accelerator.prepare_optimizer(torch.optim.AdamW(groups, lr=options.lr))
-        self.parallel = model if fsdp else accelerator.prepare_model(model)  # DDP's wrapper
-        self._make_loaders(images)
-        self.scheduler = self._make_scheduler()
+            shard_(model, accelerator)
+            if self.average is not None:
+                shard_(self.tested, accelerator)
+        else:
+            self.parallel = accelerator.prepare_model(model)  # DDP's wrapper
         self.mixup = None
         if options.mixup or options.cutmix:
             self.mixup = Mixup(
@@ -381,6 +390,8 @@ class Training:
                 label_smoothing=options.smoothing,
                 num_classes=classes,
             )
+        self._make_loaders(images)
+        self._make_optimizer()
         self._resume_()
 
     def _make_loaders(self, images: tuple[Images, Images]) -> None:
@@ -400,10 +411,19 @@ class Training:
         if len(self.train_loader) == 0:
             raise DclsConvertError(f"--batch-size: there are only {len(images[0])} images")
 
-    def _make_scheduler(self) -> Any:
+    def _make_optimizer(self) -> None:
         options = self.options
-        scheduler, _ = create_scheduler_v2(
-            self.optimizer.optimizer,
+        # As in the paper, positions have five times the learning rate, and no weight decay. Without
+        # lr, the groups have an lr_scale, which timm's schedulers apply.
+        groups = tuning.param_groups(
+            self.model,
+            weight_decay=options.weight_decay,
+            position_lr_scale=options.position_lr_scale,
+        )
+        optimizer = torch.optim.AdamW(groups, lr=options.lr)
+        self.optimizer = self.accelerator.prepare_optimizer(optimizer)
+        self.scheduler, _ = create_scheduler_v2(
+            optimizer,
             "cosine",
             num_epochs=options.epochs,
             warmup_epochs=min(options.warmup_epochs, options.epochs - 1),
@@ -411,7 +431,6 @@ class Training:
             step_on_epochs=False,
             updates_per_epoch=math.ceil(len(self.train_loader) / options.accumulate),
         )
-        return scheduler
 
     def run(self, after_epoch: Callable[["Training"], None] = lambda _: None) -> None:
         """Train to the last epoch; `after_epoch` is called after each one and its test."""
@@ -495,7 +514,9 @@ class Training:
         for images, labels in self.test_loader:
             with self.accelerator.autocast():
                 predicted = self.tested(images).argmax(1)
-                expected = labels if self.teacher is None else self.teacher(images).argmax(1)
+                expected = labels
+                if self.teacher is not None:
+                    expected = self.teacher(images).argmax(1)
             correct.append(self.accelerator.gather_for_metrics((predicted == expected).int()))
         return torch.cat(correct).bool().cpu()
 
@@ -572,7 +593,10 @@ def main() -> None:
     accelerator = make_accelerator(options)
     try:
         samples = read_samples(options.data, labelled=options.teacher is None)
-        model, plan = build_model(options, None if options.teacher else samples.classes)
+        classes: int | None = samples.classes
+        if options.teacher:
+            classes = None  # the model keeps those that it has
+        model, plan = build_model(options, classes)
         training = Training(
             model,
             open_images(samples, model, options),
