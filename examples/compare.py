@@ -348,6 +348,8 @@ def sentence(difference: Difference, p_corrected: float | None, conversions: int
     by_seed = ", ".join(f"{points:+.1f}" for points in difference.by_seed)
     if p_corrected is None:
         return f"too few seeds to tell: differences of {by_seed} points"
+    if not difference.by_image.any():
+        return "nothing to tell: right on the same images as the original"
     mean = difference.mean
     half_width = difference.half_width(LEVEL)
     if p_corrected <= LEVEL:
@@ -455,7 +457,7 @@ def main() -> None:
         print(answer(shown, list(networks)))
         missing = [f"{name}:{seed}" for name, seed in wanted if (name, seed) not in runs]
         if missing:
-            print(f"Provisional: {', '.join(missing)} are missing.")
+            print(f"Provisional; missing: {', '.join(missing)}")
 
 
 if __name__ == "__main__":
