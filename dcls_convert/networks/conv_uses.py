@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from ..layers.conv_classes import AnyConv
 
 # What differs between a convolution and its DCLS layer, besides the weight.
-SETTINGS = frozenset({"kernel_size", "padding", "dilation", "_conv_forward"})
+REPLACED_ATTRIBUTES = frozenset({"kernel_size", "padding", "dilation", "_conv_forward"})
 # Attributes of the weight that are the same in the DCLS layer. Its shape is not.
 SAME_OF_WEIGHT = frozenset({"dtype", "device", "is_meta", "is_cuda", "requires_grad", "grad"})
 
@@ -93,12 +93,12 @@ class ConvUses(TorchFunctionMode):
                     uses._running.pop()
 
             def __getattribute__(self, name: str) -> Any:
-                if name in SETTINGS:
+                if name in REPLACED_ATTRIBUTES:
                     uses.note(self, f"its {name} is read outside its own forward")
                 return super().__getattribute__(name)
 
             def __setattr__(self, name: str, value: Any) -> None:
-                if name in SETTINGS or name == "weight":
+                if name in REPLACED_ATTRIBUTES or name == "weight":
                     uses.note(self, f"its {name} is set outside its own forward")
                 super().__setattr__(name, value)
 
