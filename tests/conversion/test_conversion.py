@@ -135,11 +135,14 @@ def test_a_conversion_beside_a_thread_that_runs_another_model_gives_the_same_rep
             while not stop.is_set():
                 other(torch.zeros(1, 3, 32, 32))
 
-    alone = convert_(small_model(), init="random", input_size=(3, 32, 32))
+    def convert():  # a model of the other's class, whose modules have the same names
+        return convert_(timm.create_model(TINY), init="random", input_size=(3, 32, 32))
+
+    alone = convert()
     thread = threading.Thread(target=run_other_model)
     thread.start()
     try:
-        reports = [convert_(small_model(), init="random", input_size=(3, 32, 32)) for _ in range(5)]
+        reports = [convert() for _ in range(5)]
     finally:
         stop.set()
         thread.join()
