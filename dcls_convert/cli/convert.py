@@ -214,7 +214,7 @@ def _run(request: ConversionRequest, result: OutputOptions) -> None:
         from ..checkpoints.folder import read_plan
         from ..conversion.convert import convert
         from ..networks.running import check_device
-        from ..views.advice import Advice
+        from ..reports.advice import Advice
         from ..views.next_steps import next_steps
         from ..views.report import report_view
 

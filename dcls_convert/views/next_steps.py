@@ -8,7 +8,7 @@ from rich.text import Text
 from ..checkpoints.loading_code import training_code, with_folder
 from ..conversion.convert import Conversion
 from ..options import EXACT
-from .outcome import outcome_sentences
+from ..reports.outcome import outcome_sentences
 
 NEAR_THE_CENTRE = (
     "Elements start near the centre, as in the paper, and need long training to move.",

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..geometry import position_limits, size_text
+from ..reports.number_text import before_after, percent, short_count
 from ..reports.report import ConversionReport
 from ..text import count_text, printable
 from .elements import BINS_PER_CELL_OF_DISTANCE, LayerKernels, PositionPicture
 from .history import CURVE_LABELS, HistoryPicture, TrackPicture
-from .number_text import before_after, percent, short_count
 from .pictures import Pictures
 
 if TYPE_CHECKING:

@@ -10,20 +10,20 @@ from ..geometry import size_text
 from ..layers.interpolation import find_interpolation
 from ..options import ERROR_SCOPE, MAX_ADDED_COST_PERCENT, MIN_GROWTH
 from ..planning.plan import ConversionPlan
-from ..reports.predict import predict_report
-from ..reports.report import ConversionReport, LayerReport
-from ..tables import Column, indented
-from ..text import count_text, printable, shortened
-from .advice import Advice
-from .cost_tables import (
+from ..reports.advice import Advice
+from ..reports.cost_tables import (
     STAGE_COLUMNS,
     LayerTotals,
     costs_table,
     model_table,
     stage_table,
 )
-from .number_text import before_after, percent, short_before_after
-from .outcome import SMALL_ERROR, outcome_sentences
+from ..reports.number_text import before_after, percent, short_before_after
+from ..reports.outcome import SMALL_ERROR, outcome_sentences
+from ..reports.predict import predict_report
+from ..reports.report import ConversionReport, LayerReport
+from ..tables import Column, indented
+from ..text import count_text, printable, shortened
 
 COSTLY_MACS_PERCENT = 50.0  # added MACs, in percent; beyond it the headline is red
 LAYERS_NAMED = 5  # number of layers with the largest errors that a verbose report names

@@ -12,10 +12,10 @@ from ..geometry import size_text
 from ..options import PlanOptions
 from ..planning.rules import RuleSet
 from ..records import adapter, write_json
+from ..reports.number_text import short_before_after, short_count
 from ..reports.report import Change
 from ..tables import Column, Table
 from ..text import count_text, printable, range_text
-from .number_text import short_before_after, short_count
 
 MAX_KINDS = 4  # number of kinds of convolutions that a row lists if nothing matches
 STATUS_STYLES = {"planned": "", "nothing matches": "dim", "does not fit": "yellow", "failed": "red"}

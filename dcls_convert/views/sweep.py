@@ -7,9 +7,9 @@ from rich.text import Text
 
 from ..choosing.results import Sweep, SweepRow, done_rows, percent_increase
 from ..geometry import size_text
+from ..reports.number_text import in_one_unit, with_separators
 from ..tables import Column, Table, indented, title
 from ..text import range_text
-from .number_text import in_one_unit, with_separators
 
 # Signs in front of the rows of the table, which the styles of the rows repeat.
 RECOMMENDED = ">"

@@ -9,7 +9,7 @@ import timm
 from torch import nn
 
 from dcls_convert import apply_plan_, find_convs, plan_conversion, predict_report
-from dcls_convert.views.cost_tables import stage_rows
+from dcls_convert.reports.cost_tables import stage_rows
 
 from ..planning.nets import IMAGE, Net, Shared, depthwise, on_meta, plan_of
 from .measured import measure_report

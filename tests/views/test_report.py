@@ -11,8 +11,8 @@ from rich.console import Console
 from torch import nn
 
 from dcls_convert import find_convs, plan_conversion, predict_report
+from dcls_convert.reports.outcome import outcome_sentences
 from dcls_convert.reports.report import Outcome
-from dcls_convert.views.outcome import outcome_sentences
 from dcls_convert.views.report import report_markdown, report_view
 
 from ..reports.predicted import predicted_report

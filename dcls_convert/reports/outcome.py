@@ -1,8 +1,8 @@
 """Sentences on how close a converted network is to the trained one."""
 
 from ..networks.model_outputs import Agreement
-from ..reports.report import ConversionReport, Outcome
 from ..text import count_text
+from .report import ConversionReport, Outcome
 
 SMALL_ERROR = 1e-3  # relative error below which kernels or outputs count as unchanged
 ENOUGH_IMAGES = 4  # if fewer images were fitted to, the report suggests more

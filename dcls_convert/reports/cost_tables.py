@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..geometry import size_text
-from ..reports.report import Change, ConversionReport, LayerReport
 from ..tables import Column, Table
 from ..text import range_text
 from .number_text import before_after, in_one_unit, percent, with_separators
+from .report import Change, ConversionReport, LayerReport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
