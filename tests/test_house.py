@@ -30,9 +30,8 @@ from .command_line import imported_by
 
 PACKAGE = Path(dcls_convert.__file__).parent
 
-# A folder (or a file beside the folders) imports only from those before it. There are two
-# exceptions: a record imports its view when it is shown, and every folder may import `__version__`
-# from the package.
+# A folder (or a file beside the folders) imports only from those before it, in functions too. Every
+# folder may also import `__version__` from the package.
 ORDER = (
     *("text", "errors", "arguments", "options", "geometry", "input_files", "picture_output"),
     *("records", "atomic_output", "tables", "progress"),
@@ -123,8 +122,8 @@ def test_a_folder_imports_only_from_those_before_it():
     upwards = {
         (module, name)
         for module, imports in IMPORTS.items()
-        for name, own, deferred in imports
-        if own and folder_of(name) in rank and not (deferred and folder_of(name) == "views")
+        for name, own, _ in imports
+        if own and folder_of(name) in rank
         if rank[folder_of(name)] > rank[folder_of(module)]
     }
     assert upwards == set()
@@ -134,8 +133,8 @@ def test_no_modules_import_each_other():
     graph = {
         module: {
             target
-            for name, own, deferred in imports
-            if own and not (deferred and folder_of(name) == "views")
+            for name, own, _ in imports
+            if own
             for target in (name, name.rpartition(".")[0])
             if target in IMPORTS and target != module
         }

@@ -3,8 +3,8 @@
 from collections.abc import Container
 
 from .. import __version__
-from ..conversion.provenance import Provenance
-from ..reports.report import ConversionReport
+from ..conversion.provenance import Provenance, command_text, provenance_sentences
+from ..reports.report import ConversionReport, report_markdown
 from .folder import PAGE, PICTURE
 
 FOLDED = (
@@ -44,8 +44,6 @@ def model_card(
         pictures: Names of the folder's pictures.
         provenance: How the model was converted, if that is known.
     """
-    from ..views.report import report_markdown
-
     name = report.model or "a model"
     title = "with learnable element positions"
     folding = ""
@@ -77,8 +75,6 @@ def _conversion_section(provenance: Provenance | None) -> str:
     """Return the section about how the model was converted; empty if that is not known."""
     if provenance is None:
         return ""
-    from ..views.provenance import command_text, provenance_sentences
-
     language = "text" if provenance.command is None else "console"
     items = "".join(f"- {sentence}\n" for sentence in provenance_sentences(provenance))
     return f"\n## Conversion\n\n```{language}\n{command_text(provenance)}\n```\n\n{items}"

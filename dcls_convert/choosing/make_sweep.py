@@ -13,7 +13,8 @@ from ..progress import Note, Notify, ignore_messages
 from ..reports.predict import predict_report
 from ..text import shortened
 from .recommendation import recommend
-from .results import Combination, RequestedSize, Sweep, SweepRow
+from .rows import Combination, RequestedSize, SweepRow
+from .sweep import Sweep
 
 
 def combinations(

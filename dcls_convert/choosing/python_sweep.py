@@ -22,7 +22,8 @@ from ..options import (
 from ..planning.rules import RuleSet
 from ..progress import show_progress_in_python
 from .make_sweep import make_sweep
-from .results import Combination, RequestedSize, Sweep
+from .rows import Combination, RequestedSize
+from .sweep import Sweep
 
 ROW_OPTIONS = ("dilated_size", "kernel_count", "budget")  # options that differ from row to row
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ..options import MAX_WINDOW
-from .results import Recommendation, SweepRow, done_rows, percent_increase
+from .rows import Recommendation, SweepRow, done_rows, percent_increase
 
 TRAINED = (
     "without further training, converting a trained network gains nothing and adds MACs, as "

@@ -24,8 +24,8 @@ from ..networks.sites import count_conv_kinds
 from ..options import Kind, PlanOptions, Sort
 from ..planning.claims import NOT_MATCHED
 from ..planning.paths import WILDCARDS
+from ..reports.costs import Change, MacsChange
 from ..reports.predict import predict_report
-from ..reports.report import Change, MacsChange
 from ..text import did_you_mean, one_line, shortened
 
 Status = Literal["planned", "nothing matches", "does not fit", "failed"]

@@ -215,8 +215,8 @@ def _run(request: ConversionRequest, result: OutputOptions) -> None:
         from ..conversion.convert import convert
         from ..networks.running import check_device
         from ..reports.advice import Advice
+        from ..reports.report import report_view
         from ..views.next_steps import next_steps
-        from ..views.report import report_view
 
         if request.device is not None:
             request = replace(request, device=str(check_device(request.device)))

@@ -29,7 +29,7 @@ from .parsing import parse_budgets, parse_counts, parse_keywords, parse_sizes
 from .shell_command import shell_command
 
 if TYPE_CHECKING:
-    from ..choosing.results import Combination
+    from ..choosing.rows import Combination
 
 MAX_ROWS = 1000
 
@@ -115,7 +115,7 @@ def sweep(
     )
     with console.steps(model, "planning") as notify:
         from ..choosing.make_sweep import make_sweep
-        from ..views.sweep import sweep_view
+        from ..choosing.sweep import sweep_view
 
         result = make_sweep(
             request,

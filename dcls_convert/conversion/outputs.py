@@ -14,7 +14,7 @@ from ..networks.model_outputs import compare_outputs, relative_l2_error
 from ..networks.running import eval_mode, full_precision, run_batch
 from ..options import MAX_PIXELS
 from ..planning.plan import ConversionPlan
-from ..reports.report import Outcome
+from ..reports.costs import Outcome
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,13 +7,16 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Self
 
 from pydantic import Field
+from rich.console import RenderableType
+from rich.text import Text
 
 from ..errors import CheckpointError, PlanError
+from ..geometry import size_text
 from ..networks.sites import Skipped
 from ..options import Scope, Tie
 from ..records import STRICT, JsonFraction, Record
 from ..tables import as_html, as_text
-from ..text import short_list, shortened
+from ..text import count_text, printable, range_text, short_list, shortened
 from .budget import BudgetUnit, solve_counts
 from .layer_plan import LayerPlan, check_layer
 from .paths import any_matches_path, nearest_paths
@@ -168,17 +171,20 @@ class ConversionPlan(Record):
                     f"the plan has no layer {shortened(pattern)}; the nearest are {near}"
                 )
 
-    def __str__(self) -> str:
-        """The report that the plan predicts."""
-        from ..views.report import plan_view
+    def __rich__(self) -> RenderableType:
+        """The layers in one sentence; the report that `predict_report` makes has the costs."""
+        kernels = range_text((layer.kernel_size for layer in self.layers), size_text)
+        windows = range_text((layer.dilated_size for layer in self.layers), size_text)
+        counts = range_text(layer.kernel_count for layer in self.layers)
+        return Text(
+            f"Plan for {printable(self.model or 'a model')}: "
+            f"{count_text(len(self.layers), 'layer')}, {kernels} → {windows}, "
+            f"{counts} elements per kernel; {count_text(len(self.skipped), 'convolution')} kept. "
+            "predict_report(plan) shows the costs."
+        )
 
-        return as_text(plan_view(self))
-
-    def _repr_html_(self) -> str:
-        """The plan in a notebook: the report that it predicts."""
-        from ..views.report import plan_view
-
-        return as_html(plan_view(self))
+    __str__ = as_text
+    _repr_html_ = as_html
 
     @property
     def growth_of_mixed_kernels(self) -> int | None:

@@ -7,8 +7,8 @@ from typing import Any
 from ..geometry import size_text
 from ..tables import Column, Table
 from ..text import range_text
+from .costs import Change, LayerReport, MacsChange, ParamsChange
 from .number_text import before_after, in_one_unit, percent, with_separators
-from .report import Change, ConversionReport, LayerReport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,14 +99,29 @@ STAGE_COLUMNS: list[Column[LayerTotals]] = [
 ]
 
 
-def stage_table(report: ConversionReport) -> Table[LayerTotals]:
+def stage_table(layers: Iterable[LayerReport]) -> Table[LayerTotals]:
     """Return a table with the costs of each stage."""
-    return costs_table(
-        STAGE_COLUMNS, stage_rows(report.layers), lambda row: before_after(row.params)
-    )
+    return _costs_table(STAGE_COLUMNS, stage_rows(layers), lambda row: before_after(row.params))
 
 
-def costs_table(
+def layer_table(layers: Iterable[LayerReport]) -> Table[LayerTotals]:
+    """Return a table with the costs of each layer."""
+    rows = [LayerTotals(name=layer.name, layers=(layer,)) for layer in layers]
+    name_column: Column[LayerTotals] = Column("Layer", lambda row: row.name)
+    columns = [name_column, *STAGE_COLUMNS[2:]]  # without the stages' names and layer counts
+    return _costs_table(columns, rows, _layer_params)
+
+
+def _layer_params(row: LayerTotals) -> str:
+    """Return a layer's parameters, with a star if they include its tie group's positions."""
+    (layer,) = row.layers
+    params = before_after(row.params)
+    if layer.tie_group is not None and layer.position_params > 0:
+        return f"{params}*"
+    return f"{params} "
+
+
+def _costs_table(
     columns: Sequence[Column[LayerTotals]],
     rows: Sequence[LayerTotals],
     write_params: Callable[[LayerTotals], str],
@@ -146,15 +161,20 @@ class ModelCost:
     is_part: bool = False  # part of the row above; shown dim, and without a percentage
 
 
-def model_table(report: ConversionReport) -> Table[ModelCost]:
-    """Return a table with the parameters and MACs of the whole model."""
-    replaced = LayerTotals(layers=report.layers).params
-    untouched = Change(before=report.params_untouched, after=report.params_untouched)
+def model_table(
+    params: ParamsChange, macs: MacsChange, layers: tuple[LayerReport, ...], untouched: int
+) -> Table[ModelCost]:
+    """Return a table with the parameters and MACs of the whole model.
+
+    `untouched` is the number of parameters outside of the layers.
+    """
+    replaced = LayerTotals(layers=layers).params
+    unchanged = Change(before=untouched, after=untouched)
     rows = [
-        ModelCost(name="Parameters", change=report.params),
+        ModelCost(name="Parameters", change=params),
         ModelCost(name="  replaced layers", change=replaced, is_part=True),
-        ModelCost(name="  everything else", change=untouched, is_part=True),
-        ModelCost(name="MACs", change=report.macs),
+        ModelCost(name="  everything else", change=unchanged, is_part=True),
+        ModelCost(name="MACs", change=macs),
     ]
 
     def change_in_percent(row: ModelCost) -> str | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from .report import Change
+from .costs import Change
 
 NOT_COUNTED = "n/a"
 UNITS = ((1e9, " G"), (1e6, " M"), (1e3, " k"), (1.0, ""))

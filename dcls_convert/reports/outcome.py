@@ -2,16 +2,15 @@
 
 from ..networks.model_outputs import Agreement
 from ..text import count_text
-from .report import ConversionReport, Outcome
+from .costs import Outcome
 
 SMALL_ERROR = 1e-3  # relative error below which kernels or outputs count as unchanged
 ENOUGH_IMAGES = 4  # if fewer images were fitted to, the report suggests more
 MIN_IMAGES_FOR_PERCENT = 10  # a percentage of fewer images would look too precise
 
 
-def outcome_sentences(report: ConversionReport) -> list[str]:
+def outcome_sentences(outcome: Outcome | None) -> list[str]:
     """Say how close the kernels and outputs of a trained network stayed; [] if unknown."""
-    outcome = report.outcome
     if outcome is None or outcome.kernel_error is None:
         return []
     kernels = f"Mean relative error of the kernels: {outcome.kernel_error:.3f}."

@@ -6,14 +6,8 @@ from ..arguments import check_argument
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 from ..records import shared_fields
-from .report import (
-    BudgetReport,
-    ConversionReport,
-    LayerReport,
-    MacsChange,
-    ParamsChange,
-    UnitReport,
-)
+from .costs import BudgetReport, LayerReport, MacsChange, ParamsChange, UnitReport
+from .report import ConversionReport
 
 
 def predict_report(plan: ConversionPlan) -> ConversionReport:

@@ -1,134 +1,35 @@
-"""The report of a conversion, as data; `views.report` shows it."""
+"""The report of a conversion, as data, and as text for the terminal and the model card."""
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from pydantic import Field, computed_field
+from rich.console import Group, RenderableType
+from rich.text import Text
 
-from ..networks.model_outputs import Agreement
+from ..geometry import size_text
+from ..layers.interpolation import find_interpolation
 from ..networks.sites import Skipped
+from ..options import ERROR_SCOPE, MAX_ADDED_COST_PERCENT, MIN_GROWTH
 from ..planning.plan import ConversionPlan
 from ..records import Record
-from ..tables import as_html, as_text
+from ..tables import Table, as_html, as_text, indented
+from ..text import count_text, printable, shortened
+from .advice import Advice
+from .cost_tables import LayerTotals, ModelCost, layer_table, model_table, stage_table
+from .costs import BudgetReport, LayerReport, MacsChange, Outcome, ParamsChange
+from .number_text import before_after, percent, short_before_after
+from .outcome import SMALL_ERROR, outcome_sentences
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
-    """A count before and after a conversion, None if not known. Its unit is the field's name."""
-
-    before: int | None = None
-    after: int | None = None
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def delta(self) -> int | None:
-        if self.before is None or self.after is None:
-            return None
-        return self.after - self.before
-
-    @property
-    def percent(self) -> float | None:
-        if self.delta is None or not self.before:
-            return None
-        return 100 * self.delta / self.before
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParamsChange(Change):
-    """Parameters of the whole model. `after` includes `weights` and `positions`."""
-
-    weights: int  # weights of all elements; in a folded model, cells of all windows
-    positions: int  # positions and sigmas; tied ones are counted once
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MacsChange(Change):
-    """MACs of the whole model for one input."""
-
-    note: str | None = None  # reason, if MACs are not known
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerReport:
-    """One replaced convolution.
-
-    In a folded model, a plain convolution is in its place, and `kernel_count` is the count before
-    folding.
-    """
-
-    name: str
-    stage: str | None
-    kind: str
-    kernel_size: tuple[int, ...]
-    dilated_size: tuple[int, ...]
-    kernel_count: int
-    interpolation: str
-    tie_group: str | None
-    params_before: int  # with bias
-    params_after: int  # with bias, and with `position_params`
-    weight_params: int  # part of params_after: weights of elements; if folded, of the whole window
-    # Part of params_after: positions and sigma. Tied ones are counted in their group's first layer.
-    position_params: int
-    macs_before: int | None
-    macs_after: int | None
-    fit_error: float | None = None  # relative error of the kernel after the start
-    output_error: float | None = None  # relative error of the outputs, on a calibration's images
-    # Reasons for `output_error` besides the limits of the elements; absent from the JSON if empty.
-    error_reasons: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BudgetUse:
-    """How many parameters new kernels and positions may use, and how many they do use.
-
-    The numbers of a folded model are those before folding.
-    """
-
-    limit: int
-    used: int
-    # The kernel count that would use the whole budget, rounded down to two decimals; None if the
-    # counts of layers differ.
-    exact_count: float | None
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def slack(self) -> int:
-        """Parameters left; negative if a given count exceeds the budget."""
-        return self.limit - self.used
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnitReport(BudgetUse):
-    """The budget of all layers together."""
-
-    name: str  # "model"
-    kernel_count: int | None  # None if its layers have different counts
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BudgetReport(BudgetUse):
-    """How the kernel counts were chosen, and the budget of all layers together."""
-
-    scope: str
-    units: tuple[UnitReport]  # a list in the JSON
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """The effect of a conversion on the outputs of a trained network."""
-
-    kernel_error: float | None  # mean of the layers' `fit_error`
-    images: int  # held-out images, or crops of them, on which outputs were compared
-    # Images that the new layers were fitted to; not in the JSON.
-    fitted_images: Annotated[int, Field(exclude=True)] = 0
-    # Number of held-out images that `images` are crops of; 0 without crops. Not in the JSON.
-    images_cropped: Annotated[int, Field(exclude=True)] = 0
-    same_top1: float | None = None  # this and the next two are as in `Agreement`
-    kl: float | None = None
-    output_error: float | None = None
-    # For comparison: agreement of the old outputs with those for images moved by one pixel.
-    shifted: Agreement | None = None
+COSTLY_MACS_PERCENT = 50.0  # added MACs, in percent; beyond it the headline is red
+LAYERS_NAMED = 5  # number of layers with the largest errors that a verbose report names
+FOLDING_SENTENCE = (
+    "Folding the kernels into plain convolutions keeps the outputs and these MACs, "
+    "saves the construction, and stores window-sized kernels."
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,10 +99,246 @@ class ConversionReport(Record):
                 del layer["error_reasons"]
         return data
 
-    def __rich__(self) -> Any:
-        from ..views.report import report_view
-
+    def __rich__(self) -> RenderableType:
         return report_view(self)
 
     __str__ = as_text
     _repr_html_ = as_html
+
+
+def report_view(
+    report: ConversionReport, *, verbose: int = 0, advice: Advice | None = None
+) -> RenderableType:
+    """Return a report as it is shown in a terminal of at least 80 columns.
+
+    Args:
+        report: The report to show.
+        verbose: 0 shows a row for each stage. 1 shows a row for each layer, and the reasons why
+            other convolutions are kept. 2 also names each kept convolution.
+        advice: What the reader is told to do; None for what is done in Python.
+    """
+    if advice is None:
+        advice = Advice()
+    parts = [*_heading(report, advice), Text()]
+    if verbose == 0:
+        parts += [stage_table(report.layers), Text(), indented(_budget_sentence(report))]
+        if report.macs.note:
+            parts.append(indented(_macs_sentence(report)))
+        parts += map(indented, _error_sentences(report))
+        parts += map(indented, outcome_sentences(report.outcome))
+        if report.skipped:
+            parts.append(indented(f"{_skipped_count(report)} kept; {advice.why_kept}."))
+    else:
+        parts += _details(report)
+        parts += _kept_lines(report, by_name=verbose > 1)
+    return Group(*parts)
+
+
+def _heading(report: ConversionReport, advice: Advice) -> list[RenderableType]:
+    """Return lines on the costs of the conversion and on what was converted, and warnings."""
+    totals = LayerTotals(layers=report.layers)
+    kernels = f"{totals.counts} elements in {totals.windows}"
+    if report.plan.growth_of_mixed_kernels is not None:
+        kernels += f" (+{report.plan.growth_of_mixed_kernels})"
+    model = f": {report.model or 'model'}"
+    if report.folded:
+        model += ", folded"
+    if report.input_size:
+        model += f", input {size_text(report.input_size)}"
+    return [
+        Text(_headline(report), style=_headline_style(report)),
+        Text(kernels) + Text(printable(model), style="dim"),
+        *_warnings(report, advice),
+    ]
+
+
+def _warnings(report: ConversionReport, advice: Advice) -> list[Text]:
+    """Return warnings about costly windows, and about layers that only lose weights."""
+    warnings = []
+    added_macs = report.macs.percent or 0.0  # percent; 0 if unknown
+    if added_macs > MAX_ADDED_COST_PERCENT and _has_smallest_growth(report):
+        growth = f"Even the smallest growth adds {added_macs:.0f} % to the MACs"
+        warnings.append(Text(f"{growth}; rules can skip layers"))
+    elif added_macs > COSTLY_MACS_PERCENT:
+        factor = 1 + added_macs / 100
+        warnings.append(Text(f"{factor:.1f} times the MACs. Cheaper sizes are shown by"))
+        # Never wrapped, so that it can be copied.
+        command = f"    {printable(advice.cheaper_sizes)}"
+        warnings.append(Text(command, no_wrap=True, overflow="ignore"))
+    losing_layers = sum(_only_loses_weights(layer) for layer in report.layers)
+    if losing_layers:
+        layers = f"{count_text(losing_layers, 'layer')} of {len(report.layers)}"
+        loss = f"Fewer weights and no larger window for {layers}"
+        warnings.append(Text(f"{loss}; skip them with a rule"))
+    for warning in warnings:
+        warning.stylize("yellow")
+    return warnings
+
+
+def _headline(report: ConversionReport) -> str:
+    """Return the parameters and MACs before and after, with the changes in percent."""
+    headline = f"{before_after(report.params)} parameters ({percent(report.params)})"
+    if report.macs.delta is not None:
+        headline += f", {short_before_after(report.macs)} MACs ({percent(report.macs, 1)})"
+    return headline
+
+
+def _headline_style(report: ConversionReport) -> str:
+    """Return a rich style; the colours only repeat what the numbers and words say."""
+    added_macs = report.macs.percent or 0.0  # percent; 0 if unknown
+    added_params = report.params.delta or 0
+    if report.budget.slack < 0 or added_macs > COSTLY_MACS_PERCENT:
+        return "bold red"
+    if added_params > 0 or added_macs > MAX_ADDED_COST_PERCENT:
+        return "bold yellow"
+    if added_params < 0:
+        return "bold green"
+    return "bold"
+
+
+def _has_smallest_growth(report: ConversionReport) -> bool:
+    """True if no window is more than MIN_GROWTH cells larger than its kernel along any axis."""
+    for layer in report.plan.layers:
+        if max(layer.growths) > MIN_GROWTH:
+            return False
+    return True
+
+
+def _only_loses_weights(layer: LayerReport) -> bool:
+    """True if the window has as many cells as the old kernel, but fewer elements."""
+    cells = math.prod(layer.kernel_size)
+    return math.prod(layer.dilated_size) == cells and layer.kernel_count < cells
+
+
+def _details(report: ConversionReport) -> list[RenderableType]:
+    """Return the layer table, the model table and the sentences of a verbose report."""
+    parts: list[RenderableType] = [layer_table(report.layers)]
+    if any(layer.tie_group for layer in report.layers):
+        footnote = "* with the positions that the next layers of its tie group share"
+        parts.append(Text(footnote, style="dim italic"))
+    parts += _largest_error_lines(report)
+    parts += [Text(), _model_table(report), Text()]
+    parts += map(indented, _sentences(report))
+    return parts
+
+
+def _model_table(report: ConversionReport) -> Table[ModelCost]:
+    return model_table(report.params, report.macs, report.layers, report.params_untouched)
+
+
+def _largest_error_lines(report: ConversionReport) -> list[RenderableType]:
+    """Return lines on the layers with the largest errors, with the reasons if they are known.
+
+    They are the errors of the table's Error column. Small errors are left out.
+    """
+    has_output_errors = any(layer.output_error is not None for layer in report.layers)
+    errors: list[tuple[float, LayerReport]] = []
+    for layer in report.layers:
+        error = layer.output_error if has_output_errors else layer.fit_error
+        if error is not None and error >= SMALL_ERROR:
+            errors.append((error, layer))
+    if not errors:
+        return []
+    errors.sort(key=lambda pair: pair[0], reverse=True)
+    compared = "outputs" if has_output_errors else "kernels"
+    lines: list[RenderableType] = [Text(), Text(f" Largest errors of the {compared}:")]
+    for error, layer in errors[:LAYERS_NAMED]:
+        parts = [f"{shortened(layer.name)}: {error:.3f}", *layer.error_reasons]
+        lines.append(indented("; ".join(parts), "dim", by=3))
+    return lines
+
+
+def _kept_lines(report: ConversionReport, *, by_name: bool) -> list[RenderableType]:
+    """List the kept convolutions and the reasons, by name or counted by class and reason."""
+    if not report.skipped:
+        return []
+    parts = [Text(), Text(f" Kept as they are ({_skipped_count(report)}):")]
+    lines = []
+    if by_name:
+        for skip in report.skipped:
+            lines.append(f"{shortened(skip.name)} ({skip.type}): {skip.reason}")
+    else:
+        counts = Counter((skip.type, skip.reason) for skip in report.skipped)
+        for (class_name, reason), count in counts.most_common():
+            lines.append(f"{count} x {class_name}: {reason}")
+    return [*parts, *(indented(line, "dim", by=3) for line in lines)]
+
+
+def _skipped_count(report: ConversionReport) -> str:
+    return count_text(len(report.skipped), "convolution")
+
+
+def report_markdown(report: ConversionReport) -> str:
+    """Return the report in Markdown, for a model card."""
+    items = "".join(f"- {line}\n" for line in _sentences(report))
+    return "\n".join(
+        [stage_table(report.layers).markdown(), _model_table(report).markdown(), items]
+    )
+
+
+def _budget_sentence(report: ConversionReport) -> str:
+    """Say how much of the budget is used."""
+    budget = report.budget
+    text = "Budget"
+    if budget.scope == ERROR_SCOPE:
+        text += " (counts by error, the default with images)"
+    if report.folded:
+        text += " before folding"
+    text += ": "
+    if budget.exact_count is not None:
+        text += f"{count_text(budget.units[0].kernel_count or 0, 'element')} per kernel use "
+    text += f"{budget.used:,} of {budget.limit:,} parameters (no biases)"
+    if budget.slack < 0:
+        text += f", OVER BUDGET by {-budget.slack:,}"
+    return f"{text}."
+
+
+def _sentences(report: ConversionReport) -> list[str]:
+    """Return sentences on the budget, errors, new kernels, MACs, feature maps and outputs."""
+    kernels = f"{_kernels_sentence(report)}; stages from {report.stages_from}."
+    lines = [_budget_sentence(report), *_error_sentences(report), kernels, _macs_sentence(report)]
+    lines += _map_sentences(report)
+    lines += outcome_sentences(report.outcome)
+    return [printable(line) for line in lines]
+
+
+def _error_sentences(report: ConversionReport) -> list[str]:
+    """Explain the Error column if it holds output errors, as it does after a calibration."""
+    if LayerTotals(layers=report.layers).output_error is None:
+        return []
+    return ["Error: relative error of each layer's outputs on the images it was fitted to."]
+
+
+def _map_sentences(report: ConversionReport) -> list[str]:
+    """Say in how many layers the window has cells that never meet the feature map, if in any."""
+    if not report.layers_beyond_map:
+        return []
+    return [
+        f"In {report.layers_beyond_map} of {count_text(len(report.layers), 'layer')}, "
+        "the window is at least twice as large as the feature map at this input size; "
+        "its outer cells meet only padding."
+    ]
+
+
+def _kernels_sentence(report: ConversionReport) -> str:
+    weights = f"{report.params.weights:,} weights"
+    if report.folded:
+        return f"Folded into plain convolutions: {weights}, one for every cell of the windows"
+    coordinates = "positions"
+    if any(find_interpolation(layer.interpolation).has_sigma for layer in report.layers):
+        coordinates = "positions and sigmas"
+    return f"New kernels: {weights} and {report.params.positions:,} {coordinates}"
+
+
+def _macs_sentence(report: ConversionReport) -> str:
+    if report.macs.note:
+        return f"MACs were not counted: {report.macs.note}."
+    if report.macs.delta == 0:
+        return "MACs stay the same: no window has more cells than the kernel that it replaces."
+    reason = "although parameters do not"
+    if (report.params.delta or 0) > 0:
+        reason = "with the window"
+    sentence = f"MACs rise {reason}: every window cell is multiplied, empty or not."
+    if report.folded:
+        return sentence
+    return f"{sentence} {FOLDING_SENTENCE}"

@@ -7,10 +7,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..checkpoints.inspection import Inspection, PositionRow
+from ..conversion.provenance import command_text, provenance_sentences
 from ..geometry import size_text
 from ..tables import Column, Table, indented, title
 from ..text import count_text
-from .provenance import command_text, provenance_sentences
 
 MIN_NAME_WIDTH = 16  # columns of the terminal; names of tie groups, which most rows are, are short
 

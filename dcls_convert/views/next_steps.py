@@ -29,7 +29,7 @@ def next_steps(done: Conversion, output: Path) -> list[str | Text]:
     lines += textwrap.indent(code, "    ").splitlines()
     outcome = done.report.outcome
     if outcome is not None:
-        lines += ["", *outcome_sentences(done.report)]
+        lines += ["", *outcome_sentences(outcome)]
     has_compared_images = outcome is not None and bool(outcome.images)
     if done.random_output_error is not None and not has_compared_images:
         percent = 100 * done.random_output_error

@@ -12,8 +12,8 @@ from ..geometry import size_text
 from ..options import PlanOptions
 from ..planning.rules import RuleSet
 from ..records import adapter, write_json
+from ..reports.costs import Change
 from ..reports.number_text import short_before_after, short_count
-from ..reports.report import Change
 from ..tables import Column, Table
 from ..text import count_text, printable, range_text
 

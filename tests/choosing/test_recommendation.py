@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcls_convert.choosing.recommendation import recommend
-from dcls_convert.choosing.results import Combination, SweepRow, percent_increase
+from dcls_convert.choosing.rows import Combination, SweepRow, percent_increase
 from dcls_convert.options import MAX_WINDOW
 
 few = st.integers(1, 4)

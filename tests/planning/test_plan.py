@@ -13,7 +13,6 @@ import pytest
 
 from dcls_convert.errors import CheckpointError, PlanError
 from dcls_convert.planning.plan import ConversionPlan
-from dcls_convert.reports.predict import predict_report
 
 from ..checkpoints.folders import value_paths
 from .nets import IMAGE, Net, plan_of
@@ -35,31 +34,14 @@ def test_a_plan_survives_json(name):
     assert plan.diff(again) == ()
 
 
-def test_a_plan_prints_as_the_report_that_it_predicts():
-    plan = plan_of(Net())
-    text = str(plan)
-    predicted = predict_report(plan)
-    assert f"{predicted.params.before:,} → {predicted.params.after:,} parameters" in text
-    for stage in {layer.stage for layer in plan.layers}:
-        assert f"\n{stage} " in text
-
-
-def test_a_notebook_shows_the_counts_of_each_stage():
-    odd = "<script>\x1b]0;x\x07"
-    plan = plan_of(Net())
-    page = replace(
-        plan, model=odd, layers=(replace(plan.layers[0], stage=odd), *plan.layers[1:])
-    )._repr_html_()
+def test_a_plan_prints_what_it_converts_and_names_what_shows_the_costs():
+    plan = replace(plan_of(Net()), model="<script>\x1b]0;x\x07")
+    page = plan._repr_html_()
     assert all(character.isprintable() or character == "\n" for character in page)
-    text = "".join(xml.etree.ElementTree.fromstring(page).itertext())
-    (budget,) = plan.budget
-    assert f"{budget.used:,} of {budget.limit:,}" in text
-    (row,) = [line.split() for line in text.splitlines() if line.split()[:1] == ["layer2"]]
-    members = [layer for layer in plan.layers if layer.stage == "layer2"]
-    assert (row[1], row[5]) == (
-        str(len(members)),
-        str(members[0].kernel_count),
-    )  # after the kernel, "3x3 → 5x5"
+    for text in (str(plan), "".join(xml.etree.ElementTree.fromstring(page).itertext())):
+        assert f"{len(plan.layers)} layers" in text
+        assert f"{plan.layers[0].kernel_count} elements per kernel" in text
+        assert "predict_report(plan)" in text
 
 
 def test_the_hash_depends_on_the_content_alone():

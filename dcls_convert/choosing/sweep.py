@@ -1,15 +1,17 @@
-"""A sweep as a table and notes on it."""
+"""A sweep as data, and as a table with notes on it."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..choosing.results import Sweep, SweepRow, done_rows, percent_increase
 from ..geometry import size_text
+from ..records import Record
 from ..reports.number_text import in_one_unit, with_separators
-from ..tables import Column, Table, indented, title
+from ..tables import Column, Table, as_html, as_text, indented, title
 from ..text import range_text
+from .rows import Recommendation, SweepRow, done_rows, percent_increase
 
 # Signs in front of the rows of the table, which the styles of the rows repeat.
 RECOMMENDED = ">"
@@ -19,6 +21,26 @@ PAPER = (
     "Only training shows the accuracy. In the paper, ConvNeXt was worse below 17x17 "
     "and no better above; ResNet-50 used 7x7."
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sweep(Record):
+    """All rows, the original first."""
+
+    format: int = 1
+    model: str
+    trained: bool  # True if the network keeps trained weights; then no size is recommended
+    input_size: tuple[int, ...] | None
+    macs_note: str | None = None  # why MACs are not known
+    rows: tuple[SweepRow, ...]
+    added_macs: float  # percent that the recommended size may add to the original's MACs
+    choice: Recommendation
+
+    def __rich__(self) -> RenderableType:
+        return python_view(self)
+
+    __str__ = as_text
+    _repr_html_ = as_html
 
 
 def sweep_view(sweep: Sweep) -> RenderableType:

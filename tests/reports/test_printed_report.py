@@ -11,9 +11,9 @@ from rich.console import Console
 from torch import nn
 
 from dcls_convert import find_convs, plan_conversion, predict_report
+from dcls_convert.reports.costs import Outcome
 from dcls_convert.reports.outcome import outcome_sentences
-from dcls_convert.reports.report import Outcome
-from dcls_convert.views.report import report_markdown, report_view
+from dcls_convert.reports.report import report_markdown, report_view
 
 from ..reports.predicted import predicted_report
 
@@ -57,6 +57,20 @@ def test_views_fit_80_columns_and_state_each_number(name):
         first, *others = [Counter(filter(str.isdigit, text)) for text in texts]
         assert others == [first, first]
         assert "…" not in "".join(texts)
+
+
+def test_a_notebook_shows_the_counts_of_each_stage_and_escapes_names():
+    odd = "<script>\x1b]0;x\x07"
+    report = predicted_report("convnext_tiny", dilated_size=17)
+    first, *others = report.layers
+    page = replace(report, model=odd, layers=(replace(first, stage=odd), *others))._repr_html_()
+    assert all(character.isprintable() or character == "\n" for character in page)
+    text = "".join(xml.etree.ElementTree.fromstring(page).itertext())
+    assert f"{report.budget.used:,} of {report.budget.limit:,}" in text
+    (row,) = [line.split() for line in text.splitlines() if line.split()[:1] == ["stages.2"]]
+    members = [layer for layer in report.layers if layer.stage == "stages.2"]
+    # After the kernel, "7x7 → 17x17".
+    assert (row[1], row[5]) == (str(len(members)), str(members[0].kernel_count))
 
 
 def test_the_verdict_comes_first_in_twelve_lines():
@@ -148,7 +162,7 @@ def test_missing_macs_are_reported_as_missing():
 @pytest.mark.parametrize(("images", "percent"), [(1, ""), (9, ""), (16, " (100 %)")])
 def test_a_share_of_few_images_is_not_a_percentage(images, percent):
     outcome = Outcome(kernel_error=0.2, images=images, fitted_images=4 * images, same_top1=1.0)
-    (_, *lines) = outcome_sentences(replace(predicted_report("test_convnext"), outcome=outcome))
+    (_, *lines) = outcome_sentences(outcome)
     noun = "image" if images == 1 else "images"
     assert lines[-1] == (
         f"On {images} held-out {noun}: {images} of {images} have the same top-1 class as before"
@@ -158,5 +172,5 @@ def test_a_share_of_few_images_is_not_a_percentage(images, percent):
 
 def test_crops_of_held_out_images_are_not_called_images():
     outcome = Outcome(kernel_error=0.2, images=10, images_cropped=2, output_error=0.1)
-    lines = outcome_sentences(replace(predicted_report("test_convnext"), outcome=outcome))
+    lines = outcome_sentences(outcome)
     assert lines[-1].startswith("On 10 crops of 2 held-out images: relative error")

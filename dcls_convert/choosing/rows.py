@@ -1,12 +1,10 @@
-"""The results of a sweep: one row for each combination of a window and a count or budget."""
+"""The rows of a sweep, one for each combination of a window and a count or budget."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ..geometry import size_text
-from ..records import Record
-from ..tables import as_html, as_text
 from ..text import range_text
 
 RowStatus = Literal["original", "done", "does not fit"]
@@ -67,28 +65,6 @@ class Recommendation:
     row: int | None = None  # index of the row; None if none is recommended
     why: str  # the reason, in words; without a row, why none is recommended
     command: str | None = None  # command line, or Python call, that converts to this size
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sweep(Record):
-    """All rows, the original first."""
-
-    format: int = 1
-    model: str
-    trained: bool  # True if the network keeps trained weights; then no size is recommended
-    input_size: tuple[int, ...] | None
-    macs_note: str | None = None  # why MACs are not known
-    rows: tuple[SweepRow, ...]
-    added_macs: float  # percent that the recommended size may add to the original's MACs
-    choice: Recommendation
-
-    def __rich__(self) -> Any:
-        from ..views.sweep import python_view
-
-        return python_view(self)
-
-    __str__ = as_text
-    _repr_html_ = as_html
 
 
 def done_rows(rows: Sequence[SweepRow]) -> list[SweepRow]:
