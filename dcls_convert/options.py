@@ -5,19 +5,13 @@ Imports neither torch nor typer: `--help` reads this file.
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast, get_args
+from typing import Any, Final, Literal, TypeVar, cast, get_args
 
 from .errors import PlanError
 from .text import did_you_mean, shortened
-
-if TYPE_CHECKING:
-    from .planning.known_counts import LayerCounts  # which imports torch
-    from .planning.rules import RuleSet
 
 # Defined in layers/interpolation.py.
 InterpolationName = Literal["bilinear", "triangle", "gaussian"]
@@ -62,28 +56,6 @@ DEFAULT_BUDGET = 100.0  # percent of the replaced weights; the paper keeps the p
 # Bounds of a budget. They keep its exact fraction short: that of 1e-999999 would fill the memory.
 MIN_PERCENT = Decimal("0.0001")
 MAX_PERCENT = 100_000
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanOptions:
-    """The options of a plan.
-
-    Each public planning function, and each command that plans, spells out an argument for every
-    field, so that editors, type checkers and --help find them.
-    """
-
-    # Cells: one integer, or one for each side. Or a growth such as "+4". Or "auto", the largest
-    # growth with windows of at most MAX_WINDOW that adds at most MAX_ADDED_COST_PERCENT to MACs.
-    dilated_size: int | Sequence[int] | str = AUTO
-    kernel_count: "int | Literal['auto', 'exact'] | LayerCounts" = AUTO
-    # "auto", a name, a file, or a mapping with the keys of a file.
-    rules: "str | Path | Mapping[str, Any] | RuleSet" = AUTO
-    scope: Scope = "auto"  # "auto" means "error" with images, else "model"
-    tie: Tie = "stage"
-    budget: float | str = DEFAULT_BUDGET  # percent of the replaced weights: 80 or "80%"
-    # For rules that state no interpolation; None means DEFAULT_INTERPOLATION.
-    interpolation: InterpolationName | None = None
-    strict: bool = False
 
 
 def check_even(growth: str) -> None:

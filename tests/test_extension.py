@@ -14,7 +14,7 @@ from dcls_convert import cli
 from dcls_convert.cli.app import EXAMPLES, app
 from dcls_convert.cli.convert import convert
 from dcls_convert.cli.models import models
-from dcls_convert.options import PlanOptions
+from dcls_convert.planning.plan_options import PlanOptions
 
 # A command: one file in cli/, and its entry in the table of the app.
 

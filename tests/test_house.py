@@ -24,6 +24,7 @@ from dcls_convert.cli import app
 from dcls_convert.export.formats import EXPORT_FORMATS
 from dcls_convert.layers import interpolation
 from dcls_convert.planning.known_counts import LayerCounts
+from dcls_convert.planning.plan_options import PlanOptions
 from dcls_convert.planning.rules import RuleSet
 
 from .command_line import imported_by
@@ -64,21 +65,18 @@ def imports_of(path):
     """Yield (module, own, deferred) of each import.
 
     The module is without a leading "dcls_convert."; `own` is True if it is the package's, and
-    `deferred` if it is imported in a function.
+    `deferred` if it is imported in a function, or for type checkers alone.
     """
     package = ["dcls_convert", *path.relative_to(PACKAGE).parts[:-1]]
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    for_types = set()
     deferred = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             for statement in node.body:
-                for_types.update(ast.walk(statement))
+                deferred.update(ast.walk(statement))
         elif isinstance(node, ast.FunctionDef | ast.Lambda):
             deferred.update(ast.walk(node))
     for node in ast.walk(tree):
-        if node in for_types:
-            continue
         for name in imported_names(node, package):
             yield (
                 name.removeprefix("dcls_convert."),
@@ -276,14 +274,14 @@ ANNOTATED = {"LayerCounts": LayerCounts, "RuleSet": RuleSet}
 def test_a_function_that_takes_planning_options_writes_them_all_out(name):
     """In the source, for editors and type checkers, with the record's types and defaults."""
     function = inspect.unwrap(getattr(dcls_convert, name))
-    record = inspect.signature(options.PlanOptions).parameters
+    record = inspect.signature(PlanOptions).parameters
     shown = inspect.signature(function).parameters
     assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in shown.values())
     assert {key: shown[key].default for key in record} == {
         key: parameter.default for key, parameter in record.items()
     }
     types = typing.get_type_hints(function)
-    types_of_record = typing.get_type_hints(options.PlanOptions, localns=ANNOTATED)
+    types_of_record = typing.get_type_hints(PlanOptions, localns=ANNOTATED)
     assert {key: set(typing.get_args(types[key])) for key in record} == {
         key: set(typing.get_args(types_of_record[key])) for key in record
     }

@@ -15,10 +15,10 @@ from ..options import (
     AUTO,
     MAX_ADDED_COST_PERCENT,
     InterpolationName,
-    PlanOptions,
     Tie,
     suggests_arguments,
 )
+from ..planning.plan_options import PlanOptions
 from ..planning.rules import RuleSet
 from ..progress import show_progress_in_python
 from .make_sweep import make_sweep

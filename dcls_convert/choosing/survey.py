@@ -21,9 +21,10 @@ from ..errors import DclsConvertError, ModelError, NothingMatchesError
 from ..geometry import size_text
 from ..networks.registries import registry_names
 from ..networks.sites import count_conv_kinds
-from ..options import Kind, PlanOptions, Sort
+from ..options import Kind, Sort
 from ..planning.claims import NOT_MATCHED
 from ..planning.paths import WILDCARDS
+from ..planning.plan_options import PlanOptions
 from ..reports.costs import Change, MacsChange
 from ..reports.predict import predict_report
 from ..text import did_you_mean, one_line, shortened

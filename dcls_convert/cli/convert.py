@@ -12,8 +12,9 @@ from ..atomic_output import check_output
 from ..conversion.request import ConversionRequest
 from ..errors import refuse
 from ..geometry import size_text
-from ..options import AUTO, DEFAULT_BUDGET, PlanOptions
+from ..options import AUTO, DEFAULT_BUDGET
 from ..picture_output import FIGURE_LIBRARY, PAGE_LIBRARY, check_installed
+from ..planning.plan_options import PlanOptions
 from ..progress import ignore_messages
 from ..text import printable
 from . import console

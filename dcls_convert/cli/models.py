@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated, get_args
 import typer
 
 from ..conversion.request import refuse_overridden_counts
-from ..options import AUTO, DEFAULT_BUDGET, Kind, PlanOptions, Sort
+from ..options import AUTO, DEFAULT_BUDGET, Kind, Sort
+from ..planning.plan_options import PlanOptions
 from ..text import count_text, short_list
 from . import console
 from .completion import complete_models

@@ -7,7 +7,8 @@ import typer
 
 from ..conversion.request import ConversionRequest
 from ..errors import PlanError, refuse
-from ..options import AUTO, MAX_ADDED_COST_PERCENT, PlanOptions
+from ..options import AUTO, MAX_ADDED_COST_PERCENT
+from ..planning.plan_options import PlanOptions
 from . import console
 from .options import (
     HOW_MANY_ELEMENTS,

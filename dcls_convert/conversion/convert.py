@@ -13,9 +13,10 @@ from ..fitting.warm_start import draw_fit_seed
 from ..networks.pretrained_cfg import set_normalisation_
 from ..networks.running import unchanged_on_failure
 from ..networks.source import ModelSource
-from ..options import AUTO, ERROR_SCOPE, PlanOptions
+from ..options import AUTO, ERROR_SCOPE
 from ..planning.known_counts import LayerCounts
 from ..planning.plan import ConversionPlan
+from ..planning.plan_options import PlanOptions
 from ..progress import Note, Notify, ignore_messages, logger
 from ..reports.predict import predict_report
 from ..reports.report import ConversionReport

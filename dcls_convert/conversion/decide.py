@@ -10,8 +10,9 @@ from ..errors import CheckpointError, PlanError
 from ..fitting.groups import find_planned_convs
 from ..geometry import size_text
 from ..networks.running import eval_mode, run_batch, suppress_output
-from ..options import AUTO, ERROR_SCOPE, EXACT, PlanOptions
+from ..options import AUTO, ERROR_SCOPE, EXACT
 from ..planning.plan import ConversionPlan
+from ..planning.plan_options import PlanOptions
 from ..planning.planner import make_plan
 from ..progress import Note, logger
 from ..text import one_line, short_list, shortened

@@ -16,13 +16,13 @@ from ..options import (
     AuthorsVersion,
     Init,
     InterpolationName,
-    PlanOptions,
     Positions,
     Scope,
     Tie,
     suggests_arguments,
 )
 from ..planning.known_counts import LayerCounts
+from ..planning.plan_options import PlanOptions
 from ..planning.rules import RuleSet
 from ..progress import show_progress_in_python
 from ..reports.report import ConversionReport

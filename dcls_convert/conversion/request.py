@@ -16,10 +16,10 @@ from ..options import (
     EXACT,
     AuthorsVersion,
     Init,
-    PlanOptions,
     Positions,
     parse_percent,
 )
+from ..planning.plan_options import PlanOptions
 from ..text import join_with_and, shortened
 
 if TYPE_CHECKING:

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from ..errors import PlanError
 from ..networks.running import full_precision
 from ..networks.sites import ModelConvs
-from ..options import AUTO, ERROR_SCOPE, PlanOptions
+from ..options import AUTO, ERROR_SCOPE
 from ..planning.known_counts import LayerCounts
 from ..planning.plan import ConversionPlan
+from ..planning.plan_options import PlanOptions
 from ..planning.planner import make_plan
 from ..planning.rule_files import parse_rules
 from ..progress import Notify

@@ -7,9 +7,10 @@ from typing import Any
 
 from ..errors import NothingMatchesError, PlanError, RuleError
 from ..networks.sites import ConvSite, ModelConvs, Skipped, count_conv_kinds
-from ..options import AUTO, EXACT, PlanOptions
+from ..options import AUTO, EXACT
 from ..text import short_list, shortened
 from .paths import any_matches_path, nearest_paths
+from .plan_options import PlanOptions
 from .rule_files import load_rules
 from .rules import Rule, RuleSet
 

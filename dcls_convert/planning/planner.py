@@ -24,7 +24,6 @@ from ..options import (
     SCOPES,
     TIES,
     InterpolationName,
-    PlanOptions,
     Scope,
     Tie,
     check_even,
@@ -38,6 +37,7 @@ from .claims import assign_rules, load_or_choose_rules, refuse_overridden_option
 from .known_counts import LayerCounts, with_known_counts
 from .layer_plan import LayerPlan
 from .plan import ConversionPlan
+from .plan_options import PlanOptions
 from .rules import Rule, RuleSet
 from .tie_groups import tie_groups_of, with_tie_groups
 from .windows import choose_window, recommended_size

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ..choosing.survey import ModelRow, Status
 from ..geometry import size_text
-from ..options import PlanOptions
+from ..planning.plan_options import PlanOptions
 from ..planning.rules import RuleSet
 from ..records import adapter, write_json
 from ..reports.costs import Change

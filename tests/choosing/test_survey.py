@@ -23,7 +23,7 @@ from dcls_convert.choosing.survey import (
     survey_models,
 )
 from dcls_convert.errors import ModelError
-from dcls_convert.options import PlanOptions
+from dcls_convert.planning.plan_options import PlanOptions
 from dcls_convert.reports.costs import Change, MacsChange
 from dcls_convert.views.survey import summary_line, survey_json, survey_view
 

@@ -21,7 +21,8 @@ from dcls_convert.cli.app import EXAMPLES
 from dcls_convert.cli.parsing import parse_input_size, parse_keywords
 from dcls_convert.cli.shell_command import shell_command
 from dcls_convert.errors import NothingMatchesError
-from dcls_convert.options import PlanOptions, Scope
+from dcls_convert.options import Scope
+from dcls_convert.planning.plan_options import PlanOptions
 from dcls_convert.planning.rule_files import load_rules
 from dcls_convert.text import count_text
 

@@ -28,7 +28,7 @@ from dcls_convert.conversion.load import load
 from dcls_convert.conversion.place import place_layers_without_values_
 from dcls_convert.conversion.request import ConversionRequest
 from dcls_convert.errors import CheckpointError
-from dcls_convert.options import PlanOptions
+from dcls_convert.planning.plan_options import PlanOptions
 
 from ..conftest import TINY
 from ..image_folder import write_images
