@@ -15,7 +15,7 @@ from typing import Annotated, Any, Self
 from pydantic import ConfigDict, PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
 from .errors import CheckpointError
-from .input_files import read_bytes
+from .input import read_bytes
 from .text import one_line, shortened
 
 # pydantic's settings for records: values must have exactly the stated types, and unknown fields are

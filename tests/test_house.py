@@ -34,8 +34,8 @@ PACKAGE = Path(dcls_convert.__file__).parent
 # A folder (or a file beside the folders) imports only from those before it, in functions too. Every
 # folder may also import `__version__` from the package.
 ORDER = (
-    *("text", "errors", "arguments", "options", "geometry", "input_files", "picture_output"),
-    *("records", "atomic_output", "tables", "progress"),
+    *("text", "errors", "arguments", "options", "geometry", "input", "picture_output"),
+    *("records", "output", "tables", "progress"),
     *("eager", "depthwise", "layers", "networks", "planning", "reports"),
     *("fitting", "conversion"),
     *(
@@ -54,7 +54,7 @@ ORDER = (
 FOREIGN = {
     "timm": {"layers", "networks", "checkpoints", "tuning", "timm_plugin"},
     "torchvision": {"networks"},
-    "safetensors": {"atomic_output", "networks", "checkpoints"},
+    "safetensors": {"output", "networks", "checkpoints"},
     "typer": {"cli"},
     "matplotlib": {"views"},
     "plotly": {"views"},

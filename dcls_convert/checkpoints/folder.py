@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..conversion.provenance import Provenance
 from ..errors import CheckpointError
-from ..input_files import check_folder
+from ..input import check_folder
 from ..networks.registries import TIMM_ARCHITECTURE
 from ..networks.source import ModelSource
 from ..networks.tensors_hash import tensors_hash

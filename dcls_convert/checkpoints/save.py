@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from .. import __version__
 from ..arguments import check_argument
-from ..atomic_output import check_output, new_folder
 from ..conversion.in_memory import convert_
 from ..conversion.place import timm_model_args
 from ..conversion.provenance import Provenance, provenance_of
@@ -23,6 +22,7 @@ from ..networks.registries import REGISTRIES, TIMM_ARCHITECTURE
 from ..networks.source import ModelSource
 from ..networks.tensors_hash import tensors_hash
 from ..networks.weights import alias_names, check_weights, describe_misfits
+from ..output import check_output, new_folder
 from ..planning.plan import ConversionPlan
 from ..records import write_json
 from ..reports.predict import predict_report

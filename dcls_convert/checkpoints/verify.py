@@ -8,7 +8,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError
-from ..input_files import check_folder
+from ..input import check_folder
 from ..networks.weights import build_and_load, describe_non_finite, load_weights_
 from ..networks.weights_files import load_safetensors
 from ..planning.plan import ConversionPlan

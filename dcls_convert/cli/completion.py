@@ -4,7 +4,7 @@ import importlib.util
 import re
 from pathlib import Path
 
-from ..input_files import builtin_rules
+from ..input import builtin_rules
 
 # A model function that timm or torchvision registers, under its own name or the name that its
 # decorator states. Importing the registries would take seconds, so their source is read instead.

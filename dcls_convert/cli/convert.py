@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..atomic_output import check_output
 from ..conversion.request import ConversionRequest
 from ..errors import refuse
 from ..geometry import size_text
 from ..options import AUTO, DEFAULT_BUDGET
+from ..output import check_output
 from ..picture_output import FIGURE_LIBRARY, PAGE_LIBRARY, check_installed
 from ..planning.plan_options import PlanOptions
 from ..progress import ignore_messages

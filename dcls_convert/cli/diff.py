@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..input_files import check_folder
+from ..input import check_folder
 from ..text import count_text, shortened
 from . import console
 from .completion import complete_files

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from ..atomic_output import check_output, new_file, reason_not_a_file
 from ..errors import refuse
-from ..input_files import check_file
+from ..input import check_file
 from ..options import FigureName
+from ..output import check_output, new_file, reason_not_a_file
 from ..picture_output import PAGE_LIBRARY, check_installed, check_picture
 from . import console
 from .options import OUTPUT, CheckpointArgument, Force, Json, Quiet, TrustCode

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..input_files import check_file, check_folder, check_images
+from ..input import check_file, check_folder, check_images
 from ..options import (
     AUTO,
     CALIBRATION_IMAGES,

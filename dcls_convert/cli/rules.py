@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..input_files import builtin_rules
+from ..input import builtin_rules
 from ..planning.plan_options import PlanOptions
 from ..text import count_text
 from . import console

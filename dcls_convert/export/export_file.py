@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..atomic_output import new_file
 from ..errors import DclsConvertError, ModelError
 from ..networks.model_outputs import check_close
 from ..networks.running import suppress_output
+from ..output import new_file
 from .folded_model import BATCHES, ExportReport, FoldedModel, ModelFunction, root_cause, run_model
 
 # (path, images, whether the file must take any number of images) -> the model loaded from the file.

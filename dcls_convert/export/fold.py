@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..atomic_output import check_output, reason_not_a_file
 from ..checkpoints.folder import Checkpoint, open_checkpoint, reason_not_a_checkpoint
 from ..checkpoints.load import load_checkpoint
 from ..conversion.fold import fold_to_dense_
@@ -20,6 +19,7 @@ from ..networks.model_outputs import check_close
 from ..networks.running import image_dtype
 from ..networks.source import resolve_model
 from ..options import MAX_PIXELS, OPSETS
+from ..output import check_output, reason_not_a_file
 from ..progress import Notify, ignore_messages
 from ..text import join_with_and, shortened
 from .folded_model import (

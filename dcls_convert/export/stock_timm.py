@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from ..atomic_output import new_folder
 from ..checkpoints.card import model_card
 from ..checkpoints.folder import CARD, WEIGHTS, reason_not_a_checkpoint
 from ..checkpoints.loading_code import loading_code
@@ -25,6 +24,7 @@ from ..networks.model_outputs import ComparisonError, check_close
 from ..networks.source import ModelSource
 from ..networks.weights import alias_names
 from ..networks.weights_files import load_safetensors
+from ..output import new_folder
 from ..planning.plan import ConversionPlan
 from ..reports.predict import predict_report
 from ..reports.report import ConversionReport

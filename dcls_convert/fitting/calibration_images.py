@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..arguments import check_argument
 from ..errors import DclsConvertError
-from ..input_files import check_images
+from ..input import check_images
 from ..options import CALIBRATION_IMAGES
 from ..planning.plan import ConversionPlan
 from ..progress import Note, ignore_messages

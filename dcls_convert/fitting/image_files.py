@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError
-from ..input_files import image_paths
+from ..input import image_paths
 from ..networks.running import suppress_output
 from ..progress import Note
 from ..text import one_line

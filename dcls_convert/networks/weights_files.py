@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..input_files import check_file
+from ..input import check_file
 from ..progress import Note, ignore_messages
 from ..text import one_line, short_list, shortened
 

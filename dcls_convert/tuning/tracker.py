@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..arguments import check_argument
 from ..errors import CheckpointError, DclsConvertError
 from ..geometry import position_limits
-from ..input_files import read_bytes
+from ..input import read_bytes
 from ..layers.double_precision import in_double
 from ..layers.position_statistics import (
     bin_indices,

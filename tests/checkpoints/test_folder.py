@@ -18,7 +18,7 @@ from dcls_convert.checkpoints.folder import CONFIG, FILES, WEIGHTS, read_plan
 from dcls_convert.checkpoints.stamp import config_hash, read_stamp
 from dcls_convert.checkpoints.verify import verify_folder as verify
 from dcls_convert.errors import CheckpointError
-from dcls_convert.input_files import builtin_rules
+from dcls_convert.input import builtin_rules
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.source import ModelSource
 from dcls_convert.networks.tensors_hash import tensors_hash

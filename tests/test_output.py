@@ -15,9 +15,9 @@ from collections import Counter
 import pytest
 from safetensors import SafetensorError
 
-from dcls_convert import atomic_output, save_converted
-from dcls_convert.atomic_output import new_file, new_folder
+from dcls_convert import output, save_converted
 from dcls_convert.errors import CheckpointError
+from dcls_convert.output import new_file, new_folder
 
 from .checkpoints.folders import convert
 
@@ -90,9 +90,9 @@ def test_what_appears_meanwhile_is_replaced_by_force_alone(tmp_path, kind, force
 
 def test_files_written_beside_a_file_are_published_before_it(tmp_path, monkeypatch):
     order = []
-    publish = atomic_output._publish
+    publish = output._publish
     monkeypatch.setattr(
-        atomic_output, "_publish", lambda new, *rest: (order.append(new.name), publish(new, *rest))
+        output, "_publish", lambda new, *rest: (order.append(new.name), publish(new, *rest))
     )
     with new_file(tmp_path / "a.onnx", force=False) as path:
         path.write_text("main")
