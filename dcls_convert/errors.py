@@ -1,9 +1,14 @@
-"""Exceptions for user errors; each message is one line."""
+"""Exceptions for user errors, each with a message of one line, and the check of an argument."""
 
-from .text import one_line, printable
+from collections.abc import Iterable
+from pathlib import Path
+
+from .text import one_line, printable, shortened
 
 # Phrases in the out-of-memory messages of torch, C++ and the dynamic loader.
 NO_MEMORY = ("allocate memory", "bad_alloc", "failed to map segment", "out of memory")
+# The public function that makes an object of a class.
+MADE_BY = {"ConversionPlan": "plan_conversion", "ModelConvs": "find_convs"}
 
 
 class DclsConvertError(ValueError):
@@ -60,3 +65,42 @@ def refuse(*conflicts: tuple[object, str]) -> None:
 def is_out_of_memory(error: BaseException) -> bool:
     """True if an exception says that memory is exhausted."""
     return isinstance(error, MemoryError) or any(words in one_line(error) for words in NO_MEMORY)
+
+
+def check_argument(name: str, value: object, kind: type) -> None:
+    """Raise DclsConvertError unless the argument is of this kind; say what was found and a cure.
+
+    Args:
+        name: The argument's name.
+        value: What was given.
+        kind: Its class.
+    """
+    if isinstance(value, kind):
+        return
+    raise DclsConvertError(f"{name}: found {_found(value)}; give {_cure(value, kind)}")
+
+
+def _found(value: object) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, str | Path):
+        return f"the text {shortened(repr(str(value)))}"
+    return f"a {type(value).__name__}"
+
+
+def _cure(value: object, kind: type) -> str:
+    """Say what is expected, and how to get there from what was found."""
+    if isinstance(value, type) and issubclass(value, kind):
+        return f"an object of it, such as {value.__name__}()"
+    if isinstance(getattr(value, "plan", None), kind):
+        return f"its plan, a {kind.__name__}"
+    if kind.__name__ in MADE_BY:
+        return f"a {kind.__name__}, from {MADE_BY[kind.__name__]}"
+    if isinstance(value, str | Path):
+        return (
+            "a torch.nn.Module: timm.create_model makes one by its name, "
+            "dcls_convert.load_converted loads a folder"
+        )
+    if isinstance(value, Iterable):
+        return "the torch.nn.Module itself"
+    return "a torch.nn.Module, such as timm.create_model(...)"

@@ -3,6 +3,8 @@
 An output is written in a folder `.NAME.xxxxxxxx.partial` beside it, and then renamed. An old folder
 is first renamed to `NAME.xxxxxxxx.old`, and removed at the end. A killed process may leave these
 names; nobody removes them.
+
+Pictures are checked before the work, too: their suffix, and whether the libraries are installed.
 """
 
 import contextlib
@@ -10,12 +12,18 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from .errors import CheckpointError, OutputExistsError
+from .errors import CheckpointError, DclsConvertError, OutputExistsError
 from .text import one_line, shortened
+
+PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
+# The libraries of the extra `plot`.
+FIGURE_LIBRARY = "matplotlib"
+PAGE_LIBRARY = "plotly"
 
 # Returns why an existing path must be kept; None if it may be replaced.
 ReasonToKeep = Callable[[Path], str | None]
@@ -131,3 +139,19 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # again, since a signal may have cut it short
+
+
+def check_picture(path: Path, what: str) -> None:
+    """Refuse (DclsConvertError) an unsupported suffix, or any picture without matplotlib."""
+    if path.suffix.lower() not in PICTURE_SUFFIXES:
+        raise DclsConvertError(
+            f"{what} {shortened(path, 200)} must end in {', '.join(PICTURE_SUFFIXES)}"
+        )
+    check_installed(what, FIGURE_LIBRARY)
+
+
+def check_installed(what: str, *libraries: str) -> None:
+    """Refuse (DclsConvertError) what cannot be drawn because a library is missing."""
+    missing = [library for library in libraries if find_spec(library) is None]
+    if missing:
+        raise DclsConvertError(f"{what} needs the extra plot: pip install {' '.join(missing)}")

@@ -34,21 +34,10 @@ PACKAGE = Path(dcls_convert.__file__).parent
 # A folder (or a file beside the folders) imports only from those before it, in functions too. Every
 # folder may also import `__version__` from the package.
 ORDER = (
-    *("text", "errors", "arguments", "options", "geometry", "input", "picture_output"),
-    *("records", "output", "tables", "progress"),
+    *("text", "errors", "geometry", "options", "input", "records", "output", "tables", "progress"),
     *("eager", "depthwise", "layers", "networks", "planning", "reports"),
-    *("fitting", "conversion"),
-    *(
-        "checkpoints",
-        "export",
-        "tuning",
-        "choosing",
-        "views",
-        "cli",
-        "timm_plugin",
-        "__init__",
-        "__main__",
-    ),
+    *("fitting", "conversion", "checkpoints", "export", "tuning", "choosing", "views", "cli"),
+    *("timm_plugin", "__init__", "__main__"),
 )
 # The folders that import a library that is slow, optional or needs care; no others may.
 FOREIGN = {

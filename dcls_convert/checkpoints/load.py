@@ -8,10 +8,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..arguments import check_argument
 from ..conversion.place import place_layers_without_values_
 from ..conversion.provenance import attach_provenance_
-from ..errors import CheckpointError, PlanError
+from ..errors import CheckpointError, PlanError, check_argument
 from ..networks.pretrained_cfg import set_origin_
 from ..networks.running import unchanged_on_failure
 from ..networks.source import ModelSource

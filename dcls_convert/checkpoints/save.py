@@ -10,11 +10,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .. import __version__
-from ..arguments import check_argument
 from ..conversion.in_memory import convert_
 from ..conversion.place import timm_model_args
 from ..conversion.provenance import Provenance, provenance_of
-from ..errors import CheckpointError
+from ..errors import CheckpointError, check_argument
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.building import build_model
 from ..networks.find_convs import find_convs

@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from ..arguments import check_argument
 from ..conversion.request import ConversionRequest
-from ..errors import PlanError
+from ..errors import PlanError, check_argument
 from ..options import (
     AUTO,
     MAX_ADDED_COST_PERCENT,

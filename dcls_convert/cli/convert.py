@@ -12,8 +12,7 @@ from ..conversion.request import ConversionRequest
 from ..errors import refuse
 from ..geometry import size_text
 from ..options import AUTO, DEFAULT_BUDGET
-from ..output import check_output
-from ..picture_output import FIGURE_LIBRARY, PAGE_LIBRARY, check_installed
+from ..output import FIGURE_LIBRARY, PAGE_LIBRARY, check_installed, check_output
 from ..planning.plan_options import PlanOptions
 from ..progress import ignore_messages
 from ..text import printable

@@ -8,8 +8,14 @@ import typer
 from ..errors import refuse
 from ..input import check_file
 from ..options import FigureName
-from ..output import check_output, new_file, reason_not_a_file
-from ..picture_output import PAGE_LIBRARY, check_installed, check_picture
+from ..output import (
+    PAGE_LIBRARY,
+    check_installed,
+    check_output,
+    check_picture,
+    new_file,
+    reason_not_a_file,
+)
 from . import console
 from .options import OUTPUT, CheckpointArgument, Force, Json, Quiet, TrustCode
 

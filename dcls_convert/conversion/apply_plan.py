@@ -7,8 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ..arguments import check_argument
-from ..errors import DclsConvertError, PlanError
+from ..errors import DclsConvertError, PlanError, check_argument
 from ..fitting.calibrate import CalibrationStatistics, fit_to_outputs_, measure_inputs
 from ..fitting.calibrated_layer import CalibratedLayer
 from ..fitting.calibration_images import Calibration, Images, calibrate

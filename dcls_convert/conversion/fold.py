@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from ..arguments import check_argument
-from ..errors import PlanError
+from ..errors import PlanError, check_argument
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.position_parameters import undo_exclusion_from_weight_decay_
 from ..networks.running import unchanged_on_failure

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from ..arguments import check_argument
+from ..errors import check_argument
 from ..fitting.calibration_images import Calibration, Images
 from ..networks.untrained import have_torch_default_init
 from ..options import (

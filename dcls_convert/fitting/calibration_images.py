@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..arguments import check_argument
-from ..errors import DclsConvertError
+from ..errors import DclsConvertError, check_argument
 from ..input import check_images
 from ..options import CALIBRATION_IMAGES
 from ..planning.plan import ConversionPlan

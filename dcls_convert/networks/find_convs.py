@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from ..arguments import check_argument
-from ..errors import PlanError
+from ..errors import PlanError, check_argument
 from ..geometry import size_text
 from ..layers.conv_classes import AnyConv, padding_of
 from ..layers.dcls_conv import DclsConvNd

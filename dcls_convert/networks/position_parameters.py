@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from ..arguments import check_argument
+from ..errors import check_argument
 from ..layers.dcls_conv import DclsConvNd
 from ..layers.ties import POSITION_PARAMETERS
 

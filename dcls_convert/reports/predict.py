@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..arguments import check_argument
+from ..errors import check_argument
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 from ..records import shared_fields

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from ..arguments import check_argument
+from ..errors import check_argument
 from ..layers.dcls_conv import DclsConvNd
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..arguments import check_argument
-from ..errors import DclsConvertError
+from ..errors import DclsConvertError, check_argument
 from ..networks.position_parameters import PositionParameter, position_parameters
 from ..options import POSITION_LR_SCALE
 from .wrappers import unwrapped

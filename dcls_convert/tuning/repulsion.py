@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ..arguments import check_argument
 from ..eager import is_eager
+from ..errors import check_argument
 from ..layers.position_statistics import element_pairs
 from ..networks.position_parameters import position_parameters
 from .wrappers import full_tensor

@@ -15,8 +15,7 @@ import torch
 from pydantic import ConfigDict, Field
 from torch import Tensor, nn
 
-from ..arguments import check_argument
-from ..errors import CheckpointError, DclsConvertError
+from ..errors import CheckpointError, DclsConvertError, check_argument
 from ..geometry import position_limits
 from ..input import read_bytes
 from ..layers.double_precision import in_double

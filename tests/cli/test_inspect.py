@@ -141,7 +141,7 @@ def test_mistakes_are_one_line_and_leave_nothing(checkpoint, here, options):
 @pytest.mark.parametrize("library", ["FIGURE_LIBRARY", "PAGE_LIBRARY"])
 def test_without_the_extra_one_line_names_it(checkpoint, here, monkeypatch, library):
     module = "dcls_convert.cli.inspect" if library == "PAGE_LIBRARY" else None
-    monkeypatch.setattr(f"{module or 'dcls_convert.picture_output'}.{library}", "no_such_library")
+    monkeypatch.setattr(f"{module or 'dcls_convert.output'}.{library}", "no_such_library")
     option = {"FIGURE_LIBRARY": "--picture x.png", "PAGE_LIBRARY": "--html x.html"}[library]
     _, message = run("inspect", checkpoint, *option.split(), code=2)
     assert "needs the extra plot: pip install no_such_library" in message
