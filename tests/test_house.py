@@ -35,7 +35,7 @@ PACKAGE = Path(dcls_convert.__file__).parent
 # folder may also import `__version__` from the package.
 ORDER = (
     *("text", "errors", "geometry", "options", "input", "records", "output", "tables", "progress"),
-    *("eager", "depthwise", "layers", "networks", "planning", "reports"),
+    *("depthwise", "layers", "networks", "planning", "reports"),
     *("fitting", "conversion", "checkpoints", "export", "tuning", "choosing", "views", "cli"),
     *("timm_plugin", "__init__", "__main__"),
 )

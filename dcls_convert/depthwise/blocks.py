@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.compiler import assume_constant_result
 
-from ..eager import is_batched
 from ..geometry import Pair, ceil_div
 from . import block_kernels as kernels
+from .eager import is_batched
 from .launching import Launch, Launches, aligned
 from .layouts import is_channels_last
 

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import assume_constant_result
 
-from ..eager import is_compiled, is_counting_flops, is_eager
 from ..errors import DclsConvertError
 from ..geometry import Padding, Pair, size_text, static_padding
 from ..progress import logger
 from ..text import did_you_mean, shortened
 from . import onednn, products
+from .eager import is_compiled, is_counting_flops, is_eager
 
 Name = Literal["torch", "onednn", "blocks", "products"]
 Preference = Literal["auto", "torch", "blocks", "products"]

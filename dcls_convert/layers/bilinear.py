@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..depthwise.choice import has_blocks
-from ..eager import is_compiled, is_eager, is_exporting, uses_cpu_implementation
+from ..depthwise.eager import is_compiled, is_eager, is_exporting, uses_cpu_implementation
 from .bilinear_plain import (
     WindowSize,
     construct_by_broadcasting,

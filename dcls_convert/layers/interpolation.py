@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..eager import uses_cpu_implementation
+from ..depthwise.eager import uses_cpu_implementation
 from .bilinear import bilinear_kernel
 from .clamp_tensors import clamped
 

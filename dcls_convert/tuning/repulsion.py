@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ..eager import is_eager
+from ..depthwise.eager import is_eager
 from ..errors import check_argument
 from ..layers.position_statistics import element_pairs
 from ..networks.position_parameters import position_parameters

@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, hessian, vmap
 
-from dcls_convert.eager import is_eager
+from dcls_convert.depthwise.eager import is_eager
 from dcls_convert.layers import bilinear
 from dcls_convert.layers.bilinear import bilinear_kernel
 
