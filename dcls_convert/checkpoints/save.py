@@ -1,58 +1,29 @@
-"""Save a converted model as a folder, which appears complete or not at all."""
+"""Save a converted model as a folder that can be loaded again."""
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from .. import __version__
 from ..conversion.in_memory import convert_
-from ..conversion.place import timm_model_args
-from ..conversion.provenance import Provenance, provenance_of
+from ..conversion.provenance import provenance_of
 from ..errors import CheckpointError, check_argument
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.building import build_model
 from ..networks.find_convs import find_convs
-from ..networks.registries import REGISTRIES, TIMM_ARCHITECTURE
+from ..networks.registries import REGISTRIES
 from ..networks.source import ModelSource
-from ..networks.tensors_hash import tensors_hash
-from ..networks.weights import alias_names, check_weights, describe_misfits
-from ..output import check_output, new_folder
+from ..networks.weights import describe_misfits
+from ..output import check_output
 from ..planning.plan import ConversionPlan
-from ..records import write_json
 from ..reports.predict import predict_report
 from ..reports.report import ConversionReport
-from .card import model_card
 from .fingerprint import take_fingerprint
-from .folder import (
-    CARD,
-    CONFIG,
-    FORMAT_METADATA,
-    REPORT,
-    WEIGHTS,
-    open_checkpoint,
-    reason_not_a_checkpoint,
-)
+from .folder import open_checkpoint, reason_not_a_checkpoint
 from .load import place_stored_plan_
-from .loading_code import loading_code
-from .stamp import METADATA_KEY, PROVENANCE, Stamp, config_hash
-
-# Entries of timm's config that say where to find the weights. They are omitted, since the weights
-# are in the same folder.
-SOURCE_KEYS = {
-    "url",
-    "file",
-    "state_dict",
-    "hf_hub_id",
-    "hf_hub_filename",
-    "source",
-    "architecture",
-    "custom_load",
-}
+from .write import state_to_save, write_checkpoint
 
 
 def save_converted(
@@ -64,7 +35,6 @@ def save_converted(
     force: bool = False,
     fingerprint: bool = True,
     pictures: Mapping[str, bytes] | None = None,
-    meta: nn.Module | None = None,
 ) -> Path:
     """Write a converted model as a checkpoint folder.
 
@@ -81,8 +51,6 @@ def save_converted(
             summary of its output in the weights file for `dcls-convert verify`. If False, none of
             the model's code runs.
         pictures: Files to add, from `views.plot.picture_files`; the model card shows them.
-        meta: An unconverted meta model of the plan's source, if the caller has one; converted in
-            place.
 
     Returns:
         The folder's path.
@@ -101,35 +69,50 @@ def save_converted(
         if provenance is None:  # the model was loaded by timm
             provenance = checkpoint.provenance
         plan = _with_current_head(checkpoint.plan, model)
-    check_fits_plan(model, plan, meta)
-    if report is None:
-        report = predict_report(plan)
-    if pictures is None:
-        pictures = {}
-    files = f"`{CONFIG}` holds the plan and the rules; `{REPORT}` says what each layer costs."
-    texts = {
-        REPORT: replace(report, output=".").to_json(),  # the folder can be moved
-        CARD: model_card(
-            report,
-            loading_code(plan.model),
-            files,
-            pictures=pictures.keys(),
-            provenance=provenance,
-        ),
-    }
-    with new_folder(folder, force=force, reason_to_keep=reason_not_a_checkpoint) as partial:
-        write_checkpoint_files(
-            model,
-            plan,
-            partial,
-            timm_config(model, plan),
-            texts,
-            fingerprint=fingerprint,
-            provenance=provenance,
-        )
-        for name, content in pictures.items():
-            (partial / name).write_bytes(content)
+    state = state_to_save(model)
+    check_fits_plan(model, state, plan)
+    write_checkpoint(
+        model,
+        plan,
+        folder,
+        state,
+        report=report or predict_report(plan),
+        fingerprint=take_fingerprint(model, plan.input_size) if fingerprint else None,
+        provenance=provenance,
+        force=force,
+        pictures=pictures or {},
+    )
     return folder
+
+
+def save_just_converted(
+    model: nn.Module,
+    plan: ConversionPlan,
+    folder: Path,
+    *,
+    report: ConversionReport,
+    force: bool,
+    pictures: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write a model right after its conversion, when it cannot have been edited.
+
+    The arguments are those of `save_converted`. Values are checked; that the model is its plan's
+    is not.
+
+    Raises:
+        CheckpointError: A value is not finite, or the folder cannot be written.
+    """
+    write_checkpoint(
+        model,
+        plan,
+        folder,
+        state_to_save(model),
+        report=report,
+        fingerprint=take_fingerprint(model, plan.input_size),
+        provenance=provenance_of(model),
+        force=force,
+        pictures=pictures or {},
+    )
 
 
 def convert_and_save_(
@@ -152,46 +135,29 @@ def convert_and_save_(
     folder = Path(folder)
     check_output(folder, force=force, reason_to_keep=reason_not_a_checkpoint)
     report = convert_(model, **options)
-    save_converted(model, report.plan, folder, report=report, force=force)
+    save_just_converted(model, report.plan, folder, report=report, force=force)
     return report
 
 
-def check_fits_plan(model: nn.Module, plan: ConversionPlan, meta: nn.Module | None = None) -> None:
+def check_fits_plan(model: nn.Module, state: Mapping[str, Tensor], plan: ConversionPlan) -> None:
     """Refuse a model that could not be loaded again from its folder.
 
     Args:
         model: The converted or folded model.
+        state: Its state dict.
         plan: The plan that was carried out on it.
-        meta: An unconverted meta model of the plan's source, if there is one; converted in place.
 
     Raises:
-        CheckpointError: Layers, ties, names or shapes are not the plan's, or a value is missing or
-            not finite.
+        CheckpointError: Layers, ties, names or shapes are not the plan's.
     """
-    state = model.state_dict()
-    for name, tensor in state.items():
-        if not isinstance(tensor, Tensor):
-            raise CheckpointError(
-                f"the model cannot be saved: its state dict has {name}, which is not a tensor"
-            )
-        if tensor.is_meta:
-            raise CheckpointError(
-                f"the model cannot be saved: {name} is on the meta device, without values"
-            )
-    problem = next(_problems(model, state, plan, meta), None)
+    problem = next(_problems(model, state, plan), None)
     if problem is not None:
         raise CheckpointError(
             f"the model no longer fits its plan, so its folder could not be loaded: {problem}"
         )
-    check_weights(model, state, "the model")
 
 
-def _problems(
-    model: nn.Module,
-    state: Mapping[str, Tensor],
-    plan: ConversionPlan,
-    meta: nn.Module | None,
-) -> Iterator[str]:
+def _problems(model: nn.Module, state: Mapping[str, Tensor], plan: ConversionPlan) -> Iterator[str]:
     """Yield a message for each difference between a model and its plan."""
     if not plan.folded:
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -199,10 +165,9 @@ def _problems(
         yield from _tie_problems(modules, plan)
     source = ModelSource(name=plan.model or "", args=plan.model_args)
     if source.kind in REGISTRIES:
-        if meta is None:
-            meta = build_model(source, device="meta")
-        place_stored_plan_(meta, plan)
-        yield from describe_misfits(meta, state)
+        rebuilt = build_model(source, device="meta")
+        place_stored_plan_(rebuilt, plan)
+        yield from describe_misfits(rebuilt, state)
 
 
 def _layer_problems(modules: Mapping[str, nn.Module], plan: ConversionPlan) -> Iterator[str]:
@@ -260,91 +225,3 @@ def _input_channels(model: nn.Module, default: int) -> int:
         return default
     channels: int = getattr(model.get_submodule(name), "in_channels", default)
     return channels
-
-
-def timm_config(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
-    """Return the contents of a config.json that timm can read.
-
-    It has `model_args` for this package's entry in timm's registry, and the preprocessing in
-    `pretrained_cfg`.
-    """
-    cfg = {}
-    for key, value in (getattr(model, "pretrained_cfg", None) or {}).items():
-        if key not in SOURCE_KEYS and value is not None:
-            cfg[key] = value
-    counts = {}
-    for name in ("num_classes", "num_features"):
-        count = getattr(model, name, None)
-        if isinstance(count, int):
-            counts[name] = count
-    if "num_classes" in counts:
-        cfg["num_classes"] = counts["num_classes"]
-    if plan.input_size is not None:
-        cfg["input_size"] = list(plan.input_size)
-    return {
-        "architecture": TIMM_ARCHITECTURE,
-        **counts,
-        "model_args": timm_model_args(plan),
-        "pretrained_cfg": cfg,
-    }
-
-
-def write_checkpoint_files(
-    model: nn.Module,
-    plan: ConversionPlan,
-    folder: Path,
-    config: Mapping[str, Any],
-    texts: Mapping[str, str],
-    *,
-    fingerprint: bool = True,
-    provenance: Provenance | None = None,
-) -> None:
-    """Write config, other texts and weights into an empty folder.
-
-    Args:
-        model: The model whose tensors are written.
-        plan: The model's plan, which states the size of the image for the fingerprint.
-        folder: An empty folder.
-        config: Contents of config.json, without this package's own entries.
-        texts: Other text files: name to content.
-        fingerprint: Whether to run the model and store a summary of its outputs with the weights.
-        provenance: How the model was converted, if that is known.
-    """
-    output_fingerprint = None
-    if fingerprint:
-        output_fingerprint = take_fingerprint(model, plan.input_size)
-    tensors = _tensors_to_save(model)
-    own_entries: dict[str, Any] = {"tensors": tensors_hash(tensors.items())}
-    if provenance is not None:
-        own_entries[PROVENANCE] = provenance.to_dict()
-    config = {**config, METADATA_KEY: own_entries}
-    config_text = write_json(config)
-    for name, text in {CONFIG: config_text, **texts}.items():
-        (folder / name).write_text(text, encoding="utf-8", newline="")
-    # Hash the config as it will be read back: JSON turns all keys into strings.
-    stamp = Stamp(
-        version=__version__,
-        config=config_hash(json.loads(config_text)),
-        fingerprint=output_fingerprint,
-    )
-    weights = folder / WEIGHTS
-    save_file(tensors, weights, metadata={METADATA_KEY: stamp.to_json(), **FORMAT_METADATA})
-    # safetensors does not use the default permissions, so copy them from the config.
-    weights.chmod((folder / CONFIG).stat().st_mode)
-
-
-def _tensors_to_save(model: nn.Module) -> dict[str, Tensor]:
-    """Return each tensor once, on the CPU and in storage of its own, as safetensors requires."""
-    aliases = alias_names(model)
-    seen_storages = set[int]()
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        if name in aliases:
-            continue
-        cpu_tensor = tensor.detach().cpu().contiguous()
-        storage = cpu_tensor.untyped_storage().data_ptr()
-        if storage in seen_storages and cpu_tensor.numel():
-            cpu_tensor = cpu_tensor.clone()
-        tensors[name] = cpu_tensor
-        seen_storages.add(storage)
-    return tensors

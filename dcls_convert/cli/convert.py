@@ -286,13 +286,13 @@ def _reason_to_keep(path: Path) -> str | None:
 
 def _save(conversion: "Conversion", output: Path, result: OutputOptions) -> None:
     """Write the checkpoint."""
-    from ..checkpoints.save import save_converted
+    from ..checkpoints.save import save_just_converted
     from ..views.plot import picture_files
 
     assert conversion.model is not None
     model = conversion.model.eval().cpu()
     pictures = picture_files(model, conversion.plan, output) if result.html else None
-    save_converted(
+    save_just_converted(
         model,
         conversion.plan,
         output,

@@ -13,9 +13,11 @@ from typing import Any
 from torch import nn
 
 from ..checkpoints.card import model_card
+from ..checkpoints.fingerprint import take_fingerprint
 from ..checkpoints.folder import CARD, WEIGHTS, reason_not_a_checkpoint
 from ..checkpoints.loading_code import loading_code
-from ..checkpoints.save import save_converted, timm_config, write_checkpoint_files
+from ..checkpoints.save import save_just_converted
+from ..checkpoints.write import state_to_save, timm_config, write_checkpoint_files
 from ..conversion.provenance import provenance_of
 from ..errors import DclsConvertError, ModelError
 from ..networks.building import build_model, shapes_of
@@ -52,7 +54,7 @@ def write_timm_folder(folded: FoldedModel) -> ExportReport:
                 f"{folded.checkpoint.folder} is folded already, and {reason}"
             ) from reason
         folded.notify(f"writing {folded.output}, a dcls-convert checkpoint")
-        save_converted(model, plan, folded.output, report=report, force=folded.force)
+        save_just_converted(model, plan, folded.output, report=report, force=folded.force)
         return folded.report("dcls", 0.0, loading_code(plan.model), note=str(reason))
 
 
@@ -77,7 +79,12 @@ def _write_for_timm(
         folded.output, force=folded.force, reason_to_keep=reason_not_a_checkpoint
     ) as partial:
         write_checkpoint_files(
-            folded.model, plan, partial, config, {CARD: card}, provenance=provenance
+            partial,
+            config,
+            {CARD: card},
+            state_to_save(folded.model),
+            fingerprint=take_fingerprint(folded.model, plan.input_size),
+            provenance=provenance,
         )
         with weights_on_meta_(folded.model, partial / WEIGHTS):
             # Equal shapes do not mean equal outputs, so the loaded model is run.

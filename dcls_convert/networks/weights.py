@@ -272,10 +272,14 @@ def alias_names(model: nn.Module) -> dict[str, str]:
 
     A tensor has several names if its module has several places in the model.
     """
+    return aliases_in(model.state_dict(keep_vars=True))
+
+
+def aliases_in(state: Mapping[str, Tensor]) -> dict[str, str]:
+    """Do the same as `alias_names`, from a state dict that has the model's very tensors."""
     first_names: dict[int, str] = {}  # by the id of the tensor
     aliases: dict[str, str] = {}
-    own = model.state_dict(keep_vars=True)
-    for name, tensor in own.items():
+    for name, tensor in state.items():
         first = first_names.setdefault(id(tensor), name)
         if first != name:
             aliases[name] = first

@@ -15,6 +15,7 @@ from dcls_convert import convert_and_save_, load_converted, predict_report, save
 from dcls_convert.checkpoints import folder as checkpoint_folder
 from dcls_convert.checkpoints.fingerprint import take_fingerprint
 from dcls_convert.checkpoints.folder import CONFIG, FILES, WEIGHTS, read_plan
+from dcls_convert.checkpoints.save import save_just_converted
 from dcls_convert.checkpoints.stamp import config_hash, read_stamp
 from dcls_convert.checkpoints.verify import verify_folder as verify
 from dcls_convert.errors import CheckpointError
@@ -51,25 +52,31 @@ def test_an_existing_folder_is_refused_before_the_model_is_converted(tmp_path):
     other = users_model()
     report = convert_and_save_(model, tmp_path / "out", dilated_size=9, init="random")
     assert same_states(load_converted(tmp_path / "out", model=users_model()), model)
-    with pytest.raises(CheckpointError, match="give the unconverted one"):
+    with pytest.raises(CheckpointError, match="give the unconverted network as"):
         load_converted(tmp_path / "out")
-    with pytest.raises(CheckpointError, match=r"out already exists; force=True replaces it$"):
+    with pytest.raises(
+        CheckpointError, match=r"out already exists; name another, or replace it by force$"
+    ):
         convert_and_save_(other, tmp_path / "out", dilated_size=11)
     assert type(other.get_submodule(report.layers[0].name)) is nn.Conv2d
     convert_and_save_(other, tmp_path / "out", dilated_size=11, init="random", force=True)
     assert read_plan(tmp_path / "out").layers[0].dilated_size == (11, 11)
 
 
-def test_a_meta_model_from_the_caller_is_used(converted, tmp_path, monkeypatch):
+def test_a_model_is_built_again_only_if_it_may_have_been_edited(converted, tmp_path, monkeypatch):
     model, plan = converted
-    meta, other = (
-        build_model(ModelSource(name=f"timm:{name}"), device="meta")
-        for name in (TINY, "test_resnet")
-    )
-    monkeypatch.setattr("dcls_convert.checkpoints.save.build_model", None)
-    assert save(tmp_path / "out", model, plan, meta=meta, fingerprint=False).is_dir()
-    with pytest.raises(CheckpointError, match="does not fit"):
-        save(tmp_path / "other", model, plan, meta=other, fingerprint=False)
+    built = []
+
+    def counting_build(*args, **options):
+        built.append(args)
+        return build_model(*args, **options)
+
+    monkeypatch.setattr("dcls_convert.checkpoints.save.build_model", counting_build)
+    save_just_converted(model, plan, tmp_path / "new", report=predict_report(plan), force=False)
+    assert not built
+    save(tmp_path / "old", model, plan, fingerprint=False)
+    assert len(built) == 1
+    meta = build_model(ModelSource(name=f"timm:{TINY}"), device="meta")
     with pytest.raises(CheckpointError, match="on the meta device, without values"):
         save(tmp_path / "none", meta, plan)
 
