@@ -22,6 +22,7 @@ from .options import (
     AuthorsVersionOption,
     Budget,
     Calibrate,
+    CheckpointKey,
     Device,
     DilatedSize,
     Force,
@@ -111,6 +112,7 @@ def convert(
     model: Model,
     pretrained: Pretrained = False,
     checkpoint: Weights = None,
+    checkpoint_key: CheckpointKey = None,
     num_classes: NumClasses = None,
     in_chans: InChans = None,
     model_kwargs: ModelKwargs = None,
@@ -149,6 +151,7 @@ def convert(
         in_chans=in_chans,
         pretrained=pretrained,
         weights=checkpoint,
+        checkpoint_key=checkpoint_key,
         options=PlanOptions(
             dilated_size=dilated_size,
             kernel_count=kernel_count,

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..input import check_file, check_folder, check_images
+from ..input import check_folder, check_images
+from ..networks.weights_formats import find_weights_file
 from ..options import (
     AUTO,
     CALIBRATION_IMAGES,
@@ -37,9 +38,9 @@ WHERE_THEY_START = "Where they start"
 OUTPUT = "Output"
 
 
-def _existing_file(path: Path | None) -> Path | None:
+def _weights_file(path: Path | None) -> Path | None:
     if path is not None:
-        check_file(path)
+        find_weights_file(path)
     return path
 
 
@@ -90,8 +91,17 @@ Weights = Annotated[
     typer.Option(
         "--checkpoint",
         metavar="FILE",
-        help="Start from a safetensors or torch file (including the DCLS authors' checkpoints).",
-        callback=_existing_file,
+        help="Start from a safetensors or torch file (including the DCLS authors' checkpoints), "
+        "an index of shards, or the weights in a folder.",
+        callback=_weights_file,
+        rich_help_panel=WHAT_TO_CONVERT,
+    ),
+]
+CheckpointKey = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KEY",
+        help="Which weights of the file, if it holds several: ema, state_dict, encoder_q, ...",
         rich_help_panel=WHAT_TO_CONVERT,
     ),
 ]

@@ -13,6 +13,7 @@ from . import console
 from .options import (
     HOW_MANY_ELEMENTS,
     OUTPUT,
+    CheckpointKey,
     InChans,
     InputSize,
     InterpolationOption,
@@ -77,6 +78,7 @@ def sweep(
     model: Model,
     pretrained: Pretrained = False,
     checkpoint: Weights = None,
+    checkpoint_key: CheckpointKey = None,
     num_classes: NumClasses = None,
     in_chans: InChans = None,
     model_kwargs: ModelKwargs = None,
@@ -110,6 +112,7 @@ def sweep(
         in_chans=in_chans,
         pretrained=pretrained,
         weights=checkpoint,
+        checkpoint_key=checkpoint_key,
         options=PlanOptions(rules=rules, strict=strict, tie=tie, interpolation=interpolation),
         input_size=input_size,
         offline=True,
@@ -147,6 +150,7 @@ def _command(request: ConversionRequest, combination: "Combination") -> str:
     values = {
         "pretrained": request.pretrained,
         "checkpoint": request.weights,
+        "checkpoint_key": request.checkpoint_key,
         "num_classes": request.num_classes,
         "in_chans": request.in_chans,
         "model_kwargs": request.model_kwargs,

@@ -144,9 +144,8 @@ def _read_weights(
     assert request.weights is not None
     notify("reading weights")
     where = request.weights_name
-    entries = rename_to_model(
-        structure, read_weights(request.weights, note=note), where=where, note=note
-    )
+    state = read_weights(request.weights, key=request.checkpoint_key, note=note)
+    entries = rename_to_model(structure, state, where=where, note=note)
     return RequestWeights(
         where=where,
         entries=entries,

@@ -48,6 +48,8 @@ class ConversionRequest:
     pretrained: bool = False  # with the weights that the model's library offers
     # A state dict or its file; its layers may be those of the authors' package.
     weights: "Mapping[str, Tensor] | Path | None" = None
+    # Which state dict of `weights`, such as "ema", or which names in it, such as "encoder_q".
+    checkpoint_key: str | None = None
     options: PlanOptions = field(default_factory=PlanOptions)
     # (channels, *spatial) at which MACs are counted; None for the size that the model states.
     input_size: Sequence[int] | None = None
@@ -100,6 +102,8 @@ class ConversionRequest:
 def _refuse_conflicts(request: ConversionRequest) -> None:
     if request.pretrained and request.weights is not None:
         raise PlanError("pretrained weights and a checkpoint exclude each other")
+    if request.checkpoint_key is not None and request.weights is None:
+        raise PlanError("a checkpoint key chooses weights in a checkpoint; give one")
     if request.authors_version is not None and request.weights is None:
         raise PlanError("the authors' version describes a checkpoint of theirs; give one")
     if request.plan is not None and (

@@ -2,10 +2,12 @@
 
 import argparse
 import contextlib
+import json
 import pickle
+import threading
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +16,32 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..input import check_file
+from ..input import check_file, read_bytes
 from ..progress import Note, ignore_messages
 from ..text import one_line, short_list, shortened
+from .state_dict_choice import UnreadValue, choose_state_dict
+from .weights_formats import SAFETENSORS, TORCH_SUFFIXES, find_weights_file, format_of_weights
 
-# Keys under which training scripts store a state dict. Averaged weights (EMA) come first, as in
-# timm.
-AVERAGED = ("state_dict_ema", "model_ema")
-STATE_DICT_KEYS = (*AVERAGED, "state_dict", "model_state_dict", "model", "net")
-MAX_NESTING = 3  # levels of mappings to open; bounded because a mapping can hold itself
-SAFETENSORS = ".safetensors"  # suffix
 MAX_HEADER_BYTES = 16 << 20  # bytes of a safetensors header; enough for 150,000 tensors
 # Largest ratio of unpacked size to file size for a torch file. torch itself does not compress.
 MAX_UNPACKED_RATIO = 20
-ZIP_MAGIC = b"PK\x03\x04"  # first bytes of a torch file
-OLD_TORCH_MAGIC = b"\x80\x02\x8a\n"  # first bytes of files of torch before 1.6
+# What a torch file may name besides tensors. timm's checkpoints hold their arguments as a
+# Namespace, often with paths, and many files hold scores as NumPy scalars. These are not needed,
+# and NumPy's own functions trust the types that a pickle states, so they are not called.
+HARMLESS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
+    argparse.Namespace,
+    (UnreadValue, "numpy.dtype"),
+    (UnreadValue, "numpy.ndarray"),
+    (UnreadValue, "numpy.core.multiarray.scalar"),
+    (UnreadValue, "numpy._core.multiarray.scalar"),
+    (UnreadValue, "numpy.core.multiarray._reconstruct"),
+    (UnreadValue, "numpy._core.multiarray._reconstruct"),
+    (UnreadValue, "pathlib.PosixPath"),
+    (UnreadValue, "pathlib.WindowsPath"),
+    (UnreadValue, "pathlib._local.PosixPath"),  # of Python 3.13
+    (UnreadValue, "pathlib._local.WindowsPath"),
+]
+_SAFE_GLOBALS_LOCK = threading.Lock()  # torch has one list for the process
 # Packed bits (bits8, float4_e2m1fn_x2) are left out: only special operators can read them.
 FLOAT_DTYPES = (
     torch.float64,
@@ -43,73 +56,83 @@ NUMBER_DTYPES = {*FLOAT_DTYPES, *INTEGER_DTYPES, torch.complex64, torch.complex1
 
 
 def read_weights(
-    weights: Mapping[str, Tensor] | str | Path, *, note: Note = ignore_messages
+    weights: Mapping[str, Tensor] | str | Path,
+    *,
+    key: str | None = None,
+    note: Note = ignore_messages,
 ) -> dict[str, Tensor]:
     """Return the given state dict, or read it from a safetensors or torch file.
 
-    Training scripts may wrap a state dict in mappings. If a file has averaged weights and others,
-    the averaged ones are used.
+    Training scripts may wrap state dicts in mappings: `choose_state_dict` says which is taken.
 
     Args:
-        weights: A state dict, or its file.
-        note: Called with a line that says under which keys the file has its weights.
+        weights: A state dict; its file, or the index of its shards; or a folder with one of these.
+        key: Says which state dict, see `choose_state_dict`.
+        note: Called with lines that say which file and which of its state dicts are taken.
 
     Raises:
         CheckpointError: The file cannot be read, or there is no state dict in it.
     """
     if isinstance(weights, Mapping):
-        return checked_entries(weights, "the state dict")
+        where = "the state dict"
+        state: Mapping[Any, Any] = weights
+        if key is not None:
+            state = choose_state_dict(weights, where, key=key, note=note)
+        return checked_entries(state, where)
     path = Path(weights)
-    where = f"checkpoint {path}"
-    content = _read_file(path, where)
-    keys = _keys_of_state_dict(content)
-    if keys is None:
-        kind = f"a {type(content).__name__}"
-        if isinstance(content, Mapping):
-            kind = f"a mapping with {short_list(key for key in content if isinstance(key, str))}"
-        raise CheckpointError(f"{where}: holds {kind}, not a state dict (names to tensors)")
-    if keys:
-        note(f"{where}: {_choice_of_weights(content, keys)}")
-    state = content
-    for key in keys:
-        state = state[key]
+    file = find_weights_file(path)
+    if file != path:
+        note(f"checkpoint {path}: takes {file.name}")
+    where = f"checkpoint {file}"
+    state = choose_state_dict(_read_file(file, where), where, key=key, note=note)
     return checked_entries(state, where)
 
 
 def _read_file(path: Path, where: str) -> Any:
-    """Return the content of a file, whose first bytes say what it is, whatever its suffix."""
-    check_file(path)
-    with path.open("rb") as file:
-        start = file.read(9)
-    if start.startswith((ZIP_MAGIC, OLD_TORCH_MAGIC)):
+    file_format = format_of_weights(path)
+    if file_format == "torch":
         return _read_torch(path, where)
-    header_length = int.from_bytes(start[:8], "little")
-    is_safetensors = start[8:] == b"{" and header_length < path.stat().st_size
-    if is_safetensors or path.suffix == SAFETENSORS:
+    if file_format == "safetensors":
         return load_safetensors(path, "checkpoint")
-    raise CheckpointError(f"{where}: give a safetensors file or one of torch.save; this is neither")
+    return _read_shards(path, where)
 
 
-def _keys_of_state_dict(content: Any, depth: int = 0) -> list[str] | None:
-    """Return the keys that lead to the state dict in nested mappings, or None if there is none."""
-    if not isinstance(content, Mapping) or depth > MAX_NESTING:
-        return None
-    for key in STATE_DICT_KEYS:
-        inner_keys = _keys_of_state_dict(content.get(key), depth + 1)
-        if inner_keys is not None:
-            return [key, *inner_keys]
-    if any(isinstance(value, Tensor) for value in content.values()):
-        return []
-    return None
+def _read_shards(index: Path, where: str) -> dict[str, Tensor]:
+    """Return the tensors of all shards that an index names; they lie beside it."""
+    file_names = _file_names_of_tensors(index, where)
+    state: dict[str, Tensor] = {}
+    for file_name in sorted(set(file_names.values())):
+        # An index from a stranger opens nothing else.
+        is_plain = Path(file_name).name == file_name and "\\" not in file_name
+        if not is_plain or not file_name.endswith((SAFETENSORS, *TORCH_SUFFIXES)):
+            raise CheckpointError(
+                f"{where}: {shortened(file_name)!r} is not a file name of weights"
+            )
+        shard = index.with_name(file_name)
+        content = _read_file(shard, f"checkpoint {shard}")
+        if not isinstance(content, Mapping):
+            raise CheckpointError(f"checkpoint {shard}: holds no state dict (names to tensors)")
+        state.update(content)
+    missing = file_names.keys() - state.keys()
+    if missing:
+        raise CheckpointError(f"{where}: its files lack {short_list(sorted(missing))}")
+    return state
 
 
-def _choice_of_weights(content: Mapping[Any, Any], keys: list[str]) -> str:
-    """Describe which of a file's weights are used."""
-    place = " / ".join(keys)
-    others = [key for key in STATE_DICT_KEYS if key not in AVERAGED and key in content]
-    if keys[0] in AVERAGED and others:
-        return f"takes the averaged weights, {place}, not {short_list(others)}"
-    return f"takes the weights under {place}"
+def _file_names_of_tensors(index: Path, where: str) -> dict[str, str]:
+    """Return which file has which tensor, as an index of shards states it."""
+    try:
+        content = json.loads(read_bytes(index))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where}: not a readable index: {one_line(error)[:200]}") from error
+    file_names: Any = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(file_names, dict) or not all(map(_is_text, file_names.values())):
+        raise CheckpointError(f"{where}: not an index of weights: it needs a weight_map of files")
+    return file_names
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def checked_entries(state: Mapping[Any, Any], where: str) -> dict[str, Tensor]:
@@ -126,6 +149,10 @@ def checked_entries(state: Mapping[Any, Any], where: str) -> dict[str, Tensor]:
         )
     entries: dict[str, Tensor] = {}
     for name, value in state.items():
+        if isinstance(value, UnreadValue):
+            raise CheckpointError(
+                f"{where}: entry {shortened(name, 120)!r} is a NumPy value or a path; save tensors"
+            )
         if not isinstance(value, Tensor):
             raise CheckpointError(
                 f"{where}: entry {shortened(name, 120)!r} is a {type(value).__name__}, not a tensor"
@@ -207,21 +234,28 @@ def _read_torch(path: Path, where: str) -> Any:
                 f"{where}: its parts unpack to {unpacked:,} bytes, "
                 f"more than {MAX_UNPACKED_RATIO} times the file's size"
             )
-        # timm's training checkpoints hold their arguments as a Namespace. Old files make torch
-        # warn about its own code.
-        with (
-            path.open("rb") as file,  # of a path, torch would read the suffix
-            warnings.catch_warnings(action="ignore"),
-            torch.serialization.safe_globals([argparse.Namespace]),
-        ):
-            return torch.load(file, map_location="cpu", weights_only=True)
+        with _SAFE_GLOBALS_LOCK, torch.serialization.safe_globals(HARMLESS):
+            return _unpickle(path, where)
     except CheckpointError:
         raise
     except Exception as error:  # damaged bytes can raise anything when unpickled: struct.error, ...
-        problem = "download or save it again; it is damaged"
-        if isinstance(error, pickle.UnpicklingError):
-            problem = (
-                "save its state dict alone, torch.save(model.state_dict(), FILE); "
-                "it holds more than tensors, which would run code, or it is damaged"
-            )
-        raise CheckpointError(f"{where}: {problem} ({type(error).__name__})") from error
+        raise CheckpointError(
+            f"{where}: download or save it again; it is damaged ({type(error).__name__})"
+        ) from error
+
+
+def _unpickle(path: Path, where: str) -> Any:
+    try:
+        # Old files make torch warn about its own code.
+        with path.open("rb") as file, warnings.catch_warnings(action="ignore"):
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        refused: list[str] = []
+        with contextlib.suppress(Exception):  # an old file, or a damaged one
+            refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        names = f" ({short_list(sorted(refused))})" if refused else ""
+        raise CheckpointError(
+            f"{where}: save its state dict alone, torch.save(model.state_dict(), FILE); it holds "
+            f"more than tensors{names}, which would run code, or it is damaged "
+            f"({type(error).__name__})"
+        ) from error

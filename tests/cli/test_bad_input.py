@@ -271,7 +271,7 @@ def test_what_is_no_value_of_an_option_is_refused_with_what_is(option, values, a
             "input size 3x1x1: the model does not run on the meta device at (3, 1, 1): "
         ),
         "--checkpoint gone.pth": "checkpoint gone.pth: there is no such file",
-        "--checkpoint /": "checkpoint /: is not a file",
+        "--checkpoint /": "checkpoint /: this folder has no file of weights",
         # options in conflict
         "--plan . --budget 90": "a plan is applied unchanged; omit the planning options",
         "--dry-run --force": "--force has no effect with --dry-run",

@@ -118,10 +118,10 @@ NEITHER = r"give a safetensors file or one of torch.save; this is neither$"
 NO_SAFETENSORS = "not a readable safetensors file"
 DAMAGES = {
     "missing.pth": (lambda *_: None, "there is no such file"),
-    "folder.pth": (lambda _, path: path.mkdir(), "is not a file"),
+    "folder.pth": (lambda _, path: path.mkdir(), "this folder has no file of weights"),
     "pipe.pth": (lambda _, path: os.mkfifo(path), "is not a file"),
     "broken link.pth": (lambda _, path: path.symlink_to("nowhere"), "is a broken link"),
-    "empty.pth": (lambda _, path: path.touch(), NEITHER),
+    "empty.pth": (lambda _, path: path.touch(), "is empty; download or save it again$"),
     "text.txt": (lambda _, path: path.write_text("my weights"), NEITHER),
     "cut.pth": (cut, r"download or save it again; it is damaged \(\w+\)$"),
     "whole model.pth": (torch_file(lambda _: network()), r"save its state dict alone, torch\.save"),
@@ -136,7 +136,7 @@ DAMAGES = {
     ),
     "code.pth": (
         torch_file(lambda _: Payload()),
-        r"it holds more than tensors, which would run code, .* \(UnpicklingError\)$",
+        r"more than tensors \(tests[.\w]*\.ran\), which would run code, .* \(UnpicklingError\)$",
     ),
     "tensor.pth": (
         torch_file(lambda _: torch.zeros(3)),
