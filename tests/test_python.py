@@ -85,7 +85,7 @@ def test_a_report_gives_no_advice_for_a_shell_and_says_why_macs_are_missing():
     for advice in ("dcls-convert", "-v ", "--"):
         assert advice not in text
     plan = dcls_convert.plan_conversion(dcls_convert.find_convs(unet()), dilated_size=7)
-    assert "skipped says why" in shown(plan)
+    assert "skipped says why" in shown(dcls_convert.predict_report(plan))
 
 
 @pytest.mark.usefixtures("quick_fit")

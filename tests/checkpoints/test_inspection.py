@@ -146,4 +146,4 @@ def test_the_folder_of_a_folded_model_has_no_positions(converted, tmp_path):
     assert position_sets(plan) == ()
     folder = save(tmp_path / "folded", model, plan)
     line = f"error: {folder}: is folded into plain convolutions, which have no positions\n"
-    assert run("inspect", folder, "--json", code=2) == ("", line)
+    assert run("inspect", folder, code=2) == ("", line)
