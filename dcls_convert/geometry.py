@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TypeGuard, cast
 
 from .errors import PlanError
+from .text import count_text
 
 MAX_CELLS = 1 << 28  # in one layer's constructed kernels; 1 GiB in float32
 # TensorFlow's SAME padding, which depends on the input's size, as in timm's Conv2dSame.
@@ -48,9 +49,8 @@ def check_window(
             the window changes the size of a dense axis.
     """
     if len(window) != len(kernel_size):
-        sides = "side" if len(window) == 1 else "sides"
         raise PlanError(
-            f"window {size_text(window)} has {len(window)} {sides}, "
+            f"window {size_text(window)} has {count_text(len(window), 'side')}, "
             f"the kernel has {len(kernel_size)}"
         )
     for axis, (kernel, spacing, size) in enumerate(zip(kernel_size, dilation, window, strict=True)):
@@ -161,7 +161,9 @@ def keeps_centre(before: int, after: int, extent: int, stride: int) -> bool:
     if before == after:
         if before in (0, extent - 1):
             return False
-        rounding = 1 if extent % 2 == 0 else 0
+        rounding = 0
+        if extent % 2 == 0:
+            rounding = 1
         return extent - stride - rounding <= total <= extent - 1 + rounding
     return (before, after) == _halves(total) and extent - stride <= total <= extent - 1
 

@@ -43,9 +43,10 @@ def check_output(path: Path, *, force: bool, reason_to_keep: ReasonToKeep) -> No
             )
         # For a name that is too long, `is_symlink` and `exists` raise OSError.
         if path.is_symlink() or path.exists():
-            # Without `force`, do not look into folders: that may need slow imports.
-            reason = reason_to_keep(path) if force or not path.is_dir() else None
-            if reason:
+            if not force and path.is_dir():
+                raise OutputExistsError(path)  # without `reason_to_keep`, whose imports may be slow
+            reason = reason_to_keep(path)
+            if reason is not None:
                 raise CheckpointError(
                     f"output {path} {reason}, so it is left as it is; name another"
                 )

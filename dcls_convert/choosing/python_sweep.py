@@ -80,7 +80,10 @@ def sweep(
     )
     windows: list[RequestedSize] = []
     for size in sizes or ():
-        windows.append(size if isinstance(size, int | str) else tuple(size))
+        if isinstance(size, int | str):
+            windows.append(size)
+        else:
+            windows.append(tuple(size))
     with show_progress_in_python(type(model).__name__, progress) as notify:
         return make_sweep(
             request,
@@ -114,5 +117,8 @@ def _call_text(request: ConversionRequest, combination: Combination) -> str:
     if request.input_size is not None:
         others["input_size"] = request.input_size
     for name, value in others.items():
-        texts.append(f"{name}={value!r}" if isinstance(value, str | int) else f"{name}={name}")
+        text = name
+        if isinstance(value, str | int):
+            text = repr(value)
+        texts.append(f"{name}={text}")
     return f"dcls_convert.convert_(model, {', '.join(texts)})"

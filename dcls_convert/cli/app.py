@@ -146,7 +146,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         interrupted = True
     if interrupted:
-        code = 128 + console.interrupts[0] if console.interrupts else EXIT_INTERRUPTED
+        code = EXIT_INTERRUPTED
+        if console.interrupts:
+            code = 128 + console.interrupts[0]
         line = "interrupted"
     # Only the last line is left to print; a signal must not interrupt that.
     for number in SIGNALS:

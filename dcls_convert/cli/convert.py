@@ -228,9 +228,12 @@ def _run(request: ConversionRequest, result: OutputOptions) -> None:
             output = result.output or _default_output(planned)
             check_output(output, force=result.force, reason_to_keep=_reason_to_keep)
 
+        stored_plan = None
+        if request.plan is not None:
+            stored_plan = read_plan(request.plan)
         conversion = convert(
             request,
-            stored_plan=None if request.plan is None else read_plan(request.plan),
+            stored_plan=stored_plan,
             approve=approve,
             notify=notify,
             note=ignore_messages if result.quiet else console.note,
@@ -269,7 +272,9 @@ def _default_output(conversion: "Conversion") -> Path:
         size = f"-plus{plan.growth_of_mixed_kernels}"
     elif len(sizes) == 1:
         (sides,) = sizes
-        size = str(sides[0]) if len(set(sides)) == 1 else size_text(sides)
+        size = size_text(sides)
+        if len(set(sides)) == 1:
+            size = str(sides[0])
     start = ""
     if conversion.request.calibration is not None:
         start = "-calibrated"
@@ -294,7 +299,9 @@ def _save(conversion: "Conversion", output: Path, result: OutputOptions) -> None
 
     assert conversion.model is not None
     model = conversion.model.eval().cpu()
-    pictures = picture_files(model, conversion.plan, output) if result.html else None
+    pictures = None
+    if result.html:
+        pictures = picture_files(model, conversion.plan, output)
     save_just_converted(
         model,
         conversion.plan,

@@ -1,5 +1,6 @@
 """`dcls-convert fold`: turn the layers of a checkpoint into plain convolutions."""
 
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -105,23 +106,22 @@ def _lines(report: "ExportReport") -> list[str]:
         change = f" → {report.params_after:,}, {reason}"
     layers = f"{count_text(report.layers, 'layer')} of {report.checkpoint}"
     error = f"{report.relative_error:.1e}"
-    lines = [
+    return [
         f"Folded {layers}; parameters {report.params_before:,}{change}.",
         f"Outputs match the checkpoint (relative error {error}).",
         f"Wrote {report.output}: {_description(report)}.",
         "",
+        *textwrap.indent(report.loading, "    ").splitlines(),
     ]
-    for line in report.loading.splitlines():
-        lines.append(f"    {line}" if line else "")
-    return lines
 
 
 def _description(report: "ExportReport") -> str:
     """Say what the output is, and what loads it."""
     if report.kind == "stock timm":
-        kernel_args = report.kernel_args or {}
-        sizes = ", ".join(f"{name}={value}" for name, value in kernel_args.items())
-        arguments = f", with {sizes}" if sizes else ""
+        arguments = ""
+        if report.kernel_args:
+            sizes = ", ".join(f"{name}={value}" for name, value in report.kernel_args.items())
+            arguments = f", with {sizes}"
         return f"timm loads it by itself{arguments}; dcls-convert is not needed"
     if report.kind == "dcls":
         # If timm alone cannot load the folder, the code to load it has one of these arguments.

@@ -97,7 +97,9 @@ def start_from_kernels_(
     done_weights = 0  # the time for a group grows with its dense weights
     for group in groups:
         last = first + len(group.layer_plans) - 1
-        which = f"layer {last}" if last == first else f"layers {first} to {last}"
+        which = f"layers {first} to {last}"
+        if last == first:
+            which = f"layer {last}"
         notify(f"fitting {group.title}, {which} of {layer_count}", done_weights, total_weights)
         covariance_roots = None
         if statistics is not None:

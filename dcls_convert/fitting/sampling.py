@@ -53,9 +53,13 @@ class PatchSampler:
         lines = layer.in_channels
         for axis in layer.dense_axes:
             lines *= layer.kernel_size[axis]
-        self.line_groups = layer.groups if joint else lines
-        # Number of first axes of a view of patches that together index its line groups.
-        self._line_group_axes = 1 if joint else 1 + len(layer.dense_axes)
+        # The first `_line_group_axes` axes of a view of patches together index its line groups.
+        if joint:
+            self.line_groups = layer.groups
+            self._line_group_axes = 1
+        else:
+            self.line_groups = lines
+            self._line_group_axes = 1 + len(layer.dense_axes)
         self.patch_length = lines * math.prod(box.sides) // self.line_groups  # R * S
 
     def sample(

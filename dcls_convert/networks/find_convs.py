@@ -42,7 +42,9 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
     traced, macs_note = _try_trace(model, size)
     spatial = {names[0] for conv, names in names_of.items() if max(conv.kernel_size) > 1}
     stages = find_stages(model, _output_strides(traced), spatial)
-    image_channels = size[0] if size is not None else IMAGE_CHANNELS
+    image_channels = IMAGE_CHANNELS
+    if size is not None:
+        image_channels = size[0]
     modules_by_parameter = _modules_by_parameter(model)
     sites: list[ConvSite] = []
     skipped = list(other_forms(model))

@@ -182,7 +182,9 @@ def _tensor_error(place: str, value: Tensor, other: Tensor) -> float:
     scale = float(a.abs().max())
     if difference == 0:
         return 0.0
-    return difference / scale if scale else math.inf
+    if scale == 0:
+        return math.inf
+    return difference / scale
 
 
 def _in_double_precision(tensor: Tensor) -> Tensor:
@@ -219,7 +221,9 @@ def _parts(value: Any, depth: int) -> dict[str, Any] | None:
     fields = dict(getattr(value, "__dict__", {}))
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
-        for name in [slots] if isinstance(slots, str) else slots:
+        if isinstance(slots, str):
+            slots = [slots]
+        for name in slots:
             if hasattr(value, name):
                 fields[name] = getattr(value, name)
     if not fields:

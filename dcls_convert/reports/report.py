@@ -234,7 +234,9 @@ def _largest_error_lines(report: ConversionReport) -> list[RenderableType]:
     has_output_errors = any(layer.output_error is not None for layer in report.layers)
     errors: list[tuple[float, LayerReport]] = []
     for layer in report.layers:
-        error = layer.output_error if has_output_errors else layer.fit_error
+        error = layer.fit_error
+        if has_output_errors:
+            error = layer.output_error
         if error is not None and error >= SMALL_ERROR:
             errors.append((error, layer))
     if not errors:
