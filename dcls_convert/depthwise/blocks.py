@@ -23,9 +23,9 @@ from .eager import is_batched
 from .launching import Launch, Launches, aligned
 from .layouts import is_channels_last
 
-SIDE: int = kernels.SIDE.value  # cells of a block's side
-CELLS: int = kernels.CELLS.value  # of a block
-PACK_CHANNELS: int = kernels.PACK_CHANNELS.value
+_SIDE: int = kernels.SIDE.value  # cells of a block's side
+_CELLS: int = kernels.CELLS.value  # of a block
+_PACK_CHANNELS: int = kernels.PACK_CHANNELS.value
 # The bank's gradient is summed in parts if C x taps programs are fewer than this, so that a large
 # GPU is busy.
 MIN_PROGRAMS = 1056
@@ -68,12 +68,12 @@ class Plan:
         precision: str,
     ) -> None:
         images, channels, rows, columns = shape
-        block_rows = ceil_div(rows, SIDE)
-        block_columns = ceil_div(columns, SIDE)
+        block_rows = ceil_div(rows, _SIDE)
+        block_columns = ceil_div(columns, _SIDE)
         blocks = images * block_rows * block_columns
         # Blocks that an output depends on, along each axis; no more than the map has.
-        taps_down = 2 * min(ceil_div(window[0] // 2, SIDE), block_rows - 1) + 1
-        taps_across = 2 * min(ceil_div(window[1] // 2, SIDE), block_columns - 1) + 1
+        taps_down = 2 * min(ceil_div(window[0] // 2, _SIDE), block_rows - 1) + 1
+        taps_across = 2 * min(ceil_div(window[1] // 2, _SIDE), block_columns - 1) + 1
         self.input_shape = (images, channels, rows, columns)
         self.output_shape = (
             images,
@@ -105,7 +105,7 @@ class Plan:
     def pack(self, maps: Tensor, steps: Pair = (1, 1)) -> Tensor:
         """Copy maps into blocks (C, M, CELLS); with steps of 2, zeros come between their cells."""
         blocks = torch.empty(
-            (self.channels, self.blocks, CELLS), dtype=self.dtype, device=self.device
+            (self.channels, self.blocks, _CELLS), dtype=self.dtype, device=self.device
         )
         self._copy_cells(aligned(maps), blocks, steps, unpack=False)
         return blocks
@@ -139,7 +139,7 @@ class Plan:
         strides_in_units = [stride // unit for stride in strides]
         return Launch(
             kernels.pack,
-            (self.blocks, ceil_div(self.channels, PACK_CHANNELS), 1),
+            (self.blocks, ceil_div(self.channels, _PACK_CHANNELS), 1),
             (*strides_in_units, self.channels // unit, *self.map_sizes),
             (*steps, unit, channels_adjacent, columns_adjacent, unpack),
         )
@@ -159,7 +159,7 @@ class Plan:
     def new_bank(self) -> Tensor:
         """Allocate a bank (C, taps, CELLS, CELLS)."""
         return torch.empty(
-            (self.channels, self.taps, CELLS, CELLS), dtype=self.dtype, device=self.device
+            (self.channels, self.taps, _CELLS, _CELLS), dtype=self.dtype, device=self.device
         )
 
     def convolve(
@@ -192,7 +192,7 @@ class Plan:
     def gradient_of_bank(self, blocks: Tensor, gradients: Tensor) -> Tensor:
         """Return the bank's gradient as partial sums (parts, C, taps, CELLS, CELLS) in float32."""
         partial_sums = torch.empty(
-            (self.parts, self.channels, self.taps, CELLS, CELLS),
+            (self.parts, self.channels, self.taps, _CELLS, _CELLS),
             dtype=torch.float32,
             device=self.device,
         )
@@ -395,9 +395,9 @@ def gradients_by_torch(
 def maps_of_blocks(blocks: Tensor, plan: Plan) -> Tensor:
     """Put blocks (C, M, CELLS) together to maps (N, C, H, W)."""
     rows, columns, block_rows, block_columns, _ = plan.map_sizes
-    maps = blocks.reshape(plan.channels, -1, block_rows, block_columns, SIDE, SIDE)
+    maps = blocks.reshape(plan.channels, -1, block_rows, block_columns, _SIDE, _SIDE)
     maps = maps.permute(1, 0, 2, 4, 3, 5)  # (N, C, block rows, SIDE, block columns, SIDE)
-    maps = maps.reshape(-1, plan.channels, block_rows * SIDE, block_columns * SIDE)
+    maps = maps.reshape(-1, plan.channels, block_rows * _SIDE, block_columns * _SIDE)
     return maps.narrow(2, 0, rows).narrow(3, 0, columns)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-ALIGNMENT = 16  # bytes; kernels load and store so many at once
+LOAD_BYTES = 16  # bytes; kernels load and store so many at once
 # Compiled programs, by all that they depend on.
 _programs: dict[tuple[object, ...], Any] = {}
 
@@ -20,7 +20,7 @@ _programs: dict[tuple[object, ...], Any] = {}
 class Launch:
     """A kernel with everything but its tensors, which have the same dtypes in each call.
 
-    Tensors must begin at multiples of ALIGNMENT, as torch allocates them, unless the kernel
+    Tensors must begin at multiples of LOAD_BYTES, as torch allocates them, unless the kernel
     excludes them from specialisation. It must exclude the sizes. Under `torch.compile`, the launch
     becomes a part of the graph; in Triton's interpreter, the kernel is interpreted.
 
@@ -107,7 +107,7 @@ class Launches:
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy if it does not begin at a multiple of ALIGNMENT."""
-    if torch.compiler.is_compiling() or tensor.data_ptr() % ALIGNMENT == 0:
+    """Return the tensor, or a copy if it does not begin at a multiple of LOAD_BYTES."""
+    if torch.compiler.is_compiling() or tensor.data_ptr() % LOAD_BYTES == 0:
         return tensor
     return tensor.clone()

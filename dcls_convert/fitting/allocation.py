@@ -11,7 +11,7 @@ from torch import Tensor
 from ..geometry import ceil_div
 from .fit_settings import CountSettings
 
-SETTINGS = CountSettings()
+COUNT_SETTINGS = CountSettings()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,11 +52,11 @@ def counts_of_min_error(groups: Sequence[GroupErrors], limit: int) -> list[int]:
 
 def _first_counts(max_count: int) -> set[int]:
     """Return evenly spaced counts from 1 to the largest, or all of them if there are few."""
-    if max_count <= SETTINGS.measure_all:
+    if max_count <= COUNT_SETTINGS.measure_all:
         return set(range(1, max_count + 1))
     counts = set()
-    for step in range(SETTINGS.first_counts):
-        counts.add(1 + round((max_count - 1) * step / (SETTINGS.first_counts - 1)))
+    for step in range(COUNT_SETTINGS.first_counts):
+        counts.add(1 + round((max_count - 1) * step / (COUNT_SETTINGS.first_counts - 1)))
     return counts
 
 
@@ -85,7 +85,7 @@ def solve_knapsack(
         errors: Error by count, for each group.
         limit: Maximum number of parameters of all groups together.
     """
-    unit = max(math.gcd(*costs), ceil_div(limit, SETTINGS.max_units))
+    unit = max(math.gcd(*costs), ceil_div(limit, COUNT_SETTINGS.max_units))
     units = limit // unit
     # min_sum[u] is the least sum of errors of the groups so far, if they spend at most u units.
     min_sum = torch.zeros(units + 1, dtype=torch.float64)

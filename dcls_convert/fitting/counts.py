@@ -21,15 +21,12 @@ from ..planning.plan_options import PlanOptions
 from ..planning.planner import make_plan
 from ..planning.rule_files import parse_rules
 from ..progress import Notify
-from .allocation import GroupErrors, counts_of_min_error
+from .allocation import COUNT_SETTINGS, GroupErrors, counts_of_min_error
 from .boxes import Box
 from .calibrate import CalibrationStatistics, measure_inputs
 from .calibration_images import Calibration
-from .fit_settings import CountSettings
 from .groups import LayerGroup, make_layers
 from .warm_start import fit_elements, relative_errors
-
-SETTINGS = CountSettings()
 
 
 @full_precision()
@@ -174,7 +171,7 @@ def sample_channels(
     pairs = math.prod(sizes)
     steps = [1, 1, 1]
     for axis in (output_axis, input_axis, group_axis):
-        steps[axis] = max(1, min(sizes[axis], pairs // SETTINGS.max_channel_pairs))
+        steps[axis] = max(1, min(sizes[axis], pairs // COUNT_SETTINGS.max_channel_pairs))
         pairs //= steps[axis]
     every_group = slice(None, None, steps[group_axis])
     every_output = slice(None, None, steps[output_axis])

@@ -36,11 +36,9 @@ from . import element_kernels as kernels
 from .bilinear_plain import construct_by_broadcasting
 from .clamp_tensors import per_axis
 
-WINDOW_CELLS: int = kernels.WINDOW_CELLS.value
-ELEMENTS: int = kernels.ELEMENTS.value
-ELEMENTS_OF_BANK: int = kernels.ELEMENTS_OF_BANK.value
-# Tensors of these dtypes are read and written in float32.
-DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+_WINDOW_CELLS: int = kernels.WINDOW_CELLS.value
+_ELEMENTS: int = kernels.ELEMENTS.value
+_ELEMENTS_OF_BANK: int = kernels.ELEMENTS_OF_BANK.value
 
 _launches = Launches()
 
@@ -117,7 +115,7 @@ class _Construction(Function):
             key = ("gradients", count, elements, size, dtypes, weight.device)
             launch = _launches.find(key)
             if launch is None:
-                grid = (ceil_div(weight.numel(), ELEMENTS), 1, 1)
+                grid = (ceil_div(weight.numel(), _ELEMENTS), 1, 1)
                 new = Launch(kernels.gradients_of_elements, grid, (count, elements), size)
                 launch = _launches.keep(key, new)
             launch(weight, clamped, grad_windows.contiguous(), grad_weight, grad_positions)
@@ -126,7 +124,7 @@ class _Construction(Function):
 
 def _construct_launch(count: int, elements: int, size: Pair) -> Launch:
     cells = next_power_of_2(size[0] * size[1])
-    at_once = max(1, WINDOW_CELLS // cells)
+    at_once = max(1, _WINDOW_CELLS // cells)
     return Launch(
         kernels.construct,
         (ceil_div(count, at_once), 1, 1),
@@ -217,7 +215,7 @@ def _gradients(
     if launch is None:
         new = Launch(
             kernels.gradients_by_bank,
-            (plan.channels, ceil_div(elements, ELEMENTS_OF_BANK), 1),
+            (plan.channels, ceil_div(elements, _ELEMENTS_OF_BANK), 1),
             (plan.channels, elements, plan.parts, *plan.tap_sizes),
             plan.window,
         )

@@ -12,7 +12,8 @@ from ..geometry import size_text
 from ..tables import Column, Table, indented, title
 from ..text import count_text
 
-MIN_NAME_WIDTH = 16  # columns of the terminal; names of tie groups, which most rows are, are short
+# Terminal columns of the names; most rows are tie groups, whose names are short.
+NAME_WIDTH = 16
 
 
 def _elements(row: PositionRow) -> str:
@@ -53,7 +54,7 @@ def inspection_view(inspection: Inspection) -> RenderableType:
         lines.append("Sigma: mean width of the elements, in cells.")
     model = "" if inspection.model is None else f", {inspection.model} with DCLS"
     heading = title(inspection.folder, model)
-    table = Table(POSITION_COLUMNS, rows, totals=_totals(inspection), min_name_width=MIN_NAME_WIDTH)
+    table = Table(POSITION_COLUMNS, rows, totals=_totals(inspection), min_name_width=NAME_WIDTH)
     parts: list[RenderableType] = [heading, Text(), table, Text(), *map(indented, lines)]
     if inspection.provenance is not None:
         parts += [Text(), Text(" Converted by:", style="bold")]

@@ -51,7 +51,7 @@ def test_no_other_counts_within_the_limit_have_a_smaller_sum(groups, more):
 
 
 def test_coarse_units_keep_to_the_limit(monkeypatch):
-    monkeypatch.setattr(allocation, "SETTINGS", CountSettings(max_units=50))
+    monkeypatch.setattr(allocation, "COUNT_SETTINGS", CountSettings(max_units=50))
     costs = [97, 61, 13]
     errors = [{count: 1 / count for count in range(1, 30)}] * 3
     chosen = solve_knapsack(costs, errors, 1000)
