@@ -69,7 +69,7 @@ class Table(Generic[Row]):
             rules.append("---" if left else "---:")
         lines = [_markdown_line(headings), _markdown_line(rules)]
         for row in rows:
-            lines.append(_markdown_line(map(_escape_markdown, row)))
+            lines.append(_markdown_line(cell.translate(MARKDOWN_ESCAPES) for cell in row))
         return "".join(lines)
 
     def surplus(self, console: Console, options: ConsoleOptions) -> int:
@@ -93,7 +93,7 @@ class Table(Generic[Row]):
         texts = []
         for row in self._all_rows():
             texts.append([column.text(row) for column in columns])
-        return _headings(columns), texts
+        return [column.heading for column in columns], texts
 
     def _all_rows(self) -> list[Row]:
         return [*self.rows, *self.totals]
@@ -142,16 +142,8 @@ class Table(Generic[Row]):
         return rich_table
 
 
-def _headings(columns: Sequence[Column[Row]]) -> list[str]:
-    return [column.heading for column in columns]
-
-
 def _word_columns(columns: Sequence[Column[Row]]) -> list[Column[Row]]:
     return [column for column in columns if column.words]
-
-
-def _escape_markdown(cell: str) -> str:
-    return cell.translate(MARKDOWN_ESCAPES)
 
 
 def _markdown_line(cells: Iterable[str]) -> str:

@@ -217,7 +217,6 @@ def _run(request: ConversionRequest, result: OutputOptions) -> None:
         from ..checkpoints.folder import read_plan
         from ..conversion.convert import convert
         from ..networks.running import check_device
-        from ..reports.advice import Advice
         from ..reports.report import report_view
         from ..views.next_steps import next_steps
 
@@ -251,9 +250,14 @@ def _run(request: ConversionRequest, result: OutputOptions) -> None:
     elif result.quiet:
         console.show_path(output)
     else:
-        advice = Advice(cheaper_sizes=_sweep_command(request), why_kept="-v says why")
         report = replace(report, outcome=None)  # shown by `next_steps`, with the checkpoint
-        console.show(report_view(report, verbose=result.verbose, advice=advice), *steps)
+        shown = report_view(
+            report,
+            verbose=result.verbose,
+            cheaper_sizes=_sweep_command(request),
+            why_kept="-v says why",
+        )
+        console.show(shown, *steps)
 
 
 def _default_output(conversion: "Conversion") -> Path:

@@ -133,7 +133,7 @@ def find_kernel_args(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
         raise ModelError(f"{plan.model or 'the model'} is not in timm's registry")
     base = build_model(ModelSource(name=f"timm:{name}", args=plan.model_args), device="meta")
     parameters = inspect.signature(type(base).__init__).parameters
-    arguments = list(filter(_is_kernel_argument, parameters))
+    arguments = [name for name in parameters if any(word in name for word in KERNEL_WORDS)]
     folded_shapes = shapes_of(model)
     for kernel_args in _candidates(base, plan, arguments):
         source = ModelSource(name=f"timm:{name}", args={**plan.model_args, **kernel_args})
@@ -147,10 +147,6 @@ def find_kernel_args(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
     raise ModelError(
         f"timm's {name} cannot be built with these kernel sizes: no value of {tried} gives them"
     )
-
-
-def _is_kernel_argument(name: str) -> bool:
-    return any(word in name for word in KERNEL_WORDS)
 
 
 def _candidates(

@@ -18,7 +18,6 @@ from ..planning.plan import ConversionPlan
 from ..records import Record
 from ..tables import Table, as_html, as_text, indented
 from ..text import count_text, printable, shortened
-from .advice import Advice
 from .cost_tables import LayerTotals, ModelCost, layer_table, model_table, stage_table
 from .costs import BudgetReport, LayerReport, MacsChange, Outcome, ParamsChange
 from .number_text import before_after, percent, short_before_after
@@ -107,7 +106,11 @@ class ConversionReport(Record):
 
 
 def report_view(
-    report: ConversionReport, *, verbose: int = 0, advice: Advice | None = None
+    report: ConversionReport,
+    *,
+    verbose: int = 0,
+    cheaper_sizes: str = "dcls_convert.sweep(model), before converting",
+    why_kept: str = "skipped says why",
 ) -> RenderableType:
     """Return a report as it is shown in a terminal of at least 80 columns.
 
@@ -115,11 +118,10 @@ def report_view(
         report: The report to show.
         verbose: 0 shows a row for each stage. 1 shows a row for each layer, and the reasons why
             other convolutions are kept. 2 also names each kept convolution.
-        advice: What the reader is told to do; None for what is done in Python.
+        cheaper_sizes: The command or call that shows the costs of other sizes.
+        why_kept: Where to read why convolutions are kept; follows "3 convolutions kept; ".
     """
-    if advice is None:
-        advice = Advice()
-    parts = [*_heading(report, advice), Text()]
+    parts = [*_heading(report), *_warnings(report, cheaper_sizes), Text()]
     if verbose == 0:
         parts += [stage_table(report.layers), Text(), indented(_budget_sentence(report))]
         if report.macs.note:
@@ -127,15 +129,15 @@ def report_view(
         parts += map(indented, _error_sentences(report))
         parts += map(indented, outcome_sentences(report.outcome))
         if report.skipped:
-            parts.append(indented(f"{_skipped_count(report)} kept; {advice.why_kept}."))
+            parts.append(indented(f"{_skipped_count(report)} kept; {why_kept}."))
     else:
         parts += _details(report)
         parts += _kept_lines(report, by_name=verbose > 1)
     return Group(*parts)
 
 
-def _heading(report: ConversionReport, advice: Advice) -> list[RenderableType]:
-    """Return lines on the costs of the conversion and on what was converted, and warnings."""
+def _heading(report: ConversionReport) -> list[RenderableType]:
+    """Return lines on the costs of the conversion and on what was converted."""
     totals = LayerTotals(layers=report.layers)
     kernels = f"{totals.counts} elements in {totals.windows}"
     if report.plan.growth_of_mixed_kernels is not None:
@@ -148,11 +150,10 @@ def _heading(report: ConversionReport, advice: Advice) -> list[RenderableType]:
     return [
         Text(_headline(report), style=_headline_style(report)),
         Text(kernels) + Text(printable(model), style="dim"),
-        *_warnings(report, advice),
     ]
 
 
-def _warnings(report: ConversionReport, advice: Advice) -> list[Text]:
+def _warnings(report: ConversionReport, cheaper_sizes: str) -> list[Text]:
     """Return warnings about costly windows, and about layers that only lose weights."""
     warnings = []
     added_macs = report.macs.percent or 0.0  # percent; 0 if unknown
@@ -163,7 +164,7 @@ def _warnings(report: ConversionReport, advice: Advice) -> list[Text]:
         factor = 1 + added_macs / 100
         warnings.append(Text(f"{factor:.1f} times the MACs. Cheaper sizes are shown by"))
         # Never wrapped, so that it can be copied.
-        command = f"    {printable(advice.cheaper_sizes)}"
+        command = f"    {printable(cheaper_sizes)}"
         warnings.append(Text(command, no_wrap=True, overflow="ignore"))
     losing_layers = sum(_only_loses_weights(layer) for layer in report.layers)
     if losing_layers:
