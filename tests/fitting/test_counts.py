@@ -218,7 +218,7 @@ def test_scope_error_needs_kernels_to_measure():
     model = network()
     with pytest.raises(DclsConvertError, match="convert_"):
         plan_conversion(find_convs(model, INPUT_SIZE), dilated_size=9, scope="error")
-    with pytest.raises(DclsConvertError, match="is for init='fit'"):
+    with pytest.raises(DclsConvertError, match="is for init 'fit'"):
         convert_(model, dilated_size=9, scope="error", init="random", input_size=INPUT_SIZE)
     with torch.device("meta"):
         meta_model = network()
