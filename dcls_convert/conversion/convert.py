@@ -221,7 +221,7 @@ def _start_layers_(
             version=request.authors_version,
             new_classifier=request.num_classes is not None,
         )
-        note_new_classifier(not_loaded, note)
+        note_new_classifier(ready.network, not_loaded, note)
         return LayerErrors(kernel={}, output={})
     lines = sum(layer.lines for layer in plan.layers)
     if request.start == "fit" and lines > MANY_LINES and request.device is None:

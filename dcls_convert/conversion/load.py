@@ -1,5 +1,6 @@
 """Load what a request names: the network's source, its structure, and its weights."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from ..networks.trust import check_source
 from ..networks.weights import build_and_load, check_weights, differing_num_classes
 from ..networks.weights_files import read_weights
 from ..progress import Note, Notify, ignore_messages
+from ..text import short_list
 from .authors import AuthorsWeights, split_authors_weights
 from .request import ConversionRequest
 
@@ -205,7 +207,7 @@ def build_network(
             seed=request.seed,
             new_classifier=weights.new_classifier,
         )
-        note_new_classifier(not_loaded, note)
+        note_new_classifier(network, not_loaded, note)
     else:
         notify("building with pretrained weights" if request.pretrained else "building")
         network = build_model(
@@ -216,7 +218,12 @@ def build_network(
     return network.to(request.device)
 
 
-def note_new_classifier(not_loaded: list[str], note: Note) -> None:
-    """Note which classifier tensors start at random because the weights' shapes differ."""
-    for name in not_loaded:
-        note(f"{name} has another shape in the checkpoint and starts from random values")
+def note_new_classifier(network: nn.Module, not_loaded: Collection[str], note: Note) -> None:
+    """Note which of the network's classifier tensors are new, and which in the file are unused."""
+    own_names = network.state_dict().keys()
+    new = [name for name in not_loaded if name in own_names]
+    unused = [name for name in not_loaded if name not in own_names]
+    if new:
+        note(f"no weights fit the classifier, which starts from random values: {short_list(new)}")
+    if unused:
+        note(f"the classifier in the weights is left out: {short_list(unused)}")

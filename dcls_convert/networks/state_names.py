@@ -2,18 +2,22 @@
 
 import contextlib
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..errors import CheckpointError
 from ..progress import Note, ignore_messages
 from ..text import short_list
+from .weights import CONVERTED_ENTRIES, classifier_prefixes
+from .wrappers import WRAPPER_NAMES
 
-# Largest share of names that may lack the prefix of all others. Those belong to a trainer, such as
-# the weights of its loss.
-MAX_SHARE_WITHOUT_PREFIX = 0.1
+MAX_PREFIX_PARTS = 8  # components of a prefix that is tried; bounded because a name can have any
+# Least share of the model's number of tensors under a prefix that is tried.
+MIN_SHARE_UNDER_PREFIX = 0.5
 
 
 def rename_to_model(
@@ -25,33 +29,55 @@ def rename_to_model(
 ) -> dict[str, Tensor]:
     """Rename the entries of a state dict to the model's names.
 
-    Prefixes that a trainer or wrapper puts before all names are removed, such as "module." from
-    DistributedDataParallel or "model." from Lightning. Original names of weights that timm
-    downloads are translated by timm's function for the model. Files of other programs may lack
-    BatchNorm's `num_batches_tracked`; inference does not use it, so 0 is filled in.
+    Names that wrappers add are removed, such as "_orig_mod.", and the prefix under which the
+    model's names are, such as "module." from DistributedDataParallel or "model." from Lightning.
+    Original names of weights that timm downloads are translated by timm's function for the model.
+    Files of other programs may lack BatchNorm's `num_batches_tracked`; inference does not use it,
+    so 0 is filled in. Tensors outside the model are left out, see `_without_outsiders`.
 
     Args:
         model: Its state dict has the names wanted.
         state: Weights under any names, which stay as they are if nothing fits better.
-        where: What notes call the state dict.
-        note: Called with a line about the removed prefix, and the entries that lack it.
+        where: What messages call the state dict.
+        note: Called with a line about each thing that is removed.
+
+    Raises:
+        CheckpointError: Several prefixes fit equally well.
     """
     own_names = model.state_dict().keys()
-    renamed = state
-    if own_names != state.keys():
-        prefix, renamed = _best_names(model, state, own_names)
-        if prefix:
-            note(_prefix_note(where, prefix, state))
-    completed = dict(renamed)
-    differing = own_names ^ renamed.keys()
-    if all(name in own_names and name.endswith(".num_batches_tracked") for name in differing):
-        for name in differing:
-            completed[name] = torch.tensor(0)
-    return completed
+    if own_names == state.keys():
+        return dict(state)
+    state = _without_wrapper_names(state, own_names, where, note)
+    prefix, best = _best_names(model, state, own_names, where)
+    if prefix:
+        note(_prefix_note(where, prefix, state))
+    renamed = dict(best)
+    for name in own_names - renamed.keys():
+        layer, _, entry = name.rpartition(".")
+        if entry == "num_batches_tracked" and f"{layer}.running_mean" in renamed:
+            renamed[name] = torch.tensor(0)
+    return _without_outsiders(model, renamed, where, note)
+
+
+def _without_wrapper_names(
+    state: Mapping[str, Tensor], own_names: Collection[str], where: str, note: Note
+) -> Mapping[str, Tensor]:
+    renamed: dict[str, Tensor] = {}
+    removed: dict[str, None] = {}
+    for name, tensor in state.items():
+        new_name = name
+        if name not in own_names:
+            removed.update(dict.fromkeys(WRAPPER_NAMES.findall(name)))
+            new_name = WRAPPER_NAMES.sub("", name)
+        renamed[new_name] = tensor
+    if not removed or len(renamed) < len(state):
+        return state
+    note(f"{where}: removes {short_list(removed)} from its names")
+    return renamed
 
 
 def _best_names(
-    model: nn.Module, state: Mapping[str, Tensor], own_names: Collection[str]
+    model: nn.Module, state: Mapping[str, Tensor], own_names: Collection[str], where: str
 ) -> tuple[str, Mapping[str, Tensor]]:
     """Find the prefix without which most names are the model's.
 
@@ -60,34 +86,68 @@ def _best_names(
     """
     best_prefix = ""
     best = _translated_by_timm(model, state, own_names)
-    prefix = _common_prefix(state)
-    while prefix is not None:
-        bare = {}
-        for name, tensor in state.items():
-            if name.startswith(prefix):
-                bare[name.removeprefix(prefix)] = tensor
+    equal_prefixes: list[str] = []
+    for prefix, bare in _entries_by_prefix(state, MIN_SHARE_UNDER_PREFIX * len(own_names)):
         translated = _translated_by_timm(model, bare, own_names)
-        if _count_known(translated, own_names) > _count_known(best, own_names):
+        better_by = _count_known(translated, own_names) - _count_known(best, own_names)
+        if better_by > 0:
             best_prefix = prefix
             best = translated
-        inner_prefix = _common_prefix(bare)
-        if inner_prefix is None:
-            break
-        prefix += inner_prefix
+            equal_prefixes = [prefix]
+        elif better_by == 0 and best_prefix and not prefix.startswith(best_prefix):
+            equal_prefixes.append(prefix)
+    if len(equal_prefixes) > 1:
+        raise CheckpointError(
+            f"{where}: holds several networks, under {short_list(equal_prefixes, 8)}; "
+            "name one as checkpoint key"
+        )
     return best_prefix, best
 
 
-def _common_prefix(names: Collection[str]) -> str | None:
-    """Return the first component that nearly all names share, with its dot, or None."""
-    counts: dict[str, int] = {}
-    for name in names:
-        component, dot, _ = name.partition(".")
-        if dot:
-            counts[component] = counts.get(component, 0) + 1
-    for component, count in counts.items():
-        if count >= (1 - MAX_SHARE_WITHOUT_PREFIX) * len(names):
-            return f"{component}."
-    return None
+def _entries_by_prefix(
+    state: Mapping[str, Tensor], least: float
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield each prefix of at least so many names, from short to long, with its entries."""
+    counts: Counter[str] = Counter()
+    for name in state:
+        parts = name.split(".", MAX_PREFIX_PARTS)
+        for length in range(1, len(parts)):
+            counts[".".join(parts[:length]) + "."] += 1
+    for prefix in sorted(counts, key=len):
+        if counts[prefix] >= least:
+            bare: dict[str, Tensor] = {}
+            for name, tensor in state.items():
+                if name.startswith(prefix):
+                    bare[name.removeprefix(prefix)] = tensor
+            yield prefix, bare
+
+
+def _without_outsiders(
+    model: nn.Module, state: dict[str, Tensor], where: str, note: Note
+) -> dict[str, Tensor]:
+    """Leave out tensors outside the model, if all of the model's are there, and say so.
+
+    Outside is what begins with no module or tensor of the model: a loss, a queue, an auxiliary
+    head. The classifier may be missing; whether it may is decided on loading.
+    """
+    own_names = model.state_dict().keys()
+    if not own_names & state.keys():
+        return state
+    for name in own_names - state.keys():
+        if not name.startswith(classifier_prefixes(model)):
+            return state
+    inside = {name for name, _ in model.named_children()}
+    inside.update(name.partition(".")[0] for name in own_names)
+    kept: dict[str, Tensor] = {}
+    outside: list[str] = []
+    for name, tensor in state.items():
+        if name.partition(".")[0] in inside or name.endswith(CONVERTED_ENTRIES):
+            kept[name] = tensor
+        else:
+            outside.append(name)
+    if outside:
+        note(f"{where}: ignored, because the model has no such parts: {short_list(outside)}")
+    return kept
 
 
 def _count_known(names: Iterable[str], own_names: Collection[str]) -> int:

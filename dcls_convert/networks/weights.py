@@ -14,6 +14,7 @@ from .copying import copy_network
 from .source import LIBRARY_KINDS, ModelSource
 
 USUAL_CLASSIFIERS = ("fc", "classifier", "head")  # for models that do not name their classifier
+CONVERTED_ENTRIES = ("dcls_positions", ".positions")  # how names of DCLS layers end
 ALIGNMENT = 64  # bytes; torch allocates memory at multiples of it
 
 
@@ -138,13 +139,13 @@ def check_weights(
 ) -> list[str]:
     """Check that a state dict fits a model and is finite.
 
-    With `new_classifier`, the classifier's tensors may have other shapes in the state dict. Their
-    names are returned; the model keeps its own values for them.
+    With `new_classifier`, the classifiers may differ: in shapes, or in all their tensors. Returns
+    the names of those that are not loaded; the model keeps its own values for them.
 
     Raises:
         CheckpointError: Names, shapes or number types differ, or a value is not finite.
     """
-    not_loaded = _reshaped_classifier(model, state) if new_classifier else []
+    not_loaded = _differing_classifier(model, state) if new_classifier else []
     to_load = _without(state, not_loaded)
     problem = next(describe_misfits(model, to_load, optional=not_loaded), None)
     if problem is None:
@@ -161,7 +162,7 @@ def _without(state: Mapping[str, Tensor], names: Collection[str]) -> dict[str, T
 
 def _reshaped_classifier(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
     """Return the classifier's tensors whose shapes differ between model and state dict."""
-    prefixes = _classifier_prefixes(model)
+    prefixes = classifier_prefixes(model)
     names: list[str] = []
     for name, tensor in model.state_dict().items():
         if name.startswith(prefixes) and name in state and state[name].shape != tensor.shape:
@@ -169,7 +170,22 @@ def _reshaped_classifier(model: nn.Module, state: Mapping[str, Tensor]) -> list[
     return names
 
 
-def _classifier_prefixes(model: nn.Module) -> tuple[str, ...]:
+def _differing_classifier(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
+    """Return the classifier's tensors, of the model or the state dict, that are not loaded.
+
+    A classifier of which the state dict has some tensors has all, or the file is damaged.
+    """
+    own_names = model.state_dict().keys()
+    names = _reshaped_classifier(model, state)
+    for prefix in classifier_prefixes(model):
+        ours = [name for name in own_names if name.startswith(prefix)]
+        theirs = [name for name in state if name.startswith(prefix)]
+        if not set(ours).intersection(theirs):
+            names += [*ours, *theirs]
+    return names
+
+
+def classifier_prefixes(model: nn.Module) -> tuple[str, ...]:
     """Return the prefixes of the classifier's tensor names, as timm states them, or usual ones."""
     config = getattr(model, "pretrained_cfg", None)
     classifiers: Any = None
@@ -230,9 +246,11 @@ def describe_misfits(
         differences.append(f"missing: {short_list(missing)}")
     if unexpected:
         differences.append(f"unexpected: {short_list(unexpected)}")
-    if missing and all(name.startswith(_classifier_prefixes(model)) for name in missing):
-        differences.append("weights without a classifier need a model of 0 classes")
-    if any(name.endswith(("dcls_positions", ".positions")) for name in unexpected):
+    if differences and all(
+        name.startswith(classifier_prefixes(model)) for name in (*missing, *unexpected)
+    ):
+        differences.append("state the number of classes for a new classifier, or 0 for none")
+    if any(name.endswith(CONVERTED_ENTRIES) for name in unexpected):
         differences.append(
             "these weights are converted already: load them into the converted model"
         )

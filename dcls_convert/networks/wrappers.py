@@ -1,5 +1,6 @@
 """Find what must be undone before a model or its parts can be converted: wrappers, other forms."""
 
+import re
 from collections.abc import Iterator
 
 import torch
@@ -17,6 +18,10 @@ WRAPPERS = (
     "FullyShardedDataParallel",
 )
 COMPILED = "_orig_mod"  # name of the module that torch.compile wraps
+# What wrappers add to names: torch.compile, FSDP1, checkpointing, DeepSpeed (in Lightning).
+WRAPPER_NAMES = re.compile(
+    r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\."
+)
 ADAPTED = "base_layer"  # name of the module that an adapter of peft wraps
 SCRIPTED = "is TorchScript; convert before torch.jit.script or torch.jit.trace"
 EXPORTED = "is a graph of operators; convert before torch.export"

@@ -5,7 +5,6 @@ Each record is one line of JSON. Lengths are in cells; positions count from the 
 
 import math
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from ..layers.position_statistics import (
     rms_per_axis,
 )
 from ..networks.position_parameters import PositionParameter, position_parameters
+from ..networks.wrappers import WRAPPER_NAMES
 from ..records import Record, adapter
 from ..text import one_line
 from .wrappers import full_tensor, unwrapped
@@ -39,8 +39,6 @@ FOLLOWED_DIGITS = 2  # decimals of their positions, in cells
 Length = Annotated[float, Field(ge=-1e40, le=1e40)]  # cells; wider than the range of float32
 Step = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Share = Annotated[float, Field(ge=0, le=1)]
-# Prefixes that wrappers of submodules add to names: torch.compile, FSDP1 and checkpointing.
-WRAPPER_NAMES = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

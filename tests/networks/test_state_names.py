@@ -7,6 +7,7 @@ import timm
 import torch
 from torch import nn
 
+from dcls_convert.errors import CheckpointError
 from dcls_convert.networks.state_names import rename_to_model
 from dcls_convert.networks.weights_files import read_weights
 
@@ -34,7 +35,7 @@ def prefixed(prefix, state):
         ),
         (
             lambda s: {"model": {"state_dict": prefixed("module._orig_mod.", s)}},
-            ["under model / state_dict", "removes the prefix 'module._orig_mod.' from its names"],
+            ["under model / state_dict", "removes _orig_mod from", "removes the prefix 'module.'"],
         ),
         (
             lambda s: {
@@ -43,7 +44,25 @@ def prefixed(prefix, state):
             },
             ["under state_dict", "'model.' from its names; ignored, because they lack it: loss"],
         ),
-        (lambda s: prefixed("backbone.net._orig_mod.", s), ["'backbone.net._orig_mod.'"]),
+        (lambda s: prefixed("backbone.net._orig_mod.", s), ["_orig_mod", "'backbone.net.'"]),
+        (lambda s: prefixed("_forward_module.model.", s), ["_forward_module", "'model.'"]),
+        (
+            lambda s: {name.replace("blocks.", "blocks._orig_mod."): s[name] for name in s},
+            ["removes _orig_mod from its names"],
+        ),
+        (
+            lambda s: {
+                f"m.{name.replace('.conv_dw', '._checkpoint_wrapped_module.conv_dw')}": s[name]
+                for name in s
+            },
+            ["removes _checkpoint_wrapped_module from its names", "the prefix 'm.'"],
+        ),
+        (
+            lambda s: (
+                prefixed("backbone.", s) | {f"decoder.{i}.weight": torch.ones(1) for i in range(99)}
+            ),
+            ["'backbone.' from its names; ignored, because they lack it: decoder.0.weight"],
+        ),
     ],
 )
 def test_wrappers_and_prefixes_are_understood_and_named(tmp_path, trained, wrap, says):
@@ -95,5 +114,45 @@ def test_batchnorm_counters_that_a_file_lacks_are_0():
     state = rename_to_model(timm.create_model("test_resnet"), file)
     assert state.keys() == complete.keys()
     assert all(not state[name] for name in counters)
-    file.pop("fc.weight")
-    assert not counters & rename_to_model(timm.create_model("test_resnet"), file).keys()
+    file.pop("conv1.1.running_mean")  # then the file lacks more than a counter
+    state = rename_to_model(timm.create_model("test_resnet"), file)
+    assert complete.keys() - state.keys() == {
+        "conv1.1.running_mean",
+        "conv1.1.num_batches_tracked",
+    }
+
+
+@pytest.mark.parametrize("second", ["ema_model.", "module.encoder_k.", "net.teacher.backbone."])
+def test_of_networks_under_several_prefixes_a_key_says_which(tmp_path, trained, second):
+    own = trained.state_dict()
+    state = prefixed(second, {name: tensor * 0 for name, tensor in own.items()})
+    state = {"state_dict": state | prefixed("model.", own) | {"queue": torch.ones(2)}}
+    torch.save(state, tmp_path / "weights.pth")
+    read = read_weights(tmp_path / "weights.pth")
+    with pytest.raises(CheckpointError, match=rf"under model\., {second}; name one as checkpoint"):
+        rename_to_model(trained, read)
+    for key, factor in (("model", 1), (second, 0)):
+        read = read_weights(tmp_path / "weights.pth", key=key)
+        chosen = rename_to_model(trained, read)
+        assert chosen.keys() == own.keys()
+        assert torch.equal(chosen["stem.0.weight"], own["stem.0.weight"] * factor)
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "model.net."])
+def test_tensors_outside_the_network_are_ignored_and_inside_they_stay(trained, prefix):
+    """The same whatever prefix the names have."""
+    own = trained.state_dict()
+    outside = {"aux_head.0.weight": torch.ones(1), "queue": torch.ones(2)}
+    inside = {"stages.0.more": torch.ones(1)}
+    notes = []
+    renamed = rename_to_model(trained, prefixed(prefix, own | outside), note=notes.append)
+    assert renamed.keys() == own.keys()
+    assert "because the model has no such parts: aux_head.0.weight, queue" in notes[-1]
+    renamed = rename_to_model(trained, prefixed(prefix, own) | outside, note=notes.append)
+    assert renamed.keys() == own.keys()
+    assert "aux_head.0.weight, queue" in notes[-1]
+    renamed = rename_to_model(trained, prefixed(prefix, own | inside))
+    assert renamed.keys() == own.keys() | inside.keys()
+    incomplete = {name: own[name] for name in own if name != "stem.0.weight"}
+    renamed = rename_to_model(trained, prefixed(prefix, incomplete | outside))
+    assert renamed.keys() == incomplete.keys() | outside.keys()  # the error names them all

@@ -56,7 +56,7 @@ def test_the_number_of_classes_is_that_of_the_file_if_none_is_stated(tmp_path):
 def test_weights_without_a_classifier_are_refused_with_the_option_to_use(tmp_path):
     save_file(timm.create_model(TINY, num_classes=0).state_dict(), tmp_path / "w.safetensors")
     weights = tmp_path / "w.safetensors"
-    with pytest.raises(CheckpointError, match="need a model of 0 classes"):
+    with pytest.raises(CheckpointError, match="state the number of classes for a new"):
         converted(TINY, weights=weights, offline=True)
     assert network_of(TINY, weights=weights, num_classes=0).num_classes == 0
 
@@ -105,10 +105,35 @@ def test_a_head_of_another_size_is_new_and_a_note_says_so(trained):
     converted(f"timm:{TINY}", offline=True, **options)
     network = network_of(f"timm:{TINY}", **options)
     assert (
-        "head.fc.weight has another shape in the checkpoint and starts from random values" in notes
+        "no weights fit the classifier, which starts from random values: head.fc.weight, "
+        "head.fc.bias" in notes
     )
     assert network.num_classes == 5
     assert torch.equal(network.stem[0].weight, trained.stem[0].weight)
+
+
+def test_a_classifier_that_the_file_lacks_or_has_otherwise_is_new_if_classes_are_stated(tmp_path):
+    own = timm.create_model("test_resnet", num_classes=0).state_dict()
+    projector = {f"fc.{i}.weight": torch.ones(4, 4) for i in (0, 2)}
+    for entries in ({}, projector):
+        torch.save(own | entries, tmp_path / "trunk.pth")
+        weights = tmp_path / "trunk.pth"
+        notes = []
+        network = network_of("test_resnet", weights=weights, num_classes=5, note=notes.append)
+        assert network.fc.weight.shape[0] == 5
+        assert all(torch.equal(network.state_dict()[name], own[name]) for name in own)
+        new = "no weights fit the classifier, which starts from random values: fc.weight, fc.bias"
+        assert new in notes
+        assert ("the classifier in the weights is left out: fc.0.weight, fc.2.weight" in notes) == (
+            entries != {}
+        )
+        with pytest.raises(CheckpointError, match="state the number of classes"):
+            network_of("test_resnet", weights=weights)
+    torch.save(timm.create_model("test_resnet").state_dict(), tmp_path / "all.pth")
+    assert network_of("test_resnet", weights=tmp_path / "all.pth", num_classes=0).num_classes == 0
+    torch.save(own | {"fc.bias": torch.ones(5)}, tmp_path / "half.pth")
+    with pytest.raises(CheckpointError, match=r"missing: fc\.weight"):
+        network_of("test_resnet", weights=tmp_path / "half.pth", num_classes=5)
 
 
 def test_masks_and_counters_of_a_model_are_loaded():
