@@ -4,7 +4,7 @@ This module imports nothing heavy, so that the command line refuses conflicting 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,10 +86,6 @@ class ConversionRequest:
         if self.init != AUTO:
             return self.init
         return "fit" if self.trained else "random"
-
-    def without_images(self) -> "ConversionRequest":
-        """Return the same request without its calibration."""
-        return replace(self, calibration=None, held_out=None, most_images=None, mean=None, std=None)
 
     @property
     def weights_name(self) -> str:
