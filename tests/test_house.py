@@ -31,13 +31,14 @@ from .command_line import imported_by
 
 PACKAGE = Path(dcls_convert.__file__).parent
 
+FRONT_DOOR = ("timm_plugin", "__init__", "__main__")
 # A folder (or a file beside the folders) imports only from those before it, in functions too. Every
 # folder may also import `__version__` from the package.
 ORDER = (
     *("text", "errors", "geometry", "options", "input", "records", "output", "tables", "progress"),
     *("depthwise", "layers", "networks", "planning", "reports"),
     *("fitting", "conversion", "checkpoints", "export", "tuning", "choosing", "views", "cli"),
-    *("timm_plugin", "__init__", "__main__"),
+    *FRONT_DOOR,
 )
 # The folders that import a library that is slow, optional or needs care; no others may.
 FOREIGN = {
@@ -114,6 +115,15 @@ def test_a_folder_imports_only_from_those_before_it():
         if rank[folder_of(name)] > rank[folder_of(module)]
     }
     assert upwards == set()
+
+
+def test_the_documentation_lists_the_folders_in_this_order():
+    text = (PACKAGE.parent / "docs" / "develop.md").read_text(encoding="utf-8")
+    table = text.partition("| folder | its job |\n")[2].partition("\n\n")[0]
+    names = []
+    for row in table.splitlines():
+        names += re.findall(r"`(\w+)(?:/|\.py)`", row.split("|")[1])
+    assert names == [name for name in ORDER if name not in FRONT_DOOR]
 
 
 def test_no_modules_import_each_other():
