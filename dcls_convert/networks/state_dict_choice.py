@@ -11,7 +11,7 @@ from ..text import short_list, shortened
 
 # Keys under which training scripts store a state dict. Averaged weights (EMA) come first, as in
 # timm.
-AVERAGED = ("state_dict_ema", "model_ema", "ema_state_dict", "params_ema", "ema")
+AVERAGED = ("state_dict_ema", "model_ema", "ema_state_dict", "params_ema", "ema_model", "ema")
 STATE_DICT_KEYS = (
     *AVERAGED,
     "state_dict",
@@ -105,7 +105,10 @@ def _why_there_is_none(content: Any) -> str:
     if several:
         return f"holds several state dicts: {short_list(several, 8)}; name one as checkpoint key"
     names = [key for key in content if isinstance(key, str)]
-    return f"holds a mapping with {short_list(names)}, not a state dict (names to tensors)"
+    text = f"holds a mapping with {short_list(names)}, not a state dict (names to tensors)"
+    if any(isinstance(value, Mapping) for value in content.values()):
+        text += "; a checkpoint key can name one that is inside"
+    return text
 
 
 def _choice_of_weights(content: Mapping[Any, Any], keys: list[str]) -> str:

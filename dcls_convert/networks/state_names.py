@@ -1,6 +1,7 @@
 """Translate the names of weights in files and from trainers into the network's own."""
 
 import contextlib
+import re
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -16,6 +17,7 @@ from .weights import CONVERTED_ENTRIES, classifier_prefixes
 from .wrappers import WRAPPER_NAMES
 
 MAX_PREFIX_PARTS = 8  # components of a prefix that is tried; bounded because a name can have any
+FLATTENED = re.compile(r"^(\w+)_([0-9]+)\.")  # beginning of a name in a `features_only` network
 # Least share of the model's number of tensors under a prefix that is tried.
 MIN_SHARE_UNDER_PREFIX = 0.5
 
@@ -51,7 +53,7 @@ def rename_to_model(
     prefix, best = _best_names(model, state, own_names, where)
     if prefix:
         note(_prefix_note(where, prefix, state))
-    renamed = dict(best)
+    renamed = _with_own_spelling(best, own_names, where, note)
     for name in own_names - renamed.keys():
         layer, _, entry = name.rpartition(".")
         if entry == "num_batches_tracked" and f"{layer}.running_mean" in renamed:
@@ -76,6 +78,28 @@ def _without_wrapper_names(
     return renamed
 
 
+def _with_own_spelling(
+    state: Mapping[str, Tensor], own_names: Collection[str], where: str, note: Note
+) -> dict[str, Tensor]:
+    """Rename entries of parts that were in DataParallel, or in timm's `features_only` networks.
+
+    The first have names such as "features.module.0.weight", the others "stages_0.weight".
+    """
+    renamed: dict[str, Tensor] = {}
+    changes: list[str] = []
+    for name, tensor in state.items():
+        new_name = name
+        if name not in own_names:
+            for spelling in (name.replace(".module.", "."), FLATTENED.sub(r"\1.\2.", name)):
+                if spelling in own_names and spelling not in state:
+                    new_name = spelling
+                    changes.append(f"{name} to {spelling}")
+        renamed[new_name] = tensor
+    if changes:
+        note(f"{where}: renames {short_list(changes, 1)}")
+    return renamed
+
+
 def _best_names(
     model: nn.Module, state: Mapping[str, Tensor], own_names: Collection[str], where: str
 ) -> tuple[str, Mapping[str, Tensor]]:
@@ -84,12 +108,15 @@ def _best_names(
     Returns:
         The prefix, "" for none, and the renamed entries.
     """
+    # Two networks that differ in the classifier alone are two networks.
+    classifier = classifier_prefixes(model)
+    wanted = [name for name in own_names if not name.startswith(classifier)] or own_names
     best_prefix = ""
     best = _translated_by_timm(model, state, own_names)
     equal_prefixes: list[str] = []
     for prefix, bare in _entries_by_prefix(state, MIN_SHARE_UNDER_PREFIX * len(own_names)):
         translated = _translated_by_timm(model, bare, own_names)
-        better_by = _count_known(translated, own_names) - _count_known(best, own_names)
+        better_by = _count_known(translated, wanted) - _count_known(best, wanted)
         if better_by > 0:
             best_prefix = prefix
             best = translated

@@ -68,24 +68,29 @@ def find_weights_file(path: Path) -> Path:
     shard = SHARD.fullmatch(file.name)
     if shard is not None and int(shard[3]) > 1:
         name, number, total, suffix = shard.groups()
-        raise CheckpointError(
-            f"checkpoint {file}: is part {number} of {total}; "
-            f"name the index of all, {name}{suffix}{INDEX}"
-        )
+        index = file.with_name(f"{name}{suffix}{INDEX}")
+        cure = f"name the index of all, {index.name}"
+        if not index.exists():
+            cure = f"the index of all, {index.name}, is missing"
+        raise CheckpointError(f"checkpoint {file}: is part {number} of {total}; {cure}")
     return file
 
 
 def _file_in_folder(folder: Path) -> Path:
-    """Return the index of shards in a folder, its one safetensors file, or its one torch file."""
-    names: list[str] = []
-    for path in sorted(folder.iterdir()):
-        if path.suffix == ".distcp" or path.name == ".metadata":
-            raise CheckpointError(f"checkpoint {folder}: {DCP}")
-        if not path.name.startswith("."):
-            names.append(path.name)
+    """Return the index of shards in a folder, its one safetensors file, or its one torch file.
+
+    If shards have no index, it is the first shard.
+    """
+    try:
+        all_names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {folder}: {error.strerror}") from error
+    if any(name.endswith(".distcp") or name == ".metadata" for name in all_names):
+        raise CheckpointError(f"checkpoint {folder}: {DCP}")
+    names = [name for name in all_names if not name.startswith(".")]
     for suffixes in ((f"{SAFETENSORS}{INDEX}", f".bin{INDEX}"), SAFETENSORS, TORCH_SUFFIXES):
         found = [name for name in names if name.endswith(suffixes)]
-        if len(found) > 1:
+        if len(found) > 1 and not SHARD.fullmatch(found[0]):
             raise CheckpointError(f"checkpoint {folder}: name one of {short_list(found, 5)}")
         if found:
             return folder / found[0]
@@ -148,8 +153,11 @@ def _describe_archive(path: Path) -> str | None:
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
+            start = min((part.header_offset for part in archive.infolist()), default=0)
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
         return None  # cut off or damaged; torch says so
+    if start > 0:  # several archives, one after the other: one for each tensor
+        return DCP
     if any(name.endswith("/constants.pkl") or "/code/" in name for name in names):
         return f"is TorchScript; {SAVE_STATE_DICT}"
     if any(

@@ -99,6 +99,14 @@ def test_numpy_values_and_paths_beside_weights_are_not_read(tmp_path, old):
         read(tmp_path, {"conv.weight": numpy.ones(2)}, old=old)
 
 
+def test_a_key_may_name_a_mapping_under_which_the_usual_keys_are(tmp_path):
+    content = {"checkpoint": {"model": CHOSEN}}
+    with pytest.raises(CheckpointError, match=r"a checkpoint key can name one that is inside$"):
+        read(tmp_path, content)
+    state, _ = read(tmp_path, content, "checkpoint")
+    assert is_chosen(state)
+
+
 def test_numpy_objects_that_would_be_read_as_code_stay_refused(tmp_path):
     content = {"state_dict": CHOSEN, "random": numpy.random.RandomState(0)}
     with pytest.raises(CheckpointError, match=r"more than tensors \(numpy\.random\.\w+"):

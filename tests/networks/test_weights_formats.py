@@ -54,6 +54,11 @@ def test_shards_are_read_by_their_index_or_folder_and_one_is_not_taken_for_all(t
     shard = tmp_path / f"model-00002-of-00002{suffix}"
     with pytest.raises(CheckpointError, match=f"is part 2 of 2; .* model{suffix}.index.json$"):
         read_weights(shard)
+    index.rename(index.with_suffix(".moved"))
+    for path in (shard, tmp_path):
+        with pytest.raises(CheckpointError, match=r"is part . of 2; the index .* is missing$"):
+            read_weights(path)
+    index.with_suffix(".moved").rename(index)
     shard.unlink()
     with pytest.raises(CheckpointError, match=r"of-00002.*: there is no such file"):
         read_weights(index)
@@ -131,6 +136,7 @@ KINDS = {
     ),
     "array.npy": (lambda path: numpy.save(path, numpy.ones(2)), "is a NumPy array; save"),
     "part.distcp": (distributed, r"is a distributed checkpoint \(DCP\); .* dcp_to_torch"),
+    "renamed.pth": (distributed, "is a distributed checkpoint"),
     "all.zip": (archive, "is an archive of net/model.pth; unpack it"),
     "packed.pth.gz": (text(b"\x1f\x8b\x08\x00"), "is compressed by gzip; unpack it"),
     "pointer.safetensors": (
