@@ -30,6 +30,7 @@ _PACK_CHANNELS: int = kernels.PACK_CHANNELS.value
 # GPU is busy.
 MIN_PROGRAMS = 1056
 MIN_BLOCKS_IN_PART = 256
+MAX_OFFSET = 2**31  # offsets inside an image, and inside a channel, are computed with 32 bits
 # If strides and channels are multiples of this, the compiler can load 16 bytes at once.
 UNIT = 8
 # Sizes of products by the bytes of a number: blocks in one program of the convolution, the sum's
@@ -124,6 +125,10 @@ class Plan:
         key = (unpack, maps.stride(), maps.dtype, steps)
         launch = self.launches.find(key)
         if launch is None:
+            if max_offset(maps) >= MAX_OFFSET:  # a part of a much larger tensor
+                maps = maps.contiguous(memory_format=self.memory_format)
+                self._copy_cells(maps, blocks, steps, unpack=unpack)
+                return
             launch = self.launches.keep(key, self._pack_launch(maps.stride(), steps, unpack))
         launch(maps, blocks)
 
@@ -174,7 +179,7 @@ class Plan:
         launch = self.launches.find(key)
         if launch is None:
             launch = self.launches.keep(key, self._convolve_launch(has_bias, turned))
-        launch(blocks, bank, bias, outputs)
+        launch(blocks, bank, bias.contiguous(), outputs)
         return outputs
 
     def _convolve_launch(self, has_bias: bool, turned: bool) -> Launch:
@@ -230,6 +235,15 @@ class Plan:
             launch = self.launches.keep(key, new)
         launch(partial_sums, gradient)
         return gradient
+
+
+def max_offset(maps: Tensor) -> int:
+    """Return the offset of an image's last number, or of the next image if that is larger."""
+    image_stride, *strides = maps.stride()
+    last = 0
+    for size, stride in zip(maps.shape[1:], strides, strict=True):
+        last += (size - 1) * stride
+    return max(last, image_stride)
 
 
 # Plans by all that they depend on. Their number is bounded: images of all sizes would make many.
@@ -385,6 +399,8 @@ def gradients_by_torch(
     with torch.enable_grad():
         output = function(*inputs)
     learnt = [tensor for tensor in inputs if tensor.requires_grad]
+    if not learnt:  # only the bias is learnt
+        return tuple(None for _ in inputs)
     found = torch.autograd.grad(
         output, learnt, grad_output, retain_graph=True, create_graph=torch.is_grad_enabled()
     )

@@ -269,7 +269,11 @@ def choices() -> tuple[Choice, ...]:
 
 
 def find_algorithm(
-    input: Tensor, kernel: Tensor, bias: Tensor | None, convolution: Convolution
+    input: Tensor,
+    kernel: Tensor,
+    bias: Tensor | None,
+    convolution: Convolution,
+    *others: Tensor,
 ) -> tuple[Algorithm, Case | None]:
     """Return the algorithm for these tensors, and the case for its `convolve`.
 
@@ -278,10 +282,14 @@ def find_algorithm(
     Args:
         kernel: Any tensor with the kernel's dtype, and the one that needs gradients.
         bias: As in `F.conv2d`.
+        others: More tensors that the algorithm's own functions may take.
     """
-    runs_eagerly = is_eager(input, kernel)
+    tensors = [input, kernel, *others]
+    if bias is not None:
+        tensors.append(bias)
+    runs_eagerly = is_eager(*tensors)
     dtype = None
-    if input.dim() == 4 and (runs_eagerly or is_compiled(input, kernel)):
+    if input.dim() == 4 and (runs_eagerly or is_compiled(*tensors)):
         dtype = _computed_dtype(input, kernel, bias)
     if dtype is None:
         return TORCH, None
@@ -383,7 +391,12 @@ def convolve(
 
 
 def _computed_dtype(input: Tensor, kernel: Tensor, bias: Tensor | None) -> torch.dtype | None:
-    """Return the dtype in which torch would convolve these tensors; None if their dtypes differ."""
+    """Return the dtype in which torch would convolve these tensors.
+
+    None if their dtypes or devices differ.
+    """
+    if kernel.device != input.device:
+        return None  # torch's convolution refuses this; kernels would read the wrong memory
     device = input.device.type
     dtype = input.dtype
     are_equal = kernel.dtype == dtype and (bias is None or bias.dtype == dtype)

@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 LOAD_BYTES = 16  # bytes; kernels load and store so many at once
+MAX_SMALL_BYTES = 2**31 - 1  # for AMD, Triton compiles offsets of 32 bits up to here
 # Compiled programs, by all that they depend on.
 _programs: dict[tuple[object, ...], Any] = {}
 
@@ -70,7 +71,10 @@ class Launch:
             return run
         dtypes = tuple(tensor.dtype for tensor in tensors)
         device = torch.cuda.current_device()
-        key = (self.kernel, self.constants, self.warps, self.stages, dtypes, device)
+        are_small = tuple(
+            tensor.untyped_storage().nbytes() <= MAX_SMALL_BYTES for tensor in tensors
+        )
+        key = (self.kernel, self.constants, self.warps, self.stages, dtypes, are_small, device)
         program = _programs.get(key)
         if program is None:
             program = self.kernel.warmup(

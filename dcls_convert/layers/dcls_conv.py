@@ -530,7 +530,9 @@ class DclsConv2d(DclsConvNd):
     def _convolve(self, input: Tensor) -> Tensor:
         """Convolve by the fastest algorithm; with blocks, without constructing the kernel."""
         convolution = self._convolution
-        algorithm, case = find_algorithm(input, self.weight, self.bias, convolution)
+        algorithm, case = find_algorithm(
+            input, self.weight, self.bias, convolution, self.positions
+        )
         if algorithm.name == "blocks" and case is not None and self._blocks_take_elements():
             from .one_launch import convolve_elements  # needs Triton
 

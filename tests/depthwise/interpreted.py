@@ -1,7 +1,7 @@
 """Run kernels in Triton's interpreter, and compare them with torch: a program of its own.
 
 Triton reads TRITON_INTERPRET when it is first imported, so this cannot run in the process of other
-tests. Give the names of functions below; without names, all run.
+tests. Give the names of functions below.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 from triton.runtime import interpreter
 
 from dcls_convert.depthwise import blocks, choice
@@ -127,9 +128,13 @@ def layer_of(interpolation, size, stride=1):
     return layer
 
 
-def results_of_layer(layer, images, algorithm):
+def prefer(algorithm):
     choice.preference = lambda: algorithm
     choice._decisions.clear()
+
+
+def results_of_layer(layer, images, algorithm):
+    prefer(algorithm)
     leaves = [images, *layer.parameters()]
     output = layer(images)
     generator = torch.Generator().manual_seed(1)
@@ -141,8 +146,7 @@ def results_of_layer(layer, images, algorithm):
     batch = torch.randn((2, *output.shape), generator=generator)
     batched = torch.autograd.grad(layer(images), leaves, batch, is_grads_batched=True)
     plain = torch.autograd.grad(layer(images), leaves, gradient)
-    choice.preference = lambda: "blocks"
-    choice._decisions.clear()
+    prefer("blocks")
     return [output, *gradients, *plain, *batched, *(value for value in second if value is not None)]
 
 
@@ -158,6 +162,37 @@ def layers():
             assert error < FLOAT32_ERROR, (interpolation, float(error))
         assert choice.choices()[-1].algorithm == "torch"
         assert choice.choices()[-2].algorithm == "blocks"
+
+
+def rare_layers():
+    """Gradients are torch's where few tensors are learnt; forward derivatives are torch's way."""
+    layer = layer_of("bilinear", (9, 9)).requires_grad_(False)
+    images = torch.randn(2, CHANNELS, 9, 10)
+    for leaf in (images, layer.weight, layer.positions, layer.bias):
+        leaf.requires_grad_()
+        for create_graph in (False, True):
+            found = []
+            for algorithm in ("blocks", "torch"):
+                prefer(algorithm)
+                loss = layer(images).square().sum()
+                found += torch.autograd.grad(loss, leaf, create_graph=create_graph)
+            torch.testing.assert_close(*found, rtol=1e-5, atol=1e-4)
+        leaf.requires_grad_(False)
+    prefer("blocks")
+    with forward_ad.dual_level():
+        moving = forward_ad.make_dual(layer.positions, torch.ones_like(layer.positions))
+        output = torch.func.functional_call(layer.eval(), {"positions": moving}, images)
+        assert forward_ad.unpack_dual(output).tangent is not None
+
+
+def parts_of_large_tensors():
+    """Maps whose strides are too large for the kernels are copied."""
+    images = integers(CHANNELS, 2, 9, 10).transpose(0, 1)  # channels are far apart
+    kernel = integers(CHANNELS, 1, 9, 9)
+    blocks.MAX_OFFSET = blocks.max_offset(images.contiguous()) + 1
+    assert blocks.max_offset(images) >= blocks.MAX_OFFSET
+    output = blocks.depthwise(images, kernel, None, (1, 1), torch.float32)
+    assert torch.equal(output, F.conv2d(images, kernel, padding=4, groups=CHANNELS))
 
 
 def windows():
@@ -230,7 +265,6 @@ def with_operations(call):
 
 
 if __name__ == "__main__":
-    functions = sys.argv[1:] or ["few_exact", "all_exact", "layers", "windows", "launches"]
-    for name in functions:
+    for name in sys.argv[1:]:
         globals()[name]()
         print(name, "ok", flush=True)

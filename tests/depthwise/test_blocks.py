@@ -33,7 +33,7 @@ def test_small_integers_are_exact_and_launches_are_few(function):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", ["all_exact", "layers", "windows"])
+@pytest.mark.parametrize("function", ["all_exact", "layers", "rare_layers", "parts_of_large_tensors", "windows"])
 def test_the_results_are_those_of_torch(function):
     interpret(function)
 
