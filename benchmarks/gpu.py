@@ -3,13 +3,16 @@
     python benchmarks/gpu.py [--seconds N] [--output FILE]
 
 Each row is measured after a warm-up of its own, and written to the JSON file as soon as it is
-known. Rows that no longer fit into the time are left out. Without a GPU, the script says so.
+known. Rows that no longer fit into the time are left out. At the end, the rows are printed as
+tables. Without a GPU, the script says so.
 
 - Accuracy: relative errors of the output, the input's gradient and the window's gradient beside
   float64 on the CPU, from the same rounded inputs.
 - Host: Python time of a layer's step, for maps so small that the GPU waits.
 - Networks: ConvNeXt-T as it is, converted to 17x17, and folded: images a second in training
-  (bfloat16 autocast, AdamW) and inference, GPU time alone, kernels launched, peak memory.
+  (bfloat16 autocast, AdamW) and inference, GPU time alone and construction's share of it, kernels
+  launched, peak memory. ResNet-50 and EfficientNet-B0 likewise, in channels_last, converted to
+  their default windows.
 - Layers: GPU time of a depthwise convolution, by replaying CUDA graphs, so that the host does not
   count: torch's convolution and blocks, forward, and forward with both gradients.
 """
@@ -27,11 +30,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from measuring import markdown_table
 from torch import Tensor, nn
 
-import dcls_convert
-from dcls_convert.depthwise import choice
-from dcls_convert.layers.dcls_conv import DclsConv2d
+# The package is imported where it is used: without a GPU, the answer comes at once.
 
 WINDOW = 17
 STAGES = ((96, 56), (192, 28), (384, 14), (768, 7))  # of ConvNeXt-T: channels, side of the map
@@ -40,8 +42,13 @@ LAYER_BATCHES = (128, 16, 1)
 NETWORK_BATCHES = (128, 64, 32, 8, 1)
 ROUNDS = 5
 ROUND_SECONDS = 0.05
+# Kernels from elements to windows, or to banks of blocks, and back.
+CONSTRUCTION_KERNELS = frozenset(
+    {"construct", "gradients_of_elements", "bank_of_elements", "gradients_by_bank"}
+)
 SLOW_TAPS = 81  # from here on, torch's convolution takes milliseconds
 Row = dict[str, Any]
+Cells = dict[str, dict[str, str]]
 Call = Callable[[], object]
 
 
@@ -93,16 +100,20 @@ def graphed_milliseconds(call: Call, calls: int) -> float:
     return milliseconds(graph.replay) / calls
 
 
-def use(algorithm: choice.Preference) -> None:
+def use(algorithm: str) -> None:
     """Make depthwise layers use this algorithm from now on."""
+    from dcls_convert.depthwise import choice
+
     choice._preference = lambda: algorithm  # type: ignore[assignment]
     choice._decisions.clear()
 
 
 def convolve(images: Tensor, kernel: Tensor) -> Tensor:
+    from dcls_convert.depthwise.choice import fastest_conv2d
+
     padding = kernel.shape[-1] // 2
     channels = kernel.shape[0]
-    return choice.fastest_conv2d(images, kernel, None, (1, 1), (padding, padding), (1, 1), channels)
+    return fastest_conv2d(images, kernel, None, (1, 1), (padding, padding), (1, 1), channels)
 
 
 # Accuracy.
@@ -190,31 +201,51 @@ def layer_row(batch: int, channels: int, side: int, window: int, algorithm: Any)
 # Networks.
 
 
-def network_rows() -> Iterator[Row]:
+def original_and_converted(name: str, **options: Any) -> tuple[nn.Module, nn.Module]:
     import timm
 
+    import dcls_convert
+
     torch.manual_seed(0)
-    original = timm.create_model("convnext_tiny")
+    original = timm.create_model(name)
     converted = copy.deepcopy(original)
-    dcls_convert.convert_(converted, dilated_size=WINDOW, init="random", input_size=(3, 224, 224))
-    folded = copy.deepcopy(converted)
-    dcls_convert.fold_to_dense_(folded)
-    networks = [("original", original, "auto"), ("converted", converted, "auto")]
-    slow = [("converted", converted, "products"), ("converted", converted, "torch")]
-    for _, network, _ in networks:
-        network.cuda()
+    dcls_convert.convert_(converted, init="random", input_size=(3, 224, 224), **options)
+    return original.cuda(), converted.cuda()
+
+
+def convnext_rows() -> Iterator[Row]:
+    import dcls_convert
+
+    name = "convnext_tiny"
+    original, converted = original_and_converted(name, dilated_size=WINDOW)
     for batch, training in itertools.product(NETWORK_BATCHES, (True, False)):
-        for name, network, algorithm in networks:
-            yield network_row(name, network, algorithm, batch, training)
-    for name, network, algorithm in slow:
-        yield network_row(name, network, algorithm, 64, True)
-    yield network_row("folded", folded.cuda(), "auto", 64, False)
+        yield network_row(name, "original", original, batch, training)
+        yield network_row(name, "converted", converted, batch, training)
+    for algorithm in ("products", "torch"):
+        yield network_row(name, "converted", converted, 64, True, algorithm)
+    dcls_convert.fold_to_dense_(converted)
+    yield network_row(name, "folded", converted, 64, False)
 
 
-def network_row(name: str, network: nn.Module, algorithm: Any, batch: int, training: bool) -> Row:
+def channels_last_rows() -> Iterator[Row]:
+    for name in ("resnet50", "efficientnet_b0"):
+        original, converted = original_and_converted(name)
+        for network in (original, converted):
+            network.to(memory_format=torch.channels_last)
+        for batch in (128, 32, 8):
+            yield network_row(name, "original", original, batch, True)
+            yield network_row(name, "converted", converted, batch, True)
+
+
+def network_row(
+    name: str, state: str, network: nn.Module, batch: int, training: bool, algorithm: str = "auto"
+) -> Row:
+    """Measure a step with a network: "original", "converted" or "folded"."""
     use(algorithm)
     network.train(training)
     images = torch.randn(batch, 3, 224, 224, device="cuda")
+    if name != "convnext_tiny":  # whose own layers make its maps channels_last
+        images = images.to(memory_format=torch.channels_last)
     labels = torch.randint(0, 1000, (batch,), device="cuda")
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=True)
 
@@ -233,36 +264,44 @@ def network_row(name: str, network: nn.Module, algorithm: Any, batch: int, train
     call()  # compiles
     torch.cuda.reset_peak_memory_stats()
     ms = milliseconds(call)
-    gpu_ms, launches = gpu_time(call)
+    gpu_ms, construction_ms, launches = gpu_time(call)
     return {
         "part": "network",
         "network": name,
+        "state": state,
         "way": algorithm,
         "work": "training" if training else "inference",
         "batch": batch,
         "images_per_second": 1e3 * batch / ms,
         "ms": ms,
         "gpu_ms": gpu_ms,
+        "construction_ms": construction_ms,
         "launches": launches,
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
     }
 
 
-def gpu_time(call: Call) -> tuple[float, int]:
-    """Return the sum of the kernels' times in milliseconds, and their number."""
+def gpu_time(call: Call) -> tuple[float, float, int]:
+    """Return the kernels' times in milliseconds, those of construction alone, and their number."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         call()
         torch.cuda.synchronize()
-    kernels = [event for event in profile.key_averages() if event.device_time_total > 0]
-    total = sum(event.device_time_total for event in kernels)
-    return total / 1e3, sum(event.count for event in kernels)
+    gpu = torch.autograd.DeviceType.CUDA  # ROCm's too
+    kernels = [event for event in profile.key_averages() if event.device_type == gpu]
+    total = sum(event.self_device_time_total for event in kernels)
+    construction = sum(
+        event.self_device_time_total for event in kernels if event.key in CONSTRUCTION_KERNELS
+    )
+    return total / 1e3, construction / 1e3, sum(event.count for event in kernels)
 
 
 # The host.
 
 
 def host_rows() -> Iterator[Row]:
+    from dcls_convert.layers.dcls_conv import DclsConv2d
+
     layer = DclsConv2d(
         96, 96, groups=96, kernel_count=34, dilated_kernel_size=WINDOW, padding=WINDOW // 2
     ).cuda()
@@ -301,6 +340,49 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def tables_of(rows: list[Row]) -> str:
+    """Return one table for each part of the rows; a cell that was not measured is empty."""
+    networks: Cells = {}
+    layers: Cells = {}
+    accuracy: Cells = {}
+    host: Cells = {}
+    for row in rows:
+        if row["part"] == "network":
+            line = f"{row['network']}, {row['work']}, {row['batch']}"
+            text = f"{row['images_per_second']:,.0f} ({row['gpu_ms']:.1f}"
+            if row["state"] == "converted":
+                text += f", construction {row['construction_ms']:.1f}"
+            way = "" if row["way"] == "auto" else f", by {row['way']}"
+            networks.setdefault(line, {})[row["state"] + way] = text + ")"
+        elif row["part"] == "layer":
+            window = row["window"]
+            line = f"{row['map']}, {row['batch']}"
+            text = f"{row['forward_ms']:.2g} / {row['step_ms']:.2g}"
+            layers.setdefault(line, {})[f"{window}x{window} {row['way']}"] = text
+        elif row["part"] == "accuracy":
+            line = row["dtype"] + (" with TF32" if row["tf32"] else "")
+            text = ", ".join(f"{error:.1e}" for error in row["errors"])
+            accuracy.setdefault(line, {})[row["way"]] = text
+        else:
+            host.setdefault(row["what"], {})["microseconds"] = f"{row['microseconds']:.0f}"
+    parts = {
+        "Images a second (GPU time of a step, ms)": networks,
+        "GPU time of a layer, forward / forward and both gradients, ms": layers,
+        "Relative error of output, input's gradient, window's gradient": accuracy,
+        "Python time of a layer's step": host,
+    }
+    return "\n\n".join(f"{title}:\n\n{table_of(cells)}" for title, cells in parts.items() if cells)
+
+
+def table_of(cells: Cells) -> str:
+    """Return a table: line -> column -> text."""
+    columns = list(dict.fromkeys(column for line in cells.values() for column in line))
+    lines = []
+    for name, line in cells.items():
+        lines.append([name, *[line.get(column, "") for column in columns]])
+    return markdown_table(["", *columns], lines)
+
+
 def text_of(row: Row) -> str:
     cells = []
     for key, value in row.items():
@@ -316,6 +398,9 @@ def run(output: Path, seconds: float) -> None:
     """Measure, and write every row to the file and to stdout."""
     import triton
 
+    import dcls_convert
+    from dcls_convert.depthwise import choices
+
     clock = Clock(seconds)
     report: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(),
@@ -325,7 +410,7 @@ def run(output: Path, seconds: float) -> None:
         "rows": [],
     }
     print(", ".join(str(value) for value in report.values() if value))
-    for rows in (accuracy_rows, host_rows, network_rows, layer_rows):
+    for rows in (accuracy_rows, host_rows, convnext_rows, channels_last_rows, layer_rows):
         steps = rows()
         while not clock.is_over():
             try:
@@ -338,10 +423,10 @@ def run(output: Path, seconds: float) -> None:
             report["rows"].append(row)
             print(text_of(row), flush=True)
             output.write_text(json.dumps(report, indent=1), encoding="utf-8")
-    report["choices"] = [str(made) for made in choice.choices()]
+    report["choices"] = [str(made) for made in choices()]
     report["complete"] = not clock.is_over()
     output.write_text(json.dumps(report, indent=1), encoding="utf-8")
-    print(f"wrote {output}")
+    print(f"\n{tables_of(report['rows'])}\n\nwrote {output}")
 
 
 def main() -> None:

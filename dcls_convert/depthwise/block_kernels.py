@@ -9,7 +9,7 @@ Axes: C channels, M blocks of all images, `taps`, CELLS cells of a block.
 
     pack               maps (N, C, H, W), any strides  -> blocks (C, M, CELLS)
     bank_of_window     window (C, R, S)                -> bank (C, taps, CELLS, CELLS)
-    convolve           blocks, bank, bias              -> blocks of outputs
+    convolve_blocks    blocks, bank, bias              -> blocks of outputs
     pack with UNPACK   blocks                          -> maps
     gradient_of_bank   blocks of inputs and gradients  -> partial sums of the bank's gradient
     diagonals          partial sums                    -> the window's gradient
@@ -111,7 +111,7 @@ def bank_of_window(window, bank, taps_down, taps_across, R: constexpr, S: conste
     do_not_specialize=["blocks_in_all", "block_rows", "block_columns", *_TAPS],
     do_not_specialize_on_alignment=["bias"],
 )
-def convolve(
+def convolve_blocks(
     blocks,
     bank,
     bias,

@@ -186,7 +186,7 @@ class Plan:
         size = self.dtype.itemsize
         at_once = BLOCKS_AT_ONCE[size]
         return Launch(
-            kernels.convolve,
+            kernels.convolve_blocks,
             (ceil_div(self.blocks, at_once), self.channels, 1),
             (self.blocks, *self.block_sizes),
             (has_bias, turned, self.precision, at_once, STEP[size]),
@@ -296,7 +296,7 @@ def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def depthwise(
+def depthwise_by_blocks(
     input: Tensor, kernel: Tensor, bias: Tensor | None, stride: Pair, dtype: torch.dtype
 ) -> Tensor:
     """Convolve with "same" padding: (N, C, H, W), kernel (C, 1, R, S), bias (C) -> maps of `dtype`.

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
@@ -108,6 +110,19 @@ class Launches:
         if not torch.compiler.is_compiling():
             self._by_key[key] = launch
         return launch
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def write_zero(number: Any) -> None:
+    """Write a zero: the smallest kernel."""
+    tl.store(number, 0.0)
+
+
+def compile_smallest_kernel(device: torch.device) -> None:
+    """Compile and load a kernel, as a check of Triton; any exception says what is missing."""
+    with torch.cuda.device(device):
+        program = write_zero.warmup(torch.float32, grid=(1, 1, 1))
+        program[1, 1, 1]  # loads the program and its launcher
 
 
 def aligned(tensor: Tensor) -> Tensor:

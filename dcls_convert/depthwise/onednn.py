@@ -33,7 +33,7 @@ def max_padding_columns() -> int | None:
     return MAX_PADDING_COLUMNS.get(torch.backends.cpu.get_cpu_capability())
 
 
-def depthwise(
+def depthwise_by_onednn(
     input: Tensor, kernel: Tensor, bias: Tensor | None, stride: Pair, padding: Pair
 ) -> Tensor:
     """Compute `F.conv2d` with C groups: input (N, C, H, W), kernel (O, 1, R, S), O a multiple of C.

@@ -80,7 +80,7 @@ def _bank(kernel: Tensor, tilings: Sequence[_Tiling]) -> Tensor:
     )
 
 
-def convolve(maps: Tensor, kernel: Tensor, padding: Sequence[int]) -> Tensor:
+def _convolve(maps: Tensor, kernel: Tensor, padding: Sequence[int]) -> Tensor:
     """Convolve: (N, C, H, W), (C, 1, R, S) -> (N, C, H', W'), any strides."""
     tilings = list(map(_tile, maps.shape[2:], kernel.shape[2:], padding))
     rows, columns = tilings
@@ -93,7 +93,7 @@ def convolve(maps: Tensor, kernel: Tensor, padding: Sequence[int]) -> Tensor:
     return outputs.narrow(2, 0, rows.outputs).narrow(3, 0, columns.outputs)
 
 
-def weight_gradient(
+def _weight_gradient(
     maps: Tensor, grad_output: Tensor, window: Sequence[int], padding: Sequence[int]
 ) -> Tensor:
     """Compute the kernel's gradient: (N, C, H, W), grad_output (N, C, H', W') -> (C, 1, R, S)."""
@@ -112,14 +112,14 @@ def weight_gradient(
 
 
 class _Depthwise(torch.autograd.Function):
-    """Depthwise convolution by `convolve`; its backward pass can be differentiated again."""
+    """Depthwise convolution by `_convolve`; its backward pass can be differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, maps: Tensor, kernel: Tensor, padding: Pair) -> Tensor:
         ctx.padding = padding
         ctx.save_for_backward(maps, kernel)
         with torch.autocast(maps.device.type, enabled=False):
-            return convolve(maps, kernel, padding)
+            return _convolve(maps, kernel, padding)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -129,13 +129,15 @@ class _Depthwise(torch.autograd.Function):
         with torch.autocast(maps.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
                 padding = [size - 1 - pad for size, pad in zip(window, ctx.padding, strict=True)]
-                grad_input = convolve(grad_output, kernel.flip(2, 3), padding)
+                grad_input = _convolve(grad_output, kernel.flip(2, 3), padding)
             if ctx.needs_input_grad[1]:
-                grad_weight = weight_gradient(maps, grad_output, window, ctx.padding)
+                grad_weight = _weight_gradient(maps, grad_output, window, ctx.padding)
         return grad_input, grad_weight, None
 
 
-def depthwise(input: Tensor, kernel: Tensor, bias: Tensor | None, padding: Pair) -> Tensor:
+def depthwise_by_products(
+    input: Tensor, kernel: Tensor, bias: Tensor | None, padding: Pair
+) -> Tensor:
     """Convolve: input (N, C, H, W), kernel (C, 1, R, S), bias (C) -> (N, C, H', W').
 
     It is in the input's memory format and the kernel's dtype.

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..depthwise.choice import has_blocks
+from ..depthwise.devices import why_no_blocks
 from ..depthwise.eager import is_compiled, is_eager, is_exporting, uses_cpu_implementation
 from .bilinear_plain import (
     WindowSize,
@@ -61,7 +61,7 @@ def bilinear_kernel(weight: Tensor, positions: Tensor, size: Sequence[int]) -> T
         and weight.dtype == torch.float32
         and weight.numel() > 0
         and (eager or is_compiled(weight, positions))
-        and has_blocks(weight.device)
+        and why_no_blocks(weight.device) is None
     ):
         from .one_launch import construct_windows  # needs Triton
 

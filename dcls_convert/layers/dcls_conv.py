@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ..depthwise.choice import BLOCKS_DTYPES, Convolution, convolve, find_algorithm
+from ..depthwise.choice import convolve_by, find_algorithm
+from ..depthwise.table import BLOCKS_DTYPES, Convolution
 from ..geometry import (
     DYNAMIC_SAME,
     Padding,
@@ -530,9 +531,7 @@ class DclsConv2d(DclsConvNd):
     def _convolve(self, input: Tensor) -> Tensor:
         """Convolve by the fastest algorithm; with blocks, without constructing the kernel."""
         convolution = self._convolution
-        algorithm, case = find_algorithm(
-            input, self.weight, self.bias, convolution, self.positions
-        )
+        algorithm, case = find_algorithm(input, self.weight, self.bias, convolution, self.positions)
         if algorithm.name == "blocks" and case is not None and self._blocks_take_elements():
             from .one_launch import convolve_elements  # needs Triton
 
@@ -545,7 +544,7 @@ class DclsConv2d(DclsConvNd):
                 (case.stride[0], case.stride[1]),
                 case.dtype,
             )
-        return convolve(algorithm, case, input, self.kernel(), self.bias, convolution)
+        return convolve_by(algorithm, case, input, self.kernel(), self.bias, convolution)
 
     def _blocks_take_elements(self) -> bool:
         return (

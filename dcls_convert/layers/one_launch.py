@@ -62,7 +62,7 @@ def convolve_elements(
     stride: Pair,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Convolve maps (N, C, H, W) with the windows of elements (C, 1, E); see `blocks.depthwise`."""
+    """Convolve maps (N, C, H, W) with elements (C, 1, E); see `depthwise_by_blocks`."""
     plan = find_plan(input, size, stride, dtype)
     with on_device_of(input):
         blocks = Pack.apply(input, plan)

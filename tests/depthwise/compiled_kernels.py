@@ -57,8 +57,10 @@ KERNELS = {
     "pack": Kernel(block_kernels.pack, {**LAYOUT, "UNPACK": False}),
     "unpack": Kernel(block_kernels.pack, {**LAYOUT, "UNPACK": True}),
     "bank_of_window": Kernel(block_kernels.bank_of_window, WINDOW),
-    "convolve": Kernel(block_kernels.convolve, {"HAS_BIAS": True, "TURNED": False}, True),
-    "convolve turned": Kernel(block_kernels.convolve, {"HAS_BIAS": False, "TURNED": True}, True),
+    "convolve": Kernel(block_kernels.convolve_blocks, {"HAS_BIAS": True, "TURNED": False}, True),
+    "convolve turned": Kernel(
+        block_kernels.convolve_blocks, {"HAS_BIAS": False, "TURNED": True}, True
+    ),
     "gradient_of_bank": Kernel(block_kernels.gradient_of_bank, {}, True),
     "diagonals": Kernel(block_kernels.diagonals, {**WINDOW, "S_PADDED": 32}),
     "construct": Kernel(element_kernels.construct, {**WINDOW, "CELLS_PADDED": 512, "KERNELS": 1}),
@@ -84,7 +86,7 @@ def compile_for(target: GPUTarget, name: str, dtype: str, precision: str) -> Com
     size = {"bf16": 2, "fp32": 4}[dtype]
     if is_pipelined:
         constants = {**constants, "PRECISION": precision, "STEP": blocks.STEP[size]}
-    if kernel is block_kernels.convolve:
+    if kernel is block_kernels.convolve_blocks:
         constants["BLOCKS"] = blocks.BLOCKS_AT_ONCE[size]
     signature = {}
     for argument in kernel.arg_names:

@@ -83,7 +83,7 @@ def check_exact(size, window, stride, dtype, channels_last, input_dtype=None):
         return F.conv2d(*tensors, stride, padding, groups=CHANNELS)
 
     def by_blocks(*tensors):
-        output = blocks.depthwise(*tensors, stride, dtype)
+        output = blocks.depthwise_by_blocks(*tensors, stride, dtype)
         assert output.dtype == dtype
         assert output.is_contiguous(memory_format=format)
         return output
@@ -191,7 +191,7 @@ def parts_of_large_tensors():
     kernel = integers(CHANNELS, 1, 9, 9)
     blocks.MAX_OFFSET = blocks.max_offset(images.contiguous()) + 1
     assert blocks.max_offset(images) >= blocks.MAX_OFFSET
-    output = blocks.depthwise(images, kernel, None, (1, 1), torch.float32)
+    output = blocks.depthwise_by_blocks(images, kernel, None, (1, 1), torch.float32)
     assert torch.equal(output, F.conv2d(images, kernel, padding=4, groups=CHANNELS))
 
 
@@ -234,7 +234,7 @@ def launches():
     Launch.__call__ = lambda self, *arguments: names.append(self.kernel.__name__)
     try:
         output, operations = with_operations(lambda: layer(images))
-        assert names == ["pack", "bank_of_elements", "convolve", "pack"], names
+        assert names == ["pack", "bank_of_elements", "convolve_blocks", "pack"], names
         assert operations == ["clamp_"], operations
         names.clear()
         leaves = [images, *layer.parameters()]
@@ -243,7 +243,7 @@ def launches():
         assert names == [
             "pack",
             "bank_of_elements",
-            "convolve",
+            "convolve_blocks",
             "gradient_of_bank",
             "gradients_by_bank",
             "pack",

@@ -8,15 +8,16 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from dcls_convert.depthwise import choice, choices, onednn, products
-from dcls_convert.depthwise.choice import Case, choose_algorithm, fastest_conv2d
+from dcls_convert.depthwise import choice, choices, devices, onednn, products
+from dcls_convert.depthwise.choice import fastest_conv2d
+from dcls_convert.depthwise.table import VARIABLE, Case, choose_algorithm
 from dcls_convert.errors import DclsConvertError
 
 from ..recorded_calls import recording
 
 CASE = Case(
     device="cuda",
-    has_blocks=True,
+    no_blocks=None,
     dtype=torch.bfloat16,
     input_shape=(128, 96, 56, 56),
     kernel_shape=(96, 1, 17, 17),
@@ -25,8 +26,8 @@ CASE = Case(
     dilation=(1, 1),
     groups=96,
 )
-WITHOUT_BLOCKS = {"has_blocks": False}
-ON_CPU = {"device": "cpu", "has_blocks": False, "dtype": torch.float32}
+WITHOUT_BLOCKS = {"no_blocks": "Triton is not installed"}
+ON_CPU = {"device": "cpu", "no_blocks": "not for cpu", "dtype": torch.float32}
 
 
 def chosen(preferred="auto", **changes):
@@ -42,7 +43,7 @@ def window(rows, columns, padding=None):
 @pytest.fixture(autouse=True)
 def _as_in_a_new_process(monkeypatch):
     choice._preference.cache_clear()
-    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(onednn, "max_padding_columns", lambda: 6)
     monkeypatch.setattr(choice, "_decisions", {})
     monkeypatch.setattr(choice, "_chosen", {})
@@ -69,6 +70,33 @@ def test_gpus_without_blocks_use_products_for_8_images_and_81_taps():
         assert chosen(**case) == expected
 
 
+def test_where_triton_cannot_compile_other_algorithms_are_used_and_the_log_says_why(
+    monkeypatch, caplog
+):
+    """As in a container without a C compiler."""
+    pytest.importorskip("triton")
+    from dcls_convert.depthwise import launching
+
+    def fail(device):
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
+
+    monkeypatch.setattr(devices, "_has_enough_registers", lambda device: True)
+    monkeypatch.setattr(launching, "compile_smallest_kernel", fail)
+    devices._why_no_blocks.cache_clear()
+    device = torch.device("cuda", 0)
+    missing = [devices.why_no_blocks(device) for _ in range(2)]
+    devices._why_no_blocks.cache_clear()
+    reason = "Triton cannot compile: Failed to find C compiler. Please specify via CC"
+    assert missing == [reason, reason]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert caplog.records[0].getMessage().endswith(reason)
+    for images, expected in ((8, "products"), (1, "torch")):
+        case = dataclasses.replace(CASE, no_blocks=reason, input_shape=(images, 96, 56, 56))
+        algorithm, why = choose_algorithm(case)
+        assert algorithm.name == expected
+        assert why.endswith(f"; no blocks: {reason}")
+
+
 @pytest.mark.parametrize("device", ["mps", "xpu"])
 def test_where_nothing_is_known_products_are_used_only_on_demand(device):
     assert chosen(device=device, **WITHOUT_BLOCKS) == "torch"
@@ -79,7 +107,7 @@ def test_where_nothing_is_known_products_are_used_only_on_demand(device):
 def test_cpus_use_onednn_and_blocks_only_in_tritons_interpreter():
     assert chosen(**ON_CPU) == chosen("blocks", **ON_CPU) == "onednn"
     assert chosen("products", **ON_CPU) == "products"
-    interpreted = {**ON_CPU, "has_blocks": True}
+    interpreted = {**ON_CPU, "no_blocks": None}
     assert chosen(**interpreted) == "onednn"
     assert chosen("blocks", **interpreted) == "blocks"
 
@@ -109,7 +137,7 @@ def test_torch_can_be_demanded_everywhere(device):
 def test_what_blocks_cannot_compute_is_computed_by_torch(changes, on_cpu):
     assert chosen() == "blocks"
     assert chosen(**changes) == "torch"
-    assert chosen("blocks", **{**ON_CPU, "has_blocks": True, **changes}) == on_cpu
+    assert chosen("blocks", **{**ON_CPU, "no_blocks": None, **changes}) == on_cpu
 
 
 @pytest.mark.parametrize(
@@ -139,13 +167,13 @@ def test_products_have_stride_1_and_windows_that_fit(changes, expected):
 
 
 def test_the_environment_is_read_once(monkeypatch):
-    monkeypatch.setenv(choice.VARIABLE, "cudnn")
-    expected = f"{choice.VARIABLE}='cudnn' must be auto, torch, blocks or products"
+    monkeypatch.setenv(VARIABLE, "cudnn")
+    expected = f"{VARIABLE}='cudnn' must be auto, torch, blocks or products"
     with pytest.raises(DclsConvertError, match=re.escape(expected)):
         convolve()
-    monkeypatch.setenv(choice.VARIABLE, "products")
+    monkeypatch.setenv(VARIABLE, "products")
     convolve()
-    monkeypatch.setenv(choice.VARIABLE, "torch")
+    monkeypatch.setenv(VARIABLE, "torch")
     convolve(MAPS[:1])
     assert {made.algorithm for made in choices()} == {"products"}
 
@@ -212,7 +240,9 @@ def test_a_compiled_program_is_for_batches_of_any_size(dynamic):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_block_that_is_recomputed_gives_the_gradients_of_torch(monkeypatch, reentrant):
     calls = []
-    monkeypatch.setattr(products, "depthwise", recording(products.depthwise, calls))
+    monkeypatch.setattr(
+        products, "depthwise_by_products", recording(products.depthwise_by_products, calls)
+    )
     maps = MAPS.clone().requires_grad_()
     kernel = KERNEL.clone().requires_grad_()
     checkpoint(convolve, maps, kernel, use_reentrant=reentrant).sum().backward()

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from dcls_convert.depthwise import choice, onednn, products
+from dcls_convert.depthwise import choice, onednn, products, table
 from dcls_convert.depthwise.choice import fastest_conv2d
 from dcls_convert.layers.dcls_conv import DclsConv2d
 
@@ -48,9 +48,10 @@ def computed_by(algorithm):
     module = {"onednn": onednn, "products": products}[algorithm]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(onednn, "max_padding_columns", lambda: MAX_PADDING_COLUMNS)
-        patch.setattr(onednn, "DTYPES", choice.PRODUCTS_DTYPES)
+        patch.setattr(onednn, "DTYPES", table.PRODUCTS_DTYPES)
         prefer(patch, algorithm)
-        patch.setattr(module, "depthwise", recording(module.depthwise, calls))
+        name = f"depthwise_by_{algorithm}"
+        patch.setattr(module, name, recording(getattr(module, name), calls))
         yield calls
 
 
@@ -291,7 +292,7 @@ def test_a_step_of_products_adds_in_a_fixed_order_and_saves_only_map_and_window(
         with RefuseOperations(WAITS_FOR_HOST | UNORDERED):
             maps = torch.randn(1, 96, 56, 56, requires_grad=True)
             kernel = torch.randn(96, 1, 17, 17, requires_grad=True)
-            output = products.depthwise(maps, kernel, None, (8, 8))
+            output = products.depthwise_by_products(maps, kernel, None, (8, 8))
             torch.autograd.grad(output, (maps, kernel), torch.ones_like(output))
     assert [tensor.data_ptr() for tensor in saved] == [maps.data_ptr(), kernel.data_ptr()]
 

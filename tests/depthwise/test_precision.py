@@ -44,7 +44,7 @@ def convolve_by_torch(images, kernel):
 
 def convolve_by_products(images, kernel):
     padding = (WINDOW // 2, WINDOW // 2)
-    return products.depthwise(images, kernel, None, padding)
+    return products.depthwise_by_products(images, kernel, None, padding)
 
 
 @pytest.mark.parametrize("device", DEVICES)
