@@ -3,6 +3,7 @@
 The numbers are enough to detect a different model.
 """
 
+import contextlib
 import math
 import warnings
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from torch.func import functional_call
 
 from ..networks.model_outputs import tensors_in
 from ..networks.running import eval_mode, full_precision, image_dtype, seeded
+from ..networks.wrappers import COMPILED
 from ..options import MAX_PIXELS
 from ..records import STRICT, Record
 from ..text import one_line
@@ -96,10 +98,23 @@ def _run(model: nn.Module, image: Tensor) -> Any:
         eval_mode(model),
         full_precision(),
         seeded(FINGERPRINT_SEED),
+        _without_compilation(model),
     ):
         device = next(iter([*model.parameters(), *model.buffers()]), image).device
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         return functional_call(model, buffers, (image.to(device, image_dtype(model)),))
+
+
+def _without_compilation(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Run compiled parts of a model as they were before: one image is not worth a compilation."""
+    stance: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if any(map(_is_compiled, model.modules())):
+        stance = torch.compiler.set_stance("force_eager")  # takes effect here, ends with the block
+    return stance
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return COMPILED in module._modules or vars(module).get("_compiled_call_impl") is not None
 
 
 def fingerprint_deviation(current: Fingerprint, stored: Fingerprint) -> float:

@@ -15,6 +15,7 @@ from ..networks.pretrained_cfg import set_origin_
 from ..networks.running import unchanged_on_failure
 from ..networks.source import ModelSource
 from ..networks.weights import build_and_load, load_weights_
+from ..networks.wrappers import inside_wrappers
 from ..planning.plan import ConversionPlan
 from .folder import Checkpoint, open_checkpoint
 
@@ -26,7 +27,10 @@ def load_converted(
     trust_code: bool = False,
     device: str | torch.device = "cpu",
 ) -> nn.Module:
-    """Rebuild a converted model from its folder, with its weights, in eval mode.
+    """Rebuild a converted model from its folder, with its weights.
+
+    It is in the mode in which its library builds it, as from `timm.create_model`: training mode.
+    Call `eval()` before using it. A given model stays in its mode.
 
     A folder is data: unless `model` or `trust_code` is given, it must name a model of timm or
     torchvision, and none of the user's own code is run.
@@ -34,6 +38,7 @@ def load_converted(
     Args:
         folder: Written by `save_converted`, or by timm's `save_for_hf` after fine-tuning.
         model: The unconverted model, needed if the user's own code builds it; converted in place.
+            May be wrapped (`torch.compile`, DataParallel, averaged copies).
         trust_code: Import and run whatever the folder names as its model's factory; an alternative
             to `model`.
         device: Device for the loaded model.
@@ -55,16 +60,17 @@ def load_checkpoint(
     plan = checkpoint.plan
     if model is None:
         return build_from_checkpoint(checkpoint, checkpoint.source(trust_code=trust_code))
+    network = inside_wrappers(model, replaces_parameters=True)
     state = checkpoint.read_state()
-    with unchanged_on_failure(model):
-        place_stored_plan_(model, plan)
-        load_weights_(model, state, str(checkpoint.weights_path))
-    _set_origin_and_provenance_(model, checkpoint)
-    return model.eval()
+    with unchanged_on_failure(network):
+        place_stored_plan_(network, plan)
+        load_weights_(network, state, str(checkpoint.weights_path))
+    _set_origin_and_provenance_(network, checkpoint)
+    return model
 
 
 def build_from_checkpoint(checkpoint: Checkpoint, source: ModelSource) -> nn.Module:
-    """Build the converted model from a trusted source, with its weights, in eval mode.
+    """Build the converted model from a trusted source, with its weights.
 
     Raises:
         CheckpointError: As for `load_converted`.
@@ -77,7 +83,7 @@ def build_from_checkpoint(checkpoint: Checkpoint, source: ModelSource) -> nn.Mod
         prepare_=lambda model: place_stored_plan_(model, plan),
     )
     _set_origin_and_provenance_(model, checkpoint)
-    return model.eval()
+    return model
 
 
 def _set_origin_and_provenance_(model: nn.Module, checkpoint: Checkpoint) -> None:

@@ -11,6 +11,7 @@ from ..errors import DclsConvertError
 from ..input import check_folder
 from ..networks.weights import build_and_load, describe_non_finite, load_weights_
 from ..networks.weights_files import load_safetensors
+from ..networks.wrappers import inside_wrappers
 from ..planning.plan import ConversionPlan
 from ..progress import Notify, ignore_messages
 from ..records import Record
@@ -156,6 +157,8 @@ def _check_model(
     Weights that do not belong to the config are reported elsewhere, and do not stop this check.
     """
     where = str(checkpoint.weights_path)
+    if model is not None:
+        model = inside_wrappers(model)
     name = type(model).__name__
 
     def prepare_(model: nn.Module) -> None:
@@ -204,11 +207,11 @@ def _check_outputs(
         checks.add("outputs", None, "not checked: none were stored when it was saved")
         return
     stored = stamp.fingerprint
-    if stored.outputs is None:
+    if not stored.outputs:
         reason = f"none were stored when it was saved: {stored.reason}"
         checks.add("outputs", None, f"not checked: {reason}")
         return
-    current = take_fingerprint(model.eval(), checkpoint.input_size)
+    current = take_fingerprint(model, checkpoint.input_size)
     if current.outputs is None:
         checks.add("outputs", False, f"the model does not run: {current.reason}")
         return

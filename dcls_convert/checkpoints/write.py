@@ -16,6 +16,7 @@ from ..errors import CheckpointError
 from ..networks.registries import TIMM_ARCHITECTURE
 from ..networks.tensors_hash import tensors_hash
 from ..networks.weights import aliases_in, describe_non_finite
+from ..networks.wrappers import plain_name
 from ..output import new_folder
 from ..planning.plan import ConversionPlan
 from ..records import write_json
@@ -43,10 +44,14 @@ SOURCE_KEYS = {
 def state_to_save(model: nn.Module) -> dict[str, Tensor]:
     """Return the model's state dict, with the very tensors of the model.
 
+    Wrappers inside the model, such as a compiled stage, leave no trace in the names.
+
     Raises:
         CheckpointError: An entry is not a tensor, has no values, or has some that are not finite.
     """
-    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    state: dict[str, Any] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        state[plain_name(name)] = tensor
     for name, tensor in state.items():
         problem = None
         if not isinstance(tensor, Tensor):
@@ -126,7 +131,7 @@ def timm_config(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
             cfg[key] = value
     counts = {}
     for name in ("num_classes", "num_features"):
-        count = getattr(model, name, None)
+        count = plan.model_args.get(name, getattr(model, name, None))
         if isinstance(count, int):
             counts[name] = count
     if "num_classes" in counts:

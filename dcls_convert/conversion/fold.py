@@ -13,6 +13,7 @@ from ..errors import PlanError, check_argument
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.position_parameters import undo_exclusion_from_weight_decay_
 from ..networks.running import unchanged_on_failure
+from ..networks.wrappers import inside_wrappers
 from .branches import REPARAMETERIZE_METHODS, keep_unmergeable_branches_
 
 
@@ -24,6 +25,9 @@ def fold_to_dense_(model: nn.Module) -> int:
     `timm.utils.reparameterize_model(model)` folds a converted model too, but starts at its children
     and does not change that config: fold with this function before saving.
 
+    Args:
+        model: Changed in place. May be wrapped (`torch.compile`, DataParallel, averaged copies).
+
     Returns:
         The number of layers that were folded.
 
@@ -31,6 +35,7 @@ def fold_to_dense_(model: nn.Module) -> int:
         PlanError: The model is itself a DCLS layer.
     """
     check_argument("model", model, nn.Module)
+    model = inside_wrappers(model, replaces_parameters=True)
     if isinstance(model, DclsConvNd):
         raise PlanError(
             "the model is itself a DCLS layer, which cannot be replaced in place; use its fuse()"

@@ -79,7 +79,7 @@ def fold_checkpoint(
     unconverted = None
     if model is not None:
         unconverted = build_model(resolve_model(model), trust_code=True)
-    network = load_checkpoint(checkpoint, model=unconverted, trust_code=trust_code)
+    network = load_checkpoint(checkpoint, model=unconverted, trust_code=trust_code).eval()
 
     notify("folding")
     params_before = _parameter_count(network)

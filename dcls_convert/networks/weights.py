@@ -29,7 +29,7 @@ def load_weights_(
         CheckpointError: From `check_weights`.
     """
     not_loaded = check_weights(model, state, where, new_classifier=new_classifier)
-    _load_entries_(model, _without(state, not_loaded))
+    load_entries_(model, _without(state, not_loaded))
     return not_loaded
 
 
@@ -63,12 +63,13 @@ def assign_weights_(
         if tensor.numel():
             storages_in_use.add(tensor.untyped_storage().data_ptr())
         ready[name] = tensor
-    _load_entries_(model, ready, assign=True)
-    # A module can also hold tensors as plain attributes, neither parameters nor buffers.
-    for module in model.modules():
-        if _holds_meta_tensor(vars(module)):
-            return False
-    return True
+    load_entries_(model, ready, assign=True)
+    return not holds_meta_tensors(model)
+
+
+def holds_meta_tensors(model: nn.Module) -> bool:
+    """True if a tensor has no values: a parameter, a buffer or a plain attribute of a module."""
+    return any(_holds_meta_tensor(vars(module)) for module in model.modules())
 
 
 def _holds_meta_tensor(value: object) -> bool:
@@ -83,7 +84,7 @@ def _holds_meta_tensor(value: object) -> bool:
     return any(map(_holds_meta_tensor, parts))
 
 
-def _load_entries_(model: nn.Module, state: Mapping[str, Tensor], *, assign: bool = False) -> None:
+def load_entries_(model: nn.Module, state: Mapping[str, Tensor], *, assign: bool = False) -> None:
     """Load checked entries; tensors that `state` lacks keep their values."""
     # The model's own state dict carries the format versions of its modules, which torchvision's
     # MNASNet reads on loading. So refill it instead of passing `state`.

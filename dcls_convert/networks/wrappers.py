@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx, nn
 
-from ..errors import PlanError
+from ..errors import ModelError, PlanError
 from ..layers.conv_classes import AnyConv
 from .sites import Skipped
 
@@ -21,6 +21,14 @@ COMPILED = "_orig_mod"  # name of the module that torch.compile wraps
 # What wrappers add to names: torch.compile, FSDP1, checkpointing, DeepSpeed (in Lightning).
 WRAPPER_NAMES = re.compile(
     r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\."
+)
+# Wrappers of torch and timm that only call the network, their `module`.
+CALLING_WRAPPERS = (
+    "AveragedModel",
+    "DataParallel",
+    "DistributedDataParallel",
+    "ModelEmaV2",
+    "ModelEmaV3",
 )
 ADAPTED = "base_layer"  # name of the module that an adapter of peft wraps
 SCRIPTED = "is TorchScript; convert before torch.jit.script or torch.jit.trace"
@@ -40,6 +48,48 @@ def check_not_wrapped(model: nn.Module) -> None:
         raise PlanError(f"the model {SCRIPTED}")
     if _is_exported(model):
         raise PlanError(f"the model {EXPORTED}")
+
+
+def inside_wrappers(model: nn.Module, *, replaces_parameters: bool = False) -> nn.Module:
+    """Return the network inside wrappers that only call it: compiled, parallel, averaged models.
+
+    Args:
+        model: The network or a wrapper.
+        replaces_parameters: Whether the caller replaces parameters of the network. DDP would go on
+            with the old ones.
+
+    Raises:
+        ModelError: The wrapper has sharded the network, or would miss its new parameters.
+    """
+    while True:
+        if COMPILED in model._modules:
+            model = model.get_submodule(COMPILED)
+            continue
+        wrapper = _wrapper_class(model)
+        if wrapper == "FullyShardedDataParallel":
+            raise ModelError(
+                f"the model is sharded by {wrapper}; load its full state dict into a network that "
+                "is not wrapped, and use that"
+            )
+        if wrapper == "DistributedDataParallel" and replaces_parameters:
+            raise ModelError(f"the model is wrapped in {wrapper}; give its `module`, wrap it then")
+        if wrapper not in CALLING_WRAPPERS:
+            return model
+        model = model.get_submodule("module")
+
+
+def _wrapper_class(model: nn.Module) -> str | None:
+    """Return the name of the wrapper of torch or timm that the model is; None for all others."""
+    for base in type(model).__mro__:
+        library = base.__module__.partition(".")[0]
+        if base.__name__ in {*WRAPPERS, *CALLING_WRAPPERS} and library in ("torch", "timm"):
+            return base.__name__
+    return None
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a part of a network, without the names of wrappers inside it."""
+    return WRAPPER_NAMES.sub("", f"{name}.").rstrip(".")
 
 
 def other_forms(model: nn.Module) -> Iterator[Skipped]:

@@ -15,7 +15,7 @@ FLOAT32_ERROR = 1e-5  # relative; other implementations sum in other orders
 
 def outputs_of(checkpoint, images):
     with torch.no_grad():
-        return load_converted(checkpoint, trust_code=True)(images)
+        return load_converted(checkpoint, trust_code=True).eval()(images)
 
 
 def run_by_onnxruntime(file, images):

@@ -72,7 +72,7 @@ def test_stock_timm_loads_a_folded_convnext(checkpoints):
     folder = Path("convnext-folded")
     assert {path.name for path in folder.iterdir()} == {CONFIG, WEIGHTS, CARD}
     images = torch.randn(2, *IMAGE)
-    original = load_converted(checkpoints / "convnext")
+    original = load_converted(checkpoints / "convnext").eval()
     with torch.no_grad():
         expected = original(images)
     by_timm = outputs_by_stock_timm(folder.resolve(), images)
@@ -136,8 +136,8 @@ def test_other_architectures_become_a_folded_checkpoint(tmp_path, checkpoints):
     written = fold_checkpoint(checkpoints / "efficientnet", "timm", tmp_path / "out")
     assert written.kind == "dcls"
     assert "stem_kernel_size" in written.note
-    original = load_converted(checkpoints / "efficientnet")
-    loaded = load_converted(tmp_path / "out")
+    original = load_converted(checkpoints / "efficientnet").eval()
+    loaded = load_converted(tmp_path / "out").eval()
     by_timm = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
     features, expected = (
         timm.create_model(f"local-dir:{folder}", pretrained=True, features_only=True).eval()

@@ -1,0 +1,291 @@
+"""Find out whether loading would rebuild a model from its plan, and by which plan it can be loaded.
+
+Between its conversion and its saving, a model may get another head, activation or norm. So the
+model of the plan is built, given the same tensors, and its outputs are compared.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from ..errors import CheckpointError, DclsConvertError
+from ..layers.conv_classes import AnyConv
+from ..layers.dcls_conv import DclsConvNd
+from ..networks.building import build_model
+from ..networks.find_convs import find_convs
+from ..networks.registries import REGISTRIES
+from ..networks.source import ModelSource
+from ..networks.weights import (
+    describe_misfits,
+    differing_num_classes,
+    holds_meta_tensors,
+    load_entries_,
+)
+from ..networks.wrappers import plain_name
+from ..planning.layer_plan import LayerPlan
+from ..planning.plan import ConversionPlan
+from ..reports.predict import predict_report
+from .fingerprint import TOLERANCES, Fingerprint, fingerprint_deviation, take_fingerprint
+from .load import place_stored_plan_
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loadable:
+    """How a model can be loaded once it is saved."""
+
+    plan: ConversionPlan  # without `model` if only the user can build the network
+    fingerprint: Fingerprint | None  # of the model's outputs; None if it was not run
+    note: str | None  # what the user should know
+
+
+def check_layers(model: nn.Module, plan: ConversionPlan) -> None:
+    """Refuse a model whose layers are not the plan's.
+
+    Raises:
+        CheckpointError: A layer is missing, or has another class, shape or tie.
+    """
+    if plan.folded:
+        return
+    problem = next(_layer_problems(model, plan), None)
+    if problem is not None:
+        raise CheckpointError(f"the model no longer fits its plan: {problem}")
+
+
+def _layer_problems(model: nn.Module, plan: ConversionPlan) -> Iterator[str]:
+    """Yield a message for each planned layer that is missing or another, or no longer tied."""
+    modules = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        modules[plain_name(name)] = module
+    for layer in plan.layers:
+        module = modules.get(layer.name)
+        shape = layer.position_shape[1:]
+        if module is None:
+            yield f"{layer.name} is missing{_where_it_is(layer.name, modules)}"
+        elif not isinstance(module, DclsConvNd):
+            yield f"{layer.name} is a {type(module).__name__}, {_cure_of_other(module, layer)}"
+        elif tuple(module.weight.shape) != shape:
+            weight_shape = tuple(module.weight.shape)
+            yield f"{layer.name}.weight has shape {weight_shape}, the plan has {shape}"
+    for group in plan.tie_groups:
+        for key, name in group.parameters.items():
+            shared = getattr(modules[group.owner], name, None)
+            for layer_name in group.layers:
+                if getattr(modules[layer_name], key) is not shared:
+                    yield (
+                        f"{layer_name} has its own {key}; the plan shares them in {group.name}. "
+                        "Convert a new network with tie='none', load the state dict of this one "
+                        "into it with strict=False, and save it with its own plan"
+                    )
+
+
+def _where_it_is(layer_name: str, modules: Mapping[str, nn.Module]) -> str:
+    """Say which part of the model to save, if the layer is in it under its name."""
+    for name in modules:
+        if name.endswith(f".{layer_name}"):
+            part = name.removesuffix(f".{layer_name}")
+            return f"; the network seems to be inside: save its {part!r}"
+    return ""
+
+
+def _cure_of_other(module: nn.Module, layer: LayerPlan) -> str:
+    """Say what to do with a module that has a layer's place, and is not the layer."""
+    if any(isinstance(inner, DclsConvNd) for inner in module.modules()):
+        return "which wraps the layer; merge or remove it first, and save the network then"
+    reason = "not a layer with learnable positions"
+    if not isinstance(module, AnyConv):
+        return f"{reason}; plan.without(...) leaves it out"
+    if module.kernel_size == layer.dilated_size:
+        return f"{reason}; the plan of a folded model is dataclasses.replace(plan, folded=True)"
+    return f"{reason}; apply_plan_(model, plan) makes it one"
+
+
+def find_loadable_plan(
+    model: nn.Module, state: Mapping[str, Tensor], plan: ConversionPlan, *, run: bool
+) -> Loadable:
+    """Find the plan by which a model can be loaded.
+
+    That is the given one, if its network is the model; the same for the model's own number of
+    classes and channels; or one that says that only the user can build the network.
+
+    Args:
+        model: The converted model.
+        state: Its state dict, with the model's very tensors.
+        plan: The plan that was carried out.
+        run: Whether the model may be run, to compare its outputs.
+    """
+    if _source_of(plan).kind not in REGISTRIES:
+        fingerprint = take_fingerprint(model, plan.input_size) if run else None
+        return Loadable(plan=plan, fingerprint=fingerprint, note=None)
+    network = _build_on_meta(plan)
+    first = _compare(network, model, state, plan, run=run)
+    if first.difference is None:
+        return _same_network(plan, first.fingerprint)
+    adapted = _with_current_head(network, model, state, plan)
+    if adapted is not None:
+        second = _compare(_build_on_meta(adapted), model, state, adapted, run=run)
+        if second.difference is None:
+            return _same_network(adapted, second.fingerprint)
+    note = (
+        f"the model is no longer {plan.model} with its plan: {first.difference}. It is saved as "
+        "your own: load it with load_converted(folder, model=...), given the unconverted network "
+        "with the same changes"
+    )
+    fingerprint = first.fingerprint
+    if run and fingerprint is None:
+        fingerprint = take_fingerprint(model, plan.input_size)
+    return Loadable(plan=as_users_own(model, plan), fingerprint=fingerprint, note=note)
+
+
+def _source_of(plan: ConversionPlan) -> ModelSource:
+    return ModelSource(name=plan.model or "", args=plan.model_args)
+
+
+def _build_on_meta(plan: ConversionPlan) -> nn.Module:
+    network = build_model(_source_of(plan), device="meta")
+    place_stored_plan_(network, plan)
+    return network
+
+
+def _same_network(plan: ConversionPlan, fingerprint: Fingerprint | None) -> Loadable:
+    """Return the plan, with a note if outputs were to be compared and could not be."""
+    note = None
+    if fingerprint is not None and fingerprint.outputs is None:
+        note = (
+            f"whether the model is still {plan.model} with its plan was checked by names and "
+            f"shapes alone, not by its outputs: {fingerprint.reason}"
+        )
+    return Loadable(plan=plan, fingerprint=fingerprint, note=note)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Comparison:
+    """How a model differs from the network of a plan."""
+
+    difference: str | None  # None if it does not differ
+    fingerprint: Fingerprint | None  # of the model; None if it was not run
+
+
+def _compare(
+    network: nn.Module,
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    plan: ConversionPlan,
+    *,
+    run: bool,
+) -> _Comparison:
+    """Compare a model with the network of a plan.
+
+    Args:
+        network: The plan's network on the meta device; gets the model's tensors.
+        model: The model.
+        state: Its state dict.
+        plan: The plan.
+        run: Whether to compare outputs too.
+    """
+    misfit = next(describe_misfits(network, state), None)
+    if misfit is not None:
+        misfit = misfit.removeprefix("does not fit the model; ")
+    if misfit is not None or not run:
+        return _Comparison(difference=misfit, fingerprint=None)
+    fingerprint = take_fingerprint(model, plan.input_size)
+    if fingerprint.outputs is None:
+        return _Comparison(difference=None, fingerprint=fingerprint)
+    rebuilt = take_fingerprint(_with_tensors_of(network, model, state, plan), plan.input_size)
+    tolerance = TOLERANCES[fingerprint.dtype]
+    deviation = fingerprint_deviation(rebuilt, fingerprint)
+    difference = None
+    if rebuilt.outputs is None:
+        difference = f"rebuilt from its plan, it does not run ({rebuilt.reason})"
+    elif not deviation <= tolerance:
+        again = take_fingerprint(model, plan.input_size)
+        if fingerprint_deviation(again, fingerprint) > tolerance:
+            reason = "they are not the same for the same image"
+            fingerprint = replace(fingerprint, outputs=None, reason=reason)
+        else:
+            difference = f"for one random image, its outputs differ by {100 * deviation:.2g} %"
+    return _Comparison(difference=difference, fingerprint=fingerprint)
+
+
+def _with_tensors_of(
+    network: nn.Module, model: nn.Module, state: Mapping[str, Tensor], plan: ConversionPlan
+) -> nn.Module:
+    """Return the plan's network with the model's tensors, which are shared and not copied."""
+    shared = {name: tensor.detach() for name, tensor in state.items()}
+    load_entries_(network, shared, assign=True)
+    if holds_meta_tensors(network):  # tables that its constructor computes and that are not stored
+        network = build_model(_source_of(plan))
+        place_stored_plan_(network, plan)
+        load_entries_(network, shared, assign=True)
+    own_buffers = {plain_name(name): buffer for name, buffer in model.named_buffers()}
+    for name, buffer in network.named_buffers():
+        if name in own_buffers and name not in state:
+            buffer.data = buffer.data.to(own_buffers[name])
+    return network
+
+
+def _with_current_head(
+    network: nn.Module, model: nn.Module, state: Mapping[str, Tensor], plan: ConversionPlan
+) -> ConversionPlan | None:
+    """Return the plan for the classes and input channels that the model has now.
+
+    Return None if they are the plan's, or if the library builds no such network. They change with
+    `reset_classifier`, with a new layer in the head's place, and with
+    `timm.create_model("local-dir:FOLDER", num_classes=10, in_chans=1)`.
+
+    Args:
+        network: The plan's network.
+        model: The model.
+        state: Its state dict.
+        plan: The plan.
+    """
+    args = dict(plan.model_args)
+    classes = differing_num_classes(network, state)
+    if classes is None:
+        classes = getattr(model, "num_classes", None)
+    if classes is not None and classes != getattr(network, "num_classes", None):
+        args["num_classes"] = classes
+    input_size = plan.input_size
+    if input_size is not None and _source_of(plan).kind == "timm":
+        channels = _input_channels(model, default=input_size[0])
+        if channels != input_size[0]:
+            args["in_chans"] = channels
+            input_size = (channels, *input_size[1:])
+    if args == plan.model_args:
+        return None
+    try:
+        unconverted = build_model(ModelSource(name=plan.model or "", args=args), device="meta")
+        convs = find_convs(unconverted, input_size)
+    except DclsConvertError:
+        return None
+    return replace(
+        plan, model_args=args, input_size=input_size, params=convs.params, macs=convs.macs
+    )
+
+
+def _input_channels(model: nn.Module, default: int) -> int:
+    """Return the input channels of a timm model's first convolution, if timm names one."""
+    cfg = getattr(model, "pretrained_cfg", None) or {}
+    name = cfg.get("first_conv")
+    if not isinstance(name, str):
+        return default
+    channels: int = getattr(model.get_submodule(name), "in_channels", default)
+    return channels
+
+
+def as_users_own(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
+    """Return the plan for a network that only its user can build.
+
+    Its parameters are counted. Its MACs are not known if these are others than the plan's.
+    """
+    own = replace(plan, model=None, model_args={})
+    added = predict_report(plan).params.delta or 0
+    params = sum(parameter.numel() for parameter in model.parameters()) - added
+    if params == plan.params:
+        return own
+    return replace(
+        own,
+        params=params,
+        macs=None,
+        macs_note="the network was changed after its conversion",
+    )

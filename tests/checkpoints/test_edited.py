@@ -1,0 +1,222 @@
+"""What is saved is what is loaded: edits after the conversion, heads, wrappers around and inside.
+
+An edit is found by comparing outputs, since most leave no trace in names and shapes.
+"""
+
+import copy
+import os
+
+import pytest
+import timm
+import torch
+from timm.utils import ModelEmaV3
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import dcls_convert
+from dcls_convert import convert_, load_converted, save_converted
+from dcls_convert.checkpoints.folder import read_plan
+from dcls_convert.checkpoints.verify import verify_folder
+from dcls_convert.errors import DclsConvertError
+
+from .folders import outputs, problems, same_states
+
+NAME = "test_resnet"
+
+
+def network(**arguments):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return timm.create_model(NAME, **arguments).eval()
+
+
+def converted(**options):
+    model = network()
+    options = {"init": "random", "dilated_size": 7, "input_size": (3, 64, 64), **options}
+    return model, convert_(model, **options).plan
+
+
+def replace_all(model, old, make):
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, old):
+                setattr(module, name, make(child))
+
+
+def set_eps(model):
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eps = 0.1
+
+
+def group_norm(norm):
+    return nn.GroupNorm(4, norm.num_features)
+
+
+EDITS = {
+    "activation": lambda m: replace_all(m, nn.ReLU, lambda _: nn.SiLU()),
+    "pooling": lambda m: setattr(m.global_pool, "pool", nn.AdaptiveMaxPool2d(1)),
+    "eps": set_eps,
+    "norm": lambda m: replace_all(m, nn.BatchNorm2d, group_norm),
+    "no head": lambda m: setattr(m, "fc", nn.Identity()),
+    "a deeper head": lambda m: setattr(m, "fc", nn.Sequential(nn.Dropout(), nn.Linear(96, 5))),
+    "one more module": lambda m: m.add_module("extra", nn.Linear(2, 2)),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_model_edited_after_its_conversion_is_saved_as_its_users_own(tmp_path, edit):
+    model, plan = converted()
+    EDITS[edit](model)
+    with pytest.warns(UserWarning, match=r"no longer timm:test_resnet with its plan: .*model=\.\."):
+        folder = save_converted(model, plan, tmp_path / "out")
+    unconverted = network()
+    EDITS[edit](unconverted)
+    assert read_plan(folder).model is None
+    assert problems(verify_folder(folder, model=copy.deepcopy(unconverted))) == []
+    assert torch.equal(outputs(load_converted(folder, model=unconverted)), outputs(model))
+    report = (folder / "report.json").read_text()
+    assert f'"after": {sum(p.numel() for p in model.parameters())}' in report
+
+
+HEADS = {
+    "reset": lambda m: m.reset_classifier(5),
+    "assigned": lambda m: setattr(m, "fc", nn.Linear(m.fc.in_features, 5)),
+    "removed": lambda m: m.reset_classifier(0),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_another_number_of_classes_is_found_and_timm_loads_the_folder(tmp_path, head):
+    model, plan = converted()
+    HEADS[head](model)
+    folder = save_converted(model, plan, tmp_path / "out")
+    assert read_plan(folder).model == f"timm:{NAME}"
+    by_timm = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    for loaded in (load_converted(folder), by_timm):
+        assert torch.equal(outputs(loaded), outputs(model))
+
+
+def test_training_and_layers_that_change_no_output_leave_the_model_what_it_is(tmp_path):
+    model, plan = converted()
+    model.train()(torch.randn(2, 3, 32, 32)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.01).step()
+    replace_all(model, nn.ReLU, lambda _: nn.ReLU())
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    folder = save_converted(model, plan, tmp_path / "out")
+    assert model.training
+    assert same_states(load_converted(folder), model)
+
+
+class Noisy(nn.ReLU):
+    def forward(self, x):
+        return super().forward(x) + int.from_bytes(os.urandom(1))
+
+
+def test_outputs_that_cannot_be_compared_are_said_not_guessed(tmp_path):
+    model, plan = converted()
+    replace_all(model, nn.ReLU, lambda _: Noisy())
+    with pytest.warns(UserWarning, match="by names and shapes alone.*not the same for the same im"):
+        folder = save_converted(model, plan, tmp_path / "random")
+    (check,) = [check for check in verify_folder(folder).checks if check.name == "outputs"]
+    assert check.ok is None
+    model, plan = converted()
+    model.act1.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.warns(UserWarning, match=r"by names and shapes alone.*ZeroDivisionError"):
+        save_converted(model, plan, tmp_path / "fails")
+
+
+def averaged(model):
+    average = torch.optim.swa_utils.AveragedModel(model)
+    average.update_parameters(model)
+    return average
+
+
+def compiled_stages(model):
+    model.layer1 = torch.compile(model.layer1)
+    model.layer2.compile()
+    return model
+
+
+def with_checkpointing(model):
+    model.layer1 = checkpoint_wrapper(model.layer1)
+    model.layer2[0] = checkpoint_wrapper(model.layer2[0])
+    return model
+
+
+WRAPPERS = {
+    "DataParallel": nn.DataParallel,
+    "compiled": torch.compile,
+    "compiled twice": lambda m: torch.compile(nn.DataParallel(m)),
+    "averaged": averaged,
+    "timm's average": ModelEmaV3,
+    "compiled stages": compiled_stages,
+    "checkpointed stages": with_checkpointing,
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapped_model_is_saved_under_its_plain_names(tmp_path, wrapper):
+    model, plan = converted()
+    plain = copy.deepcopy(model)
+    folder = save_converted(WRAPPERS[wrapper](model), plan, tmp_path / "out")
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+    assert same_states(load_converted(folder), plain)
+    assert torch.equal(outputs(load_converted(folder)), outputs(plain))
+
+
+@pytest.mark.parametrize("wrapper", ["DataParallel", "compiled", "averaged"])
+def test_wrapped_models_are_loaded_verified_and_folded(tmp_path, wrapper):
+    model, plan = converted()
+    folder = save_converted(model, plan, tmp_path / "out")
+    wrap = WRAPPERS[wrapper]
+    wrapped = wrap(network())
+    assert load_converted(folder, model=wrapped) is wrapped
+    assert problems(verify_folder(folder, model=wrap(network()))) == []
+    inner = dict(wrapped.named_children())["_orig_mod" if wrapper == "compiled" else "module"]
+    assert same_states(inner, model)
+    assert dcls_convert.fold_to_dense_(wrapped) == len(plan.layers)
+    assert inner._model_args["plan"]["folded"]
+
+
+def copies(model):
+    """What `modules_to_save` of peft leaves behind: layers that share nothing any more."""
+    model.layer1 = nn.Sequential(*map(copy.deepcopy, model.layer1))
+    replace_all(model, dcls_convert.DclsConv2d, copy.deepcopy)
+
+
+class Holder(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.layer = module
+
+
+REFUSED = {
+    "inside": (lambda m: nn.ModuleDict({"ema": m}), "save its 'ema'"),
+    "not converted": (lambda _: network(), r"apply_plan_\(model, plan\) makes it one"),
+    "folded": (lambda m: dcls_convert.fold_to_dense_(m) and m, r"replace\(plan, folded=True\)"),
+    "held": (
+        lambda m: replace_all(m, dcls_convert.DclsConv2d, Holder) or m,
+        "which wraps the layer; merge or remove it first",
+    ),
+    "untied": (lambda m: copies(m) or m, "Convert a new network with tie='none'"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_layers_that_are_no_longer_the_plans_are_refused_with_the_way_out(tmp_path, kind):
+    model, plan = converted(tie="stage")
+    change, message = REFUSED[kind]
+    with pytest.raises(DclsConvertError, match=message):
+        save_converted(change(model), plan, tmp_path / "out")
+
+
+def test_the_way_out_for_layers_with_positions_of_their_own(tmp_path):
+    model, _ = converted(tie="stage")
+    copies(model)
+    other, plan = converted(tie="none", kernel_count=4)
+    model_4, _ = converted(tie="stage", kernel_count=4)
+    copies(model_4)
+    other.load_state_dict(model_4.state_dict(), strict=False)
+    folder = save_converted(other, plan, tmp_path / "out")
+    assert torch.equal(outputs(load_converted(folder)), outputs(model_4))
