@@ -21,11 +21,16 @@ from pathlib import Path
 ENDINGS = {".jpeg", ".jpg", ".png", ".webp"}
 
 
+def visible(folder: Path) -> list[Path]:
+    """Return what the folder contains, sorted; names that begin with a dot are no data."""
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+
+
 def images_by_class(folder: Path) -> list[tuple[Path, int]]:
-    class_folders = sorted(path for path in folder.iterdir() if path.is_dir())
+    class_folders = [path for path in visible(folder) if path.is_dir()]
     images = []
     for label, class_folder in enumerate(class_folders):
-        for path in sorted(class_folder.iterdir()):
+        for path in visible(class_folder):
             if path.suffix.lower() in ENDINGS:
                 images.append((path, label))
     if not images:

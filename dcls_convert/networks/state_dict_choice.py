@@ -99,6 +99,8 @@ def _unusual_keys(content: Mapping[Any, Any]) -> list[str]:
 
 
 def _why_there_is_none(content: Any) -> str:
+    if isinstance(content, UnreadValue):
+        return "holds a NumPy value or a path, not a state dict (names to tensors)"
     if not isinstance(content, Mapping):
         return f"holds a {type(content).__name__}, not a state dict (names to tensors)"
     several = _unusual_keys(content)

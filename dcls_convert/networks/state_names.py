@@ -3,7 +3,6 @@
 import contextlib
 import re
 import sys
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -135,18 +134,15 @@ def _entries_by_prefix(
     state: Mapping[str, Tensor], least: float
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield each prefix of at least so many names, from short to long, with its entries."""
-    counts: Counter[str] = Counter()
-    for name in state:
+    entries: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in state.items():
         parts = name.split(".", MAX_PREFIX_PARTS)
         for length in range(1, len(parts)):
-            counts[".".join(parts[:length]) + "."] += 1
-    for prefix in sorted(counts, key=len):
-        if counts[prefix] >= least:
-            bare: dict[str, Tensor] = {}
-            for name, tensor in state.items():
-                if name.startswith(prefix):
-                    bare[name.removeprefix(prefix)] = tensor
-            yield prefix, bare
+            prefix = ".".join(parts[:length]) + "."
+            entries.setdefault(prefix, {})[name.removeprefix(prefix)] = tensor
+    for prefix in sorted(entries, key=len):
+        if len(entries[prefix]) >= least:
+            yield prefix, entries[prefix]
 
 
 def _without_outsiders(
