@@ -1,50 +1,27 @@
 """The DCLS layers: convolutions whose kernels are constructed from a few weighted elements.
 
-The positions of the elements are learnt.
+The positions of the elements are learnt. Layers are made from convolutions, and become
+convolutions again.
 
 Axes: N batch, O output channels, I input channels per group, E kernel elements, A learnt axes.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ..depthwise.choice import convolve_by, find_algorithm
-from ..depthwise.table import BLOCKS_DTYPES, Convolution
-from ..geometry import (
-    DYNAMIC_SAME,
-    Padding,
-    check_window,
-    extent,
-    grown_padding,
-    is_asymmetric,
-    learnt_axes,
-    padded_cells,
-    position_limits,
-)
+from ..depthwise.table import BLOCKS_DTYPES
+from ..geometry import DYNAMIC_SAME, Padding, check_window, grown_padding, is_asymmetric
 from .carry_over import carry_over_, compute_parameter_
-from .clamp_tensors import clamp_
-from .construction import Construction
-from .conv_classes import PLAIN, Conv, ConvTraits, padding_of, traits_of
-from .elements import POSITION_STD, largest_elements
-from .interpolation import find_interpolation
+from .conv_classes import Conv, padding_of, traits_of
+from .dcls_layer import DclsLayer, IntOrTuple
+from .elements import largest_elements
 from .replaceable import why_not_replaceable
-from .ties import Tieable
-
-IntOrTuple = int | Sequence[int]
-# Attributes that `_prepare_` sets. They are not pickled.
-_PREPARED = (
-    "_construction",
-    "_convolution",
-    "_highest_position",
-    "_lowest_position",
-    "_pads_input",
-)
 
 
 @functools.cache
@@ -58,7 +35,7 @@ def _standard_attributes() -> frozenset[str]:
     return frozenset(vars(conv).keys() | vars(layer).keys())
 
 
-class DclsConvNd(Tieable):
+class DclsConvNd(DclsLayer):
     """A convolution whose kernel is constructed from weighted elements at learnt positions.
 
     Parameters of a layer: `weight` (O, I, E), `positions` (A, O, I, E) in cells from the kernel
@@ -82,269 +59,6 @@ class DclsConvNd(Tieable):
     Source: arXiv:2112.03740. Positions are initialised from N(0, 0.5 cells), weights as in
     `torch.nn.Conv2d`.
     """
-
-    dims: ClassVar[int]
-    conv_class: ClassVar[type[Conv]]
-    conv_function: ClassVar[Callable[..., Tensor]]
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-    positions: nn.Parameter
-    sigma: nn.Parameter | None
-    traits: ConvTraits  # what the class of the old convolution does besides convolving
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        *,
-        kernel_count: int,
-        dilated_kernel_size: IntOrTuple,
-        stride: IntOrTuple = 1,
-        padding: str | IntOrTuple = 0,
-        dilation: IntOrTuple = 1,
-        groups: int = 1,
-        bias: bool = True,
-        padding_mode: str = "zeros",
-        interpolation: str = "bilinear",
-        dense_axes: Sequence[int] = (),
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.in_channels = in_channels
-        self.out_channels = out_channels
-        self.groups = groups
-        self.kernel_count = kernel_count
-        self.dilated_kernel_size = self._one_per_axis(
-            "dilated_kernel_size", dilated_kernel_size, minimum=1
-        )
-        self.stride = self._one_per_axis("stride", stride, minimum=1)
-        self.dilation = self._one_per_axis("dilation", dilation, minimum=1)
-        self.padding_mode = padding_mode
-        if isinstance(padding, str):
-            self._padding: Padding = padding
-        else:
-            self._padding = self._one_per_axis("padding", padding, minimum=0)
-        self.interpolation = interpolation
-        self.dense_axes = tuple(sorted(dense_axes))
-        self.learnt_axes = learnt_axes(self.dims, self.dense_axes)  # in the order of `positions`
-        # The size of the constructed kernel, under the name that convolutions use.
-        self.kernel_size = self.dilated_kernel_size
-        self.traits = PLAIN
-        self._check_arguments()
-        self._make_parameters(bias, device, dtype)
-        self._prepare_()
-        self.reset_parameters()
-
-    @property
-    def padding(self) -> Padding:
-        """The whole padding of the input, as in `torch.nn.Conv2d`, or `geometry.DYNAMIC_SAME`."""
-        return self._padding
-
-    @padding.setter
-    def padding(self, padding: Padding) -> None:
-        self._padding = padding
-        self._prepare_()
-
-    def _prepare_(self) -> None:
-        """Work out what every forward pass needs, which depends on the layer's arguments alone."""
-        limits = [position_limits(self.dilated_kernel_size[axis]) for axis in self.learnt_axes]
-        self._lowest_position = tuple(low for low, _ in limits)
-        self._highest_position = tuple(high for _, high in limits)
-        self._construction = Construction.of(
-            self.dilated_kernel_size, self.dense_axes, self.interpolation
-        )
-        # Paddings that torch's convolution functions do not support.
-        self._pads_input = (
-            self.padding_mode != "zeros"
-            or self._padding == DYNAMIC_SAME
-            or is_asymmetric(self._padding)
-        )
-        padding = self._padding
-        if self._pads_input:
-            padding = self._on_every_axis(0)
-        in_channels_per_group = self.in_channels // self.groups
-        self._convolution = Convolution(
-            kernel_shape=(self.out_channels, in_channels_per_group, *self.dilated_kernel_size),
-            stride=self.stride,
-            padding=padding,
-            dilation=self.dilation,
-            groups=self.groups,
-        )
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        for name in _PREPARED:
-            state.pop(name)
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._prepare_()
-
-    def _make_parameters(
-        self, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
-    ) -> None:
-        """Register the parameters, with uninitialised values.
-
-        Positions and sigma are in float32 at least: in bfloat16, an update of a position of two
-        cells is rounded away if it is less than 1/128 of a cell.
-        """
-        dtype = dtype or torch.get_default_dtype()
-        exact_dtype = torch.promote_types(dtype, torch.float32)
-
-        def new_parameter(*shape: int, dtype: torch.dtype = dtype) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-
-        dense_sides = [self.dilated_kernel_size[axis] for axis in self.dense_axes]
-        in_channels_per_group = self.in_channels // self.groups
-        weight_shape = (self.out_channels, in_channels_per_group, *dense_sides, self.kernel_count)
-        positions_shape = (len(self.learnt_axes), *weight_shape)
-        self.weight = new_parameter(*weight_shape)
-        self.register_parameter("bias", None)
-        if bias:
-            self.bias = new_parameter(self.out_channels)
-        self.positions = new_parameter(*positions_shape, dtype=exact_dtype)
-        self.register_parameter("sigma", None)
-        if find_interpolation(self.interpolation).has_sigma:
-            self.sigma = new_parameter(*positions_shape, dtype=exact_dtype)
-
-    def _on_every_axis(self, value: int) -> tuple[int, ...]:
-        return tuple(value for _ in range(self.dims))
-
-    def _one_per_axis(self, name: str, value: IntOrTuple, minimum: int) -> tuple[int, ...]:
-        if isinstance(value, Sequence):
-            sizes = tuple(value)
-        else:
-            sizes = self._on_every_axis(value)
-        all_allowed = all(type(size) is int and size >= minimum for size in sizes)
-        if len(sizes) != self.dims or not all_allowed:
-            raise ValueError(
-                f"{name}={value!r} must be an integer of at least {minimum}, or {self.dims} of them"
-            )
-        return sizes
-
-    def _check_arguments(self) -> None:
-        distinct_axes = set(self.dense_axes)
-        leaves_a_learnt_axis = distinct_axes < set(range(self.dims))
-        if not leaves_a_learnt_axis or len(distinct_axes) != len(self.dense_axes):
-            raise ValueError(
-                f"dense_axes={self.dense_axes} must be different axes, and leave one to be learnt"
-            )
-        if type(self.kernel_count) is not int or self.kernel_count < 1:
-            raise ValueError(f"kernel_count={self.kernel_count!r} must be an integer of at least 1")
-        padding: Any = self.padding
-        if padding == DYNAMIC_SAME:
-            if self.dims != 2 or self.padding_mode != "zeros":
-                raise ValueError(f"padding={self.padding!r} is for 2-D with zeros")
-            padding = 0
-        # torch's convolution refuses all other arguments that are not allowed.
-        make_conv: Any = self.conv_class
-        make_conv(
-            self.in_channels,
-            self.out_channels,
-            self.dilated_kernel_size,
-            self.stride,
-            padding,
-            self.dilation,
-            self.groups,
-            padding_mode=self.padding_mode,
-            device="meta",
-        )
-
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw weights and bias as `torch.nn.Conv2d` does, and positions from N(0, 0.5 cells).
-
-        Sigma gets its initial value.
-        """
-        bound = 1 / math.sqrt(self.weight[0].numel())  # kaiming_uniform_(a=sqrt(5))
-        nn.init.uniform_(self.weight, -bound, bound, generator=generator)
-        if self.bias is not None:
-            nn.init.uniform_(self.bias, -bound, bound, generator=generator)
-        nn.init.normal_(self.positions, 0.0, POSITION_STD, generator=generator)
-        self._reset_sigma_()
-        self.clamp_positions_()
-
-    def _reset_sigma_(self) -> None:
-        if self.sigma is not None:
-            initial_sigma = find_interpolation(self.interpolation).initial_sigma
-            nn.init.constant_(self.sigma, cast(float, initial_sigma))
-
-    def kernel(self) -> Tensor:
-        """Construct the kernel (O, I, *dilated_kernel_size).
-
-        It is differentiable with respect to weight, positions and sigma.
-        """
-        return self._construction.kernel(self._effective_weight(), self.positions, self.sigma)
-
-    def _effective_weight(self) -> Tensor:
-        """Return the elements' weights that the kernel is constructed from."""
-        transform = self.traits.transform_weight
-        if transform is None:
-            return self.weight
-        return transform(self, self.weight)
-
-    @torch.no_grad()
-    def clamp_positions_(self) -> None:
-        """Clamp positions to the window, and sigma to its minimum, in place.
-
-        Source: paper, section 3 "Positions clamping".
-        """
-        clamp_(self.positions, self._lowest_position, self._highest_position)
-        if self.sigma is not None:
-            min_sigma = cast(float, self._construction.method.min_sigma)
-            clamp_(self.sigma, (min_sigma,), (math.inf,))
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Convolve with `kernel()`: (N, in_channels, *spatial) -> (N, out_channels, *spatial)."""
-        if isinstance(input, fx.Proxy) and input.tracer.root is not self:
-            return self._as_fx_call(input)
-        if self.training and not _is_exporting():
-            self.clamp_positions_()
-        if self._pads_input:
-            input = self.pad_input(input)
-        return self._convolve(input)
-
-    def _convolve(self, input: Tensor) -> Tensor:
-        """Convolve an input with `kernel()`, after what `pad_input` pads."""
-        convolution = self._convolution
-        return self.conv_function(
-            input,
-            self.kernel(),
-            self.bias,
-            convolution.stride,
-            convolution.padding,
-            convolution.dilation,
-            convolution.groups,
-        )
-
-    def _as_fx_call(self, input: fx.Proxy) -> Tensor:
-        """Record one call of the layer in a torch.fx graph.
-
-        This works even with tracers that were not told that the layer is a leaf.
-        """
-        tracer = cast(fx.Tracer, input.tracer)
-        output = tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
-        return cast(Tensor, output)
-
-    def pad_input(self, input: Tensor) -> Tensor:
-        """Add all padding to the input, for a convolution that does not pad."""
-        extents = list(map(extent, self.kernel_size, self.dilation))
-        sides = padded_cells(self.padding, input.shape[-self.dims :], extents, self.stride)
-        widths: list[int] = []  # for F.pad: (before, after) of each axis, the last axis first
-        for before_and_after in reversed(sides):
-            widths += before_and_after
-        mode = self.padding_mode
-        if mode == "zeros":
-            mode = "constant"
-        return F.pad(input, widths, mode=mode)
-
-    def state_dict(self, *args: Any, **settings: Any) -> Any:
-        """Return the state dict of the layer, after clamping its positions."""
-        if not self.positions.is_meta:
-            self.clamp_positions_()
-        return super().state_dict(*args, **settings)
 
     @classmethod
     def from_conv(
@@ -492,28 +206,6 @@ class DclsConvNd(Tieable):
             device="meta",  # so that initialisation draws no random numbers
         )
 
-    def extra_repr(self) -> str:
-        """Return the layer's arguments; most are left out if they are the defaults."""
-        defaults = {
-            "padding": self._on_every_axis(0),
-            "dilation": self._on_every_axis(1),
-            "groups": 1,
-            "padding_mode": "zeros",
-        }
-        parts = [f"{self.in_channels}, {self.out_channels}"]
-        for name in ("kernel_count", "dilated_kernel_size", "stride", *defaults):
-            value = getattr(self, name)
-            if value != defaults.get(name):
-                parts.append(f"{name}={value!r}")
-        if self.dense_axes:
-            parts.append(f"dense_axes={self.dense_axes}")
-        if self.bias is None:
-            parts.append("bias=False")
-        parts.append(f"interpolation={self.interpolation}")
-        if self.is_tied:
-            parts.append("positions=tied")
-        return ", ".join(parts)
-
 
 class DclsConv1d(DclsConvNd):
     __doc__ = DclsConvNd.__doc__
@@ -564,12 +256,6 @@ class DclsConv3d(DclsConvNd):
 
 
 DCLS_LAYERS: dict[int, type[DclsConvNd]] = {1: DclsConv1d, 2: DclsConv2d, 3: DclsConv3d}
-
-
-def _is_exporting() -> bool:
-    """True in an export, whose program must not change parameters."""
-    # torch 2.8 reports is_exporting() under compile too; exclude dynamo.
-    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def _with_symmetric_padding(
