@@ -46,23 +46,22 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
     if size is not None:
         image_channels = size[0]
     modules_by_parameter = _modules_by_parameter(model)
+    first_conv = next(iter(names_of), None)
     sites: list[ConvSite] = []
     skipped = list(other_forms(model))
     for conv, names in names_of.items():
         name = names[0]
+        calls: Calls | None = None
         reason = why_inside_wrapper(model, name) or _why_skipped(conv, modules_by_parameter)
         if reason is None and traced is not None:
-            reason = _why_used_elsewhere(name, traced)
+            calls, reason = _calls_or_reason(name, traced)
         if reason is not None:
             skipped.append(Skipped(name=name, type=type(conv).__name__, reason=reason))
             continue
-        calls: Calls | None = None
-        if traced is not None:
-            calls = traced.calls[name]
-            sees_image = calls.takes_image
+        if calls is None:
+            sees_image = conv is first_conv  # an assumption: there is no trace
         else:
-            # Assume that the first convolution sees the image.
-            sees_image = not sites and not skipped
+            sees_image = calls.takes_image
         has_image_channels = size is None or conv.in_channels == image_channels
         takes_image = sees_image and has_image_channels
         site = _site(
@@ -95,13 +94,16 @@ def _why_skipped(conv: AnyConv, modules_by_parameter: Mapping[int, Sequence[str]
     return None
 
 
-def _why_used_elsewhere(name: str, traced: Trace) -> str | None:
-    """Return why a convolution is not only what its own forward makes of it; None if it is."""
+def _calls_or_reason(name: str, traced: Trace) -> tuple[Calls, None] | tuple[None, str]:
+    """Return the calls of a convolution and None; or None and why it cannot be replaced.
+
+    It can be replaced only if nothing but its own forward uses it.
+    """
     if name in traced.other_uses:
-        return traced.other_uses[name]
+        return None, traced.other_uses[name]
     if name not in traced.calls:
-        return "the forward pass of the network in eval mode does not call it"
-    return None
+        return None, "the forward pass of the network in eval mode does not call it"
+    return traced.calls[name], None
 
 
 def _check_not_wrapped_or_converted(model: nn.Module) -> None:

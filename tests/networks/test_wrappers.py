@@ -117,6 +117,15 @@ def test_a_part_that_cannot_be_replaced_stays_with_what_to_do_first(kind):
     assert all(reason in skip.reason for skip in report.skipped)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning")
+def test_a_part_in_another_form_does_not_hide_the_stem():
+    """Without an input size, nothing is traced, and the first convolution is the stem."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), scripted(nn.Sequential(nn.Conv2d(8, 8, 3))))
+    sites, skipped = find_convs(model)
+    assert [site.stem for site in sites] == [True]
+    assert len(skipped) == 1
+
+
 @pytest.mark.parametrize("kind", ["compiled stage", "compiled itself"])
 def test_compiled_parts_are_traced(kind):
     assert find_convs(network(PARTS[kind][0]()), IMAGE).macs == 2 * 9 * 14 * 4 * 9
