@@ -111,10 +111,14 @@ def _with_unsolved_counted(layers: Sequence[LayerPlan], count: int) -> list[Laye
 def _params(layers: Sequence[LayerPlan]) -> int:
     """Count the parameters; UNSOLVED layers have none, and a tie group's coordinates count once."""
     weights = 0
-    coordinates_of: dict[str, int] = {}  # by tie group; an untied layer is a group of its own
+    # By tie group; an untied layer is a group of its own.
+    coordinates_of: dict[tuple[str, str], int] = {}
     for layer in layers:
         elements = layer.lines * layer.kernel_count
         weights += elements
-        group = layer.tie_group or f"\0{layer.name}"  # no tie group's name has a null character
+        if layer.tie_group is None:
+            group = ("layer", layer.name)
+        else:
+            group = ("tie group", layer.tie_group)
         coordinates_of[group] = elements * layer.coordinates_per_element
     return weights + sum(coordinates_of.values())
