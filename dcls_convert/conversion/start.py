@@ -53,8 +53,8 @@ def _fill_randomly_(group: LayerGroup, positions: Positions, generator: torch.Ge
     if positions == "kernel":
         size = plan.extents
     elif positions == "uniform":
-        reaches = zip(*(layer.reach for layer in group.layer_plans), strict=True)  # by axis
-        size = tuple(map(min, reaches))
+        sides = zip(*(layer.useful_size for layer in group.layer_plans), strict=True)  # by axis
+        size = tuple(map(min, sides))
     uniform = positions != "normal"
     drawn_positions = random_positions(
         weights[0], size, plan.dense_axes, generator, uniform=uniform

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from ..errors import PlanError
 from ..networks.running import full_precision
 from ..networks.sites import ModelConvs
-from ..options import AUTO, ERROR_SCOPE
+from ..options import ERROR_SCOPE
 from ..planning.known_counts import LayerCounts
 from ..planning.plan import ConversionPlan
 from ..planning.plan_options import PlanOptions
 from ..planning.planner import make_plan
-from ..planning.rule_files import parse_rules
 from ..progress import Notify
 from .allocation import COUNT_SETTINGS, GroupErrors, counts_of_min_error
 from .boxes import Box
@@ -80,11 +79,10 @@ def _free_groups(
     groups: Sequence[LayerGroup], model_plan: ConversionPlan
 ) -> tuple[list[LayerGroup], int]:
     """Return the groups whose counts no rule states, and the parameters that are left for them."""
-    stated_rules = _rules_with_counts(model_plan)
     limit = model_plan.budget[0].limit
     free_groups: list[LayerGroup] = []
     for group in groups:
-        if group.layer_plans[0].rule in stated_rules:
+        if group.layer_plans[0].count_is_stated:
             limit -= _cost(group) * group.layer_plans[0].kernel_count
         else:
             free_groups.append(group)
@@ -99,16 +97,6 @@ def _refuse_meta_model(groups: Sequence[LayerGroup]) -> None:
                     f"scope {ERROR_SCOPE!r} compares kernels, "
                     "which a model on the meta device does not have"
                 )
-
-
-def _rules_with_counts(plan: ConversionPlan) -> set[str]:
-    """Return the labels of the rules that state a kernel count."""
-    rules = parse_rules(plan.rules_text)
-    labels = set()
-    for index, rule in enumerate(rules.rules):
-        if rule.kernel_count not in (None, AUTO):
-            labels.add(rules.label(index))
-    return labels
 
 
 def _own_count(group: LayerGroup, share: Fraction) -> int:

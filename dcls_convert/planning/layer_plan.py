@@ -21,6 +21,8 @@ class LayerPlan(OldConv):
     dense_axes: tuple[int, ...]
     interpolation: str
     kernel_count: int
+    # True if a rule or an option states the count; False if the budget decides it.
+    count_is_stated: bool = False
     tie_group: str | None  # None if its positions are its own
     rule: str  # label of the rule that claimed it
 
@@ -63,22 +65,22 @@ class LayerPlan(OldConv):
         return math.prod(along_learnt_axes(self.kernel_size, self.dense_axes))
 
     @property
-    def reach(self) -> tuple[int, ...]:
+    def useful_size(self) -> tuple[int, ...]:
         """Cells of the window that lie on the input map for at least one output, on each axis.
 
         These are at most 2 * map - 1. If the size of the map is not known, all cells count.
         """
         if self.input_extent is None:
             return self.dilated_size
-        reach = []
+        sides = []
         for side, map_side in zip(self.dilated_size, self.input_extent, strict=True):
-            reach.append(min(side, 2 * map_side - 1))
-        return tuple(reach)
+            sides.append(min(side, 2 * map_side - 1))
+        return tuple(sides)
 
     @property
     def exceeds_map(self) -> bool:
         """Whether the window has cells that never lie on the input map."""
-        return self.reach != self.dilated_size
+        return self.useful_size != self.dilated_size
 
     @property
     def learnt_extents(self) -> tuple[int, ...]:

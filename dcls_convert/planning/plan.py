@@ -26,6 +26,8 @@ PLAN_FORMAT = 1
 # Fields that `diff` does not compare as a whole: they follow from layers and options, or the layers
 # are compared one by one.
 _NOT_COMPARED_WHOLE = {"layers", "tie_groups", "budget", "skipped"}
+# Fields of a layer that older plans lack. They are no part of the hash.
+_NEWER_FIELDS = ("input_extent", "count_is_stated")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,10 +94,11 @@ class ConversionPlan(Record):
 
     @property
     def hash(self) -> str:
-        """SHA-256 over the canonical JSON, without `input_extent`, which older plans lack."""
+        """SHA-256 over the canonical JSON, without the fields that older plans lack."""
         values = self.to_dict()
         for layer in values["layers"]:
-            del layer["input_extent"]
+            for name in _NEWER_FIELDS:
+                del layer[name]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     def diff(self, other: "ConversionPlan") -> tuple[PlanDifference, ...]:
@@ -228,6 +231,8 @@ def _layer_differences(
         if name not in theirs:
             continue
         for what, value in my_layer.items():
+            if what == "count_is_stated":  # the counts and the rules are compared
+                continue
             their_value = theirs[name][what]
             if value != their_value:
                 difference = json.dumps([what, value, their_value])

@@ -302,12 +302,14 @@ def _draft(
     window, dense_axes = choose_window(site, stated_size, rule)
     from_site = shared_fields(site, LayerPlan)
     from_site["stage"] = rule.stage_of(site.name) or site.stage
+    count = _stated_count(site, dense_axes, rule, options)
     return LayerPlan(
         **from_site,
         dilated_size=window,
         dense_axes=dense_axes,
         interpolation=rule.interpolation or options.interpolation or DEFAULT_INTERPOLATION,
-        kernel_count=_stated_count(site, dense_axes, rule, options),
+        kernel_count=count,
+        count_is_stated=count != UNSOLVED,
         tie_group=None,
         rule=rules.label(index),
     )

@@ -303,6 +303,21 @@ class RuleSet(_Strict):
     )
     rules: list[Rule] = Field(min_length=1, description="a list of at least one rule")
 
+    @field_validator("rules")
+    @classmethod
+    def _names_are_unique(cls, rules: list[Rule]) -> list[Rule]:
+        first_of: dict[str, int] = {}
+        for index, rule in enumerate(rules):
+            if rule.name is None:
+                continue
+            first = first_of.setdefault(rule.name, index)
+            if first != index:
+                raise ValueError(
+                    f"rules[{first}] and rules[{index}] have the same name "
+                    f"{shortened(rule.name)!r}; rename one"
+                )
+        return rules
+
     _source: str = UNNAMED_RULES  # the file or name it was loaded from, for messages
     _text: str = ""  # the file as it was given
 

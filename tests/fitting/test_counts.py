@@ -126,11 +126,12 @@ def test_scope_error_has_the_least_error_within_the_budget(budget, tie, calibrat
     assert tie == "stage" or error_of_scope["error"] < 0.9 * error_of_scope["model"]
 
 
+# A rule is recognised by its place: the second one has the label that the first would have.
 RULES = """
 format: 1
 rules:
-  - {name: stated, match: {path: "stages.1.*"}, kernel_count: 3}
-  - {name: free, match: {kernel_size: {min: 3}}}
+  - {match: {path: "stages.1.*"}, kernel_count: 3}
+  - {name: "rules[0]", match: {kernel_size: {min: 3}}}
 """
 ALL_STATED = parse_rules(
     "format: 1\nrules:\n  - {match: {kernel_size: {min: 3}}, kernel_count: 3}\n"

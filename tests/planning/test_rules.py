@@ -365,6 +365,9 @@ MISTAKES = {
 }
 # Relations between values, keys that JSON does not have, patterns, YAML.
 MISTAKES_BEYOND_A_SCHEMA = {
+    "format: 1\nrules: [{name: a}, {}, {name: a}]": (
+        "rules: rules[0] and rules[2] have the same name 'a'; rename one"
+    ),
     # Without the error, it would be converted in silence.
     rule("skip: "): "rules[0].skip: found None; allowed is a string",
     rule(
