@@ -3,6 +3,7 @@ from . import tuning as tuning
 from .checkpoints.load import load_converted as load_converted
 from .checkpoints.save import convert_and_save_ as convert_and_save_
 from .checkpoints.save import save_converted as save_converted
+from .checkpoints.verify import verify_folder as verify_folder
 from .choosing.python_sweep import sweep as sweep
 from .conversion.apply_plan import apply_plan_ as apply_plan_
 from .conversion.fold import fold_to_dense_ as fold_to_dense_

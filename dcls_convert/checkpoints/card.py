@@ -6,6 +6,7 @@ from .. import __version__
 from ..conversion.provenance import Provenance, command_text, provenance_sentences
 from ..reports.report import ConversionReport, report_markdown
 from .folder import PAGE, PICTURE
+from .loading_code import with_folder
 
 FOLDED = (
     "The model is folded: the kernels are constructed and stored in plain convolutions of the "
@@ -32,6 +33,7 @@ def model_card(
     loading: str,
     files: str,
     *,
+    folder: str,
     pictures: Container[str] = (),
     provenance: Provenance | None = None,
 ) -> str:
@@ -41,10 +43,12 @@ def model_card(
         report: The report with the costs.
         loading: Lines of Python that load the folder, with `{folder}` for its path.
         files: A sentence about the other files in the folder.
+        folder: The folder's name.
         pictures: Names of the folder's pictures.
         provenance: How the model was converted, if that is known.
     """
     name = report.model or "a model"
+    packages = "dcls-convert" if "dcls_convert" in loading else "timm"
     title = "with learnable element positions"
     folding = ""
     if report.folded:
@@ -63,8 +67,8 @@ def model_card(
         "each has a few weights, at learned positions in a larger window. "
         f"{folding}Made by dcls-convert {__version__}.\n\n"
         f"{shown_pictures}{report_markdown(report)}\n## Loading\n\n"
-        "`dcls-model` is this folder:\n\n"
-        f"```python\n{loading.format(folder='dcls-model')}```\n\n"
+        f"`pip install {packages}`, and in the folder that has this one, `{folder}`:\n\n"
+        f"```python\n{with_folder(loading, folder)}```\n\n"
         f"{files}\n"
         f"{_conversion_section(provenance)}"
         f"\n## Citation\n\n```bibtex\n{CITATION}```\n"

@@ -25,9 +25,11 @@ from ..networks.weights import (
 from ..networks.wrappers import plain_name
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
+from ..planning.tie_groups import tie_groups_of
 from ..reports.predict import predict_report
 from .fingerprint import TOLERANCES, Fingerprint, fingerprint_deviation, take_fingerprint
 from .load import place_stored_plan_
+from .timm_model import plan_for_features
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +39,20 @@ class Loadable:
     plan: ConversionPlan  # without `model` if only the user can build the network
     fingerprint: Fingerprint | None  # of the model's outputs; None if it was not run
     note: str | None  # what the user should know
+
+
+def features_plan(model: nn.Module, plan: ConversionPlan) -> ConversionPlan | None:
+    """Return the plan of timm's feature extractor of a network; None for the network itself.
+
+    Its layers have other names, and a folder cannot say how timm takes it out of the network.
+    """
+    modules = dict(model.named_modules())
+    if any(layer.name in modules for layer in plan.layers):
+        return None
+    features = plan_for_features(model, plan)
+    if not features.layers or features.tie_groups != tie_groups_of(features.layers):
+        return None
+    return as_users_own(model, features)
 
 
 def check_layers(model: nn.Module, plan: ConversionPlan) -> None:

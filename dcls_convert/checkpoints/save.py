@@ -17,7 +17,7 @@ from ..reports.predict import predict_report
 from ..reports.report import ConversionReport
 from .fingerprint import take_fingerprint
 from .folder import open_checkpoint, reason_not_a_checkpoint
-from .loadable import check_layers, find_loadable_plan
+from .loadable import check_layers, features_plan, find_loadable_plan
 from .write import state_to_save, write_checkpoint
 
 
@@ -70,6 +70,15 @@ def save_converted(
         if provenance is None:  # the model was loaded by timm
             provenance = checkpoint.provenance
         plan = checkpoint.plan
+    features = features_plan(model, plan)
+    if features is not None:
+        warnings.warn(
+            f"the model is a feature extractor of {plan.model}, and is saved as your own: load it "
+            "with load_converted(folder, model=...), given timm.create_model(..., "
+            "features_only=True)",
+            stacklevel=2,
+        )
+        plan = features
     check_layers(model, plan)
     state = state_to_save(model)
     loadable = find_loadable_plan(model, state, plan, run=fingerprint)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..conversion.provenance import attach_provenance_
 from ..errors import CheckpointError, ModelError
 from ..networks.building import build_model
 from ..networks.pretrained_cfg import set_pretrained_cfg_
@@ -74,12 +75,12 @@ def create_converted(
     stored_names: dict[str, str] = {}
     if features_only:
         whole = conversion
-        conversion = _plan_for_features(model, whole)
+        conversion = plan_for_features(model, whole)
         stored_names = _stored_names_of_tied(whole, conversion)
     if not conversion.layers:
         pass  # the features come before the first converted layer
     elif pretrained:
-        place_stored_plan_(model, conversion)
+        _place_(model, conversion, kwargs)
     else:  # random values, as in timm's own models without weights
         from ..conversion.apply_plan import apply_plan_  # imports all of `fitting`
 
@@ -99,7 +100,23 @@ def create_converted(
             stored_names=stored_names,
             cache_dir=cache_dir,
         )
+    if checkpoint is not None:
+        attach_provenance_(model, checkpoint.provenance)
     return model
+
+
+def _place_(model: nn.Module, plan: ConversionPlan, kwargs: Mapping[str, Any]) -> None:
+    """Place the plan's layers; explain if the caller's arguments have changed the convolutions."""
+    try:
+        place_stored_plan_(model, plan)
+    except CheckpointError as error:
+        changed = [name for name in kwargs if kwargs[name] != plan.model_args.get(name)]
+        if not changed:
+            raise
+        raise CheckpointError(
+            f"{error}; if {' or '.join(changed)} causes this, convert the network with it: "
+            "model kwargs of the conversion"
+        ) from error
 
 
 def _resolved_cfg(
@@ -284,7 +301,7 @@ def _names_in_whole_model(names: Collection[str], known: Container[str]) -> dict
     return best
 
 
-def _plan_for_features(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
+def plan_for_features(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
     """Translate the plan to the names of a feature extractor.
 
     Layers after the last feature are dropped: the extractor does not have them. A tie group's

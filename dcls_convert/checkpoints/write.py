@@ -99,6 +99,7 @@ def write_checkpoint(
         report,
         loading_code(plan.model),
         files,
+        folder=folder.resolve().name,
         pictures=pictures.keys(),
         provenance=provenance,
     )

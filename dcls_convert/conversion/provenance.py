@@ -4,16 +4,21 @@ Except in the command, it names files without their folders. It contains no time
 give equal records.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
+from ..networks.position_parameters import position_parameters
+from ..networks.tensors_hash import can_be_hashed, tensors_hash
+from ..networks.wrappers import plain_name
 from ..records import STRICT, Record
 from ..text import printable, shortened
 
 HASH_DIGITS = 16  # number of digits of a hash that are shown; config.json has all of them
-PROVENANCE_ATTRIBUTE = "dcls_provenance"  # on a converted model; copies and pickles keep it
+# On a converted model; copies and pickles keep them.
+PROVENANCE_ATTRIBUTE = "dcls_provenance"
+START_ATTRIBUTE = "dcls_start"  # a hash of the positions after the conversion, or after loading
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,11 +58,18 @@ class Provenance(Record):
     weights: WeightsOrigin
     calibration: ImagesOrigin | None
     versions: dict[str, str]  # of this program, torch and timm
+    trained: bool = False  # whether positions have moved since the conversion
 
 
 def provenance_of(model: nn.Module) -> Provenance | None:
-    """Return the record that a converted model carries, or None if it has none."""
+    """Return the record that a converted model carries, or None if it has none.
+
+    It says that the model was trained if positions have moved since `attach_provenance_`.
+    """
     provenance: Provenance | None = vars(model).get(PROVENANCE_ATTRIBUTE)
+    start = vars(model).get(START_ATTRIBUTE)
+    if provenance is not None and start is not None and _positions_hash(model) not in (None, start):
+        return replace(provenance, trained=True)
     return provenance
 
 
@@ -65,6 +77,17 @@ def attach_provenance_(model: nn.Module, provenance: Provenance | None) -> None:
     """Attach a record to the model and to its future copies; do nothing if it is None."""
     if provenance is not None:
         vars(model)[PROVENANCE_ATTRIBUTE] = provenance
+        vars(model)[START_ATTRIBUTE] = _positions_hash(model)
+
+
+def _positions_hash(model: nn.Module) -> str | None:
+    """Return a hash of the model's positions; None if it has none, or none with values."""
+    tensors = {}
+    for parameter in position_parameters(model):
+        tensors[plain_name(parameter.name)] = parameter.tensor.detach()
+    if not tensors or not all(map(can_be_hashed, tensors.values())):
+        return None
+    return tensors_hash(tensors.items())
 
 
 def provenance_sentences(provenance: Provenance) -> list[str]:
@@ -73,6 +96,8 @@ def provenance_sentences(provenance: Provenance) -> list[str]:
     if provenance.positions is not None:
         start += f", positions {provenance.positions}"
     sentences = [f"{start}.", _weights(provenance)]
+    if provenance.trained:
+        sentences.append("Trained since the conversion: positions have moved.")
     images = provenance.calibration
     if images is not None:
         text = f"Calibration: {images.number:,} images"

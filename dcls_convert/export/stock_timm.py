@@ -73,7 +73,13 @@ def _write_for_timm(
         timm_model += f" with {arguments}"
     files = f"timm builds its own {timm_model}; no other package is needed."
     provenance = provenance_of(folded.model)
-    card = model_card(report, LOAD_BY_TIMM, files, provenance=provenance)
+    card = model_card(
+        report,
+        LOAD_BY_TIMM,
+        files,
+        folder=folded.output.resolve().name,
+        provenance=provenance,
+    )
     folded.notify(f"writing {folded.output}")
     with new_folder(
         folded.output, force=folded.force, reason_to_keep=reason_not_a_checkpoint

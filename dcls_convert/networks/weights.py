@@ -253,7 +253,8 @@ def describe_misfits(
         differences.append("state the number of classes for a new classifier, or 0 for none")
     if any(name.endswith(CONVERTED_ENTRIES) for name in unexpected):
         differences.append(
-            "these weights are converted already: load them into the converted model"
+            "these weights are of a converted model: load them into the model that load_converted "
+            "or timm makes from its folder, and call save_converted"
         )
     if differences:
         yield f"does not fit the model; {'; '.join(differences)}"

@@ -18,6 +18,7 @@ from dcls_convert import convert_, load_converted, save_converted
 from dcls_convert.checkpoints.folder import read_plan
 from dcls_convert.checkpoints.verify import verify_folder
 from dcls_convert.errors import DclsConvertError
+from dcls_convert.networks.weights import load_weights_
 
 from .folders import outputs, problems, same_states
 
@@ -220,3 +221,67 @@ def test_the_way_out_for_layers_with_positions_of_their_own(tmp_path):
     other.load_state_dict(model_4.state_dict(), strict=False)
     folder = save_converted(other, plan, tmp_path / "out")
     assert torch.equal(outputs(load_converted(folder)), outputs(model_4))
+
+
+def move_positions_(model):
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("positions"):
+                parameter.add_(0.1)
+
+
+def by_timm(folder):
+    return timm.create_model(f"local-dir:{folder}", pretrained=True)
+
+
+def test_the_card_names_folder_and_package_and_says_if_positions_were_trained(tmp_path):
+    model, plan = converted()
+    card = (save_converted(model, plan, tmp_path / "mine") / "README.md").read_text()
+    assert 'timm.create_model("local-dir:mine", pretrained=True)' in card
+    assert "pip install dcls-convert" in card
+    trained = "Trained since the conversion"
+    assert trained not in card
+    move_positions_(model)
+    first = save_converted(model, plan, tmp_path / "first")
+    assert trained in (first / "README.md").read_text()
+    again = save_converted(load_converted(first), first, tmp_path / "again")
+    assert trained in (again / "README.md").read_text()
+    for load in (load_converted, by_timm):
+        loaded = load(tmp_path / "mine")
+        same = save_converted(loaded, tmp_path / "mine", tmp_path / f"{load.__name__}-same")
+        assert trained not in (same / "README.md").read_text()
+        move_positions_(loaded)
+        other = save_converted(loaded, tmp_path / "mine", tmp_path / f"{load.__name__}-other")
+        assert trained in (other / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "warning"),
+    [  # The layers of ConvNeXt have other names in its extractor.
+        ("test_convnext", r"a feature extractor of timm:test_convnext.*features_only="),
+        ("test_resnet", r"no longer timm:test_resnet with its plan: missing: fc"),
+    ],
+)
+def test_a_feature_extractor_of_a_folder_is_saved_as_its_users_own(tmp_path, name, warning):
+    model = timm.create_model(name)
+    plan = convert_(model, init="random", dilated_size=9).plan
+    folder = save_converted(model, plan, tmp_path / "out")
+    features = timm.create_model(f"local-dir:{folder}", pretrained=True, features_only=True)
+    move_positions_(features)
+    with pytest.warns(UserWarning, match=warning):
+        tuned = save_converted(features, folder, tmp_path / "tuned")
+    loaded = load_converted(tuned, model=timm.create_model(name, features_only=True))
+    for new, old in zip(outputs(loaded), outputs(features), strict=True):
+        assert torch.equal(new, old)
+
+
+def test_an_output_stride_for_a_folder_is_refused_with_the_way(tmp_path):
+    folder = save_converted(*converted(), tmp_path / "out")
+    with pytest.raises(DclsConvertError, match=r"if output_stride causes this, convert the netwo"):
+        timm.create_model(f"local-dir:{folder}", pretrained=True, output_stride=16)
+
+
+def test_a_training_loops_weights_say_where_they_belong():
+    model, _ = converted()
+    with pytest.raises(DclsConvertError, match="load them into the model that load_converted"):
+        load_weights_(network(), model.state_dict(), "loop.pt")
