@@ -5,10 +5,13 @@ import pathlib
 
 import numpy
 import pytest
+import timm
 import torch
 
 from dcls_convert.errors import CheckpointError
 from dcls_convert.networks.weights_files import read_weights
+
+from ..command_line import run
 
 CHOSEN = {"conv.weight": torch.ones(2)}
 OTHER = {"conv.weight": torch.zeros(2)}
@@ -80,6 +83,18 @@ def test_a_key_says_which_weights_are_taken(tmp_path, content, key):
     assert is_chosen(read_weights(content, key=key))
     with pytest.raises(CheckpointError, match=r"nothing under the checkpoint key 'no'; it has \w"):
         read(tmp_path, content, "no")
+
+
+def test_the_option_says_which_weights_are_converted_or_swept(tmp_path):
+    own = timm.create_model("test_resnet").state_dict()
+    torch.save({"model": own, "ema": {}, "other": own}, path := tmp_path / "weights.pth")
+    chosen = ("test_resnet", "--checkpoint", path, "--checkpoint-key")
+    _, err = run(*chosen, "other", "--dry-run")
+    assert "takes the weights" not in err
+    _, err = run("sweep", *chosen, "no", "--sizes", "5", code=2)
+    assert "nothing under the checkpoint key 'no'; it has model" in err
+    _, err = run("test_resnet", "--checkpoint-key", "model", code=2)
+    assert "a checkpoint key chooses weights in a checkpoint; give one" in err
 
 
 def test_several_networks_without_a_usual_key_are_named(tmp_path):
