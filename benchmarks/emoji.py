@@ -3,8 +3,8 @@
     # Write the images.
     python benchmarks/emoji.py FOLDER [--test VENDOR]
     cd benchmarks && python ../examples/compare.py emoji:small_convnext --data FOLDER \\
-        --input-size 3x64x64 --batch-size 32 --lr 0.002 --sizes 17 \\
-        --positions normal,kernel,uniform --epochs 19 --seeds 3 --output COMPARISON
+        --input-size 3 64 64 --batch-size 32 --lr 0.002 \\
+        --sizes 17,17-kernel,17-uniform --epochs 19 --seeds 3 --output COMPARISON
     # Print the results of 2026-11-23, or draw where elements went.
     python benchmarks/emoji.py --table
     python benchmarks/emoji.py --picture COMPARISON FILE

@@ -4,8 +4,8 @@
     apt-get install $(python benchmarks/glyphs.py --packages)
     python benchmarks/glyphs.py FOLDER [--second]
     cd benchmarks && python ../examples/compare.py glyphs:separable --data FOLDER \\
-        --input-size 1x48x48 --hflip 0 --lr 0.004 --batch-size 64 --epochs 8 --seeds 10 \\
-        --sizes 5,9 --positions kernel,normal,uniform
+        --input-size 1 48 48 --hflip 0 --lr 0.004 --batch-size 64 --epochs 8 --seeds 10 \\
+        --sizes 5,5-kernel,5-uniform,9,9-kernel,9-uniform
 
 FOLDER gets `train`, with 400 kanji as 23 typefaces draw them, and `val`, with the same kanji
 as ten typefaces of other families draw them: 48 x 48 pixels, black on white. --second takes the

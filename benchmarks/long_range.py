@@ -3,8 +3,9 @@
     # Write the images.
     python benchmarks/long_range.py FOLDER [--seed 0]
     cd benchmarks && python ../examples/compare.py long_range:convnext --data FOLDER \
-        --input-size 1x32x32 --augmentation none --hflip 0 --batch-size 32 --epochs 8 --lr 0.003 \
-        --smoothing 0 --seeds 3 --sizes 13 --positions uniform,normal --ablate
+        --input-size 1 32 32 --augmentation none --hflip 0 --batch-size 32 --epochs 8 --lr 0.003 \
+        --smoothing 0 --seeds 3 \
+        --sizes 13,13-frozen,13-uniform,13-uniform-frozen,13-dense
     # Print the results of 2026-11-21.
     python benchmarks/long_range.py --table
 

@@ -1,6 +1,6 @@
 """Measure how well a conversion keeps the outputs of a pretrained network.
 
-    python benchmarks/pretrained.py [--only ROW ...] [--heal] [--table]
+    python benchmarks/pretrained.py [--only ROW ...] [--table]
 
 EfficientNet-Lite0 is converted and compared with the original on photographs; see lite0.py. The
 photographs are split into two halves: crops of one half are for calibration, crops of the other for
@@ -9,16 +9,14 @@ percent, and what differs from scope model, ties per stage and window 9. The mea
 crops are the share with the same top-1 class, KL(old || new) of the softmax in nats, and
 |new - old| / |old| of the logits of all crops.
 
-With --heal, networks converted at 60 % of the budget are then trained by `examples/finetune.py
---teacher` on the photographs for calibration. Results go to benchmarks/results/pretrained.json; a
-new call measures the missing rows.
+Results go to benchmarks/results/pretrained.json; a new call measures the missing rows. Stored rows
+named healed were also trained on the photographs for calibration, with the original as a teacher
+and Mixup, and are not measured again.
 """
 
 import argparse
 import copy
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -42,23 +40,9 @@ if TYPE_CHECKING:  # these import torch, which --table does not need
 
     from dcls_convert import ConversionReport
 
-FINETUNE = Path(__file__).parent.parent / "examples" / "finetune.py"
 PACKAGES = ("torch", "timm", "dcls-convert", "scikit-image", "scikit-learn", "matplotlib")
 FOLDS = (0, 1)
 SEED = 0
-LONGEST_SIDE = 640  # pixels of a training photograph
-COPIES = 32  # of each training photograph in an epoch
-# Ten photographs are few. Mixing them, and a temperature above 1, make them say more about the
-# teacher. BatchNorm keeps its statistics, since those of ten photographs differ from other images'.
-HEALING = {
-    "steps": 200,
-    "batch-size": 16,
-    "lr": 1e-4,
-    "temperature": 4.0,
-    "mixup": 1.0,
-    "cutmix": 1.0,
-    "freeze-statistics": True,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +109,7 @@ def convert(fold: "Fold", row: Row) -> "tuple[nn.Module, ConversionReport]":
     return model, report
 
 
-def measure(fold: "Fold", row: Row, scratch: Path) -> dict[str, Any]:
+def measure(fold: "Fold", row: Row) -> dict[str, Any]:
     """Measure one row of one fold: numbers of the report, and the measures on the test crops."""
     from lite0 import compare_logits, logits
 
@@ -152,11 +136,6 @@ def measure(fold: "Fold", row: Row, scratch: Path) -> dict[str, Any]:
         "summed_error": sum(errors) if errors else None,
         "seconds": time.perf_counter() - begun,
     }
-    if row.healed:
-        begun = time.perf_counter()
-        model = heal(fold, model, report, scratch / f"{row.name}-{fold.number}")
-        measured["healing"] = HEALING
-        measured["healing_seconds"] = time.perf_counter() - begun
     return measured | compare_logits(fold.outputs, logits(model, fold.tests))
 
 
@@ -167,51 +146,6 @@ def yardstick(fold: "Fold", name: str) -> "Tensor":
     if name == "bf16-weights":
         return logits(copy.deepcopy(fold.network).bfloat16().float(), fold.tests)
     return logits(fold.network, torch.cat([fold.tests[..., :1], fold.tests[..., :-1]], dim=-1))
-
-
-def heal(
-    fold: "Fold", model: "nn.Module", report: "ConversionReport", scratch: Path
-) -> "nn.Module":
-    """Train the network with `examples/finetune.py --teacher`, and return it.
-
-    It trains on random crops of the photographs for calibration only, and keeps the epoch that
-    agrees best with the teacher on the calibration crops.
-    """
-    from lite0 import NAME, photographs
-    from safetensors.torch import save_file
-
-    import dcls_convert
-
-    images = photographs(fold.number)
-    for number in range(COPIES):
-        folder = scratch / "images" / "train" / str(number)
-        folder.mkdir(parents=True)
-        for name, image in images.items():
-            if number:
-                (folder / f"{name}.png").symlink_to(f"../0/{name}.png")
-            else:
-                image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
-                image.save(folder / f"{name}.png")
-    (scratch / "images" / "val").symlink_to(fold.folder)
-    save_file(fold.network.state_dict(), scratch / "teacher.safetensors")
-    options: dict[str, Any] = {
-        "teacher": NAME,
-        "teacher-checkpoint": scratch / "teacher.safetensors",
-        "data": scratch / "images",
-        "output": scratch / "run",
-        **HEALING,
-    }
-    options["epochs"] = options.pop("steps") * options["batch-size"] // (len(images) * COPIES)
-    converted = dcls_convert.save_converted(model, report.plan, scratch / "converted")
-    arguments = []
-    for name, value in options.items():
-        arguments.append(f"--{name}")
-        if value is not True:
-            arguments.append(str(value))
-    subprocess.run(
-        [sys.executable, str(FINETUNE), str(converted), *arguments], check=True, stdout=sys.stderr
-    )
-    return dcls_convert.load_converted(scratch / "run" / "best").eval()
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -230,14 +164,13 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         path=options.output,
         command="python benchmarks/pretrained.py",
         settings=settings,
-        # Rows that were healed with other settings are measured again.
-        rows=[row for row in stored_before if row.get("healing", HEALING) == HEALING],
+        rows=stored_before,
         packages=PACKAGES,
     )
     done = {(row["row"], row["fold"]) for row in results.rows}
-    rows = [ROWS[name] for name in options.only or ROWS]
-    if not options.only:
-        rows = [row for row in rows if row.healed == options.heal]
+    rows = [row for row in ROWS.values() if not row.healed]
+    if options.only:
+        rows = [row for row in rows if row.name in options.only]
     torch.set_num_threads(options.threads)
     network = pretrained_network()
     numbers = {
@@ -254,7 +187,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         for row in rows:
             for fold in folds:
                 if (row.name, fold.number) not in done:
-                    results.add_(measure(fold, row, scratch))
+                    results.add_(measure(fold, row))
     return results.rows
 
 
@@ -315,9 +248,6 @@ def cell(values: Sequence[float], form: str) -> str:
 def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=ROWS, metavar="ROW", help=", ".join(ROWS))
-    parser.add_argument(
-        "--heal", action="store_true", help="measure the rows with healing, which train for minutes"
-    )
     parser.add_argument(
         "--folds", nargs="+", type=int, choices=FOLDS, default=FOLDS, help="half for calibration"
     )

@@ -3,7 +3,7 @@
     python examples/compare.py convnext_tiny --data flowers --sizes 13,17 --seeds 5 --epochs 30
     # From trained weights; conversions are calibrated on 64 of the training images
     python examples/compare.py convnext_tiny --data flowers --sizes 17 --seeds 5 --pretrained
-    # The whole list of runs, and one of them, for job arrays
+    # The names of all runs, and one of them, for job arrays
     python examples/compare.py convnext_tiny --data flowers --sizes 17 --seeds 5 --list
     python examples/compare.py convnext_tiny --data flowers --sizes 17 --seeds 5 --only 17:3
 
@@ -11,6 +11,9 @@ MODEL is a name of timm's, or MODULE:FUNCTION, a function of yours that takes nu
 seed, all networks start from the same weights (except for the layers that are converted), and see
 the same images in the same order. finetune.py, beside this file, trains them; its options of a
 training apply to all.
+
+A size may have words behind it: 17-kernel or 17-uniform (where elements start), 17-frozen
+(positions are not trained), 17-dense (a plain convolution with kernels as large as the window).
 
 OUTPUT/runs.jsonl gets a line for each finished run. Started again, the script trains what is
 missing, and a run that was killed continues after its last full epoch. The answer is printed at
@@ -21,6 +24,7 @@ where there are none.
 """
 
 import argparse
+import copy
 import importlib
 import itertools
 import json
@@ -37,7 +41,9 @@ import finetune
 import numpy as np
 import timm
 import torch
+from accelerate import Accelerator
 from scipy import optimize, stats
+from timm.data import ImageDataset
 from torch import nn
 
 import dcls_convert
@@ -50,14 +56,13 @@ MIN_SEEDS = 3  # for a statement about a difference
 WIDEST = 2.0  # points; if a difference may be larger than this, there is no answer
 MIN_P_VALUE = 1e-9
 CALIBRATION_IMAGES = 64
-RUNS = "runs.jsonl"
 # Options that say which runs there are; all others must be equal in all runs.
-OPTIONS_OF_RUNS = ("sizes", "positions", "ablate", "seeds", "only", "list")
-SAME_ANSWERS = (
-    "WARNING: {first} and {second} are right on exactly the same images (seeds {seeds}), so this "
-    "comparison cannot tell them apart. Perhaps their convolutions hardly matter: timm's ConvNeXt "
-    "multiplies its blocks by a layer scale of 1e-6, which a short training does not raise. "
-    "Try --model-kwargs ls_init_value=0.1"
+OPTIONS_OF_RUNS = ("sizes", "seeds", "only", "list")
+ROW = "| {:<20} | {:>11} | {:>8} | {:>14} | {:>5} | {:>13} |"
+WHY_THE_SAME = (
+    "This comparison cannot tell them apart. Perhaps their convolutions hardly matter: timm's "
+    "ConvNeXt multiplies its blocks by a layer scale of 1e-6, which a short training does not "
+    "raise. Try --model-kwargs ls_init_value=0.1"
 )
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Runs = Mapping[tuple[str, int], Mapping[str, Any]]  # (network, seed) -> its line in the file
@@ -69,207 +74,117 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
-    add("model", help="a name of timm's, or MODULE:FUNCTION")
-    add("--sizes", default="17", help="windows, such as 13,17 or +4 or auto")
-    add("--positions", default="normal", help="starts of the elements: normal,kernel,uniform")
-    add("--ablate", action="store_true", help="add frozen positions, and dense kernels as large")
-    add("--seeds", type=int, default=5)
-    add("--only", metavar="NETWORK:SEED", help="train one run, as --list names it")
-    add("--list", action="store_true", help="print NETWORK:SEED of all runs")
-    add("--output", type=Path, help="folder; default: MODEL-compared")
+    parser.add_argument("model", help="a name of timm's, or MODULE:FUNCTION")
+    parser.add_argument("--sizes", default="17", help="windows, such as 13,17,17-kernel or +4")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--only", metavar="NETWORK:SEED", help="train one run, as --list names it")
+    parser.add_argument("--list", action="store_true", help="print NETWORK:SEED of all runs")
+    parser.add_argument("--output", type=Path, help="folder; default: MODEL-compared")
     finetune.add_training_options(parser)
     options = parser.parse_args()
     options.output = options.output or Path(f"{options.model.replace(':', '-')}-compared")
     return options
 
 
-# Networks.
-
-
-@dataclass(frozen=True)
-class Network:
-    """One of the networks that are compared."""
-
-    name: str
-    size: int | str | None = None  # of the window; None: not converted
-    positions: Any = "normal"  # or "kernel" or "uniform": where elements start from scratch
-    frozen: bool = False  # positions are not trained
-    dense: bool = False  # a plain convolution with a kernel as large as the window
-
-
-def networks_of(options: argparse.Namespace) -> dict[str, Network]:
-    networks = [Network(ORIGINAL)]
-    for text in options.sizes.split(","):
-        size: int | str = text
-        if text.isdigit():
-            size = int(text)
-        for positions in options.positions.split(","):
-            name = text
-            if positions != "normal":
-                name += f"-{positions}"
-            networks.append(Network(name, size, positions))
-            if options.ablate:
-                networks.append(Network(f"{name}-frozen", size, positions, frozen=True))
-        if options.ablate:
-            networks.append(Network(f"{text}-dense", size, dense=True))
-    return {network.name: network for network in networks}
-
-
 def build_original(options: argparse.Namespace, classes: int) -> nn.Module:
     torch.manual_seed(options.seed)
+    arguments = {"num_classes": classes} | options.model_kwargs
     module, colon, function = options.model.partition(":")
     if colon:
         sys.path.insert(0, os.getcwd())
-        build = getattr(importlib.import_module(module), function)
-        model: nn.Module = build(num_classes=classes, **options.model_kwargs)
+        model: nn.Module = getattr(importlib.import_module(module), function)(**arguments)
         return model
-    return timm.create_model(
-        options.model, pretrained=options.pretrained, num_classes=classes, **options.model_kwargs
-    )
+    return timm.create_model(options.model, pretrained=options.pretrained, **arguments)
 
 
 def build_network(
-    network: Network, samples: finetune.Samples, options: argparse.Namespace
-) -> tuple[nn.Module, Any]:
-    """Return the network, and its plan if it has DCLS layers."""
-    model = build_original(options, samples.classes)
-    if network.size is None:
-        return model, None
-    arguments: dict[str, Any] = {
-        "dilated_size": network.size,
-        "input_size": finetune.input_size(options),
-        "seed": options.seed,
-    }
-    if network.dense:  # as many elements as the old kernel has cells, in a kernel with a window
-        dcls_convert.convert_(model, kernel_count="exact", init="exact", **arguments)
-        dcls_convert.fold_to_dense_(model)
-        return model, None
-    if options.pretrained:
-        calibration = calibration_images(samples, model, options)
-        report = dcls_convert.convert_(model, calibration=calibration, **arguments)
+    name: str, classes: int, train: ImageDataset, options: argparse.Namespace
+) -> nn.Module:
+    """Return the original or, if the name is that of a window such as "17-kernel", a conversion."""
+    model = build_original(options, classes)
+    if name == ORIGINAL:
+        return model
+    size, *words = name.split("-")
+    unknown = set(words) - {"kernel", "uniform", "frozen", "dense"}
+    if unknown:
+        raise DclsConvertError(f"--sizes {name}: {unknown.pop()!r} is not a word for a network")
+    arguments: dict[str, Any] = {"seed": options.seed, "input_size": options.input_size}
+    arguments["dilated_size"] = int(size) if size.isdigit() else size
+    if "dense" in words:  # as many elements as the old kernel has cells, where those are
+        arguments |= {"kernel_count": "exact", "init": "exact"}
+    elif options.pretrained:
+        arguments["calibration"] = calibration_images(train, model, options)
     else:
-        report = dcls_convert.convert_(
-            model, init="random", positions=network.positions, **arguments
-        )
-    if network.frozen:
-        for name, parameter in model.named_parameters():
-            if name.endswith("positions"):
+        arguments["init"] = "random"
+    for start in ("kernel", "uniform"):
+        if start in words:
+            arguments["positions"] = start
+    dcls_convert.convert_(model, **arguments)
+    if "dense" in words:
+        dcls_convert.fold_to_dense_(model)
+    if "frozen" in words:
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("positions"):
                 parameter.requires_grad_(False)
-    return model, report.plan
+    return model
 
 
 def calibration_images(
-    samples: finetune.Samples, model: nn.Module, options: argparse.Namespace
+    train: ImageDataset, model: nn.Module, options: argparse.Namespace
 ) -> torch.Tensor:
     """Return training images without augmentation, evenly spread over the classes."""
-    step = max(1, len(samples.train) // CALIBRATION_IMAGES)
-    chosen = finetune.Samples(train=[], test=samples.train[::step], classes=samples.classes)
-    images = finetune.open_images(chosen, model, options)[1]
-    return torch.stack([images[index][0] for index in range(len(images))][:CALIBRATION_IMAGES])
-
-
-# Runs.
+    plain = copy.copy(train)
+    finetune.set_transforms_(train, plain, model, options)
+    step = math.ceil(len(train) / CALIBRATION_IMAGES)
+    return torch.stack([plain[index][0] for index in range(0, len(train), step)])
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, str]:
     """Return the settings that all runs in a file must share."""
     settings = finetune.settings_of(options)
-    return {key: value for key, value in settings.items() if key not in OPTIONS_OF_RUNS}
+    return {name: value for name, value in settings.items() if name not in OPTIONS_OF_RUNS}
 
 
-def read_runs(path: Path, settings: Mapping[str, str]) -> dict[tuple[str, int], dict[str, Any]]:
-    """Read the finished runs of a file. All must have these settings."""
+def read_runs(options: argparse.Namespace) -> dict[tuple[str, int], dict[str, Any]]:
+    """Read the finished runs. All must have these options."""
+    path = options.output / "runs.jsonl"
     runs: dict[tuple[str, int], dict[str, Any]] = {}
-    if not path.exists():
-        return runs
-    for line in path.read_text(encoding="utf-8").splitlines():
-        run = json.loads(line)
-        for name, value in settings.items():
-            stored = run["settings"].get(name)
-            if stored != value:
-                raise DclsConvertError(
-                    f"{path}: holds runs with {name} {stored}, not {value}; use another --output"
-                )
-        runs[run["network"], run["seed"]] = run
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            run = json.loads(line)
+            finetune.check_settings(run["settings"], settings_of(options), path)
+            runs[run["network"], run["seed"]] = run
     return runs
 
 
-def train(
-    network: Network,
-    samples: finetune.Samples,
-    options: argparse.Namespace,
-    settings: Mapping[str, str],
-    accelerator: Any,
-) -> dict[str, Any]:
-    """Train a network with the seed in the options; return the line for the file of runs."""
+def train(name: str, seed: int, options: argparse.Namespace, accelerator: Accelerator) -> None:
+    """Train a network, and append a line to the file of runs."""
     accelerator.free_memory()  # of the last run
-    model, plan = build_network(network, samples, options)
-    folder = options.output / f"{network.name}-{options.seed}"
-    training = finetune.Training(
-        model,
-        finetune.open_images(samples, model, options),
-        samples.classes,
-        options,
-        accelerator,
-        folder=folder,
-        settings=settings,
-    )
-
-    def after_epoch(training: finetune.Training) -> None:
-        last = training.history[-1]
-        line = "epoch {epoch}: loss {loss:.4f}, {accuracy:.2f} %".format(**last)
-        accelerator.print(f"{network.name}:{options.seed} {line}", flush=True)
-
+    run_options = argparse.Namespace(**vars(options) | {"seed": seed})
+    run_options.output = options.output / f"{name}-{seed}"
+    for option in OPTIONS_OF_RUNS:
+        delattr(run_options, option)
+    images = finetune.read_images(options.data)
+    classes = len(images[0].reader.class_to_idx)
+    model = build_network(name, classes, images[0], run_options)
+    training = finetune.Training(model, images, run_options, accelerator)
     began = time.monotonic()
-    training.run(after_epoch)
-    seconds = time.monotonic() - began
-    trained = training.trained_model()
-    if accelerator.is_main_process and hasattr(model, "pretrained_cfg"):
-        finetune.save_trained(trained, plan, folder / "trained")
-    return {
-        "network": network.name,
-        "seed": options.seed,
-        "params": sum(parameter.numel() for parameter in trained.parameters()),
-        "seconds": round(seconds, 1),  # of this call: less if the run was resumed
+    for _ in range(len(training.history), options.epochs):
+        training.run_epoch()
+        training.save_state()
+    run = {
+        "network": name,
+        "seed": seed,
+        "params": sum(parameter.numel() for parameter in model.parameters()),
+        "seconds": round(time.monotonic() - began, 1),  # less if the run was resumed
         "epochs": training.history,
-        "right": "".join(str(int(correct)) for correct in training.correct),
+        "right": "".join(str(int(correct)) for correct in training.test()),
+        "settings": settings_of(options),
     }
-
-
-def named(text: str, wanted: Sequence[tuple[str, int]]) -> tuple[str, int]:
-    """Return the run that is called NETWORK:SEED."""
-    for name, seed in wanted:
-        if text == f"{name}:{seed}":
-            return name, seed
-    raise DclsConvertError(f"--only {text}: is not one of the runs that --list names")
-
-
-def train_missing(
-    options: argparse.Namespace,
-    networks: Mapping[str, Network],
-    wanted: Sequence[tuple[str, int]],
-) -> None:
-    """Train the runs that are not in the file yet, and append them to it."""
-    settings = settings_of(options)
-    path = options.output / RUNS
-    finished = read_runs(path, settings)
-    missing = [run for run in wanted if run not in finished]
-    if not missing:
-        return
-    samples = finetune.read_samples(options.data)
-    accelerator = finetune.make_accelerator(options)
-    for name, seed in missing:
-        seeded = argparse.Namespace(**vars(options), seed=seed)
-        run = train(networks[name], samples, seeded, settings, accelerator)
-        if accelerator.is_main_process:
-            line = json.dumps(run | {"settings": settings}) + "\n"
-            with path.open("ab", buffering=0) as file:  # one write, as jobs may share the file
-                file.write(line.encode())
-    accelerator.end_training()
-
-
-# The answer.
+    if accelerator.is_main_process:
+        line = json.dumps(run) + "\n"
+        with (options.output / "runs.jsonl").open("ab", buffering=0) as file:
+            file.write(line.encode())  # in one piece, as jobs may share the file
 
 
 @dataclass(frozen=True)
@@ -370,58 +285,44 @@ def sentence(difference: Difference, p_corrected: float | None, conversions: int
 
 def answer(runs: Runs, networks: Sequence[str]) -> str:
     """Return the table, the sentences, and the warnings."""
+    conversions = len(networks) - 1
     differences = {}
+    p_values = {}
     for name in networks[1:]:
         seeds = shared_seeds(runs, name, ORIGINAL)
         if seeds:
             paired = right(runs, name, seeds) - right(runs, ORIGINAL, seeds)
             differences[name] = difference_of(paired)
-    conversions = len(networks) - 1
-    p_values = {}
-    for name, difference in differences.items():
-        if len(difference.by_seed) >= MIN_SEEDS:
-            p_values[name] = difference.p_value()
+        if len(seeds) >= MIN_SEEDS:
+            p_values[name] = differences[name].p_value()
     corrected = holm(p_values, conversions)
-    rows = [["network", "parameters", "seconds", "top-1, %", "difference", "p", "would be seen"]]
+    lines = [
+        ROW.format("network", "parameters", "top-1, %", "difference", "p", "would be seen"),
+        ROW.format("---", "---", "---", "---", "---", "---"),
+    ]
     for name in networks:
         finished = [run for (network, _), run in runs.items() if network == name]
         if finished:
-            rows.append(row(name, finished, differences.get(name), corrected, conversions))
-    lines = [markdown(rows), ""]
+            accuracy = np.mean([run["epochs"][-1]["accuracy"] for run in finished])
+            cells = ["", "", ""]
+            if name in corrected:
+                cells = numbers(differences[name], corrected[name], conversions)
+            lines.append(ROW.format(name, f"{finished[0]['params']:,}", f"{accuracy:.2f}", *cells))
+    lines.append("")
     for name, difference in differences.items():
         lines.append(f"{name}: {sentence(difference, corrected.get(name), conversions)}")
-    return "\n".join([*lines, *warnings(runs, networks)])
+    return "\n".join(lines + warnings(runs, networks))
 
 
-def row(
-    name: str,
-    finished: Sequence[Mapping[str, Any]],
-    difference: Difference | None,
-    corrected: Mapping[str, float],
-    conversions: int,
-) -> list[str]:
-    accuracies = [run["epochs"][-1]["accuracy"] for run in finished]
-    seconds = np.mean([run["seconds"] for run in finished])
-    cells = [name, f"{finished[0]['params']:,}", f"{seconds:.0f}", f"{np.mean(accuracies):.2f}"]
-    if difference is None:
-        return [*cells, "", "", ""]
-    if name not in corrected:
-        return [*cells, f"{difference.mean:+.2f}", "", ""]
+def numbers(difference: Difference, p_corrected: float, conversions: int) -> list[str]:
+    """Return the cells of the table that compare a network with the original."""
+    half_width = difference.half_width(LEVEL)
+    would_be_seen = difference.detectable(LEVEL / conversions)
     return [
-        *cells,
-        f"{difference.mean:+.2f} ± {difference.half_width(LEVEL):.2f}",
-        f"{corrected[name]:.3f}",
-        f"{difference.detectable(LEVEL / conversions):.1f}",
+        f"{difference.mean:+.2f} ± {half_width:.2f}",
+        f"{p_corrected:.3f}",
+        f"{would_be_seen:.1f}",
     ]
-
-
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for cells in [rows[0], ["-" * width for width in widths], *rows[1:]]:
-        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
-        lines.append(f"| {' | '.join(padded)} |")
-    return "\n".join(lines)
 
 
 def warnings(runs: Runs, networks: Sequence[str]) -> list[str]:
@@ -433,32 +334,39 @@ def warnings(runs: Runs, networks: Sequence[str]) -> list[str]:
             if runs[first, seed]["right"] == runs[second, seed]["right"]:
                 same.append(str(seed))
         if same:
-            lines.append(SAME_ANSWERS.format(first=first, second=second, seeds=", ".join(same)))
+            pair = f"{first} and {second}"
+            seeds = ", ".join(same)
+            lines.append(f"WARNING: {pair} are right on exactly the same images (seeds {seeds})")
+    if lines:
+        lines.append(WHY_THE_SAME)
     return lines
 
 
 def main() -> None:
     options = parse_arguments()
-    networks = networks_of(options)
-    wanted = [(name, seed) for seed in range(options.seeds) for name in networks]
+    networks = [ORIGINAL, *options.sizes.split(",")]
+    wanted = {f"{name}:{seed}": (name, seed) for seed in range(options.seeds) for name in networks}
     if options.list:
-        print("\n".join(f"{name}:{seed}" for name, seed in wanted))
+        print("\n".join(wanted))
         return
-    try:
-        to_train = wanted
-        if options.only:
-            to_train = [named(options.only, wanted)]
-        train_missing(options, networks, to_train)
-        runs = read_runs(options.output / RUNS, settings_of(options))
-    except DclsConvertError as error:
-        raise SystemExit(f"error: {error}") from None
-    if int(os.environ.get("RANK", 0)) == 0:
-        shown = {run: runs[run] for run in wanted if run in runs}
-        print(answer(shown, list(networks)))
-        missing = [f"{name}:{seed}" for name, seed in wanted if (name, seed) not in runs]
-        if missing:
-            print(f"Provisional; missing: {', '.join(missing)}")
+    if options.only and options.only not in wanted:
+        raise DclsConvertError(f"--only {options.only}: is not one of the runs that --list names")
+    accelerator = finetune.make_accelerator(options)
+    finished = read_runs(options)
+    for label, (name, seed) in wanted.items():
+        if (name, seed) not in finished and options.only in (None, label):
+            train(name, seed, options, accelerator)
+    runs = read_runs(options)
+    shown = {run: runs[run] for run in wanted.values() if run in runs}
+    accelerator.print(answer(shown, networks))
+    missing = [label for label, run in wanted.items() if run not in runs]
+    if missing:
+        accelerator.print(f"Provisional; missing: {', '.join(missing)}")
+    accelerator.end_training()
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except DclsConvertError as error:
+        raise SystemExit(f"error: {error}") from None

@@ -67,14 +67,14 @@ STAND_INS = dict.fromkeys(("convert.md", "deploying.md", "hub.md", "index.md", "
 COMPARE = {"examples/compare.py": str(ROOT / "examples" / "compare.py")}
 QUICK = COMPARE | {
     "--sizes 17 --seeds 5 --epochs 30": (
-        "--sizes 17 --seeds 1 --epochs 1 --batch-size 4 --input-size 3x32x32"
+        "--sizes 17 --seeds 1 --epochs 1 --batch-size 4 --input-size 3 32 32"
     )
 }
 # With the size that the real network gets.
 FITTED = {"convnext_tiny --pretrained": f"{TINY} --pretrained --dilated-size 17"}
 FINETUNE = {
     "examples/finetune.py": str(ROOT / "examples" / "finetune.py"),
-    "--data photographs": "--data photographs --epochs 1 --batch-size 4 --input-size 3x32x32",
+    "--data photographs": "--data photographs --epochs 1 --batch-size 4 --input-size 3 32 32",
 }
 STAND_INS["README.md"] = FITTED | SMALL | QUICK | FINETUNE | {"convnext_*": f"{TINY}*"}
 STAND_INS["compare.md"] = (
