@@ -63,7 +63,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_path.startswith(BESIDE):  # in the site, docs/ is the folder around these
         if page.edit_url:
             page.edit_url = page.edit_url.replace(f"{EDIT}docs/", EDIT)
-        markdown = markdown.replace("](../docs/", "](../")
+        markdown = re.sub(r"\]\(((?:\.\./)+)docs/", r"](\1", markdown)
     else:
         markdown = re.sub(rf"\]\(\.\./({'|'.join(BESIDE)})/", r"](\1/", markdown)
     return re.sub(
