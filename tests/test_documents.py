@@ -76,7 +76,8 @@ FINETUNE = {
     "examples/finetune.py": str(ROOT / "examples" / "finetune.py"),
     "--data photographs": "--data photographs --epochs 1 --batch-size 4 --input-size 3 32 32",
 }
-STAND_INS["README.md"] = FITTED | SMALL | QUICK | FINETUNE | {"convnext_*": f"{TINY}*"}
+ON_CPU = {" --device cuda": ""}
+STAND_INS["README.md"] = FITTED | SMALL | QUICK | FINETUNE | ON_CPU | {"convnext_*": f"{TINY}*"}
 STAND_INS["compare.md"] = (
     SMALL
     | QUICK
@@ -323,6 +324,16 @@ def test_links_of_the_pages_exist(page):
     folder = ROOT if page == "README.md" else DOCS
     for target in re.findall(r"\]\((?!http)([^)#]+)", PAGES[page]):
         assert (folder / target).exists(), target
+
+
+def test_files_of_the_repository_that_the_pages_name_exist():
+    texts = [*PAGES.values()]
+    texts += [
+        (ROOT / page).read_text(encoding="utf-8") for page in ("SECURITY.md", "CONTRIBUTING.md")
+    ]
+    for text in texts:
+        for path in re.findall(r"`(?:python )?((?:tests|benchmarks|examples|docs)/[^` ]+)", text):
+            assert (ROOT / path).exists(), path
 
 
 @pytest.mark.parametrize("page", PAGES)
