@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.conv_classes import AnyConv
-from ..layers.dcls_conv import DclsConvNd
 from .conv_uses import ConvUses
 from .copying import meta_copy
 from .running import image_dtype
@@ -89,7 +88,7 @@ def _run_and_record(meta: nn.Module, input_size: Sequence[int], uses: ConvUses) 
     calls: dict[str, Calls] = {}
     convs: dict[nn.Module, tuple[str, int]] = {}  # name, and number of dimensions
     for name, module in meta.named_modules():
-        if isinstance(module, AnyConv | DclsConvNd):
+        if isinstance(module, AnyConv):
             convs[module] = (name, len(module.kernel_size))
 
     def record(
