@@ -18,7 +18,7 @@ from ..networks.weights import describe_non_finite
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 from ..planning.tie_groups import TieGroup
-from ..records import Record, shared_fields
+from ..records import Record
 from .folder import Checkpoint, read_tensors
 from .stamp import read_stamp
 
@@ -235,12 +235,15 @@ def _row(position_set: PositionSet, state: Mapping[str, Tensor]) -> PositionRow:
     if "sigma" in position_set.parameters:
         sigma = state[position_set.parameters["sigma"]]
         mean_sigma = float(sigma.mean(dtype=torch.float64))
-    fields = shared_fields(position_set.layers[0], PositionRow)
-    fields["name"] = position_set.name
+    first = position_set.layers[0]
     return PositionRow(
-        **fields,
+        name=position_set.name,
         tied=position_set.tied,
         layers=tuple(layer.name for layer in position_set.layers),
+        kernel_count=first.kernel_count,
+        dilated_size=first.dilated_size,
+        dense_axes=first.dense_axes,
+        interpolation=first.interpolation,
         kernels=math.prod(positions.shape[1:-1]),
         elements=math.prod(positions.shape[1:]),
         border_share=statistics.border_share(positions, position_set.learnt_size),

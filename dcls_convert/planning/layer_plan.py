@@ -112,7 +112,7 @@ class LayerPlan(OldConv):
         return self.lines * self.cells
 
     @property
-    def position_params(self) -> int:
+    def group_position_params(self) -> int:
         """Parameters of positions and sigma, which the tie group shares."""
         return self.lines * self.kernel_count * self.coordinates_per_element
 

@@ -5,7 +5,6 @@ from typing import Any
 from ..errors import check_argument
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
-from ..records import shared_fields
 from .costs import BudgetReport, LayerReport, MacsChange, ParamsChange, UnitReport
 from .report import ConversionReport
 
@@ -65,14 +64,20 @@ def predicted_layer(plan: ConversionPlan, layer: LayerPlan) -> LayerReport:
     else:
         weights = layer.lines * layer.kernel_count  # each kernel line has this many elements
         if layer.tie_group is None or plan.group(layer.tie_group).layers[0] == layer.name:
-            positions = layer.position_params
-    from_plan = shared_fields(layer, LayerReport)
-    from_plan["position_params"] = positions
+            positions = layer.group_position_params
     return LayerReport(
-        **from_plan,
+        name=layer.name,
+        stage=layer.stage,
+        kind=layer.kind,
+        kernel_size=layer.kernel_size,
+        dilated_size=layer.dilated_size,
+        kernel_count=layer.kernel_count,
+        interpolation=layer.interpolation,
+        tie_group=layer.tie_group,
         params_before=layer.dense_weights + bias,
         params_after=weights + positions + bias,
         weight_params=weights,
+        position_params=positions,
         macs_before=layer.macs(layer.kernel_size),
         macs_after=layer.macs(layer.dilated_size),
     )
