@@ -52,7 +52,8 @@ def create_converted(
         pretrained_cfg: `pretrained_cfg` of the config, and where the config was found.
         pretrained_cfg_overlay: The caller's changes to `pretrained_cfg`.
         cache_dir: Cache folder of the hub.
-        pretrained_model_args: `model_args` of the config, without the caller's changes.
+        pretrained_model_args: `model_args` of the config, without the caller's changes. timm's
+            `create_model` passes them for `local-dir:` and `hf-hub:`; other callers need not.
         features_only: Build timm's feature extractor.
         kwargs: Arguments of the base model.
 
@@ -65,26 +66,26 @@ def create_converted(
             f'"{TIMM_ARCHITECTURE}" is not a model by itself; '
             'load a checkpoint: timm.create_model("local-dir:FOLDER")'
         )
-    conversion = ConversionPlan.from_dict(plan, f"{CONFIG}: {PLAN_KEY}")
-    _check_arguments(conversion.model or "", pretrained_model_args or kwargs)
+    stored = ConversionPlan.from_dict(plan, f"{CONFIG}: {PLAN_KEY}")
+    _check_arguments(stored.model or "", pretrained_model_args or kwargs)
     cfg = _resolved_cfg(pretrained_cfg, pretrained_cfg_overlay)
     checkpoint = None
     if pretrained:
         checkpoint = _open_checkpoint_of_weights(cfg, cache_dir)
-    model = _build(conversion, kwargs, cfg, features_only=features_only)
+    model = _build(stored, kwargs, cfg, features_only=features_only)
+    placed = stored
     stored_names: dict[str, str] = {}
     if features_only:
-        whole = conversion
-        conversion = plan_for_features(model, whole)
-        stored_names = _stored_names_of_tied(whole, conversion)
-    if not conversion.layers:
+        placed = plan_for_features(model, stored)
+        stored_names = _stored_names_of_tied(stored, placed)
+    if not placed.layers:
         pass  # the features come before the first converted layer
     elif pretrained:
-        _place_(model, conversion, kwargs)
+        _place_(model, placed, kwargs)
     else:  # random values, as in timm's own models without weights
         from ..conversion.apply_plan import apply_plan_  # imports all of `fitting`
 
-        apply_plan_(model, conversion, init="random", generator=torch.default_generator)
+        apply_plan_(model, placed, init="random", generator=torch.default_generator)
     timm_cfg = getattr(model, "pretrained_cfg", None) or {}
     for name in ("classifier", "first_conv"):
         if name in timm_cfg:
@@ -182,13 +183,14 @@ def _load_by_timm_(
         channels = stored_channels
 
     def adapt(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-        if checkpoint is not None:
+        if checkpoint is not None:  # timm has read the file; check what it read
             checkpoint.check_tensors(state)
         if features_only:
             state = _features_state(state, model, stored_names, cfg, in_chans)
         return _complete_state(state, model, cfg)
 
     if checkpoint is not None:
+        # Also if the weights came from a hub: the files that were checked are the ones to load.
         cfg = {**cfg, "source": "local-dir", "file": str(checkpoint.folder)}
     load_pretrained(
         model,

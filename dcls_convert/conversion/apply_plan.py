@@ -85,6 +85,7 @@ def apply_plan_(
     groups = make_layers(model, plan)
     if generator is None:
         generator = torch.Generator().manual_seed(0)
+    # Drawn for every start: without it, random starts of the same seed would be others than before.
     seed = draw_fit_seed(generator)
     calibrated: list[CalibratedLayer] = []
     kernel_errors: dict[str, float] = {}

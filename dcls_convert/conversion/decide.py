@@ -1,4 +1,8 @@
-"""Decide what a request leaves open ("auto"), and plan the conversion of a loaded network."""
+"""Decide what a request leaves open ("auto"), and plan the conversion of a loaded network.
+
+Each "auto" is decided in one place: the start in `request.py`, the rules in `planning/claims.py`,
+windows in `planning/windows.py`, counts in `planning/budget.py`, the scope and known counts here.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace

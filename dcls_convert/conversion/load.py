@@ -214,8 +214,11 @@ def build_network(
             loaded.source, pretrained=request.pretrained, seed=request.seed, trust_code=True
         )
     if not request.pretrained:
+        # The weights are not timm's, whose tag, licence and address its config states.
         set_origin_(network, {})
-    return network.to(request.device)
+    if request.device is not None:
+        network = network.to(request.device)
+    return network
 
 
 def note_new_classifier(network: nn.Module, not_loaded: Collection[str], note: Note) -> None:

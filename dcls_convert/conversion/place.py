@@ -37,6 +37,14 @@ def insert_layers_(
 ) -> None:
     """Put layers into the model, and register the parameters that they share.
 
+    Besides the layers, the model keeps:
+    - positions and sigmas of tie groups, as parameters of the groups' owners;
+    - instance attributes by which timm's `reparameterize_model` folds first (`fold.py`);
+    - names that `no_weight_decay` returns (`networks/position_parameters.py`);
+    - if timm's or torchvision's: `_model_args`, and the architecture in `pretrained_cfg`.
+
+    A folded plan leaves plain convolutions, and marks branches that timm must not merge.
+
     Args:
         model: Changed in place.
         plan: If it is folded, the layers' plain convolutions are placed instead.

@@ -38,6 +38,7 @@ class ConvUses(TorchFunctionMode):
                 self._names[module] = name
                 weight = module._parameters.get("weight")
                 if weight is not None:
+                    # Address of the storage itself; `data_ptr` is 0 for all meta tensors.
                     self._conv_of_storage[weight.untyped_storage()._cdata] = module
         self._watched_classes: dict[type[nn.Module], type[nn.Module]] = {}
         self._restore = contextlib.ExitStack()

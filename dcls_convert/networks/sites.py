@@ -10,7 +10,7 @@ from ..geometry import Padding, size_text
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OldConv:
-    """What is known of an old convolution, both by its site and by the plan of its layer.
+    """What both a site and the plan of its layer state about the old convolution.
 
     Axes are in the order of tensor.shape.
     """
