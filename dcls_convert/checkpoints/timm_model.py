@@ -18,7 +18,7 @@ from ..networks.registries import TIMM_ARCHITECTURE
 from ..networks.source import ModelSource
 from ..networks.stages import common_parent
 from ..networks.trust import MAX_ARGUMENT, UNBOUNDED_ARGUMENTS, check_source
-from ..networks.weights import alias_names
+from ..networks.weights import aliases_in
 from ..planning.plan import ConversionPlan
 from ..text import short_list
 from .folder import CONFIG, PLAN_KEY, WEIGHTS, Checkpoint, open_checkpoint
@@ -264,13 +264,14 @@ def _complete_state(
 
     Raise if a tensor is missing: with another number of classes, timm does not check this itself.
     """
+    own = model.state_dict(keep_vars=True)
     complete = dict(state)
-    for alias, name in alias_names(model).items():
+    for alias, name in aliases_in(own).items():
         if name in state:
             complete[alias] = state[name]
     heads = tuple(f"{name}." for name in _module_names(cfg.get("classifier")))
     missing = []
-    for name in model.state_dict():
+    for name in own:
         if name not in complete and not name.startswith(heads):
             missing.append(name)
     if missing:
