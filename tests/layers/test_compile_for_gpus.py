@@ -1,0 +1,74 @@
+"""torch.compile traces a network for a GPU into one graph, whatever the batch: with fake tensors."""
+
+import contextlib
+
+import pytest
+import timm
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+import dcls_convert
+from dcls_convert.depthwise import devices
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+from triton.backends.compiler import GPUTarget
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+    ),
+]
+
+
+class Driver:
+    """Triton's driver of a GPU that is not there."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+
+@contextlib.contextmanager
+def as_with_a_gpu():
+    """Let torch and this package trace as if an H100 were here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.utils._triton.has_triton", lambda: True)
+        patch.setattr(triton.runtime.driver, "_active", Driver())
+        patch.setattr(devices, "_why_no_blocks", lambda device: None)
+        torch.compiler.reset()
+        yield
+        torch.compiler.reset()
+
+
+def put_on_fake_gpu_(model):
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            fake = torch.empty(parameter.shape, dtype=parameter.dtype, device="cuda")
+            setattr(module, name, nn.Parameter(fake))
+
+
+def test_a_network_is_one_graph_of_blocks_for_batches_of_any_size():
+    model = timm.create_model("test_convnext")
+    dcls_convert.convert_(model, dilated_size=9, init="random", input_size=(3, 64, 64))
+    graphs = []
+
+    def trace_only(graph, _):
+        graphs.append(graph)
+        outputs = graph.graph.output_node().args[0]
+        return lambda *inputs: tuple(node.meta["example_value"] for node in outputs)
+
+    with as_with_a_gpu(), FakeTensorMode(shape_env=ShapeEnv()):
+        put_on_fake_gpu_(model)
+        compiled = torch.compile(model.train(), backend=trace_only, fullgraph=True)
+        for batch in (4, 6, 9):
+            images = torch.empty(batch, 3, 64, 64, device="cuda")
+            torch._dynamo.mark_dynamic(images, 0)
+            compiled(images)
+    (graph,) = graphs
+    names = [str(node.target) for module in graph.modules() for node in module.graph.nodes]
+    launches = [name for name in names if "triton_kernel_wrapper" in name]
+    converted = sum(isinstance(module, dcls_convert.DclsConv2d) for module in model.modules())
+    assert converted > 0
+    assert len(launches) == 10 * converted  # 4 in the forward pass, 6 in the backward pass
