@@ -18,16 +18,14 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ..depthwise.block_plan import Plan, find_plan, next_power_of_2
 from ..depthwise.blocks import (
     Pack,
-    Plan,
     convolve_by_torch,
     convolve_to_maps,
-    find_plan,
     gradient_of_bias,
     gradients_by_torch,
     needs_torch,
-    next_power_of_2,
     on_device_of,
 )
 from ..depthwise.launching import Launch, Launches

@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dcls_convert.depthwise import block_kernels, blocks
+from dcls_convert.depthwise import block_kernels, block_plan
 from dcls_convert.layers import element_kernels
 
 CUDA = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -85,9 +85,9 @@ def compile_for(target: GPUTarget, name: str, dtype: str, precision: str) -> Com
     kernel, constants, is_pipelined = KERNELS[name]
     size = {"bf16": 2, "fp32": 4}[dtype]
     if is_pipelined:
-        constants = {**constants, "PRECISION": precision, "STEP": blocks.STEP[size]}
+        constants = {**constants, "PRECISION": precision, "STEP": block_plan.STEP[size]}
     if kernel is block_kernels.convolve_blocks:
-        constants["BLOCKS"] = blocks.BLOCKS_AT_ONCE[size]
+        constants["BLOCKS"] = block_plan.BLOCKS_AT_ONCE[size]
     signature = {}
     for argument in kernel.arg_names:
         if argument in constants:
@@ -107,8 +107,8 @@ def compile_for(target: GPUTarget, name: str, dtype: str, precision: str) -> Com
     )
     options = {"num_warps": 4, "num_stages": 1}
     if is_pipelined:
-        stages = blocks.STAGES if target.backend == "cuda" else blocks.STAGES_ON_AMD
-        options = {"num_warps": blocks.WARPS[size], "num_stages": stages}
+        stages = block_plan.STAGES if target.backend == "cuda" else block_plan.STAGES_ON_AMD
+        options = {"num_warps": block_plan.WARPS[size], "num_stages": stages}
     compiled = triton.compile(source, target=target, options=options)
     if target.backend == "hip":
         code = compiled.asm["amdgcn"]

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 from triton.runtime import interpreter
 
-from dcls_convert.depthwise import blocks, choice
+from dcls_convert.depthwise import block_plan, blocks, choice
 from dcls_convert.depthwise.launching import Launch
 from dcls_convert.layers.construction import construct_kernel
 from dcls_convert.layers.dcls_conv import DclsConv2d
@@ -28,8 +28,8 @@ from dcls_convert.layers.one_launch import construct_windows
 torch.set_num_threads(1)
 choice.preference = lambda: "blocks"
 # Small maps, cut into parts as large ones are.
-blocks.MIN_PROGRAMS = 12
-blocks.MIN_BLOCKS_IN_PART = 2
+block_plan.MIN_PROGRAMS = 12
+block_plan.MIN_BLOCKS_IN_PART = 2
 FLOAT32_ERROR = 1e-6  # relative, in Frobenius norms
 HALVES = (torch.bfloat16, torch.float16)
 CHANNELS = 2
@@ -189,8 +189,8 @@ def parts_of_large_tensors():
     """Maps whose strides are too large for the kernels are copied."""
     images = integers(CHANNELS, 2, 9, 10).transpose(0, 1)  # channels are far apart
     kernel = integers(CHANNELS, 1, 9, 9)
-    blocks.MAX_OFFSET = blocks.max_offset(images.contiguous()) + 1
-    assert blocks.max_offset(images) >= blocks.MAX_OFFSET
+    block_plan.MAX_OFFSET = block_plan.max_offset(images.contiguous()) + 1
+    assert block_plan.max_offset(images) >= block_plan.MAX_OFFSET
     output = blocks.depthwise_by_blocks(images, kernel, None, (1, 1), torch.float32)
     assert torch.equal(output, F.conv2d(images, kernel, padding=4, groups=CHANNELS))
 
