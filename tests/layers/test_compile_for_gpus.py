@@ -1,4 +1,4 @@
-"""torch.compile traces a network for a GPU into one graph, whatever the batch: with fake tensors."""
+"""torch.compile makes one graph of a network for a GPU, whatever the batch; with fake tensors."""
 
 import contextlib
 
