@@ -96,6 +96,8 @@ def _cure(value: object, kind: type) -> str:
         return f"its plan, a {kind.__name__}"
     if kind.__name__ in MADE_BY:
         return f"a {kind.__name__}, from {MADE_BY[kind.__name__]}"
+    if not kind.__module__.startswith("torch."):
+        return f"a {kind.__name__}"
     if isinstance(value, str | Path):
         return (
             "a torch.nn.Module: timm.create_model makes one by its name, "

@@ -20,6 +20,7 @@ from dcls_convert import (
     convert_,
 )
 from dcls_convert.checkpoints.verify import verify_folder
+from dcls_convert.errors import check_argument
 from dcls_convert.planning.plan import ConversionPlan
 
 from .model_state import state_of
@@ -246,6 +247,12 @@ def test_what_is_no_model_is_refused_by_every_front_door(front_door, wrong):
     make, says = WRONG_MODELS[wrong]
     with pytest.raises(DclsConvertError, match=f"^model: found {re.escape(says)}"):
         FRONT_DOORS[front_door](make())
+
+
+@pytest.mark.parametrize("wrong", [3, "three", [3]])
+def test_an_argument_of_a_plain_class_is_asked_for_by_that_class(wrong):
+    with pytest.raises(DclsConvertError, match=r"^sizes: found .*; give a dict$"):
+        check_argument("sizes", wrong, dict)
 
 
 def test_a_report_or_a_path_where_a_plan_belongs_is_refused():
