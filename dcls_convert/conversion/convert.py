@@ -14,9 +14,7 @@ from ..networks.pretrained_cfg import set_normalisation_
 from ..networks.running import unchanged_on_failure
 from ..networks.source import ModelSource
 from ..options import AUTO, ERROR_SCOPE
-from ..planning.known_counts import LayerCounts
 from ..planning.plan import ConversionPlan
-from ..planning.plan_options import PlanOptions
 from ..progress import Note, Notify, ignore_messages, logger
 from ..reports.predict import predict_report
 from ..reports.report import ConversionReport
@@ -80,27 +78,36 @@ def convert(
     loaded, weights = load(request, notify=notify, note=note)
     check_start(request, weights, note)
     notify("planning")
-    ready = None
-    if stored_plan is not None:
-        plan = check_stored_plan(loaded, stored_plan)
-    else:
-        options = decide_options(request, request.options, weights)
-        if options.scope == ERROR_SCOPE and options.kernel_count == AUTO:
-            plan = make_checked_plan(loaded, weights, replace(options, scope="model"))
-            approve(_planned(loaded, weights, plan))
-            ready, counts = _measure(loaded, weights, plan, options, notify, note)
-            options = replace(options, kernel_count=counts)
-        plan = make_checked_plan(loaded, weights, options)
+    plan, counts_are_final = _first_plan(loaded, weights, stored_plan)
     conversion = _planned(loaded, weights, plan)
     if request.offline:
         return conversion
     approve(conversion)
-    if ready is None:
-        network = build_network(loaded, weights, notify=notify, note=note)
-        ready = _Ready(network=network, images=_read_images(request, network, plan, note))
+    network = build_network(loaded, weights, notify=notify, note=note)
+    ready = _Ready(network=network, images=_read_images(request, network, plan, note))
+    if not counts_are_final:
+        plan, ready = _measured(loaded, weights, plan, ready, notify)
+        conversion = _planned(loaded, weights, plan)
+        approve(conversion)
     authors = None if weights is None else weights.authors
     weights = None  # the network has the others; keeping both would take twice the memory
     return _carry_out_(conversion, ready, authors, notify, note)
+
+
+def _first_plan(
+    loaded: LoadedNetwork, weights: RequestWeights | None, stored_plan: ConversionPlan | None
+) -> tuple[ConversionPlan, bool]:
+    """Return the plan before anything is measured, and whether its kernel counts are final.
+
+    With the scope "error", they are not: the plan has those of the scope "model".
+    """
+    if stored_plan is not None:
+        return check_stored_plan(loaded, stored_plan), True
+    options = decide_options(loaded.request, loaded.request.options, weights)
+    if options.scope == ERROR_SCOPE and options.kernel_count == AUTO:
+        options = replace(options, scope="model")
+        return make_checked_plan(loaded, weights, options), False
+    return make_checked_plan(loaded, weights, options), True
 
 
 def _planned(
@@ -117,30 +124,25 @@ def _planned(
     )
 
 
-def _measure(
+def _measured(
     loaded: LoadedNetwork,
     weights: RequestWeights | None,
     plan: ConversionPlan,
-    options: PlanOptions,
+    ready: _Ready,
     notify: Notify,
-    note: Note,
-) -> tuple[_Ready, LayerCounts]:
-    """Build the network, and choose kernel counts by the error of each layer.
-
-    `plan` has the windows, and counts for the scope "model".
-    """
+) -> tuple[ConversionPlan, _Ready]:
+    """Return the plan with counts chosen by the error of each layer, and the images' statistics."""
     request = loaded.request
-    network = build_network(loaded, weights, notify=notify, note=note)
-    images = _read_images(request, network, plan, note)
     counts, statistics = choose_counts_by_error(
-        network,
-        loaded.convs,
-        options,
+        ready.network,
+        plan,
         seed=draw_fit_seed(torch.Generator().manual_seed(request.seed)),
-        calibration=images,
+        calibration=ready.images,
         notify=notify,
     )
-    return _Ready(network=network, images=images, statistics=statistics), counts
+    options = replace(request.options, scope=ERROR_SCOPE)
+    measured_plan = make_checked_plan(loaded, weights, options, measured_counts=counts)
+    return measured_plan, replace(ready, statistics=statistics)
 
 
 def _read_images(

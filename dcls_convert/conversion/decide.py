@@ -15,6 +15,7 @@ from ..fitting.groups import find_planned_convs
 from ..geometry import size_text
 from ..networks.running import eval_mode, run_batch, suppress_output
 from ..options import AUTO, ERROR_SCOPE, EXACT
+from ..planning.known_counts import LayerCounts
 from ..planning.plan import ConversionPlan
 from ..planning.plan_options import PlanOptions
 from ..planning.planner import make_plan
@@ -42,7 +43,7 @@ def decide_options(
     """
     if weights is not None and weights.authors is not None:
         _refuse_stated_counts(options, weights.authors)
-        return replace(options, kernel_count=weights.authors.kernel_counts)
+        return replace(options, kernel_count=AUTO)  # the weights have the counts
     if request.init == EXACT:
         return replace(options, kernel_count=EXACT)
     if options.scope != AUTO:
@@ -64,16 +65,27 @@ def plan_network(
 
 
 def make_checked_plan(
-    loaded: LoadedNetwork, weights: RequestWeights | None, options: PlanOptions
+    loaded: LoadedNetwork,
+    weights: RequestWeights | None,
+    options: PlanOptions,
+    *,
+    measured_counts: LayerCounts | None = None,
 ) -> ConversionPlan:
-    """Make the plan for decided options.
+    """Make the plan for decided options, with measured counts or those of the weights, if any.
 
     Raises:
         DclsConvertError: The options do not fit the network, its weights or its input size.
     """
     request = loaded.request
+    known_counts = measured_counts
+    if weights is not None and weights.authors is not None:
+        known_counts = weights.authors.kernel_counts
     plan = make_plan(
-        loaded.convs, options, model=loaded.model_name, model_args=loaded.model_args or None
+        loaded.convs,
+        options,
+        known_counts=known_counts,
+        model=loaded.model_name,
+        model_args=loaded.model_args or None,
     )
     if weights is not None and weights.authors is not None:
         translate_authors_elements(weights.authors, plan, request.authors_version)  # may raise

@@ -21,7 +21,6 @@ from ..options import (
     Tie,
     suggests_arguments,
 )
-from ..planning.known_counts import LayerCounts
 from ..planning.plan_options import PlanOptions
 from ..planning.rules import RuleSet
 from ..progress import show_progress_in_python
@@ -29,9 +28,11 @@ from ..reports.report import ConversionReport
 from .convert import Conversion, convert
 from .request import ConversionRequest
 
-# From the warning of an untrained model to the line that called `convert_`: the function that
-# warns, `approve`, `convert`, `convert_` and its decorator.
-CALLS_BELOW_CONVERT = 6
+UNTRAINED = (
+    "the model's kernels look untrained (they have torch's default initialisation), and "
+    "the new layers are fitted to them; use init='random' to start as the paper does, or "
+    "init='fit' to keep this start without the warning"
+)
 
 
 @suggests_arguments
@@ -39,7 +40,7 @@ def convert_(
     model: nn.Module,
     *,
     dilated_size: int | Sequence[int] | str = AUTO,
-    kernel_count: int | Literal["auto", "exact"] | LayerCounts = AUTO,
+    kernel_count: int | Literal["auto", "exact"] = AUTO,
     rules: str | Path | Mapping[str, Any] | RuleSet = AUTO,
     scope: Scope = AUTO,
     tie: Tie = "stage",
@@ -130,17 +131,24 @@ def convert_(
         std=std,
         seed=seed,
     )
+    # A set, because a plan whose counts are measured is approved twice.
+    messages: set[str] = set()
 
     def approve(planned: Conversion) -> None:
-        if request.start == "fit" and init == AUTO:
-            _warn_if_untrained(model, [layer.name for layer in planned.plan.layers])
+        names = [layer.name for layer in planned.plan.layers]
+        if request.start == "fit" and init == AUTO and _looks_untrained(model, names):
+            messages.add(UNTRAINED)
 
     with show_progress_in_python(type(model).__name__, progress) as notify:
-        return convert(request, approve=approve, notify=notify).report
+        report = convert(request, approve=approve, notify=notify).report
+    for message in messages:
+        # The caller is above this function and its decorator.
+        warnings.warn(message, stacklevel=3)
+    return report
 
 
-def _warn_if_untrained(model: nn.Module, names: Iterable[str]) -> None:
-    """Warn if the default start would fit new layers to untrained kernels.
+def _looks_untrained(model: nn.Module, names: Iterable[str]) -> bool:
+    """True if the kernels of the convolutions to convert are as torch initialises them.
 
     Args:
         model: The unconverted model.
@@ -150,15 +158,9 @@ def _warn_if_untrained(model: nn.Module, names: Iterable[str]) -> None:
     for name in names:
         weight = dict(model.get_submodule(name).named_parameters(recurse=False)).get("weight")
         if weight is None:  # parametrised, pruned or weight-normed, so not a new model
-            return
+            return False
         kernels.append(weight)
-    if have_torch_default_init(kernels):
-        warnings.warn(
-            "the model's kernels look untrained (they have torch's default initialisation), and "
-            "the new layers are fitted to them; use init='random' to start as the paper does, or "
-            "init='fit' to keep this start without the warning",
-            stacklevel=CALLS_BELOW_CONVERT,
-        )
+    return have_torch_default_init(kernels)
 
 
 @suggests_arguments
@@ -167,11 +169,8 @@ def convert_from_authors_(
     weights: Mapping[str, Tensor] | str | Path,
     *,
     dilated_size: int | Sequence[int] | str = AUTO,
-    kernel_count: int | Literal["auto", "exact"] | LayerCounts = AUTO,
     rules: str | Path | Mapping[str, Any] | RuleSet = AUTO,
-    scope: Scope = AUTO,
     tie: Tie = "stage",
-    budget: float | str = DEFAULT_BUDGET,
     interpolation: InterpolationName | None = None,
     strict: bool = False,
     version: AuthorsVersion | None = None,
@@ -192,7 +191,6 @@ def convert_from_authors_(
         interpolation: Not stated in the file either. Without SIG, "bilinear" (same as None). With
             SIG, "triangle" for the authors' version "max" and "gaussian" for "gauss"; both
             normalise elements over the window.
-        kernel_count, scope, budget: Decided by the weights; omit them.
         version: For weights without SIG: "v0" (as released, same as None) or "v1". They differ in
             the order of the axes.
         input_size: As in `convert_`.
@@ -210,11 +208,8 @@ def convert_from_authors_(
         weights=weights if isinstance(weights, Mapping) else Path(weights),
         options=PlanOptions(
             dilated_size=dilated_size,
-            kernel_count=kernel_count,
             rules=rules,
-            scope=scope,
             tie=tie,
-            budget=budget,
             interpolation=interpolation,
             strict=strict,
         ),

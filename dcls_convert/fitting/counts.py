@@ -5,7 +5,6 @@ Kernel lines are defined in `layers/elements.py`.
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from fractions import Fraction
 
 import torch
@@ -13,12 +12,9 @@ from torch import Tensor, nn
 
 from ..errors import PlanError
 from ..networks.running import full_precision
-from ..networks.sites import ModelConvs
 from ..options import ERROR_SCOPE
 from ..planning.known_counts import LayerCounts
 from ..planning.plan import ConversionPlan
-from ..planning.plan_options import PlanOptions
-from ..planning.planner import make_plan
 from ..progress import Notify
 from .allocation import COUNT_SETTINGS, GroupErrors, counts_of_min_error
 from .boxes import Box
@@ -31,8 +27,7 @@ from .warm_start import fit_elements, relative_errors
 @full_precision()
 def choose_counts_by_error(
     model: nn.Module,
-    convs: ModelConvs,
-    options: PlanOptions,
+    model_plan: ConversionPlan,
     *,
     seed: int,
     calibration: Calibration | None,
@@ -43,14 +38,19 @@ def choose_counts_by_error(
     Errors of outputs are summed if there are images, else errors of kernels. Counts that rules
     state are kept.
 
+    Args:
+        model: The network, with its kernels.
+        model_plan: Its plan for the scope "model": the layers, their windows and the budget.
+        seed: For the starting points of fits.
+        calibration: Images, or None.
+        notify: Called with what is being done.
+
     Returns:
         The counts, and the statistics of the images (None without images).
 
     Raises:
-        PlanError: The model is on the meta device, or the budget has no room for one element in
-            each kernel.
+        PlanError: The model is on the meta device.
     """
-    model_plan = make_plan(convs, replace(options, scope="model"))
     groups = make_layers(model, model_plan)
     _refuse_meta_model(groups)
     statistics = None

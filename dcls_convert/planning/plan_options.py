@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..options import AUTO, DEFAULT_BUDGET, InterpolationName, Scope, Tie
 
 if TYPE_CHECKING:
-    from .known_counts import LayerCounts  # which imports torch
     from .rules import RuleSet
 
 
@@ -23,7 +22,7 @@ class PlanOptions:
     # Cells: one integer, or one for each side. Or a growth such as "+4". Or "auto", the largest
     # growth with windows of at most MAX_WINDOW that adds at most MAX_ADDED_COST_PERCENT to MACs.
     dilated_size: int | Sequence[int] | str = AUTO
-    kernel_count: "int | Literal['auto', 'exact'] | LayerCounts" = AUTO
+    kernel_count: int | Literal["auto", "exact"] = AUTO
     # "auto", a name, a file, or a mapping with the keys of a file.
     rules: "str | Path | Mapping[str, Any] | RuleSet" = AUTO
     scope: Scope = "auto"  # "auto" means "error" with images, else "model"

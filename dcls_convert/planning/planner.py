@@ -4,7 +4,6 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,7 +49,7 @@ def plan_conversion(
     rules: RuleSet | str | Path | Mapping[str, Any] = AUTO,
     *,
     dilated_size: int | Sequence[int] | str = AUTO,
-    kernel_count: int | Literal["auto", "exact"] | LayerCounts = AUTO,
+    kernel_count: int | Literal["auto", "exact"] = AUTO,
     scope: Scope = AUTO,
     tie: Tie = "stage",
     budget: float | str = DEFAULT_BUDGET,
@@ -72,8 +71,7 @@ def plan_conversion(
             MACs; "+2" if every growth adds more.
         kernel_count: Elements in a kernel for rules that state none. "auto" solves for the budget.
             "exact" uses as many as the old kernel has cells, whatever the budget; the layers can
-            then start as exactly the old function. `LayerCounts` gives the counts of existing
-            elements; it must name exactly the layers that are converted.
+            then start as exactly the old function.
         scope: "model" (also "auto") gives all layers one count. "error" needs the model's kernels:
             only `convert_` and the command line plan with it.
         tie: "stage" shares positions among layers of one stage and shape, "none" gives every layer
@@ -107,19 +105,19 @@ def make_plan(
     convs: ModelConvs,
     options: PlanOptions,
     *,
+    known_counts: LayerCounts | None = None,
     model: str | None = None,
     model_args: dict[str, Any] | None = None,
 ) -> ConversionPlan:
     """Decide what becomes of every convolution, given the options as a record.
 
+    `known_counts` must name exactly the layers that are converted.
+
     Raises:
         RuleError, PlanError, NothingMatchesError: See `plan_conversion`.
     """
-    known_counts = None
-    if isinstance(options.kernel_count, LayerCounts):
-        known_counts = options.kernel_count
-        options = replace(options, kernel_count=AUTO)
-    elif options.scope == ERROR_SCOPE and options.kernel_count == AUTO:
+    is_counted = known_counts is not None or options.kernel_count != AUTO
+    if options.scope == ERROR_SCOPE and not is_counted:
         raise PlanError(
             f"scope {ERROR_SCOPE!r} needs the trained kernels, which are not given here; "
             "use convert_ or dcls-convert MODEL"

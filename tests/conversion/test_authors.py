@@ -350,12 +350,6 @@ REFUSED = {
         {"dilated_size": (21, 11)},
         "outside of its window 21x11 | at least 21x17 (dilated size 21x17)",
     ),
-    "another count": (dict, {"kernel_count": 6}, "5 in a kernel; omit kernel count"),
-    "a budget and a scope": (
-        dict,
-        {"budget": 90, "scope": "model"},
-        "elements of its own | omit scope and budget",
-    ),
     "an interpolation with sigma": (dict, GAUSSIAN, "has no SIG | bilinear, not gaussian"),
     "another count in a rule": (
         dict,
@@ -414,6 +408,16 @@ def test_an_interpolation_that_their_package_lacks_is_refused_for_their_files(
     state = authors_convnext(version).state_dict()
     with pytest.raises(CheckpointError, match=message):
         convert_from_theirs_(convnext(), state, interpolation="bell")
+
+
+@pytest.mark.parametrize(
+    ("options", "stated"),
+    [(["--kernel-count", "6"], "kernel count"), (["--budget", "90"], "budget")],
+)
+def test_options_that_decide_counts_are_refused_beside_their_elements(options, stated):
+    torch.save(authors_convnext("v0").state_dict(), "theirs.pth")
+    _, err = run(TINY, "--checkpoint", "theirs.pth", "--dilated-size", "17", *options, code=2)
+    assert f"elements of its own, {COUNT} in a kernel; omit {stated}" in err
 
 
 def test_a_version_is_refused_for_a_file_without_their_layers():
