@@ -52,13 +52,11 @@ blocks = st.lists(st.integers(0, len(SHAPES) - 1), min_size=1, max_size=2)
 trees = st.lists(st.lists(blocks, min_size=1, max_size=3), min_size=1, max_size=2)
 
 
-@many_examples
-@given(
-    stages=trees,
-    interpolation=st.sampled_from(["bilinear", "gaussian"]),
-)
-def test_layers_are_tied_where_stage_and_shape_are_the_same_and_nowhere_else(stages, interpolation):
-    """The tied parameter also has one name, on the lowest module that holds its layers."""
+each_tree = given(stages=trees, interpolation=st.sampled_from(["bilinear", "gaussian"]))
+
+
+def tree_and_plan(stages, interpolation):
+    """Make a network of these stages, and its plan."""
     model = on_meta(Tree, stages)
     plan = plan_of(
         model,
@@ -68,40 +66,76 @@ def test_layers_are_tied_where_stage_and_shape_are_the_same_and_nowhere_else(sta
         interpolation=interpolation,
         budget=1000,
     )
-    layers = {layer.name: layer for layer in plan.layers}
-    alike = {}
+    return model, plan
+
+
+def names_of_stage_and_shape(model):
+    """The names of all convolutions, by what tied layers have in common."""
+    names_of = {}
     for name, conv in model.named_modules():
         if isinstance(conv, nn.Conv2d):
             key = (name.split(".")[1], conv.weight.shape, conv.kernel_size, conv.dilation)
-            alike.setdefault(key, set()).add(name)
-    expected = {frozenset(names) for names in alike.values() if len(names) > 1}
-    assert {frozenset(group.layers) for group in plan.tie_groups} == expected
+            names_of.setdefault(key, set()).add(name)
+    return names_of
+
+
+@many_examples
+@each_tree
+def test_layers_are_tied_where_stage_and_shape_are_the_same_and_nowhere_else(stages, interpolation):
+    model, plan = tree_and_plan(stages, interpolation)
+    expected = []
+    untied = set()
+    for names in names_of_stage_and_shape(model).values():
+        if len(names) > 1:
+            expected.append(sorted(names))
+        else:
+            untied |= names
+    assert sorted(sorted(group.layers) for group in plan.tie_groups) == sorted(expected)
+    assert {layer.name for layer in plan.layers if layer.tie_group is None} == untied
+
+
+@many_examples
+@each_tree
+def test_a_tie_group_has_a_name_of_its_own_and_one_count(stages, interpolation):
+    _, plan = tree_and_plan(stages, interpolation)
+    layers = {layer.name: layer for layer in plan.layers}
     assert len({group.name for group in plan.tie_groups}) == len(plan.tie_groups)
     for group in plan.tie_groups:
-        assert {layers[name].tie_group for name in group.layers} == {group.name}
-        assert len({layers[name].kernel_count for name in group.layers}) == 1
+        counts = set()
+        for name in group.layers:
+            assert layers[name].tie_group == group.name
+            counts.add(layers[name].kernel_count)
+        assert len(counts) == 1
+
+
+@many_examples
+@each_tree
+def test_the_owner_of_a_tie_group_is_the_lowest_module_with_all_its_layers(stages, interpolation):
+    model, plan = tree_and_plan(stages, interpolation)
+    for group in plan.tie_groups:
         members = {model.get_submodule(name) for name in group.layers}
         owner = model.get_submodule(group.owner)
         assert members <= set(owner.modules())
-        assert not any(members <= set(child.modules()) for child in owner.children())
-        assert set(group.parameters) == {"positions"} | (
-            {"sigma"} if interpolation == "gaussian" else set()
-        )
-    assert {
-        name for name in layers if layers[name].tie_group is None
-    } == layers.keys() - set().union(*expected)
+        for child in owner.children():
+            assert not members <= set(child.modules())
+
+
+@many_examples
+@each_tree
+def test_tied_layers_share_their_parameters_and_each_tensor_has_one_name(stages, interpolation):
+    model, plan = tree_and_plan(stages, interpolation)
     apply_plan_(model, plan)
+    shared = {"positions", "sigma"} if interpolation == "gaussian" else {"positions"}
     for group in plan.tie_groups:
-        for own, owners in group.parameters.items():
-            parameter = model.get_submodule(group.owner)._parameters[owners]
-            assert all(
-                getattr(model.get_submodule(name), own) is parameter for name in group.layers
-            )
+        assert set(group.parameters) == shared
+        for own_name, name_on_owner in group.parameters.items():
+            parameter = model.get_submodule(group.owner)._parameters[name_on_owner]
+            for name in group.layers:
+                assert getattr(model.get_submodule(name), own_name) is parameter
+    untied = [layer for layer in plan.layers if layer.tie_group is None]
     positions = {layer.positions for layer in model.modules() if isinstance(layer, DclsConvNd)}
-    assert len(positions) == len(plan.tie_groups) + sum(
-        layer.tie_group is None for layer in plan.layers
-    )
-    assert len(model.state_dict()) == len(list(model.parameters())), "every tensor has one name"
+    assert len(positions) == len(plan.tie_groups) + len(untied)
+    assert len(model.state_dict()) == len(list(model.parameters()))
 
 
 def test_layers_outside_of_stages_and_with_tie_none_have_positions_of_their_own():
