@@ -112,7 +112,9 @@ def register_conv(
 
 
 def find_traits(conv: nn.Module) -> ConvTraits | None:
-    """Return what the convolution's class does; None if it has an unregistered forward."""
+    """Return what the convolution's class does; None if that is not known."""
+    if find_replaced_method(conv) is not None:
+        return None
     plain_traits = [(base, PLAIN) for base in CONV_CLASSES.values()]
     all_traits: list[tuple[type[nn.Module], ConvTraits]] = [
         *plain_traits,
@@ -121,6 +123,20 @@ def find_traits(conv: nn.Module) -> ConvTraits | None:
     for known_class, traits in reversed(all_traits):  # the last one registered wins
         if issubclass(type(conv), known_class) and _computes_alike(type(conv), known_class):
             return traits
+    return None
+
+
+def find_replaced_method(conv: nn.Module) -> str | None:
+    """Return the name of a method of torch's class that other code replaced in it; or None."""
+    for base in CONV_CLASSES.values():
+        if not isinstance(conv, base):
+            continue
+        # Not a comparison with a function kept at import: it may have been replaced before.
+        for name in ("forward", "_conv_forward"):
+            if getattr(getattr(base, name), "__globals__", None) is not vars(nn.modules.conv):
+                return f"torch.nn.{base.__name__}.{name}"
+        if base.__call__ is not nn.Module.__call__:
+            return f"torch.nn.{base.__name__}.__call__"
     return None
 
 

@@ -6,7 +6,15 @@ from typing import cast
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .conv_classes import CONV_CLASSES, Conv, ConvTraits, ConvTranspose, find_traits, zeros_around
+from .conv_classes import (
+    CONV_CLASSES,
+    Conv,
+    ConvTraits,
+    ConvTranspose,
+    find_replaced_method,
+    find_traits,
+    zeros_around,
+)
 
 
 def why_not_replaceable(conv: nn.Module) -> str | None:
@@ -16,8 +24,9 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
         return "transposed convolution"
     if not isinstance(conv, tuple(CONV_CLASSES.values())):
         return f"{class_name} is not a convolution of torch.nn"
-    if "forward" in vars(conv):
-        return f"{class_name} has a forward of its own, set on this very object"
+    for method in ("forward", "_conv_forward"):
+        if method in vars(conv):
+            return f"{class_name} has a {method} of its own, set on this very object"
     if parametrize.is_parametrized(conv):
         names = ", ".join(conv.parametrizations)  # type: ignore[arg-type]
         return f"its {names} is parametrised (torch.nn.utils.parametrize)"
@@ -32,6 +41,9 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
     padding_modules = _padding_modules(conv)
     traits = find_traits(conv)
     if traits is None:
+        replaced = find_replaced_method(conv)
+        if replaced is not None:
+            return f"other code replaced {replaced}, which a DCLS layer would not call"
         reason = f"{class_name} has a forward of its own that is not known here"
         if members <= padding_modules:
             reason += " (register_conv teaches it)"

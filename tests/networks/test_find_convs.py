@@ -1,5 +1,7 @@
 """`find_convs` finds every convolution once, as it is, and leaves the model as it was."""
 
+import functools
+
 import pytest
 import timm
 import torch
@@ -178,6 +180,10 @@ def replaced_forward(conv):
     conv.forward = lambda x: forward(x) * 2
 
 
+def replaced_inner_forward(conv):
+    conv._conv_forward = lambda x, weight, bias: x
+
+
 OWN = "has a forward of its own"
 ODD = {
     "transposed": (lambda: nn.ConvTranspose2d(4, 4, 3, padding=1), "transposed convolution"),
@@ -185,6 +191,10 @@ ODD = {
     "forward on the instance": (
         lambda: changed(depthwise(), replaced_forward),
         "forward of its own",
+    ),
+    "inner forward on the instance": (
+        lambda: changed(depthwise(), replaced_inner_forward),
+        "_conv_forward of its own",
     ),
     "parametrised weight": (
         lambda: parametrizations.weight_norm(depthwise()),
@@ -212,6 +222,23 @@ def test_an_unknown_kind_of_convolution_is_skipped_with_the_reason(odd):
     assert (skip.name, skip.type) == ("odd", type(model.odd).__name__)
     assert reason in skip.reason
     assert (convs.macs is None) is (odd == "lazy"), "what is skipped counts, too"
+
+
+@pytest.mark.parametrize("method", ["forward", "_conv_forward", "__call__"])
+def test_no_convolution_is_replaced_if_its_class_in_torch_computes_something_else(
+    method, monkeypatch
+):
+    own = getattr(nn.Conv2d, method)
+
+    @functools.wraps(own)
+    def doubled(*args, **kwargs):
+        return 2 * own(*args, **kwargs)
+
+    monkeypatch.setattr(nn.Conv2d, method, doubled)
+    convs = find_convs(WithOrdinary(nn.Conv1d(4, 4, 3)), (4, 12, 12))
+    assert [site.name for site in convs.sites] == ["odd"], "only the changed class is concerned"
+    (skip,) = convs.skipped
+    assert f"replaced torch.nn.Conv2d.{method}" in skip.reason
 
 
 @pytest.mark.parametrize("build", [depthwise, nn.Module], ids=["another convolution", "any module"])
