@@ -45,7 +45,7 @@ class Box:
         # Returns how elements spread along an axis, and the derivative of this with respect to
         # their box positions: (N, E), side -> (N, E, side) each.
         self.normalised_profile_and_slope = method.normalised_profile_and_slope
-        wanted_margin = method.reach - 1
+        wanted_margin = method.support - 1
         kernel_sizes = []
         grids = []
         sides = []

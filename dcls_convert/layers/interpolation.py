@@ -26,7 +26,7 @@ Profile = Callable[[Tensor, Tensor, int], Tensor]
 class Interpolation:
     """One way to spread an element along an axis of the window.
 
-    A new interpolation needs `profile`, `slope` and `reach`. It needs `min_sigma` and
+    A new interpolation needs `profile`, `slope` and `support`. It needs `min_sigma` and
     `initial_sigma` if elements have a learnt width. `fast_kernel` and `fast_profile_and_slope` only
     make the built-in interpolations faster.
 
@@ -40,7 +40,7 @@ class Interpolation:
     slope: Profile  # the profile's derivative with respect to the position, not normalised
     # Cells at this distance from an element, and farther ones, get nothing of it (or less than
     # rounding shows) with the initial sigma.
-    reach: int
+    support: int
     # In cells. None if the interpolation has no sigma; `profile` and `slope` then get a sigma of 1.
     min_sigma: float | None = None
     initial_sigma: float | None = None  # cells
@@ -60,8 +60,8 @@ class Interpolation:
     @property
     def is_exact_on_cells(self) -> bool:
         """True if an element at a cell's centre lies in that cell alone, with the initial sigma."""
-        centre = torch.tensor([float(self.reach)])
-        profile, _ = self.normalised_profile_and_slope(centre, 2 * self.reach + 1)
+        centre = torch.tensor([float(self.support)])
+        profile, _ = self.normalised_profile_and_slope(centre, 2 * self.support + 1)
         return int(profile.count_nonzero()) == 1
 
     def kernel(
@@ -185,7 +185,7 @@ INTERPOLATIONS: dict[str, Interpolation] = {  # sigmas as in DCLS 0.1.1
         profile=_triangle,
         slope=_triangle_slope,
         fast_profile_and_slope=_unit_triangle_and_slope,
-        reach=1,
+        support=1,
         fast_kernel=bilinear_kernel,
         authors_versions=("v0", "v1"),
     ),
@@ -193,7 +193,7 @@ INTERPOLATIONS: dict[str, Interpolation] = {  # sigmas as in DCLS 0.1.1
         profile=_triangle,
         slope=_triangle_slope,
         fast_profile_and_slope=_unit_triangle_and_slope,
-        reach=1,
+        support=1,
         min_sigma=1.0,
         initial_sigma=1.0,
         authors_versions=("max",),
@@ -203,7 +203,7 @@ INTERPOLATIONS: dict[str, Interpolation] = {  # sigmas as in DCLS 0.1.1
     "gaussian": Interpolation(
         profile=_gaussian,
         slope=_gaussian_slope,
-        reach=4,  # eight times the initial sigma
+        support=4,  # eight times the initial sigma
         min_sigma=0.27,
         initial_sigma=0.5,
         authors_versions=("gauss",),

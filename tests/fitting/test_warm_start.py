@@ -135,7 +135,7 @@ def keys_cubic_slope(cells, sigma, length):
 
 @pytest.fixture
 def with_cubic(monkeypatch):
-    cubic = Interpolation(profile=keys_cubic, slope=keys_cubic_slope, reach=2)
+    cubic = Interpolation(profile=keys_cubic, slope=keys_cubic_slope, support=2)
     monkeypatch.setitem(INTERPOLATIONS, "cubic", cubic)
 
 
@@ -155,7 +155,7 @@ def test_the_error_of_a_fit_is_that_of_the_kernels_on_the_whole_window(interpola
             distances(kernels, weights, positions, box), kernels, strict=True
         )
     ]
-    # A Gaussian element never ends: at its reach, it has 1e-14 of its value at the centre.
+    # A Gaussian element never ends: at its support, it has 1e-14 of its value at the centre.
     assert found == pytest.approx(stated, rel=1e-7)
     assert max(found) < 0.8
 

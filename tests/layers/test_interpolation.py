@@ -227,7 +227,7 @@ def test_a_new_interpolation_is_one_record_for_layers_and_fits(monkeypatch):
     monkeypatch.setitem(
         INTERPOLATIONS,
         "bell",
-        Interpolation(profile=gaussian.profile, slope=gaussian.slope, reach=8),
+        Interpolation(profile=gaussian.profile, slope=gaussian.slope, support=8),
     )
     layer = DclsConv2d(
         1, 2, kernel_count=2, dilated_kernel_size=(5, 8), interpolation="bell"
