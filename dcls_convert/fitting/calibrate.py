@@ -15,7 +15,7 @@ the sums of every layer, and every layer is solved again.
 import contextlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -229,7 +229,9 @@ def fit_to_outputs_(
     solved: list[CalibratedLayer] = []
     with eval_mode(model):
         for part in _parts_of(statistics.calibration, statistics.settings.images_per_pass):
-            solved = _fit_to_part_(model, layers, statistics, part, notify)
+            both = _BothNetworks(layers, statistics, part, notify)
+            both.run_and_solve_(model)
+            solved = list(both.solved.values())
     return solved
 
 
@@ -274,56 +276,68 @@ def _parts_of(calibration: Calibration, images_per_pass: int) -> list[_Part]:
     ]
 
 
-def _fit_to_part_(
-    model: nn.Module,
-    layers: dict[nn.Module, CalibratedLayer],
-    statistics: CalibrationStatistics,
-    part: _Part,
-    notify: Notify,
-) -> list[CalibratedLayer]:
-    """Solve the layers that the network calls, for the images of this part and all parts before."""
-    batches = [statistics.calibration.batches[index] for index in part.batch_indices]
-    solved: list[CalibratedLayer] = []
+class _BothNetworks:
+    """The old and the new network side by side, for the images of a part.
 
-    def solve_(layer: CalibratedLayer, new_input: Tensor, old_output: Tensor) -> None:
-        layer_count = len(statistics.calls)
-        done = len(solved)
-        message = f"calibrating {layer.name}, layer {done + 1} of {layer_count}"
-        message += part.progress_suffix
-        notify(message, part.index * layer_count + done, part.part_count * layer_count)
-        # Some models see several maps of an image, one after the other.
-        maps_per_image = len(new_input) // sum(map(len, batches))
-        sizes = [len(batch) * maps_per_image for batch in batches]
-        new_inputs = torch.split(new_input, sizes)
-        old_outputs = torch.split(old_output, sizes)
-        layer.solve_(new_inputs, old_outputs, more_follow=not part.is_last)
-        solved.append(layer)
+    Each layer is solved at its first call, for the images of this part and all parts before.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[nn.Module, CalibratedLayer],
+        statistics: CalibrationStatistics,
+        part: _Part,
+        notify: Notify,
+    ) -> None:
+        batches = statistics.calibration.batches
+        self.layers = layers
+        self.called_count = len(statistics.calls)  # layers that a pass calls
+        self.part = part
+        self.batches = [batches[index] for index in part.batch_indices]
+        self.image_count = sum(map(len, self.batches))
+        self.notify = notify
+        self.solved: dict[str, CalibratedLayer] = {}  # by name, in the order of their first calls
+
+    def run_and_solve_(self, model: nn.Module) -> None:
+        """Run the images through both networks; solve the layers that the network calls."""
+        with contextlib.ExitStack() as cleanup:
+            for conv, layer in self.layers.items():
+                cleanup.callback(vars(conv).pop, "forward")
+                conv.forward = partial(self._run_conv, layer)
+            _forward(model, torch.cat([*self.batches, *self.batches]))
 
     # The model's own code may have entered other modes.
     @full_precision()
     @torch.inference_mode(False)
     @torch.no_grad()
-    def run_both(layer: CalibratedLayer, input: Tensor) -> Tensor:
+    def _run_conv(self, layer: CalibratedLayer, input: Tensor) -> Tensor:
         """Stand in for a convolution: the old one for the first half, the new layer for the other.
 
         The layer is solved at its first call.
         """
-        old_input, new_input = _halves(layer, input, 2 * sum(map(len, batches)))
-        if not solved:  # so far, both halves ran through the same layers
+        old_input, new_input = _halves(layer, input, 2 * self.image_count)
+        if not self.solved:  # so far, both halves ran through the same layers
             difference = torch.dist(old_input, new_input)
             if difference > MAX_DIFFERENCE_OF_HALVES * old_input.norm():
                 raise _images_are_mixed(layer)
         old_output = layer.old_forward(old_input)
-        if layer not in solved:
-            solve_(layer, new_input, old_output)
+        if layer.name not in self.solved:
+            self._solve_(layer, new_input, old_output)
         return torch.cat([old_output, layer.outputs(new_input)])
 
-    with contextlib.ExitStack() as cleanup:
-        for conv, layer in layers.items():
-            cleanup.callback(vars(conv).pop, "forward")
-            conv.forward = partial(run_both, layer)
-        _forward(model, torch.cat([*batches, *batches]))
-    return solved
+    def _solve_(self, layer: CalibratedLayer, new_input: Tensor, old_output: Tensor) -> None:
+        done = len(self.solved)
+        total = self.called_count
+        message = f"calibrating {layer.name}, layer {done + 1} of {total}"
+        message += self.part.progress_suffix
+        self.notify(message, self.part.index * total + done, self.part.part_count * total)
+        # Some models see several maps of an image, one after the other.
+        maps_per_image = len(new_input) // self.image_count
+        sizes = [len(batch) * maps_per_image for batch in self.batches]
+        new_inputs = torch.split(new_input, sizes)
+        old_outputs = torch.split(old_output, sizes)
+        layer.solve_(new_inputs, old_outputs, more_follow=not self.part.is_last)
+        self.solved[layer.name] = layer
 
 
 def _halves(layer: CalibratedLayer, input: Tensor, image_count: int) -> tuple[Tensor, Tensor]:

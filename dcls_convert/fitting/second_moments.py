@@ -198,11 +198,10 @@ def shared_covariance_roots(moments: Sequence[SecondMoments]) -> Tensor | None:
         if layer_moments.sample_count == 0 or layer_moments.has_too_few_samples:
             continue
         covariances = layer_moments.covariances()
-        covariance = covariances.covariance
-        covariance.diagonal(dim1=1, dim2=2).add_(covariances.prior_precision)
-        in_channels = layer_moments.layer.in_channels
-        by_channel = covariance.reshape(in_channels, -1, *covariance.shape[1:])
-        matrix = by_channel.mean(1)
+        channels = (layer_moments.layer.in_channels, -1)  # each with its lines
+        matrix = torch.unflatten(covariances.covariance, 0, channels).mean(1)
+        prior_precision = torch.unflatten(covariances.prior_precision, 0, channels).mean(1)
+        matrix = matrix + torch.diag_embed(prior_precision)
         scaled.append(matrix / matrix.diagonal(dim1=1, dim2=2).mean())
     if not scaled:
         return None

@@ -35,6 +35,8 @@ priors for few images.
 Axes are those of `second_moments.py`, and E elements, A learnt axes, N = G * Q * R lines.
 """
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -117,13 +119,23 @@ def _solve_weights(
         prior = _depthwise_prior(covariances, settings, b)
         linear_term = linear_term + old_kernel @ prior
         matrix = matrix + prior
-    # The prior precision is added in place and subtracted again, because the matrix may be the
-    # covariance itself, and a copy of it would be large for dense layers.
+    with _added_to_diagonal(matrix, prior_precision):
+        return _minimise(matrix, footprint, linear_term, start, settings)
+
+
+@contextlib.contextmanager
+def _added_to_diagonal(matrix: Tensor, values: Tensor) -> Iterator[None]:
+    """Add values (G, N) to the diagonal of a matrix (G, N, N) for a while.
+
+    The matrix may be the covariance itself, of which a copy would be large for dense layers.
+    """
     diagonal = matrix.diagonal(dim1=1, dim2=2)
-    diagonal.add_(prior_precision)
-    weights = _minimise(matrix, footprint, linear_term, start, settings)
-    diagonal.sub_(prior_precision)
-    return weights
+    before = diagonal.clone()
+    diagonal.add_(values)
+    try:
+        yield
+    finally:
+        diagonal.copy_(before)
 
 
 def _depthwise_prior(covariances: Covariances, settings: CalibrationSettings, b: float) -> Tensor:

@@ -248,8 +248,8 @@ def _with_fallback_to_largest(
     fitted_errors = squared_scale * _squared_errors(lines, fitted, box, roots)  # (N, L)
     largest_cells_errors = squared_scale * _squared_errors(lines, largest_cells, box, roots)
     falls_back = ~fitted_errors.isfinite().all(dim=1)  # (N,)
-    # In each round, layers that are worse fall back in all lines in which they lose; they cannot
-    # become worse again. So one round per layer is enough.
+    # In each round, a layer that is worse as a whole falls back in every line in which it loses.
+    # It then loses in no line, and is not worse in any later round: one round per layer is enough.
     for _ in range(lines.shape[1]):
         gain = torch.where(falls_back[:, None], 0.0, largest_cells_errors - fitted_errors)
         worse_layers = gain.sum(0) < 0  # (L,)
