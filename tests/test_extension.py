@@ -11,7 +11,7 @@ from dataclasses import fields
 import pytest
 
 from dcls_convert import cli
-from dcls_convert.cli.app import EXAMPLES, app
+from dcls_convert.cli.app import COMMANDS, app
 from dcls_convert.cli.convert import convert
 from dcls_convert.cli.models import models
 from dcls_convert.planning.plan_options import PlanOptions
@@ -21,8 +21,8 @@ from dcls_convert.planning.plan_options import PlanOptions
 
 def test_a_command_is_one_file_and_one_entry_in_the_app():
     commands = {command.callback for command in app.registered_commands if not command.hidden}
-    assert commands == set(EXAMPLES)
-    for command in EXAMPLES:
+    assert commands == set(COMMANDS)
+    for command in COMMANDS:
         assert command.__module__ == f"dcls_convert.cli.{command.__name__}"
 
 

@@ -15,7 +15,6 @@ from .. import __version__
 from ..errors import DclsConvertError, is_out_of_memory
 from ..text import one_line, shortened
 from . import console
-from .commands import Command, Commands
 from .compare import compare
 from .convert import convert
 from .diff import diff
@@ -24,6 +23,7 @@ from .inspect import inspect as inspect_checkpoint
 from .models import models
 from .rules import rules_app
 from .sweep import sweep
+from .typer_classes import Command, Commands
 from .verify import verify
 
 EXIT_BUG = 1
@@ -103,7 +103,8 @@ def _main(
     pass
 
 
-EXAMPLES = {
+# The commands, and arguments of each as examples for its help.
+COMMANDS = {
     convert: ("convnext_tiny --dilated-size 17", "resnet18 --pretrained --calibrate photos"),
     models: ("'convnext_*'", "--kind dense --sort macs"),
     sweep: ("convnext_tiny", "efficientnet_b0 --sizes +2,+4,+6 --budgets 80%,100%"),
@@ -116,7 +117,7 @@ EXAMPLES = {
 
 def _add_commands() -> None:
     command: Any
-    for command, examples in EXAMPLES.items():
+    for command, examples in COMMANDS.items():
         program = f"dcls-convert {command.__name__}"
         if command is convert:
             program = "dcls-convert"  # the default command

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..conversion.request import ConversionRequest
-from ..errors import refuse
+from ..errors import DclsConvertError, refuse
 from ..geometry import size_text
 from ..options import AUTO, DEFAULT_BUDGET
 from ..output import FIGURE_LIBRARY, PAGE_LIBRARY, check_installed, check_output
@@ -193,7 +193,8 @@ def _refuse_conflicts(result: OutputOptions) -> None:
     """Refuse options that have no effect together; the request has refused those of its own."""
     without_effect = {"--force": result.force, "--output": result.output, "--html": result.html}
     for name, value in without_effect.items():
-        refuse((result.dry_run and value, f"{name} has no effect with --dry-run"))
+        if result.dry_run and value:
+            raise DclsConvertError(f"{name} has no effect with --dry-run")
     refuse(
         (result.quiet and result.verbose, "--quiet and --verbose exclude each other"),
         (

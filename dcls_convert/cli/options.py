@@ -13,6 +13,8 @@ from ..networks.weights_formats import find_weights_file
 from ..options import (
     AUTO,
     CALIBRATION_IMAGES,
+    DEFAULT_INTERPOLATION,
+    INTERPOLATION_NAMES,
     MAX_ADDED_COST_PERCENT,
     MAX_WINDOW,
     AuthorsVersion,
@@ -206,7 +208,8 @@ InterpolationOption = Annotated[
     InterpolationName | None,
     typer.Option(
         metavar="NAME",
-        help="How an element spreads over the cells: bilinear (the default), triangle or gaussian.",
+        help=f"How an element spreads over the cells: {', '.join(INTERPOLATION_NAMES)} "
+        f"(default: {DEFAULT_INTERPOLATION}).",
         rich_help_panel=HOW_MANY_ELEMENTS,
     ),
 ]

@@ -10,9 +10,9 @@ from ..input import builtin_rules
 from ..planning.plan_options import PlanOptions
 from ..text import count_text
 from . import console
-from .commands import Command, Commands
 from .completion import complete_models, complete_rules
 from .options import Json
+from .typer_classes import Command, Commands
 
 if TYPE_CHECKING:
     from ..planning.rules import RuleSet

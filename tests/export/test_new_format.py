@@ -9,7 +9,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from dcls_convert.cli.commands import Command
+from dcls_convert.cli.typer_classes import Command
 from dcls_convert.errors import DclsConvertError
 from dcls_convert.export.export_file import export_file
 from dcls_convert.export.fold import fold_checkpoint
