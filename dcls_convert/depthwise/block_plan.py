@@ -28,10 +28,11 @@ MAX_OFFSET = 2**31  # offsets inside an image, and inside a channel, are compute
 # If strides and channels are multiples of this, the compiler can load 16 bytes at once.
 UNIT = 8
 # Sizes of products by the bytes of a number: blocks in one program of the convolution, the sum's
-# length in one step, and warps. Three products in TF32 need many registers.
+# length in one step, and warps of the convolution. Three products in TF32 need many registers.
 BLOCKS_AT_ONCE = {2: 128, 4: 64}
 STEP = {2: 64, 4: 32}
 WARPS = {2: 4, 4: 8}
+GRADIENT_WARPS = 4  # with more, sm_80 spills registers
 # Stages of a pipelined loop of products. They fill at most 72 KB of shared memory (of 99 KB or more
 # on NVIDIA's GPUs), or 48 KB (of 64 KB on AMD's).
 STAGES = 3
@@ -209,7 +210,7 @@ class Plan:
             (self.taps, self.channels, self.parts),
             (self.channels, self.blocks, self.blocks_in_part, *self.block_sizes),
             (self.precision, STEP[size]),
-            warps=WARPS[size],
+            warps=GRADIENT_WARPS,
             stages=STAGES_ON_AMD if torch.version.hip else STAGES,
         )
 

@@ -108,7 +108,10 @@ def compile_for(target: GPUTarget, name: str, dtype: str, precision: str) -> Com
     options = {"num_warps": 4, "num_stages": 1}
     if is_pipelined:
         stages = block_plan.STAGES if target.backend == "cuda" else block_plan.STAGES_ON_AMD
-        options = {"num_warps": block_plan.WARPS[size], "num_stages": stages}
+        warps = block_plan.WARPS[size]
+        if name == "gradient_of_bank":
+            warps = block_plan.GRADIENT_WARPS
+        options = {"num_warps": warps, "num_stages": stages}
     compiled = triton.compile(source, target=target, options=options)
     if target.backend == "hip":
         code = compiled.asm["amdgcn"]
