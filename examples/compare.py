@@ -56,6 +56,7 @@ MIN_SEEDS = 3  # for a statement about a difference
 WIDEST = 2.0  # points; if a difference may be larger than this, there is no answer
 MIN_P_VALUE = 1e-9
 CALIBRATION_IMAGES = 64
+STARTS = ("kernel", "uniform")  # places of random elements besides those near the centre
 # Options that say which runs there are; all others must be equal in all runs.
 OPTIONS_OF_RUNS = ("sizes", "seeds", "only", "list")
 ROW = "| {:<20} | {:>11} | {:>8} | {:>14} | {:>5} | {:>13} |"
@@ -86,6 +87,16 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
+def check_network(name: str, options: argparse.Namespace) -> None:
+    """Refuse a name such as "17-kernel" whose words are unknown, or have no effect."""
+    words = {*name.split("-")[1:]}
+    unknown = words - {*STARTS, "frozen", "dense"}
+    if unknown:
+        raise DclsConvertError(f"--sizes {name}: {unknown.pop()!r} is not a word for a network")
+    if options.pretrained and words & {*STARTS}:
+        raise DclsConvertError(f"--sizes {name}: with --pretrained, trained kernels set the start")
+
+
 def build_original(options: argparse.Namespace, classes: int) -> nn.Module:
     torch.manual_seed(options.seed)
     arguments = {"num_classes": classes} | options.model_kwargs
@@ -105,9 +116,6 @@ def build_network(
     if name == ORIGINAL:
         return model
     size, *words = name.split("-")
-    unknown = set(words) - {"kernel", "uniform", "frozen", "dense"}
-    if unknown:
-        raise DclsConvertError(f"--sizes {name}: {unknown.pop()!r} is not a word for a network")
     arguments: dict[str, Any] = {"seed": options.seed, "input_size": options.input_size}
     arguments["dilated_size"] = int(size) if size.isdigit() else size
     if "dense" in words:  # as many elements as the old kernel has cells, where those are
@@ -116,16 +124,15 @@ def build_network(
         arguments["calibration"] = calibration_images(train, model, options)
     else:
         arguments["init"] = "random"
-    for start in ("kernel", "uniform"):
+    for start in STARTS:
         if start in words:
             arguments["positions"] = start
     dcls_convert.convert_(model, **arguments)
     if "dense" in words:
         dcls_convert.fold_to_dense_(model)
     if "frozen" in words:
-        for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith("positions"):
-                parameter.requires_grad_(False)
+        for position_name in dcls_convert.tuning.no_weight_decay(model):
+            model.get_parameter(position_name).requires_grad_(False)
     return model
 
 
@@ -351,6 +358,8 @@ def main() -> None:
         return
     if options.only and options.only not in wanted:
         raise DclsConvertError(f"--only {options.only}: is not one of the runs that --list names")
+    for name in networks[1:]:
+        check_network(name, options)
     accelerator = finetune.make_accelerator(options)
     finished = read_runs(options)
     for label, (name, seed) in wanted.items():

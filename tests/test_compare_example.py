@@ -23,6 +23,7 @@ import compare
 import finetune
 
 from dcls_convert import DclsConvertError
+from dcls_convert.tuning import no_weight_decay
 
 # timm leaves images open until they are collected.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
@@ -135,7 +136,27 @@ def test_words_behind_a_size_say_what_is_not_trained_and_what_is_dense(monkeypat
     assert not torch.equal(built("9")[positions], built("9-uniform")[positions])
     assert built("9-dense")["stages.0.blocks.0.conv_dw.weight"].shape[-2:] == (9, 9)
     with pytest.raises(DclsConvertError, match="'thawed' is not a word for a network"):
-        built("9-thawed")
+        compare.check_network("9-thawed", options)
+    options.pretrained = True
+    with pytest.raises(DclsConvertError, match="with --pretrained, trained kernels set the start"):
+        compare.check_network("9-kernel", options)
+
+
+def test_frozen_networks_train_no_positions_of_any_tie_group(monkeypatch):
+    widths = (4, 4, 8, 8)  # of two tie groups, whose positions are at one module
+
+    def build(options, classes):
+        convs = [torch.nn.Conv2d(n, n, 3, padding=1, groups=n) for n in widths]
+        return torch.nn.Sequential(*convs[:2], torch.nn.Conv2d(4, 8, 1), *convs[2:])
+
+    monkeypatch.setattr(compare, "build_original", build)
+    monkeypatch.setattr(sys, "argv", ["compare.py", "pairs", *OPTIONS.split()])
+    options = compare.parse_arguments()
+    options.seed = 0
+    options.input_size = (4, 32, 32)
+    model = compare.build_network("9-frozen", 4, None, options)
+    frozen = {name for name, tensor in model.named_parameters() if not tensor.requires_grad}
+    assert frozen == no_weight_decay(model) == {"dcls_positions", "dcls_positions_2"}
 
 
 MINE = """
