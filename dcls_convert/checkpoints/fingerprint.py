@@ -13,10 +13,9 @@ from typing import Any, Literal
 import torch
 from pydantic import ConfigDict
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from ..networks.model_outputs import tensors_in
-from ..networks.running import eval_mode, full_precision, image_dtype, seeded
+from ..networks.running import eval_mode, full_precision, image_dtype, run_batch, seeded
 from ..networks.wrappers import COMPILED
 from ..options import MAX_PIXELS
 from ..records import STRICT, Record
@@ -91,7 +90,7 @@ def take_fingerprint(model: nn.Module, input_size: Sequence[int] | None) -> Fing
 
 
 def _run(model: nn.Module, image: Tensor) -> Any:
-    """Return the model's output in eval mode. The model sees copies of its buffers."""
+    """Return the model's output in eval mode."""
     # If the caller turns warnings into errors, one from the model would change the fingerprint.
     with (
         warnings.catch_warnings(action="ignore"),
@@ -100,9 +99,7 @@ def _run(model: nn.Module, image: Tensor) -> Any:
         seeded(FINGERPRINT_SEED),
         _without_compilation(model),
     ):
-        device = next(iter([*model.parameters(), *model.buffers()]), image).device
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        return functional_call(model, buffers, (image.to(device, image_dtype(model)),))
+        return run_batch(model, image)
 
 
 def _without_compilation(model: nn.Module) -> contextlib.AbstractContextManager[Any]:

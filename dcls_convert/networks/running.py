@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..errors import DclsConvertError
 from ..layers.conv_classes import AnyConv
@@ -134,9 +135,37 @@ def _older_precision_settings() -> tuple[str, bool] | None:
 
 
 def run_batch(model: nn.Module, batch: Tensor) -> Any:
-    """Return the outputs for a batch, which is moved to the model's device and `image_dtype`."""
-    device = next(model.parameters(), batch).device
-    return model(batch.to(device, image_dtype(model)))
+    """Return the outputs for a batch, which is moved to the model's device and `image_dtype`.
+
+    The model sees copies of its buffers, so that those which `forward` updates stay as they were.
+    """
+    device = next(iter([*model.parameters(), *model.buffers()]), batch).device
+    with _copied_buffers(model):
+        return model(batch.to(device, image_dtype(model)))
+
+
+@contextlib.contextmanager
+def _copied_buffers(model: nn.Module) -> Iterator[None]:
+    """Put a copy in the place of every buffer inside the block, and the buffers back afterwards."""
+    # Not `functional_call`, which leaves a buffer that `forward` set from None.
+    saved: list[tuple[dict[str, Any], dict[str, Any]]] = []  # a module's buffers, and its contents
+    for module in model.modules():
+        if not isinstance(module, torch.jit.ScriptModule):  # which refuses new buffers
+            saved.append((module._buffers, dict(module._buffers)))
+    copies: dict[Any, Any] = {}  # of shared buffers, there is one copy
+    try:
+        for buffers, originals in saved:
+            for name, buffer in originals.items():
+                if buffer is None or is_lazy(buffer):
+                    continue
+                if buffer not in copies:
+                    copies[buffer] = buffer.clone()
+                buffers[name] = copies[buffer]
+        yield
+    finally:
+        for buffers, originals in saved:
+            buffers.clear()
+            buffers.update(originals)
 
 
 def image_dtype(model: nn.Module) -> torch.dtype:

@@ -4,8 +4,17 @@ from operator import attrgetter
 
 import pytest
 import torch
+from torch import nn
 
-from dcls_convert.networks.running import CPU_FP32_BACKENDS, CUDA_FP32_BACKENDS, full_precision
+from dcls_convert import convert_
+from dcls_convert.networks.running import (
+    CPU_FP32_BACKENDS,
+    CUDA_FP32_BACKENDS,
+    full_precision,
+    run_batch,
+)
+
+from ..model_state import state_of
 
 BACKENDS = torch.backends
 NEWER = hasattr(BACKENDS.cuda.matmul, "fp32_precision")  # torch 2.9
@@ -104,3 +113,49 @@ def test_threads_that_overlap_leave_the_settings_as_they_were():
     second.__exit__(None, None, None)
     assert precisions() == before
     assert BACKENDS.cudnn.allow_tf32 == cudnn_tf32
+
+
+class Streaming(nn.Module):
+    """A network with buffers that `forward` changes in place, replaces and sets for the first
+    time; one has two names.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1, groups=3)
+        self.norm = nn.BatchNorm2d(3)
+        self.register_buffer("calls", torch.zeros(1))
+        self.norm.register_buffer("calls", self.calls)
+        self.register_buffer("largest", torch.zeros(()))
+        self.register_buffer("last", None)
+
+    def forward(self, x):
+        self.calls += 1
+        self.largest = torch.maximum(self.largest, x.max())
+        previous = 0 if self.last is None else self.last
+        self.last = self.norm(self.conv(x))
+        return self.last + previous + self.norm.calls
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_buffers_that_forward_updates_stay_as_they_were(training):
+    model = Streaming().train(training)
+    image = torch.randn(2, 3, 9, 9)
+    before = state_of(model)
+    first = run_batch(model, image)
+    assert state_of(model) == before
+    torch.testing.assert_close(run_batch(model, image), first, rtol=0, atol=0)
+    torch.testing.assert_close(first, model(image), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("images", [None, torch.randn(8, 3, 9, 9)])
+def test_a_conversion_leaves_the_buffers_as_they_were(images):
+    model = Streaming()
+    before = list(model.named_buffers())
+    convert_(model, dilated_size=7, calibration=images, input_size=(3, 9, 9))
+    assert type(model.conv) is not nn.Conv2d
+    after = list(model.named_buffers())
+    assert [name for name, _ in after] == [name for name, _ in before]
+    assert all(new is old for (_, new), (_, old) in zip(after, before, strict=True))
+    assert model.calls == 0
+    assert model.largest == 0
