@@ -17,6 +17,17 @@ SHIPPED_RULES = Path(__file__).parent / "rules"  # if installed from a wheel
 CHECKOUT_RULES = Path(__file__).parents[1] / "rules"
 # Suffixes of the image files that are read.
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".gif")
+# Folders, in lower case, in which systems and archives keep copies, deleted files and their own.
+SYSTEM_FOLDERS = frozenset(
+    {
+        "#recycle",
+        "$recycle.bin",
+        "@eadir",
+        "__macosx",
+        "lost+found",
+        "system volume information",
+    }
+)
 
 # Matches a URL that was turned into a Path, which collapses `//` to `/`. The scheme has at least
 # two letters, so that Windows drives do not match.
@@ -105,9 +116,11 @@ def check_images(folder: Path, what: str = "calibration images") -> None:
 def image_paths(folder: Path) -> Iterator[Path]:
     """Yield the files in and below the folder that have the suffix of an image.
 
-    Names that begin with a dot are no data: `.ipynb_checkpoints` has copies, `._a.png` no image.
+    Names that begin with a dot, and folders of the system, are no data: `.ipynb_checkpoints` and
+    `@eaDir` have copies, `._a.png` is no image.
     """
     for path in folder.rglob("*"):
-        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if not is_hidden and path.suffix.lower() in IMAGE_SUFFIXES and path.is_file():
+        parts = path.relative_to(folder).parts
+        is_data = not any(part.startswith(".") or part.lower() in SYSTEM_FOLDERS for part in parts)
+        if is_data and path.suffix.lower() in IMAGE_SUFFIXES and path.is_file():
             yield path

@@ -37,6 +37,8 @@ from torch.utils.data import DataLoader
 import dcls_convert
 from dcls_convert import DclsConvertError, tuning
 
+# How the names of hidden files begin, and of folders that systems make; in lower case.
+NO_DATA = (".", "#recycle", "$recycle.bin", "@eadir", "__macosx", "lost+found", "system volume")
 HELD_OUT_EVERY = 5  # one of so many images is a test image if there are no train and val
 LARGEST_GRADIENT = 1.0  # norm, to which gradients are clipped
 TEMPERATURE = 4.0  # divides the outputs of model and teacher (Hinton et al., arXiv:1503.02531)
@@ -106,14 +108,14 @@ def check_settings(stored: dict[str, str], settings: dict[str, str], place: Path
 def read_folder(folder: Path) -> ImageDataset:
     """Return the images in a folder and in the folders below it, which are their classes.
 
-    Names that begin with a dot are no data.
+    Names that begin with a dot, and the folders of systems, are no data.
     """
     dataset = ImageDataset(str(folder))
     samples = []
     classes: dict[str, int] = {}
     for path, _ in dataset.reader.samples:
         name = Path(path).relative_to(folder)
-        if not any(part.startswith(".") for part in name.parts):
+        if not any(part.lower().startswith(NO_DATA) for part in name.parts):
             number = classes.setdefault(str(name.parent), len(classes))
             samples.append((path, number))
     dataset.reader.samples = samples

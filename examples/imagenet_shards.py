@@ -19,11 +19,13 @@ import tarfile
 from pathlib import Path
 
 ENDINGS = {".jpeg", ".jpg", ".png", ".webp"}
+# How the names of hidden files begin, and of folders that systems make; in lower case.
+NO_DATA = (".", "#recycle", "$recycle.bin", "@eadir", "__macosx", "lost+found", "system volume")
 
 
 def visible(folder: Path) -> list[Path]:
-    """Return what the folder contains, sorted; names that begin with a dot are no data."""
-    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    """Return what the folder contains, sorted; hidden files and systems' folders are no data."""
+    return sorted(path for path in folder.iterdir() if not path.name.lower().startswith(NO_DATA))
 
 
 def images_by_class(folder: Path) -> list[tuple[Path, int]]:

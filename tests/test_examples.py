@@ -96,7 +96,13 @@ def test_hidden_files_are_no_data(folder):
     copies = digits / ".ipynb_checkpoints"
     copies.mkdir()
     (digits / "0" / ".cache").mkdir()
-    for target in (copies / "0.png", digits / "0" / ".cache" / "0.png", digits / "0" / "._0.png"):
+    (digits / "@eaDir").mkdir()
+    for target in (
+        digits / "@eaDir" / "0.png",
+        copies / "0.png",
+        digits / "0" / ".cache" / "0.png",
+        digits / "0" / "._0.png",
+    ):
         target.write_bytes((digits / "0" / "000.png").read_bytes())
     read_images = runpy.run_path(str(FINETUNE))["read_images"]
     train, test = read_images(digits)

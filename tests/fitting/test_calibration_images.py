@@ -25,6 +25,7 @@ from dcls_convert.fitting.image_files import (
     read_pixels,
     stated_normalisation,
 )
+from dcls_convert.input import SYSTEM_FOLDERS
 
 from ..model_state import state_of
 
@@ -68,10 +69,10 @@ def test_every_fifth_file_or_one_of_a_few_is_held_out_and_not_fitted_to(
     assert held_out == [all_shades[index] for index in held_out_indices]
 
 
-def test_files_and_folders_whose_names_begin_with_a_dot_are_no_data(model_and_plan, tmp_path):
+def test_hidden_files_and_the_folders_of_systems_are_no_data(model_and_plan, tmp_path):
     write_images(tmp_path / "cats", 3)
-    for folder in (tmp_path / "cats" / ".ipynb_checkpoints", tmp_path / ".hidden" / "dogs"):
-        write_images(folder, 3)
+    for folder in ("cats/.ipynb_checkpoints", ".hidden/dogs", *SYSTEM_FOLDERS, "cats/@eaDir/1"):
+        write_images(tmp_path / folder, 3)
     (tmp_path / "cats" / "000.png").rename(tmp_path / "cats" / "._000.png")
     calibration = calibrate(*model_and_plan, tmp_path)
     assert calibration.files == ("cats/001.png", "cats/002.png")
