@@ -186,9 +186,9 @@ def _carry_out_(
             outcome, random_output_error = compare_with_outputs_before(
                 before, model, plan, ready.images, errors.kernel
             )
-    attach_provenance_(model, provenance)
-    if request.mean is not None and request.std is not None and plan.input_size is not None:
-        set_normalisation_(model, request.mean, request.std, plan.input_size[0])
+        attach_provenance_(model, provenance)
+        if request.mean is not None and request.std is not None and plan.input_size is not None:
+            set_normalisation_(model, request.mean, request.std, plan.input_size[0])
     report = conversion.report.with_errors(
         errors.kernel, errors.output, outcome, reasons=errors.reasons
     )
