@@ -5,6 +5,7 @@ from collections.abc import Container
 from .. import __version__
 from ..conversion.provenance import Provenance, command_text, provenance_sentences
 from ..reports.report import ConversionReport, report_markdown
+from ..text import printable
 from .folder import PAGE, PICTURE
 from .loading_code import with_folder
 
@@ -67,7 +68,7 @@ def model_card(
         "each has a few weights, at learned positions in a larger window. "
         f"{folding}Made by dcls-convert {__version__}.\n\n"
         f"{shown_pictures}{report_markdown(report)}\n## Loading\n\n"
-        f"`pip install {packages}`, and in the folder that has this one, `{folder}`:\n\n"
+        f"`pip install {packages}`, and in the folder that has this one, `{printable(folder)}`:\n\n"
         f"```python\n{with_folder(loading, folder)}```\n\n"
         f"{files}\n"
         f"{_conversion_section(provenance)}"
