@@ -208,7 +208,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         *MEASURES.values(),
     ]
     lines = []
-    for name in ROWS:
+    # Stored rows that can no longer be measured, of scopes of version 0.1.0, come last.
+    for name in dict.fromkeys([*ROWS, *(row["row"] for row in rows)]):
         members = [row for row in rows if row["row"] == name]
         if members:
             lines.append(line(name, sorted(members, key=lambda row: row["fold"])))
