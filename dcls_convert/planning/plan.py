@@ -60,7 +60,7 @@ class ConversionPlan(Record):
     layers: tuple[LayerPlan, ...]
     tie_groups: tuple[TieGroup, ...]
     skipped: tuple[Skipped, ...]
-    budget: tuple[BudgetUnit]  # of all layers; a list in the JSON
+    budget: tuple[BudgetUnit]  # of all layers; format 1 keeps a list
     params: int  # of the whole model, before
     macs: int | None  # of the whole model, before
     macs_note: str | None
