@@ -32,7 +32,8 @@ def fold_to_dense_(model: nn.Module) -> int:
         The number of layers that were folded.
 
     Raises:
-        PlanError: The model is itself a DCLS layer.
+        PlanError: The model is itself a DCLS layer, or a layer's forward was replaced. Nothing has
+            changed then.
     """
     check_argument("model", model, nn.Module)
     model = inside_wrappers(model, replaces_parameters=True)
@@ -43,6 +44,7 @@ def fold_to_dense_(model: nn.Module) -> int:
     layers: dict[str, DclsConvNd] = {}  # a layer with several names is listed under each
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, DclsConvNd):
+            _check_own_forward(name, module)
             layers[name] = module
     plain_conv_of = {layer: layer.fuse() for layer in layers.values()}
     with unchanged_on_failure(model):
@@ -55,6 +57,15 @@ def fold_to_dense_(model: nn.Module) -> int:
         _mark_folded_for_timm_(model)
         keep_unmergeable_branches_(model, layers)
     return len(plain_conv_of)
+
+
+def _check_own_forward(name: str, layer: DclsConvNd) -> None:
+    """Refuse a layer whose forward was replaced: what it computes now is not known."""
+    if "forward" in vars(layer):
+        raise PlanError(
+            f"{name} cannot be folded: it has a forward of its own, set on this very object, which "
+            "a plain convolution would not compute; remove it first"
+        )
 
 
 def _mark_folded_for_timm_(model: nn.Module) -> None:

@@ -29,6 +29,9 @@ from .interpolation import find_interpolation
 from .ties import Tieable
 
 IntOrTuple = int | Sequence[int]
+PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
+# Attributes that `_prepare_` reads, and that can be set later, as those of a convolution.
+_SETTINGS = ("stride", "dilation", "padding_mode")
 # Attributes that `_prepare_` sets. They are not pickled.
 _PREPARED = (
     "_construction",
@@ -105,6 +108,26 @@ class DclsLayer(Tieable):
     def padding(self, padding: Padding) -> None:
         self._padding = padding
         self._prepare_()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; the forward pass obeys a new stride, dilation or padding mode."""
+        is_prepared = name in _SETTINGS and "_convolution" in vars(self)
+        if is_prepared:
+            value = self._checked_setting(name, value)
+        super().__setattr__(name, value)
+        if is_prepared:
+            self._prepare_()
+
+    def _checked_setting(self, name: str, value: Any) -> Any:
+        """Return the value of a setting, as the layer keeps it; raise ValueError if not allowed."""
+        if name != "padding_mode":
+            return self._one_per_axis(name, value, minimum=1)
+        modes: Sequence[str] = PADDING_MODES
+        if self._padding == DYNAMIC_SAME:
+            modes = ("zeros",)
+        if value not in modes:
+            raise ValueError(f"padding_mode={value!r} must be {' or '.join(modes)}")
+        return value
 
     def _prepare_(self) -> None:
         """Work out what every forward pass needs, which depends on the layer's arguments alone."""

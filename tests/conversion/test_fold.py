@@ -12,13 +12,21 @@ from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg
 from timm.utils import reparameterize_model
 from torch import nn
 
-from dcls_convert import apply_plan_, convert_, find_convs, fold_to_dense_, plan_conversion
+from dcls_convert import (
+    PlanError,
+    apply_plan_,
+    convert_,
+    find_convs,
+    fold_to_dense_,
+    plan_conversion,
+)
 from dcls_convert.conversion.provenance import PROVENANCE_ATTRIBUTE
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.networks.model_outputs import max_relative_error
 from dcls_convert.reports.predict import predict_report
 
 from ..conftest import TINY
+from ..model_state import state_of
 from ..reports.measured import measure_report
 
 FLOAT64_ERROR = 1e-12  # relative: some thousand roundings of 2e-16
@@ -69,6 +77,58 @@ def converted():
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(Stage(2), Stage(2)), nn.Tanh())
     convert_(model, dilated_size=7, input_size=IMAGE, init="random", positions="uniform")
     return with_random_values(model)
+
+
+@pytest.mark.parametrize("name", ["1.0.first", "1.0.others.0", "1.1.last"])
+def test_a_layer_with_a_forward_of_its_own_is_refused_before_anything_changes(name):
+    """Both the first layer of a tie group, which has the positions, and the others."""
+    model = converted()
+    layer = model.get_submodule(name)
+    forward = layer.forward
+    layer.forward = lambda x: 2 * forward(x)
+    before = state_of(model)
+    expected = outputs(model)
+    with pytest.raises(PlanError, match=f"^{name} cannot be folded: it has a forward of its own"):
+        fold_to_dense_(model)
+    assert state_of(model) == before
+    torch.testing.assert_close(outputs(model), expected, rtol=0, atol=0)
+    del layer.forward
+    expected = outputs(model)
+    fold_to_dense_(model)
+    assert max_relative_error(outputs(model), expected) < FLOAT32_ERROR
+
+
+SETTINGS = [("stride", 3), ("dilation", (2, 1)), ("padding_mode", "circular"), ("padding", (2, 5))]
+
+
+@pytest.mark.parametrize(("setting", "value"), SETTINGS)
+def test_a_layer_and_its_fold_obey_what_is_set_after_the_conversion(setting, value):
+    """As the convolution with the layer's kernel does."""
+    model = converted()
+    layer = model[1][0].first
+    before = outputs(model)
+    conv = layer.fuse()
+    for module in (layer, conv):
+        setattr(module, setting, value)
+    changed = outputs(model)
+    assert changed.shape != before.shape or not torch.allclose(changed, before)
+    images = torch.randn(2, 4, 12, 15)
+    plain = nn.Conv2d(4, 4, 7, **({"stride": 2, "padding": 3, "groups": 4} | {setting: value}))
+    plain.load_state_dict(conv.state_dict())
+    torch.testing.assert_close(layer(images), plain(images))
+    copied = pickle.loads(pickle.dumps(layer))
+    torch.testing.assert_close(copied(images), plain(images))
+    fold_to_dense_(model)
+    assert max_relative_error(outputs(model), changed) < FLOAT32_ERROR
+
+
+@pytest.mark.parametrize("setting", ["stride", "dilation", "padding_mode"])
+def test_a_setting_that_is_not_allowed_changes_nothing(setting):
+    model = converted()
+    expected = outputs(model)
+    with pytest.raises(ValueError, match=setting):
+        setattr(model[1][0].first, setting, "none")
+    torch.testing.assert_close(outputs(model), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
