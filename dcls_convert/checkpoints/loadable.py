@@ -4,6 +4,7 @@ Between its conversion and its saving, a model may get another head, activation 
 model of the plan is built, given the same tensors, and its outputs are compared.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -136,12 +137,13 @@ def find_loadable_plan(
     network = _build_on_meta(plan)
     first = _compare(network, model, state, plan, run=run)
     if first.difference is None:
-        return _same_network(plan, first.fingerprint)
+        return _same_network(plan, first.fingerprint, network, model)
     adapted = _with_current_head(network, model, state, plan)
     if adapted is not None:
-        second = _compare(_build_on_meta(adapted), model, state, adapted, run=run)
+        network = _build_on_meta(adapted)
+        second = _compare(network, model, state, adapted, run=run)
         if second.difference is None:
-            return _same_network(adapted, second.fingerprint)
+            return _same_network(adapted, second.fingerprint, network, model)
     note = (
         f"the model is no longer {plan.model} with its plan: {first.difference}. It is saved as "
         "your own: load it with load_converted(folder, model=...), given the unconverted network "
@@ -163,15 +165,41 @@ def _build_on_meta(plan: ConversionPlan) -> nn.Module:
     return network
 
 
-def _same_network(plan: ConversionPlan, fingerprint: Fingerprint | None) -> Loadable:
-    """Return the plan, with a note if outputs were to be compared and could not be."""
+def _same_network(
+    plan: ConversionPlan, fingerprint: Fingerprint | None, network: nn.Module, model: nn.Module
+) -> Loadable:
+    """Return the plan, with a note if there is reason to doubt that its network is the model.
+
+    That is if outputs were to be compared and could not be, or if they were not to be compared and
+    a module's class has changed.
+    """
+    reason = None
+    if fingerprint is None:
+        reason = _describe_other_class(network, model)
+    elif fingerprint.outputs is None:
+        reason = fingerprint.reason
     note = None
-    if fingerprint is not None and fingerprint.outputs is None:
+    if reason is not None:
         note = (
             f"whether the model is still {plan.model} with its plan was checked by names and "
-            f"shapes alone, not by its outputs: {fingerprint.reason}"
+            f"shapes alone, not by its outputs: {reason}"
         )
     return Loadable(plan=plan, fingerprint=fingerprint, note=note)
+
+
+def _describe_other_class(network: nn.Module, model: nn.Module) -> str | None:
+    """Return the first module without children whose class is not the same in both; or None."""
+    modules = dict(network.named_modules())
+    for name, module in model.named_modules():
+        expected = modules.get(name, module)
+        # A wrapper of a part, for compilation or checkpointing, has children.
+        has_children = bool(module._modules or expected._modules)
+        if type(module) is not type(expected) and not has_children:
+            return (
+                f"fingerprint=False, and {name} is a {type(module).__name__} in place of a "
+                f"{type(expected).__name__}"
+            )
+    return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,8 +247,17 @@ def _compare(
             reason = "they are not the same for the same image"
             fingerprint = replace(fingerprint, outputs=None, reason=reason)
         else:
-            difference = f"for one random image, its outputs differ by {100 * deviation:.2g} %"
+            difference = f"for one random image, its outputs differ{_by_percent(deviation)}"
     return _Comparison(difference=difference, fingerprint=fingerprint)
+
+
+def _by_percent(deviation: float) -> str:
+    """Return 0.0123 as " by 1.2 %" and 12.3 as " by 1,230 %"; nothing if it is infinite."""
+    if math.isinf(deviation):
+        return ""
+    percent = 100 * deviation
+    digits = 0 if percent >= 10 else 1
+    return f" by {percent:,.{digits}f} %"
 
 
 def _with_tensors_of(

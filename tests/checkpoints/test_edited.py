@@ -80,6 +80,32 @@ def test_a_model_edited_after_its_conversion_is_saved_as_its_users_own(tmp_path,
     assert f'"after": {sum(p.numel() for p in model.parameters())}' in report
 
 
+@pytest.mark.parametrize(
+    ("edit", "name"), [("activation", "conv1.2"), ("pooling", "global_pool.pool")]
+)
+def test_an_edit_is_noted_where_outputs_are_not_compared(tmp_path, edit, name):
+    model, plan = converted()
+    EDITS[edit](model)
+    with pytest.warns(
+        UserWarning, match=rf"by names and shapes alone.*and {name} is a \w+ in place"
+    ):
+        save_converted(model, plan, tmp_path / "out", fingerprint=False)
+
+
+def test_nothing_is_noted_of_an_unedited_model_or_another_head_without_outputs(tmp_path):
+    for name, make in {"same": lambda model: None, **HEADS}.items():
+        model, plan = converted()
+        make(model)
+        save_converted(model, plan, tmp_path / name, fingerprint=False)
+
+
+def test_a_difference_of_outputs_is_written_plainly(tmp_path):
+    model, plan = converted()
+    model.global_pool.register_forward_hook(lambda module, inputs, output: 1000 * output)
+    with pytest.warns(UserWarning, match=r"its outputs differ by [1-9][\d,]* %\. It is saved"):
+        save_converted(model, plan, tmp_path / "out")
+
+
 HEADS = {
     "reset": lambda m: m.reset_classifier(5),
     "assigned": lambda m: setattr(m, "fc", nn.Linear(m.fc.in_features, 5)),
