@@ -54,7 +54,7 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
         calls: Calls | None = None
         reason = why_inside_wrapper(model, name) or _why_skipped(conv, modules_by_parameter)
         if reason is None and traced is not None:
-            calls, reason = _calls_or_reason(name, traced)
+            calls, reason = _calls_or_reason(model, name, traced)
         if reason is not None:
             skipped.append(Skipped(name=name, type=type(conv).__name__, reason=reason))
             continue
@@ -94,7 +94,9 @@ def _why_skipped(conv: AnyConv, modules_by_parameter: Mapping[int, Sequence[str]
     return None
 
 
-def _calls_or_reason(name: str, traced: Trace) -> tuple[Calls, None] | tuple[None, str]:
+def _calls_or_reason(
+    model: nn.Module, name: str, traced: Trace
+) -> tuple[Calls, None] | tuple[None, str]:
     """Return the calls of a convolution and None; or None and why it cannot be replaced.
 
     It can be replaced only if nothing but its own forward uses it.
@@ -102,8 +104,24 @@ def _calls_or_reason(name: str, traced: Trace) -> tuple[Calls, None] | tuple[Non
     if name in traced.other_uses:
         return None, traced.other_uses[name]
     if name not in traced.calls:
+        outer = _outer_with_own_forward(model, name)
+        if outer is not None:
+            reason = f"{outer} has a forward of its own, set on this very object"
+            return None, f"whether it is called is not known: {reason}"
         return None, "the forward pass of the network in eval mode does not call it"
     return traced.calls[name], None
+
+
+def _outer_with_own_forward(model: nn.Module, name: str) -> str | None:
+    """Return the name of the module around `name` whose forward was set on the object; or None.
+
+    Such a function may refer to the modules themselves, which a trace of a copy does not see.
+    """
+    while name:
+        name = name.rpartition(".")[0]
+        if "forward" in vars(model.get_submodule(name)):
+            return name or "the model"
+    return None
 
 
 def _check_not_wrapped_or_converted(model: nn.Module) -> None:

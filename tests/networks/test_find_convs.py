@@ -224,6 +224,17 @@ def test_an_unknown_kind_of_convolution_is_skipped_with_the_reason(odd):
     assert (convs.macs is None) is (odd == "lazy"), "what is skipped counts, too"
 
 
+@pytest.mark.parametrize(("outer", "name"), [("odd", "odd"), ("", "the model")])
+def test_a_convolution_inside_a_forward_of_its_own_is_not_said_to_be_unused(outer, name):
+    """A function set on the object refers to the model itself, not to the copy that is traced."""
+    model = WithOrdinary(nn.Sequential(depthwise()))
+    module = model.get_submodule(outer)
+    inner = model.odd[0]
+    module.forward = lambda x: inner(x)
+    skipped = {skip.name: skip.reason for skip in find_convs(model, (4, 12, 12)).skipped}
+    assert f"not known: {name} has a forward of its own, set on" in skipped["odd.0"]
+
+
 @pytest.mark.parametrize("method", ["forward", "_conv_forward", "__call__"])
 def test_no_convolution_is_replaced_if_its_class_in_torch_computes_something_else(
     method, monkeypatch
