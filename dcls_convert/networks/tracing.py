@@ -5,8 +5,9 @@ On the meta device, no values are computed.
 
 import contextlib
 import math
+import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from ..layers.conv_classes import AnyConv
 from .conv_uses import ConvUses
 from .copying import meta_copy
-from .running import image_dtype
+from .running import image_dtype, seeded, suppress_output
 
 # torchvision's detectors with all their convolutions in backbone and head.
 ONE_STAGE_DETECTORS = ("FCOS", "RetinaNet", "SSD")
@@ -46,8 +47,15 @@ class Trace:
 def trace(model: nn.Module, input_size: Sequence[int]) -> Trace:
     """Run a meta copy of the model, in eval mode, on an image (channels, *spatial).
 
-    Errors of the model's own code are raised unchanged.
+    Another copy runs in training mode, where other code may use convolutions too. Errors of the
+    model's own code in eval mode are raised unchanged.
     """
+    traced = _trace_in_eval_mode(model, input_size)
+    other_uses = _uses_in_training_mode(model, input_size) | traced.other_uses
+    return replace(traced, other_uses=other_uses)
+
+
+def _trace_in_eval_mode(model: nn.Module, input_size: Sequence[int]) -> Trace:
     try:
         return _trace(meta_copy(model), input_size)
     except Exception:
@@ -55,6 +63,22 @@ def trace(model: nn.Module, input_size: Sequence[int]) -> Trace:
         with contextlib.suppress(Exception):
             return _trace(meta_copy(model, real_attributes=True), input_size)
         raise
+
+
+def _uses_in_training_mode(model: nn.Module, input_size: Sequence[int]) -> dict[str, str]:
+    """Return how other code uses convolutions in training mode, as far as the model runs there."""
+    meta = meta_copy(model)
+    for module in meta.modules():
+        module.training = True  # not `train()`, which the model's class may override
+    uses = ConvUses(meta)
+    # A model in training mode may draw random numbers, and some need labels, or a process group.
+    python_random = random.getstate()
+    try:
+        with contextlib.suppress(Exception), suppress_output(), seeded(0):
+            _run_and_record(meta, input_size, uses, batch=2)  # BatchNorm refuses single values
+    finally:
+        random.setstate(python_random)
+    return {name: f"in training mode, {reason}" for name, reason in uses.reasons.items()}
 
 
 def _trace(meta: nn.Module, input_size: Sequence[int]) -> Trace:
@@ -82,9 +106,11 @@ class _WholeModel(contextlib.nullcontext[None]):
     parents = ("Global",)
 
 
-def _run_and_record(meta: nn.Module, input_size: Sequence[int], uses: ConvUses) -> dict[str, Calls]:
-    """Run a meta copy on one image, watched by `uses`; return the calls of each convolution."""
-    image = torch.empty(1, *input_size, dtype=image_dtype(meta), device="meta")
+def _run_and_record(
+    meta: nn.Module, input_size: Sequence[int], uses: ConvUses, *, batch: int = 1
+) -> dict[str, Calls]:
+    """Run a meta copy on images, watched by `uses`; return the calls of each convolution."""
+    image = torch.empty(batch, *input_size, dtype=image_dtype(meta), device="meta")
     calls: dict[str, Calls] = {}
     convs: dict[nn.Module, tuple[str, int]] = {}  # name, and number of dimensions
     for name, module in meta.named_modules():

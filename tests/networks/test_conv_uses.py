@@ -1,5 +1,7 @@
 """A convolution is what calls it: where other code uses its weight or settings, it stays."""
 
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -89,6 +91,31 @@ USES = {
     "own method": (by_own_method, "_conv_forward is read"),
     "never called": (lambda conv, x: x, "does not call it"),
 }
+
+
+@pytest.mark.parametrize("name", [name for name in USES if name != "never called"])
+def test_a_convolution_that_other_code_uses_in_training_mode_alone_stays_with_the_reason(name):
+    use, reason = USES[name]
+
+    class Model(User):
+        def forward(self, x):
+            x = self.norm(self.ordinary(x))
+            if not self.training:
+                return self.conv(x)
+            return use(self.conv, x * (1 + random.random() + torch.rand(())))
+
+    model = Model(None)
+    model.norm = nn.BatchNorm2d(4)
+    generator = torch.get_rng_state()
+    state = random.getstate()
+    convs = find_convs(model, IMAGE)
+    assert [site.name for site in convs.sites] == ["ordinary"]
+    (skip,) = convs.skipped
+    assert skip.name == "conv"
+    assert skip.reason.startswith("in training mode, its ")
+    assert reason in skip.reason
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert random.getstate() == state
 
 
 @pytest.mark.parametrize("name", USES)
