@@ -9,7 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..errors import DclsConvertError
 from ..geometry import DYNAMIC_SAME, Padding
+from ..text import one_line
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
@@ -131,13 +133,37 @@ def find_replaced_method(conv: nn.Module) -> str | None:
     for base in CONV_CLASSES.values():
         if not isinstance(conv, base):
             continue
-        # Not a comparison with a function kept at import: it may have been replaced before.
         for name in ("forward", "_conv_forward"):
-            if getattr(getattr(base, name), "__globals__", None) is not vars(nn.modules.conv):
+            if not _is_of_torch(getattr(base, name)):
                 return f"torch.nn.{base.__name__}.{name}"
         if base.__call__ is not nn.Module.__call__:
             return f"torch.nn.{base.__name__}.__call__"
     return None
+
+
+def make_conv(conv_class: Callable[..., Conv], *args: Any, **kwargs: Any) -> Conv:
+    """Make a convolution of torch's or timm's class.
+
+    Raises:
+        DclsConvertError: Other code replaced the constructor of torch's class by one that does not
+            take these arguments.
+    """
+    try:
+        return conv_class(*args, **kwargs)
+    except TypeError as error:
+        for base in CONV_CLASSES.values():
+            if not _is_of_torch(base.__init__):
+                raise DclsConvertError(
+                    f"other code replaced torch.nn.{base.__name__}.__init__, and it does not take "
+                    f"torch's arguments: {one_line(error)}"
+                ) from error
+        raise
+
+
+def _is_of_torch(method: object) -> bool:
+    """True if a method is a function of torch's module of convolutions, and no replacement."""
+    # Not a comparison with a function kept at import: it may have been replaced before.
+    return getattr(method, "__globals__", None) is vars(nn.modules.conv)
 
 
 def traits_of(conv: nn.Module) -> ConvTraits:

@@ -18,7 +18,7 @@ from ..depthwise.choice import convolve_by, find_algorithm
 from ..depthwise.table import BLOCKS_DTYPES
 from ..geometry import DYNAMIC_SAME, Padding, check_window, grown_padding, is_asymmetric
 from .carry_over import carry_over_, compute_parameter_
-from .conv_classes import Conv, padding_of, traits_of
+from .conv_classes import Conv, make_conv, padding_of, traits_of
 from .dcls_layer import DclsLayer, IntOrTuple
 from .elements import largest_elements
 from .replaceable import why_not_replaceable
@@ -187,15 +187,16 @@ class DclsConvNd(DclsLayer):
 
     def _new_plain_conv(self, kernel_size: tuple[int, ...], padding: Padding) -> Conv:
         """Make a convolution with the layer's other arguments, on meta and without bias."""
-        conv_class: Any = self.conv_class
-        make_conv: Callable[..., Conv] = functools.partial(
-            conv_class, padding=padding, padding_mode=self.padding_mode
+        own_class: Any = self.conv_class
+        conv_class: Callable[..., Conv] = functools.partial(
+            own_class, padding=padding, padding_mode=self.padding_mode
         )
         if padding == DYNAMIC_SAME:
             from timm.layers.conv2d_same import Conv2dSame
 
-            make_conv = Conv2dSame  # pads by itself, with zeros
+            conv_class = Conv2dSame  # pads by itself, with zeros
         return make_conv(
+            conv_class,
             self.in_channels,
             self.out_channels,
             kernel_size,

@@ -23,7 +23,7 @@ from ..geometry import (
 )
 from .clamp_tensors import clamp_
 from .construction import Construction
-from .conv_classes import PLAIN, Conv, ConvTraits
+from .conv_classes import PLAIN, Conv, ConvTraits, make_conv
 from .elements import POSITION_STD
 from .interpolation import find_interpolation
 from .ties import Tieable
@@ -222,8 +222,8 @@ class DclsLayer(Tieable):
                 raise ValueError(f"padding={self.padding!r} is for 2-D with zeros")
             padding = 0
         # torch's convolution refuses all other arguments that are not allowed.
-        make_conv: Any = self.conv_class
         make_conv(
+            self.conv_class,
             self.in_channels,
             self.out_channels,
             self.dilated_kernel_size,
