@@ -214,7 +214,7 @@ def _run(request: ConversionRequest, result: OutputOptions) -> None:
     """Convert, write the checkpoint, and print the report."""
     if result.output is not None:
         check_output(result.output, force=result.force, reason_to_keep=_reason_to_keep)
-    with console.steps(request.model, "planning", quiet=result.quiet) as notify:
+    with console.steps(request.model, "loading", quiet=result.quiet) as notify:
         from ..checkpoints.folder import read_plan
         from ..conversion.convert import convert
         from ..networks.running import check_device
