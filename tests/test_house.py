@@ -35,7 +35,7 @@ FRONT_DOOR = ("timm_plugin", "__init__", "__main__")
 # folder may also import `__version__` from the package.
 ORDER = (
     *("text", "errors", "geometry", "options", "input", "records", "output", "tables", "progress"),
-    *("depthwise", "layers", "networks", "planning", "reports"),
+    *("depthwise", "layers", "networks", "weights", "planning", "reports"),
     *("fitting", "conversion", "checkpoints", "export", "tuning", "choosing", "views", "cli"),
     *FRONT_DOOR,
 )
@@ -43,7 +43,7 @@ ORDER = (
 FOREIGN = {
     "timm": {"layers", "networks", "checkpoints", "tuning", "timm_plugin"},
     "torchvision": {"networks"},
-    "safetensors": {"output", "networks", "checkpoints"},
+    "safetensors": {"output", "weights", "checkpoints"},
     "typer": {"cli"},
     "matplotlib": {"views"},
     "plotly": {"views"},

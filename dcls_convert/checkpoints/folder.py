@@ -18,12 +18,12 @@ from ..errors import CheckpointError
 from ..input import check_folder
 from ..networks.registries import TIMM_ARCHITECTURE
 from ..networks.source import ModelSource
-from ..networks.tensors_hash import tensors_hash
 from ..networks.trust import check_source
-from ..networks.weights_files import load_safetensors, open_safetensors
 from ..planning.plan import ConversionPlan
 from ..records import read_json
 from ..text import shortened
+from ..weights.files import load_safetensors, open_safetensors
+from ..weights.tensors_hash import tensors_hash
 from .stamp import METADATA_KEY, PROVENANCE, Stamp, config_hash, entry_of, read_stamp
 
 WEIGHTS = "model.safetensors"

@@ -14,11 +14,11 @@ from ..errors import CheckpointError
 from ..geometry import learnt_axes, position_limits
 from ..layers import position_statistics as statistics
 from ..layers.interpolation import find_interpolation
-from ..networks.weights import describe_non_finite
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 from ..planning.tie_groups import TieGroup
 from ..records import Record
+from ..weights.loading import describe_non_finite
 from .folder import Checkpoint, read_tensors
 from .stamp import read_stamp
 

@@ -14,9 +14,9 @@ from ..errors import CheckpointError, PlanError, check_argument
 from ..networks.pretrained_cfg import set_origin_
 from ..networks.running import unchanged_on_failure
 from ..networks.source import ModelSource
-from ..networks.weights import build_and_load, load_weights_
 from ..networks.wrappers import inside_wrappers
 from ..planning.plan import ConversionPlan
+from ..weights.loading import build_and_load, load_weights_
 from .folder import Checkpoint, open_checkpoint
 
 

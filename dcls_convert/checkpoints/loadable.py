@@ -17,17 +17,17 @@ from ..networks.building import build_model
 from ..networks.find_convs import find_convs
 from ..networks.registries import REGISTRIES
 from ..networks.source import ModelSource
-from ..networks.weights import (
-    describe_misfits,
-    differing_num_classes,
-    holds_meta_tensors,
-    load_entries_,
-)
 from ..networks.wrappers import plain_name
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 from ..planning.tie_groups import tie_groups_of
 from ..reports.predict import predict_report
+from ..weights.loading import (
+    describe_misfits,
+    differing_num_classes,
+    holds_meta_tensors,
+    load_entries_,
+)
 from .fingerprint import TOLERANCES, Fingerprint, fingerprint_deviation, take_fingerprint
 from .load import place_stored_plan_
 from .timm_model import plan_for_features

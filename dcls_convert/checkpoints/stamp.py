@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..networks.weights_files import open_safetensors
 from ..records import STRICT, Record
+from ..weights.files import open_safetensors
 from .fingerprint import Fingerprint
 
 METADATA_KEY = "dcls_convert"  # in the metadata of the weights, and in config.json

@@ -18,9 +18,9 @@ from ..networks.registries import TIMM_ARCHITECTURE
 from ..networks.source import ModelSource
 from ..networks.stages import common_parent
 from ..networks.trust import MAX_ARGUMENT, UNBOUNDED_ARGUMENTS, check_source
-from ..networks.weights import aliases_in
 from ..planning.plan import ConversionPlan
 from ..text import short_list
+from ..weights.loading import aliases_in
 from .folder import CONFIG, PLAN_KEY, WEIGHTS, Checkpoint, open_checkpoint
 from .load import place_stored_plan_
 from .stamp import read_stamp

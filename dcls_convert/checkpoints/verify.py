@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from ..errors import DclsConvertError
 from ..input import check_folder
-from ..networks.weights import build_and_load, describe_non_finite, load_weights_
-from ..networks.weights_files import load_safetensors
 from ..networks.wrappers import inside_wrappers
 from ..planning.plan import ConversionPlan
 from ..progress import Notify, ignore_messages
 from ..records import Record
 from ..text import count_text, one_line, shortened
+from ..weights.files import load_safetensors
+from ..weights.loading import build_and_load, describe_non_finite, load_weights_
 from .fingerprint import TOLERANCES, fingerprint_deviation, take_fingerprint
 from .folder import CONFIG, WEIGHTS, Checkpoint, open_checkpoint
 from .inspection import position_sets

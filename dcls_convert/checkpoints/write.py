@@ -14,13 +14,13 @@ from ..conversion.place import timm_model_args
 from ..conversion.provenance import Provenance
 from ..errors import CheckpointError
 from ..networks.registries import TIMM_ARCHITECTURE
-from ..networks.tensors_hash import tensors_hash
-from ..networks.weights import aliases_in, describe_non_finite
 from ..networks.wrappers import plain_name
 from ..output import new_folder
 from ..planning.plan import ConversionPlan
 from ..records import write_json
 from ..reports.report import ConversionReport
+from ..weights.loading import aliases_in, describe_non_finite
+from ..weights.tensors_hash import tensors_hash
 from .card import model_card
 from .fingerprint import Fingerprint
 from .folder import CARD, CONFIG, FORMAT_METADATA, REPORT, WEIGHTS, reason_not_a_checkpoint

@@ -47,8 +47,8 @@ def diff(
     """Show what differs between two checkpoints: plans, layer by layer, and whether weights do."""
     with console.steps("diff", "reading", lines=False):
         from ..checkpoints.folder import open_checkpoint, read_tensors
-        from ..networks.tensors_hash import tensors_hash
         from ..records import write_json
+        from ..weights.tensors_hash import tensors_hash
 
         first = open_checkpoint(checkpoint)
         second = open_checkpoint(other)

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from ..input import check_folder, check_images
-from ..networks.weights_formats import find_weights_file
 from ..options import (
     AUTO,
     CALIBRATION_IMAGES,
@@ -24,6 +23,7 @@ from ..options import (
     Scope,
     Tie,
 )
+from ..weights.formats import find_weights_file
 from .completion import complete_files, complete_models, complete_rules
 from .parsing import (
     parse_budget,

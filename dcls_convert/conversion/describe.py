@@ -12,8 +12,8 @@ from torch import nn
 
 from .. import __version__
 from ..fitting.calibration_images import Calibration
-from ..networks.tensors_hash import can_be_hashed, tensors_hash
 from ..planning.plan_options import PlanOptions
+from ..weights.tensors_hash import can_be_hashed, tensors_hash
 from .authors import AuthorsWeights
 from .provenance import ImagesOrigin, Provenance, WeightsOrigin
 from .request import ConversionRequest

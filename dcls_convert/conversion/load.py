@@ -19,12 +19,12 @@ from ..networks.pretrained_cfg import set_origin_
 from ..networks.registries import REGISTRIES
 from ..networks.sites import ModelConvs
 from ..networks.source import LIBRARY_KINDS, OTHER_TIMM_KINDS, ModelSource, resolve_model
-from ..networks.state_names import rename_to_model
 from ..networks.trust import check_source
-from ..networks.weights import build_and_load, check_weights, differing_num_classes
-from ..networks.weights_files import read_weights
 from ..progress import Note, Notify, ignore_messages
 from ..text import short_list
+from ..weights.files import read_weights
+from ..weights.loading import build_and_load, check_weights, differing_num_classes
+from ..weights.state_names import rename_to_model
 from .authors import AuthorsWeights, split_authors_weights
 from .request import ConversionRequest
 

@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 
 from ..networks.position_parameters import position_parameters
-from ..networks.tensors_hash import can_be_hashed, tensors_hash
 from ..networks.wrappers import plain_name
 from ..records import STRICT, Record
 from ..text import printable, shortened
+from ..weights.tensors_hash import can_be_hashed, tensors_hash
 
 HASH_DIGITS = 16  # number of digits of a hash that are shown; config.json has all of them
 # On a converted model; copies and pickles keep them.

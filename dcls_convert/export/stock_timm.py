@@ -24,12 +24,12 @@ from ..networks.building import build_model, shapes_of
 from ..networks.find_convs import find_convs
 from ..networks.model_outputs import ComparisonError, check_close
 from ..networks.source import ModelSource
-from ..networks.weights import alias_names
-from ..networks.weights_files import load_safetensors
 from ..output import new_folder
 from ..planning.plan import ConversionPlan
 from ..reports.predict import predict_report
 from ..reports.report import ConversionReport
+from ..weights.files import load_safetensors
+from ..weights.loading import alias_names
 from .folded_model import FOLDING_BOUND, ExportReport, FoldedModel, run_model
 
 # Names of timm's arguments for kernel sizes contain one of these words: kernel_size, kernel_sizes,

@@ -17,7 +17,7 @@ from dcls_convert.checkpoints.inspection import inspect_checkpoint
 from dcls_convert.checkpoints.stamp import METADATA_KEY, config_hash
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.source import ModelSource
-from dcls_convert.networks.tensors_hash import tensors_hash
+from dcls_convert.weights.tensors_hash import tensors_hash
 
 from ..conftest import TINY
 

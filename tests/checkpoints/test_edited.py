@@ -18,7 +18,7 @@ from dcls_convert import convert_, load_converted, save_converted
 from dcls_convert.checkpoints.folder import read_plan
 from dcls_convert.checkpoints.verify import verify_folder
 from dcls_convert.errors import DclsConvertError
-from dcls_convert.networks.weights import load_weights_
+from dcls_convert.weights.loading import load_weights_
 
 from .folders import outputs, problems, same_states
 

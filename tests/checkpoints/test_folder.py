@@ -23,8 +23,8 @@ from dcls_convert.errors import CheckpointError
 from dcls_convert.input import builtin_rules
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.source import ModelSource
-from dcls_convert.networks.tensors_hash import tensors_hash
 from dcls_convert.planning.rule_files import parse_rules
+from dcls_convert.weights.tensors_hash import tensors_hash
 
 from ..command_line import run
 from ..conftest import TINY

@@ -179,7 +179,7 @@ def test_json_is_all_of_stdout_and_a_dry_run_predicts_it_without_weights(monkeyp
         "socket.socket.connect",
         "torch.load",
         "timm.models._hub.hf_hub_download",
-        "dcls_convert.networks.weights_files.load_safetensors",
+        "dcls_convert.weights.files.load_safetensors",
     ):
         monkeypatch.setattr(name, no_weights)
     out, _ = run(TINY, "--pretrained", "--dry-run", "--json")

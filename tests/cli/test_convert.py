@@ -7,7 +7,7 @@ import timm
 import torch
 
 from dcls_convert import calibrate, find_convs, load_converted, plan_conversion
-from dcls_convert.networks.weights_files import read_weights
+from dcls_convert.weights.files import read_weights
 
 from ..command_line import run
 from .trained import write_trained

@@ -20,7 +20,7 @@ from dcls_convert.errors import CheckpointError
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.pretrained_cfg import ORIGIN_KEYS
 from dcls_convert.networks.source import ModelSource
-from dcls_convert.networks.tensors_hash import tensors_hash
+from dcls_convert.weights.tensors_hash import tensors_hash
 
 from ..checkpoints.folders import edit_json, problems
 from ..cli.trained import write_trained

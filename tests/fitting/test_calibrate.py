@@ -24,10 +24,10 @@ from dcls_convert.fitting.calibrate import measure_inputs
 from dcls_convert.fitting.calibration_images import Calibration
 from dcls_convert.fitting.calibration_settings import CalibrationSettings
 from dcls_convert.fitting.groups import make_layers
-from dcls_convert.networks.tensors_hash import tensors_hash
 from dcls_convert.progress import ignore_messages
 from dcls_convert.reports.report import report_view
 from dcls_convert.tables import as_text
+from dcls_convert.weights.tensors_hash import tensors_hash
 
 from ..model_state import state_of
 from .networks import INPUT_SIZE, network, output_error, smooth_noise

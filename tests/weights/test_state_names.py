@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from dcls_convert.errors import CheckpointError
-from dcls_convert.networks.state_names import rename_to_model
-from dcls_convert.networks.weights_files import read_weights
+from dcls_convert.weights.files import read_weights
+from dcls_convert.weights.state_names import rename_to_model
 
 from ..conftest import TINY
 

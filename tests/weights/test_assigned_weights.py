@@ -9,11 +9,11 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from dcls_convert.networks import weights
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.source import ModelSource
-from dcls_convert.networks.weights import assign_weights_, build_and_load, load_weights_
-from dcls_convert.networks.weights_files import read_weights
+from dcls_convert.weights import loading
+from dcls_convert.weights.files import read_weights
+from dcls_convert.weights.loading import assign_weights_, build_and_load, load_weights_
 
 from ..recorded_calls import recording
 
@@ -54,7 +54,7 @@ def check_equal_tensors(filled, ordinary):
         ), place
         assert (mine.requires_grad, type(mine)) == (tensor.requires_grad, type(tensor)), place
         assert torch.equal(mine, tensor), place
-        assert mine.data_ptr() % weights.ALIGNMENT == 0, place
+        assert mine.data_ptr() % loading.ALIGNMENT == 0, place
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -14,9 +14,9 @@ from dcls_convert.conversion.load import build_network, load
 from dcls_convert.conversion.request import ConversionRequest
 from dcls_convert.errors import CheckpointError
 from dcls_convert.layers.dcls_conv import DclsConv2d
-from dcls_convert.networks.weights import load_weights_
 from dcls_convert.planning.plan_options import PlanOptions
 from dcls_convert.progress import ignore_messages
+from dcls_convert.weights.loading import load_weights_
 
 from ..command_line import NET, net, run
 from ..conftest import TINY

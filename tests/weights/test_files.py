@@ -19,8 +19,8 @@ from safetensors.torch import save
 from torch import nn
 
 from dcls_convert.errors import CheckpointError
-from dcls_convert.networks.weights import load_weights_
-from dcls_convert.networks.weights_files import MAX_HEADER_BYTES, read_weights
+from dcls_convert.weights.files import MAX_HEADER_BYTES, read_weights
+from dcls_convert.weights.loading import load_weights_
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 FIRST = "0.weight"  # first tensor of `network`

@@ -9,7 +9,7 @@ import timm
 import torch
 
 from dcls_convert.errors import CheckpointError
-from dcls_convert.networks.weights_files import read_weights
+from dcls_convert.weights.files import read_weights
 
 from ..command_line import run
 

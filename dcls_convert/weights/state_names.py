@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
+from ..networks.wrappers import WRAPPER_NAMES
 from ..progress import Note, ignore_messages
 from ..text import short_list
-from .weights import CONVERTED_ENTRIES, classifier_prefixes
-from .wrappers import WRAPPER_NAMES
+from .loading import CONVERTED_ENTRIES, classifier_prefixes
 
 MAX_PREFIX_PARTS = 8  # components of a prefix that is tried; bounded because a name can have any
 FLATTENED = re.compile(r"^(\w+)_([0-9]+)\.")  # beginning of a name in a `features_only` network

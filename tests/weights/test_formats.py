@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from dcls_convert.errors import CheckpointError
-from dcls_convert.networks.weights_files import read_weights
+from dcls_convert.weights.files import read_weights
 
 from ..command_line import run
 

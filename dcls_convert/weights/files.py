@@ -19,8 +19,8 @@ from ..errors import CheckpointError
 from ..input import check_file, read_bytes
 from ..progress import Note, ignore_messages
 from ..text import one_line, short_list, shortened
+from .formats import SAFETENSORS, TORCH_SUFFIXES, find_weights_file, format_of_weights
 from .state_dict_choice import UnreadValue, choose_state_dict
-from .weights_formats import SAFETENSORS, TORCH_SUFFIXES, find_weights_file, format_of_weights
 
 MAX_HEADER_BYTES = 16 << 20  # bytes of a safetensors header; enough for 150,000 tensors
 # Largest ratio of unpacked size to file size for a torch file. torch itself does not compress.

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
+from ..networks.building import build_model
+from ..networks.copying import copy_network
+from ..networks.source import LIBRARY_KINDS, ModelSource
 from ..text import short_list
-from .building import build_model
-from .copying import copy_network
-from .source import LIBRARY_KINDS, ModelSource
 
 USUAL_CLASSIFIERS = ("fc", "classifier", "head")  # for models that do not name their classifier
 CONVERTED_ENTRIES = ("dcls_positions", ".positions")  # how names of DCLS layers end
