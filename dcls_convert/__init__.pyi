@@ -6,7 +6,6 @@ from .checkpoints.save import save_converted as save_converted
 from .checkpoints.verify import verify_folder as verify_folder
 from .choosing.python_sweep import sweep as sweep
 from .conversion.apply_plan import apply_plan_ as apply_plan_
-from .conversion.fold import fold_to_dense_ as fold_to_dense_
 from .conversion.in_memory import convert_ as convert_
 from .conversion.in_memory import convert_from_authors_ as convert_from_authors_
 from .errors import CheckpointError as CheckpointError
@@ -23,6 +22,7 @@ from .layers.dcls_conv import DclsConv1d as DclsConv1d
 from .layers.dcls_conv import DclsConv2d as DclsConv2d
 from .layers.dcls_conv import DclsConv3d as DclsConv3d
 from .networks.find_convs import find_convs as find_convs
+from .placing.fold import fold_to_dense_ as fold_to_dense_
 from .planning.plan import ConversionPlan as ConversionPlan
 from .planning.planner import plan_conversion as plan_conversion
 from .planning.rule_files import load_rules as load_rules

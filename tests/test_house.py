@@ -36,7 +36,17 @@ FRONT_DOOR = ("timm_plugin", "__init__", "__main__")
 ORDER = (
     *("text", "errors", "geometry", "options", "input", "records", "output", "tables", "progress"),
     *("depthwise", "layers", "networks", "weights", "planning", "reports"),
-    *("fitting", "conversion", "checkpoints", "export", "tuning", "choosing", "views", "cli"),
+    *(
+        "placing",
+        "fitting",
+        "conversion",
+        "checkpoints",
+        "export",
+        "tuning",
+        "choosing",
+        "views",
+        "cli",
+    ),
     *FRONT_DOOR,
 )
 # The folders that import a library that is slow, optional or needs care; no others may.

@@ -10,12 +10,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .. import __version__
-from ..conversion.place import timm_model_args
 from ..conversion.provenance import Provenance
 from ..errors import CheckpointError
 from ..networks.registries import TIMM_ARCHITECTURE
 from ..networks.wrappers import plain_name
 from ..output import new_folder
+from ..placing.place import timm_model_args
 from ..planning.plan import ConversionPlan
 from ..records import write_json
 from ..reports.report import ConversionReport

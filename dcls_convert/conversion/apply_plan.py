@@ -11,16 +11,16 @@ from ..errors import DclsConvertError, PlanError, check_argument
 from ..fitting.calibrate import CalibrationStatistics, fit_to_outputs_, measure_inputs
 from ..fitting.calibrated_layer import CalibratedLayer
 from ..fitting.calibration_images import Calibration, Images, calibrate
-from ..fitting.groups import LayerGroup, make_layers
 from ..fitting.warm_start import draw_fit_seed
 from ..layers.double_precision import DEVICE_TYPES_WITHOUT_FLOAT64
 from ..layers.interpolation import find_interpolation
 from ..networks.running import full_precision, unchanged_on_failure
 from ..options import AUTO, EXACT, INITS, POSITIONS, Init, Positions
+from ..placing.groups import LayerGroup, make_layers
+from ..placing.place import insert_layers_
 from ..planning.plan import ConversionPlan
 from ..progress import Note, Notify, ignore_messages
 from ..text import short_list
-from .place import insert_layers_
 from .start import start_from_kernels_, start_randomly_
 
 

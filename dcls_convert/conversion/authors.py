@@ -15,17 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from ..fitting.groups import make_layers
 from ..geometry import size_text
 from ..layers.conv_classes import PLAIN, find_traits
 from ..layers.interpolation import INTERPOLATIONS, Interpolation, find_interpolation
 from ..options import AuthorsVersion
+from ..placing.groups import make_layers
+from ..placing.place import insert_layers_
 from ..planning.known_counts import LayerCounts
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 from ..planning.tie_groups import TieGroup
 from ..weights.loading import describe_non_finite, load_weights_
-from .place import insert_layers_
 
 # Entries of a layer of the authors' package, apart from its bias.
 _WEIGHT = "weight"  # (O, I, E)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, PlanError
-from ..fitting.groups import find_planned_convs
 from ..geometry import size_text
 from ..networks.running import eval_mode, run_batch, suppress_output
 from ..options import AUTO, ERROR_SCOPE, EXACT
+from ..placing.groups import find_planned_convs
 from ..planning.known_counts import LayerCounts
 from ..planning.plan import ConversionPlan
 from ..planning.plan_options import PlanOptions

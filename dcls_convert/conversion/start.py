@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from ..fitting.boxes import Box
 from ..fitting.calibrate import CalibrationStatistics
-from ..fitting.groups import LayerGroup
 from ..fitting.warm_start import fit_elements
 from ..layers.elements import Elements, first_cells, random_positions
 from ..networks.untrained import has_norms, output_power
 from ..options import Init, Positions
+from ..placing.groups import LayerGroup
 from ..progress import Notify
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ..checkpoints.folder import Checkpoint, open_checkpoint, reason_not_a_checkpoint
 from ..checkpoints.load import load_checkpoint
-from ..conversion.fold import fold_to_dense_
 from ..errors import CheckpointError, DclsConvertError
 from ..geometry import size_text
 from ..networks.building import build_model
@@ -20,6 +19,7 @@ from ..networks.running import image_dtype
 from ..networks.source import resolve_model
 from ..options import MAX_PIXELS, OPSETS
 from ..output import check_output, reason_not_a_file
+from ..placing.fold import fold_to_dense_
 from ..progress import Notify, ignore_messages
 from ..text import join_with_and, shortened
 from .folded_model import (

@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from ..errors import DclsConvertError, ModelError, is_out_of_memory
 from ..layers.conv_classes import Conv
 from ..networks.running import eval_mode, full_precision, run_batch
+from ..placing.groups import LayerGroup
 from ..progress import Notify
 from ..text import one_line
 from .boxes import Box
 from .calibrated_layer import CalibratedLayer
 from .calibration_images import Calibration
 from .calibration_settings import CalibrationSettings
-from .groups import LayerGroup
 from .second_moments import SecondMoments, shared_covariance_roots
 
 # Relative difference between the halves of a batch that holds the same images twice. Rounding stays

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..errors import PlanError
 from ..networks.running import full_precision
 from ..options import ERROR_SCOPE
+from ..placing.groups import LayerGroup, make_layers
 from ..planning.known_counts import LayerCounts
 from ..planning.plan import ConversionPlan
 from ..progress import Notify
@@ -20,7 +21,6 @@ from .allocation import COUNT_SETTINGS, GroupErrors, counts_of_min_error
 from .boxes import Box
 from .calibrate import CalibrationStatistics, measure_inputs
 from .calibration_images import Calibration
-from .groups import LayerGroup, make_layers
 from .warm_start import fit_elements, relative_errors
 
 

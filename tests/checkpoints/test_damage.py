@@ -17,9 +17,9 @@ from dcls_convert import apply_plan_, find_convs, load_converted, plan_conversio
 from dcls_convert.checkpoints.folder import CARD, CONFIG, REPORT, WEIGHTS
 from dcls_convert.checkpoints.stamp import DESCRIPTIVE, config_hash
 from dcls_convert.checkpoints.verify import verify_folder as verify
-from dcls_convert.conversion.fold import fold_to_dense_
 from dcls_convert.errors import CheckpointError, DclsConvertError, ModelError
 from dcls_convert.export.fold import fold_checkpoint
+from dcls_convert.placing.fold import fold_to_dense_
 
 from ..command_line import run
 from .damages import (

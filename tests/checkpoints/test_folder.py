@@ -18,11 +18,11 @@ from dcls_convert.checkpoints.folder import CONFIG, FILES, WEIGHTS, read_plan
 from dcls_convert.checkpoints.save import save_just_converted
 from dcls_convert.checkpoints.stamp import config_hash, read_stamp
 from dcls_convert.checkpoints.verify import verify_folder as verify
-from dcls_convert.conversion.place import place_layers_without_values_
 from dcls_convert.errors import CheckpointError
 from dcls_convert.input import builtin_rules
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.source import ModelSource
+from dcls_convert.placing.place import place_layers_without_values_
 from dcls_convert.planning.rule_files import parse_rules
 from dcls_convert.weights.tensors_hash import tensors_hash
 

@@ -13,7 +13,6 @@ import dcls_convert
 from dcls_convert import apply_plan_, find_convs, load_converted, plan_conversion
 from dcls_convert.checkpoints.folder import read_plan
 from dcls_convert.checkpoints.inspection import position_sets
-from dcls_convert.conversion.fold import fold_to_dense_
 from dcls_convert.errors import CheckpointError
 from dcls_convert.layers.position_statistics import (
     border_share,
@@ -21,6 +20,7 @@ from dcls_convert.layers.position_statistics import (
     overlap_share,
     rms_per_axis,
 )
+from dcls_convert.placing.fold import fold_to_dense_
 
 from ..command_line import run
 from ..conftest import TINY

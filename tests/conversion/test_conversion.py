@@ -25,9 +25,9 @@ from dcls_convert import (
 from dcls_convert.conversion.convert import convert
 from dcls_convert.conversion.decide import check_stored_plan
 from dcls_convert.conversion.load import load
-from dcls_convert.conversion.place import place_layers_without_values_
 from dcls_convert.conversion.request import ConversionRequest
 from dcls_convert.errors import CheckpointError
+from dcls_convert.placing.place import place_layers_without_values_
 from dcls_convert.planning.plan_options import PlanOptions
 
 from ..conftest import TINY
@@ -153,8 +153,8 @@ def test_a_conversion_beside_a_thread_that_runs_another_model_gives_the_same_rep
     ("function", "call"),
     [
         ("layers.dcls_conv.DclsConvNd.tie_", 2),  # between two layers
-        ("conversion.place.install_timm_fold_hook_", 1),
-        ("conversion.place.exclude_from_weight_decay_", 1),
+        ("placing.place.install_timm_fold_hook_", 1),
+        ("placing.place.exclude_from_weight_decay_", 1),
     ],
 )
 def test_a_conversion_that_fails_after_placing_leaves_the_model_as_it_was(

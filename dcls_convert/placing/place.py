@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import nn
 
-from ..fitting.groups import LayerGroup, make_layers
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.position_parameters import exclude_from_weight_decay_
 from ..networks.pretrained_cfg import set_pretrained_cfg_
@@ -13,6 +12,7 @@ from ..networks.registries import TIMM_ARCHITECTURE
 from ..planning.plan import ConversionPlan
 from .branches import keep_unmergeable_branches_
 from .fold import install_timm_fold_hook_
+from .groups import LayerGroup, make_layers
 
 
 def place_layers_without_values_(model: nn.Module, plan: ConversionPlan) -> None:

@@ -8,10 +8,10 @@ from torch import fx, nn
 from torch.nn.utils import parametrizations
 
 from dcls_convert.conversion.apply_plan import apply_plan_
-from dcls_convert.conversion.fold import fold_to_dense_
 from dcls_convert.conversion.in_memory import convert_
 from dcls_convert.errors import DclsConvertError, PlanError
 from dcls_convert.layers.dcls_conv import DclsConv2d
+from dcls_convert.placing.fold import fold_to_dense_
 
 from ..model_state import state_of
 from ..planning.nets import IMAGE, Net, Shared, depthwise, plan_of
@@ -85,7 +85,7 @@ def test_apply_plan_removes_its_layers_if_it_fails(monkeypatch):
     def fail(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dcls_convert.conversion.place.exclude_from_weight_decay_", fail)
+    monkeypatch.setattr("dcls_convert.placing.place.exclude_from_weight_decay_", fail)
     model = Net()
     assert_refused(model, plan_of(model), KeyboardInterrupt, init="random")
 
