@@ -19,7 +19,6 @@ BOUND = 1e-3  # largest relative error; onnxruntime has other kernels and folds 
 # Without this variable, onnxruntime 1.29 and later sends names of models to its makers.
 NO_TELEMETRY = "ORT_DISABLE_TELEMETRY"
 MAX_IN_ONE_FILE = 1_900_000_000  # bytes of weights; ONNX files are protobufs, limited to 2 GiB
-MIN_DYNAMO_OPSET = 18  # opset below which torch's newer exporter fails for most models
 INPUT_NAME = "input"
 OUTPUT_NAME = "output"  # if there is one output
 LOAD_ONNX = 'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{folder}")\n'
@@ -32,18 +31,11 @@ def write_onnx(folded: FoldedModel) -> ExportReport:
 
     opset = folded.opset or DEFAULT_OPSET
     size = sum(tensor.nbytes for tensor in folded.model.state_dict().values())
-    external_data = size > MAX_IN_ONE_FILE
-    if external_data and opset < MIN_DYNAMO_OPSET:
-        raise ModelError(
-            f"opset {opset}: {size / 1e9:.1f} GB of weights do not fit into one file; "
-            f"torch writes a second file from opset {MIN_DYNAMO_OPSET} on"
-        )
 
     def export(path: Path, images: Tensor, any_batch: bool) -> ModelFunction:
-        if opset >= MIN_DYNAMO_OPSET:
-            arguments = _newer_exporter_arguments(any_batch, external_data)
-        else:
-            arguments = _older_exporter_arguments(any_batch, folded.one_output)
+        shapes = None
+        if any_batch:
+            shapes = ({0: "batch"},)
         torch.onnx.export(
             folded.model,
             (images,),
@@ -51,8 +43,10 @@ def write_onnx(folded: FoldedModel) -> ExportReport:
             input_names=[INPUT_NAME],
             output_names=[OUTPUT_NAME] if folded.one_output else None,
             opset_version=opset,
+            dynamo=True,
+            dynamic_shapes=shapes,
+            external_data=size > MAX_IN_ONE_FILE,
             verbose=False,
-            **arguments,
         )
         _check_opset_and_add_metadata(path, opset, metadata(folded, INPUT_NAME))
         return _load(path)
@@ -74,24 +68,6 @@ def _load(path: Path) -> ModelFunction:
         return tuple(map(torch.from_numpy, outputs))
 
     return run
-
-
-def _newer_exporter_arguments(any_batch: bool, external_data: bool) -> dict[str, Any]:
-    """Return arguments of torch.onnx.export for the exporter that builds on torch.export."""
-    shapes = None
-    if any_batch:
-        shapes = ({0: "batch"},)
-    return {"dynamo": True, "dynamic_shapes": shapes, "external_data": external_data}
-
-
-def _older_exporter_arguments(any_batch: bool, one_output: bool) -> dict[str, Any]:
-    """Return arguments of torch.onnx.export for the exporter that traces the model."""
-    if not any_batch:
-        return {"dynamo": False, "dynamic_axes": None}
-    axes = {INPUT_NAME: {0: "batch"}}
-    if one_output:
-        axes[OUTPUT_NAME] = {0: "batch"}
-    return {"dynamo": False, "dynamic_axes": axes}
 
 
 def _check_opset_and_add_metadata(path: Path, opset: int, facts: Mapping[str, Any]) -> None:

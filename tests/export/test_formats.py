@@ -162,7 +162,7 @@ def test_folding_that_changes_outputs_is_refused(tmp_path, monkeypatch, checkpoi
         ),
         ("in --format pt2 --opset 17", "an opset is for format onnx, not for pt2"),
         ("in --opset 17", "an opset is for format onnx, not for timm"),
-        ("in --format onnx --opset 6", "opset 6: give an integer from 7 to 25"),
+        ("in --format onnx --opset 17", "opset 17: give an integer from 18 to 25"),
         ("nowhere", "nowhere: is not a folder"),
     ],
 )
