@@ -1,7 +1,6 @@
 from . import depthwise as depthwise
 from . import tuning as tuning
 from .checkpoints.load import load_converted as load_converted
-from .checkpoints.save import convert_and_save_ as convert_and_save_
 from .checkpoints.save import save_converted as save_converted
 from .checkpoints.verify import verify_folder as verify_folder
 from .choosing.python_sweep import sweep as sweep

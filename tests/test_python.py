@@ -227,7 +227,6 @@ FRONT_DOORS = {
     "sweep": dcls_convert.sweep,
     "find_convs": dcls_convert.find_convs,
     "convert_from_authors_": lambda model: dcls_convert.convert_from_authors_(model, {}),
-    "convert_and_save_": lambda model: dcls_convert.convert_and_save_(model, "out"),
     "apply_plan_": lambda model: dcls_convert.apply_plan_(model, None),
     "calibrate": lambda model: dcls_convert.calibrate(model, None, ()),
     "fold_to_dense_": dcls_convert.fold_to_dense_,

@@ -3,20 +3,17 @@
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
-from ..conversion.in_memory import convert_
 from ..conversion.provenance import provenance_of
 from ..errors import check_argument
 from ..networks.wrappers import inside_wrappers
-from ..output import check_output
 from ..planning.plan import ConversionPlan
 from ..reports.predict import predict_report
 from ..reports.report import ConversionReport
 from .fingerprint import take_fingerprint
-from .folder import open_checkpoint, reason_not_a_checkpoint
+from .folder import open_checkpoint
 from .loadable import check_layers, features_plan, find_loadable_plan
 from .write import state_to_save, write_checkpoint
 
@@ -147,27 +144,3 @@ def save_just_converted(
         force=force,
         pictures=pictures or {},
     )
-
-
-def convert_and_save_(
-    model: nn.Module, folder: str | Path, *, force: bool = False, **options: Any
-) -> ConversionReport:
-    """Convert a model in place with `convert_`, then write it with `save_converted`.
-
-    A folder that cannot be written is refused before any kernel is fitted.
-
-    Args:
-        model: The model, converted in place.
-        folder: Folder to write.
-        force: Replace an existing checkpoint folder.
-        options: Keyword arguments of `convert_`.
-
-    Raises:
-        DclsConvertError: As for `convert_` and `save_converted`.
-    """
-    check_argument("model", model, nn.Module)
-    folder = Path(folder)
-    check_output(folder, force=force, reason_to_keep=reason_not_a_checkpoint)
-    report = convert_(model, **options)
-    save_just_converted(model, report.plan, folder, report=report, force=force)
-    return report

@@ -15,7 +15,6 @@ from .. import __version__
 from ..errors import DclsConvertError, is_out_of_memory
 from ..text import one_line, shortened
 from . import console
-from .compare import compare
 from .convert import convert
 from .diff import diff
 from .fold import fold
@@ -128,9 +127,6 @@ def _add_commands() -> None:
 
 
 _add_commands()
-# Whatever its old options were, it only says where it went.
-_ANY_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
-app.command(hidden=True, context_settings=_ANY_OPTIONS)(compare)
 app.add_typer(rules_app, name="rules")
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import dcls_convert
-from dcls_convert import convert_and_save_, load_converted, predict_report, save_converted
+from dcls_convert import convert_, load_converted, predict_report, save_converted
 from dcls_convert.checkpoints import folder as checkpoint_folder
 from dcls_convert.checkpoints.fingerprint import take_fingerprint
 from dcls_convert.checkpoints.folder import CONFIG, FILES, WEIGHTS, read_plan
@@ -48,19 +48,21 @@ def users_model():
     return model
 
 
-def test_an_existing_folder_is_refused_before_the_model_is_converted(tmp_path):
+def test_an_existing_folder_is_replaced_by_force_alone(tmp_path):
     model = users_model()
-    other = users_model()
-    report = convert_and_save_(model, tmp_path / "out", dilated_size=9, init="random")
+    report = convert_(model, dilated_size=9, init="random")
+    save_converted(model, report.plan, tmp_path / "out")
     assert same_states(load_converted(tmp_path / "out", model=users_model()), model)
     with pytest.raises(CheckpointError, match="give the unconverted network as"):
         load_converted(tmp_path / "out")
+    other = users_model()
+    plan = convert_(other, dilated_size=11, init="random").plan
     with pytest.raises(
         CheckpointError, match=r"out already exists; name another, or replace it by force$"
     ):
-        convert_and_save_(other, tmp_path / "out", dilated_size=11)
-    assert type(other.get_submodule(report.layers[0].name)) is nn.Conv2d
-    convert_and_save_(other, tmp_path / "out", dilated_size=11, init="random", force=True)
+        save_converted(other, plan, tmp_path / "out")
+    assert read_plan(tmp_path / "out").layers[0].dilated_size == (9, 9)
+    save_converted(other, plan, tmp_path / "out", force=True)
     assert read_plan(tmp_path / "out").layers[0].dilated_size == (11, 11)
 
 
@@ -235,7 +237,9 @@ def test_a_command_reads_a_folder_once(folder, tmp_path, monkeypatch, line):
 
 def test_rules_given_as_an_object_are_kept_in_the_plan(tmp_path):
     text = "# mine\nformat: 1\nrules:\n- match: {kind: depthwise}\n  dilated_size: 9\n"
-    convert_and_save_(users_model(), tmp_path / "out", rules=parse_rules(text), init="random")
+    model = users_model()
+    plan = convert_(model, rules=parse_rules(text), init="random").plan
+    save_converted(model, plan, tmp_path / "out")
     assert read_plan(tmp_path / "out").rules_text == text
 
 

@@ -11,6 +11,7 @@ from dcls_convert.options import DEFAULT_OPSET, OPSETS
 
 from .running import FLOAT32_ERROR, error_of
 
+
 def opset_of(path):
     (opset,) = onnx.load(path).opset_import
     return opset.version
