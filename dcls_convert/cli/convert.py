@@ -216,7 +216,7 @@ def _run(request: ConversionRequest, result: OutputOptions) -> None:
         check_output(result.output, force=result.force, reason_to_keep=_reason_to_keep)
     with console.steps(request.model, "loading", quiet=result.quiet) as notify:
         from ..checkpoints.folder import read_plan
-        from ..conversion.convert import convert
+        from ..conversion.convert import carry_out
         from ..networks.running import check_device
         from ..reports.report import report_view
         from ..views.next_steps import next_steps
@@ -231,7 +231,7 @@ def _run(request: ConversionRequest, result: OutputOptions) -> None:
         stored_plan = None
         if request.plan is not None:
             stored_plan = read_plan(request.plan)
-        conversion = convert(
+        conversion = carry_out(
             request,
             stored_plan=stored_plan,
             approve=approve,

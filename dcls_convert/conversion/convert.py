@@ -53,7 +53,7 @@ class _Ready:
     statistics: CalibrationStatistics | None = None  # of the images, if they chose the counts
 
 
-def convert(
+def carry_out(
     request: ConversionRequest,
     *,
     stored_plan: ConversionPlan | None = None,

@@ -25,7 +25,7 @@ from ..planning.plan_options import PlanOptions
 from ..planning.rules import RuleSet
 from ..progress import show_progress_in_python
 from ..reports.report import ConversionReport
-from .convert import Conversion, convert
+from .convert import Conversion, carry_out
 from .request import ConversionRequest
 
 UNTRAINED = (
@@ -140,7 +140,7 @@ def convert_(
             messages.add(UNTRAINED)
 
     with show_progress_in_python(type(model).__name__, progress) as notify:
-        report = convert(request, approve=approve, notify=notify).report
+        report = carry_out(request, approve=approve, notify=notify).report
     for message in messages:
         # The caller is above this function and its decorator.
         warnings.warn(message, stacklevel=3)
@@ -217,4 +217,4 @@ def convert_from_authors_(
         needs_authors_elements=True,
         authors_version=version,
     )
-    return convert(request).report
+    return carry_out(request).report

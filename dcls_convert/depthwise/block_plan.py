@@ -39,7 +39,7 @@ STAGES = 3
 STAGES_ON_AMD = 2
 
 
-class Plan:
+class BlockPlan:
     """How maps of one shape are convolved on one device; keeps its launches.
 
     Args:
@@ -242,11 +242,11 @@ def max_offset(maps: Tensor) -> int:
 
 
 # Plans by all that they depend on. Their number is bounded: images of all sizes would make many.
-_plans: dict[tuple[object, ...], Plan] = {}
+_plans: dict[tuple[object, ...], BlockPlan] = {}
 MAX_PLANS = 1000
 
 
-def find_plan(input: Tensor, window: Pair, stride: Pair, dtype: torch.dtype) -> Plan:
+def find_block_plan(input: Tensor, window: Pair, stride: Pair, dtype: torch.dtype) -> BlockPlan:
     """Return the plan for an input (N, C, H, W) and blocks of this dtype."""
     channels_last = is_channels_last(input)
     precision = "ieee"  # of no effect for 16 bits
@@ -257,7 +257,7 @@ def find_plan(input: Tensor, window: Pair, stride: Pair, dtype: torch.dtype) -> 
     if not torch.compiler.is_compiling():
         plan = _plans.get(key)
     if plan is None:
-        plan = Plan(
+        plan = BlockPlan(
             input.shape,
             window,
             stride,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..geometry import Pair
-from .block_plan import SIDE_CELLS, Plan, find_plan
+from .block_plan import SIDE_CELLS, BlockPlan, find_block_plan
 from .eager import is_batched
 
 
@@ -28,7 +28,7 @@ def depthwise_by_blocks(
 
     The output is in the input's memory format.
     """
-    plan = find_plan(input, (kernel.shape[2], kernel.shape[3]), stride, dtype)
+    plan = find_block_plan(input, (kernel.shape[2], kernel.shape[3]), stride, dtype)
     with on_device_of(input):
         blocks = Pack.apply(input, plan)
         return cast(Tensor, _Convolution.apply(blocks, kernel, bias, plan))
@@ -47,14 +47,14 @@ class Pack(Function):
     """Maps (N, C, H, W) -> blocks (C, M, CELLS)."""
 
     @staticmethod
-    def forward(ctx: Any, maps: Tensor, plan: Plan) -> Tensor:
+    def forward(ctx: Any, maps: Tensor, plan: BlockPlan) -> Tensor:
         ctx.plan = plan
         ctx.dtype = maps.dtype
         return plan.pack(maps)
 
     @staticmethod
     def backward(ctx: Any, grad_blocks: Tensor) -> tuple[Tensor, None]:
-        plan: Plan = ctx.plan
+        plan: BlockPlan = ctx.plan
         if needs_torch(grad_blocks):
             return maps_of_blocks(grad_blocks, plan).to(ctx.dtype), None
         return plan.unpack(grad_blocks.contiguous(), plan.input_shape, ctx.dtype), None
@@ -65,7 +65,7 @@ class _Convolution(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, blocks: Tensor, window: Tensor, bias: Tensor | None, plan: Plan
+        ctx: Any, blocks: Tensor, window: Tensor, bias: Tensor | None, plan: BlockPlan
     ) -> Tensor:
         ctx.plan = plan
         ctx.save_for_backward(blocks, window)
@@ -73,7 +73,7 @@ class _Convolution(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        plan: Plan = ctx.plan
+        plan: BlockPlan = ctx.plan
         blocks, window = ctx.saved_tensors
         if needs_torch(grad_output):
             convolve = partial(convolve_by_torch, plan=plan)
@@ -93,7 +93,7 @@ class _Convolution(Function):
         return grad_blocks, grad_window, grad_bias, None
 
 
-def convolve_to_maps(plan: Plan, blocks: Tensor, bank: Tensor, bias: Tensor | None) -> Tensor:
+def convolve_to_maps(plan: BlockPlan, blocks: Tensor, bank: Tensor, bias: Tensor | None) -> Tensor:
     """Convolve blocks, and copy every output that the stride keeps into maps."""
     outputs = plan.convolve(blocks, bank, bias)
     return plan.unpack(outputs, plan.output_shape, plan.dtype, plan.stride)
@@ -133,7 +133,7 @@ def gradients_by_torch(
     return tuple(gradients.get(id(tensor)) for tensor in inputs)
 
 
-def maps_of_blocks(blocks: Tensor, plan: Plan) -> Tensor:
+def maps_of_blocks(blocks: Tensor, plan: BlockPlan) -> Tensor:
     """Put blocks (C, M, CELLS) together to maps (N, C, H, W)."""
     rows, columns, block_rows, block_columns, _ = plan.map_sizes
     maps = blocks.reshape(plan.channels, -1, block_rows, block_columns, SIDE_CELLS, SIDE_CELLS)
@@ -142,7 +142,7 @@ def maps_of_blocks(blocks: Tensor, plan: Plan) -> Tensor:
     return maps.narrow(2, 0, rows).narrow(3, 0, columns)
 
 
-def convolve_by_torch(blocks: Tensor, window: Tensor, *, plan: Plan) -> Tensor:
+def convolve_by_torch(blocks: Tensor, window: Tensor, *, plan: BlockPlan) -> Tensor:
     """Convolve blocks to maps, as `convolve_to_maps` does; without a bias."""
     padding = (plan.window[0] // 2, plan.window[1] // 2)
     with torch.autocast(plan.device.type, enabled=False):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..depthwise.block_plan import Plan, find_plan, next_power_of_2
+from ..depthwise.block_plan import BlockPlan, find_block_plan, next_power_of_2
 from ..depthwise.blocks import (
     Pack,
     convolve_by_torch,
@@ -61,7 +61,7 @@ def convolve_elements(
     dtype: torch.dtype,
 ) -> Tensor:
     """Convolve maps (N, C, H, W) with elements (C, 1, E); see `depthwise_by_blocks`."""
-    plan = find_plan(input, size, stride, dtype)
+    plan = find_block_plan(input, size, stride, dtype)
     with on_device_of(input):
         blocks = Pack.apply(input, plan)
         maps, _ = _Convolution.apply(blocks, weight, positions, bias, plan)
@@ -141,7 +141,7 @@ class _Convolution(Function):
         weight: Tensor,
         positions: Tensor,
         bias: Tensor | None,
-        plan: Plan,
+        plan: BlockPlan,
     ) -> tuple[Tensor, Tensor]:
         ctx.plan = plan
         ctx.set_materialize_grads(False)
@@ -158,7 +158,7 @@ class _Convolution(Function):
     ) -> tuple[Tensor | None, ...]:
         if grad_output is None:
             return None, None, grad_clamped, None, None
-        plan: Plan = ctx.plan
+        plan: BlockPlan = ctx.plan
         blocks, weight, clamped = ctx.saved_tensors
         grad_blocks: Tensor | None = None
         grad_weight: Tensor | None = None
@@ -183,7 +183,7 @@ class _Convolution(Function):
         return grad_blocks, grad_weight, _sum(grad_positions, grad_clamped), grad_bias, None
 
 
-def _bank(plan: Plan, weight: Tensor, positions: Tensor, clamped: Tensor) -> Tensor:
+def _bank(plan: BlockPlan, weight: Tensor, positions: Tensor, clamped: Tensor) -> Tensor:
     """Make the bank from elements (C, 1, E), and write their clamped positions."""
     bank = plan.new_bank()
     elements = weight.shape[-1]
@@ -202,7 +202,7 @@ def _bank(plan: Plan, weight: Tensor, positions: Tensor, clamped: Tensor) -> Ten
 
 
 def _gradients(
-    plan: Plan, weight: Tensor, clamped: Tensor, partial_sums: Tensor
+    plan: BlockPlan, weight: Tensor, clamped: Tensor, partial_sums: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of weight and positions."""
     grad_weight = torch.empty_like(weight)
@@ -235,7 +235,7 @@ def construct_by_torch(weight: Tensor, positions: Tensor, *, size: Pair) -> Tens
 
 
 def convolve_elements_by_torch(
-    blocks: Tensor, weight: Tensor, positions: Tensor, *, plan: Plan
+    blocks: Tensor, weight: Tensor, positions: Tensor, *, plan: BlockPlan
 ) -> Tensor:
     """Convolve blocks to maps as the kernels do, by torch's operations; without a bias."""
     window = construct_by_torch(weight.to(torch.float32), positions, size=plan.window)

@@ -51,7 +51,7 @@ OTHER_SUFFIXES = {
     ".pb": f"is a TensorFlow graph; {SAVE_STATE_DICT}",
 }
 
-Format = Literal["safetensors", "torch", "index"]
+WeightsFormat = Literal["safetensors", "torch", "index"]
 
 
 def find_weights_file(path: Path) -> Path:
@@ -99,7 +99,7 @@ def _file_in_folder(folder: Path) -> Path:
     )
 
 
-def format_of_weights(path: Path) -> Format:
+def format_of_weights(path: Path) -> WeightsFormat:
     """Return the format of a file, which its first bytes say, whatever its suffix.
 
     Raises:

@@ -116,7 +116,7 @@ def test_a_planning_option_reaches_the_plan(monkeypatch, name):
         raise NothingMatchesError("enough")
 
     monkeypatch.setattr(
-        "dcls_convert.conversion.convert.convert", lambda request, **_: plan(request.options)
+        "dcls_convert.conversion.convert.carry_out", lambda request, **_: plan(request.options)
     )
     monkeypatch.setattr(
         "dcls_convert.choosing.survey.survey_models", lambda _, options, **__: plan(options)

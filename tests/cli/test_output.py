@@ -190,13 +190,13 @@ def broken(*_, **__):
 
 
 def test_a_bug_is_one_line_and_exit_code_1(monkeypatch):
-    monkeypatch.setattr("dcls_convert.conversion.convert.convert", broken)
+    monkeypatch.setattr("dcls_convert.conversion.convert.carry_out", broken)
     last = run(PLAIN, code=1)[1].splitlines()[-1]
     assert last.startswith("error: this is a bug in dcls-convert: ZeroDivisionError: oh no")
 
 
 def test_a_traceback_is_shown_on_demand(monkeypatch):
-    monkeypatch.setattr("dcls_convert.conversion.convert.convert", broken)
+    monkeypatch.setattr("dcls_convert.conversion.convert.carry_out", broken)
     monkeypatch.setenv("DCLS_CONVERT_TRACEBACK", "1")
     with pytest.raises(ZeroDivisionError):
         main([PLAIN])

@@ -22,7 +22,7 @@ from dcls_convert import (
     plan_conversion,
     save_converted,
 )
-from dcls_convert.conversion.convert import convert
+from dcls_convert.conversion.convert import carry_out
 from dcls_convert.conversion.decide import check_stored_plan
 from dcls_convert.conversion.load import load
 from dcls_convert.conversion.request import ConversionRequest
@@ -105,25 +105,25 @@ SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("fit", "largest"
 @pytest.mark.parametrize("kind", ["random", "authors", *SLOW])
 def test_whatever_fails_leaves_the_model_as_it_was(kind):
     with torch.random.fork_rng():
-        convert(request_for(small_model(), kind))  # fills caches, which counts as operations
+        carry_out(request_for(small_model(), kind))  # fills caches, which counts as operations
         request = request_for(small_model(), kind)
         with Failing() as counting:
-            convert(request)
+            carry_out(request)
         total = counting.count
         failing_operations = {1 + (total - 1) * i // (FAILURES - 1) for i in range(FAILURES)}
         for at in sorted(failing_operations):
             request = request_for(small_model(), kind)
             before = state_of(request.model)
             with pytest.raises(RuntimeError, match="injected"), Failing(at):
-                convert(request)
+                carry_out(request)
             assert state_of(request.model) == before
 
 
 def test_outputs_are_not_compared_on_images_too_large(monkeypatch):
     request = replace(request_for(small_model(), "largest"), input_size=(3, 16, 16))
-    assert convert(request).random_output_error is not None
+    assert carry_out(request).random_output_error is not None
     monkeypatch.setattr("dcls_convert.conversion.outputs.MAX_PIXELS", 16 * 16 - 1)
-    assert convert(replace(request, model=small_model())).random_output_error is None
+    assert carry_out(replace(request, model=small_model())).random_output_error is None
 
 
 def test_a_conversion_beside_a_thread_that_runs_another_model_gives_the_same_report():
@@ -172,7 +172,7 @@ def test_a_conversion_that_fails_after_placing_leaves_the_model_as_it_was(
 
     monkeypatch.setattr(f"dcls_convert.{function}", fail)
     with pytest.raises(KeyboardInterrupt):
-        convert(request)
+        carry_out(request)
     assert state_of(request.model) == before
 
 
@@ -277,17 +277,17 @@ def test_weights_that_do_not_fit_are_refused_though_the_network_is_not_built(tmp
     del state["stem.0.weight"]
     request = ConversionRequest(model=TINY, weights=state, init="largest", offline=True)
     with pytest.raises(CheckpointError, match=r"stem\.0\.weight"):
-        convert(request)
+        carry_out(request)
 
 
 def test_a_dry_run_gives_the_plan_and_the_report_and_leaves_the_model():
     model = small_model()
     before = state_of(model)
     request = request_for(model, "random")
-    dry = convert(replace(request, offline=True))
+    dry = carry_out(replace(request, offline=True))
     assert dry.model is None
     assert state_of(model) == before
-    done = convert(request)
+    done = carry_out(request)
     assert done.model is model
     assert dry.plan == done.plan
     assert dry.report == done.report
@@ -305,7 +305,7 @@ def test_a_plan_is_approved_before_anything_changes_and_before_counts_are_measur
 
         request = ConversionRequest(model=model, options=options)
         with pytest.raises(KeyboardInterrupt):
-            convert(request, approve=refuse)
+            carry_out(request, approve=refuse)
         assert windows == [(9, 9)] * 3
         assert state_of(model) == before
 
@@ -319,7 +319,7 @@ class LengthZero(nn.Sequential):
 
 def test_a_model_that_is_falsy_is_converted():
     model = LengthZero(*small_model())
-    assert convert(request_for(model, "random")).model is model
+    assert carry_out(request_for(model, "random")).model is model
     assert isinstance(model.get_submodule("1.0.0"), DclsConv2d)
 
 

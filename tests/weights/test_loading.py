@@ -9,7 +9,7 @@ import torchvision
 from safetensors.torch import save_file
 
 from dcls_convert import load_converted, save_converted
-from dcls_convert.conversion.convert import convert
+from dcls_convert.conversion.convert import carry_out
 from dcls_convert.conversion.load import build_network, load
 from dcls_convert.conversion.request import ConversionRequest
 from dcls_convert.errors import CheckpointError
@@ -30,7 +30,7 @@ def request_for(name, **options):
 
 
 def converted(name, *, note=ignore_messages, **options):
-    return convert(request_for(name, **options), note=note)
+    return carry_out(request_for(name, **options), note=note)
 
 
 def network_of(name, *, note=ignore_messages, **options):
@@ -68,7 +68,7 @@ def test_a_users_model_needs_the_number_of_classes_of_its_weights(tmp_path, monk
     assert "build the model with 5 classes" in err
     run(NET, "--checkpoint", "five.pth", "--num-classes", 5, "--init", "largest", *SMALL)
     with pytest.raises(CheckpointError, match="build the model with 5 classes"):
-        convert(ConversionRequest(model=net(), weights=net(5).state_dict()))
+        carry_out(ConversionRequest(model=net(), weights=net(5).state_dict()))
 
 
 def test_all_but_the_kernels_is_kept_and_kernels_keep_the_largest_cells_of_their_tie_group(
