@@ -38,11 +38,12 @@ def test_without_a_gpu_its_benchmark_says_so():
 
 
 def test_rows_of_other_settings_are_not_replaced(tmp_path):
-    results = tmp_path / "growth.json"
-    content = json.dumps({"settings": {"sizes": {}, "threads": 1}, "rows": [{"model": "a"}]})
+    results = tmp_path / "cli.json"
+    content = json.dumps({"settings": {"repeats": 1, "threads": 1}, "rows": [{"case": "a"}]})
     results.write_text(content, encoding="utf-8")
-    refused = run("growth.py", "--output", str(results))
+    refused = run("cli.py", "--output", str(results))
     assert refused.returncode == 1
     assert "other settings" in refused.stderr
+    assert "repeats: 1, not 5" in refused.stderr
     assert "threads: 1, not None" in refused.stderr
     assert results.read_text(encoding="utf-8") == content
