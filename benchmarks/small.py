@@ -1,30 +1,23 @@
-"""Shared by the experiments with small networks.
-
-There are a ConvNeXt of few stages, its training, statistics over seeds, and the command line of the
-experiments that are measured seed by seed: `warm_start.py`, `starts.py`.
-"""
+"""Shared by the experiments with small networks: a ConvNeXt of few stages, digits, training."""
 
 import math
 import statistics
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
-from measuring import RESULTS, Results, add_results_options_, script_parser, stored
 from timm.layers import LayerNorm2d, NormMlpClassifierHead
 from timm.models.convnext import ConvNeXtStage
 from torch import Tensor, nn
 
-from dcls_convert.tuning.param_groups import POSITION_LR_SCALE, param_groups
+from dcls_convert.tuning import param_groups
 
 CLIPPED_NORM = 1.0  # of the gradient
 WEIGHT_DECAY = 0.05  # as in ConvNeXt; none for positions (as in the paper), biases and norms
+WARM_UP = 50  # steps
 PREDICT_BATCH = 250  # images
 
 Data = tuple[Tensor, Tensor]  # images (N, C, H, W), classes (N,)
-Settings = dict[str, Any]  # of an experiment, by name
 
 
 def small_convnext(
@@ -93,28 +86,12 @@ def digits(side: int) -> Data:
     return images, torch.tensor(dataset.target)
 
 
-def train_(
-    model: nn.Module,
-    batches: Iterator[Data],
-    *,
-    steps: int,
-    lr: float,
-    warm_up: int = 50,
-    position_lr_scale: float = POSITION_LR_SCALE,
-    after_step: Callable[[int], None] = lambda step: None,
-) -> float:
-    """Train with AdamW, a linear warm-up and a cosine to 0.
-
-    `after_step` is called with the number of each step, from 1.
-
-    Returns:
-        The mean loss of the last tenth of the steps.
-    """
-    optimizer = torch.optim.AdamW(param_groups(model, None, WEIGHT_DECAY, position_lr_scale), lr=lr)
-    losses = []
+def train_(model: nn.Module, batches: Iterator[Data], *, steps: int, lr: float) -> None:
+    """Train with AdamW, a linear warm-up and a cosine to 0."""
+    optimizer = torch.optim.AdamW(param_groups(model, weight_decay=WEIGHT_DECAY), lr=lr)
     model.train()
     for step in range(steps):
-        factor = min((step + 1) / warm_up, 0.5 * (1 + math.cos(math.pi * step / steps)))
+        factor = min((step + 1) / WARM_UP, 0.5 * (1 + math.cos(math.pi * step / steps)))
         for group in optimizer.param_groups:
             group["lr"] = lr * factor * group.get("lr_scale", 1.0)
         images, classes = next(batches)
@@ -123,9 +100,6 @@ def train_(
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIPPED_NORM)
         optimizer.step()
-        losses.append(loss.item())
-        after_step(step + 1)
-    return statistics.fmean(losses[-max(1, steps // 10) :])
 
 
 @torch.no_grad()
@@ -142,53 +116,8 @@ def accuracy(model: nn.Module, data: Data) -> float:
     return 100 * right / len(classes)
 
 
-def parameter_count(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def mean_and_spread(values: Sequence[float], digits: int = 1) -> str:
     """Format mean ± standard deviation over seeds."""
     if len(values) < 2:
         return f"{values[0]:.{digits}f}"
     return f"{statistics.fmean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
-
-
-def main(
-    doc: str | None,
-    name: str,
-    measure: Callable[[int, Settings], Iterable[dict[str, Any]]],
-    settings: Settings,
-    table: Callable[[dict[str, Any]], Iterator[str]],
-) -> None:
-    """Run an experiment from the command line: measure, store, and print the table.
-
-    With --table, only print the table of the stored results.
-
-    Args:
-        doc: Docstring of the script.
-        name: File of the results, called as the script.
-        measure: Takes a seed and the settings, and yields rows of measurements.
-        settings: Stored beside the rows. "steps" is the default of --steps.
-        table: Turns the stored results into lines of Markdown.
-    """
-    parser = script_parser(doc)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument(
-        "--steps", type=int, default=settings["steps"], help="training steps before fine-tuning"
-    )
-    add_results_options_(parser, RESULTS / name)
-    options = parser.parse_args()
-    if not options.table:
-        torch.set_num_threads(1)
-        settings = settings | {"steps": options.steps}
-        results = Results(
-            path=options.output,
-            command=f"python benchmarks/{Path(name).stem}.py "
-            f"--seeds {options.seeds} --steps {options.steps}",
-            settings=settings,
-            rows=[],
-        )
-        for seed in range(options.seeds):
-            for row in measure(seed, settings):
-                results.add_({"seed": seed, **row})
-    print("\n".join(table(stored(options.output))))

@@ -1,7 +1,6 @@
 """Measure how scaling random elements changes a network's initial outputs and a short training.
 
-    python benchmarks/starts.py [--seeds N] [--steps N]
-    python benchmarks/starts.py --table
+    python benchmarks/starts.py [--seeds N] [--steps N] [--table]
 
 A kernel has fewer random elements than the old kernel has cells, and each element is spread over
 several cells, so a layer's outputs are smaller than before. In networks without norms, `convert_`
@@ -11,27 +10,28 @@ therefore scales the elements ("scaled"). Here, networks with and without norms 
   by that of the dense network.
 - Nine plain convolutions, a small ConvNeXt and timm's test_resnet, trained on digits of 32 pixels:
   accuracy in percent on the other digits.
+
+Results go to benchmarks/results/starts.jsonl.
 """
 
 import copy
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import timm
 import torch
 import torchvision
-from measuring import markdown_table, replaced
-from small import (
-    Data,
-    Settings,
-    accuracy,
-    digits,
-    main,
-    mean_and_spread,
-    small_convnext,
-    train_,
+from measuring import (
+    RESULTS,
+    Results,
+    add_results_options_,
+    markdown_table,
+    replaced,
+    script_parser,
+    stored,
 )
+from small import Data, accuracy, digits, mean_and_spread, small_convnext, train_
 from torch import Tensor, nn
 
 import dcls_convert
@@ -40,7 +40,8 @@ from dcls_convert.conversion import start
 BATCH = 64  # images
 SIDE = 32  # pixels of a digit
 TRAIN_DIGITS = 1200  # of 1797; the others are test images
-SETTINGS: Settings = {"steps": 225, "lr": 1e-3, "positions": "uniform"}
+LR = 1e-3
+POSITIONS = "uniform"
 STARTS = ("dense", "as drawn", "scaled")
 
 
@@ -68,7 +69,7 @@ NETWORKS = {  # name -> network, window
 
 
 def network_with_start(
-    dense: nn.Module, variant: str, window: int, seed: int, side: int, settings: Settings
+    dense: nn.Module, variant: str, window: int, seed: int, side: int
 ) -> nn.Module:
     """Return a copy of the network, dense or converted with random elements."""
     model = copy.deepcopy(dense)
@@ -81,7 +82,7 @@ def network_with_start(
             model,
             dilated_size=window,
             init="random",
-            positions=settings["positions"],
+            positions=POSITIONS,
             seed=seed,
             input_size=(channels, side, side),
         )
@@ -110,13 +111,13 @@ def deviation_of_logits(model: nn.Module, images: Tensor) -> float:
     return float(model.eval()(images).std())
 
 
-def measure(seed: int, settings: Settings) -> Iterator[dict[str, Any]]:
+def measure(seed: int, steps: int) -> Iterator[dict[str, Any]]:
     torch.manual_seed(seed)
     vgg = torchvision.models.vgg11()
     noise = torch.randn(2, 3, 224, 224)
     dense_logits = deviation_of_logits(vgg, noise)
     for variant in STARTS:
-        network = network_with_start(vgg, variant, 7, seed, 224, settings)
+        network = network_with_start(vgg, variant, 7, seed, 224)
         logits = deviation_of_logits(network, noise)
         yield {"network": "VGG-11, logits", "start": variant, "value": logits / dense_logits}
     train, test = split_digits()
@@ -124,13 +125,12 @@ def measure(seed: int, settings: Settings) -> Iterator[dict[str, Any]]:
         torch.manual_seed(seed)
         dense = make()
         for variant in STARTS:
-            model = network_with_start(dense, variant, window, seed, SIDE, settings)
-            train_(model, batches(train, seed), steps=settings["steps"], lr=settings["lr"])
+            model = network_with_start(dense, variant, window, seed, SIDE)
+            train_(model, batches(train, seed), steps=steps, lr=LR)
             yield {"network": name, "start": variant, "value": accuracy(model.eval(), test)}
 
 
-def table(results: dict[str, Any]) -> Iterator[str]:
-    rows = results["rows"]
+def table(rows: Sequence[dict[str, Any]]) -> str:
     lines = []
     for network in dict.fromkeys(row["network"] for row in rows):
         cells = []
@@ -141,8 +141,30 @@ def table(results: dict[str, Any]) -> Iterator[str]:
             digits_shown = 2 if statistics.fmean(values) < 10 else 1
             cells.append(mean_and_spread(values, digits_shown))
         lines.append([network, *cells])
-    yield markdown_table(["network", *STARTS], lines)
+    return markdown_table(["network", *STARTS], lines)
+
+
+def main() -> None:
+    parser = script_parser(__doc__)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=225, help="of each training")
+    add_results_options_(parser, RESULTS / "starts.jsonl")
+    options = parser.parse_args()
+    if options.table:
+        print(table(stored(options.output)["rows"]))
+        return
+    torch.set_num_threads(1)
+    results = Results(
+        path=options.output,
+        command=f"python benchmarks/starts.py --seeds {options.seeds} --steps {options.steps}",
+        settings={"steps": options.steps, "lr": LR, "positions": POSITIONS},
+        rows=[],
+    )
+    for seed in range(options.seeds):
+        for row in measure(seed, options.steps):
+            results.add_({"seed": seed, **row})
+    print(table(results.rows))
 
 
 if __name__ == "__main__":
-    main(__doc__, "starts.jsonl", measure, SETTINGS, table)
+    main()
