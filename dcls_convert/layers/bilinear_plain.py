@@ -25,7 +25,7 @@ def construct_by_scatter(weight: Tensor, cells: Tensor, size: WindowSize) -> Ten
     # For each corner, over the axes so far: its index in the flat window, and its part of the
     # weight.
     corners = [(torch.zeros_like(weight, dtype=torch.long), weight)]
-    for coordinate, length in zip(cells, size, strict=True):
+    for coordinate, length in zip(cells.unbind(), size, strict=True):
         inside = clamped(coordinate, 0, length - 1)
         # At most length - 2, so that at the upper border the fraction is 1 and the derivative
         # points inward. NaN stays in the fraction, but must not become an index.
@@ -81,7 +81,7 @@ def construct_by_matmul(weight: Tensor, cells: Tensor, size: WindowSize) -> Tens
     The matrices say how much of each element every cell of an axis gets.
     """
     spread_weight = weight.unsqueeze(-1)  # (*C, E, cells of the axes so far)
-    for coordinate, length in zip(cells[:-1], size[:-1], strict=True):
+    for coordinate, length in zip(cells[:-1].unbind(), size[:-1], strict=True):
         shares = _shares_of_cells(coordinate, length)
         spread_weight = (spread_weight.unsqueeze(-1) * shares.unsqueeze(-2)).flatten(-2)
     # Not `mT`, which coremltools does not support.

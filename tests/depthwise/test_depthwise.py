@@ -249,7 +249,6 @@ def test_maps_without_a_batch_and_dense_kernels_are_left_alone(algorithm, shape)
 
 @every_algorithm
 @pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")  # by torch, of its own use or ours
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_layers_use_the_algorithm_and_exported_programs_contain_one_plain_convolution(algorithm):
     torch.manual_seed(0)
     layer = DclsConv2d(4, 4, kernel_count=5, dilated_kernel_size=17, padding=8, groups=4)

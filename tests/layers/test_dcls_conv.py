@@ -424,7 +424,6 @@ def test_a_layer_may_be_used_twice_in_a_step(interpolation):
 @pytest.mark.filterwarnings(
     "ignore:`torch.jit:FutureWarning", "ignore:`torch.jit:DeprecationWarning"
 )
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_exports_contain_no_scattered_additions(interpolation):
     """coremltools 9 silently makes wrong kernels of them."""
     layer = DclsConv2d(2, 3, kernel_count=4, dilated_kernel_size=7, interpolation=interpolation)
