@@ -5,11 +5,14 @@ Pages from beside docs/, and references made from the package.
 A line `<!-- made: NAME -->` in a page becomes what REFERENCES[NAME] returns, in Markdown.
 """
 
+import importlib
+import json
 import os
 import re
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 from unittest import mock
 
 from mkdocs.structure.files import File
@@ -21,6 +24,8 @@ BESIDE = (
 )  # folders whose files are in the site too, since pages link to them
 SHOWN = (".md", ".svg", ".py", ".json", ".slurm", ".yaml")
 FIRST = "convert_"  # function of the API page
+# How mkdocstrings writes a constant of the package that is a default or a type.
+CONSTANT = re.compile(r'<span title="(dcls_convert[.\w]*)\.(\w+)">\2</span>')
 MODULES = ("__version__", "depthwise", "tuning")  # public, but no functions or classes
 
 
@@ -48,6 +53,25 @@ def on_page_content(html: str, **_: Any) -> str:
     return re.sub(
         r'<p>(<img [^>]*src="([^"]+\.svg)"[^>]*>)</p>', r'<p><a href="\2">\1</a></p>', html
     )
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Signatures show values, such as "auto", in place of the constants' names."""
+    for name, value in _constants(output).items():
+        output = output.replace(f">{name}</span>", f">{escape(value, quote=False)}</span>")
+    return output
+
+
+def _constants(page: str) -> dict[str, str]:
+    """Return the values of the package's constants and Literals that the page names."""
+    values = {}
+    for module, name in CONSTANT.findall(page):
+        value = getattr(importlib.import_module(module), name)
+        if isinstance(value, str | int | float):
+            values[name] = json.dumps(value)
+        elif get_origin(value) is Literal:
+            values[name] = f"Literal{json.dumps(get_args(value))}"
+    return values
 
 
 def on_files(files: Any, config: Any) -> Any:

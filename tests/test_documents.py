@@ -406,6 +406,14 @@ def test_pages_of_the_site_say_the_version_and_lead_to_their_sources(site):
 
 
 @pytest.mark.processes
+def test_signatures_on_the_site_show_values(site):
+    (api,) = [text for path, text in site.items() if path.parent.name == "api"]
+    text = html.unescape(re.sub("<[^>]*>", "", api))
+    assert 'scope: Literal["auto", "model", "error"] = "auto"' in text
+    assert re.findall(r"[=:] ?[A-Z]{3,}\w*", text) == []
+
+
+@pytest.mark.processes
 def test_links_of_the_built_site_lead_somewhere(site):
     for path, text in site.items():
         for link in re.findall(r'(?:href|src)="?([^" >]+)', text):
