@@ -1,20 +1,28 @@
-"""Find convolutions whose weight or settings other code uses, while a copy of the network runs."""
+"""Find convolutions whose weight or settings other code uses, while a copy of the network runs.
+
+Also record what runs, without what convolutions do inside.
+"""
 
 import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ..layers.conv_classes import AnyConv
+from .shifted_maps import Operation
 
 # What differs between a convolution and its DCLS layer, besides the weight.
 REPLACED_ATTRIBUTES = frozenset({"kernel_size", "padding", "dilation", "_conv_forward"})
 # Attributes of the weight that are the same in the DCLS layer. Its shape is not.
 SAME_OF_WEIGHT = frozenset({"dtype", "device", "is_meta", "is_cuda", "requires_grad", "grad"})
+
+# Functions whose output is like their first argument.
+NORMS = (nn.functional.batch_norm, nn.functional.layer_norm, nn.functional.group_norm)
 
 
 class ConvUses(TorchFunctionMode):
@@ -28,14 +36,15 @@ class ConvUses(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.reasons: dict[str, str] = {}  # name of a convolution -> how it is used
-        self._names: dict[nn.Module, str] = {}
+        self.operations: list[Operation] = []  # outside convolutions, and the convolutions
+        self.names: dict[nn.Module, str] = {}
         self._running: list[nn.Module] = []  # convolutions whose forward is running
         # Views and `weight.data` are other tensors, but have the weight's storage.
         self._conv_of_storage: dict[int, nn.Module] = {}
         for name, module in model.named_modules():
             # A lazy convolution changes its class itself when it runs first.
             if isinstance(module, AnyConv) and not isinstance(module, LazyModuleMixin):
-                self._names[module] = name
+                self.names[module] = name
                 weight = module._parameters.get("weight")
                 if weight is not None:
                     # Address of the storage itself; `data_ptr` is 0 for all meta tensors.
@@ -44,7 +53,7 @@ class ConvUses(TorchFunctionMode):
         self._restore = contextlib.ExitStack()
 
     def __enter__(self) -> "ConvUses":
-        for conv in self._names:
+        for conv in self.names:
             self._restore.enter_context(self._watched(conv))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -63,12 +72,22 @@ class ConvUses(TorchFunctionMode):
                     conv = self._conv_of_storage.get(value.untyped_storage()._cdata)
                     if conv is not None:
                         self.note(conv, "its weight is used outside its own forward")
-        return func(*args, **(kwargs or {}))
+        if func in NORMS:
+            # On meta, torch computes norms in Python, which is slow.
+            output = torch.empty_like(args[0])
+        else:
+            output = func(*args, **(kwargs or {}))
+        self._record(func, args, kwargs, output)
+        return output
+
+    def _record(self, run: Any, args: Any, kwargs: Mapping[str, Any] | None, output: Any) -> None:
+        if not self._running:
+            self.operations.append(Operation(run, args, kwargs or {}, output))
 
     def note(self, conv: nn.Module, reason: str) -> None:
         """Record a use, unless it is the convolution's own."""
         if not any(conv is running for running in self._running):
-            self.reasons.setdefault(self._names[conv], reason)
+            self.reasons.setdefault(self.names[conv], reason)
 
     @contextlib.contextmanager
     def _watched(self, conv: nn.Module) -> Iterator[None]:
@@ -89,9 +108,11 @@ class ConvUses(TorchFunctionMode):
             def forward(self, *args: Any, **kwargs: Any) -> Any:
                 uses._running.append(self)
                 try:
-                    return super().forward(*args, **kwargs)
+                    output = super().forward(*args, **kwargs)
                 finally:
                     uses._running.pop()
+                uses._record(self, args, kwargs, output)
+                return output
 
             def __getattribute__(self, name: str) -> Any:
                 if name in REPLACED_ATTRIBUTES:

@@ -70,6 +70,7 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
             calls,
             stage=stages.stage_of(name),
             stem=stages.is_in_stem(name) or takes_image,
+            shifted_axes=() if traced is None else traced.shifted_axes.get(name, ()),
         )
         sites.append(site)
     return ModelConvs(
@@ -192,6 +193,7 @@ def _site(
     *,
     stage: str | None,
     stem: bool,
+    shifted_axes: tuple[int, ...],
 ) -> ConvSite:
     """Make the record of one convolution; `calls` is None without a trace."""
     output_size: tuple[int, ...] | None = None
@@ -217,6 +219,7 @@ def _site(
         padding=padding_of(conv),
         padding_mode=conv.padding_mode,
         output_size=output_size,
+        shifted_axes=shifted_axes,
         input_extent=input_extent,
         output_positions=output_positions,
     )

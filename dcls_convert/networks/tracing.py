@@ -17,6 +17,7 @@ from ..layers.conv_classes import AnyConv
 from .conv_uses import ConvUses
 from .copying import meta_copy
 from .running import image_dtype, seeded, suppress_output
+from .shifted_maps import find_shifted_axes
 
 # torchvision's detectors with all their convolutions in backbone and head.
 ONE_STAGE_DETECTORS = ("FCOS", "RetinaNet", "SSD")
@@ -42,32 +43,33 @@ class Trace:
     macs: int  # of all operators
     # Name of a convolution -> how other code than itself uses its weight or settings.
     other_uses: dict[str, str]
+    # Name of a convolution -> axes along which other code shifts its map, so that it looks one way.
+    shifted_axes: dict[str, tuple[int, ...]]
 
 
 def trace(model: nn.Module, input_size: Sequence[int]) -> Trace:
     """Run a meta copy of the model, in eval mode, on an image (channels, *spatial).
 
-    Another copy runs in training mode, where other code may use convolutions too. Errors of the
+    Then the copy runs in training mode, where other code may use convolutions too. Errors of the
     model's own code in eval mode are raised unchanged.
     """
-    traced = _trace_in_eval_mode(model, input_size)
-    other_uses = _uses_in_training_mode(model, input_size) | traced.other_uses
-    return replace(traced, other_uses=other_uses)
-
-
-def _trace_in_eval_mode(model: nn.Module, input_size: Sequence[int]) -> Trace:
     try:
-        return _trace(meta_copy(model), input_size)
+        return _trace_in_both_modes(meta_copy(model), input_size)
     except Exception:
         # Some models (YOLO) read the values of tensors in plain attributes.
         with contextlib.suppress(Exception):
-            return _trace(meta_copy(model, real_attributes=True), input_size)
+            return _trace_in_both_modes(meta_copy(model, real_attributes=True), input_size)
         raise
 
 
-def _uses_in_training_mode(model: nn.Module, input_size: Sequence[int]) -> dict[str, str]:
+def _trace_in_both_modes(meta: nn.Module, input_size: Sequence[int]) -> Trace:
+    traced = _trace(meta, input_size)
+    other_uses = _uses_in_training_mode(meta, input_size) | traced.other_uses
+    return replace(traced, other_uses=other_uses)
+
+
+def _uses_in_training_mode(meta: nn.Module, input_size: Sequence[int]) -> dict[str, str]:
     """Return how other code uses convolutions in training mode, as far as the model runs there."""
-    meta = meta_copy(model)
     for module in meta.modules():
         module.training = True  # not `train()`, which the model's class may override
     uses = ConvUses(meta)
@@ -88,12 +90,13 @@ def _trace(meta: nn.Module, input_size: Sequence[int]) -> Trace:
     counter.mod_tracker = _WholeModel()
     uses = ConvUses(meta)
     with counter:
-        calls = _run_and_record(meta, input_size, uses)
+        image, calls = _run_and_record(meta, input_size, uses)
     return Trace(
         input_size=tuple(input_size),
         calls=calls,
         macs=int(counter.get_total_flops()) // 2,  # a multiply-accumulate is two operations
         other_uses=uses.reasons,
+        shifted_axes=find_shifted_axes(uses.operations, image, uses.names),
     )
 
 
@@ -108,8 +111,12 @@ class _WholeModel(contextlib.nullcontext[None]):
 
 def _run_and_record(
     meta: nn.Module, input_size: Sequence[int], uses: ConvUses, *, batch: int = 1
-) -> dict[str, Calls]:
-    """Run a meta copy on images, watched by `uses`; return the calls of each convolution."""
+) -> tuple[Tensor, dict[str, Calls]]:
+    """Run a meta copy on images, watched by `uses`.
+
+    Returns:
+        The images, and the calls of each convolution.
+    """
     image = torch.empty(batch, *input_size, dtype=image_dtype(meta), device="meta")
     calls: dict[str, Calls] = {}
     convs: dict[nn.Module, tuple[str, int]] = {}  # name, and number of dimensions
@@ -137,7 +144,7 @@ def _run_and_record(
             hooks.enter_context(conv.register_forward_hook(record, with_kwargs=True))
         with uses:
             _run(meta, image)
-    return calls
+    return image, calls
 
 
 def _run(model: nn.Module, image: Tensor) -> object:

@@ -22,6 +22,10 @@ from ..options import MAX_ADDED_COST_PERCENT, MAX_WINDOW, MIN_GROWTH
 from .layer_plan import LayerPlan
 from .rules import Rule, RuleSet
 
+BEYOND = (
+    "where this one cannot (ahead in time, or beyond a tile); "
+    "a rule with 'padding: any' converts it all the same"
+)
 CANDIDATE_COUNT = 9  # number of windows that `candidate_windows` returns
 
 
@@ -148,10 +152,28 @@ def choose_window(
     check_window(site.kernel_size, site.dilation, window, dense_axes)
     if rule.padding != "any":
         _check_centred(site, window)
+        _check_not_shifted(site, window)
     padding = grown_padding(site.padding, site.kernel_size, site.dilation, window, site.stride)
     check_cells(site.out_channels * site.in_channels // site.groups, window)
     _check_padding(site, window, padding)
     return window, dense_axes
+
+
+def _check_not_shifted(site: ConvSite, window: Sequence[int]) -> None:
+    """Raise PlanError if a window grows along an axis on which other code shifts the map."""
+    for axis in site.shifted_axes:
+        if window[axis] > extent(site.kernel_size[axis], site.dilation[axis]):
+            raise PlanError(
+                f"other code shifts its map{_along(site, axis)}, so that it looks one way only; "
+                f"a larger window would look {BEYOND}"
+            )
+
+
+def _along(site: ConvSite, axis: int) -> str:
+    """Name an axis in a message, if there are several."""
+    if site.dims == 1:
+        return ""
+    return f" along axis {axis}"
 
 
 def _check_centred(site: ConvSite, window: Sequence[int]) -> None:
@@ -171,13 +193,9 @@ def _check_centred(site: ConvSite, window: Sequence[int]) -> None:
         cells = str(before)
         if before != after:
             cells = f"{before} before and {after} after"
-        where = ""
-        if site.dims > 1:
-            where = f" along axis {axis}"
         raise PlanError(
-            f"its padding of {cells} does not centre its kernel of {extents[axis]}{where}, so a "
-            "larger window would look where this one cannot (ahead in time, or beyond a tile); "
-            "a rule with 'padding: any' converts it all the same"
+            f"its padding of {cells} does not centre its kernel of {extents[axis]}"
+            f"{_along(site, axis)}, so a larger window would look {BEYOND}"
         )
 
 

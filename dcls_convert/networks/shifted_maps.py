@@ -1,0 +1,306 @@
+"""Find convolutions that look one way only, because other code shifts their maps.
+
+A network is causal, for example, if maps are padded before their first cell and cut after their
+last one. With a larger window, such a convolution would see what lies ahead.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ..geometry import extent, padded_cells
+from ..layers.conv_classes import AnyConv, padding_of
+from ..layers.replaceable import why_not_replaceable
+from .map_reach import (
+    Reach,
+    Source,
+    Sources,
+    sources_by_size,
+    sources_of_index,
+    sources_of_pad,
+    sources_of_permutation,
+    sources_of_roll,
+)
+
+PERMUTING = frozenset(
+    {"permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims", "t", "T", "mT"}
+)
+SPLITTING = frozenset({"split", "chunk", "tensor_split", "split_with_sizes"})
+# Functions of a map that give values without its cells.
+CONSTANT = ("zeros", "ones", "empty", "full", "rand", "new_")
+# Functions that compute cells from others of the same map. Where they take a map, its reach ends.
+MIXING = (
+    *("flip", "cumsum", "cumprod", "sort", "gather", "index", "scatter", "unfold", "fold"),
+    *("matmul", "bmm", "baddbmm", "einsum", "scaled_dot", "multi_head", "softmax", "fft"),
+    *("conv", "max_pool", "avg_pool", "lp_pool", "adaptive", "interpolate", "upsample"),
+    *("grid_sample", "lstm", "gru", "rnn"),
+)
+
+WHOLE = "whole"  # key of the reach since the image, or since the last mixing function
+RECENT = "recent"  # key of the reach since the last convolution
+Axis = dict[str, Reach]  # WHOLE, RECENT and, by its name, through a convolution from its input on
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What ran in a network: a function with its arguments, or a convolution."""
+
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    output: Any
+
+    @property
+    def name(self) -> str:
+        """Name of the function, or of the attribute that it gets."""
+        attribute = getattr(self.run, "__self__", None)
+        name = getattr(self.run, "__name__", "")
+        if name == "__get__":
+            name = getattr(attribute, "__name__", "")
+        return str(name)
+
+    def argument(self, index: int, *names: str) -> Any:
+        """Return an argument by its index, or by one of its names; None if it is not given."""
+        if index < len(self.args):
+            return self.args[index]
+        for name in names:
+            if name in self.kwargs:
+                return self.kwargs[name]
+        return None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors among the arguments."""
+        leaves = tree_leaves((self.args, dict(self.kwargs)))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def find_shifted_axes(
+    operations: Iterable[Operation], image: Tensor, names: Mapping[nn.Module, str]
+) -> dict[str, tuple[int, ...]]:
+    """Return, for convolutions that look one way only, the axes along which they do.
+
+    Args:
+        operations: What ran, in this order. Their tensors are still alive.
+        image: The network's input.
+        names: Names of the convolutions.
+    """
+    maps = _Maps(names)
+    maps.start(image)
+    for operation in operations:
+        maps.follow(operation)
+    maps.end_unused()
+    return maps.shifted_axes()
+
+
+class _Maps:
+    """The reach of every map of a run."""
+
+    def __init__(self, names: Mapping[nn.Module, str]) -> None:
+        self.names = names
+        self.axes_of: dict[int, list[Axis]] = {}  # by id of the tensor
+        self.unused: dict[int, Tensor] = {}  # by their ids, maps that no operation has taken yet
+        self.origins = itertools.count()
+        # A convolution, its axis, and whether the reach is WHOLE.
+        self.one_way: set[tuple[str, int, bool]] = set()
+        self.both_ways: set[tuple[str, int, bool]] = set()
+
+    def start(self, tensor: Tensor) -> None:
+        """Begin with a map whose cells see themselves."""
+        self.keep(tensor, [self.new_axis(size) for size in tensor.shape])
+
+    def new_axis(self, size: int) -> Axis:
+        reach = Reach(origin=next(self.origins), size=size)
+        return {WHOLE: reach, RECENT: reach}
+
+    def keep(self, tensor: Tensor, axes: list[Axis]) -> None:
+        self.axes_of[id(tensor)] = axes
+        self.unused[id(tensor)] = tensor
+
+    def follow(self, operation: Operation) -> None:
+        """Give the outputs of an operation their reaches."""
+        if isinstance(operation.run, AnyConv):
+            self.convolve(operation.run, operation)
+            return
+        outputs = [leaf for leaf in tree_leaves(operation.output) if isinstance(leaf, Tensor)]
+        name = operation.name
+        if name == "__setitem__":
+            self.write(*operation.args)
+            return
+        inputs = [tensor for tensor in operation.tensors if id(tensor) in self.axes_of]
+        if not inputs or not outputs or name.startswith(CONSTANT):
+            return
+        if name in SPLITTING:
+            self.split(inputs[0], outputs)
+        elif name in ("cat", "concat", "concatenate"):
+            self.concatenate(operation.argument(0, "tensors"), outputs[0])
+        else:
+            for output in outputs:
+                self.pass_on([(one, _sources(operation, one, output)) for one in inputs], output)
+
+    def pass_on(self, inputs: Sequence[tuple[Tensor, Sources]], output: Tensor) -> None:
+        """Give `output` the reaches of its inputs; those that it does not take end here."""
+        passed: list[list[Axis]] = [[] for _ in output.shape]
+        for tensor, sources in inputs:
+            axes = self.axes_of[id(tensor)]
+            taken = set()
+            for axis, source in enumerate(sources):
+                if source is not None:
+                    taken.add(source.axis)
+                    passed[axis].append(_moved(axes[source.axis], source))
+            for axis, size in enumerate(tensor.shape):
+                if axis not in taken:
+                    self.end(axes[axis], size)
+            self.unused.pop(id(tensor), None)
+        merged = [
+            self.merged(several, size) for several, size in zip(passed, output.shape, strict=True)
+        ]
+        self.keep(output, merged)
+
+    def merged(self, axes: Sequence[Axis], size: int) -> Axis:
+        """Return the reaches of a map that is computed from several maps, cell by cell."""
+        merged = self.new_axis(size)
+        for key in dict.fromkeys(itertools.chain(*axes)):
+            reaches = [axis[key] for axis in axes if key in axis]
+            if len({(reach.origin, reach.step) for reach in reaches}) == 1:
+                merged[key] = reaches[0]
+                for reach in reaches[1:]:
+                    merged[key] = merged[key].with_path(reach)
+            elif key == WHOLE:
+                for reach in reaches:
+                    self.end({WHOLE: reach}, size)
+        return merged
+
+    def split(self, whole: Tensor, parts: Sequence[Tensor]) -> None:
+        offsets = [0] * whole.dim()
+        for part in parts:
+            sources: Sources = []
+            for axis, offset in enumerate(offsets):
+                sources.append(Source(axis, -offset))
+                if part.shape[axis] != whole.shape[axis]:
+                    offsets[axis] += part.shape[axis]
+            self.pass_on([(whole, sources)], part)
+
+    def concatenate(self, parts: Sequence[Tensor], output: Tensor) -> None:
+        """Of parts along an axis, the longest is the map, and the others are its padding."""
+        offset = 0
+        inputs: list[tuple[Tensor, Sources]] = []
+        longest = max(part.shape for part in parts if id(part) in self.axes_of)
+        for part in parts:
+            sources: Sources = []
+            for axis, size in enumerate(part.shape):
+                if size == output.shape[axis]:
+                    sources.append(Source(axis))
+                elif part.shape == longest:
+                    sources.append(Source(axis, offset))
+                else:
+                    sources.append(None)
+                if size != output.shape[axis]:
+                    offset += size
+            if id(part) in self.axes_of:
+                inputs.append((part, sources))
+        self.pass_on(inputs, output)
+
+    def write(self, target: Tensor, index: Any, value: Any) -> None:
+        """Follow `target[index] = value`, if the value is a map that fills most of the target."""
+        if not isinstance(value, Tensor) or id(value) not in self.axes_of:
+            return
+        sources = sources_of_index(target.shape, index)
+        if sources is None or len(sources) != value.dim() or 2 * value.numel() < target.numel():
+            return
+        inverse: Sources = [None] * target.dim()
+        for axis, source in enumerate(sources):
+            if source is not None and source.step == 1:
+                inverse[source.axis] = Source(axis, -source.before)
+        self.pass_on([(value, inverse)], target)
+
+    def convolve(self, conv: AnyConv, operation: Operation) -> None:
+        input = operation.argument(0, "input")
+        output = operation.output
+        axes = self.axes_of.get(id(input))
+        if axes is None or input.dim() != output.dim() or why_not_replaceable(conv) is not None:
+            if axes is not None:
+                self.pass_on([(input, [None] * output.dim())], output)
+            return
+        self.unused.pop(id(input), None)
+        dims = len(conv.kernel_size)
+        extents = list(map(extent, conv.kernel_size, conv.dilation))
+        cells = padded_cells(padding_of(conv), input.shape[-dims:], extents, conv.stride)
+        new_axes = [self.new_axis(size) for size in output.shape]
+        name = self.names[conv]
+        for axis in range(dims):
+            old = axes[axis - dims]
+            self.end(_through_convs(old), input.shape[axis - dims])
+            new = new_axes[axis - dims]
+            for key, reach in ((WHOLE, old[WHOLE]), (name, old[RECENT])):
+                new[key] = reach.through(
+                    (name, axis), cells[axis][0], extents[axis], conv.stride[axis]
+                )
+        self.keep(output, new_axes)
+
+    def end(self, axis: Axis, size: int) -> None:
+        """Note which way convolutions look in a map of `size` cells, which is used as it is."""
+        for key, reach in axis.items():
+            for name, conv_axis in reach.convs:
+                found = self.both_ways
+                if reach.looks_one_way(size):
+                    found = self.one_way
+                found.add((name, conv_axis, key == WHOLE))
+
+    def end_unused(self) -> None:
+        """End at the maps that no operation took: the network's outputs."""
+        for tensor in self.unused.values():
+            for axis, size in zip(self.axes_of[id(tensor)], tensor.shape, strict=True):
+                self.end(axis, size)
+
+    def shifted_axes(self) -> dict[str, tuple[int, ...]]:
+        """Return the axes along which convolutions look one way wherever they are used."""
+        axes: dict[str, tuple[int, ...]] = {}
+        for name, axis, _ in sorted(self.one_way - self.both_ways):
+            axes[name] = tuple(sorted({*axes.get(name, ()), axis}))
+        return axes
+
+
+def _moved(axis: Axis, source: Source) -> Axis:
+    if source.before == 0 and source.step == 1:
+        return axis
+    return {key: reach.moved(source.before, source.step) for key, reach in axis.items()}
+
+
+def _through_convs(axis: Axis) -> Axis:
+    return {key: reach for key, reach in axis.items() if key not in (WHOLE, RECENT)}
+
+
+def _sources(operation: Operation, input: Tensor, output: Tensor) -> Sources:
+    """Return where the axes of an operation's output come from, in one of its inputs."""
+    name = operation.name
+    mixed: Sources = [None] * output.dim()
+    sources: Sources | None
+    if name in ("pad", "constant_pad_nd"):
+        sources = sources_of_pad(input.dim(), operation.argument(1, "pad"))
+    elif name == "roll":
+        shifts = operation.argument(1, "shifts")
+        sources = sources_of_roll(input.shape, shifts, operation.argument(2, "dims", "axis"))
+    elif name == "__getitem__":
+        sources = sources_of_index(input.shape, operation.args[1])
+    elif name == "narrow":
+        sources = [Source(axis) for axis in range(input.dim())]
+        axis = operation.argument(1, "dim") % input.dim()
+        sources[axis] = Source(axis, -operation.argument(2, "start"))
+    elif name in PERMUTING:
+
+        def permute(tensor: Tensor) -> Any:
+            return operation.run(tensor, *operation.args[1:], **operation.kwargs)
+
+        sources = sources_of_permutation(permute, input.dim())
+    elif name.startswith(MIXING):
+        sources = mixed
+    else:
+        sources = sources_by_size(input.shape, output.shape)
+    if sources is None or len(sources) != output.dim():
+        return mixed
+    return sources

@@ -1,0 +1,292 @@
+"""Convolutions whose maps other code shifts, so that they look one way only, stay as they are.
+
+Where they look both ways, no convolution is lost.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dcls_convert import convert_, find_convs
+from dcls_convert.errors import PlanError
+from dcls_convert.planning.rule_files import parse_rules
+
+EVERYTHING = "format: 1\nrules: [{match: {kernel_size: {min: 2}}%s}]"
+DEFAULT = parse_rules(EVERYTHING % "")
+ANY = parse_rules(EVERYTHING % ", padding: any")
+CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+INPUT = {1: (2, 12), 2: (2, 10, 12), 3: (2, 10, 6, 6)}
+
+
+def conv(dims, size=3, channels=2, out=None, **options):
+    options = {"padding": "same"} | options
+    return CONVS[dims](channels, out or channels, size, **options)
+
+
+class Call(nn.Module):
+    """Convolutions, and a function that uses them."""
+
+    def __init__(self, use, *convs):
+        super().__init__()
+        self.convs = nn.ModuleList(convs)
+        self.use = use
+
+    def forward(self, x):
+        return self.use(x, *self.convs)
+
+
+def later(x, cells=1):
+    """Shift along the last axis, to larger indices."""
+    return F.pad(x, (cells, 0))[..., :-cells]
+
+
+def down(x, rows=1):
+    return F.pad(x, (0, 0, rows, 0))[:, :, :-rows]
+
+
+def rolled(x):
+    x = x.roll(1, -1)
+    x[..., 0] = 0
+    return x
+
+
+def written(x):
+    moved = torch.zeros_like(x)
+    moved[..., 1:] = x[..., :-1]
+    return moved
+
+
+def joined(x):
+    return torch.cat([x.new_zeros(*x.shape[:-1], 1), x[..., :-1]], dim=-1)
+
+
+class Cut(nn.Module):
+    def forward(self, x):
+        return x[:, :, :-1, :]
+
+
+def vertical_and_horizontal(x, vertical, horizontal):
+    """A layer of PixelCNN: rows above, and cells to the left in the same row."""
+    return down(vertical(down(x))) + horizontal(later(x))
+
+
+def gated(x, c):
+    first, second = c(x).chunk(2, 1)
+    return later(first.tanh() * second.sigmoid())
+
+
+def residual(x, *convs):
+    for c in convs:
+        x = x + c(x).relu()
+    return later(x, len(convs))
+
+
+def channels_last(x, c):
+    x = x.transpose(1, 2)
+    x = F.pad(F.layer_norm(x, x.shape[-1:]), (0, 0, 1, 0))[:, :-1]
+    return c(x.transpose(1, 2))
+
+
+def classified(x, first, second):
+    """Causal, but its output has no time."""
+    x = second(later(first(later(x)))).relu()
+    return x[:, :, -1] + x.mean(2)
+
+
+# Number of dimensions, and the module whose larger windows would look too far.
+FORMS = {
+    "input padded and cut": (1, lambda: Call(lambda x, c: c(later(x)), conv(1))),
+    "output padded and cut": (1, lambda: Call(lambda x, c: later(c(x)), conv(1))),
+    "input padded, output cut": (
+        1,
+        lambda: Call(lambda x, c: c(F.pad(x, (1, 0)))[..., :-1], conv(1)),
+    ),
+    "longer output": (1, lambda: Call(lambda x, c: c(F.pad(x, (1, 0))), conv(1))),
+    "cut first": (1, lambda: Call(lambda x, c: c(F.pad(x[..., :-1], (1, 0))), conv(1))),
+    "negative padding": (1, lambda: Call(lambda x, c: c(F.pad(x, (1, -1))), conv(1))),
+    "earlier": (1, lambda: Call(lambda x, c: c(F.pad(x, (0, 1))[..., 1:]), conv(1))),
+    "rolled": (1, lambda: Call(lambda x, c: c(rolled(x)), conv(1))),
+    "rolled alone": (1, lambda: Call(lambda x, c: later(c(x)).roll(1, -1), conv(1))),
+    "written": (1, lambda: Call(lambda x, c: c(written(x)), conv(1))),
+    "joined with zeros": (1, lambda: Call(lambda x, c: c(joined(x)), conv(1))),
+    "narrow": (1, lambda: Call(lambda x, c: c(F.pad(x, (1, 0)).narrow(2, 0, 12)), conv(1))),
+    "even kernel": (1, lambda: Call(lambda x, c: c(later(x))[..., :-1], conv(1, 4, padding=2))),
+    "dilated": (1, lambda: Call(lambda x, c: c(later(x, 2)), conv(1, dilation=2))),
+    "reflect": (
+        1,
+        lambda: Call(lambda x, c: c(later(x)), conv(1, padding=1, padding_mode="reflect")),
+    ),
+    "norm and activation between": (
+        1,
+        lambda: Call(lambda x, c, n: c(n(later(x)).relu()), conv(1), nn.BatchNorm1d(2).eval()),
+    ),
+    "1x1 between": (1, lambda: Call(lambda x, c, d: later(d(c(x))), conv(1), conv(1, 1))),
+    "gated": (1, lambda: Call(gated, conv(1, out=4))),
+    "channels last": (1, lambda: Call(channels_last, conv(1))),
+    "deep, then shifted": (
+        1,
+        lambda: Call(lambda x, *cs: later(cs[2](cs[1](cs[0](x))), 3), *[conv(1) for _ in range(3)]),
+    ),
+    "shifted, then deep": (
+        1,
+        lambda: Call(lambda x, *cs: cs[2](cs[1](cs[0](later(x, 3)))), *[conv(1) for _ in range(3)]),
+    ),
+    "residual": (1, lambda: Call(residual, *[conv(1) for _ in range(3)])),
+    "each shifted": (
+        1,
+        lambda: Call(lambda x, *cs: x + cs[1](later(cs[0](later(x)))), conv(1), conv(1)),
+    ),
+    "no time in the output": (1, lambda: Call(classified, conv(1), conv(1))),
+    "strided": (1, lambda: Call(lambda x, c: c(later(x, 2)), conv(1, 4, stride=2, padding=1))),
+    "rows above": (2, lambda: Call(lambda x, c: c(down(x)), conv(2))),
+    "rows above, by modules": (
+        2,
+        lambda: nn.Sequential(nn.ZeroPad2d((0, 0, 1, 0)), Cut(), conv(2)),
+    ),
+    "PixelCNN": (2, lambda: Call(vertical_and_horizontal, conv(2), conv(2, (1, 3)))),
+    "causal in time": (
+        3,
+        lambda: Call(lambda x, c: c(F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, :-1]), conv(3)),
+    ),
+}
+
+
+class WithOrdinary(nn.Module):
+    """Returns the outputs of a module and, beside them, those of a convolution to convert."""
+
+    def __init__(self, odd, dims):
+        super().__init__()
+        self.odd = odd
+        self.ordinary = conv(dims)
+
+    def forward(self, x):
+        return self.odd(x), self.ordinary(x)
+
+
+def seen(model, input_size):
+    """For every output cell of `odd`, the input cells that it depends on."""
+
+    def outputs(x):
+        return model(x)[0].flatten()
+
+    x = torch.randn(1, *input_size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return torch.autograd.functional.jacobian(outputs, x).flatten(1) != 0
+
+
+def converted(model, size, rules):
+    return convert_(
+        model,
+        rules=rules,
+        dilated_size="+4",
+        init="random",
+        positions="uniform",
+        budget=1000,
+        input_size=size,
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_outputs_depend_on_no_input_that_they_did_not_depend_on(form):
+    dims, build = FORMS[form]
+    model = WithOrdinary(build(), dims).double()
+    before = seen(model, INPUT[dims])
+    report = converted(model, INPUT[dims], DEFAULT)
+    assert [layer.name for layer in report.layers] == ["ordinary"]
+    for skip in report.skipped:
+        if "not matched" not in skip.reason:  # 1x1
+            assert "other code shifts its map" in skip.reason
+            assert "padding: any" in skip.reason
+    assert not (seen(model, INPUT[dims]) & ~before).any()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_rule_may_ask_for_it_all_the_same(form):
+    dims, build = FORMS[form]
+    model = WithOrdinary(build(), dims).double()
+    before = seen(model, INPUT[dims])
+    report = converted(model, INPUT[dims], ANY)
+    assert len(report.layers) > 1
+    if form != "no time in the output":
+        assert (seen(model, INPUT[dims]) & ~before).any()
+
+
+def swin(x, c):
+    """Windows that are shifted, attended to and shifted back."""
+    windows = x.roll((-2, -2), (2, 3)).flatten(2)
+    attended = (windows @ windows.mT).softmax(-1) @ windows
+    return c(x + attended.view(x.shape).roll((2, 2), (2, 3)))
+
+
+def phases(x, c):
+    x = c(x)
+    return torch.cat(
+        [x[..., ::2, ::2], x[..., 1::2, ::2], x[..., ::2, 1::2], x[..., 1::2, 1::2]], 1
+    )
+
+
+def same_by_cropping(x, c):
+    """TensorFlow's SAME padding at stride 2, as in NASNet."""
+    return c(F.pad(x, (1, 0, 1, 0)))[:, :, 1:, 1:]
+
+
+def cropped(x, c):
+    return c(x)[..., :9, :7] + c(F.pad(x, (0, 3, 0, 2)))[..., :9, :7]
+
+
+def u_net(x, first, second):
+    small = first(F.max_pool2d(x, 2))
+    large = F.interpolate(small, scale_factor=2)
+    rows, columns = x.shape[2] - large.shape[2], x.shape[3] - large.shape[3]
+    large = F.pad(large, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2))
+    return second(large + x)
+
+
+ORDINARY = {
+    "Swin": (swin, conv(2)),
+    "space to depth": (phases, conv(2)),
+    "SAME by cropping": (same_by_cropping, conv(2, stride=2, padding=1)),
+    "cropped at the end": (cropped, conv(2)),
+    "U-Net with odd sizes": (u_net, conv(2), conv(2)),
+    "centre crop": (lambda x, c: c(x)[..., 1:-2, 2:-2], conv(2)),
+    "reflected, then centred": (lambda x, c: c(F.pad(x, [1] * 4, mode="reflect")), conv(2)),
+    "differences": (lambda x, c: c(x)[..., 1:] - c(x)[..., :-1], conv(2)),
+    "some channels shifted": (
+        lambda x, c: c(torch.cat([down(x[:, :1]), x[:, 1:]], 1)),
+        conv(2),
+    ),
+    "shifted less than its kernel reaches": (lambda x, c: c(later(x)), conv(2, 5)),
+    "shifted and back": (lambda x, c: c(later(x))[..., 1:], conv(2)),
+    "both ways": (lambda x, c, d: c(later(x)) + d(x), conv(2), conv(2)),
+    "class token": (
+        lambda x, c: c(
+            torch.cat([x.mean((2, 3), keepdim=True).flatten(2), x.flatten(2)], 2)[..., 1:].view(
+                x.shape
+            )
+        ),
+        conv(2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_convolutions_that_look_both_ways_are_not_lost(name):
+    use, *convs = ORDINARY[name]
+    model = Call(use, *convs)
+    shifted = {site.name: site.shifted_axes for site in find_convs(model, INPUT[2]).sites}
+    expected = dict.fromkeys(shifted, ())
+    if name == "both ways":
+        expected["convs.0"] = (1,)
+    assert shifted == expected
+
+
+def test_a_window_may_grow_along_the_other_axes():
+    dims, build = FORMS["causal in time"]
+    convs = find_convs(build(), INPUT[dims])
+    assert convs.sites[0].shifted_axes == (0,)
+
+
+def test_where_all_are_shifted_the_message_names_the_rule():
+    model = FORMS["rows above"][1]()
+    with pytest.raises(PlanError, match=r"shifts its map along axis 0, .*padding: any"):
+        convert_(model, rules=DEFAULT, dilated_size=7, input_size=INPUT[2])
