@@ -79,7 +79,7 @@ def measured_row(name: str) -> Row:
     converted = outputs(model, image)
     with tempfile.TemporaryDirectory() as folder:
         dcls_convert.save_converted(model, plan, f"{folder}/model")
-        reloaded = dcls_convert.load_converted(f"{folder}/model")
+        reloaded = dcls_convert.load_converted(f"{folder}/model").eval()
     reload_difference = largest_difference(outputs(reloaded, image), converted)
     folded = dcls_convert.fold_to_dense_(model)
     fold_error = largest_difference(outputs(model, image), converted) / largest(converted)
