@@ -19,7 +19,7 @@ has its ImageNet weights and photographs of 160 pixels. They are calibrated on f
 images and useless images, and compared with the original on images that nothing was fitted to.
 To measure the calibration of another checkout, point PYTHONPATH at it, and name its rows with
 --label; if that calibration fails, the row has its error. Results go to
-benchmarks/results/calibration.json.
+benchmarks/results/calibration.jsonl.
 """
 
 import argparse
@@ -325,7 +325,7 @@ def main() -> None:
     parser.add_argument("--few", action="store_true", help="compare outputs after few images")
     parser.add_argument("--label", default=THIS_CHECKOUT, help="of the rows of --few")
     parser.add_argument("--only", nargs="+", choices=NETWORKS, help="networks of --few")
-    add_results_options_(parser, RESULTS / "calibration.json")
+    add_results_options_(parser, RESULTS / "calibration.jsonl")
     options = parser.parse_args()
     if options.table:
         print(table(stored(options.output)["rows"]))

@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--repeats-largest", type=int, default=1)
     parser.add_argument("--no-largest", action="store_true", help=f"omit {LARGEST}")
-    add_results_options_(parser, RESULTS / "cli.json")
+    add_results_options_(parser, RESULTS / "cli.jsonl")
     options = parser.parse_args()
     if options.table:
         print(table(stored(options.output)["rows"]))

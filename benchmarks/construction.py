@@ -447,7 +447,7 @@ def _times(ratio: float) -> str:
 def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--threads", type=int, default=2, help="of torch")
-    add_results_options_(parser, RESULTS / "construction.json")
+    add_results_options_(parser, RESULTS / "construction.jsonl")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # case, implementation, device
     parser.add_argument("--check", nargs="+", help=argparse.SUPPRESS)  # device, implementations
     options = parser.parse_args()

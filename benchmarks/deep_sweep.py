@@ -1,23 +1,21 @@
 """Convert, fold and reload every model for real.
 
-    python benchmarks/deep_sweep.py [--models PATTERN] [--workers N]
+    python benchmarks/deep_sweep.py [--models PATTERN] [--workers N] [--failed | --table]
 
 Every model of timm's and torchvision's registries that has convolutions to replace and at most 60
 million parameters is built, converted with random elements all over the window, run, saved,
 reloaded and run again, folded and run again. Images are as small as the model allows. Two errors
 are measured in float32: the largest difference between folded and unfolded outputs, divided by the
 largest output, which may be at most 1e-4; and the largest difference between the outputs of the
-reloaded and the converted model, which must be 0. Results go to benchmarks/results/deep_sweep.json,
-the table to standard output.
+reloaded and the converted model, which must be 0. Results go to
+benchmarks/results/deep_sweep.jsonl; with --table, the script prints deep_sweep.md from them.
 """
 
 import contextlib
-import datetime
 import io
 import json
 import math
 import multiprocessing
-import platform
 import sys
 import tempfile
 import time
@@ -25,13 +23,18 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from pathlib import Path
 from typing import Any
 
-import timm
 import torch
-import torchvision
-from measuring import RESULTS, add_results_options_, markdown_table, script_parser, stored
+from measuring import (
+    RESULTS,
+    add_results_options_,
+    machine_of,
+    markdown_table,
+    script_parser,
+    store,
+    stored,
+)
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -46,6 +49,7 @@ MAX_PARAMS = 60_000_000
 MAX_FOLD_ERROR = 1e-4
 SIDES = (32, 64, 96, 128, 160, 192, 224, 256)  # tried in turn, before the model's own
 NOT_RUN = ("nothing matches", "too large")
+PACKAGES = ("torch", "torchvision", "timm", "dcls-convert")
 Row = dict[str, Any]
 
 
@@ -199,7 +203,7 @@ def document(result: dict[str, Any]) -> Iterator[str]:
     )
     yield ""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    yield f"`{result['command']}`, {result['date']}, {result['machine']}, {versions}"
+    yield f"`{result['command']}`, {result['date']}, {machine_of(result)}, {versions}"
     yield ""
     yield (
         f"**{summary['done']} models tried, {summary['failed']} failed; worst fold error "
@@ -209,7 +213,7 @@ def document(result: dict[str, Any]) -> Iterator[str]:
         f"{summary['too large']} with more parameters."
     )
     yield ""
-    yield table(result["models"])
+    yield table(result["rows"])
 
 
 def sweep(names: list[str], workers: int) -> list[Row]:
@@ -243,28 +247,11 @@ def summary_of(rows: list[Row], not_run_before: dict[str, int]) -> dict[str, Any
     for status in NOT_RUN:
         summary[status] = not_run_before.get(status, 0) + counts[status]
     done = [row for row in rows if row["status"] == "done"]
-    if done:
-        summary["worst fold error"] = max(row["fold_error"] for row in done)
-        summary["worst reload difference"] = max(row["reload_difference"] for row in done)
+    fold_errors = [row["fold_error"] for row in done]
+    summary["worst fold error"] = max(fold_errors, default=0.0)
+    reload_differences = [row["reload_difference"] for row in done]
+    summary["worst reload difference"] = max(reload_differences, default=0.0)
     return summary
-
-
-def store_sweep(
-    path: Path, *, command: str, workers: int, summary: dict[str, Any], rows: list[Row]
-) -> None:
-    versions = {
-        module.__name__: module.__version__ for module in (torch, torchvision, timm, dcls_convert)
-    }
-    result = {
-        "command": command,
-        "date": datetime.date.today().isoformat(),
-        "versions": {"python": platform.python_version(), **versions},
-        "machine": f"{platform.machine()}, {workers} processes of one thread",
-        "summary": summary,
-        "models": [row for row in rows if row["status"] not in NOT_RUN],
-    }
-    path.parent.mkdir(exist_ok=True, parents=True)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -274,14 +261,14 @@ def main() -> None:
     parser.add_argument(
         "--failed", action="store_true", help="only models that failed in the stored results"
     )
-    add_results_options_(parser, RESULTS / "deep_sweep.json")
+    add_results_options_(parser, RESULTS / "deep_sweep.jsonl")
     options = parser.parse_args()
     if options.table:
         print("\n".join(document(stored(options.output))))
         return
-    before = stored(options.output) if options.failed else {"models": [], "summary": {}}
-    done_before = [row for row in before["models"] if row["status"] == "done"]
-    failed_before = {row["name"] for row in before["models"] if row["status"] == "failed"}
+    before = stored(options.output) if options.failed else {"rows": [], "summary": {}}
+    done_before = [row for row in before["rows"] if row["status"] == "done"]
+    failed_before = {row["name"] for row in before["rows"] if row["status"] == "failed"}
     known = registry_names()
     names = [name for name in known if options.models in name]
     if options.failed:
@@ -289,13 +276,18 @@ def main() -> None:
     rows = [*sweep(names, options.workers), *done_before]
     rows.sort(key=lambda row: known.index(row["name"]))
     summary = summary_of(rows, before["summary"])
-    command = "python benchmarks/deep_sweep.py"
+    command = f"python benchmarks/deep_sweep.py --workers {options.workers}"
     if options.models:
         command += f" --models {options.models}"
     if failed_before:
         command += f", then {', '.join(sorted(failed_before))} again with --failed"
-    store_sweep(
-        options.output, command=command, workers=options.workers, summary=summary, rows=rows
+    store(
+        options.output,
+        command=command,
+        settings={"most_params": MAX_PARAMS, "most_fold_error": MAX_FOLD_ERROR},
+        rows=[row for row in rows if row["status"] not in NOT_RUN],
+        packages=PACKAGES,
+        summary=summary,
     )
     print(table(rows))
     print(json.dumps(summary))

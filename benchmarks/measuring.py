@@ -25,7 +25,6 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 EXAMPLES = Path(__file__).parents[1] / "examples"
-JSON_LINES = ".jsonl"  # results of trainings
 MIB = 2**20
 PACKAGES = ("torch", "timm", "dcls-convert")  # whose versions are stored
 PROGRAM = os.path.join(sysconfig.get_path("scripts"), "dcls-convert")
@@ -303,23 +302,22 @@ def store(
     settings: Mapping[str, Any],
     rows: Sequence[Mapping[str, Any]],
     packages: Sequence[str] = PACKAGES,
+    **more: Any,
 ) -> None:
-    """Write all results so far.
+    """Write all results so far, as JSON lines.
 
-    This is called after every row, so that an interrupted run keeps its rows. A file of JSON lines
-    has the command and the settings in its first line, and then a line for each row.
+    This is called after every row, so that an interrupted run keeps its rows. The first line has
+    the command, the settings, and more entries if there are any; then there is a line for each row.
     """
-    result = {
+    first = {
         "command": command,
         "date": datetime.date.today().isoformat(),
         "versions": versions(*packages),
         "hardware": hardware(),
         "settings": dict(settings),
+        **more,
     }
-    if path.suffix == JSON_LINES:
-        text = "\n".join(json.dumps(line) for line in [result, *rows])
-    else:
-        text = json.dumps(result | {"rows": list(rows)}, indent=1)
+    text = "\n".join(json.dumps(line) for line in [first, *rows])
     path.parent.mkdir(exist_ok=True, parents=True)
     part = path.with_name(path.name + ".part")
     part.write_text(text + "\n", encoding="utf-8")
@@ -327,13 +325,20 @@ def store(
 
 
 def stored(path: Path) -> dict[str, Any]:
-    """Return what `store` wrote, whatever its settings are."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == JSON_LINES:
-        first, *rows = map(json.loads, text.splitlines())
-        return first | {"rows": rows}
-    result: dict[str, Any] = json.loads(text)
-    return result
+    """Return what `store` wrote: the entries of its first line, and its rows."""
+    first, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return first | {"rows": rows}
+
+
+def machine_of(result: Mapping[str, Any]) -> str:
+    """Describe the machine of stored results; some early ones have a text instead."""
+    if "machine" in result:
+        return str(result["machine"])
+    machine = result["hardware"]
+    return (
+        f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
+        f"{machine['system']} {machine['architecture']}"
+    )
 
 
 def stored_rows(path: Path, *, settings: Mapping[str, Any]) -> list[dict[str, Any]]:

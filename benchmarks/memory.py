@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument(
         "--survey", action="store_true", help="measure `dcls-convert models`; prints only"
     )
-    add_results_options_(parser, RESULTS / "memory.json")
+    add_results_options_(parser, RESULTS / "memory.jsonl")
     options = parser.parse_args()
     if options.survey:
         run, peak = run_watched([PROGRAM, "models", "--csv"])

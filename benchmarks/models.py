@@ -475,7 +475,7 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="+", choices=[case.model for case in CASES])
     parser.add_argument("--modes", nargs="+", choices=list(MODES))
-    measuring.add_results_options_(parser, measuring.RESULTS / "models.json")
+    measuring.add_results_options_(parser, measuring.RESULTS / "models.jsonl")
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # "model|mode"
     options = parser.parse_args()
     if options.worker:

@@ -9,7 +9,7 @@ percent, and what differs from scope model, ties per stage and window 9. The mea
 crops are the share with the same top-1 class, KL(old || new) of the softmax in nats, and
 |new - old| / |old| of the logits of all crops.
 
-Results go to benchmarks/results/pretrained.json; a new call measures the missing rows. Stored rows
+Results go to benchmarks/results/pretrained.jsonl; a new call measures the missing rows. Stored rows
 named healed were also trained on the photographs for calibration, with the original as a teacher
 and Mixup, and are not measured again.
 """
@@ -255,7 +255,7 @@ def main() -> None:
     parser.add_argument("--calibration-crops", type=int, default=64)
     parser.add_argument("--test-crops", type=int, default=120)
     parser.add_argument("--threads", type=int, default=1)
-    add_results_options_(parser, RESULTS / "pretrained.json")
+    add_results_options_(parser, RESULTS / "pretrained.jsonl")
     options = parser.parse_args()
     print(table(stored(options.output)["rows"] if options.table else run(options)))
 

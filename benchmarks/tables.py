@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from measuring import RESULTS, script_parser, stored
+from measuring import RESULTS, machine_of, script_parser, stored
 
 FOLDER = Path(__file__).parent
 DOCUMENT = FOLDER / "results.md"
@@ -23,8 +23,7 @@ SECTION = re.compile(r"(<!-- from (\w+)\.py -->\n).*?(<!-- to here -->)", re.DOT
 
 def section(name: str) -> str:
     """Return the Markdown of one script's stored results."""
-    (path,) = RESULTS.glob(f"{name}.json*")
-    result = stored(path)
+    result = stored(RESULTS / f"{name}.jsonl")
     printed = subprocess.run(
         [sys.executable, str(FOLDER / f"{name}.py"), "--table"],
         check=True,
@@ -32,13 +31,8 @@ def section(name: str) -> str:
         text=True,
     ).stdout.strip()
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
-    if "machine" in result:
-        machine = result["machine"]
-    else:
-        hardware = result["hardware"]
-        machine = f"{hardware['processor']}, {hardware['cores']} cores, "
-        machine += f"{hardware['memory_gib']} GiB, {hardware['system']} {hardware['architecture']}"
-    return f"\n`{result['command']}`, {result['date']}; {versions}; {machine}.\n\n{printed}\n\n"
+    run = f"`{result['command']}`, {result['date']}; {versions}; {machine_of(result)}."
+    return f"\n{run}\n\n{printed}\n\n"
 
 
 def fill_sections(text: str) -> str:

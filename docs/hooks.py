@@ -22,7 +22,7 @@ BESIDE = (
     "benchmarks",
     "examples",
 )  # folders whose files are in the site too, since pages link to them
-SHOWN = (".md", ".svg", ".py", ".json", ".slurm", ".yaml")
+SHOWN = (".md", ".py", ".slurm", ".yaml")
 FIRST = "convert_"  # function of the API page
 # How mkdocstrings writes a constant of the package that is a default or a type.
 CONSTANT = re.compile(r'<span title="(dcls_convert[.\w]*)\.(\w+)">\2</span>')

@@ -1,6 +1,5 @@
 """Benchmarks: tables show the stored results, and a new run loses nothing that is stored."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +22,12 @@ def test_the_tables_are_those_of_the_stored_results():
 
 
 @pytest.mark.processes
+def test_the_page_of_every_model_is_that_of_the_stored_results():
+    printed = run("deep_sweep.py", "--table")
+    assert printed.stdout == (BENCHMARKS / "deep_sweep.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.processes
 def test_constructions_that_are_timed_give_the_same_kernels():
     implementations = ["ours", "v0", "v1", "listing", "ours gaussian", "gauss"]
     checked = run("construction.py", "--check", "cpu", *implementations)
@@ -38,8 +43,8 @@ def test_without_a_gpu_its_benchmark_says_so():
 
 
 def test_rows_of_other_settings_are_not_replaced(tmp_path):
-    results = tmp_path / "cli.json"
-    content = json.dumps({"settings": {"repeats": 1, "threads": 1}, "rows": [{"case": "a"}]})
+    results = tmp_path / "cli.jsonl"
+    content = '{"settings": {"repeats": 1, "threads": 1}}\n{"case": "a"}\n'
     results.write_text(content, encoding="utf-8")
     refused = run("cli.py", "--output", str(results))
     assert refused.returncode == 1
