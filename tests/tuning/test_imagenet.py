@@ -1,15 +1,13 @@
-"""The commands of examples/imagenet.md run as written, with small shards and models, in seconds."""
+"""The commands of examples/imagenet.md run as written, with few images and small models."""
 
 import contextlib
 import itertools
-import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,12 +27,9 @@ pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 PAGE = (EXAMPLES / "imagenet.md").read_text()
-SHARDS, CONVERT, SLURM, TORCHRUN, CONVNEXT, RESNET = re.findall(
-    r"```bash\n(.*?)```", PAGE, re.DOTALL
-)
+CONVERT, SLURM, TORCHRUN, CONVNEXT, RESNET = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
 # The only changes to the commands of the page.
 REPLACEMENTS = {
-    "--shards 1024 --validation-shards 64": "--shards 2 --validation-shards 2",
     "convnext_tiny": "test_convnext",
     "convnext_small": "test_convnext2",
     "convnext_base": "test_convnext3",
@@ -122,8 +117,7 @@ def finished(folder: Path, script: str) -> str:
 def cluster(tmp_path_factory):
     """A folder with the files and programs that the page needs."""
     folder = tmp_path_factory.mktemp("cluster")
-    for name in ("imagenet_shards.py", "imagenet.slurm"):
-        shutil.copy(EXAMPLES / name, folder)
+    shutil.copy(EXAMPLES / "imagenet.slurm", folder)
     script = Path(os.environ.get("TIMM_TRAIN_SCRIPT") or Path(__file__).with_name("small_train.py"))
     # DDP refuses device_ids for a model on the CPU.
     cpu_script = script.read_text().replace("device_ids=[device], ", "")
@@ -141,13 +135,11 @@ def program(path: Path, line: str) -> None:
 
 @pytest.fixture(scope="module")
 def prepared(cluster):
-    pytest.importorskip("webdataset", reason="timm reads shards with webdataset")
     for split, images in (("train", IMAGES), ("val", 4)):
         for index in range(images):
             path = cluster / "imagenet" / split / f"n{index % 2}" / f"{index}.JPEG"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.effect_noise((40, 36), 80 + index).convert("RGB").save(path)
-    finished(cluster, changed(SHARDS, FIRST))
     with contextlib.chdir(cluster):
         for line in changed(CONVERT, FIRST).splitlines():
             run(*line.split()[1:])
@@ -240,21 +232,6 @@ def test_the_average_loads_in_timm_and_becomes_a_folder(runs, prepared, tmp_path
         .conv_dw.kernel_count
         > 1
     )
-
-
-def test_every_image_is_in_one_shard_with_its_class(prepared):
-    sources = sorted((prepared / "imagenet" / "train").glob("*/*"))
-    expected = sorted(
-        (path.read_bytes(), path.parent.name.removeprefix("n").encode()) for path in sources
-    )
-    found = []
-    for name in json.loads((prepared / "shards" / "_info.json").read_text())["splits"]["train"][
-        "filenames"
-    ]:
-        with tarfile.open(prepared / "shards" / name) as shard:
-            files = [shard.extractfile(entry).read() for entry in shard.getmembers()]
-        found += zip(files[::2], files[1::2], strict=True)
-    assert sorted(found) == expected
 
 
 def test_small_and_base_differ_from_tiny_only_in_name_and_drop_path():
