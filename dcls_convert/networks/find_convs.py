@@ -10,6 +10,7 @@ from ..layers.conv_classes import AnyConv, padding_of
 from ..layers.dcls_conv import DclsConvNd
 from ..layers.replaceable import why_not_replaceable
 from ..text import one_line
+from .references import find_references
 from .sites import ConvSite, ModelConvs, Skipped
 from .stages import OutputStride, find_stages, output_stride
 from .tracing import Calls, Trace, trace
@@ -46,6 +47,7 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
     if size is not None:
         image_channels = size[0]
     modules_by_parameter = _modules_by_parameter(model)
+    references = find_references(model)
     first_conv = next(iter(names_of), None)
     sites: list[ConvSite] = []
     skipped = list(other_forms(model))
@@ -53,6 +55,7 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
         name = names[0]
         calls: Calls | None = None
         reason = why_inside_wrapper(model, name) or _why_skipped(conv, modules_by_parameter)
+        reason = reason or references.get(conv)
         if reason is None and traced is not None:
             calls, reason = _calls_or_reason(model, name, traced)
         if reason is not None:
@@ -70,7 +73,6 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
             calls,
             stage=stages.stage_of(name),
             stem=stages.is_in_stem(name) or takes_image,
-            shifted_axes=() if traced is None else traced.shifted_axes.get(name, ()),
         )
         sites.append(site)
     return ModelConvs(
@@ -102,13 +104,14 @@ def _calls_or_reason(
 
     It can be replaced only if nothing but its own forward uses it.
     """
-    if name in traced.other_uses:
-        return None, traced.other_uses[name]
     if name not in traced.calls:
         outer = _outer_with_own_forward(model, name)
         if outer is not None:
             reason = f"{outer} has a forward of its own, set on this very object"
             return None, f"whether it is called is not known: {reason}"
+    if name in traced.other_uses:
+        return None, traced.other_uses[name]
+    if name not in traced.calls:
         return None, "the forward pass of the network in eval mode does not call it"
     return traced.calls[name], None
 
@@ -193,16 +196,17 @@ def _site(
     *,
     stage: str | None,
     stem: bool,
-    shifted_axes: tuple[int, ...],
 ) -> ConvSite:
     """Make the record of one convolution; `calls` is None without a trace."""
     output_size: tuple[int, ...] | None = None
     input_extent: tuple[int, ...] | None = None
     output_positions: int | None = None
+    shifted_axes: tuple[int, ...] = ()
     if calls is not None:
         output_size = calls.output_size
         input_extent = calls.input_extent
         output_positions = calls.output_positions
+        shifted_axes = calls.shifted_axes
     return ConvSite(
         names=tuple(names),
         type=type(conv).__name__,

@@ -4,12 +4,14 @@ import contextlib
 import io
 import threading
 import warnings
+from collections import deque
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 from ..errors import DclsConvertError
@@ -21,6 +23,7 @@ AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")  # device types with autocast
 # Parts of torch.backends with their own `fp32_precision`.
 CPU_FP32_BACKENDS = ("mkldnn.matmul", "mkldnn.conv")
 CUDA_FP32_BACKENDS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
+_TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))  # that every module has
 
 
 def check_device(name: str) -> torch.device:
@@ -137,10 +140,10 @@ def _older_precision_settings() -> tuple[str, bool] | None:
 def run_batch(model: nn.Module, batch: Tensor) -> Any:
     """Return the outputs for a batch, which is moved to the model's device and `image_dtype`.
 
-    The model sees copies of its buffers, so that those which `forward` updates stay as they were.
+    What `forward` changes in the model is undone: buffers, counters and caches in attributes.
     """
     device = next(iter([*model.parameters(), *model.buffers()]), batch).device
-    with _copied_buffers(model):
+    with _copied_buffers(model), _restored_attributes(model):
         return model(batch.to(device, image_dtype(model)))
 
 
@@ -166,6 +169,41 @@ def _copied_buffers(model: nn.Module) -> Iterator[None]:
         for buffers, originals in saved:
             buffers.clear()
             buffers.update(originals)
+
+
+@contextlib.contextmanager
+def _restored_attributes(model: nn.Module) -> Iterator[None]:
+    """Give modules their attributes back after the block, with the contents of containers.
+
+    Attributes of torch's own, such as parameters and hooks, are left alone.
+    """
+    saved: list[tuple[dict[str, Any], dict[str, Any]]] = []  # a module's, and what they were
+    contents: list[tuple[Any, Any]] = []  # a container, and a copy of it
+    copies: dict[int, Tensor] = {}  # by the id of the original
+    for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule | LazyModuleMixin):
+            continue
+        attributes = vars(module)
+        plain = {name: attributes[name] for name in attributes.keys() - _TORCH_ATTRIBUTES}
+        saved.append((attributes, plain))
+        for name, value in plain.items():
+            if isinstance(value, list | dict | set | deque):
+                contents.append((value, value.copy()))
+            elif isinstance(value, Tensor):
+                attributes[name] = copies.setdefault(id(value), value.clone())
+    try:
+        yield
+    finally:
+        for attributes, plain in saved:
+            for name in attributes.keys() - _TORCH_ATTRIBUTES - plain.keys():
+                del attributes[name]
+            attributes.update(plain)
+        for container, copy in contents:
+            container.clear()
+            if isinstance(container, list | deque):
+                container.extend(copy)
+            else:
+                container.update(copy)
 
 
 def image_dtype(model: nn.Module) -> torch.dtype:

@@ -32,6 +32,8 @@ class Calls:
     output_positions: int = 0  # spatial positions of all calls, for one image
     # True if its input was the image itself, or if it was called before any other convolution.
     takes_image: bool = False
+    # Axes along which other code shifts its map, so that it looks one way only.
+    shifted_axes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +45,6 @@ class Trace:
     macs: int  # of all operators
     # Name of a convolution -> how other code than itself uses its weight or settings.
     other_uses: dict[str, str]
-    # Name of a convolution -> axes along which other code shifts its map, so that it looks one way.
-    shifted_axes: dict[str, tuple[int, ...]]
 
 
 def trace(model: nn.Module, input_size: Sequence[int]) -> Trace:
@@ -54,25 +54,28 @@ def trace(model: nn.Module, input_size: Sequence[int]) -> Trace:
     model's own code in eval mode are raised unchanged.
     """
     try:
-        return _trace_in_both_modes(meta_copy(model), input_size)
+        return _trace_in_both_modes(meta_copy(model), model, input_size)
     except Exception:
         # Some models (YOLO) read the values of tensors in plain attributes.
         with contextlib.suppress(Exception):
-            return _trace_in_both_modes(meta_copy(model, real_attributes=True), input_size)
+            meta = meta_copy(model, real_attributes=True)
+            return _trace_in_both_modes(meta, model, input_size)
         raise
 
 
-def _trace_in_both_modes(meta: nn.Module, input_size: Sequence[int]) -> Trace:
-    traced = _trace(meta, input_size)
-    other_uses = _uses_in_training_mode(meta, input_size) | traced.other_uses
+def _trace_in_both_modes(meta: nn.Module, original: nn.Module, input_size: Sequence[int]) -> Trace:
+    traced = _trace(meta, original, input_size)
+    other_uses = _uses_in_training_mode(meta, original, input_size) | traced.other_uses
     return replace(traced, other_uses=other_uses)
 
 
-def _uses_in_training_mode(meta: nn.Module, input_size: Sequence[int]) -> dict[str, str]:
+def _uses_in_training_mode(
+    meta: nn.Module, original: nn.Module, input_size: Sequence[int]
+) -> dict[str, str]:
     """Return how other code uses convolutions in training mode, as far as the model runs there."""
     for module in meta.modules():
         module.training = True  # not `train()`, which the model's class may override
-    uses = ConvUses(meta)
+    uses = ConvUses(meta, original)
     # A model in training mode may draw random numbers, and some need labels, or a process group.
     python_random = random.getstate()
     try:
@@ -83,20 +86,21 @@ def _uses_in_training_mode(meta: nn.Module, input_size: Sequence[int]) -> dict[s
     return {name: f"in training mode, {reason}" for name, reason in uses.reasons.items()}
 
 
-def _trace(meta: nn.Module, input_size: Sequence[int]) -> Trace:
+def _trace(meta: nn.Module, original: nn.Module, input_size: Sequence[int]) -> Trace:
     from torch.utils.flop_counter import FlopCounterMode
 
     counter: Any = FlopCounterMode(display=False)
     counter.mod_tracker = _WholeModel()
-    uses = ConvUses(meta)
+    uses = ConvUses(meta, original)
     with counter:
         image, calls = _run_and_record(meta, input_size, uses)
+    for name, axes in find_shifted_axes(uses.operations, image, uses.names).items():
+        calls[name].shifted_axes = axes
     return Trace(
         input_size=tuple(input_size),
         calls=calls,
         macs=int(counter.get_total_flops()) // 2,  # a multiply-accumulate is two operations
         other_uses=uses.reasons,
-        shifted_axes=find_shifted_axes(uses.operations, image, uses.names),
     )
 
 

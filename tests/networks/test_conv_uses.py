@@ -145,6 +145,11 @@ def test_a_one_dimensional_weight_is_not_mistaken_for_a_kernel_of_elements():
 HARMLESS = {
     "dtype": lambda conv, x: conv(x.to(conv.weight.dtype)),
     "device": lambda conv, x: conv(x.to(conv.weight.device)),
+    "to": lambda conv, x: conv(x.to(conv.weight)),
+    "type_as": lambda conv, x: conv(x.type_as(conv.weight)),
+    "first parameter": lambda conv, x: conv(x.to(next(conv.parameters()).device)),
+    "new tensor": lambda conv, x: conv(x) + conv.weight.new_zeros(1),
+    "type": lambda conv, x: conv(x) if conv.weight.is_floating_point() else x,
     "channels": lambda conv, x: conv(x) + x.new_zeros(conv.out_channels, 1, 1),
     "stride": lambda conv, x: conv(x) * conv.stride[0],
     "bias": lambda conv, x: conv(x) - conv.bias.view(-1, 1, 1),
@@ -183,6 +188,20 @@ def test_a_pre_hook_is_other_code():
     model.conv.register_forward_pre_hook(clamp_weight)
     (skip,) = find_convs(model, IMAGE).skipped
     assert "its weight is used" in skip.reason
+
+
+def test_a_weight_that_code_finds_by_a_global_name_is_found():
+    """The copy that is traced then uses the weight of the network itself, which stays as it is."""
+    model = User(lambda conv, x: conv(x))
+    model.use = lambda conv, x: F.conv2d(conv(x), NETWORKS[0].conv.weight.mul_(0.5), groups=4)
+    NETWORKS[:] = [model]
+    before = model.conv.weight.clone()
+    (skip,) = find_convs(model, IMAGE).skipped
+    assert (skip.name, skip.reason) == ("conv", "its weight is used outside its own forward")
+    assert torch.equal(model.conv.weight, before)
+
+
+NETWORKS = []
 
 
 def test_without_an_input_size_the_report_says_what_was_not_checked():

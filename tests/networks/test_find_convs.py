@@ -229,8 +229,7 @@ def test_a_convolution_inside_a_forward_of_its_own_is_not_said_to_be_unused(oute
     """A function set on the object refers to the model itself, not to the copy that is traced."""
     model = WithOrdinary(nn.Sequential(depthwise()))
     module = model.get_submodule(outer)
-    inner = model.odd[0]
-    module.forward = lambda x: inner(x)
+    module.forward = lambda x: model.odd[0](x)
     skipped = {skip.name: skip.reason for skip in find_convs(model, (4, 12, 12)).skipped}
     assert f"not known: {name} has a forward of its own, set on" in skipped["odd.0"]
 

@@ -159,3 +159,34 @@ def test_a_conversion_leaves_the_buffers_as_they_were(images):
     assert all(new is old for (_, new), (_, old) in zip(after, before, strict=True))
     assert model.calls == 0
     assert model.largest == 0
+
+
+class Counts(nn.Module):
+    """Keeps what it computes, and how often, in attributes of several kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1, groups=4)
+        self.steps = 0
+        self.history = [0]
+        self.cache = {"a": 1}
+        self.mean = torch.zeros(())
+
+    def forward(self, x):
+        self.steps += 1
+        self.history.append(self.steps)
+        self.cache[self.steps] = x
+        self.mean.add_(1)
+        self.last = x
+        return self.conv(x)
+
+
+@pytest.mark.parametrize("options", [{}, {"calibration": torch.randn(6, 4, 9, 9)}])
+def test_a_conversion_leaves_the_attributes_of_the_network_as_they_were(options):
+    model = Counts()
+    history = model.history
+    convert_(model, dilated_size=5, init="fit", budget=200, input_size=(4, 9, 9), **options)
+    assert not hasattr(model, "last")
+    assert (model.steps, model.history, model.cache) == (0, [0], {"a": 1})
+    assert model.history is history
+    assert model.mean.item() == 0

@@ -1,0 +1,114 @@
+"""A convolution to which the network refers beside its submodules stays as it is.
+
+Such a reference would go on using the old one.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dcls_convert import convert_
+
+from ..planning.nets import depthwise
+
+IMAGE = (4, 9, 14)
+
+
+class Net(nn.Module):
+    """Calls one convolution by its name, and another by its name or by a function."""
+
+    def __init__(self):
+        super().__init__()
+        self.ordinary = depthwise()
+        self.conv = depthwise()
+        self.use = None
+
+    def forward(self, x):
+        x = self.ordinary(x)
+        return self.use(x) if self.use else self.conv(x)
+
+
+def in_a_list(model, conv):
+    model.convs = [conv]
+    model.use = lambda x, index=0: model.convs[index](x)
+
+
+def in_a_dictionary(model, conv):
+    model.convs = {"one": (conv,)}
+    model.use = lambda x: model.convs["one"][0](x)
+
+
+def in_a_closure(model, conv):
+    model.use = lambda x: F.conv2d(conv(x), conv.weight, padding=1, groups=4)
+
+
+def weight_in_a_closure(model, conv):
+    weight = conv.weight
+    model.use = lambda x: F.conv2d(conv(x), weight, padding=1, groups=4)
+
+
+def as_a_method(model, conv):
+    model.use = conv.forward
+
+
+def as_an_argument(model, conv):
+    model.use = partial(lambda conv, x: conv(x), conv)
+
+
+def as_a_default(model, conv):
+    def use(x, conv=conv):
+        return conv(x)
+
+    model.use = use
+
+
+def in_a_hook(model, conv):
+    model.ordinary.register_forward_hook(
+        lambda module, args, output: F.conv2d(output, conv.weight, padding=1, groups=4)
+    )
+
+
+def in_a_pre_hook(model, conv):
+    def clamp(module, args):
+        conv.weight.data.clamp_(-1, 1)
+
+    model.register_forward_pre_hook(clamp)
+
+
+REFERENCES = [
+    in_a_list,
+    in_a_dictionary,
+    in_a_closure,
+    weight_in_a_closure,
+    as_a_method,
+    as_an_argument,
+    as_a_default,
+    in_a_hook,
+    in_a_pre_hook,
+]
+
+
+@pytest.mark.parametrize("size", [None, IMAGE])
+@pytest.mark.parametrize("refer", REFERENCES)
+def test_a_convolution_stays_to_which_something_else_refers(refer, size):
+    model = Net()
+    refer(model, model.conv)
+    image = torch.randn(1, *IMAGE)
+    before = model(image)
+    report = convert_(model, dilated_size=7, init="exact", kernel_count="exact", input_size=size)
+    assert [layer.name for layer in report.layers] == ["ordinary"]
+    (skip,) = report.skipped
+    assert skip.name == "conv"
+    assert skip.reason.endswith("and would go on using the old one")
+    torch.testing.assert_close(model(image), before)
+
+
+def test_a_reference_to_the_network_is_no_harm():
+    model = Net()
+    model.use = lambda x: model.conv(x)
+    model.ordinary.register_forward_hook(lambda module, args, output: output * len(model._modules))
+    report = convert_(model, dilated_size=7, init="exact", kernel_count="exact")
+    assert len(report.layers) == 2
