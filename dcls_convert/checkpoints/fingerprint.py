@@ -6,7 +6,6 @@ The numbers are enough to detect a different model.
 import contextlib
 import math
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +13,8 @@ import torch
 from pydantic import ConfigDict
 from torch import Tensor, nn
 
+from ..input_sizes import InputSizes, pixel_count
+from ..networks.inputs import Inputs, random_inputs
 from ..networks.model_outputs import tensors_in
 from ..networks.running import eval_mode, full_precision, image_dtype, run_batch, seeded
 from ..networks.wrappers import COMPILED
@@ -58,26 +59,25 @@ class Fingerprint(Record):
     reason: str | None  # why there are no outputs
 
 
-def take_fingerprint(model: nn.Module, input_size: Sequence[int] | None) -> Fingerprint:
+def take_fingerprint(model: nn.Module, input_size: InputSizes | None) -> Fingerprint:
     """Run the model on a seeded random image and summarise its outputs, or say why there are none.
 
     The model's state and the process's settings do not change.
 
     Args:
         model: The model to run.
-        input_size: (channels, *sides) of the image.
+        input_size: Of the image, or of each input.
     """
     dtype: Any = str(image_dtype(model)).removeprefix("torch.")
     if input_size is None:
         return Fingerprint(dtype=dtype, outputs=None, reason="the plan has no input size")
-    if math.prod(input_size[1:]) > MAX_PIXELS:
+    if pixel_count(input_size) > MAX_PIXELS:
         reason = f"images of more than {MAX_PIXELS:,} pixels are not run"
         return Fingerprint(dtype=dtype, outputs=None, reason=reason)
-    generator = torch.Generator().manual_seed(FINGERPRINT_SEED)
-    image = torch.randn(1, *input_size, generator=generator, device="cpu")
+    inputs = random_inputs(input_size, 1, seed=FINGERPRINT_SEED)
     try:
         tensors = [
-            tensor for tensor in tensors_in(_run(model, image)) if tensor.is_floating_point()
+            tensor for tensor in tensors_in(_run(model, inputs)) if tensor.is_floating_point()
         ]
         outputs = [_output_fingerprint(tensor) for tensor in tensors]
     except Exception as error:  # the model's own code may raise anything
@@ -89,7 +89,7 @@ def take_fingerprint(model: nn.Module, input_size: Sequence[int] | None) -> Fing
     return Fingerprint(dtype=dtype, outputs=tuple(outputs), reason=None)
 
 
-def _run(model: nn.Module, image: Tensor) -> Any:
+def _run(model: nn.Module, inputs: Inputs) -> Any:
     """Return the model's output in eval mode."""
     # If the caller turns warnings into errors, one from the model would change the fingerprint.
     with (
@@ -99,7 +99,7 @@ def _run(model: nn.Module, image: Tensor) -> Any:
         seeded(FINGERPRINT_SEED),
         _without_compilation(model),
     ):
-        return run_batch(model, image)
+        return run_batch(model, *inputs)
 
 
 def _without_compilation(model: nn.Module) -> contextlib.AbstractContextManager[Any]:

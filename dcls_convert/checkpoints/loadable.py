@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, DclsConvertError
+from ..input_sizes import each_size
 from ..layers.conv_classes import AnyConv
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.building import build_model
@@ -299,11 +300,13 @@ def _with_current_head(
     if classes is not None and classes != getattr(network, "num_classes", None):
         args["num_classes"] = classes
     input_size = plan.input_size
-    if input_size is not None and _source_of(plan).kind == "timm":
-        channels = _input_channels(model, default=input_size[0])
-        if channels != input_size[0]:
+    sizes = [] if input_size is None else each_size(input_size)
+    if len(sizes) == 1 and _source_of(plan).kind == "timm":
+        (size,) = sizes
+        channels = _input_channels(model, default=size[0])
+        if channels != size[0]:
             args["in_chans"] = channels
-            input_size = (channels, *input_size[1:])
+            input_size = (channels, *size[1:])
     if args == plan.model_args:
         return None
     try:

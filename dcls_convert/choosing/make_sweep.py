@@ -7,6 +7,7 @@ from ..conversion.decide import plan_network
 from ..conversion.load import LoadedNetwork, RequestWeights, load
 from ..conversion.request import ConversionRequest
 from ..errors import CheckpointError, DclsConvertError, NothingMatchesError, PlanError, RuleError
+from ..networks.find_convs import NOT_CHECKED, OR_NO_SIZE
 from ..options import AUTO, DEFAULT_BUDGET
 from ..planning.windows import candidate_windows
 from ..progress import Note, Notify, ignore_messages
@@ -73,7 +74,8 @@ def make_sweep(
             f"{weights.where}: has elements of its own, so there is nothing to compare"
         )
     if convs.macs is None and request.input_size is not None:
-        raise PlanError(f"{shortened(name)}: {convs.macs_note}")
+        reason = (convs.macs_note or "").removesuffix(NOT_CHECKED)
+        raise PlanError(f"{shortened(name)}: {reason}{OR_NO_SIZE}")
     requested = combinations(sizes or _default_sizes(loaded, weights), counts, budgets)
     rows = [SweepRow(asked=None, status="original", params=convs.params, macs=convs.macs)]
     for number, combination in enumerate(requested, 1):

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..conversion.request import ConversionRequest
 from ..errors import PlanError, check_argument
+from ..input_sizes import GivenInputSizes
 from ..options import (
     AUTO,
     MAX_ADDED_COST_PERCENT,
@@ -38,7 +39,7 @@ def sweep(
     tie: Tie = "stage",
     interpolation: InterpolationName | None = None,
     strict: bool = False,
-    input_size: Sequence[int] | None = None,
+    input_size: GivenInputSizes | None = None,
     trained: bool = True,
     added_macs: float = MAX_ADDED_COST_PERCENT,
     progress: bool | None = None,

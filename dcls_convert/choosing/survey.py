@@ -19,6 +19,7 @@ from ..conversion.load import load
 from ..conversion.request import ConversionRequest
 from ..errors import DclsConvertError, ModelError, NothingMatchesError
 from ..geometry import size_text
+from ..input_sizes import InputSizes
 from ..networks.registries import registry_names
 from ..networks.sites import count_conv_kinds
 from ..options import Kind, Sort
@@ -41,7 +42,7 @@ class ModelRow:
     name: str  # "timm:convnext_tiny"
     status: Status
     reason: str | None = None  # why the status is not "planned"; one line
-    input_size: tuple[int, ...] | None = None
+    input_size: InputSizes | None = None
     rules: str | None = None  # file or name
     # Kind and size of convolutions -> their number, most frequent first: "depthwise 7x7" -> 18.
     convolutions: dict[str, int] = field(default_factory=dict)
@@ -93,9 +94,7 @@ def _bare_name(name: str) -> str:
     return name.partition(":")[2]
 
 
-def model_row(
-    name: str, options: PlanOptions, input_size: tuple[int, ...] | None = None
-) -> ModelRow:
+def model_row(name: str, options: PlanOptions, input_size: InputSizes | None = None) -> ModelRow:
     """Plan one model without its weights, by default at the model's own input size."""
     request = ConversionRequest(model=name, options=options, input_size=input_size, offline=True)
     row = ModelRow(name=name, status="planned")
@@ -150,7 +149,7 @@ def survey_models(
     names: Sequence[str],
     options: PlanOptions,
     *,
-    input_size: tuple[int, ...] | None = None,
+    input_size: InputSizes | None = None,
     workers: int | None = None,
     on_row: Callable[[ModelRow], None] = lambda row: None,
 ) -> list[ModelRow]:
@@ -159,7 +158,7 @@ def survey_models(
     Args:
         names: Names in the registries.
         options: Planning options.
-        input_size: Size of the images; None for each model's own.
+        input_size: Size of the inputs; None for each model's own.
         workers: Number of processes. The default is one per core, or fewer for few models.
         on_row: Called with each row as soon as it is ready.
     """
@@ -189,7 +188,7 @@ def survey_models(
 
 
 def row_or_failure(
-    name: str, options: PlanOptions, input_size: tuple[int, ...] | None = None
+    name: str, options: PlanOptions, input_size: InputSizes | None = None
 ) -> ModelRow:
     """Plan one model as `model_row` does. If its code raises, the row says what."""
     try:

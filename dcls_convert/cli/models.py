@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 import typer
 
 from ..conversion.request import refuse_overridden_counts
+from ..input_sizes import InputSizes
 from ..options import AUTO, DEFAULT_BUDGET, Kind, Sort
 from ..planning.plan_options import PlanOptions
 from ..text import count_text, short_list
@@ -128,7 +129,7 @@ def _survey(
     pattern: str | None,
     options: PlanOptions,
     *,
-    input_size: tuple[int, ...] | None,
+    input_size: InputSizes | None,
     workers: int | None,
 ) -> list["ModelRow"]:
     """Return a row for each model whose name matches the pattern, and show progress."""

@@ -10,6 +10,7 @@ from ..fitting.calibrate import CalibrationStatistics
 from ..fitting.calibration_images import Calibration, calibrate
 from ..fitting.counts import choose_counts_by_error
 from ..fitting.warm_start import draw_fit_seed
+from ..input_sizes import each_size
 from ..networks.pretrained_cfg import set_normalisation_
 from ..networks.running import unchanged_on_failure
 from ..networks.source import ModelSource
@@ -188,7 +189,8 @@ def _carry_out_(
             )
         attach_provenance_(model, provenance)
         if request.mean is not None and request.std is not None and plan.input_size is not None:
-            set_normalisation_(model, request.mean, request.std, plan.input_size[0])
+            (size,) = each_size(plan.input_size)  # `calibrate` refuses several
+            set_normalisation_(model, request.mean, request.std, channels=size[0])
     report = conversion.report.with_errors(
         errors.kernel, errors.output, outcome, reasons=errors.reasons
     )

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from ..errors import CheckpointError, PlanError
 from ..geometry import size_text
+from ..input_sizes import each_size, input_size_text
+from ..networks.find_convs import AS_TENSORS, NOT_CHECKED, OR_NO_SIZE
+from ..networks.inputs import random_inputs, why_not_called_with
 from ..networks.running import eval_mode, run_batch, suppress_output
 from ..options import AUTO, ERROR_SCOPE, EXACT
 from ..placing.groups import find_planned_convs
@@ -179,18 +180,20 @@ def _check_input_size(loaded: LoadedNetwork, plan: ConversionPlan) -> None:
     Called after tracing on the meta device failed. A network in memory is then run with real
     values; if that works, the size is accepted and the MACs stay unknown.
     """
-    assert plan.input_size is not None
-    if loaded.source is not None:
-        raise PlanError(f"input size {size_text(plan.input_size)}: {plan.macs_note}")
+    size = plan.input_size
+    assert size is not None
+    subject = f"input size {input_size_text(size)}"
+    problem = (plan.macs_note or "").removesuffix(NOT_CHECKED)
     network = loaded.structure
-    try:
-        with eval_mode(network), suppress_output():
-            run_batch(network, torch.zeros(1, *plan.input_size))
-    except Exception as error:  # the user's own code runs here
-        raise PlanError(
-            f"input size {size_text(plan.input_size)}, as (channels, *spatial): "
-            f"the model does not run at it: {one_line(error)[:200]}"
-        ) from error
+    if loaded.source is None and why_not_called_with(network, len(each_size(size))) is None:
+        try:
+            with eval_mode(network), suppress_output():
+                run_batch(network, *random_inputs(size, 1))
+            return
+        except Exception as error:  # the user's own code runs here
+            subject += ", as (channels, *spatial)"
+            problem = f"the model does not run at it: {one_line(error)[:200]}; {AS_TENSORS}"
+    raise PlanError(f"{subject}: {problem}{OR_NO_SIZE}")
 
 
 def _log(request: ConversionRequest, plan: ConversionPlan) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..errors import check_argument
 from ..fitting.calibration_images import Calibration, Images
+from ..input_sizes import GivenInputSizes
 from ..networks.untrained import have_torch_default_init
 from ..options import (
     AUTO,
@@ -53,7 +54,7 @@ def convert_(
     held_out: Images | None = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
-    input_size: Sequence[int] | None = None,
+    input_size: GivenInputSizes | None = None,
     seed: int = 0,
     progress: bool | None = None,
 ) -> ConversionReport:
@@ -93,7 +94,8 @@ def convert_(
             the calibration.
         mean, std: Normalisation of a folder of images, as in `calibrate`.
         input_size: (channels, rows, columns) at which MACs are counted; without it, the size that a
-            timm model states.
+            timm model states. For a network of several inputs, one size for each tensor that
+            forward takes by position, without the batch axis: ((3, 64, 64), (16,)).
         seed: For random positions and the starting points of fits. The global generator is not
             touched.
         progress: Show progress on stderr if the work takes more than two seconds: a bar with the
@@ -174,7 +176,7 @@ def convert_from_authors_(
     interpolation: InterpolationName | None = None,
     strict: bool = False,
     version: AuthorsVersion | None = None,
-    input_size: Sequence[int] | None = None,
+    input_size: GivenInputSizes | None = None,
 ) -> ConversionReport:
     """Convert `model` in place and give it the weights of a network of the authors' package.
 

@@ -1,7 +1,6 @@
 """Compare a network's outputs before and after its conversion."""
 
 import contextlib
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..fitting.calibration_images import Calibration
+from ..input_sizes import pixel_count
+from ..networks.inputs import random_inputs
 from ..networks.model_outputs import compare_outputs, relative_l2_error
 from ..networks.running import eval_mode, full_precision, run_batch
 from ..options import MAX_PIXELS
@@ -97,14 +98,13 @@ def _random_outputs(model: nn.Module, plan: ConversionPlan) -> Any:
     or too large.
     """
     size = plan.input_size
-    if size is None or math.prod(size[1:]) > MAX_PIXELS:
+    if size is None or pixel_count(size) > MAX_PIXELS:
         return None
     if any(parameter.is_meta for parameter in model.parameters()):
         return None
-    noise = torch.randn(2, *size, generator=torch.Generator().manual_seed(0), device="cpu")
     # The model's own code may raise anything, and the comparison is optional.
     with contextlib.suppress(Exception), eval_mode(model):
-        return run_batch(model, noise)
+        return run_batch(model, *random_inputs(size, 2))
     return None
 
 

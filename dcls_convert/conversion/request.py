@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PlanError
+from ..input_sizes import GivenInputSizes
 from ..options import (
     AUTO,
     ERROR_SCOPE,
@@ -51,8 +52,9 @@ class ConversionRequest:
     # Which state dict of `weights`, such as "ema", or which names in it, such as "encoder_q".
     checkpoint_key: str | None = None
     options: PlanOptions = field(default_factory=PlanOptions)
-    # (channels, *spatial) at which MACs are counted; None for the size that the model states.
-    input_size: Sequence[int] | None = None
+    # (channels, *spatial) at which MACs are counted, or one such size for each input of forward;
+    # None for the size that the model states.
+    input_size: GivenInputSizes | None = None
     init: Init = "auto"  # "fit" if the kernels are trained, else "random"
     positions: Positions = "normal"  # for the start "random"
     calibration: "Images | Calibration | None" = None  # for the start "fit"

@@ -4,16 +4,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from ..errors import DclsConvertError, ModelError
+from ..networks.inputs import Inputs
 from ..networks.model_outputs import check_close
 from ..networks.running import suppress_output
 from ..output import new_file
 from .folded_model import BATCHES, ExportReport, FoldedModel, ModelFunction, root_cause, run_model
 
-# (path, images, whether the file must take any number of images) -> the model loaded from the file.
-ExportFunction = Callable[[Path, Tensor, bool], ModelFunction]
+# (path, inputs, whether the file must take any number of images) -> the model loaded from the file.
+ExportFunction = Callable[[Path, Inputs, bool], ModelFunction]
 
 
 def export_file(
@@ -59,10 +59,10 @@ def _export_and_compare(
     count = len(BATCHES) if any_batch else 1
     try:
         with torch.no_grad(), suppress_output():
-            exported = export(path, folded.images[count - 1], any_batch)
+            exported = export(path, folded.batches[count - 1], any_batch)
     except (OSError, DclsConvertError):
         raise
     except Exception as error:  # exporters may raise anything
         raise ModelError(f"{subject} fails: {root_cause(error)}") from error
-    outputs = run_model(exported, folded.images[:count], subject)
+    outputs = run_model(exported, folded.batches[:count], subject)
     return check_close(folded.outputs[:count], outputs, bound=bound, what=subject)

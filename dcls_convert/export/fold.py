@@ -1,7 +1,6 @@
 """Fold a checkpoint's model into plain convolutions, and write it in one of EXPORT_FORMATS."""
 
 import importlib.util
-import math
 import pkgutil
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,10 @@ from torch import Tensor, nn
 
 from ..checkpoints.folder import Checkpoint, open_checkpoint, reason_not_a_checkpoint
 from ..checkpoints.load import load_checkpoint
-from ..errors import CheckpointError, DclsConvertError
-from ..geometry import size_text
+from ..errors import CheckpointError, DclsConvertError, ModelError
+from ..input_sizes import InputSizes, input_size_text, pixel_count
 from ..networks.building import build_model
+from ..networks.inputs import Inputs, input_names, random_inputs
 from ..networks.model_outputs import check_close
 from ..networks.running import image_dtype
 from ..networks.source import resolve_model
@@ -32,7 +32,8 @@ from .folded_model import (
 )
 from .formats import EXPORT_FORMATS, ExportFormat
 
-IMAGES_SEED = 0  # for the random images on which outputs are compared
+IMAGES_SEED = 0  # for the random inputs on which outputs are compared
+FOLD_IN_PYTHON = "in Python, fold_to_dense_(model) folds it without comparing them"
 
 
 def fold_checkpoint(
@@ -83,14 +84,18 @@ def fold_checkpoint(
 
     notify("folding")
     params_before = _parameter_count(network)
-    images = _random_images(input_size, image_dtype(network))
-    outputs = run_model(network, images, f"{folder}: its model")
-    error = _fold_(network, images, outputs, f"{folder}: folding")
+    batches = _random_batches(input_size, image_dtype(network))
+    try:
+        outputs = run_model(network, batches, f"{folder}: its model")
+    except ModelError as problem:
+        raise ModelError(f"{problem}; {FOLD_IN_PYTHON}") from problem
+    error = _fold_(network, batches, outputs, f"{folder}: folding")
     folded = FoldedModel(
         model=network,
         checkpoint=checkpoint,
         input_size=input_size,
-        images=images,
+        input_names=input_names(network, len(batches[0])),
+        batches=batches,
         outputs=outputs,
         one_output=isinstance(outputs[0], Tensor),
         relative_error=error,
@@ -132,17 +137,18 @@ def _check_packages(format: str) -> None:
         )
 
 
-def _input_size(checkpoint: Checkpoint) -> tuple[int, ...]:
+def _input_size(checkpoint: Checkpoint) -> InputSizes:
     """Return the plan's input size. Raise if it is missing, or too large to compare outputs."""
     input_size = checkpoint.plan.input_size
     if input_size is None:
         raise CheckpointError(
-            f"{checkpoint.folder}: its plan states no input size, so its outputs cannot be compared"
+            f"{checkpoint.folder}: its plan states no input size, so its outputs cannot be "
+            f"compared; {FOLD_IN_PYTHON}"
         )
-    if math.prod(input_size[1:]) > MAX_PIXELS:
+    if pixel_count(input_size) > MAX_PIXELS:
         raise CheckpointError(
-            f"{checkpoint.folder}: its plan states images of {size_text(input_size[1:])} pixels; "
-            f"outputs are compared on {MAX_PIXELS:,} at most"
+            f"{checkpoint.folder}: its plan states images of {input_size_text(input_size)}; "
+            f"outputs are compared on {MAX_PIXELS:,} pixels at most"
         )
     return input_size
 
@@ -161,19 +167,21 @@ def _check_output(export_format: ExportFormat, folder: Path, output: Path, *, fo
     check_output(output, force=force, reason_to_keep=reason_not_a_checkpoint)
 
 
-def _random_images(input_size: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Return images of normal random numbers, one tensor for each batch size of BATCHES."""
-    generator = torch.Generator().manual_seed(IMAGES_SEED)
-    all_images = torch.randn(max(BATCHES), *input_size, generator=generator)
-    return tuple(all_images[:batch].to(dtype) for batch in BATCHES)
+def _random_batches(input_size: InputSizes, dtype: torch.dtype) -> tuple[Inputs, ...]:
+    """Return normal random numbers as inputs, for each batch size of BATCHES."""
+    inputs = random_inputs(input_size, max(BATCHES), seed=IMAGES_SEED)
+    batches = []
+    for batch in BATCHES:
+        batches.append(tuple(tensor[:batch].to(dtype) for tensor in inputs))
+    return tuple(batches)
 
 
 def _fold_(
-    network: nn.Module, images: tuple[Tensor, ...], outputs: tuple[Any, ...], subject: str
+    network: nn.Module, batches: tuple[Inputs, ...], outputs: tuple[Any, ...], subject: str
 ) -> float:
     """Fold the network, check that its outputs stay the same, and return their relative error."""
     fold_to_dense_(network)
-    folded_outputs = run_model(network, images, "the folded model")
+    folded_outputs = run_model(network, batches, "the folded model")
     return check_close(outputs, folded_outputs, bound=FOLDING_BOUND, what=subject)
 
 

@@ -13,6 +13,8 @@ from .. import __version__
 from ..checkpoints.folder import Checkpoint
 from ..checkpoints.loading_code import with_folder
 from ..errors import ModelError
+from ..input_sizes import InputSizes, each_size
+from ..networks.inputs import Inputs
 from ..networks.model_outputs import tensors_in
 from ..networks.running import suppress_output
 from ..progress import Notify
@@ -23,7 +25,7 @@ FOLDING_BOUND = 1e-4  # largest relative error in float32; folding only reorders
 BATCHES = (1, 3)  # batch sizes on which outputs are compared
 
 ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-ModelFunction = Callable[[Tensor], Any]  # images -> outputs
+ModelFunction = Callable[..., Any]  # inputs -> outputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +41,7 @@ class ExportReport(Record):
     layers: int
     params_before: int
     params_after: int
-    input_size: tuple[int, ...]
+    input_size: InputSizes
     batch: int | None = None  # the only batch size that the output takes; None if it takes any
     opset: int | None = None  # of an ONNX model
     kernel_args: dict[str, Any] | None = None  # arguments with which stock timm builds the model
@@ -52,9 +54,10 @@ class FoldedModel:
 
     model: nn.Module
     checkpoint: Checkpoint  # from which the model was loaded
-    input_size: tuple[int, ...]
-    images: tuple[Tensor, ...]  # one tensor for each batch size of BATCHES
-    outputs: tuple[Any, ...]  # for these images, computed before folding
+    input_size: InputSizes
+    input_names: tuple[str, ...]  # for formats in which inputs have names
+    batches: tuple[Inputs, ...]  # the inputs, for each batch size of BATCHES
+    outputs: tuple[Any, ...]  # for these inputs, computed before folding
     one_output: bool  # whether the model returns a single tensor
     relative_error: float  # of folding
     params_before: int  # before folding
@@ -89,16 +92,17 @@ class FoldedModel:
         )
 
 
-def metadata(folded: FoldedModel, input_name: str) -> dict[str, Any]:
+def metadata(folded: FoldedModel, input_names: Sequence[str]) -> dict[str, Any]:
     """Return the metadata of an exported file, without entries that the checkpoint lacks."""
     stated = folded.checkpoint.preprocessing
-    channels = folded.input_size[0]
+    first_size = each_size(folded.input_size)[0]
+    channels = first_size[0] if first_size else None
     classes = stated.get("num_classes")
     facts = {
         "dcls_convert_version": __version__,
         "base_model": folded.checkpoint.plan.model,
-        "input_name": input_name,
-        "input_size": list(folded.input_size),
+        "input_name": input_names[0] if len(input_names) == 1 else list(input_names),
+        "input_size": folded.input_size,
         "mean": _if_count_matches(stated.get("mean"), channels),
         "std": _if_count_matches(stated.get("std"), channels),
         "interpolation": stated.get("interpolation"),
@@ -117,6 +121,14 @@ def _if_count_matches(values: Any, count: Any) -> Any:
     return None
 
 
+def any_batch_shapes(model: nn.Module, inputs: Inputs, size: Any) -> Any:
+    """Return `dynamic_shapes` for torch.export: this size for the first axis of each input."""
+    shapes: Any = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
+    for tensor in inputs:
+        shapes[tensor] = {0: size}
+    return shapes.dynamic_shapes(model, inputs)
+
+
 def root_cause(error: BaseException) -> str:
     """Return the root cause as text: exporters wrap errors in long advice to the model's author."""
     while error.__cause__ is not None:
@@ -125,7 +137,7 @@ def root_cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {shortened(message, 200)}"
 
 
-def run_model(model: ModelFunction, batches: Sequence[Tensor], subject: str) -> tuple[Any, ...]:
+def run_model(model: ModelFunction, batches: Sequence[Inputs], subject: str) -> tuple[Any, ...]:
     """Return the outputs for each batch.
 
     Raises:
@@ -133,11 +145,10 @@ def run_model(model: ModelFunction, batches: Sequence[Tensor], subject: str) -> 
     """
     try:
         with torch.no_grad(), suppress_output():
-            return tuple(model(images) for images in batches)
+            return tuple(model(*inputs) for inputs in batches)
     except Exception as error:  # the model's own code may raise anything
-        raise ModelError(
-            f"{subject} does not run on {tuple(batches[0].shape)}: {root_cause(error)}"
-        ) from error
+        shapes = " and ".join(str(tuple(tensor.shape)) for tensor in batches[0])
+        raise ModelError(f"{subject} does not run on {shapes}: {root_cause(error)}") from error
 
 
 def with_flat_outputs(folded: FoldedModel) -> FoldedModel:
@@ -159,5 +170,5 @@ class _FlatOutputs(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tensors_in(self.model(images)))
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensors_in(self.model(*inputs)))

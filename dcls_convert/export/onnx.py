@@ -11,15 +11,21 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelError
+from ..networks.inputs import Inputs
 from ..options import DEFAULT_OPSET
 from .export_file import export_file
-from .folded_model import ExportReport, FoldedModel, ModelFunction, metadata
+from .folded_model import (
+    ExportReport,
+    FoldedModel,
+    ModelFunction,
+    any_batch_shapes,
+    metadata,
+)
 
 BOUND = 1e-3  # largest relative error; onnxruntime has other kernels and folds constants
 # Without this variable, onnxruntime 1.29 and later sends names of models to its makers.
 NO_TELEMETRY = "ORT_DISABLE_TELEMETRY"
 MAX_IN_ONE_FILE = 1_900_000_000  # bytes of weights; ONNX files are protobufs, limited to 2 GiB
-INPUT_NAME = "input"
 OUTPUT_NAME = "output"  # if there is one output
 LOAD_ONNX = 'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{folder}")\n'
 
@@ -32,15 +38,15 @@ def write_onnx(folded: FoldedModel) -> ExportReport:
     opset = folded.opset or DEFAULT_OPSET
     size = sum(tensor.nbytes for tensor in folded.model.state_dict().values())
 
-    def export(path: Path, images: Tensor, any_batch: bool) -> ModelFunction:
+    def export(path: Path, inputs: Inputs, any_batch: bool) -> ModelFunction:
         shapes = None
         if any_batch:
-            shapes = ({0: "batch"},)
+            shapes = any_batch_shapes(folded.model, inputs, "batch")
         torch.onnx.export(
             folded.model,
-            (images,),
+            inputs,
             path,
-            input_names=[INPUT_NAME],
+            input_names=list(folded.input_names),
             output_names=[OUTPUT_NAME] if folded.one_output else None,
             opset_version=opset,
             dynamo=True,
@@ -48,7 +54,7 @@ def write_onnx(folded: FoldedModel) -> ExportReport:
             external_data=size > MAX_IN_ONE_FILE,
             verbose=False,
         )
-        _check_opset_and_add_metadata(path, opset, metadata(folded, INPUT_NAME))
+        _check_opset_and_add_metadata(path, opset, metadata(folded, folded.input_names))
         return _load(path)
 
     return replace(export_file(folded, BOUND, export, LOAD_ONNX), opset=opset)
@@ -61,10 +67,11 @@ def _load(path: Path) -> ModelFunction:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    (entry,) = session.get_inputs()
+    names = [entry.name for entry in session.get_inputs()]
 
-    def run(images: Tensor) -> tuple[Tensor, ...]:
-        outputs = session.run(None, {entry.name: images.numpy()})
+    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+        arrays = [tensor.numpy() for tensor in inputs]
+        outputs = session.run(None, dict(zip(names, arrays, strict=True)))
         return tuple(map(torch.from_numpy, outputs))
 
     return run

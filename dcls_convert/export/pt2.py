@@ -4,11 +4,18 @@ import io
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
+from ..networks.inputs import Inputs
 from ..records import write_json
 from .export_file import export_file
-from .folded_model import FOLDING_BOUND, ExportReport, FoldedModel, ModelFunction, metadata
+from .folded_model import (
+    FOLDING_BOUND,
+    ExportReport,
+    FoldedModel,
+    ModelFunction,
+    any_batch_shapes,
+    metadata,
+)
 
 METADATA = "metadata.json"  # name of the metadata among the file's `extra_files`
 LOAD_PT2 = 'import torch\n\nmodel = torch.export.load("{folder}").module()\n'
@@ -17,14 +24,14 @@ LOAD_PT2 = 'import torch\n\nmodel = torch.export.load("{folder}").module()\n'
 def write_pt2(folded: FoldedModel) -> ExportReport:
     """Write the .pt2 file."""
 
-    def export(path: Path, images: Tensor, any_batch: bool) -> ModelFunction:
+    def export(path: Path, inputs: Inputs, any_batch: bool) -> ModelFunction:
         shapes = None
         if any_batch:
-            shapes = ({0: torch.export.Dim.DYNAMIC},)
-        program = torch.export.export(folded.model, (images,), dynamic_shapes=shapes)
+            shapes = any_batch_shapes(folded.model, inputs, torch.export.Dim.DYNAMIC)
+        program = torch.export.export(folded.model, inputs, dynamic_shapes=shapes)
         _remove_stack_traces_(program)
-        (input_name,) = program.graph_signature.user_inputs
-        facts = write_json(metadata(folded, str(input_name)))
+        names = [str(name) for name in program.graph_signature.user_inputs]
+        facts = write_json(metadata(folded, names))
         # Save to memory first: if the disk is full, torch's own file writer ends the process.
         file = io.BytesIO()
         torch.export.save(program, file, extra_files={METADATA: facts})

@@ -102,8 +102,8 @@ def _error_of_folder(folded: FoldedModel, folder: Path, subject: str) -> float:
     source = ModelSource(name=f"local-dir:{folder}")
     # Safe: the folder names one of timm's own architectures, so no other code is run.
     loaded = build_model(source, pretrained=True, trust_code=True).eval()
-    images = [batch.float() for batch in folded.images]
-    outputs = run_model(loaded, images, subject)
+    batches = [tuple(tensor.float() for tensor in inputs) for inputs in folded.batches]
+    outputs = run_model(loaded, batches, subject)
     return check_close(folded.outputs, outputs, bound=FOLDING_BOUND, what=subject)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import DclsConvertError, check_argument
 from ..input import check_images
+from ..input_sizes import TensorSize, each_size, input_size_text
 from ..options import CALIBRATION_IMAGES
 from ..planning.plan import ConversionPlan
 from ..progress import Note, ignore_messages
@@ -99,6 +100,7 @@ def calibrate(
     """
     check_argument("model", model, nn.Module)
     check_argument("plan", plan, ConversionPlan)
+    image_size = _image_size(plan)
     if not isinstance(images, str | Path):
         for name, value in (("mean", mean), ("std", std), ("most_images", most_images)):
             if value is not None:
@@ -110,17 +112,17 @@ def calibrate(
         if held_out is not None:
             raise DclsConvertError("calibration: a Calibration states what it holds out itself")
         return images
-    image_axes = 3 if plan.input_size is None else len(plan.input_size)
+    image_axes = 3 if image_size is None else len(image_size)
     max_images = CALIBRATION_IMAGES if most_images is None else most_images
 
     def read(source: Images, *, holds_out: bool) -> Calibration:
         if isinstance(source, str | Path):
-            size = check_image_size(plan.input_size)
+            size = check_image_size(image_size)
             normalisation = normalisation_of(model, size[0], mean, std)
             return _read_folder(
                 Path(source), size, normalisation, note, max_images=max_images, holds_out=holds_out
             )
-        batches = tuple(_given_batches(source, image_axes, plan.input_size))
+        batches = tuple(_given_batches(source, image_axes, image_size))
         _refuse_infinite(batches)
         if holds_out:
             return _with_every_fifth_held_out(batches)
@@ -133,6 +135,19 @@ def calibrate(
     if not len(calibration):
         raise DclsConvertError(f"calibration: there are no images in {shortened(images)}")
     return calibration
+
+
+def _image_size(plan: ConversionPlan) -> TensorSize | None:
+    """Return the size of the images, if it is known; refuse a network of several inputs."""
+    if plan.input_size is None:
+        return None
+    first, *others = each_size(plan.input_size)
+    if others:
+        raise DclsConvertError(
+            "calibration: images are for a network of one input, and this one takes "
+            f"{input_size_text(plan.input_size)}; convert it without them"
+        )
+    return first
 
 
 def _refuse_infinite(batches: Sequence[Tensor]) -> None:

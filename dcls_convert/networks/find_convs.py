@@ -6,29 +6,41 @@ from torch import nn
 
 from ..errors import PlanError, check_argument
 from ..geometry import size_text
+from ..input_sizes import (
+    GivenInputSizes,
+    InputSizes,
+    checked_input_size,
+    each_size,
+    sides_of_image,
+)
 from ..layers.conv_classes import AnyConv, padding_of
 from ..layers.dcls_conv import DclsConvNd
 from ..layers.replaceable import why_not_replaceable
 from ..text import one_line
+from .inputs import why_not_called_with
 from .references import find_references
 from .sites import ConvSite, ModelConvs, Skipped
 from .stages import OutputStride, find_stages, output_stride
 from .tracing import Calls, Trace, trace
 from .wrappers import check_not_wrapped, other_forms, why_inside_wrapper
 
-NOT_CHECKED = " (so output sizes, and uses of convolutions by other code, are not checked)"
+UNCHECKED = "output sizes, and uses of convolutions by other code, are not checked"
+NOT_CHECKED = f" (so {UNCHECKED})"
+AS_TENSORS = "inputs are floating-point tensors by position"
+OR_NO_SIZE = f" (without an input size, {UNCHECKED})"
 IMAGE_CHANNELS = 3  # assumed where the input size does not state them
 
 
-def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> ModelConvs:
+def find_convs(model: nn.Module, input_size: GivenInputSizes | None = None) -> ModelConvs:
     """Return every convolution object of `model` once, under all its names.
 
     Args:
         model: Not changed. Its weights may be on any device, meta included.
         input_size: Size of one input, (channels, *spatial); in 2-D and 3-D, the spatial sizes
-            alone mean 3 channels. Without it, the size that a timm model states is used. Output
-            sizes and MACs come from one forward pass on the meta device; they are None if the
-            model does not run there.
+            alone mean 3 channels. For a network of several inputs, one size for each tensor that
+            forward takes by position: ((3, 64, 64), (16,)). Without it, the size that a timm model
+            states is used. Output sizes and MACs come from one forward pass on the meta device;
+            they are None if the model does not run there.
 
     Raises:
         ModelError: `model` is not a module.
@@ -43,9 +55,6 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
     traced, macs_note = _try_trace(model, size)
     spatial = {names[0] for conv, names in names_of.items() if max(conv.kernel_size) > 1}
     stages = find_stages(model, _output_strides(traced), spatial)
-    image_channels = IMAGE_CHANNELS
-    if size is not None:
-        image_channels = size[0]
     modules_by_parameter = _modules_by_parameter(model)
     references = find_references(model)
     first_conv = next(iter(names_of), None)
@@ -65,8 +74,7 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
             sees_image = conv is first_conv  # an assumption: there is no trace
         else:
             sees_image = calls.takes_image
-        has_image_channels = size is None or conv.in_channels == image_channels
-        takes_image = sees_image and has_image_channels
+        takes_image = sees_image and _may_take_inputs(conv, size)
         site = _site(
             conv,
             names,
@@ -84,6 +92,14 @@ def find_convs(model: nn.Module, input_size: Sequence[int] | None = None) -> Mod
         macs_note=macs_note,
         stages_from=stages.found_by,
     )
+
+
+def _may_take_inputs(conv: AnyConv, size: InputSizes | None) -> bool:
+    """True if a convolution has the channels of an input, or of all inputs put together."""
+    if size is None:
+        return True
+    channels = [one[0] for one in each_size(size) if one]
+    return conv.in_channels in (*channels, sum(channels))
 
 
 def _why_skipped(conv: AnyConv, modules_by_parameter: Mapping[int, Sequence[str]]) -> str | None:
@@ -154,28 +170,30 @@ def _modules_by_parameter(model: nn.Module) -> dict[int, list[str]]:
     return holders
 
 
-def _try_trace(
-    model: nn.Module, size: tuple[int, ...] | None
-) -> tuple[Trace, None] | tuple[None, str]:
+def _try_trace(model: nn.Module, size: InputSizes | None) -> tuple[Trace, None] | tuple[None, str]:
     """Trace the model; return the trace and None, or None and the reason why it failed."""
     if size is None:
-        return None, f"no input size is known; state one{NOT_CHECKED}"
+        cure = why_not_called_with(model, 1) or "state one"
+        return None, f"no input size is known; {cure}{NOT_CHECKED}"
     try:
         return trace(model, size), None
     except Exception as error:  # any model code may run here; the model can still be converted
-        reason = one_line(error)[:200]
-        return None, (f"the model does not run on the meta device at {size}: {reason}{NOT_CHECKED}")
+        reason = why_not_called_with(model, len(each_size(size)))
+        if reason is None:
+            message = one_line(error)[:200]
+            reason = f"the model does not run on the meta device at {size}: {message}; {AS_TENSORS}"
+        return None, f"{reason}{NOT_CHECKED}"
 
 
 def _output_strides(traced: Trace | None) -> dict[str, OutputStride]:
     """Return, by name, the output stride of each convolution whose output has all image axes."""
     if traced is None:
         return {}
-    image_sides = traced.input_size[1:]
     strides: dict[str, OutputStride] = {}
     for name, calls in traced.calls.items():
         first_size = calls.output_size
-        if len(first_size) == len(image_sides) and min(first_size) > 0:
+        image_sides = sides_of_image(traced.input_size, len(first_size))
+        if image_sides is not None and min(first_size) > 0:
             strides[name] = output_stride(image_sides, first_size)
     return strides
 
@@ -238,25 +256,23 @@ def _kind(conv: AnyConv) -> str:
 
 
 def _input_size(
-    model: nn.Module, requested: Sequence[int] | None, dims: int
-) -> tuple[int, ...] | None:
-    """Return (channels, *spatial): the requested size, or the size that a timm model states."""
+    model: nn.Module, requested: GivenInputSizes | None, dims: int
+) -> InputSizes | None:
+    """Return the requested size with its channels, or the size that a timm model states."""
     if requested is None:
         return _stated_input_size(model)
-    numbers = requested if isinstance(requested, Sequence) else ()
-    are_positive = all(isinstance(number, int) and number >= 1 for number in numbers)
-    if not 2 <= len(numbers) <= 4 or not are_positive:
+    input_size = checked_input_size(requested)
+    sizes = each_size(input_size)
+    if len(sizes) > 1:
+        return input_size
+    (size,) = sizes
+    if len(size) not in (dims, dims + 1):
         raise PlanError(
-            f"input size {requested!r} must be channels and spatial sizes, such as (3, 224, 224)"
+            f"input size {size_text(size)} must be channels and {dims} sides, the model is {dims}-D"
         )
-    if len(requested) not in (dims, dims + 1):
-        raise PlanError(
-            f"input size {size_text(requested)} must be channels and {dims} sides, "
-            f"the model is {dims}-D"
-        )
-    if len(requested) == dims:
-        return (IMAGE_CHANNELS, *requested)
-    return tuple(requested)
+    if len(size) == dims:
+        return (IMAGE_CHANNELS, *size)
+    return size
 
 
 def _stated_input_size(model: nn.Module) -> tuple[int, ...] | None:

@@ -137,14 +137,15 @@ def _older_precision_settings() -> tuple[str, bool] | None:
         return None
 
 
-def run_batch(model: nn.Module, batch: Tensor) -> Any:
+def run_batch(model: nn.Module, *inputs: Tensor) -> Any:
     """Return the outputs for a batch, which is moved to the model's device and `image_dtype`.
 
     What `forward` changes in the model is undone: buffers, counters and caches in attributes.
     """
-    device = next(iter([*model.parameters(), *model.buffers()]), batch).device
+    device = next(iter([*model.parameters(), *model.buffers(), *inputs])).device
+    dtype = image_dtype(model)
     with _copied_buffers(model), _restored_attributes(model):
-        return model(batch.to(device, image_dtype(model)))
+        return model(*[tensor.to(device, dtype) for tensor in inputs])
 
 
 @contextlib.contextmanager

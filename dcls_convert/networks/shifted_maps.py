@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ..geometry import extent, padded_cells
 from ..layers.conv_classes import AnyConv, padding_of
 from ..layers.replaceable import why_not_replaceable
+from .inputs import Inputs
 from .map_reach import (
     Reach,
     Source,
@@ -80,17 +81,18 @@ class Operation:
 
 
 def find_shifted_axes(
-    operations: Iterable[Operation], image: Tensor, names: Mapping[nn.Module, str]
+    operations: Iterable[Operation], inputs: Inputs, names: Mapping[nn.Module, str]
 ) -> dict[str, tuple[int, ...]]:
     """Return, for convolutions that look one way only, the axes along which they do.
 
     Args:
         operations: What ran, in this order. Their tensors are still alive.
-        image: The network's input.
+        inputs: The network's inputs.
         names: Names of the convolutions.
     """
     maps = _Maps(names)
-    maps.start(image)
+    for tensor in inputs:
+        maps.start(tensor)
     for operation in operations:
         maps.follow(operation)
     maps.end_unused()

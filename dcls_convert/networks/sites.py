@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..geometry import Padding, size_text
+from ..input_sizes import InputSizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +85,7 @@ class ModelConvs:
     skipped: tuple[Skipped, ...]
     params: int  # each parameter counted once
     macs: int | None  # for one image at input_size; None if the forward pass could not be traced
-    input_size: tuple[int, ...] | None
+    input_size: InputSizes | None
     macs_note: str | None  # why macs is None
     stages_from: str  # how the stages were found
 

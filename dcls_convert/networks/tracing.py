@@ -6,16 +6,17 @@ On the meta device, no values are computed.
 import contextlib
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..input_sizes import InputSizes
 from ..layers.conv_classes import AnyConv
 from .conv_uses import ConvUses
 from .copying import meta_copy
+from .inputs import Inputs, meta_inputs
 from .running import image_dtype, seeded, suppress_output
 from .shifted_maps import find_shifted_axes
 
@@ -30,7 +31,7 @@ class Calls:
     output_size: tuple[int, ...]  # spatial, of the first call
     input_extent: tuple[int, ...]  # smallest spatial input of any call
     output_positions: int = 0  # spatial positions of all calls, for one image
-    # True if its input was the image itself, or if it was called before any other convolution.
+    # True if it saw an input of the network, or if it was called before any other convolution.
     takes_image: bool = False
     # Axes along which other code shifts its map, so that it looks one way only.
     shifted_axes: tuple[int, ...] = ()
@@ -40,15 +41,15 @@ class Calls:
 class Trace:
     """The record of one image's forward pass through a model."""
 
-    input_size: tuple[int, ...]  # of the image: channels, *spatial
+    input_size: InputSizes
     calls: dict[str, Calls]  # by the first qualified name of the convolution
     macs: int  # of all operators
     # Name of a convolution -> how other code than itself uses its weight or settings.
     other_uses: dict[str, str]
 
 
-def trace(model: nn.Module, input_size: Sequence[int]) -> Trace:
-    """Run a meta copy of the model, in eval mode, on an image (channels, *spatial).
+def trace(model: nn.Module, input_size: InputSizes) -> Trace:
+    """Run a meta copy of the model, in eval mode, on one image, or on one of each of its inputs.
 
     Then the copy runs in training mode, where other code may use convolutions too. Errors of the
     model's own code in eval mode are raised unchanged.
@@ -63,14 +64,14 @@ def trace(model: nn.Module, input_size: Sequence[int]) -> Trace:
         raise
 
 
-def _trace_in_both_modes(meta: nn.Module, original: nn.Module, input_size: Sequence[int]) -> Trace:
+def _trace_in_both_modes(meta: nn.Module, original: nn.Module, input_size: InputSizes) -> Trace:
     traced = _trace(meta, original, input_size)
     other_uses = _uses_in_training_mode(meta, original, input_size) | traced.other_uses
     return replace(traced, other_uses=other_uses)
 
 
 def _uses_in_training_mode(
-    meta: nn.Module, original: nn.Module, input_size: Sequence[int]
+    meta: nn.Module, original: nn.Module, input_size: InputSizes
 ) -> dict[str, str]:
     """Return how other code uses convolutions in training mode, as far as the model runs there."""
     for module in meta.modules():
@@ -86,18 +87,18 @@ def _uses_in_training_mode(
     return {name: f"in training mode, {reason}" for name, reason in uses.reasons.items()}
 
 
-def _trace(meta: nn.Module, original: nn.Module, input_size: Sequence[int]) -> Trace:
+def _trace(meta: nn.Module, original: nn.Module, input_size: InputSizes) -> Trace:
     from torch.utils.flop_counter import FlopCounterMode
 
     counter: Any = FlopCounterMode(display=False)
     counter.mod_tracker = _WholeModel()
     uses = ConvUses(meta, original)
     with counter:
-        image, calls = _run_and_record(meta, input_size, uses)
-    for name, axes in find_shifted_axes(uses.operations, image, uses.names).items():
+        inputs, calls = _run_and_record(meta, input_size, uses)
+    for name, axes in find_shifted_axes(uses.operations, inputs, uses.names).items():
         calls[name].shifted_axes = axes
     return Trace(
-        input_size=tuple(input_size),
+        input_size=input_size,
         calls=calls,
         macs=int(counter.get_total_flops()) // 2,  # a multiply-accumulate is two operations
         other_uses=uses.reasons,
@@ -114,14 +115,14 @@ class _WholeModel(contextlib.nullcontext[None]):
 
 
 def _run_and_record(
-    meta: nn.Module, input_size: Sequence[int], uses: ConvUses, *, batch: int = 1
-) -> tuple[Tensor, dict[str, Calls]]:
+    meta: nn.Module, input_size: InputSizes, uses: ConvUses, *, batch: int = 1
+) -> tuple[Inputs, dict[str, Calls]]:
     """Run a meta copy on images, watched by `uses`.
 
     Returns:
-        The images, and the calls of each convolution.
+        The network's inputs, and the calls of each convolution.
     """
-    image = torch.empty(batch, *input_size, dtype=image_dtype(meta), device="meta")
+    inputs = meta_inputs(input_size, batch, image_dtype(meta))
     calls: dict[str, Calls] = {}
     convs: dict[nn.Module, tuple[str, int]] = {}  # name, and number of dimensions
     for name, module in meta.named_modules():
@@ -140,26 +141,24 @@ def _run_and_record(
         conv_calls.input_extent = tuple(map(min, conv_calls.input_extent, input_extent))
         batch = output.shape[0] if output.dim() == dims + 2 else 1
         conv_calls.output_positions += batch * math.prod(output_size)
-        if is_first or input is image:
+        if is_first or any(input is tensor for tensor in inputs):
             conv_calls.takes_image = True
 
     with contextlib.ExitStack() as hooks, torch.no_grad(), torch.device("meta"):
         for conv in convs:
             hooks.enter_context(conv.register_forward_hook(record, with_kwargs=True))
         with uses:
-            _run(meta, image)
-    return image, calls
+            _run(meta, inputs)
+    return inputs, calls
 
 
-def _run(model: nn.Module, image: Tensor) -> object:
-    """Run a model on one image (1, C, *spatial), and return its outputs.
+def _run(model: nn.Module, inputs: Inputs) -> object:
+    """Run a model on its inputs, and return its outputs.
 
     Some torchvision models do not take a batch of images.
     """
     for base in type(model).__mro__:
         family = base.__module__.partition("torchvision.models.")[2]
-        if family == "optical_flow.raft":
-            return model(image, image)  # flow is from one image to the next
         if not family.startswith("detection."):
             continue
         if base.__name__ == "GeneralizedRCNN":
@@ -171,9 +170,9 @@ def _run(model: nn.Module, image: Tensor) -> object:
             # a meta copy does not have.
             hook = model.get_submodule("head").register_forward_hook(_stop)
             with hook, contextlib.suppress(_HeadIsDone):
-                model([image[0]])
+                model([*inputs[0]])
             return None
-    return model(image)
+    return model(*inputs)
 
 
 class _HeadIsDone(Exception):

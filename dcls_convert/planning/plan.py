@@ -12,6 +12,7 @@ from rich.text import Text
 
 from ..errors import CheckpointError, PlanError
 from ..geometry import size_text
+from ..input_sizes import InputSizes
 from ..networks.sites import Skipped
 from ..options import Scope, Tie
 from ..records import STRICT, JsonFraction, Record
@@ -51,7 +52,7 @@ class ConversionPlan(Record):
     model: str | None  # "timm:convnext_tiny"; None for a module that only its user can build
     # Keyword arguments with which the model is built.
     model_args: dict[str, Any] = field(default_factory=dict)
-    input_size: tuple[int, ...] | None
+    input_size: InputSizes | None
     rules: str  # file or name
     rules_text: str  # the rules as they were given
     scope: Scope

@@ -10,7 +10,7 @@ from pydantic import Field, computed_field
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..geometry import size_text
+from ..input_sizes import InputSizes, input_size_text
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import Skipped
 from ..options import ERROR_SCOPE, MAX_ADDED_COST_PERCENT, MIN_GROWTH
@@ -40,7 +40,7 @@ class ConversionReport(Record):
 
     format: int = 1
     model: str | None
-    input_size: tuple[int, ...] | None
+    input_size: InputSizes | None
     output: str | None  # the checkpoint folder; None if nothing was written
     params: ParamsChange
     macs: MacsChange
@@ -146,7 +146,7 @@ def _heading(report: ConversionReport) -> list[RenderableType]:
     if report.folded:
         model += ", folded"
     if report.input_size:
-        model += f", input {size_text(report.input_size)}"
+        model += f", input {input_size_text(report.input_size)}"
     return [
         Text(_headline(report), style=_headline_style(report)),
         Text(kernels) + Text(printable(model), style="dim"),

@@ -8,7 +8,11 @@ import torch
 from torch import nn
 
 from dcls_convert import find_convs
-from dcls_convert.checkpoints.fingerprint import Fingerprint, take_fingerprint
+from dcls_convert.checkpoints.fingerprint import (
+    Fingerprint,
+    fingerprint_deviation,
+    take_fingerprint,
+)
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.source import ModelSource
 
@@ -105,3 +109,16 @@ def test_a_model_that_cannot_run_says_why():
 
     assert take_fingerprint(TwoInputs(), None).reason == "the plan has no input size"
     assert take_fingerprint(TwoInputs(), IMAGE).reason.startswith("TypeError: ")
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_every_input_reaches_the_outputs_of_a_fingerprint(changed):
+    class Net(nn.Sequential):
+        def forward(self, image, vector):
+            return self[0](image), self[1](vector)
+
+    net = Net(nn.Conv2d(3, 2, 1), nn.Linear(4, 2))
+    before = take_fingerprint(net, (IMAGE, (4,)))
+    assert fingerprint_deviation(take_fingerprint(net, (IMAGE, (4,))), before) == 0
+    nn.init.ones_(net[changed].weight)
+    assert fingerprint_deviation(take_fingerprint(net, (IMAGE, (4,))), before) > 0.1

@@ -25,10 +25,14 @@ EXPORTS = [ONNX, PT2]
 
 
 def facts_of(written):
-    if written.format == "onnx":
-        return {entry.key: entry.value for entry in onnx.load(written.output).metadata_props}
+    return facts_of_file(Path(written.output))
+
+
+def facts_of_file(file):
+    if Path(file).suffix == ".onnx":
+        return {entry.key: entry.value for entry in onnx.load(file).metadata_props}
     extra = {METADATA: ""}
-    torch.export.load(written.output, extra_files=extra)
+    torch.export.load(file, extra_files=extra)
     return json.loads(extra[METADATA])
 
 

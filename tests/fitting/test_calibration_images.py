@@ -28,6 +28,7 @@ from dcls_convert.fitting.image_files import (
 from dcls_convert.input import SYSTEM_FOLDERS
 
 from ..model_state import state_of
+from ..several_inputs import IMAGE, MASK, TwoImages
 
 FORMATS = ["JPEG", "MPO", "PNG", "BMP", "WEBP", "TIFF", "PPM", "GIF"]
 PHOTO = Image.linear_gradient("L").resize((40, 21)).convert("RGB")
@@ -387,3 +388,9 @@ def test_a_tensor_of_the_wrong_shape_or_type_is_refused_with_the_right_one(
     for images in (tensor, [tensor]):
         with pytest.raises(DclsConvertError, match=f"^{re.escape(message)}$"):
             calibrate(model, replace(plan, input_size=size), images)
+
+
+def test_images_are_refused_for_a_network_of_several_inputs():
+    images = torch.zeros(2, *IMAGE)
+    with pytest.raises(DclsConvertError, match=r"one input, and this one takes 3x16x16,1x16x16"):
+        convert_(TwoImages(), input_size=(IMAGE, MASK), calibration=images)

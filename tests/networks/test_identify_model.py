@@ -78,7 +78,7 @@ def test_classes_and_settings_of_a_tag_are_arguments():
         # Its weights are for 518 pixels; without them, it is built for 224.
         "vit_h_14": (3, 224, 224),
         "deeplabv3_mobilenet_v3_large": (3, 520, 520),
-        "raft_small": (3, 224, 224),  # nothing is stated
+        "raft_small": ((3, 224, 224), (3, 224, 224)),  # from one image to the next
     }.items(),
 )
 def test_assumed_input_sizes(name, size):

@@ -290,3 +290,22 @@ def test_where_all_are_shifted_the_message_names_the_rule():
     model = FORMS["rows above"][1]()
     with pytest.raises(PlanError, match=r"shifts its map along axis 0, .*padding: any"):
         convert_(model, rules=DEFAULT, dilated_size=7, input_size=INPUT[2])
+
+
+class InTwoParts(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, first, others):
+        return self.model(torch.cat([first, others], 1))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_it_does_not_matter_whether_channels_come_in_one_input_or_in_two(name):
+    dims, build = FORMS[name]
+    channels, *sides = INPUT[dims]
+    whole = find_convs(build(), INPUT[dims]).sites
+    parts = find_convs(InTwoParts(build()), ((1, *sides), (channels - 1, *sides))).sites
+    assert any(site.shifted_axes for site in whole)
+    assert [site.shifted_axes for site in parts] == [site.shifted_axes for site in whole]
