@@ -79,7 +79,7 @@ def _free_groups(
     groups: Sequence[LayerGroup], model_plan: ConversionPlan
 ) -> tuple[list[LayerGroup], int]:
     """Return the groups whose counts no rule states, and the parameters that are left for them."""
-    limit = model_plan.budget[0].limit
+    limit = model_plan.budget.limit
     free_groups: list[LayerGroup] = []
     for group in groups:
         if group.layer_plans[0].count_is_stated:

@@ -18,11 +18,10 @@ UNSOLVED = 0  # kernel count of a layer until the budget decides it; no rule or 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BudgetUnit:
-    """The kernel count, and how much of the budget it uses."""
+class Budget:
+    """How many parameters the new kernels and positions may use, and how many they do use."""
 
-    name: str  # "model": all layers share the budget
-    kernel_count: int | None  # None if its layers have different counts
+    kernel_count: int | None  # None if layers have different counts
     # The unrounded count that would use the whole budget; None if kernel_count is None.
     exact_count: JsonFraction | None
     limit: int  # parameters
@@ -31,7 +30,7 @@ class BudgetUnit:
 
 def solve_counts(
     drafts: Sequence[LayerPlan], share: Fraction
-) -> tuple[tuple[LayerPlan, ...], BudgetUnit]:
+) -> tuple[tuple[LayerPlan, ...], Budget]:
     """Give the UNSOLVED layers one count: the largest that the budget has room for.
 
     It is at most the number of cells of their smallest window.
@@ -69,9 +68,7 @@ def solve_counts(
     elif len({layer.kernel_count for layer in drafts}) == 1:
         count = drafts[0].kernel_count
         exact = limit / Fraction(_params(drafts), count)
-    budget = BudgetUnit(
-        name="model", kernel_count=count, exact_count=exact, limit=limit, used=_params(layers)
-    )
+    budget = Budget(kernel_count=count, exact_count=exact, limit=limit, used=_params(layers))
     return tuple(layers), budget
 
 

@@ -1,6 +1,5 @@
 """A conversion plan as data: what replaces what, and what is tied; to and from JSON."""
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from ..options import Scope, Tie
 from ..records import STRICT, JsonFraction, Record
 from ..tables import as_html, as_text
 from ..text import count_text, printable, range_text, short_list, shortened
-from .budget import BudgetUnit, solve_counts
+from .budget import Budget, solve_counts
 from .layer_plan import LayerPlan, check_layer
 from .paths import any_matches_path, nearest_paths
 from .tie_groups import TieGroup, tie_groups_of, without_lone_ties
@@ -27,8 +26,6 @@ PLAN_FORMAT = 1
 # Fields that `diff` does not compare as a whole: they follow from layers and options, or the layers
 # are compared one by one.
 _NOT_COMPARED_WHOLE = {"layers", "tie_groups", "budget", "skipped"}
-# Fields of a layer that older plans lack. They are no part of the hash.
-_NEWER_FIELDS = ("input_extent", "count_is_stated")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +58,7 @@ class ConversionPlan(Record):
     layers: tuple[LayerPlan, ...]
     tie_groups: tuple[TieGroup, ...]
     skipped: tuple[Skipped, ...]
-    budget: tuple[BudgetUnit]  # of all layers; format 1 keeps a list
+    budget: Budget
     params: int  # of the whole model, before
     macs: int | None  # of the whole model, before
     macs_note: str | None
@@ -93,15 +90,6 @@ class ConversionPlan(Record):
         """
         return cls.from_json(json.dumps(data), where)
 
-    @property
-    def hash(self) -> str:
-        """SHA-256 over the canonical JSON, without the fields that older plans lack."""
-        values = self.to_dict()
-        for layer in values["layers"]:
-            for name in _NEWER_FIELDS:
-                del layer[name]
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
     def diff(self, other: "ConversionPlan") -> tuple[PlanDifference, ...]:
         """Return what differs between two plans: first in the plans as a whole, then in layers.
 
@@ -131,7 +119,7 @@ class ConversionPlan(Record):
         """Return the plan without some of its layers, which then stay as they are in the model.
 
         The other layers keep their windows and counts. A layer that is left alone in its tie group
-        gets its own positions. The budgets are those of the layers that remain.
+        gets its own positions. The budget is that of the layers that remain.
 
         Args:
             paths: Qualified name of a module, to leave out all its layers; a pattern for names of
@@ -159,7 +147,7 @@ class ConversionPlan(Record):
             self,
             layers=layers,
             tie_groups=tie_groups_of(layers),
-            budget=(budget,),
+            budget=budget,
             skipped=(*self.skipped, *removed),
         )
 

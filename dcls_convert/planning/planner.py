@@ -148,7 +148,7 @@ def make_plan(
         share=share,
         layers=layers,
         tie_groups=tie_groups_of(layers),
-        budget=(budget,),
+        budget=budget,
         folded=False,
     )
 

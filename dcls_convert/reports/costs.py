@@ -74,12 +74,14 @@ class LayerReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BudgetUse:
-    """How many parameters new kernels and positions may use, and how many they do use.
+class BudgetReport:
+    """How the kernel counts were chosen, and how many parameters they may use, and do use.
 
     The numbers of a folded model are those before folding.
     """
 
+    scope: str
+    kernel_count: int | None  # None if layers have different counts
     limit: int
     used: int
     # The kernel count that would use the whole budget, rounded down to two decimals; None if the
@@ -91,22 +93,6 @@ class BudgetUse:
     def slack(self) -> int:
         """Parameters left; negative if a given count exceeds the budget."""
         return self.limit - self.used
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnitReport(BudgetUse):
-    """The budget of all layers together."""
-
-    name: str  # "model"
-    kernel_count: int | None  # None if its layers have different counts
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BudgetReport(BudgetUse):
-    """How the kernel counts were chosen, and the budget of all layers together."""
-
-    scope: str
-    units: tuple[UnitReport]  # a list in the JSON
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

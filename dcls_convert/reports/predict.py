@@ -1,11 +1,9 @@
 """Predict the report of a conversion from its plan."""
 
-from typing import Any
-
 from ..errors import check_argument
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
-from .costs import BudgetReport, LayerReport, MacsChange, ParamsChange, UnitReport
+from .costs import BudgetReport, LayerReport, MacsChange, ParamsChange
 from .report import ConversionReport
 
 
@@ -41,18 +39,18 @@ def predict_report(plan: ConversionPlan) -> ConversionReport:
 
 
 def _budget_report(plan: ConversionPlan) -> BudgetReport:
-    (budget,) = plan.budget
+    budget = plan.budget
     exact_count = None
     if budget.exact_count is not None:
         # Rounded down: rounded to nearest, a bound just below 35 would read 35.
         exact_count = int(budget.exact_count * 100) / 100
-    use: dict[str, Any] = {
-        "limit": budget.limit,
-        "used": budget.used,
-        "exact_count": exact_count,
-    }
-    unit = UnitReport(name=budget.name, kernel_count=budget.kernel_count, **use)
-    return BudgetReport(scope=plan.scope, units=(unit,), **use)
+    return BudgetReport(
+        scope=plan.scope,
+        kernel_count=budget.kernel_count,
+        limit=budget.limit,
+        used=budget.used,
+        exact_count=exact_count,
+    )
 
 
 def predicted_layer(plan: ConversionPlan, layer: LayerPlan) -> LayerReport:

@@ -289,7 +289,7 @@ def _budget_sentence(report: ConversionReport) -> str:
         text += " before folding"
     text += ": "
     if budget.exact_count is not None:
-        text += f"{count_text(budget.units[0].kernel_count or 0, 'element')} per kernel use "
+        text += f"{count_text(budget.kernel_count or 0, 'element')} per kernel use "
     text += f"{budget.used:,} of {budget.limit:,} parameters (no biases)"
     if budget.slack < 0:
         text += f", OVER BUDGET by {-budget.slack:,}"

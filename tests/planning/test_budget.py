@@ -184,7 +184,7 @@ def test_anything_but_a_percentage_above_0_is_refused_in_one_line(text):
 )
 def test_counts_of_the_paper(model, size, options, count):
     plan = plan_conversion(convs_of(model), dilated_size=size, **options)
-    (budget,) = plan.budget
+    budget = plan.budget
     assert {budget.kernel_count} == {layer.kernel_count for layer in plan.layers} == {count}
     assert budget.used <= budget.limit
 
