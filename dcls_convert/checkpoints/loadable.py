@@ -46,15 +46,22 @@ class Loadable:
 def features_plan(model: nn.Module, plan: ConversionPlan) -> ConversionPlan | None:
     """Return the plan of timm's feature extractor of a network; None for the network itself.
 
-    Its layers have other names, and a folder cannot say how timm takes it out of the network.
+    Its layers may have other names than the network's.
     """
-    modules = dict(model.named_modules())
-    if any(layer.name in modules for layer in plan.layers):
+    # A whole network of timm has a list as `feature_info`.
+    indices = getattr(getattr(model, "feature_info", None), "out_indices", None)
+    if indices is None or plan.model_args.get("features_only"):
         return None
     features = plan_for_features(model, plan)
     if not features.layers or features.tie_groups != tie_groups_of(features.layers):
         return None
-    return as_users_own(model, features)
+    args = {**plan.model_args, "features_only": True, "out_indices": list(indices)}
+    try:
+        unconverted = build_model(ModelSource(name=plan.model or "", args=args), device="meta")
+        convs = find_convs(unconverted, plan.input_size)
+    except DclsConvertError:
+        return as_users_own(model, features)
+    return replace(features, model_args=args, params=convs.params, macs=convs.macs)
 
 
 def check_layers(model: nn.Module, plan: ConversionPlan) -> None:

@@ -69,12 +69,6 @@ def save_converted(
         plan = checkpoint.plan
     features = features_plan(model, plan)
     if features is not None:
-        warnings.warn(
-            f"the model is a feature extractor of {plan.model}, and is saved as your own: load it "
-            "with load_converted(folder, model=...), given timm.create_model(..., "
-            "features_only=True)",
-            stacklevel=2,
-        )
         plan = features
     check_layers(model, plan)
     state = state_to_save(model)

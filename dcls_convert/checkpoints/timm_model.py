@@ -111,12 +111,15 @@ def _place_(model: nn.Module, plan: ConversionPlan, kwargs: Mapping[str, Any]) -
     try:
         place_stored_plan_(model, plan)
     except CheckpointError as error:
-        changed = [name for name in kwargs if kwargs[name] != plan.model_args.get(name)]
+        changed = []
+        for name, value in kwargs.items():
+            if value != plan.model_args.get(name):
+                changed.append(f"{name}={value!r}")
         if not changed:
             raise
         raise CheckpointError(
             f"{error}; if {' or '.join(changed)} causes this, convert the network with it: "
-            "model kwargs of the conversion"
+            f"--model-kwargs {' '.join(changed)}"
         ) from error
 
 
