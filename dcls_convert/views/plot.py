@@ -179,13 +179,15 @@ def _history_figure(pictures: Pictures) -> "Figure":
         raise DclsConvertError("the figure history needs a record of positions, positions.jsonl")
     figure = new_figure(3.2 * len(CURVE_LABELS), 2.6)
     axes = figure.subplots(1, len(CURVE_LABELS))
-    for panel, (name, label) in zip(axes, CURVE_LABELS.items(), strict=True):
+    for panel, (curve, label) in zip(axes, CURVE_LABELS.items(), strict=True):
         for track, style in zip(history.tracks, itertools.cycle(LINE_STYLES), strict=False):
-            heights = [math.nan if value is None else value for value in getattr(track, name)]
-            label = shortened(track.name, 30)
+            heights = [math.nan if value is None else value for value in getattr(track, curve)]
+            name = shortened(track.name, 30)
             # With points, since no line leads to a known value between unknown ones.
-            panel.plot(history.steps, heights, style, marker=".", label=label, linewidth=1.2)
+            panel.plot(history.steps, heights, style, marker=".", label=name, linewidth=1.2)
         panel.set(xlabel="step", ylabel=label)
+        panel.locator_params(axis="x", integer=True)
+        panel.update_datalim([(history.steps[0], 0)])  # so that the margin above is one of 0 to top
         panel.set_ylim(bottom=0)
     axes[0].legend()
     return figure

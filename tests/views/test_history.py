@@ -17,7 +17,7 @@ from torch import nn
 
 from dcls_convert.errors import CheckpointError
 from dcls_convert.tuning import PositionTracker
-from dcls_convert.views.history import read_checkpoint_history, read_history
+from dcls_convert.views.history import CURVE_LABELS, read_checkpoint_history, read_history
 from dcls_convert.views.plot import FIGURES, draw
 
 from .test_figures import convert_module, pictures_of
@@ -147,3 +147,17 @@ def test_a_speed_between_unknown_speeds_is_drawn(tracked, tmp_path):
     assert curve.get_marker() == "."  # a line would not show it
     assert [height for height in curve.get_ydata() if height == height] == [0.5]
     assert len(spread.lines) == 1
+
+
+def test_the_axes_of_the_figure_say_what_they_show_and_cut_no_curve(tracked, tmp_path):
+    pytest.importorskip("matplotlib")
+    pictures, lines = tracked
+    (tmp_path / "track.jsonl").write_bytes(as_jsonl(lines))
+    figure = FIGURES["history"](replace(pictures, history=read_history(tmp_path / "track.jsonl")))
+    assert [panel.get_ylabel() for panel in figure.axes] == list(CURVE_LABELS.values())
+    for panel in figure.axes:
+        (curve,) = panel.lines
+        bottom, top = panel.get_ylim()
+        assert bottom == 0
+        assert top > 1.04 * max(filter(math.isfinite, curve.get_ydata()))
+        assert all(tick == round(tick) for tick in panel.get_xticks())
