@@ -353,21 +353,20 @@ class Training:
         folder = self.options.output
         folder.mkdir(parents=True, exist_ok=True)
         self.tracker = tuning.PositionTracker(self.model, folder / "positions.jsonl")
-        if not (folder / "state.pt").exists():
-            return
-        state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
-        check_settings(state["settings"], settings_of(self.options), folder)
-        checkpoint.set_state_dict(
-            self.model,
-            self.optimizer.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=WHOLE,
-        )
-        if self.average is not None:
-            checkpoint.set_model_state_dict(self.tested, state["tested"], options=WHOLE)
-        self.history = state["history"]
-        self.tracker.continue_from(len(self.history))
+        if (folder / "state.pt").exists():
+            state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+            check_settings(state["settings"], settings_of(self.options), folder)
+            checkpoint.set_state_dict(
+                self.model,
+                self.optimizer.optimizer,
+                model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+                options=WHOLE,
+            )
+            if self.average is not None:
+                checkpoint.set_model_state_dict(self.tested, state["tested"], options=WHOLE)
+            self.history = state["history"]
+        self.tracker.continue_from(len(self.history))  # an epoch that was killed is recorded anew
 
 
 def make_accelerator(options: argparse.Namespace) -> Accelerator:

@@ -164,8 +164,8 @@ def test_a_killed_run_that_is_started_again_ends_like_an_uninterrupted_one(folde
     assert_equal_states(folder / "killed", folder / "whole")
     for run in ("killed", "whole"):
         records = read_track(folder / run / "positions.jsonl")
-        assert {record.step for record in records} == {1, 2, 3}  # a killed epoch may come twice
-        assert all(record.positions[0].speed is not None for record in records[1:])
+        assert [record.step for record in records] == [1, 2, 3]
+        assert all(record.positions[0].speed is not None for record in records)
     weights = [
         load_file(folder / run / "best" / "model.safetensors") for run in ("killed", "whole")
     ]
@@ -196,8 +196,7 @@ def test_two_processes_train_alike_with_shards_and_killed_or_not(folder):
     # Adam divides by roots of small gradients, which amplifies rounding.
     assert_equal_states(folder / "whole", folder / "sharded", atol=1e-3)
     records = read_track(folder / "sharded" / "positions.jsonl")
-    assert {record.step for record in records} == {1, 2}
-    assert len(records) <= 3  # one process writes; a killed epoch may come twice
+    assert [record.step for record in records] == [1, 2]
     blocks = timm.create_model("local-dir:sharded/best", pretrained=True).stages[2].blocks
     assert blocks[0].conv_dw.positions is blocks[1].conv_dw.positions
 

@@ -115,9 +115,13 @@ def follow_epochs_(model: nn.Module, optimizer: Any, options: argparse.Namespace
         if parameter.tensor.requires_grad:
             positions.append(parameter.tensor)
     is_repelling = False
+    is_first = True
 
     def train_one_epoch(epoch: int, *args: Any, **kwargs: Any) -> Any:
-        nonlocal is_repelling
+        nonlocal is_repelling, is_first
+        if tracker is not None and is_first:
+            _begin_record(tracker, epoch)
+        is_first = False
         if options.repulsive_loss_from is not None:
             is_repelling = epoch >= options.repulsive_loss_from
             _log_repulsive_loss(model, epoch, is_repelling)
@@ -135,6 +139,14 @@ def follow_epochs_(model: nn.Module, optimizer: Any, options: argparse.Namespace
 
     _hooked(optimizer).register_step_pre_hook(repel)
     script["train_one_epoch"] = train_one_epoch
+
+
+def _begin_record(tracker: PositionTracker, epoch: int) -> None:
+    """Continue the record of a run that was resumed; refuse a file of another run."""
+    if epoch > 0:
+        tracker.continue_from(epoch - 1)
+    elif tracker.path is not None and tracker.path.exists():
+        raise DclsConvertError(f"--track {tracker.path}: exists; name a new file for a new run")
 
 
 def _log_repulsive_loss(model: nn.Module, epoch: int, is_repelling: bool) -> None:

@@ -3,6 +3,7 @@
 Each record is one line of JSON. Lengths are in cells; positions count from the kernel centre.
 """
 
+import itertools
 import math
 import os
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ TRACK_FORMAT = 1
 # unreadable.
 FOLLOWED = 64
 FOLLOWED_DIGITS = 2  # decimals of their positions, in cells
+EXISTING_FILE = "use a new file for a new run, or call continue_from to resume"
 Length = Annotated[float, Field(ge=-1e40, le=1e40)]  # cells; wider than the range of float32
 Step = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -88,7 +90,8 @@ class PositionTracker:
 
     Args:
         model: May be wrapped (DDP, FSDP2, `torch.compile`, EMA).
-        path: File to which every update appends a line; `read_track` reads it.
+        path: File to which every update appends a line; `read_track` reads it. Steps increase in
+            it, too, so a new run needs a new file, and a run that is resumed `continue_from`.
 
     Between updates it keeps one copy of the positions. Under DDP and FSDP2 every rank must call
     `update` and gets the record, but only rank 0 writes to the file. FSDP1 is not supported, since
@@ -111,13 +114,16 @@ class PositionTracker:
 
         Raises:
             DclsConvertError: `step` is not larger than the last step.
-            CheckpointError: The file cannot be written.
+            CheckpointError: The file cannot be written, or has something else than records.
         """
-        is_integer = isinstance(step, int) and not isinstance(step, bool)
-        if not is_integer or (self._last_step is not None and step <= self._last_step):
-            raise DclsConvertError(
-                f"step={step!r} must be an integer above the last step, {self._last_step}"
-            )
+        _check_integer(step)
+        if self._last_step is None:
+            self._last_step = self._cut_file(math.inf)
+        if self._last_step is not None and step <= self._last_step:
+            message = f"step {step} is not above the last step, {self._last_step}"
+            if self.path is not None:
+                message = f"{self.path}: {message}; {EXISTING_FILE}"
+            raise DclsConvertError(message)
         parameters = position_parameters(unwrapped(self.model), "positions")
         rows = tuple(self._row(parameter, step) for parameter in parameters)
         record = TrackRecord(step=step, positions=rows)
@@ -128,17 +134,42 @@ class PositionTracker:
 
     @torch.no_grad()
     def continue_from(self, step: int) -> None:
-        """Treat the model's present positions as those of the last record of an interrupted run.
+        """Continue the record of an interrupted run, whose state the model has.
 
-        Under DDP and FSDP2 every rank must call it.
+        The next speed is measured from the present positions. Records of later steps, which will
+        come again, are removed from the file. Under DDP and FSDP2 every rank must call it.
 
         Args:
-            step: The step of that record.
+            step: The step of the model's state.
+
+        Raises:
+            DclsConvertError: `step` is not an integer.
+            CheckpointError: The file cannot be written, or has something else than records.
         """
+        _check_integer(step)
+        self._cut_file(step)
         self._last_step = step
         for parameter in position_parameters(unwrapped(self.model), "positions"):
             name = WRAPPER_NAMES.sub("", parameter.name)
             self._last_positions[name] = full_tensor(parameter.tensor.detach()).clone()
+
+    def _cut_file(self, last: float) -> int | None:
+        """Remove records of later steps, and a line that a killed run left incomplete.
+
+        Returns:
+            The step of the last record in the file; None if there is none, or if this process does
+            not write.
+        """
+        if self.path is None or not self.path.is_file() or not is_first_rank():
+            return None
+        steps = [record.step for record in read_track(self.path)]
+        kept = list(itertools.takewhile(lambda step: step <= last, steps))
+        try:
+            lines = read_bytes(self.path).split(b"\n")[: len(kept)]
+            os.truncate(self.path, sum(len(line) + 1 for line in lines))
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be written: {one_line(error)}") from error
+        return max(kept, default=None)
 
     def _row(self, parameter: PositionParameter, step: int) -> TrackedPositions:
         positions = full_tensor(parameter.tensor.detach())  # (A, *C, E)
@@ -174,6 +205,11 @@ class PositionTracker:
         moves = (positions.to(dtype) - last_positions.to(positions.device, dtype)).abs_()
         mean_move = float(in_double(moves).mean())
         return _finite(mean_move / (step - self._last_step))
+
+
+def _check_integer(step: object) -> None:
+    if not isinstance(step, int) or isinstance(step, bool):
+        raise DclsConvertError(f"step={step!r} must be an integer")
 
 
 def _append_line(path: Path, line: bytes) -> None:

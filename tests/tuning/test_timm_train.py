@@ -173,6 +173,27 @@ def test_steps_equal_those_with_clamping_and_the_repulsive_loss_added_to_the_los
     assert [message.rpartition(" ")[2] for message in caplog.messages] == ["off", "on", "on"]
 
 
+def test_a_resumed_run_continues_the_record_and_another_run_is_refused(script, tmp_path):
+    track = tmp_path / "positions.jsonl"
+    trained = []
+
+    def start(epochs):
+        script.train_one_epoch = lambda epoch, model: trained.append(epoch)
+        model = at_the_border()
+        creating(track=str(track))(model, "sgd", lr=0.1)
+        for epoch in epochs:
+            script.train_one_epoch(epoch, model)
+
+    start([0, 1, 2])  # killed before the state of epoch 2 was saved
+    start([2, 3])
+    records = tuning.read_track(track)
+    assert [record.step for record in records] == [0, 1, 2, 3]
+    assert all(record.positions[0].speed == 0 for record in records[1:])
+    with pytest.raises(DclsConvertError, match=r"--track .*jsonl: exists; name a new file"):
+        start([0])
+    assert trained == [0, 1, 2, 2, 3]
+
+
 @pytest.mark.parametrize("options", [{"repulsive_loss_from": 0}, {"track": "positions.jsonl"}])
 def test_options_that_need_dcls_layers_or_epochs_are_refused_without(options, tiny, script):
     for model in (tiny, at_the_border()):

@@ -1,5 +1,6 @@
 """Records of positions in training: their contents, and reading them back."""
 
+import copy
 import math
 
 import pytest
@@ -125,6 +126,38 @@ def test_records_are_read_back_as_written(model, tmp_path):
     with path.open("a") as file:
         file.write('{"format": 1, "step": 4, "posi')  # the run was killed here
     assert tuning.read_track(path) == tuple(records)
+
+
+def test_a_run_that_is_resumed_has_the_record_of_an_uninterrupted_one(model, tmp_path):
+    same = copy.deepcopy(model)
+    whole = run(same, range(6), tuning.PositionTracker(same))
+    path = tmp_path / "track.jsonl"
+    run(model, range(3), tuning.PositionTracker(model, path))
+    state = copy.deepcopy(model.state_dict())
+    run(model, [3, 4], tuning.PositionTracker(model, path))
+    with path.open("a") as file:
+        file.write('{"format": 1, "step": 5, "posi')  # the run was killed here
+    model.load_state_dict(state)
+    tracker = tuning.PositionTracker(model, path)
+    tracker.continue_from(2)
+    run(model, range(3, 6), tracker)
+    assert tuning.read_track(path) == tuple(whole)
+
+
+def test_another_run_does_not_append_to_a_file(model, tmp_path):
+    path = tmp_path / "track.jsonl"
+    run(model, range(4), tuning.PositionTracker(model, path))
+    before = path.read_bytes()
+    for step in (0, 3):
+        with pytest.raises(
+            dcls_convert.DclsConvertError, match=r"jsonl: step \d is not above the la"
+        ):
+            tuning.PositionTracker(model, path).update(step)
+    assert path.read_bytes() == before
+    # A run that was resumed without its last positions has one unknown speed.
+    (record,) = run(model, [4], tuning.PositionTracker(model, path))
+    assert record.positions[0].speed is None
+    assert [record.step for record in tuning.read_track(path)] == [0, 1, 2, 3, 4]
 
 
 def test_errors_name_the_file_that_cannot_be_read_or_written(model, tmp_path):
