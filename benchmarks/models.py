@@ -2,8 +2,8 @@
 
 They are compared with the dense original, the folded model, and the authors' package (`dcls` on
 PyPI) with the same elements in the same places, whose outputs are compared before anything is
-timed. Every model and mode has its own process, in which the implementations take turns. On CUDA,
-throughput is compared with the dense original's, as in the paper.
+timed. Every model and mode has its own process, in which the implementations take turns. All runs
+on the CPU; gpu.py measures GPUs.
 
     python benchmarks/models.py [--threads 2] [--seconds 20] [--models NAME ...]
     python benchmarks/models.py --table   # prints the stored results
@@ -14,7 +14,6 @@ import copy
 import json
 import logging
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,13 +38,6 @@ DENSE = "dense original"
 AUTHORS = "authors' package"
 OURS_LAST = "ours, channels_last"
 FOLDED_LAST = "ours folded, channels_last"
-PAPER_RATIOS = {  # throughput / the dense original's throughput; table 1
-    "convnext_tiny": 0.936,
-    "convnext_small": 0.969,
-    "convnext_base": 0.977,
-}
-CUDA = "cuda"  # one mode for all measurements on CUDA; in its rows it is "CUDA, batch ..."
-CUDA_BATCH = 128
 PACKAGES = ("torch", "timm", "dcls-convert", "dcls")
 
 
@@ -66,7 +58,6 @@ CASES = (
     Case(model="mobilenetv3_large_100", window=13),
     Case(model="efficientnet_b0", window=13),
 )
-CUDA_CASES = tuple(Case(model=name, window=17, channels_last=True) for name in PAPER_RATIOS)
 MODES = {  # batch, and whether it is a training step
     "inference, batch 1": (1, False),
     "inference, batch 8": (8, False),
@@ -350,69 +341,14 @@ def construction_seconds(model: Any, *, once: bool) -> list[float]:
     return interleaved({"kernels": all_kernels}, CONSTRUCTION_SECONDS)["kernels"]
 
 
-# CUDA.
-
-
-def cuda_rows(case: Case, seconds: float) -> list[dict[str, Any]]:
-    """Measure images per second at batch 128 in bfloat16 and channels_last, eager and compiled."""
-    import torch
-
-    models, _ = build(case, "v0", training=False)
-    models.pop(AUTHORS, None)
-    images = torch.randn(CUDA_BATCH, *IMAGE, device="cuda", dtype=torch.bfloat16)
-    images = images.contiguous(memory_format=torch.channels_last)
-    rows = []
-    for compiled in (False, True):
-        torch.compiler.reset()
-        run = {}
-        for kind, model in models.items():
-            placed = model.eval().to("cuda", torch.bfloat16, memory_format=torch.channels_last)
-            run[kind] = synchronized(torch.compile(placed) if compiled else placed, images)
-        times = interleaved(run, seconds)
-        for kind, own_times in times.items():
-            ratios = [dense / own for dense, own in zip(times[DENSE], own_times, strict=True)]
-            images_per_second = [CUDA_BATCH / own for own in own_times]
-            rows.append(
-                {
-                    "model": case.model,
-                    "mode": f"CUDA, batch {CUDA_BATCH}, {'compiled' if compiled else 'eager'}",
-                    "implementation": kind,
-                    "images_per_second": measuring.summary(images_per_second),
-                    "of_dense": measuring.summary(ratios),
-                }
-            )
-    return rows
-
-
-def synchronized(model: Any, images: Any) -> Callable[[], None]:
-    import torch
-
-    def run() -> None:
-        with torch.inference_mode():
-            model(images)
-        torch.cuda.synchronize()
-
-    return run
-
-
-def has_cuda() -> bool:
-    import torch
-
-    return bool(torch.cuda.is_available())
-
-
 # The table.
 
 
 def table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     rows_of: dict[str, dict[str, dict[str, Any]]] = {}  # model and mode -> implementation -> row
-    on_cuda = []
     for row in rows:
-        if "images_per_second" in row:
-            on_cuda.append(row)
-        else:
-            title = f"{row['model']} ({row['window']}), {row['mode']}"
-            rows_of.setdefault(title, {})[row["implementation"]] = row
+        title = f"{row['model']} ({row['window']}), {row['mode']}"
+        rows_of.setdefault(title, {})[row["implementation"]] = row
     others = (AUTHORS, DENSE, FOLDED, OURS_LAST, FOLDED_LAST)
     times = []
     shares = []
@@ -432,10 +368,6 @@ def table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
         yield "Construction in that forward, ms and % of it"
         yield ""
         yield measuring.markdown_table(["", OURS, AUTHORS], shares)
-    if on_cuda:
-        yield ""
-        header = ["CUDA", "images/s", "of dense (quartiles)", "the paper's"]
-        yield measuring.markdown_table(header, [throughput(row) for row in on_cuda])
 
 
 def timed(row: dict[str, Any] | None) -> str:
@@ -455,15 +387,6 @@ def construction_share(row: dict[str, Any] | None) -> str:
     return f"{1e3 * seconds:.2f}, {100 * seconds / row['seconds']['median']:.1f} %"
 
 
-def throughput(row: dict[str, Any]) -> list[str]:
-    return [
-        f"{row['model']}, {row['mode']}: {row['implementation']}",
-        f"{row['images_per_second']['median']:.0f}",
-        measuring.quartiles_text(row["of_dense"], ".3f"),
-        f"{PAPER_RATIOS[row['model']]}" if row["implementation"] == OURS else "",
-    ]
-
-
 def main() -> None:
     parser = measuring.script_parser(__doc__)
     parser.add_argument("--threads", type=int, default=2)
@@ -480,13 +403,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.worker:
         model, _, mode = options.worker.partition("|")
-        if mode == CUDA:
-            case = next(case for case in CUDA_CASES if case.model == model)
-            rows = cuda_rows(case, options.seconds)
-        else:
-            case = next(case for case in CASES if case.model == model)
-            rows = worker(case, mode, options)
-        print(json.dumps(rows))
+        case = next(case for case in CASES if case.model == model)
+        print(json.dumps(worker(case, mode, options)))
         return
     if not options.table:
         measure(options)
@@ -519,8 +437,9 @@ def measure(options: argparse.Namespace) -> None:
         rows=measuring.stored_rows(options.output, settings=settings),
         packages=PACKAGES,
     )
+    done = {(row["model"], row["mode"]) for row in results.rows}
     for case, mode in jobs(options):
-        if is_stored(case.model, mode, results.rows):
+        if (case.model, mode) in done:
             continue
         environment = {
             "OMP_NUM_THREADS": str(options.threads),
@@ -537,28 +456,13 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def jobs(options: argparse.Namespace) -> list[tuple[Case, str]]:
-    """Return the cases and modes that were asked for and can be measured here."""
+    """Return the cases and modes that were asked for."""
     chosen = []
     for case in CASES:
         for mode in MODES:
             if case.model in (options.models or [case.model]) and mode in (options.modes or MODES):
                 chosen.append((case, mode))
-    if options.models:
-        return chosen
-    if has_cuda():
-        chosen += [(case, CUDA) for case in CUDA_CASES]
-    else:
-        print("CUDA is not available: throughput beside the paper's is skipped", file=sys.stderr)
     return chosen
-
-
-def is_stored(model: str, mode: str, rows: Iterable[dict[str, Any]]) -> bool:
-    """True if there are rows of the model in the mode; rows of CUDA have longer names of modes."""
-    for row in rows:
-        same_mode = row["mode"] == mode or (mode == CUDA and row["mode"].startswith("CUDA"))
-        if row["model"] == model and same_mode:
-            return True
-    return False
 
 
 if __name__ == "__main__":
