@@ -1,6 +1,6 @@
 """Simulate how often examples/compare.py claims false differences, and finds true ones.
 
-    python benchmarks/verdicts.py [--repetitions N] [--table]
+    python benchmarks/verdicts.py [--repetitions N] [--output FILE] [--table]
 
 Comparisons are simulated, and their differences go through the script's own functions. A network
 classifies an image right if a score is above 0 (a latent probit model). The score is a sum of four
@@ -19,13 +19,20 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import numpy as np
-from measuring import EXAMPLES, RESULTS, markdown_table, script_parser, store, stored
+from measuring import (
+    EXAMPLES,
+    RESULTS,
+    add_results_options_,
+    markdown_table,
+    script_parser,
+    store,
+    stored,
+)
 from scipy import stats
 
 sys.path.insert(0, str(EXAMPLES))
 from compare import LEVEL, Difference, difference_of, holm
 
-STORED = RESULTS / "verdicts.jsonl"
 SEEDS = (3, 5, 10, 20)
 IMAGES = (100, 1000, 10000)
 CONVERSIONS = (1, 3, 6)
@@ -128,12 +135,12 @@ def percents(row: dict[str, Any], names: Iterable[str]) -> list[str]:
     return [f"{100 * row[name]:.1f}" for name in names]
 
 
-def table() -> str:
+def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return a table of false claims and power, by the numbers of images and seeds."""
     claims = [claims_key(conversions) for conversions in CONVERSIONS]
     keys = [*claims, FOUND_ALONE, FOUND_AMONG_ALL]
     lines = []
-    for row in stored(STORED)["rows"]:
+    for row in rows:
         start = [f"{row['seed_points']:g}", f"{row['images']:,}", str(row["seeds"])]
         lines.append([*start, *percents(row, keys), f"{row['detectable']:.1f}"])
     return markdown_table(["seeds' deviation", "images", "seeds", *keys, "detectable"], lines)
@@ -142,7 +149,7 @@ def table() -> str:
 def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--repetitions", type=int, default=1000)
-    parser.add_argument("--table", action="store_true", help="print the stored results")
+    add_results_options_(parser, RESULTS / "verdicts.jsonl")
     arguments = parser.parse_args()
     if not arguments.table:
         rows: list[dict[str, Any]] = []
@@ -151,13 +158,13 @@ def main() -> None:
             for part in pool.map(measure, itertools.repeat(repetitions), SEED_DEVIATIONS):
                 rows += part
         store(
-            STORED,
+            arguments.output,
             command="python benchmarks/verdicts.py",
             settings={"repetitions": repetitions, "accuracy": ACCURACY, "gain": GAIN},
             rows=rows,
             packages=("numpy", "scipy", "dcls-convert"),
         )
-    print(table())
+    print(table(stored(arguments.output)["rows"]))
 
 
 if __name__ == "__main__":
