@@ -1,13 +1,12 @@
 """Measure how many copies of a large model's weights are in memory at once.
 
-    python benchmarks/memory.py [--model NAME | --survey | --table]
+    python benchmarks/memory.py [--model NAME] [--table]
 
 The commands are conversion from random weights and from a file, loading, verification and folding
 of the checkpoint, and a fit, each in a fresh process. A peak is the larger of two numbers: the
 largest proportional memory (PSS) of all processes of a command together, sampled 20 times a second;
 and the peak resident memory of one of them, which the system records exactly. Both include pages of
 mapped files. The script needs three times the model's weights in memory, and four times on disk.
-`--survey` measures `dcls-convert models` over both registries instead.
 """
 
 import argparse
@@ -171,15 +170,9 @@ def main() -> None:
         help="run these commands, named as in the table; the first must be a conversion; "
         "their rows are printed and not stored",
     )
-    parser.add_argument(
-        "--survey", action="store_true", help="measure `dcls-convert models`; prints only"
-    )
     add_results_options_(parser, RESULTS / "memory.jsonl")
     options = parser.parse_args()
-    if options.survey:
-        run, peak = run_watched([PROGRAM, "models", "--csv"])
-        print(f"dcls-convert models: {run.seconds:.0f} s, {peak / MIB:.0f} MiB in all processes")
-    elif options.table:
+    if options.table:
         print(table(stored(options.output)["rows"]))
     else:
         print(table(measure_and_store(options)))
