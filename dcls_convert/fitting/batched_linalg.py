@@ -5,8 +5,8 @@ the lines innermost, which is faster for tiny matrices. All functions accept eit
 it.
 
 With 3x3 kernels, torch's operations on the usual layout take 3.2 to 4.5 times as long to solve
-(`torch.linalg.solve_ex`, Cholesky) as ours with lines innermost, and 1.9 to 2.4 times as long to
-multiply (`torch.bmm`): benchmarks/batched_algebra.py, on one thread of an x86-64 CPU.
+(`torch.linalg.solve_ex`, Cholesky) as ours with lines innermost, and, depending on the CPU, 0.8 to
+2.4 times as long to multiply (`torch.bmm`): benchmarks/batched_algebra.py, on one x86-64 thread.
 """
 
 from collections.abc import Sequence
