@@ -27,8 +27,8 @@ _COMPUTING_METHODS = ("forward", "_conv_forward", "__call__")
 class ConvTraits:
     """What the forward of a convolution class does besides convolving.
 
-    The fields are the arguments of `register_conv`, which explains them. `transform_weight` is
-    called `weight` there.
+    The fields are the arguments of `register_conv`, which explains them; `transform_weight` is
+    called `weight` there, and `methods` is not an argument.
     """
 
     transform_weight: Callable[[nn.Module, Tensor], Tensor] | None = None
@@ -36,6 +36,7 @@ class ConvTraits:
     same_padding: Callable[[nn.Module], bool] | bool = False
     padding_module: str | None = None
     adapt: Callable[[nn.Module, nn.Module], None] | None = None
+    methods: tuple[Any, ...] = ()  # the class's _COMPUTING_METHODS when it was registered
 
     def effective_weight(self, conv: nn.Module, weight: Tensor) -> Tensor:
         """Return the kernel that the convolution uses if its parameter is `weight`."""
@@ -110,6 +111,7 @@ def register_conv(
         same_padding=same_padding,
         padding_module=padding_module,
         adapt=adapt,
+        methods=_computing_methods(cls),
     )
 
 
@@ -123,7 +125,8 @@ def find_traits(conv: nn.Module) -> ConvTraits | None:
         *_REGISTERED_TRAITS.items(),
     ]
     for known_class, traits in reversed(all_traits):  # the last one registered wins
-        if issubclass(type(conv), known_class) and _computes_alike(type(conv), known_class):
+        methods = traits.methods or _computing_methods(known_class)
+        if issubclass(type(conv), known_class) and _computing_methods(type(conv)) == methods:
             return traits
     return None
 
@@ -173,12 +176,9 @@ def traits_of(conv: nn.Module) -> ConvTraits:
     return traits
 
 
-def _computes_alike(conv_class: type[nn.Module], known_class: type[nn.Module]) -> bool:
-    """True if `conv_class` overrides no method that decides what a convolution computes."""
-    for name in _COMPUTING_METHODS:
-        if getattr(conv_class, name) is not getattr(known_class, name):
-            return False
-    return True
+def _computing_methods(conv_class: type[nn.Module]) -> tuple[Any, ...]:
+    """Return the methods that decide what a convolution of this class computes."""
+    return tuple(getattr(conv_class, name) for name in _COMPUTING_METHODS)
 
 
 def padding_of(conv: AnyConv) -> Padding:

@@ -165,6 +165,13 @@ def test_a_registered_class_or_one_that_inherits_its_forward_is_converted_withou
     close(model(image), expected)
 
 
+def test_a_class_whose_forward_is_replaced_after_it_was_registered_is_unknown(
+    registered, monkeypatch
+):
+    monkeypatch.setattr(Centred, "forward", lambda conv, input: input)
+    assert "register_conv" in why_not_replaceable(Centred(3, 4, 3))
+
+
 def test_neither_an_unregistered_class_nor_one_that_overrides_a_registered_forward_is_known(
     registered,
 ):
