@@ -24,7 +24,10 @@ class Reach:
     first: int = 0
     last: int = 0
     step: int = 1
-    shift: int = 0  # by how many cells of the origin other code than convolutions moves the map
+    # By how many cells of the origin other code than convolutions moves the map: on the path with
+    # the largest shift, and on that with the smallest.
+    shift: int = 0
+    least_shift: int = 0
     convs: frozenset[tuple[str, int]] = frozenset()  # those on the way, with their axis
 
     def moved(self, before: int, step: int) -> "Reach":
@@ -36,6 +39,7 @@ class Reach:
             last=self.last - cells,
             step=self.step * step,
             shift=self.shift + cells,
+            least_shift=self.least_shift + cells,
         )
 
     def through(self, conv: tuple[str, int], before: int, extent: int, stride: int) -> "Reach":
@@ -55,24 +59,37 @@ class Reach:
             first=min(self.first, other.first),
             last=max(self.last, other.last),
             shift=max(self.shift, other.shift, key=abs),
+            least_shift=min(self.least_shift, other.least_shift, key=abs),
             convs=self.convs | other.convs,
         )
 
     def looks_one_way(self, size: int) -> bool:
         """True if a shift makes all cells see nothing after, or nothing before, their own place.
 
-        A map of another size than the origin may lie at its start, its middle or its end.
-
         Args:
             size: Number of cells of the map.
         """
         if self.shift == 0:
             return False
-        missing = self.size - size * self.step
-        places = (0, math.trunc(missing / 2) + (self.step - 1) / 2, max(missing, 0))
+        places = self._places(size)
         if self.first == self.last:
             return self.last < min(places) or self.first > max(places)
         return self.last <= min(places) or self.first >= max(places)
+
+    def is_off_centre(self, size: int) -> bool:
+        """True if, on all paths, a shift moves what cells see away from their own place."""
+        if self.least_shift == 0:
+            return False
+        middle = (self.first + self.last) / 2
+        return all(abs(middle - place) >= 1 for place in self._places(size))
+
+    def _places(self, size: int) -> tuple[float, float, float]:
+        """Return where cell 0 may lie in the origin, in its cells.
+
+        A map of another size than the origin may lie at its start, its middle or its end.
+        """
+        missing = self.size - size * self.step
+        return 0, math.trunc(missing / 2) + (self.step - 1) / 2, max(missing, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Find convolutions that look one way only, because other code shifts their maps.
+"""Find convolutions whose kernels are not centred, because other code shifts their maps.
 
 A network is causal, for example, if maps are padded before their first cell and cut after their
 last one. With a larger window, such a convolution would see what lies ahead.
@@ -31,11 +31,12 @@ PERMUTING = frozenset(
     {"permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims", "t", "T", "mT"}
 )
 SPLITTING = frozenset({"split", "chunk", "tensor_split", "split_with_sizes"})
+CONCATENATING = frozenset({"cat", "concat", "concatenate"})
 # Functions of a map that give values without its cells.
 CONSTANT = ("zeros", "ones", "empty", "full", "rand", "new_")
 # Functions that compute cells from others of the same map. Where they take a map, its reach ends.
 MIXING = (
-    *("flip", "cumsum", "cumprod", "sort", "gather", "index", "scatter", "unfold", "fold"),
+    *("flip", "rot90", "cumsum", "cumprod", "sort", "gather", "index", "scatter", "unfold", "fold"),
     *("matmul", "bmm", "baddbmm", "einsum", "scaled_dot", "multi_head", "softmax", "fft"),
     *("conv", "max_pool", "avg_pool", "lp_pool", "adaptive", "interpolate", "upsample"),
     *("grid_sample", "lstm", "gru", "rnn"),
@@ -83,7 +84,7 @@ class Operation:
 def find_shifted_axes(
     operations: Iterable[Operation], inputs: Inputs, names: Mapping[nn.Module, str]
 ) -> dict[str, tuple[int, ...]]:
-    """Return, for convolutions that look one way only, the axes along which they do.
+    """Return, for convolutions whose maps are shifted, the axes along which they are.
 
     Args:
         operations: What ran, in this order. Their tensors are still alive.
@@ -106,10 +107,12 @@ class _Maps:
         self.names = names
         self.axes_of: dict[int, list[Axis]] = {}  # by id of the tensor
         self.unused: dict[int, Tensor] = {}  # by their ids, maps that no operation has taken yet
+        # By the id of a view of a tensor without a reach: the tensor, and the index.
+        self.views: dict[int, tuple[Tensor, Any]] = {}
         self.origins = itertools.count()
         # A convolution, its axis, and whether the reach is WHOLE.
-        self.one_way: set[tuple[str, int, bool]] = set()
-        self.both_ways: set[tuple[str, int, bool]] = set()
+        self.shifted: set[tuple[str, int, bool]] = set()
+        self.centred: set[tuple[str, int, bool]] = set()
 
     def start(self, tensor: Tensor) -> None:
         """Begin with a map whose cells see themselves."""
@@ -128,17 +131,23 @@ class _Maps:
         if isinstance(operation.run, AnyConv):
             self.convolve(operation.run, operation)
             return
-        outputs = [leaf for leaf in tree_leaves(operation.output) if isinstance(leaf, Tensor)]
         name = operation.name
         if name == "__setitem__":
             self.write(*operation.args)
             return
+        if name == "__getitem__" and id(operation.args[0]) not in self.axes_of:
+            self.views[id(operation.output)] = operation.args
+        if name == "copy_" and id(operation.args[0]) in self.views:
+            self.write(*self.views[id(operation.args[0])], operation.args[1])
+            return
+        outputs = [leaf for leaf in tree_leaves(operation.output) if isinstance(leaf, Tensor)]
         inputs = [tensor for tensor in operation.tensors if id(tensor) in self.axes_of]
         if not inputs or not outputs or name.startswith(CONSTANT):
             return
+        ranks = {tensor.dim() for tensor in (*operation.tensors, *outputs)}
         if name in SPLITTING:
             self.split(inputs[0], outputs)
-        elif name in ("cat", "concat", "concatenate"):
+        elif name in CONCATENATING and len(ranks) == 1:
             self.concatenate(operation.argument(0, "tensors"), outputs[0])
         else:
             for output in outputs:
@@ -172,9 +181,9 @@ class _Maps:
                 merged[key] = reaches[0]
                 for reach in reaches[1:]:
                     merged[key] = merged[key].with_path(reach)
-            elif key == WHOLE:
+            else:
                 for reach in reaches:
-                    self.end({WHOLE: reach}, size)
+                    self.end({key: reach}, size)
         return merged
 
     def split(self, whole: Tensor, parts: Sequence[Tensor]) -> None:
@@ -223,11 +232,12 @@ class _Maps:
     def convolve(self, conv: AnyConv, operation: Operation) -> None:
         input = operation.argument(0, "input")
         output = operation.output
-        axes = self.axes_of.get(id(input))
-        if axes is None or input.dim() != output.dim() or why_not_replaceable(conv) is not None:
-            if axes is not None:
-                self.pass_on([(input, [None] * output.dim())], output)
+        if id(input) not in self.axes_of:
+            self.start(input)
+        if why_not_replaceable(conv) is not None:
+            self.pass_on([(input, [None] * output.dim())], output)
             return
+        axes = self.axes_of[id(input)]
         self.unused.pop(id(input), None)
         dims = len(conv.kernel_size)
         extents = list(map(extent, conv.kernel_size, conv.dilation))
@@ -245,12 +255,17 @@ class _Maps:
         self.keep(output, new_axes)
 
     def end(self, axis: Axis, size: int) -> None:
-        """Note which way convolutions look in a map of `size` cells, which is used as it is."""
+        """Note whether convolutions are shifted in a map of `size` cells, which is used as it is.
+
+        A convolution alone must be centred. With the whole network around it, it suffices that
+        something is seen on either side.
+        """
         for key, reach in axis.items():
+            is_shifted = reach.looks_one_way(size)
+            if key != WHOLE:
+                is_shifted = is_shifted or reach.is_off_centre(size)
             for name, conv_axis in reach.convs:
-                found = self.both_ways
-                if reach.looks_one_way(size):
-                    found = self.one_way
+                found = self.shifted if is_shifted else self.centred
                 found.add((name, conv_axis, key == WHOLE))
 
     def end_unused(self) -> None:
@@ -260,9 +275,9 @@ class _Maps:
                 self.end(axis, size)
 
     def shifted_axes(self) -> dict[str, tuple[int, ...]]:
-        """Return the axes along which convolutions look one way wherever they are used."""
+        """Return the axes along which convolutions are shifted wherever they are used."""
         axes: dict[str, tuple[int, ...]] = {}
-        for name, axis, _ in sorted(self.one_way - self.both_ways):
+        for name, axis, _ in sorted(self.shifted - self.centred):
             axes[name] = tuple(sorted({*axes.get(name, ()), axis}))
         return axes
 
@@ -282,6 +297,8 @@ def _sources(operation: Operation, input: Tensor, output: Tensor) -> Sources:
     name = operation.name
     mixed: Sources = [None] * output.dim()
     sources: Sources | None
+    if input is not operation.argument(0, "input"):  # such as the indices of `map[indices]`
+        name = ""
     if name in ("pad", "constant_pad_nd"):
         sources = sources_of_pad(input.dim(), operation.argument(1, "pad"))
     elif name == "roll":

@@ -64,7 +64,7 @@ class ConvSite(OldConv):
     padding_mode: str
     # Spatial output of the first call, at the stated input size; None if not known.
     output_size: tuple[int, ...] | None
-    # Axes along which other code shifts its map, so that it looks one way only.
+    # Axes along which other code shifts its map, so that its kernel is not centred.
     shifted_axes: tuple[int, ...] = ()
 
 

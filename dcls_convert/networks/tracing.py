@@ -33,7 +33,7 @@ class Calls:
     output_positions: int = 0  # spatial positions of all calls, for one image
     # True if it saw an input of the network, or if it was called before any other convolution.
     takes_image: bool = False
-    # Axes along which other code shifts its map, so that it looks one way only.
+    # Axes along which other code shifts its map, so that its kernel is not centred.
     shifted_axes: tuple[int, ...] = ()
 
 
@@ -96,7 +96,8 @@ def _trace(meta: nn.Module, original: nn.Module, input_size: InputSizes) -> Trac
     with counter:
         inputs, calls = _run_and_record(meta, input_size, uses)
     for name, axes in find_shifted_axes(uses.operations, inputs, uses.names).items():
-        calls[name].shifted_axes = axes
+        if name in calls:  # not if other code calls its `forward`
+            calls[name].shifted_axes = axes
     return Trace(
         input_size=input_size,
         calls=calls,

@@ -164,7 +164,7 @@ def _check_not_shifted(site: ConvSite, window: Sequence[int]) -> None:
     for axis in site.shifted_axes:
         if window[axis] > extent(site.kernel_size[axis], site.dilation[axis]):
             raise PlanError(
-                f"other code shifts its map{_along(site, axis)}, so that it looks one way only; "
+                f"other code shifts its map{_along(site, axis)}, so its kernel is not centred, and "
                 f"a larger window would look {BEYOND}"
             )
 
