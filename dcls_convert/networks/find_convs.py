@@ -24,7 +24,7 @@ from .stages import OutputStride, find_stages, output_stride
 from .tracing import Calls, Trace, trace
 from .wrappers import check_not_wrapped, other_forms, why_inside_wrapper
 
-UNCHECKED = "output sizes, and uses of convolutions by other code, are not checked"
+UNCHECKED = "output sizes, shifts of maps, and uses of convolutions by other code, are not checked"
 NOT_CHECKED = f" (so {UNCHECKED})"
 AS_TENSORS = "inputs are floating-point tensors by position"
 OR_NO_SIZE = f" (without an input size, {UNCHECKED})"
@@ -55,7 +55,7 @@ def find_convs(model: nn.Module, input_size: GivenInputSizes | None = None) -> M
     traced, macs_note = _try_trace(model, size)
     spatial = {names[0] for conv, names in names_of.items() if max(conv.kernel_size) > 1}
     stages = find_stages(model, _output_strides(traced), spatial)
-    modules_by_parameter = _modules_by_parameter(model)
+    holders = _modules_by_parameter(model)
     references = find_references(model)
     first_conv = next(iter(names_of), None)
     sites: list[ConvSite] = []
@@ -63,8 +63,7 @@ def find_convs(model: nn.Module, input_size: GivenInputSizes | None = None) -> M
     for conv, names in names_of.items():
         name = names[0]
         calls: Calls | None = None
-        reason = why_inside_wrapper(model, name) or _why_skipped(conv, modules_by_parameter)
-        reason = reason or references.get(conv)
+        reason = why_inside_wrapper(model, name) or _why_skipped(conv, holders, references)
         if reason is None and traced is not None:
             calls, reason = _calls_or_reason(model, name, traced)
         if reason is not None:
@@ -102,15 +101,23 @@ def _may_take_inputs(conv: AnyConv, size: InputSizes | None) -> bool:
     return conv.in_channels in (*channels, sum(channels))
 
 
-def _why_skipped(conv: AnyConv, modules_by_parameter: Mapping[int, Sequence[str]]) -> str | None:
-    """Return why a convolution cannot be replaced, or None if it can."""
+def _why_skipped(
+    conv: AnyConv, holders: Mapping[int, Sequence[str]], references: Mapping[nn.Module, str]
+) -> str | None:
+    """Return why a convolution cannot be replaced, or None if it can.
+
+    Args:
+        conv: The convolution.
+        holders: Names of the modules that hold a parameter, by its id.
+        references: Why convolutions must stay to which other objects refer.
+    """
     reason = why_not_replaceable(conv)
     if reason is not None:
         return reason
-    holders = modules_by_parameter[id(conv.weight)]
-    if len(holders) > 1:
-        return f"its weight is shared with {' and '.join(holders)}"
-    return None
+    holders_of_weight = holders[id(conv.weight)]
+    if len(holders_of_weight) > 1:
+        return f"its weight is shared with {' and '.join(holders_of_weight)}"
+    return references.get(conv)
 
 
 def _calls_or_reason(

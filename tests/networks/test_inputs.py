@@ -22,7 +22,7 @@ from ..several_inputs import (
     TwoImages,
 )
 
-UNCHECKED = "output sizes, and uses of convolutions by other code, are not checked"
+UNCHECKED = "output sizes, shifts of maps, and uses of convolutions by other code, are not checked"
 
 
 def test_several_inputs_are_traced_as_one_that_holds_them_all():
