@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import dcls_convert
+from dcls_convert.input_sizes import each_size
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.find_convs import find_convs
 from dcls_convert.networks.identify_model import assumed_input_size
@@ -76,7 +77,7 @@ def measured_row(name: str) -> Row:
         return {"status": "nothing matches", "params": params}
     model = build_model(source).eval()
     perturb_zeros_(model)
-    size = smallest_input(model, own_size)
+    size = smallest_input(model, each_size(own_size)[0])
     generator = torch.Generator().manual_seed(0)
     dcls_convert.apply_plan_(model, plan, init="random", positions="uniform", generator=generator)
     image = torch.rand(1, *size, generator=torch.Generator().manual_seed(1))
