@@ -31,7 +31,7 @@ from ..weights.loading import (
 )
 from .fingerprint import TOLERANCES, Fingerprint, fingerprint_deviation, take_fingerprint
 from .load import place_stored_plan_
-from .timm_model import plan_for_features
+from .timm_model import flat_name, plan_for_features
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -329,11 +329,14 @@ def _with_current_head(
 def _input_channels(model: nn.Module, default: int) -> int:
     """Return the input channels of a timm model's first convolution, if timm names one."""
     cfg = getattr(model, "pretrained_cfg", None) or {}
-    name = cfg.get("first_conv")
-    if not isinstance(name, str):
+    first_conv = cfg.get("first_conv")
+    if not isinstance(first_conv, str):
         return default
-    channels: int = getattr(model.get_submodule(name), "in_channels", default)
-    return channels
+    for name, module in model.named_modules():
+        if flat_name(name) == flat_name(first_conv):  # an extractor has another name for it
+            channels: int = getattr(module, "in_channels", default)
+            return channels
+    return default
 
 
 def as_users_own(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:

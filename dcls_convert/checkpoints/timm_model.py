@@ -284,7 +284,7 @@ def _complete_state(
     return complete
 
 
-def _flat(name: str) -> str:
+def flat_name(name: str) -> str:
     """Replace dots as timm's feature lists do: "stages.0" becomes "stages_0"."""
     return name.replace(".", "_")
 
@@ -299,7 +299,7 @@ def _names_in_whole_model(names: Collection[str], known: Container[str]) -> dict
     for prefix in WRAPPER_PREFIXES:
         matches = {}
         for name in names:
-            flat = _flat(name.removeprefix(prefix))
+            flat = flat_name(name.removeprefix(prefix))
             if flat in known:
                 matches[name] = flat
         if len(matches) > len(best):
@@ -314,7 +314,7 @@ def plan_for_features(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
     positions move to the module that has the layers in the extractor; there, they get another name
     if theirs is taken.
     """
-    name_of_flat = {_flat(name): name for layer in plan.layers for name in layer.names}
+    name_of_flat = {flat_name(name): name for layer in plan.layers for name in layer.names}
     modules = dict(model.named_modules(remove_duplicate=False))
     extractor_name = {}
     for name, flat in _names_in_whole_model(modules, name_of_flat).items():
@@ -370,10 +370,10 @@ def _features_state(
     """
     from timm.models import adapt_input_conv
 
-    flat = {_flat(name): tensor for name, tensor in state.items()}
+    flat = {flat_name(name): tensor for name, tensor in state.items()}
     if in_chans not in (None, cfg["input_size"][0]):
         for name in _module_names(cfg.get("first_conv")):
-            weight = _flat(f"{name}.weight")
+            weight = flat_name(f"{name}.weight")
             flat[weight] = adapt_input_conv(in_chans, flat[weight])
     names = _names_in_whole_model(model.state_dict(), flat)
     features_state = {name: flat[key] for name, key in names.items()}
