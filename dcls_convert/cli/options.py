@@ -239,8 +239,8 @@ Mean = Annotated[
     Any,
     typer.Option(
         metavar="M,M,M",
-        help="Mean by which images are normalised, one for all channels or one for each "
-        "(default: the model's own).",
+        help="Mean by which images with values from 0 to 1 are normalised, one for all channels or "
+        "one for each (default: the model's own).",
         parser=parse_numbers,
         rich_help_panel=WHERE_THEY_START,
     ),

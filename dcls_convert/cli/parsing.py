@@ -113,7 +113,8 @@ def parse_budget(text: str | float) -> float:
 
 def parse_numbers(text: str) -> tuple[float, ...]:
     """Parse "0.5,0.4,0.3" into (0.5, 0.4, 0.3)."""
-    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?(,[0-9]{1,9}(\.[0-9]{1,9})?)*", text):
+    number = r"[0-9]*\.?[0-9]+"
+    if not re.fullmatch(f"{number}(,{number})*", text):
         raise typer.BadParameter(
             f"'{shortened(text)}' is not a list of numbers such as 0.485,0.456,0.406"
         )

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..fitting.calibrate import CalibrationStatistics
 from ..fitting.calibration_images import Calibration, calibrate
 from ..fitting.counts import choose_counts_by_error
+from ..fitting.image_files import normalisation_of
 from ..fitting.warm_start import draw_fit_seed
 from ..input_sizes import each_size
 from ..networks.pretrained_cfg import set_normalisation_
@@ -190,7 +191,8 @@ def _carry_out_(
         attach_provenance_(model, provenance)
         if request.mean is not None and request.std is not None and plan.input_size is not None:
             (size,) = each_size(plan.input_size)  # `calibrate` refuses several
-            set_normalisation_(model, request.mean, request.std, channels=size[0])
+            stated = normalisation_of(model, size[0], request.mean, request.std)
+            set_normalisation_(model, stated.mean, stated.std, channels=size[0])
     report = conversion.report.with_errors(
         errors.kernel, errors.output, outcome, reasons=errors.reasons
     )

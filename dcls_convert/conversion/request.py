@@ -63,8 +63,8 @@ class ConversionRequest:
     # Most images to read from the calibration's folder; None for CALIBRATION_IMAGES.
     most_images: int | None = None
     # Normalisation of the images in the calibration's folder; None for what the model states.
-    mean: Sequence[float] | None = None
-    std: Sequence[float] | None = None
+    mean: float | Sequence[float] | None = None
+    std: float | Sequence[float] | None = None
     needs_authors_elements: bool = False  # whether `weights` must have elements of their layers
     authors_version: AuthorsVersion | None = None  # of the authors' layers in `weights`
     seed: int = 0

@@ -37,6 +37,9 @@ HELD_OUT_EVERY = 5
 # images, enough to compare outputs on.
 MAX_FILES_HELD_OUT = 40
 MAX_IN_BATCH = 64  # images; larger batches are split
+# Images whose variation within an image is a smaller share of their root mean square are refused.
+# Photographs have about 1 if normalised, 0.4 if not, and 0.002 with a mean on the scale 0..255.
+MIN_VARIATION = 3e-3
 
 # A folder; or tensors as the model takes them: one batch (N, channels, *spatial), several batches,
 # or single images (channels, *spatial).
@@ -68,8 +71,8 @@ def calibrate(
     *,
     held_out: Images | None = None,
     most_images: int | None = None,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
+    mean: float | Sequence[float] | None = None,
+    std: float | Sequence[float] | None = None,
     note: Note = ignore_messages,
 ) -> Calibration:
     """Read the images of a calibration. Nothing is fitted yet.
@@ -95,8 +98,8 @@ def calibrate(
         note: Called with a message for each file that cannot be read.
 
     Raises:
-        DclsConvertError: There are no images, their values are not finite, or their normalisation
-            is not known.
+        DclsConvertError: There are no images, their values are not finite or do not vary, or their
+            normalisation is not known.
     """
     check_argument("model", model, nn.Module)
     check_argument("plan", plan, ConversionPlan)
@@ -134,6 +137,7 @@ def calibrate(
         calibration = replace(calibration, held_out=others.batches)
     if not len(calibration):
         raise DclsConvertError(f"calibration: there are no images in {shortened(images)}")
+    _refuse_constant(calibration.batches)
     return calibration
 
 
@@ -156,6 +160,21 @@ def _refuse_infinite(batches: Sequence[Tensor]) -> None:
             raise DclsConvertError(
                 "calibration: the images have values that are not finite (NaN or infinite)"
             )
+
+
+def _refuse_constant(batches: Sequence[Tensor]) -> None:
+    """Refuse images without any content: kernels that are fitted to them lose everything else."""
+    energy = 0.0
+    energy_of_variation = 0.0
+    for batch in batches:
+        channels = batch.float().flatten(2)  # (N, channels, places)
+        energy += float(channels.square().sum())
+        energy_of_variation += float((channels - channels.mean(2, keepdim=True)).square().sum())
+    if energy_of_variation <= MIN_VARIATION**2 * energy:
+        raise DclsConvertError(
+            "calibration: the images are constant, or nearly so: their values hardly vary from "
+            "place to place; check how they are normalised (mean and std)"
+        )
 
 
 def _read_folder(

@@ -17,7 +17,7 @@ from ..errors import DclsConvertError
 from ..input import image_paths
 from ..networks.running import suppress_output
 from ..progress import Note
-from ..text import one_line
+from ..text import one_line, shortened
 
 BATCH = 8  # images
 CROP_SHARE = 0.75  # side of a crop, as a share of the image's side
@@ -52,12 +52,16 @@ def stated_normalisation(model: nn.Module) -> Normalisation | None:
 
 
 def normalisation_of(
-    model: nn.Module, channels: int, mean: Sequence[float] | None, std: Sequence[float] | None
+    model: nn.Module,
+    channels: int,
+    mean: float | Sequence[float] | None,
+    std: float | Sequence[float] | None,
 ) -> Normalisation:
     """Return the given mean and std or, if there are none, the model's normalisation.
 
     Raises:
-        DclsConvertError: There is neither, or they do not fit the model's channels.
+        DclsConvertError: There is neither, they do not fit the model's channels, or they are not on
+            the scale of the images, whose values are from 0 to 1.
     """
     if mean is None and std is None:
         stated = stated_normalisation(model)
@@ -70,15 +74,40 @@ def normalisation_of(
         return stated
     if mean is None or std is None:
         raise DclsConvertError("calibration: give mean and std, or neither")
-    for name, values in (("mean", mean), ("std", std)):
-        if len(values) not in (1, channels):
-            raise DclsConvertError(
-                f"calibration: {name} {_listed(values)} has {len(values)} values; give 1, "
-                f"or {channels}, one per channel"
-            )
-    if not all(value > 0 for value in std):
-        raise DclsConvertError(f"calibration: std {_listed(std)} must be above 0")
-    return Normalisation(mean=tuple(mean), std=tuple(std))
+    normalisation = Normalisation(
+        mean=_values_of("mean", mean, channels), std=_values_of("std", std, channels)
+    )
+    if 0 in normalisation.std:
+        raise DclsConvertError(f"calibration: std {_listed(normalisation.std)} must be above 0")
+    return normalisation
+
+
+def _values_of(name: str, given: float | Sequence[float], channels: int) -> tuple[float, ...]:
+    """Return a mean or std as a value for each channel, or one for all; refuse what is neither.
+
+    Values above 1 are refused: they are meant for images with values from 0 to 255, and would turn
+    these images into nearly constant ones.
+    """
+    if isinstance(given, int | float):
+        given = (given,)
+    try:
+        values = tuple(map(float, given))
+    except (TypeError, ValueError):
+        raise DclsConvertError(
+            f"calibration: {name} {shortened(repr(given))}: give a number, or one per channel"
+        ) from None
+    if len(values) not in (1, channels):
+        raise DclsConvertError(
+            f"calibration: {name} {_listed(values)} has {len(values)} values; give 1, "
+            f"or {channels}, one per channel"
+        )
+    if not all(0 <= value <= 1 for value in values):
+        scaled = _listed([value / 255 for value in values])
+        raise DclsConvertError(
+            f"calibration: {name} {_listed(values)} must be from 0 to 1, the scale of the images; "
+            f"divided by 255, it is {scaled}"
+        )
+    return values
 
 
 def _listed(values: Sequence[float]) -> str:

@@ -304,7 +304,8 @@ def test_awkward_cases_give_finite_tensors_of_the_same_dtype_and_similar_outputs
     dtype = model[0].weight.dtype
     with torch.no_grad():
         before = model(images.to(dtype)).float()
-    convert_(model, dilated_size=9, budget=80, calibration=[images], input_size=INPUT_SIZE)
+    calibration = Calibration(batches=(images,))
+    convert_(model, dilated_size=9, budget=80, calibration=calibration, input_size=INPUT_SIZE)
     state = model.state_dict()
     assert all(tensor.isfinite().all() for tensor in state.values())
     kept = [name for name in state if not name.endswith(("num_batches_tracked", "positions"))]

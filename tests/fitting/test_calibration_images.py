@@ -42,10 +42,18 @@ def model_and_plan():
     return model, plan_conversion(find_convs(model))
 
 
+def image_of_colour(mode, size, colour):
+    """Make an image of one colour, save for one pixel, since constant images are refused."""
+    image = Image.new(mode, size, colour)
+    image.putpixel((size[0] // 2, size[1] // 2), (255,) * len(image.getbands()))
+    return image
+
+
 def write_images(folder, count):
     folder.mkdir(parents=True, exist_ok=True)
     for index in range(count):
-        Image.new("RGB", (50, 40), (index, 90, 200)).save(folder / f"{index:03d}.png")
+        image = image_of_colour("RGB", (50, 40), (index, 90, 200))
+        image.save(folder / f"{index:03d}.png")
 
 
 def shades(batches):
@@ -83,7 +91,8 @@ def test_from_many_images_some_of_every_subfolder_are_read(model_and_plan, tmp_p
     for red, name in enumerate("abcde"):
         (tmp_path / name).mkdir()
         for index in range(40):
-            Image.new("RGB", (8, 8), (50 * red, 0, 0)).save(tmp_path / name / f"{index}.png")
+            image = image_of_colour("RGB", (8, 8), (50 * red, 0, 0))
+            image.save(tmp_path / name / f"{index}.png")
     calibration = calibrate(*model_and_plan, tmp_path)
     assert (len(calibration), len(shades(calibration.held_out))) == (64, 16)
     assert len(set(shades(calibration.batches))) == len(set(shades(calibration.held_out))) == 5
@@ -98,7 +107,7 @@ def test_most_images_limits_what_is_read_and_at_most_40_images_are_held_out(
     model_and_plan, tmp_path, most_images, fitted, held_out
 ):
     for index in range(250):
-        Image.new("L", (2, 2), index).save(tmp_path / f"{index:03d}.png")
+        image_of_colour("L", (2, 2), index).save(tmp_path / f"{index:03d}.png")
     calibration = calibrate(*model_and_plan, tmp_path, most_images=most_images)
     assert (len(calibration), len(shades(calibration.held_out))) == (fitted, held_out)
 
@@ -265,7 +274,8 @@ def test_a_batch_a_list_of_batches_and_single_images_give_the_same_images(model_
 @pytest.mark.parametrize("sizes", [(5,), (1, 1, 1, 1, 1), (4, 2, 6), (3, 20)])
 def test_every_fifth_image_of_tensors_is_held_out_and_none_is_lost(model_and_plan, sizes):
     numbers = torch.arange(sum(sizes), dtype=torch.float32)
-    images = numbers.view(-1, 1, 1, 1).expand(-1, *model_and_plan[1].input_size)
+    images = numbers.view(-1, 1, 1, 1).repeat(1, *model_and_plan[1].input_size)
+    images[..., -1] = -1
     calibration = calibrate(*model_and_plan, images.split(sizes))
     assert shades(calibration.held_out) == numbers[4::5].tolist()
     assert sorted(shades((*calibration.batches, *calibration.held_out))) == numbers.tolist()
@@ -311,10 +321,10 @@ def test_a_folder_needs_a_normalisation_if_the_model_states_none(tmp_path):
         DclsConvertError, match="does not state how its images are normalised; give mean and std"
     ):
         calibrate(model, plan, tmp_path)
-    calibration = calibrate(model, plan, tmp_path, mean=(0.5, 0.25, 0), std=(2.0,))
+    calibration = calibrate(model, plan, tmp_path, mean=(0.5, 0.25, 0), std=0.2)
     red, green, _ = calibration.batches[0][0, :, 0, 0]
-    assert red.item() == pytest.approx((0 / 255 - 0.5) / 2)
-    assert green.item() == pytest.approx((90 / 255 - 0.25) / 2)
+    assert red.item() == pytest.approx((0 / 255 - 0.5) / 0.2)
+    assert green.item() == pytest.approx((90 / 255 - 0.25) / 0.2)
     report = convert_(
         model, dilated_size=9, calibration=tmp_path, mean=(0.5,), std=(0.5,), input_size=(3, 8, 8)
     )
@@ -327,6 +337,14 @@ def test_a_folder_needs_a_normalisation_if_the_model_states_none(tmp_path):
         ({"mean": (0.5,)}, "give mean and std, or neither"),
         ({"mean": (0.5, 0.5), "std": (1.0,)}, "mean 0.5,0.5 has 2 values; give 1, or 3"),
         ({"mean": (0.5,), "std": (0.0,)}, "std 0 must be above 0"),
+        (
+            {"mean": (123.675, 116.28, 103.53), "std": (58.395, 57.12, 57.375)},
+            "mean 123.675,116.28,103.53 must be from 0 to 1, .* it is 0.485,0.456,0.406$",
+        ),
+        ({"mean": 0.5, "std": 57.375}, "std 57.375 must be from 0 to 1, .* it is 0.225$"),
+        ({"mean": -0.5, "std": 0.5}, "mean -0.5 must be from 0 to 1"),
+        ({"mean": float("nan"), "std": 0.5}, "mean nan must be from 0 to 1"),
+        ({"mean": 0.5, "std": "half"}, "std 'half': give a number, or one per channel"),
     ],
 )
 def test_a_normalisation_that_does_not_fit_is_refused(model_and_plan, tmp_path, options, message):
@@ -350,6 +368,9 @@ def test_a_normalisation_that_does_not_fit_is_refused(model_and_plan, tmp_path, 
         (".", (4, 8, 8), "1 or 3 channels"),
         ([], SIZE, "there are no images"),
         ([torch.full((1, 3, 8, 8), float("nan"))], SIZE, "not finite"),
+        ([torch.zeros(1, 3, 8, 8)], SIZE, "the images are constant"),
+        (torch.rand(9, 3, 1, 1).expand(9, *SIZE), SIZE, "the images are constant"),
+        ((torch.rand(9, *SIZE) - 123.675) / 58.395, SIZE, "the images are constant"),
         (["a.png"], SIZE, "found a value of type str; give float images"),
         (8, SIZE, "found a value of type int; give float images"),
     ],
