@@ -52,7 +52,10 @@ class OutputExistsError(CheckpointError):
     """The output exists already."""
 
     def __init__(self, path: object) -> None:
-        super().__init__(f"output {path} already exists; name another, or replace it by force")
+        super().__init__(
+            f"output {path} already exists; name another, or replace it: --force, "
+            "in Python force=True"
+        )
 
 
 def refuse(*conflicts: tuple[object, str]) -> None:

@@ -1,6 +1,7 @@
-"""The request for one conversion, as plain values: nothing is read, built or decided here.
+"""The request for one conversion, as plain values, and a check that its options do not conflict.
 
-This module imports nothing heavy, so that the command line refuses conflicting options at once.
+Nothing is read or built here, and nothing heavy is imported, so that the command line refuses
+conflicting options at once.
 """
 
 from collections.abc import Mapping, Sequence

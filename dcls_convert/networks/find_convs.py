@@ -43,7 +43,7 @@ def find_convs(model: nn.Module, input_size: GivenInputSizes | None = None) -> M
             they are None if the model does not run there.
 
     Raises:
-        ModelError: `model` is not a module.
+        DclsConvertError: `model` is not a module.
         PlanError: `input_size` is not made of positive integers, or does not fit the number of
             dimensions of the convolutions; or the model is compiled or has DCLS layers already.
     """

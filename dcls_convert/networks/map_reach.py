@@ -166,7 +166,7 @@ def sources_by_size(old: Sequence[int], new: Sequence[int]) -> Sources:
     """Return the sources of a reshape, or of a function that treats each cell for itself.
 
     If the number of cells is the same, axes of equal size at either end are the same axes. If not,
-    those are that lie in the same place from the end, such as in broadcasting.
+    as in broadcasting, axes are matched from the end, and those of equal size are the same.
     """
     sources: Sources = [None] * len(new)
     if math.prod(old) != math.prod(new):

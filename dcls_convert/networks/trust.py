@@ -1,4 +1,4 @@
-"""Check that a model which a file names is safe to build.
+"""Check that it is safe to build a model that a file names.
 
 Models of timm and torchvision run none of the user's code. With plain values as arguments, they
 open no file and use no network, either.
@@ -40,8 +40,8 @@ def check_source(source: ModelSource) -> None:
     kind, _, name = source.name.partition(":")
     if kind not in REGISTRIES or not is_registered(kind, name):
         raise ModelError(
-            f"{shortened(source.name)}: is not the name of a model of timm or torchvision. "
-            "Your own code for it is run with trust code alone; or give the network itself"
+            f"{shortened(source.name)}: is not the name of a model of timm or torchvision. To run "
+            "your own code, add --trust-code, in Python trust_code=True; or give the network itself"
         )
     _check_argument(source.args, shortened(source.name))
 

@@ -24,7 +24,7 @@ from .rules import Rule, RuleSet
 
 BEYOND = (
     "where this one cannot (ahead in time, or beyond a tile); "
-    "a rule with 'padding: any' converts it all the same"
+    "a rule with 'padding: any' converts it nevertheless"
 )
 CANDIDATE_COUNT = 9  # number of windows that `candidate_windows` returns
 

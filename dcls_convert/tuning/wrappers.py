@@ -2,13 +2,14 @@
 
 from torch import Tensor, nn
 
-# Attributes in which wrappers keep their model: "module" in DDP, DataParallel and EMA copies, the
-# others in `torch.compile` and FSDP1.
+# Attributes in which wrappers keep their model: "module" in DDP, DataParallel and EMA copies,
+# "_orig_mod" in `torch.compile`, "_fsdp_wrapped_module" in FSDP1. Positions that FSDP1 has
+# flattened are not supported, but names inside it are still found.
 MODEL_ATTRIBUTES = ("module", "_orig_mod", "_fsdp_wrapped_module")
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside wrappers that only call it: DDP, `torch.compile`, EMA, FSDP1."""
+    """Return the model inside its wrappers, such as DDP, `torch.compile` and EMA copies."""
     while True:
         children = list(model.named_children())
         if len(children) != 1 or list(model.parameters(recurse=False)):

@@ -320,7 +320,7 @@ def test_models_of_the_users_own_are_built_from_the_current_folder_if_trusted(
     out, _ = run("verify", "out", "--json")  # does not run the user's code
     (model,) = [check for check in json.loads(out)["checks"] if check["name"] == "model"]
     assert model["ok"] is None
-    assert "trust code" in model["detail"]
+    assert "--trust-code" in model["detail"]
 
 
 def test_without_a_fingerprint_nothing_runs(converted, tmp_path, monkeypatch):

@@ -58,7 +58,7 @@ def test_an_existing_folder_is_replaced_by_force_alone(tmp_path):
     other = users_model()
     plan = convert_(other, dilated_size=11, init="random").plan
     with pytest.raises(
-        CheckpointError, match=r"out already exists; name another, or replace it by force$"
+        CheckpointError, match=r"out already exists; name another, or replace it: --force, .*$"
     ):
         save_converted(other, plan, tmp_path / "out")
     assert read_plan(tmp_path / "out").layers[0].dilated_size == (9, 9)
