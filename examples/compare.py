@@ -39,7 +39,6 @@ from typing import Any
 
 import finetune
 import numpy as np
-import timm
 import torch
 from accelerate import Accelerator
 from scipy import optimize, stats
@@ -77,7 +76,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("model", help="a name of timm's, or MODULE:FUNCTION")
     parser.add_argument("--sizes", default="17", help="windows, such as 13,17,17-kernel or +4")
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=finetune.positive, default=5)
     parser.add_argument("--only", metavar="NETWORK:SEED", help="train one run, as --list names it")
     parser.add_argument("--list", action="store_true", help="print NETWORK:SEED of all runs")
     parser.add_argument("--output", type=Path, help="folder; default: MODEL-compared")
@@ -87,14 +86,35 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-def check_network(name: str, options: argparse.Namespace) -> None:
-    """Refuse a name such as "17-kernel" whose words are unknown, or have no effect."""
-    words = {*name.split("-")[1:]}
+def check_network(name: str, convs: Any, options: argparse.Namespace) -> None:
+    """Refuse a name such as "17-kernel" that these convolutions cannot take."""
+    size, *rest = name.split("-")
+    words = {*rest}
     unknown = words - {*STARTS, "frozen", "dense"}
     if unknown:
         raise DclsConvertError(f"--sizes {name}: {unknown.pop()!r} is not a word for a network")
     if options.pretrained and words & {*STARTS}:
         raise DclsConvertError(f"--sizes {name}: with --pretrained, trained kernels set the start")
+    plan = dcls_convert.plan_conversion(convs, dilated_size=dilated_size(size))
+    if all(layer.dilated_size == layer.kernel_size for layer in plan.layers):
+        raise DclsConvertError(f"--sizes {name}: no window is larger than its kernel")
+
+
+def check_networks(names: Sequence[str], options: argparse.Namespace) -> None:
+    """Refuse names of networks before anything is trained."""
+    if Path(options.model).is_dir():
+        raise DclsConvertError(f"{options.model}: is a folder; give a name of timm's or a function")
+    images, _ = finetune.read_images(options.data)
+    first = argparse.Namespace(**vars(options) | {"seed": 0})
+    original = build_original(first, len(images.reader.class_to_idx))
+    convs = dcls_convert.find_convs(original, options.input_size)
+    for name in names:
+        check_network(name, convs, options)
+
+
+def dilated_size(text: str) -> int | str:
+    """Return 17 for "17", and "+4", a growth, as it is."""
+    return int(text) if text.isdigit() else text
 
 
 def build_original(options: argparse.Namespace, classes: int) -> nn.Module:
@@ -103,9 +123,13 @@ def build_original(options: argparse.Namespace, classes: int) -> nn.Module:
     module, colon, function = options.model.partition(":")
     if colon:
         sys.path.insert(0, os.getcwd())
-        model: nn.Module = getattr(importlib.import_module(module), function)(**arguments)
+        try:
+            build = getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError) as error:
+            raise DclsConvertError(f"{options.model}: {error}") from error
+        model: nn.Module = build(**arguments)
         return model
-    return timm.create_model(options.model, pretrained=options.pretrained, **arguments)
+    return finetune.create_model(options.model, pretrained=options.pretrained, **arguments)
 
 
 def build_network(
@@ -117,7 +141,7 @@ def build_network(
         return model
     size, *words = name.split("-")
     arguments: dict[str, Any] = {"seed": options.seed, "input_size": options.input_size}
-    arguments["dilated_size"] = int(size) if size.isdigit() else size
+    arguments["dilated_size"] = dilated_size(size)
     if "dense" in words:  # as many elements as the old kernel has cells, where those are
         arguments |= {"kernel_count": "exact", "init": "exact"}
     elif options.pretrained:
@@ -351,15 +375,14 @@ def warnings(runs: Runs, networks: Sequence[str]) -> list[str]:
 
 def main() -> None:
     options = parse_arguments()
-    networks = [ORIGINAL, *options.sizes.split(",")]
+    networks = [ORIGINAL, *dict.fromkeys(options.sizes.split(","))]
     wanted = {f"{name}:{seed}": (name, seed) for seed in range(options.seeds) for name in networks}
     if options.list:
         print("\n".join(wanted))
         return
     if options.only and options.only not in wanted:
         raise DclsConvertError(f"--only {options.only}: is not one of the runs that --list names")
-    for name in networks[1:]:
-        check_network(name, options)
+    check_networks(networks[1:], options)
     accelerator = finetune.make_accelerator(options)
     finished = read_runs(options)
     for label, (name, seed) in wanted.items():

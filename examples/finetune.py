@@ -1,4 +1,4 @@
-"""Train a converted checkpoint folder, or any model of timm, on images of your own.
+"""Train a converted, unfolded folder, or any model of timm, on images of your own.
 
     # Your images: flowers/train/rose/1.jpg, flowers/val/rose/2.jpg, ... or flowers/rose/1.jpg, ...
     python examples/finetune.py convnext_tiny-dcls17 --data flowers
@@ -52,18 +52,25 @@ AUGMENTATIONS: dict[str, dict[str, Any]] = {  # arguments of timm's create_trans
 }
 
 
+def positive(text: str) -> int:
+    """Read a positive integer."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return int(text)
+
+
 def add_training_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a training, which compare.py has too."""
     add = parser.add_argument
     add("--data", type=Path, required=True, help="folder with a folder of images for each class")
-    add("--input-size", type=int, nargs=3, metavar=("CHANNELS", "ROWS", "COLUMNS"))
+    add("--input-size", type=positive, nargs=3, metavar=("CHANNELS", "ROWS", "COLUMNS"))
     add("--augmentation", default="light", choices=list(AUGMENTATIONS))
     add("--hflip", type=float, default=0.5, help="share of the images that are mirrored")
     add("--workers", type=int, default=0, help="processes that load images")
     add("--model-kwargs", nargs="*", default={}, action=ParseKwargs, metavar="KEY=VALUE")
     add("--pretrained", action="store_true", help="start from timm's trained weights")
-    add("--epochs", type=int, default=10)
-    add("--batch-size", type=int, default=32, help="images per step and process")
+    add("--epochs", type=positive, default=10)
+    add("--batch-size", type=positive, default=32, help="images per step and process")
     add("--lr", type=float, default=1e-3)
     add("--position-lr-scale", type=float, default=5.0, help="times --lr, for positions")
     add("--smoothing", type=float, default=0.1, help="of the labels")
@@ -79,7 +86,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", help="a folder that dcls-convert wrote, or a name of timm's")
+    parser.add_argument("model", help="a converted, unfolded folder, or a name of timm's")
     parser.add_argument("--teacher", help="learn the outputs of this model of timm's or folder")
     parser.add_argument("--output", type=Path, help="default: runs/MODEL")
     parser.add_argument("--seed", type=int, default=0)
@@ -102,6 +109,8 @@ def check_settings(stored: dict[str, str], settings: dict[str, str], place: Path
     for name, value in settings.items():
         if stored[name] != value:
             message = f"holds a run with {name} {stored[name]}, not {value}; use another --output"
+            if name == "epochs":
+                message += ", and to train a converted model further, start from its folder best"
             raise DclsConvertError(f"{place}: {message}")
 
 
@@ -110,6 +119,8 @@ def read_folder(folder: Path) -> ImageDataset:
 
     Names that begin with a dot, and the folders of systems, are no data.
     """
+    if not folder.is_dir():
+        raise DclsConvertError(f"--data {folder}: is not a folder")
     dataset = ImageDataset(str(folder))
     samples = []
     classes: dict[str, int] = {}
@@ -128,8 +139,6 @@ def read_images(data: Path) -> tuple[ImageDataset, ImageDataset]:
 
     Otherwise, every fifth image is held out for testing.
     """
-    if not data.is_dir():
-        raise DclsConvertError(f"--data {data}: is not a folder")
     if (data / "train").is_dir():
         train = read_folder(data / "train")
         test = read_folder(data / ("val" if (data / "val").is_dir() else "validation"))
@@ -151,6 +160,8 @@ def set_transforms_(
     if config["input_size"][0] == 1:
         train.input_img_mode = test.input_img_mode = "L"
         config |= {"mean": config["mean"][:1], "std": config["std"][:1]}
+    elif config["input_size"][0] != 3:
+        raise DclsConvertError("--input-size: the first number is that of channels, 1 or 3")
     augmentation = {"hflip": options.hflip} | AUGMENTATIONS[options.augmentation]
     train.transform = create_transform(**config, is_training=True, **augmentation)
     test.transform = create_transform(**config)
@@ -159,8 +170,12 @@ def set_transforms_(
 def create_model(name: str, **arguments: Any) -> nn.Module:
     """Return a model of timm, or the one in a folder with its weights."""
     if Path(name).is_dir():
-        return timm.create_model(f"local-dir:{name}", **arguments | {"pretrained": True})
-    return timm.create_model(name, **arguments)
+        name = f"local-dir:{name}"
+        arguments["pretrained"] = True
+    try:
+        return timm.create_model(name, **arguments)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise DclsConvertError(f"{name}: {error}") from error
 
 
 def shard_(model: nn.Module) -> None:
@@ -226,7 +241,8 @@ class Training:
         self.test_loader = self.accelerator.prepare_data_loader(DataLoader(test, **common))
         if len(self.train_loader) == 0 or len(test) == 0:
             raise DclsConvertError(
-                f"--data: only {len(train)} images to train, {len(test)} to test"
+                f"--data: only {len(train)} images to train, {len(test)} to test; each process "
+                f"takes --batch-size {options.batch_size} for an update"
             )
 
     def _make_optimizer(self) -> None:
@@ -389,6 +405,8 @@ def main() -> None:
     model = create_model(options.model, pretrained=options.pretrained, **arguments)
     plan = None
     if Path(options.model).is_dir():
+        if model.pretrained_cfg["architecture"] != "dcls_convert":
+            raise DclsConvertError(f"{options.model}: is no converted folder, or is folded")
         plan = options.model  # the folder has it
     training = Training(model, images, options, accelerator, teacher)
     for _ in range(len(training.history), options.epochs):

@@ -135,11 +135,38 @@ def test_words_behind_a_size_say_what_is_not_trained_and_what_is_dense(monkeypat
     assert torch.equal(built("9")[positions], built("9-frozen")[positions])
     assert not torch.equal(built("9")[positions], built("9-uniform")[positions])
     assert built("9-dense")["stages.0.blocks.0.conv_dw.weight"].shape[-2:] == (9, 9)
-    with pytest.raises(DclsConvertError, match="'thawed' is not a word for a network"):
-        compare.check_network("9-thawed", options)
-    options.pretrained = True
-    with pytest.raises(DclsConvertError, match="with --pretrained, trained kernels set the start"):
-        compare.check_network("9-kernel", options)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "says"),
+    [
+        ("test_convnext --sizes 9,9-thawed", "'thawed' is not a word for a network"),
+        (
+            "torchvision.models:resnet18 --sizes 9-kernel --pretrained",
+            "with --pretrained, trained kernels set the start",
+        ),
+        ("test_convnext --sizes 9,8", "window 8 .* must be odd as the kernel 7 is"),
+        ("test_convnext --sizes 9,5", "window 5 .* is smaller than the kernel 7"),
+        ("test_convnext --sizes 9,7-dense", "--sizes 7-dense: no window is larger than its kernel"),
+        ("test_convnexx", "test_convnexx: Unknown model"),
+        ("digits", "digits: is a folder; give a name of timm's"),
+        ("nowhere:build", "nowhere:build: No module named 'nowhere'"),
+        ("json:build", "json:build: module 'json' has no attribute 'build'"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_trained(folder, run, monkeypatch, mistake, says):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(finetune, "Training", None)
+    model, *more = mistake.split()
+    with pytest.raises(DclsConvertError, match=says):
+        run(" ".join([model, *OPTIONS.split(), *more]))
+
+
+@pytest.mark.parametrize("option", ["--seeds", "--epochs", "--batch-size"])
+def test_numbers_are_positive(run, option, capsys):
+    with pytest.raises(SystemExit):
+        run(f"test_convnext {OPTIONS} {option} 0")
+    assert capsys.readouterr().err.endswith(f"error: argument {option}: 0 is less than 1\n")
 
 
 def test_frozen_networks_train_no_positions_of_any_tie_group(monkeypatch):

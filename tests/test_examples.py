@@ -232,15 +232,25 @@ def test_a_converted_network_comes_closer_to_its_teacher(finetune, unlabelled, t
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["test_convnext", "--data", "nowhere"], "--data nowhere: is not a folder"),
-        (["test_convnext", *OPTIONS.split(), "--batch-size", "99"], "only 32 images to train"),
+        ("test_convnext --data nowhere", "--data nowhere: is not a folder"),
+        (f"test_convnext {OPTIONS} --batch-size 99", "only 32 images to train, 8 to test; each"),
+        (f"test_convnext {OPTIONS} --input-size 32 32 3", "--input-size: the first number is that"),
+        (f"test_convnexx {OPTIONS}", "test_convnexx: Unknown model"),
+        (f"nowhere/model {OPTIONS}", "nowhere/model: "),
+        (f"digits {OPTIONS}", "digits: "),
+        (f"test_convnext {OPTIONS} --teacher test_convnexx", "test_convnexx: Unknown model"),
+        (f"folded {OPTIONS}", "folded: is no converted folder, or is folded"),
     ],
 )
 def test_mistakes_are_told_in_one_line(finetune, arguments, message):
+    model = timm.create_model("test_convnext", num_classes=4, kernel_sizes=9)  # as folded for timm
+    timm.models.save_for_hf(model, "folded", model_args={"kernel_sizes": 9})
     with pytest.raises(SystemExit) as stopped:
-        finetune(*arguments)
+        finetune(*arguments.split())
     assert str(stopped.value).startswith("error: ")
+    assert str(stopped.value).isprintable()
     assert message in str(stopped.value)
+    assert not Path("runs").exists() or not [*Path("runs").rglob("*.jsonl")]
 
 
 def test_a_run_is_not_resumed_as_another(finetune):
@@ -250,6 +260,10 @@ def test_a_run_is_not_resumed_as_another(finetune):
     state = Path("runs/test_convnext/state.pt").read_bytes()
     with pytest.raises(SystemExit, match=r"holds a run with lr 0\.001, not 1\.0; use another"):
         finetune(*options, "--lr", "1")
+    with pytest.raises(
+        SystemExit, match=r"epochs 1, not 2; use another --output, and to train a co"
+    ):
+        finetune(*options, "--epochs", "2")
     assert Path("runs/test_convnext/state.pt").read_bytes() == state
 
 
