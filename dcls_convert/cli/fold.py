@@ -12,7 +12,16 @@ from ..input_sizes import input_size_text
 from ..options import DEFAULT_OPSET, OPSETS
 from ..text import count_text
 from . import console
-from .options import OUTPUT, CheckpointArgument, Force, Json, Quiet, TrustCode, Unconverted
+from .options import (
+    OUTPUT,
+    CheckpointArgument,
+    Force,
+    InputSize,
+    Json,
+    Quiet,
+    TrustCode,
+    Unconverted,
+)
 
 if TYPE_CHECKING:
     from ..export.folded_model import ExportReport
@@ -66,6 +75,7 @@ def fold(
     format: Format = "timm",
     output: OutputPath = None,
     opset: Opset = None,
+    input_size: InputSize = None,
     model: Unconverted = None,
     force: Force = False,
     trust_code: TrustCode = False,
@@ -85,6 +95,7 @@ def fold(
             format,
             output,
             opset=opset,
+            input_size=input_size,
             model=model,
             force=force,
             trust_code=trust_code,

@@ -42,6 +42,7 @@ def fold_checkpoint(
     output: Path | None = None,
     *,
     opset: int | None = None,
+    input_size: InputSizes | None = None,
     model: str | None = None,
     force: bool = False,
     trust_code: bool = False,
@@ -55,6 +56,8 @@ def fold_checkpoint(
         output: Folder or file to write; without it, the folder's name with the format's suffix, in
             the current directory.
         opset: Opset of an ONNX model, one of OPSETS.
+        input_size: Sizes at which outputs are compared and the network is exported; None for those
+            of the plan.
         model: The unconverted network, such as "package.module:factory", if the checkpoint does not
             name it. Its code is imported and run.
         force: Replace an earlier output.
@@ -74,7 +77,7 @@ def fold_checkpoint(
         output = Path(folder.resolve().name + export_format.suffix)
     _check_output(export_format, checkpoint.folder, output, force=force)
     _check_packages(format)
-    input_size = _input_size(checkpoint)
+    input_size = _check_input_size(checkpoint, input_size or checkpoint.plan.input_size)
 
     notify("loading")
     unconverted = None
@@ -137,18 +140,17 @@ def _check_packages(format: str) -> None:
         )
 
 
-def _input_size(checkpoint: Checkpoint) -> InputSizes:
-    """Return the plan's input size. Raise if it is missing, or too large to compare outputs."""
-    input_size = checkpoint.plan.input_size
+def _check_input_size(checkpoint: Checkpoint, input_size: InputSizes | None) -> InputSizes:
+    """Return the size. Raise if there is none, or if it is too large to compare outputs."""
     if input_size is None:
         raise CheckpointError(
             f"{checkpoint.folder}: its plan states no input size, so its outputs cannot be "
-            f"compared; {FOLD_IN_PYTHON}"
+            f"compared; give an input size; {FOLD_IN_PYTHON}"
         )
     if pixel_count(input_size) > MAX_PIXELS:
         raise CheckpointError(
-            f"{checkpoint.folder}: its plan states images of {input_size_text(input_size)}; "
-            f"outputs are compared on {MAX_PIXELS:,} pixels at most"
+            f"{checkpoint.folder}: outputs are compared on {MAX_PIXELS:,} pixels at most, not on "
+            f"images of {input_size_text(input_size)}"
         )
     return input_size
 

@@ -26,6 +26,7 @@ from .wrappers import check_not_wrapped, other_forms, why_inside_wrapper
 
 UNCHECKED = "output sizes, shifts of maps, and uses of convolutions by other code, are not checked"
 NOT_CHECKED = f" (so {UNCHECKED})"
+NOT_COMPARED = "; save, verify and fold cannot compare outputs"
 AS_TENSORS = "inputs are floating-point tensors by position"
 OR_NO_SIZE = f" (without an input size, {UNCHECKED})"
 IMAGE_CHANNELS = 3  # assumed where the input size does not state them
@@ -181,7 +182,7 @@ def _try_trace(model: nn.Module, size: InputSizes | None) -> tuple[Trace, None] 
     """Trace the model; return the trace and None, or None and the reason why it failed."""
     if size is None:
         cure = why_not_called_with(model, 1) or "state one"
-        return None, f"no input size is known; {cure}{NOT_CHECKED}"
+        return None, f"no input size is known; {cure}{NOT_CHECKED}{NOT_COMPARED}"
     try:
         return trace(model, size), None
     except Exception as error:  # any model code may run here; the model can still be converted

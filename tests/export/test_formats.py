@@ -235,16 +235,23 @@ def build():
 """
 
 
-def test_a_folder_saved_from_python_is_folded_by_the_command_line(monkeypatch):
+@pytest.mark.parametrize("stated", [True, False], ids=["in the plan", "to fold"])
+def test_a_folder_saved_from_python_is_folded_by_the_command_line(monkeypatch, stated):
     Path("own_network.py").write_text(OWN_NETWORK)
     monkeypatch.syspath_prepend(".")
     model = importlib.import_module("own_network").build()
-    report = convert_(model, dilated_size=7, input_size=IMAGE, init="random")
+    size = {"input_size": IMAGE} if stated else {}
+    report = convert_(model, dilated_size=7, init="random", **size)
     save_converted(model, report.plan, "own", report=report)
-    _, refused = run("fold", "own", code=2)
+    options = ["--model", "own_network:build", "--json"]
+    if not stated:
+        _, refused = run("fold", "own", *options, code=2)
+        assert "states no input size" in refused
+        options += ["--input-size", "x".join(map(str, IMAGE))]
+    _, refused = run("fold", "own", *options[3:], code=2)
     assert "give the unconverted network as `model`" in refused
     for format, output in [("timm", "own-folded"), ("pt2", "own.pt2")]:
-        folded, _ = run("fold", "own", "--format", format, "--model", "own_network:build", "--json")
+        folded, _ = run("fold", "own", "--format", format, *options)
         assert json.loads(folded)["output"] == output
     images = torch.randn(2, *IMAGE)
     with torch.no_grad():
