@@ -46,7 +46,7 @@ ROUND_SECONDS = 0.05
 CONSTRUCTION_KERNELS = frozenset(
     {"construct", "gradients_of_elements", "bank_of_elements", "gradients_by_bank"}
 )
-SLOW_TAPS = 81  # from here on, torch's convolution takes milliseconds
+SLOW_CELLS = 81  # from here on, torch's convolution takes milliseconds
 Row = dict[str, Any]
 Cells = dict[str, dict[str, str]]
 Call = Callable[[], object]
@@ -180,7 +180,7 @@ def layer_row(batch: int, channels: int, side: int, window: int, algorithm: Any)
     kernel = torch.randn(channels, 1, window, window, device="cuda", dtype=torch.bfloat16)
     kernel.requires_grad_()
     gradient = torch.randn_like(images)
-    calls = 1 if algorithm == "torch" and window**2 >= SLOW_TAPS else 8
+    calls = 1 if algorithm == "torch" and window**2 >= SLOW_CELLS else 8
 
     def step() -> object:
         return torch.autograd.grad(convolve(images, kernel), (images, kernel), gradient)

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ..conversion.provenance import Provenance
 from ..errors import CheckpointError
-from ..geometry import learnt_axes, position_limits
+from ..geometry import along_learnt_axes, position_limits
 from ..layers import position_statistics as statistics
 from ..layers.interpolation import find_interpolation
 from ..planning.layer_plan import LayerPlan
+from ..planning.paths import joined_name
 from ..planning.plan import ConversionPlan
 from ..planning.tie_groups import TieGroup
 from ..records import Record
@@ -38,8 +39,8 @@ class PositionSet:
     @property
     def learnt_size(self) -> tuple[int, ...]:
         """Size of the window along each learnt axis, in cells."""
-        size = self.layers[0].dilated_size
-        return tuple(size[axis] for axis in learnt_axes(len(size), self.layers[0].dense_axes))
+        first = self.layers[0]
+        return along_learnt_axes(first.dilated_size, first.dense_axes)
 
     def misfits(self, state: Mapping[str, Tensor]) -> Iterator[str]:
         """Yield a message for each tensor that is missing or has a wrong shape or dtype."""
@@ -164,7 +165,7 @@ def _tied_set(plan: ConversionPlan, group: TieGroup) -> PositionSet:
     """Return the positions that the layers of a tie group share."""
     names = {}
     for key, name in group.parameters.items():
-        names[key] = f"{group.owner}.{name}".lstrip(".")  # the owner "" is the model itself
+        names[key] = joined_name(group.owner, name)
     members = tuple(layer for layer in plan.layers if layer.tie_group == group.name)
     return PositionSet(name=group.name, tied=True, layers=members, parameters=names)
 

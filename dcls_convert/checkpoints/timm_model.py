@@ -18,6 +18,7 @@ from ..networks.registries import TIMM_ARCHITECTURE
 from ..networks.source import ModelSource
 from ..networks.stages import common_parent
 from ..networks.trust import MAX_ARGUMENT, UNBOUNDED_ARGUMENTS, check_source
+from ..planning.paths import joined_name
 from ..planning.plan import ConversionPlan
 from ..text import short_list
 from ..weights.loading import aliases_in
@@ -333,16 +334,12 @@ def plan_for_features(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
         owner = common_parent(members)
         parameters = {}
         for kind, parameter in group.parameters.items():
-            while _joined(owner, parameter) in used_names:
+            while joined_name(owner, parameter) in used_names:
                 parameter += "_"
-            used_names.add(_joined(owner, parameter))
+            used_names.add(joined_name(owner, parameter))
             parameters[kind] = parameter
         groups.append(replace(group, owner=owner, parameters=parameters, layers=members))
     return replace(plan, layers=tuple(layers), tie_groups=tuple(groups))
-
-
-def _joined(owner: str, parameter: str) -> str:
-    return f"{owner}.{parameter}" if owner else parameter
 
 
 def _stored_names_of_tied(whole: ConversionPlan, features: ConversionPlan) -> dict[str, str]:
@@ -352,8 +349,8 @@ def _stored_names_of_tied(whole: ConversionPlan, features: ConversionPlan) -> di
     for group in features.tie_groups:
         stored = groups[group.name]
         for kind, parameter in group.parameters.items():
-            name = _joined(group.owner, parameter)
-            stored_names[name] = _joined(stored.owner, stored.parameters[kind])
+            name = joined_name(group.owner, parameter)
+            stored_names[name] = joined_name(stored.owner, stored.parameters[kind])
     return stored_names
 
 

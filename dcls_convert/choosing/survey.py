@@ -96,7 +96,7 @@ def _bare_name(name: str) -> str:
 
 def model_row(name: str, options: PlanOptions, input_size: InputSizes | None = None) -> ModelRow:
     """Plan one model without its weights, by default at the model's own input size."""
-    request = ConversionRequest(model=name, options=options, input_size=input_size, offline=True)
+    request = ConversionRequest(model=name, options=options, input_size=input_size, dry_run=True)
     row = ModelRow(name=name, status="planned")
     try:
         loaded, _ = load(request)

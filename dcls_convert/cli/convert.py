@@ -171,9 +171,9 @@ def convert(
         std=std,
         authors_version=authors_version,
         seed=seed,
-        plan=plan,
+        plan_folder=plan,
         command=printable(shlex.join(["dcls-convert", *sys.argv[1:]])),
-        offline=dry_run,
+        dry_run=dry_run,
         device=device,
     )
     result = OutputOptions(
@@ -228,12 +228,12 @@ def _run(request: ConversionRequest, result: OutputOptions) -> None:
             output = result.output or _default_output(planned)
             check_output(output, force=result.force, reason_to_keep=_reason_to_keep)
 
-        stored_plan = None
-        if request.plan is not None:
-            stored_plan = read_plan(request.plan)
+        plan = None
+        if request.plan_folder is not None:
+            plan = read_plan(request.plan_folder)
         conversion = carry_out(
             request,
-            stored_plan=stored_plan,
+            plan=plan,
             approve=approve,
             notify=notify,
             note=ignore_messages if result.quiet else console.note,

@@ -105,7 +105,7 @@ def _claims(rules: "RuleSet", model_name: str) -> dict[str, Any]:
         from ..planning.claims import match_rules
 
         request = ConversionRequest(
-            model=model_name, options=PlanOptions(rules=rules), offline=True
+            model=model_name, options=PlanOptions(rules=rules), dry_run=True
         )
         loaded, _ = load(request)
         plan_network(loaded, None, request.options)  # may raise, as a conversion would

@@ -115,7 +115,7 @@ def sweep(
         checkpoint_key=checkpoint_key,
         options=PlanOptions(rules=rules, strict=strict, tie=tie, interpolation=interpolation),
         input_size=input_size,
-        offline=True,
+        dry_run=True,
     )
     with console.steps(model, "planning") as notify:
         from ..choosing.make_sweep import make_sweep

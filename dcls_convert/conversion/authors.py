@@ -23,6 +23,7 @@ from ..placing.groups import make_layers
 from ..placing.place import insert_layers_
 from ..planning.known_counts import LayerCounts
 from ..planning.layer_plan import LayerPlan
+from ..planning.paths import joined_name
 from ..planning.plan import ConversionPlan
 from ..planning.tie_groups import TieGroup
 from ..weights.loading import describe_non_finite, load_weights_
@@ -177,7 +178,7 @@ def translate_authors_elements(
     for group in plan.tie_groups:
         for parameter, owner_name in group.parameters.items():
             shared = _shared_parameter(parameter, group, translated, weights.where)
-            state[f"{group.owner}.{owner_name}".removeprefix(".")] = shared
+            state[joined_name(group.owner, owner_name)] = shared
     return state
 
 

@@ -58,16 +58,16 @@ class _Ready:
 def carry_out(
     request: ConversionRequest,
     *,
-    stored_plan: ConversionPlan | None = None,
+    plan: ConversionPlan | None = None,
     approve: Callable[[Conversion], None] = lambda _: None,
     notify: Notify = ignore_messages,
     note: Note = ignore_messages,
 ) -> Conversion:
-    """Carry out a request; if it is offline, only plan it. A model in memory changes in place.
+    """Carry out a request; a dry run ends with its plan. A model in memory changes in place.
 
     Args:
         request: The request.
-        stored_plan: A plan of another checkpoint of the same network, to carry out instead.
+        plan: The plan of `request.plan_folder`, which was made for the same network.
         approve: Called with what is planned, before anything that takes long; may raise. If kernel
             counts are still to be measured, those of the plan are not final.
         notify: Called with what is being done.
@@ -80,9 +80,9 @@ def carry_out(
     loaded, weights = load(request, notify=notify, note=note)
     check_start(request, weights, note)
     notify("planning")
-    plan, counts_are_final = _first_plan(loaded, weights, stored_plan)
+    plan, counts_are_final = _first_plan(loaded, weights, plan)
     conversion = _planned(loaded, weights, plan)
-    if request.offline:
+    if request.dry_run:
         return conversion
     approve(conversion)
     network = build_network(loaded, weights, notify=notify, note=note)
@@ -93,18 +93,18 @@ def carry_out(
         approve(conversion)
     authors = None if weights is None else weights.authors
     weights = None  # the network has the others; keeping both would take twice the memory
-    return _carry_out_(conversion, ready, authors, notify, note)
+    return _convert_network_(conversion, ready, authors, notify, note)
 
 
 def _first_plan(
-    loaded: LoadedNetwork, weights: RequestWeights | None, stored_plan: ConversionPlan | None
+    loaded: LoadedNetwork, weights: RequestWeights | None, given: ConversionPlan | None
 ) -> tuple[ConversionPlan, bool]:
     """Return the plan before anything is measured, and whether its kernel counts are final.
 
     With the scope "error", they are not: the plan has those of the scope "model".
     """
-    if stored_plan is not None:
-        return check_stored_plan(loaded, stored_plan), True
+    if given is not None:
+        return check_stored_plan(loaded, given), True
     options = decide_options(loaded.request, loaded.request.options, weights)
     if options.scope == ERROR_SCOPE and options.kernel_count == AUTO:
         options = replace(options, scope="model")
@@ -165,7 +165,7 @@ def _read_images(
     )
 
 
-def _carry_out_(
+def _convert_network_(
     conversion: Conversion,
     ready: _Ready,
     authors: AuthorsWeights | None,

@@ -90,7 +90,7 @@ def make_checked_plan(
     )
     if weights is not None and weights.authors is not None:
         translate_authors_elements(weights.authors, plan, request.authors_version)  # may raise
-    elif weights is not None and request.offline:
+    elif weights is not None and request.dry_run:
         weights.check(loaded.structure)  # the network is not built, which would check them
     if plan.macs is None and request.input_size is not None:
         _check_input_size(loaded, plan)

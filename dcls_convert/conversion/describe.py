@@ -21,9 +21,9 @@ from .provenance import ImagesOrigin, Provenance, WeightsOrigin
 from .request import ConversionRequest
 
 # Fields of a request that are not recorded as options. Model and command have entries of their own,
-# `options` is recorded field by field, `offline` is for dry runs, which write nothing, and `init`
+# `options` is recorded field by field, `dry_run` writes nothing, and `init`
 # says whether there were elements of the authors' layers.
-NOT_RECORDED = ("model", "options", "needs_authors_elements", "offline", "command")
+NOT_RECORDED = ("model", "options", "needs_authors_elements", "dry_run", "command")
 IN_MEMORY = "in memory"  # stands for weights, images and rules that no file holds
 # Value of `Provenance.init` for elements of the authors' package; all others are words of `--init`.
 AUTHORS = "authors"

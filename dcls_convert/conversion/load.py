@@ -136,7 +136,7 @@ def _structure(request: ConversionRequest, source: ModelSource | None) -> nn.Mod
         assert not isinstance(request.model, str)
         return request.model
     return build_model(
-        source, device="meta", seed=request.seed, offline=request.offline, trust_code=True
+        source, device="meta", seed=request.seed, offline=request.dry_run, trust_code=True
     )
 
 

@@ -69,9 +69,9 @@ class ConversionRequest:
     needs_authors_elements: bool = False  # whether `weights` must have elements of their layers
     authors_version: AuthorsVersion | None = None  # of the authors' layers in `weights`
     seed: int = 0
-    # Checkpoint folder whose plan is carried out (recorded in the provenance); None for a new plan.
-    plan: Path | None = None
-    offline: bool = False  # nothing is downloaded, and the network is not built with its weights
+    # Checkpoint folder whose plan is carried out, for the records; None for a new plan.
+    plan_folder: Path | None = None
+    dry_run: bool = False  # nothing is downloaded, and the network is not built with its weights
     command: str | None = None  # the command line as typed; None from Python
     device: str | None = None  # where a named model is fitted and compared; None for the CPU
 
@@ -105,7 +105,7 @@ def _refuse_conflicts(request: ConversionRequest) -> None:
         raise PlanError("a checkpoint key chooses weights in a checkpoint; give one")
     if request.authors_version is not None and request.weights is None:
         raise PlanError("the authors' version describes a checkpoint of theirs; give one")
-    if request.plan is not None and (
+    if request.plan_folder is not None and (
         request.options != PlanOptions() or request.input_size is not None
     ):
         raise PlanError("a plan is applied unchanged; omit the planning options")
@@ -143,7 +143,7 @@ def _refuse_conflicts_of_scope(request: ConversionRequest) -> None:
         raise PlanError(f"scope {ERROR_SCOPE!r} {NEEDS_WEIGHTS}")
     if request.start != "fit":
         raise PlanError(f"scope {ERROR_SCOPE!r} is for init 'fit', not for {request.start!r}")
-    if request.offline:
+    if request.dry_run:
         raise PlanError(
             f"scope {ERROR_SCOPE!r} measures what kernels lose, but a dry run reads no kernels"
         )
@@ -161,7 +161,7 @@ def _refuse_conflicts_of_images(request: ConversionRequest) -> None:
             if value is not None:
                 raise PlanError(f"{name} is for a calibration; give images to calibrate with")
         return
-    if request.offline:
+    if request.dry_run:
         raise PlanError("a dry run reads no images to calibrate with")
     if not request.trained:
         raise PlanError(f"calibration {NEEDS_WEIGHTS}")

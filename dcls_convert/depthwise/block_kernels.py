@@ -25,8 +25,10 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
-SIDE = constexpr(8)
-CELLS = constexpr(64)
+from .layouts import BLOCK_SIDE
+
+SIDE = constexpr(BLOCK_SIDE)
+CELLS = constexpr(BLOCK_SIDE * BLOCK_SIDE)
 PACK_CHANNELS = constexpr(64)  # of one program of `pack`
 
 _MAP_SIZES = ["channels", "rows", "columns", "block_rows", "block_columns", "blocks_in_all"]

@@ -15,16 +15,14 @@ from torch.compiler import assume_constant_result
 from ..geometry import Pair, ceil_div
 from . import block_kernels as kernels
 from .launching import Launch, Launches, aligned
-from .layouts import is_channels_last
+from .layouts import BLOCK_SIDE, MAX_OFFSET, is_channels_last
 
-SIDE_CELLS: int = kernels.SIDE.value  # cells of a block's side
 _CELLS: int = kernels.CELLS.value  # of a block
 _PACK_CHANNELS: int = kernels.PACK_CHANNELS.value
 # The bank's gradient is summed in parts if C x taps programs are fewer than this, so that a large
 # GPU is busy.
 MIN_PROGRAMS = 1056
 MIN_BLOCKS_IN_PART = 256
-MAX_OFFSET = 2**31  # offsets inside an image, and inside a channel, are computed with 32 bits
 # If strides and channels are multiples of this, the compiler can load 16 bytes at once.
 UNIT = 8
 # Sizes of products by the bytes of a number: blocks in one program of the convolution, the sum's
@@ -64,12 +62,12 @@ class BlockPlan:
         precision: str,
     ) -> None:
         images, channels, rows, columns = shape
-        block_rows = ceil_div(rows, SIDE_CELLS)
-        block_columns = ceil_div(columns, SIDE_CELLS)
+        block_rows = ceil_div(rows, BLOCK_SIDE)
+        block_columns = ceil_div(columns, BLOCK_SIDE)
         blocks = images * block_rows * block_columns
         # Blocks that an output depends on, along each axis; no more than the map has.
-        taps_down = 2 * min(ceil_div(window[0] // 2, SIDE_CELLS), block_rows - 1) + 1
-        taps_across = 2 * min(ceil_div(window[1] // 2, SIDE_CELLS), block_columns - 1) + 1
+        taps_down = 2 * min(ceil_div(window[0] // 2, BLOCK_SIDE), block_rows - 1) + 1
+        taps_across = 2 * min(ceil_div(window[1] // 2, BLOCK_SIDE), block_columns - 1) + 1
         self.input_shape = (images, channels, rows, columns)
         self.output_shape = (
             images,

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..geometry import Pair
-from .block_plan import SIDE_CELLS, BlockPlan, find_block_plan
+from .block_plan import BlockPlan, find_block_plan
 from .eager import is_batched
+from .layouts import BLOCK_SIDE
 
 
 def depthwise_by_blocks(
@@ -136,9 +137,9 @@ def gradients_by_torch(
 def maps_of_blocks(blocks: Tensor, plan: BlockPlan) -> Tensor:
     """Put blocks (C, M, CELLS) together to maps (N, C, H, W)."""
     rows, columns, block_rows, block_columns, _ = plan.map_sizes
-    maps = blocks.reshape(plan.channels, -1, block_rows, block_columns, SIDE_CELLS, SIDE_CELLS)
+    maps = blocks.reshape(plan.channels, -1, block_rows, block_columns, BLOCK_SIDE, BLOCK_SIDE)
     maps = maps.permute(1, 0, 2, 4, 3, 5)  # (N, C, block rows, SIDE, block columns, SIDE)
-    maps = maps.reshape(-1, plan.channels, block_rows * SIDE_CELLS, block_columns * SIDE_CELLS)
+    maps = maps.reshape(-1, plan.channels, block_rows * BLOCK_SIDE, block_columns * BLOCK_SIDE)
     return maps.narrow(2, 0, rows).narrow(3, 0, columns)
 
 

@@ -1,6 +1,9 @@
-"""Memory formats of feature maps."""
+"""Memory formats of feature maps, and of the blocks that they are cut into."""
 
 from torch import Tensor
+
+BLOCK_SIDE = 8  # cells
+MAX_OFFSET = 2**31  # blocks compute with 32 bits inside an image, and inside a channel
 
 
 def is_channels_last(maps: Tensor) -> bool:

@@ -13,19 +13,19 @@ from torch import Tensor
 from ..geometry import Padding, Pair, static_padding
 from . import onednn, products
 from .devices import GPUS
+from .layouts import BLOCK_SIDE, MAX_OFFSET
 
 Name = Literal["torch", "onednn", "blocks", "products"]
 Preference = Literal["auto", "torch", "blocks", "products"]
 VARIABLE = "DCLS_CONVERT_DEPTHWISE"
 BLOCKS_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
-# Measured on an H200: with at most this many taps (cells of the window), torch is faster.
-MAX_TAPS_FOR_TORCH = 49
+# Measured on an H200: in a window of at most this many cells, torch is faster.
+MAX_CELLS_FOR_TORCH = 49
 PRODUCTS_DTYPES = BLOCKS_DTYPES | {torch.float64}
 MIN_IMAGES_FOR_PRODUCTS = 8
-MIN_TAPS_FOR_PRODUCTS = 81
+MIN_CELLS_FOR_PRODUCTS = 81
 MAX_WINDOW_SIDE = 51  # cells; nothing here was tested with larger windows
 MAX_CHANNELS = 65_535  # of a grid's second axis
-MAX_NUMBERS = 2**31  # blocks compute with 32 bits inside an image, and inside a channel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +68,7 @@ class Case:
         return (self.kernel_shape[2], self.kernel_shape[3])
 
     @property
-    def taps(self) -> int:
+    def cells(self) -> int:
         """Cells of the window."""
         return self.kernel_shape[2] * self.kernel_shape[3]
 
@@ -121,15 +121,15 @@ def _can_blocks(case: Case) -> bool:
         and max(case.window) <= MAX_WINDOW_SIDE
         and case.padding == (rows // 2, columns // 2)
         and set(case.stride) <= {1, 2}
-        and channels * height * width < MAX_NUMBERS
-        and images * (height + 7) * (width + 7) < MAX_NUMBERS
+        and channels * height * width < MAX_OFFSET
+        and images * (height + BLOCK_SIDE - 1) * (width + BLOCK_SIDE - 1) < MAX_OFFSET
     )
 
 
 def _why_blocks(case: Case) -> str | None:
-    if case.device == "cpu" or case.taps <= MAX_TAPS_FOR_TORCH:
+    if case.device == "cpu" or case.cells <= MAX_CELLS_FOR_TORCH:
         return None
-    return f"more than {MAX_TAPS_FOR_TORCH} taps, on tensor cores"
+    return f"more than {MAX_CELLS_FOR_TORCH} cells, on tensor cores"
 
 
 def _by_blocks(input: Tensor, kernel: Tensor, bias: Tensor | None, case: Case) -> Tensor:
@@ -142,7 +142,7 @@ def _can_products(case: Case) -> bool:
     if not case.is_depthwise or case.kernel_shape[0] != case.groups or case.stride != (1, 1):
         return False
     sides = zip(case.input_shape[2:], case.window, cast(Pair, case.padding), strict=True)
-    fits = all(size + 2 * padding >= taps for size, taps, padding in sides)
+    fits = all(size + 2 * padding >= side for size, side, padding in sides)
     return (
         fits
         and max(case.window) <= MAX_WINDOW_SIDE
@@ -155,12 +155,12 @@ def _why_products(case: Case) -> str | None:
     if (
         case.device != "cuda"
         or case.no_blocks is None
-        or case.taps < MIN_TAPS_FOR_PRODUCTS
+        or case.cells < MIN_CELLS_FOR_PRODUCTS
         or case.input_shape[0] < MIN_IMAGES_FOR_PRODUCTS
     ):
         return None
     return (
-        f"at least {MIN_TAPS_FOR_PRODUCTS} taps and {MIN_IMAGES_FOR_PRODUCTS} images; "
+        f"at least {MIN_CELLS_FOR_PRODUCTS} cells and {MIN_IMAGES_FOR_PRODUCTS} images; "
         f"no blocks: {case.no_blocks}"
     )
 
@@ -176,7 +176,7 @@ def _why_torch(case: Case) -> str | None:
     if not case.is_depthwise:
         return "not such a depthwise convolution"
     why = "nothing faster is known"
-    if case.device == "cuda" and case.no_blocks is not None and case.taps > MAX_TAPS_FOR_TORCH:
+    if case.device == "cuda" and case.no_blocks is not None and case.cells > MAX_CELLS_FOR_TORCH:
         why += f"; no blocks: {case.no_blocks}"
     return why
 

@@ -14,7 +14,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ..geometry import learnt_axes
+from ..geometry import along_learnt_axes, learnt_axes
 from .interpolation import Interpolation, find_interpolation
 
 
@@ -86,7 +86,7 @@ class Construction:
             order.append(2 + axes_of_kernel.index(axis))
         return cls(
             method=find_interpolation(interpolation),
-            learnt_size=tuple(size[axis] for axis in axes),
+            learnt_size=along_learnt_axes(size, dense_axes),
             order=tuple(order) if order != sorted(order) else None,
         )
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from ..errors import check_argument
+from ..geometry import along_learnt_axes
 from ..layers.dcls_conv import DclsConvNd
 from ..layers.ties import POSITION_PARAMETERS
 
@@ -31,7 +32,7 @@ class PositionParameter:
     def learnt_size(self) -> tuple[int, ...]:
         """Cells of the window along the learnt axes."""
         first = next(iter(self.layers.values()))
-        return tuple(first.dilated_kernel_size[axis] for axis in first.learnt_axes)
+        return along_learnt_axes(first.dilated_kernel_size, first.dense_axes)
 
 
 def position_parameters(model: nn.Module, *kinds: str) -> tuple[PositionParameter, ...]:

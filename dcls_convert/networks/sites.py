@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..geometry import Padding, size_text
@@ -88,11 +88,6 @@ class ModelConvs:
     input_size: InputSizes | None
     macs_note: str | None  # why macs is None
     stages_from: str  # how the stages were found
-
-    def __iter__(self) -> Iterator[tuple[ConvSite, ...] | tuple[Skipped, ...]]:
-        """Allow `sites, skipped = find_convs(...)`."""
-        yield self.sites
-        yield self.skipped
 
 
 def count_conv_kinds(convs: ModelConvs) -> Counter[str]:

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ModelError
+from ..input import SAFETENSORS_SUFFIX, TORCH_SUFFIXES
 from .registries import REGISTRIES, import_library, is_registered, unknown_model
 
 OTHER_TIMM_KINDS = ("hf-hub", "local-dir")  # timm itself loads these
 # Sources whose models are built by a library's code; all others run the user's code.
 LIBRARY_KINDS = (*REGISTRIES, *OTHER_TIMM_KINDS)
-WEIGHTS_SUFFIXES = (".pth", ".pt", ".safetensors", ".bin", ".ckpt", ".tar")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +126,7 @@ def _explain_wrong_model(name: str) -> None:
             "fold and diff take it, and dcls_convert.load_converted loads it; "
             f"a folder in timm's own format is local-dir:{name}"
         )
-    if path.suffix in WEIGHTS_SUFFIXES:
+    if path.suffix in (SAFETENSORS_SUFFIX, *TORCH_SUFFIXES):
         raise ModelError(
             f"{name}: is a weights file; name the model, and give the file as checkpoint"
         )

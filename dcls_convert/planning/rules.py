@@ -1,7 +1,6 @@
 """Rules as strict, frozen records: what a rule file may say, and which convolutions match."""
 
 import fnmatch
-import hashlib
 import math
 import re
 from collections.abc import Sequence
@@ -330,11 +329,6 @@ class RuleSet(_Strict):
     def text(self) -> str:
         """The rules as YAML: as they were given, or written from the record."""
         return self._text or yaml.safe_dump(self.model_dump(exclude_none=True), sort_keys=False)
-
-    @property
-    def hash(self) -> str:
-        """SHA-256 of the rules' text."""
-        return hashlib.sha256(self.text.encode()).hexdigest()
 
     def label(self, index: int) -> str:
         """Return the name of a rule for messages: its own, or its index."""

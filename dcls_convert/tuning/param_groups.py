@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..errors import DclsConvertError, check_argument
 from ..networks.position_parameters import PositionParameter, position_parameters
 from ..options import POSITION_LR_SCALE
+from ..planning.paths import joined_name
 from .wrappers import unwrapped
 
 WEIGHT_DECAY = 0.05  # value of the paper's ConvNeXt recipe
@@ -144,7 +145,7 @@ def _make_timm_groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
     layer_names = {}
     for position_parameter in position_parameters(model):
         first_layer = next(iter(position_parameter.layers))
-        layer_name = f"{first_layer}.{position_parameter.kind}".lstrip(".")
+        layer_name = joined_name(first_layer, position_parameter.kind)
         layer_names[position_parameter.name] = layer_name
     named = []
     for name, parameter in model.named_parameters():

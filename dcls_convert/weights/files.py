@@ -16,10 +16,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..input import check_file, read_bytes
+from ..input import SAFETENSORS_SUFFIX, TORCH_SUFFIXES, check_file, read_bytes
 from ..progress import Note, ignore_messages
 from ..text import one_line, short_list, shortened
-from .formats import SAFETENSORS, TORCH_SUFFIXES, find_weights_file, format_of_weights
+from .formats import find_weights_file, format_of_weights
 from .state_dict_choice import UnreadValue, choose_state_dict
 
 MAX_HEADER_BYTES = 16 << 20  # bytes of a safetensors header; enough for 150,000 tensors
@@ -104,7 +104,7 @@ def _read_shards(index: Path, where: str) -> dict[str, Tensor]:
     for file_name in sorted(set(file_names.values())):
         # An index from a stranger opens nothing else.
         is_plain = Path(file_name).name == file_name and "\\" not in file_name
-        if not is_plain or not file_name.endswith((SAFETENSORS, *TORCH_SUFFIXES)):
+        if not is_plain or not file_name.endswith((SAFETENSORS_SUFFIX, *TORCH_SUFFIXES)):
             raise CheckpointError(
                 f"{where}: {shortened(file_name)!r} is not a file name of weights"
             )

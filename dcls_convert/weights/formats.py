@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import CheckpointError
-from ..input import check_file
+from ..input import SAFETENSORS_SUFFIX, TORCH_SUFFIXES, check_file
 from ..text import short_list
 
-SAFETENSORS = ".safetensors"  # suffix
 INDEX = ".index.json"  # last suffixes of the file that names the shards of a state dict
-TORCH_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth", ".tar")  # usual ones
 ZIP_MAGIC = b"PK\x03\x04"  # first bytes of a torch file
 OLD_TORCH_MAGIC = b"\x80\x02\x8a\n"  # first bytes of files of torch before 1.6
 SHARD = re.compile(r"(.+)-0*([1-9][0-9]*)-of-0*([1-9][0-9]*)(\.[a-z]+)")
@@ -88,7 +86,8 @@ def _file_in_folder(folder: Path) -> Path:
     if any(name.endswith(".distcp") or name == ".metadata" for name in all_names):
         raise CheckpointError(f"checkpoint {folder}: {DCP}")
     names = [name for name in all_names if not name.startswith(".")]
-    for suffixes in ((f"{SAFETENSORS}{INDEX}", f".bin{INDEX}"), SAFETENSORS, TORCH_SUFFIXES):
+    index_suffixes = (f"{SAFETENSORS_SUFFIX}{INDEX}", f".bin{INDEX}")
+    for suffixes in (index_suffixes, SAFETENSORS_SUFFIX, TORCH_SUFFIXES):
         found = [name for name in names if name.endswith(suffixes)]
         if len(found) > 1 and not SHARD.fullmatch(found[0]):
             raise CheckpointError(f"checkpoint {folder}: name one of {short_list(found, 5)}")
@@ -122,7 +121,7 @@ def format_of_weights(path: Path) -> WeightsFormat:
         raise CheckpointError(f"checkpoint {path}: {other_kind}")
     if start.startswith((ZIP_MAGIC, OLD_TORCH_MAGIC)):
         return "torch"
-    if path.suffix == SAFETENSORS:  # reading it says what is damaged
+    if path.suffix == SAFETENSORS_SUFFIX:  # reading it says what is damaged
         return "safetensors"
     raise CheckpointError(
         f"checkpoint {path}: give a safetensors file or one of torch.save; this is neither"

@@ -237,7 +237,7 @@ NOISE = (torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0)),)
             {"init": "random", "calibration": NOISE},
             "calibration is for init 'fit', not for 'random'",
         ),
-        ({"calibration": NOISE, "offline": True}, "a dry run reads no images to calibrate with"),
+        ({"calibration": NOISE, "dry_run": True}, "a dry run reads no images to calibrate with"),
         (
             {"positions": "uniform"},
             "positions 'uniform' are for init 'random'; init 'auto' keeps those of old kernels",
@@ -254,7 +254,7 @@ NOISE = (torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0)),)
         ),
         ({"authors_version": "v1"}, "the authors' version describes a checkpoint of theirs"),
         (
-            {"plan": Path("other"), "options": PlanOptions(budget=80)},
+            {"plan_folder": Path("other"), "options": PlanOptions(budget=80)},
             "a plan is applied unchanged; omit the planning options",
         ),
         (
@@ -275,7 +275,7 @@ def test_options_in_conflict_are_refused_by_the_request(settings, says):
 def test_weights_that_do_not_fit_are_refused_though_the_network_is_not_built(tmp_path):
     state = timm.create_model(TINY).state_dict()
     del state["stem.0.weight"]
-    request = ConversionRequest(model=TINY, weights=state, init="largest", offline=True)
+    request = ConversionRequest(model=TINY, weights=state, init="largest", dry_run=True)
     with pytest.raises(CheckpointError, match=r"stem\.0\.weight"):
         carry_out(request)
 
@@ -284,7 +284,7 @@ def test_a_dry_run_gives_the_plan_and_the_report_and_leaves_the_model():
     model = small_model()
     before = state_of(model)
     request = request_for(model, "random")
-    dry = carry_out(replace(request, offline=True))
+    dry = carry_out(replace(request, dry_run=True))
     assert dry.model is None
     assert state_of(model) == before
     done = carry_out(request)

@@ -110,7 +110,7 @@ def test_values_in_memory_are_named_as_such():
 def test_the_plan_of_another_folder_is_named(tmp_path):
     run(TINY, *SMALL[2:], "--dilated-size", 9, "--output", "first", "--quiet")
     run(TINY, "--plan", tmp_path / "first", "--seed", 1, "--output", "second", "--quiet")
-    assert stored_provenance("second")["request"]["plan"] == "first"
+    assert stored_provenance("second")["request"]["plan_folder"] == "first"
 
 
 def test_sources_and_hashes_are_those_of_weights_and_images(tmp_path):

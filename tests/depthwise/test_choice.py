@@ -52,7 +52,7 @@ def _as_in_a_new_process(monkeypatch):
 
 
 @pytest.mark.parametrize("images", [1, 128])
-def test_gpus_use_blocks_for_more_than_49_taps_whatever_the_batch(images):
+def test_gpus_use_blocks_for_more_than_49_cells_whatever_the_batch(images):
     shape = (images, 96, 56, 56)
     for size, expected in ((7, "torch"), (9, "blocks"), (17, "blocks"), (51, "blocks")):
         assert chosen(input_shape=shape, **window(size, size)) == expected
@@ -60,7 +60,7 @@ def test_gpus_use_blocks_for_more_than_49_taps_whatever_the_batch(images):
     assert chosen(input_shape=shape, **window(3, 15)) == "torch"
 
 
-def test_gpus_without_blocks_use_products_for_8_images_and_81_taps():
+def test_gpus_without_blocks_use_products_for_8_images_and_81_cells():
     for images, size, expected in (
         (8, 9, "products"),
         (7, 9, "torch"),

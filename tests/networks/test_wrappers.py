@@ -121,9 +121,9 @@ def test_a_part_that_cannot_be_replaced_stays_with_what_to_do_first(kind):
 def test_a_part_in_another_form_does_not_hide_the_stem():
     """Without an input size, nothing is traced, and the first convolution is the stem."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3), scripted(nn.Sequential(nn.Conv2d(8, 8, 3))))
-    sites, skipped = find_convs(model)
-    assert [site.stem for site in sites] == [True]
-    assert len(skipped) == 1
+    convs = find_convs(model)
+    assert [site.stem for site in convs.sites] == [True]
+    assert len(convs.skipped) == 1
 
 
 @pytest.mark.parametrize("kind", ["compiled stage", "compiled itself"])

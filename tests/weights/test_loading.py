@@ -44,7 +44,7 @@ def test_the_number_of_classes_is_that_of_the_file_if_none_is_stated(tmp_path):
     save_file(model.state_dict(), tmp_path / "own.safetensors")
     notes = []
     plan_alone = converted(
-        TINY, weights=tmp_path / "own.safetensors", offline=True, note=notes.append
+        TINY, weights=tmp_path / "own.safetensors", dry_run=True, note=notes.append
     ).plan
     assert plan_alone.model_args == {"num_classes": 10}
     assert ["has 10 classes, so the model is built" in note for note in notes] == [True]
@@ -57,7 +57,7 @@ def test_weights_without_a_classifier_are_refused_with_the_option_to_use(tmp_pat
     save_file(timm.create_model(TINY, num_classes=0).state_dict(), tmp_path / "w.safetensors")
     weights = tmp_path / "w.safetensors"
     with pytest.raises(CheckpointError, match="state the number of classes for a new"):
-        converted(TINY, weights=weights, offline=True)
+        converted(TINY, weights=weights, dry_run=True)
     assert network_of(TINY, weights=weights, num_classes=0).num_classes == 0
 
 
@@ -102,7 +102,7 @@ def test_all_but_the_kernels_is_kept_and_kernels_keep_the_largest_cells_of_their
 def test_a_head_of_another_size_is_new_and_a_note_says_so(trained):
     notes = []
     options = {"num_classes": 5, "weights": trained.state_dict(), "note": notes.append}
-    converted(f"timm:{TINY}", offline=True, **options)
+    converted(f"timm:{TINY}", dry_run=True, **options)
     network = network_of(f"timm:{TINY}", **options)
     assert (
         "no weights fit the classifier, which starts from random values: head.fc.weight, "
