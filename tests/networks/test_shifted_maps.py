@@ -4,6 +4,7 @@ Where kernels are centred all the same, no convolution is lost.
 """
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -11,6 +12,8 @@ from torch import nn
 from dcls_convert import convert_, find_convs
 from dcls_convert.errors import PlanError
 from dcls_convert.planning.rule_files import parse_rules
+
+from ..planning.nets import on_meta
 
 EVERYTHING = "format: 1\nrules: [{match: {kernel_size: {min: 2}}%s}]"
 DEFAULT = parse_rules(EVERYTHING % "")
@@ -295,6 +298,18 @@ def test_centred_convolutions_are_not_lost(name):
     if name == "both ways":
         expected["convs.0"] = (1,)
     assert shifted == expected
+
+
+# The kernels of CPUBone are even, and padded on one side; the other one is the package's plugin.
+OTHER_FAMILIES = {"cpubone", "timm_plugin"}
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("family", sorted({*timm.list_modules()} - OTHER_FAMILIES))
+def test_no_network_of_timm_loses_a_convolution(family):
+    name = min(timm.list_models(module=family), key=len)
+    model = on_meta(timm.create_model, name)
+    assert not [site.name for site in find_convs(model).sites if site.shifted_axes]
 
 
 def test_a_window_may_grow_along_the_other_axes():
