@@ -12,7 +12,6 @@ from ..conversion.provenance import attach_provenance_
 from ..errors import CheckpointError, PlanError, check_argument
 from ..networks.pretrained_cfg import set_origin_
 from ..networks.running import unchanged_on_failure
-from ..networks.source import ModelSource
 from ..networks.wrappers import inside_wrappers
 from ..placing.place import place_layers_without_values_
 from ..planning.plan import ConversionPlan
@@ -58,38 +57,27 @@ def load_checkpoint(
 ) -> nn.Module:
     """Do the same as `load_converted`, from an opened folder and on the CPU."""
     plan = checkpoint.plan
+    file_name = str(checkpoint.weights_path)
     if model is None:
-        return build_from_checkpoint(checkpoint, checkpoint.source(trust_code=trust_code))
-    network = inside_wrappers(model, replaces_parameters=True)
-    state = checkpoint.read_state()
-    with unchanged_on_failure(network):
-        place_stored_plan_(network, plan)
-        load_weights_(network, state, str(checkpoint.weights_path))
-    _set_origin_and_provenance_(network, checkpoint)
+        source = checkpoint.source(trust_code=trust_code)
+        network, _ = build_and_load(
+            source,
+            checkpoint.read_state(),
+            file_name,
+            prepare_=lambda unconverted: place_stored_plan_(unconverted, plan),
+        )
+    else:
+        network = inside_wrappers(model, replaces_parameters=True)
+        state = checkpoint.read_state()
+        with unchanged_on_failure(network):
+            place_stored_plan_(network, plan)
+            load_weights_(network, state, file_name)
+    # Files that are saved from the network then state where it comes from.
+    set_origin_(network, checkpoint.preprocessing)
+    attach_provenance_(network, checkpoint.provenance)
+    if model is None:
+        return network
     return model
-
-
-def build_from_checkpoint(checkpoint: Checkpoint, source: ModelSource) -> nn.Module:
-    """Build the converted model from a trusted source, with its weights.
-
-    Raises:
-        CheckpointError: As for `load_converted`.
-    """
-    plan = checkpoint.plan
-    model, _ = build_and_load(
-        source,
-        checkpoint.read_state(),
-        str(checkpoint.weights_path),
-        prepare_=lambda model: place_stored_plan_(model, plan),
-    )
-    _set_origin_and_provenance_(model, checkpoint)
-    return model
-
-
-def _set_origin_and_provenance_(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Record on a loaded model where it comes from, so that files saved from it state it too."""
-    set_origin_(model, checkpoint.preprocessing)
-    attach_provenance_(model, checkpoint.provenance)
 
 
 def place_stored_plan_(model: nn.Module, plan: ConversionPlan) -> None:

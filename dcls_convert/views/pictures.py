@@ -13,7 +13,7 @@ from ..checkpoints.inspection import (
     inspect_state,
     plan_with_positions,
 )
-from ..checkpoints.load import build_from_checkpoint
+from ..checkpoints.load import load_checkpoint
 from ..errors import DclsConvertError
 from ..planning.plan import ConversionPlan
 from ..progress import Notify
@@ -60,13 +60,13 @@ def pictures_of_folder(
     model = None
     why_not_rebuilt = None
     try:
-        source = checkpoint.source(trust_code=trust_code)
+        checkpoint.source(trust_code=trust_code)
     except DclsConvertError as error:
         why_not_rebuilt = one_line(error)
         state: Mapping[str, Tensor] = checkpoint.read_state()
     else:
         notify("loading")
-        model = build_from_checkpoint(checkpoint, source)
+        model = load_checkpoint(checkpoint, trust_code=trust_code)
         state = model.state_dict()
     inspection = inspect_state(checkpoint, state)
     notify("drawing positions and kernels")

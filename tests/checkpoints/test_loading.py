@@ -35,5 +35,5 @@ def test_loading_a_folder_imports_neither_calibration_nor_images_nor_the_authors
     assert done.returncode == 0, done.stderr
     ours = {name for name in imported if name.startswith("dcls_convert.")}
     assert "dcls_convert.checkpoints.timm_model" in ours
-    assert {name for name in ours if ".fitting." in name} == {"dcls_convert.placing.groups"}
+    assert not [name for name in ours if ".fitting." in name]
     assert not any(name.endswith((".authors", ".image_files", ".in_memory")) for name in ours)
