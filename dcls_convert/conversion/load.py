@@ -35,22 +35,22 @@ class LoadedNetwork:
 
     request: ConversionRequest
     source: ModelSource | None  # how it is built; None for a model in memory
-    # How a loaded checkpoint builds it; None if only the user's code can.
-    stored_source: ModelSource | None
+    # How its checkpoint will build it; None if only the user's code can.
+    source_in_checkpoint: ModelSource | None
     structure: nn.Module  # the model in memory itself, or a model on the meta device
     convs: ModelConvs  # traced at the input size
 
     @property
     def model_name(self) -> str | None:
         """The model's name in the plan; None if only the user's code can build it."""
-        if self.stored_source is None:
+        if self.source_in_checkpoint is None:
             return None
-        return self.stored_source.name
+        return self.source_in_checkpoint.name
 
     @property
     def model_args(self) -> dict[str, Any]:
         """The arguments with which a loaded checkpoint builds the model."""
-        source = self.stored_source
+        source = self.source_in_checkpoint
         if source is None:
             return {}
         if self.request.pretrained and source.name in INCEPTIONS:
@@ -100,16 +100,16 @@ def load(
             )
             source = replace(source, args={**source.args, "num_classes": classes})
             structure = _structure(request, source)
-    stored_source = source
+    source_in_checkpoint = source
     if source is None or source.kind in OTHER_TIMM_KINDS:
-        stored_source = infer_source(structure)
+        source_in_checkpoint = infer_source(structure)
     input_size = request.input_size
-    if input_size is None and stored_source is not None:
-        input_size = assumed_input_size(stored_source, structure)
+    if input_size is None and source_in_checkpoint is not None:
+        input_size = assumed_input_size(source_in_checkpoint, structure)
     loaded = LoadedNetwork(
         request=request,
         source=source,
-        stored_source=stored_source,
+        source_in_checkpoint=source_in_checkpoint,
         structure=structure,
         convs=find_convs(structure, input_size),
     )

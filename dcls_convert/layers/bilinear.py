@@ -9,7 +9,7 @@ Several implementations give the same kernel and the same gradients:
 | ---------------------------------------------- | ----------------------------------------------- |
 | eager, on a CPU                                | `_BilinearKernel`: scattered additions, in      |
 |                                                | blocks                                          |
-| 2-D, on a GPU with Triton                      | `one_launch`                                    |
+| 2-D, on a GPU with Triton                      | `gpu_construction`                              |
 | eager, elsewhere                               | `_BilinearKernel`: `construct_by_broadcasting`, |
 |                                                | in blocks                                       |
 | second derivatives of `_BilinearKernel`        | `construct_by_scatter`                          |
@@ -63,7 +63,7 @@ def bilinear_kernel(weight: Tensor, positions: Tensor, size: Sequence[int]) -> T
         and (eager or is_compiled(weight, positions))
         and why_no_blocks(weight.device) is None
     ):
-        from .one_launch import construct_windows  # needs Triton
+        from .gpu_construction import construct_windows  # needs Triton
 
         return construct_windows(weight, positions, (size[0], size[1]))
     # A layer clamps its positions in place in every forward pass, so they must not be saved for

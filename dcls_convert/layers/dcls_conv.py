@@ -226,7 +226,7 @@ class DclsConv2d(DclsConvNd):
         convolution = self._convolution
         algorithm, case = find_algorithm(input, self.weight, self.bias, convolution, self.positions)
         if algorithm.name == "blocks" and case is not None and self._blocks_take_elements():
-            from .one_launch import convolve_elements  # needs Triton
+            from .gpu_construction import convolve_elements  # needs Triton
 
             return convolve_elements(
                 input,

@@ -1,5 +1,16 @@
 """What a DCLS layer is: its arguments, its parameters, and its forward pass.
 
+One forward pass, on a CPU:
+
+1. `DclsLayer.forward`: in training, positions are clamped (`clamp_tensors`); unusual padding.
+2. `DclsConv2d._convolve`: the algorithm is looked up (`depthwise/choice.py`, `table.py`).
+3. `DclsLayer.kernel`: the kernel is constructed by the layer's interpolation (`construction.py`,
+   `interpolation.py`; bilinear ones by `bilinear.py`).
+4. `depthwise/choice.py: convolve_by`: the algorithm convolves, oneDNN's or torch's.
+
+On a GPU with blocks, `gpu_construction.py` does 3 and 4. What depends on the layer's arguments
+alone is worked out when it is made, in `_prepare_`.
+
 Axes: N batch, O output channels, I input channels per group, E kernel elements, A learnt axes.
 """
 

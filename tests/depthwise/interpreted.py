@@ -23,7 +23,7 @@ from dcls_convert.depthwise import block_plan, blocks, choice
 from dcls_convert.depthwise.launching import Launch
 from dcls_convert.layers.construction import construct_kernel
 from dcls_convert.layers.dcls_conv import DclsConv2d
-from dcls_convert.layers.one_launch import construct_windows
+from dcls_convert.layers.gpu_construction import construct_windows
 
 torch.set_num_threads(1)
 choice.preference = lambda: "blocks"
