@@ -1,5 +1,6 @@
 """Decide which rule claims which convolution, and refuse rules that claim nothing."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -127,7 +128,22 @@ def _why_nothing_matches(rules: RuleSet, convs: ModelConvs) -> str:
         rule_of, _ = match_rules(load_rules(name), convs.sites)
         if rule_of and name != rules.source:
             message += f"; rules {name!r} would match {len(rule_of)}"
+    if "would match" not in message:
+        message += _matching_rule(convs)
     return message
+
+
+def _matching_rule(convs: ModelConvs) -> str:
+    """Return a rule for the most frequent kernels behind the stem, for a message."""
+    kernels = Counter(
+        site.kernel_size for site in convs.sites if not site.stem and max(site.kernel_size) > 1
+    )
+    if not kernels:
+        return ""
+    ((kernel_size, count),) = kernels.most_common(1)
+    sides = list(kernel_size) if len(set(kernel_size)) > 1 else kernel_size[0]
+    match = f"{{dims: {len(kernel_size)}, kernel_size: {sides}}}"
+    return f"; a rule file with `match: {match}` would match {count}"
 
 
 def _near_paths(patterns: Sequence[str], convs: ModelConvs) -> str:

@@ -46,6 +46,11 @@ def load_rules(source: str | Path | Mapping[str, Any]) -> RuleSet:
         )
     path = builtin_rules().get(str(source), Path(source))
     try:
+        if source == AUTO and not path.exists():
+            raise RuleError(
+                f"rules {AUTO!r} are one of the built-in sets, chosen for a model; "
+                f"name one: {', '.join(builtin_rules())}"
+            )
         if not path.is_file():
             known = [*builtin_rules(), AUTO]
             suggestion = did_you_mean(str(source), known)
@@ -134,6 +139,8 @@ def parse_rules(text: str, source: str = UNNAMED_RULES) -> RuleSet:
         if mark:
             place = f" line {mark.line + 1}:"
         problem = getattr(error, "problem", None) or f"{type(error).__name__}: {one_line(error)}"
+        if isinstance(error, RecursionError):
+            problem = "nested too deeply"
         message = f"{source}:{place} not valid YAML: {shortened(problem, MAX_SHOWN_CHARACTERS)}"
         raise RuleError(message) from None  # the message says it all
     if not isinstance(data, dict):

@@ -183,6 +183,17 @@ def test_a_rule_that_converts_nothing_is_an_error_that_names_it(net, rules, mess
         plan_conversion(net, rules_of(*rules), dilated_size=9)
 
 
+def test_the_error_for_a_network_without_a_built_in_set_has_a_rule_that_matches():
+    model = nn.Sequential(nn.Conv1d(1, 4, 9), nn.Conv1d(4, 4, 3, padding=1), nn.Conv1d(4, 4, 1))
+    convs = find_convs(model)
+    match = "{dims: 1, kernel_size: 3}"
+    message = f"a rule file with `match: {match}` would match 1"
+    with pytest.raises(NothingMatchesError, match=re.escape(message)):
+        plan_conversion(convs, "conv3x3")
+    rules = parse_rules(f"format: 1\nrules: [{{match: {match}, dilated_size: 7}}]")
+    assert [layer.name for layer in plan_conversion(convs, rules).layers] == ["1"]
+
+
 # Which value applies: the rule's, else the option's, else the default.
 
 CLAIMS = {"match": {"kind": "depthwise", "kernel_size": 3}}
@@ -380,7 +391,7 @@ MISTAKES_BEYOND_A_SCHEMA = {
     "\0": "not valid YAML",
     "!!python/object/apply:os.getcwd []": "line 1: not valid YAML",
     "format: 1\nrules: &again [*again]": "rules[0]: found",  # holds itself
-    "[" * 50_000: "not valid YAML",
+    "[" * 50_000: "not valid YAML: nested too deeply",
     rule(f"kernel_count: {'9' * 5000}"): "line 2: not valid YAML",
     rule("name: 2001-99-99"): "line 2: not valid YAML",
     # It could not be written again.
@@ -410,6 +421,13 @@ def test_a_growth_may_be_written_with_and_without_quotes():
         rules = parse_rules(rule(f"dilated_size: {written}"))
         assert rules.rules[0].dilated_size == "+4"
         assert parse_rules(rules.text).rules == rules.rules
+
+
+def test_auto_is_not_a_rule_set_by_itself():
+    with pytest.raises(
+        RuleError, match=r"^rules 'auto' are one of the built-in sets, chosen for a"
+    ):
+        load_rules("auto")
 
 
 def test_an_unknown_rule_set_is_refused_with_the_known_ones():
