@@ -40,7 +40,7 @@ def recommend(
     if affordable:
         recommended = _largest_window(affordable)
     else:
-        recommended = min(candidates, key=_macs)
+        recommended = min(candidates, key=lambda row: (_macs(row), -(row.elements or 0)))
 
     params = "fewest parameters"
     if _params(recommended) <= _params(original):

@@ -61,7 +61,10 @@ def test_the_recommended_row_satisfies_its_reason(rows, limit):
     affordable = [row for row in candidates if percent_increase(row.macs, 2) <= limit]
     assert ("none has at most" in choice.why) == (not affordable)
     if not affordable:
-        assert recommended.macs == min(row.macs for row in candidates)
+        least_macs = min(row.macs for row in candidates)
+        assert recommended.macs == least_macs
+        at_least_macs = [row.elements or 0 for row in candidates if row.macs == least_macs]
+        assert (recommended.elements or 0) == max(at_least_macs)
         return
     usual = [row for row in affordable if max(row.dilated_sizes[0]) <= MAX_WINDOW] or affordable
     assert recommended in usual
