@@ -94,6 +94,14 @@ def count_text(count: int, noun: str) -> str:
     return f"{count:,} {noun}s"
 
 
+def counts_text(counts: Iterable[int], noun: str) -> str:
+    """Return the smallest and the largest count with their noun: "1 layer", "29..40 layers"."""
+    text = range_text(counts)
+    if text == "1":
+        return f"{text} {noun}"
+    return f"{text} {noun}s"
+
+
 def join_with_and(names: Sequence[str]) -> str:
     """Return "a, b and c"."""
     *first, last = names

@@ -10,7 +10,7 @@ from ..input_sizes import InputSizes, input_size_text
 from ..records import Record
 from ..reports.number_text import in_one_unit, with_separators
 from ..tables import Column, Table, as_html, as_text, indented, title
-from ..text import range_text
+from ..text import counts_text, range_text
 from .rows import Recommendation, SweepRow, done_rows, percent_increase
 
 # Signs in front of the rows of the table, which the styles of the rows repeat.
@@ -124,7 +124,7 @@ def _notes(sweep: Sweep) -> Iterator[RenderableType]:
         return
     yield indented(PAPER)
     recommended = sweep.rows[sweep.choice.row]
-    elements = f"{range_text(recommended.kernel_counts)} elements"
+    elements = counts_text(recommended.kernel_counts, "element")
     yield indented(f"{RECOMMENDED} Take {recommended.window} with {elements}: {why}.", "bold")
 
 

@@ -4,7 +4,7 @@ Sizes are (channels, rows, columns).
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -236,7 +236,7 @@ def _given_batches(
     """Yield batches from one batch, several batches, single images, or the items of a loader."""
     if isinstance(images, Tensor):
         images = [images]
-    if not isinstance(images, Iterable):
+    if not isinstance(images, Iterable) or isinstance(images, Mapping):
         raise _wrong_tensor(images, image_axes)
     for item in images:
         tensor = item

@@ -117,7 +117,7 @@ def _why_skipped(
         return reason
     holders_of_weight = holders[id(conv.weight)]
     if len(holders_of_weight) > 1:
-        return f"its weight is shared with {' and '.join(holders_of_weight)}"
+        return f"{' and '.join(holders_of_weight)} share its weight"
     return references.get(conv)
 
 

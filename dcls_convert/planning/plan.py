@@ -16,7 +16,7 @@ from ..networks.sites import Skipped
 from ..options import Scope, Tie
 from ..records import STRICT, JsonFraction, Record
 from ..tables import as_html, as_text
-from ..text import count_text, printable, range_text, short_list, shortened
+from ..text import count_text, counts_text, printable, range_text, short_list, shortened
 from .budget import Budget, solve_counts
 from .layer_plan import LayerPlan, check_layer
 from .paths import any_matches_path, nearest_paths
@@ -167,11 +167,11 @@ class ConversionPlan(Record):
         """The layers in one sentence; the report that `predict_report` makes has the costs."""
         kernels = range_text((layer.kernel_size for layer in self.layers), size_text)
         windows = range_text((layer.dilated_size for layer in self.layers), size_text)
-        counts = range_text(layer.kernel_count for layer in self.layers)
+        counts = counts_text((layer.kernel_count for layer in self.layers), "element")
         return Text(
             f"Plan for {printable(self.model or 'a model')}: "
             f"{count_text(len(self.layers), 'layer')}, {kernels} → {windows}, "
-            f"{counts} elements per kernel; {count_text(len(self.skipped), 'convolution')} kept. "
+            f"{counts} per kernel; {count_text(len(self.skipped), 'convolution')} kept. "
             "predict_report(plan) shows the costs."
         )
 

@@ -17,7 +17,7 @@ from ..options import ERROR_SCOPE, MAX_ADDED_COST_PERCENT, MIN_GROWTH
 from ..planning.plan import ConversionPlan
 from ..records import Record
 from ..tables import Table, as_html, as_text, indented
-from ..text import count_text, printable, shortened
+from ..text import count_text, counts_text, printable, shortened
 from .cost_tables import LayerTotals, ModelCost, layer_table, model_table, stage_table
 from .costs import BudgetReport, LayerReport, MacsChange, Outcome, ParamsChange
 from .number_text import before_after, percent, short_before_after
@@ -139,7 +139,8 @@ def report_view(
 def _heading(report: ConversionReport) -> list[RenderableType]:
     """Return lines on the costs of the conversion and on what was converted."""
     totals = LayerTotals(layers=report.layers)
-    kernels = f"{totals.counts} elements in {totals.windows}"
+    counts = counts_text((layer.kernel_count for layer in report.layers), "element")
+    kernels = f"{counts} in {totals.windows}"
     if report.plan.growth_of_mixed_kernels is not None:
         kernels += f" (+{report.plan.growth_of_mixed_kernels})"
     model = f": {report.model or 'model'}"

@@ -259,7 +259,7 @@ def test_a_convolution_that_shares_its_weight_is_skipped(build):
     convs = find_convs(model, (4, 8, 8))
     assert [site.name for site in convs.sites] == ["ordinary"]
     assert convs.skipped[0].name == "odd"
-    assert {skip.reason for skip in convs.skipped} == {"its weight is shared with odd and other"}
+    assert {skip.reason for skip in convs.skipped} == {"odd and other share its weight"}
     # A shared weight counts once.
     assert convs.params == sum(parameter.numel() for parameter in model.parameters())
 
