@@ -375,7 +375,6 @@ def test_a_normalisation_that_does_not_fit_is_refused(model_and_plan, tmp_path, 
         ({"image": torch.rand(SIZE)}, SIZE, "found a value of type dict; give float images"),
         (8, SIZE, "found a value of type int; give float images"),
     ],
-    ids=str,
 )
 def test_images_that_cannot_be_used_are_refused(model_and_plan, tmp_path, images, size, message):
     model, plan = model_and_plan
