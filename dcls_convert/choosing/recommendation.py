@@ -32,7 +32,9 @@ def recommend(
     # MACs grow with the cells of the windows. A window of the old kernel's size gives elements no
     # new places.
     grown = [row for row in done if _macs(row) > original.macs]
-    candidates = _with_fewest_params(_with_most_layers(grown or done), original)
+    if not grown:
+        return Recommendation(why="no window is larger than the old kernels")
+    candidates = _with_fewest_params(_with_most_layers(grown), original)
     affordable = []
     for row in candidates:
         if percent_increase(_macs(row), original.macs) <= max_added_percent:
@@ -50,8 +52,10 @@ def recommend(
     if affordable:
         why = f"the largest window with {params} and at most {limit} ({added})"
     else:
-        windows = "windows larger than the old kernels" if grown else "those"
-        why = f"it costs the least ({added}) of {windows} with {params}; none has at most {limit}"
+        why = (
+            f"it costs the least ({added}) of windows larger than the old kernels with {params}; "
+            f"none has at most {limit}"
+        )
     return Recommendation(row=rows.index(recommended), why=why, command=recommended.command)
 
 

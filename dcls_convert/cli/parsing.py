@@ -21,6 +21,7 @@ from ..options import (
     parse_percent,
 )
 from ..text import shortened
+from .console import note
 
 KEYWORD = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)  # KEY=VALUE
 MAX_VALUES = 1000  # of a range such as 7..23
@@ -214,7 +215,7 @@ def _parse_list(
 def _numbers_between(
     part: str, first: int, last: int, step: int | None = None, *, default_step: int
 ) -> range:
-    """Return the numbers from first to last.
+    """Return the numbers from first to last; note if the default step does not reach the last.
 
     Raises:
         typer.BadParameter: `part`, the text of the range, runs backwards or has too many values.
@@ -226,4 +227,6 @@ def _numbers_between(
         raise typer.BadParameter(
             f"'{part}' has {len(numbers):,} values; {MAX_VALUES:,} are allowed"
         )
+    if step is None and numbers[-1] < last:
+        note(f"{part} stops at {numbers[-1]}, as it grows by {default_step}; {part}..1 has all")
     return numbers

@@ -128,6 +128,14 @@ def test_the_default_folder_of_a_growth_has_a_name_that_shells_take():
     assert "elements in 7x7..11x11 (+4): " in out
 
 
+def test_a_note_says_if_a_range_stops_before_its_end():
+    result, err = sweep(NET, "--sizes", "7..10")
+    assert [row["asked"]["size"] for row in result["rows"][1:]] == [7, 9]
+    assert "note: 7..10 stops at 9, as it grows by 2; 7..10..1 has all" in err
+    for range_ in ("7..11", "7..12..4"):
+        assert "note:" not in sweep(NET, "--sizes", range_)[1]
+
+
 def test_what_does_not_fit_is_a_row_with_its_reason():
     result, _ = sweep(NET, "--sizes", "8..10..1")
     statuses = [row["status"] for row in result["rows"]]
