@@ -276,6 +276,10 @@ def test_a_report_or_a_path_where_a_plan_belongs_is_refused():
             "model: found the class UNet; give an object of it, such as UNet()",
         ),
         (lambda: convert_(model, seed="a"), "seed 'a' must be an integer"),
+        (
+            lambda: dcls_convert.save_converted(model, "out", report.plan),
+            "folder: found a ConversionPlan; give a Path",
+        ),
     ]
     for call, says in mistakes:
         with pytest.raises(DclsConvertError) as refused:

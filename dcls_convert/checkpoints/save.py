@@ -1,5 +1,6 @@
 """Save a converted model as a folder that can be loaded again."""
 
+import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -59,6 +60,8 @@ def save_converted(
     check_argument("model", model, nn.Module)
     if not isinstance(plan, str | Path):
         check_argument("plan", plan, ConversionPlan)
+    if not isinstance(folder, str | os.PathLike):
+        check_argument("folder", folder, Path)
     folder = Path(folder)
     model = inside_wrappers(model)
     provenance = provenance_of(model)

@@ -206,6 +206,9 @@ def _check_outputs(
     if stamp is None or stamp.fingerprint is None:
         checks.add("outputs", None, "not checked: none were stored when it was saved")
         return
+    if stamp.config != checkpoint.config_hash:
+        checks.add("outputs", None, f"not checked: {WEIGHTS} was not written with this {CONFIG}")
+        return
     stored = stamp.fingerprint
     if not stored.outputs:
         reason = f"none were stored when it was saved: {stored.reason}"

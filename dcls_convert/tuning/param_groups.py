@@ -4,6 +4,7 @@ import importlib
 import math
 import warnings
 from collections.abc import Iterable
+from numbers import Real
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,7 +135,10 @@ def _split_off_positions(
 
 def _check_rates(**rates: float | Tensor | None) -> None:
     for name, value in rates.items():
-        if value is not None and not (math.isfinite(value) and value >= 0):
+        if value is None:
+            continue
+        is_number = isinstance(value, Real | Tensor)
+        if not (is_number and math.isfinite(value) and value >= 0):
             raise DclsConvertError(f"{name}={value!r} must be a finite number of at least 0")
 
 

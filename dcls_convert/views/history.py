@@ -221,7 +221,7 @@ def history_view(history: HistoryPicture) -> RenderableType:
                 )
             )
     lines = [
-        "Speed: mean distance that a coordinate moves per step, in cells.",
+        "Speed: mean distance that a coordinate moves while Step grows by 1, in cells.",
         "Spread: root mean square of the coordinates from the centre, over all axes, in cells.",
     ]
     if len(shown_indices) < len(history.steps):

@@ -133,18 +133,24 @@ def _follow_stated_key(content: Any, where: str, key: str) -> Any:
     """Return what lies under the stated key in the content, or in the state dict chosen from it."""
     path = key.rstrip(".")
     found = _follow(content, path)
-    names = list(content) if isinstance(content, Mapping) else []
     default = _keys_of_state_dict(content)
     if found is None and default:
         found = _follow(_at(content, default), path)
-        names += _at(content, default)
     if found is None:
-        first_parts = dict.fromkeys(name.split(".")[0] for name in names if isinstance(name, str))
         raise CheckpointError(
             f"{where}: has nothing under the checkpoint key {shortened(key)!r}; "
-            f"it has {short_list(first_parts, 8)}"
+            f"it has {short_list(_possible_keys(content), 8)}"
         )
     return found
+
+
+def _possible_keys(content: Any) -> list[str]:
+    """Return the keys under which there are weights; in a state dict, the first parts of names."""
+    if not isinstance(content, Mapping):
+        return []
+    keys = [key for key in content if isinstance(key, str)]
+    holders = [key for key in keys if _keys_of_state_dict(content[key]) is not None]
+    return holders or list(dict.fromkeys(key.split(".")[0] for key in keys))
 
 
 def _follow(content: Any, path: str) -> Any:

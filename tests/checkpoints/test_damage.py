@@ -84,6 +84,13 @@ def test_an_undamaged_folder_is_ok(folders, kind):
     )
 
 
+def test_outputs_are_not_compared_if_config_and_weights_do_not_belong_together(folder):
+    edit_json(folder / CONFIG, lambda config: config["pretrained_cfg"].update(crop_pct=0.5))
+    (check,) = [check for check in verify(folder).checks if check.name == "outputs"]
+    assert check.ok is None
+    assert check.detail.startswith("not checked: model.safetensors was not written with this conf")
+
+
 def test_users_may_edit_labels_layout_report_card_and_other_files(folder):
     right = outputs(load_converted(folder))
     data = json.loads((folder / CONFIG).read_text())

@@ -189,7 +189,8 @@ def test_wrapped_models_are_grouped_and_recorded_like_the_models_inside(tied):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"lr": math.inf}, {"position_lr_scale": math.nan}, {"layer_decay": -1}]
+    "wrong",
+    [{"lr": math.inf}, {"lr": "1e-3"}, {"position_lr_scale": math.nan}, {"layer_decay": -1}],
 )
 def test_invalid_rates_are_refused(tied, wrong):
     with pytest.raises(dcls_convert.DclsConvertError, match=f"^{next(iter(wrong))}=.*at least 0"):

@@ -85,6 +85,13 @@ def test_a_key_says_which_weights_are_taken(tmp_path, content, key):
         read(tmp_path, content, "no")
 
 
+def test_only_keys_with_weights_are_offered(tmp_path):
+    optimizer = {"state": {0: {"momentum": torch.ones(2)}}, "param_groups": []}
+    content = {"epoch": 3, "model": CHOSEN, "optimizer": optimizer, "other": {"model": OTHER}}
+    with pytest.raises(CheckpointError, match=r"checkpoint key 'ema'; it has model, other$"):
+        read(tmp_path, content, "ema")
+
+
 def test_the_option_says_which_weights_are_converted_or_swept(tmp_path):
     own = timm.create_model("test_resnet").state_dict()
     torch.save({"model": own, "ema": {}, "other": own}, path := tmp_path / "weights.pth")
