@@ -81,8 +81,7 @@ class Record:
         if are_numbers and stated_format > known_format:
             raise CheckpointError(
                 f"{where}: has format {shortened(stated_format, 20)}, "
-                f"but this dcls-convert reads format {known_format} at most; "
-                "upgrade it: pip install --upgrade dcls-convert"
+                f"but this dcls-convert reads format {known_format} at most; install a newer one"
             )
         try:
             record: Self = adapter(cls).validate_json(text)  # type: ignore[arg-type]

@@ -49,7 +49,9 @@ def model_card(
         provenance: How the model was converted, if that is known.
     """
     name = report.model or "a model"
-    packages = "dcls-convert" if "dcls_convert" in loading else "timm"
+    package = "timm"
+    if "dcls_convert" in loading:
+        package = "dcls-convert, as its README says"
     title = "with learnable element positions"
     folding = ""
     if report.folded:
@@ -68,7 +70,7 @@ def model_card(
         "each has a few weights, at learned positions in a larger window. "
         f"{folding}Made by dcls-convert {__version__}.\n\n"
         f"{shown_pictures}{report_markdown(report)}\n## Loading\n\n"
-        f"`pip install {packages}`, and in the folder that has this one, `{printable(folder)}`:\n\n"
+        f"Install {package}. Then, in the folder that has this one, `{printable(folder)}`:\n\n"
         f"```python\n{with_folder(loading, folder)}```\n\n"
         f"{files}\n"
         f"{_conversion_section(provenance)}"

@@ -74,9 +74,7 @@ def rename_weight(tensors):
 
 CHANGED = "model.safetensors: its tensors are not those that were written"
 NOT_TOGETHER = "model.safetensors: was not written with this config.json"
-NEWER_FORMAT = (
-    "but this dcls-convert reads format 1 at most; upgrade it: pip install --upgrade dcls-convert"
-)
+NEWER_FORMAT = "but this dcls-convert reads format 1 at most; install a newer one"
 
 FLIPPED_BIT = "a flipped bit, in the middle"
 

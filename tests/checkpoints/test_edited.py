@@ -264,7 +264,7 @@ def test_the_card_names_folder_and_package_and_says_if_positions_were_trained(tm
     model, plan = converted()
     card = (save_converted(model, plan, tmp_path / "mine") / "README.md").read_text()
     assert 'timm.create_model("local-dir:mine", pretrained=True)' in card
-    assert "pip install dcls-convert" in card
+    assert "Install dcls-convert, as its README says. Then, in the folder" in card
     trained = "Trained since the conversion"
     assert trained not in card
     move_positions_(model)

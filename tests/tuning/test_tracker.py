@@ -180,7 +180,7 @@ def test_errors_name_the_file_that_cannot_be_read_or_written(model, tmp_path):
         with pytest.raises(dcls_convert.CheckpointError, match=r"track\.jsonl: line 2: ") as caught:
             tuning.read_track(path)
         assert "\n" not in str(caught.value)
-    assert "upgrade" in str(caught.value)
+    assert "install a newer one" in str(caught.value)
 
 
 @pytest.mark.parametrize("step", [2, 1, True, 3.0])
