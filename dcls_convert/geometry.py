@@ -148,12 +148,14 @@ def static_padding(padding: Padding, extents: Sequence[int]) -> list[Pair]:
 
 
 def keeps_centre(before: int, after: int, extent: int, stride: int) -> bool:
-    """True if this padding of an axis keeps outputs over the middle of what the kernel sees.
+    """True if this padding of an axis keeps each output over the middle of what the kernel sees.
 
-    So do symmetric and TensorFlow's SAME padding, whose totals are from `extent - stride` to
-    `extent - 1` cells; a symmetric one of an even kernel has one cell less or more. No padding
-    (valid convolutions, patches, maps padded elsewhere), one-sided padding and `extent - 1` cells
-    on either side (causal, if the tail is cut off) do not.
+    Symmetric padding does, and so does TensorFlow's SAME padding, if both sides together have from
+    `extent - stride` to `extent - 1` cells. For an even kernel, symmetric padding may have one cell
+    less or more than that.
+
+    These paddings do not: none (valid convolutions, patches, maps padded elsewhere), one-sided, and
+    `extent - 1` cells on either side (causal, if the tail is cut off).
     """
     if extent == 1:
         return before == after == 0

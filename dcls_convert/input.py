@@ -19,7 +19,8 @@ SAFETENSORS_SUFFIX = ".safetensors"
 TORCH_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth", ".tar")  # usual ones of files of torch.save
 # Suffixes of the image files that are read.
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".gif")
-# Folders, in lower case, in which systems and archives keep copies, deleted files and their own.
+# Folders, in lower case, in which systems and archives keep copies, deleted files, and files of
+# their own.
 SYSTEM_FOLDERS = frozenset(
     {
         "#recycle",
@@ -118,8 +119,8 @@ def check_images(folder: Path, what: str = "calibration images") -> None:
 def image_paths(folder: Path) -> Iterator[Path]:
     """Yield the files in and below the folder that have the suffix of an image.
 
-    Names that begin with a dot, and folders of the system, are no data: `.ipynb_checkpoints` and
-    `@eaDir` have copies, `._a.png` is no image.
+    Names that begin with a dot, and folders of the system, are skipped: `.ipynb_checkpoints` and
+    `@eaDir` hold copies, and `._a.png` is not an image.
     """
     for path in folder.rglob("*"):
         parts = path.relative_to(folder).parts

@@ -64,7 +64,7 @@ def _wrong(given: object) -> PlanError:
 
 
 def sides_of_image(input_size: InputSizes, dims: int) -> TensorSize | None:
-    """Return the sides of the first input that has so many, or None if none has."""
+    """Return the sides of the first input that has this many, or None if none has."""
     for size in each_size(input_size):
         if len(size) == dims + 1:
             return size[1:]

@@ -2,7 +2,7 @@
 
 An output is written in a folder `.NAME.xxxxxxxx.partial` beside it, and then renamed. An old folder
 is first renamed to `NAME.xxxxxxxx.old`, and removed at the end. A killed process may leave these
-names; nobody removes them.
+behind; the program does not remove them later.
 
 Pictures are checked before the work, too: their suffix, and whether the libraries are installed.
 """
@@ -118,7 +118,7 @@ def _partial(output: Path, force: bool, reason_to_keep: ReasonToKeep) -> Iterato
 
 
 def _publish(new: Path, output: Path, force: bool) -> None:
-    """Give a new file or folder its final name; with `force`, in place of what has it."""
+    """Give a new file or folder its final name; with `force`, in place of what has this name."""
     if new.is_file():
         os.replace(new, output)
         return

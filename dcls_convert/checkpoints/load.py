@@ -28,8 +28,8 @@ def load_converted(
 ) -> nn.Module:
     """Rebuild a converted model from its folder, with its weights.
 
-    It is in the mode in which its library builds it, as from `timm.create_model`: training mode.
-    Call `eval()` before using it. A given model stays in its mode.
+    The model is in training mode, as one from `timm.create_model` is: call `eval()` before using
+    it. A given model stays in its mode.
 
     A folder is data: unless `model` or `trust_code` is given, it must name a model of timm or
     torchvision, and none of the user's own code is run.

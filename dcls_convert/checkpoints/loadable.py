@@ -114,7 +114,7 @@ def _where_it_is(layer_name: str, modules: Mapping[str, nn.Module]) -> str:
 
 
 def _cure_of_other(module: nn.Module, layer: LayerPlan) -> str:
-    """Say what to do with a module that has a layer's place, and is not the layer."""
+    """Say what to do if another module is in a layer's place."""
     if any(isinstance(inner, DclsConvNd) for inner in module.modules()):
         return "which wraps the layer; merge or remove it first, and save the network then"
     reason = "not a layer with learnable positions"
@@ -130,8 +130,9 @@ def find_loadable_plan(
 ) -> Loadable:
     """Find the plan by which a model can be loaded.
 
-    That is the given one, if its network is the model; the same for the model's own number of
-    classes and channels; or one that says that only the user can build the network.
+    It is the given plan if its network is the model, or the same plan with the model's numbers of
+    classes and channels. Otherwise, it is a plan which says that only the user can build the
+    network.
 
     Args:
         model: The converted model.
@@ -178,8 +179,8 @@ def _same_network(
 ) -> Loadable:
     """Return the plan, with a note if there is reason to doubt that its network is the model.
 
-    That is if outputs were to be compared and could not be, or if they were not to be compared and
-    a module's class has changed.
+    There is a reason if outputs should have been compared and could not be; or if they should not
+    be compared, and a module's class has changed.
     """
     reason = None
     if fingerprint is None:
@@ -342,7 +343,7 @@ def _input_channels(model: nn.Module, default: int) -> int:
 def as_users_own(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
     """Return the plan for a network that only its user can build.
 
-    Its parameters are counted. Its MACs are not known if these are others than the plan's.
+    Its parameters are counted. If their number differs from the plan's, its MACs are not known.
     """
     own = replace(plan, model=None, model_args={})
     added = predict_report(plan).params.delta or 0

@@ -54,8 +54,8 @@ def save_converted(
         The folder's path.
 
     Raises:
-        CheckpointError: The model's layers are no longer its plan's, a value is not finite, or the
-            folder cannot be written. An existing folder is then unchanged.
+        CheckpointError: The model's layers are no longer those of the plan, a value is not finite,
+            or the folder cannot be written. An existing folder is then unchanged.
     """
     check_argument("model", model, nn.Module)
     if not isinstance(plan, str | Path):
@@ -124,8 +124,8 @@ def save_just_converted(
 ) -> None:
     """Write a model right after its conversion, when it cannot have been edited.
 
-    The arguments are those of `save_converted`. Values are checked; that the model is its plan's
-    is not.
+    The arguments are those of `save_converted`. Values are checked, but not whether the model's
+    layers are those of the plan.
 
     Raises:
         CheckpointError: A value is not finite, or the folder cannot be written.

@@ -27,7 +27,7 @@ from .verify import verify
 
 EXIT_BUG = 1
 EXIT_MISTAKE = 2
-EXIT_INTERRUPTED = 130  # by Ctrl-C; by another signal, 128 and its number, as shells say
+EXIT_INTERRUPTED = 130  # by Ctrl-C; for another signal, 128 plus its number, as in shells
 EXIT_CODES = (
     "Exit codes: 0 done; 1 a bug, or stdout could not be written; "
     "2 a mistake in the input, or no disk space or memory left; "

@@ -28,7 +28,7 @@ interrupts: list[int] = []  # numbers of the signals received
 # Bytes of a file's name that are not UTF-8, as Python reads them (PEP 383).
 NOT_UTF8 = "".join(map(chr, range(0xDC80, 0xDD00)))
 REPLACE_OR_RESTORE = "dcls_convert.replace_or_restore"  # name of an error handler
-wrote_results = False  # whether stdout has got anything
+wrote_results = False  # whether anything was written to stdout
 
 
 class OutputError(DclsConvertError):
@@ -55,8 +55,10 @@ def set_up() -> None:
 
 
 def _replace_or_restore(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Encode one character that an encoding lacks: bytes that are not UTF-8 as they were read,
-    any other as a question mark (cp1252 has no arrow).
+    """Encode one character that an encoding lacks.
+
+    Bytes that are not UTF-8 stay as they were read. Any other character becomes a question mark
+    (cp1252 has no arrow).
     """
     assert isinstance(error, UnicodeEncodeError)
     character = error.object[error.start]

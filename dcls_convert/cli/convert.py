@@ -89,7 +89,7 @@ Verbose = Annotated[
         "-v",
         count=True,
         show_default=False,
-        help="Report every layer and why; -vv: name all others.",
+        help="Report every layer, and why others are kept; -vv: also name those.",
         rich_help_panel=OUTPUT,
     ),
 ]

@@ -17,12 +17,12 @@ from .options import OUTPUT, CheckpointArgument, Json
 if TYPE_CHECKING:
     from ..planning.plan import ConversionPlan, PlanDifference
 
-EXIT_DIFFERENT = 1  # with --exit-code, as git and diff say it
+EXIT_DIFFERENT = 1  # with --exit-code, as in git and diff
 OtherCheckpoint = Annotated[
     Path,
     typer.Argument(
         metavar="OTHER",
-        help="Another such folder.",
+        help="A second folder that dcls-convert wrote.",
         callback=check_folder,
         autocompletion=complete_files,
         show_default=False,
@@ -44,7 +44,7 @@ def diff(
     exit_code: ExitCode = False,
     json_: Json = False,
 ) -> None:
-    """Show what differs between two checkpoints: plans, layer by layer, and whether weights do."""
+    """Show how two checkpoints differ: their plans, layer by layer, and whether weights do."""
     with console.steps("diff", "reading", lines=False):
         from ..checkpoints.folder import open_checkpoint, read_tensors
         from ..records import write_json

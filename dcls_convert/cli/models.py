@@ -37,7 +37,7 @@ Pattern = Annotated[
     typer.Argument(
         metavar="PATTERN",
         help="Names to survey, a shell pattern: 'convnext_*', 'timm:resnet*', 'torchvision:*'. "
-        "Without * ? or [ it is a name or a part of names. Without a pattern, all models of both "
+        "Text without *, ? or [ is a name, or a part of names. Default: all models of both "
         "registries.",
         autocompletion=complete_models,
         show_default=False,

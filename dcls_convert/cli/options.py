@@ -141,7 +141,7 @@ Strict = Annotated[
     bool,
     typer.Option(
         "--strict",
-        help="Fail where a layer cannot take the size, instead of skipping it.",
+        help="Fail if a layer cannot take the size, instead of skipping the layer.",
         rich_help_panel=WHAT_TO_CONVERT,
     ),
 ]
@@ -230,7 +230,7 @@ ImagesOption = Annotated[
     typer.Option(
         metavar="N",
         min=1,
-        help="Images of --calibrate, evenly spread; some are held out to compare outputs on "
+        help="Images to use of --calibrate, evenly spread; some are held out to compare outputs on "
         f"(default: {CALIBRATION_IMAGES}).",
         rich_help_panel=WHERE_THEY_START,
     ),
@@ -259,7 +259,7 @@ InitOption = Annotated[
     typer.Option(
         metavar="NAME",
         help="random; fit: closest to the old kernels; largest: at their largest cells; exact: at "
-        "all cells, for the same outputs at more parameters; auto: fit for trained weights, else "
+        "all cells, for the same outputs with more parameters; auto: fit for trained weights, else "
         "random.",
         rich_help_panel=WHERE_THEY_START,
     ),
@@ -277,7 +277,7 @@ AuthorsVersionOption = Annotated[
     AuthorsVersion | None,
     typer.Option(
         metavar="v0|v1",
-        help="Version of the authors' layers in a checkpoint of theirs without SIG "
+        help="Version of the authors' layers, for a checkpoint of theirs without SIG "
         "(default: v0, as released).",
         rich_help_panel=WHERE_THEY_START,
     ),
@@ -313,8 +313,8 @@ TrustCode = Annotated[
     bool,
     typer.Option(
         "--trust-code",
-        help="Import and run your own code that the checkpoint names as its model. Do not use it "
-        "on folders you did not create.",
+        help="Import and run the code that the checkpoint names as its model, which must be your "
+        "own: do not use this on folders that others made.",
     ),
 ]
 

@@ -94,7 +94,7 @@ class Commands(_PlainHelp, TyperGroup):
 def _repeat_option(option: str, args: list[str]) -> Iterator[str]:
     """Turn `--model-kwargs a=1 b=2` into `--model-kwargs a=1 --model-kwargs b=2`.
 
-    timm's scripts take the first form; typer takes one value an option.
+    timm's scripts take the first form; typer takes one value for each option.
     """
     in_list = False
     for index, word in enumerate(args):

@@ -22,7 +22,7 @@ def verify(
     trust_code: TrustCode = False,
     json_: Json = False,
 ) -> None:
-    """Check a checkpoint: rebuild it; compare names, shapes, hash, outputs."""
+    """Check a checkpoint: rebuild it, and compare names, shapes, hash and outputs."""
     with console.steps(checkpoint, "reading", lines=False) as notify:
         from ..checkpoints.verify import verify_folder
         from ..networks.building import build_model

@@ -16,8 +16,8 @@ Axes: C channels, M blocks of all images, `taps`, CELLS cells of a block.
 
 A matrix of the bank has the inputs' cells as rows and the outputs' as columns.
 
-Sizes of maps are arguments that the compiler knows nothing about, so that a new image size compiles
-nothing. The cells of a channel, and the numbers of an image, must be fewer than 2**31; larger
+Sizes of maps are not known to the compiler, so that a new image size needs no compilation. The
+cells of a channel, and the numbers of an image, must be fewer than 2**31; larger
 offsets are computed with 64 bits.
 """
 
@@ -59,8 +59,8 @@ def pack(
 ):
     """Copy maps into blocks, or back if UNPACK: one block of PACK_CHANNELS channels.
 
-    Maps may have every second row and column only: each STEP_DOWN-th and STEP_ACROSS-th. In blocks,
-    cells that the maps do not have are 0. Strides of maps, and the number of channels, are in units
+    Maps may have only each STEP_DOWN-th row and each STEP_ACROSS-th column; in blocks, cells that
+    the maps do not have are 0. Strides of maps, and the number of channels, are in units
     of UNIT, which tells the compiler what divides them.
     """
     block = tl.program_id(0)

@@ -1,8 +1,8 @@
 """Launch Triton kernels with little work on the host.
 
 Triton's own launch inspects all arguments in every call, to find the program that was compiled for
-them. Here, whoever launches knows beforehand what matters: a `Launch` looks up its program once,
-and keeps it.
+them. Here, the caller knows beforehand what the program depends on: a `Launch` looks up its program
+once, and keeps it.
 """
 
 from collections.abc import Callable

@@ -32,7 +32,7 @@ class _Tiling(NamedTuple):
     patches: int
     outputs_per_patch: int
     inputs_per_patch: int
-    missing_outputs: int  # that the last patch has too many
+    missing_outputs: int  # outputs of the last patch that lie beyond the map
 
 
 def _tile(inputs: int, window: int, padding: int) -> _Tiling:

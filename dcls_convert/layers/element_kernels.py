@@ -21,7 +21,7 @@ NEAR = constexpr(16)  # power of 2; a matrix depends on 2 * SIDE - 1 cells along
 
 @triton.jit
 def place_in_window(positions, offset, exists, LENGTH: constexpr):
-    """Return the cell below each position, how far it is above the cell, and it itself, clamped."""
+    """Return the cell below each position, the distance from it, and the clamped position."""
     place = tl.load(positions + offset, mask=exists, other=0.0).to(tl.float32) + LENGTH // 2
     inside = tl.minimum(tl.maximum(place, 0.0), LENGTH - 1.0)
     inside = tl.where(place == place, inside, place)

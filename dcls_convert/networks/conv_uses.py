@@ -1,6 +1,6 @@
 """Find convolutions whose weight or settings other code uses, while a copy of the network runs.
 
-Also record what runs, without what convolutions do inside.
+Also record the operations that run, except those inside convolutions.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class ConvUses(TorchFunctionMode):
         self._conv_of_storage: dict[int, nn.Module] = {}
         self._original_storages = _storages(original)
         for name, module in model.named_modules():
-            # A lazy convolution changes its class itself when it runs first.
+            # A lazy convolution changes its class itself the first time it runs.
             if isinstance(module, AnyConv) and not isinstance(module, LazyModuleMixin):
                 self.names[module] = name
                 for conv in (module, original.get_submodule(name)):

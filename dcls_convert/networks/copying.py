@@ -10,14 +10,14 @@ from torch.overrides import TorchFunctionMode
 
 
 def copy_network(model: nn.Module, *, shared: Mapping[int, Tensor] | None = None) -> nn.Module:
-    """Copy a network as `copy.deepcopy` does, and also if it keeps tensors that it has computed.
+    """Copy a network as `copy.deepcopy` does, even if it keeps tensors that it has computed.
 
     `copy.deepcopy` refuses tensors with a graph, such as a table of attention biases that is kept
     in eval mode. They are copied as constants, wherever they are: in attributes, lists, caches.
 
     Args:
         model: Not changed.
-        shared: By their ids, tensors that take the place of copies.
+        shared: Tensors to use in place of copies, by the ids of the originals.
     """
     with _CopiedTensors(_constant):
         return copy.deepcopy(model, dict(shared or {}))

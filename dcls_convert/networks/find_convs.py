@@ -110,7 +110,7 @@ def _why_skipped(
     Args:
         conv: The convolution.
         holders: Names of the modules that hold a parameter, by its id.
-        references: Why convolutions must stay to which other objects refer.
+        references: For each convolution to which other objects refer, why it must stay.
     """
     reason = why_not_replaceable(conv)
     if reason is not None:

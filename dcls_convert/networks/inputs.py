@@ -32,9 +32,9 @@ def meta_inputs(input_size: InputSizes, batch: int, dtype: torch.dtype) -> Input
 
 
 def why_not_called_with(model: nn.Module, count: int) -> str | None:
-    """Say what forward takes if it cannot be called with so many tensors by position; else None.
+    """Say what forward takes, if it cannot be called with this many tensors by position.
 
-    None, too, if forward does not say what it takes.
+    Return None if it can be called so, or if its signature does not say what it takes.
     """
     try:
         signature = inspect.signature(model.forward)

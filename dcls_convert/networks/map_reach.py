@@ -24,8 +24,8 @@ class Reach:
     first: int = 0
     last: int = 0
     step: int = 1
-    # By how many cells of the origin other code than convolutions moves the map: on the path with
-    # the largest shift, and on that with the smallest.
+    # Cells of the origin by which code other than convolutions moves the map: on the path with the
+    # largest shift, and on that with the smallest.
     shift: int = 0
     least_shift: int = 0
     convs: frozenset[tuple[str, int]] = frozenset()  # those on the way, with their axis

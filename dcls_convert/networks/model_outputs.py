@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import DclsConvertError
 from ..layers.double_precision import in_double
 
-MAX_DEPTH = 20  # of nested outputs; deeper ones are taken for endless
+MAX_DEPTH = 20  # of nested outputs; deeper nesting counts as endless
 TEXTS = (str, bytes)
 # Objects whose attributes are no outputs.
 WITHOUT_PARTS = (*TEXTS, type, types.FunctionType, types.ModuleType, nn.Module)

@@ -1,6 +1,6 @@
-"""Find convolutions to which a network refers in other ways than as its submodules.
+"""Find convolutions that a network also refers to in other ways than as its submodules.
 
-After a conversion, such a reference would still be to the old convolution.
+After a conversion, such a reference would still lead to the old convolution.
 """
 
 from collections.abc import Callable, Iterator

@@ -23,7 +23,7 @@ AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")  # device types with autocast
 # Parts of torch.backends with their own `fp32_precision`.
 CPU_FP32_BACKENDS = ("mkldnn.matmul", "mkldnn.conv")
 CUDA_FP32_BACKENDS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
-_TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))  # that every module has
+_TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes of every module
 
 
 def check_device(name: str) -> torch.device:
@@ -70,10 +70,10 @@ def full_precision() -> Iterator[None]:
 
 
 class _ProcessPrecision:
-    """The process's precision settings: changed by the first thread that needs them at full.
+    """The process's precision settings: full while any thread needs them so.
 
-    The last of these threads restores them. If each did so for itself, the second one would restore
-    what the first one had changed.
+    The first of these threads changes them, and the last one restores them. If each did both for
+    itself, the second one would restore what the first one had changed.
     """
 
     def __init__(self) -> None:
@@ -151,12 +151,12 @@ def run_batch(model: nn.Module, *inputs: Tensor) -> Any:
 @contextlib.contextmanager
 def _copied_buffers(model: nn.Module) -> Iterator[None]:
     """Put a copy in the place of every buffer inside the block, and the buffers back afterwards."""
-    # Not `functional_call`, which leaves a buffer that `forward` set from None.
+    # Not `functional_call`, which would not undo it if `forward` sets a buffer that was None.
     saved: list[tuple[dict[str, Any], dict[str, Any]]] = []  # a module's buffers, and its contents
     for module in model.modules():
         if not isinstance(module, torch.jit.ScriptModule):  # which refuses new buffers
             saved.append((module._buffers, dict(module._buffers)))
-    copies: dict[Any, Any] = {}  # of shared buffers, there is one copy
+    copies: dict[Any, Any] = {}  # by original, so that shared buffers share a copy
     try:
         for buffers, originals in saved:
             for name, buffer in originals.items():
@@ -178,7 +178,7 @@ def _restored_attributes(model: nn.Module) -> Iterator[None]:
 
     Attributes of torch's own, such as parameters and hooks, are left alone.
     """
-    saved: list[tuple[dict[str, Any], dict[str, Any]]] = []  # a module's, and what they were
+    saved: list[tuple[dict[str, Any], dict[str, Any]]] = []  # a module's attributes, and a copy
     contents: list[tuple[Any, Any]] = []  # a container, and a copy of it
     copies: dict[int, Tensor] = {}  # by the id of the original
     for module in model.modules():

@@ -32,7 +32,7 @@ PERMUTING = frozenset(
 )
 SPLITTING = frozenset({"split", "chunk", "tensor_split", "split_with_sizes"})
 CONCATENATING = frozenset({"cat", "concat", "concatenate"})
-# Functions of a map that give values without its cells.
+# Functions that take a map, but whose values do not depend on its cells.
 CONSTANT = ("zeros", "ones", "empty", "full", "rand", "new_")
 # Functions that compute cells from others of the same map. Where they take a map, its reach ends.
 MIXING = (
@@ -44,7 +44,8 @@ MIXING = (
 
 WHOLE = "whole"  # key of the reach since the image, or since the last mixing function
 RECENT = "recent"  # key of the reach since the last convolution
-Axis = dict[str, Reach]  # WHOLE, RECENT and, by its name, through a convolution from its input on
+# By WHOLE, by RECENT, and by the name of a convolution for the reach since that one's input.
+Axis = dict[str, Reach]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +85,10 @@ class Operation:
 def find_shifted_axes(
     operations: Iterable[Operation], inputs: Inputs, names: Mapping[nn.Module, str]
 ) -> dict[str, tuple[int, ...]]:
-    """Return, for convolutions whose maps are shifted, the axes along which they are.
+    """Return the axes along which maps are shifted, by the name of the convolution.
 
     Args:
-        operations: What ran, in this order. Their tensors are still alive.
+        operations: The operations that ran, in order. Their tensors are still alive.
         inputs: The network's inputs.
         names: Names of the convolutions.
     """
@@ -197,7 +198,7 @@ class _Maps:
             self.pass_on([(whole, sources)], part)
 
     def concatenate(self, parts: Sequence[Tensor], output: Tensor) -> None:
-        """Of parts along an axis, the longest is the map, and the others are its padding."""
+        """Follow a concatenation: the longest part is the map, and the others are its padding."""
         offset = 0
         inputs: list[tuple[Tensor, Sources]] = []
         longest = max(part.shape for part in parts if id(part) in self.axes_of)

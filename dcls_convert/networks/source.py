@@ -43,7 +43,7 @@ def resolve_model(
         name: The model.
         num_classes, in_chans: Arguments of its factory; None for the factory's defaults.
         model_kwargs: More arguments of its factory.
-        pretrained: Whether it is to have the weights that its library offers.
+        pretrained: Whether the user wants the weights that its library offers.
 
     Raises:
         ModelError: There is no such model, or it does not take one of the options.

@@ -44,7 +44,7 @@ class Trace:
     input_size: InputSizes
     calls: dict[str, Calls]  # by the first qualified name of the convolution
     macs: int  # of all operators
-    # Name of a convolution -> how other code than itself uses its weight or settings.
+    # Name of a convolution -> how code other than its own forward uses its weight or settings.
     other_uses: dict[str, str]
 
 

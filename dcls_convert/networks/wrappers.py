@@ -55,8 +55,8 @@ def inside_wrappers(model: nn.Module, *, replaces_parameters: bool = False) -> n
 
     Args:
         model: The network or a wrapper.
-        replaces_parameters: Whether the caller replaces parameters of the network. DDP would go on
-            with the old ones.
+        replaces_parameters: Whether the caller replaces parameters of the network. DDP would
+            continue with the old ones.
 
     Raises:
         ModelError: The wrapper has sharded the network, or would miss its new parameters.
@@ -110,7 +110,7 @@ def other_forms(model: nn.Module) -> Iterator[Skipped]:
 
 
 def why_inside_wrapper(model: nn.Module, name: str) -> str | None:
-    """Return why what wraps a convolution, or its form, keeps it from being replaced."""
+    """Return why a convolution cannot be replaced in the form or wrapper that it is in; or None."""
     if _is_quantised(model.get_submodule(name)):
         return "it is quantised; convert before the quantisation"
     parts = name.split(".")

@@ -1,8 +1,8 @@
-"""Let timm's `reparameterize_model` leave branches alone that no longer have one kernel size.
+"""Keep timm's `reparameterize_model` from merging branches whose kernels now differ in size.
 
 It merges the branches of a block by adding their kernels, and pads those of 1x1 branches to the
-size that the network was built with. Where only some branches have a larger window, it would fail;
-where all have, the merged convolution needs more padding.
+size that the network was built with. If only some branches have a larger window, it would fail; if
+all have one, the merged convolution needs more padding.
 """
 
 import contextlib
@@ -74,8 +74,8 @@ def _merge_or_keep(block: nn.Module, method: str, *args: Any, **kwargs: Any) -> 
 def _with_another_weight(module: object) -> list[Conv]:
     """Return the convolutions whose weight is not of their kernel size.
 
-    timm gives merged branches a convolution of the size that the network was built with, and then
-    their weight.
+    timm makes a convolution of the size that the network was built with for merged branches, and
+    then sets their weight.
     """
     if not isinstance(module, nn.Module):
         return []

@@ -17,7 +17,7 @@ from .rules import Rule, RuleSet
 
 AUTO_RULES = ("depthwise", "conv3x3", "dense3x3x3")  # in the order in which `auto` tries them
 
-NOT_MATCHED = "not matched"  # begins the reason of what no rule claims
+NOT_MATCHED = "not matched"  # begins the reason for a site that no rule claims
 
 
 def load_or_choose_rules(

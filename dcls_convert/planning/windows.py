@@ -179,8 +179,8 @@ def _along(site: ConvSite, axis: int) -> str:
 def _check_centred(site: ConvSite, window: Sequence[int]) -> None:
     """Raise PlanError if a window grows along an axis on which padding does not centre the kernel.
 
-    Such padding, or what pads the map outside, says where the kernel must not look: ahead in time,
-    or into the neighbouring patch.
+    Such padding, also by other code, shows where the kernel must not look: ahead in time, or into
+    the neighbouring patch.
     """
     if site.padding in ("same", DYNAMIC_SAME):
         return

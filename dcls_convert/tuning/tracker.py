@@ -90,8 +90,8 @@ class PositionTracker:
 
     Args:
         model: May be wrapped (DDP, FSDP2, `torch.compile`, EMA).
-        path: File to which every update appends a line; `read_track` reads it. Steps increase in
-            it, too, so a new run needs a new file, and a run that is resumed `continue_from`.
+        path: File to which every update appends a line; `read_track` reads it. Steps must increase
+            in the file, too: a new run needs a new file, and a resumed run calls `continue_from`.
 
     Between updates it keeps one copy of the positions. Under DDP and FSDP2 every rank must call
     `update` and gets the record, but only rank 0 writes to the file. FSDP1 is not supported, since

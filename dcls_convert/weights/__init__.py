@@ -1,1 +1,1 @@
-"""Weights in files, as people have them, and how they get into a network."""
+"""Weights in the files that people have, and how they get into a network."""

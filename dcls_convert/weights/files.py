@@ -102,7 +102,7 @@ def _read_shards(index: Path, where: str) -> dict[str, Tensor]:
     file_names = _file_names_of_tensors(index, where)
     state: dict[str, Tensor] = {}
     for file_name in sorted(set(file_names.values())):
-        # An index from a stranger opens nothing else.
+        # An index from a stranger must not open any other file.
         is_plain = Path(file_name).name == file_name and "\\" not in file_name
         if not is_plain or not file_name.endswith((SAFETENSORS_SUFFIX, *TORCH_SUFFIXES)):
             raise CheckpointError(

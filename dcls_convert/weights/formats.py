@@ -23,7 +23,7 @@ DCP = (
     "is a distributed checkpoint (DCP); make one file of its folder: "
     "python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE"
 )
-# What files of other kinds begin with, in lower case, and what is said of them.
+# What files of other kinds begin with, in lower case, and what the message says.
 OTHER_STARTS = (
     (b"version https://git-lfs", "is a Git LFS pointer; get the file itself: git lfs pull"),
     (b"/annex/objects/", "is a git-annex pointer; get the file itself: git annex get"),
@@ -41,7 +41,7 @@ OTHER_STARTS = (
     (b"7z\xbc\xaf", f"is a 7z archive; {UNPACK}"),
     (b"\x80", f"is a pickle, which would run code; {SAVE_STATE_DICT}"),
 )
-# The same for suffixes of kinds that first bytes do not tell.
+# The same by suffix, for kinds that the first bytes do not show.
 OTHER_SUFFIXES = {
     ".distcp": DCP,
     ".onnx": f"is an ONNX graph; {SAVE_STATE_DICT}",
@@ -99,7 +99,7 @@ def _file_in_folder(folder: Path) -> Path:
 
 
 def format_of_weights(path: Path) -> WeightsFormat:
-    """Return the format of a file, which its first bytes say, whatever its suffix.
+    """Return the format of a file, which its first bytes show, whatever its suffix.
 
     Raises:
         CheckpointError: There is no such file, or it holds something else.

@@ -174,7 +174,7 @@ def _reshaped_classifier(model: nn.Module, state: Mapping[str, Tensor]) -> list[
 def _differing_classifier(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
     """Return the classifier's tensors, of the model or the state dict, that are not loaded.
 
-    A classifier of which the state dict has some tensors has all, or the file is damaged.
+    If the state dict has some of a classifier's tensors but not all, the file is damaged.
     """
     own_names = model.state_dict().keys()
     names = _reshaped_classifier(model, state)

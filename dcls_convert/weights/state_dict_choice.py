@@ -1,4 +1,4 @@
-"""Choose the state dict in what a weights file holds, which may be several, in nested mappings."""
+"""Choose one of the state dicts that a weights file holds, perhaps in nested mappings."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -30,8 +30,8 @@ def rename_to_model(
 ) -> dict[str, Tensor]:
     """Rename the entries of a state dict to the model's names.
 
-    Names that wrappers add are removed, such as "_orig_mod.", and the prefix under which the
-    model's names are, such as "module." from DistributedDataParallel or "model." from Lightning.
+    Names that wrappers add are removed, such as "_orig_mod.". So is a common prefix of the model's
+    tensors, such as "module." from DistributedDataParallel or "model." from Lightning.
     Original names of weights that timm downloads are translated by timm's function for the model.
     Files of other programs may lack BatchNorm's `num_batches_tracked`; inference does not use it,
     so 0 is filled in. Tensors outside the model are left out, see `_without_outsiders`.
@@ -150,8 +150,8 @@ def _without_outsiders(
 ) -> dict[str, Tensor]:
     """Leave out tensors outside the model, if all of the model's are there, and say so.
 
-    Outside is what begins with no module or tensor of the model: a loss, a queue, an auxiliary
-    head. The classifier may be missing; whether it may is decided on loading.
+    A tensor is outside if its name begins with no module or tensor of the model: a loss, a queue,
+    an auxiliary head. Here, the classifier may be missing; loading decides whether that is allowed.
     """
     own_names = model.state_dict().keys()
     if not own_names & state.keys():
