@@ -116,7 +116,7 @@ def _where_it_is(layer_name: str, modules: Mapping[str, nn.Module]) -> str:
 def _cure_of_other(module: nn.Module, layer: LayerPlan) -> str:
     """Say what to do if another module is in a layer's place."""
     if any(isinstance(inner, DclsConvNd) for inner in module.modules()):
-        return "which wraps the layer; merge or remove it first, and save the network then"
+        return "which wraps the layer; first merge or remove it, then save the network"
     reason = "not a layer with learnable positions"
     if not isinstance(module, AnyConv):
         return f"{reason}; plan.without(...) leaves it out"

@@ -117,7 +117,7 @@ def _check_float64(groups: Sequence[LayerGroup]) -> None:
             if conv.weight.device.type in DEVICE_TYPES_WITHOUT_FLOAT64:
                 raise DclsConvertError(
                     f"a start from old kernels needs float64, which {conv.weight.device.type} does "
-                    "not have; convert on the CPU, and move the model then"
+                    "not have; convert on the CPU, then move the model"
                 )
 
 

@@ -35,7 +35,7 @@ EXPORT_FORMATS = {
         writer="dcls_convert.export.stock_timm:write_timm_folder",
         suffix="-folded",
         noun="folder for timm",
-        help="a folder, which timm loads by itself where its architecture allows",
+        help="a folder, which timm loads by itself if the architecture allows it",
     ),
     "onnx": ExportFormat(
         writer="dcls_convert.export.onnx:write_onnx",

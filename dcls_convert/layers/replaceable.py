@@ -67,7 +67,7 @@ def _why_weight_unusual(weight: Tensor) -> str | None:
     if not weight.is_floating_point() or weight.dtype.itemsize < 2:
         return f"its weight is of {weight.dtype}; give it 16-bit floats or longer ones first"
     if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
-        return "its weight has hooks, which would be lost; convert first, and register them then"
+        return "its weight has hooks, which would be lost; convert first, then register them"
     return None
 
 

@@ -62,7 +62,7 @@ def check_close(outputs: Any, others: Any, *, bound: float, what: str) -> float:
         raise ComparisonError(f"{what}: {problem}") from problem
     if error > bound:
         raise ComparisonError(
-            f"{what}: the outputs' relative error is {error:.1e}, allowed is {bound:.0e}"
+            f"{what}: the outputs' relative error is {error:.1e}; at most {bound:.0e} is allowed"
         )
     return error
 

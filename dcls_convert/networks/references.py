@@ -30,7 +30,7 @@ def find_references(model: nn.Module) -> dict[nn.Module, str]:
                 conv = conv_of_weight.get(id(found), found)
                 if isinstance(conv, AnyConv):
                     holder = f"{name or 'the model'} refers to it in {attribute}"
-                    reasons.setdefault(conv, f"{holder}, and would go on using the old one")
+                    reasons.setdefault(conv, f"{holder}, and would continue to use the old one")
     return reasons
 
 

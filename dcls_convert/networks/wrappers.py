@@ -42,7 +42,7 @@ def check_not_wrapped(model: nn.Module) -> None:
     for base in type(model).__mro__:
         if base.__name__ in WRAPPERS and base.__module__.startswith("torch."):
             raise PlanError(
-                f"the model is wrapped in {base.__name__}; convert its `module`, and wrap it then"
+                f"the model is wrapped in {base.__name__}; convert its `module`, then wrap it"
             )
     if isinstance(model, torch.jit.ScriptModule):
         raise PlanError(f"the model {SCRIPTED}")
@@ -72,7 +72,7 @@ def inside_wrappers(model: nn.Module, *, replaces_parameters: bool = False) -> n
                 "is not wrapped, and use that"
             )
         if wrapper == "DistributedDataParallel" and replaces_parameters:
-            raise ModelError(f"the model is wrapped in {wrapper}; give its `module`, wrap it then")
+            raise ModelError(f"the model is wrapped in {wrapper}; give its `module`, then wrap it")
         if wrapper not in CALLING_WRAPPERS:
             return model
         model = model.get_submodule("module")
@@ -115,9 +115,9 @@ def why_inside_wrapper(model: nn.Module, name: str) -> str | None:
         return "it is quantised; convert before the quantisation"
     parts = name.split(".")
     if COMPILED in parts:
-        return "it is in a module that torch.compile wraps; convert first, and compile then"
+        return "it is in a module that torch.compile wraps; convert first, then compile"
     if vars(model.get_submodule(name)).get("_compiled_call_impl") is not None:
-        return "it is compiled; convert first, and compile then"
+        return "it is compiled; convert first, then compile"
     for length in range(len(parts)):
         if _is_adapter(model.get_submodule(".".join(parts[:length]))):
             return "it belongs to an adapter, such as LoRA; merge the adapter first"

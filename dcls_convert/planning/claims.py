@@ -186,6 +186,6 @@ def refuse_overridden_options(rules: RuleSet, options: PlanOptions) -> None:
             continue
         if all(getattr(rule, key) is not None for rule in converting):
             raise RuleError(
-                f"{rules.source}: every rule states its own {key}, so no other has an effect; "
-                "omit it in a rule that should take another"
+                f"{rules.source}: every rule states its own {key}, so the option has no effect; "
+                "omit it in a rule that should use the option"
             )

@@ -241,9 +241,9 @@ other keys say."""
     )
     stage_pattern: Annotated[str, Field(min_length=1)] | None = Field(
         None,
-        description="a regular expression for module names; those in which it finds the same are "
-        "one stage, named after the named group that matches, or else after the text that the "
-        "groups or the whole pattern match",
+        description="a regular expression for module names; modules in whose names it finds the "
+        "same text are one stage, named after the named group that matches, or else after the text "
+        "that the groups or the whole pattern match",
     )
     skip: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="a string with the reason; the convolution stays as it is"

@@ -97,9 +97,9 @@ def _warn_if_half_precision(parameters: Iterable[PositionParameter]) -> None:
     if dtypes:
         names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         warnings.warn(
-            f"positions are in {names}, in which small updates are rounded away, so that most of "
-            "them stand still; cast the network before its conversion, or give every DCLS layer "
-            "float32 again: layer.positions.data = layer.positions.data.float()",
+            f"positions are in {names}, in which small updates are rounded away, so that most "
+            "positions do not move; cast the network before its conversion, or give every DCLS "
+            "layer float32 again: layer.positions.data = layer.positions.data.float()",
             stacklevel=3,
         )
 

@@ -282,7 +282,7 @@ def test_an_option_that_the_rules_override_is_refused_once(tmp_path):
     rules = tmp_path / "rules.yaml"
     rules.write_text("format: 1\nrules:\n- {match: {kind: depthwise}, dilated_size: 9}\n")
     _, err = run("models", "--rules", rules, "--dilated-size", 11, code=2)
-    assert "every rule states its own dilated_size, so no other has an effect" in err
+    assert "every rule states its own dilated_size, so the option has no effect" in err
 
 
 # All models; without the marker `zoo`, only the first model of each module of the libraries.

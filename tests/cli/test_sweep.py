@@ -229,8 +229,8 @@ def test_rules_that_state_all_sizes_leave_none_to_compare(tmp_path):
     for sizes in ((), ("--sizes", "9,11")):
         _, err = run("sweep", NET, *SMALL, "--rules", rules, *sizes, code=2)
         assert err.splitlines()[-1] == (
-            f"error: {rules}: every rule states its own dilated_size, so no other has an effect; "
-            "omit it in a rule that should take another"
+            f"error: {rules}: every rule states its own dilated_size, so the option has no effect; "
+            "omit it in a rule that should use the option"
         )
 
 

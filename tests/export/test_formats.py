@@ -117,7 +117,7 @@ def test_weights_too_large_for_one_file_go_into_a_second(tmp_path, monkeypatch, 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda y: y * 1.01, r"relative error is \d\.\de-0[23], allowed is 1e-0[34]"),
+        (lambda y: y * 1.01, r"relative error is \d\.\de-0[23]; at most 1e-0[34] is allowed"),
         (lambda y: y * math.nan, "not finite"),
         (lambda y: y[:, :-1], "has shape"),
     ],

@@ -88,7 +88,8 @@ def test_the_bound_is_the_largest_error_allowed():
     b = torch.tensor([8.0, 5.0])
     assert check_close(a, b, bound=1 / 8, what="it") == 1 / 8
     with pytest.raises(
-        ComparisonError, match=r"it: the outputs' relative error is 1\.2e-01, allowed is 1e-01"
+        ComparisonError,
+        match=r"it: the outputs' relative error is 1\.2e-01; at most 1e-01 is allowed",
     ):
         check_close(a, b, bound=0.12, what="it")
 

@@ -1,6 +1,6 @@
 """A convolution to which the network refers beside its submodules stays as it is.
 
-Such a reference would go on using the old one.
+Such a reference would still lead to the old one.
 """
 
 from functools import partial
@@ -102,7 +102,7 @@ def test_a_convolution_stays_to_which_something_else_refers(refer, size):
     assert [layer.name for layer in report.layers] == ["ordinary"]
     (skip,) = report.skipped
     assert skip.name == "conv"
-    assert skip.reason.endswith("and would go on using the old one")
+    assert skip.reason.endswith("and would continue to use the old one")
     torch.testing.assert_close(model(image), before)
 
 

@@ -1,6 +1,6 @@
 """Convolutions whose maps other code shifts stay as they are.
 
-Where kernels are centred all the same, no convolution is lost.
+Where kernels are centred nevertheless, no convolution is lost.
 """
 
 import pytest

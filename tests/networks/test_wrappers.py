@@ -89,7 +89,7 @@ def subclassed():
 
 PARTS = {
     "compiled stage": (lambda: torch.compile(nn.Sequential(depthwise())), "torch.compile wraps"),
-    "compiled itself": (compiled_itself, "convert first, and compile then"),
+    "compiled itself": (compiled_itself, "convert first, then compile"),
     "scripted stage": (lambda: scripted(nn.Sequential(depthwise())), "is TorchScript"),
     "exported stage": (lambda: exported(depthwise()), "is a graph of operators"),
     "adapter": (Adapter, "merge the adapter first"),
