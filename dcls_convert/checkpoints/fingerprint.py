@@ -5,7 +5,6 @@ The numbers are enough to detect a different model.
 
 import contextlib
 import math
-import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,7 +15,14 @@ from torch import Tensor, nn
 from ..input_sizes import InputSizes, pixel_count
 from ..networks.inputs import Inputs, random_inputs
 from ..networks.model_outputs import tensors_in
-from ..networks.running import eval_mode, full_precision, image_dtype, run_batch, seeded
+from ..networks.running import (
+    eval_mode,
+    full_precision,
+    ignored_warnings,
+    image_dtype,
+    run_batch,
+    seeded,
+)
 from ..networks.wrappers import COMPILED
 from ..options import MAX_PIXELS
 from ..records import STRICT, Record
@@ -93,7 +99,7 @@ def _run(model: nn.Module, inputs: Inputs) -> Any:
     """Return the model's output in eval mode."""
     # If the caller turns warnings into errors, one from the model would change the fingerprint.
     with (
-        warnings.catch_warnings(action="ignore"),
+        ignored_warnings,
         eval_mode(model),
         full_precision(),
         seeded(FINGERPRINT_SEED),

@@ -6,7 +6,6 @@ import inspect
 import itertools
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +19,7 @@ from ..errors import DclsConvertError, ModelError
 from ..records import read_json
 from ..text import did_you_mean, one_line
 from .registries import import_library
-from .running import seeded
+from .running import ignored_warnings, seeded
 from .source import LIBRARY_KINDS, ModelSource
 from .trust import check_source
 
@@ -71,7 +70,7 @@ def build_model(
         _check_hub_config(source.name, offline=offline)
     if source.kind == "local-dir":
         _check_local_folder(source.name)
-    with seeded(seed), warnings.catch_warnings(action="ignore"):
+    with seeded(seed), ignored_warnings:
         if device == "meta" and not pretrained:
             meta_model = _build_on_meta(source)
             if meta_model is not None:

@@ -5,7 +5,7 @@ import io
 import threading
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -65,18 +65,20 @@ def full_precision() -> Iterator[None]:
         for device in AUTOCAST_DEVICES:  # autocast is a setting of the thread
             if torch.is_autocast_enabled(device):
                 restore.enter_context(torch.autocast(device, enabled=False))
-        restore.enter_context(_process_precision)
+        restore.enter_context(_full_process_precision)
         yield
 
 
-class _ProcessPrecision:
-    """The process's precision settings: full while any thread needs them so.
+class _ProcessSetting:
+    """Settings of the process that are changed while any thread needs them so.
 
     The first of these threads changes them, and the last one restores them. If each did both for
     itself, the second one would restore what the first one had changed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, change_: Callable[[contextlib.ExitStack], None]) -> None:
+        """Take the function that changes the settings, and adds what restores them to a stack."""
+        self._change_ = change_
         self._lock = threading.Lock()
         self._users = 0
         self._restore = contextlib.ExitStack()
@@ -84,7 +86,7 @@ class _ProcessPrecision:
     def __enter__(self) -> None:
         with self._lock:
             if not self._users:
-                _set_full_precision_(self._restore)
+                self._change_(self._restore)
             self._users += 1
 
     def __exit__(self, *error: object) -> None:
@@ -92,9 +94,6 @@ class _ProcessPrecision:
             self._users -= 1
             if not self._users:
                 self._restore.close()
-
-
-_process_precision = _ProcessPrecision()
 
 
 def _set_full_precision_(restore: contextlib.ExitStack) -> None:
@@ -250,13 +249,26 @@ def unchanged_on_failure(model: nn.Module, *, values: Sequence[Tensor] = ()) -> 
 @contextlib.contextmanager
 def suppress_output() -> Iterator[None]:
     """Show no warnings and print nothing inside the block. Errors are raised as usual."""
-    discarded = io.StringIO()
-    with (
-        warnings.catch_warnings(action="ignore"),
-        contextlib.redirect_stdout(discarded),
-        contextlib.redirect_stderr(discarded),
-    ):
+    with ignored_warnings, _discarded_output:
         yield
+
+
+def _ignore_warnings_(restore: contextlib.ExitStack) -> None:
+    restore.enter_context(warnings.catch_warnings(action="ignore"))
+
+
+def _discard_output_(restore: contextlib.ExitStack) -> None:
+    discarded = io.StringIO()
+    restore.enter_context(contextlib.redirect_stdout(discarded))
+    restore.enter_context(contextlib.redirect_stderr(discarded))
+
+
+_full_process_precision = _ProcessSetting(_set_full_precision_)
+ignored_warnings = _ProcessSetting(_ignore_warnings_)  # a context manager
+_discarded_output = _ProcessSetting(_discard_output_)
+# Held while torch's global generators are seeded. Otherwise, a thread would restore the state to
+# which another one had seeded them.
+_seeding = threading.RLock()
 
 
 @contextlib.contextmanager
@@ -269,7 +281,7 @@ def seeded(seed: int | None) -> Iterator[None]:
     cuda_in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if cuda_in_use:
         devices = list(range(torch.cuda.device_count()))
-    with torch.random.fork_rng(devices=devices, enabled=seed is not None):
+    with _seeding, torch.random.fork_rng(devices=devices, enabled=seed is not None):
         if seed is not None:
             # torch.manual_seed would also reseed devices whose state is not saved here.
             torch.default_generator.manual_seed(seed)

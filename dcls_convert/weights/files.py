@@ -5,7 +5,6 @@ import contextlib
 import json
 import pickle
 import threading
-import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..input import SAFETENSORS_SUFFIX, TORCH_SUFFIXES, check_file, read_bytes
+from ..networks.running import ignored_warnings
 from ..progress import Note, ignore_messages
 from ..text import one_line, short_list, shortened
 from .formats import find_weights_file, format_of_weights
@@ -247,7 +247,7 @@ def _read_torch(path: Path, where: str) -> Any:
 def _unpickle(path: Path, where: str) -> Any:
     try:
         # Old files make torch warn about its own code.
-        with path.open("rb") as file, warnings.catch_warnings(action="ignore"):
+        with path.open("rb") as file, ignored_warnings:
             return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         refused: list[str] = []

@@ -1,5 +1,9 @@
 """Running a user's network leaves the settings of the process as they were."""
 
+import sys
+import threading
+import time
+import warnings
 from operator import attrgetter
 
 import pytest
@@ -12,6 +16,8 @@ from dcls_convert.networks.running import (
     CUDA_FP32_BACKENDS,
     full_precision,
     run_batch,
+    seeded,
+    suppress_output,
 )
 
 from ..model_state import state_of
@@ -113,6 +119,38 @@ def test_threads_that_overlap_leave_the_settings_as_they_were():
     second.__exit__(None, None, None)
     assert precisions() == before
     assert BACKENDS.cudnn.allow_tf32 == cudnn_tf32
+
+
+def test_blocks_without_output_that_overlap_leave_the_process_as_it_was():
+    before = (sys.stdout, sys.stderr, list(warnings.filters))
+    first = suppress_output()
+    second = suppress_output()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert sys.stdout is not before[0]
+    second.__exit__(None, None, None)
+    assert (sys.stdout, sys.stderr, list(warnings.filters)) == before
+
+
+def test_threads_that_seed_at_the_same_time_leave_the_random_state_as_it_was():
+    before = torch.get_rng_state()
+    second_begins = threading.Event()
+    first_is_done = threading.Event()
+
+    def seed_meanwhile():
+        second_begins.set()
+        with seeded(1):
+            first_is_done.wait(10)
+
+    thread = threading.Thread(target=seed_meanwhile)
+    with seeded(0):
+        thread.start()
+        second_begins.wait(10)
+        time.sleep(0.05)  # without a lock, the thread would seed now
+    first_is_done.set()
+    thread.join(20)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 class Streaming(nn.Module):
