@@ -109,8 +109,8 @@ def check_settings(stored: dict[str, str], settings: dict[str, str], place: Path
     for name, value in settings.items():
         if stored[name] != value:
             message = f"holds a run with {name} {stored[name]}, not {value}; use another --output"
-            if name == "epochs":
-                message += ", and to train a converted model further, start from its folder best"
+            if name == "epochs" and (place / "best").is_dir():
+                message += f"; a converted model can go on from {place / 'best'}"
             raise DclsConvertError(f"{place}: {message}")
 
 

@@ -186,7 +186,7 @@ def _history_figure(pictures: Pictures) -> "Figure":
             # With points, since no line leads to a known value between unknown ones.
             panel.plot(history.steps, heights, style, marker=".", label=name, linewidth=1.2)
         panel.set(xlabel="step", ylabel=label)
-        panel.locator_params(axis="x", integer=True)
+        panel.locator_params(axis="x", integer=True, min_n_ticks=1)
         panel.update_datalim([(history.steps[0], 0)])  # so that the margin above is one of 0 to top
         panel.set_ylim(bottom=0)
     axes[0].legend()

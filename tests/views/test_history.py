@@ -149,15 +149,16 @@ def test_a_speed_between_unknown_speeds_is_drawn(tracked, tmp_path):
     assert len(spread.lines) == 1
 
 
-def test_the_axes_of_the_figure_say_what_they_show_and_cut_no_curve(tracked, tmp_path):
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_axes_of_the_figure_say_what_they_show_and_cut_no_curve(tracked, tmp_path, steps):
     pytest.importorskip("matplotlib")
     pictures, lines = tracked
-    (tmp_path / "track.jsonl").write_bytes(as_jsonl(lines))
+    (tmp_path / "track.jsonl").write_bytes(as_jsonl(lines[:steps]))
     figure = FIGURES["history"](replace(pictures, history=read_history(tmp_path / "track.jsonl")))
     assert [panel.get_ylabel() for panel in figure.axes] == list(CURVE_LABELS.values())
     for panel in figure.axes:
         (curve,) = panel.lines
         bottom, top = panel.get_ylim()
         assert bottom == 0
-        assert top > 1.04 * max(filter(math.isfinite, curve.get_ydata()))
+        assert top > 1.04 * max(filter(math.isfinite, curve.get_ydata()), default=0)
         assert all(tick == round(tick) for tick in panel.get_xticks())
