@@ -90,9 +90,9 @@ def test_a_site_states_what_its_convolution_is(form):
     conv = build()
     dims = len(conv.kernel_size)
     convs = find_convs(Holder(conv), (4, *SPATIAL[dims]))
-    ((site,), skipped) = convs
+    (site,) = convs.sites
     output = conv(torch.zeros(1, 4, *SPATIAL[dims]))
-    assert skipped == ()
+    assert convs.skipped == ()
     assert (site.names, site.type, site.kind, site.stage) == (
         ("conv",),
         type(conv).__name__,
