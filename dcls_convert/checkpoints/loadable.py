@@ -1,7 +1,8 @@
 """Find out whether loading would rebuild a model from its plan, and by which plan it can be loaded.
 
 Between its conversion and its saving, a model may get another head, activation or norm. So the
-model of the plan is built, given the same tensors, and its outputs are compared.
+model of the plan is built, given the same tensors, and its outputs are compared, as are the classes
+of its modules: where a layer scale, or a norm's zero, mutes a block, its outputs show no edit.
 """
 
 import math
@@ -146,13 +147,13 @@ def find_loadable_plan(
     network = _build_on_meta(plan)
     first = _compare(network, model, state, plan, run=run)
     if first.difference is None:
-        return _same_network(plan, first.fingerprint, network, model)
+        return _same_network(plan, first.fingerprint)
     adapted = _with_current_head(network, model, state, plan)
     if adapted is not None:
         network = _build_on_meta(adapted)
         second = _compare(network, model, state, adapted, run=run)
         if second.difference is None:
-            return _same_network(adapted, second.fingerprint, network, model)
+            return _same_network(adapted, second.fingerprint)
     note = (
         f"the model is no longer {plan.model} with its plan: {first.difference}. It is saved as "
         "your own: load it with load_converted(folder, model=...), given the unconverted network "
@@ -174,41 +175,40 @@ def _build_on_meta(plan: ConversionPlan) -> nn.Module:
     return network
 
 
-def _same_network(
-    plan: ConversionPlan, fingerprint: Fingerprint | None, network: nn.Module, model: nn.Module
-) -> Loadable:
-    """Return the plan, with a note if there is reason to doubt that its network is the model.
-
-    There is a reason if outputs should have been compared and could not be; or if they should not
-    be compared, and a module's class has changed.
-    """
-    reason = None
-    if fingerprint is None:
-        reason = _describe_other_class(network, model)
-    elif fingerprint.outputs is None:
-        reason = fingerprint.reason
+def _same_network(plan: ConversionPlan, fingerprint: Fingerprint | None) -> Loadable:
+    """Return the plan, with a note if outputs should have been compared, but could not be."""
     note = None
-    if reason is not None:
+    if fingerprint is not None and fingerprint.outputs is None:
         note = (
-            f"whether the model is still {plan.model} with its plan was checked by names and "
-            f"shapes alone, not by its outputs: {reason}"
+            f"whether the model is still {plan.model} with its plan was checked by names, shapes "
+            f"and classes, not by its outputs: {fingerprint.reason}"
         )
     return Loadable(plan=plan, fingerprint=fingerprint, note=note)
 
 
-def _describe_other_class(network: nn.Module, model: nn.Module) -> str | None:
-    """Return the first module without children whose class is not the same in both; or None."""
+def _describe_other_module(network: nn.Module, model: nn.Module) -> str | None:
+    """Return the first module without children that computes something else; None if all agree."""
     modules = dict(network.named_modules())
     for name, module in model.named_modules():
-        expected = modules.get(name, module)
+        expected = modules.get(plain_name(name), module)
         # A wrapper of a part, for compilation or checkpointing, has children.
         has_children = bool(module._modules or expected._modules)
-        if type(module) is not type(expected) and not has_children:
-            return (
-                f"fingerprint=False, and {name} is a {type(module).__name__} in place of a "
-                f"{type(expected).__name__}"
-            )
+        if not has_children and _kind(module) != _kind(expected):
+            return f"{name} is {_kind(module)} in place of {_kind(expected)}"
     return None
+
+
+def _kind(module: nn.Module) -> str:
+    """Return the class of a module, and its epsilon. What acts in training alone is an Identity."""
+    name = type(module).__name__
+    if name.startswith("Drop"):
+        return "Identity"
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        name = "BatchNorm"
+    eps = getattr(module, "eps", None)
+    if eps is None:
+        return name
+    return f"{name}(eps={eps})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,8 +239,10 @@ def _compare(
     misfit = next(describe_misfits(network, state), None)
     if misfit is not None:
         misfit = misfit.removeprefix("does not fit the model; ")
-    if misfit is not None or not run:
+    if misfit is not None:
         return _Comparison(difference=misfit, fingerprint=None)
+    if not run:
+        return _Comparison(difference=_describe_other_module(network, model), fingerprint=None)
     fingerprint = take_fingerprint(model, plan.input_size)
     if fingerprint.outputs is None:
         return _Comparison(difference=None, fingerprint=fingerprint)
@@ -257,6 +259,8 @@ def _compare(
             fingerprint = replace(fingerprint, outputs=None, reason=reason)
         else:
             difference = f"for one random image, its outputs differ{_by_percent(deviation)}"
+    else:
+        difference = _describe_other_module(network, model)
     return _Comparison(difference=difference, fingerprint=fingerprint)
 
 

@@ -1,6 +1,6 @@
 """What is saved is what is loaded: edits after the conversion, heads, wrappers around and inside.
 
-An edit is found by comparing outputs, since most leave no trace in names and shapes.
+An edit is found by comparing outputs and classes, since most leave no trace in names and shapes.
 """
 
 import copy
@@ -80,16 +80,30 @@ def test_a_model_edited_after_its_conversion_is_saved_as_its_users_own(tmp_path,
     assert f'"after": {sum(p.numel() for p in model.parameters())}' in report
 
 
+def replace_activation(block):
+    block.mlp.act = nn.ReLU()
+
+
+def set_eps_of_norm(block):
+    block.norm.eps = 0.1
+
+
+@pytest.mark.parametrize("fingerprint", [True, False])
 @pytest.mark.parametrize(
-    ("edit", "name"), [("activation", "conv1.2"), ("pooling", "global_pool.pool")]
+    ("edit", "named"),
+    [
+        (replace_activation, "mlp.act is ReLU in place of GELU"),
+        (set_eps_of_norm, r"norm is LayerNorm\w*\(eps=0.1\) in place of"),
+    ],
 )
-def test_an_edit_is_noted_where_outputs_are_not_compared(tmp_path, edit, name):
-    model, plan = converted()
-    EDITS[edit](model)
-    with pytest.warns(
-        UserWarning, match=rf"by names and shapes alone.*and {name} is a \w+ in place"
-    ):
-        save_converted(model, plan, tmp_path / "out", fingerprint=False)
+def test_an_edit_that_outputs_do_not_show_is_found(tmp_path, edit, named, fingerprint):
+    """In a fresh ConvNeXt, the layer scale of 1e-6 mutes all blocks."""
+    model = timm.create_model("convnext_atto", depths=(1, 1, 1, 1), dims=(8, 8, 8, 8))
+    plan = convert_(model, dilated_size=9, init="random", input_size=(3, 64, 64)).plan
+    edit(model.stages[2].blocks[0])
+    with pytest.warns(UserWarning, match=f"no longer timm:convnext_atto.*{named}"):
+        folder = save_converted(model, plan, tmp_path / "out", fingerprint=fingerprint)
+    assert read_plan(folder).model is None
 
 
 def test_nothing_is_noted_of_an_unedited_model_or_another_head_without_outputs(tmp_path):
@@ -129,6 +143,7 @@ def test_training_and_layers_that_change_no_output_leave_the_model_what_it_is(tm
     model.train()(torch.randn(2, 3, 32, 32)).sum().backward()
     torch.optim.SGD(model.parameters(), lr=0.01).step()
     replace_all(model, nn.ReLU, lambda _: nn.ReLU())
+    replace_all(model, nn.Identity, lambda _: nn.Dropout(0.1))
     model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     folder = save_converted(model, plan, tmp_path / "out")
     assert model.training
@@ -143,13 +158,13 @@ class Noisy(nn.ReLU):
 def test_outputs_that_cannot_be_compared_are_said_not_guessed(tmp_path):
     model, plan = converted()
     replace_all(model, nn.ReLU, lambda _: Noisy())
-    with pytest.warns(UserWarning, match="by names and shapes alone.*not the same for the same im"):
+    with pytest.warns(UserWarning, match="not by its outputs.*not the same for the same im"):
         folder = save_converted(model, plan, tmp_path / "random")
     (check,) = [check for check in verify_folder(folder).checks if check.name == "outputs"]
     assert check.ok is None
     model, plan = converted()
     model.act1.register_forward_hook(lambda *_: 1 / 0)
-    with pytest.warns(UserWarning, match=r"by names and shapes alone.*ZeroDivisionError"):
+    with pytest.warns(UserWarning, match=r"not by its outputs.*ZeroDivisionError"):
         save_converted(model, plan, tmp_path / "fails")
 
 
@@ -224,7 +239,7 @@ REFUSED = {
     "folded": (lambda m: dcls_convert.fold_to_dense_(m) and m, r"replace\(plan, folded=True\)"),
     "held": (
         lambda m: replace_all(m, dcls_convert.DclsConv2d, Holder) or m,
-        "which wraps the layer; merge or remove it first",
+        "which wraps the layer; first merge or remove it",
     ),
     "untied": (lambda m: copies(m) or m, "Convert a new network with tie='none'"),
 }
