@@ -15,7 +15,7 @@ from ..input_sizes import each_size
 from ..networks.pretrained_cfg import set_normalisation_
 from ..networks.running import unchanged_on_failure
 from ..networks.source import ModelSource
-from ..options import AUTO, ERROR_SCOPE
+from ..options import AUTO, DEFAULT_INTERPOLATION, ERROR_SCOPE, EXACT
 from ..planning.plan import ConversionPlan
 from ..progress import Note, Notify, ignore_messages, logger
 from ..reports.predict import predict_report
@@ -29,6 +29,7 @@ from .outputs import compare_with_outputs_before, outputs_before_conversion
 from .provenance import attach_provenance_
 from .request import ConversionRequest
 
+MAX_ERROR_OF_EXACT = 0.01  # of outputs; more than rounding in half precision
 MANY_LINES = 1_000_000  # kernel lines; one CPU core fits about 13,000 per second
 
 
@@ -93,7 +94,27 @@ def carry_out(
         approve(conversion)
     authors = None if weights is None else weights.authors
     weights = None  # the network has the others; keeping both would take twice the memory
-    return _convert_network_(conversion, ready, authors, notify, note)
+    conversion = _convert_network_(conversion, ready, authors, notify, note)
+    changed = describe_changed_outputs(conversion)
+    if changed is not None:
+        note(changed)
+    return conversion
+
+
+def describe_changed_outputs(conversion: Conversion) -> str | None:
+    """Say that outputs changed, although the new layers compute what the old ones did.
+
+    Return None if they did not, or if the start is not exact.
+    """
+    error = conversion.random_output_error
+    interpolations = {layer.interpolation for layer in conversion.plan.layers}
+    is_exact = conversion.request.start == EXACT and interpolations == {DEFAULT_INTERPOLATION}
+    if not is_exact or error is None or error <= MAX_ERROR_OF_EXACT:
+        return None
+    return (
+        f"outputs changed by {100 * error:.0f} %, although the start is exact: either they are "
+        "random, or other code takes the new layers for others, as by isinstance(..., Conv2d)"
+    )
 
 
 def _first_plan(

@@ -26,7 +26,7 @@ from ..planning.plan_options import PlanOptions
 from ..planning.rules import RuleSet
 from ..progress import show_progress_in_python
 from ..reports.report import ConversionReport
-from .convert import Conversion, carry_out
+from .convert import Conversion, carry_out, describe_changed_outputs
 from .request import ConversionRequest
 
 UNTRAINED = (
@@ -142,11 +142,14 @@ def convert_(
             messages.add(UNTRAINED)
 
     with show_progress_in_python(type(model).__name__, progress) as notify:
-        report = carry_out(request, approve=approve, notify=notify).report
+        conversion = carry_out(request, approve=approve, notify=notify)
+    changed = describe_changed_outputs(conversion)
+    if changed is not None:
+        messages.add(changed)
     for message in messages:
         # The caller is above this function and its decorator.
         warnings.warn(message, stacklevel=3)
-    return report
+    return conversion.report
 
 
 def _looks_untrained(model: nn.Module, names: Iterable[str]) -> bool:

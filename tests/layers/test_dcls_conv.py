@@ -304,6 +304,13 @@ def test_state_of_the_convolution_is_kept_by_converting_and_fusing(
     assert fused.weight.requires_grad is trainable[0]
 
 
+def test_attributes_of_the_weight_are_carried_over_there_and_back():
+    conv = nn.Conv2d(4, 4, 3, padding=1, groups=4)
+    conv.weight.lr_scale = 0.1
+    layer = DclsConv2d.from_conv(conv, kernel_count=3, dilated_kernel_size=5)
+    assert layer.weight.lr_scale == layer.fuse().weight.lr_scale == 0.1
+
+
 def test_hooks_are_carried_over_and_their_handles_still_remove_them():
     conv = with_seeded_parameters(nn.Conv2d(2, 4, (3, 4)))
     calls = []
