@@ -32,7 +32,7 @@ PERMUTING = frozenset(
 )
 SPLITTING = frozenset({"split", "chunk", "tensor_split", "split_with_sizes"})
 CONCATENATING = frozenset({"cat", "concat", "concatenate"})
-# Functions that take a map, but whose values do not depend on its cells.
+# Functions that take the shape of a map; their values do not depend on its cells.
 CONSTANT = ("zeros", "ones", "empty", "full", "rand", "new_")
 # Functions that compute cells from others of the same map. Where they take a map, its reach ends.
 MIXING = (
@@ -76,6 +76,13 @@ class Operation:
         return None
 
     @property
+    def takes_only_shape(self) -> bool:
+        """True if the values do not depend on the cells of a map: zeros, or a map times 0."""
+        factor = self.argument(1, "other")
+        is_zeroed = self.name == "mul" and isinstance(factor, int | float) and factor == 0
+        return is_zeroed or self.name.startswith(CONSTANT)
+
+    @property
     def tensors(self) -> list[Tensor]:
         """All tensors among the arguments."""
         leaves = tree_leaves((self.args, dict(self.kwargs)))
@@ -83,13 +90,17 @@ class Operation:
 
 
 def find_shifted_axes(
-    operations: Iterable[Operation], inputs: Inputs, names: Mapping[nn.Module, str]
+    operations: Iterable[Operation],
+    inputs: Inputs,
+    outputs: Sequence[Tensor],
+    names: Mapping[nn.Module, str],
 ) -> dict[str, tuple[int, ...]]:
     """Return the axes along which maps are shifted, by the name of the convolution.
 
     Args:
         operations: The operations that ran, in order. Their tensors are still alive.
         inputs: The network's inputs.
+        outputs: What the network returned.
         names: Names of the convolutions.
     """
     maps = _Maps(names)
@@ -97,7 +108,7 @@ def find_shifted_axes(
         maps.start(tensor)
     for operation in operations:
         maps.follow(operation)
-    maps.end_unused()
+    maps.end_unused(outputs)
     return maps.shifted_axes()
 
 
@@ -108,6 +119,7 @@ class _Maps:
         self.names = names
         self.axes_of: dict[int, list[Axis]] = {}  # by id of the tensor
         self.unused: dict[int, Tensor] = {}  # by their ids, maps that no operation has taken yet
+        self.shapes: set[int] = set()  # ids of the maps whose shape an operation has taken
         # By the id of a view of a tensor without a reach: the tensor, and the index.
         self.views: dict[int, tuple[Tensor, Any]] = {}
         self.origins = itertools.count()
@@ -143,7 +155,10 @@ class _Maps:
             return
         outputs = [leaf for leaf in tree_leaves(operation.output) if isinstance(leaf, Tensor)]
         inputs = [tensor for tensor in operation.tensors if id(tensor) in self.axes_of]
-        if not inputs or not outputs or name.startswith(CONSTANT):
+        if not inputs:
+            return
+        if operation.takes_only_shape or not outputs:
+            self.shapes.update(map(id, inputs))
             return
         ranks = {tensor.dim() for tensor in (*operation.tensors, *outputs)}
         if name in SPLITTING:
@@ -198,10 +213,14 @@ class _Maps:
             self.pass_on([(whole, sources)], part)
 
     def concatenate(self, parts: Sequence[Tensor], output: Tensor) -> None:
-        """Follow a concatenation: the longest part is the map, and the others are its padding."""
+        """Follow a concatenation: the longest part is the map, and the others are its padding.
+
+        Padding may repeat cells of the map, which still sees itself where the longest part does.
+        """
         offset = 0
         inputs: list[tuple[Tensor, Sources]] = []
         longest = max(part.shape for part in parts if id(part) in self.axes_of)
+        maps = [part for part in parts if id(part) in self.axes_of and part.shape == longest]
         for part in parts:
             sources: Sources = []
             for axis, size in enumerate(part.shape):
@@ -213,9 +232,18 @@ class _Maps:
                     sources.append(None)
                 if size != output.shape[axis]:
                     offset += size
-            if id(part) in self.axes_of:
-                inputs.append((part, sources))
+            if id(part) not in self.axes_of:
+                continue
+            if part.shape != longest and self.origins_of(part) == self.origins_of(maps[0]):
+                self.unused.pop(id(part), None)
+                continue
+            inputs.append((part, sources))
         self.pass_on(inputs, output)
+
+    def origins_of(self, tensor: Tensor) -> list[dict[str, int]]:
+        return [
+            {key: reach.origin for key, reach in axis.items()} for axis in self.axes_of[id(tensor)]
+        ]
 
     def write(self, target: Tensor, index: Any, value: Any) -> None:
         """Follow `target[index] = value`, if the value is a map that fills most of the target."""
@@ -269,8 +297,14 @@ class _Maps:
                 found = self.shifted if is_shifted else self.centred
                 found.add((name, conv_axis, key == WHOLE))
 
-    def end_unused(self) -> None:
-        """End at the maps that no operation took: the network's outputs."""
+    def end_unused(self, outputs: Sequence[Tensor]) -> None:
+        """End at the maps that no operation took: what the network returns or keeps.
+
+        A map of which only the shape was taken, such as `x[..., :1]` in `zeros_like(x[..., :1])`,
+        ends only if it is returned.
+        """
+        for key in self.shapes - set(map(id, outputs)):
+            self.unused.pop(key, None)
         for tensor in self.unused.values():
             for axis, size in zip(self.axes_of[id(tensor)], tensor.shape, strict=True):
                 self.end(axis, size)

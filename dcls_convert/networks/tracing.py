@@ -17,6 +17,7 @@ from ..layers.conv_classes import AnyConv
 from .conv_uses import ConvUses
 from .copying import meta_copy
 from .inputs import Inputs, meta_inputs
+from .model_outputs import tensors_in
 from .running import image_dtype, seeded, suppress_output
 from .shifted_maps import find_shifted_axes
 
@@ -94,8 +95,9 @@ def _trace(meta: nn.Module, original: nn.Module, input_size: InputSizes) -> Trac
     counter.mod_tracker = _WholeModel()
     uses = ConvUses(meta, original)
     with counter:
-        inputs, calls = _run_and_record(meta, input_size, uses)
-    for name, axes in find_shifted_axes(uses.operations, inputs, uses.names).items():
+        inputs, outputs, calls = _run_and_record(meta, input_size, uses)
+    shifted = find_shifted_axes(uses.operations, inputs, tensors_in(outputs), uses.names)
+    for name, axes in shifted.items():
         if name in calls:  # not if other code calls its `forward`
             calls[name].shifted_axes = axes
     return Trace(
@@ -117,11 +119,11 @@ class _WholeModel(contextlib.nullcontext[None]):
 
 def _run_and_record(
     meta: nn.Module, input_size: InputSizes, uses: ConvUses, *, batch: int = 1
-) -> tuple[Inputs, dict[str, Calls]]:
+) -> tuple[Inputs, object, dict[str, Calls]]:
     """Run a meta copy on images, watched by `uses`.
 
     Returns:
-        The network's inputs, and the calls of each convolution.
+        The network's inputs and outputs, and the calls of each convolution.
     """
     inputs = meta_inputs(input_size, batch, image_dtype(meta))
     calls: dict[str, Calls] = {}
@@ -149,8 +151,8 @@ def _run_and_record(
         for conv in convs:
             hooks.enter_context(conv.register_forward_hook(record, with_kwargs=True))
         with uses:
-            _run(meta, inputs)
-    return inputs, calls
+            outputs = _run(meta, inputs)
+    return inputs, outputs, calls
 
 
 def _run(model: nn.Module, inputs: Inputs) -> object:

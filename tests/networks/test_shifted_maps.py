@@ -70,6 +70,16 @@ def joined(x):
     return torch.cat([x.new_zeros(*x.shape[:-1], 1), x[..., :-1]], dim=-1)
 
 
+def joined_with(first_cell):
+    """Shift by one cell, which a function makes from the first one."""
+
+    def use(x, c):
+        x = c(x)
+        return torch.cat([first_cell(x[..., :1]), x[..., :-1]], dim=-1)
+
+    return use
+
+
 class Cut(nn.Module):
     def forward(self, x):
         return x[:, :, :-1, :]
@@ -126,6 +136,14 @@ FORMS = {
     "written": (1, lambda: Call(lambda x, c: c(written(x)), conv(1))),
     "copied": (1, lambda: Call(lambda x, c: c(copied(x)), conv(1))),
     "joined with zeros": (1, lambda: Call(lambda x, c: c(joined(x)), conv(1))),
+    "joined with zeros after it": (1, lambda: Call(joined_with(torch.zeros_like), conv(1))),
+    "joined with ones": (1, lambda: Call(joined_with(lambda x: x.new_ones(x.shape)), conv(1))),
+    "joined with zeros of a shape": (
+        1,
+        lambda: Call(joined_with(lambda x: torch.zeros(x.shape, dtype=x.dtype)), conv(1)),
+    ),
+    "joined with its first cell": (1, lambda: Call(joined_with(lambda x: x), conv(1))),
+    "joined with a product by zero": (1, lambda: Call(joined_with(lambda x: 0 * x), conv(1))),
     "narrow": (1, lambda: Call(lambda x, c: c(F.pad(x, (1, 0)).narrow(2, 0, 12)), conv(1))),
     "even kernel": (1, lambda: Call(lambda x, c: c(later(x))[..., :-1], conv(1, 4, padding=2))),
     "less than the kernel reaches": (1, lambda: Call(lambda x, c: c(later(x)), conv(1, 5))),
