@@ -53,7 +53,8 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
         return parameter_reason
     lost = members - (padding_modules & {traits.padding_module})
     if lost:
-        return f"{class_name} holds {', '.join(sorted(lost))}, which would be lost"
+        names = ", ".join(sorted(lost))
+        return f"{class_name} holds {names}, which would be lost; first remove what is not needed"
     return _why_padding_unknown(conv, traits, padding_modules)
 
 

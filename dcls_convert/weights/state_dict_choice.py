@@ -134,8 +134,9 @@ def _follow_stated_key(content: Any, where: str, key: str) -> Any:
     path = key.rstrip(".")
     found = _follow(content, path)
     default = _keys_of_state_dict(content)
-    if found is None and default:
-        found = _follow(_at(content, default), path)
+    if found is None and default is not None:
+        weights = _at(content, default)
+        found = _follow(weights, path) or _follow(weights, f"module.{path}")  # of DataParallel
     if found is None:
         raise CheckpointError(
             f"{where}: has nothing under the checkpoint key {shortened(key)!r}; "

@@ -72,7 +72,7 @@ def test_the_weights_under_usual_keys_are_taken_and_the_others_named(tmp_path, c
                     "module.queue": torch.zeros(3),
                 }
             },
-            "module.encoder_q.",
+            "encoder_q",
         ),
         ({"state_dict": {"q.conv.weight": CHOSEN["conv.weight"]}}, "state_dict.q"),
     ],
