@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ..errors import DclsConvertError, check_argument
 from ..networks.position_parameters import PositionParameter, position_parameters
+from ..networks.wrappers import inside_wrappers
 from ..options import POSITION_LR_SCALE
 from ..planning.paths import joined_name
-from .wrappers import unwrapped
 
 WEIGHT_DECAY = 0.05  # value of the paper's ConvNeXt recipe
 
@@ -76,7 +76,7 @@ def param_groups(
     )
     if layer_decay is not None:
         timm_options["layer_decay"] = layer_decay
-    model = unwrapped(model)
+    model = inside_wrappers(model)
     scale_of_kind = {"positions": position_lr_scale, "sigma": sigma_lr_scale}
     scale_of: dict[int, float] = {}  # id of a positions or sigma parameter -> its own lr_scale
     for parameter in position_parameters(model):

@@ -15,7 +15,7 @@ from ..depthwise.eager import is_eager
 from ..errors import check_argument
 from ..layers.position_statistics import element_pairs
 from ..networks.position_parameters import position_parameters
-from .wrappers import full_tensor
+from .sharded import full_tensor
 
 REACH = 1.0  # cells; elements at this distance or farther do not repel each other
 DISTANCES_PER_BLOCK = 1 << 20  # block size: 4 MiB in float32; a few tensors have this size

@@ -27,10 +27,10 @@ from ..layers.position_statistics import (
     rms_per_axis,
 )
 from ..networks.position_parameters import PositionParameter, position_parameters
-from ..networks.wrappers import WRAPPER_NAMES
+from ..networks.wrappers import WRAPPER_NAMES, inside_wrappers
 from ..records import Record, adapter
 from ..text import one_line
-from .wrappers import full_tensor, unwrapped
+from .sharded import full_tensor
 
 TRACK_FORMAT = 1
 # Number of elements per tensor whose individual positions are recorded; plots with more are
@@ -124,7 +124,7 @@ class PositionTracker:
             if self.path is not None:
                 message = f"{self.path}: {message}; {EXISTING_FILE}"
             raise DclsConvertError(message)
-        parameters = position_parameters(unwrapped(self.model), "positions")
+        parameters = position_parameters(inside_wrappers(self.model), "positions")
         rows = tuple(self._row(parameter, step) for parameter in parameters)
         record = TrackRecord(step=step, positions=rows)
         self._last_step = step
@@ -149,7 +149,7 @@ class PositionTracker:
         _check_integer(step)
         self._cut_file(step)
         self._last_step = step
-        for parameter in position_parameters(unwrapped(self.model), "positions"):
+        for parameter in position_parameters(inside_wrappers(self.model), "positions"):
             name = WRAPPER_NAMES.sub("", parameter.name)
             self._last_positions[name] = full_tensor(parameter.tensor.detach()).clone()
 

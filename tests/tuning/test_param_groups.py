@@ -19,7 +19,7 @@ from dcls_convert import tuning
 from dcls_convert.geometry import position_limits
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.networks.position_parameters import position_parameters
-from dcls_convert.tuning.wrappers import unwrapped
+from dcls_convert.networks.wrappers import inside_wrappers
 
 from ..conftest import TINY
 from .models import Plain, converted, named
@@ -172,19 +172,19 @@ def test_wrapped_models_are_grouped_and_recorded_like_the_models_inside(tied):
     alone = named(tied, tuning.param_groups(tied))
     record = tuning.PositionTracker(tied).update(0)
     for wrapper in wrapped:
-        assert unwrapped(wrapper) is tied
+        assert inside_wrappers(wrapper) is tied
         assert tuning.PositionTracker(wrapper).update(0) == record
         assert named(tied, tuning.param_groups(wrapper)) == alone
         assert tuning.no_weight_decay(wrapper) == moving_names(wrapper)
     for average in (ModelEmaV3(tied), torch.optim.swa_utils.AveragedModel(tied)):
-        assert named(unwrapped(average), tuning.param_groups(average)) == alone
+        assert named(inside_wrappers(average), tuning.param_groups(average)) == alone
     tied.stages[1] = torch.compile(tied.stages[1])  # only a part of the model
     for group in (groups := named(tied, tuning.param_groups(tied))):
         group["params"] = [name.replace("_orig_mod.", "") for name in group["params"]]
     assert groups == alone
     assert tuning.PositionTracker(tied).update(0) == record
     model = nn.Sequential(Plain())  # having a single child does not make it a wrapper
-    assert unwrapped(model) is model
+    assert inside_wrappers(model) is model
     assert tuning.no_weight_decay(model) == {"0.shared", "0.first.positions", "0.first.sigma"}
 
 
