@@ -48,12 +48,12 @@ def _objects_in(value: Any) -> Iterator[Any]:
         elif isinstance(current, list | tuple | set | frozenset):
             waiting += current
         elif isinstance(current, FunctionType | MethodType | partial):
-            waiting += _parts_of(current)
+            waiting += parts_of_function(current)
         else:
             yield current
 
 
-def _parts_of(function: Callable[..., Any]) -> list[Any]:
+def parts_of_function(function: Callable[..., Any]) -> list[Any]:
     """Return what a function keeps: its object, its arguments, the variables around it."""
     if isinstance(function, MethodType):
         return [function.__self__]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..input_sizes import InputSizes
 from ..layers.conv_classes import AnyConv
+from .caches import separate_caches
 from .conv_uses import ConvUses
 from .copying import meta_copy
 from .inputs import Inputs, meta_inputs
@@ -53,16 +54,22 @@ def trace(model: nn.Module, input_size: InputSizes) -> Trace:
     """Run a meta copy of the model, in eval mode, on one image, or on one of each of its inputs.
 
     Then the copy runs in training mode, where other code may use convolutions too. Errors of the
-    model's own code in eval mode are raised unchanged.
+    model's own code in eval mode are raised unchanged. Caches of that code stay as they are.
     """
-    try:
-        return _trace_in_both_modes(meta_copy(model), model, input_size)
-    except Exception:
-        # Some models (YOLO) read the values of tensors in plain attributes.
-        with contextlib.suppress(Exception):
-            meta = meta_copy(model, real_attributes=True)
-            return _trace_in_both_modes(meta, model, input_size)
-        raise
+    with separate_caches(model) as caches:
+        try:
+            caches.put_on_meta()
+            return _trace_in_both_modes(meta_copy(model), model, input_size)
+        except Exception:
+            with contextlib.suppress(Exception):
+                if caches.clear_filled():  # perhaps by a run that was not on meta
+                    return _trace_in_both_modes(meta_copy(model), model, input_size)
+            # Some models (YOLO) read the values of tensors in plain attributes.
+            caches.restore()
+            with contextlib.suppress(Exception):
+                meta = meta_copy(model, real_attributes=True)
+                return _trace_in_both_modes(meta, model, input_size)
+            raise
 
 
 def _trace_in_both_modes(meta: nn.Module, original: nn.Module, input_size: InputSizes) -> Trace:
