@@ -18,7 +18,7 @@ UNSOLVED = 0  # kernel count of a layer until the budget decides it; no rule or 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Budget:
+class PlanBudget:
     """How many parameters the new kernels and positions may use, and how many they do use."""
 
     kernel_count: int | None  # None if layers have different counts
@@ -30,7 +30,7 @@ class Budget:
 
 def solve_counts(
     drafts: Sequence[LayerPlan], share: Fraction
-) -> tuple[tuple[LayerPlan, ...], Budget]:
+) -> tuple[tuple[LayerPlan, ...], PlanBudget]:
     """Give the UNSOLVED layers one count: the largest that the budget has room for.
 
     It is at most the number of cells of their smallest window.
@@ -68,7 +68,7 @@ def solve_counts(
     elif len({layer.kernel_count for layer in drafts}) == 1:
         count = drafts[0].kernel_count
         exact = limit / Fraction(_params(drafts), count)
-    budget = Budget(kernel_count=count, exact_count=exact, limit=limit, used=_params(layers))
+    budget = PlanBudget(kernel_count=count, exact_count=exact, limit=limit, used=_params(layers))
     return tuple(layers), budget
 
 

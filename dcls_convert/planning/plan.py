@@ -17,7 +17,7 @@ from ..options import Scope, Tie
 from ..records import STRICT, JsonFraction, Record
 from ..tables import as_html, as_text
 from ..text import count_text, counts_text, printable, range_text, short_list, shortened
-from .budget import Budget, solve_counts
+from .budget import PlanBudget, solve_counts
 from .layer_plan import LayerPlan, check_layer
 from .paths import any_matches_path, nearest_paths
 from .tie_groups import TieGroup, tie_groups_of, without_lone_ties
@@ -58,7 +58,7 @@ class ConversionPlan(Record):
     layers: tuple[LayerPlan, ...]
     tie_groups: tuple[TieGroup, ...]
     skipped: tuple[Skipped, ...]
-    budget: Budget
+    budget: PlanBudget
     params: int  # of the whole model, before
     macs: int | None  # of the whole model, before
     macs_note: str | None
