@@ -44,6 +44,7 @@ class ConvUses(TorchFunctionMode):
         self.reasons: dict[str, str] = {}  # name of a convolution -> how it is used
         self.operations: list[Operation] = []  # outside convolutions, and the convolutions
         self.names: dict[nn.Module, str] = {}
+        self._weights: dict[nn.Module, Tensor | None] = {}
         self._running: list[nn.Module] = []  # convolutions whose forward is running
         # Views and `weight.data` are other tensors, but have the weight's storage.
         self._conv_of_storage: dict[int, nn.Module] = {}
@@ -52,6 +53,7 @@ class ConvUses(TorchFunctionMode):
             # A lazy convolution changes its class itself the first time it runs.
             if isinstance(module, AnyConv) and not isinstance(module, LazyModuleMixin):
                 self.names[module] = name
+                self._weights[module] = module._parameters.get("weight")
                 for conv in (module, original.get_submodule(name)):
                     weight = conv._parameters.get("weight")
                     if weight is not None:
@@ -117,6 +119,8 @@ class ConvUses(TorchFunctionMode):
 
         class Watched(own_class):  # type: ignore[valid-type, misc]
             def forward(self, *args: Any, **kwargs: Any) -> Any:
+                if self._parameters.get("weight") is not uses._weights[self]:
+                    uses.note(self, "its weight is replaced while it runs")
                 uses._running.append(self)
                 try:
                     output = super().forward(*args, **kwargs)

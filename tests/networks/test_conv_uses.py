@@ -73,7 +73,13 @@ def from_a_list(conv, x):
     return F.conv2d(x, weight.flatten(1).reshape(4, 1, 3, 3), padding=1, groups=4)
 
 
+def by_a_hypernetwork(conv, x):
+    weight = x.mean().expand(4, 1, 3, 3)
+    return torch.func.functional_call(conv, {"weight": weight}, (x,))
+
+
 USES = {
+    "by a hypernetwork": (by_a_hypernetwork, "its weight is replaced while it runs"),
     "by an operator": (deformable, "its weight is used"),
     "as a sum": (central_difference, "its weight is used"),
     "at two dilations": (at_two_dilations, "its weight is used"),
