@@ -174,7 +174,7 @@ def _modules_by_parameter(model: nn.Module) -> dict[int, list[str]]:
     holders: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            holders.setdefault(id(parameter), []).append(name)
+            holders.setdefault(id(parameter), []).append(name or "the model")
     return holders
 
 

@@ -264,6 +264,13 @@ def test_a_convolution_that_shares_its_weight_is_skipped(build):
     assert convs.params == sum(parameter.numel() for parameter in model.parameters())
 
 
+def test_the_model_itself_is_named_if_it_holds_the_weight_of_a_convolution():
+    model = WithOrdinary(depthwise())
+    model.weight = model.odd.weight
+    (skip,) = find_convs(model, (4, 8, 8)).skipped
+    assert skip.reason == "the model and odd share its weight"
+
+
 class Mixed(nn.Module):
     """A model with shared and frozen parts, parts in eval mode, hooks, a double-precision buffer, a
     gradient and a tied head.
