@@ -6,7 +6,6 @@ modules and classes. A tensor on meta that stayed there would fail later, in oth
 
 import contextlib
 import functools
-import sys
 import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
@@ -17,16 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .references import parts_of_function
+from .references import FOREIGN_PACKAGES, parts_of_function
 
 if TYPE_CHECKING:
     LruCache = functools._lru_cache_wrapper[Any]
 Namespace = dict[Any, Any] | type  # a dictionary, a module's global variables, or a class
 DICTIONARIES = (dict, OrderedDict, defaultdict)
-# Code of torch and of Python itself keeps no tensors of a network.
-FOREIGN_PACKAGES = frozenset({"torch", *sys.stdlib_module_names}) - {"__main__"}
 # From a network's class: its methods, functions that these call, and what those refer to.
-MAX_DEPTH = 4
+CODE_DEPTH = 4
 # Held while caches may hold tensors on meta, which another thread must not save as its own.
 _running_on_meta = threading.RLock()
 
@@ -97,7 +94,7 @@ def _referred_to(model: nn.Module) -> "Iterator[LruCache | Namespace]":
     seen: set[int] = set()
     while waiting:
         value, depth = waiting.popleft()
-        if id(value) in seen or depth > MAX_DEPTH or _is_foreign(value):
+        if id(value) in seen or depth > CODE_DEPTH or _is_foreign(value):
             continue
         seen.add(id(value))
         if isinstance(value, functools._lru_cache_wrapper | type) or type(value) in DICTIONARIES:

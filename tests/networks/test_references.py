@@ -3,14 +3,18 @@
 Such a reference would still lead to the old one.
 """
 
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dcls_convert import convert_
+from dcls_convert import convert_, find_convs
 
 from ..planning.nets import depthwise
 
@@ -78,7 +82,59 @@ def in_a_pre_hook(model, conv):
     model.register_forward_pre_hook(clamp)
 
 
+class Plain:
+    def __init__(self, conv):
+        self.inner = SimpleNamespace(convs=deque([conv]))
+
+    @property
+    def conv(self):
+        return self.inner.convs[0]
+
+    def __call__(self, x):
+        return self.conv(x)
+
+    def apply(self, x):
+        return self.conv(x)
+
+
+@dataclass(slots=True)
+class Slots:
+    conv: object
+    empty: object = field(init=False)
+
+    def __call__(self, x):
+        return self.conv(x)
+
+
+def in_an_object(model, conv):
+    model.use = Plain(conv)
+
+
+def in_a_method_of_an_object(model, conv):
+    model.use = Plain(conv).apply
+
+
+def in_slots_of_an_object_in_a_list(model, conv):
+    model.users = [Slots(conv)]
+    model.use = lambda x: model.users[0](x)
+
+
+def in_an_unregistered_module(model, conv):
+    model.users = [nn.Sequential(nn.Sequential(conv))]
+    model.use = lambda x: model.users[0](x)
+
+
+def by_a_weak_reference(model, conv):
+    reference = weakref.ref(conv)
+    model.use = lambda x: reference()(x)
+
+
 REFERENCES = [
+    in_an_object,
+    in_a_method_of_an_object,
+    in_slots_of_an_object_in_a_list,
+    in_an_unregistered_module,
+    by_a_weak_reference,
     in_a_list,
     in_a_dictionary,
     in_a_closure,
@@ -112,3 +168,19 @@ def test_a_reference_to_the_network_is_no_harm():
     model.ordinary.register_forward_hook(lambda module, args, output: output * len(model._modules))
     report = convert_(model, dilated_size=7, init="exact", kernel_count="exact")
     assert len(report.layers) == 2
+
+
+def test_an_optimizer_is_no_harm_and_no_code_of_an_object_runs():
+    class Never:
+        @property
+        def conv(self):
+            raise AssertionError
+
+        def __getattr__(self, name):
+            raise AssertionError
+
+    model = Net()
+    model.optimizers = [torch.optim.SGD(model.parameters())]
+    model.never = Never()
+    model.never.network = SimpleNamespace(model=model)
+    assert len(find_convs(model).sites) == 2
