@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..layers.conv_classes import AnyConv
-from .shifted_maps import Operation
+from .operations import Operation
 
 # What differs between a convolution and its DCLS layer, besides the weight.
 REPLACED_ATTRIBUTES = frozenset({"kernel_size", "padding", "dilation", "_conv_forward"})

@@ -44,12 +44,15 @@ class Reach:
 
     def through(self, conv: tuple[str, int], before: int, extent: int, stride: int) -> "Reach":
         """Return the reach of the output of a convolution, padded by `before` cells."""
+        return replace(self.over_windows(before, extent, stride), convs=self.convs | {conv})
+
+    def over_windows(self, before: int, extent: int, step: int) -> "Reach":
+        """Return the reach of cells that each see a window, of a map padded by `before` cells."""
         return replace(
             self,
             first=self.first - self.step * before,
             last=self.last + self.step * (extent - 1 - before),
-            step=self.step * stride,
-            convs=self.convs | {conv},
+            step=self.step * step,
         )
 
     def with_path(self, other: "Reach") -> "Reach":
@@ -94,11 +97,15 @@ class Reach:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where an axis comes from: its cell i is cell `step * i - before` of an axis of the input."""
+    """Where an axis comes from: its cell i is cell `step * i - before` of an axis of the input.
+
+    With an `extent`, the cell is computed from that one and those after it, so many together.
+    """
 
     axis: int
     before: int = 0
     step: int = 1
+    extent: int = 1
 
 
 Sources = list[Source | None]  # for each axis of the output; None if it is mixed from many cells

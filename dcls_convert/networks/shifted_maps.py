@@ -5,8 +5,7 @@ last one. With a larger window, such a convolution would see what lies ahead.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,77 +15,16 @@ from ..geometry import extent, padded_cells
 from ..layers.conv_classes import AnyConv, padding_of
 from ..layers.replaceable import why_not_replaceable
 from .inputs import Inputs
-from .map_reach import (
-    Reach,
-    Source,
-    Sources,
-    sources_by_size,
-    sources_of_index,
-    sources_of_pad,
-    sources_of_permutation,
-    sources_of_roll,
-)
+from .map_reach import Reach, Source, Sources, sources_of_index
+from .operations import Operation, sources_of
 
-PERMUTING = frozenset(
-    {"permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims", "t", "T", "mT"}
-)
 SPLITTING = frozenset({"split", "chunk", "tensor_split", "split_with_sizes"})
 CONCATENATING = frozenset({"cat", "concat", "concatenate"})
-# Functions that take the shape of a map; their values do not depend on its cells.
-CONSTANT = ("zeros", "ones", "empty", "full", "rand", "new_")
-# Functions that compute cells from others of the same map. Where they take a map, its reach ends.
-MIXING = (
-    *("flip", "rot90", "cumsum", "cumprod", "sort", "gather", "index", "scatter", "unfold", "fold"),
-    *("matmul", "bmm", "baddbmm", "einsum", "scaled_dot", "multi_head", "softmax", "fft"),
-    *("conv", "max_pool", "avg_pool", "lp_pool", "adaptive", "interpolate", "upsample"),
-    *("grid_sample", "lstm", "gru", "rnn"),
-)
 
 WHOLE = "whole"  # key of the reach since the image, or since the last mixing function
 RECENT = "recent"  # key of the reach since the last convolution
 # By WHOLE, by RECENT, and by the name of a convolution for the reach since that one's input.
 Axis = dict[str, Reach]
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """What ran in a network: a function with its arguments, or a convolution."""
-
-    run: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    output: Any
-
-    @property
-    def name(self) -> str:
-        """Name of the function, or of the attribute that it gets."""
-        attribute = getattr(self.run, "__self__", None)
-        name = getattr(self.run, "__name__", "")
-        if name == "__get__":
-            name = getattr(attribute, "__name__", "")
-        return str(name)
-
-    def argument(self, index: int, *names: str) -> Any:
-        """Return an argument by its index, or by one of its names; None if it is not given."""
-        if index < len(self.args):
-            return self.args[index]
-        for name in names:
-            if name in self.kwargs:
-                return self.kwargs[name]
-        return None
-
-    @property
-    def takes_only_shape(self) -> bool:
-        """True if the values do not depend on the cells of a map: zeros, or a map times 0."""
-        factor = self.argument(1, "other")
-        is_zeroed = self.name == "mul" and isinstance(factor, int | float) and factor == 0
-        return is_zeroed or self.name.startswith(CONSTANT)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All tensors among the arguments."""
-        leaves = tree_leaves((self.args, dict(self.kwargs)))
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def find_shifted_axes(
@@ -166,8 +104,12 @@ class _Maps:
         elif name in CONCATENATING and len(ranks) == 1:
             self.concatenate(operation.argument(0, "tensors"), outputs[0])
         else:
+            only_map = len(inputs) == 1
             for output in outputs:
-                self.pass_on([(one, _sources(operation, one, output)) for one in inputs], output)
+                sources = [
+                    (one, sources_of(operation, one, output, only_map=only_map)) for one in inputs
+                ]
+                self.pass_on(sources, output)
 
     def pass_on(self, inputs: Sequence[tuple[Tensor, Sources]], output: Tensor) -> None:
         """Give `output` the reaches of its inputs; those that it does not take end here."""
@@ -318,43 +260,15 @@ class _Maps:
 
 
 def _moved(axis: Axis, source: Source) -> Axis:
-    if source.before == 0 and source.step == 1:
+    if source == Source(source.axis):
         return axis
+    if source.extent > 1:
+        return {
+            key: reach.over_windows(source.before, source.extent, source.step)
+            for key, reach in axis.items()
+        }
     return {key: reach.moved(source.before, source.step) for key, reach in axis.items()}
 
 
 def _through_convs(axis: Axis) -> Axis:
     return {key: reach for key, reach in axis.items() if key not in (WHOLE, RECENT)}
-
-
-def _sources(operation: Operation, input: Tensor, output: Tensor) -> Sources:
-    """Return where the axes of an operation's output come from, in one of its inputs."""
-    name = operation.name
-    mixed: Sources = [None] * output.dim()
-    sources: Sources | None
-    if input is not operation.argument(0, "input"):  # such as the indices of `map[indices]`
-        name = ""
-    if name in ("pad", "constant_pad_nd"):
-        sources = sources_of_pad(input.dim(), operation.argument(1, "pad"))
-    elif name == "roll":
-        shifts = operation.argument(1, "shifts")
-        sources = sources_of_roll(input.shape, shifts, operation.argument(2, "dims", "axis"))
-    elif name == "__getitem__":
-        sources = sources_of_index(input.shape, operation.args[1])
-    elif name == "narrow":
-        sources = [Source(axis) for axis in range(input.dim())]
-        axis = operation.argument(1, "dim") % input.dim()
-        sources[axis] = Source(axis, -operation.argument(2, "start"))
-    elif name in PERMUTING:
-
-        def permute(tensor: Tensor) -> Any:
-            return operation.run(tensor, *operation.args[1:], **operation.kwargs)
-
-        sources = sources_of_permutation(permute, input.dim())
-    elif name.startswith(MIXING):
-        sources = mixed
-    else:
-        sources = sources_by_size(input.shape, output.shape)
-    if sources is None or len(sources) != output.dim():
-        return mixed
-    return sources

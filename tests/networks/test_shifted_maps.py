@@ -156,6 +156,30 @@ FORMS = {
         1,
         lambda: Call(lambda x, c, n: c(n(later(x)).relu()), conv(1), nn.BatchNorm1d(2).eval()),
     ),
+    "softmax of channels between": (
+        1,
+        lambda: Call(lambda x, c: c(later(x).softmax(dim=1)), conv(1)),
+    ),
+    "product with a matrix between": (
+        1,
+        lambda: Call(lambda x, c: c((later(x).mT @ x.new_ones(2, 2)).mT), conv(1)),
+    ),
+    "product of a matrix between": (
+        1,
+        lambda: Call(lambda x, c: c(x.new_ones(2, 2) @ later(x)), conv(1)),
+    ),
+    "1x1 by a function between": (
+        1,
+        lambda: Call(lambda x, c: c(F.conv1d(later(x), x.new_ones(2, 2, 1))), conv(1)),
+    ),
+    "causal convolution by a function between": (
+        1,
+        lambda: Call(lambda x, c: c(F.conv1d(later(x, 3)[..., 1:], x.new_ones(2, 2, 3))), conv(1)),
+    ),
+    "causal pooling between": (
+        1,
+        lambda: Call(lambda x, c: c(F.max_pool1d(F.pad(x, (3, 0))[..., :-1], 3, 1)), conv(1)),
+    ),
     "1x1 between": (1, lambda: Call(lambda x, c, d: later(d(c(x))), conv(1), conv(1, 1))),
     "twice": (1, lambda: Call(lambda x, c: c(later(x)) + c(later(x.relu())), conv(1))),
     "split off": (1, lambda: Call(lambda x, c: c(F.pad(x, (1, 0)).split(12, -1)[0]), conv(1))),
