@@ -62,7 +62,13 @@ def features_plan(model: nn.Module, plan: ConversionPlan) -> ConversionPlan | No
         convs = find_convs(unconverted, plan.input_size)
     except DclsConvertError:
         return as_users_own(model, features)
-    return replace(features, model_args=args, params=convs.params, macs=convs.macs)
+    return replace(
+        features,
+        model_args=args,
+        params=convs.params,
+        macs=convs.macs,
+        macs_note=convs.macs_note,
+    )
 
 
 def check_layers(model: nn.Module, plan: ConversionPlan) -> None:
@@ -199,9 +205,9 @@ def _describe_other_module(network: nn.Module, model: nn.Module) -> str | None:
 
 
 def _kind(module: nn.Module) -> str:
-    """Return the class of a module, and its epsilon. What acts in training alone is an Identity."""
+    """Return the class of a module, and its epsilon; "Identity" if it acts in training alone."""
     name = type(module).__name__
-    if name.startswith("Drop"):
+    if "Drop" in name or name == "StochasticDepth":
         return "Identity"
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         name = "BatchNorm"
@@ -236,20 +242,19 @@ def _compare(
         plan: The plan.
         run: Whether to compare outputs too.
     """
-    misfit = next(describe_misfits(network, state), None)
-    if misfit is not None:
-        misfit = misfit.removeprefix("does not fit the model; ")
-    if misfit is not None:
-        return _Comparison(difference=misfit, fingerprint=None)
-    if not run:
-        return _Comparison(difference=_describe_other_module(network, model), fingerprint=None)
+    difference = next(describe_misfits(network, state), None)
+    if difference is None:
+        difference = _describe_other_module(network, model)
+    else:
+        difference = difference.removeprefix("does not fit the model; ")
+    if difference is not None or not run:
+        return _Comparison(difference=difference, fingerprint=None)
     fingerprint = take_fingerprint(model, plan.input_size)
     if fingerprint.outputs is None:
         return _Comparison(difference=None, fingerprint=fingerprint)
     rebuilt = take_fingerprint(_with_tensors_of(network, model, state, plan), plan.input_size)
     tolerance = TOLERANCES[fingerprint.dtype]
     deviation = fingerprint_deviation(rebuilt, fingerprint)
-    difference = None
     if rebuilt.outputs is None:
         difference = f"rebuilt from its plan, it does not run ({rebuilt.reason})"
     elif not deviation <= tolerance:
@@ -259,8 +264,6 @@ def _compare(
             fingerprint = replace(fingerprint, outputs=None, reason=reason)
         else:
             difference = f"for one random image, its outputs differ{_by_percent(deviation)}"
-    else:
-        difference = _describe_other_module(network, model)
     return _Comparison(difference=difference, fingerprint=fingerprint)
 
 
@@ -327,7 +330,12 @@ def _with_current_head(
     except DclsConvertError:
         return None
     return replace(
-        plan, model_args=args, input_size=input_size, params=convs.params, macs=convs.macs
+        plan,
+        model_args=args,
+        input_size=input_size,
+        params=convs.params,
+        macs=convs.macs,
+        macs_note=convs.macs_note,
     )
 
 

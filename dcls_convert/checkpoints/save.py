@@ -33,9 +33,9 @@ def save_converted(
 
     timm loads it once `dcls_convert` is imported.
 
-    The outputs of the model are compared with those of the network that loading will build. If they
-    differ, because the model got another activation or norm after its conversion for example, it is
-    saved as the user's own network, with a warning that says how to load it.
+    The modules and outputs of the model are compared with those of the network that loading will
+    build. If they differ, because the model got another activation or norm after its conversion
+    for example, it is saved as the user's own network, with a warning that says how to load it.
 
     Args:
         model: The model, converted by `apply_plan_(model, plan)`. May be wrapped (`torch.compile`,

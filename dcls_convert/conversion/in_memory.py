@@ -24,7 +24,7 @@ from ..options import (
 )
 from ..planning.plan_options import PlanOptions
 from ..planning.rules import RuleSet
-from ..progress import show_progress_in_python
+from ..progress import logger, show_progress_in_python
 from ..reports.report import ConversionReport
 from .convert import Conversion, carry_out, describe_changed_outputs
 from .request import ConversionRequest
@@ -142,7 +142,7 @@ def convert_(
             messages.add(UNTRAINED)
 
     with show_progress_in_python(type(model).__name__, progress) as notify:
-        conversion = carry_out(request, approve=approve, notify=notify)
+        conversion = carry_out(request, approve=approve, notify=notify, note=logger.info)
     changed = describe_changed_outputs(conversion)
     if changed is not None:
         messages.add(changed)
@@ -222,4 +222,4 @@ def convert_from_authors_(
         needs_authors_elements=True,
         authors_version=version,
     )
-    return carry_out(request).report
+    return carry_out(request, note=logger.info).report
