@@ -6,7 +6,6 @@ modules and classes. A tensor on meta that stayed there would fail later, in oth
 
 import contextlib
 import functools
-import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from types import FunctionType, MethodType
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .references import FOREIGN_PACKAGES, parts_of_function
+from .running import process_state
 
 if TYPE_CHECKING:
     LruCache = functools._lru_cache_wrapper[Any]
@@ -24,8 +24,6 @@ Namespace = dict[Any, Any] | type  # a dictionary, a module's global variables, 
 DICTIONARIES = (dict, OrderedDict, defaultdict)
 # From a network's class: its methods, functions that these call, and what those refer to.
 CODE_DEPTH = 4
-# Held while caches may hold tensors on meta, which another thread must not save as its own.
-_running_on_meta = threading.RLock()
 
 
 class Caches:
@@ -77,7 +75,7 @@ class Caches:
 @contextlib.contextmanager
 def separate_caches(model: nn.Module) -> Iterator[Caches]:
     """Restore the caches to which a network's code refers after the block."""
-    with _running_on_meta:
+    with process_state:
         caches = Caches(model)
         try:
             yield caches

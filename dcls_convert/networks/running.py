@@ -266,9 +266,10 @@ def _discard_output_(restore: contextlib.ExitStack) -> None:
 _full_process_precision = _ProcessSetting(_set_full_precision_)
 ignored_warnings = _ProcessSetting(_ignore_warnings_)  # a context manager
 _discarded_output = _ProcessSetting(_discard_output_)
-# Held while torch's global generators are seeded. Otherwise, a thread would restore the state to
-# which another one had seeded them.
-_seeding = threading.RLock()
+# Held while torch's global generators are seeded, or a network's caches hold tensors on meta.
+# Otherwise, a thread would restore what another one had put there. It is one lock for both, so that
+# no two threads wait for each other.
+process_state = threading.RLock()
 
 
 @contextlib.contextmanager
@@ -281,7 +282,7 @@ def seeded(seed: int | None) -> Iterator[None]:
     cuda_in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if cuda_in_use:
         devices = list(range(torch.cuda.device_count()))
-    with _seeding, torch.random.fork_rng(devices=devices, enabled=seed is not None):
+    with process_state, torch.random.fork_rng(devices=devices, enabled=seed is not None):
         if seed is not None:
             # torch.manual_seed would also reseed devices whose state is not saved here.
             torch.default_generator.manual_seed(seed)
