@@ -18,7 +18,7 @@ from .caches import separate_caches
 from .conv_uses import ConvUses
 from .copying import meta_copy
 from .inputs import Inputs, meta_inputs
-from .model_outputs import tensors_in
+from .model_outputs import ComparisonError, tensors_in
 from .running import image_dtype, seeded, suppress_output
 from .shifted_maps import find_shifted_axes
 
@@ -103,7 +103,10 @@ def _trace(meta: nn.Module, original: nn.Module, input_size: InputSizes) -> Trac
     uses = ConvUses(meta, original)
     with counter:
         inputs, outputs, calls = _run_and_record(meta, input_size, uses)
-    shifted = find_shifted_axes(uses.operations, inputs, tensors_in(outputs), uses.names)
+    returned: list[Tensor] = []
+    with contextlib.suppress(ComparisonError):  # objects that refer to themselves
+        returned = tensors_in(outputs)
+    shifted = find_shifted_axes(uses.operations, inputs, returned, uses.names)
     for name, axes in shifted.items():
         if name in calls:  # not if other code calls its `forward`
             calls[name].shifted_axes = axes

@@ -91,3 +91,14 @@ def test_a_model_that_reads_the_values_of_its_attributes_is_traced():
     convs = find_convs(ReadsAttribute(), IMAGE)
     cells_of_outputs = 4 * 9 * 14 * 9 + 5 * 7 * 9 + 5 * 7 * 9
     assert convs.macs == 4 * cells_of_outputs
+
+
+def test_a_model_whose_output_refers_to_itself_is_traced():
+    class Cyclic(PadsOutside):
+        def forward(self, x):
+            outputs = [super().forward(x)]
+            outputs.append(outputs)
+            return outputs
+
+    convs = find_convs(Cyclic(), IMAGE)
+    assert convs.macs is not None, convs.macs_note
