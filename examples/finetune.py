@@ -126,12 +126,9 @@ def read_folder(folder: Path) -> ImageDataset:
     classes: dict[str, int] = {}
     for path, _ in dataset.reader.samples:
         name = Path(path).relative_to(folder)
-        if any(part.lower().startswith(NO_DATA) for part in name.parts):
-            continue
-        if len(name.parts) == 1:
-            raise DclsConvertError(f"--data {path}: the image is in no folder of a class")
-        number = classes.setdefault(str(name.parent), len(classes))
-        samples.append((path, number))
+        if not any(part.lower().startswith(NO_DATA) for part in name.parts):
+            number = classes.setdefault(str(name.parent), len(classes))
+            samples.append((path, number))
     dataset.reader.samples = samples
     dataset.reader.class_to_idx = classes
     return dataset
