@@ -133,7 +133,7 @@ def sources_of_roll(shape: Sequence[int], shifts: Any, axes: Any) -> Sources:
         cells_of[axis] += shift
     sources: Sources = []
     for axis, cells in enumerate(cells_of):
-        forward = cells % shape[axis]
+        forward = cells % max(shape[axis], 1)
         if forward > shape[axis] // 2:
             forward -= shape[axis]
         sources.append(Source(axis, forward))

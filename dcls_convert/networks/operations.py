@@ -28,12 +28,16 @@ POOLING = frozenset(f"{kind}_pool{dims}d" for kind in ("max", "avg") for dims in
 ALONG_AN_AXIS = frozenset({"softmax", "cumsum", "cumprod"})
 # Functions that take the shape of a map; their values do not depend on its cells.
 CONSTANT = ("zeros", "ones", "empty", "full", "rand", "new_")
+# Functions that compute cells from all of their maps' cells along some axis, whichever argument.
+PRODUCTS = (
+    *("matmul", "bmm", "baddbmm", "mm", "addmm", "einsum", "tensordot"),
+    *("scaled_dot", "multi_head"),
+)
 # Functions that compute cells from others of the same map. Where they take a map, its reach ends.
 MIXING = (
     *("flip", "rot90", "cumsum", "cumprod", "sort", "gather", "index", "scatter", "unfold", "fold"),
-    *("matmul", "bmm", "baddbmm", "einsum", "scaled_dot", "multi_head", "softmax", "fft"),
-    *("conv", "max_pool", "avg_pool", "lp_pool", "adaptive", "interpolate", "upsample"),
-    *("grid_sample", "lstm", "gru", "rnn"),
+    *("softmax", "fft", "conv", "max_pool", "avg_pool", "lp_pool", "adaptive", "interpolate"),
+    *("upsample", "grid_sample", "lstm", "gru", "rnn"),
 )
 
 
@@ -87,6 +91,8 @@ def sources_of(operation: Operation, input: Tensor, output: Tensor, *, only_map:
     if name == "matmul" and only_map:
         return _sources_of_product(operation, input, output)
     mixed: Sources = [None] * output.dim()
+    if name.startswith(PRODUCTS):
+        return mixed
     sources: Sources | None
     if input is not operation.argument(0, "input"):  # such as the indices of `map[indices]`
         name = ""
@@ -100,11 +106,12 @@ def sources_of(operation: Operation, input: Tensor, output: Tensor, *, only_map:
     elif name == "narrow":
         sources = [Source(axis) for axis in range(input.dim())]
         axis = operation.argument(1, "dim") % input.dim()
-        sources[axis] = Source(axis, -operation.argument(2, "start"))
+        sources[axis] = Source(axis, -(operation.argument(2, "start") % input.shape[axis]))
     elif name in PERMUTING:
+        options = {key: value for key, value in operation.kwargs.items() if key != "input"}
 
         def permute(tensor: Tensor) -> Any:
-            return operation.run(tensor, *operation.args[1:], **operation.kwargs)
+            return operation.run(tensor, *operation.args[1:], **options)
 
         sources = sources_of_permutation(permute, input.dim())
     elif name in POOLING or (name in CONVOLVING and only_map):

@@ -21,8 +21,9 @@ from .operations import Operation, sources_of
 SPLITTING = frozenset({"split", "chunk", "tensor_split", "split_with_sizes"})
 CONCATENATING = frozenset({"cat", "concat", "concatenate"})
 
-WHOLE = "whole"  # key of the reach since the image, or since the last mixing function
-RECENT = "recent"  # key of the reach since the last convolution
+# Keys that no module has as its name.
+WHOLE = ".whole"  # of the reach since the image, or since the last mixing function
+RECENT = ".recent"  # of the reach since the last convolution
 # By WHOLE, by RECENT, and by the name of a convolution for the reach since that one's input.
 Axis = dict[str, Reach]
 

@@ -66,6 +66,14 @@ def copied(x):
     return moved
 
 
+def transposed_by_keywords(x, one):
+    return one(torch.transpose(input=later(x), dim0=1, dim1=2).transpose(1, 2))
+
+
+def summed_over_channels(x, one):
+    return torch.einsum("bct,cd->bdt", one(later(x)), x.new_ones(2, 2))
+
+
 def joined(x):
     return torch.cat([x.new_zeros(*x.shape[:-1], 1), x[..., :-1]], dim=-1)
 
@@ -136,6 +144,8 @@ FORMS = {
     "written": (1, lambda: Call(lambda x, c: c(written(x)), conv(1))),
     "copied": (1, lambda: Call(lambda x, c: c(copied(x)), conv(1))),
     "joined with zeros": (1, lambda: Call(lambda x, c: c(joined(x)), conv(1))),
+    "transposed by keywords": (1, lambda: Call(transposed_by_keywords, conv(1))),
+    "before a sum over channels": (1, lambda: Call(summed_over_channels, conv(1))),
     "joined with zeros after it": (1, lambda: Call(joined_with(torch.zeros_like), conv(1))),
     "joined with ones": (1, lambda: Call(joined_with(lambda x: x.new_ones(x.shape)), conv(1))),
     "joined with zeros of a shape": (
