@@ -39,23 +39,29 @@ class Caches:
             else:
                 self._namespaces.append((found, dict(_entries(found))))
 
-    def clear_filled(self) -> bool:
-        """Empty every lru_cache that holds something; return whether there was one."""
-        filled = [cache for cache in self._lru_caches if cache.cache_info().currsize]
-        for cache in filled:
-            self._clear(cache)
-        return bool(filled)
+    def set_aside(self) -> bool:
+        """Empty every lru_cache, and replace tensors elsewhere by empty ones on meta.
 
-    def _clear(self, cache: "LruCache") -> None:
-        cache.cache_clear()
-        self._lru_caches[cache] = 0
+        Other threads would see them, so do so only if the network fails on what it has cached.
 
-    def put_on_meta(self) -> None:
-        """Replace the tensors in dictionaries and variables by empty ones on meta."""
+        Returns:
+            Whether anything was cached.
+        """
+        found = False
+        for cache in self._lru_caches:
+            if cache.cache_info().currsize:
+                self._clear(cache)
+                found = True
         for namespace, entries in self._namespaces:
             for name, value in entries.items():
                 if _holds_tensors(value):
                     _set(namespace, name, tree_map_only(Tensor, _on_meta, value))
+                    found = True
+        return found
+
+    def _clear(self, cache: "LruCache") -> None:
+        cache.cache_clear()
+        self._lru_caches[cache] = 0
 
     def restore(self) -> None:
         """Undo changes of entries with tensors, and empty each lru_cache that was added to."""

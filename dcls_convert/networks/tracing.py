@@ -58,11 +58,11 @@ def trace(model: nn.Module, input_size: InputSizes) -> Trace:
     """
     with separate_caches(model) as caches:
         try:
-            caches.put_on_meta()
             return _trace_in_both_modes(meta_copy(model), model, input_size)
         except Exception:
             with contextlib.suppress(Exception):
-                if caches.clear_filled():  # perhaps by a run that was not on meta
+                caches.restore()
+                if caches.set_aside():  # perhaps cached by a run that was not on meta
                     return _trace_in_both_modes(meta_copy(model), model, input_size)
             # Some models (YOLO) read the values of tensors in plain attributes.
             caches.restore()
