@@ -104,7 +104,7 @@ def sources_of(operation: Operation, input: Tensor, output: Tensor, *, only_map:
     elif name == "__getitem__":
         sources = sources_of_index(input.shape, operation.args[1])
     elif name == "narrow":
-        sources = [Source(axis) for axis in range(input.dim())]
+        sources = _unmoved(input.dim())
         axis = operation.argument(1, "dim") % input.dim()
         sources[axis] = Source(axis, -(operation.argument(2, "start") % input.shape[axis]))
     elif name in PERMUTING:
@@ -117,7 +117,7 @@ def sources_of(operation: Operation, input: Tensor, output: Tensor, *, only_map:
     elif name in POOLING or (name in CONVOLVING and only_map):
         sources = _sources_of_windows(operation, input)
     elif name in ALONG_AN_AXIS:
-        sources = [Source(axis) for axis in range(input.dim())]
+        sources = _unmoved(input.dim())
         axis = operation.argument(1, "dim")
         sources[-1 if axis is None else axis] = None
     elif name.startswith(MIXING):
@@ -129,11 +129,16 @@ def sources_of(operation: Operation, input: Tensor, output: Tensor, *, only_map:
     return sources
 
 
+def _unmoved(dims: int) -> Sources:
+    """Return the sources of a map that is taken as it is."""
+    return [Source(axis) for axis in range(dims)]
+
+
 def _sources_of_product(operation: Operation, input: Tensor, output: Tensor) -> Sources:
     """Return the sources of a map's product with a matrix: all axes but the one summed over."""
     if min(operation.args[0].dim(), operation.args[1].dim()) < 2 or input.dim() != output.dim():
         return [None] * output.dim()
-    sources: Sources = [Source(axis) for axis in range(input.dim())]
+    sources = _unmoved(input.dim())
     sources[-1 if input is operation.args[0] else -2] = None
     return sources
 
@@ -157,7 +162,7 @@ def _sources_of_windows(operation: Operation, input: Tensor) -> Sources:
     befores = _each(padding, dims)
     if isinstance(padding, str):
         befores = [(cells - 1) // 2 if padding == "same" else 0 for cells in extents]
-    sources: Sources = [Source(axis) for axis in range(input.dim() - dims)]
+    sources = _unmoved(input.dim() - dims)
     for before, step, cells in zip(befores, _each(stride, dims), extents, strict=True):
         # Windows that leave cells out may be one of several such parts of a map, as in NASNet.
         is_whole = step <= cells

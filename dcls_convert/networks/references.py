@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..layers.conv_classes import AnyConv
 
-REGISTERED = ("_parameters", "_buffers", "_modules")
+REGISTRIES_OF_MODULES = ("_parameters", "_buffers", "_modules")
 # Code of torch and of Python itself keeps no convolutions and no tensors of a network.
 FOREIGN_PACKAGES = frozenset({"torch", *sys.stdlib_module_names}) - {"__main__"}
 OBJECT_DEPTH = 4  # of objects inside objects that are searched
@@ -33,7 +33,7 @@ def find_references(model: nn.Module) -> dict[nn.Module, str]:
     reasons: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
-            if attribute in REGISTERED:
+            if attribute in REGISTRIES_OF_MODULES:
                 continue
             for found in _objects_in(value, own):
                 conv = conv_of_weight.get(id(found), found)
@@ -65,7 +65,7 @@ def _objects_in(value: Any, own: Set[nn.Module]) -> Iterator[Any]:
         elif isinstance(current, ReferenceType):
             parts = [current()]
         elif isinstance(current, nn.Module) and current not in own:
-            registries = [vars(current).get(name, {}) for name in REGISTERED]
+            registries = [vars(current).get(name, {}) for name in REGISTRIES_OF_MODULES]
             parts = [part for registry in registries for part in registry.values()]
         elif isinstance(current, Tensor | nn.Module):
             yield current

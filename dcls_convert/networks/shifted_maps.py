@@ -134,14 +134,22 @@ class _Maps:
     def merged(self, axes: Sequence[Axis], size: int) -> Axis:
         """Return the reaches of a map that is computed from several maps, cell by cell."""
         merged = self.new_axis(size)
-        for key in dict.fromkeys(itertools.chain(*axes)):
-            reaches = [axis[key] for axis in axes if key in axis]
-            if len({(reach.origin, reach.step) for reach in reaches}) == 1:
-                merged[key] = reaches[0]
-                for reach in reaches[1:]:
-                    merged[key] = merged[key].with_path(reach)
+        reaches_of: dict[str, list[Reach]] = {}
+        for axis in axes:
+            for key, reach in axis.items():
+                reaches_of.setdefault(key, []).append(reach)
+        for key, (first, *others) in reaches_of.items():
+            together = first
+            have_one_origin = True
+            for other in others:
+                if (other.origin, other.step) == (first.origin, first.step):
+                    together = together.with_path(other)
+                else:
+                    have_one_origin = False
+            if have_one_origin:
+                merged[key] = together
             else:
-                for reach in reaches:
+                for reach in (first, *others):
                     self.end({key: reach}, size)
         return merged
 
