@@ -13,6 +13,7 @@ from dcls_convert import convert_, find_convs
 from dcls_convert.errors import PlanError
 from dcls_convert.planning.rule_files import parse_rules
 
+from ..dependence import WithOrdinary, seen
 from ..planning.nets import on_meta
 
 EVERYTHING = "format: 1\nrules: [{match: {kernel_size: {min: 2}}%s}]"
@@ -225,28 +226,6 @@ FORMS = {
 }
 
 
-class WithOrdinary(nn.Module):
-    """Returns the outputs of a module and, beside them, those of a convolution to convert."""
-
-    def __init__(self, odd, dims):
-        super().__init__()
-        self.odd = odd
-        self.ordinary = conv(dims)
-
-    def forward(self, x):
-        return self.odd(x), self.ordinary(x)
-
-
-def seen(model, input_size):
-    """For every output cell of `odd`, the input cells that it depends on."""
-
-    def outputs(x):
-        return model(x)[0].flatten()
-
-    x = torch.randn(1, *input_size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    return torch.autograd.functional.jacobian(outputs, x).flatten(1) != 0
-
-
 def converted(model, size, rules):
     return convert_(
         model,
@@ -262,7 +241,7 @@ def converted(model, size, rules):
 @pytest.mark.parametrize("form", FORMS)
 def test_outputs_depend_on_no_input_that_they_did_not_depend_on(form):
     dims, build = FORMS[form]
-    model = WithOrdinary(build(), dims).double()
+    model = WithOrdinary(build(), conv(dims)).double()
     before = seen(model, INPUT[dims])
     report = converted(model, INPUT[dims], DEFAULT)
     assert [layer.name for layer in report.layers] == ["ordinary"]
@@ -276,7 +255,7 @@ def test_outputs_depend_on_no_input_that_they_did_not_depend_on(form):
 @pytest.mark.parametrize("form", FORMS)
 def test_a_rule_may_ask_for_it_all_the_same(form):
     dims, build = FORMS[form]
-    model = WithOrdinary(build(), dims).double()
+    model = WithOrdinary(build(), conv(dims)).double()
     before = seen(model, INPUT[dims])
     report = converted(model, INPUT[dims], ANY)
     assert len(report.layers) > 1
