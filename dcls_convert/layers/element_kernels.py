@@ -81,7 +81,7 @@ def construct(
     cell = tl.arange(0, CELLS_PADDED)[None, :]
     is_kernel = kernel < kernels
     first = kernel.to(tl.int64) * elements
-    second = kernels.to(tl.int64) * elements  # where the second coordinate begins
+    second = tl.cast(kernels, tl.int64) * elements  # where the second coordinate begins
     total = tl.zeros((KERNELS, CELLS_PADDED), dtype=tl.float32)
     for element in range(elements):
         offset = first + element
@@ -112,7 +112,7 @@ def gradients_of_elements(
 ):
     """Compute the gradients of weight and positions from that of the windows (N, R, S)."""
     element = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
-    second = kernels.to(tl.int64) * elements
+    second = tl.cast(kernels, tl.int64) * elements
     exists = element < second
     y, above_y, _ = place_in_window(positions, element, exists, R)
     x, above_x, _ = place_in_window(positions, second + element, exists, S)
