@@ -1,4 +1,3 @@
-"""Depthwise convolution with wide kernels, by the algorithm that is expected to be fastest."""
+"""Depthwise convolution with wide kernels, in the way that is expected to be fastest."""
 
-from .choice import Choice as Choice
-from .choice import choices as choices
+from .devices import why_no_blocks as why_no_blocks

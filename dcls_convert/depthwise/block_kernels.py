@@ -7,18 +7,21 @@ The bank holds the matrices: one for each channel and each tap, which is an offs
 
 Axes: C channels, M blocks of all images, `taps`, CELLS cells of a block.
 
-    pack               maps (N, C, H, W), any strides  -> blocks (C, M, CELLS)
+    pack               maps (N, C, H, W), any strides  -> blocks (C, M, CELLS), sums of blocks
     bank_of_window     window (C, R, S)                -> bank (C, taps, CELLS, CELLS)
     convolve_blocks    blocks, bank, bias              -> blocks of outputs
     pack with UNPACK   blocks                          -> maps
     gradient_of_bank   blocks of inputs and gradients  -> partial sums of the bank's gradient
-    diagonals          partial sums                    -> the window's gradient
+    diagonals          partial sums, sums of blocks    -> the window's gradient, the bias's
 
 A matrix of the bank has the inputs' cells as rows and the outputs' as columns.
 
 Sizes of maps are not known to the compiler, so that a new image size needs no compilation. The
-cells of a channel, and the numbers of an image, must be fewer than 2**31; larger
-offsets are computed with 64 bits.
+cells of a channel, and the numbers of an image, must be fewer than 2**31; larger offsets are
+computed with 64 bits. A side of a map has fewer than 2**23 cells: see `quotient`.
+
+Arguments have no annotations, which Triton would evaluate. They are cast by `tl.cast`: under
+torch.compile, a size of 1 becomes a constant, which has no `.to`.
 """
 
 import triton
@@ -30,16 +33,20 @@ from .layouts import BLOCK_SIDE
 SIDE = constexpr(BLOCK_SIDE)
 CELLS = constexpr(BLOCK_SIDE * BLOCK_SIDE)
 PACK_CHANNELS = constexpr(64)  # of one program of `pack`
+SUMMED_BLOCKS = constexpr(1024)  # that `gradient_of_bias` adds at once
+GATHERED = constexpr(16)  # cells of a window, or elements, whose gradients a program adds up
 
-_MAP_SIZES = ["channels", "rows", "columns", "block_rows", "block_columns", "blocks_in_all"]
-_STRIDES = ["image_stride", "channel_stride", "row_stride", "column_stride"]
-_TAPS = ["taps_down", "taps_across"]
+STRIDES = ["image_stride", "channel_stride", "row_stride", "column_stride"]
+MAP_SIZES = ["channels", "rows", "columns", "block_rows", "block_columns", "blocks_in_all"]
+BLOCK_SIZES = ["blocks_in_all", "block_rows", "block_columns"]
+TAPS = ["taps_down", "taps_across"]
 
 
-@triton.jit(do_not_specialize=[*_STRIDES, *_MAP_SIZES])
+@triton.jit(do_not_specialize=[*STRIDES, *MAP_SIZES])
 def pack(
     maps,
     blocks,
+    sums,
     image_stride,
     channel_stride,
     row_stride,
@@ -56,12 +63,14 @@ def pack(
     CHANNELS_ADJACENT: constexpr,
     COLUMNS_ADJACENT: constexpr,
     UNPACK: constexpr,
+    SUM: constexpr,
 ):
     """Copy maps into blocks, or back if UNPACK: one block of PACK_CHANNELS channels.
 
     Maps may have only each STEP_DOWN-th row and each STEP_ACROSS-th column; in blocks, cells that
     the maps do not have are 0. Strides of maps, and the number of channels, are in units
-    of UNIT, which tells the compiler what divides them.
+    of UNIT, which tells the compiler what divides them. If SUM, each block's cells are added up:
+    sums (C, M).
     """
     block = tl.program_id(0)
     channels *= UNIT
@@ -76,20 +85,24 @@ def pack(
     exists = is_channel & exists[None, :]
     row = row // STEP_DOWN
     column = column // STEP_ACROSS
-    maps += image.to(tl.int64) * image_stride * UNIT
+    maps += tl.cast(image, tl.int64) * image_stride * UNIT
     in_channel = channel if CHANNELS_ADJACENT else channel * (channel_stride * UNIT)
     in_row = column if COLUMNS_ADJACENT else column * (column_stride * UNIT)
     maps += in_channel[:, None] + (row * (row_stride * UNIT) + in_row)[None, :]
-    blocks += (channel.to(tl.int64) * blocks_in_all + block)[:, None] * CELLS + cell[None, :]
+    block_of_channel = channel.to(tl.int64) * blocks_in_all + block
+    blocks += block_of_channel[:, None] * CELLS + cell[None, :]
     if UNPACK:
         values = tl.load(blocks, mask=exists, other=0.0)
         tl.store(maps, values.to(maps.dtype.element_ty), mask=exists)
     else:
         values = tl.load(maps, mask=exists, other=0.0)
         tl.store(blocks, values.to(blocks.dtype.element_ty), mask=is_channel)
+        if SUM:
+            total = tl.sum(values.to(tl.float32), 1)
+            tl.store(sums + block_of_channel, total, mask=channel < channels)
 
 
-@triton.jit(do_not_specialize=_TAPS, do_not_specialize_on_alignment=["window"])
+@triton.jit(do_not_specialize=TAPS, do_not_specialize_on_alignment=["window"])
 def bank_of_window(window, bank, taps_down, taps_across, R: constexpr, S: constexpr):
     """Write the matrix of one tap and channel.
 
@@ -109,8 +122,33 @@ def bank_of_window(window, bank, taps_down, taps_across, R: constexpr, S: conste
     tl.store(matrix + cell_in * CELLS + cell_out, values.to(bank.dtype.element_ty))
 
 
+@triton.jit
+def quotient(number, divisor):
+    """Return number // divisor, for numbers below 2**20, without a division of integers.
+
+    A number and a half is at least half a unit away from a multiple of the divisor, which is more
+    than the product's relative error of 2**-21.
+    """
+    return ((number + 0.5) * (1.0 / divisor)).to(tl.int32)
+
+
+@triton.jit
+def find_blocks(first, block_rows, block_columns, COUNT: constexpr):
+    """Return the rows and columns, in their images, of COUNT blocks from the first one on."""
+    column = first % block_columns + tl.arange(0, COUNT)
+    rows_below = quotient(column, block_columns)
+    row = first // block_columns % block_rows + rows_below
+    return row - quotient(row, block_rows) * block_rows, column - rows_below * block_columns
+
+
+@triton.jit
+def is_below(number, limit):
+    """Return whether 0 <= number < limit, by one comparison."""
+    return number.to(tl.uint32) < tl.cast(limit, tl.uint32)
+
+
 @triton.jit(
-    do_not_specialize=["blocks_in_all", "block_rows", "block_columns", *_TAPS],
+    do_not_specialize=[*BLOCK_SIZES, *TAPS],
     do_not_specialize_on_alignment=["bias"],
 )
 def convolve_blocks(
@@ -135,31 +173,37 @@ def convolve_blocks(
     are those of the mirrored tap, transposed.
     """
     channel = tl.program_id(1).to(tl.int64)
-    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    first = tl.program_id(0) * BLOCKS
+    row, column = find_blocks(first, block_rows, block_columns, BLOCKS)
+    block = first + tl.arange(0, BLOCKS)
+    row = tl.where(block < blocks_in_all, row, -65536)  # a row that no map has
     cell = tl.arange(0, CELLS)
+    cell_in = tl.arange(0, STEP)
     taps = taps_down * taps_across
-    row = block // block_columns % block_rows
-    column = block % block_columns
     blocks += channel * blocks_in_all * CELLS
     bank += channel * taps * (CELLS * CELLS)
+    inputs_at = blocks + block[:, None] * CELLS + cell_in[None, :]
+    down = -(taps_down // 2)
+    across = -(taps_across // 2)
     total = tl.zeros((BLOCKS, CELLS), dtype=tl.float32)
-    for first in range(0, taps * CELLS, STEP):
-        tap = first // CELLS
-        cell_in = first - tap * CELLS + tl.arange(0, STEP)
-        down = tap // taps_across - taps_down // 2
-        across = tap % taps_across - taps_across // 2
-        exists = (block < blocks_in_all) & (row + down >= 0) & (row + down < block_rows)
-        exists = exists & (column + across >= 0) & (column + across < block_columns)
-        neighbour = block + down * block_columns + across
-        inputs = tl.load(
-            blocks + neighbour[:, None] * CELLS + cell_in[None, :], mask=exists[:, None], other=0.0
-        )
+    for step in range(taps * (CELLS // STEP)):
+        tap = step // (CELLS // STEP)
+        first_cell = (step - tap * (CELLS // STEP)) * STEP
+        exists = is_below(row + down, block_rows) & is_below(column + across, block_columns)
+        neighbour = (down * block_columns + across) * CELLS + first_cell
+        inputs = tl.load(inputs_at + neighbour, mask=exists[:, None], other=0.0)
         if TURNED:
-            mirrored = bank + (taps - 1 - tap) * (CELLS * CELLS)
+            mirrored = bank + (taps - 1 - tap) * (CELLS * CELLS) + first_cell
             matrix = tl.trans(tl.load(mirrored + cell[:, None] * CELLS + cell_in[None, :]))
         else:
-            matrix = tl.load(bank + (tap * CELLS + cell_in[:, None]) * CELLS + cell[None, :])
+            matrix = bank + (tap * CELLS + first_cell) * CELLS
+            matrix = tl.load(matrix + cell_in[:, None] * CELLS + cell[None, :])
         total = tl.dot(inputs, matrix, total, input_precision=PRECISION)
+        # Not by `if`, which would keep ptxas from overlapping the products of tensor cores.
+        across += (first_cell + STEP) // CELLS  # 1 after a whole tap
+        is_past = across > taps_across // 2
+        down = tl.where(is_past, down + 1, down)
+        across = tl.where(is_past, -(taps_across // 2), across)
     if HAS_BIAS:
         total += tl.load(bias + channel).to(tl.float32)
     outputs += channel * blocks_in_all * CELLS
@@ -170,96 +214,146 @@ def convolve_blocks(
     )
 
 
-@triton.jit(
-    do_not_specialize=[
-        "channels",
-        "blocks_in_all",
-        "blocks_in_part",
-        "block_rows",
-        "block_columns",
-        *_TAPS,
-    ]
-)
+@triton.jit(do_not_specialize=["channels", "blocks_in_part", *BLOCK_SIZES, *TAPS])
 def gradient_of_bank(
     blocks,
     gradients,
     partial_sums,
     channels,
-    blocks_in_all,
     blocks_in_part,
+    blocks_in_all,
     block_rows,
     block_columns,
     taps_down,
     taps_across,
     PRECISION: constexpr,
     STEP: constexpr,
+    THREE: constexpr,
 ):
-    """Sum inputs x gradients over a part of the blocks, in steps of STEP, for one tap and channel.
+    """Sum inputs x gradients over a part of the blocks, in steps of STEP, for one channel.
 
-    partial_sums is (parts, C, taps, CELLS of inputs, CELLS of outputs).
+    A program does one tap; if THREE, it does the three taps of a row, for a single load of the
+    gradients. partial_sums is (parts, C, taps, CELLS of inputs, CELLS of outputs).
     """
     tap = tl.program_id(0)
     channel = tl.program_id(1).to(tl.int64)
     part = tl.program_id(2)
-    cell = tl.arange(0, CELLS)
+    cell = tl.arange(0, CELLS)[None, :]
+    if THREE:
+        tap = 3 * tap + 1
     down = tap // taps_across - taps_down // 2
-    across = tap % taps_across - taps_across // 2
-    blocks += channel * blocks_in_all * CELLS
+    across = 0 if THREE else tap % taps_across - taps_across // 2
+    first = part * blocks_in_part
+    end = min(first + blocks_in_part, blocks_in_all)
+    row, column = find_blocks(first, block_rows, block_columns, STEP)
+    rows_in_step = STEP // block_columns % block_rows
+    columns_in_step = STEP % block_columns
+    blocks += (channel * blocks_in_all + down * block_columns + across) * CELLS
     gradients += channel * blocks_in_all * CELLS
     total = tl.zeros((CELLS, CELLS), dtype=tl.float32)
-    first = part * blocks_in_part
-    for start in range(first, min(first + blocks_in_part, blocks_in_all), STEP):
+    if THREE:
+        left = tl.zeros((CELLS, CELLS), dtype=tl.float32)
+        right = tl.zeros((CELLS, CELLS), dtype=tl.float32)
+    for start in range(first, end, STEP):
         block = start + tl.arange(0, STEP)
-        row = block // block_columns % block_rows + down
-        column = block % block_columns + across
-        exists = (block < blocks_in_all) & (row >= 0) & (row < block_rows)
-        exists = exists & (column >= 0) & (column < block_columns)
-        neighbour = block + down * block_columns + across
-        inputs = tl.load(
-            blocks + neighbour[:, None] * CELLS + cell[None, :], mask=exists[:, None], other=0.0
-        )
-        gradient = tl.load(
-            gradients + block[:, None] * CELLS + cell[None, :],
-            mask=(block < blocks_in_all)[:, None],
-            other=0.0,
-        )
+        in_part = block < end
+        exists = in_part & is_below(row + down, block_rows)
+        is_there = exists & is_below(column + across, block_columns)
+        offset = block[:, None] * CELLS + cell
+        gradient = tl.load(gradients + offset, mask=in_part[:, None], other=0.0)
+        inputs = tl.load(blocks + offset, mask=is_there[:, None], other=0.0)
         total = tl.dot(tl.trans(inputs), gradient, total, input_precision=PRECISION)
+        if THREE:
+            is_there = exists & (column > 0)
+            inputs = tl.load(blocks - CELLS + offset, mask=is_there[:, None], other=0.0)
+            left = tl.dot(tl.trans(inputs), gradient, left, input_precision=PRECISION)
+            is_there = exists & (column < block_columns - 1)
+            inputs = tl.load(blocks + CELLS + offset, mask=is_there[:, None], other=0.0)
+            right = tl.dot(tl.trans(inputs), gradient, right, input_precision=PRECISION)
+        column += columns_in_step
+        wraps = column >= block_columns
+        column = tl.where(wraps, column - block_columns, column)
+        row += rows_in_step + wraps.to(tl.int32)
+        row = tl.where(row >= block_rows, row - block_rows, row)
     matrix = (part * channels + channel) * (taps_down * taps_across) + tap
-    offsets = (matrix * CELLS + cell[:, None]) * CELLS + cell[None, :]
-    tl.store(partial_sums + offsets, total)
+    partial_sums += (matrix * CELLS + tl.arange(0, CELLS)[:, None]) * CELLS + cell
+    tl.store(partial_sums, total)
+    if THREE:
+        tl.store(partial_sums - CELLS * CELLS, left)
+        tl.store(partial_sums + CELLS * CELLS, right)
 
 
-@triton.jit(do_not_specialize=["channels", "parts", *_TAPS])
-def diagonals(
-    partial_sums,
-    gradient,
-    channels,
-    parts,
-    taps_down,
-    taps_across,
-    R: constexpr,
-    S: constexpr,
-    S_PADDED: constexpr,
+@triton.jit
+def gradient_of_bias(sums, grad_bias, channel, blocks_in_all):
+    """Add up the sums of a channel's blocks of gradients, and store the bias's gradient."""
+    sums += tl.cast(channel, tl.int64) * blocks_in_all
+    total = tl.zeros((SUMMED_BLOCKS,), dtype=tl.float32)
+    for first in range(0, blocks_in_all, SUMMED_BLOCKS):
+        block = first + tl.arange(0, SUMMED_BLOCKS)
+        total += tl.load(sums + block, mask=block < blocks_in_all, other=0.0)
+    tl.store(grad_bias + channel, tl.sum(total))
+
+
+@triton.jit
+def window_gradient(
+    partial_sums, r, s, exists, channel, channels, parts, taps_down, taps_across, R, S
 ):
-    """Sum the bank's gradient to one row of one channel's window: (C, R, S).
+    """Sum the bank's gradient to that of GATHERED cells (r, s) of one channel's window.
 
     A cell of the window is on a diagonal of the matrices: it has an entry for each output cell.
     """
-    r = tl.program_id(0)
-    channel = tl.program_id(1)
-    s = tl.arange(0, S_PADDED)[None, :]
-    cell_out = tl.arange(0, CELLS)[:, None]
-    row_in = cell_out // SIDE + r - R // 2 + taps_down // 2 * SIDE
-    column_in = cell_out % SIDE + s - S // 2 + taps_across // 2 * SIDE
-    exists = (s < S) & (row_in >= 0) & (row_in < taps_down * SIDE)
+    cell_out = tl.arange(0, CELLS)[None, :]
+    row_in = cell_out // SIDE + r[:, None] - R // 2 + taps_down // 2 * SIDE
+    column_in = cell_out % SIDE + s[:, None] - S // 2 + taps_across // 2 * SIDE
+    exists = exists[:, None] & (row_in >= 0) & (row_in < taps_down * SIDE)
     exists = exists & (column_in >= 0) & (column_in < taps_across * SIDE)
     tap = row_in // SIDE * taps_across + column_in // SIDE
     cell_in = row_in % SIDE * SIDE + column_in % SIDE
     in_bank = (tap * CELLS + cell_in) * CELLS + cell_out
-    total = tl.zeros((CELLS, S_PADDED), dtype=tl.float32)
+    total = tl.zeros((GATHERED, CELLS), dtype=tl.float32)
     for part in range(parts):
         bank = (part * channels + channel).to(tl.int64) * (taps_down * taps_across)
         total += tl.load(partial_sums + bank * (CELLS * CELLS) + in_bank, mask=exists, other=0.0)
-    s = tl.arange(0, S_PADDED)
-    offsets = channel * (R * S) + r * S + s
-    tl.store(gradient + offsets, tl.sum(total, 0).to(gradient.dtype.element_ty), mask=s < S)
+    return tl.sum(total, 1)
+
+
+@triton.jit(do_not_specialize=["channels", "parts", "blocks_in_all", *TAPS])
+def diagonals(
+    partial_sums,
+    sums,
+    gradient,
+    grad_bias,
+    channels,
+    parts,
+    blocks_in_all,
+    taps_down,
+    taps_across,
+    R: constexpr,
+    S: constexpr,
+    HAS_BIAS: constexpr,
+):
+    """Sum the bank's gradient to GATHERED cells of one channel's window: (C, R, S).
+
+    And sums of blocks to the bias's gradient.
+    """
+    channel = tl.program_id(1)
+    cell = tl.program_id(0) * GATHERED + tl.arange(0, GATHERED)
+    exists = cell < R * S
+    total = window_gradient(
+        partial_sums,
+        cell // S,
+        cell % S,
+        exists,
+        channel,
+        channels,
+        parts,
+        taps_down,
+        taps_across,
+        R,
+        S,
+    )
+    gradient += channel * (R * S) + cell
+    tl.store(gradient, total.to(gradient.dtype.element_ty), mask=exists)
+    if HAS_BIAS:
+        if tl.program_id(0) == 0:
+            gradient_of_bias(sums, grad_bias, channel, blocks_in_all)

@@ -5,22 +5,23 @@ Axes: N images, C channels, H x W a map, R x S the window, M blocks of all image
 This module needs Triton.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.compiler import assume_constant_result
 
 from ..geometry import Pair, ceil_div
 from . import block_kernels as kernels
-from .launching import Launch, Launches, aligned
+from .devices import adds_three_taps, float32_precision
+from .launching import LOAD_BYTES, Launch
 from .layouts import BLOCK_SIDE, MAX_OFFSET, is_channels_last
 
 _CELLS: int = kernels.CELLS.value  # of a block
-_PACK_CHANNELS: int = kernels.PACK_CHANNELS.value
-# The bank's gradient is summed in parts if C x taps programs are fewer than this, so that a large
-# GPU is busy.
+PACK_CHANNELS: int = kernels.PACK_CHANNELS.value
+GATHERED: int = kernels.GATHERED.value
+# The bank's gradient is summed in parts if there are fewer programs than this, so that a large GPU
+# is busy.
 MIN_PROGRAMS = 1056
 MIN_BLOCKS_IN_PART = 256
 # If strides and channels are multiples of this, the compiler can load 16 bytes at once.
@@ -32,7 +33,8 @@ STEP = {2: 64, 4: 32}
 WARPS = {2: 4, 4: 8}
 GRADIENT_WARPS = 4  # with more, sm_80 spills registers
 # Stages of a pipelined loop of products. They fill at most 72 KB of shared memory (of 99 KB or more
-# on NVIDIA's GPUs), or 48 KB (of 64 KB on AMD's).
+# on NVIDIA's GPUs), or 96 KB where three taps are added at once (of 227 KB), or 48 KB (of 64 KB on
+# AMD's).
 STAGES = 3
 STAGES_ON_AMD = 2
 
@@ -40,28 +42,22 @@ STAGES_ON_AMD = 2
 class BlockPlan:
     """How maps of one shape are convolved on one device; keeps its launches.
 
+    What the bank is made of, called the source here, is known to the classes below: a window, or
+    elements.
+
     Args:
-        shape: Of the input, (N, C, H, W).
+        maps: The input (N, C, H, W), or one like it in shape, memory format, dtype and device. The
+            output and the input's gradient have its memory format.
         window: (R, S), both odd.
         stride: 1 or 2 along each axis.
-        channels_last: The memory format of the output and of the input's gradient.
-        dtype: Of the blocks: bfloat16, float16 or float32.
-        device: Of all tensors.
-        precision: Of products, for `tl.dot`.
+        dtype: Of the blocks and the output: bfloat16, float16 or float32.
+        has_bias: Whether a bias is added.
     """
 
     def __init__(
-        self,
-        shape: Sequence[int],
-        window: Pair,
-        stride: Pair,
-        *,
-        channels_last: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        precision: str,
+        self, maps: Tensor, window: Pair, stride: Pair, dtype: torch.dtype, *, has_bias: bool
     ) -> None:
-        images, channels, rows, columns = shape
+        images, channels, rows, columns = maps.shape
         block_rows = ceil_div(rows, BLOCK_SIDE)
         block_columns = ceil_div(columns, BLOCK_SIDE)
         blocks = images * block_rows * block_columns
@@ -75,57 +71,146 @@ class BlockPlan:
             ceil_div(rows, stride[0]),
             ceil_div(columns, stride[1]),
         )
+        self.input_dtype = maps.dtype
+        self.dtype = dtype
+        self.device = maps.device
         self.window = window
         self.stride = stride
+        self.has_bias = has_bias
         self.channels = channels
         self.blocks = blocks
         self.taps = taps_down * taps_across
         # As kernels take them.
         self.map_sizes = (rows, columns, block_rows, block_columns, blocks)
-        self.block_sizes = (block_rows, block_columns, taps_down, taps_across)
         self.tap_sizes = (taps_down, taps_across)
-        parts = ceil_div(MIN_PROGRAMS, channels * self.taps)
-        self.parts = max(1, min(parts, blocks // MIN_BLOCKS_IN_PART))
-        step = STEP[dtype.itemsize]
-        self.blocks_in_part = ceil_div(ceil_div(blocks, self.parts), step) * step
-        self.dtype = dtype
-        self.device = device
-        self.precision = precision
-        self.memory_format = torch.contiguous_format
-        if channels_last:
-            self.memory_format = torch.channels_last
-        self.launches = Launches()
+        self.blocks_shape = (channels, blocks, _CELLS)
+        self.bank_shape = (channels, self.taps, _CELLS, _CELLS)
+        self._packs: dict[tuple[object, ...], Launch] = {}
+        self._prepare_outputs(is_channels_last(maps))
+        self._prepare_products((blocks, block_rows, block_columns, taps_down, taps_across))
 
-    def pack(self, maps: Tensor, steps: Pair = (1, 1)) -> Tensor:
-        """Copy maps into blocks (C, M, CELLS); with steps of 2, zeros come between their cells."""
-        blocks = torch.empty(
-            (self.channels, self.blocks, _CELLS), dtype=self.dtype, device=self.device
+    def _prepare_outputs(self, channels_last: bool) -> None:
+        self._memory_format = torch.contiguous_format
+        if channels_last:
+            self._memory_format = torch.channels_last
+        steps = self.stride
+        self._unpack_output = self._unpack_launch(self.output_shape, channels_last, steps)
+        self._unpack_gradient = self._unpack_launch(self.input_shape, channels_last, (1, 1))
+
+    def _prepare_products(self, sizes: tuple[int, ...]) -> None:
+        size = self.dtype.itemsize
+        precision = float32_precision() if self.dtype == torch.float32 else "ieee"
+        stages = STAGES_ON_AMD if torch.version.hip else STAGES
+        at_once = BLOCKS_AT_ONCE[size]
+
+        def convolve(has_bias: bool, turned: bool) -> Launch:
+            return Launch(
+                kernels.convolve_blocks,
+                (ceil_div(self.blocks, at_once), self.channels, 1),
+                sizes,
+                (has_bias, turned, precision, at_once, STEP[size]),
+                warps=WARPS[size],
+                stages=stages,
+            )
+
+        self._convolve = convolve(self.has_bias, False)
+        self._convolve_turned = convolve(False, True)
+        taps_down, taps_across = self.tap_sizes
+        three = taps_across == 3 and size == 2 and adds_three_taps(self.device)
+        programs = taps_down if three else self.taps
+        parts = ceil_div(MIN_PROGRAMS, self.channels * programs)
+        self.parts = max(1, min(parts, self.blocks // MIN_BLOCKS_IN_PART))
+        blocks_in_part = ceil_div(ceil_div(self.blocks, self.parts), STEP[size]) * STEP[size]
+        self._gradient_of_bank = Launch(
+            kernels.gradient_of_bank,
+            (programs, self.channels, self.parts),
+            (self.channels, blocks_in_part, *sizes),
+            (precision, STEP[size], three),
+            warps=GRADIENT_WARPS,
+            stages=stages,
         )
-        self._copy_cells(aligned(maps), blocks, steps, unpack=False)
+
+    @abstractmethod
+    def pack_with_bank(
+        self, stream: int, maps: Tensor, *source: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Copy maps into blocks (C, M, CELLS), and make the bank (C, taps, CELLS, CELLS).
+
+        Also returns a copy of the source's last tensor, if that one will change before the backward
+        pass.
+        """
+
+    @abstractmethod
+    def gradients_of_source(
+        self, stream: int, partial_sums: Tensor, sums: Tensor, *source: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the bias and the source, from `gradient_of_bank` and `sums`."""
+
+    @abstractmethod
+    def window_by_torch(self, *source: Tensor) -> Tensor:
+        """Return the window (C, 1, R, S) by torch's operations, which can be differentiated."""
+
+    def pack(self, stream: int, maps: Tensor) -> Tensor:
+        """Copy maps into blocks (C, M, CELLS)."""
+        blocks = torch.empty(self.blocks_shape, dtype=self.dtype, device=self.device)
+        launch, maps = self.find_pack(maps, self._pack_launch)
+        launch.run(stream, maps, blocks, blocks)
         return blocks
 
-    def unpack(
-        self, blocks: Tensor, shape: Sequence[int], dtype: torch.dtype, steps: Pair = (1, 1)
-    ) -> Tensor:
-        """Copy blocks into new maps; with steps of 2, only every second row or column."""
-        maps = torch.empty(
-            tuple(shape), dtype=dtype, device=self.device, memory_format=self.memory_format
-        )
-        self._copy_cells(maps, blocks, steps, unpack=True)
-        return maps
+    def pack_gradients(
+        self, stream: int, gradients: Tensor, inputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Copy the output's gradients into blocks like the inputs', and add up each block: (C, M).
 
-    def _copy_cells(self, maps: Tensor, blocks: Tensor, steps: Pair, *, unpack: bool) -> None:
-        key = (unpack, maps.stride(), maps.dtype, steps)
-        launch = self.launches.find(key)
+        With a stride of 2, zeros come between the gradients.
+        """
+        blocks = torch.empty_like(inputs)
+        sums = blocks  # any tensor
+        if self.has_bias:
+            sums = torch.empty(self.blocks_shape[:2], dtype=torch.float32, device=self.device)
+        launch, gradients = self.find_pack(gradients, self._pack_gradients_launch)
+        launch.run(stream, gradients, blocks, sums)
+        return blocks, sums
+
+    def find_pack(self, maps: Tensor, make: Callable[[Tensor], Launch]) -> tuple[Launch, Tensor]:
+        """Return the launch that packs maps of these strides, kept from an earlier call or new.
+
+        And the maps, or a copy if they begin at a wrong address or their rows are too far apart.
+        """
+        if torch.compiler.is_compiling():
+            return make(maps), maps
+        if maps.data_ptr() % LOAD_BYTES:
+            maps = maps.clone()
+        key = (make.__name__, maps.stride(), maps.dtype)
+        launch = self._packs.get(key)
         if launch is None:
             if max_offset(maps) >= MAX_OFFSET:  # a part of a much larger tensor
-                maps = maps.contiguous(memory_format=self.memory_format)
-                self._copy_cells(maps, blocks, steps, unpack=unpack)
-                return
-            launch = self.launches.keep(key, self._pack_launch(maps.stride(), steps, unpack))
-        launch(maps, blocks)
+                return self.find_pack(maps.contiguous(memory_format=self._memory_format), make)
+            launch = self._packs[key] = make(maps)
+        return launch, maps
 
-    def _pack_launch(self, strides: Sequence[int], steps: Pair, unpack: bool) -> Launch:
+    def _pack_launch(self, maps: Tensor) -> Launch:
+        return self._copy_launch(maps.stride(), (1, 1), unpack=False, sums=False)
+
+    def _pack_gradients_launch(self, maps: Tensor) -> Launch:
+        return self._copy_launch(maps.stride(), self.stride, unpack=False, sums=self.has_bias)
+
+    def _unpack_launch(self, shape: Sequence[int], channels_last: bool, steps: Pair) -> Launch:
+        _, channels, rows, columns = shape
+        strides = (channels * rows * columns, rows * columns, columns, 1)
+        if channels_last:
+            strides = (channels * rows * columns, 1, columns * channels, channels)
+        return self._copy_launch(strides, steps, unpack=True, sums=False)
+
+    def _copy_launch(
+        self, strides: Sequence[int], steps: Pair, *, unpack: bool, sums: bool
+    ) -> Launch:
+        sizes, layout = self.layout_of(strides)
+        grid = (self.blocks, ceil_div(self.channels, PACK_CHANNELS), 1)
+        return Launch(kernels.pack, grid, sizes, (*steps, *layout, unpack, sums))
+
+    def layout_of(self, strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int | bool, ...]]:
+        """Return the sizes and the constants of `pack` for maps of these strides."""
         channels_adjacent = strides[1] == 1
         columns_adjacent = strides[3] == 1 and not channels_adjacent
         unit = 1
@@ -135,99 +220,89 @@ class BlockPlan:
             if all(number % UNIT == 0 for number in numbers):
                 unit = UNIT
         strides_in_units = [stride // unit for stride in strides]
-        return Launch(
-            kernels.pack,
-            (self.blocks, ceil_div(self.channels, _PACK_CHANNELS), 1),
-            (*strides_in_units, self.channels // unit, *self.map_sizes),
-            (*steps, unit, channels_adjacent, columns_adjacent, unpack),
-        )
+        sizes = (*strides_in_units, self.channels // unit, *self.map_sizes)
+        return sizes, (unit, channels_adjacent, columns_adjacent)
 
-    def bank_of_window(self, window: Tensor) -> Tensor:
-        """Make the bank of windows (C, 1, R, S): (C, taps, CELLS, CELLS)."""
-        bank = self.new_bank()
-        key = ("bank_of_window", window.dtype)
-        launch = self.launches.find(key)
-        if launch is None:
-            grid = (self.taps, self.channels, 1)
-            new = Launch(kernels.bank_of_window, grid, self.tap_sizes, self.window)
-            launch = self.launches.keep(key, new)
-        launch(window.contiguous(), bank)
-        return bank
-
-    def new_bank(self) -> Tensor:
-        """Allocate a bank (C, taps, CELLS, CELLS)."""
-        return torch.empty(
-            (self.channels, self.taps, _CELLS, _CELLS), dtype=self.dtype, device=self.device
-        )
-
-    def convolve(
-        self, blocks: Tensor, bank: Tensor, bias: Tensor | None = None, *, turned: bool = False
-    ) -> Tensor:
-        """Convolve blocks (C, M, CELLS); with `turned`, by the window turned by 180 degrees."""
+    def convolve(self, stream: int, blocks: Tensor, bank: Tensor, bias: Tensor | None) -> Tensor:
+        """Convolve blocks (C, M, CELLS) to maps (N, C, H', W')."""
         outputs = torch.empty_like(blocks)
-        has_bias = bias is not None
-        if bias is None:
-            bias = blocks  # any tensor
-        key = ("convolve", has_bias, bias.dtype, turned)
-        launch = self.launches.find(key)
-        if launch is None:
-            launch = self.launches.keep(key, self._convolve_launch(has_bias, turned))
-        launch(blocks, bank, bias.contiguous(), outputs)
-        return outputs
+        added = blocks if bias is None else bias.contiguous()  # without a bias, any tensor
+        self._convolve.run(stream, blocks, bank, added, outputs)
+        return self._unpack(stream, self._unpack_output, outputs, self.output_shape, self.dtype)
 
-    def _convolve_launch(self, has_bias: bool, turned: bool) -> Launch:
-        size = self.dtype.itemsize
-        at_once = BLOCKS_AT_ONCE[size]
-        return Launch(
-            kernels.convolve_blocks,
-            (ceil_div(self.blocks, at_once), self.channels, 1),
-            (self.blocks, *self.block_sizes),
-            (has_bias, turned, self.precision, at_once, STEP[size]),
-            warps=WARPS[size],
-            stages=STAGES_ON_AMD if torch.version.hip else STAGES,
+    def gradient_of_input(self, stream: int, gradients: Tensor, bank: Tensor) -> Tensor:
+        """Return the gradient of the input (N, C, H, W) from that of the output, in blocks."""
+        outputs = torch.empty_like(gradients)
+        self._convolve_turned.run(stream, gradients, bank, gradients, outputs)
+        return self._unpack(
+            stream, self._unpack_gradient, outputs, self.input_shape, self.input_dtype
         )
 
-    def gradient_of_bank(self, blocks: Tensor, gradients: Tensor) -> Tensor:
+    def _unpack(
+        self,
+        stream: int,
+        unpack: Launch,
+        blocks: Tensor,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> Tensor:
+        maps = torch.empty(
+            shape, dtype=dtype, device=self.device, memory_format=self._memory_format
+        )
+        unpack.run(stream, maps, blocks, blocks)
+        return maps
+
+    def gradient_of_bank(self, stream: int, blocks: Tensor, gradients: Tensor) -> Tensor:
         """Return the bank's gradient as partial sums (parts, C, taps, CELLS, CELLS) in float32."""
         partial_sums = torch.empty(
-            (self.parts, self.channels, self.taps, _CELLS, _CELLS),
-            dtype=torch.float32,
-            device=self.device,
+            (self.parts, *self.bank_shape), dtype=torch.float32, device=self.device
         )
-        key = ("gradient_of_bank",)
-        launch = self.launches.find(key)
-        if launch is None:
-            launch = self.launches.keep(key, self._gradient_launch())
-        launch(blocks, gradients, partial_sums)
+        self._gradient_of_bank.run(stream, blocks, gradients, partial_sums)
         return partial_sums
 
-    def _gradient_launch(self) -> Launch:
-        size = self.dtype.itemsize
-        return Launch(
-            kernels.gradient_of_bank,
-            (self.taps, self.channels, self.parts),
-            (self.channels, self.blocks, self.blocks_in_part, *self.block_sizes),
-            (self.precision, STEP[size]),
-            warps=GRADIENT_WARPS,
-            stages=STAGES_ON_AMD if torch.version.hip else STAGES,
+
+class WindowPlan(BlockPlan):
+    """A plan whose bank is made of windows (C, 1, R, S)."""
+
+    def __init__(
+        self, maps: Tensor, window: Pair, stride: Pair, dtype: torch.dtype, *, has_bias: bool
+    ) -> None:
+        super().__init__(maps, window, stride, dtype, has_bias=has_bias)
+        rows, columns = window
+        self._bank_of_window = Launch(
+            kernels.bank_of_window, (self.taps, self.channels, 1), self.tap_sizes, window
+        )
+        self._diagonals = Launch(
+            kernels.diagonals,
+            (ceil_div(rows * columns, GATHERED), self.channels, 1),
+            (self.channels, self.parts, self.blocks, *self.tap_sizes),
+            (rows, columns, has_bias),
         )
 
-    def gradient_of_window(self, partial_sums: Tensor, dtype: torch.dtype) -> Tensor:
-        """Sum the bank's gradient to that of the windows (C, 1, R, S)."""
-        rows, columns = self.window
-        gradient = torch.empty((self.channels, 1, rows, columns), dtype=dtype, device=self.device)
-        key = ("diagonals", dtype)
-        launch = self.launches.find(key)
-        if launch is None:
-            new = Launch(
-                kernels.diagonals,
-                (rows, self.channels, 1),
-                (self.channels, self.parts, *self.tap_sizes),
-                (rows, columns, next_power_of_2(columns)),
-            )
-            launch = self.launches.keep(key, new)
-        launch(partial_sums, gradient)
-        return gradient
+    def pack_with_bank(
+        self, stream: int, maps: Tensor, *source: Tensor
+    ) -> tuple[Tensor, Tensor, None]:
+        """Copy maps into blocks, and make the bank of a window."""
+        (window,) = source
+        blocks = self.pack(stream, maps)
+        bank = blocks.new_empty(self.bank_shape)
+        self._bank_of_window.run(stream, window.contiguous(), bank)
+        return blocks, bank, None
+
+    def gradients_of_source(
+        self, stream: int, partial_sums: Tensor, sums: Tensor, *source: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the bias (C) and the window (C, 1, R, S)."""
+        (window,) = source
+        gradient = torch.empty_like(window, memory_format=torch.contiguous_format)
+        grad_bias = partial_sums.new_empty(self.channels)
+        self._diagonals.run(stream, partial_sums, sums, gradient, grad_bias)
+        return grad_bias, gradient
+
+    def window_by_torch(self, *source: Tensor) -> Tensor:
+        """Return the window itself."""
+        (window,) = source
+        return window
 
 
 def max_offset(maps: Tensor) -> int:
@@ -237,53 +312,3 @@ def max_offset(maps: Tensor) -> int:
     for size, stride in zip(maps.shape[1:], strides, strict=True):
         last += (size - 1) * stride
     return max(last, image_stride)
-
-
-# Plans by all that they depend on. Their number is bounded: images of all sizes would make many.
-_plans: dict[tuple[object, ...], BlockPlan] = {}
-MAX_PLANS = 1000
-
-
-def find_block_plan(input: Tensor, window: Pair, stride: Pair, dtype: torch.dtype) -> BlockPlan:
-    """Return the plan for an input (N, C, H, W) and blocks of this dtype."""
-    channels_last = is_channels_last(input)
-    precision = "ieee"  # of no effect for 16 bits
-    if dtype == torch.float32:
-        precision = float32_precision()
-    key = (input.shape, window, stride, channels_last, dtype, input.device, precision)
-    plan = None
-    if not torch.compiler.is_compiling():
-        plan = _plans.get(key)
-    if plan is None:
-        plan = BlockPlan(
-            input.shape,
-            window,
-            stride,
-            channels_last=channels_last,
-            dtype=dtype,
-            device=input.device,
-            precision=precision,
-        )
-        if not torch.compiler.is_compiling():
-            if len(_plans) >= MAX_PLANS:
-                _plans.clear()
-            _plans[key] = plan
-    return plan
-
-
-@assume_constant_result  # type: ignore[untyped-decorator]
-def float32_precision() -> str:
-    """Return how products of float32 are computed: with TF32 if torch's own may be."""
-    if torch.version.hip:
-        return "ieee"
-    matmul: Any = torch.backends.cuda.matmul
-    if hasattr(matmul, "fp32_precision"):  # torch 2.9; reading the older setting may then raise
-        allows_tf32 = matmul.fp32_precision == "tf32"
-    else:
-        allows_tf32 = matmul.allow_tf32
-    return "tf32" if allows_tf32 else "tf32x3"
-
-
-def next_power_of_2(number: int) -> int:
-    """Return the smallest power of 2 that is at least `number`."""
-    return 1 << (number - 1).bit_length()

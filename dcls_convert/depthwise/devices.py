@@ -1,8 +1,9 @@
-"""Which devices can convolve depthwise in `blocks`."""
+"""Which devices can convolve depthwise in `blocks`, and how they multiply."""
 
 import functools
 import os
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch.compiler import assume_constant_result
@@ -15,6 +16,9 @@ GPUS = frozenset({"cuda", "mps", "xpu"})
 # AMD's GPUs whose registers and shared memory suffice for blocks; NVIDIA's have them from 8.0 on.
 BLOCKS_ON_AMD = frozenset({"gfx90a", "gfx942", "gfx950"})
 BLOCKS_ON_NVIDIA = (8, 0)
+# Major compute capabilities whose tensor cores read shared memory, and so need fewer registers, and
+# that have 96 KB of it for each program.
+THREE_TAPS_ON_NVIDIA = frozenset({9, 10})
 
 
 # torch.compile can neither trace this function nor use a cache.
@@ -22,7 +26,8 @@ BLOCKS_ON_NVIDIA = (8, 0)
 def why_no_blocks(device: torch.device) -> str | None:
     """Return why `blocks` cannot be computed on this device; None if they can.
 
-    They need Triton. On CPUs, they are only for its interpreter. The device is examined once.
+    They need Triton. On CPUs, they are only for its interpreter. The device is examined once, and
+    if a GPU could compute blocks with another installation, a warning says what it lacks.
     """
     return _why_no_blocks(device)
 
@@ -35,17 +40,10 @@ def _why_no_blocks(device: torch.device) -> str | None:
         return f"not for {device.type}"
     if not _has_enough_registers(device):
         return "this GPU has too few registers"
-    if find_spec("triton") is None:
-        return "Triton is not installed"
-    try:
-        from .launching import compile_smallest_kernel
-
-        compile_smallest_kernel(device)
-    except Exception as error:  # often, a container has no C compiler, or no headers of Python
-        reason = f"Triton cannot compile: {shortened(one_line(error), 200)}"
+    reason = _why_triton_fails(device)
+    if reason is not None:
         logger.warning("%s: wide depthwise convolutions are slow, because %s", device, reason)
-        return reason
-    return None
+    return reason
 
 
 def _has_enough_registers(device: torch.device) -> bool:
@@ -53,3 +51,43 @@ def _has_enough_registers(device: torch.device) -> bool:
         name: str = torch.cuda.get_device_properties(device).gcnArchName
         return name.partition(":")[0] in BLOCKS_ON_AMD
     return torch.cuda.get_device_capability(device) >= BLOCKS_ON_NVIDIA
+
+
+def _why_triton_fails(device: torch.device) -> str | None:
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    try:
+        from .launching import compile_a_kernel
+
+        compile_a_kernel(device)
+    except Exception as error:  # often, a container has no C compiler, or no headers of Python
+        return f"Triton cannot compile: {shortened(one_line(error), 200)}"
+    return None
+
+
+@assume_constant_result  # type: ignore[untyped-decorator]
+def adds_three_taps(device: torch.device) -> bool:
+    """True if programs of 16-bit products have room for the gradients of three taps at once."""
+    return _adds_three_taps(device)
+
+
+@functools.cache
+def _adds_three_taps(device: torch.device) -> bool:
+    if device.type == "cpu":  # in Triton's interpreter
+        return True
+    if torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device)[0] in THREE_TAPS_ON_NVIDIA
+
+
+@assume_constant_result  # type: ignore[untyped-decorator]
+def float32_precision() -> str:
+    """Return how products of float32 are computed: with TF32 if torch's own may be."""
+    if torch.version.hip:
+        return "ieee"
+    matmul: Any = torch.backends.cuda.matmul
+    if hasattr(matmul, "fp32_precision"):  # torch 2.9; reading the older setting may then raise
+        allows_tf32 = matmul.fp32_precision == "tf32"
+    else:
+        allows_tf32 = matmul.allow_tf32
+    return "tf32" if allows_tf32 else "tf32x3"

@@ -4,7 +4,7 @@ They are hand-written autograd Functions. They are correct only for ordinary eag
 forward-mode AD, torch.func or tracing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,26 +12,25 @@ from torch.autograd import forward_ad
 from torch.compiler import assume_constant_result
 
 # Private API: torch has no public way to tell whether torch.func (vmap, grad, jvp, ...) is
-# transforming this code, or whether a dispatch mode intercepts its operations. If it is missing,
-# assume that one of them does: plain operations are always correct.
+# transforming this code, whether a dispatch mode intercepts its operations, or whether tensors have
+# tangents. If it is missing, assume that they do: plain operations are always correct.
 _transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _dispatch_mode_count = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 # Private API: `torch.autograd.grad(..., is_grads_batched=True)` uses batches of its own kind.
 _is_in_grad_batch = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)
 
+_ORDINARY = frozenset({Tensor, nn.Parameter})
+
 
 def is_eager(*tensors: Tensor) -> bool:
     """True if operations run immediately, on ordinary tensors.
 
-    False while a graph is traced, under torch.func, and for dual tensors and subclasses of Tensor.
+    False while a graph is traced, under torch.func and forward-mode AD, and for subclasses of
+    Tensor.
     """
-    if torch.compiler.is_compiling() or _is_jit_tracing() or not _are_ordinary(tensors):
+    if torch.compiler.is_compiling() or _is_jit_tracing():
         return False
-    unpack: Callable[[Tensor], forward_ad.UnpackedDualTensor] = forward_ad.unpack_dual
-    for tensor in tensors:
-        if unpack(tensor).tangent is not None:
-            return False
-    return True
+    return _are_ordinary(tensors) and getattr(forward_ad, "_current_level", 0) < 0
 
 
 def _is_jit_tracing() -> bool:
@@ -40,7 +39,7 @@ def _is_jit_tracing() -> bool:
 
 def _are_ordinary(tensors: Sequence[Tensor]) -> bool:
     for tensor in tensors:
-        if type(tensor) not in (Tensor, nn.Parameter):
+        if type(tensor) not in _ORDINARY:
             return False
     return not _transforms_active()
 

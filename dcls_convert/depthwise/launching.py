@@ -1,8 +1,7 @@
 """Launch Triton kernels with little work on the host.
 
 Triton's own launch inspects all arguments in every call, to find the program that was compiled for
-them. Here, the caller knows beforehand what the program depends on: a `Launch` looks up its program
-once, and keeps it.
+them. A `Launch` finds its program once, and then calls Triton's launcher itself.
 """
 
 from collections.abc import Callable
@@ -10,18 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from .block_kernels import bank_of_window
 
 LOAD_BYTES = 16  # bytes; kernels load and store so many at once
-MAX_SMALL_BYTES = 2**31 - 1  # for AMD, Triton compiles offsets of 32 bits up to here
-# Compiled programs, by all that they depend on.
-_programs: dict[tuple[object, ...], Any] = {}
 
 
 class Launch:
-    """A kernel with everything but its tensors, which have the same dtypes in each call.
+    """A kernel with everything but its tensors, whose dtypes and device never change.
 
     Tensors must begin at multiples of LOAD_BYTES, as torch allocates them, unless the kernel
     excludes them from specialisation. It must exclude the sizes. Under `torch.compile`, the launch
@@ -35,7 +32,7 @@ class Launch:
         warps, stages: Options of the compiler.
     """
 
-    __slots__ = ("_run", "arguments", "constants", "grid", "kernel", "stages", "warps")
+    __slots__ = ("arguments", "grid", "kernel", "options", "run")
 
     def __init__(
         self,
@@ -49,80 +46,54 @@ class Launch:
     ) -> None:
         self.kernel = kernel
         self.grid = grid
-        self.constants = constants
         self.arguments = (*sizes, *constants)
-        self.warps = warps
-        self.stages = stages
-        self._run: Callable[..., None] | None = None
+        self.options = {"num_warps": warps, "num_stages": stages}
+        # Launch on a stream (see `current_stream`) with these tensors.
+        self.run: Callable[..., None] = self._first_run
 
-    def __call__(self, *tensors: Tensor) -> None:
-        if torch.compiler.is_compiling():
-            self.kernel[self.grid](
-                *tensors, *self.arguments, num_warps=self.warps, num_stages=self.stages
-            )
+    def _first_run(self, stream: int, *tensors: Tensor) -> None:
+        if torch.compiler.is_compiling() or not isinstance(self.kernel, JITFunction):
+            self.kernel[self.grid](*tensors, *self.arguments, **self.options)
             return
-        if self._run is None:
-            self._run = self._find_program(tensors)
-        self._run(*tensors, *self.arguments)
+        # Compile the kernel, or find it in Triton's cache.
+        program = self.kernel.warmup(*tensors, *self.arguments, grid=self.grid, **self.options)
+        program[self.grid]  # loads it on the current device
+        launcher = program.run
+        function = program.function
+        metadata = program.packed_metadata
+        rows, columns, layers = self.grid
+        arguments = self.arguments
 
-    def _find_program(self, tensors: tuple[Tensor, ...]) -> Callable[..., None]:
-        """Return the launch of the compiled kernel on this grid; compile it if it is new."""
-        run: Callable[..., None]
-        if not isinstance(self.kernel, JITFunction):  # in Triton's interpreter
-            run = self.kernel[self.grid]
-            return run
-        dtypes = tuple(tensor.dtype for tensor in tensors)
-        device = torch.cuda.current_device()
-        are_small = tuple(
-            tensor.untyped_storage().nbytes() <= MAX_SMALL_BYTES for tensor in tensors
-        )
-        key = (self.kernel, self.constants, self.warps, self.stages, dtypes, are_small, device)
-        program = _programs.get(key)
-        if program is None:
-            program = self.kernel.warmup(
+        def run(stream: int, *tensors: Tensor) -> None:
+            # As torch's inductor launches. What is None is for Triton's own profiler.
+            launcher(
+                rows,
+                columns,
+                layers,
+                stream,
+                function,
+                metadata,
+                None,
+                None,
+                None,
                 *tensors,
-                *self.arguments,
-                grid=self.grid,
-                num_warps=self.warps,
-                num_stages=self.stages,
+                *arguments,
             )
-            _programs[key] = program
-        run = program[self.grid]
-        return run
+
+        self.run = run
+        run(stream, *tensors)
 
 
-class Launches:
-    """Launches that are kept, by all that they depend on; none under `torch.compile`."""
-
-    __slots__ = ("_by_key",)
-
-    def __init__(self) -> None:
-        self._by_key: dict[tuple[object, ...], Launch] = {}
-
-    def find(self, key: tuple[object, ...]) -> Launch | None:
-        """Return the launch that was kept."""
-        if torch.compiler.is_compiling():
-            return None
-        return self._by_key.get(key)
-
-    def keep(self, key: tuple[object, ...], launch: Launch) -> Launch:
-        """Keep a launch, and return it."""
-        if not torch.compiler.is_compiling():
-            self._by_key[key] = launch
-        return launch
+def current_stream(device: torch.device) -> int:
+    """Return the handle of the current stream, for a `Launch`; 0 where it is not needed."""
+    if device.type == "cpu" or torch.compiler.is_compiling():
+        return 0
+    stream: int = driver.active.get_current_stream(device.index)
+    return stream
 
 
-def compile_smallest_kernel(device: torch.device) -> None:
+def compile_a_kernel(device: torch.device) -> None:
     """Compile and load a kernel, as a check of Triton; any exception says what is missing."""
     with torch.cuda.device(device):
-        program = bank_of_window.warmup(
-            torch.float32, torch.float32, 1, 1, R=3, S=3, grid=(1, 1, 1)
-        )
+        program = bank_of_window.warmup(torch.float32, torch.float32, 1, 1, 3, 3, grid=(1, 1, 1))
         program[1, 1, 1]  # loads the program and its launcher
-
-
-def aligned(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy if it does not begin at a multiple of LOAD_BYTES."""
-    if torch.compiler.is_compiling() or tensor.data_ptr() % LOAD_BYTES == 0:
-        return tensor
-    return tensor.clone()

@@ -1,21 +1,29 @@
-"""The table of algorithms for depthwise convolutions: when each can be used, and when it should be.
+"""The table of ways to convolve depthwise: which one computes a convolution.
 
-The choice is a function of device, dtype and shapes; nothing is timed while a network runs.
+The choice is a function of device, dtype and shapes; nothing is timed while a network runs. Users
+can override it with an environment variable, which is read once.
 """
 
+import functools
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import assume_constant_result
 
-from ..geometry import Padding, Pair, static_padding
+from ..errors import DclsConvertError
+from ..geometry import Pair
+from ..progress import logger
+from ..text import did_you_mean, shortened
 from . import onednn, products
-from .devices import GPUS
+from .case import Case
+from .devices import GPUS, why_no_blocks
+from .eager import is_compiled, is_counting_flops, is_eager
 from .layouts import BLOCK_SIDE, MAX_OFFSET
 
-Name = Literal["torch", "onednn", "blocks", "products"]
 Preference = Literal["auto", "torch", "blocks", "products"]
 VARIABLE = "DCLS_CONVERT_DEPTHWISE"
 BLOCKS_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -26,195 +34,168 @@ MIN_IMAGES_FOR_PRODUCTS = 8
 MIN_CELLS_FOR_PRODUCTS = 81
 MAX_WINDOW_SIDE = 51  # cells; nothing here was tested with larger windows
 MAX_CHANNELS = 65_535  # of a grid's second axis
+MAX_SIDE = 2**23  # cells of a map along an axis; see `block_kernels.quotient`
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Convolution:
-    """The arguments of a convolution that do not depend on its input; as in `F.conv2d`."""
+class Way(NamedTuple):
+    """A row of the table: a way to convolve."""
 
-    kernel_shape: tuple[int, ...]  # (O, C / groups, R, S)
-    stride: tuple[int, ...]
-    padding: Padding
-    dilation: tuple[int, ...]
-    groups: int
-
-    def symmetric_padding(self) -> Pair | None:
-        """Return the (rows, columns) of padding on either side, for an undilated kernel.
-
-        None if the two sides differ, as for 'same' with an even window.
-        """
-        rows, columns = static_padding(self.padding, self.kernel_shape[2:])
-        if rows[0] != rows[1] or columns[0] != columns[1]:
-            return None
-        return rows[0], columns[0]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """A convolution whose algorithm is to be chosen, in plain values."""
-
-    device: str  # type, such as "cpu" or "cuda"
-    no_blocks: str | None  # why the device cannot compute blocks; None if it can
-    dtype: torch.dtype  # in which the convolution is computed
-    input_shape: tuple[int, ...]  # (N, C, H, W)
-    kernel_shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: Pair | None  # None if it is not symmetric
-    dilation: tuple[int, ...]
-    groups: int
-
-    @property
-    def window(self) -> Pair:
-        return (self.kernel_shape[2], self.kernel_shape[3])
-
-    @property
-    def cells(self) -> int:
-        """Cells of the window."""
-        return self.kernel_shape[2] * self.kernel_shape[3]
-
-    @property
-    def is_depthwise(self) -> bool:
-        """True if the maps are not empty, and each kernel is of one channel, undilated."""
-        return (
-            self.groups == self.input_shape[1]
-            and self.kernel_shape[1] == 1
-            and self.dilation == (1, 1)
-            and self.padding is not None
-            and all(self.input_shape)
-        )
-
-
-# The rows: whether an algorithm can compute a case, and why it should; None if it should not.
+    name: str
+    can: Callable[[Case], bool]  # compute this case
+    is_best: Callable[[Case], bool]  # of the rows from here on
+    convolve: Callable[[Tensor, Tensor, Tensor | None, Case], Tensor]  # input, kernel, bias, case
 
 
 def _can_onednn(case: Case) -> bool:
     return (
         case.is_depthwise
-        and case.device == "cpu"
+        and case.device.type == "cpu"
         and case.dtype in onednn.DTYPES
         and onednn.max_padding_columns() is not None
     )
 
 
-def _why_onednn(case: Case) -> str | None:
-    return "oneDNN's fast kernels on x86"
-
-
 def _by_onednn(input: Tensor, kernel: Tensor, bias: Tensor | None, case: Case) -> Tensor:
-    kernel = kernel.to(case.dtype)  # as autocast does; `onednn` casts the input
-    if bias is not None:
-        bias = bias.to(case.dtype)
-    return onednn.depthwise_by_onednn(
-        input, kernel, bias, cast(Pair, case.stride), cast(Pair, case.padding)
-    )
+    kernel, bias = _as_autocast_does(kernel, bias, case)  # `onednn` casts the input
+    padding = cast(Pair, case.symmetric_padding)
+    return onednn.depthwise_by_onednn(input, kernel, bias, cast(Pair, case.stride), padding)
 
 
 def _can_blocks(case: Case) -> bool:
     rows, columns = case.window
     images, channels, height, width = case.input_shape
     return (
-        case.is_depthwise
-        and case.no_blocks is None
-        and case.kernel_shape[0] == case.groups <= MAX_CHANNELS
+        case.has_equal_channels
+        and case.groups <= MAX_CHANNELS
         and case.dtype in BLOCKS_DTYPES
         and rows % 2 == columns % 2 == 1
         and max(case.window) <= MAX_WINDOW_SIDE
-        and case.padding == (rows // 2, columns // 2)
+        and case.symmetric_padding == (rows // 2, columns // 2)
         and set(case.stride) <= {1, 2}
         and channels * height * width < MAX_OFFSET
         and images * (height + BLOCK_SIDE - 1) * (width + BLOCK_SIDE - 1) < MAX_OFFSET
+        and max(height, width) < MAX_SIDE
+        and why_no_blocks(case.device) is None
     )
 
 
-def _why_blocks(case: Case) -> str | None:
-    if case.device == "cpu" or case.cells <= MAX_CELLS_FOR_TORCH:
-        return None
-    return f"more than {MAX_CELLS_FOR_TORCH} cells, on tensor cores"
+def _are_blocks_best(case: Case) -> bool:
+    return case.device.type != "cpu" and case.cells > MAX_CELLS_FOR_TORCH
 
 
 def _by_blocks(input: Tensor, kernel: Tensor, bias: Tensor | None, case: Case) -> Tensor:
     from . import blocks  # needs Triton
 
-    return blocks.depthwise_by_blocks(input, kernel, bias, cast(Pair, case.stride), case.dtype)
+    return blocks.convolve_window(
+        input, kernel, bias, case.window, cast(Pair, case.stride), case.dtype
+    )
 
 
 def _can_products(case: Case) -> bool:
-    if not case.is_depthwise or case.kernel_shape[0] != case.groups or case.stride != (1, 1):
+    if not case.has_equal_channels or case.stride != (1, 1):
         return False
-    sides = zip(case.input_shape[2:], case.window, cast(Pair, case.padding), strict=True)
-    fits = all(size + 2 * padding >= side for size, side, padding in sides)
+    padding = cast(Pair, case.symmetric_padding)
+    sides = zip(case.input_shape[2:], case.window, padding, strict=True)
+    fits = all(size + 2 * cells >= side for size, side, cells in sides)
     return (
         fits
         and max(case.window) <= MAX_WINDOW_SIDE
         and case.dtype in PRODUCTS_DTYPES
-        and (case.device in GPUS or case.device == "cpu")
+        and (case.device.type in GPUS or case.device.type == "cpu")
     )
 
 
-def _why_products(case: Case) -> str | None:
-    if (
-        case.device != "cuda"
-        or case.no_blocks is None
-        or case.cells < MIN_CELLS_FOR_PRODUCTS
-        or case.input_shape[0] < MIN_IMAGES_FOR_PRODUCTS
-    ):
-        return None
+def _are_products_best(case: Case) -> bool:
     return (
-        f"at least {MIN_CELLS_FOR_PRODUCTS} cells and {MIN_IMAGES_FOR_PRODUCTS} images; "
-        f"no blocks: {case.no_blocks}"
+        case.device.type == "cuda"
+        and case.cells >= MIN_CELLS_FOR_PRODUCTS
+        and case.input_shape[0] >= MIN_IMAGES_FOR_PRODUCTS
+        and why_no_blocks(case.device) is not None
     )
 
 
 def _by_products(input: Tensor, kernel: Tensor, bias: Tensor | None, case: Case) -> Tensor:
-    kernel = kernel.to(case.dtype)
+    kernel, bias = _as_autocast_does(kernel, bias, case)
+    padding = cast(Pair, case.symmetric_padding)
+    return products.depthwise_by_products(input, kernel, bias, padding)
+
+
+def _by_torch(input: Tensor, kernel: Tensor, bias: Tensor | None, case: Case) -> Tensor:
+    stride: Any = case.stride
+    padding: Any = case.padding
+    dilation: Any = case.dilation
+    return F.conv2d(input, kernel, bias, stride, padding, dilation, case.groups)
+
+
+def _as_autocast_does(
+    kernel: Tensor, bias: Tensor | None, case: Case
+) -> tuple[Tensor, Tensor | None]:
     if bias is not None:
         bias = bias.to(case.dtype)
-    return products.depthwise_by_products(input, kernel, bias, cast(Pair, case.padding))
+    return kernel.to(case.dtype), bias
 
 
-def _why_torch(case: Case) -> str | None:
-    if not case.is_depthwise:
-        return "not such a depthwise convolution"
-    why = "nothing faster is known"
-    if case.device == "cuda" and case.no_blocks is not None and case.cells > MAX_CELLS_FOR_TORCH:
-        why += f"; no blocks: {case.no_blocks}"
-    return why
+def _always(case: Case) -> bool:
+    return True
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Algorithm:
-    """A row of the table."""
-
-    name: Name
-    can: Callable[[Case], bool]
-    why: Callable[[Case], str | None]
-    convolve: Callable[[Tensor, Tensor, Tensor | None, Case], Tensor] | None  # None: F.conv2d
-
-
-TORCH = Algorithm(name="torch", can=lambda case: True, why=_why_torch, convolve=None)
-# The first one that can compute a case, and should, is taken.
-ALGORITHMS = (
-    Algorithm(name="onednn", can=_can_onednn, why=_why_onednn, convolve=_by_onednn),
-    Algorithm(name="blocks", can=_can_blocks, why=_why_blocks, convolve=_by_blocks),
-    Algorithm(name="products", can=_can_products, why=_why_products, convolve=_by_products),
+TORCH = Way("torch", _always, _always, _by_torch)
+WAYS = (
+    Way("onednn", _can_onednn, _always, _by_onednn),
+    Way("blocks", _can_blocks, _are_blocks_best, _by_blocks),
+    Way("products", _can_products, _are_products_best, _by_products),
     TORCH,
 )
 
 
-def choose_algorithm(case: Case, preferred: Preference = "auto") -> tuple[Algorithm, str]:
-    """Return the algorithm for a case, and why.
+def choose_way(case: Case, preferred: Preference = "auto") -> Way:
+    """Return the way for a case: the first one that can compute it, and is best.
 
-    A preferred algorithm is taken wherever it can compute the case; elsewhere, the table decides.
+    A preferred way is taken wherever it can compute the case; elsewhere, the table decides.
     """
-    refused = ""
-    for algorithm in ALGORITHMS:
-        if algorithm.name == preferred:
-            if algorithm.can(case):
-                return algorithm, f"{VARIABLE}={preferred}"
-            refused = f"; {VARIABLE}={preferred}, but {preferred} cannot compute this"
-    for algorithm in ALGORITHMS:
-        if algorithm.can(case):
-            why = algorithm.why(case)
-            if why is not None:
-                return algorithm, why + refused
-    raise AssertionError("torch can compute every case, and says why")
+    for way in WAYS:
+        if way.name == preferred and way.can(case):
+            return way
+    return next(way for way in WAYS if way.can(case) and way.is_best(case))
+
+
+def find_way(case: Case, *tensors: Tensor) -> Way:
+    """Return the way for a case and its tensors: torch's in exports and under torch.func.
+
+    Raises:
+        DclsConvertError: The environment variable has a value that is not allowed.
+    """
+    if len(case.input_shape) != 4:
+        return TORCH
+    if is_compiled(*tensors):
+        return choose_way(case, preference())
+    if not is_eager(*tensors) or is_counting_flops():
+        return TORCH
+    way = choose_way(case, preference())
+    if case.is_depthwise:
+        logger.debug("%s: by %s", case, way.name)
+    return way
+
+
+# torch.compile can neither trace this function nor use a cache.
+@assume_constant_result  # type: ignore[untyped-decorator]
+def preference() -> Preference:
+    """Return the value of the environment variable DCLS_CONVERT_DEPTHWISE.
+
+    Raises:
+        DclsConvertError: The value is not one of `Preference`.
+    """
+    return _preference()
+
+
+@functools.cache
+def _preference() -> Preference:
+    value = os.environ.get(VARIABLE) or "auto"
+    allowed = get_args(Preference)
+    if value not in allowed:
+        hint = did_you_mean(value, allowed)
+        raise DclsConvertError(
+            f"environment: {VARIABLE}={shortened(value)!r} must be "
+            f"auto, torch, blocks or products{hint}"
+        )
+    return cast(Preference, value)

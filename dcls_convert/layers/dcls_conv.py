@@ -14,14 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..depthwise.choice import convolve_by, find_algorithm
-from ..depthwise.table import BLOCKS_DTYPES
+from ..depthwise.case import Case, computed_dtype, state_of
+from ..depthwise.eager import is_counting_flops, is_eager
+from ..depthwise.table import BLOCKS_DTYPES, TORCH, Way, find_way
 from ..geometry import DYNAMIC_SAME, Padding, check_window, grown_padding, is_asymmetric
 from .carry_over import carry_over_, compute_parameter_
 from .conv_classes import Conv, make_conv, padding_of, traits_of
 from .dcls_layer import DclsLayer, IntOrTuple
 from .elements import largest_elements
 from .replaceable import why_not_replaceable
+
+MAX_WAYS = 100  # kept by a layer; with images of all sizes, they would grow without end
 
 
 @functools.cache
@@ -222,31 +225,67 @@ class DclsConv2d(DclsConvNd):
     conv_function = staticmethod(F.conv2d)
 
     def _convolve(self, input: Tensor) -> Tensor:
-        """Convolve by the fastest algorithm; with blocks, without constructing the kernel."""
-        convolution = self._convolution
-        algorithm, case = find_algorithm(input, self.weight, self.bias, convolution, self.positions)
-        if algorithm.name == "blocks" and case is not None and self._blocks_take_elements():
-            from .gpu_construction import convolve_elements  # needs Triton
+        """Convolve in the way that the table gives; in blocks, without constructing the kernel."""
+        weight = self.weight
+        positions = self.positions
+        bias = self.bias
+        learnt = [weight, positions] if bias is None else [weight, positions, bias]
+        if is_eager(input, *learnt) and not is_counting_flops():
+            key = (self.training, state_of(input, weight, positions, bias))
+            found = self._ways.get(key)
+            if found is None:
+                if len(self._ways) >= MAX_WAYS:
+                    self._ways.clear()
+                found = self._ways[key] = self._find_way(input, learnt)
+        else:
+            found = self._find_way(input, learnt)
+        way, case, in_blocks = found
+        if in_blocks is not None:
+            if self.training and torch.compiler.is_compiling():
+                self.clamp_positions_()
+            return in_blocks(input, bias, self._effective_weight(), positions)
+        return way.convolve(input, self.clamped_kernel(), bias, case)
 
-            return convolve_elements(
-                input,
-                self._effective_weight(),
-                self.positions,
-                self.bias,
-                case.window,
-                (case.stride[0], case.stride[1]),
-                case.dtype,
-            )
-        return convolve_by(algorithm, case, input, self.kernel(), self.bias, convolution)
-
-    def _blocks_take_elements(self) -> bool:
-        return (
-            self.interpolation == "bilinear"
+    def _find_way(
+        self, input: Tensor, learnt: Sequence[Tensor]
+    ) -> tuple[Way, Case, Callable[..., Tensor] | None]:
+        """Return how to convolve an input; the last is for blocks that take elements."""
+        weight, positions, *bias = learnt
+        dtype = computed_dtype(input, weight, *bias)
+        case = Case(
+            device=input.device,
+            dtype=dtype or input.dtype,
+            input_shape=tuple(input.shape),
+            kernel_shape=(self.out_channels, self.in_channels // self.groups, *self.kernel_size),
+            stride=self.stride,
+            padding=self._padding_of_conv,
+            dilation=self.dilation,
+            groups=self.groups,
+        )
+        way = TORCH if dtype is None else find_way(case, input, *learnt)
+        takes_elements = (
+            way.name == "blocks"
+            and self.interpolation == "bilinear"
             and not self.dense_axes
             and min(self.dilated_kernel_size) > 1
-            and self.weight.dtype in BLOCKS_DTYPES
-            and self.positions.dtype in BLOCKS_DTYPES
+            and positions.device == input.device
+            and BLOCKS_DTYPES >= {weight.dtype, positions.dtype}
         )
+        if not takes_elements:
+            return way, case, None
+        from .gpu_construction import convolution_in_blocks  # needs Triton
+
+        in_blocks = convolution_in_blocks(
+            input,
+            case.window,
+            (self.stride[0], self.stride[1]),
+            case.dtype,
+            has_bias=self.bias is not None,
+            elements=self.kernel_count,
+            # A compiled program could lose what a kernel changes in a parameter.
+            clamps=self.training and not torch.compiler.is_compiling(),
+        )
+        return way, case, in_blocks
 
 
 class DclsConv3d(DclsConvNd):

@@ -2,11 +2,12 @@
 
 One forward pass, on a CPU:
 
-1. `DclsLayer.forward`: in training, positions are clamped (`clamp_tensors`); unusual padding.
-2. `DclsConv2d._convolve`: the algorithm is looked up (`depthwise/choice.py`, `table.py`).
-3. `DclsLayer.kernel`: the kernel is constructed by the layer's interpolation (`construction.py`,
-   `interpolation.py`; bilinear ones by `bilinear.py`).
-4. `depthwise/choice.py: convolve_by`: the algorithm convolves, oneDNN's or torch's.
+1. `DclsLayer.forward`: unusual padding.
+2. `DclsConv2d._convolve`: the way to convolve is looked up (`depthwise/table.py`), and kept.
+3. `DclsLayer.clamped_kernel`: in training, positions are clamped (`clamp_tensors`); the kernel is
+   constructed by the layer's interpolation (`construction.py`, `interpolation.py`; bilinear ones by
+   `bilinear.py`).
+4. The way convolves, oneDNN's or torch's.
 
 On a GPU with blocks, `gpu_construction.py` does 3 and 4. What depends on the layer's arguments
 alone is worked out when it is made, in `_prepare_`.
@@ -22,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ..depthwise.table import Convolution
 from ..geometry import (
     DYNAMIC_SAME,
     Padding,
@@ -46,11 +46,19 @@ _SETTINGS = ("stride", "dilation", "padding_mode")
 # Attributes that `_prepare_` sets. They are not pickled.
 _PREPARED = (
     "_construction",
-    "_convolution",
     "_highest_position",
     "_lowest_position",
+    "_padding_of_conv",
     "_pads_input",
+    "_ways",
 )
+
+
+class Ways(dict[tuple[object, ...], Any]):
+    """How a layer convolves inputs of each kind that it has seen. A copy is empty."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Ways":
+        return Ways()
 
 
 class DclsLayer(Tieable):
@@ -122,7 +130,7 @@ class DclsLayer(Tieable):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; the forward pass obeys a new stride, dilation or padding mode."""
-        is_prepared = name in _SETTINGS and "_convolution" in vars(self)
+        is_prepared = name in _SETTINGS and "_ways" in vars(self)
         if is_prepared:
             value = self._checked_setting(name, value)
         super().__setattr__(name, value)
@@ -154,17 +162,10 @@ class DclsLayer(Tieable):
             or self._padding == DYNAMIC_SAME
             or is_asymmetric(self._padding)
         )
-        padding = self._padding
+        self._padding_of_conv: Any = self._padding
         if self._pads_input:
-            padding = self._on_every_axis(0)
-        in_channels_per_group = self.in_channels // self.groups
-        self._convolution = Convolution(
-            kernel_shape=(self.out_channels, in_channels_per_group, *self.dilated_kernel_size),
-            stride=self.stride,
-            padding=padding,
-            dilation=self.dilation,
-            groups=self.groups,
-        )
+            self._padding_of_conv = self._on_every_axis(0)
+        self._ways = Ways()
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
@@ -293,24 +294,27 @@ class DclsLayer(Tieable):
         """Convolve with `kernel()`: (N, in_channels, *spatial) -> (N, out_channels, *spatial)."""
         if isinstance(input, fx.Proxy) and input.tracer.root is not self:
             return self._as_fx_call(input)
-        if self.training and not _is_exporting():
-            self.clamp_positions_()
         if self._pads_input:
             input = self.pad_input(input)
         return self._convolve(input)
 
     def _convolve(self, input: Tensor) -> Tensor:
-        """Convolve an input with `kernel()`, after what `pad_input` pads."""
-        convolution = self._convolution
+        """Convolve an input, after what `pad_input` pads."""
         return self.conv_function(
             input,
-            self.kernel(),
+            self.clamped_kernel(),
             self.bias,
-            convolution.stride,
-            convolution.padding,
-            convolution.dilation,
-            convolution.groups,
+            self.stride,
+            self._padding_of_conv,
+            self.dilation,
+            self.groups,
         )
+
+    def clamped_kernel(self) -> Tensor:
+        """Construct the kernel for a forward pass; in training, clamp positions before that."""
+        if self.training and not _is_exporting():
+            self.clamp_positions_()
+        return self.kernel()
 
     def _as_fx_call(self, input: fx.Proxy) -> Tensor:
         """Record one call of the layer in a torch.fx graph.

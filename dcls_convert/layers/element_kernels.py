@@ -11,11 +11,22 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
-from ..depthwise.block_kernels import CELLS, SIDE
+from ..depthwise.block_kernels import (
+    CELLS,
+    GATHERED,
+    MAP_SIZES,
+    PACK_CHANNELS,
+    SIDE,
+    STRIDES,
+    TAPS,
+    gradient_of_bias,
+    pack,
+    window_gradient,
+)
 
 WINDOW_CELLS = constexpr(512)  # of one program of `construct`
 ELEMENTS = constexpr(512)  # of one program of `gradients_of_elements`
-ELEMENTS_OF_BANK = constexpr(16)  # of one program of `gradients_by_bank`
+ELEMENTS_IN_PRODUCT = constexpr(32)  # of one product in `make_matrix`
 NEAR = constexpr(16)  # power of 2; a matrix depends on 2 * SIDE - 1 cells along each axis
 
 
@@ -36,28 +47,16 @@ def shares(cell, lower, fraction):
 
 
 @triton.jit
-def store_gradients(
-    weight,
-    grad_weight,
-    grad_y,
-    grad_x,
-    top_left,
-    top_right,
-    bottom_left,
-    bottom_right,
-    above_y,
-    above_x,
-    exists,
-):
-    """Store the gradients of elements, from those of the four cells that each is spread over."""
+def gradients_of_corners(value, top_left, top_right, bottom_left, bottom_right, above_y, above_x):
+    """Return the gradients of elements: weight, row, column.
+
+    From their values, the gradients of the four cells that each is spread over, and the distances.
+    """
     top = top_left + (top_right - top_left) * above_x
     bottom = bottom_left + (bottom_right - bottom_left) * above_x
     left = top_left + (bottom_left - top_left) * above_y
     right = top_right + (bottom_right - top_right) * above_y
-    value = tl.load(weight, mask=exists, other=0.0).to(tl.float32)
-    tl.store(grad_weight, top + (bottom - top) * above_y, mask=exists)
-    tl.store(grad_y, value * (bottom - top), mask=exists)
-    tl.store(grad_x, value * (right - left), mask=exists)
+    return top + (bottom - top) * above_y, value * (bottom - top), value * (right - left)
 
 
 @triton.jit(
@@ -121,107 +120,161 @@ def gradients_of_elements(
     top_right = tl.load(corner + 1, mask=exists, other=0.0).to(tl.float32)
     bottom_left = tl.load(corner + S, mask=exists, other=0.0).to(tl.float32)
     bottom_right = tl.load(corner + S + 1, mask=exists, other=0.0).to(tl.float32)
-    store_gradients(
-        weight + element,
-        grad_weight + element,
-        grad_positions + element,
-        grad_positions + second + element,
-        top_left,
-        top_right,
-        bottom_left,
-        bottom_right,
-        above_y,
-        above_x,
-        exists,
+    value = tl.load(weight + element, mask=exists, other=0.0).to(tl.float32)
+    of_weight, of_y, of_x = gradients_of_corners(
+        value, top_left, top_right, bottom_left, bottom_right, above_y, above_x
     )
+    tl.store(grad_weight + element, of_weight, mask=exists)
+    tl.store(grad_positions + element, of_y, mask=exists)
+    tl.store(grad_positions + second + element, of_x, mask=exists)
 
 
 @triton.jit(
-    do_not_specialize=["channels", "elements", "taps_down", "taps_across"],
+    do_not_specialize=[*STRIDES, *MAP_SIZES, *TAPS, "elements"],
     do_not_specialize_on_alignment=["weight", "positions"],
 )
-def bank_of_elements(
+def pack_and_make_bank(
+    maps,
+    blocks,
     weight,
     positions,
-    bank,
     clamped,
+    bank,
+    image_stride,
+    channel_stride,
+    row_stride,
+    column_stride,
     channels,
-    elements,
+    rows,
+    columns,
+    block_rows,
+    block_columns,
+    blocks_in_all,
     taps_down,
     taps_across,
+    elements,
+    UNIT: constexpr,
+    CHANNELS_ADJACENT: constexpr,
+    COLUMNS_ADJACENT: constexpr,
     R: constexpr,
     S: constexpr,
+    CLAMP: constexpr,
+):
+    """Do what `pack` does, and make the bank of elements: two jobs that do not wait for each other.
+
+    After the programs of `pack`, there are some that write a matrix each.
+    """
+    program = tl.program_id(0)
+    if program < blocks_in_all:
+        pack(
+            maps,
+            blocks,
+            blocks,
+            image_stride,
+            channel_stride,
+            row_stride,
+            column_stride,
+            channels,
+            rows,
+            columns,
+            block_rows,
+            block_columns,
+            blocks_in_all,
+            1,
+            1,
+            UNIT,
+            CHANNELS_ADJACENT,
+            COLUMNS_ADJACENT,
+            UNPACK=False,
+            SUM=False,
+        )
+    else:
+        matrix = program - blocks_in_all
+        channel = tl.program_id(1) * PACK_CHANNELS + matrix % PACK_CHANNELS
+        sizes = (channels * UNIT, elements, taps_down, taps_across)
+        if channel < channels * UNIT:
+            tap = matrix // PACK_CHANNELS
+            make_matrix(weight, positions, clamped, bank, tap, channel, sizes, R, S, CLAMP)
+
+
+@triton.jit
+def make_matrix(
+    weight,
+    positions,
+    clamped,
+    bank,
+    tap,
+    channel,
+    sizes,
+    R: constexpr,
+    S: constexpr,
+    CLAMP: constexpr,
 ):
     """Write the matrix of one tap and channel, and, for the first tap, clamped positions (2, C, E).
 
-    It depends on the NEAR x NEAR cells of the window around the tap's offset.
+    If CLAMP, positions are clamped in place, too. The matrix depends on the NEAR x NEAR cells of
+    the window around the tap's offset, which are a product: (rows, elements) x (elements, columns).
     """
-    tap = tl.program_id(0)
-    channel = tl.program_id(1)
-    near = tl.arange(0, NEAR * NEAR)
-    r = (tap // taps_across - taps_down // 2) * SIDE + near // NEAR - (SIDE - 1) + R // 2
-    s = (tap % taps_across - taps_across // 2) * SIDE + near % NEAR - (SIDE - 1) + S // 2
-    total = tl.zeros((NEAR * NEAR,), dtype=tl.float32)
-    for element in range(elements):
-        offset = channel * elements + element
-        y, above_y, clamped_y = place_in_window(positions, offset, True, R)
-        x, above_x, clamped_x = place_in_window(positions, channels * elements + offset, True, S)
-        if tap == 0:
-            tl.store(clamped + offset, clamped_y)
-            tl.store(clamped + channels * elements + offset, clamped_x)
-        value = tl.load(weight + offset).to(tl.float32)
-        total += value * shares(r, y, above_y) * shares(s, x, above_x)
+    channels, elements, taps_down, taps_across = sizes
+    near = tl.arange(0, NEAR)
+    r = (tap // taps_across - taps_down // 2) * SIDE + near - (SIDE - 1) + R // 2
+    s = (tap % taps_across - taps_across // 2) * SIDE + near - (SIDE - 1) + S // 2
+    total = tl.zeros((NEAR, NEAR), dtype=tl.float32)
+    for first in range(0, elements, ELEMENTS_IN_PRODUCT):
+        element = first + tl.arange(0, ELEMENTS_IN_PRODUCT)
+        exists = element < elements
+        offset_y = channel * elements + element
+        offset_x = channels * elements + offset_y
+        y, above_y, clamped_y = place_in_window(positions, offset_y, exists, R)
+        x, above_x, clamped_x = place_in_window(positions, offset_x, exists, S)
+        is_written = exists & (tap == 0)
+        tl.store(clamped + offset_y, clamped_y, mask=is_written)
+        tl.store(clamped + offset_x, clamped_x, mask=is_written)
+        if CLAMP:  # programs of other taps may read either: what is clamped stays the same
+            tl.store(positions + offset_y, clamped_y, mask=is_written)
+            tl.store(positions + offset_x, clamped_x, mask=is_written)
+        value = tl.load(weight + offset_y, mask=exists, other=0.0).to(tl.float32)
+        in_rows = shares(r[:, None], y[None, :], above_y[None, :])
+        in_columns = shares(s[None, :], x[:, None], above_x[:, None])
+        total = tl.dot(value[None, :] * in_rows, in_columns, total, input_precision="ieee")
     entry = tl.arange(0, CELLS * CELLS)
     cell_in = entry // CELLS
     cell_out = entry % CELLS
     down = cell_in // SIDE - cell_out // SIDE + (SIDE - 1)
     across = cell_in % SIDE - cell_out % SIDE + (SIDE - 1)
-    matrix = tl.gather(total, down * NEAR + across, 0)
-    bank += (channel.to(tl.int64) * (taps_down * taps_across) + tap) * (CELLS * CELLS)
+    matrix = tl.gather(tl.reshape(total, (NEAR * NEAR,)), down * NEAR + across, 0)
+    bank += (tl.cast(channel, tl.int64) * (taps_down * taps_across) + tap) * (CELLS * CELLS)
     tl.store(bank + entry, matrix.to(bank.dtype.element_ty))
 
 
-@triton.jit
-def window_gradient(
-    partial_sums, r, s, exists, channel, channels, parts, taps_down, taps_across, R, S
-):
-    """Sum the bank's gradient to that of the window's cells (r, s) of one channel."""
-    cell_out = tl.arange(0, CELLS)[None, :]
-    row_in = cell_out // SIDE + r[:, None] - R // 2 + taps_down // 2 * SIDE
-    column_in = cell_out % SIDE + s[:, None] - S // 2 + taps_across // 2 * SIDE
-    exists = exists[:, None] & (row_in >= 0) & (row_in < taps_down * SIDE)
-    exists = exists & (column_in >= 0) & (column_in < taps_across * SIDE)
-    tap = row_in // SIDE * taps_across + column_in // SIDE
-    cell_in = row_in % SIDE * SIDE + column_in % SIDE
-    in_bank = (tap * CELLS + cell_in) * CELLS + cell_out
-    total = tl.zeros((ELEMENTS_OF_BANK, CELLS), dtype=tl.float32)
-    for part in range(parts):
-        bank = (part * channels + channel).to(tl.int64) * (taps_down * taps_across)
-        total += tl.load(partial_sums + bank * (CELLS * CELLS) + in_bank, mask=exists, other=0.0)
-    return tl.sum(total, 1)
-
-
 @triton.jit(
-    do_not_specialize=["channels", "elements", "parts", "taps_down", "taps_across"],
+    do_not_specialize=["channels", "elements", "parts", "blocks_in_all", *TAPS],
     do_not_specialize_on_alignment=["weight"],
 )
 def gradients_by_bank(
     weight,
     positions,
     partial_sums,
+    sums,
     grad_weight,
     grad_positions,
+    grad_bias,
     channels,
     elements,
     parts,
+    blocks_in_all,
     taps_down,
     taps_across,
     R: constexpr,
     S: constexpr,
+    HAS_BIAS: constexpr,
 ):
-    """Compute the gradients of a channel's elements from partial sums of the bank's gradient."""
+    """Compute the gradients of a channel's elements from partial sums of the bank's gradient.
+
+    And the gradient of its bias, from sums of blocks.
+    """
     channel = tl.program_id(0)
-    element = tl.program_id(1) * ELEMENTS_OF_BANK + tl.arange(0, ELEMENTS_OF_BANK)
+    element = tl.program_id(1) * GATHERED + tl.arange(0, GATHERED)
     exists = element < elements
     offset = channel * elements + element
     y, above_y, _ = place_in_window(positions, offset, exists, R)
@@ -238,16 +291,13 @@ def gradients_by_bank(
     bottom_right = window_gradient(
         partial_sums, y + 1, x + 1, exists, channel, channels, parts, taps_down, taps_across, R, S
     )
-    store_gradients(
-        weight + offset,
-        grad_weight + offset,
-        grad_positions + offset,
-        grad_positions + channels * elements + offset,
-        top_left,
-        top_right,
-        bottom_left,
-        bottom_right,
-        above_y,
-        above_x,
-        exists,
+    value = tl.load(weight + offset, mask=exists, other=0.0).to(tl.float32)
+    of_weight, of_y, of_x = gradients_of_corners(
+        value, top_left, top_right, bottom_left, bottom_right, above_y, above_x
     )
+    tl.store(grad_weight + offset, of_weight, mask=exists)
+    tl.store(grad_positions + offset, of_y, mask=exists)
+    tl.store(grad_positions + channels * elements + offset, of_x, mask=exists)
+    if HAS_BIAS:
+        if tl.program_id(1) == 0:
+            gradient_of_bias(sums, grad_bias, channel, blocks_in_all)

@@ -1,16 +1,16 @@
-"""Bilinear elements of 2-D kernels on a GPU: each step is one launch of `element_kernels`.
+"""Bilinear elements of 2-D kernels on a GPU, by the launches of `element_kernels`.
 
-- `construct_windows` makes kernels of any convolution.
-- `convolve_elements` convolves depthwise in blocks. It never makes windows: the bank is made from
-  the elements, and their gradients from the bank's.
+- `construct_windows` makes kernels of any convolution, in one launch.
+- An `ElementPlan` convolves depthwise in blocks. It never makes windows: the bank is made from the
+  elements, and their gradients from the bank's.
 
 Layers clamp their positions in place in every forward pass, so positions must not be saved for
-backward. The kernels write clamped copies, which the functions here return as a second output: an
-output that is saved keeps the graph, for gradients of gradients.
+backward. The kernels write clamped copies, and these are saved.
 
 Axes: *C kernels, E elements, R x S the window. This module needs Triton.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -18,17 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..depthwise.block_plan import BlockPlan, find_block_plan, next_power_of_2
-from ..depthwise.blocks import (
-    Pack,
-    convolve_by_torch,
-    convolve_to_maps,
-    gradient_of_bias,
-    gradients_by_torch,
-    needs_torch,
-    on_device_of,
-)
-from ..depthwise.launching import Launch, Launches
+from ..depthwise import blocks
+from ..depthwise.block_plan import GATHERED, PACK_CHANNELS, BlockPlan
+from ..depthwise.launching import Launch, current_stream
 from ..geometry import Pair, ceil_div
 from . import element_kernels as kernels
 from .bilinear_plain import construct_by_broadcasting
@@ -36,9 +28,83 @@ from .clamp_tensors import per_axis
 
 _WINDOW_CELLS: int = kernels.WINDOW_CELLS.value
 _ELEMENTS: int = kernels.ELEMENTS.value
-_ELEMENTS_OF_BANK: int = kernels.ELEMENTS_OF_BANK.value
 
-_launches = Launches()
+
+class ElementPlan(BlockPlan):
+    """A plan whose bank is made of elements: weight (C, 1, E) and positions (2, C, 1, E).
+
+    Args:
+        clamps: Whether positions are clamped in place, too.
+        maps, window, stride, dtype, has_bias: See `BlockPlan`.
+    """
+
+    def __init__(
+        self,
+        maps: Tensor,
+        window: Pair,
+        stride: Pair,
+        dtype: torch.dtype,
+        *,
+        has_bias: bool,
+        elements: int,
+        clamps: bool,
+    ) -> None:
+        super().__init__(maps, window, stride, dtype, has_bias=has_bias)
+        self._elements = elements
+        self._clamps = clamps
+        self._gradients_by_bank = Launch(
+            kernels.gradients_by_bank,
+            (self.channels, ceil_div(elements, GATHERED), 1),
+            (self.channels, elements, self.parts, self.blocks, *self.tap_sizes),
+            (*window, has_bias),
+        )
+
+    def pack_with_bank(
+        self, stream: int, maps: Tensor, *source: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Copy maps into blocks, and make the bank; also returns clamped positions."""
+        weight, positions = source
+        packed = torch.empty(self.blocks_shape, dtype=self.dtype, device=self.device)
+        bank = packed.new_empty(self.bank_shape)
+        positions = positions.contiguous()
+        clamped = torch.empty_like(positions)
+        launch, maps = self.find_pack(maps, self._pack_and_make_bank)
+        launch.run(stream, maps, packed, weight.contiguous(), positions, clamped, bank)
+        return packed, bank, clamped
+
+    def _pack_and_make_bank(self, maps: Tensor) -> Launch:
+        sizes, layout = self.layout_of(maps.stride())
+        programs = self.blocks + self.taps * PACK_CHANNELS
+        return Launch(
+            kernels.pack_and_make_bank,
+            (programs, ceil_div(self.channels, PACK_CHANNELS), 1),
+            (*sizes, *self.tap_sizes, self._elements),
+            (*layout, *self.window, self._clamps),
+        )
+
+    def gradients_of_source(
+        self, stream: int, partial_sums: Tensor, sums: Tensor, *source: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of bias (C), weight and positions."""
+        weight, clamped = source
+        weight = weight.contiguous()
+        grad_weight = torch.empty_like(weight)
+        grad_positions = torch.empty_like(clamped)
+        grad_bias = partial_sums.new_empty(self.channels)
+        self._gradients_by_bank.run(
+            stream, weight, clamped, partial_sums, sums, grad_weight, grad_positions, grad_bias
+        )
+        return grad_bias, grad_weight, grad_positions
+
+    def window_by_torch(self, *source: Tensor) -> Tensor:
+        """Construct the windows (C, 1, R, S) by torch's operations."""
+        weight, positions = source
+        return _construct_by_torch(weight.to(torch.float32), positions, self.window)
+
+
+def convolution_in_blocks(*arguments: Any, **options: Any) -> Callable[..., Tensor]:
+    """Return a function of maps, bias, weight and positions; arguments are those of a plan."""
+    return partial(blocks.convolve_by_plan, ElementPlan(*arguments, **options))
 
 
 def construct_windows(weight: Tensor, positions: Tensor, size: Pair) -> Tensor:
@@ -46,30 +112,17 @@ def construct_windows(weight: Tensor, positions: Tensor, size: Pair) -> Tensor:
 
     Positions are in cells from the centre. The sides of the window must be longer than one cell.
     """
-    with on_device_of(weight):
-        windows, _ = _Construction.apply(weight, positions, size)
-    return cast(Tensor, windows)
-
-
-def convolve_elements(
-    input: Tensor,
-    weight: Tensor,
-    positions: Tensor,
-    bias: Tensor | None,
-    size: Pair,
-    stride: Pair,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Convolve maps (N, C, H, W) with elements (C, 1, E); see `depthwise_by_blocks`."""
-    plan = find_block_plan(input, size, stride, dtype)
-    with on_device_of(input):
-        blocks = Pack.apply(input, plan)
-        maps, _ = _Convolution.apply(blocks, weight, positions, bias, plan)
-    return cast(Tensor, maps)
+    if blocks.is_elsewhere(weight):
+        with torch.cuda.device(weight.device):
+            return construct_windows(weight, positions, size)
+    return cast(Tensor, _Construction.apply(weight, positions, size)[0])
 
 
 class _Construction(Function):
-    """weight (*C, E), positions (2, *C, E) -> windows (*C, R, S), clamped positions."""
+    """weight (*C, E), positions (2, *C, E) -> windows (*C, R, S), clamped positions.
+
+    An output that is saved keeps the graph, for gradients of gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, positions: Tensor, size: Pair) -> tuple[Tensor, Tensor]:
@@ -81,11 +134,15 @@ class _Construction(Function):
         clamped = torch.empty_like(positions)
         elements = weight.shape[-1]
         count = weight.numel() // elements
-        key = ("construct", count, elements, size, weight.dtype, positions.dtype, weight.device)
-        launch = _launches.find(key)
-        if launch is None:
-            launch = _launches.keep(key, _construct_launch(count, elements, size))
-        launch(weight, positions, windows, clamped)
+        cells = 1 << (size[0] * size[1] - 1).bit_length()  # a power of 2
+        at_once = max(1, _WINDOW_CELLS // cells)
+        _launch(
+            kernels.construct,
+            ceil_div(count, at_once),
+            (count, elements),
+            (*size, cells, at_once),
+            (weight, positions, windows, clamped),
+        )
         ctx.save_for_backward(weight, clamped)
         return windows, clamped
 
@@ -99,144 +156,50 @@ class _Construction(Function):
         size = ctx.size
         grad_weight: Tensor | None
         grad_positions: Tensor | None
-        if needs_torch(grad_windows):
-            construct = partial(construct_by_torch, size=size)
-            grad_weight, grad_positions = gradients_by_torch(
-                construct, (weight, clamped), grad_windows
+        if blocks.needs_torch(grad_windows):
+            grad_weight, grad_positions = blocks.gradients_by_torch(
+                partial(_construct_by_torch, size=size),
+                (weight, clamped),
+                grad_windows,
             )
         else:
             grad_weight = torch.empty_like(weight)
             grad_positions = torch.empty_like(clamped)
             elements = weight.shape[-1]
-            count = weight.numel() // elements
-            dtypes = (weight.dtype, clamped.dtype, grad_windows.dtype)
-            key = ("gradients", count, elements, size, dtypes, weight.device)
-            launch = _launches.find(key)
-            if launch is None:
-                grid = (ceil_div(weight.numel(), _ELEMENTS), 1, 1)
-                new = Launch(kernels.gradients_of_elements, grid, (count, elements), size)
-                launch = _launches.keep(key, new)
-            launch(weight, clamped, grad_windows.contiguous(), grad_weight, grad_positions)
-        return grad_weight, _sum(grad_positions, grad_clamped), None
-
-
-def _construct_launch(count: int, elements: int, size: Pair) -> Launch:
-    cells = next_power_of_2(size[0] * size[1])
-    at_once = max(1, _WINDOW_CELLS // cells)
-    return Launch(
-        kernels.construct,
-        (ceil_div(count, at_once), 1, 1),
-        (count, elements),
-        (*size, cells, at_once),
-    )
-
-
-class _Convolution(Function):
-    """Blocks (C, M, CELLS), elements (C, 1, E), bias (C) -> maps, clamped positions."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        blocks: Tensor,
-        weight: Tensor,
-        positions: Tensor,
-        bias: Tensor | None,
-        plan: BlockPlan,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.plan = plan
-        ctx.set_materialize_grads(False)
-        weight = weight.contiguous()
-        positions = positions.contiguous()
-        clamped = torch.empty_like(positions)
-        bank = _bank(plan, weight, positions, clamped)
-        ctx.save_for_backward(blocks, weight, clamped)
-        return convolve_to_maps(plan, blocks, bank, bias), clamped
-
-    @staticmethod
-    def backward(
-        ctx: Any, grad_output: Tensor | None, grad_clamped: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        if grad_output is None:
-            return None, None, grad_clamped, None, None
-        plan: BlockPlan = ctx.plan
-        blocks, weight, clamped = ctx.saved_tensors
-        grad_blocks: Tensor | None = None
-        grad_weight: Tensor | None = None
-        grad_positions: Tensor | None = None
-        grad_bias: Tensor | None = None
-        if needs_torch(grad_output):
-            convolve = partial(convolve_elements_by_torch, plan=plan)
-            grad_blocks, grad_weight, grad_positions = gradients_by_torch(
-                convolve, (blocks, weight, clamped), grad_output
+            _launch(
+                kernels.gradients_of_elements,
+                ceil_div(weight.numel(), _ELEMENTS),
+                (weight.numel() // elements, elements),
+                size,
+                (weight, clamped, grad_windows.contiguous(), grad_weight, grad_positions),
             )
-            grad_bias = grad_output.sum((0, 2, 3))
-        else:
-            gradients = plan.pack(grad_output, plan.stride)
-            if ctx.needs_input_grad[0]:
-                bank = _bank(plan, weight, clamped, torch.empty_like(clamped))
-                grad_blocks = plan.convolve(gradients, bank, turned=True)
-            if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-                partial_sums = plan.gradient_of_bank(blocks, gradients)
-                grad_weight, grad_positions = _gradients(plan, weight, clamped, partial_sums)
-            if ctx.needs_input_grad[3]:
-                grad_bias = gradient_of_bias(gradients)
-        return grad_blocks, grad_weight, _sum(grad_positions, grad_clamped), grad_bias, None
+        return grad_weight, blocks.add(grad_positions, grad_clamped), None
 
 
-def _bank(plan: BlockPlan, weight: Tensor, positions: Tensor, clamped: Tensor) -> Tensor:
-    """Make the bank from elements (C, 1, E), and write their clamped positions."""
-    bank = plan.new_bank()
-    elements = weight.shape[-1]
-    key = ("bank_of_elements", elements, weight.dtype, positions.dtype)
-    launch = plan.launches.find(key)
+# Launches of dense layers, by all that they depend on.
+_launches: dict[tuple[object, ...], Launch] = {}
+
+
+def _launch(
+    kernel: Any,
+    programs: int,
+    sizes: tuple[int, ...],
+    constants: tuple[int, ...],
+    tensors: Sequence[Tensor],
+) -> None:
+    device = tensors[0].device
+    launch = None
+    key = (kernel, sizes, constants, device, *[tensor.dtype for tensor in tensors])
+    if not torch.compiler.is_compiling():
+        launch = _launches.get(key)
     if launch is None:
-        new = Launch(
-            kernels.bank_of_elements,
-            (plan.taps, plan.channels, 1),
-            (plan.channels, elements, *plan.tap_sizes),
-            plan.window,
-        )
-        launch = plan.launches.keep(key, new)
-    launch(weight, positions, bank, clamped)
-    return bank
+        launch = Launch(kernel, (programs, 1, 1), sizes, constants)
+        if not torch.compiler.is_compiling():
+            _launches[key] = launch
+    launch.run(current_stream(device), *tensors)
 
 
-def _gradients(
-    plan: BlockPlan, weight: Tensor, clamped: Tensor, partial_sums: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of weight and positions."""
-    grad_weight = torch.empty_like(weight)
-    grad_positions = torch.empty_like(clamped)
-    elements = weight.shape[-1]
-    key = ("gradients_by_bank", elements, weight.dtype, clamped.dtype)
-    launch = plan.launches.find(key)
-    if launch is None:
-        new = Launch(
-            kernels.gradients_by_bank,
-            (plan.channels, ceil_div(elements, _ELEMENTS_OF_BANK), 1),
-            (plan.channels, elements, plan.parts, *plan.tap_sizes),
-            plan.window,
-        )
-        launch = plan.launches.keep(key, new)
-    launch(weight, clamped, partial_sums, grad_weight, grad_positions)
-    return grad_weight, grad_positions
-
-
-def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return first + second
-
-
-def construct_by_torch(weight: Tensor, positions: Tensor, *, size: Pair) -> Tensor:
+def _construct_by_torch(weight: Tensor, positions: Tensor, size: Pair) -> Tensor:
     """Construct windows as the kernels do, by torch's operations."""
     cells = positions.to(torch.float32) + per_axis([side // 2 for side in size], positions)
     return construct_by_broadcasting(weight.to(torch.float32), cells, size).to(weight.dtype)
-
-
-def convolve_elements_by_torch(
-    blocks: Tensor, weight: Tensor, positions: Tensor, *, plan: BlockPlan
-) -> Tensor:
-    """Convolve blocks to maps as the kernels do, by torch's operations; without a bias."""
-    window = construct_by_torch(weight.to(torch.float32), positions, size=plan.window)
-    return convolve_by_torch(blocks, window, plan=plan)

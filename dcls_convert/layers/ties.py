@@ -53,6 +53,9 @@ class Tieable(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """Get a tied parameter from the owner; called for what the layer does not have itself."""
+        own = self.__dict__.get("_parameters", {})
+        if name in own:  # the most frequent case, here without the search of nn.Module
+            return own[name]
         owner_name = self.__dict__.get("_owner_names", {}).get(name)
         if owner_name is None:
             return super().__getattr__(name)

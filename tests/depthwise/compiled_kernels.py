@@ -1,73 +1,57 @@
-"""Compile the Triton kernels for GPUs that need not be there, and look at the result."""
+"""Compile every launch that layers make for GPUs that need not be there, and look at the result.
 
+python -m tests.depthwise.compiled_kernels prints what each kernel needs on an H100.
+"""
+
+import contextlib
+import importlib
 import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
-from dcls_convert.depthwise import block_kernels, block_plan
-from dcls_convert.layers import element_kernels
+import dcls_convert
+from dcls_convert.depthwise import devices, table
+from dcls_convert.depthwise.block_kernels import CELLS
+from dcls_convert.depthwise.launching import Launch
+from dcls_convert.layers.dcls_conv import DclsConv2d
+from dcls_convert.layers.gpu_construction import construct_windows
 
-CUDA = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-WINDOW = {"R": 17, "S": 17}
-LAYOUT = {
-    "STEP_DOWN": 1,
-    "STEP_ACROSS": 1,
-    "UNIT": 8,
-    "CHANNELS_ADJACENT": True,
-    "COLUMNS_ADJACENT": False,
+PACKAGE = Path(dcls_convert.__file__).parent
+NVIDIA = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+GPUS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-FLOAT32_ARGUMENTS = {
-    "bias",
-    "clamped",
-    "grad_positions",
-    "grad_weight",
-    "partial_sums",
-    "positions",
-    "weight",
-    "window",
-}
-# Their addresses may be any: parameters may be parts of one tensor.
-UNALIGNED = {"bias", "positions", "weight", "window"}
-POINTERS = FLOAT32_ARGUMENTS | {
-    "bank",
-    "blocks",
-    "gradient",
-    "gradients",
-    "maps",
-    "outputs",
-    "windows",
-}
+# Multiplications and additions of 16-bit numbers in a cycle of an H100's multiprocessor.
+TENSOR_OPERATIONS = 2048
 
 
-class Kernel(NamedTuple):
-    """A kernel with its constants."""
+class Recorded(NamedTuple):
+    """A launch, without what its program does not depend on: values and sizes."""
 
-    function: Any
-    constants: dict[str, object]
-    is_pipelined: bool = False  # whether its loop of products is
+    kernel: JITFunction
+    dtypes: tuple[torch.dtype, ...]
+    constants: tuple[tuple[str, object], ...]
+    warps: int
+    stages: int
 
-
-KERNELS = {
-    "pack": Kernel(block_kernels.pack, {**LAYOUT, "UNPACK": False}),
-    "unpack": Kernel(block_kernels.pack, {**LAYOUT, "UNPACK": True}),
-    "bank_of_window": Kernel(block_kernels.bank_of_window, WINDOW),
-    "convolve": Kernel(block_kernels.convolve_blocks, {"HAS_BIAS": True, "TURNED": False}, True),
-    "convolve turned": Kernel(
-        block_kernels.convolve_blocks, {"HAS_BIAS": False, "TURNED": True}, True
-    ),
-    "gradient_of_bank": Kernel(block_kernels.gradient_of_bank, {}, True),
-    "diagonals": Kernel(block_kernels.diagonals, {**WINDOW, "S_PADDED": 32}),
-    "construct": Kernel(element_kernels.construct, {**WINDOW, "CELLS_PADDED": 512, "KERNELS": 1}),
-    "gradients_of_elements": Kernel(element_kernels.gradients_of_elements, WINDOW),
-    "bank_of_elements": Kernel(element_kernels.bank_of_elements, WINDOW),
-    "gradients_by_bank": Kernel(element_kernels.gradients_by_bank, WINDOW),
-}
+    def __str__(self) -> str:
+        constants = ", ".join(f"{name}={value}" for name, value in self.constants)
+        dtypes = ", ".join(TYPES[dtype] for dtype in self.dtypes)
+        return f"{self.kernel.__name__}({dtypes}; {constants})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,61 +62,201 @@ class Compiled:
     registers: int
     spilled: int  # bytes (NVIDIA) or registers (AMD)
     code: str  # PTX, or AMD's assembly
+    messages: str  # of the assembler
+    binary: bytes
 
 
-def compile_for(target: GPUTarget, name: str, dtype: str, precision: str) -> Compiled:
-    """Compile a kernel for blocks of this dtype ("bf16", "fp32")."""
-    kernel, constants, is_pipelined = KERNELS[name]
-    size = {"bf16": 2, "fp32": 4}[dtype]
-    if is_pipelined:
-        constants = {**constants, "PRECISION": precision, "STEP": block_plan.STEP[size]}
-    if kernel is block_kernels.convolve_blocks:
-        constants["BLOCKS"] = block_plan.BLOCKS_AT_ONCE[size]
+def jit_functions() -> dict[str, JITFunction]:
+    """Return all functions of the package that Triton compiles."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        if "triton.jit" in path.read_text(encoding="utf-8"):
+            name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+            for value in vars(importlib.import_module(name)).values():
+                if isinstance(value, JITFunction):
+                    found[value.__name__] = value
+    return found
+
+
+def called_by(function: JITFunction, functions: dict[str, JITFunction]) -> set[str]:
+    """Return the names of the functions that a function calls, and of those that they call."""
+    names = {name for name in functions if re.search(rf"\b{name}\(", function.src)}
+    names.discard(function.__name__)
+    for name in list(names):
+        names |= called_by(functions[name], functions)
+    return names
+
+
+@contextlib.contextmanager
+def as_on(target: GPUTarget, *, tf32: bool = False):
+    """Let layers on the CPU launch what they launch on this GPU; yields the launches."""
+    recorded: dict[Recorded, None] = {}
+
+    def record(launch, stream, *tensors):
+        arguments = zip(launch.kernel.params[len(tensors) :], launch.arguments, strict=True)
+        constants = [(one.name, value) for one, value in arguments if one.is_constexpr]
+        dtypes = tuple(tensor.dtype for tensor in tensors)
+        options = launch.options.values()
+        recorded[Recorded(launch.kernel, dtypes, tuple(constants), *options)] = None
+
+    def adds_three_taps(device):
+        return target.backend == "cuda" and target.arch // 10 in devices.THREE_TAPS_ON_NVIDIA
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Launch, "_first_run", record)
+        patch.setattr(devices, "_why_no_blocks", lambda device: None)
+        patch.setattr(devices, "_adds_three_taps", adds_three_taps)
+        patch.setattr(table, "preference", lambda: "blocks")
+        if target.backend == "hip":
+            patch.setattr(torch.version, "hip", "6.4")
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        yield recorded
+        torch.set_float32_matmul_precision("highest")
+
+
+def step(layer: torch.nn.Module, images: torch.Tensor, dtype: torch.dtype) -> None:
+    images = images.requires_grad_()
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        outputs = layer(images)
+    outputs.backward(torch.zeros_like(outputs))
+
+
+def launches_of_layers(target: GPUTarget) -> list[Recorded]:
+    """Return what layers launch on a GPU: of each dtype, memory format, stride, interpolation."""
+    found: dict[Recorded, None] = {}
+    for dtype, tf32 in ((torch.bfloat16, False), (torch.float32, False), (torch.float32, True)):
+        with as_on(target, tf32=tf32) as recorded:
+            for options in ({}, {"stride": 2, "bias": False}, {"interpolation": "gaussian"}):
+                layer = DclsConv2d(
+                    64,
+                    64,
+                    groups=64,
+                    kernel_count=34,
+                    dilated_kernel_size=17,
+                    padding=8,
+                    **options,
+                )
+                for format in (torch.channels_last, torch.contiguous_format):
+                    images = torch.zeros(4, 64, 24, 24).contiguous(memory_format=format)
+                    step(layer, images, dtype)
+                step(layer, torch.zeros(4, 64, 7, 7), dtype)  # one tap
+            weight = torch.zeros(8, 8, 5, requires_grad=True)
+            construct_windows(weight, torch.zeros(2, 8, 8, 5), (7, 7)).sum().backward()
+        found |= recorded
+    return list(found)
+
+
+def compile_for(target: GPUTarget, launch: Recorded, *, ones: bool = False) -> Compiled:
+    """Compile a launch; torch.compile makes sizes of 1 constants."""
+    kernel = launch.kernel
+    constants = dict(launch.constants)
     signature = {}
-    for argument in kernel.arg_names:
-        if argument in constants:
-            signature[argument] = "constexpr"
-        elif argument in POINTERS:
-            signature[argument] = "*fp32" if argument in FLOAT32_ARGUMENTS else f"*{dtype}"
+    aligned = {}
+    for index, parameter in enumerate(kernel.params):
+        if index < len(launch.dtypes):
+            signature[parameter.name] = TYPES[launch.dtypes[index]]
+            if not parameter.do_not_specialize_on_alignment:
+                aligned[(index,)] = [["tt.divisibility", 16]]
+        elif parameter.is_constexpr:
+            signature[parameter.name] = "constexpr"
+        elif ones:
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = 1
         else:
-            signature[argument] = "i32"
-    places = {argument: (index,) for index, argument in enumerate(kernel.arg_names)}
-    aligned = {
-        places[argument]: [["tt.divisibility", 16]]
-        for argument in signature
-        if argument in POINTERS - UNALIGNED
-    }
+            signature[parameter.name] = "i32"
+    places = {name: (index,) for index, name in enumerate(kernel.arg_names)}
     source = ASTSource(
-        kernel, signature, {places[key]: value for key, value in constants.items()}, aligned
+        kernel, signature, {places[name]: value for name, value in constants.items()}, aligned
     )
-    options = {"num_warps": 4, "num_stages": 1}
-    if is_pipelined:
-        stages = block_plan.STAGES if target.backend == "cuda" else block_plan.STAGES_ON_AMD
-        warps = block_plan.WARPS[size]
-        if name == "gradient_of_bank":
-            warps = block_plan.GRADIENT_WARPS
-        options = {"num_warps": warps, "num_stages": stages}
+    options = {"num_warps": launch.warps, "num_stages": launch.stages}
     compiled = triton.compile(source, target=target, options=options)
     if target.backend == "hip":
         code = compiled.asm["amdgcn"]
+        messages = ""
         spilled = int(re.search(r"\.vgpr_spill_count:\s+(\d+)", code)[1])
         registers = int(re.search(r"\.vgpr_count:\s+(\d+)", code)[1])
+        binary = b""
     else:
         code = compiled.asm["ptx"]
-        registers, spilled = _registers_and_spills(code, target.arch)
+        messages = assemble(code, target.arch)
+        spilled = sum(map(int, re.findall(r"(\d+) bytes spill", messages)))
+        registers = int(re.search(r"Used (\d+) registers", messages)[1])
+        binary = compiled.asm["cubin"]
     return Compiled(
-        shared_bytes=compiled.metadata.shared, registers=registers, spilled=spilled, code=code
+        shared_bytes=compiled.metadata.shared,
+        registers=registers,
+        spilled=spilled,
+        code=code,
+        messages=messages,
+        binary=binary,
     )
 
 
-def _registers_and_spills(ptx: str, arch: int) -> tuple[int, int]:
+def assemble(ptx: str, arch: int) -> str:
+    """Return what ptxas says about a program."""
     suffix = "a" if arch >= 90 else ""
-    assembler = CUDA / "ptxas"
-    if arch >= 100 and (CUDA / "ptxas-blackwell").exists():
-        assembler = CUDA / "ptxas-blackwell"
+    assembler = NVIDIA / "ptxas"
+    if arch >= 100 and (NVIDIA / "ptxas-blackwell").exists():
+        assembler = NVIDIA / "ptxas-blackwell"
     command = [assembler, "-v", f"--gpu-name=sm_{arch}{suffix}", "-o", "/dev/null", "-"]
     done = subprocess.run(command, input=ptx, capture_output=True, text=True, check=False)
     if done.returncode:  # a ptxas that does not read from a pipe
         raise RuntimeError(done.stderr)
-    spilled = sum(map(int, re.findall(r"(\d+) bytes spill", done.stderr)))
-    return int(re.search(r"Used (\d+) registers", done.stderr)[1]), spilled
+    return done.stderr
+
+
+def instructions_of_loop(binary: bytes, folder: Path) -> int:
+    """Return the instructions of a warp in one turn of the loop of products, on Hopper."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(binary)
+    command = [NVIDIA / "nvdisasm", "-c", path]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    labels: dict[str, int] = {}
+    instructions: list[str] = []
+    for line in map(str.strip, text.splitlines()):
+        label = re.match(r"(\.L_x_\d+):", line)
+        if label:
+            labels[label[1]] = len(instructions)
+        elif re.search(r"/\*[0-9a-f]{4,}\*/", line):
+            instructions.append(line)
+    for index, line in enumerate(instructions):
+        branch = re.search(r"BRA.*?(\.L_x_\d+)", line)
+        first = labels.get(branch[1], index + 1) if branch else index + 1
+        if first <= index and any("HGMMA" in one for one in instructions[first:index]):
+            return index + 1 - first
+    raise AssertionError("no loop of products")
+
+
+def tensor_cycles(launch: Recorded) -> float:
+    """Return how long one turn of the loop occupies tensor cores, with 16-bit numbers."""
+    constants: dict[str, Any] = dict(launch.constants)
+    rows = constants.get("BLOCKS", CELLS.value)
+    taps = 3 if constants.get("THREE") else 1
+    return taps * rows * constants["STEP"] * CELLS.value / TENSOR_OPERATIONS
+
+
+def issue_ratio(launch: Recorded, compiled: Compiled, folder: Path) -> float:
+    """Return the cycles in which instructions are issued, for a cycle of the tensor cores.
+
+    Of 4 schedulers, each issues one instruction of a warp in a cycle.
+    """
+    instructions = instructions_of_loop(compiled.binary, folder) * launch.warps / 4
+    return instructions / tensor_cycles(launch)
+
+
+def main() -> None:
+    import tempfile
+
+    target = GPUS["sm_90"]
+    with tempfile.TemporaryDirectory() as folder:
+        for launch in launches_of_layers(target):
+            compiled = compile_for(target, launch)
+            text = f"{launch}: {compiled.registers} registers, {compiled.shared_bytes} bytes shared"
+            if launch.dtypes[0] == torch.bfloat16 and launch.stages > 1:
+                ratio = issue_ratio(launch, compiled, Path(folder))
+                text += f", {ratio:.2f} issue cycles a tensor cycle"
+            print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()

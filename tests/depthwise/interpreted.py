@@ -19,14 +19,13 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 from triton.runtime import interpreter
 
-from dcls_convert.depthwise import block_plan, blocks, choice
-from dcls_convert.depthwise.launching import Launch
+from dcls_convert.depthwise import block_plan, blocks, table
 from dcls_convert.layers.construction import construct_kernel
 from dcls_convert.layers.dcls_conv import DclsConv2d
 from dcls_convert.layers.gpu_construction import construct_windows
 
 torch.set_num_threads(1)
-choice.preference = lambda: "blocks"
+table.preference = lambda: "blocks"
 # Small maps, cut into parts as large ones are.
 block_plan.MIN_PROGRAMS = 12
 block_plan.MIN_BLOCKS_IN_PART = 2
@@ -83,7 +82,7 @@ def check_exact(size, window, stride, dtype, channels_last, input_dtype=None):
         return F.conv2d(*tensors, stride, padding, groups=CHANNELS)
 
     def by_blocks(*tensors):
-        output = blocks.depthwise_by_blocks(*tensors, stride, dtype)
+        output = blocks.convolve_window(*tensors, window, stride, dtype)
         assert output.dtype == dtype
         assert output.is_contiguous(memory_format=format)
         return output
@@ -128,13 +127,13 @@ def layer_of(interpolation, size, stride=1):
     return layer
 
 
-def prefer(algorithm):
-    choice.preference = lambda: algorithm
-    choice._decisions.clear()
+def prefer(way, layer):
+    table.preference = lambda: way
+    layer._ways.clear()
 
 
-def results_of_layer(layer, images, algorithm):
-    prefer(algorithm)
+def results_of_layer(layer, images, way):
+    prefer(way, layer)
     leaves = [images, *layer.parameters()]
     output = layer(images)
     generator = torch.Generator().manual_seed(1)
@@ -146,7 +145,6 @@ def results_of_layer(layer, images, algorithm):
     batch = torch.randn((2, *output.shape), generator=generator)
     batched = torch.autograd.grad(layer(images), leaves, batch, is_grads_batched=True)
     plain = torch.autograd.grad(layer(images), leaves, gradient)
-    prefer("blocks")
     return [output, *gradients, *plain, *batched, *(value for value in second if value is not None)]
 
 
@@ -160,8 +158,6 @@ def layers():
         for result, expected in zip(ours, theirs, strict=True):
             error = (result - expected).norm() / expected.norm()
             assert error < FLOAT32_ERROR, (interpolation, float(error))
-        assert choice.choices()[-1].algorithm == "torch"
-        assert choice.choices()[-2].algorithm == "blocks"
 
 
 def rare_layers():
@@ -172,13 +168,12 @@ def rare_layers():
         leaf.requires_grad_()
         for create_graph in (False, True):
             found = []
-            for algorithm in ("blocks", "torch"):
-                prefer(algorithm)
+            for way in ("torch", "blocks"):
+                prefer(way, layer)
                 loss = layer(images).square().sum()
                 found += torch.autograd.grad(loss, leaf, create_graph=create_graph)
             torch.testing.assert_close(*found, rtol=1e-5, atol=1e-4)
         leaf.requires_grad_(False)
-    prefer("blocks")
     with forward_ad.dual_level():
         moving = forward_ad.make_dual(layer.positions, torch.ones_like(layer.positions))
         output = torch.func.functional_call(layer.eval(), {"positions": moving}, images)
@@ -191,7 +186,7 @@ def parts_of_large_tensors():
     kernel = integers(CHANNELS, 1, 9, 9)
     block_plan.MAX_OFFSET = block_plan.max_offset(images.contiguous()) + 1
     assert block_plan.max_offset(images) >= block_plan.MAX_OFFSET
-    output = blocks.depthwise_by_blocks(images, kernel, None, (1, 1), torch.float32)
+    output = blocks.convolve_window(images, kernel, None, (9, 9), (1, 1), torch.float32)
     assert torch.equal(output, F.conv2d(images, kernel, padding=4, groups=CHANNELS))
 
 
@@ -220,48 +215,6 @@ def check_windows(shape, size):
         warnings.simplefilter("ignore")  # NumPy casts NaN to an integer
         has_nan = in_one_launch(weight, positions).isnan().flatten(1).any(1)
     assert has_nan.tolist() == [True] + [False] * (len(has_nan) - 1)
-
-
-def launches():
-    """A layer's step has 5 launches forward and 7 backward, those of torch's operations included.
-
-    The kernels themselves are left out.
-    """
-    layer = layer_of("bilinear", (9, 9)).train()
-    images = torch.randn(1, CHANNELS, 8, 8).requires_grad_()
-    names = []
-    launch = Launch.__call__
-    Launch.__call__ = lambda self, *arguments: names.append(self.kernel.__name__)
-    try:
-        output, operations = with_operations(lambda: layer(images))
-        assert names == ["pack", "bank_of_elements", "convolve_blocks", "pack"], names
-        assert operations == ["clamp_"], operations
-        names.clear()
-        leaves = [images, *layer.parameters()]
-        gradient = torch.ones_like(output)
-        _, operations = with_operations(lambda: torch.autograd.grad(output, leaves, gradient))
-        assert names == [
-            "pack",
-            "bank_of_elements",
-            "convolve_blocks",
-            "gradient_of_bank",
-            "gradients_by_bank",
-            "pack",
-        ], names
-        assert operations == ["sum"], operations
-    finally:
-        Launch.__call__ = launch
-
-
-def with_operations(call):
-    """Return what a call returns, and the names of the torch operations in it that compute."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        result = call()
-    names = [event.name for event in profile.events() if event.name.startswith("aten::")]
-    without_kernel = {"empty", "empty_like", "empty_strided", "detach", "as_strided", "to"}
-    without_kernel.add("fill_")  # a part of sums on CPUs
-    names = [name.removeprefix("aten::") for name in names]
-    return result, [name for name in names if name not in without_kernel]
 
 
 if __name__ == "__main__":

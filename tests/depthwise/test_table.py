@@ -1,4 +1,4 @@
-"""The algorithm of a convolution is chosen by one table, or by the environment."""
+"""The way of a convolution is chosen by one table, or by the environment."""
 
 import dataclasses
 import logging
@@ -8,16 +8,18 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from dcls_convert.depthwise import choice, choices, devices, onednn, products
-from dcls_convert.depthwise.choice import fastest_conv2d
-from dcls_convert.depthwise.table import VARIABLE, Case, choose_algorithm
+from dcls_convert.depthwise import devices, onednn, products, table
+from dcls_convert.depthwise.case import Case
+from dcls_convert.depthwise.table import VARIABLE, choose_way
 from dcls_convert.errors import DclsConvertError
 
 from ..recorded_calls import recording
+from .by_table import conv2d
 
+GPU = torch.device("cuda", 0)
+CPU = torch.device("cpu")
 CASE = Case(
-    device="cuda",
-    no_blocks=None,
+    device=GPU,
     dtype=torch.bfloat16,
     input_shape=(128, 96, 56, 56),
     kernel_shape=(96, 1, 17, 17),
@@ -26,12 +28,11 @@ CASE = Case(
     dilation=(1, 1),
     groups=96,
 )
-WITHOUT_BLOCKS = {"no_blocks": "Triton is not installed"}
-ON_CPU = {"device": "cpu", "no_blocks": "not for cpu", "dtype": torch.float32}
+ON_CPU = {"device": CPU, "dtype": torch.float32}
 
 
 def chosen(preferred="auto", **changes):
-    return choose_algorithm(dataclasses.replace(CASE, **changes), preferred)[0].name
+    return choose_way(dataclasses.replace(CASE, **changes), preferred).name
 
 
 def window(rows, columns, padding=None):
@@ -42,13 +43,17 @@ def window(rows, columns, padding=None):
 
 @pytest.fixture(autouse=True)
 def _as_in_a_new_process(monkeypatch):
-    choice._preference.cache_clear()
+    table._preference.cache_clear()
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(onednn, "max_padding_columns", lambda: 6)
-    monkeypatch.setattr(choice, "_decisions", {})
-    monkeypatch.setattr(choice, "_chosen", {})
+    monkeypatch.setattr(table, "why_no_blocks", lambda device: None)
     yield
-    choice._preference.cache_clear()
+    table._preference.cache_clear()
+
+
+@pytest.fixture
+def _no_blocks(monkeypatch):
+    monkeypatch.setattr(table, "why_no_blocks", lambda device: "Triton is not installed")
 
 
 @pytest.mark.parametrize("images", [1, 128])
@@ -58,61 +63,64 @@ def test_gpus_use_blocks_for_more_than_49_cells_whatever_the_batch(images):
         assert chosen(input_shape=shape, **window(size, size)) == expected
     assert chosen(input_shape=shape, **window(3, 17)) == "blocks"
     assert chosen(input_shape=shape, **window(3, 15)) == "torch"
+    assert chosen(input_shape=shape, **window(17, 17, "same")) == "blocks"
 
 
+@pytest.mark.usefixtures("_no_blocks")
 def test_gpus_without_blocks_use_products_for_8_images_and_81_cells():
-    for images, size, expected in (
-        (8, 9, "products"),
-        (7, 9, "torch"),
-        (8, 7, "torch"),
-    ):
-        case = {"input_shape": (images, 96, 56, 56), **window(size, size), **WITHOUT_BLOCKS}
-        assert chosen(**case) == expected
+    for images, size, expected in ((8, 9, "products"), (7, 9, "torch"), (8, 7, "torch")):
+        assert chosen(input_shape=(images, 96, 56, 56), **window(size, size)) == expected
 
 
-def test_where_triton_cannot_compile_other_algorithms_are_used_and_the_log_says_why(
-    monkeypatch, caplog
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (None, "Triton is not installed"),
+        (
+            RuntimeError("Failed to find C compiler.\nPlease specify via CC"),
+            "Triton cannot compile: Failed to find C compiler. Please specify via CC",
+        ),
+    ],
+)
+def test_a_gpu_that_could_use_blocks_and_does_not_is_reported_once(
+    monkeypatch, caplog, error, reason
 ):
-    """As in a container without a C compiler."""
+    """As in a container without Triton, or without a C compiler."""
     pytest.importorskip("triton")
     from dcls_convert.depthwise import launching
 
     def fail(device):
-        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
+        raise error
 
     monkeypatch.setattr(devices, "_has_enough_registers", lambda device: True)
-    monkeypatch.setattr(launching, "compile_smallest_kernel", fail)
+    monkeypatch.setattr(devices, "find_spec", lambda name: error and name)
+    monkeypatch.setattr(launching, "compile_a_kernel", fail)
     devices._why_no_blocks.cache_clear()
-    device = torch.device("cuda", 0)
-    missing = [devices.why_no_blocks(device) for _ in range(2)]
+    missing = [devices.why_no_blocks(GPU) for _ in range(2)]
     devices._why_no_blocks.cache_clear()
-    reason = "Triton cannot compile: Failed to find C compiler. Please specify via CC"
     assert missing == [reason, reason]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert caplog.records[0].getMessage().endswith(reason)
-    for images, expected in ((8, "products"), (1, "torch")):
-        case = dataclasses.replace(CASE, no_blocks=reason, input_shape=(images, 96, 56, 56))
-        algorithm, why = choose_algorithm(case)
-        assert algorithm.name == expected
-        assert why.endswith(f"; no blocks: {reason}")
 
 
-@pytest.mark.parametrize("device", ["mps", "xpu"])
-def test_where_nothing_is_known_products_are_used_only_on_demand(device):
-    assert chosen(device=device, **WITHOUT_BLOCKS) == "torch"
-    assert chosen("products", device=device, **WITHOUT_BLOCKS) == "products"
-    assert chosen("blocks", device=device, **WITHOUT_BLOCKS) == "torch"
+@pytest.mark.usefixtures("_no_blocks")
+@pytest.mark.parametrize("name", ["mps", "xpu"])
+def test_where_nothing_is_known_products_are_used_only_on_demand(name):
+    device = torch.device(name)
+    assert chosen(device=device) == "torch"
+    assert chosen("products", device=device) == "products"
+    assert chosen("blocks", device=device) == "torch"
 
 
-def test_cpus_use_onednn_and_blocks_only_in_tritons_interpreter():
-    assert chosen(**ON_CPU) == chosen("blocks", **ON_CPU) == "onednn"
+def test_cpus_use_onednn_and_blocks_only_in_tritons_interpreter(monkeypatch):
+    assert chosen(**ON_CPU) == "onednn"
+    assert chosen("blocks", **ON_CPU) == "blocks"
     assert chosen("products", **ON_CPU) == "products"
-    interpreted = {**ON_CPU, "no_blocks": None}
-    assert chosen(**interpreted) == "onednn"
-    assert chosen("blocks", **interpreted) == "blocks"
+    monkeypatch.setattr(table, "why_no_blocks", lambda device: "not for cpu")
+    assert chosen("blocks", **ON_CPU) == "onednn"
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("device", [GPU, CPU])
 def test_torch_can_be_demanded_everywhere(device):
     assert chosen("torch", device=device) == "torch"
 
@@ -125,7 +133,7 @@ def test_torch_can_be_demanded_everywhere(device):
         (window(16, 16, (8, 8)), "onednn"),
         (window(17, 17, (7, 8)), "onednn"),
         (window(17, 17, (0, 0)), "onednn"),
-        (window(16, 16, None) | {"padding": None}, "torch"),
+        (window(16, 16, "same"), "torch"),
         ({"stride": (3, 1)}, "onednn"),
         ({"dilation": (1, 2)}, "torch"),
         ({"input_shape": (128, 96, 0, 56)}, "torch"),  # although the padding is large enough
@@ -137,7 +145,7 @@ def test_torch_can_be_demanded_everywhere(device):
 def test_what_blocks_cannot_compute_is_computed_by_torch(changes, on_cpu):
     assert chosen() == "blocks"
     assert chosen(**changes) == "torch"
-    assert chosen("blocks", **{**ON_CPU, "no_blocks": None, **changes}) == on_cpu
+    assert chosen("blocks", **{**ON_CPU, **changes}) == on_cpu
 
 
 @pytest.mark.parametrize(
@@ -146,14 +154,16 @@ def test_what_blocks_cannot_compute_is_computed_by_torch(changes, on_cpu):
         (1, 65_536, 8, 8),  # more programs than an axis of a grid has
         (1, 4_096, 1_024, 512),  # 2**31 numbers in an image
         (4_096, 8, 1_024, 512),  # 2**31 cells of a channel
+        (1, 1, 1, 2**23),  # more columns than `quotient` can divide
     ],
 )
-def test_maps_whose_offsets_need_more_than_32_bits_are_computed_by_torch(shape):
+def test_maps_that_are_too_large_for_the_kernels_are_computed_by_torch(shape):
     channels = shape[1]
     large = {"input_shape": shape, "kernel_shape": (channels, 1, 17, 17), "groups": channels}
     assert chosen(**large) == "torch"
 
 
+@pytest.mark.usefixtures("_no_blocks")
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -163,19 +173,18 @@ def test_maps_whose_offsets_need_more_than_32_bits_are_computed_by_torch(shape):
     ],
 )
 def test_products_have_stride_1_and_windows_that_fit(changes, expected):
-    assert chosen("products", **{**WITHOUT_BLOCKS, **changes}) == expected
+    assert chosen("products", **changes) == expected
 
 
 def test_the_environment_is_read_once(monkeypatch):
     monkeypatch.setenv(VARIABLE, "cudnn")
     expected = f"{VARIABLE}='cudnn' must be auto, torch, blocks or products"
     with pytest.raises(DclsConvertError, match=re.escape(expected)):
-        convolve()
+        table.preference()
     monkeypatch.setenv(VARIABLE, "products")
-    convolve()
+    assert table.preference() == "products"
     monkeypatch.setenv(VARIABLE, "torch")
-    convolve(MAPS[:1])
-    assert {made.algorithm for made in choices()} == {"products"}
+    assert table.preference() == "products"
 
 
 # The CPU stands in for a GPU.
@@ -183,7 +192,7 @@ def test_the_environment_is_read_once(monkeypatch):
 
 @pytest.fixture
 def _products_preferred(monkeypatch):
-    monkeypatch.setattr(choice, "preference", lambda: "products")
+    monkeypatch.setattr(table, "preference", lambda: "products")
 
 
 MAPS = torch.ones(64, 3, 9, 9)
@@ -191,26 +200,17 @@ KERNEL = torch.ones(3, 1, 9, 9)
 
 
 def convolve(maps=MAPS, kernel=KERNEL):
-    return fastest_conv2d(maps, kernel, None, (1, 1), (4, 4), (1, 1), 3)
+    return conv2d(maps, kernel, None, (1, 1), (4, 4), (1, 1), 3)
 
 
-def test_each_choice_is_reported_once_with_its_reason(caplog, monkeypatch):
+def test_a_log_line_says_which_way_was_taken(caplog):
     caplog.set_level(logging.DEBUG, "dcls_convert")
-    monkeypatch.setattr(choice, "preference", lambda: "blocks")
-    learnt = KERNEL.clone().requires_grad_()
-    for _ in range(2):
-        convolve()
-        convolve(kernel=learnt)
-        convolve(MAPS[:1].double(), learnt.double())
-    refused = "DCLS_CONVERT_DEPTHWISE=blocks, but blocks cannot compute this"
-    reported = [str(choice) for choice in choices()]
-    assert reported == [
-        "cpu, torch.float32, window 9x9 on 64 x 3 maps of 9x9: onednn "
-        f"(oneDNN's fast kernels on x86; {refused})",
-        "cpu, torch.float64, window 9x9 on 1 x 3 maps of 9x9: torch "
-        f"(nothing faster is known; {refused})",
+    convolve()
+    convolve(MAPS[:1].double(), KERNEL.double())
+    assert [record.getMessage() for record in caplog.records] == [
+        "cpu, torch.float32, window 9x9 on 64 x 3 maps of 9x9: by onednn",
+        "cpu, torch.float64, window 9x9 on 1 x 3 maps of 9x9: by torch",
     ]
-    assert [record.getMessage() for record in caplog.records] == reported
 
 
 @pytest.mark.usefixtures("_products_preferred")

@@ -1,0 +1,102 @@
+"""A convolution in plain values, and what its way depends on."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..geometry import Padding, Pair, size_text, static_padding
+from .devices import GPUS, float32_precision
+
+AUTOCAST_DEVICES = GPUS | {"cpu"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A convolution in plain values; arguments are as in `F.conv2d`."""
+
+    device: torch.device
+    dtype: torch.dtype  # in which it is computed
+    input_shape: tuple[int, ...]  # (N, C, H, W)
+    kernel_shape: tuple[int, ...]  # (O, C / groups, R, S)
+    stride: tuple[int, ...]
+    padding: Padding
+    dilation: tuple[int, ...]
+    groups: int
+
+    @property
+    def window(self) -> Pair:
+        return (self.kernel_shape[2], self.kernel_shape[3])
+
+    @property
+    def cells(self) -> int:
+        """Cells of the window."""
+        return self.kernel_shape[2] * self.kernel_shape[3]
+
+    @property
+    def symmetric_padding(self) -> Pair | None:
+        """The (rows, columns) of padding on either side; None if the two sides differ."""
+        rows, columns = static_padding(self.padding, self.window)
+        if rows[0] != rows[1] or columns[0] != columns[1]:
+            return None
+        return rows[0], columns[0]
+
+    @property
+    def is_depthwise(self) -> bool:
+        """True if the maps are not empty, and each kernel is of one channel, undilated."""
+        return (
+            self.groups == self.input_shape[1]
+            and self.kernel_shape[1] == 1
+            and self.dilation == (1, 1)
+            and self.symmetric_padding is not None
+            and all(self.input_shape)
+        )
+
+    @property
+    def has_equal_channels(self) -> bool:
+        """True if it is depthwise with one kernel for each channel."""
+        return self.is_depthwise and self.kernel_shape[0] == self.groups
+
+    def __str__(self) -> str:
+        images, channels, *map_size = self.input_shape
+        return (
+            f"{self.device}, {self.dtype}, window {size_text(self.window)} on {images} x "
+            f"{channels} maps of {size_text(map_size)}"
+        )
+
+
+def computed_dtype(input: Tensor, *others: Tensor) -> torch.dtype | None:
+    """Return the dtype in which torch would convolve an input with a kernel, and a bias.
+
+    None if their dtypes or devices differ.
+    """
+    dtypes = {input.dtype, *[tensor.dtype for tensor in others]}
+    if any(tensor.device != input.device for tensor in others):
+        return None  # torch's convolution refuses this; kernels would read the wrong memory
+    device = input.device.type
+    if device in AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
+        if torch.float64 not in dtypes:
+            return torch.get_autocast_dtype(device)
+    return input.dtype if len(dtypes) == 1 else None
+
+
+def state_of(
+    input: Tensor, weight: Tensor, positions: Tensor | None, bias: Tensor | None
+) -> tuple[object, ...]:
+    """Return all that a way, and its plan, depend on for tensors like these: a key to keep them."""
+    device = input.device
+    dtype = input.dtype
+    if device.type in AUTOCAST_DEVICES and torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    return (
+        input.shape,
+        input.stride(),
+        input.dtype,
+        device,
+        dtype,
+        float32_precision() if dtype == torch.float32 else None,
+        weight.dtype,
+        weight.device,
+        positions is not None and (positions.dtype, positions.device),
+        bias is not None and (bias.dtype, bias.device),
+    )
