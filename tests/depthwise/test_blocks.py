@@ -1,6 +1,7 @@
 """Blocks give torch's results in Triton's interpreter, and compile for GPUs that are not here."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,26 +10,47 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from triton.backends.compiler import GPUTarget
-
-from .compiled_kernels import KERNELS, compile_for
+from .compiled_kernels import (
+    GPUS,
+    called_by,
+    compile_for,
+    issue_ratio,
+    jit_functions,
+    launches_of_layers,
+)
 
 ROOT = Path(__file__).parents[2]
+NO_COMPILER = not (shutil.which("cc") or shutil.which("gcc"))
+
+
+def run_program(name, *arguments, **environment):
+    """Run a program beside this file in a process of its own, and return what it prints."""
+    command = [sys.executable, "-m", f"tests.depthwise.{name}", *arguments]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
 
 
 def interpret(*functions):
-    """Run functions of `interpreted.py` in a process of its own."""
-    command = [sys.executable, "-m", "tests.depthwise.interpreted", *functions]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [word for name in functions for word in (name, "ok")]
+    printed = run_program("interpreted", *functions, TRITON_INTERPRET="1")
+    assert printed == [word for name in functions for word in (name, "ok")]
 
 
-def test_small_integers_are_exact_and_launches_are_few():
-    interpret("few_exact", "launches")
+@pytest.mark.skipif(NO_COMPILER, reason="no C compiler")
+def test_layers_launch_blocks_on_a_gpu_that_is_not_there(tmp_path):
+    """Eight launches a step; this also fails if a GPU would not take blocks."""
+    assert run_program("on_fake_gpu", str(tmp_path)) == ["ok"]
+
+
+def test_small_integers_are_exact():
+    interpret("few_exact")
 
 
 @pytest.mark.slow
@@ -39,41 +61,58 @@ def test_the_results_are_those_of_torch(function):
     interpret(function)
 
 
-GPUS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_89": GPUTarget("cuda", 89, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
-SHARED_BYTES = {"cuda": 99 * 1024, "hip": 64 * 1024}  # of the smallest GPUs
-# `diagonals` and the like read scattered numbers; these move whole maps, blocks and banks.
+# Of one program: of the smallest GPUs, and of those on which three taps are added at once.
+SHARED_BYTES = {"cuda": 99 * 1024, "hip": 64 * 1024}
+# Kernels that move whole maps, blocks and banks, by 16 bytes.
 MOVE_16_BYTES = {
-    "pack": ("ld.global.v4", "st.global.v4"),
-    "unpack": ("st.global.v4",),
-    "convolve": ("0x10", "st.global.v4"),  # 16 bytes of cp.async
-    "convolve turned": ("0x10", "st.global.v4"),
+    "convolve_blocks": ("0x10", "st.global.v4"),  # 16 bytes of cp.async
     "gradient_of_bank": ("0x10", "st.global.v4"),
     "bank_of_window": ("st.global.v4",),
-    "bank_of_elements": ("st.global.v4",),
+    "pack_and_make_bank": ("st.global.v4",),
 }
+# Cycles in which instructions are issued, for a cycle of an H100's tensor cores.
+MAX_ISSUE_RATIOS = {("convolve_blocks", False): 0.8, ("gradient_of_bank", True): 0.65}
+
+
+def test_layers_launch_every_kernel_of_the_package():
+    """So the tests below compile every kernel."""
+    functions = jit_functions()
+    launched = {launch.kernel.__name__ for launch in launches_of_layers(GPUS["sm_90"])}
+    called = set().union(*[called_by(functions[name], functions) for name in launched])
+    assert launched | called == functions.keys()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("gpu", GPUS)
-def test_kernels_compile_without_spilling(gpu, name):
+def test_kernels_compile_without_spilling(gpu, tmp_path):
     target = GPUS[gpu]
-    precisions = {"bf16": ["ieee"]}
-    if KERNELS[name].is_pipelined:
-        precisions["fp32"] = ["tf32", "tf32x3"] if target.backend == "cuda" else ["ieee"]
-    for dtype, ways in precisions.items():
-        for precision in ways:
-            compiled = compile_for(target, name, dtype, precision)
-            assert compiled.spilled == 0, (dtype, precision, compiled.spilled)
-            assert compiled.shared_bytes <= SHARED_BYTES[target.backend]
-            if target.backend == "cuda" and dtype == "bf16":
-                for instruction in MOVE_16_BYTES.get(name, ()):
-                    assert instruction in compiled.code, instruction
-            if gpu == "sm_90" and KERNELS[name].is_pipelined:
-                assert "wgmma" in compiled.code
+    for launch in launches_of_layers(target):
+        compiled = compile_for(target, launch)
+        assert compiled.spilled == 0, str(launch)
+        assert compiled.shared_bytes <= SHARED_BYTES[target.backend], str(launch)
+        # ptxas says so if products of tensor cores wait for each other.
+        assert "serialized" not in compiled.messages, str(launch)
+        name = launch.kernel.__name__
+        is_half = launch.dtypes[0].itemsize == 2
+        if target.backend == "cuda" and launch.dtypes[1].itemsize == 2:
+            for instruction in MOVE_16_BYTES.get(name, ()):
+                assert instruction in compiled.code, f"{launch}: {instruction}"
+        if gpu == "sm_90" and launch.stages > 1:
+            assert "wgmma" in compiled.code, str(launch)
+            limit = MAX_ISSUE_RATIOS.get((name, dict(launch.constants).get("THREE", False)))
+            if is_half and limit:
+                assert issue_ratio(launch, compiled, tmp_path) <= limit, str(launch)
+
+
+@pytest.mark.slow
+def test_kernels_compile_with_sizes_of_one_as_constants():
+    """As torch.compile makes them."""
+    target = GPUS["sm_90"]
+    for launch in launches_of_layers(target):
+        compile_for(target, launch, ones=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NO_COMPILER, reason="no C compiler")
+def test_a_compiled_step_launches_what_an_eager_one_does(tmp_path):
+    assert run_program("on_fake_gpu", str(tmp_path), "compiled") == ["ok"]

@@ -1,0 +1,186 @@
+"""Launch layers in many situations on a GPU that is not there: a program of its own.
+
+Its arguments are a folder for what is compiled, and perhaps `compiled`. Nothing is computed: the
+program looks at whether blocks are taken, at what is launched, and at whether tensors begin where
+the compiled programs expect.
+"""
+
+import contextlib
+import copy
+import pickle
+import sys
+from pathlib import Path
+
+import torch
+import torch._dynamo.variables.builder
+import torch.utils._triton
+from torch.utils.checkpoint import checkpoint
+
+from dcls_convert.depthwise.launching import LOAD_BYTES, Launch
+from dcls_convert.layers.dcls_conv import DclsConv2d
+from dcls_convert.layers.gpu_construction import construct_windows
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from fake_gpu import FakeGpu
+
+GPU = FakeGpu(Path(sys.argv[1]))
+GPU.take_blocks_on_cpu()
+torch.set_num_threads(1)
+CHANNELS = 16
+FORWARD = 3  # launches
+STEP = 8  # of a forward and a backward pass
+
+
+def check_addresses(launch, tensors):
+    for parameter, tensor in zip(launch.kernel.params, tensors, strict=False):
+        if not parameter.do_not_specialize_on_alignment:
+            assert tensor.data_ptr() % LOAD_BYTES == 0, (launch.kernel.__name__, parameter.name)
+
+
+def check_every_launch():
+    first_run = Launch._first_run
+
+    def checked_first_run(launch, stream, *tensors):
+        first_run(launch, stream, *tensors)
+        run = launch.run
+
+        def checked_run(stream, *tensors):
+            check_addresses(launch, tensors)
+            run(stream, *tensors)
+
+        check_addresses(launch, tensors)
+        launch.run = checked_run
+
+    Launch._first_run = checked_first_run
+
+
+@contextlib.contextmanager
+def launching(count, situation):
+    before = GPU.launches()
+    yield
+    assert GPU.launches() - before == count, (situation, GPU.launches() - before)
+
+
+def layer_of(**options):
+    options = {"groups": CHANNELS, "kernel_count": 34, "dilated_kernel_size": 17, **options}
+    padding = options["dilated_kernel_size"] // 2
+    return DclsConv2d(CHANNELS, CHANNELS, padding=padding, **options)
+
+
+LAYER = layer_of()
+IMAGES = torch.randn(2, CHANNELS, 14, 14)
+
+
+def step(layer=LAYER, images=IMAGES):
+    images = images.detach().requires_grad_()
+    layer(images).sum().backward()
+
+
+def unaligned(tensor):
+    """Return an equal tensor that begins at an odd address."""
+    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:]
+    return memory.view(tensor.shape).copy_(tensor)
+
+
+def steps_of_ordinary_tensors():
+    with launching(STEP, "a step"):
+        step()
+    with launching(FORWARD, "inference"), torch.no_grad():
+        LAYER(IMAGES)
+    with launching(FORWARD, "inference mode"), torch.inference_mode():
+        LAYER(IMAGES)
+    with launching(STEP, "one image"):
+        step(images=IMAGES[:1])
+    with launching(STEP, "a map of one cell"):
+        step(images=torch.randn(2, CHANNELS, 1, 1))
+    with launching(STEP, "a wide map"):
+        step(images=torch.randn(2, CHANNELS, 3, 500))
+    with launching(0, "no image"):
+        step(images=IMAGES[:0])
+    with launching(2 * STEP, "a layer twice"):
+        images = IMAGES.clone().requires_grad_()
+        LAYER(LAYER(images)).sum().backward()
+
+
+def steps_of_odd_memory():
+    with launching(STEP, "unaligned images"):
+        images = unaligned(IMAGES).requires_grad_()
+        outputs = LAYER(images)
+        outputs.backward(unaligned(torch.randn_like(outputs)))
+    with launching(STEP, "unaligned parameters"):
+        layer = copy.deepcopy(LAYER)
+        for name, parameter in list(layer.named_parameters()):
+            setattr(layer, name, torch.nn.Parameter(unaligned(parameter.detach())))
+        step(layer)
+    with launching(STEP, "expanded images"):
+        step(images=IMAGES[:1].expand(4, -1, -1, -1))
+    with launching(STEP, "half of the channels"):
+        images = torch.randn(2, 2 * CHANNELS, 14, 14)
+        step(images=images.to(memory_format=torch.channels_last)[:, :CHANNELS])
+
+
+def steps_of_other_dtypes():
+    for dtype in (torch.bfloat16, torch.float16):
+        with launching(STEP, dtype), torch.autocast("cpu", dtype):
+            step()
+    with launching(STEP, "a layer in bfloat16"):
+        step(copy.deepcopy(LAYER).bfloat16(), IMAGES.bfloat16())
+    with launching(0, "float64"):
+        step(copy.deepcopy(LAYER).double(), IMAGES.double())
+
+
+def steps_of_other_layers():
+    with launching(STEP, "31x31, stride 2"):
+        step(layer_of(dilated_kernel_size=31, stride=2), torch.randn(2, CHANNELS, 33, 47))
+    with launching(STEP, "no bias"):
+        step(layer_of(bias=False))
+    with launching(STEP + 1, "windows of Gaussians"):  # the bank has a launch of its own
+        step(layer_of(interpolation="gaussian"))
+    with launching(2 * STEP, "copies"):
+        for layer in (copy.deepcopy(LAYER), pickle.loads(pickle.dumps(LAYER))):
+            step(layer, IMAGES[:1])
+    for name, launches in (("weight", 3 + 3), ("positions", 3 + 3), ("bias", 3 + 1)):
+        with launching(launches, f"only {name}"):
+            layer = copy.deepcopy(LAYER).requires_grad_(False)
+            getattr(layer, name).requires_grad_()
+            layer(IMAGES).sum().backward()
+            assert getattr(layer, name).grad is not None
+    with launching(2, "dense windows"):
+        weight = torch.randn(8, 4, 5, requires_grad=True)
+        construct_windows(weight, torch.randn(2, 8, 4, 5), (7, 7)).sum().backward()
+
+
+def steps_of_torchs_mechanisms():
+    for reentrant in (False, True):
+        with launching(STEP + FORWARD, f"checkpoint, reentrant {reentrant}"):
+            images = IMAGES.clone().requires_grad_()
+            checkpoint(LAYER, images, use_reentrant=reentrant).sum().backward()
+    with launching(FORWARD, "gradients of gradients"):
+        images = IMAGES.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(LAYER(images).sum(), images, create_graph=True)
+        gradient.square().sum().backward()
+    with launching(0, "vmap"):
+        torch.func.vmap(copy.deepcopy(LAYER).eval())(IMAGES[None])
+
+
+def compiled_steps():
+    """As far as AOT: inductor's code for a GPU cannot run here."""
+    torch.utils._triton.has_triton = lambda *arguments: True
+    torch._dynamo.variables.builder.has_triton = lambda *arguments: True
+    compiled = torch.compile(layer_of(), backend="aot_eager", fullgraph=True)
+    for side in (14, 20):
+        with launching(STEP, "compiled"):
+            step(compiled, torch.randn(2, CHANNELS, side, side))
+
+
+if __name__ == "__main__":
+    if "compiled" in sys.argv:
+        compiled_steps()
+    else:
+        check_every_launch()
+        steps_of_ordinary_tensors()
+        steps_of_odd_memory()
+        steps_of_other_dtypes()
+        steps_of_other_layers()
+        steps_of_torchs_mechanisms()
+    print("ok")
