@@ -1,30 +1,35 @@
-"""Measure this package on a GPU, in three minutes: accuracy, layers, networks, the host.
+"""Measure this package on a GPU, in less than four minutes.
 
     python benchmarks/gpu.py [--seconds N] [--output FILE]
 
-Each row is measured after a warm-up of its own, and written to the JSON file as soon as it is
-known. Rows that no longer fit into the time are left out. At the end, the rows are printed as
-tables. Without a GPU, the script says so.
+First it says whether blocks are taken, and whether they are exact. Then it measures, in this order,
+until the time is over; a part that fails prints its error, and the next one begins. Each row is
+written to the JSON file as soon as it is known, and at the end all are printed as tables.
 
+- Networks: ConvNeXt-T as it is and converted to 17x17, in turn, in training (bfloat16 autocast,
+  AdamW), inference and float32; then ConvNeXt-B, ResNet-50 and EfficientNet-B0. Images a second,
+  the kernels' time alone and construction's share of it (with blocks, the packing of maps is in
+  it), launches, peak memory.
+- Host: time of a converted layer's step, for maps so small that the GPU waits for Python.
 - Accuracy: relative errors of the output, the input's gradient and the window's gradient beside
   float64 on the CPU, from the same rounded inputs.
-- Host: Python time of a layer's step, for maps so small that the GPU waits.
-- Networks: ConvNeXt-T as it is, converted to 17x17, and folded: images a second in training
-  (bfloat16 autocast, AdamW) and inference, GPU time alone and construction's share of it, kernels
-  launched, peak memory. ResNet-50 and EfficientNet-B0 likewise, in channels_last, converted to
-  their default windows.
-- Layers: GPU time of a depthwise convolution, by replaying CUDA graphs, so that the host does not
-  count: torch's convolution and blocks, forward, and forward with both gradients.
+- Layers: GPU time of one depthwise convolution, by CUDA graphs, so that the host does not count.
+- Compiled: the whole network by torch.compile, also with CUDA graphs.
 """
 
 import argparse
 import copy
+import functools
 import itertools
 import json
+import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,38 +42,104 @@ from torch import Tensor, nn
 
 WINDOW = 17
 STAGES = ((96, 56), (192, 28), (384, 14), (768, 7))  # of ConvNeXt-T: channels, side of the map
-LAYER_WINDOWS = (5, 7, 9, 17, 31)
-LAYER_BATCHES = (128, 16, 1)
-NETWORK_BATCHES = (128, 64, 32, 8, 1)
-ROUNDS = 5
-ROUND_SECONDS = 0.05
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+KINDS_TO_COMPILE = ("bfloat16", "float16", "float32", "TF32", "31x31", "dense")
 # Kernels from elements to windows, or to banks of blocks, and back.
-CONSTRUCTION_KERNELS = frozenset(
-    {"construct", "gradients_of_elements", "bank_of_elements", "gradients_by_bank"}
+CONSTRUCTION_KERNELS = (
+    "construct",
+    "gradients_of_elements",
+    "pack_and_make_bank",
+    "gradients_by_bank",
 )
-SLOW_CELLS = 81  # from here on, torch's convolution takes milliseconds
 Row = dict[str, Any]
 Cells = dict[str, dict[str, str]]
 Call = Callable[[], object]
 
 
-class Clock:
-    """The time that is left."""
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What is measured, in images, pixels and seconds."""
 
-    def __init__(self, seconds: float) -> None:
-        self.end = time.monotonic() + seconds
+    side: int = 224
+    training: tuple[int, ...] = (128, 256, 32, 8)
+    inference: tuple[int, ...] = (128, 8, 1)
+    float32: int = 64
+    large: int = 64  # ConvNeXt-B
+    others: int = 128  # ResNet-50, EfficientNet-B0
+    compiled: int = 128
+    graphed: int = 8
+    layers: int = 128
+    round_seconds: float = 0.3
+    rounds: int = 3
+    host_calls: int = 200
 
-    def is_over(self) -> bool:
-        return time.monotonic() >= self.end
+
+TINY = Sizes(
+    side=32,
+    training=(2,),
+    inference=(1,),
+    float32=1,
+    large=1,
+    others=2,
+    compiled=2,
+    graphed=1,
+    layers=1,
+    round_seconds=0.0,
+    rounds=1,
+    host_calls=2,
+)
 
 
-def milliseconds(call: Call) -> float:
+@dataclass
+class Run:
+    """The rows of this run; no part begins after `end`."""
+
+    output: Path
+    end: float  # by time.monotonic()
+    sizes: Sizes
+    report: dict[str, Any]
+    failures: list[str] = field(default_factory=list)
+
+    def try_(self, name: str, measure: Callable[[], Row], *, reserve: float = 0.0) -> None:
+        """Measure a row, unless fewer than `reserve` seconds are left; print its error."""
+        if time.monotonic() + reserve >= self.end:
+            print(f"{name}: no time left", flush=True)
+            return
+        start = time.monotonic()
+        try:
+            row = measure()
+        except Exception:  # the next row may still work; time on a GPU is dear
+            traceback.print_exc()
+            self.failures.append(name)
+            torch.cuda.empty_cache()
+        else:
+            row = {"row": name, **row, "seconds": round(time.monotonic() - start, 1)}
+            self.report["rows"].append(row)
+            print(text_of(row), flush=True)
+        self.report["failures"] = self.failures
+        self.output.write_text(json.dumps(self.report, indent=1), encoding="utf-8")
+
+
+# Times.
+
+
+def milliseconds(call: Call, sizes: Sizes) -> float:
     """Return the median time of a call on the GPU's clock, after two calls to warm up."""
-    call()
-    call()
-    first = elapsed(call, 1)
-    calls = max(1, min(50, int(1e3 * ROUND_SECONDS / max(first, 0.01))))
-    return statistics.median(elapsed(call, calls) for _ in range(ROUNDS))
+    return milliseconds_in_turn({"": call}, sizes)[""]
+
+
+def milliseconds_in_turn(calls: dict[str, Call], sizes: Sizes) -> dict[str, float]:
+    """Return the median time of each call; all take turns in each round."""
+    counts = {}
+    for name, call in calls.items():
+        call()
+        first = elapsed(call, 2)
+        counts[name] = max(1, min(200, int(1e3 * sizes.round_seconds / max(first, 0.01))))
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(sizes.rounds):
+        for name, call in calls.items():
+            times[name].append(elapsed(call, counts[name]))
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def elapsed(call: Call, calls: int) -> float:
@@ -81,10 +152,10 @@ def elapsed(call: Call, calls: int) -> float:
         call()
     end.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end) / calls
+    return float(start.elapsed_time(end) / calls)
 
 
-def graphed_milliseconds(call: Call, calls: int) -> float:
+def graphed_milliseconds(call: Call, calls: int, sizes: Sizes) -> float:
     """Return the GPU time of a call, from a CUDA graph of several."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -94,191 +165,10 @@ def graphed_milliseconds(call: Call, calls: int) -> float:
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         for _ in range(calls):
             call()
-    return milliseconds(graph.replay) / calls
-
-
-def use(algorithm: str) -> None:
-    """Make depthwise layers use this algorithm from now on."""
-    from dcls_convert.depthwise import choice
-
-    choice._preference = lambda: algorithm  # type: ignore[assignment]
-    choice._decisions.clear()
-
-
-def convolve(images: Tensor, kernel: Tensor) -> Tensor:
-    from dcls_convert.depthwise.choice import fastest_conv2d
-
-    padding = kernel.shape[-1] // 2
-    channels = kernel.shape[0]
-    return fastest_conv2d(images, kernel, None, (1, 1), (padding, padding), (1, 1), channels)
-
-
-# Accuracy.
-
-
-def accuracy_rows() -> Iterator[Row]:
-    settings = [(torch.bfloat16, False), (torch.float16, False)]
-    settings += [(torch.float32, False), (torch.float32, True)]
-    for (dtype, tf32), algorithm in itertools.product(settings, ("torch", "blocks", "products")):
-        torch.backends.cuda.matmul.allow_tf32 = tf32
-        torch.backends.cudnn.allow_tf32 = tf32
-        use(algorithm)
-        errors = relative_errors(dtype)
-        yield {
-            "part": "accuracy",
-            "dtype": name_of(dtype),
-            "tf32": tf32,
-            "way": algorithm,
-            "errors": errors,
-        }
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
-
-
-def relative_errors(dtype: torch.dtype) -> list[float]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((4, 16, 28, 28), (16, 1, WINDOW, WINDOW), (4, 16, 28, 28))
-    rounded = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-    exact = results(convolve_by_torch, *[tensor.double() for tensor in rounded])
-    ours = results(convolve, *[tensor.cuda() for tensor in rounded])
-    errors = []
-    for result, expected in zip(ours, exact, strict=True):
-        error = (result.cpu().double() - expected).norm() / expected.norm()
-        errors.append(float(error))
-    return errors
-
-
-def convolve_by_torch(images: Tensor, kernel: Tensor) -> Tensor:
-    return F.conv2d(images, kernel, padding=kernel.shape[-1] // 2, groups=len(kernel))
-
-
-def results(function: Any, images: Tensor, kernel: Tensor, gradient: Tensor) -> list[Tensor]:
-    images.requires_grad_()
-    kernel.requires_grad_()
-    output = function(images, kernel)
-    return [output.detach(), *torch.autograd.grad(output, (images, kernel), gradient)]
-
-
-# Layers.
-
-
-def layer_rows() -> Iterator[Row]:
-    for batch, (channels, side), window in itertools.product(LAYER_BATCHES, STAGES, LAYER_WINDOWS):
-        if window > 2 * side + 3:
-            continue
-        for algorithm in ("torch", "blocks"):
-            yield layer_row(batch, channels, side, window, algorithm)
-
-
-def layer_row(batch: int, channels: int, side: int, window: int, algorithm: Any) -> Row:
-    use(algorithm)
-    images = torch.randn(batch, channels, side, side, device="cuda", dtype=torch.bfloat16)
-    images = images.to(memory_format=torch.channels_last).requires_grad_()
-    kernel = torch.randn(channels, 1, window, window, device="cuda", dtype=torch.bfloat16)
-    kernel.requires_grad_()
-    gradient = torch.randn_like(images)
-    calls = 1 if algorithm == "torch" and window**2 >= SLOW_CELLS else 8
-
-    def step() -> object:
-        return torch.autograd.grad(convolve(images, kernel), (images, kernel), gradient)
-
-    with torch.no_grad():
-        forward = graphed_milliseconds(lambda: convolve(images, kernel), calls)
-    return {
-        "part": "layer",
-        "map": f"{channels} @ {side}x{side}",
-        "batch": batch,
-        "window": window,
-        "way": algorithm,
-        "forward_ms": forward,
-        "step_ms": graphed_milliseconds(step, calls),
-    }
-
-
-# Networks.
-
-
-def original_and_converted(name: str, **options: Any) -> tuple[nn.Module, nn.Module]:
-    import timm
-
-    import dcls_convert
-
-    torch.manual_seed(0)
-    original = timm.create_model(name)
-    converted = copy.deepcopy(original)
-    dcls_convert.convert_(converted, init="random", input_size=(3, 224, 224), **options)
-    return original.cuda(), converted.cuda()
-
-
-def convnext_rows() -> Iterator[Row]:
-    import dcls_convert
-
-    name = "convnext_tiny"
-    original, converted = original_and_converted(name, dilated_size=WINDOW)
-    for batch, training in itertools.product(NETWORK_BATCHES, (True, False)):
-        yield network_row(name, "original", original, batch, training)
-        yield network_row(name, "converted", converted, batch, training)
-    for algorithm in ("products", "torch"):
-        yield network_row(name, "converted", converted, 64, True, algorithm)
-    dcls_convert.fold_to_dense_(converted)
-    yield network_row(name, "folded", converted, 64, False)
-
-
-def channels_last_rows() -> Iterator[Row]:
-    for name in ("resnet50", "efficientnet_b0"):
-        original, converted = original_and_converted(name)
-        for network in (original, converted):
-            network.to(memory_format=torch.channels_last)
-        for batch in (128, 32, 8):
-            yield network_row(name, "original", original, batch, True)
-            yield network_row(name, "converted", converted, batch, True)
-
-
-def network_row(
-    name: str, state: str, network: nn.Module, batch: int, training: bool, algorithm: str = "auto"
-) -> Row:
-    """Measure a step with a network: "original", "converted" or "folded"."""
-    use(algorithm)
-    network.train(training)
-    images = torch.randn(batch, 3, 224, 224, device="cuda")
-    if name != "convnext_tiny":  # whose own layers make its maps channels_last
-        images = images.to(memory_format=torch.channels_last)
-    labels = torch.randint(0, 1000, (batch,), device="cuda")
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=True)
-
-    def train() -> None:
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = F.cross_entropy(network(images), labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    def infer() -> None:
-        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
-            network(images)
-
-    call = train if training else infer
-    call()  # compiles
-    torch.cuda.reset_peak_memory_stats()
-    ms = milliseconds(call)
-    gpu_ms, construction_ms, launches = gpu_time(call)
-    return {
-        "part": "network",
-        "network": name,
-        "state": state,
-        "way": algorithm,
-        "work": "training" if training else "inference",
-        "batch": batch,
-        "images_per_second": 1e3 * batch / ms,
-        "ms": ms,
-        "gpu_ms": gpu_ms,
-        "construction_ms": construction_ms,
-        "launches": launches,
-        "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
-    }
+    return milliseconds(graph.replay, sizes) / calls
 
 
 def gpu_time(call: Call) -> tuple[float, float, int]:
@@ -289,51 +179,300 @@ def gpu_time(call: Call) -> tuple[float, float, int]:
         torch.cuda.synchronize()
     gpu = torch.autograd.DeviceType.CUDA  # ROCm's too
     kernels = [event for event in profile.key_averages() if event.device_type == gpu]
-    total = sum(event.self_device_time_total for event in kernels)
-    construction = sum(
-        event.self_device_time_total for event in kernels if event.key in CONSTRUCTION_KERNELS
-    )
+    total = 0.0
+    construction = 0.0
+    for event in kernels:
+        total += event.self_device_time_total
+        if event.key.startswith(CONSTRUCTION_KERNELS):  # inductor adds a number
+            construction += event.self_device_time_total
     return total / 1e3, construction / 1e3, sum(event.count for event in kernels)
 
 
-# The host.
+# Blocks.
 
 
-def host_rows() -> Iterator[Row]:
+def new_layer(**options: Any) -> nn.Module:
+    """Return a depthwise layer as in ConvNeXt-T's first stage."""
     from dcls_convert.layers.dcls_conv import DclsConv2d
 
-    layer = DclsConv2d(
-        96, 96, groups=96, kernel_count=34, dilated_kernel_size=WINDOW, padding=WINDOW // 2
-    ).cuda()
-    conv = nn.Conv2d(96, 96, 7, padding=3, groups=96).cuda()
-    images = torch.randn(1, 96, 8, 8, device="cuda", requires_grad=True)
+    options = {"kernel_count": 34, "dilated_kernel_size": WINDOW, "groups": 96, **options}
+    padding = options["dilated_kernel_size"] // 2
+    return DclsConv2d(96, 96, padding=padding, **options)
+
+
+def convolve(images: Tensor, kernel: Tensor) -> Tensor:
+    """Convolve in blocks."""
+    from dcls_convert.depthwise.blocks import convolve_window
+
+    window = (kernel.shape[2], kernel.shape[3])
+    return convolve_window(images, kernel, None, window, (1, 1), images.dtype)
+
+
+def convolve_by_torch(images: Tensor, kernel: Tensor) -> Tensor:
+    return F.conv2d(images, kernel, padding=kernel.shape[-1] // 2, groups=len(kernel))
+
+
+def results(function: Any, images: Tensor, kernel: Tensor, gradient: Tensor) -> list[Tensor]:
+    """Return the output and both gradients."""
+    leaves = [images.detach().requires_grad_(), kernel.detach().requires_grad_()]
+    output = function(*leaves)
+    return [output.detach(), *torch.autograd.grad(output, leaves, gradient)]
+
+
+def exact_row(dtype: torch.dtype, *, channels_last: bool) -> Row:
+    """Compare small integers with float64, to the last bit."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((3, 16, 30, 23), (16, 1, WINDOW, WINDOW), (3, 16, 30, 23))
+    integers = [torch.randint(-2, 3, shape, generator=generator).double() for shape in shapes]
+    exact = results(convolve_by_torch, *integers)
+    images, kernel, gradient = [tensor.to("cuda", dtype) for tensor in integers]
+    if channels_last:
+        images = images.contiguous(memory_format=torch.channels_last)
+    found = results(convolve, images, kernel, gradient)
+    pairs = zip(found, exact, strict=True)
+    return {"exact": all(torch.equal(one.cpu(), other.to(dtype)) for one, other in pairs)}
+
+
+def accuracy_row(dtype: torch.dtype, *, tf32: bool, by: str) -> Row:
+    """Return relative errors in Frobenius norms."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((4, 16, 28, 28), (16, 1, WINDOW, WINDOW), (4, 16, 28, 28))
+    rounded = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    exact = results(convolve_by_torch, *[tensor.double() for tensor in rounded])
+    allow_tf32(tf32)
+    try:
+        function = convolve if by == "blocks" else convolve_by_torch
+        found = results(function, *[tensor.cuda() for tensor in rounded])
+    finally:
+        allow_tf32(False)
+    errors = []
+    for result, expected in zip(found, exact, strict=True):
+        error = (result.cpu().double() - expected).norm() / expected.norm()
+        errors.append(float(error))
+    return {"errors": errors}
+
+
+def allow_tf32(allowed: bool) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    torch.backends.cudnn.allow_tf32 = allowed
+
+
+def layer_row(channels: int, side: int, window: int, sizes: Sizes) -> Row:
+    """Measure one convolution, by blocks if torch is slow."""
+    shape = (sizes.layers, channels, side, side)
+    images = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    images = images.to(memory_format=torch.channels_last).requires_grad_()
+    kernel = torch.randn(channels, 1, window, window, device="cuda", dtype=torch.bfloat16)
+    kernel.requires_grad_()
     gradient = torch.randn_like(images)
-    for name, module in (("converted layer", layer), ("nn.Conv2d, 7x7", conv)):
-        use("auto")
-        leaves = [images, *module.parameters()]
+    function = convolve_by_torch if window <= 7 else convolve
 
-        def step(module: nn.Module = module, leaves: Any = leaves) -> None:
-            with torch.autocast("cuda", torch.bfloat16):
-                output = module(images)
-            torch.autograd.grad(output, leaves, gradient.to(output.dtype))
+    def forward() -> object:
+        with torch.no_grad():
+            return function(images, kernel)
 
-        yield {"part": "host", "what": name, "microseconds": host_microseconds(step)}
+    def step() -> object:
+        return torch.autograd.grad(function(images, kernel), (images, kernel), gradient)
+
+    return {
+        "forward_ms": graphed_milliseconds(forward, 8, sizes),
+        "step_ms": graphed_milliseconds(step, 8, sizes),
+    }
 
 
-def host_microseconds(call: Call, calls: int = 200) -> float:
+def host_row(module: nn.Module, sizes: Sizes) -> Row:
+    """Measure a step whose kernels take less time than Python."""
+    module = module.cuda()
+    images = torch.randn(1, 96, 8, 8, device="cuda", requires_grad=True)
+    leaves = [images, *module.parameters()]
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            output = module(images)
+        torch.autograd.grad(output, leaves, output)
+
     for _ in range(3):
-        call()
+        step()
     rounds = []
-    for _ in range(ROUNDS):
+    for _ in range(5):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        for _ in range(calls):
+        for _ in range(sizes.host_calls):
+            step()
+        rounds.append((time.perf_counter() - start) / sizes.host_calls * 1e6)
+    return {"microseconds": statistics.median(rounds)}
+
+
+# Networks.
+
+
+class Networks:
+    """A network, and the same network converted; made on the CPU."""
+
+    def __init__(self, name: str, sizes: Sizes, **options: Any) -> None:
+        import timm
+
+        import dcls_convert
+
+        torch.manual_seed(0)
+        self.sizes = sizes
+        original = timm.create_model(name)
+        converted = copy.deepcopy(original)
+        shape = (3, sizes.side, sizes.side)
+        dcls_convert.convert_(converted, init="random", input_size=shape, **options)
+        self.channels_last = "convnext" not in name  # whose own layers make their maps so
+        self.states = {"original": original.cuda(), "converted": converted.cuda()}
+        if self.channels_last:
+            for network in self.states.values():
+                network.to(memory_format=torch.channels_last)
+
+    def row(self, batch: int, *, training: bool, half: bool = True, **options: Any) -> Row:
+        """Measure both networks in turn; options are those of torch.compile."""
+        images = torch.randn(batch, 3, self.sizes.side, self.sizes.side, device="cuda")
+        if self.channels_last:
+            images = images.to(memory_format=torch.channels_last)
+        labels = torch.randint(0, 1000, (batch,), device="cuda")
+        calls: dict[str, Call] = {}
+        for state, network in self.states.items():
+            network.train(training)
+            function = torch.compile(network, **options) if options else network
+            calls[state] = step_of(network, function, images, labels, training, half)
+        peaks = {}
+        for state, call in calls.items():
+            call()  # compiles
+            torch.cuda.reset_peak_memory_stats()
             call()
-        rounds.append((time.perf_counter() - start) / calls * 1e6)
-    return statistics.median(rounds)
+            peaks[state] = torch.cuda.max_memory_allocated() / 1e9
+        times = milliseconds_in_turn(calls, self.sizes)
+        row: Row = {"ratio": times["original"] / times["converted"]}
+        for state, call in calls.items():
+            gpu_ms, construction_ms, launches = gpu_time(call)
+            row[state] = {
+                "images_per_second": 1e3 * batch / times[state],
+                "ms": times[state],
+                "gpu_ms": gpu_ms,
+                "construction_ms": construction_ms,
+                "launches": launches,
+                "peak_gb": peaks[state],
+            }
+        return row
+
+
+def step_of(
+    network: nn.Module,
+    function: Callable[[Tensor], Tensor],
+    images: Tensor,
+    labels: Tensor,
+    training: bool,
+    half: bool,
+) -> Call:
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=True)
+
+    def train() -> None:
+        with torch.autocast("cuda", torch.bfloat16, enabled=half):
+            loss = F.cross_entropy(function(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def infer() -> None:
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=half):
+            function(images)
+
+    return train if training else infer
 
 
 # The run.
+
+
+def compile_kernels(kind: str) -> str:
+    """Run a step that compiles the kernels of a kind, into Triton's cache on disk."""
+    from dcls_convert.layers.gpu_construction import construct_windows
+
+    if kind == "dense":
+        weight = torch.randn(64, 64, 5, device="cuda", requires_grad=True)
+        positions = torch.randn(2, 64, 64, 5, device="cuda", requires_grad=True)
+        construct_windows(weight, positions, (7, 7)).sum().backward()
+        return kind
+    allow_tf32(kind == "TF32")
+    dtype = {"float16": torch.float16, "float32": torch.float32, "TF32": torch.float32}.get(kind)
+    layer = new_layer(dilated_kernel_size=31 if kind == "31x31" else WINDOW).cuda()
+    images = torch.randn(2, 96, 32, 32, device="cuda").to(memory_format=torch.channels_last)
+    for size in (32, 8):  # of 3 x 3 taps and of one
+        part = images[..., :size, :size].requires_grad_()
+        with torch.autocast("cuda", dtype or torch.bfloat16, enabled=dtype != torch.float32):
+            output = layer(part)
+        output.backward(torch.ones_like(output))
+    return kind
+
+
+def measure_all(run: Run) -> None:
+    """Measure the rows, the most important ones first."""
+    sizes = run.sizes
+    for dtype, channels_last in itertools.product(DTYPES, (True, False)):
+        memory = "channels_last" if channels_last else "contiguous"
+
+        def exact(dtype: torch.dtype = dtype, channels_last: bool = channels_last) -> Row:
+            return exact_row(dtype, channels_last=channels_last)
+
+        run.try_(f"exact: {name_of(dtype)}, {memory}", exact)
+
+    @functools.cache
+    def tiny() -> Networks:
+        return Networks("convnext_tiny", sizes, dilated_size=WINDOW)
+
+    name = "ConvNeXt-T"
+    for batch in sizes.training:
+        run.try_(f"{name}, training, {batch}", lambda batch=batch: tiny().row(batch, training=True))
+    for batch in sizes.inference:
+        run.try_(
+            f"{name}, inference, {batch}", lambda batch=batch: tiny().row(batch, training=False)
+        )
+    run.try_(
+        f"{name}, training in float32, {sizes.float32}",
+        lambda: tiny().row(sizes.float32, training=True, half=False),
+    )
+    run.try_(
+        f"ConvNeXt-B, training, {sizes.large}",
+        lambda: Networks("convnext_base", sizes, dilated_size=WINDOW).row(
+            sizes.large, training=True
+        ),
+        reserve=10,
+    )
+    for other in ("resnet50", "efficientnet_b0"):
+        run.try_(
+            f"{other}, training, {sizes.others}",
+            lambda other=other: Networks(other, sizes).row(sizes.others, training=True),
+            reserve=10,
+        )
+    conv = nn.Conv2d(96, 96, 7, padding=3, groups=96)
+    for what, module in (("converted layer", new_layer()), ("nn.Conv2d, 7x7", conv)):
+        run.try_(f"host: {what}", lambda module=module: host_row(module, sizes))
+    for dtype in DTYPES:
+        for tf32, by in itertools.product((False, True), ("blocks", "torch")):
+            if tf32 and dtype != torch.float32:
+                continue
+            run.try_(
+                f"accuracy: {name_of(dtype)}{' with TF32' if tf32 else ''}, {by}",
+                lambda dtype=dtype, tf32=tf32, by=by: accuracy_row(dtype, tf32=tf32, by=by),
+            )
+    for (channels, side), window in itertools.product(STAGES, (7, WINDOW, 31)):
+        run.try_(
+            f"layer: {channels} @ {side}x{side}, {window}x{window}",
+            lambda channels=channels, side=side, window=window: layer_row(
+                channels, side, window, sizes
+            ),
+        )
+    run.try_(
+        f"{name}, training, compiled, {sizes.compiled}",
+        lambda: tiny().row(sizes.compiled, training=True, mode="default"),
+        reserve=55,
+    )
+    run.try_(
+        f"{name}, training, compiled with CUDA graphs, {sizes.graphed}",
+        lambda: tiny().row(sizes.graphed, training=True, mode="reduce-overhead"),
+        reserve=55,
+    )
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -341,36 +480,25 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def tables_of(rows: list[Row]) -> str:
-    """Return one table for each part of the rows; a cell that was not measured is empty."""
+    """Return the rows as tables."""
     networks: Cells = {}
-    layers: Cells = {}
-    accuracy: Cells = {}
-    host: Cells = {}
+    others: Cells = {}
     for row in rows:
-        if row["part"] == "network":
-            line = f"{row['network']}, {row['work']}, {row['batch']}"
-            text = f"{row['images_per_second']:,.0f} ({row['gpu_ms']:.1f}"
-            if row["state"] == "converted":
-                text += f", construction {row['construction_ms']:.1f}"
-            way = "" if row["way"] == "auto" else f", by {row['way']}"
-            networks.setdefault(line, {})[row["state"] + way] = text + ")"
-        elif row["part"] == "layer":
-            window = row["window"]
-            line = f"{row['map']}, {row['batch']}"
-            text = f"{row['forward_ms']:.2g} / {row['step_ms']:.2g}"
-            layers.setdefault(line, {})[f"{window}x{window} {row['way']}"] = text
-        elif row["part"] == "accuracy":
-            line = row["dtype"] + (" with TF32" if row["tf32"] else "")
-            text = ", ".join(f"{error:.1e}" for error in row["errors"])
-            accuracy.setdefault(line, {})[row["way"]] = text
-        else:
-            host.setdefault(row["what"], {})["microseconds"] = f"{row['microseconds']:.0f}"
-    parts = {
-        "Images a second (GPU time of a step, ms)": networks,
-        "GPU time of a layer, forward / forward and both gradients, ms": layers,
-        "Relative error of output, input's gradient, window's gradient": accuracy,
-        "Python time of a layer's step": host,
-    }
+        name = row["row"]
+        if "ratio" not in row:
+            values = {key: value for key, value in row.items() if key not in ("row", "seconds")}
+            others[name] = {"": ", ".join(f"{key} {text_of_value(values[key])}" for key in values)}
+            continue
+        networks[name] = {"converted / original": f"{row['ratio']:.2f}"}
+        for state in ("original", "converted"):
+            measured = row[state]
+            text = f"{measured['images_per_second']:,.0f} ({measured['gpu_ms']:.1f}"
+            if state == "converted":
+                text += f", construction {measured['construction_ms']:.1f}"
+            networks[name][state] = text + ")"
+            networks[name][f"launches, {state}"] = str(measured["launches"])
+            networks[name][f"GB, {state}"] = f"{measured['peak_gb']:.2f}"
+    parts = {"Images a second (GPU time of a step, ms)": networks, "Other rows": others}
     return "\n\n".join(f"{title}:\n\n{table_of(cells)}" for title, cells in parts.items() if cells)
 
 
@@ -384,24 +512,39 @@ def table_of(cells: Cells) -> str:
 
 
 def text_of(row: Row) -> str:
-    cells = []
-    for key, value in row.items():
-        if isinstance(value, float):
-            value = f"{value:.4g}"
-        elif isinstance(value, list):
-            value = " ".join(f"{number:.1e}" for number in value)
-        cells.append(f"{key}={value}")
-    return "  ".join(cells)
+    return "  ".join(f"{key}={text_of_value(value)}" for key, value in row.items())
 
 
-def run(output: Path, seconds: float) -> None:
-    """Measure, and write every row to the file and to stdout."""
+def text_of_value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return " ".join(f"{number:.1e}" for number in value)
+    if isinstance(value, dict):
+        return f"({text_of(value)})"
+    return str(value)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=235.0, help="no row begins after this")
+    parser.add_argument("--output", type=Path, default=Path("gpu.json"))
+    parser.add_argument(
+        "--processes", type=int, default=len(KINDS_TO_COMPILE), help="that compile kernels"
+    )
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, as a test of this script")
+    options = parser.parse_args(arguments)
+    end = time.monotonic() + options.seconds
+    if not torch.cuda.is_available():
+        sys.exit("error: torch finds no GPU here (CUDA or ROCm)")
     import triton
 
     import dcls_convert
-    from dcls_convert.depthwise import choices
+    from dcls_convert.depthwise import why_no_blocks
 
-    clock = Clock(seconds)
+    reason = why_no_blocks(torch.device("cuda", torch.cuda.current_device()))
+    if reason is not None:
+        sys.exit(f"error: this GPU takes no blocks: {reason}")
     report: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -409,34 +552,26 @@ def run(output: Path, seconds: float) -> None:
         "dcls_convert": dcls_convert.__version__,
         "rows": [],
     }
-    print(", ".join(str(value) for value in report.values() if value))
-    for rows in (accuracy_rows, host_rows, convnext_rows, channels_last_rows, layer_rows):
-        steps = rows()
-        while not clock.is_over():
-            try:
-                row = next(steps)
-            except StopIteration:
-                break
-            except torch.OutOfMemoryError as error:  # a generator ends with its error
-                print(f"{rows.__name__}: out of memory: {error}", file=sys.stderr)
-                break
-            report["rows"].append(row)
-            print(text_of(row), flush=True)
-            output.write_text(json.dumps(report, indent=1), encoding="utf-8")
-    report["choices"] = [str(made) for made in choices()]
-    report["complete"] = not clock.is_over()
-    output.write_text(json.dumps(report, indent=1), encoding="utf-8")
-    print(f"\n{tables_of(report['rows'])}\n\nwrote {output}")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=180.0, help="no row begins after this")
-    parser.add_argument("--output", type=Path, default=Path("gpu.json"))
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("error: torch finds no GPU here (CUDA or ROCm)")
-    run(arguments.output, arguments.seconds)
+    print(", ".join(str(value) for value in report.values() if value), flush=True)
+    if options.processes:
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(options.processes, spawn) as pool:
+            for kind in pool.map(compile_kernels, KINDS_TO_COMPILE):
+                print(f"compiled kernels: {kind}", flush=True)
+    run = Run(
+        output=options.output,
+        end=end,
+        sizes=TINY if options.tiny else Sizes(),
+        report=report,
+    )
+    allow_tf32(False)
+    measure_all(run)
+    print(f"\n{tables_of(report['rows'])}\n\nwrote {options.output}")
+    inexact = [row["row"] for row in report["rows"] if row.get("exact") is False]
+    if inexact:
+        print(f"BLOCKS ARE NOT EXACT: {'; '.join(inexact)}")
+    if run.failures:
+        sys.exit(f"error: {len(run.failures)} rows failed: {'; '.join(run.failures)}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Benchmarks: tables show the stored results, and a new run loses nothing that is stored."""
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +42,30 @@ def test_without_a_gpu_its_benchmark_says_so():
     refused = run("gpu.py")
     assert refused.returncode == 1
     assert refused.stderr == "error: torch finds no GPU here (CUDA or ROCm)\n"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
+def test_the_benchmark_for_gpus_runs_to_its_end_on_one_that_is_not_there(tmp_path):
+    pytest.importorskip("triton")
+    program = Path(__file__).with_name("gpu_benchmark.py")
+    done = subprocess.run(
+        [sys.executable, str(program), str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
+    assert report["failures"] == []
+    assert len(report["rows"]) == 36
+    assert done.stdout.endswith("float32, contiguous\n")  # launches that do nothing are not exact
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
+def test_the_host_time_of_a_layer_is_measured_without_a_gpu():
+    pytest.importorskip("triton")
+    measured = run("gpu_host.py", "--rounds", "1")
+    assert measured.returncode == 0, measured.stderr
+    assert measured.stdout.startswith("launches of the layer's step: 8\n")
 
 
 def test_rows_of_other_settings_are_not_replaced(tmp_path):

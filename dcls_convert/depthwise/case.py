@@ -85,9 +85,10 @@ def state_of(
 ) -> tuple[object, ...]:
     """Return all that a way, and its plan, depend on for tensors like these: a key to keep them."""
     device = input.device
+    kind = device.type
     dtype = input.dtype
-    if device.type in AUTOCAST_DEVICES and torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
+    if kind in AUTOCAST_DEVICES and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
     return (
         input.shape,
         input.stride(),
