@@ -50,12 +50,20 @@ class BlockPlan:
             output and the input's gradient have its memory format.
         window: (R, S), both odd.
         stride: 1 or 2 along each axis.
-        dtype: Of the blocks and the output: bfloat16, float16 or float32.
+        dtype: Of the blocks: bfloat16, float16 or float32.
         has_bias: Whether a bias is added.
+        output_dtype: Of the output. Default: that of the blocks.
     """
 
     def __init__(
-        self, maps: Tensor, window: Pair, stride: Pair, dtype: torch.dtype, *, has_bias: bool
+        self,
+        maps: Tensor,
+        window: Pair,
+        stride: Pair,
+        dtype: torch.dtype,
+        *,
+        has_bias: bool,
+        output_dtype: torch.dtype | None = None,
     ) -> None:
         images, channels, rows, columns = maps.shape
         block_rows = ceil_div(rows, BLOCK_SIDE)
@@ -73,6 +81,7 @@ class BlockPlan:
         )
         self.input_dtype = maps.dtype
         self.dtype = dtype
+        self.output_dtype = output_dtype or dtype
         self.device = maps.device
         self.window = window
         self.stride = stride
@@ -177,16 +186,17 @@ class BlockPlan:
 
         And the maps, or a copy if they begin at a wrong address or their rows are too far apart.
         """
-        if torch.compiler.is_compiling():
-            return make(maps), maps
-        if maps.data_ptr() % LOAD_BYTES:
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling and maps.data_ptr() % LOAD_BYTES:
             maps = maps.clone()
         key = (make.__name__, maps.stride(), maps.dtype)
-        launch = self._packs.get(key)
+        launch = None if is_compiling else self._packs.get(key)
         if launch is None:
             if max_offset(maps) >= MAX_OFFSET:  # a part of a much larger tensor
                 return self.find_pack(maps.contiguous(memory_format=self._memory_format), make)
-            launch = self._packs[key] = make(maps)
+            launch = make(maps)
+            if not is_compiling:
+                self._packs[key] = launch
         return launch, maps
 
     def _pack_launch(self, maps: Tensor) -> Launch:
@@ -228,7 +238,9 @@ class BlockPlan:
         outputs = torch.empty_like(blocks)
         added = blocks if bias is None else bias.contiguous()  # without a bias, any tensor
         self._convolve.run(stream, blocks, bank, added, outputs)
-        return self._unpack(stream, self._unpack_output, outputs, self.output_shape, self.dtype)
+        return self._unpack(
+            stream, self._unpack_output, outputs, self.output_shape, self.output_dtype
+        )
 
     def gradient_of_input(self, stream: int, gradients: Tensor, bank: Tensor) -> Tensor:
         """Return the gradient of the input (N, C, H, W) from that of the output, in blocks."""

@@ -159,7 +159,7 @@ def _backward_by_torch(
     grad_bias: Tensor | None = None
     grad_source: list[Tensor | None] = [None] * len(source)
     if grad_output is not None:
-        found = gradients_by_torch(convolve, (blocks, *source), grad_output)
+        found = gradients_by_torch(convolve, (blocks, *source), grad_output.to(plan.dtype))
         grad_blocks = add(found[0], grad_blocks)
         grad_source = list(found[1:])
         if plan.has_bias:

@@ -98,6 +98,6 @@ def state_of(
         float32_precision() if dtype == torch.float32 else None,
         weight.dtype,
         weight.device,
-        positions is not None and (positions.dtype, positions.device),
+        positions is not None and (positions.dtype, positions.device, positions.is_contiguous()),
         bias is not None and (bias.dtype, bias.device),
     )

@@ -223,6 +223,9 @@ class DclsConv2d(DclsConvNd):
     dims = 2
     conv_class = nn.Conv2d
     conv_function = staticmethod(F.conv2d)
+    # Of the output, if not the dtype in which it is computed. Blocks write float32 as fast as 16
+    # bits, which saves a LayerNorm under autocast two casts.
+    output_dtype: torch.dtype | None = None
 
     def _convolve(self, input: Tensor) -> Tensor:
         """Convolve in the way that the table gives; in blocks, without constructing the kernel."""
@@ -231,7 +234,7 @@ class DclsConv2d(DclsConvNd):
         bias = self.bias
         learnt = [weight, positions] if bias is None else [weight, positions, bias]
         if is_eager(input, *learnt) and not is_counting_flops():
-            key = (self.training, state_of(input, weight, positions, bias))
+            key = (self.training, self.output_dtype, state_of(input, weight, positions, bias))
             found = self._ways.get(key)
             if found is None:
                 if len(self._ways) >= MAX_WAYS:
@@ -244,7 +247,8 @@ class DclsConv2d(DclsConvNd):
             if self.training and torch.compiler.is_compiling():
                 self.clamp_positions_()
             return in_blocks(input, bias, self._effective_weight(), positions)
-        return way.convolve(input, self.clamped_kernel(), bias, case)
+        output = way.convolve(input, self.clamped_kernel(), bias, case)
+        return output if self.output_dtype is None else output.to(self.output_dtype)
 
     def _find_way(
         self, input: Tensor, learnt: Sequence[Tensor]
@@ -269,6 +273,7 @@ class DclsConv2d(DclsConvNd):
             and not self.dense_axes
             and min(self.dilated_kernel_size) > 1
             and positions.device == input.device
+            and positions.is_contiguous()  # so that a kernel can clamp them in place
             and BLOCKS_DTYPES >= {weight.dtype, positions.dtype}
         )
         if not takes_elements:
@@ -281,6 +286,7 @@ class DclsConv2d(DclsConvNd):
             (self.stride[0], self.stride[1]),
             case.dtype,
             has_bias=self.bias is not None,
+            output_dtype=self.output_dtype,
             elements=self.kernel_count,
             # A compiled program could lose what a kernel changes in a parameter.
             clamps=self.training and not torch.compiler.is_compiling(),

@@ -34,8 +34,9 @@ class ElementPlan(BlockPlan):
     """A plan whose bank is made of elements: weight (C, 1, E) and positions (2, C, 1, E).
 
     Args:
+        elements: Of a kernel.
         clamps: Whether positions are clamped in place, too.
-        maps, window, stride, dtype, has_bias: See `BlockPlan`.
+        maps, window, stride, dtype, has_bias, output_dtype: See `BlockPlan`.
     """
 
     def __init__(
@@ -46,10 +47,11 @@ class ElementPlan(BlockPlan):
         dtype: torch.dtype,
         *,
         has_bias: bool,
+        output_dtype: torch.dtype | None,
         elements: int,
         clamps: bool,
     ) -> None:
-        super().__init__(maps, window, stride, dtype, has_bias=has_bias)
+        super().__init__(maps, window, stride, dtype, has_bias=has_bias, output_dtype=output_dtype)
         self._elements = elements
         self._clamps = clamps
         self._gradients_by_bank = Launch(

@@ -180,6 +180,46 @@ def rare_layers():
         assert forward_ad.unpack_dual(output).tangent is not None
 
 
+def float32_outputs():
+    """A layer writes float32 if it is asked to, and gets gradients in float32."""
+    layer = layer_of("bilinear", (9, 9))
+    images = integers(2, CHANNELS, 9, 10).requires_grad_()
+    gradient = integers(2, CHANNELS, 9, 10)
+    found = []
+    for layer.output_dtype in (None, torch.float32):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = layer(images)
+        assert output.dtype == (layer.output_dtype or torch.bfloat16)
+        gradients = torch.autograd.grad(
+            output, [images, *layer.parameters()], gradient.to(output.dtype)
+        )
+        found.append([output.bfloat16(), *gradients])
+        (twice,) = torch.autograd.grad(layer(images).sum(), images, create_graph=True)
+        assert twice.dtype == torch.float32
+    for result, expected in zip(*found, strict=True):
+        assert torch.equal(result, expected)
+    prefer("torch", layer)
+    assert layer(images.double().float()).dtype == torch.float32
+
+
+def clamped_positions():
+    """Kernels clamp positions in place, in training alone; earlier passes keep their gradients."""
+    images = torch.randn(1, CHANNELS, 8, 8)
+    layer = layer_of("bilinear", (9, 9))
+    before = layer.positions.detach().clone()
+    assert before.abs().max() > 4
+    layer.eval()(images)
+    assert torch.equal(layer.positions, before)
+    outputs = layer(images)
+    layer.train()(images)
+    assert torch.equal(layer.positions, before.clamp(-4, 4))
+    outputs.sum().backward()
+    unclamped = layer.positions.grad.clone()
+    layer.positions.grad = None
+    layer(images).sum().backward()
+    assert torch.equal(layer.positions.grad, unclamped)
+
+
 def parts_of_large_tensors():
     """Maps whose strides are too large for the kernels are copied."""
     images = integers(CHANNELS, 2, 9, 10).transpose(0, 1)  # channels are far apart

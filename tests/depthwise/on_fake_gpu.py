@@ -112,6 +112,11 @@ def steps_of_odd_memory():
         for name, parameter in list(layer.named_parameters()):
             setattr(layer, name, torch.nn.Parameter(unaligned(parameter.detach())))
         step(layer)
+    with launching(STEP + 1, "positions in another order"):  # by windows, clamped by torch
+        layer = copy.deepcopy(LAYER)
+        other = layer.positions.detach().transpose(0, 1).contiguous().transpose(0, 1)
+        layer.positions = torch.nn.Parameter(other)
+        step(layer)
     with launching(STEP, "expanded images"):
         step(images=IMAGES[:1].expand(4, -1, -1, -1))
     with launching(STEP, "half of the channels"):

@@ -55,7 +55,16 @@ def test_small_integers_are_exact():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "function", ["all_exact", "layers", "rare_layers", "parts_of_large_tensors", "windows"]
+    "function",
+    [
+        "all_exact",
+        "layers",
+        "rare_layers",
+        "float32_outputs",
+        "clamped_positions",
+        "parts_of_large_tensors",
+        "windows",
+    ],
 )
 def test_the_results_are_those_of_torch(function):
     interpret(function)
