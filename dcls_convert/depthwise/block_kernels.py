@@ -28,13 +28,13 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
-from .layouts import BLOCK_SIDE
+from .layouts import BLOCK_SIDE, CHANNELS_AT_ONCE, GRADIENTS_AT_ONCE
 
 SIDE = constexpr(BLOCK_SIDE)
 CELLS = constexpr(BLOCK_SIDE * BLOCK_SIDE)
-PACK_CHANNELS = constexpr(64)  # of one program of `pack`
+PACK_CHANNELS = constexpr(CHANNELS_AT_ONCE)
 SUMMED_BLOCKS = constexpr(1024)  # that `gradient_of_bias` adds at once
-GATHERED = constexpr(16)  # cells of a window, or elements, whose gradients a program adds up
+GATHERED = constexpr(GRADIENTS_AT_ONCE)
 
 STRIDES = ["image_stride", "channel_stride", "row_stride", "column_stride"]
 MAP_SIZES = ["channels", "rows", "columns", "block_rows", "block_columns", "blocks_in_all"]

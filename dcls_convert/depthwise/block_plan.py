@@ -15,11 +15,15 @@ from ..geometry import Pair, ceil_div
 from . import block_kernels as kernels
 from .devices import adds_three_taps, float32_precision
 from .launching import LOAD_BYTES, Launch
-from .layouts import BLOCK_SIDE, MAX_OFFSET, is_channels_last
+from .layouts import (
+    BLOCK_SIDE,
+    CHANNELS_AT_ONCE,
+    GRADIENTS_AT_ONCE,
+    MAX_OFFSET,
+    is_channels_last,
+)
 
-_CELLS: int = kernels.CELLS.value  # of a block
-PACK_CHANNELS: int = kernels.PACK_CHANNELS.value
-GATHERED: int = kernels.GATHERED.value
+_CELLS = BLOCK_SIDE * BLOCK_SIDE
 # The bank's gradient is summed in parts if there are fewer programs than this, so that a large GPU
 # is busy.
 MIN_PROGRAMS = 1056
@@ -216,7 +220,7 @@ class BlockPlan:
         self, strides: Sequence[int], steps: Pair, *, unpack: bool, sums: bool
     ) -> Launch:
         sizes, layout = self.layout_of(strides)
-        grid = (self.blocks, ceil_div(self.channels, PACK_CHANNELS), 1)
+        grid = (self.blocks, ceil_div(self.channels, CHANNELS_AT_ONCE), 1)
         return Launch(kernels.pack, grid, sizes, (*steps, *layout, unpack, sums))
 
     def layout_of(self, strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int | bool, ...]]:
@@ -286,7 +290,7 @@ class WindowPlan(BlockPlan):
         )
         self._diagonals = Launch(
             kernels.diagonals,
-            (ceil_div(rows * columns, GATHERED), self.channels, 1),
+            (ceil_div(rows * columns, GRADIENTS_AT_ONCE), self.channels, 1),
             (self.channels, self.parts, self.blocks, *self.tap_sizes),
             (rows, columns, has_bias),
         )

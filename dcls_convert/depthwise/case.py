@@ -5,10 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..geometry import Padding, Pair, size_text, static_padding
-from .devices import GPUS, float32_precision
-
-AUTOCAST_DEVICES = GPUS | {"cpu"}
+from ..geometry import Pair, size_text
+from .devices import AUTOCAST_DEVICES, float32_precision
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +18,7 @@ class Case:
     input_shape: tuple[int, ...]  # (N, C, H, W)
     kernel_shape: tuple[int, ...]  # (O, C / groups, R, S)
     stride: tuple[int, ...]
-    padding: Padding
+    padding: str | tuple[int, ...]  # "same" only if the two sides of an axis differ
     dilation: tuple[int, ...]
     groups: int
 
@@ -34,21 +32,13 @@ class Case:
         return self.kernel_shape[2] * self.kernel_shape[3]
 
     @property
-    def symmetric_padding(self) -> Pair | None:
-        """The (rows, columns) of padding on either side; None if the two sides differ."""
-        rows, columns = static_padding(self.padding, self.window)
-        if rows[0] != rows[1] or columns[0] != columns[1]:
-            return None
-        return rows[0], columns[0]
-
-    @property
     def is_depthwise(self) -> bool:
         """True if the maps are not empty, and each kernel is of one channel, undilated."""
         return (
             self.groups == self.input_shape[1]
             and self.kernel_shape[1] == 1
             and self.dilation == (1, 1)
-            and self.symmetric_padding is not None
+            and not isinstance(self.padding, str)
             and all(self.input_shape)
         )
 
@@ -95,7 +85,7 @@ def state_of(
         input.dtype,
         device,
         dtype,
-        float32_precision() if dtype == torch.float32 else None,
+        kind == "cuda" and dtype == torch.float32 and float32_precision(),
         weight.dtype,
         weight.device,
         positions is not None and (positions.dtype, positions.device, positions.is_contiguous()),

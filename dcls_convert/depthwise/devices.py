@@ -13,6 +13,7 @@ from ..text import one_line, shortened
 
 # Device types of GPUs. ROCm reports cuda.
 GPUS = frozenset({"cuda", "mps", "xpu"})
+AUTOCAST_DEVICES = GPUS | {"cpu"}
 # AMD's GPUs whose registers and shared memory suffice for blocks; NVIDIA's have them from 8.0 on.
 BLOCKS_ON_AMD = frozenset({"gfx90a", "gfx942", "gfx950"})
 BLOCKS_ON_NVIDIA = (8, 0)

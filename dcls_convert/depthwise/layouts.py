@@ -3,6 +3,9 @@
 from torch import Tensor
 
 BLOCK_SIDE = 8  # cells
+# Of one program of a kernel: channels to copy, and cells or elements whose gradients are added up.
+CHANNELS_AT_ONCE = 64
+GRADIENTS_AT_ONCE = 16
 MAX_OFFSET = 2**31  # blocks compute with 32 bits inside an image, and inside a channel
 
 

@@ -34,7 +34,7 @@ MIN_IMAGES_FOR_PRODUCTS = 8
 MIN_CELLS_FOR_PRODUCTS = 81
 MAX_WINDOW_SIDE = 51  # cells; nothing here was tested with larger windows
 MAX_CHANNELS = 65_535  # of a grid's second axis
-MAX_SIDE = 2**23  # cells of a map along an axis; see `block_kernels.quotient`
+MAX_MAP_SIDE = 2**23  # cells of a map along an axis; see `block_kernels.quotient`
 
 
 class Way(NamedTuple):
@@ -56,9 +56,12 @@ def _can_onednn(case: Case) -> bool:
 
 
 def _by_onednn(input: Tensor, kernel: Tensor, bias: Tensor | None, case: Case) -> Tensor:
-    kernel, bias = _as_autocast_does(kernel, bias, case)  # `onednn` casts the input
-    padding = cast(Pair, case.symmetric_padding)
-    return onednn.depthwise_by_onednn(input, kernel, bias, cast(Pair, case.stride), padding)
+    kernel = kernel.to(case.dtype)  # as autocast does; `onednn` casts the input
+    if bias is not None:
+        bias = bias.to(case.dtype)
+    return onednn.depthwise_by_onednn(
+        input, kernel, bias, cast(Pair, case.stride), cast(Pair, case.padding)
+    )
 
 
 def _can_blocks(case: Case) -> bool:
@@ -70,11 +73,11 @@ def _can_blocks(case: Case) -> bool:
         and case.dtype in BLOCKS_DTYPES
         and rows % 2 == columns % 2 == 1
         and max(case.window) <= MAX_WINDOW_SIDE
-        and case.symmetric_padding == (rows // 2, columns // 2)
+        and case.padding == (rows // 2, columns // 2)
         and set(case.stride) <= {1, 2}
         and channels * height * width < MAX_OFFSET
         and images * (height + BLOCK_SIDE - 1) * (width + BLOCK_SIDE - 1) < MAX_OFFSET
-        and max(height, width) < MAX_SIDE
+        and max(height, width) < MAX_MAP_SIDE
         and why_no_blocks(case.device) is None
     )
 
@@ -94,7 +97,7 @@ def _by_blocks(input: Tensor, kernel: Tensor, bias: Tensor | None, case: Case) -
 def _can_products(case: Case) -> bool:
     if not case.has_equal_channels or case.stride != (1, 1):
         return False
-    padding = cast(Pair, case.symmetric_padding)
+    padding = cast(Pair, case.padding)
     sides = zip(case.input_shape[2:], case.window, padding, strict=True)
     fits = all(size + 2 * cells >= side for size, side, cells in sides)
     return (
@@ -115,9 +118,10 @@ def _are_products_best(case: Case) -> bool:
 
 
 def _by_products(input: Tensor, kernel: Tensor, bias: Tensor | None, case: Case) -> Tensor:
-    kernel, bias = _as_autocast_does(kernel, bias, case)
-    padding = cast(Pair, case.symmetric_padding)
-    return products.depthwise_by_products(input, kernel, bias, padding)
+    kernel = kernel.to(case.dtype)  # as autocast does
+    if bias is not None:
+        bias = bias.to(case.dtype)
+    return products.depthwise_by_products(input, kernel, bias, cast(Pair, case.padding))
 
 
 def _by_torch(input: Tensor, kernel: Tensor, bias: Tensor | None, case: Case) -> Tensor:
@@ -125,14 +129,6 @@ def _by_torch(input: Tensor, kernel: Tensor, bias: Tensor | None, case: Case) ->
     padding: Any = case.padding
     dilation: Any = case.dilation
     return F.conv2d(input, kernel, bias, stride, padding, dilation, case.groups)
-
-
-def _as_autocast_does(
-    kernel: Tensor, bias: Tensor | None, case: Case
-) -> tuple[Tensor, Tensor | None]:
-    if bias is not None:
-        bias = bias.to(case.dtype)
-    return kernel.to(case.dtype), bias
 
 
 def _always(case: Case) -> bool:

@@ -31,6 +31,7 @@ from ..geometry import (
     learnt_axes,
     padded_cells,
     position_limits,
+    static_padding,
 )
 from .clamp_tensors import clamp_
 from .construction import Construction
@@ -165,6 +166,12 @@ class DclsLayer(Tieable):
         self._padding_of_conv: Any = self._padding
         if self._pads_input:
             self._padding_of_conv = self._on_every_axis(0)
+        elif isinstance(self._padding, str):  # "same" or "valid"
+            sides = static_padding(
+                self._padding, list(map(extent, self.kernel_size, self.dilation))
+            )
+            if all(before == after for before, after in sides):
+                self._padding_of_conv = tuple(before for before, _ in sides)
         self._ways = Ways()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..depthwise import blocks
-from ..depthwise.block_plan import GATHERED, PACK_CHANNELS, BlockPlan
+from ..depthwise.block_plan import BlockPlan
 from ..depthwise.launching import Launch, current_stream
+from ..depthwise.layouts import CHANNELS_AT_ONCE, GRADIENTS_AT_ONCE
 from ..geometry import Pair, ceil_div
 from . import element_kernels as kernels
 from .bilinear_plain import construct_by_broadcasting
@@ -56,7 +57,7 @@ class ElementPlan(BlockPlan):
         self._clamps = clamps
         self._gradients_by_bank = Launch(
             kernels.gradients_by_bank,
-            (self.channels, ceil_div(elements, GATHERED), 1),
+            (self.channels, ceil_div(elements, GRADIENTS_AT_ONCE), 1),
             (self.channels, elements, self.parts, self.blocks, *self.tap_sizes),
             (*window, has_bias),
         )
@@ -76,10 +77,10 @@ class ElementPlan(BlockPlan):
 
     def _pack_and_make_bank(self, maps: Tensor) -> Launch:
         sizes, layout = self.layout_of(maps.stride())
-        programs = self.blocks + self.taps * PACK_CHANNELS
+        programs = self.blocks + self.taps * CHANNELS_AT_ONCE
         return Launch(
             kernels.pack_and_make_bank,
-            (programs, ceil_div(self.channels, PACK_CHANNELS), 1),
+            (programs, ceil_div(self.channels, CHANNELS_AT_ONCE), 1),
             (*sizes, *self.tap_sizes, self._elements),
             (*layout, *self.window, self._clamps),
         )

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
+from ..depthwise.devices import AUTOCAST_DEVICES
 from ..errors import DclsConvertError
 from ..layers.conv_classes import AnyConv
 from ..layers.dcls_conv import DclsConvNd
 from ..text import shortened
 
-AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")  # device types with autocast
 # Parts of torch.backends with their own `fp32_precision`.
 CPU_FP32_BACKENDS = ("mkldnn.matmul", "mkldnn.conv")
 CUDA_FP32_BACKENDS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")

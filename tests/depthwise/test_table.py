@@ -63,7 +63,6 @@ def test_gpus_use_blocks_for_more_than_49_cells_whatever_the_batch(images):
         assert chosen(input_shape=shape, **window(size, size)) == expected
     assert chosen(input_shape=shape, **window(3, 17)) == "blocks"
     assert chosen(input_shape=shape, **window(3, 15)) == "torch"
-    assert chosen(input_shape=shape, **window(17, 17, "same")) == "blocks"
 
 
 @pytest.mark.usefixtures("_no_blocks")
