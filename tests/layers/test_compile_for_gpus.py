@@ -52,9 +52,8 @@ def put_on_fake_gpu_(model):
             setattr(module, name, nn.Parameter(fake))
 
 
-def test_a_network_is_one_graph_of_blocks_for_batches_of_any_size():
-    model = timm.create_model("test_convnext")
-    dcls_convert.convert_(model, dilated_size=9, init="random", input_size=(3, 64, 64))
+def graphs_of(model, images):
+    """Compile a training network on the GPU for each of the images, whose sizes are dynamic."""
     graphs = []
 
     def trace_only(graph, _):
@@ -65,13 +64,28 @@ def test_a_network_is_one_graph_of_blocks_for_batches_of_any_size():
     with as_with_a_gpu(), FakeTensorMode(shape_env=ShapeEnv()):
         put_on_fake_gpu_(model)
         compiled = torch.compile(model.train(), backend=trace_only, fullgraph=True)
-        for batch in (4, 6, 9):
-            images = torch.empty(batch, 3, 64, 64, device="cuda")
-            torch._dynamo.mark_dynamic(images, 0)
-            compiled(images)
-    (graph,) = graphs
+        for shape, dynamic_axes in images:
+            image = torch.empty(shape, device="cuda")
+            for axis in dynamic_axes:
+                torch._dynamo.mark_dynamic(image, axis)
+            compiled(image)
+    return graphs
+
+
+def test_a_network_is_one_graph_of_blocks_for_batches_of_any_size():
+    model = timm.create_model("test_convnext")
+    dcls_convert.convert_(model, dilated_size=9, init="random", input_size=(3, 64, 64))
+    (graph,) = graphs_of(model, [((batch, 3, 64, 64), [0]) for batch in (4, 6, 9)])
     names = [str(node.target) for module in graph.modules() for node in module.graph.nodes]
     launches = [name for name in names if "triton_kernel_wrapper" in name]
     converted = sum(isinstance(module, dcls_convert.DclsConv2d) for module in model.modules())
     assert converted > 0
     assert len(launches) == 8 * converted  # 3 in the forward pass, 5 in the backward pass
+
+
+def test_a_layer_is_one_graph_for_images_of_any_size():
+    layer = dcls_convert.DclsConv2d(
+        8, 8, groups=8, kernel_count=9, dilated_kernel_size=9, padding=4
+    )
+    images = [((batch, 8, side, side + 8), [0, 2, 3]) for batch, side in ((4, 64), (6, 96))]
+    assert len(graphs_of(layer, images)) == 1
