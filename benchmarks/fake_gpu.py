@@ -39,7 +39,7 @@ class FakeGpu:
         return int(self._library.fake_launches())
 
     def take_blocks_on_cpu(self) -> None:
-        """Let layers on the CPU launch what they would on the GPU, if that one takes blocks."""
+        """Assert that the GPU takes blocks, and let layers on the CPU launch them."""
         from dcls_convert.depthwise import devices, table, why_no_blocks
 
         gpu = torch.device("cuda", 0)

@@ -47,9 +47,8 @@ KINDS_TO_COMPILE = ("bfloat16", "float16", "float32", "TF32", "31x31", "dense")
 # Kernels from elements to windows, or to banks of blocks, and back.
 CONSTRUCTION_KERNELS = (
     "construct",
-    "gradients_of_elements",
+    "element_gradients",
     "pack_and_make_bank",
-    "gradients_by_bank",
 )
 Row = dict[str, Any]
 Cells = dict[str, dict[str, str]]
@@ -100,14 +99,21 @@ class Run:
     report: dict[str, Any]
     failures: list[str] = field(default_factory=list)
 
-    def try_(self, name: str, measure: Callable[[], Row], *, reserve: float = 0.0) -> None:
-        """Measure a row, unless fewer than `reserve` seconds are left; print its error."""
+    def measure(
+        self,
+        name: str,
+        function: Callable[..., Row],
+        *arguments: Any,
+        reserve: float = 0.0,
+        **options: Any,
+    ) -> None:
+        """Add a row, unless fewer than `reserve` seconds are left; print its error."""
         if time.monotonic() + reserve >= self.end:
             print(f"{name}: no time left", flush=True)
             return
         start = time.monotonic()
         try:
-            row = measure()
+            row = function(*arguments, **options)
         except Exception:  # the next row may still work; time on a GPU is dear
             traceback.print_exc()
             self.failures.append(name)
@@ -200,12 +206,14 @@ def new_layer(**options: Any) -> nn.Module:
     return DclsConv2d(96, 96, padding=padding, **options)
 
 
-def convolve(images: Tensor, kernel: Tensor) -> Tensor:
-    """Convolve in blocks."""
-    from dcls_convert.depthwise.blocks import convolve_window
+def by_blocks(images: Tensor, kernel: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the convolution in blocks for tensors like these."""
+    from dcls_convert.depthwise.block_plan import WindowPlan
+    from dcls_convert.depthwise.blocks import convolve_by_plan
 
     window = (kernel.shape[2], kernel.shape[3])
-    return convolve_window(images, kernel, None, window, (1, 1), images.dtype)
+    plan = WindowPlan(images, window, (1, 1), images.dtype, has_bias=False)
+    return lambda images, kernel: convolve_by_plan(plan, images, None, kernel)
 
 
 def convolve_by_torch(images: Tensor, kernel: Tensor) -> Tensor:
@@ -228,7 +236,7 @@ def exact_row(dtype: torch.dtype, *, channels_last: bool) -> Row:
     images, kernel, gradient = [tensor.to("cuda", dtype) for tensor in integers]
     if channels_last:
         images = images.contiguous(memory_format=torch.channels_last)
-    found = results(convolve, images, kernel, gradient)
+    found = results(by_blocks(images, kernel), images, kernel, gradient)
     pairs = zip(found, exact, strict=True)
     return {"exact": all(torch.equal(one.cpu(), other.to(dtype)) for one, other in pairs)}
 
@@ -241,8 +249,9 @@ def accuracy_row(dtype: torch.dtype, *, tf32: bool, by: str) -> Row:
     exact = results(convolve_by_torch, *[tensor.double() for tensor in rounded])
     allow_tf32(tf32)
     try:
-        function = convolve if by == "blocks" else convolve_by_torch
-        found = results(function, *[tensor.cuda() for tensor in rounded])
+        images, kernel, gradient = [tensor.cuda() for tensor in rounded]
+        function = by_blocks(images, kernel) if by == "blocks" else convolve_by_torch
+        found = results(function, images, kernel, gradient)
     finally:
         allow_tf32(False)
     errors = []
@@ -265,7 +274,7 @@ def layer_row(channels: int, side: int, window: int, sizes: Sizes) -> Row:
     kernel = torch.randn(channels, 1, window, window, device="cuda", dtype=torch.bfloat16)
     kernel.requires_grad_()
     gradient = torch.randn_like(images)
-    function = convolve_by_torch if window <= 7 else convolve
+    function = convolve_by_torch if window <= 7 else by_blocks(images, kernel)
 
     def forward() -> object:
         with torch.no_grad():
@@ -386,7 +395,7 @@ def step_of(
 
 
 def compile_kernels(kind: str) -> str:
-    """Run a step that compiles the kernels of a kind, into Triton's cache on disk."""
+    """Run what compiles the kernels of a kind, into Triton's cache on disk."""
     from dcls_convert.layers.gpu_construction import construct_windows
 
     if kind == "dense":
@@ -395,84 +404,67 @@ def compile_kernels(kind: str) -> str:
         construct_windows(weight, positions, (7, 7)).sum().backward()
         return kind
     allow_tf32(kind == "TF32")
-    dtype = {"float16": torch.float16, "float32": torch.float32, "TF32": torch.float32}.get(kind)
-    layer = new_layer(dilated_kernel_size=31 if kind == "31x31" else WINDOW).cuda()
-    images = torch.randn(2, 96, 32, 32, device="cuda").to(memory_format=torch.channels_last)
-    for size in (32, 8):  # of 3 x 3 taps and of one
-        part = images[..., :size, :size].requires_grad_()
-        with torch.autocast("cuda", dtype or torch.bfloat16, enabled=dtype != torch.float32):
-            output = layer(part)
-        output.backward(torch.ones_like(output))
+    dtypes = {"float16": torch.float16, "float32": torch.float32, "TF32": torch.float32}
+    dtype = dtypes.get(kind, torch.bfloat16)
+    window = 31 if kind == "31x31" else WINDOW
+    kernel = torch.randn(96, 1, window, window, device="cuda", dtype=dtype)
+    for size in (32, 8):  # of 3 x 3 taps or more, and of one
+        images = torch.randn(2, 96, size, size, device="cuda")
+        for format in (torch.channels_last, torch.contiguous_format):
+            maps = images.to(dtype).contiguous(memory_format=format)
+            results(by_blocks(maps, kernel), maps, kernel, maps)
+        if window == WINDOW:
+            maps = images.contiguous(memory_format=torch.channels_last).requires_grad_()
+            with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+                output = new_layer().cuda()(maps)
+            output.backward(torch.ones_like(output))
     return kind
 
 
 def measure_all(run: Run) -> None:
     """Measure the rows, the most important ones first."""
-    sizes = run.sizes
     for dtype, channels_last in itertools.product(DTYPES, (True, False)):
-        memory = "channels_last" if channels_last else "contiguous"
-
-        def exact(dtype: torch.dtype = dtype, channels_last: bool = channels_last) -> Row:
-            return exact_row(dtype, channels_last=channels_last)
-
-        run.try_(f"exact: {name_of(dtype)}, {memory}", exact)
-
-    @functools.cache
-    def tiny() -> Networks:
-        return Networks("convnext_tiny", sizes, dilated_size=WINDOW)
-
-    name = "ConvNeXt-T"
-    for batch in sizes.training:
-        run.try_(f"{name}, training, {batch}", lambda batch=batch: tiny().row(batch, training=True))
-    for batch in sizes.inference:
-        run.try_(
-            f"{name}, inference, {batch}", lambda batch=batch: tiny().row(batch, training=False)
-        )
-    run.try_(
-        f"{name}, training in float32, {sizes.float32}",
-        lambda: tiny().row(sizes.float32, training=True, half=False),
-    )
-    run.try_(
-        f"ConvNeXt-B, training, {sizes.large}",
-        lambda: Networks("convnext_base", sizes, dilated_size=WINDOW).row(
-            sizes.large, training=True
-        ),
-        reserve=10,
-    )
-    for other in ("resnet50", "efficientnet_b0"):
-        run.try_(
-            f"{other}, training, {sizes.others}",
-            lambda other=other: Networks(other, sizes).row(sizes.others, training=True),
-            reserve=10,
-        )
+        name = f"exact: {name_of(dtype)}, {'channels_last' if channels_last else 'contiguous'}"
+        run.measure(name, exact_row, dtype, channels_last=channels_last)
+    tiny = functools.cache(lambda: Networks("convnext_tiny", run.sizes, dilated_size=WINDOW))
+    measure_networks(run, tiny)
     conv = nn.Conv2d(96, 96, 7, padding=3, groups=96)
-    for what, module in (("converted layer", new_layer()), ("nn.Conv2d, 7x7", conv)):
-        run.try_(f"host: {what}", lambda module=module: host_row(module, sizes))
-    for dtype in DTYPES:
-        for tf32, by in itertools.product((False, True), ("blocks", "torch")):
-            if tf32 and dtype != torch.float32:
-                continue
-            run.try_(
-                f"accuracy: {name_of(dtype)}{' with TF32' if tf32 else ''}, {by}",
-                lambda dtype=dtype, tf32=tf32, by=by: accuracy_row(dtype, tf32=tf32, by=by),
-            )
+    run.measure("host: converted layer", host_row, new_layer(), run.sizes)
+    run.measure("host: nn.Conv2d, 7x7", host_row, conv, run.sizes)
+    for dtype, by in itertools.product(DTYPES, ("blocks", "torch")):
+        run.measure(f"accuracy: {name_of(dtype)}, {by}", accuracy_row, dtype, tf32=False, by=by)
+    for by in ("blocks", "torch"):
+        run.measure(f"accuracy: TF32, {by}", accuracy_row, torch.float32, tf32=True, by=by)
     for (channels, side), window in itertools.product(STAGES, (7, WINDOW, 31)):
-        run.try_(
-            f"layer: {channels} @ {side}x{side}, {window}x{window}",
-            lambda channels=channels, side=side, window=window: layer_row(
-                channels, side, window, sizes
-            ),
+        name = f"layer: {channels} @ {side}x{side}, {window}x{window}"
+        run.measure(name, layer_row, channels, side, window, run.sizes)
+    for mode, batch in (("default", run.sizes.compiled), ("reduce-overhead", run.sizes.graphed)):
+        name = f"ConvNeXt-T, training, compiled ({mode}), {batch}"
+        run.measure(name, network_row, tiny, batch, training=True, mode=mode, reserve=55)
+
+
+def measure_networks(run: Run, tiny: Callable[[], Networks]) -> None:
+    sizes = run.sizes
+    for batch in sizes.training:
+        run.measure(f"ConvNeXt-T, training, {batch}", network_row, tiny, batch, training=True)
+    for batch in sizes.inference:
+        run.measure(f"ConvNeXt-T, inference, {batch}", network_row, tiny, batch, training=False)
+    name = f"ConvNeXt-T, training in float32, {sizes.float32}"
+    run.measure(name, network_row, tiny, sizes.float32, training=True, half=False)
+    others: dict[str, tuple[int, dict[str, Any]]] = {
+        "convnext_base": (sizes.large, {"dilated_size": WINDOW}),
+        "resnet50": (sizes.others, {}),
+        "efficientnet_b0": (sizes.others, {}),
+    }
+    for name, (batch, options) in others.items():
+        make = functools.partial(Networks, name, sizes, **options)
+        run.measure(
+            f"{name}, training, {batch}", network_row, make, batch, training=True, reserve=10
         )
-    run.try_(
-        f"{name}, training, compiled, {sizes.compiled}",
-        lambda: tiny().row(sizes.compiled, training=True, mode="default"),
-        reserve=55,
-    )
-    run.try_(
-        f"{name}, training, compiled with CUDA graphs, {sizes.graphed}",
-        lambda: tiny().row(sizes.graphed, training=True, mode="reduce-overhead"),
-        reserve=55,
-    )
+
+
+def network_row(make: Callable[[], Networks], batch: int, **options: Any) -> Row:
+    return make().row(batch, **options)
 
 
 def name_of(dtype: torch.dtype) -> str:

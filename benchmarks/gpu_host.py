@@ -35,23 +35,36 @@ STEPS = 50  # of each way in a round
 Step = Callable[[], object]
 
 
-class ByTriton(Function):
-    """Launches of a layer by Triton's own way, on tensors of earlier launches."""
+# The sketch's launches, as the package's kernels with as many arguments.
+SKETCH_FORWARD = ("pack", "pack", "pack", "convolve_blocks", "pack")
+SKETCH_BACKWARD = (
+    "pack",
+    "pack",
+    "convolve_blocks",
+    "pack",
+    "gradient_of_bank",
+    "gradient_of_bank",
+    "element_gradients_of_bank",
+)
 
-    launches: ClassVar[list[Any]] = []  # (launch, its tensors) of the layer's step
+
+class ByTriton(Function):
+    """The sketch's launches by Triton's own way, on tensors of earlier launches."""
+
+    launches: ClassVar[dict[str, tuple[Any, tuple[Tensor, ...]]]] = {}  # by their kernels' names
 
     @classmethod
-    def launch(cls, indices: tuple[int, ...], allocations: int) -> None:
+    def launch(cls, names: tuple[str, ...], allocations: int) -> None:
         for _ in range(allocations):
             torch.empty((CHANNELS, 1, 64), dtype=torch.bfloat16, device="cpu")
-        for index in indices:
-            launch, tensors = cls.launches[index]
+        for name in names:
+            launch, tensors = cls.launches[name]
             launch.kernel[launch.grid](*tensors, *launch.arguments, **launch.options)
 
     @staticmethod
     def forward(ctx: Any, images: Tensor, *parameters: Tensor) -> Tensor:
         images = images.to(torch.bfloat16)
-        ByTriton.launch((2, 2, 2, 1, 2), allocations=5)
+        ByTriton.launch(SKETCH_FORWARD, allocations=5)
         ctx.save_for_backward(images, *parameters)
         return torch.empty_like(images)
 
@@ -59,7 +72,7 @@ class ByTriton(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         _, *parameters = ctx.saved_tensors
         gradient = gradient.to(torch.float32)
-        ByTriton.launch((3, 2, 4, 5, 6, 6, 7), allocations=8)
+        ByTriton.launch(SKETCH_BACKWARD, allocations=8)
         gradient.sum((0, 2, 3), dtype=torch.float32)
         return gradient, *parameters
 
@@ -103,9 +116,9 @@ def make_ways(gpu: FakeGpu) -> dict[str, Step]:
     }
     first_run = Launch._first_run
 
-    def record(launch: Launch, stream: int, *tensors: Tensor) -> None:
-        ByTriton.launches.append((launch, tensors))
-        first_run(launch, stream, *tensors)
+    def record(launch: Launch, *tensors: Tensor) -> None:
+        ByTriton.launches[launch.kernel.__name__] = (launch, tensors)
+        first_run(launch, *tensors)
 
     Launch._first_run = record
     ways["layer"]()

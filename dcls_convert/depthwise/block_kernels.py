@@ -12,13 +12,13 @@ Axes: C channels, M blocks of all images, `taps`, CELLS cells of a block.
     convolve_blocks    blocks, bank, bias              -> blocks of outputs
     pack with UNPACK   blocks                          -> maps
     gradient_of_bank   blocks of inputs and gradients  -> partial sums of the bank's gradient
-    diagonals          partial sums, sums of blocks    -> the window's gradient, the bias's
+    gradient_of_window partial sums, sums of blocks    -> the window's gradient, the bias's
 
 A matrix of the bank has the inputs' cells as rows and the outputs' as columns.
 
-Sizes of maps are not known to the compiler, so that a new image size needs no compilation. The
-cells of a channel, and the numbers of an image, must be fewer than 2**31; larger offsets are
-computed with 64 bits. A side of a map has fewer than 2**23 cells: see `quotient`.
+Sizes of maps are not known to the compiler, so that hardly any new image size needs a compilation.
+The cells of a channel, and the numbers of an image, must be fewer than 2**31; larger offsets are
+computed with 64 bits. A side of a map has fewer than 2**20 blocks: see `quotient`.
 
 Arguments have no annotations, which Triton would evaluate. They are cast by `tl.cast`: under
 torch.compile, a size of 1 becomes a constant, which has no `.to`.
@@ -28,13 +28,13 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
-from .layouts import BLOCK_SIDE, CHANNELS_AT_ONCE, GRADIENTS_AT_ONCE
+from .layouts import BLOCK_SIDE
 
 SIDE = constexpr(BLOCK_SIDE)
 CELLS = constexpr(BLOCK_SIDE * BLOCK_SIDE)
-PACK_CHANNELS = constexpr(CHANNELS_AT_ONCE)
+PACK_CHANNELS = constexpr(64)  # of one program of `pack`
 SUMMED_BLOCKS = constexpr(1024)  # that `gradient_of_bias` adds at once
-GATHERED = constexpr(GRADIENTS_AT_ONCE)
+GATHERED = constexpr(16)  # cells of a window, or elements, whose gradients a program adds up
 
 STRIDES = ["image_stride", "channel_stride", "row_stride", "column_stride"]
 MAP_SIZES = ["channels", "rows", "columns", "block_rows", "block_columns", "blocks_in_all"]
@@ -86,9 +86,9 @@ def pack(
     row = row // STEP_DOWN
     column = column // STEP_ACROSS
     maps += tl.cast(image, tl.int64) * image_stride * UNIT
-    in_channel = channel if CHANNELS_ADJACENT else channel * (channel_stride * UNIT)
-    in_row = column if COLUMNS_ADJACENT else column * (column_stride * UNIT)
-    maps += in_channel[:, None] + (row * (row_stride * UNIT) + in_row)[None, :]
+    channel_offset = channel if CHANNELS_ADJACENT else channel * (channel_stride * UNIT)
+    column_offset = column if COLUMNS_ADJACENT else column * (column_stride * UNIT)
+    maps += channel_offset[:, None] + (row * (row_stride * UNIT) + column_offset)[None, :]
     block_of_channel = channel.to(tl.int64) * blocks_in_all + block
     blocks += block_of_channel[:, None] * CELLS + cell[None, :]
     if UNPACK:
@@ -126,8 +126,8 @@ def bank_of_window(window, bank, taps_down, taps_across, R: constexpr, S: conste
 def quotient(number, divisor):
     """Return number // divisor, for numbers below 2**20, without a division of integers.
 
-    A number and a half is at least half a unit away from a multiple of the divisor, which is more
-    than the product's relative error of 2**-21.
+    Rounding moves (number + 0.5) / divisor by less than 2**-21 of itself. This is less than its
+    distance from the next integer, which is at least 0.5 / divisor.
     """
     return ((number + 0.5) * (1.0 / divisor)).to(tl.int32)
 
@@ -257,18 +257,18 @@ def gradient_of_bank(
     for start in range(first, end, STEP):
         block = start + tl.arange(0, STEP)
         in_part = block < end
-        exists = in_part & is_below(row + down, block_rows)
-        is_there = exists & is_below(column + across, block_columns)
+        row_exists = in_part & is_below(row + down, block_rows)
+        exists = row_exists & is_below(column + across, block_columns)
         offset = block[:, None] * CELLS + cell
         gradient = tl.load(gradients + offset, mask=in_part[:, None], other=0.0)
-        inputs = tl.load(blocks + offset, mask=is_there[:, None], other=0.0)
+        inputs = tl.load(blocks + offset, mask=exists[:, None], other=0.0)
         total = tl.dot(tl.trans(inputs), gradient, total, input_precision=PRECISION)
         if THREE:
-            is_there = exists & (column > 0)
-            inputs = tl.load(blocks - CELLS + offset, mask=is_there[:, None], other=0.0)
+            exists = row_exists & (column > 0)
+            inputs = tl.load(blocks - CELLS + offset, mask=exists[:, None], other=0.0)
             left = tl.dot(tl.trans(inputs), gradient, left, input_precision=PRECISION)
-            is_there = exists & (column < block_columns - 1)
-            inputs = tl.load(blocks + CELLS + offset, mask=is_there[:, None], other=0.0)
+            exists = row_exists & (column < block_columns - 1)
+            inputs = tl.load(blocks + CELLS + offset, mask=exists[:, None], other=0.0)
             right = tl.dot(tl.trans(inputs), gradient, right, input_precision=PRECISION)
         column += columns_in_step
         wraps = column >= block_columns
@@ -295,7 +295,7 @@ def gradient_of_bias(sums, grad_bias, channel, blocks_in_all):
 
 
 @triton.jit
-def window_gradient(
+def sum_diagonals(
     partial_sums, r, s, exists, channel, channels, parts, taps_down, taps_across, R, S
 ):
     """Sum the bank's gradient to that of GATHERED cells (r, s) of one channel's window.
@@ -318,7 +318,7 @@ def window_gradient(
 
 
 @triton.jit(do_not_specialize=["channels", "parts", "blocks_in_all", *TAPS])
-def diagonals(
+def gradient_of_window(
     partial_sums,
     sums,
     gradient,
@@ -334,12 +334,12 @@ def diagonals(
 ):
     """Sum the bank's gradient to GATHERED cells of one channel's window: (C, R, S).
 
-    And sums of blocks to the bias's gradient.
+    The first program of a channel adds up the bias's gradient, too.
     """
     channel = tl.program_id(1)
     cell = tl.program_id(0) * GATHERED + tl.arange(0, GATHERED)
     exists = cell < R * S
-    total = window_gradient(
+    total = sum_diagonals(
         partial_sums,
         cell // S,
         cell % S,

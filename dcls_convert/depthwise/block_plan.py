@@ -5,7 +5,7 @@ Axes: N images, C channels, H x W a map, R x S the window, M blocks of all image
 This module needs Triton.
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,13 +17,13 @@ from .devices import adds_three_taps, float32_precision
 from .launching import LOAD_BYTES, Launch
 from .layouts import (
     BLOCK_SIDE,
-    CHANNELS_AT_ONCE,
-    GRADIENTS_AT_ONCE,
     MAX_OFFSET,
     is_channels_last,
 )
 
-_CELLS = BLOCK_SIDE * BLOCK_SIDE
+_CELLS: int = kernels.CELLS.value  # of a block
+PACK_CHANNELS: int = kernels.PACK_CHANNELS.value
+GATHERED: int = kernels.GATHERED.value
 # The bank's gradient is summed in parts if there are fewer programs than this, so that a large GPU
 # is busy.
 MIN_PROGRAMS = 1056
@@ -43,11 +43,10 @@ STAGES = 3
 STAGES_ON_AMD = 2
 
 
-class BlockPlan:
+class BlockPlan(ABC):
     """How maps of one shape are convolved on one device; keeps its launches.
 
-    What the bank is made of, called the source here, is known to the classes below: a window, or
-    elements.
+    Subclasses know what the bank is made of, which is called the source here.
 
     Args:
         maps: The input (N, C, H, W), or one like it in shape, memory format, dtype and device. The
@@ -99,16 +98,11 @@ class BlockPlan:
         self.blocks_shape = (channels, blocks, _CELLS)
         self.bank_shape = (channels, self.taps, _CELLS, _CELLS)
         self._packs: dict[tuple[object, ...], Launch] = {}
-        self._prepare_outputs(is_channels_last(maps))
-        self._prepare_products((blocks, block_rows, block_columns, taps_down, taps_across))
-
-    def _prepare_outputs(self, channels_last: bool) -> None:
-        self._memory_format = torch.contiguous_format
-        if channels_last:
-            self._memory_format = torch.channels_last
-        steps = self.stride
-        self._unpack_output = self._unpack_launch(self.output_shape, channels_last, steps)
+        channels_last = is_channels_last(maps)
+        self._memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        self._unpack_output = self._unpack_launch(self.output_shape, channels_last, stride)
         self._unpack_gradient = self._unpack_launch(self.input_shape, channels_last, (1, 1))
+        self._prepare_products((blocks, block_rows, block_columns, taps_down, taps_across))
 
     def _prepare_products(self, sizes: tuple[int, ...]) -> None:
         size = self.dtype.itemsize
@@ -144,18 +138,16 @@ class BlockPlan:
         )
 
     @abstractmethod
-    def pack_with_bank(
-        self, stream: int, maps: Tensor, *source: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def pack_with_bank(self, maps: Tensor, *source: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Copy maps into blocks (C, M, CELLS), and make the bank (C, taps, CELLS, CELLS).
 
-        Also returns a copy of the source's last tensor, if that one will change before the backward
+        Also returns clamped positions, if the source has some: they can change before the backward
         pass.
         """
 
     @abstractmethod
     def gradients_of_source(
-        self, stream: int, partial_sums: Tensor, sums: Tensor, *source: Tensor
+        self, partial_sums: Tensor, sums: Tensor, *source: Tensor
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the bias and the source, from `gradient_of_bank` and `sums`."""
 
@@ -163,16 +155,7 @@ class BlockPlan:
     def window_by_torch(self, *source: Tensor) -> Tensor:
         """Return the window (C, 1, R, S) by torch's operations, which can be differentiated."""
 
-    def pack(self, stream: int, maps: Tensor) -> Tensor:
-        """Copy maps into blocks (C, M, CELLS)."""
-        blocks = torch.empty(self.blocks_shape, dtype=self.dtype, device=self.device)
-        launch, maps = self.find_pack(maps, self._pack_launch)
-        launch.run(stream, maps, blocks, blocks)
-        return blocks
-
-    def pack_gradients(
-        self, stream: int, gradients: Tensor, inputs: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def pack_gradients(self, gradients: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Copy the output's gradients into blocks like the inputs', and add up each block: (C, M).
 
         With a stride of 2, zeros come between the gradients.
@@ -182,13 +165,13 @@ class BlockPlan:
         if self.has_bias:
             sums = torch.empty(self.blocks_shape[:2], dtype=torch.float32, device=self.device)
         launch, gradients = self.find_pack(gradients, self._pack_gradients_launch)
-        launch.run(stream, gradients, blocks, sums)
+        launch.run(gradients, blocks, sums)
         return blocks, sums
 
     def find_pack(self, maps: Tensor, make: Callable[[Tensor], Launch]) -> tuple[Launch, Tensor]:
-        """Return the launch that packs maps of these strides, kept from an earlier call or new.
+        """Return the launch that packs these maps, kept from an earlier call or new, and the maps.
 
-        And the maps, or a copy if they begin at a wrong address or their rows are too far apart.
+        They are copied if they begin at a wrong address or their rows are too far apart.
         """
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling and maps.data_ptr() % LOAD_BYTES:
@@ -203,24 +186,21 @@ class BlockPlan:
                 self._packs[key] = launch
         return launch, maps
 
-    def _pack_launch(self, maps: Tensor) -> Launch:
-        return self._copy_launch(maps.stride(), (1, 1), unpack=False, sums=False)
-
     def _pack_gradients_launch(self, maps: Tensor) -> Launch:
-        return self._copy_launch(maps.stride(), self.stride, unpack=False, sums=self.has_bias)
+        return self.copy_launch(maps.stride(), self.stride, unpack=False, sums=self.has_bias)
 
     def _unpack_launch(self, shape: Sequence[int], channels_last: bool, steps: Pair) -> Launch:
         _, channels, rows, columns = shape
         strides = (channels * rows * columns, rows * columns, columns, 1)
         if channels_last:
             strides = (channels * rows * columns, 1, columns * channels, channels)
-        return self._copy_launch(strides, steps, unpack=True, sums=False)
+        return self.copy_launch(strides, steps, unpack=True, sums=False)
 
-    def _copy_launch(
+    def copy_launch(
         self, strides: Sequence[int], steps: Pair, *, unpack: bool, sums: bool
     ) -> Launch:
         sizes, layout = self.layout_of(strides)
-        grid = (self.blocks, ceil_div(self.channels, CHANNELS_AT_ONCE), 1)
+        grid = (self.blocks, ceil_div(self.channels, PACK_CHANNELS), 1)
         return Launch(kernels.pack, grid, sizes, (*steps, *layout, unpack, sums))
 
     def layout_of(self, strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int | bool, ...]]:
@@ -233,30 +213,26 @@ class BlockPlan:
             numbers = (image_stride, row_stride, column_stride, self.channels)
             if all(number % UNIT == 0 for number in numbers):
                 unit = UNIT
+        # Where channels are adjacent, their stride is not used.
         strides_in_units = [stride // unit for stride in strides]
         sizes = (*strides_in_units, self.channels // unit, *self.map_sizes)
         return sizes, (unit, channels_adjacent, columns_adjacent)
 
-    def convolve(self, stream: int, blocks: Tensor, bank: Tensor, bias: Tensor | None) -> Tensor:
+    def convolve(self, blocks: Tensor, bank: Tensor, bias: Tensor | None) -> Tensor:
         """Convolve blocks (C, M, CELLS) to maps (N, C, H', W')."""
         outputs = torch.empty_like(blocks)
         added = blocks if bias is None else bias.contiguous()  # without a bias, any tensor
-        self._convolve.run(stream, blocks, bank, added, outputs)
-        return self._unpack(
-            stream, self._unpack_output, outputs, self.output_shape, self.output_dtype
-        )
+        self._convolve.run(blocks, bank, added, outputs)
+        return self._unpack(self._unpack_output, outputs, self.output_shape, self.output_dtype)
 
-    def gradient_of_input(self, stream: int, gradients: Tensor, bank: Tensor) -> Tensor:
+    def gradient_of_input(self, gradients: Tensor, bank: Tensor) -> Tensor:
         """Return the gradient of the input (N, C, H, W) from that of the output, in blocks."""
         outputs = torch.empty_like(gradients)
-        self._convolve_turned.run(stream, gradients, bank, gradients, outputs)
-        return self._unpack(
-            stream, self._unpack_gradient, outputs, self.input_shape, self.input_dtype
-        )
+        self._convolve_turned.run(gradients, bank, gradients, outputs)
+        return self._unpack(self._unpack_gradient, outputs, self.input_shape, self.input_dtype)
 
     def _unpack(
         self,
-        stream: int,
         unpack: Launch,
         blocks: Tensor,
         shape: tuple[int, ...],
@@ -265,15 +241,15 @@ class BlockPlan:
         maps = torch.empty(
             shape, dtype=dtype, device=self.device, memory_format=self._memory_format
         )
-        unpack.run(stream, maps, blocks, blocks)
+        unpack.run(maps, blocks, blocks)
         return maps
 
-    def gradient_of_bank(self, stream: int, blocks: Tensor, gradients: Tensor) -> Tensor:
+    def gradient_of_bank(self, blocks: Tensor, gradients: Tensor) -> Tensor:
         """Return the bank's gradient as partial sums (parts, C, taps, CELLS, CELLS) in float32."""
         partial_sums = torch.empty(
             (self.parts, *self.bank_shape), dtype=torch.float32, device=self.device
         )
-        self._gradient_of_bank.run(stream, blocks, gradients, partial_sums)
+        self._gradient_of_bank.run(blocks, gradients, partial_sums)
         return partial_sums
 
 
@@ -288,31 +264,34 @@ class WindowPlan(BlockPlan):
         self._bank_of_window = Launch(
             kernels.bank_of_window, (self.taps, self.channels, 1), self.tap_sizes, window
         )
-        self._diagonals = Launch(
-            kernels.diagonals,
-            (ceil_div(rows * columns, GRADIENTS_AT_ONCE), self.channels, 1),
+        self._gradient_of_window = Launch(
+            kernels.gradient_of_window,
+            (ceil_div(rows * columns, GATHERED), self.channels, 1),
             (self.channels, self.parts, self.blocks, *self.tap_sizes),
             (rows, columns, has_bias),
         )
 
-    def pack_with_bank(
-        self, stream: int, maps: Tensor, *source: Tensor
-    ) -> tuple[Tensor, Tensor, None]:
+    def pack_with_bank(self, maps: Tensor, *source: Tensor) -> tuple[Tensor, Tensor, None]:
         """Copy maps into blocks, and make the bank of a window."""
         (window,) = source
-        blocks = self.pack(stream, maps)
+        blocks = torch.empty(self.blocks_shape, dtype=self.dtype, device=self.device)
+        launch, maps = self.find_pack(maps, self._pack_launch)
+        launch.run(maps, blocks, blocks)
         bank = blocks.new_empty(self.bank_shape)
-        self._bank_of_window.run(stream, window.contiguous(), bank)
+        self._bank_of_window.run(window.contiguous(), bank)
         return blocks, bank, None
 
+    def _pack_launch(self, maps: Tensor) -> Launch:
+        return self.copy_launch(maps.stride(), (1, 1), unpack=False, sums=False)
+
     def gradients_of_source(
-        self, stream: int, partial_sums: Tensor, sums: Tensor, *source: Tensor
+        self, partial_sums: Tensor, sums: Tensor, *source: Tensor
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the bias (C) and the window (C, 1, R, S)."""
         (window,) = source
         gradient = torch.empty_like(window, memory_format=torch.contiguous_format)
         grad_bias = partial_sums.new_empty(self.channels)
-        self._diagonals.run(stream, partial_sums, sums, gradient, grad_bias)
+        self._gradient_of_window.run(partial_sums, sums, gradient, grad_bias)
         return grad_bias, gradient
 
     def window_by_torch(self, *source: Tensor) -> Tensor:

@@ -43,8 +43,8 @@ class Case:
         )
 
     @property
-    def has_equal_channels(self) -> bool:
-        """True if it is depthwise with one kernel for each channel."""
+    def has_one_kernel_per_channel(self) -> bool:
+        """True if it is depthwise and has as many outputs as inputs."""
         return self.is_depthwise and self.kernel_shape[0] == self.groups
 
     def __str__(self) -> str:
@@ -55,11 +55,12 @@ class Case:
         )
 
 
-def computed_dtype(input: Tensor, *others: Tensor) -> torch.dtype | None:
-    """Return the dtype in which torch would convolve an input with a kernel, and a bias.
+def computed_dtype(input: Tensor, kernel: Tensor, bias: Tensor | None) -> torch.dtype | None:
+    """Return the dtype in which torch would convolve an input with a kernel.
 
     None if their dtypes or devices differ.
     """
+    others = [kernel] if bias is None else [kernel, bias]
     dtypes = {input.dtype, *[tensor.dtype for tensor in others]}
     if any(tensor.device != input.device for tensor in others):
         return None  # torch's convolution refuses this; kernels would read the wrong memory
@@ -70,8 +71,8 @@ def computed_dtype(input: Tensor, *others: Tensor) -> torch.dtype | None:
     return input.dtype if len(dtypes) == 1 else None
 
 
-def state_of(
-    input: Tensor, weight: Tensor, positions: Tensor | None, bias: Tensor | None
+def key_of(
+    input: Tensor, weight: Tensor, positions: Tensor, bias: Tensor | None
 ) -> tuple[object, ...]:
     """Return all that a way, and its plan, depend on for tensors like these: a key to keep them."""
     device = input.device

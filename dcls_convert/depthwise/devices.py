@@ -15,8 +15,8 @@ from ..text import one_line, shortened
 GPUS = frozenset({"cuda", "mps", "xpu"})
 AUTOCAST_DEVICES = GPUS | {"cpu"}
 # AMD's GPUs whose registers and shared memory suffice for blocks; NVIDIA's have them from 8.0 on.
-BLOCKS_ON_AMD = frozenset({"gfx90a", "gfx942", "gfx950"})
-BLOCKS_ON_NVIDIA = (8, 0)
+AMD_ARCHITECTURES = frozenset({"gfx90a", "gfx942", "gfx950"})
+MIN_CUDA_CAPABILITY = (8, 0)
 # Major compute capabilities whose tensor cores read shared memory, and so need fewer registers, and
 # that have 96 KB of it for each program.
 THREE_TAPS_ON_NVIDIA = frozenset({9, 10})
@@ -50,8 +50,8 @@ def _why_no_blocks(device: torch.device) -> str | None:
 def _has_enough_registers(device: torch.device) -> bool:
     if torch.version.hip:
         name: str = torch.cuda.get_device_properties(device).gcnArchName
-        return name.partition(":")[0] in BLOCKS_ON_AMD
-    return torch.cuda.get_device_capability(device) >= BLOCKS_ON_NVIDIA
+        return name.partition(":")[0] in AMD_ARCHITECTURES
+    return torch.cuda.get_device_capability(device) >= MIN_CUDA_CAPABILITY
 
 
 def _why_triton_fails(device: torch.device) -> str | None:

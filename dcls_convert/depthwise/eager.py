@@ -70,7 +70,7 @@ def is_counting_flops() -> bool:
     return any("FlopCounter" in type(mode).__name__ for mode in modes)
 
 
-def is_compiled(*tensors: Tensor) -> bool:
+def is_being_compiled(*tensors: Tensor) -> bool:
     """True if `torch.compile` is tracing this code with ordinary tensors.
 
     False in exports, whose programs run on other machines.

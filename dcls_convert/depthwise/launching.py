@@ -48,10 +48,9 @@ class Launch:
         self.grid = grid
         self.arguments = (*sizes, *constants)
         self.options = {"num_warps": warps, "num_stages": stages}
-        # Launch on a stream (see `current_stream`) with these tensors.
-        self.run: Callable[..., None] = self._first_run
+        self.run: Callable[..., None] = self._first_run  # with these tensors
 
-    def _first_run(self, stream: int, *tensors: Tensor) -> None:
+    def _first_run(self, *tensors: Tensor) -> None:
         if torch.compiler.is_compiling() or not isinstance(self.kernel, JITFunction):
             self.kernel[self.grid](*tensors, *self.arguments, **self.options)
             return
@@ -61,35 +60,19 @@ class Launch:
         launcher = program.run
         function = program.function
         metadata = program.packed_metadata
-        rows, columns, layers = self.grid
+        device = driver.active.get_current_device()
+        current_stream = driver.active.get_current_stream
+        x, y, z = self.grid
         arguments = self.arguments
 
-        def run(stream: int, *tensors: Tensor) -> None:
-            # As torch's inductor launches. What is None is for Triton's own profiler.
-            launcher(
-                rows,
-                columns,
-                layers,
-                stream,
-                function,
-                metadata,
-                None,
-                None,
-                None,
-                *tensors,
-                *arguments,
-            )
+        def run(*tensors: Tensor) -> None:
+            # As torch's inductor launches; without launch metadata and hooks, which are for
+            # Triton's own profiler.
+            stream = current_stream(device)
+            launcher(x, y, z, stream, function, metadata, None, None, None, *tensors, *arguments)
 
         self.run = run
-        run(stream, *tensors)
-
-
-def current_stream(device: torch.device) -> int:
-    """Return the handle of the current stream, for a `Launch`; 0 where it is not needed."""
-    if device.type == "cpu" or torch.compiler.is_compiling():
-        return 0
-    stream: int = driver.active.get_current_stream(device.index)
-    return stream
+        run(*tensors)
 
 
 def compile_a_kernel(device: torch.device) -> None:

@@ -3,9 +3,6 @@
 from torch import Tensor
 
 BLOCK_SIDE = 8  # cells
-# Of one program of a kernel: channels to copy, and cells or elements whose gradients are added up.
-CHANNELS_AT_ONCE = 64
-GRADIENTS_AT_ONCE = 16
 MAX_OFFSET = 2**31  # blocks compute with 32 bits inside an image, and inside a channel
 
 
@@ -14,8 +11,4 @@ def is_channels_last(maps: Tensor) -> bool:
 
     Maps of one channel or one cell are both, so they give False.
     """
-    # Two separate checks: in one expression, torch.compile would see a symbol, which functions of
-    # constants do not accept.
-    if maps.stride(1) != 1:
-        return False
-    return not maps.is_contiguous()
+    return maps.stride(1) == 1 and not maps.is_contiguous()

@@ -82,7 +82,6 @@ class _Depthwise(torch.autograd.Function):
     ) -> Tensor:
         ctx.stride = stride
         ctx.padding = padding
-        ctx.has_bias = bias is not None
         ctx.save_for_backward(input, kernel)
         return _forward(input, kernel, bias, stride, padding)
 
@@ -97,7 +96,7 @@ class _Depthwise(torch.autograd.Function):
                 grad_input = _input_gradient(input, grad_output, kernel, ctx.stride, ctx.padding)
             if ctx.needs_input_grad[1]:
                 grad_weight = _weight_gradient(input, grad_output, kernel, ctx.stride, ctx.padding)
-            if ctx.has_bias and ctx.needs_input_grad[2]:
+            if ctx.needs_input_grad[2]:
                 grad_bias = grad_output.sum((0, 2, 3))
         return grad_input, grad_weight, grad_bias, None, None
 

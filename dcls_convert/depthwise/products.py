@@ -11,6 +11,8 @@ Axes: N images, C channels, H x W a map, R x S the window, T x U the outputs of 
 inputs that these outputs need. Stride and dilation are 1.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,38 +35,47 @@ def depthwise_by_products(
     if is_channels_last(input):
         memory_format = torch.channels_last
     channels = input.shape[1]
-    # Along each axis of a map: its outputs, patches, outputs of a patch, inputs of a patch.
-    outputs: list[int] = []
-    patches: list[int] = []
-    sides: list[int] = []
-    inputs: list[int] = []
-    widths: list[int] = []  # for F.pad: (before, after) of each axis, the last axis first
-    for cells, window, margin in zip(input.shape[2:], kernel.shape[2:], padding, strict=True):
-        outputs.append(cells + 2 * margin - window + 1)
-        patches.append(ceil_div(outputs[-1], MAX_PATCH_SIDE))
-        sides.append(ceil_div(outputs[-1], patches[-1]))
-        inputs.append(sides[-1] + window - 1)
-        missing = patches[-1] * sides[-1] - outputs[-1]  # of the last patch
-        widths = [margin, margin + missing, *widths]
+    rows = _tile(input.shape[2], kernel.shape[2], padding[0])
+    columns = _tile(input.shape[3], kernel.shape[3], padding[1])
+    below = padding[0] + rows.patches * rows.side - rows.outputs
+    right = padding[1] + columns.patches * columns.side - columns.outputs
     with torch.autocast(input.device.type, enabled=False):
-        maps = F.pad(input.to(kernel.dtype), widths)
-        seen = maps.unfold(2, inputs[0], sides[0]).unfold(3, inputs[1], sides[1])
-        seen = seen.transpose(0, 1).reshape(channels, -1, inputs[0] * inputs[1])
-        result = torch.bmm(seen, _bank(kernel, sides, inputs).mT)  # (C, N * patches, T * U)
-        result = result.view(channels, -1, *patches, *sides).permute(1, 0, 2, 4, 3, 5)
-        result = result.reshape(-1, channels, patches[0] * sides[0], patches[1] * sides[1])
-        result = result.narrow(2, 0, outputs[0]).narrow(3, 0, outputs[1])
+        maps = F.pad(input.to(kernel.dtype), (padding[1], right, padding[0], below))
+        inputs = maps.unfold(2, rows.inputs, rows.side).unfold(3, columns.inputs, columns.side)
+        inputs = inputs.transpose(0, 1).reshape(channels, -1, rows.inputs * columns.inputs)
+        outputs = torch.bmm(inputs, _bank(kernel, rows, columns).mT)  # (C, N * patches, T * U)
+        outputs = outputs.view(channels, -1, rows.patches, columns.patches, rows.side, columns.side)
+        outputs = outputs.permute(1, 0, 2, 4, 3, 5)  # (N, C, patches, T, patches, U)
+        outputs = outputs.flatten(4, 5).flatten(2, 3)
+        outputs = outputs.narrow(2, 0, rows.outputs).narrow(3, 0, columns.outputs)
         if bias is not None:
-            result = result + bias[:, None, None]
-        return result.contiguous(memory_format=memory_format)
+            outputs = outputs + bias[:, None, None]
+        return outputs.contiguous(memory_format=memory_format)
 
 
-def _bank(kernel: Tensor, sides: list[int], inputs: list[int]) -> Tensor:
+class _Tiling(NamedTuple):
+    """How patches tile one axis of a map, in cells."""
+
+    outputs: int
+    patches: int
+    side: int  # outputs of a patch
+    inputs: int  # of a patch
+
+
+def _tile(cells: int, window: int, padding: int) -> _Tiling:
+    outputs = cells + 2 * padding - window + 1
+    patches = ceil_div(outputs, MAX_PATCH_SIDE)
+    side = ceil_div(outputs, patches)
+    return _Tiling(outputs=outputs, patches=patches, side=side, inputs=side + window - 1)
+
+
+def _bank(kernel: Tensor, rows: _Tiling, columns: _Tiling) -> Tensor:
     """Build the bank: (C, 1, R, S) -> (C, T * U, A * B). Its gradient is added up in float32."""
-    above = sides[0] - 1
-    left = sides[1] - 1
+    above = rows.side - 1
+    left = columns.side - 1
     exact = kernel.to(torch.promote_types(kernel.dtype, torch.float32))
     windows = F.pad(exact[:, 0], (left, left, above, above))
-    shifted = windows.unfold(1, inputs[0], 1).unfold(2, inputs[1], 1)
+    shifted = windows.unfold(1, rows.inputs, 1).unfold(2, columns.inputs, 1)
     # The first view is the last row of the bank.
-    return shifted.flip(1, 2).reshape(kernel.shape[0], sides[0] * sides[1], -1).to(kernel.dtype)
+    bank = shifted.flip(1, 2).reshape(kernel.shape[0], rows.side * columns.side, -1)
+    return bank.to(kernel.dtype)

@@ -21,7 +21,7 @@ from ..text import did_you_mean, shortened
 from . import onednn, products
 from .case import Case
 from .devices import GPUS, why_no_blocks
-from .eager import is_compiled, is_counting_flops, is_eager
+from .eager import is_being_compiled, is_counting_flops, is_eager
 from .layouts import BLOCK_SIDE, MAX_OFFSET
 
 Preference = Literal["auto", "torch", "blocks", "products"]
@@ -34,16 +34,21 @@ MIN_IMAGES_FOR_PRODUCTS = 8
 MIN_CELLS_FOR_PRODUCTS = 81
 MAX_WINDOW_SIDE = 51  # cells; nothing here was tested with larger windows
 MAX_CHANNELS = 65_535  # of a grid's second axis
-MAX_MAP_SIDE = 2**23  # cells of a map along an axis; see `block_kernels.quotient`
+MAX_MAP_SIDE = 2**20 * BLOCK_SIDE // 2  # cells along an axis; see `block_kernels.quotient`
+
+
+# Input (N, C, H, W), bias and kernel -> output.
+Convolve = Callable[..., Tensor]
 
 
 class Way(NamedTuple):
     """A row of the table: a way to convolve."""
 
     name: str
-    can: Callable[[Case], bool]  # compute this case
-    is_best: Callable[[Case], bool]  # of the rows from here on
-    convolve: Callable[[Tensor, Tensor, Tensor | None, Case], Tensor]  # input, kernel, bias, case
+    can: Callable[[Case], bool]  # True if it can compute this case
+    is_best: Callable[[Case], bool]  # True if no later row is faster
+    # Return the function for a case, from an input and the bias, or tensors like these.
+    prepare: Callable[[Case, Tensor, Tensor | None], Convolve]
 
 
 def _can_onednn(case: Case) -> bool:
@@ -55,20 +60,23 @@ def _can_onednn(case: Case) -> bool:
     )
 
 
-def _by_onednn(input: Tensor, kernel: Tensor, bias: Tensor | None, case: Case) -> Tensor:
-    kernel = kernel.to(case.dtype)  # as autocast does; `onednn` casts the input
-    if bias is not None:
-        bias = bias.to(case.dtype)
-    return onednn.depthwise_by_onednn(
-        input, kernel, bias, cast(Pair, case.stride), cast(Pair, case.padding)
-    )
+def _by_onednn(case: Case, input: Tensor, bias: Tensor | None) -> Convolve:
+    def convolve(input: Tensor, bias: Tensor | None, kernel: Tensor) -> Tensor:
+        if bias is not None:
+            bias = bias.to(case.dtype)
+        kernel = kernel.to(case.dtype)  # as autocast does; `onednn` casts the input
+        return onednn.depthwise_by_onednn(
+            input, kernel, bias, cast(Pair, case.stride), cast(Pair, case.padding)
+        )
+
+    return convolve
 
 
 def _can_blocks(case: Case) -> bool:
     rows, columns = case.window
     images, channels, height, width = case.input_shape
     return (
-        case.has_equal_channels
+        case.has_one_kernel_per_channel
         and case.groups <= MAX_CHANNELS
         and case.dtype in BLOCKS_DTYPES
         and rows % 2 == columns % 2 == 1
@@ -86,16 +94,18 @@ def _are_blocks_best(case: Case) -> bool:
     return case.device.type != "cpu" and case.cells > MAX_CELLS_FOR_TORCH
 
 
-def _by_blocks(input: Tensor, kernel: Tensor, bias: Tensor | None, case: Case) -> Tensor:
-    from . import blocks  # needs Triton
+def _by_blocks(case: Case, input: Tensor, bias: Tensor | None) -> Convolve:
+    from .block_plan import WindowPlan  # needs Triton
+    from .blocks import convolve_by_plan
 
-    return blocks.convolve_window(
-        input, kernel, bias, case.window, cast(Pair, case.stride), case.dtype
+    plan = WindowPlan(
+        input, case.window, cast(Pair, case.stride), case.dtype, has_bias=bias is not None
     )
+    return functools.partial(convolve_by_plan, plan)
 
 
 def _can_products(case: Case) -> bool:
-    if not case.has_equal_channels or case.stride != (1, 1):
+    if not case.has_one_kernel_per_channel or case.stride != (1, 1):
         return False
     padding = cast(Pair, case.padding)
     sides = zip(case.input_shape[2:], case.window, padding, strict=True)
@@ -117,18 +127,25 @@ def _are_products_best(case: Case) -> bool:
     )
 
 
-def _by_products(input: Tensor, kernel: Tensor, bias: Tensor | None, case: Case) -> Tensor:
-    kernel = kernel.to(case.dtype)  # as autocast does
-    if bias is not None:
-        bias = bias.to(case.dtype)
-    return products.depthwise_by_products(input, kernel, bias, cast(Pair, case.padding))
+def _by_products(case: Case, input: Tensor, bias: Tensor | None) -> Convolve:
+    def convolve(input: Tensor, bias: Tensor | None, kernel: Tensor) -> Tensor:
+        if bias is not None:
+            bias = bias.to(case.dtype)
+        kernel = kernel.to(case.dtype)  # as autocast does
+        return products.depthwise_by_products(input, kernel, bias, cast(Pair, case.padding))
+
+    return convolve
 
 
-def _by_torch(input: Tensor, kernel: Tensor, bias: Tensor | None, case: Case) -> Tensor:
+def _by_torch(case: Case, input: Tensor, bias: Tensor | None) -> Convolve:
     stride: Any = case.stride
     padding: Any = case.padding
     dilation: Any = case.dilation
-    return F.conv2d(input, kernel, bias, stride, padding, dilation, case.groups)
+
+    def convolve(input: Tensor, bias: Tensor | None, kernel: Tensor) -> Tensor:
+        return F.conv2d(input, kernel, bias, stride, padding, dilation, case.groups)
+
+    return convolve
 
 
 def _always(case: Case) -> bool:
@@ -156,14 +173,16 @@ def choose_way(case: Case, preferred: Preference = "auto") -> Way:
 
 
 def find_way(case: Case, *tensors: Tensor) -> Way:
-    """Return the way for a case and its tensors: torch's in exports and under torch.func.
+    """Return the way for a case and its tensors.
+
+    It is torch's in exports, under torch.func, and where FLOPs are counted.
 
     Raises:
         DclsConvertError: The environment variable has a value that is not allowed.
     """
     if len(case.input_shape) != 4:
         return TORCH
-    if is_compiled(*tensors):
+    if is_being_compiled(*tensors):
         return choose_way(case, preference())
     if not is_eager(*tensors) or is_counting_flops():
         return TORCH
@@ -192,6 +211,6 @@ def _preference() -> Preference:
         hint = did_you_mean(value, allowed)
         raise DclsConvertError(
             f"environment: {VARIABLE}={shortened(value)!r} must be "
-            f"auto, torch, blocks or products{hint}"
+            f"{', '.join(allowed[:-1])} or {allowed[-1]}{hint}"
         )
     return cast(Preference, value)

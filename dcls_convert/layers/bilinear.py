@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..depthwise.devices import why_no_blocks
-from ..depthwise.eager import is_compiled, is_eager, is_exporting, uses_cpu_implementation
+from ..depthwise.eager import is_being_compiled, is_eager, is_exporting, uses_cpu_implementation
 from .bilinear_plain import (
     WindowSize,
     construct_by_broadcasting,
@@ -60,7 +60,7 @@ def bilinear_kernel(weight: Tensor, positions: Tensor, size: Sequence[int]) -> T
         and min(size) > 1
         and weight.dtype == torch.float32
         and weight.numel() > 0
-        and (eager or is_compiled(weight, positions))
+        and (eager or is_being_compiled(weight, positions))
         and why_no_blocks(weight.device) is None
     ):
         from .gpu_construction import construct_windows  # needs Triton

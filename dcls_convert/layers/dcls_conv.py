@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..depthwise.case import Case, computed_dtype, state_of
+from ..depthwise.case import Case, computed_dtype, key_of
 from ..depthwise.eager import is_counting_flops, is_eager
-from ..depthwise.table import BLOCKS_DTYPES, TORCH, Way, find_way
+from ..depthwise.table import BLOCKS_DTYPES, TORCH, Convolve, find_way
 from ..geometry import DYNAMIC_SAME, Padding, check_window, grown_padding, is_asymmetric
 from .carry_over import carry_over_, compute_parameter_
 from .conv_classes import Conv, make_conv, padding_of, traits_of
@@ -223,8 +223,8 @@ class DclsConv2d(DclsConvNd):
     dims = 2
     conv_class = nn.Conv2d
     conv_function = staticmethod(F.conv2d)
-    # Of the output, if not the dtype in which it is computed. Blocks write float32 as fast as 16
-    # bits, which saves a LayerNorm under autocast two casts.
+    # dtype of the output; None: that in which it is computed. A LayerNorm under autocast reads
+    # float32, which blocks write in one pass.
     output_dtype: torch.dtype | None = None
 
     def _convolve(self, input: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ class DclsConv2d(DclsConvNd):
         bias = self.bias
         learnt = [weight, positions] if bias is None else [weight, positions, bias]
         if is_eager(input, *learnt) and not is_counting_flops():
-            key = (self.training, self.output_dtype, state_of(input, weight, positions, bias))
+            key = (self.training, self.output_dtype, key_of(input, weight, positions, bias))
             found = self._ways.get(key)
             if found is None:
                 if len(self._ways) >= MAX_WAYS:
@@ -242,20 +242,19 @@ class DclsConv2d(DclsConvNd):
                 found = self._ways[key] = self._find_way(input, learnt)
         else:
             found = self._find_way(input, learnt)
-        way, case, in_blocks = found
-        if in_blocks is not None:
+        convolve, takes_elements = found
+        if takes_elements:
             if self.training and torch.compiler.is_compiling():
                 self.clamp_positions_()
-            return in_blocks(input, bias, self._effective_weight(), positions)
-        output = way.convolve(input, self.clamped_kernel(), bias, case)
+            return convolve(input, bias, self._effective_weight(), positions)
+        output = convolve(input, bias, self.clamped_kernel())
         return output if self.output_dtype is None else output.to(self.output_dtype)
 
-    def _find_way(
-        self, input: Tensor, learnt: Sequence[Tensor]
-    ) -> tuple[Way, Case, Callable[..., Tensor] | None]:
-        """Return how to convolve an input; the last is for blocks that take elements."""
-        weight, positions, *bias = learnt
-        dtype = computed_dtype(input, weight, *bias)
+    def _find_way(self, input: Tensor, learnt: Sequence[Tensor]) -> tuple[Convolve, bool]:
+        """Return how to convolve an input, and whether that takes elements instead of a kernel."""
+        weight, positions, *_ = learnt
+        bias = self.bias
+        dtype = computed_dtype(input, weight, bias)
         case = Case(
             device=input.device,
             dtype=dtype or input.dtype,
@@ -277,21 +276,22 @@ class DclsConv2d(DclsConvNd):
             and BLOCKS_DTYPES >= {weight.dtype, positions.dtype}
         )
         if not takes_elements:
-            return way, case, None
-        from .gpu_construction import convolution_in_blocks  # needs Triton
+            return way.prepare(case, input, bias), False
+        from ..depthwise.blocks import convolve_by_plan  # needs Triton
+        from .gpu_construction import ElementPlan
 
-        in_blocks = convolution_in_blocks(
+        plan = ElementPlan(
             input,
             case.window,
             (self.stride[0], self.stride[1]),
             case.dtype,
-            has_bias=self.bias is not None,
+            has_bias=bias is not None,
             output_dtype=self.output_dtype,
             elements=self.kernel_count,
             # A compiled program could lose what a kernel changes in a parameter.
             clamps=self.training and not torch.compiler.is_compiling(),
         )
-        return way, case, in_blocks
+        return functools.partial(convolve_by_plan, plan), True
 
 
 class DclsConv3d(DclsConvNd):

@@ -9,8 +9,8 @@ One forward pass, on a CPU:
    `bilinear.py`).
 4. The way convolves, oneDNN's or torch's.
 
-On a GPU with blocks, `gpu_construction.py` does 3 and 4. What depends on the layer's arguments
-alone is worked out when it is made, in `_prepare_`.
+On a GPU, blocks do 3 and 4 for bilinear elements (`gpu_construction.py`). What depends on the
+layer's arguments alone is worked out when it is made, in `_prepare_`.
 
 Axes: N batch, O output channels, I input channels per group, E kernel elements, A learnt axes.
 """
@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from ..depthwise.eager import is_exporting
 from ..geometry import (
     DYNAMIC_SAME,
     Padding,
@@ -319,7 +320,7 @@ class DclsLayer(Tieable):
 
     def clamped_kernel(self) -> Tensor:
         """Construct the kernel for a forward pass; in training, clamp positions before that."""
-        if self.training and not _is_exporting():
+        if self.training and not is_exporting():
             self.clamp_positions_()
         return self.kernel()
 
@@ -371,9 +372,3 @@ class DclsLayer(Tieable):
         if self.is_tied:
             parts.append("positions=tied")
         return ", ".join(parts)
-
-
-def _is_exporting() -> bool:
-    """True in an export, whose program must not change parameters."""
-    # torch 2.8 reports is_exporting() under compile too; exclude dynamo.
-    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()

@@ -21,11 +21,11 @@ from ..depthwise.block_kernels import (
     TAPS,
     gradient_of_bias,
     pack,
-    window_gradient,
+    sum_diagonals,
 )
 
 WINDOW_CELLS = constexpr(512)  # of one program of `construct`
-ELEMENTS = constexpr(512)  # of one program of `gradients_of_elements`
+ELEMENTS = constexpr(512)  # of one program of `element_gradients_of_windows`
 ELEMENTS_IN_PRODUCT = constexpr(32)  # of one product in `make_matrix`
 NEAR = constexpr(16)  # power of 2; a matrix depends on 2 * SIDE - 1 cells along each axis
 
@@ -47,16 +47,18 @@ def shares(cell, lower, fraction):
 
 
 @triton.jit
-def gradients_of_corners(value, top_left, top_right, bottom_left, bottom_right, above_y, above_x):
+def interpolate_gradients(
+    value, top_left, top_right, bottom_left, bottom_right, fraction_y, fraction_x
+):
     """Return the gradients of elements: weight, row, column.
 
     From their values, the gradients of the four cells that each is spread over, and the distances.
     """
-    top = top_left + (top_right - top_left) * above_x
-    bottom = bottom_left + (bottom_right - bottom_left) * above_x
-    left = top_left + (bottom_left - top_left) * above_y
-    right = top_right + (bottom_right - top_right) * above_y
-    return top + (bottom - top) * above_y, value * (bottom - top), value * (right - left)
+    top = top_left + (top_right - top_left) * fraction_x
+    bottom = bottom_left + (bottom_right - bottom_left) * fraction_x
+    left = top_left + (bottom_left - top_left) * fraction_y
+    right = top_right + (bottom_right - top_right) * fraction_y
+    return top + (bottom - top) * fraction_y, value * (bottom - top), value * (right - left)
 
 
 @triton.jit(
@@ -84,12 +86,12 @@ def construct(
     total = tl.zeros((KERNELS, CELLS_PADDED), dtype=tl.float32)
     for element in range(elements):
         offset = first + element
-        y, above_y, clamped_y = place_in_window(positions, offset, is_kernel, R)
-        x, above_x, clamped_x = place_in_window(positions, second + offset, is_kernel, S)
+        y, fraction_y, clamped_y = place_in_window(positions, offset, is_kernel, R)
+        x, fraction_x, clamped_x = place_in_window(positions, second + offset, is_kernel, S)
         tl.store(clamped + offset, clamped_y, mask=is_kernel)
         tl.store(clamped + second + offset, clamped_x, mask=is_kernel)
         value = tl.load(weight + offset, mask=is_kernel, other=0.0).to(tl.float32)
-        total += value * shares(cell // S, y, above_y) * shares(cell % S, x, above_x)
+        total += value * shares(cell // S, y, fraction_y) * shares(cell % S, x, fraction_x)
     windows += kernel.to(tl.int64) * (R * S) + cell
     tl.store(windows, total.to(windows.dtype.element_ty), mask=is_kernel & (cell < R * S))
 
@@ -98,7 +100,7 @@ def construct(
     do_not_specialize=["kernels", "elements"],
     do_not_specialize_on_alignment=["weight", "gradient"],
 )
-def gradients_of_elements(
+def element_gradients_of_windows(
     weight,
     positions,
     gradient,
@@ -113,20 +115,20 @@ def gradients_of_elements(
     element = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     second = tl.cast(kernels, tl.int64) * elements
     exists = element < second
-    y, above_y, _ = place_in_window(positions, element, exists, R)
-    x, above_x, _ = place_in_window(positions, second + element, exists, S)
+    y, fraction_y, _ = place_in_window(positions, element, exists, R)
+    x, fraction_x, _ = place_in_window(positions, second + element, exists, S)
     corner = gradient + element // elements * (R * S) + y * S + x
     top_left = tl.load(corner, mask=exists, other=0.0).to(tl.float32)
     top_right = tl.load(corner + 1, mask=exists, other=0.0).to(tl.float32)
     bottom_left = tl.load(corner + S, mask=exists, other=0.0).to(tl.float32)
     bottom_right = tl.load(corner + S + 1, mask=exists, other=0.0).to(tl.float32)
     value = tl.load(weight + element, mask=exists, other=0.0).to(tl.float32)
-    of_weight, of_y, of_x = gradients_of_corners(
-        value, top_left, top_right, bottom_left, bottom_right, above_y, above_x
+    grad_value, grad_row, grad_column = interpolate_gradients(
+        value, top_left, top_right, bottom_left, bottom_right, fraction_y, fraction_x
     )
-    tl.store(grad_weight + element, of_weight, mask=exists)
-    tl.store(grad_positions + element, of_y, mask=exists)
-    tl.store(grad_positions + second + element, of_x, mask=exists)
+    tl.store(grad_weight + element, grad_value, mask=exists)
+    tl.store(grad_positions + element, grad_row, mask=exists)
+    tl.store(grad_positions + second + element, grad_column, mask=exists)
 
 
 @triton.jit(
@@ -225,17 +227,18 @@ def make_matrix(
         exists = element < elements
         offset_y = channel * elements + element
         offset_x = channels * elements + offset_y
-        y, above_y, clamped_y = place_in_window(positions, offset_y, exists, R)
-        x, above_x, clamped_x = place_in_window(positions, offset_x, exists, S)
+        y, fraction_y, clamped_y = place_in_window(positions, offset_y, exists, R)
+        x, fraction_x, clamped_x = place_in_window(positions, offset_x, exists, S)
         is_written = exists & (tap == 0)
         tl.store(clamped + offset_y, clamped_y, mask=is_written)
         tl.store(clamped + offset_x, clamped_x, mask=is_written)
-        if CLAMP:  # programs of other taps may read either: what is clamped stays the same
+        # Programs of other taps may read before or after this; both clamp to the same value.
+        if CLAMP:
             tl.store(positions + offset_y, clamped_y, mask=is_written)
             tl.store(positions + offset_x, clamped_x, mask=is_written)
         value = tl.load(weight + offset_y, mask=exists, other=0.0).to(tl.float32)
-        in_rows = shares(r[:, None], y[None, :], above_y[None, :])
-        in_columns = shares(s[None, :], x[:, None], above_x[:, None])
+        in_rows = shares(r[:, None], y[None, :], fraction_y[None, :])
+        in_columns = shares(s[None, :], x[:, None], fraction_x[:, None])
         total = tl.dot(value[None, :] * in_rows, in_columns, total, input_precision="ieee")
     entry = tl.arange(0, CELLS * CELLS)
     cell_in = entry // CELLS
@@ -251,7 +254,7 @@ def make_matrix(
     do_not_specialize=["channels", "elements", "parts", "blocks_in_all", *TAPS],
     do_not_specialize_on_alignment=["weight"],
 )
-def gradients_by_bank(
+def element_gradients_of_bank(
     weight,
     positions,
     partial_sums,
@@ -269,35 +272,35 @@ def gradients_by_bank(
     S: constexpr,
     HAS_BIAS: constexpr,
 ):
-    """Compute the gradients of a channel's elements from partial sums of the bank's gradient.
+    """Compute the gradients of a channel's elements and bias.
 
-    And the gradient of its bias, from sums of blocks.
+    They come from partial sums of the bank's gradient, and from sums of blocks of gradients.
     """
     channel = tl.program_id(0)
     element = tl.program_id(1) * GATHERED + tl.arange(0, GATHERED)
     exists = element < elements
     offset = channel * elements + element
-    y, above_y, _ = place_in_window(positions, offset, exists, R)
-    x, above_x, _ = place_in_window(positions, channels * elements + offset, exists, S)
-    top_left = window_gradient(
+    y, fraction_y, _ = place_in_window(positions, offset, exists, R)
+    x, fraction_x, _ = place_in_window(positions, channels * elements + offset, exists, S)
+    top_left = sum_diagonals(
         partial_sums, y, x, exists, channel, channels, parts, taps_down, taps_across, R, S
     )
-    top_right = window_gradient(
+    top_right = sum_diagonals(
         partial_sums, y, x + 1, exists, channel, channels, parts, taps_down, taps_across, R, S
     )
-    bottom_left = window_gradient(
+    bottom_left = sum_diagonals(
         partial_sums, y + 1, x, exists, channel, channels, parts, taps_down, taps_across, R, S
     )
-    bottom_right = window_gradient(
+    bottom_right = sum_diagonals(
         partial_sums, y + 1, x + 1, exists, channel, channels, parts, taps_down, taps_across, R, S
     )
     value = tl.load(weight + offset, mask=exists, other=0.0).to(tl.float32)
-    of_weight, of_y, of_x = gradients_of_corners(
-        value, top_left, top_right, bottom_left, bottom_right, above_y, above_x
+    grad_value, grad_row, grad_column = interpolate_gradients(
+        value, top_left, top_right, bottom_left, bottom_right, fraction_y, fraction_x
     )
-    tl.store(grad_weight + offset, of_weight, mask=exists)
-    tl.store(grad_positions + offset, of_y, mask=exists)
-    tl.store(grad_positions + channels * elements + offset, of_x, mask=exists)
+    tl.store(grad_weight + offset, grad_value, mask=exists)
+    tl.store(grad_positions + offset, grad_row, mask=exists)
+    tl.store(grad_positions + channels * elements + offset, grad_column, mask=exists)
     if HAS_BIAS:
         if tl.program_id(1) == 0:
             gradient_of_bias(sums, grad_bias, channel, blocks_in_all)

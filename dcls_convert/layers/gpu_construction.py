@@ -10,7 +10,7 @@ backward. The kernels write clamped copies, and these are saved.
 Axes: *C kernels, E elements, R x S the window. This module needs Triton.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..depthwise import blocks
-from ..depthwise.block_plan import BlockPlan
-from ..depthwise.launching import Launch, current_stream
-from ..depthwise.layouts import CHANNELS_AT_ONCE, GRADIENTS_AT_ONCE
+from ..depthwise.block_plan import GATHERED, PACK_CHANNELS, BlockPlan
+from ..depthwise.blocks import is_on_another_gpu
+from ..depthwise.gradients import add, gradients_by_torch, needs_torch
+from ..depthwise.launching import Launch
 from ..geometry import Pair, ceil_div
 from . import element_kernels as kernels
 from .bilinear_plain import construct_by_broadcasting
@@ -55,16 +55,14 @@ class ElementPlan(BlockPlan):
         super().__init__(maps, window, stride, dtype, has_bias=has_bias, output_dtype=output_dtype)
         self._elements = elements
         self._clamps = clamps
-        self._gradients_by_bank = Launch(
-            kernels.gradients_by_bank,
-            (self.channels, ceil_div(elements, GRADIENTS_AT_ONCE), 1),
+        self._element_gradients = Launch(
+            kernels.element_gradients_of_bank,
+            (self.channels, ceil_div(elements, GATHERED), 1),
             (self.channels, elements, self.parts, self.blocks, *self.tap_sizes),
             (*window, has_bias),
         )
 
-    def pack_with_bank(
-        self, stream: int, maps: Tensor, *source: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def pack_with_bank(self, maps: Tensor, *source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Copy maps into blocks, and make the bank; also returns clamped positions."""
         weight, positions = source
         packed = torch.empty(self.blocks_shape, dtype=self.dtype, device=self.device)
@@ -72,21 +70,21 @@ class ElementPlan(BlockPlan):
         positions = positions.contiguous()
         clamped = torch.empty_like(positions)
         launch, maps = self.find_pack(maps, self._pack_and_make_bank)
-        launch.run(stream, maps, packed, weight.contiguous(), positions, clamped, bank)
+        launch.run(maps, packed, weight.contiguous(), positions, clamped, bank)
         return packed, bank, clamped
 
     def _pack_and_make_bank(self, maps: Tensor) -> Launch:
         sizes, layout = self.layout_of(maps.stride())
-        programs = self.blocks + self.taps * CHANNELS_AT_ONCE
+        programs = self.blocks + self.taps * PACK_CHANNELS
         return Launch(
             kernels.pack_and_make_bank,
-            (programs, ceil_div(self.channels, CHANNELS_AT_ONCE), 1),
+            (programs, ceil_div(self.channels, PACK_CHANNELS), 1),
             (*sizes, *self.tap_sizes, self._elements),
             (*layout, *self.window, self._clamps),
         )
 
     def gradients_of_source(
-        self, stream: int, partial_sums: Tensor, sums: Tensor, *source: Tensor
+        self, partial_sums: Tensor, sums: Tensor, *source: Tensor
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of bias (C), weight and positions."""
         weight, clamped = source
@@ -94,8 +92,8 @@ class ElementPlan(BlockPlan):
         grad_weight = torch.empty_like(weight)
         grad_positions = torch.empty_like(clamped)
         grad_bias = partial_sums.new_empty(self.channels)
-        self._gradients_by_bank.run(
-            stream, weight, clamped, partial_sums, sums, grad_weight, grad_positions, grad_bias
+        self._element_gradients.run(
+            weight, clamped, partial_sums, sums, grad_weight, grad_positions, grad_bias
         )
         return grad_bias, grad_weight, grad_positions
 
@@ -105,17 +103,12 @@ class ElementPlan(BlockPlan):
         return _construct_by_torch(weight.to(torch.float32), positions, self.window)
 
 
-def convolution_in_blocks(*arguments: Any, **options: Any) -> Callable[..., Tensor]:
-    """Return a function of maps, bias, weight and positions; arguments are those of a plan."""
-    return partial(blocks.convolve_by_plan, ElementPlan(*arguments, **options))
-
-
 def construct_windows(weight: Tensor, positions: Tensor, size: Pair) -> Tensor:
     """Construct kernels: weight (*C, E), positions (2, *C, E) -> (*C, R, S), of weight's dtype.
 
     Positions are in cells from the centre. The sides of the window must be longer than one cell.
     """
-    if blocks.is_elsewhere(weight):
+    if is_on_another_gpu(weight):
         with torch.cuda.device(weight.device):
             return construct_windows(weight, positions, size)
     return cast(Tensor, _Construction.apply(weight, positions, size)[0])
@@ -159,8 +152,8 @@ class _Construction(Function):
         size = ctx.size
         grad_weight: Tensor | None
         grad_positions: Tensor | None
-        if blocks.needs_torch(grad_windows):
-            grad_weight, grad_positions = blocks.gradients_by_torch(
+        if needs_torch(grad_windows):
+            grad_weight, grad_positions = gradients_by_torch(
                 partial(_construct_by_torch, size=size),
                 (weight, clamped),
                 grad_windows,
@@ -170,13 +163,13 @@ class _Construction(Function):
             grad_positions = torch.empty_like(clamped)
             elements = weight.shape[-1]
             _launch(
-                kernels.gradients_of_elements,
+                kernels.element_gradients_of_windows,
                 ceil_div(weight.numel(), _ELEMENTS),
                 (weight.numel() // elements, elements),
                 size,
                 (weight, clamped, grad_windows.contiguous(), grad_weight, grad_positions),
             )
-        return grad_weight, blocks.add(grad_positions, grad_clamped), None
+        return grad_weight, add(grad_positions, grad_clamped), None
 
 
 # Launches of dense layers, by all that they depend on.
@@ -199,7 +192,7 @@ def _launch(
         launch = Launch(kernel, (programs, 1, 1), sizes, constants)
         if not torch.compiler.is_compiling():
             _launches[key] = launch
-    launch.run(current_stream(device), *tensors)
+    launch.run(*tensors)
 
 
 def _construct_by_torch(weight: Tensor, positions: Tensor, size: Pair) -> Tensor:

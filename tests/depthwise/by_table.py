@@ -5,11 +5,10 @@ from dcls_convert.depthwise.table import TORCH, find_way
 
 
 def case_of(input, kernel, bias, stride, padding, dilation, groups):
-    """Return the case of arguments as in `F.conv2d`, and its tensors."""
-    tensors = [tensor for tensor in (input, kernel, bias) if tensor is not None]
-    case = Case(
+    """Return the case of arguments as in `F.conv2d`."""
+    return Case(
         device=input.device,
-        dtype=computed_dtype(*tensors),
+        dtype=computed_dtype(input, kernel, bias),
         input_shape=tuple(input.shape),
         kernel_shape=tuple(kernel.shape),
         stride=stride,
@@ -17,11 +16,11 @@ def case_of(input, kernel, bias, stride, padding, dilation, groups):
         dilation=dilation,
         groups=groups,
     )
-    return case, tensors
 
 
 def conv2d(input, kernel, bias, *arguments):
     """Compute `F.conv2d`."""
-    case, tensors = case_of(input, kernel, bias, *arguments)
+    case = case_of(input, kernel, bias, *arguments)
+    tensors = [tensor for tensor in (input, kernel, bias) if tensor is not None]
     way = TORCH if case.dtype is None else find_way(case, *tensors)
-    return way.convolve(input, kernel, bias, case)
+    return way.prepare(case, input, bias)(input, bias, kernel)

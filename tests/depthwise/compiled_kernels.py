@@ -27,7 +27,7 @@ from dcls_convert.layers.gpu_construction import construct_windows
 
 PACKAGE = Path(dcls_convert.__file__).parent
 NVIDIA = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}  # float16 compiles as bfloat16 does
 GPUS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_89": GPUTarget("cuda", 89, 32),
@@ -92,7 +92,7 @@ def as_on(target: GPUTarget, *, tf32: bool = False):
     """Let layers on the CPU launch what they launch on this GPU; yields the launches."""
     recorded: dict[Recorded, None] = {}
 
-    def record(launch, stream, *tensors):
+    def record(launch, *tensors):
         arguments = zip(launch.kernel.params[len(tensors) :], launch.arguments, strict=True)
         constants = [(one.name, value) for one, value in arguments if one.is_constexpr]
         dtypes = tuple(tensor.dtype for tensor in tensors)
@@ -122,7 +122,7 @@ def step(layer: torch.nn.Module, images: torch.Tensor, dtype: torch.dtype) -> No
 
 
 def launches_of_layers(target: GPUTarget) -> list[Recorded]:
-    """Return what layers launch on a GPU: of each dtype, memory format, stride, interpolation."""
+    """Return what layers of several kinds launch on a GPU."""
     found: dict[Recorded, None] = {}
     for dtype, tf32 in ((torch.bfloat16, False), (torch.float32, False), (torch.float32, True)):
         with as_on(target, tf32=tf32) as recorded:

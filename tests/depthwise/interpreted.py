@@ -19,7 +19,9 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 from triton.runtime import interpreter
 
-from dcls_convert.depthwise import block_plan, blocks, table
+from dcls_convert.depthwise import block_plan, table
+from dcls_convert.depthwise.block_plan import WindowPlan
+from dcls_convert.depthwise.blocks import convolve_by_plan
 from dcls_convert.layers.construction import construct_kernel
 from dcls_convert.layers.dcls_conv import DclsConv2d
 from dcls_convert.layers.gpu_construction import construct_windows
@@ -81,8 +83,9 @@ def check_exact(size, window, stride, dtype, channels_last, input_dtype=None):
     def by_torch(*tensors):
         return F.conv2d(*tensors, stride, padding, groups=CHANNELS)
 
-    def by_blocks(*tensors):
-        output = blocks.convolve_window(*tensors, window, stride, dtype)
+    def by_blocks(maps, kernel, bias):
+        plan = WindowPlan(maps, window, stride, dtype, has_bias=True)
+        output = convolve_by_plan(plan, maps, bias, kernel)
         assert output.dtype == dtype
         assert output.is_contiguous(memory_format=format)
         return output
@@ -185,21 +188,20 @@ def float32_outputs():
     layer = layer_of("bilinear", (9, 9))
     images = integers(2, CHANNELS, 9, 10).requires_grad_()
     gradient = integers(2, CHANNELS, 9, 10)
-    found = []
-    for layer.output_dtype in (None, torch.float32):
-        with torch.autocast("cpu", torch.bfloat16):
-            output = layer(images)
-        assert output.dtype == (layer.output_dtype or torch.bfloat16)
-        gradients = torch.autograd.grad(
-            output, [images, *layer.parameters()], gradient.to(output.dtype)
-        )
-        found.append([output.bfloat16(), *gradients])
-        (twice,) = torch.autograd.grad(layer(images).sum(), images, create_graph=True)
-        assert twice.dtype == torch.float32
-    for result, expected in zip(*found, strict=True):
-        assert torch.equal(result, expected)
-    prefer("torch", layer)
-    assert layer(images.double().float()).dtype == torch.float32
+    leaves = [images, *layer.parameters()]
+    for way in ("blocks", "torch"):
+        prefer(way, layer)
+        found = []
+        for dtype in (torch.bfloat16, torch.float32):
+            layer.output_dtype = dtype if dtype == torch.float32 else None
+            with torch.autocast("cpu", torch.bfloat16):
+                output = layer(images)
+            assert output.dtype == dtype
+            gradients = torch.autograd.grad(output, leaves, gradient.to(dtype), create_graph=True)
+            gradients += torch.autograd.grad(gradients[0].square().sum(), leaves[1:2])
+            found.append([output.bfloat16(), *gradients])
+        for result, expected in zip(*found, strict=True):
+            assert torch.equal(result, expected)
 
 
 def clamped_positions():
@@ -226,7 +228,8 @@ def parts_of_large_tensors():
     kernel = integers(CHANNELS, 1, 9, 9)
     block_plan.MAX_OFFSET = block_plan.max_offset(images.contiguous()) + 1
     assert block_plan.max_offset(images) >= block_plan.MAX_OFFSET
-    output = blocks.convolve_window(images, kernel, None, (9, 9), (1, 1), torch.float32)
+    plan = WindowPlan(images, (9, 9), (1, 1), torch.float32, has_bias=False)
+    output = convolve_by_plan(plan, images, None, kernel)
     assert torch.equal(output, F.conv2d(images, kernel, padding=4, groups=CHANNELS))
 
 

@@ -40,13 +40,13 @@ def check_addresses(launch, tensors):
 def check_every_launch():
     first_run = Launch._first_run
 
-    def checked_first_run(launch, stream, *tensors):
-        first_run(launch, stream, *tensors)
+    def checked_first_run(launch, *tensors):
+        first_run(launch, *tensors)
         run = launch.run
 
-        def checked_run(stream, *tensors):
+        def checked_run(*tensors):
             check_addresses(launch, tensors)
-            run(stream, *tensors)
+            run(*tensors)
 
         check_addresses(launch, tensors)
         launch.run = checked_run
