@@ -22,8 +22,6 @@ from .layouts import (
 )
 
 _CELLS: int = kernels.CELLS.value  # of a block
-PACK_CHANNELS: int = kernels.PACK_CHANNELS.value
-GATHERED: int = kernels.GATHERED.value
 # The bank's gradient is summed in parts if there are fewer programs than this, so that a large GPU
 # is busy.
 MIN_PROGRAMS = 1056
@@ -99,14 +97,18 @@ class BlockPlan(ABC):
         self.bank_shape = (channels, self.taps, _CELLS, _CELLS)
         self._packs: dict[tuple[object, ...], Launch] = {}
         channels_last = is_channels_last(maps)
-        self._memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        self._memory_format = torch.contiguous_format
+        if channels_last:
+            self._memory_format = torch.channels_last
         self._unpack_output = self._unpack_launch(self.output_shape, channels_last, stride)
         self._unpack_gradient = self._unpack_launch(self.input_shape, channels_last, (1, 1))
         self._prepare_products((blocks, block_rows, block_columns, taps_down, taps_across))
 
     def _prepare_products(self, sizes: tuple[int, ...]) -> None:
         size = self.dtype.itemsize
-        precision = float32_precision() if self.dtype == torch.float32 else "ieee"
+        precision = "ieee"  # of no effect for 16 bits
+        if self.dtype == torch.float32:
+            precision = float32_precision()
         stages = STAGES_ON_AMD if torch.version.hip else STAGES
         at_once = BLOCKS_AT_ONCE[size]
 
@@ -177,7 +179,9 @@ class BlockPlan(ABC):
         if not is_compiling and maps.data_ptr() % LOAD_BYTES:
             maps = maps.clone()
         key = (make.__name__, maps.stride(), maps.dtype)
-        launch = None if is_compiling else self._packs.get(key)
+        launch = None
+        if not is_compiling:
+            launch = self._packs.get(key)
         if launch is None:
             if max_offset(maps) >= MAX_OFFSET:  # a part of a much larger tensor
                 return self.find_pack(maps.contiguous(memory_format=self._memory_format), make)
@@ -200,7 +204,7 @@ class BlockPlan(ABC):
         self, strides: Sequence[int], steps: Pair, *, unpack: bool, sums: bool
     ) -> Launch:
         sizes, layout = self.layout_of(strides)
-        grid = (self.blocks, ceil_div(self.channels, PACK_CHANNELS), 1)
+        grid = (self.blocks, ceil_div(self.channels, kernels.PACK_CHANNELS.value), 1)
         return Launch(kernels.pack, grid, sizes, (*steps, *layout, unpack, sums))
 
     def layout_of(self, strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int | bool, ...]]:
@@ -266,7 +270,7 @@ class WindowPlan(BlockPlan):
         )
         self._gradient_of_window = Launch(
             kernels.gradient_of_window,
-            (ceil_div(rows * columns, GATHERED), self.channels, 1),
+            (ceil_div(rows * columns, kernels.GATHERED.value), self.channels, 1),
             (self.channels, self.parts, self.blocks, *self.tap_sizes),
             (rows, columns, has_bias),
         )

@@ -232,7 +232,9 @@ class DclsConv2d(DclsConvNd):
         weight = self.weight
         positions = self.positions
         bias = self.bias
-        learnt = [weight, positions] if bias is None else [weight, positions, bias]
+        learnt = [weight, positions]
+        if bias is not None:
+            learnt.append(bias)
         if is_eager(input, *learnt) and not is_counting_flops():
             key = (self.training, self.output_dtype, key_of(input, weight, positions, bias))
             found = self._ways.get(key)
@@ -248,7 +250,9 @@ class DclsConv2d(DclsConvNd):
                 self.clamp_positions_()
             return convolve(input, bias, self._effective_weight(), positions)
         output = convolve(input, bias, self.clamped_kernel())
-        return output if self.output_dtype is None else output.to(self.output_dtype)
+        if self.output_dtype is None:
+            return output
+        return output.to(self.output_dtype)
 
     def _find_way(self, input: Tensor, learnt: Sequence[Tensor]) -> tuple[Convolve, bool]:
         """Return how to convolve an input, and whether that takes elements instead of a kernel."""

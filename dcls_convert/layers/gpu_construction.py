@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..depthwise.block_plan import GATHERED, PACK_CHANNELS, BlockPlan
+from ..depthwise import block_kernels
+from ..depthwise.block_plan import BlockPlan
 from ..depthwise.blocks import is_on_another_gpu
 from ..depthwise.gradients import add, gradients_by_torch, needs_torch
 from ..depthwise.launching import Launch
@@ -29,6 +30,8 @@ from .clamp_tensors import per_axis
 
 _WINDOW_CELLS: int = kernels.WINDOW_CELLS.value
 _ELEMENTS: int = kernels.ELEMENTS.value
+_ELEMENTS_OF_BANK: int = block_kernels.GATHERED.value
+_CHANNELS: int = block_kernels.PACK_CHANNELS.value
 
 
 class ElementPlan(BlockPlan):
@@ -57,7 +60,7 @@ class ElementPlan(BlockPlan):
         self._clamps = clamps
         self._element_gradients = Launch(
             kernels.element_gradients_of_bank,
-            (self.channels, ceil_div(elements, GATHERED), 1),
+            (self.channels, ceil_div(elements, _ELEMENTS_OF_BANK), 1),
             (self.channels, elements, self.parts, self.blocks, *self.tap_sizes),
             (*window, has_bias),
         )
@@ -75,10 +78,10 @@ class ElementPlan(BlockPlan):
 
     def _pack_and_make_bank(self, maps: Tensor) -> Launch:
         sizes, layout = self.layout_of(maps.stride())
-        programs = self.blocks + self.taps * PACK_CHANNELS
+        programs = self.blocks + self.taps * _CHANNELS
         return Launch(
             kernels.pack_and_make_bank,
-            (programs, ceil_div(self.channels, PACK_CHANNELS), 1),
+            (programs, ceil_div(self.channels, _CHANNELS), 1),
             (*sizes, *self.tap_sizes, self._elements),
             (*layout, *self.window, self._clamps),
         )
