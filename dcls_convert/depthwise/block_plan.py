@@ -163,7 +163,7 @@ class BlockPlan(ABC):
         With a stride of 2, zeros come between the gradients.
         """
         blocks = torch.empty_like(inputs)
-        sums = blocks  # any tensor
+        sums = gradients  # without a bias, any tensor that is not written
         if self.has_bias:
             sums = torch.empty(self.blocks_shape[:2], dtype=torch.float32, device=self.device)
         launch, gradients = self.find_pack(gradients, self._pack_gradients_launch)
@@ -184,7 +184,7 @@ class BlockPlan(ABC):
             launch = self._packs.get(key)
         if launch is None:
             if max_offset(maps) >= MAX_OFFSET:  # a part of a much larger tensor
-                return self.find_pack(maps.contiguous(memory_format=self._memory_format), make)
+                return self.find_pack(maps.clone(memory_format=self._memory_format), make)
             launch = make(maps)
             if not is_compiling:
                 self._packs[key] = launch
@@ -280,7 +280,7 @@ class WindowPlan(BlockPlan):
         (window,) = source
         blocks = torch.empty(self.blocks_shape, dtype=self.dtype, device=self.device)
         launch, maps = self.find_pack(maps, self._pack_launch)
-        launch.run(maps, blocks, blocks)
+        launch.run(maps, blocks, maps)
         bank = blocks.new_empty(self.bank_shape)
         self._bank_of_window.run(window.contiguous(), bank)
         return blocks, bank, None

@@ -27,7 +27,8 @@ def convolve_by_plan(plan: BlockPlan, maps: Tensor, bias: Tensor | None, *source
     if is_on_another_gpu(maps):
         with torch.cuda.device(maps.device):
             return convolve_by_plan(plan, maps, bias, *source)
-    if torch.is_grad_enabled():
+    tensors = [tensor for tensor in (maps, bias, *source) if tensor is not None]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return cast(Tensor, _Convolution.apply(plan, maps, bias, *source)[0])
     blocks, bank, _ = plan.pack_with_bank(maps, *source)
     return plan.convolve(blocks, bank, bias)
@@ -50,21 +51,24 @@ class _Convolution(Function):
     @staticmethod
     def forward(
         ctx: Any, plan: BlockPlan, maps: Tensor, bias: Tensor | None, *source: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, ...]:
         blocks, bank, clamped = plan.pack_with_bank(maps, *source)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         if clamped is not None:
             source = (*source[:-1], clamped)
         ctx.save_for_backward(blocks, bank, *source)
-        return plan.convolve(blocks, bank, bias), blocks, clamped
+        output = plan.convolve(blocks, bank, bias)
+        if clamped is None:  # dynamo cannot trace an output that is None
+            return output, blocks
+        return output, blocks, clamped
 
     @staticmethod
     def backward(
         ctx: Any,
         grad_output: Tensor | None,
         grad_blocks: Tensor | None,
-        grad_clamped: Tensor | None,
+        grad_clamped: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
         plan: BlockPlan = ctx.plan
         blocks, bank, *source = ctx.saved_tensors

@@ -32,12 +32,17 @@ NEAR = constexpr(16)  # power of 2; a matrix depends on 2 * SIDE - 1 cells along
 
 @triton.jit
 def place_in_window(positions, offset, exists, LENGTH: constexpr):
-    """Return the cell below each position, the distance from it, and the clamped position."""
-    place = tl.load(positions + offset, mask=exists, other=0.0).to(tl.float32) + LENGTH // 2
+    """Return the cell below each position, the distance from it, and the clamped position.
+
+    Positions inside the window stay as they are, to the last bit.
+    """
+    position = tl.load(positions + offset, mask=exists, other=0.0).to(tl.float32)
+    place = position + LENGTH // 2
     inside = tl.minimum(tl.maximum(place, 0.0), LENGTH - 1.0)
     inside = tl.where(place == place, inside, place)
     lower = tl.minimum(tl.maximum(inside.to(tl.int32), 0), LENGTH - 2)
-    return lower, inside - lower, inside - LENGTH // 2
+    clamped = tl.minimum(tl.maximum(position, -1.0 * (LENGTH // 2)), LENGTH - 1.0 - LENGTH // 2)
+    return lower, inside - lower, tl.where(position == position, clamped, position)
 
 
 @triton.jit

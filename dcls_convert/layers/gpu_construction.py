@@ -127,6 +127,7 @@ class _Construction(Function):
     def forward(ctx: Any, weight: Tensor, positions: Tensor, size: Pair) -> tuple[Tensor, Tensor]:
         ctx.size = size
         ctx.set_materialize_grads(False)
+        source = weight  # which has a graph, for gradients of gradients
         weight = weight.contiguous()
         positions = positions.contiguous()
         windows = torch.empty((*weight.shape[:-1], *size), dtype=weight.dtype, device=weight.device)
@@ -142,7 +143,7 @@ class _Construction(Function):
             (*size, cells, at_once),
             (weight, positions, windows, clamped),
         )
-        ctx.save_for_backward(weight, clamped)
+        ctx.save_for_backward(source, clamped)
         return windows, clamped
 
     @staticmethod
@@ -162,6 +163,7 @@ class _Construction(Function):
                 grad_windows,
             )
         else:
+            weight = weight.contiguous()
             grad_weight = torch.empty_like(weight)
             grad_positions = torch.empty_like(clamped)
             elements = weight.shape[-1]

@@ -22,6 +22,7 @@ import dcls_convert
 from dcls_convert.depthwise import devices, table
 from dcls_convert.depthwise.block_kernels import CELLS
 from dcls_convert.depthwise.launching import Launch
+from dcls_convert.layers import gpu_construction
 from dcls_convert.layers.dcls_conv import DclsConv2d
 from dcls_convert.layers.gpu_construction import construct_windows
 
@@ -105,6 +106,7 @@ def as_on(target: GPUTarget, *, tf32: bool = False):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Launch, "_first_run", record)
         patch.setattr(devices, "_why_no_blocks", lambda device: None)
+        patch.setattr(gpu_construction, "_launches", {})
         patch.setattr(devices, "_adds_three_taps", adds_three_taps)
         patch.setattr(table, "preference", lambda: "blocks")
         if target.backend == "hip":

@@ -215,6 +215,11 @@ def clamped_positions():
     outputs = layer(images)
     layer.train()(images)
     assert torch.equal(layer.positions, before.clamp(-4, 4))
+    inside = torch.randn_like(before).clamp(-4, 4)  # not rounded, although their cells are
+    layer.positions.data.copy_(inside)
+    layer(images)
+    assert torch.equal(layer.positions, inside)
+    layer.positions.data.copy_(before.clamp(-4, 4))
     outputs.sum().backward()
     unclamped = layer.positions.grad.clone()
     layer.positions.grad = None

@@ -49,7 +49,7 @@ def put_on_fake_gpu_(model):
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             fake = torch.empty(parameter.shape, dtype=parameter.dtype, device="cuda")
-            setattr(module, name, nn.Parameter(fake))
+            setattr(module, name, nn.Parameter(fake, requires_grad=parameter.requires_grad))
 
 
 def graphs_of(model, images):
@@ -89,3 +89,19 @@ def test_a_layer_is_one_graph_for_images_of_any_size():
     )
     images = [((batch, 8, side, side + 8), [0, 2, 3]) for batch, side in ((4, 64), (6, 96))]
     assert len(graphs_of(layer, images)) == 1
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "gaussian"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_layers_of_every_kind_are_one_graph(interpolation, frozen):
+    layer = dcls_convert.DclsConv2d(
+        8,
+        8,
+        groups=8,
+        kernel_count=9,
+        dilated_kernel_size=9,
+        padding=4,
+        interpolation=interpolation,
+    )
+    layer.requires_grad_(not frozen)
+    assert len(graphs_of(layer, [((2, 8, 64, 64), [])])) == 1
