@@ -223,7 +223,6 @@ def test_a_folder_has_a_docstring(name):
         ),
         ("fold nowhere", 2, "nowhere: is not a folder"),
         ("verify nowhere", 2, "nowhere: is not a folder"),
-        ("diff tests nowhere", 2, "nowhere: is not a folder"),
         ("sweep resnet18 --sizes 23..7", 2, "give 7..23"),
         ("resnet18 --init fit", 2, "init 'fit' needs trained weights"),
         ("resnet18 --output /tmp", 2, "output /tmp already exists"),

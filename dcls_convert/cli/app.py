@@ -16,7 +16,6 @@ from ..errors import DclsConvertError, is_out_of_memory
 from ..text import one_line, shortened
 from . import console
 from .convert import convert
-from .diff import diff
 from .fold import fold
 from .inspect import inspect as inspect_checkpoint
 from .models import models
@@ -108,7 +107,6 @@ COMMANDS = {
     models: ("'convnext_*'", "--kind dense --sort macs"),
     sweep: ("convnext_tiny", "efficientnet_b0 --sizes +2,+4,+6 --budgets 80%,100%"),
     inspect_checkpoint: ("convnext_tiny-dcls17", "convnext_tiny-dcls17 --html positions.html"),
-    diff: ("convnext_tiny-dcls17 convnext_tiny-dcls13", "one two --json"),
     fold: ("convnext_tiny-dcls17", "convnext_tiny-dcls17 --format onnx"),
     verify: ("convnext_tiny-dcls17", "mine-dcls9 --trust-code"),
 }

@@ -122,8 +122,8 @@ def _explain_wrong_model(name: str) -> None:
     path = Path(name)
     if (path / "config.json").is_file():
         raise ModelError(
-            f"{name}: is a folder, not a model's name. If dcls-convert wrote it, inspect, verify, "
-            "fold and diff take it, and dcls_convert.load_converted loads it; "
+            f"{name}: is a folder, not a model's name. If dcls-convert wrote it, inspect, verify "
+            "and fold take it, and dcls_convert.load_converted loads it; "
             f"a folder in timm's own format is local-dir:{name}"
         )
     if path.suffix in (SAFETENSORS_SUFFIX, *TORCH_SUFFIXES):

@@ -1,7 +1,7 @@
 """A conversion plan as data: what replaces what, and what is tied; to and from JSON."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Self
 
@@ -23,19 +23,6 @@ from .paths import any_matches_path, nearest_paths
 from .tie_groups import TieGroup, tie_groups_of, without_lone_ties
 
 PLAN_FORMAT = 1
-# Fields that `diff` does not compare as a whole: they follow from layers and options, or the layers
-# are compared one by one.
-_NOT_COMPARED_WHOLE = {"layers", "tie_groups", "budget", "skipped"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanDifference:
-    """One difference between two plans; values are as in their JSON."""
-
-    what: str  # a field of the plan or of a layer; "layers" for layers that only one plan has
-    one: Any
-    other: Any
-    layers: tuple[str, ...] = ()  # layers with this difference; empty for a field of the plan
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: `super()` would not find the class
@@ -89,31 +76,6 @@ class ConversionPlan(Record):
             CheckpointError: See `from_json`.
         """
         return cls.from_json(json.dumps(data), where)
-
-    def diff(self, other: "ConversionPlan") -> tuple[PlanDifference, ...]:
-        """Return what differs between two plans: first in the plans as a whole, then in layers.
-
-        Layers with the same difference are listed together.
-        """
-        mine = self.to_dict()
-        theirs = other.to_dict()
-        differences: list[PlanDifference] = []
-        for name, value in mine.items():
-            if name not in _NOT_COMPARED_WHOLE and value != theirs[name]:
-                differences.append(PlanDifference(what=name, one=value, other=theirs[name]))
-        my_layers = {layer["names"][0]: layer for layer in mine["layers"]}
-        their_layers = {layer["names"][0]: layer for layer in theirs["layers"]}
-        only_mine = tuple(name for name in my_layers if name not in their_layers)
-        if only_mine:
-            differences.append(
-                PlanDifference(what="layers", one=True, other=False, layers=only_mine)
-            )
-        only_theirs = tuple(name for name in their_layers if name not in my_layers)
-        if only_theirs:
-            differences.append(
-                PlanDifference(what="layers", one=False, other=True, layers=only_theirs)
-            )
-        return (*differences, *_layer_differences(my_layers, their_layers))
 
     def without(self, paths: str | Sequence[str]) -> "ConversionPlan":
         """Return the plan without some of its layers, which then stay as they are in the model.
@@ -209,28 +171,6 @@ def _as_patterns(paths: str | Sequence[str]) -> list[str]:
             "give a module's name, a pattern or a list of these"
         )
     return list(paths)
-
-
-def _layer_differences(
-    mine: Mapping[str, dict[str, Any]], theirs: Mapping[str, dict[str, Any]]
-) -> list[PlanDifference]:
-    """Return what differs in layers that both plans have."""
-    layers_of: dict[str, list[str]] = {}  # by the difference as JSON, since values may be lists
-    for name, my_layer in mine.items():
-        if name not in theirs:
-            continue
-        for what, value in my_layer.items():
-            if what == "count_is_stated":  # the counts and the rules are compared
-                continue
-            their_value = theirs[name][what]
-            if value != their_value:
-                difference = json.dumps([what, value, their_value])
-                layers_of.setdefault(difference, []).append(name)
-    differences = []
-    for difference, names in layers_of.items():
-        what, one, other = json.loads(difference)
-        differences.append(PlanDifference(what=what, one=one, other=other, layers=tuple(names)))
-    return differences
 
 
 def _check_plan(plan: ConversionPlan) -> None:

@@ -4,7 +4,6 @@ import importlib
 import json
 import re
 import shlex
-import shutil
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -24,7 +23,6 @@ from dcls_convert.errors import NothingMatchesError
 from dcls_convert.options import Scope
 from dcls_convert.planning.plan_options import PlanOptions
 from dcls_convert.planning.rule_files import load_rules
-from dcls_convert.text import count_text
 
 from ..command_line import NET, net, run
 from ..conftest import TINY
@@ -64,36 +62,6 @@ def test_what_is_to_be_pasted_is_python_whatever_the_folder_is_called():
     snippet = re.search(r"Train it:\n\n(.*)", out, re.DOTALL)[1]
     exec("\n".join(line[4:] for line in snippet.splitlines()), {})
     assert load_converted(f"{name}-tuned").num_classes == 1000  # the trained head stays
-
-
-def test_two_checkpoints_are_compared():
-    for folder, options in {
-        "a": [],
-        "b": ["--seed", 1],
-        "c": ["--tie", "none", "--budget", 90],
-    }.items():
-        run(NET, *SMALL, "--dilated-size", 9, "--output", folder, *options)
-    assert run("diff", "a", "a", "--exit-code")[0] == "plans: the same\nweights: the same\n"
-    different = "plans: the same\nweights: different\n"
-    assert run("diff", "a", "b")[0] == different
-    assert run("diff", "a", "b", "--exit-code", code=1)[0] == different
-    assert run("diff", "a", "c", "--exit-code", "--json", code=1)[0].startswith("{")
-    damaged = bytearray(Path("b/model.safetensors").read_bytes())
-    damaged[-1] ^= 1
-    shutil.copytree("b", "damaged")
-    Path("damaged/model.safetensors").write_bytes(damaged)
-    assert run("diff", "b", "damaged")[0] == "plans: the same\nweights: different\n"
-    out = run("diff", "a", "c")[0]
-    assert "tie: stage → none\nshare: 1 → 9/10\n" in out
-    (row, *_) = [
-        row
-        for row in json.loads(run("diff", "a", "c", "--json")[0])["differences"]
-        if row["layers"]
-    ]
-    names = row["layers"]
-    more = f" (and {count_text(len(names) - 1, 'more layer')})" if names[1:] else ""
-    assert f"kernel_count: {row['one']} → {row['other']} in {len(names)} layer" in out
-    assert f": {names[0]}{more}\n" in out
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(PlanOptions)])

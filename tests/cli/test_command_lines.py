@@ -58,7 +58,6 @@ RIGHT = [
     ("inspect", "good", "--trust-code"),
     ("sweep", OWN, "--sizes", "7,9", *SMALL),
     ("verify", "good"),
-    ("diff", "good", "out"),
     ("rules", "check", "rules.yaml", "--model", OWN),
 ]
 
@@ -124,7 +123,7 @@ def nearly_right(draw):
     doubled.
     """
     line = [*draw(st.sampled_from(RIGHT)), *draw(st.sampled_from([["--force"], []]))]
-    if line[0] not in ("verify", "diff", "rules", "sweep") and draw(st.booleans()):
+    if line[0] not in ("verify", "rules", "sweep") and draw(st.booleans()):
         line += [{"inspect": "--html"}.get(line[0], "--output"), draw(PATHS)]
     for _ in range(draw(st.sampled_from([0, 0, 1, 2]))):
         index = draw(st.integers(0, len(line) - 1))
