@@ -117,7 +117,8 @@ def finished(folder: Path, script: str) -> str:
 def cluster(tmp_path_factory):
     """A folder with the files and programs that the page needs."""
     folder = tmp_path_factory.mktemp("cluster")
-    shutil.copy(EXAMPLES / "imagenet.slurm", folder)
+    for name in ("imagenet.slurm", "timm_train.py"):
+        shutil.copy(EXAMPLES / name, folder)
     script = Path(os.environ.get("TIMM_TRAIN_SCRIPT") or Path(__file__).with_name("small_train.py"))
     # DDP refuses device_ids for a model on the CPU.
     cpu_script = script.read_text().replace("device_ids=[device], ", "")

@@ -1,0 +1,173 @@
+"""examples/timm_train.py runs timm's train.py unchanged, and trains positions as in the paper."""
+
+import argparse
+import sys
+import types
+from functools import partial
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from torch import nn
+
+from dcls_convert import DclsConv2d, tuning
+
+from .tuning.models import converted, named
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+import timm_train
+
+
+def creating(**options):
+    """Return the replacement of timm's create_optimizer_v2 under these command-line options."""
+    defaults = {"position_lr_scale": 5.0, "repulsive_loss_from": None, "track": None}
+    namespace = argparse.Namespace(**{**defaults, **options})
+    return partial(timm_train.create_optimizer, create_optimizer_v2, namespace)
+
+
+def groups_of(optimizer, model):
+    """Return the settings of each parameter, by its name."""
+    settings = {}
+    for group in named(model, optimizer.param_groups):
+        for name in group["params"]:
+            settings[name] = (group["lr"], group.get("lr_scale"), group["weight_decay"])
+    return settings
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"layer_decay_min_scale": 0.0},
+        {"layer_decay": 0.7, "layer_decay_min_scale": 0.2},
+        {"filter_bias_and_bn": False},
+        {"opt": "muon"},
+    ],
+    ids=str,
+)
+def test_all_parameters_except_positions_are_grouped_as_by_timm(options):
+    tiny = converted("tied")
+    options = {"opt": "adamw", "lr": 0.001, "weight_decay": 0.05, **options}
+    stock = groups_of(create_optimizer_v2(tiny, **options), tiny)
+    optimizer = creating()(tiny, **options)
+    create_scheduler_v2(optimizer, num_epochs=2)
+    groups = groups_of(optimizer, tiny)
+    assert groups.keys() == stock.keys()
+    scales = [max(options.get("layer_decay", 1) ** depth, 0.2) for depth in range(20)]
+    for name, (lr, scale, weight_decay) in groups.items():
+        if "positions" in name:
+            assert (weight_decay, lr) == (0, pytest.approx(0.001 * scale))
+            assert scale / 5 in map(pytest.approx, scales)
+        else:
+            assert (scale, weight_decay) == stock[name][1:]
+
+
+def test_groups_of_the_script_and_models_without_dcls_are_left_to_timm():
+    plain = converted("no dcls")
+    tiny = converted("tied")
+    all_parameters = [{"params": [*tiny.parameters()]}]
+    for model, arguments, options in (
+        (plain, plain, {"opt": "adamw", "lr": 0.1, "weight_decay": 0.05}),
+        (tiny, all_parameters, {"opt": "sgd", "lr": 0.1}),
+        (tiny, tiny, {"opt": "sgd", "lr": 0.1, "param_group_fn": lambda model: all_parameters}),
+    ):
+        ours = groups_of(creating()(arguments, **options), model)
+        assert ours == groups_of(create_optimizer_v2(arguments, **options), model)
+
+
+# The repulsive loss, clamping and records of positions.
+
+# Adam divides by roots of small gradients, which amplifies rounding errors of 1e-16.
+FLOAT64_ATOL = 1e-9
+
+
+def at_the_border():
+    """A model with two layers, with many positions at the border of the window."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layers = [
+            DclsConv2d(c, 8, kernel_count=6, dilated_kernel_size=9, padding=4, stride=2)
+            for c in (3, 8)
+        ]
+        model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 3))
+    with torch.no_grad():
+        for positions in timm_train.positions_of(model):
+            positions.mul_(4)
+    return model.double().train()
+
+
+def train_one_epoch(epoch, model, optimizer, scaler, change_loss=lambda loss: loss):
+    """Train for one step, with two batches."""
+    generator = torch.Generator().manual_seed(epoch)
+    images = torch.randn(4, 3, 16, 16, dtype=torch.float64, generator=generator)
+    for batch in images.split(2):
+        loss = torch.nn.functional.cross_entropy(model(batch), torch.tensor([0, 1]))
+        scaler.scale(change_loss(loss) / 2).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "options", [{"opt": "lookahead_adamw"}, {"opt": "adamw", "fused": True}], ids=str
+)
+def test_steps_equal_those_with_clamping_and_the_repulsive_loss_added_to_the_loss(
+    options, monkeypatch, tmp_path, caplog
+):
+    caplog.set_level("INFO")
+    script = types.ModuleType("__main__")
+    script.train_one_epoch = train_one_epoch
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    options = {"lr": 0.05, "weight_decay": 0.05, **options}
+    reference = at_the_border()
+    groups = partial(tuning.param_groups, weight_decay=0.05)
+    plain = create_optimizer_v2(reference, **options, param_group_fn=groups)
+    model = at_the_border()
+    track = tmp_path / "positions.jsonl"
+    optimizer = creating(repulsive_loss_from=1, track=track)(model, **options)
+    initial = [positions.detach().clone() for positions in timm_train.positions_of(model)]
+    is_fused = "fused" in options
+    scalers = [torch.amp.GradScaler("cpu", enabled=is_fused, init_scale=1024.0) for _ in range(2)]
+
+    def with_repulsion(loss):
+        return loss + tuning.repulsive_loss(reference) ** 2
+
+    for epoch in range(3):
+        change = {"change_loss": with_repulsion} if epoch >= 1 else {}
+        train_one_epoch(epoch, reference, plain, scalers[0], **change)
+        tuning.clamp_positions_(reference)
+        script.train_one_epoch(epoch, model, optimizer=optimizer, scaler=scalers[1])
+        for positions in timm_train.positions_of(model):
+            assert positions.abs().max() <= 4
+    expected = dict(reference.named_parameters())
+    for name, tensor in model.named_parameters():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=FLOAT64_ATOL)
+    pairs = zip(timm_train.positions_of(model), initial, strict=True)
+    assert any((positions - before).abs().max() > 0.1 for positions, before in pairs)
+    assert [record.step for record in tuning.read_track(track)] == [0, 1, 2]
+    assert [message.rpartition(" ")[2] for message in caplog.messages] == ["off", "on", "on"]
+
+
+SCRIPT = """
+import dcls_convert, helper_beside
+from timm.optim import create_optimizer_v2
+if __name__ == "__main__":
+    model = dcls_convert.DclsConv2d(3, 4, kernel_count=3, dilated_kernel_size=5)
+    helper_beside.optimizer = create_optimizer_v2(model, opt="adamw", lr=0.001)
+"""
+
+
+def test_the_script_gets_its_arguments_and_positions_get_separate_groups(tmp_path, monkeypatch):
+    (tmp_path / "helper_beside.py").touch()
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    arguments = [str(script), "--epochs", "3", "--track", "x"]
+    monkeypatch.setattr(sys, "argv", ["timm_train.py", "--position-lr-scale", "3", *arguments])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(timm.optim, "create_optimizer_v2", create_optimizer_v2)
+    timm_train.main()
+    assert sys.argv == arguments
+    optimizer = sys.modules.pop("helper_beside").optimizer
+    assert {group.get("lr_scale", 1) for group in optimizer.param_groups} == {1, 3}
