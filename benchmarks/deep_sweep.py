@@ -39,10 +39,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import dcls_convert
-from dcls_convert.input_sizes import each_size
 from dcls_convert.networks.building import build_model
-from dcls_convert.networks.find_convs import find_convs
-from dcls_convert.networks.identify_model import assumed_input_size
+from dcls_convert.networks.find_convs import find_convs_for, inputs_of
+from dcls_convert.networks.identify_model import assumed_inputs
 from dcls_convert.networks.registries import registry_names
 from dcls_convert.networks.source import resolve_model
 
@@ -68,16 +67,17 @@ def measured_row(name: str) -> Row:
     source = resolve_model(name)
     meta_model = build_model(source, device="meta")
     params = sum(parameter.numel() for parameter in meta_model.parameters())
-    own_size = find_convs(meta_model, assumed_input_size(source, meta_model)).input_size
+    inputs = inputs_of(meta_model, None, None) or assumed_inputs(source, meta_model)
     if params > MAX_PARAMS:
         return {"status": "too large", "params": params}
     try:
-        plan = dcls_convert.plan_conversion(find_convs(meta_model, own_size), model=source.name)
+        convs = find_convs_for(meta_model, inputs)
+        plan = dcls_convert.plan_conversion(convs, model=source.name)
     except dcls_convert.NothingMatchesError:
         return {"status": "nothing matches", "params": params}
     model = build_model(source).eval()
     perturb_zeros_(model)
-    size = smallest_input(model, each_size(own_size)[0])
+    size = smallest_input(model, inputs[0].shape[1:])
     generator = torch.Generator().manual_seed(0)
     dcls_convert.apply_plan_(model, plan, init="random", positions="uniform", generator=generator)
     image = torch.rand(1, *size, generator=torch.Generator().manual_seed(1))

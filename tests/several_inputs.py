@@ -1,11 +1,10 @@
-"""Networks whose forward takes several tensors by position, and the sizes of these."""
+"""Networks that take anything but one image, and example inputs of each."""
 
 import torch
 from torch import nn
 
 IMAGE = (3, 16, 16)
 MASK = (1, 16, 16)
-VECTOR = (5,)
 
 
 class Base(nn.Module):
@@ -32,51 +31,38 @@ class TwoImages(OneImage):
         return super().forward(torch.cat([image, mask], 1))
 
 
-class Optional(Base):
-    def __init__(self) -> None:
-        super().__init__(3)
-
-    def forward(self, image, mask=None):
-        x = self.stem(image)
-        if mask is not None:
-            x = x * mask
-        return self.stage(x)
-
-
-class ImageAndVector(Base):
-    def __init__(self) -> None:
-        super().__init__(3)
-        self.embed = nn.Linear(5, 6)
-
-    def forward(self, image, vector):
-        x = self.stem(image) + self.embed(vector)[:, :, None, None]
-        return {"map": self.stage(x), "mean": x.mean((2, 3))}
-
-
-class ThreeInputs(ImageAndVector):
-    def forward(self, image, vector, time):
-        return super().forward(image * time[:, None, None, None], vector)
-
-
-class AnyNumber(TwoImages):
-    def forward(self, *images):
-        return super().forward(*images)
-
-
 class ByKeyword(TwoImages):
     def forward(self, image, *, mask):
         return super().forward(image, mask)
 
 
-class InADict(TwoImages):
-    def forward(self, inputs):
-        return super().forward(inputs["image"], inputs["mask"])
+class ThreeInputs(Base):
+    """Takes an image, integers, and a number for each image; returns a dict."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.embed = nn.Embedding(5, 6)
+
+    def forward(self, image, label, time):
+        x = self.stem(image * time[:, None, None, None]) + self.embed(label)[:, :, None, None]
+        return {"map": self.stage(x), "mean": x.mean((2, 3))}
 
 
-SIZES = {
-    TwoImages: (IMAGE, MASK),
-    Optional: (IMAGE, MASK),
-    ImageAndVector: (IMAGE, VECTOR),
-    ThreeInputs: (IMAGE, VECTOR, ()),  # one number for each image
-    AnyNumber: (IMAGE, MASK),
+class Signal(nn.Module):
+    """Takes (batch, samples)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv1d(1, 6, 5, stride=2)
+        self.stage = nn.Sequential(*[nn.Conv1d(6, 6, 3, padding=1, groups=6) for _ in range(2)])
+
+    def forward(self, samples):
+        return self.stage(self.stem(samples.unsqueeze(1)))
+
+
+EXAMPLES = {
+    TwoImages: (torch.zeros(1, *IMAGE), torch.zeros(1, *MASK)),
+    ByKeyword: {"image": torch.zeros(1, *IMAGE), "mask": torch.zeros(1, *MASK)},
+    ThreeInputs: (torch.zeros(2, *IMAGE), torch.tensor([1, 4]), torch.zeros(2)),
+    Signal: torch.zeros(1, 200),
 }

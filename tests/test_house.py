@@ -34,7 +34,7 @@ FRONT_DOOR = ("timm_plugin", "__init__", "__main__")
 # A folder (or a file beside the folders) imports only from those before it, in functions too. Every
 # folder may also import `__version__` from the package.
 ORDER = (
-    *("text", "errors", "geometry", "input_sizes", "options", "input", "records", "output"),
+    *("text", "errors", "geometry", "options", "input", "records", "output"),
     *("tables", "progress"),
     *("depthwise", "layers", "networks", "weights", "planning", "reports"),
     *(

@@ -12,8 +12,8 @@ import torch
 from pydantic import ConfigDict
 from torch import Tensor, nn
 
-from ..input_sizes import InputSizes, pixel_count
-from ..networks.inputs import Inputs, random_inputs
+from ..networks.input_tensors import Inputs, pixel_count
+from ..networks.inputs import random_arguments
 from ..networks.model_outputs import tensors_in
 from ..networks.running import (
     eval_mode,
@@ -54,33 +54,32 @@ class OutputFingerprint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint(Record):
-    """The output for a batch of one image of normal random numbers."""
+    """The output for one seeded random input, such as an image of normal random numbers."""
 
     __pydantic_config__ = STRICT
 
-    dtype: Literal["float64", "float32", "float16", "bfloat16"]  # of the image
+    dtype: Literal["float64", "float32", "float16", "bfloat16"]  # of the inputs
     seed: Literal[0] = 0  # FINGERPRINT_SEED
     # The output's floating-point tensors, in their order; None if the model did not run.
     outputs: tuple[OutputFingerprint, ...] | None
     reason: str | None  # why there are no outputs
 
 
-def take_fingerprint(model: nn.Module, input_size: InputSizes | None) -> Fingerprint:
-    """Run the model on a seeded random image and summarise its outputs, or say why there are none.
+def take_fingerprint(model: nn.Module, inputs: Inputs | None) -> Fingerprint:
+    """Run the model on seeded random inputs and summarise its outputs, or say why there are none.
 
     The model's state and the process's settings do not change.
 
     Args:
         model: The model to run.
-        input_size: Of the image, or of each input.
+        inputs: What forward takes; None if not known.
     """
     dtype: Any = str(image_dtype(model)).removeprefix("torch.")
-    if input_size is None:
+    if inputs is None:
         return Fingerprint(dtype=dtype, outputs=None, reason="the plan has no input size")
-    if pixel_count(input_size) > MAX_PIXELS:
+    if pixel_count(inputs) > MAX_PIXELS:
         reason = f"images of more than {MAX_PIXELS:,} pixels are not run"
         return Fingerprint(dtype=dtype, outputs=None, reason=reason)
-    inputs = random_inputs(input_size, 1, seed=FINGERPRINT_SEED)
     try:
         tensors = [
             tensor for tensor in tensors_in(_run(model, inputs)) if tensor.is_floating_point()
@@ -105,7 +104,8 @@ def _run(model: nn.Module, inputs: Inputs) -> Any:
         seeded(FINGERPRINT_SEED),
         _without_compilation(model),
     ):
-        return run_batch(model, *inputs)
+        arguments = random_arguments(inputs, seed=FINGERPRINT_SEED)
+        return run_batch(model, *arguments.args, **arguments.kwargs)
 
 
 def _without_compilation(model: nn.Module) -> contextlib.AbstractContextManager[Any]:

@@ -14,8 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from ..conversion.provenance import Provenance
-from ..errors import CheckpointError
+from ..errors import CheckpointError, PlanError
 from ..input import check_folder
+from ..networks.input_tensors import Inputs, checked_input_size, image_inputs
 from ..networks.registries import TIMM_ARCHITECTURE
 from ..networks.source import ModelSource
 from ..networks.trust import check_source
@@ -51,7 +52,8 @@ class Checkpoint:
     folder: Path
     stored_plan: ConversionPlan | None  # None if timm builds the model by itself
     stored_source: ModelSource | None  # the unconverted model; None if only its user can build it
-    input_size: Any  # of the model's images, from the plan; without one, from `pretrained_cfg`
+    # What the model takes, from the plan; without one, from `pretrained_cfg`.
+    inputs: Inputs | None
     preprocessing: Mapping[str, Any]  # entries about images and classes, under timm's names
     provenance: Provenance | None  # None if the model's parts were converted one by one
     tensors_hash: object  # of the weights; None if timm's own savers wrote the config
@@ -156,11 +158,11 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         )
     plan = None
     source: ModelSource | None = ModelSource(name=f"timm:{architecture}", args=args)
-    input_size = entry_of(config.get("pretrained_cfg"), "input_size")
+    inputs = _stated_images(config)
     if architecture == TIMM_ARCHITECTURE:
         plan = ConversionPlan.from_dict(args.get("plan"), f"{path}: {PLAN_KEY}")
         source = _source_of(plan, args)
-        input_size = plan.input_size
+        inputs = plan.inputs
     own_entries = config.get(METADATA_KEY)
     provenance = entry_of(own_entries, PROVENANCE)
     if provenance is not None:
@@ -170,7 +172,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         folder=folder,
         stored_plan=plan,
         stored_source=source,
-        input_size=input_size,
+        inputs=inputs,
         preprocessing=_preprocessing(config),
         provenance=provenance,
         tensors_hash=entry_of(own_entries, "tensors"),
@@ -193,6 +195,15 @@ def _source_of(plan: ConversionPlan, args: Mapping[str, Any]) -> ModelSource | N
         return None
     own_args = {name: value for name, value in args.items() if name != "plan"}
     return ModelSource(name=plan.model, args=own_args)
+
+
+def _stated_images(config: Mapping[str, object]) -> Inputs | None:
+    """Return the images that `pretrained_cfg` states; None if it states no valid size."""
+    try:
+        size = checked_input_size(entry_of(config.get("pretrained_cfg"), "input_size"))
+    except PlanError:
+        return None
+    return image_inputs(size)
 
 
 def _preprocessing(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, DclsConvertError
-from ..input_sizes import each_size
 from ..layers.conv_classes import AnyConv
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.building import build_model
-from ..networks.find_convs import find_convs
+from ..networks.find_convs import find_convs_for
 from ..networks.registries import REGISTRIES
 from ..networks.source import ModelSource
 from ..networks.wrappers import plain_name
@@ -59,7 +58,7 @@ def features_plan(model: nn.Module, plan: ConversionPlan) -> ConversionPlan | No
     args = {**plan.model_args, "features_only": True, "out_indices": list(indices)}
     try:
         unconverted = build_model(ModelSource(name=plan.model or "", args=args), device="meta")
-        convs = find_convs(unconverted, plan.input_size)
+        convs = find_convs_for(unconverted, plan.inputs)
     except DclsConvertError:
         return as_users_own(model, features)
     return replace(
@@ -148,7 +147,7 @@ def find_loadable_plan(
         run: Whether the model may be run, to compare its outputs.
     """
     if _source_of(plan).kind not in REGISTRIES:
-        fingerprint = take_fingerprint(model, plan.input_size) if run else None
+        fingerprint = take_fingerprint(model, plan.inputs) if run else None
         return Loadable(plan=plan, fingerprint=fingerprint, note=None)
     network = _build_on_meta(plan)
     first = _compare(network, model, state, plan, run=run)
@@ -167,7 +166,7 @@ def find_loadable_plan(
     )
     fingerprint = first.fingerprint
     if run and fingerprint is None:
-        fingerprint = take_fingerprint(model, plan.input_size)
+        fingerprint = take_fingerprint(model, plan.inputs)
     return Loadable(plan=as_users_own(model, plan), fingerprint=fingerprint, note=note)
 
 
@@ -249,16 +248,16 @@ def _compare(
         difference = difference.removeprefix("does not fit the model; ")
     if difference is not None or not run:
         return _Comparison(difference=difference, fingerprint=None)
-    fingerprint = take_fingerprint(model, plan.input_size)
+    fingerprint = take_fingerprint(model, plan.inputs)
     if fingerprint.outputs is None:
         return _Comparison(difference=None, fingerprint=fingerprint)
-    rebuilt = take_fingerprint(_with_tensors_of(network, model, state, plan), plan.input_size)
+    rebuilt = take_fingerprint(_with_tensors_of(network, model, state, plan), plan.inputs)
     tolerance = TOLERANCES[fingerprint.dtype]
     deviation = fingerprint_deviation(rebuilt, fingerprint)
     if rebuilt.outputs is None:
         difference = f"rebuilt from its plan, it does not run ({rebuilt.reason})"
     elif not deviation <= tolerance:
-        again = take_fingerprint(model, plan.input_size)
+        again = take_fingerprint(model, plan.inputs)
         if fingerprint_deviation(again, fingerprint) > tolerance:
             reason = "they are not the same for the same image"
             fingerprint = replace(fingerprint, outputs=None, reason=reason)
@@ -315,24 +314,22 @@ def _with_current_head(
     if classes is not None and classes != getattr(network, "num_classes", None):
         args["num_classes"] = classes
     input_size = plan.input_size
-    sizes = [] if input_size is None else each_size(input_size)
-    if len(sizes) == 1 and _source_of(plan).kind == "timm":
-        (size,) = sizes
-        channels = _input_channels(model, default=size[0])
-        if channels != size[0]:
+    if input_size is not None and _source_of(plan).kind == "timm":
+        stored_channels, *sides = input_size
+        channels = _input_channels(model, default=stored_channels)
+        if channels != stored_channels:
             args["in_chans"] = channels
-            input_size = (channels, *size[1:])
+            input_size = (channels, *sides)
     if args == plan.model_args:
         return None
+    adapted = replace(plan, model_args=args, input_size=input_size)
     try:
-        unconverted = build_model(ModelSource(name=plan.model or "", args=args), device="meta")
-        convs = find_convs(unconverted, input_size)
+        unconverted = build_model(_source_of(adapted), device="meta")
+        convs = find_convs_for(unconverted, adapted.inputs)
     except DclsConvertError:
         return None
     return replace(
-        plan,
-        model_args=args,
-        input_size=input_size,
+        adapted,
         params=convs.params,
         macs=convs.macs,
         macs_note=convs.macs_note,

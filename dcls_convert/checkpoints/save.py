@@ -136,7 +136,7 @@ def save_just_converted(
         folder,
         state_to_save(model),
         report=report,
-        fingerprint=take_fingerprint(model, plan.input_size),
+        fingerprint=take_fingerprint(model, plan.inputs),
         provenance=provenance_of(model),
         force=force,
         pictures=pictures or {},

@@ -214,7 +214,7 @@ def _check_outputs(
         reason = f"none were stored when it was saved: {stored.reason}"
         checks.add("outputs", None, f"not checked: {reason}")
         return
-    current = take_fingerprint(model, checkpoint.input_size)
+    current = take_fingerprint(model, checkpoint.inputs)
     if current.outputs is None:
         checks.add("outputs", False, f"the model does not run: {current.reason}")
         return

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from .. import __version__
 from ..conversion.provenance import Provenance
 from ..errors import CheckpointError
-from ..input_sizes import each_size
 from ..networks.registries import TIMM_ARCHITECTURE
 from ..networks.wrappers import plain_name
 from ..output import new_folder
@@ -139,9 +138,7 @@ def timm_config(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
     if "num_classes" in counts:
         cfg["num_classes"] = counts["num_classes"]
     if plan.input_size is not None:
-        sizes = each_size(plan.input_size)
-        if len(sizes) == 1:  # timm's models take one image
-            cfg["input_size"] = list(sizes[0])
+        cfg["input_size"] = list(plan.input_size)
     return {
         "architecture": TIMM_ARCHITECTURE,
         **counts,

@@ -73,7 +73,7 @@ def make_sweep(
         raise CheckpointError(
             f"{weights.where}: has elements of its own, so there is nothing to compare"
         )
-    if convs.macs is None and request.input_size is not None:
+    if convs.macs is None and request.states_inputs:
         reason = (convs.macs_note or "").removesuffix(NOT_CHECKED)
         raise PlanError(f"{shortened(name)}: {reason}{OR_NO_SIZE}")
     requested = combinations(sizes or _default_sizes(loaded, weights), counts, budgets)

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..conversion.request import ConversionRequest
 from ..errors import PlanError, check_argument
-from ..input_sizes import GivenInputSizes
+from ..networks.inputs import ExampleInputs
 from ..options import (
     AUTO,
     MAX_ADDED_COST_PERCENT,
@@ -39,7 +39,8 @@ def sweep(
     tie: Tie = "stage",
     interpolation: InterpolationName | None = None,
     strict: bool = False,
-    input_size: GivenInputSizes | None = None,
+    input_size: Sequence[int] | None = None,
+    example_inputs: ExampleInputs | None = None,
     trained: bool = True,
     added_macs: float = MAX_ADDED_COST_PERCENT,
     progress: bool | None = None,
@@ -53,7 +54,8 @@ def sweep(
         counts: Elements per kernel. None: as many as the budget allows.
         budgets: Percent of the replaced weights, such as (60, 80, 100), instead of counts.
         rules, tie, interpolation, strict: See `convert_`.
-        input_size: See `convert_`. If it is unknown, so are the MACs, and no size is recommended.
+        input_size, example_inputs: See `convert_`. If they are unknown, so are the MACs, and no
+            size is recommended.
         trained: False if the network will be trained from random weights. For a trained network,
             no size is recommended: without further training, a larger window gains nothing.
         added_macs: Percent that the recommended size may add to the MACs.
@@ -78,6 +80,7 @@ def sweep(
         options=PlanOptions(rules=rules, tie=tie, interpolation=interpolation, strict=strict),
         init="auto" if trained else "random",
         input_size=input_size,
+        example_inputs=example_inputs,
     )
     windows: list[RequestedSize] = []
     for size in sizes or ():
@@ -117,6 +120,8 @@ def _call_text(request: ConversionRequest, combination: Combination) -> str:
         others["init"] = request.init
     if request.input_size is not None:
         others["input_size"] = request.input_size
+    if request.example_inputs is not None:
+        others["example_inputs"] = request.example_inputs
     for name, value in others.items():
         text = name
         if isinstance(value, str | int):

@@ -19,7 +19,6 @@ from ..conversion.load import load
 from ..conversion.request import ConversionRequest
 from ..errors import DclsConvertError, ModelError, NothingMatchesError
 from ..geometry import size_text
-from ..input_sizes import InputSizes
 from ..networks.registries import registry_names
 from ..networks.sites import count_conv_kinds
 from ..options import Kind, Sort
@@ -42,7 +41,7 @@ class ModelRow:
     name: str  # "timm:convnext_tiny"
     status: Status
     reason: str | None = None  # why the status is not "planned"; one line
-    input_size: InputSizes | None = None
+    input_size: tuple[int, ...] | None = None
     rules: str | None = None  # file or name
     # Kind and size of convolutions -> their number, most frequent first: "depthwise 7x7" -> 18.
     convolutions: dict[str, int] = field(default_factory=dict)
@@ -94,7 +93,9 @@ def _bare_name(name: str) -> str:
     return name.partition(":")[2]
 
 
-def model_row(name: str, options: PlanOptions, input_size: InputSizes | None = None) -> ModelRow:
+def model_row(
+    name: str, options: PlanOptions, input_size: tuple[int, ...] | None = None
+) -> ModelRow:
     """Plan one model without its weights, by default at the model's own input size."""
     request = ConversionRequest(model=name, options=options, input_size=input_size, dry_run=True)
     row = ModelRow(name=name, status="planned")
@@ -149,7 +150,7 @@ def survey_models(
     names: Sequence[str],
     options: PlanOptions,
     *,
-    input_size: InputSizes | None = None,
+    input_size: tuple[int, ...] | None = None,
     workers: int | None = None,
     on_row: Callable[[ModelRow], None] = lambda row: None,
 ) -> list[ModelRow]:
@@ -188,7 +189,7 @@ def survey_models(
 
 
 def row_or_failure(
-    name: str, options: PlanOptions, input_size: InputSizes | None = None
+    name: str, options: PlanOptions, input_size: tuple[int, ...] | None = None
 ) -> ModelRow:
     """Plan one model as `model_row` does. If its code raises, the row says what."""
     try:

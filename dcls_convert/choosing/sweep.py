@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..input_sizes import InputSizes, input_size_text
+from ..geometry import size_text
 from ..records import Record
 from ..reports.number_text import in_one_unit, with_separators
 from ..tables import Column, Table, as_html, as_text, indented, title
@@ -30,7 +30,7 @@ class Sweep(Record):
     format: int = 1
     model: str
     trained: bool  # True if the network keeps trained weights; then no size is recommended
-    input_size: InputSizes | None
+    input_size: tuple[int, ...] | None
     macs_note: str | None = None  # why MACs are not known
     rows: tuple[SweepRow, ...]
     added_macs: float  # percent that the recommended size may add to the original's MACs
@@ -47,7 +47,7 @@ def sweep_view(sweep: Sweep) -> RenderableType:
     """Return a sweep as it is shown in a terminal of at least 80 columns."""
     input_size = ""
     if sweep.input_size:
-        input_size = f", input {input_size_text(sweep.input_size)}"
+        input_size = f", input {size_text(sweep.input_size)}"
     table = Table(_columns(sweep), sweep.rows, style=lambda row: SIGN_STYLES[_sign(sweep, row)])
     return Group(title(sweep.model, input_size), Text(), table, Text(), *_notes(sweep))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ..export.formats import EXPORT_FORMATS
-from ..input_sizes import input_size_text
+from ..geometry import size_text
 from ..options import DEFAULT_OPSET, OPSETS
 from ..text import count_text
 from . import console
@@ -150,7 +150,8 @@ def _file_description(report: "ExportReport") -> str:
     text = EXPORT_FORMATS[report.format].noun
     if report.opset is not None:
         text += f" of opset {report.opset}"
-    text += f" for images of {input_size_text(report.input_size)}"
+    if report.input_size is not None:
+        text += f" for images of {size_text(report.input_size)}"
     if report.batch is None:
         return f"{text}, any number at a time"
     return f"{text}, {report.batch} at a time, because with any number {report.note}"

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated, get_args
 import typer
 
 from ..conversion.request import refuse_overridden_counts
-from ..input_sizes import InputSizes
 from ..options import AUTO, DEFAULT_BUDGET, Kind, Sort
 from ..planning.plan_options import PlanOptions
 from ..text import count_text, short_list
@@ -129,7 +128,7 @@ def _survey(
     pattern: str | None,
     options: PlanOptions,
     *,
-    input_size: InputSizes | None,
+    input_size: tuple[int, ...] | None,
     workers: int | None,
 ) -> list["ModelRow"]:
     """Return a row for each model whose name matches the pattern, and show progress."""

@@ -333,8 +333,8 @@ InputSize = Annotated[
     Any,
     typer.Option(
         metavar="CxHxW",
-        help="Image size for MACs and exports (default: the model's own). For a model of several "
-        "inputs, one size for each, in the order of forward: 3x64x64,1x64x64,16.",
+        help="Image size for MACs and exports (default: the model's own). For other inputs, "
+        "use Python: convert_(model, example_inputs=...).",
         parser=parse_input_size,
         rich_help_panel=OUTPUT,
     ),

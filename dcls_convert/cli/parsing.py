@@ -9,7 +9,6 @@ from typing import Any
 import typer
 
 from ..errors import DclsConvertError, PlanError
-from ..input_sizes import InputSizes, TensorSize, checked_input_size
 from ..options import (
     AUTO,
     GROWTH,
@@ -54,27 +53,13 @@ def parse_window(text: str) -> int | str | tuple[int, ...]:
     return sides
 
 
-def parse_input_size(text: str) -> InputSizes:
-    """Parse "3x224x224" into (3, 224, 224), and "3x64x64,16" into ((3, 64, 64), (16,))."""
-    expected = (
-        f"an input size: give channels and sides from 1 to {MAX_SIDE}, such as 3x224x224, "
-        "or a size for each input, such as 3x64x64,1x64x64"
-    )
-    sizes = [_parse_input(part, expected) for part in text.split(",")]
-    try:
-        return checked_input_size(sizes)
-    except PlanError:
-        raise typer.BadParameter(f"'{shortened(text)}' is not {expected}") from None
-
-
-def _parse_input(text: str, expected: str) -> TensorSize:
-    """Parse the size of one input; "1x16000" is a signal, and "()" one number for each image."""
+def parse_input_size(text: str) -> tuple[int, ...]:
+    """Parse "3x224x224" into (3, 224, 224); "1x16000" is a signal, whose side may be long."""
     signal = re.fullmatch(r"([1-9][0-9]{0,3})[xX]([1-9][0-9]{0,6})", text)
     if signal:
         return int(signal[1]), int(signal[2])
-    if text == "()":
-        return ()
-    return _parse_sides(text, range(1, 5), expected)
+    expected = f"an input size: give channels and sides from 1 to {MAX_SIDE}, such as 3x224x224"
+    return _parse_sides(text, range(2, 5), expected)
 
 
 def _parse_sides(text: str, allowed_counts: range, expected: str) -> tuple[int, ...]:

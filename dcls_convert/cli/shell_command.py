@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from ..input_sizes import input_size_text
+from ..geometry import size_text
 
 
 def shell_command(model: str, options: Mapping[str, Any], command: str = "") -> str:
@@ -26,7 +26,7 @@ def shell_command(model: str, options: Mapping[str, Any], command: str = "") -> 
         if isinstance(value, Mapping):
             words += [f"{key}={_literal(entry)}" for key, entry in value.items()]
         elif isinstance(value, list | tuple):
-            words.append(input_size_text(tuple(value)))  # or a window
+            words.append(size_text(value))  # or a window
         elif value is not True:
             words.append(str(getattr(value, "source", value)))  # of a rule set, its name or file
     return shlex.join(words)

@@ -11,7 +11,6 @@ from ..fitting.calibration_images import Calibration, calibrate
 from ..fitting.counts import choose_counts_by_error
 from ..fitting.image_files import normalisation_of
 from ..fitting.warm_start import draw_fit_seed
-from ..input_sizes import each_size
 from ..networks.pretrained_cfg import set_normalisation_
 from ..networks.running import unchanged_on_failure
 from ..networks.source import ModelSource
@@ -211,9 +210,9 @@ def _convert_network_(
             )
         attach_provenance_(model, provenance)
         if request.mean is not None and request.std is not None and plan.input_size is not None:
-            (size,) = each_size(plan.input_size)  # `calibrate` refuses several
-            stated = normalisation_of(model, size[0], request.mean, request.std)
-            set_normalisation_(model, stated.mean, stated.std, channels=size[0])
+            channels = plan.input_size[0]
+            stated = normalisation_of(model, channels, request.mean, request.std)
+            set_normalisation_(model, stated.mean, stated.std, channels=channels)
     report = conversion.report.with_errors(
         errors.kernel, errors.output, outcome, reasons=errors.reasons
     )

@@ -10,9 +10,9 @@ from typing import Any
 
 from ..errors import CheckpointError, PlanError
 from ..geometry import size_text
-from ..input_sizes import each_size, input_size_text
-from ..networks.find_convs import AS_TENSORS, NOT_CHECKED, OR_NO_SIZE
-from ..networks.inputs import random_inputs, why_not_called_with
+from ..networks.find_convs import NOT_CHECKED, OR_NO_SIZE, OTHER_INPUTS
+from ..networks.input_tensors import inputs_text
+from ..networks.inputs import random_arguments
 from ..networks.running import eval_mode, run_batch, suppress_output
 from ..options import AUTO, ERROR_SCOPE, EXACT
 from ..placing.groups import find_planned_convs
@@ -92,8 +92,8 @@ def make_checked_plan(
         translate_authors_elements(weights.authors, plan, request.authors_version)  # may raise
     elif weights is not None and request.dry_run:
         weights.check(loaded.structure)  # the network is not built, which would check them
-    if plan.macs is None and request.input_size is not None:
-        _check_input_size(loaded, plan)
+    if plan.macs is None and request.states_inputs:
+        _check_inputs(loaded, plan)
     _log(request, plan)
     return plan
 
@@ -174,25 +174,27 @@ def _refuse_stated_counts(options: PlanOptions, authors: AuthorsWeights) -> None
     )
 
 
-def _check_input_size(loaded: LoadedNetwork, plan: ConversionPlan) -> None:
-    """Refuse (PlanError) an input size at which the network does not run.
+def _check_inputs(loaded: LoadedNetwork, plan: ConversionPlan) -> None:
+    """Refuse (PlanError) stated inputs on which the network does not run.
 
     Called after tracing on the meta device failed. A network in memory is then run with real
-    values; if that works, the size is accepted and the MACs stay unknown.
+    values; if that works, the inputs are accepted and the MACs stay unknown.
     """
-    size = plan.input_size
-    assert size is not None
-    subject = f"input size {input_size_text(size)}"
+    inputs = plan.inputs
+    assert inputs is not None
+    subject = f"example inputs {inputs_text(inputs)}"
+    if plan.input_size is not None:
+        subject = f"input size {inputs_text(inputs)}, as (channels, *spatial)"
     problem = (plan.macs_note or "").removesuffix(NOT_CHECKED)
     network = loaded.structure
-    if loaded.source is None and why_not_called_with(network, len(each_size(size))) is None:
+    if loaded.source is None:
         try:
             with eval_mode(network), suppress_output():
-                run_batch(network, *random_inputs(size, 1))
+                arguments = random_arguments(inputs)
+                run_batch(network, *arguments.args, **arguments.kwargs)
             return
         except Exception as error:  # the user's own code runs here
-            subject += ", as (channels, *spatial)"
-            problem = f"the model does not run at it: {one_line(error)[:200]}; {AS_TENSORS}"
+            problem = f"the model does not run on it: {one_line(error)[:200]}; {OTHER_INPUTS}"
     raise PlanError(f"{subject}: {problem}{OR_NO_SIZE}")
 
 

@@ -1,7 +1,6 @@
 """Describe a conversion that is about to be carried out: its `Provenance`."""
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from importlib.metadata import version
@@ -13,7 +12,6 @@ from torch import nn
 
 from .. import __version__
 from ..fitting.calibration_images import Calibration
-from ..input_sizes import checked_input_size
 from ..planning.plan_options import PlanOptions
 from ..weights.tensors_hash import can_be_hashed, tensors_hash
 from .authors import AuthorsWeights
@@ -131,7 +129,7 @@ def _plain_value(name: str, value: Any) -> Any:
     if isinstance(value, str) and name == "calibration":
         return Path(value).name
     if name == "input_size":
-        return json.loads(json.dumps(checked_input_size(value)))
+        return list(value)
     if isinstance(value, bool | int | float | str) or name == "model_kwargs":
         return value
     if isinstance(value, Sequence) and all(isinstance(entry, int | float) for entry in value):

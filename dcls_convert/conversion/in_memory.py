@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..errors import check_argument
 from ..fitting.calibration_images import Calibration, Images
-from ..input_sizes import GivenInputSizes
+from ..networks.inputs import ExampleInputs
 from ..networks.untrained import have_torch_default_init
 from ..options import (
     AUTO,
@@ -54,7 +54,8 @@ def convert_(
     held_out: Images | None = None,
     mean: float | Sequence[float] | None = None,
     std: float | Sequence[float] | None = None,
-    input_size: GivenInputSizes | None = None,
+    input_size: Sequence[int] | None = None,
+    example_inputs: ExampleInputs | None = None,
     seed: int = 0,
     progress: bool | None = None,
 ) -> ConversionReport:
@@ -94,8 +95,10 @@ def convert_(
             the calibration.
         mean, std: Normalisation of a folder of images, as in `calibrate`.
         input_size: (channels, rows, columns) at which MACs are counted; without it, the size that a
-            timm model states. For a network of several inputs, one size for each tensor that
-            forward takes by position, without the batch axis: ((3, 64, 64), (16,)).
+            timm model states.
+        example_inputs: For a network that takes anything but one image: what forward is called
+            with, with the batch axis, of any dtype. A tensor, a tuple of tensors, or a dict of
+            keyword arguments. The plan keeps shapes, dtypes and the range of integers.
         seed: For random positions and the starting points of fits. The global generator is not
             touched.
         progress: Show progress on stderr if the work takes more than two seconds: a bar with the
@@ -125,6 +128,7 @@ def convert_(
             strict=strict,
         ),
         input_size=input_size,
+        example_inputs=example_inputs,
         init=init,
         positions=positions,
         calibration=calibration,
@@ -179,7 +183,8 @@ def convert_from_authors_(
     interpolation: InterpolationName | None = None,
     strict: bool = False,
     version: AuthorsVersion | None = None,
-    input_size: GivenInputSizes | None = None,
+    input_size: Sequence[int] | None = None,
+    example_inputs: ExampleInputs | None = None,
 ) -> ConversionReport:
     """Convert `model` in place and give it the weights of a network of the authors' package.
 
@@ -198,7 +203,7 @@ def convert_from_authors_(
             normalise elements over the window.
         version: For weights without SIG: "v0" (as released, same as None) or "v1". They differ in
             the order of the axes.
-        input_size: As in `convert_`.
+        input_size, example_inputs: As in `convert_`.
 
     Returns:
         The report, as from `convert_`.
@@ -219,6 +224,7 @@ def convert_from_authors_(
             strict=strict,
         ),
         input_size=input_size,
+        example_inputs=example_inputs,
         needs_authors_elements=True,
         authors_version=version,
     )

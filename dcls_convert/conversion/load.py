@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..networks.building import build_model
-from ..networks.find_convs import find_convs
+from ..networks.find_convs import find_convs_for, inputs_of
 from ..networks.identify_model import (
     INCEPTIONS,
     TRANSFORM_INPUT,
-    assumed_input_size,
+    assumed_inputs,
     infer_source,
 )
 from ..networks.pretrained_cfg import set_origin_
@@ -103,15 +103,15 @@ def load(
     source_in_checkpoint = source
     if source is None or source.kind in OTHER_TIMM_KINDS:
         source_in_checkpoint = infer_source(structure)
-    input_size = request.input_size
-    if input_size is None and source_in_checkpoint is not None:
-        input_size = assumed_input_size(source_in_checkpoint, structure)
+    inputs = inputs_of(structure, request.input_size, request.example_inputs)
+    if inputs is None and source_in_checkpoint is not None:
+        inputs = assumed_inputs(source_in_checkpoint, structure)
     loaded = LoadedNetwork(
         request=request,
         source=source,
         source_in_checkpoint=source_in_checkpoint,
         structure=structure,
-        convs=find_convs(structure, input_size),
+        convs=find_convs_for(structure, inputs),
     )
     return loaded, weights
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..fitting.calibration_images import Calibration
-from ..input_sizes import pixel_count
-from ..networks.inputs import random_inputs
+from ..networks.input_tensors import pixel_count, with_batch
+from ..networks.inputs import random_arguments
 from ..networks.model_outputs import compare_outputs, relative_l2_error
 from ..networks.running import eval_mode, full_precision, run_batch
 from ..options import MAX_PIXELS
@@ -92,19 +92,20 @@ def _outputs(model: nn.Module, batches: Iterable[Tensor]) -> list[Any]:
 
 @full_precision()
 def _random_outputs(model: nn.Module, plan: ConversionPlan) -> Any:
-    """Return the outputs for two random images.
+    """Return the outputs for a random batch of two.
 
-    Return None if the model has no weights or fails on such images, or if its input size is unknown
-    or too large.
+    Return None if the model has no weights or fails on it, or if its inputs are unknown or too
+    large.
     """
-    size = plan.input_size
-    if size is None or pixel_count(size) > MAX_PIXELS:
+    inputs = plan.inputs
+    if inputs is None or pixel_count(inputs) > MAX_PIXELS:
         return None
     if any(parameter.is_meta for parameter in model.parameters()):
         return None
     # The model's own code may raise anything, and the comparison is optional.
     with contextlib.suppress(Exception), eval_mode(model):
-        return run_batch(model, *random_inputs(size, 2))
+        arguments = random_arguments(with_batch(inputs, 2))
+        return run_batch(model, *arguments.args, **arguments.kwargs)
     return None
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PlanError
-from ..input_sizes import GivenInputSizes
 from ..options import (
     AUTO,
     ERROR_SCOPE,
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ..fitting.calibration_images import Calibration, Images
+    from ..networks.inputs import ExampleInputs
 
 MAX_SEED = 2**63 - 1  # largest signed 64-bit integer; torch.Generator takes it
 NEEDS_WEIGHTS = "needs trained weights: pretrained ones, or a checkpoint"
@@ -53,9 +53,9 @@ class ConversionRequest:
     # Which state dict of `weights`, such as "ema", or which names in it, such as "encoder_q".
     checkpoint_key: str | None = None
     options: PlanOptions = field(default_factory=PlanOptions)
-    # (channels, *spatial) at which MACs are counted, or one such size for each input of forward;
-    # None for the size that the model states.
-    input_size: GivenInputSizes | None = None
+    # (channels, *spatial) at which MACs are counted; None for the size that the model states.
+    input_size: Sequence[int] | None = None
+    example_inputs: "ExampleInputs | None" = None  # for a network that takes anything but images
     init: Init = "auto"  # "fit" if the kernels are trained, else "random"
     positions: Positions = "normal"  # for the start "random"
     calibration: "Images | Calibration | None" = None  # for the start "fit"
@@ -82,6 +82,11 @@ class ConversionRequest:
     def trained(self) -> bool:
         """Whether the network has trained weights; one in memory is assumed to have them."""
         return not isinstance(self.model, str) or self.pretrained or self.weights is not None
+
+    @property
+    def states_inputs(self) -> bool:
+        """Whether the user stated what the network takes."""
+        return self.input_size is not None or self.example_inputs is not None
 
     @property
     def start(self) -> Init:

@@ -6,14 +6,14 @@ from pathlib import Path
 import torch
 
 from ..errors import DclsConvertError, ModelError
-from ..networks.inputs import Inputs
+from ..networks.inputs import Arguments
 from ..networks.model_outputs import check_close
 from ..networks.running import suppress_output
 from ..output import new_file
 from .folded_model import BATCHES, ExportReport, FoldedModel, ModelFunction, root_cause, run_model
 
 # (path, inputs, whether the file must take any number of images) -> the model loaded from the file.
-ExportFunction = Callable[[Path, Inputs, bool], ModelFunction]
+ExportFunction = Callable[[Path, Arguments, bool], ModelFunction]
 
 
 def export_file(

@@ -2,6 +2,7 @@
 
 import importlib.util
 import pkgutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ from torch import Tensor, nn
 from ..checkpoints.folder import Checkpoint, open_checkpoint, reason_not_a_checkpoint
 from ..checkpoints.load import load_checkpoint
 from ..errors import CheckpointError, DclsConvertError, ModelError
-from ..input_sizes import InputSizes, input_size_text, pixel_count
 from ..networks.building import build_model
-from ..networks.inputs import Inputs, input_names, random_inputs
+from ..networks.input_tensors import Inputs, image_inputs, inputs_text, pixel_count, with_batch
+from ..networks.inputs import Arguments, input_names, random_arguments
 from ..networks.model_outputs import check_close
 from ..networks.running import image_dtype
 from ..networks.source import resolve_model
@@ -42,7 +43,7 @@ def fold_checkpoint(
     output: Path | None = None,
     *,
     opset: int | None = None,
-    input_size: InputSizes | None = None,
+    input_size: Sequence[int] | None = None,
     model: str | None = None,
     force: bool = False,
     trust_code: bool = False,
@@ -56,8 +57,8 @@ def fold_checkpoint(
         output: Folder or file to write; without it, the folder's name with the format's suffix, in
             the current directory.
         opset: Opset of an ONNX model, one of OPSETS.
-        input_size: Sizes at which outputs are compared and the network is exported; None for those
-            of the plan.
+        input_size: Size of the image on which outputs are compared and for which the network is
+            exported; None for the inputs of the plan.
         model: The unconverted network, such as "package.module:factory", if the checkpoint does not
             name it. Its code is imported and run.
         force: Replace an earlier output.
@@ -77,7 +78,7 @@ def fold_checkpoint(
         output = Path(folder.resolve().name + export_format.suffix)
     _check_output(export_format, checkpoint.folder, output, force=force)
     _check_packages(format)
-    input_size = _check_input_size(checkpoint, input_size or checkpoint.plan.input_size)
+    inputs = _check_inputs(checkpoint, input_size)
 
     notify("loading")
     unconverted = None
@@ -87,7 +88,7 @@ def fold_checkpoint(
 
     notify("folding")
     params_before = _parameter_count(network)
-    batches = _random_batches(input_size, image_dtype(network))
+    batches = _random_batches(inputs, image_dtype(network))
     try:
         outputs = run_model(network, batches, f"{folder}: its model")
     except ModelError as problem:
@@ -96,8 +97,8 @@ def fold_checkpoint(
     folded = FoldedModel(
         model=network,
         checkpoint=checkpoint,
-        input_size=input_size,
-        input_names=input_names(network, len(batches[0])),
+        inputs=inputs,
+        input_names=input_names(network, inputs),
         batches=batches,
         outputs=outputs,
         one_output=isinstance(outputs[0], Tensor),
@@ -140,19 +141,22 @@ def _check_packages(format: str) -> None:
         )
 
 
-def _check_input_size(checkpoint: Checkpoint, input_size: InputSizes | None) -> InputSizes:
-    """Return the size. Raise if there is none, or if it is too large to compare outputs."""
-    if input_size is None:
+def _check_inputs(checkpoint: Checkpoint, input_size: Sequence[int] | None) -> Inputs:
+    """Return the inputs. Raise if there are none, or if they are too large to compare outputs."""
+    inputs = checkpoint.plan.inputs
+    if input_size is not None:
+        inputs = image_inputs(input_size)
+    if inputs is None:
         raise CheckpointError(
-            f"{checkpoint.folder}: its plan states no input size, so its outputs cannot be "
-            f"compared; give an input size; {FOLD_IN_PYTHON}"
+            f"{checkpoint.folder}: its plan states no inputs, so its outputs cannot be compared; "
+            f"give an input size, or convert it with example_inputs in Python; {FOLD_IN_PYTHON}"
         )
-    if pixel_count(input_size) > MAX_PIXELS:
+    if pixel_count(inputs) > MAX_PIXELS:
         raise CheckpointError(
             f"{checkpoint.folder}: outputs are compared on {MAX_PIXELS:,} pixels at most, not on "
-            f"images of {input_size_text(input_size)}"
+            f"{inputs_text(inputs)}"
         )
-    return input_size
+    return inputs
 
 
 def _check_output(export_format: ExportFormat, folder: Path, output: Path, *, force: bool) -> None:
@@ -169,17 +173,17 @@ def _check_output(export_format: ExportFormat, folder: Path, output: Path, *, fo
     check_output(output, force=force, reason_to_keep=reason_not_a_checkpoint)
 
 
-def _random_batches(input_size: InputSizes, dtype: torch.dtype) -> tuple[Inputs, ...]:
-    """Return normal random numbers as inputs, for each batch size of BATCHES."""
-    inputs = random_inputs(input_size, max(BATCHES), seed=IMAGES_SEED)
+def _random_batches(inputs: Inputs, dtype: torch.dtype) -> tuple[Arguments, ...]:
+    """Return random inputs for each batch size of BATCHES."""
     batches = []
     for batch in BATCHES:
-        batches.append(tuple(tensor[:batch].to(dtype) for tensor in inputs))
+        arguments = random_arguments(with_batch(inputs, batch), seed=IMAGES_SEED)
+        batches.append(arguments.to(dtype))
     return tuple(batches)
 
 
 def _fold_(
-    network: nn.Module, batches: tuple[Inputs, ...], outputs: tuple[Any, ...], subject: str
+    network: nn.Module, batches: tuple[Arguments, ...], outputs: tuple[Any, ...], subject: str
 ) -> float:
     """Fold the network, check that its outputs stay the same, and return their relative error."""
     fold_to_dense_(network)

@@ -13,8 +13,8 @@ from .. import __version__
 from ..checkpoints.folder import Checkpoint
 from ..checkpoints.loading_code import with_folder
 from ..errors import ModelError
-from ..input_sizes import InputSizes, each_size
-from ..networks.inputs import Inputs
+from ..networks.input_tensors import Inputs, as_image_size, channels_of
+from ..networks.inputs import Arguments
 from ..networks.model_outputs import tensors_in
 from ..networks.running import suppress_output
 from ..progress import Notify
@@ -41,7 +41,7 @@ class ExportReport(Record):
     layers: int
     params_before: int
     params_after: int
-    input_size: InputSizes
+    input_size: tuple[int, ...] | None  # of one image; None for other inputs
     batch: int | None = None  # the only batch size that the output takes; None if it takes any
     opset: int | None = None  # of an ONNX model
     kernel_args: dict[str, Any] | None = None  # arguments with which stock timm builds the model
@@ -54,9 +54,9 @@ class FoldedModel:
 
     model: nn.Module
     checkpoint: Checkpoint  # from which the model was loaded
-    input_size: InputSizes
+    inputs: Inputs
     input_names: tuple[str, ...]  # for formats in which inputs have names
-    batches: tuple[Inputs, ...]  # the inputs, for each batch size of BATCHES
+    batches: tuple[Arguments, ...]  # the inputs, for each batch size of BATCHES
     outputs: tuple[Any, ...]  # for these inputs, computed before folding
     one_output: bool  # whether the model returns a single tensor
     relative_error: float  # of folding
@@ -87,7 +87,7 @@ class FoldedModel:
             layers=len(self.checkpoint.plan.layers),
             params_before=self.params_before,
             params_after=self.params_after,
-            input_size=self.input_size,
+            input_size=as_image_size(self.inputs),
             **fields,
         )
 
@@ -95,14 +95,13 @@ class FoldedModel:
 def metadata(folded: FoldedModel, input_names: Sequence[str]) -> dict[str, Any]:
     """Return the metadata of an exported file, without entries that the checkpoint lacks."""
     stated = folded.checkpoint.preprocessing
-    first_size = each_size(folded.input_size)[0]
-    channels = first_size[0] if first_size else None
+    channels = next(iter(channels_of(folded.inputs)), None)
     classes = stated.get("num_classes")
     facts = {
         "dcls_convert_version": __version__,
         "base_model": folded.checkpoint.plan.model,
         "input_name": input_names[0] if len(input_names) == 1 else list(input_names),
-        "input_size": folded.input_size,
+        "input_size": as_image_size(folded.inputs),
         "mean": _if_count_matches(stated.get("mean"), channels),
         "std": _if_count_matches(stated.get("std"), channels),
         "interpolation": stated.get("interpolation"),
@@ -121,12 +120,12 @@ def _if_count_matches(values: Any, count: Any) -> Any:
     return None
 
 
-def any_batch_shapes(model: nn.Module, inputs: Inputs, size: Any) -> Any:
+def any_batch_shapes(model: nn.Module, arguments: Arguments, size: Any) -> Any:
     """Return `dynamic_shapes` for torch.export: this size for the first axis of each input."""
     shapes: Any = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
-    for tensor in inputs:
+    for tensor in arguments.tensors():
         shapes[tensor] = {0: size}
-    return shapes.dynamic_shapes(model, inputs)
+    return shapes.dynamic_shapes(model, arguments.args, arguments.kwargs)
 
 
 def root_cause(error: BaseException) -> str:
@@ -137,7 +136,7 @@ def root_cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {shortened(message, 200)}"
 
 
-def run_model(model: ModelFunction, batches: Sequence[Inputs], subject: str) -> tuple[Any, ...]:
+def run_model(model: ModelFunction, batches: Sequence[Arguments], subject: str) -> tuple[Any, ...]:
     """Return the outputs for each batch.
 
     Raises:
@@ -145,9 +144,9 @@ def run_model(model: ModelFunction, batches: Sequence[Inputs], subject: str) -> 
     """
     try:
         with torch.no_grad(), suppress_output():
-            return tuple(model(*inputs) for inputs in batches)
+            return tuple(model(*each.args, **each.kwargs) for each in batches)
     except Exception as error:  # the model's own code may raise anything
-        shapes = " and ".join(str(tuple(tensor.shape)) for tensor in batches[0])
+        shapes = " and ".join(str(tuple(tensor.shape)) for tensor in batches[0].tensors())
         raise ModelError(f"{subject} does not run on {shapes}: {root_cause(error)}") from error
 
 
@@ -170,5 +169,5 @@ class _FlatOutputs(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tensors_in(self.model(*inputs)))
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensors_in(self.model(*args, **kwargs)))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelError
-from ..networks.inputs import Inputs
+from ..networks.inputs import Arguments
 from ..options import DEFAULT_OPSET
 from .export_file import export_file
 from .folded_model import (
@@ -38,14 +38,15 @@ def write_onnx(folded: FoldedModel) -> ExportReport:
     opset = folded.opset or DEFAULT_OPSET
     size = sum(tensor.nbytes for tensor in folded.model.state_dict().values())
 
-    def export(path: Path, inputs: Inputs, any_batch: bool) -> ModelFunction:
+    def export(path: Path, arguments: Arguments, any_batch: bool) -> ModelFunction:
         shapes = None
         if any_batch:
-            shapes = any_batch_shapes(folded.model, inputs, "batch")
+            shapes = any_batch_shapes(folded.model, arguments, "batch")
         torch.onnx.export(
             folded.model,
-            inputs,
+            arguments.args,
             path,
+            kwargs=arguments.kwargs,
             input_names=list(folded.input_names),
             output_names=[OUTPUT_NAME] if folded.one_output else None,
             opset_version=opset,
@@ -69,8 +70,8 @@ def _load(path: Path) -> ModelFunction:
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     names = [entry.name for entry in session.get_inputs()]
 
-    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
-        arrays = [tensor.numpy() for tensor in inputs]
+    def run(*args: Tensor, **kwargs: Tensor) -> tuple[Tensor, ...]:
+        arrays = [tensor.numpy() for tensor in (*args, *kwargs.values())]
         outputs = session.run(None, dict(zip(names, arrays, strict=True)))
         return tuple(map(torch.from_numpy, outputs))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from ..networks.inputs import Inputs
+from ..networks.inputs import Arguments
 from ..records import write_json
 from .export_file import export_file
 from .folded_model import (
@@ -24,11 +24,13 @@ LOAD_PT2 = 'import torch\n\nmodel = torch.export.load("{folder}").module()\n'
 def write_pt2(folded: FoldedModel) -> ExportReport:
     """Write the .pt2 file."""
 
-    def export(path: Path, inputs: Inputs, any_batch: bool) -> ModelFunction:
+    def export(path: Path, arguments: Arguments, any_batch: bool) -> ModelFunction:
         shapes = None
         if any_batch:
-            shapes = any_batch_shapes(folded.model, inputs, torch.export.Dim.DYNAMIC)
-        program = torch.export.export(folded.model, inputs, dynamic_shapes=shapes)
+            shapes = any_batch_shapes(folded.model, arguments, torch.export.Dim.DYNAMIC)
+        program = torch.export.export(
+            folded.model, arguments.args, arguments.kwargs, dynamic_shapes=shapes
+        )
         _remove_stack_traces_(program)
         names = [str(name) for name in program.graph_signature.user_inputs]
         facts = write_json(metadata(folded, names))

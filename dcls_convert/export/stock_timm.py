@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..checkpoints.card import model_card
@@ -21,7 +22,7 @@ from ..checkpoints.write import state_to_save, timm_config, write_checkpoint_fil
 from ..conversion.provenance import provenance_of
 from ..errors import DclsConvertError, ModelError
 from ..networks.building import build_model, shapes_of
-from ..networks.find_convs import find_convs
+from ..networks.find_convs import find_convs_for
 from ..networks.model_outputs import ComparisonError, check_close
 from ..networks.source import ModelSource
 from ..output import new_folder
@@ -89,7 +90,7 @@ def _write_for_timm(
             config,
             {CARD: card},
             state_to_save(folded.model),
-            fingerprint=take_fingerprint(folded.model, plan.input_size),
+            fingerprint=take_fingerprint(folded.model, plan.inputs),
             provenance=provenance,
         )
         with weights_on_meta_(folded.model, partial / WEIGHTS):
@@ -102,7 +103,7 @@ def _error_of_folder(folded: FoldedModel, folder: Path, subject: str) -> float:
     source = ModelSource(name=f"local-dir:{folder}")
     # Safe: the folder names one of timm's own architectures, so no other code is run.
     loaded = build_model(source, pretrained=True, trust_code=True).eval()
-    batches = [tuple(tensor.float() for tensor in inputs) for inputs in folded.batches]
+    batches = [arguments.to(torch.float32) for arguments in folded.batches]
     outputs = run_model(loaded, batches, subject)
     return check_close(folded.outputs, outputs, bound=FOLDING_BOUND, what=subject)
 
@@ -174,7 +175,7 @@ def _candidate_sizes(base: nn.Module, plan: ConversionPlan) -> Iterator[int | li
     yield from sorted(set().union(*windows.values()))
     window_sides: dict[str, set[int]] = {}  # for each stage: sides of its converted layers
     old_sides: dict[str, set[int]] = {}  # for each stage: sides of its old depthwise kernels
-    for site in find_convs(base, plan.input_size).sites:
+    for site in find_convs_for(base, plan.inputs).sites:
         if site.stage is None:
             continue
         window_sides.setdefault(site.stage, set()).update(windows.get(site.name, ()))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import DclsConvertError, check_argument
 from ..input import check_images
-from ..input_sizes import TensorSize, each_size, input_size_text
+from ..networks.input_tensors import inputs_text
 from ..options import CALIBRATION_IMAGES
 from ..planning.plan import ConversionPlan
 from ..progress import Note, ignore_messages
@@ -141,17 +141,14 @@ def calibrate(
     return calibration
 
 
-def _image_size(plan: ConversionPlan) -> TensorSize | None:
-    """Return the size of the images, if it is known; refuse a network of several inputs."""
-    if plan.input_size is None:
-        return None
-    first, *others = each_size(plan.input_size)
-    if others:
+def _image_size(plan: ConversionPlan) -> tuple[int, ...] | None:
+    """Return the size of the images, if it is known; refuse a network of other inputs."""
+    if plan.example_inputs is not None:
         raise DclsConvertError(
-            "calibration: images are for a network of one input, and this one takes "
-            f"{input_size_text(plan.input_size)}; convert it without them"
+            "calibration: images are for a network of one image, and this one takes "
+            f"{inputs_text(plan.example_inputs)}; convert it without them"
         )
-    return first
+    return plan.input_size
 
 
 def _refuse_infinite(batches: Sequence[Tensor]) -> None:

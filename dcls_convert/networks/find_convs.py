@@ -6,18 +6,19 @@ from torch import nn
 
 from ..errors import PlanError, check_argument
 from ..geometry import size_text
-from ..input_sizes import (
-    GivenInputSizes,
-    InputSizes,
-    checked_input_size,
-    each_size,
-    sides_of_image,
-)
 from ..layers.conv_classes import AnyConv, padding_of
 from ..layers.dcls_conv import DclsConvNd
 from ..layers.replaceable import why_not_replaceable
 from ..text import one_line
-from .inputs import why_not_called_with
+from .input_tensors import (
+    Inputs,
+    channels_of,
+    checked_input_size,
+    image_inputs,
+    inputs_text,
+    sides_of_image,
+)
+from .inputs import ExampleInputs, describe_inputs
 from .references import find_references
 from .sites import ConvSite, ModelConvs, Skipped
 from .stages import OutputStride, find_stages, output_stride
@@ -27,33 +28,74 @@ from .wrappers import check_not_wrapped, other_forms, why_inside_wrapper
 UNCHECKED = "output sizes, shifts of maps, and uses of convolutions by other code, are not checked"
 NOT_CHECKED = f" (so {UNCHECKED})"
 NOT_COMPARED = "; save, verify and fold cannot compare outputs"
-AS_TENSORS = "inputs are floating-point tensors by position"
+OTHER_INPUTS = "for inputs other than one image, give example_inputs in Python"
 OR_NO_SIZE = f" (without an input size, {UNCHECKED})"
 IMAGE_CHANNELS = 3  # assumed where the input size does not state them
 
 
-def find_convs(model: nn.Module, input_size: GivenInputSizes | None = None) -> ModelConvs:
+def find_convs(
+    model: nn.Module,
+    input_size: Sequence[int] | None = None,
+    *,
+    example_inputs: ExampleInputs | None = None,
+) -> ModelConvs:
     """Return every convolution object of `model` once, under all its names.
 
     Args:
         model: Not changed. Its weights may be on any device, meta included.
-        input_size: Size of one input, (channels, *spatial); in 2-D and 3-D, the spatial sizes
-            alone mean 3 channels. For a network of several inputs, one size for each tensor that
-            forward takes by position: ((3, 64, 64), (16,)). Without it, the size that a timm model
-            states is used. Output sizes and MACs come from one forward pass on the meta device;
-            they are None if the model does not run there.
+        input_size: Size of one image, (channels, *spatial); in 2-D and 3-D, the spatial sizes
+            alone mean 3 channels. Without it, the size that a timm model states is used. Output
+            sizes and MACs come from one forward pass on the meta device; they are None if the
+            model does not run there.
+        example_inputs: For any other input: what forward is called with, of any dtype, with the
+            batch axis. A tensor, a tuple of tensors, or a dict of keyword arguments. Only shapes,
+            dtypes and the range of integers are used.
 
     Raises:
         DclsConvertError: `model` is not a module.
         PlanError: `input_size` is not made of positive integers, or does not fit the number of
-            dimensions of the convolutions; or the model is compiled or has DCLS layers already.
+            dimensions of the convolutions; it is given beside `example_inputs`; or the model is
+            compiled or has DCLS layers already.
     """
     check_argument("model", model, nn.Module)
+    return find_convs_for(model, inputs_of(model, input_size, example_inputs))
+
+
+def inputs_of(
+    model: nn.Module, input_size: Sequence[int] | None, example_inputs: ExampleInputs | None
+) -> Inputs | None:
+    """Return what forward takes, as the user or a timm model states it; None if neither does.
+
+    Raises:
+        PlanError: See `find_convs`.
+    """
+    if example_inputs is not None:
+        if input_size is not None:
+            raise PlanError("input_size is for one image; give it or example_inputs, not both")
+        return describe_inputs(example_inputs)
+    size = _stated_input_size(model)
+    if input_size is not None:
+        size = _with_channels(model, checked_input_size(input_size))
+    return None if size is None else image_inputs(size)
+
+
+def _with_channels(model: nn.Module, size: tuple[int, ...]) -> tuple[int, ...]:
+    """Return (channels, *spatial); raise PlanError if it does not fit the model's dimensions."""
+    dims = max((len(conv.kernel_size) for conv in _convs_with_names(model)), default=2)
+    if len(size) == dims:
+        return (IMAGE_CHANNELS, *size)
+    if len(size) != dims + 1:
+        raise PlanError(
+            f"input size {size_text(size)} must be channels and {dims} sides, the model is {dims}-D"
+        )
+    return size
+
+
+def find_convs_for(model: nn.Module, inputs: Inputs | None) -> ModelConvs:
+    """Return every convolution object of `model`, as `find_convs`, for described inputs."""
     _check_not_wrapped_or_converted(model)
     names_of = _convs_with_names(model)
-    dims = max((len(conv.kernel_size) for conv in names_of), default=2)
-    size = _input_size(model, input_size, dims)
-    traced, macs_note = _try_trace(model, size)
+    traced, macs_note = _try_trace(model, inputs)
     spatial = {names[0] for conv, names in names_of.items() if max(conv.kernel_size) > 1}
     stages = find_stages(model, _output_strides(traced), spatial)
     holders = _modules_by_parameter(model)
@@ -74,7 +116,7 @@ def find_convs(model: nn.Module, input_size: GivenInputSizes | None = None) -> M
             sees_image = conv is first_conv  # an assumption: there is no trace
         else:
             sees_image = calls.takes_image
-        takes_image = sees_image and _may_take_inputs(conv, size)
+        takes_image = sees_image and _may_take_inputs(conv, inputs)
         site = _site(
             conv,
             names,
@@ -88,18 +130,16 @@ def find_convs(model: nn.Module, input_size: GivenInputSizes | None = None) -> M
         skipped=tuple(skipped),
         params=_parameter_count(model),
         macs=None if traced is None else traced.macs,
-        input_size=size,
+        inputs=inputs,
         macs_note=macs_note,
         stages_from=stages.found_by,
     )
 
 
-def _may_take_inputs(conv: AnyConv, size: InputSizes | None) -> bool:
+def _may_take_inputs(conv: AnyConv, inputs: Inputs | None) -> bool:
     """True if a convolution has the channels of an input, or of all inputs put together."""
-    if size is None:
-        return True
-    channels = [one[0] for one in each_size(size) if one]
-    return conv.in_channels in (*channels, sum(channels))
+    channels = [] if inputs is None else channels_of(inputs)
+    return not channels or conv.in_channels in (*channels, sum(channels))
 
 
 def _why_skipped(
@@ -178,18 +218,19 @@ def _modules_by_parameter(model: nn.Module) -> dict[int, list[str]]:
     return holders
 
 
-def _try_trace(model: nn.Module, size: InputSizes | None) -> tuple[Trace, None] | tuple[None, str]:
+def _try_trace(model: nn.Module, inputs: Inputs | None) -> tuple[Trace, None] | tuple[None, str]:
     """Trace the model; return the trace and None, or None and the reason why it failed."""
-    if size is None:
-        cure = why_not_called_with(model, 1) or "state one"
-        return None, f"no input size is known; {cure}{NOT_CHECKED}{NOT_COMPARED}"
+    if inputs is None:
+        reason = f"no input size is known; state one ({OTHER_INPUTS})"
+        return None, f"{reason}{NOT_CHECKED}{NOT_COMPARED}"
     try:
-        return trace(model, size), None
+        return trace(model, inputs), None
     except Exception as error:  # any model code may run here; the model can still be converted
-        reason = why_not_called_with(model, len(each_size(size)))
-        if reason is None:
-            message = one_line(error)[:200]
-            reason = f"the model does not run on the meta device at {size}: {message}; {AS_TENSORS}"
+        message = one_line(error)[:200]
+        reason = (
+            f"the model does not run on the meta device at {inputs_text(inputs)}: {message}; "
+            f"{OTHER_INPUTS}"
+        )
         return None, f"{reason}{NOT_CHECKED}"
 
 
@@ -200,7 +241,7 @@ def _output_strides(traced: Trace | None) -> dict[str, OutputStride]:
     strides: dict[str, OutputStride] = {}
     for name, calls in traced.calls.items():
         first_size = calls.output_size
-        image_sides = sides_of_image(traced.input_size, len(first_size))
+        image_sides = sides_of_image(traced.inputs, len(first_size))
         if image_sides is not None and min(first_size) > 0:
             strides[name] = output_stride(image_sides, first_size)
     return strides
@@ -261,26 +302,6 @@ def _kind(conv: AnyConv) -> str:
     if conv.groups == conv.in_channels:
         return "depthwise"
     return "grouped"
-
-
-def _input_size(
-    model: nn.Module, requested: GivenInputSizes | None, dims: int
-) -> InputSizes | None:
-    """Return the requested size with its channels, or the size that a timm model states."""
-    if requested is None:
-        return _stated_input_size(model)
-    input_size = checked_input_size(requested)
-    sizes = each_size(input_size)
-    if len(sizes) > 1:
-        return input_size
-    (size,) = sizes
-    if len(size) not in (dims, dims + 1):
-        raise PlanError(
-            f"input size {size_text(size)} must be channels and {dims} sides, the model is {dims}-D"
-        )
-    if len(size) == dims:
-        return (IMAGE_CHANNELS, *size)
-    return size
 
 
 def _stated_input_size(model: nn.Module) -> tuple[int, ...] | None:

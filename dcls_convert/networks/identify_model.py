@@ -7,10 +7,9 @@ from typing import Any
 from torch import nn
 
 from ..errors import ModelError
-from ..input_sizes import InputSizes
 from ..layers.conv_classes import AnyConv
 from .building import build_model, shapes_of
-from .inputs import why_not_called_with
+from .input_tensors import Inputs, InputTensor, image_inputs
 from .registries import import_library
 from .source import OTHER_TIMM_KINDS, ModelSource
 from .trust import check_source
@@ -23,19 +22,17 @@ TRANSFORM_INPUT = "transform_input"
 INCEPTIONS = ("torchvision:googlenet", "torchvision:inception_v3")
 
 
-def assumed_input_size(source: ModelSource, model: nn.Module) -> InputSizes | None:
-    """Return the input size to assume for a model that states none itself.
+def assumed_inputs(source: ModelSource, model: nn.Module) -> Inputs | None:
+    """Return the inputs to assume for a model that states none itself.
 
     Return None for timm models, which state theirs, and for the user's own models that are 1-D or
-    3-D or take several inputs, which have no usual size.
+    3-D, which have no usual size.
     """
     is_timm = source.kind == "timm" or source.kind in OTHER_TIMM_KINDS
     if is_timm or getattr(model, "pretrained_cfg", None):
         return None
     if source.kind == "torchvision":
-        return _torchvision_input_size(source.name.partition(":")[2], model)
-    if why_not_called_with(model, 1) is not None:
-        return None
+        return _torchvision_inputs(source.name.partition(":")[2], model)
     usual_channels, *sides = USUAL_INPUT_SIZE
     channels: list[int] = []  # input channels of each convolution
     max_dims = 0
@@ -45,19 +42,29 @@ def assumed_input_size(source: ModelSource, model: nn.Module) -> InputSizes | No
             channels.append(module.in_channels)
             max_dims = max(max_dims, len(module.kernel_size))
     if not channels:
-        return USUAL_INPUT_SIZE
+        return image_inputs(USUAL_INPUT_SIZE)
     if max_dims != len(sides):
         return None
     if usual_channels in channels:
-        return USUAL_INPUT_SIZE
-    return (channels[0], *sides)
+        return image_inputs(USUAL_INPUT_SIZE)
+    return image_inputs((channels[0], *sides))
 
 
-def _torchvision_input_size(name: str, model: nn.Module) -> InputSizes:
-    """Return the size that torchvision's transforms produce for this model."""
+def _torchvision_inputs(name: str, model: nn.Module) -> Inputs:
+    """Return images of the size that torchvision's transforms produce for this model."""
     models = import_library("torchvision.models")
     module_name = models.get_model_builder(name).__module__
     family = module_name.removeprefix(models.__name__ + ".").partition(".")[0]
+    if family == "optical_flow":  # from one image to the next
+        image = InputTensor(shape=(1, *USUAL_INPUT_SIZE))
+        return (image, image)
+    return image_inputs(_torchvision_input_size(models, family, name, model))
+
+
+def _torchvision_input_size(
+    models: Any, family: str, name: str, model: nn.Module
+) -> tuple[int, ...]:
+    """Return (channels, *spatial) of the images for a torchvision model of a family."""
     if family == "detection":  # these models scale their images themselves
         scaling: Any = model.transform
         shorter_side = scaling.min_size[-1]
@@ -68,8 +75,6 @@ def _torchvision_input_size(name: str, model: nn.Module) -> InputSizes:
     weights = getattr(models.get_model_weights(name), "DEFAULT", None)  # without a download
     transforms = weights.transforms() if weights is not None else None
     size = getattr(transforms, "crop_size", None) or getattr(transforms, "resize_size", None)
-    if family == "optical_flow":  # from one image to the next
-        return (USUAL_INPUT_SIZE, USUAL_INPUT_SIZE)
     if not size:
         return USUAL_INPUT_SIZE
     sides = (size[0], size[-1])  # a single number is for both sides

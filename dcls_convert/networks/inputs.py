@@ -1,89 +1,135 @@
-"""The tensors that a network's forward takes by position: examples of them, and their names."""
+"""The tensors that a network's forward takes: their description, and tensors like them."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-from ..input_sizes import InputSizes, each_size
-from ..text import count_text, join_with_and
+from ..errors import PlanError
+from ..text import shortened
+from .input_tensors import DtypeName, Inputs, InputTensor
 
 BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-Inputs = tuple[Tensor, ...]  # one tensor (batch, *size) for each input
-
-
-def random_inputs(input_size: InputSizes, batch: int, *, seed: int = 0) -> Inputs:
-    """Return normal random numbers for a batch of this many, in float32 on the CPU."""
-    generator = torch.Generator().manual_seed(seed)
-    inputs = []
-    for size in each_size(input_size):
-        inputs.append(torch.randn(batch, *size, generator=generator, device="cpu"))
-    return tuple(inputs)
+# One tensor, several by position, or tensors by the names of forward's parameters.
+ExampleInputs = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 
 
-def meta_inputs(input_size: InputSizes, batch: int, dtype: torch.dtype) -> Inputs:
-    """Return tensors without values for a batch of this many."""
-    inputs = []
-    for size in each_size(input_size):
-        inputs.append(torch.empty(batch, *size, dtype=dtype, device="meta"))
-    return tuple(inputs)
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What forward is called with: `model(*arguments.args, **arguments.kwargs)`."""
+
+    args: tuple[Tensor, ...]
+    kwargs: dict[str, Tensor] = field(default_factory=dict)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return all tensors, in the order of their description."""
+        return (*self.args, *self.kwargs.values())
+
+    def to(self, dtype: torch.dtype) -> "Arguments":
+        """Return the tensors, those of floating point with this dtype."""
+        args = [_with_dtype(tensor, dtype) for tensor in self.args]
+        kwargs = {name: _with_dtype(tensor, dtype) for name, tensor in self.kwargs.items()}
+        return Arguments(tuple(args), kwargs)
 
 
-def why_not_called_with(model: nn.Module, count: int) -> str | None:
-    """Say what forward takes, if it cannot be called with this many tensors by position.
+def _with_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    Return None if it can be called so, or if its signature does not say what it takes.
+
+def describe_inputs(example_inputs: ExampleInputs) -> Inputs:
+    """Return what describes a user's example inputs.
+
+    Raises:
+        PlanError: They are anything else than tensors, a sequence of them, or a mapping of them.
     """
-    try:
-        signature = inspect.signature(model.forward)
-    except (TypeError, ValueError):  # code without a signature, such as a scripted module's
-        return None
-    try:
-        signature.bind(*range(count))
-    except TypeError:
-        return _what_is_taken([*signature.parameters.values()])
-    return None
-
-
-def _what_is_taken(parameters: Sequence[inspect.Parameter]) -> str:
-    """Say which inputs a forward takes: "forward takes 2 inputs (image, mask)"."""
-    required: list[str] = []
-    optional: list[str] = []
-    by_keyword: list[str] = []
-    for parameter in parameters:
-        has_default = parameter.default is not parameter.empty
-        if parameter.kind in BY_POSITION and has_default:
-            optional.append(parameter.name)
-        elif parameter.kind in BY_POSITION:
-            required.append(parameter.name)
-        elif parameter.kind == parameter.KEYWORD_ONLY and not has_default:
-            by_keyword.append(parameter.name)
-    if by_keyword:
-        return (
-            f"forward takes {join_with_and(by_keyword)} by keyword alone, and networks are run "
-            "with tensors by position"
+    named: list[tuple[str | None, object]]
+    if isinstance(example_inputs, Tensor):
+        named = [(None, example_inputs)]
+    elif isinstance(example_inputs, Mapping):
+        named = [*example_inputs.items()]
+    elif isinstance(example_inputs, Sequence):
+        named = [(None, tensor) for tensor in example_inputs]
+    else:
+        named = []
+    if not named or not all(isinstance(tensor, Tensor) for _, tensor in named):
+        raise PlanError(
+            f"example inputs: found {shortened(repr(example_inputs), 120)}; give a tensor, a tuple "
+            "of tensors, or a dict of tensors by the names of forward's parameters"
         )
-    number = count_text(len(required), "input")
-    if any(parameter.kind == parameter.VAR_POSITIONAL for parameter in parameters):
-        number = f"at least {number}"
-    elif optional:
-        number = f"{len(required)} to {count_text(len(required) + len(optional), 'input')}"
-    return f"forward takes {number} ({', '.join([*required, *optional])}); state a size for each"
+    return tuple(_described(named))
 
 
-def input_names(model: nn.Module, count: int) -> tuple[str, ...]:
+def _described(named: Sequence[tuple[str | None, object]]) -> Iterator[InputTensor]:
+    for name, tensor in named:
+        assert isinstance(tensor, Tensor)
+        dtype: Any = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in get_args(DtypeName):
+            raise PlanError(f"example inputs: {dtype} is not supported")
+        values = None
+        is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+        if is_integer and tensor.dtype != torch.bool and tensor.numel():
+            values = (int(tensor.min()), int(tensor.max()))
+        yield InputTensor(name=name, shape=tuple(tensor.shape), dtype=dtype, range=values)
+
+
+def random_arguments(inputs: Inputs, *, seed: int = 0) -> Arguments:
+    """Return tensors of random values on the CPU, always the same for a seed.
+
+    Floating-point values are normal, integers uniform in the range of the example's.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [_random_tensor(tensor, generator) for tensor in inputs]
+    return _as_arguments(inputs, tensors)
+
+
+def _random_tensor(tensor: InputTensor, generator: torch.Generator) -> Tensor:
+    dtype: torch.dtype = getattr(torch, tensor.dtype)
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(tensor.shape, generator=generator, dtype=dtype, device="cpu")
+    least, most = tensor.range or (0, 1)
+    values = torch.randint(least, most + 1, tensor.shape, generator=generator, device="cpu")
+    return values.to(dtype)
+
+
+def meta_arguments(inputs: Inputs, dtype: torch.dtype) -> Arguments:
+    """Return tensors without values; those of floating point have the given dtype."""
+    tensors = []
+    for tensor in inputs:
+        own: torch.dtype = getattr(torch, tensor.dtype)
+        if own.is_floating_point:
+            own = dtype
+        tensors.append(torch.empty(tensor.shape, dtype=own, device="meta"))
+    return _as_arguments(inputs, tensors)
+
+
+def _as_arguments(inputs: Inputs, tensors: Sequence[Tensor]) -> Arguments:
+    args = []
+    kwargs = {}
+    for description, tensor in zip(inputs, tensors, strict=True):
+        if description.name is None:
+            args.append(tensor)
+        else:
+            kwargs[description.name] = tensor
+    return Arguments(tuple(args), kwargs)
+
+
+def input_names(model: nn.Module, inputs: Inputs) -> tuple[str, ...]:
     """Return names for the inputs of an exported model: those of forward's parameters.
 
     The only input is "input". Inputs without a name of their own are numbered.
     """
-    if count == 1:
+    if len(inputs) == 1:
         return ("input",)
-    names: list[str] = []
-    for parameter in inspect.signature(model.forward).parameters.values():
-        if parameter.kind in BY_POSITION:
-            names.append(parameter.name)
-    for number in range(len(names), count):
-        names.append(f"input_{number}")
-    return tuple(names[:count])
+    parameters = [*inspect.signature(model.forward).parameters.values()]
+    names = []
+    for index, tensor in enumerate(inputs):
+        name = tensor.name
+        if name is None:
+            name = f"input_{index}"
+            if index < len(parameters) and parameters[index].kind in BY_POSITION:
+                name = parameters[index].name
+        names.append(name)
+    return tuple(names)

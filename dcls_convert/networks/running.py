@@ -136,15 +136,24 @@ def _older_precision_settings() -> tuple[str, bool] | None:
         return None
 
 
-def run_batch(model: nn.Module, *inputs: Tensor) -> Any:
-    """Return the outputs for a batch, which is moved to the model's device and `image_dtype`.
+def run_batch(model: nn.Module, *args: Tensor, **kwargs: Tensor) -> Any:
+    """Return the outputs for tensors, by position and by keyword.
 
-    What `forward` changes in the model is undone: buffers, counters and caches in attributes.
+    They are moved to the model's device, and those of floating point to its `image_dtype`. What
+    `forward` changes in the model is undone: buffers, counters and caches in attributes.
     """
-    device = next(iter([*model.parameters(), *model.buffers(), *inputs])).device
+    tensors = [*model.parameters(), *model.buffers(), *args, *kwargs.values()]
+    device = tensors[0].device
     dtype = image_dtype(model)
+
+    def moved(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            return tensor.to(device, dtype)
+        return tensor.to(device)
+
+    moved_kwargs = {name: moved(tensor) for name, tensor in kwargs.items()}
     with _copied_buffers(model), _restored_attributes(model):
-        return model(*[tensor.to(device, dtype) for tensor in inputs])
+        return model(*map(moved, args), **moved_kwargs)
 
 
 @contextlib.contextmanager

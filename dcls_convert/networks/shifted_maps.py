@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 from ..geometry import extent, padded_cells
 from ..layers.conv_classes import AnyConv, padding_of
 from ..layers.replaceable import why_not_replaceable
-from .inputs import Inputs
 from .map_reach import Reach, Source, Sources, sources_of_index
 from .operations import Operation, sources_of
 
@@ -30,7 +29,7 @@ Axis = dict[str, Reach]
 
 def find_shifted_axes(
     operations: Iterable[Operation],
-    inputs: Inputs,
+    inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
     names: Mapping[nn.Module, str],
 ) -> dict[str, tuple[int, ...]]:

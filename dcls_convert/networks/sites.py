@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..geometry import Padding, size_text
-from ..input_sizes import InputSizes
+from .input_tensors import Inputs, as_image_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,10 +84,15 @@ class ModelConvs:
     sites: tuple[ConvSite, ...]
     skipped: tuple[Skipped, ...]
     params: int  # each parameter counted once
-    macs: int | None  # for one image at input_size; None if the forward pass could not be traced
-    input_size: InputSizes | None
+    macs: int | None  # for the inputs; None if the forward pass could not be traced
+    inputs: Inputs | None  # what forward takes; None if not known
     macs_note: str | None  # why macs is None
     stages_from: str  # how the stages were found
+
+    @property
+    def input_size(self) -> tuple[int, ...] | None:
+        """(channels, *spatial) of one image; None if not known, or for other inputs."""
+        return None if self.inputs is None else as_image_size(self.inputs)
 
 
 def count_conv_kinds(convs: ModelConvs) -> Counter[str]:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..input_sizes import InputSizes
 from ..layers.conv_classes import AnyConv
 from .caches import separate_caches
 from .conv_uses import ConvUses
 from .copying import meta_copy
-from .inputs import Inputs, meta_inputs
+from .input_tensors import Inputs, with_batch
+from .inputs import Arguments, meta_arguments
 from .model_outputs import ComparisonError, tensors_in
 from .running import image_dtype, seeded, suppress_output
 from .shifted_maps import find_shifted_axes
@@ -41,46 +41,44 @@ class Calls:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """The record of one image's forward pass through a model."""
+    """The record of one forward pass through a model."""
 
-    input_size: InputSizes
+    inputs: Inputs
     calls: dict[str, Calls]  # by the first qualified name of the convolution
     macs: int  # of all operators
     # Name of a convolution -> how code other than its own forward uses its weight or settings.
     other_uses: dict[str, str]
 
 
-def trace(model: nn.Module, input_size: InputSizes) -> Trace:
-    """Run a meta copy of the model, in eval mode, on one image, or on one of each of its inputs.
+def trace(model: nn.Module, inputs: Inputs) -> Trace:
+    """Run a meta copy of the model, in eval mode, on its inputs.
 
     Then the copy runs in training mode, where other code may use convolutions too. Errors of the
     model's own code in eval mode are raised unchanged. Caches of that code stay as they are.
     """
     with separate_caches(model) as caches:
         try:
-            return _trace_in_both_modes(meta_copy(model), model, input_size)
+            return _trace_in_both_modes(meta_copy(model), model, inputs)
         except Exception:
             with contextlib.suppress(Exception):
                 caches.restore()
                 if caches.set_aside():  # perhaps cached by a run that was not on meta
-                    return _trace_in_both_modes(meta_copy(model), model, input_size)
+                    return _trace_in_both_modes(meta_copy(model), model, inputs)
             # Some models (YOLO) read the values of tensors in plain attributes.
             caches.restore()
             with contextlib.suppress(Exception):
                 meta = meta_copy(model, real_attributes=True)
-                return _trace_in_both_modes(meta, model, input_size)
+                return _trace_in_both_modes(meta, model, inputs)
             raise
 
 
-def _trace_in_both_modes(meta: nn.Module, original: nn.Module, input_size: InputSizes) -> Trace:
-    traced = _trace(meta, original, input_size)
-    other_uses = _uses_in_training_mode(meta, original, input_size) | traced.other_uses
+def _trace_in_both_modes(meta: nn.Module, original: nn.Module, inputs: Inputs) -> Trace:
+    traced = _trace(meta, original, inputs)
+    other_uses = _uses_in_training_mode(meta, original, inputs) | traced.other_uses
     return replace(traced, other_uses=other_uses)
 
 
-def _uses_in_training_mode(
-    meta: nn.Module, original: nn.Module, input_size: InputSizes
-) -> dict[str, str]:
+def _uses_in_training_mode(meta: nn.Module, original: nn.Module, inputs: Inputs) -> dict[str, str]:
     """Return how other code uses convolutions in training mode, as far as the model runs there."""
     for module in meta.modules():
         module.training = True  # not `train()`, which the model's class may override
@@ -89,29 +87,29 @@ def _uses_in_training_mode(
     python_random = random.getstate()
     try:
         with contextlib.suppress(Exception), suppress_output(), seeded(0):
-            _run_and_record(meta, input_size, uses, batch=2)  # BatchNorm refuses single values
+            _run_and_record(meta, with_batch(inputs, 2), uses)  # BatchNorm refuses single values
     finally:
         random.setstate(python_random)
     return {name: f"in training mode, {reason}" for name, reason in uses.reasons.items()}
 
 
-def _trace(meta: nn.Module, original: nn.Module, input_size: InputSizes) -> Trace:
+def _trace(meta: nn.Module, original: nn.Module, inputs: Inputs) -> Trace:
     from torch.utils.flop_counter import FlopCounterMode
 
     counter: Any = FlopCounterMode(display=False)
     counter.mod_tracker = _WholeModel()
     uses = ConvUses(meta, original)
     with counter:
-        inputs, outputs, calls = _run_and_record(meta, input_size, uses)
+        arguments, outputs, calls = _run_and_record(meta, inputs, uses)
     returned: list[Tensor] = []
     with contextlib.suppress(ComparisonError):  # objects that refer to themselves
         returned = tensors_in(outputs)
-    shifted = find_shifted_axes(uses.operations, inputs, returned, uses.names)
+    shifted = find_shifted_axes(uses.operations, arguments.tensors(), returned, uses.names)
     for name, axes in shifted.items():
         if name in calls:  # not if other code calls its `forward`
             calls[name].shifted_axes = axes
     return Trace(
-        input_size=input_size,
+        inputs=inputs,
         calls=calls,
         macs=int(counter.get_total_flops()) // 2,  # a multiply-accumulate is two operations
         other_uses=uses.reasons,
@@ -128,14 +126,15 @@ class _WholeModel(contextlib.nullcontext[None]):
 
 
 def _run_and_record(
-    meta: nn.Module, input_size: InputSizes, uses: ConvUses, *, batch: int = 1
-) -> tuple[Inputs, object, dict[str, Calls]]:
-    """Run a meta copy on images, watched by `uses`.
+    meta: nn.Module, inputs: Inputs, uses: ConvUses
+) -> tuple[Arguments, object, dict[str, Calls]]:
+    """Run a meta copy, watched by `uses`.
 
     Returns:
         The network's inputs and outputs, and the calls of each convolution.
     """
-    inputs = meta_inputs(input_size, batch, image_dtype(meta))
+    arguments = meta_arguments(inputs, image_dtype(meta))
+    tensors = arguments.tensors()
     calls: dict[str, Calls] = {}
     convs: dict[nn.Module, tuple[str, int]] = {}  # name, and number of dimensions
     for name, module in meta.named_modules():
@@ -154,18 +153,18 @@ def _run_and_record(
         conv_calls.input_extent = tuple(map(min, conv_calls.input_extent, input_extent))
         batch = output.shape[0] if output.dim() == dims + 2 else 1
         conv_calls.output_positions += batch * math.prod(output_size)
-        if is_first or any(input is tensor for tensor in inputs):
+        if is_first or any(input is tensor for tensor in tensors):
             conv_calls.takes_image = True
 
     with contextlib.ExitStack() as hooks, torch.no_grad(), torch.device("meta"):
         for conv in convs:
             hooks.enter_context(conv.register_forward_hook(record, with_kwargs=True))
         with uses:
-            outputs = _run(meta, inputs)
-    return inputs, outputs, calls
+            outputs = _run(meta, arguments)
+    return arguments, outputs, calls
 
 
-def _run(model: nn.Module, inputs: Inputs) -> object:
+def _run(model: nn.Module, arguments: Arguments) -> object:
     """Run a model on its inputs, and return its outputs.
 
     Some torchvision models do not take a batch of images.
@@ -183,9 +182,9 @@ def _run(model: nn.Module, inputs: Inputs) -> object:
             # a meta copy does not have.
             hook = model.get_submodule("head").register_forward_hook(_stop)
             with hook, contextlib.suppress(_HeadIsDone):
-                model([*inputs[0]])
+                model([*arguments.args[0]])
             return None
-    return model(*inputs)
+    return model(*arguments.args, **arguments.kwargs)
 
 
 class _HeadIsDone(Exception):

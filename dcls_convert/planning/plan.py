@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ..errors import CheckpointError, PlanError
 from ..geometry import size_text
-from ..input_sizes import InputSizes
+from ..networks.input_tensors import Inputs, image_inputs
 from ..networks.sites import Skipped
 from ..options import Scope, Tie
 from ..records import STRICT, JsonFraction, Record
@@ -36,7 +36,7 @@ class ConversionPlan(Record):
     model: str | None  # "timm:convnext_tiny"; None for a module that only its user can build
     # Keyword arguments with which the model is built.
     model_args: dict[str, Any] = field(default_factory=dict)
-    input_size: InputSizes | None
+    input_size: tuple[int, ...] | None  # (channels, *spatial) of one image
     rules: str  # file or name
     rules_text: str  # the rules as they were given
     scope: Scope
@@ -52,6 +52,8 @@ class ConversionPlan(Record):
     stages_from: str
     # Whether the layers are replaced by plain convolutions with their constructed kernels.
     folded: bool
+    # What forward takes, if it is anything else than images.
+    example_inputs: Inputs | None = None
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "the plan") -> Self:
@@ -139,6 +141,13 @@ class ConversionPlan(Record):
 
     __str__ = as_text
     _repr_html_ = as_html
+
+    @property
+    def inputs(self) -> Inputs | None:
+        """What forward takes; None if not known."""
+        if self.input_size is not None:
+            return image_inputs(self.input_size)
+        return self.example_inputs
 
     @property
     def growth_of_mixed_kernels(self) -> int | None:

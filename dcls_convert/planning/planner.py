@@ -134,6 +134,7 @@ def make_plan(
 
     return ConversionPlan(
         input_size=convs.input_size,
+        example_inputs=None if convs.input_size is not None else convs.inputs,
         params=convs.params,
         macs=convs.macs,
         macs_note=convs.macs_note,

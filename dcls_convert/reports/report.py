@@ -10,8 +10,8 @@ from pydantic import Field, computed_field
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..input_sizes import InputSizes, input_size_text
 from ..layers.interpolation import find_interpolation
+from ..networks.input_tensors import inputs_text
 from ..networks.sites import Skipped
 from ..options import ERROR_SCOPE, MAX_ADDED_COST_PERCENT, MIN_GROWTH
 from ..planning.plan import ConversionPlan
@@ -40,7 +40,7 @@ class ConversionReport(Record):
 
     format: int = 1
     model: str | None
-    input_size: InputSizes | None
+    input_size: tuple[int, ...] | None  # (channels, *spatial) of one image
     output: str | None  # the checkpoint folder; None if nothing was written
     params: ParamsChange
     macs: MacsChange
@@ -146,8 +146,8 @@ def _heading(report: ConversionReport) -> list[RenderableType]:
     model = f": {report.model or 'model'}"
     if report.folded:
         model += ", folded"
-    if report.input_size:
-        model += f", input {input_size_text(report.input_size)}"
+    if report.plan.inputs is not None:
+        model += f", input {inputs_text(report.plan.inputs)}"
     return [
         Text(_headline(report), style=_headline_style(report)),
         Text(kernels) + Text(printable(model), style="dim"),

@@ -9,7 +9,6 @@ from rich.text import Text
 
 from ..choosing.survey import ModelRow, Status
 from ..geometry import size_text
-from ..input_sizes import InputSizes
 from ..planning.plan_options import PlanOptions
 from ..planning.rules import RuleSet
 from ..records import adapter, write_json
@@ -75,7 +74,7 @@ def survey_json(
     options: PlanOptions,
     *,
     pattern: str | None,
-    input_size: InputSizes | None,
+    input_size: tuple[int, ...] | None,
 ) -> str:
     """Return one JSON object with the keys format, options, models and summary."""
     rules = options.rules

@@ -14,6 +14,7 @@ from dcls_convert.checkpoints.fingerprint import (
     take_fingerprint,
 )
 from dcls_convert.networks.building import build_model
+from dcls_convert.networks.input_tensors import image_inputs
 from dcls_convert.networks.source import ModelSource
 
 from .folders import IMAGE
@@ -41,7 +42,7 @@ def test_the_process_stays_as_it_was(monkeypatch, call):
         "build": lambda: build_model(source, seed=3),
         "meta": lambda: build_model(source, device="meta"),
         "find": lambda: find_convs(model, IMAGE),
-        "fingerprint": lambda: take_fingerprint(model, IMAGE),
+        "fingerprint": lambda: take_fingerprint(model, image_inputs(IMAGE)),
     }
     calls[call]()
     assert state_of_the_process() == before
@@ -71,10 +72,10 @@ def test_the_model_stays_as_it_was_and_its_outputs_do_not_depend_on_the_process(
     buffers = list(model.buffers())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     flags = {name: module.training for name, module in model.named_modules()}
-    first = take_fingerprint(model, IMAGE)
+    first = take_fingerprint(model, image_inputs(IMAGE))
     with torch.random.fork_rng(), torch.autocast("cpu", torch.bfloat16):
         torch.manual_seed(123)
-        assert take_fingerprint(model, IMAGE) == first
+        assert take_fingerprint(model, image_inputs(IMAGE)) == first
     assert first.outputs
     assert {name: module.training for name, module in model.named_modules()} == flags
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
@@ -91,7 +92,7 @@ def test_outputs_may_have_any_structure():
                 "n": x.int(),
             }
 
-    fingerprint = take_fingerprint(ManyOutputs(), (3, 5, 5))
+    fingerprint = take_fingerprint(ManyOutputs(), image_inputs((3, 5, 5)))
     outputs = fingerprint.outputs
     assert [output.shape for output in outputs] == [(), (1, 1, 5, 5), (0, 3, 5, 5), (2,)]
     assert [len(output.values) for output in outputs] == [1, 16, 0, 2]
@@ -108,7 +109,7 @@ def test_a_model_that_cannot_run_says_why():
             return x + y
 
     assert take_fingerprint(TwoInputs(), None).reason == "the plan has no input size"
-    assert take_fingerprint(TwoInputs(), IMAGE).reason.startswith("TypeError: ")
+    assert take_fingerprint(TwoInputs(), image_inputs(IMAGE)).reason.startswith("TypeError: ")
 
 
 @pytest.mark.parametrize("changed", [0, 1])
@@ -118,7 +119,8 @@ def test_every_input_reaches_the_outputs_of_a_fingerprint(changed):
             return self[0](image), self[1](vector)
 
     net = Net(nn.Conv2d(3, 2, 1), nn.Linear(4, 2))
-    before = take_fingerprint(net, (IMAGE, (4,)))
-    assert fingerprint_deviation(take_fingerprint(net, (IMAGE, (4,))), before) == 0
+    inputs = (*image_inputs(IMAGE), *image_inputs((4,)))
+    before = take_fingerprint(net, inputs)
+    assert fingerprint_deviation(take_fingerprint(net, inputs), before) == 0
     nn.init.ones_(net[changed].weight)
-    assert fingerprint_deviation(take_fingerprint(net, (IMAGE, (4,))), before) > 0.1
+    assert fingerprint_deviation(take_fingerprint(net, inputs), before) > 0.1

@@ -118,7 +118,7 @@ def test_the_contents_of_a_folder(converted, tmp_path):
     stamp = read_stamp(folder / WEIGHTS)
     assert (stamp.format, stamp.version) == (1, dcls_convert.__version__)
     assert stamp.config == config_hash(json.loads((folder / CONFIG).read_text()))
-    assert stamp.fingerprint == take_fingerprint(model, plan.input_size)
+    assert stamp.fingerprint == take_fingerprint(model, plan.inputs)
 
 
 def test_dtype_is_kept_and_used_for_comparison_and_channels_may_be_last(tmp_path):

@@ -185,7 +185,7 @@ def test_models_of_the_users_own(user_input, says):
         "--num-classes 3": "unexpected keyword argument 'num_classes'",
         "--in-chans 3": "unexpected keyword argument 'in_chans'",
         "--pretrained": "pretrained weights are for models of timm and torchvision",
-        "--input-size 4x9x9": re.compile("input size 4x9x9: .*hannel"),
+        "--input-size 4x9x9": re.compile("input size 4x9x9, .*hannel"),
     }
 )
 def test_options_that_the_users_model_does_not_take(user_input, says):
@@ -266,9 +266,10 @@ def test_what_is_no_value_of_an_option_is_refused_with_what_is(option, values, a
         "--dilated-size 17x17x17": (
             "stages.0.1: the size 17x17x17 is for 3-D, this convolution is 2-D"
         ),
-        "--input-size 4x64x64": re.compile("input size 4x64x64: .*hannel"),
+        "--input-size 4x64x64": re.compile("input size 4x64x64, .*hannel"),
         "--input-size 3x1x1": (
-            "input size 3x1x1: the model does not run on the meta device at (3, 1, 1): "
+            "input size 3x1x1, as (channels, *spatial): "
+            "the model does not run on the meta device at 3x1x1: "
         ),
         "--checkpoint gone.pth": "checkpoint gone.pth: there is no such file",
         "--checkpoint /": "checkpoint /: this folder has no file of weights",

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from dcls_convert import convert_, fold_to_dense_
 from dcls_convert.checkpoints.fingerprint import fingerprint_deviation, take_fingerprint
+from dcls_convert.networks.input_tensors import image_inputs
 
 from ..fitting.networks import INPUT_SIZE, network, smooth_noise
 
@@ -160,7 +161,8 @@ def test_a_model_on_a_gpu_stays_there_and_gives_the_same_result_as_on_the_cpu(op
         for name, tensor in gpu_model.state_dict().items():
             assert isinstance(tensor, OnSimulatedGpu), name
             torch.testing.assert_close(tensor.value, cpu_state[name], rtol=0, atol=1e-5)
-        before = take_fingerprint(gpu_model, INPUT_SIZE)
-        assert fingerprint_deviation(before, take_fingerprint(cpu_model, INPUT_SIZE)) < 1e-5
+        inputs = image_inputs(INPUT_SIZE)
+        before = take_fingerprint(gpu_model, inputs)
+        assert fingerprint_deviation(before, take_fingerprint(cpu_model, inputs)) < 1e-5
         assert fold_to_dense_(gpu_model) == 3
-        assert fingerprint_deviation(take_fingerprint(gpu_model, INPUT_SIZE), before) < 1e-5
+        assert fingerprint_deviation(take_fingerprint(gpu_model, inputs), before) < 1e-5

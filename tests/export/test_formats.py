@@ -246,7 +246,7 @@ def test_a_folder_saved_from_python_is_folded_by_the_command_line(monkeypatch, s
     options = ["--model", "own_network:build", "--json"]
     if not stated:
         _, refused = run("fold", "own", *options, code=2)
-        assert "states no input size" in refused
+        assert "states no inputs" in refused
         options += ["--input-size", "x".join(map(str, IMAGE))]
     _, refused = run("fold", "own", *options[3:], code=2)
     assert "give the unconverted network as `model`" in refused

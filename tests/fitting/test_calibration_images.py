@@ -28,7 +28,7 @@ from dcls_convert.fitting.image_files import (
 from dcls_convert.input import SYSTEM_FOLDERS
 
 from ..model_state import state_of
-from ..several_inputs import IMAGE, MASK, TwoImages
+from ..several_inputs import EXAMPLES, IMAGE, TwoImages
 
 FORMATS = ["JPEG", "MPO", "PNG", "BMP", "WEBP", "TIFF", "PPM", "GIF"]
 PHOTO = Image.linear_gradient("L").resize((40, 21)).convert("RGB")
@@ -413,5 +413,5 @@ def test_a_tensor_of_the_wrong_shape_or_type_is_refused_with_the_right_one(
 
 def test_images_are_refused_for_a_network_of_several_inputs():
     images = torch.zeros(2, *IMAGE)
-    with pytest.raises(DclsConvertError, match=r"one input, and this one takes 3x16x16,1x16x16"):
-        convert_(TwoImages(), input_size=(IMAGE, MASK), calibration=images)
+    with pytest.raises(DclsConvertError, match=r"and this one takes 1x3x16x16, 1x1x16x16"):
+        convert_(TwoImages(), example_inputs=EXAMPLES[TwoImages], calibration=images)

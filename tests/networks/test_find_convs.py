@@ -12,8 +12,8 @@ from torch.nn.utils import parametrizations, prune
 from dcls_convert import plan_conversion
 from dcls_convert.errors import PlanError
 from dcls_convert.networks.building import build_model
-from dcls_convert.networks.find_convs import find_convs
-from dcls_convert.networks.identify_model import assumed_input_size
+from dcls_convert.networks.find_convs import find_convs, find_convs_for
+from dcls_convert.networks.identify_model import assumed_inputs
 from dcls_convert.networks.source import ModelSource
 from dcls_convert.reports.predict import predict_report
 
@@ -329,7 +329,7 @@ def test_the_stem_takes_the_image_itself():
 @pytest.mark.parametrize(
     ("model", "input_size", "note"),
     [
-        (Holder(depthwise()), (5, 8, 8), "does not run on the meta device at (5, 8, 8)"),
+        (Holder(depthwise()), (5, 8, 8), "does not run on the meta device at 5x8x8"),
         (Holder(depthwise()), None, "no input size is known"),
     ],
 )
@@ -387,6 +387,6 @@ def test_macs_are_those_that_torchvision_states(name):
     """At the stated size; also for detectors, which need a real image to run to their end."""
     source = ModelSource(name=f"torchvision:{name}")
     model = build_model(source, device="meta")
-    convs = find_convs(model, assumed_input_size(source, model))
+    convs = find_convs_for(model, assumed_inputs(source, model))
     stated = torchvision.models.get_model_weights(name).DEFAULT.meta["_ops"]
     assert convs.macs / 1e9 == pytest.approx(stated, abs=0.0011)

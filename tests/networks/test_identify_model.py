@@ -7,7 +7,8 @@ import torchvision
 from torch import nn
 
 from dcls_convert.networks.building import build_model
-from dcls_convert.networks.identify_model import assumed_input_size, infer_source
+from dcls_convert.networks.identify_model import assumed_inputs, infer_source
+from dcls_convert.networks.input_tensors import image_inputs
 from dcls_convert.networks.source import ModelSource
 
 from ..conftest import TINY
@@ -78,12 +79,17 @@ def test_classes_and_settings_of_a_tag_are_arguments():
         # Its weights are for 518 pixels; without them, it is built for 224.
         "vit_h_14": (3, 224, 224),
         "deeplabv3_mobilenet_v3_large": (3, 520, 520),
-        "raft_small": ((3, 224, 224), (3, 224, 224)),  # from one image to the next
     }.items(),
 )
 def test_assumed_input_sizes(name, size):
     source = ModelSource(name=f"torchvision:{name}")
-    assert assumed_input_size(source, build_model(source, device="meta")) == size
+    assert assumed_inputs(source, build_model(source, device="meta")) == image_inputs(size)
+
+
+def test_optical_flow_is_from_one_image_to_the_next():
+    source = ModelSource(name="torchvision:raft_small")
+    inputs = assumed_inputs(source, build_model(source, device="meta"))
+    assert inputs == image_inputs((3, 224, 224)) * 2
 
 
 @pytest.mark.parametrize(
@@ -97,4 +103,5 @@ def test_assumed_input_sizes(name, size):
     ids=str,
 )
 def test_the_assumed_size_of_a_users_model_fits_its_convolutions(convs, size):
-    assert assumed_input_size(ModelSource(name="mymodel:build"), nn.Sequential(*convs)) == size
+    inputs = None if size is None else image_inputs(size)
+    assert assumed_inputs(ModelSource(name="mymodel:build"), nn.Sequential(*convs)) == inputs

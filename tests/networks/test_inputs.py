@@ -1,84 +1,92 @@
-"""Networks of several inputs are run as their forward takes them, or it is said what it takes."""
+"""Networks are run with what their forward takes, or it is said why not."""
 
 import re
 from dataclasses import replace
 
 import pytest
-from torch import nn
+import torch
 
 from dcls_convert import DclsConvertError, convert_, find_convs, sweep
-from dcls_convert.networks.identify_model import assumed_input_size
-from dcls_convert.networks.source import ModelSource
+from dcls_convert.networks.inputs import describe_inputs, random_arguments
 
-from ..several_inputs import (
-    IMAGE,
-    MASK,
-    SIZES,
-    ByKeyword,
-    InADict,
-    OneImage,
-    Optional,
-    ThreeInputs,
-    TwoImages,
-)
+from ..several_inputs import EXAMPLES, IMAGE, MASK, OneImage, Signal, ThreeInputs, TwoImages
 
 UNCHECKED = "output sizes, shifts of maps, and uses of convolutions by other code, are not checked"
 
 
+def test_an_image_is_an_example_of_its_size():
+    assert find_convs(OneImage(), example_inputs=torch.zeros(1, 4, 9, 8)) == find_convs(
+        OneImage(), (4, 9, 8)
+    )
+
+
 def test_several_inputs_are_traced_as_one_that_holds_them_all():
-    several = find_convs(TwoImages(), (IMAGE, MASK))
+    several = find_convs(TwoImages(), example_inputs=EXAMPLES[TwoImages])
     one = find_convs(OneImage(), (IMAGE[0] + MASK[0], *IMAGE[1:]))
     assert one.macs is not None
-    assert several == replace(one, input_size=(IMAGE, MASK))
+    assert replace(several, inputs=one.inputs) == one
     assert [site.name for site in several.sites if site.stem] == ["stem"]
 
 
-@pytest.mark.parametrize("build", SIZES, ids=lambda build: build.__name__)
-def test_maps_are_as_large_as_the_image_whatever_the_other_inputs_are(build):
-    convs = find_convs(build(), SIZES[build])
-    assert {site.output_size for site in convs.sites} == {IMAGE[1:]}
-    assert convs.input_size == SIZES[build]
+@pytest.mark.parametrize("build", EXAMPLES, ids=lambda build: build.__name__)
+def test_maps_are_known_for_every_kind_of_input(build):
+    convs = find_convs(build(), example_inputs=EXAMPLES[build])
+    size = (98,) if build is Signal else IMAGE[1:]
+    assert {site.output_size for site in convs.sites if "stage" in site.name} == {size}
+    assert convs.macs is not None
+    assert convs.input_size is None
 
 
-def test_what_only_an_optional_input_costs_is_counted_if_it_is_given():
-    class Net(nn.Sequential):
-        def forward(self, image, other=None):
-            y = self[0](image)
-            return y if other is None else y + self[1](other)
-
-    def macs(size):
-        return find_convs(Net(nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1)), size).macs
-
-    assert macs((IMAGE, IMAGE)) == 2 * macs(IMAGE) == 2 * macs((IMAGE,))
+def test_inputs_like_an_example_have_its_shapes_dtypes_and_range_of_integers():
+    example = {"ids": torch.tensor([[3, 7, 5]], dtype=torch.int32), "mask": torch.ones(2, 3) > 0}
+    inputs = describe_inputs({**example, "x": torch.ones(1, 4, dtype=torch.float64)})
+    made = random_arguments(inputs).kwargs
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in made.items()} == {
+        "ids": ((1, 3), torch.int32),
+        "mask": ((2, 3), torch.bool),
+        "x": ((1, 4), torch.float64),
+    }
+    values = [random_arguments(inputs, seed=seed).kwargs["ids"] for seed in range(20)]
+    assert set(torch.cat(values).flatten().tolist()) == {3, 4, 5, 6, 7}
+    assert torch.equal(made["x"], random_arguments(inputs).kwargs["x"])
 
 
 @pytest.mark.parametrize(
-    ("build", "size", "taken"),
+    ("build", "inputs", "says"),
     [
-        (TwoImages, IMAGE, "forward takes 2 inputs (image, mask); state a size for each"),
-        (TwoImages, (IMAGE, MASK, MASK), "forward takes 2 inputs (image, mask)"),
-        (OneImage, (IMAGE, MASK), "forward takes 1 input (image)"),
-        (Optional, (IMAGE, MASK, MASK), "forward takes 1 to 2 inputs (image, mask)"),
-        (ThreeInputs, (IMAGE, MASK), "forward takes 3 inputs (image, vector, time)"),
-        (ByKeyword, IMAGE, "forward takes mask by keyword alone"),
-        (InADict, IMAGE, "inputs are floating-point tensors by position"),
+        (TwoImages, {"input_size": IMAGE}, "missing 1 required positional argument: 'mask'"),
+        (OneImage, {"example_inputs": EXAMPLES[TwoImages]}, "takes 2 positional arguments but 3"),
+        (ThreeInputs, {"input_size": IMAGE}, "give example_inputs in Python"),
     ],
 )
-def test_a_wrong_number_of_sizes_is_answered_with_what_forward_takes(build, size, taken):
-    """In every mode of working; a network that is no trace's is converted without a size."""
+def test_inputs_that_forward_does_not_take_are_refused_with_what_it_said(build, inputs, says):
     for function in (convert_, sweep):
-        with pytest.raises(DclsConvertError, match=re.escape(taken)) as refused:
-            function(build(), input_size=size)
+        with pytest.raises(DclsConvertError, match=re.escape(says)) as refused:
+            function(build(), **inputs)
         assert UNCHECKED in str(refused.value)
-    unchecked = find_convs(build())
-    assert unchecked.macs is None
-    assert UNCHECKED in unchecked.macs_note
     assert len(convert_(build(), dilated_size=7, init="random").layers) == 2
 
 
-def test_no_size_is_assumed_for_a_forward_of_several_inputs():
-    source = ModelSource(name="mymodel:build")
-    assert assumed_input_size(source, TwoImages()) is None
-    assert assumed_input_size(source, ByKeyword()) is None
-    assert assumed_input_size(source, Optional()) == (3, 224, 224)
-    assert "forward takes 2 inputs (image, mask)" in find_convs(TwoImages()).macs_note
+@pytest.mark.parametrize(
+    ("inputs", "says"),
+    [
+        ({"example_inputs": [1, 2]}, r"found \[1, 2\]; give a tensor, a tuple"),
+        ({"example_inputs": ()}, "give a tensor"),
+        ({"example_inputs": torch.zeros(1), "input_size": IMAGE}, "not both"),
+        ({"example_inputs": torch.zeros(1, dtype=torch.float8_e5m2)}, "float8_e5m2 is not"),
+    ],
+    ids=str,
+)
+def test_what_is_no_example_is_refused(inputs, says):
+    with pytest.raises(DclsConvertError, match=says):
+        find_convs(OneImage(), **inputs)
+
+
+def test_a_model_in_memory_is_run_with_values_if_it_does_not_run_on_meta():
+    class ReadsValues(Signal):
+        def forward(self, samples):
+            return super().forward(samples[:, : 100 + int(samples.abs().max() > 1e9)])
+
+    report = convert_(ReadsValues(), dilated_size=7, example_inputs=EXAMPLES[Signal], init="random")
+    assert report.macs.after is None
+    assert isinstance(report.plan.inputs, tuple)

@@ -388,6 +388,7 @@ def test_it_does_not_matter_whether_channels_come_in_one_input_or_in_two(name):
     dims, build = FORMS[name]
     channels, *sides = INPUT[dims]
     whole = find_convs(build(), INPUT[dims]).sites
-    parts = find_convs(InTwoParts(build()), ((1, *sides), (channels - 1, *sides))).sites
+    inputs = (torch.zeros(1, 1, *sides), torch.zeros(1, channels - 1, *sides))
+    parts = find_convs(InTwoParts(build()), example_inputs=inputs).sites
     assert any(site.shifted_axes for site in whole)
     assert [site.shifted_axes for site in parts] == [site.shifted_axes for site in whole]

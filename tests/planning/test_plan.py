@@ -11,6 +11,7 @@ from operator import getitem
 import pytest
 
 from dcls_convert.errors import CheckpointError, PlanError
+from dcls_convert.networks.input_tensors import InputTensor, image_inputs
 from dcls_convert.planning.plan import ConversionPlan
 
 from ..checkpoints.folders import value_paths
@@ -26,6 +27,9 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 def test_a_plan_survives_json(name):
     plan = plan_of(Net(), None if name == "untied" else IMAGE, **PLANS[name])
+    if name == "untied":
+        ids = InputTensor(name="ids", shape=(1, 9), dtype="int64", range=(0, 4))
+        plan = replace(plan, example_inputs=(ids, *image_inputs((4,))))
     again = ConversionPlan.from_json(plan.to_json(), "plan.json")
     assert again == plan
     assert again.to_json() == plan.to_json()
@@ -51,7 +55,7 @@ def test_arguments_that_json_cannot_hold_are_refused(value):
 # Damage.
 
 PLAN = plan_of(Net(), interpolation="gaussian", model="timm:x").to_dict()
-HAVE_DEFAULTS = {("format",), ("model_args",)}
+HAVE_DEFAULTS = {("format",), ("model_args",), ("example_inputs",)}
 DEFAULTS_OF_LAYERS = {"input_extent", "count_is_stated"}
 # A fraction may be written as a number, and a value that may be unknown may be null.
 OPTIONAL = {"share", "exact_count", "output_positions", "macs", "kernel_count"}

@@ -1,0 +1,125 @@
+"""What a network's forward takes, as plain values: the shape and dtype of each tensor."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ..errors import PlanError
+from ..geometry import size_text
+from ..records import STRICT
+from ..text import shortened
+
+# As torch names them.
+DtypeName = Literal[
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+    "bool",
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+]
+FLOAT32: DtypeName = "float32"
+AXES_OF_IMAGE = range(2, 5)  # channels, and one to three spatial axes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputTensor:
+    """One tensor that forward takes. Random values of this kind can be made again."""
+
+    __pydantic_config__ = STRICT
+
+    name: str | None = None  # of its keyword argument; None if it is passed by position
+    shape: tuple[Annotated[int, Field(ge=0)], ...]  # with the batch axis, if it has one
+    dtype: DtypeName = FLOAT32
+    range: tuple[int, int] | None = None  # smallest and largest value; None unless integers
+
+
+Inputs = tuple[InputTensor, ...]  # all tensors that forward takes
+
+
+def image_inputs(input_size: Sequence[int], batch: int = 1) -> Inputs:
+    """Return the inputs of a network that takes images (channels, *spatial)."""
+    return (InputTensor(shape=(batch, *input_size)),)
+
+
+def as_image_size(inputs: Inputs) -> tuple[int, ...] | None:
+    """Return (channels, *spatial) if the only input is a batch of images; else None."""
+    first, *others = inputs
+    is_image = first.name is None and first.dtype == FLOAT32 and len(first.shape) > 2
+    if others or not is_image:
+        return None
+    return first.shape[1:]
+
+
+def checked_input_size(given: object) -> tuple[int, ...]:
+    """Return a user's size of an image as a tuple.
+
+    Raises:
+        PlanError: It is not a sequence of channels and spatial sizes, positive integers all.
+    """
+    if isinstance(given, Sequence) and len(given) in AXES_OF_IMAGE:
+        if all(isinstance(side, int) and side >= 1 for side in given):
+            return tuple(given)
+    raise PlanError(
+        f"input size {shortened(repr(given), 120)} must be channels and spatial sizes, such as "
+        "(3, 224, 224); for any other input, give example_inputs in Python"
+    )
+
+
+def inputs_text(inputs: Inputs) -> str:
+    """Format inputs for messages: "3x224x224" for images, else "x 1x3x16x16, ids 1x9 int64"."""
+    image_size = as_image_size(inputs)
+    if image_size is not None:
+        return size_text(image_size)
+    texts = []
+    for tensor in inputs:
+        parts = [tensor.name or "", size_text(tensor.shape) or "()"]
+        if tensor.dtype != FLOAT32:
+            parts.append(tensor.dtype)
+        texts.append(" ".join(filter(None, parts)))
+    return ", ".join(texts)
+
+
+def with_batch(inputs: Inputs, batch: int) -> Inputs:
+    """Return inputs for a batch of another size; the same if their first axes differ in length."""
+    first_axes = {tensor.shape[:1] for tensor in inputs}
+    if len(first_axes) > 1 or () in first_axes:
+        return inputs
+    changed = []
+    for tensor in inputs:
+        shape = (batch, *tensor.shape[1:])
+        changed.append(
+            InputTensor(name=tensor.name, shape=shape, dtype=tensor.dtype, range=tensor.range)
+        )
+    return tuple(changed)
+
+
+def channels_of(inputs: Inputs) -> list[int]:
+    """Return the channels of each input that has channels and spatial axes."""
+    return [tensor.shape[1] for tensor in inputs if len(tensor.shape) > 2]
+
+
+def sides_of_image(inputs: Inputs, dims: int) -> tuple[int, ...] | None:
+    """Return the sides of the first input that has this many, or None if none has."""
+    for tensor in inputs:
+        if len(tensor.shape) == dims + 2:
+            return tensor.shape[2:]
+    return None
+
+
+def pixel_count(inputs: Inputs) -> int:
+    """Return the pixels or voxels of the largest input, or its elements if it is no image."""
+    counts = []
+    for tensor in inputs:
+        sides = tensor.shape[2:] or tensor.shape
+        counts.append(math.prod(sides))
+    return max(counts)
