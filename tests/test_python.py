@@ -115,8 +115,8 @@ def test_images_that_are_given_to_compare_on_are_compared():
     options = {"dilated_size": 5, "input_size": SIZE, "calibration": images(3)}
     report = convert_(unet(), held_out=images(4, seed=1), **options)
     assert (report.outcome.images, report.outcome.fitted_images) == (4, 3)
-    with pytest.raises(PlanError, match="held_out is for a calibration"):
-        convert_(unet(), held_out=images(4))
+    with pytest.warns(UserWarning, match="held_out has no effect without images"):
+        convert_(unet(), dilated_size=5, held_out=images(4), init="random")
 
 
 @pytest.mark.usefixtures("quick_fit")

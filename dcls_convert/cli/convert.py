@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..conversion.request import ConversionRequest
-from ..errors import DclsConvertError, refuse
+from ..errors import DclsConvertError
 from ..geometry import size_text
 from ..options import AUTO, DEFAULT_BUDGET
 from ..output import FIGURE_LIBRARY, PAGE_LIBRARY, check_installed, check_output
@@ -185,27 +185,14 @@ def convert(
         verbose=verbose,
         quiet=quiet,
     )
-    _refuse_conflicts(result)
+    _check_output_options(result)
     _run(request, result)
 
 
-def _refuse_conflicts(result: OutputOptions) -> None:
-    """Refuse options that have no effect together; the request has refused those of its own."""
-    without_effect = {"--force": result.force, "--output": result.output, "--html": result.html}
-    for name, value in without_effect.items():
-        if result.dry_run and value:
-            raise DclsConvertError(f"{name} has no effect with --dry-run")
-    refuse(
-        (result.quiet and result.verbose, "--quiet and --verbose exclude each other"),
-        (
-            result.json and result.verbose,
-            "--json and --verbose exclude each other; the JSON has every layer",
-        ),
-        (
-            result.quiet and result.dry_run and not result.json,
-            "--quiet with --dry-run would print nothing",
-        ),
-    )
+def _check_output_options(result: OutputOptions) -> None:
+    """Refuse options that contradict each other, and a picture that cannot be drawn."""
+    if result.quiet and result.verbose:
+        raise DclsConvertError("--quiet and --verbose exclude each other")
     if result.html:
         check_installed("--html", FIGURE_LIBRARY, PAGE_LIBRARY)
 
@@ -249,7 +236,8 @@ def _run(request: ConversionRequest, result: OutputOptions) -> None:
     if result.json:
         console.write(report.to_json())
     elif result.quiet:
-        console.show_path(output)
+        if report.output is not None:
+            console.show_path(report.output)
     else:
         report = replace(report, outcome=None)  # shown by `next_steps`, with the checkpoint
         shown = report_view(

@@ -126,7 +126,7 @@ def _described(name: str | None, arguments: Mapping[str, Any]) -> str:
 
 
 def check_start(request: ConversionRequest, weights: RequestWeights | None, note: Note) -> None:
-    """Refuse options about the start that the weights leave without effect.
+    """Refuse options about the start that contradict the weights.
 
     Raises:
         CheckpointError: Elements of the authors' layers need no start, or are asked for where there
@@ -145,12 +145,11 @@ def check_start(request: ConversionRequest, weights: RequestWeights | None, note
                 f"{weights.where}: has no layers of the authors' package; omit their version"
             )
         return
-    without_effect = {
+    contradicting = {
         f"init {request.init!r}": request.init != AUTO,
-        f"positions {request.positions!r}": request.positions != "normal",
         "calibration": request.calibration is not None,
     }
-    for option, is_stated in without_effect.items():
+    for option, is_stated in contradicting.items():
         if is_stated:
             raise CheckpointError(
                 f"{weights.where}: has elements of its own, with positions; omit {option}"

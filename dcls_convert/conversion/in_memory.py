@@ -27,7 +27,7 @@ from ..planning.rules import RuleSet
 from ..progress import logger, show_progress_in_python
 from ..reports.report import ConversionReport
 from .convert import Conversion, carry_out, describe_changed_outputs
-from .request import ConversionRequest
+from .request import ConversionRequest, options_without_effect
 
 UNTRAINED = (
     "the model's kernels look untrained (they have torch's default initialisation), and "
@@ -138,7 +138,7 @@ def convert_(
         seed=seed,
     )
     # A set, because a plan whose counts are measured is approved twice.
-    messages: set[str] = set()
+    messages = set(options_without_effect(request))
 
     def approve(planned: Conversion) -> None:
         names = [layer.name for layer in planned.plan.layers]

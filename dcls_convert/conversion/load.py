@@ -26,7 +26,7 @@ from ..weights.files import read_weights
 from ..weights.loading import build_and_load, check_weights, differing_num_classes
 from ..weights.state_names import rename_to_model
 from .authors import AuthorsWeights, split_authors_weights
-from .request import ConversionRequest
+from .request import ConversionRequest, options_without_effect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +87,8 @@ def load(
     Raises:
         DclsConvertError: The model or the weights cannot be loaded, or do not fit each other.
     """
+    for sentence in options_without_effect(request):
+        note(sentence)
     source = _stated_source(request)
     structure = _structure(request, source)
     weights = None

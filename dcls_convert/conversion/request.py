@@ -38,7 +38,7 @@ class ConversionRequest:
     """Which network is converted, from which weights, and how.
 
     Raises:
-        PlanError: Options exclude each other, or one of them would have no effect.
+        PlanError: Options contradict each other.
     """
 
     # A module in memory with its weights, or a MODEL of the command line ("timm:convnext_tiny").
@@ -103,13 +103,35 @@ class ConversionRequest:
         return f"checkpoint {self.weights}"
 
 
+def options_without_effect(request: ConversionRequest) -> list[str]:
+    """Return a sentence for each stated option that has no effect beside the others."""
+    sentences = []
+    if request.weights is None:
+        if request.checkpoint_key is not None:
+            sentences.append("the checkpoint key has no effect without a checkpoint")
+        if request.authors_version is not None:
+            sentences.append("the authors' version has no effect without a checkpoint of theirs")
+    if request.positions != "normal" and request.start != "random":
+        sentences.append(
+            f"positions {request.positions!r} have no effect: they are for init 'random', and "
+            f"init {request.start!r} chooses its own"
+        )
+    if request.calibration is None:
+        for_calibration = {
+            "held_out": request.held_out,
+            "the number of images": request.most_images,
+            "mean": request.mean,
+            "std": request.std,
+        }
+        for name, value in for_calibration.items():
+            if value is not None:
+                sentences.append(f"{name} has no effect without images to calibrate with")
+    return sentences
+
+
 def _refuse_conflicts(request: ConversionRequest) -> None:
     if request.pretrained and request.weights is not None:
         raise PlanError("pretrained weights and a checkpoint exclude each other")
-    if request.checkpoint_key is not None and request.weights is None:
-        raise PlanError("a checkpoint key chooses weights in a checkpoint; give one")
-    if request.authors_version is not None and request.weights is None:
-        raise PlanError("the authors' version describes a checkpoint of theirs; give one")
     if request.plan_folder is not None and (
         request.options != PlanOptions() or request.input_size is not None
     ):
@@ -127,11 +149,6 @@ def _refuse_conflicts(request: ConversionRequest) -> None:
 def _refuse_conflicts_of_init(request: ConversionRequest) -> None:
     if request.init in ("fit", "largest") and not request.trained:
         raise PlanError(f"init {request.init!r} {NEEDS_WEIGHTS}")
-    if request.positions != "normal" and request.start != "random":
-        raise PlanError(
-            f"positions {request.positions!r} are for init 'random'; "
-            f"init {request.init!r} keeps those of old kernels"
-        )
     if request.init == EXACT and request.options.kernel_count != EXACT:
         stated = options_that_decide_counts(request.options)
         if stated:
@@ -156,15 +173,6 @@ def _refuse_conflicts_of_scope(request: ConversionRequest) -> None:
 
 def _refuse_conflicts_of_images(request: ConversionRequest) -> None:
     if request.calibration is None:
-        for_calibration = {
-            "held_out": request.held_out,
-            "the number of images": request.most_images,
-            "mean": request.mean,
-            "std": request.std,
-        }
-        for name, value in for_calibration.items():
-            if value is not None:
-                raise PlanError(f"{name} is for a calibration; give images to calibrate with")
         return
     if request.dry_run:
         raise PlanError("a dry run reads no images to calibrate with")

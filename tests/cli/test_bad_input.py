@@ -275,18 +275,13 @@ def test_what_is_no_value_of_an_option_is_refused_with_what_is(option, values, a
         "--checkpoint /": "checkpoint /: this folder has no file of weights",
         # options in conflict
         "--plan . --budget 90": "a plan is applied unchanged; omit the planning options",
-        "--dry-run --force": "--force has no effect with --dry-run",
-        "--dry-run --output x": "--output has no effect with --dry-run",
         "-q -v": "--quiet and --verbose exclude each other",
-        "--json -v": "--json and --verbose exclude each other",
-        "-q --dry-run": "--quiet with --dry-run would print nothing",
         "--init exact --interpolation gaussian": (
             "gaussian interpolation spreads an element over several cells"
         ),
         "--scope error --pretrained --dry-run": (
             "scope 'error' measures what kernels lose, but a dry run reads no kernels"
         ),
-        "--images 100": "the number of images is for a calibration; give images to calibrate with",
     }
 )
 def test_a_wrong_option_is_refused_and_nothing_written(user_input, says):

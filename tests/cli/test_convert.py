@@ -1,6 +1,7 @@
 """`dcls-convert MODEL` on trained weights: what it prints and stores about its outcome."""
 
 import json
+from pathlib import Path
 
 import pytest
 import timm
@@ -80,3 +81,16 @@ def test_with_images_it_ends_with_the_outputs_for_those_held_out(trained, tmp_pa
         log_ratio = before.log_softmax(1) - outputs.log_softmax(1)
         kl = (before.softmax(1) * log_ratio).sum(1).mean()
         assert agreement["kl"] == pytest.approx(float(kl), rel=1e-3, abs=1e-7)
+
+
+def test_options_without_effect_are_ignored_with_a_note():
+    options = ["--dilated-size", 7, "--dry-run"]
+    expected, _ = run(MODEL, *options, "--json")
+    ignored = ["--images", 100, "--checkpoint-key", "ema", "--authors-version", "v1"]
+    silent = ["--force", "--output", "elsewhere", "-v"]
+    out, err = run(MODEL, *options, *ignored, *silent, "--json")
+    assert out == expected
+    for option in ("the number of images", "the checkpoint key", "the authors' version"):
+        assert f"note: {option} has no effect without" in err
+    assert not Path("elsewhere").exists()
+    assert run(MODEL, *options, "--quiet")[0] == ""

@@ -239,20 +239,14 @@ NOISE = (torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0)),)
         ),
         ({"calibration": NOISE, "dry_run": True}, "a dry run reads no images to calibrate with"),
         (
-            {"positions": "uniform"},
-            "positions 'uniform' are for init 'random'; init 'auto' keeps those of old kernels",
-        ),
-        (
             {"options": PlanOptions(kernel_count=7, budget=50)},
             "kernel count states the count, so budget and scope would have no effect",
         ),
-        ({"mean": (0.5,)}, "mean is for a calibration; give images to calibrate with"),
         ({"calibration": NOISE, "std": (0.5,)}, "calibration: give mean and std, or neither"),
         (
             {"model": TINY, "pretrained": True, "weights": {}},
             "pretrained weights and a checkpoint exclude each other",
         ),
-        ({"authors_version": "v1"}, "the authors' version describes a checkpoint of theirs"),
         (
             {"plan_folder": Path("other"), "options": PlanOptions(budget=80)},
             "a plan is applied unchanged; omit the planning options",

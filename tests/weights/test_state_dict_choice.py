@@ -100,8 +100,6 @@ def test_the_option_says_which_weights_are_converted_or_swept(tmp_path):
     assert "takes the weights" not in err
     _, err = run("sweep", *chosen, "no", "--sizes", "5", code=2)
     assert "nothing under the checkpoint key 'no'; it has model" in err
-    _, err = run("test_resnet", "--checkpoint-key", "model", code=2)
-    assert "a checkpoint key chooses weights in a checkpoint; give one" in err
 
 
 def test_several_networks_without_a_usual_key_are_named(tmp_path):
