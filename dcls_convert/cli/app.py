@@ -41,33 +41,14 @@ ALIASES = {
     "weights": "checkpoint",
     "count": "kernel-count",
 }
-COMPLETION_VARIABLE = "_DCLS_CONVERT_COMPLETE"
 TRACEBACK_VARIABLE = "DCLS_CONVERT_TRACEBACK"
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 if hasattr(signal, "SIGHUP"):  # not on Windows
     SIGNALS.append(signal.SIGHUP)
 
 
-def _should_add_completion_options() -> bool:
-    """True if typer should add --install-completion and --show-completion.
-
-    They make typer import pydantic for every command.
-    """
-    if COMPLETION_VARIABLE in os.environ:
-        # A shell asks for completions and should not wait for pydantic. This call registers the
-        # supported shells, which adding the options would do otherwise.
-        from typer.completion import get_completion_inspect_parameters
-
-        get_completion_inspect_parameters()
-        return False
-    if len(sys.argv) < 2:
-        return True
-    return sys.argv[1].startswith(("--install", "--show", "--help", "-h"))
-
-
 app = typer.Typer(
     name="dcls-convert",
-    add_completion=_should_add_completion_options(),
     cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="rich",
@@ -161,7 +142,7 @@ def _run(arguments: list[str]) -> tuple[int, str | None]:
     try:
         console.log_if_asked()
         result = typer.main.get_command(app).main(
-            arguments, prog_name="dcls-convert", standalone_mode=False
+            arguments, prog_name="dcls-convert", standalone_mode=False, obj=arguments
         )
     except typer.TyperException as error:
         return EXIT_MISTAKE, _parser_message(error)

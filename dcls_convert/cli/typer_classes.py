@@ -1,4 +1,4 @@
-"""What typer's commands and groups lack: a quick --help, and a command that need not be named."""
+"""What typer's commands and groups lack: a command that need not be named, and a plain --help."""
 
 import difflib
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ LIST_OPTION = "--model-kwargs"  # takes one value or several
 
 
 class _PlainHelp:
-    """Mixin for commands: a quick --help, which shows no types of flags."""
+    """Mixin for commands: a --help that shows no types of flags."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters, including --help."""
@@ -24,15 +24,6 @@ class _PlainHelp:
             if isinstance(parameter, TyperOption) and (parameter.is_flag or parameter.count):
                 parameter.metavar = ""
         return parameters
-
-    def get_help_option(self, ctx: Any) -> Any:
-        """Return the --help option, with the default False.
-
-        typer's default is None. To validate None, typer imports pydantic, which doubles the time.
-        """
-        help_option = super().get_help_option(ctx)  # type: ignore[misc]
-        help_option.default = False
-        return help_option
 
 
 class Command(_PlainHelp, TyperCommand):

@@ -5,7 +5,6 @@ the libraries of models.
 import pytest
 import timm
 import torchvision
-from typer.completion import get_completion_inspect_parameters
 
 from dcls_convert.cli.completion import registered_names
 
@@ -58,7 +57,6 @@ def test_a_shell_completes_the_model_of_the_default_command(monkeypatch, shell):
     }.items(),
 )
 def test_what_is_completed_where(monkeypatch, typed, words):
-    get_completion_inspect_parameters()  # registers the supported shells
     typed_in(monkeypatch, "bash", f"dcls-convert {typed}")
     completions = run()[0].split()
     assert words <= set(completions)
