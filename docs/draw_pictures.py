@@ -25,7 +25,7 @@ PICTURES = {
     "help": "dcls-convert --help",
 }
 # `inspect` ends with how the checkpoint was made, which names versions and weights of this machine.
-RECORD = "Converted by:"
+RECORD = " Conversion:"
 _ROOT = Path(__file__).resolve().parent.parent
 _TERMINAL = {
     "COLUMNS": str(COLUMNS),

@@ -1,9 +1,10 @@
 """The README.md of a checkpoint folder."""
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
+from typing import Any
 
 from .. import __version__
-from ..conversion.provenance import Provenance, command_text, provenance_sentences
+from ..conversion.provenance import provenance_lines
 from ..reports.report import ConversionReport, report_markdown
 from ..text import printable
 from .folder import PAGE, PICTURE
@@ -36,7 +37,7 @@ def model_card(
     *,
     folder: str,
     pictures: Container[str] = (),
-    provenance: Provenance | None = None,
+    provenance: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the README.md of a folder: what the model is, its costs, how to load and cite it.
 
@@ -78,10 +79,9 @@ def model_card(
     )
 
 
-def _conversion_section(provenance: Provenance | None) -> str:
+def _conversion_section(provenance: Mapping[str, Any] | None) -> str:
     """Return the section about how the model was converted; empty if that is not known."""
     if provenance is None:
         return ""
-    language = "text" if provenance.command is None else "console"
-    items = "".join(f"- {sentence}\n" for sentence in provenance_sentences(provenance))
-    return f"\n## Conversion\n\n```{language}\n{command_text(provenance)}\n```\n\n{items}"
+    lines = "\n".join(provenance_lines(provenance))
+    return f"\n## Conversion\n\n```text\n{lines}\n```\n"

@@ -5,7 +5,6 @@ two folders are detected.
 """
 
 import contextlib
-import json
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..conversion.provenance import Provenance
 from ..errors import CheckpointError, PlanError
 from ..input import check_folder
 from ..networks.input_tensors import Inputs, checked_input_size, image_inputs
@@ -55,7 +53,7 @@ class Checkpoint:
     # What the model takes, from the plan; without one, from `pretrained_cfg`.
     inputs: Inputs | None
     preprocessing: Mapping[str, Any]  # entries about images and classes, under timm's names
-    provenance: Provenance | None  # None if the model's parts were converted one by one
+    provenance: dict[str, Any] | None  # None if the model's parts were converted one by one
     tensors_hash: object  # of the weights; None if timm's own savers wrote the config
     config_hash: str
 
@@ -165,9 +163,8 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         inputs = plan.inputs
     own_entries = config.get(METADATA_KEY)
     provenance = entry_of(own_entries, PROVENANCE)
-    if provenance is not None:
-        where = f"{path}: {METADATA_KEY}.{PROVENANCE}"
-        provenance = Provenance.from_json(json.dumps(provenance), where)
+    if not isinstance(provenance, dict):
+        provenance = None
     return Checkpoint(
         folder=folder,
         stored_plan=plan,

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..conversion.provenance import Provenance
 from ..errors import CheckpointError
 from ..geometry import along_learnt_axes, position_limits
 from ..layers import position_statistics as statistics
@@ -117,7 +116,7 @@ class Inspection(Record):
     border_margin: float = statistics.BORDER_MARGIN  # cells
     overlap_distance: float = statistics.OVERLAP_DISTANCE  # cells
     positions: tuple[PositionRow, ...]
-    provenance: Provenance | None = None
+    provenance: dict[str, Any] | None = None
 
     @property
     def elements(self) -> int:

@@ -10,7 +10,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .. import __version__
-from ..conversion.provenance import Provenance
 from ..errors import CheckpointError
 from ..networks.registries import TIMM_ARCHITECTURE
 from ..networks.wrappers import plain_name
@@ -77,7 +76,7 @@ def write_checkpoint(
     *,
     report: ConversionReport,
     fingerprint: Fingerprint | None,
-    provenance: Provenance | None,
+    provenance: Mapping[str, Any] | None,
     force: bool,
     pictures: Mapping[str, bytes],
 ) -> None:
@@ -154,7 +153,7 @@ def write_checkpoint_files(
     state: Mapping[str, Tensor],
     *,
     fingerprint: Fingerprint | None,
-    provenance: Provenance | None,
+    provenance: Mapping[str, Any] | None,
 ) -> None:
     """Write config, other texts and weights into an empty folder.
 
@@ -169,7 +168,7 @@ def write_checkpoint_files(
     tensors = _tensors_to_save(state)
     own_entries: dict[str, Any] = {"tensors": tensors_hash(tensors.items())}
     if provenance is not None:
-        own_entries[PROVENANCE] = provenance.to_dict()
+        own_entries[PROVENANCE] = provenance
     config = {**config, METADATA_KEY: own_entries}
     config_text = write_json(config)
     for name, text in {CONFIG: config_text, **texts}.items():

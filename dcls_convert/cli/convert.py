@@ -1,7 +1,6 @@
 """`dcls-convert MODEL`: plan, convert, report, and write a checkpoint."""
 
 import shlex
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -109,6 +108,7 @@ class OutputOptions:
 
 
 def convert(
+    context: typer.Context,
     model: Model,
     pretrained: Pretrained = False,
     checkpoint: Weights = None,
@@ -172,7 +172,7 @@ def convert(
         authors_version=authors_version,
         seed=seed,
         plan_folder=plan,
-        command=printable(shlex.join(["dcls-convert", *sys.argv[1:]])),
+        command=printable(shlex.join(["dcls-convert", *context.obj])),
         dry_run=dry_run,
         device=device,
     )

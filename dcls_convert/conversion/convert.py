@@ -22,10 +22,9 @@ from ..reports.report import ConversionReport
 from .apply_plan import LayerErrors, apply_plan_
 from .authors import AuthorsWeights, convert_with_authors_weights_
 from .decide import check_start, check_stored_plan, decide_options, make_checked_plan
-from .describe import describe_conversion
 from .load import LoadedNetwork, RequestWeights, build_network, load, note_new_classifier
 from .outputs import compare_with_outputs_before, outputs_before_conversion
-from .provenance import attach_provenance_
+from .provenance import attach_provenance_, describe_conversion
 from .request import ConversionRequest
 
 MAX_ERROR_OF_EXACT = 0.01  # of outputs; more than rounding in half precision
@@ -197,7 +196,6 @@ def _convert_network_(
     plan = conversion.plan
     model = ready.network
     notify("converting")
-    provenance = describe_conversion(request, model, authors, ready.images)
     keeps_outputs = authors is None and request.trained and request.start != "random"
     outcome = None
     random_output_error = None
@@ -208,7 +206,7 @@ def _convert_network_(
             outcome, random_output_error = compare_with_outputs_before(
                 before, model, plan, ready.images, errors.kernel
             )
-        attach_provenance_(model, provenance)
+        attach_provenance_(model, describe_conversion(request))
         if request.mean is not None and request.std is not None and plan.input_size is not None:
             channels = plan.input_size[0]
             stated = normalisation_of(model, channels, request.mean, request.std)

@@ -55,7 +55,6 @@ class Calibration:
     # Number of held-out files, if crops of them are held out too; 0 for tensors, and if no file is
     # large enough for crops.
     images_cropped: int = 0
-    files: tuple[str, ...] = ()  # paths of the images, relative to their folder; empty for tensors
 
     def __len__(self) -> int:
         """The number of images in `batches`, without those held out."""
@@ -205,7 +204,6 @@ def _read_folder(
         batches=PixelBatches(fitted, normalisation),
         held_out=PixelBatches(held_out, normalisation),
         images_cropped=images_held_out if len(held_out) > images_held_out else 0,
-        files=tuple(path.relative_to(folder).as_posix() for path in pixels_of_path),
     )
 
 

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..checkpoints.inspection import Inspection, PositionRow
-from ..conversion.provenance import command_text, provenance_sentences
+from ..conversion.provenance import provenance_lines
 from ..geometry import size_text
 from ..tables import Column, Table, indented, title
 from ..text import count_text
@@ -57,9 +57,8 @@ def inspection_view(inspection: Inspection) -> RenderableType:
     table = Table(POSITION_COLUMNS, rows, totals=_totals(inspection), min_name_width=NAME_WIDTH)
     parts: list[RenderableType] = [heading, Text(), table, Text(), *map(indented, lines)]
     if inspection.provenance is not None:
-        parts += [Text(), Text(" Converted by:", style="bold")]
-        parts.append(indented(command_text(inspection.provenance), by=3))
-        parts += map(indented, provenance_sentences(inspection.provenance))
+        parts += [Text(), Text(" Conversion:", style="bold")]
+        parts += map(indented, provenance_lines(inspection.provenance))
     return Group(*parts)
 
 

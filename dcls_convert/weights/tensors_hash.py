@@ -8,16 +8,6 @@ import torch
 from torch import Tensor
 
 
-def can_be_hashed(value: object) -> bool:
-    """Return True if `tensors_hash` can hash this entry of a state dict.
-
-    It cannot hash meta, fake, sharded, sparse and quantized tensors, nor extra state.
-    """
-    if type(value) is not Tensor or value.is_meta or value.is_quantized:
-        return False
-    return value.layout == torch.strided
-
-
 def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Return the SHA-256 over names, dtypes, shapes and bytes of tensors, in any order.
 

@@ -21,7 +21,7 @@ from dcls_convert import (
     fold_to_dense_,
     plan_conversion,
 )
-from dcls_convert.conversion.provenance import PROVENANCE_ATTRIBUTE, START_ATTRIBUTE
+from dcls_convert.conversion.provenance import PROVENANCE_ATTRIBUTE
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.networks.model_outputs import max_relative_error
 from dcls_convert.reports.predict import predict_report
@@ -280,5 +280,5 @@ def test_folding_leaves_no_attributes_of_ours_on_modules(tiny):
 
     attributes_of_folded = attributes(folded)
     # What stays is the record of the conversion.
-    attributes_of_folded[""] -= {PROVENANCE_ATTRIBUTE, START_ATTRIBUTE}
+    attributes_of_folded[""] -= {PROVENANCE_ATTRIBUTE}
     assert attributes_of_folded == attributes(tiny)
