@@ -1,23 +1,22 @@
-"""Load elements trained with the authors' package (DCLS, `dcls` on PyPI) into our layers.
+"""Load elements trained with the authors' package (DCLS 0.1.1, `dcls` on PyPI) into our layers.
 
-Only this file reads the entries P and SIG. The records in layers/interpolation.py state which
-version of the package corresponds to which interpolation. Layers are named as in the model to
+Only this file knows the entries and versions of that package. Layers are named as in the model to
 convert.
 
 Axes: O output channels, I input channels per group, E kernel elements, A spatial axes.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from ..geometry import size_text
+from ..geometry import position_limits, size_text
 from ..layers.conv_classes import PLAIN, find_traits
-from ..layers.interpolation import INTERPOLATIONS, Interpolation, find_interpolation
+from ..layers.interpolation import find_interpolation
 from ..options import AuthorsVersion
 from ..placing.groups import make_layers
 from ..placing.place import insert_layers_
@@ -25,18 +24,16 @@ from ..planning.known_counts import LayerCounts
 from ..planning.layer_plan import LayerPlan
 from ..planning.paths import joined_name
 from ..planning.plan import ConversionPlan
-from ..planning.tie_groups import TieGroup
 from ..weights.loading import describe_non_finite, load_weights_
 
 # Entries of a layer of the authors' package, apart from its bias.
 _WEIGHT = "weight"  # (O, I, E)
 _POSITIONS = "P"  # (A, O, I, E), with the axes in an order that depends on the version
 _SIGMA = "SIG"  # (A, O, I, E), in cells, of either sign; `min_sigma` is added to its absolute value
-# To which axes P[0], P[1], ... belong in version v0, by the number of axes. Other versions reverse
-# the axes.
-_AXES = {1: (0,), 2: (0, 1), 3: (0, 2, 1)}
-# All versions but v0 divide an element's spread by its sum plus this: DCLS 0.1.1, ConstructKernel1d
-# to 3d.
+# To which axes P[0], P[1], ... belong, by the number of axes.
+_AXES_OF_V0 = {1: (0,), 2: (0, 1), 3: (0, 2, 1)}
+_AXES_OF_OTHERS = {1: (0,), 2: (1, 0), 3: (2, 1, 0)}
+# All versions but v0 divide an element's spread by its sum plus this: ConstructKernel1d to 3d.
 _NORMALISER = 1e-7
 # Version of the authors' published checkpoints. A file without SIG does not state its version.
 RELEASED_VERSION: AuthorsVersion = "v0"
@@ -67,46 +64,22 @@ class AuthorsWeights:
 def split_authors_weights(state: Mapping[str, Tensor], where: str) -> AuthorsWeights | None:
     """Split a state dict into layers of the authors' package and the rest.
 
-    Returns:
-        None if the state dict has no such layer, that is, no P with a weight.
-
-    Raises:
-        CheckpointError: Entries of a layer are missing, do not fit each other or are not finite.
+    Return None if no layer has a weight (O, I, E) and a P (A, O, I, E).
     """
-    names = []
-    for entry in state:
-        if entry.endswith(f".{_POSITIONS}"):
-            names.append(entry.removesuffix(f".{_POSITIONS}"))
-    if not any(f"{name}.{_WEIGHT}" in state for name in names):
-        return None
     rest = dict(state)
     layers: dict[str, dict[str, Tensor]] = {}
-    for name in names:
-        if f"{name}.{_WEIGHT}" not in state:
-            raise CheckpointError(f"{where}: has {name}.{_POSITIONS}, but no {name}.{_WEIGHT}")
-        layer = {}
-        for entry in (_WEIGHT, _POSITIONS, _SIGMA):
-            if f"{name}.{entry}" in state:
-                layer[entry] = rest.pop(f"{name}.{entry}")
-        _check_entries(name, layer, where)
-        layers[name] = layer
+    for entry, positions in state.items():
+        name, _, kind = entry.rpartition(".")
+        weight = state.get(f"{name}.{_WEIGHT}")
+        if kind != _POSITIONS or weight is None or weight.dim() != 3:
+            continue
+        if positions.shape[1:] == weight.shape:
+            layers[name] = {_WEIGHT: rest.pop(f"{name}.{_WEIGHT}"), _POSITIONS: rest.pop(entry)}
+            if f"{name}.{_SIGMA}" in rest:
+                layers[name][_SIGMA] = rest.pop(f"{name}.{_SIGMA}")
+    if not layers:
+        return None
     return AuthorsWeights(where=where, layers=layers, rest=rest)
-
-
-def _check_entries(name: str, layer: Mapping[str, Tensor], where: str) -> None:
-    """Refuse entries that do not fit the weight's shape, or are not finite numbers."""
-    shape = layer[_WEIGHT].shape
-    weight_has_elements = len(shape) == 3 and min(shape) > 0
-    for entry, tensor in layer.items():
-        fits = weight_has_elements and tensor.shape[1:] == shape and tensor.shape[0] in _AXES
-        if entry != _WEIGHT and not fits:
-            raise CheckpointError(
-                f"{where}: {name}.{entry} has shape {tuple(tensor.shape)}, which does not fit its "
-                f"weight {tuple(shape)}; with a weight (out, in/groups, count) it must be "
-                "(1 to 3 axes, out, in/groups, count)"
-            )
-        if not tensor.is_floating_point() or describe_non_finite(name, tensor, mask=False):
-            raise CheckpointError(f"{where}: {name}.{entry} must be finite floating-point numbers")
 
 
 def convert_with_authors_weights_(
@@ -154,51 +127,71 @@ def translate_authors_elements(
     Raises:
         CheckpointError: The elements do not fit the plan's layers, or are of another version.
     """
+    where = weights.where
     if version is not None and weights.has_sigma:
-        versions = _versions_by_interpolation(has_sigma=True)
         raise CheckpointError(
-            f"{weights.where}: has {_SIGMA} entries, "
-            f"so it is of version {' or '.join(versions.values())} "
-            f"(interpolation {' or '.join(versions)}); "
-            f"version {version} is for files without {_SIGMA}"
+            f"{where}: has {_SIGMA} entries, so it is of version max or gauss "
+            f"(interpolation triangle or gaussian); version {version} is for files without {_SIGMA}"
         )
-    version = version or RELEASED_VERSION
     translated: dict[str, dict[str, Tensor]] = {}
-    positions: dict[str, Tensor] = {}
     for layer in plan.layers:
-        translated[layer.name] = _translate(layer, weights, version)
-        positions[layer.name] = translated[layer.name]["positions"]
-    _check_windows(plan, positions, weights.where)
+        theirs = _find_elements(layer, weights)
+        translated[layer.name] = _translate(layer, theirs, version or RELEASED_VERSION)
+    _check_windows(plan, translated, where)
     state: dict[str, Tensor] = {}
     for layer in plan.layers:
         for parameter, tensor in translated[layer.name].items():
-            # Positions and sigma of a tie group are registered on its owner.
-            if parameter == "weight" or layer.tie_group is None:
-                state[f"{layer.name}.{parameter}"] = tensor
-    for group in plan.tie_groups:
-        for parameter, owner_name in group.parameters.items():
-            shared = _shared_parameter(parameter, group, translated, weights.where)
-            state[joined_name(group.owner, owner_name)] = shared
+            name = f"{layer.name}.{parameter}"
+            if layer.tie_group is not None and parameter != "weight":
+                group = plan.group(layer.tie_group)
+                name = joined_name(group.owner, group.parameters[parameter])
+                if name in state and not torch.equal(state[name], tensor):
+                    raise CheckpointError(
+                        f"{where}: {parameter} of {group.layers[0]} and {layer.name} differ, "
+                        f"so the layers of {group.name} cannot share them; use tie 'none'"
+                    )
+            state[name] = tensor
     return state
 
 
-def _shared_parameter(
-    parameter: str, group: TieGroup, translated: Mapping[str, Mapping[str, Tensor]], where: str
-) -> Tensor:
-    """Return the positions or sigmas of a tie group's layers; CheckpointError if they differ."""
-    first, *others = group.layers
-    shared = translated[first][parameter]
-    for other in others:
-        if not torch.equal(translated[other][parameter], shared):
+def _find_elements(layer: LayerPlan, weights: AuthorsWeights) -> dict[str, Tensor]:
+    """Return the layer's entries.
+
+    Raises:
+        CheckpointError: They are of another interpolation or shape, or not finite.
+    """
+    # The plan has counts of these layers, so one of the layer's names is there.
+    name = next(name for name in layer.names if name in weights.layers)
+    theirs = weights.layers[name]
+    has_sigma = _SIGMA in theirs
+    if has_sigma != find_interpolation(layer.interpolation).has_sigma:
+        subject = f"{weights.where}: {layer.name}"
+        if has_sigma:
             raise CheckpointError(
-                f"{where}: {parameter} of {first} and {other} differ, so the layers of "
-                f"{group.name} cannot share them; use tie 'none'"
+                f"{subject} has a {_SIGMA}, so its interpolation is triangle (their version max) "
+                "or gaussian (gauss), which the file does not say; state the interpolation"
             )
-    return shared
+        raise CheckpointError(
+            f"{subject} has no {_SIGMA}, so its interpolation is bilinear, "
+            f"not {layer.interpolation}"
+        )
+    for entry, tensor in theirs.items():
+        shape = layer.position_shape
+        if entry == _WEIGHT:
+            shape = shape[1:]
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"{weights.where}: {name}.{entry} has shape {tuple(tensor.shape)}, "
+                f"the model needs {shape}"
+            )
+        problem = describe_non_finite(f"{name}.{entry}", tensor, mask=False)
+        if problem is not None:
+            raise CheckpointError(f"{weights.where}: {problem}")
+    return theirs
 
 
 def _translate(
-    layer: LayerPlan, weights: AuthorsWeights, version: AuthorsVersion
+    layer: LayerPlan, theirs: Mapping[str, Tensor], version: AuthorsVersion
 ) -> dict[str, Tensor]:
     """Translate a layer of the authors' package into the parameters of ours.
 
@@ -206,154 +199,53 @@ def _translate(
         "weight" (O, I, E); "positions" (A, O, I, E) from the window's centre, in our order of axes;
         and "sigma" (A, O, I, E) if the layer has one.
     """
-    theirs = _find_elements(layer, weights)
     interpolation = find_interpolation(layer.interpolation)
-    weight = theirs[_WEIGHT]
-    positions = theirs[_POSITIONS]
-    sigma = theirs.get(_SIGMA)
     size = layer.dilated_size
-    is_v0 = version == "v0" and sigma is None
-    order, shifts = _axis_order_and_shifts(size, is_v0=is_v0)
-    offset = torch.tensor(shifts, device=positions.device).reshape(-1, 1, 1, 1)  # (A, 1, 1, 1)
+    weight = theirs[_WEIGHT]
+    is_v0 = version == "v0" and _SIGMA not in theirs
+    axes = _AXES_OF_V0 if is_v0 else _AXES_OF_OTHERS
+    order = [axes[len(size)].index(axis) for axis in range(len(size))]  # our axes' places in P
     # Half precision would round positions: at 8 cells from the centre, by a sixteenth of a cell.
     dtype = torch.float32
-    if positions.dtype == torch.float64:
+    if theirs[_POSITIONS].dtype == torch.float64:
         dtype = torch.float64
-    ours = {"weight": weight, "positions": positions.to(dtype)[order] + offset}
-    if sigma is not None:
-        ours["sigma"] = sigma.to(dtype)[order].abs() + (interpolation.min_sigma or 0.0)
+    positions = theirs[_POSITIONS].to(dtype)[order]
+    for axis, place in enumerate(order):
+        # DCLS centres with the wrong axis's size; shift by the difference.
+        positions[axis] += size[place] // 2 - size[axis] // 2
+    ours = {"weight": weight, "positions": positions}
+    sigma = torch.ones_like(positions)
+    if _SIGMA in theirs:
+        sigma = theirs[_SIGMA].to(dtype)[order].abs() + (interpolation.min_sigma or 0.0)
+        ours["sigma"] = sigma
     if not is_v0:
-        spread_sum = _spread_sum(ours, interpolation, size)  # (O, I, E)
         # The cells of our elements sum to exactly their weight; the authors' sum to a little less.
+        spread_sum = torch.ones_like(weight, dtype=torch.float64)  # (O, I, E)
+        for axis, side in enumerate(size):
+            cells = positions[axis].double() + side // 2  # from the window's first cell
+            spread_sum *= interpolation.profile(cells, sigma[axis].double(), side).sum(-1)
         scaled_weight = weight.double() * spread_sum / (spread_sum + _NORMALISER)
         ours["weight"] = scaled_weight.to(weight.dtype)
     return ours
 
 
-def _axis_order_and_shifts(size: Sequence[int], *, is_v0: bool) -> tuple[list[int], list[int]]:
-    """Return, for each of our axes, its index in P, and the shift from their centre to ours."""
-    dims = len(size)
-    their_axes = _AXES[dims] if is_v0 else tuple(reversed(range(dims)))
-    order = []
-    shifts = []
-    for axis in range(dims):
-        index_in_p = their_axes.index(axis)
-        order.append(index_in_p)
-        # DCLS centres with the wrong axis's size; shift by the difference.
-        shifts.append(size[index_in_p] // 2 - size[axis] // 2)
-    return order, shifts
-
-
-def _find_elements(layer: LayerPlan, weights: AuthorsWeights) -> dict[str, Tensor]:
-    """Return the layer's entries.
-
-    Raises:
-        CheckpointError: There are none, or they are of another interpolation or shape.
-    """
-    candidates = [weights.layers[name] for name in layer.names if name in weights.layers]
-    if not candidates:
-        raise CheckpointError(
-            f"{weights.where}: has no elements for {layer.name}, which is to be converted"
-        )
-    elements = candidates[0]
-    _check_interpolation(layer, has_sigma=_SIGMA in elements, where=weights.where)
-    shape = tuple(elements[_POSITIONS].shape)
-    if shape != layer.position_shape:
-        raise CheckpointError(
-            f"{weights.where}: {layer.name}.{_POSITIONS} has shape {shape}, "
-            f"the model needs {layer.position_shape}"
-        )
-    return elements
-
-
-def _check_interpolation(layer: LayerPlan, *, has_sigma: bool, where: str) -> None:
-    """Refuse an interpolation that the package does not have for layers with, or without, sigma."""
-    versions = _versions_by_interpolation(has_sigma=has_sigma)
-    if layer.interpolation in versions:
-        return
-    if not has_sigma:
-        raise CheckpointError(
-            f"{where}: {layer.name} has no {_SIGMA}, "
-            f"so its interpolation is {' or '.join(versions)}, not {layer.interpolation}"
-        )
-    choices: list[str] = []
-    for name, version in versions.items():
-        if choices:
-            choices.append(f"{name} ({version})")
-        else:
-            choices.append(f"{name} (their version {version})")
-    raise CheckpointError(
-        f"{where}: {layer.name} has a {_SIGMA}, so its interpolation is {' or '.join(choices)}, "
-        "which the file does not say; state the interpolation"
-    )
-
-
-def _versions_by_interpolation(*, has_sigma: bool) -> dict[str, str]:
-    """Return the package's interpolations with, or without, sigma, and its versions for each."""
-    versions = {}
-    for name, interpolation in INTERPOLATIONS.items():
-        if interpolation.authors_versions and interpolation.has_sigma == has_sigma:
-            versions[name] = " or ".join(interpolation.authors_versions)
-    return versions
-
-
-def _spread_sum(
-    parameters: Mapping[str, Tensor], interpolation: Interpolation, size: Sequence[int]
-) -> Tensor:
-    """Sum an element's spread over the window, before it is normalised: (O, I, E)."""
-    positions = parameters["positions"].double()  # (A, O, I, E)
-    sigma = torch.ones_like(positions)
-    if "sigma" in parameters:
-        sigma = parameters["sigma"].double()
-    total = torch.ones_like(positions[0])
-    for axis, side in enumerate(size):
-        cells = positions[axis] + side // 2  # from the window's first cell
-        total = total * interpolation.profile(cells, sigma[axis], side).sum(-1)
-    return total
-
-
-def _check_windows(plan: ConversionPlan, positions: Mapping[str, Tensor], where: str) -> None:
-    """Refuse positions outside their window.
-
-    The message names the window that would hold the positions of all layers of this size.
-    """
-    needed_windows: dict[str, tuple[int, ...]] = {}
+def _check_windows(
+    plan: ConversionPlan, translated: Mapping[str, Mapping[str, Tensor]], where: str
+) -> None:
+    """Refuse positions outside their window; the message is about those farthest outside."""
+    worst_excess = 0.0
+    message = ""
     for layer in plan.layers:
-        needed_windows[layer.name] = _grown_window(layer.dilated_size, positions[layer.name])
-    for layer in plan.layers:
-        size = layer.dilated_size
-        needed = needed_windows[layer.name]
-        if needed == size:
-            continue
-        needed_at_this_size = [
-            needed_windows[other.name] for other in plan.layers if other.dilated_size == size
-        ]
-        window = tuple(map(max, zip(*needed_at_this_size, strict=True)))
-        if len(set(size)) == 1:  # a square window stays square
-            window = (max(window),) * len(window)
-        option = size_text(window)
-        if len(set(window)) == 1:
-            option = str(window[0])
-        axis = 0  # the first one along which positions are outside
-        while needed[axis] == size[axis]:
-            axis += 1
-        farthest = positions[layer.name][axis].abs().max().item()
-        raise CheckpointError(
-            f"{where}: {layer.name} has elements {farthest:g} cells from the centre (axis {axis}), "
-            f"outside of its window {size_text(size)}; use the window of its training, "
-            f"at least {size_text(window)} (dilated size {option})"
-        )
-
-
-def _grown_window(size: Sequence[int], positions: Tensor) -> tuple[int, ...]:
-    """Grow the window by pairs of cells until it holds all positions (A, O, I, E)."""
-    sides = []
-    for side, coordinates in zip(size, positions, strict=True):
-        cells_before = math.ceil(-coordinates.min().item())
-        cells_after = math.ceil(coordinates.max().item())
-        if side % 2:
-            needed = 2 * max(cells_before, cells_after) + 1
-        else:  # an even window has one cell less after its centre than before it
-            needed = max(2 * cells_before, 2 * (cells_after + 1))
-        sides.append(max(side, needed))
-    return tuple(sides)
+        positions = translated[layer.name]["positions"]
+        for axis, side in enumerate(layer.dilated_size):
+            low, high = position_limits(side)
+            excess = max(low - positions[axis].min().item(), positions[axis].max().item() - high)
+            if excess > worst_excess:
+                worst_excess = excess
+                message = (
+                    f"{where}: {layer.name} has elements {excess:g} cells outside of its window "
+                    f"{size_text(layer.dilated_size)}; use the window of its training, which has "
+                    f"at least {side + 2 * math.ceil(excess)} cells along axis {axis}"
+                )
+    if message:
+        raise CheckpointError(message)

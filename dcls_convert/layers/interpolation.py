@@ -44,9 +44,6 @@ class Interpolation:
     # In cells. None if the interpolation has no sigma; `profile` and `slope` then get a sigma of 1.
     min_sigma: float | None = None
     initial_sigma: float | None = None  # cells
-    # Versions of the authors' package that spread elements in the same way; empty if the package
-    # does not have this interpolation.
-    authors_versions: tuple[str, ...] = ()
     # Optional, only if there is no sigma: a faster way to construct the kernel.
     fast_kernel: Callable[[Tensor, Tensor, Sequence[int]], Tensor] | None = None
     # Optional: a faster `normalised_profile_and_slope`.
@@ -187,7 +184,6 @@ INTERPOLATIONS: dict[str, Interpolation] = {  # sigmas as in DCLS 0.1.1
         fast_profile_and_slope=_unit_triangle_and_slope,
         support=1,
         fast_kernel=bilinear_kernel,
-        authors_versions=("v0", "v1"),
     ),
     "triangle": Interpolation(
         profile=_triangle,
@@ -196,7 +192,6 @@ INTERPOLATIONS: dict[str, Interpolation] = {  # sigmas as in DCLS 0.1.1
         support=1,
         min_sigma=1.0,
         initial_sigma=1.0,
-        authors_versions=("max",),
     ),
     # With a smaller sigma, an element between two cells would lose its gradient. DCLS 0.1.1 adds
     # 0.27 to its parameter, which starts at 0.23.
@@ -206,6 +201,5 @@ INTERPOLATIONS: dict[str, Interpolation] = {  # sigmas as in DCLS 0.1.1
         support=4,  # eight times the initial sigma
         min_sigma=0.27,
         initial_sigma=0.5,
-        authors_versions=("gauss",),
     ),
 }
