@@ -2,7 +2,6 @@
 
 import gc
 import os
-import shutil
 import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before timm is imported: no test reaches a hub
@@ -85,24 +84,3 @@ def hub(tmp_path, monkeypatch):
     """Give the hub's client an empty cache, and return its folder. Nothing asks a hub."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-# --disable-quic and the rest keep the browser itself off the network.
-CHROMIUM_ARGUMENTS = (
-    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-).split()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if CHROMIUM is None:
-        pytest.skip("there is no Chromium on the path")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGUMENTS)
-        yield browser
-        browser.close()
