@@ -4,7 +4,7 @@ An output is written in a folder `.NAME.xxxxxxxx.partial` beside it, and then re
 is first renamed to `NAME.xxxxxxxx.old`, and removed at the end. A killed process may leave these
 behind; the program does not remove them later.
 
-Pictures are checked before the work, too: their suffix, and whether the libraries are installed.
+Pictures are checked before the work, too: their suffix, and whether matplotlib is installed.
 """
 
 import contextlib
@@ -21,9 +21,7 @@ from .errors import CheckpointError, DclsConvertError, OutputExistsError
 from .text import one_line, shortened
 
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
-# The libraries of the extra `plot`.
-FIGURE_LIBRARY = "matplotlib"
-PAGE_LIBRARY = "plotly"
+FIGURE_LIBRARY = "matplotlib"  # of the extra `plot`
 
 # Returns why an existing path must be kept; None if it may be replaced.
 ReasonToKeep = Callable[[Path], str | None]
@@ -142,17 +140,18 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)  # again, since a signal may have cut it short
 
 
-def check_picture(path: Path, what: str) -> None:
+def check_picture(path: Path) -> None:
     """Refuse (DclsConvertError) an unsupported suffix, or any picture without matplotlib."""
     if path.suffix.lower() not in PICTURE_SUFFIXES:
         raise DclsConvertError(
-            f"{what} {shortened(path, 200)} must end in {', '.join(PICTURE_SUFFIXES)}"
+            f"--picture {shortened(path, 200)} must end in {', '.join(PICTURE_SUFFIXES)}"
         )
-    check_installed(what, FIGURE_LIBRARY)
+    check_figure_library()
 
 
-def check_installed(what: str, *libraries: str) -> None:
-    """Refuse (DclsConvertError) what cannot be drawn because a library is missing."""
-    missing = [library for library in libraries if find_spec(library) is None]
-    if missing:
-        raise DclsConvertError(f"{what} needs the extra plot: pip install {' '.join(missing)}")
+def check_figure_library() -> None:
+    """Refuse (DclsConvertError) `--picture` if matplotlib is not installed."""
+    if find_spec(FIGURE_LIBRARY) is None:
+        raise DclsConvertError(
+            f"--picture needs {FIGURE_LIBRARY}: pip install 'dcls-convert[plot]'"
+        )

@@ -105,6 +105,7 @@ def test_every_dependency_is_imported_and_every_import_is_declared():
         ("--version", 0, f"dcls-convert {dcls_convert.__version__}"),
         ("convert --help", 0, "--dilated-size"),
         ("rules list", 0, "depthwise"),
+        ("inspect tests --picture x.gif", 2, "must end in .png, .svg, .pdf"),
         ("fold nowhere", 2, "nowhere: is not a folder"),
         ("verify nowhere", 2, "nowhere: is not a folder"),
         ("sweep resnet18 --sizes 23..7", 2, "give 7..23"),

@@ -1,13 +1,13 @@
 """The README.md of a checkpoint folder."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from .. import __version__
 from ..conversion.provenance import provenance_lines
 from ..reports.report import ConversionReport, report_markdown
 from ..text import printable
-from .folder import PAGE, PICTURE
+from .folder import PICTURE
 from .loading_code import with_folder
 
 FOLDED = (
@@ -36,7 +36,7 @@ def model_card(
     files: str,
     *,
     folder: str,
-    pictures: Container[str] = (),
+    with_picture: bool = False,
     provenance: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the README.md of a folder: what the model is, its costs, how to load and cite it.
@@ -46,7 +46,7 @@ def model_card(
         loading: Lines of Python that load the folder, with `{folder}` for its path.
         files: A sentence about the other files in the folder.
         folder: The folder's name.
-        pictures: Names of the folder's pictures.
+        with_picture: Show the picture that the folder has.
         provenance: How the model was converted, if that is known.
     """
     name = report.model or "a model"
@@ -58,11 +58,9 @@ def model_card(
     if report.folded:
         title = "folded from learnable element positions"
         folding = FOLDED
-    shown_pictures = ""
-    if PICTURE in pictures:
-        shown_pictures += f"![Where the elements are in their windows]({PICTURE})\n\n"
-    if PAGE in pictures:
-        shown_pictures += f"`{PAGE}` shows positions and kernels.\n\n"
+    picture = ""
+    if with_picture:
+        picture = f"![Where the elements are in their windows, and kernels]({PICTURE})\n\n"
     return (
         "---\nlibrary_name: timm\ntags:\n- image-classification\n- timm\n- dcls\n---\n"
         f"# {name} {title} (DCLS)\n\n"
@@ -70,7 +68,7 @@ def model_card(
         "([arXiv:2112.03740](https://arxiv.org/abs/2112.03740)): "
         "each has a few weights, at learned positions in a larger window. "
         f"{folding}Made by dcls-convert {__version__}.\n\n"
-        f"{shown_pictures}{report_markdown(report)}\n## Loading\n\n"
+        f"{picture}{report_markdown(report)}\n## Loading\n\n"
         f"Install {package}. Then, in the folder that has this one, `{printable(folder)}`:\n\n"
         f"```python\n{with_folder(loading, folder)}```\n\n"
         f"{files}\n"

@@ -30,9 +30,7 @@ CONFIG = "config.json"
 REPORT = "report.json"
 CARD = "README.md"
 FILES = (WEIGHTS, CONFIG, REPORT, CARD)
-# Files that a folder has only if pictures were requested.
-PAGE = "inspect.html"
-PICTURE = "positions.png"
+PICTURE = "positions.png"  # only if it was requested
 PLAN_KEY = "model_args.plan"  # in config.json
 # accelerate and transformers refuse files that do not name torch as their format.
 FORMAT_METADATA = {"format": "pt"}
@@ -234,7 +232,7 @@ def reason_not_a_checkpoint(path: Path) -> str | None:
         return "is a file, not a folder"
     entries = sorted(path.iterdir())
     for entry in entries:
-        is_known = entry.name in (*FILES, PAGE, PICTURE)
+        is_known = entry.name in (*FILES, PICTURE)
         if not is_known or entry.is_symlink() or not entry.is_file():
             return f"holds {shortened(entry.name)!r}, which does not belong to a checkpoint"
     if not entries or _was_written_by_dcls_convert(path):

@@ -2,7 +2,6 @@
 
 import os
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 
 from torch import nn
@@ -27,7 +26,7 @@ def save_converted(
     report: ConversionReport | None = None,
     force: bool = False,
     fingerprint: bool = True,
-    pictures: Mapping[str, bytes] | None = None,
+    picture: bytes | None = None,
 ) -> Path:
     """Write a converted model as a checkpoint folder.
 
@@ -48,7 +47,7 @@ def save_converted(
         fingerprint: Run the model once on a random image of the plan's input size, and store a
             summary of its output in the weights file for `dcls-convert verify`. If False, none of
             the model's code runs, and outputs are not compared.
-        pictures: Files to add, from `views.plot.picture_files`; the model card shows them.
+        picture: A PNG to add as positions.png; the model card shows it.
 
     Returns:
         The folder's path.
@@ -89,7 +88,7 @@ def save_converted(
         fingerprint=loadable.fingerprint,
         provenance=provenance,
         force=force,
-        pictures=pictures or {},
+        picture=picture,
     )
     return folder
 
@@ -120,7 +119,7 @@ def save_just_converted(
     *,
     report: ConversionReport,
     force: bool,
-    pictures: Mapping[str, bytes] | None = None,
+    picture: bytes | None = None,
 ) -> None:
     """Write a model right after its conversion, when it cannot have been edited.
 
@@ -139,5 +138,5 @@ def save_just_converted(
         fingerprint=take_fingerprint(model, plan.inputs),
         provenance=provenance_of(model),
         force=force,
-        pictures=pictures or {},
+        picture=picture,
     )

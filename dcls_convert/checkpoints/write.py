@@ -22,7 +22,7 @@ from ..weights.loading import aliases_in, describe_non_finite
 from ..weights.tensors_hash import tensors_hash
 from .card import model_card
 from .fingerprint import Fingerprint
-from .folder import CARD, CONFIG, FORMAT_METADATA, REPORT, WEIGHTS, reason_not_a_checkpoint
+from .folder import CARD, CONFIG, FORMAT_METADATA, PICTURE, REPORT, WEIGHTS, reason_not_a_checkpoint
 from .loading_code import loading_code
 from .stamp import METADATA_KEY, PROVENANCE, Stamp, config_hash
 
@@ -78,7 +78,7 @@ def write_checkpoint(
     fingerprint: Fingerprint | None,
     provenance: Mapping[str, Any] | None,
     force: bool,
-    pictures: Mapping[str, bytes],
+    picture: bytes | None,
 ) -> None:
     """Write a checkpoint folder of this package.
 
@@ -91,7 +91,7 @@ def write_checkpoint(
         fingerprint: A summary of the model's outputs, if it was run.
         provenance: How the model was converted, if that is known.
         force: Replace an existing checkpoint folder.
-        pictures: Files to add; the model card shows them.
+        picture: A PNG to add; the model card shows it.
     """
     files = f"`{CONFIG}` holds the plan and the rules; `{REPORT}` says what each layer costs."
     card = model_card(
@@ -99,7 +99,7 @@ def write_checkpoint(
         loading_code(plan.model),
         files,
         folder=folder.resolve().name,
-        pictures=pictures.keys(),
+        with_picture=picture is not None,
         provenance=provenance,
     )
     texts = {
@@ -115,8 +115,8 @@ def write_checkpoint(
             fingerprint=fingerprint,
             provenance=provenance,
         )
-        for name, content in pictures.items():
-            (partial / name).write_bytes(content)
+        if picture is not None:
+            (partial / PICTURE).write_bytes(picture)
 
 
 def timm_config(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:

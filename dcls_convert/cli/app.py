@@ -87,7 +87,7 @@ COMMANDS = {
     convert: ("convnext_tiny --dilated-size 17", "resnet18 --pretrained --calibrate photos"),
     models: ("'convnext_*'", "--kind dense --sort macs"),
     sweep: ("convnext_tiny", "efficientnet_b0 --sizes +2,+4,+6 --budgets 80%,100%"),
-    inspect_checkpoint: ("convnext_tiny-dcls17", "convnext_tiny-dcls17 --html positions.html"),
+    inspect_checkpoint: ("convnext_tiny-dcls17", "convnext_tiny-dcls17 --picture positions.png"),
     fold: ("convnext_tiny-dcls17", "convnext_tiny-dcls17 --format onnx"),
     verify: ("convnext_tiny-dcls17", "mine-dcls9 --trust-code"),
 }

@@ -11,7 +11,7 @@ from ..conversion.request import ConversionRequest
 from ..errors import DclsConvertError
 from ..geometry import size_text
 from ..options import AUTO, DEFAULT_BUDGET
-from ..output import FIGURE_LIBRARY, PAGE_LIBRARY, check_installed, check_output
+from ..output import check_figure_library, check_output
 from ..planning.plan_options import PlanOptions
 from ..progress import ignore_messages
 from ..text import printable
@@ -64,11 +64,11 @@ OutputFolder = Annotated[
         rich_help_panel=OUTPUT,
     ),
 ]
-Html = Annotated[
+Picture = Annotated[
     bool,
     typer.Option(
-        "--html",
-        help="Add a page of pictures to the checkpoint, and positions to its model card "
+        "--picture",
+        help="Add positions.png, a figure of positions and kernels, which the model card shows "
         "(extra plot).",
         rich_help_panel=OUTPUT,
     ),
@@ -99,7 +99,7 @@ class OutputOptions:
     """What is written, and what is printed."""
 
     output: Path | None  # None for the default name
-    html: bool
+    picture: bool
     force: bool
     dry_run: bool
     json: bool
@@ -136,7 +136,7 @@ def convert(
     seed: Seed = 0,
     input_size: InputSize = None,
     output: OutputFolder = None,
-    html: Html = False,
+    picture: Picture = False,
     force: Force = False,
     dry_run: DryRun = False,
     json_: Json = False,
@@ -178,7 +178,7 @@ def convert(
     )
     result = OutputOptions(
         output=output,
-        html=html,
+        picture=picture,
         force=force,
         dry_run=dry_run,
         json=json_,
@@ -193,8 +193,8 @@ def _check_output_options(result: OutputOptions) -> None:
     """Refuse options that contradict each other, and a picture that cannot be drawn."""
     if result.quiet and result.verbose:
         raise DclsConvertError("--quiet and --verbose exclude each other")
-    if result.html:
-        check_installed("--html", FIGURE_LIBRARY, PAGE_LIBRARY)
+    if result.picture:
+        check_figure_library()
 
 
 def _run(request: ConversionRequest, result: OutputOptions) -> None:
@@ -288,20 +288,20 @@ def _reason_to_keep(path: Path) -> str | None:
 def _save(conversion: "Conversion", output: Path, result: OutputOptions) -> None:
     """Write the checkpoint."""
     from ..checkpoints.save import save_just_converted
-    from ..views.plot import picture_files
+    from ..views.plot import draw
 
     assert conversion.model is not None
     model = conversion.model.eval().cpu()
-    pictures = None
-    if result.html:
-        pictures = picture_files(model, conversion.plan, output)
+    picture = None
+    if result.picture:
+        picture = draw(conversion.plan, model.state_dict(), ".png")
     save_just_converted(
         model,
         conversion.plan,
         output,
         report=conversion.report,
         force=result.force,
-        pictures=pictures,
+        picture=picture,
     )
 
 

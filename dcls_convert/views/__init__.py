@@ -1,1 +1,1 @@
-"""What people look at: tables of records, pictures, and an HTML page that needs no network."""
+"""What people look at: tables of records, and a figure."""

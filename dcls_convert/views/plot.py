@@ -1,200 +1,239 @@
-"""Static figures for papers, drawn by matplotlib (extra `plot`), which is imported late."""
+"""The figure of a checkpoint, drawn by matplotlib (extra `plot`), which is imported late.
+
+Each row shows one positions tensor: where its elements are, and kernels of its first layer with
+their elements.
+
+Axes: A learnt axes, O output channels, I input channels per group, N drawn kernels, E elements.
+"""
 
 import io
-import itertools
-import math
 import warnings
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
-from ..checkpoints.folder import PAGE, PICTURE
-from ..errors import DclsConvertError
-from ..geometry import position_limits
-from ..options import FigureName
+from ..checkpoints.inspection import PositionSet, position_sets
+from ..errors import CheckpointError
+from ..geometry import learnt_axes, position_limits, size_text
+from ..layers.construction import construct_kernel
+from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
-from ..text import shortened
-from .elements import PositionPicture
-from .history import CURVE_LABELS
-from .page import page
-from .pictures import Pictures, pictures_of_model
+from ..text import count_text, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, SubFigure
 
-PANEL_INCHES = 2.4  # side of a panel
-MAX_PANELS = 12  # positions tensors or layers in a figure; the first of the plan are drawn
-PANELS_PER_ROW = 6
-KERNELS_PER_LAYER = 8
-LINE_STYLES = ("-", "--", "-.", ":")
-FIGURE_STYLE = {
-    "figure.dpi": 120,
-    "font.size": 7,
-    "legend.frameon": False,
-    "text.parse_math": False,
-}
+PANEL_INCHES = 1.3  # width of a panel
+ROW_INCHES = 1.7
+MAX_ROWS = 12  # positions tensors; of more, the figure shows some from the first to the last
+MAX_KERNELS = 6  # in a row
+# Odd, so that an element at the centre of a cell is in the middle of a bin.
+BINS_PER_CELL = 3
+STYLE = {"figure.dpi": 120, "font.size": 7, "text.parse_math": False}
 # Metadata, by suffix, that removes the date from the file.
 NO_DATE: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 HASH_SALT = "dcls-convert"  # without a salt, the names inside an SVG are random
+LEGEND = (
+    "Left: all elements, in cells from the centre; darker where there are more; dashed: the old "
+    "kernel.\nRight: the first layer's kernels with the most energy, each on its own scale: blue "
+    "cells are positive, red ones negative.\n"
+    "Dots are elements: black if their weight is positive, else white."
+)
+Item = TypeVar("Item")
 
 
-def draw(pictures: Pictures, figure: FigureName, suffix: str) -> bytes:
-    """Return a figure as a file, in the format of the suffix.
+def draw(plan: ConversionPlan, state: Mapping[str, Tensor], suffix: str) -> bytes:
+    """Return the figure as a file in the format of the suffix, such as ".png".
+
+    Args:
+        plan: The conversion's plan.
+        state: The converted model's state dict; its positions fit the plan.
+        suffix: Of the file: .png, .svg or .pdf.
 
     Raises:
-        DclsConvertError: There is nothing to draw; the message says why.
+        CheckpointError: A layer's weight is missing, or has another shape than in the plan.
     """
-    return figure_file(lambda: FIGURES[figure](pictures), suffix, **FIGURE_STYLE)
-
-
-def figure_file(make_figure: Callable[[], "Figure"], suffix: str, **style: Any) -> bytes:
-    """Return a figure as a file without a date, drawn with these settings of matplotlib."""
     import matplotlib
 
     file = io.BytesIO()
-    settings = cast(Any, {"svg.hashsalt": HASH_SALT} | style)
+    settings = cast(Any, {"svg.hashsalt": HASH_SALT} | STYLE)
     # matplotlib warns about characters that are missing in the font.
     with warnings.catch_warnings(action="ignore"), matplotlib.rc_context(settings):
-        metadata = NO_DATE.get(suffix.lower())
-        make_figure().savefig(
-            file, format=suffix[1:].lower(), metadata=metadata, bbox_inches="tight"
-        )
+        figure = make_figure(plan, state)
+        suffix = suffix.lower()
+        metadata = NO_DATE.get(suffix)
+        figure.savefig(file, format=suffix[1:], metadata=metadata, bbox_inches="tight")
     return file.getvalue()
 
 
-def picture_files(model: nn.Module, plan: ConversionPlan, folder: str | Path) -> dict[str, bytes]:
-    """Return the page and a figure of the positions, for `save_converted(pictures=...)`."""
-    pictures = pictures_of_model(model, plan, Path(folder))
-    return {PAGE: page(pictures).encode(), PICTURE: draw(pictures, "positions", ".png")}
-
-
-def new_figure(width: float, height: float) -> "Figure":
-    """Return an empty figure; width and height are in inches."""
+def make_figure(plan: ConversionPlan, state: Mapping[str, Tensor]) -> "Figure":
+    """Return the figure; the arguments are those of `draw`."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def _positions_figure(pictures: Pictures) -> "Figure":
-    """Draw a heat map of each positions tensor, and below it the histograms along its axes."""
-    drawn = pictures.positions[:MAX_PANELS]
-    columns = min(len(drawn), PANELS_PER_ROW)
-    rows = math.ceil(len(drawn) / columns)
-    figure = new_figure(columns * PANEL_INCHES, 2 * rows * PANEL_INCHES)
-    panels = figure.subfigures(rows, columns, squeeze=False)
-    for picture, panel in zip(drawn, panels.flat, strict=False):
-        heat, histograms = panel.subplots(2)
-        _draw_heat(heat, picture)
-        _draw_histograms(histograms, picture)
-    _add_legend(figure, pictures, "dashed: the old kernel; darker: more elements")
+    sets = position_sets(plan)
+    drawn = _some(sets, MAX_ROWS)
+    width = (1 + MAX_KERNELS) * PANEL_INCHES
+    figure = Figure(figsize=(width, len(drawn) * ROW_INCHES), layout="constrained")
+    rows = figure.subfigures(len(drawn), 1, squeeze=False)[:, 0]
+    for row, position_set in zip(rows, drawn, strict=True):
+        _draw_row(row, position_set, state)
+    legend = LEGEND
+    if len(drawn) < len(sets):
+        legend += f"\n{len(drawn)} of {len(sets)} positions tensors are shown."
+    figure.supxlabel(legend, fontsize="medium")
     return figure
 
 
-def _draw_heat(axes: "Axes", picture: PositionPicture) -> None:
-    """Draw a heat map, with the old kernels as dashed rectangles in its middle."""
+def _some(items: Sequence[Item], most: int) -> list[Item]:
+    """Return at most this many items, evenly spaced, with the first and the last."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(number * (len(items) - 1) / (most - 1))] for number in range(most)]
+
+
+def _draw_row(row: "SubFigure", position_set: PositionSet, state: Mapping[str, Tensor]) -> None:
+    """Draw where the elements of a positions tensor are, and kernels of its first layer."""
+    first = position_set.layers[0]
+    size = size_text(first.dilated_size)
+    row.suptitle(
+        f"{shortened(position_set.name, 50)}: {count_text(first.kernel_count, 'element')} in {size}"
+        f", {count_text(len(position_set.layers), 'layer')}",
+        x=0.01,
+        ha="left",
+    )
+    panels = row.subplots(1, 1 + MAX_KERNELS)
+    _draw_positions(panels[0], position_set, state[position_set.parameters["positions"]])
+    _draw_kernels(panels[1:], position_set, state)
+
+
+def _draw_positions(axes: "Axes", position_set: PositionSet, positions: Tensor) -> None:
+    """Draw a heat map of positions (A, ...), along the last two learnt axes.
+
+    The old kernels are dashed rectangles.
+    """
     from matplotlib.colors import PowerNorm
     from matplotlib.patches import Rectangle
 
-    limits = _axes_limits((1, *picture.size))
-    left, right, bottom, top = limits
-    axes.imshow(picture.heat, extent=limits, cmap="Blues", norm=PowerNorm(0.5, vmin=0))
-    for old_size in picture.old_kernel_sizes:
-        height, width = (1, *old_size)[-2:]
+    coordinates = positions.detach().cpu().double().flatten(1)
+    if len(coordinates) == 1:
+        coordinates = torch.cat([torch.zeros_like(coordinates), coordinates])
+    rows, columns = coordinates[-2:].numpy()
+    height, width = _rows_and_columns(position_set.learnt_size)
+    left, right, bottom, top = _limits(height, width)
+    axes.hist2d(
+        columns,
+        rows,
+        bins=(width * BINS_PER_CELL, height * BINS_PER_CELL),
+        range=((left, right), (top, bottom)),
+        cmap="Blues",
+        norm=PowerNorm(0.5, vmin=0),
+        rasterized=True,
+    )
+    axes.set(aspect="equal", ylim=(bottom, top))
+    axes.locator_params(nbins=5, integer=True)
+    for old_size in _old_kernel_sizes(position_set):
+        height, width = _rows_and_columns(old_size)
         corner = ((left + right - width) / 2, (top + bottom - height) / 2)
-        dashed: dict[str, Any] = {"edgecolor": "C1", "fill": False, "linestyle": "--"}
-        axes.add_patch(Rectangle(corner, width, height, **dashed))
-    axes.set_title(shortened(picture.row.name, 34))
+        axes.add_patch(Rectangle(corner, width, height, fill=False, ec="C1", ls="--"))
 
 
-def _draw_histograms(axes: "Axes", picture: PositionPicture) -> None:
-    """Draw the histogram of elements along each axis; only the last axis has a solid line."""
-    for name, counts, side in zip(picture.axes, picture.histograms, picture.size, strict=True):
-        low = position_limits(side)[0] - 0.5
-        edges = [low + index / picture.bins_per_cell for index in range(len(counts) + 1)]
-        linestyle = "-" if name == picture.axes[-1] else "--"
-        axes.stairs(counts, edges, label=name, linestyle=linestyle)
-    axes.set(xlabel="cells from the centre", ylabel="elements in a bin")
-    axes.legend()
+def _old_kernel_sizes(position_set: PositionSet) -> list[tuple[int, ...]]:
+    """Return the extents of the old kernels along the learnt axes, without duplicates."""
+    sizes: list[tuple[int, ...]] = []
+    for layer in position_set.layers:
+        axes = learnt_axes(len(layer.dilated_size), layer.dense_axes)
+        size = tuple(layer.extents[axis] for axis in axes)
+        if size not in sizes:
+            sizes.append(size)
+    return sizes
 
 
-def _add_legend(figure: "Figure", pictures: Pictures, legend: str) -> None:
-    """Write a legend below the panels; say how many positions tensors are drawn, if not all."""
-    total = len(pictures.positions)
-    if total > MAX_PANELS:
-        legend += f"; the first {MAX_PANELS} of {total} positions tensors"
-    figure.supxlabel(legend, fontsize="small")
+def _rows_and_columns(size: Sequence[int]) -> tuple[int, int]:
+    """Return the last two sides of a window; a window of one axis is a row."""
+    rows, columns = (1, *size)[-2:]
+    return rows, columns
 
 
-def _axes_limits(size: tuple[int, ...]) -> tuple[float, float, float, float]:
-    """Return left, right, bottom and top of a window (..., rows, columns).
-
-    They are in cells from the centre.
-    """
-    top, bottom = position_limits(size[-2])
-    left, right = position_limits(size[-1])
+def _limits(rows: int, columns: int) -> tuple[float, float, float, float]:
+    """Return left, right, bottom and top of a window, in cells from the centre."""
+    top, bottom = position_limits(rows)
+    left, right = position_limits(columns)
     return left - 0.5, right + 0.5, bottom + 0.5, top - 0.5
 
 
-def _kernels_figure(pictures: Pictures) -> "Figure":
-    """Draw kernels of the first layer of each positions tensor.
+def _draw_kernels(
+    panels: Sequence["Axes"], position_set: PositionSet, state: Mapping[str, Tensor]
+) -> None:
+    """Draw the kernels of the first layer with the most energy, and dots for their elements."""
+    layer = position_set.layers[0]
+    weight = layer_weight(layer, state)  # (O, I, *dense, E)
+    tensors = {}
+    for kind, name in position_set.parameters.items():
+        tensors[kind] = state[name].detach().float().cpu()  # (A, O, I, *dense, E)
+    kernels = construct_kernel(
+        weight,
+        tensors["positions"],
+        layer.dilated_size,
+        interpolation=layer.interpolation,
+        sigma=tensors.get("sigma"),
+        dense_axes=layer.dense_axes,
+    ).flatten(0, 1)  # (O * I, *window)
+    energies = kernels.square().flatten(1).sum(1)  # (O * I,)
+    strongest = energies.argsort(descending=True, stable=True)[: len(panels)]  # (N,)
+    coordinates = element_coordinates(layer, tensors["positions"].flatten(1, 2)[:, strongest])
+    weights = weight.flatten(0, 1)[strongest].flatten(1)  # (N, elements)
+    for panel in panels:
+        panel.set(xticks=[], yticks=[])
+    for panel in panels[len(strongest) :]:
+        panel.set_axis_off()
+    for index, panel in enumerate(panels[: len(strongest)]):
+        kernel = kernels[strongest[index]]
+        # Kernels of three axes are summed over the first.
+        cells = kernel.reshape(-1, *_rows_and_columns(kernel.shape)).sum(0)  # (rows, columns)
+        _draw_kernel(panel, cells, coordinates[:, index], weights[index])
 
-    Elements are dots, which are filled if their weight is positive.
+
+def layer_weight(layer: LayerPlan, state: Mapping[str, Tensor]) -> Tensor:
+    """Return the stored weight of a layer, in float32."""
+    name = f"{layer.name}.weight"
+    shape = layer.position_shape[1:]
+    stored = state.get(name)
+    if stored is None:
+        raise CheckpointError(f"{name} is missing, the plan has {shape}")
+    if tuple(stored.shape) != shape:
+        raise CheckpointError(f"{name} is {tuple(stored.shape)}, the plan has {shape}")
+    return stored.detach().float().cpu()
+
+
+def element_coordinates(layer: LayerPlan, positions: Tensor) -> Tensor:
+    """Return the row and column of each element, in cells from the centre: (2, N, elements).
+
+    Along a dense axis, elements are at its cells. Elements of kernels with one axis are in row 0.
+
+    Args:
+        layer: The layer's plan.
+        positions: (A, N, *dense, E).
     """
-    names = [picture.row.layers[0] for picture in pictures.positions][:MAX_PANELS]
-    layers = {layer.name: layer for layer in pictures.kernels}
-    figure = new_figure(1.15 * KERNELS_PER_LAYER, 1.3 * len(names))
-    rows = figure.subfigures(len(names), 1, squeeze=False)
-    for row, name in zip(rows.flat, names, strict=True):
-        layer = layers[name]
-        count_text = f"{min(KERNELS_PER_LAYER, layer.total)} of {layer.total:,} kernels"
-        row.suptitle(f"{shortened(name, 40)}: {count_text}, most energy first", x=0.01, ha="left")
-        panels = row.subplots(1, KERNELS_PER_LAYER)
-        for index, panel in enumerate(panels):
-            panel.set(xticks=[], yticks=[], frame_on=index < layer.total)
-        drawn_kernels = zip(panels, layer.cells, layer.positions, layer.weights, strict=False)
-        for panel, cells, positions, weights in drawn_kernels:
-            _draw_kernel(panel, cells, positions, weights)
-    scale = "blue cells are positive, red ones negative, each kernel on its own scale"
-    _add_legend(figure, pictures, f"{scale}; dots are elements, filled where positive")
-    return figure
+    dims = len(layer.dilated_size)
+    coordinates = torch.zeros(1 + dims, *positions.shape[1:])  # the first stays 0: row of one axis
+    for axis, learnt in enumerate(learnt_axes(dims, layer.dense_axes)):
+        coordinates[1 + learnt] = positions[axis]
+    for place, axis in enumerate(layer.dense_axes):
+        low, high = position_limits(layer.dilated_size[axis])
+        cells = torch.arange(low, high + 1)
+        axes_behind = len(layer.dense_axes) - place  # other dense axes, and the elements
+        coordinates[1 + axis] = cells.reshape(-1, *[1] * axes_behind)
+    return coordinates[-2:].flatten(2)
 
 
-def _draw_kernel(axes: "Axes", cells: Tensor, positions: Tensor, weights: Tensor) -> None:
-    """Draw a kernel's cells (rows, columns), with dots at its elements' positions (E, 2)."""
+def _draw_kernel(axes: "Axes", cells: Tensor, coordinates: Tensor, weights: Tensor) -> None:
+    """Draw a kernel's cells (rows, columns), with dots at its elements (2, elements)."""
     largest = float(cells.abs().max()) or 1.0
-    limits = _axes_limits(tuple(cells.shape))
-    axes.imshow(cells, extent=limits, cmap="RdBu", vmin=-largest, vmax=largest)
-    faces = ["black" if weight > 0 else "none" for weight in weights]
-    dots: dict[str, Any] = {"s": 3, "c": faces, "edgecolors": "black", "linewidths": 0.4}
-    axes.scatter(positions[:, 1], positions[:, 0], **dots)
-
-
-def _history_figure(pictures: Pictures) -> "Figure":
-    """Draw speed, spread and border share of each positions tensor over the steps."""
-    history = pictures.history
-    if history is None:
-        raise DclsConvertError("the figure history needs a record of positions, positions.jsonl")
-    figure = new_figure(3.2 * len(CURVE_LABELS), 2.6)
-    axes = figure.subplots(1, len(CURVE_LABELS))
-    for panel, (curve, label) in zip(axes, CURVE_LABELS.items(), strict=True):
-        for track, style in zip(history.tracks, itertools.cycle(LINE_STYLES), strict=False):
-            heights = [math.nan if value is None else value for value in getattr(track, curve)]
-            name = shortened(track.name, 30)
-            # With points, since no line leads to a known value between unknown ones.
-            panel.plot(history.steps, heights, style, marker=".", label=name, linewidth=1.2)
-        panel.set(xlabel="step", ylabel=label)
-        panel.locator_params(axis="x", integer=True, min_n_ticks=1)
-        panel.update_datalim([(history.steps[0], 0)])  # so that the margin above is one of 0 to top
-        panel.set_ylim(bottom=0)
-    axes[0].legend()
-    return figure
-
-
-FIGURES: dict[FigureName, Callable[[Pictures], "Figure"]] = {
-    "positions": _positions_figure,
-    "kernels": _kernels_figure,
-    "history": _history_figure,
-}
+    limits = _limits(*cells.shape)
+    axes.imshow(cells.numpy(), extent=limits, cmap="RdBu", vmin=-largest, vmax=largest)
+    rows, columns = coordinates.numpy()
+    colours: dict[str, Any] = {"c": (weights > 0).numpy(), "cmap": "gray_r", "vmin": 0, "vmax": 1}
+    axes.scatter(columns, rows, s=4, edgecolors="black", linewidths=0.4, **colours)

@@ -209,7 +209,7 @@ def test_features_only_gives_the_features_of_the_whole_model(tmp_path, name, siz
 
 READS = {
     "inspect FOLDER": [CONFIG],
-    "inspect FOLDER --html page.html": [CONFIG, WEIGHTS],
+    "inspect FOLDER --picture x.png": [CONFIG, WEIGHTS],
     "fold FOLDER --output out": [CONFIG, WEIGHTS],
 }
 

@@ -22,7 +22,7 @@ from ..command_line import run_to_end
 SMALL = ("--input-size", "3x32x32")
 OWN = f"{__name__}:build"
 FOLDERS = ["good", "empty", "nowhere", "file", "mine", "out", "out\x1b[31m", "out\nput"]
-PATHS = st.sampled_from([*FOLDERS, "weights.pth", "rules.yaml", "page.html", "picture.png"])
+PATHS = st.sampled_from([*FOLDERS, "weights.pth", "rules.yaml", "picture.png"])
 WORDS = st.sampled_from(
     ["7", "9", "9x9", "7..11", "auto", "depthwise", "conv3x3", "3x32x32", "60%,100%", "99.5", "-1"]
 )
@@ -124,7 +124,7 @@ def nearly_right(draw):
     """
     line = [*draw(st.sampled_from(RIGHT)), *draw(st.sampled_from([["--force"], []]))]
     if line[0] not in ("verify", "rules", "sweep") and draw(st.booleans()):
-        line += [{"inspect": "--html"}.get(line[0], "--output"), draw(PATHS)]
+        line += [{"inspect": "--picture"}.get(line[0], "--output"), draw(PATHS)]
     for _ in range(draw(st.sampled_from([0, 0, 1, 2]))):
         index = draw(st.integers(0, len(line) - 1))
         if line[index] != OWN:

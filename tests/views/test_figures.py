@@ -1,30 +1,25 @@
-"""The pictures: heat maps lose no elements, the kernels shown are the layer's own, and figures are
-files.
+"""The figure: its heat maps count every element, its kernels are the layer's own, and it is a file
+in each format.
 """
 
 import functools
-from pathlib import Path
 
 import pytest
 import torch
-from timm.layers import StdConv2d
 from torch import nn
 
 from dcls_convert import apply_plan_, find_convs, plan_conversion
+from dcls_convert.checkpoints.inspection import position_sets
+from dcls_convert.errors import CheckpointError
 from dcls_convert.layers.construction import construct_kernel
-from dcls_convert.layers.dcls_conv import DclsConvNd
+from dcls_convert.output import PICTURE_SUFFIXES
 from dcls_convert.planning.rule_files import parse_rules
-from dcls_convert.views.elements import BINS_PER_CELL_OF_DISTANCE
-from dcls_convert.views.pictures import Pictures, pictures_of_model
-from dcls_convert.views.plot import FIGURES, draw
+from dcls_convert.views.plot import BINS_PER_CELL, MAX_KERNELS, MAX_ROWS, draw, make_figure
 
 from ..checkpoints.folders import convert
 
+pytest.importorskip("matplotlib")
 FLOAT32_ATOL = 1e-6
-
-
-def pictures_of(model, plan) -> Pictures:
-    return pictures_of_model(model, plan, Path("folder"))
 
 
 def convert_module(module, input_size, size, rule="", **options):
@@ -38,26 +33,21 @@ def convert_module(module, input_size, size, rule="", **options):
     return module.eval(), plan
 
 
-def depthwise():
-    return [nn.Conv2d(4, 4, 7, padding=3, groups=4) for _ in range(2)]
+def depthwise(layers=2):
+    return nn.Sequential(*[nn.Conv2d(4, 4, 7, padding=3, groups=4) for _ in range(layers)])
 
 
 CASES = {
     "tied": convert,
-    "untied": lambda: convert_module(nn.Sequential(*depthwise()), (4, 16, 16), 9, tie="none"),
-    "gaussian": lambda: convert_module(
-        nn.Sequential(*depthwise()), (4, 16, 16), 9, interpolation="gaussian"
-    ),
-    "rectangular": lambda: convert_module(nn.Sequential(*depthwise()), (4, 16, 16), (9, 11)),
+    "untied": lambda: convert_module(depthwise(), (4, 16, 16), 9, tie="none"),
+    "gaussian": lambda: convert_module(depthwise(), (4, 16, 16), 9, interpolation="gaussian"),
+    "rectangular": lambda: convert_module(depthwise(), (4, 16, 16), (9, 11)),
     "volume": lambda: convert_module(
         nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.Conv3d(4, 4, 3, padding=1)),
         (2, 12, 12, 12),
         5,
     ),
     "line": lambda: convert_module(nn.Sequential(nn.Conv1d(2, 4, 5, padding=2)), (2, 32), 9),
-    "standardised": lambda: convert_module(
-        nn.Sequential(StdConv2d(4, 6, 3, padding=1)), (4, 16, 16), 7
-    ),
     "dense": lambda: convert_module(
         nn.Sequential(nn.Conv2d(4, 4, (3, 5), padding=(1, 2))),
         (4, 16, 16),
@@ -72,90 +62,75 @@ def model_and_plan(name):
     return CASES[name]()
 
 
-@pytest.fixture(params=CASES)
-def case(request):
-    return model_and_plan(request.param)
+def heat_map(row):
+    """The numbers of elements in a row of the figure: (rows, columns)."""
+    (mesh,) = row.axes[0].collections
+    return torch.as_tensor(mesh.get_array().filled(0))
 
 
-def test_a_heat_map_and_each_histogram_hold_every_element_once(case):
-    model, plan = case
-    pictures = pictures_of(model, plan)
-    tensors = dict.fromkeys(
-        layer.positions for layer in model.modules() if isinstance(layer, DclsConvNd)
-    )
-    for picture, positions in zip(pictures.positions, tensors, strict=True):
-        assert picture.heat.sum() == picture.row.elements == positions[0].numel()
-        sums = [picture.heat.sum(1), picture.heat.sum(0)][-len(picture.size) :]
-        assert [tuple(counts.tolist()) for counts in sums] == list(picture.histograms[-2:])
-        assert {sum(counts) for counts in picture.histograms} == {positions[0].numel()}
-        assert sum(picture.distances) == positions[0].numel()
-        bins = torch.arange(len(picture.distances)) / BINS_PER_CELL_OF_DISTANCE
-        mean = float((bins * torch.tensor(picture.distances)).sum()) / sum(picture.distances)
-        assert mean <= picture.row.mean_distance <= mean + 1 / BINS_PER_CELL_OF_DISTANCE
-    assert (
-        sum(picture.row.elements for picture in pictures.positions) == pictures.inspection.elements
-    )
+@pytest.mark.parametrize("name", CASES)
+def test_a_row_shows_all_elements_and_the_kernels_with_the_most_energy(name):
+    model, plan = model_and_plan(name)
+    rows = make_figure(plan, model.state_dict()).subfigs
+    for position_set, row in zip(position_sets(plan), rows, strict=True):
+        layer = model.get_submodule(position_set.layers[0].name)
+        assert heat_map(row).sum() == layer.positions[0].numel()
+        kernels = layer.kernel().detach().flatten(0, 1)
+        energies = kernels.square().flatten(1).sum(1)
+        strongest = energies.topk(min(MAX_KERNELS, len(kernels))).indices
+        size = (1, *kernels.shape[1:])[-2:]
+        planes = kernels.reshape(len(kernels), -1, *size).sum(1)
+        panels = [panel for panel in row.axes[1:] if panel.images]
+        for panel, index in zip(panels, strongest, strict=True):
+            cells = torch.as_tensor(panel.images[0].get_array().data)
+            torch.testing.assert_close(cells, planes[index], rtol=0, atol=FLOAT32_ATOL)
+            (dots,) = panel.collections
+            weights = layer.weight.detach().flatten(0, 1)[index].flatten()
+            assert torch.equal(torch.as_tensor(dots.get_array().data), weights > 0)
+            if layer.interpolation == "bilinear":
+                columns, rows_of_dots = torch.as_tensor(dots.get_offsets().data).float().T
+                positions = torch.stack([rows_of_dots, columns])[:, None, None]
+                constructed = construct_kernel(weights[None, None], positions, size)[0, 0]
+                torch.testing.assert_close(constructed, cells, rtol=0, atol=FLOAT32_ATOL)
 
 
 def test_elements_are_counted_where_they_are():
     model, plan = CASES["untied"]()
-    layer = model.get_submodule(plan.layers[0].name)
+    positions = model.get_submodule(plan.layers[0].name).positions
     with torch.no_grad():
-        layer.positions.zero_()
-        layer.positions[0, 0, 0, 0] = -4.0
-        layer.positions[1, 0, 0, 0] = 3.0
-    picture = pictures_of(model, plan).positions[0]
-    fine = picture.bins_per_cell
-    middle = picture.bins_per_cell // 2
-    expected = torch.zeros_like(picture.heat)
-    expected[middle, 7 * fine + middle] = 1
-    expected[4 * fine + middle, 4 * fine + middle] = layer.positions[0].numel() - 1
-    assert torch.equal(picture.heat, expected)
+        positions.zero_()
+        positions[:, 0, 0, 0] = torch.tensor([-4.0, 3.0])
+    shown = heat_map(make_figure(plan, model.state_dict()).subfigs[0])
+    middle = BINS_PER_CELL // 2
+    expected = torch.zeros(9 * BINS_PER_CELL, 9 * BINS_PER_CELL)
+    expected[middle, 7 * BINS_PER_CELL + middle] = 1
+    expected[4 * BINS_PER_CELL + middle, 4 * BINS_PER_CELL + middle] = positions[0].numel() - 1
+    torch.testing.assert_close(shown, expected.to(shown))
 
 
-def test_the_kernels_of_a_layer_with_the_most_energy_are_shown_first(case):
-    model, plan = case
-    shown = pictures_of(model, plan).kernels
-    assert [layer.name for layer in shown] == [layer.name for layer in plan.layers]
-    for layer in shown:
-        kernels = model.get_submodule(layer.name).kernel().detach()
-        if kernels.dim() == 5:
-            planes = kernels.sum(2)
-        elif kernels.dim() == 3:
-            planes = kernels.unsqueeze(2)
-        else:
-            planes = kernels
-        energies = kernels.square().flatten(2).sum(2)
-        chosen = tuple(zip(*layer.channels, strict=True))
-        assert layer.total == energies.numel()
-        torch.testing.assert_close(
-            energies[chosen], energies.flatten().topk(len(layer.cells)).values
-        )
-        assert layer.energy_share == pytest.approx(
-            float(energies[chosen].sum() / energies.sum()), rel=1e-5
-        )
-        torch.testing.assert_close(layer.cells, planes[chosen], rtol=0, atol=FLOAT32_ATOL)
+@pytest.mark.parametrize("suffix", [*PICTURE_SUFFIXES, ".PNG"])
+def test_a_figure_is_a_file_without_a_date(suffix):
+    model, plan = model_and_plan("dense")
+    first_bytes = {".svg": b"<?xml", ".pdf": b"%PDF-"}.get(suffix, b"\x89PNG\r\n")
+    file = draw(plan, model.state_dict(), suffix)
+    assert file.startswith(first_bytes)
+    assert file == draw(plan, model.state_dict(), suffix)
 
 
-@pytest.mark.parametrize("name", ["tied", "rectangular", "line", "volume", "dense"])
-def test_the_elements_of_a_shown_kernel_construct_it(name):
-    """The elements are interpolated bilinearly."""
-    for layer in pictures_of(*model_and_plan(name)).kernels:
-        size = tuple(layer.cells.shape[1:])
-        constructed = construct_kernel(
-            layer.weights[None], layer.positions.movedim(-1, 0)[:, None], size
-        )[0]
-        torch.testing.assert_close(constructed, layer.cells, rtol=0, atol=FLOAT32_ATOL)
+def test_of_many_positions_tensors_some_from_the_first_to_the_last_are_shown():
+    model, plan = convert_module(depthwise(40), (4, 16, 16), 9, tie="none")
+    figure = make_figure(plan, model.state_dict())
+    titles = [row.get_suptitle() for row in figure.subfigs]
+    assert len(titles) == MAX_ROWS
+    assert titles[0].startswith("0: ")
+    assert titles[-1].startswith("39: ")
+    assert f"{MAX_ROWS} of 40 positions tensors" in figure.get_supxlabel()
 
 
-DRAWN = {"positions": (".svg", ".pdf", ".PNG"), "kernels": (".svg",)}
-
-
-def test_every_figure_is_drawn():
-    """test_history.py draws the figure of a history."""
-    pictures = pictures_of(*model_and_plan("dense"))
-    assert {*DRAWN, "history"} == set(FIGURES)
-    for figure, suffixes in DRAWN.items():
-        for suffix in suffixes:
-            first_bytes = {".svg": b"<?xml", ".pdf": b"%PDF-"}.get(suffix, b"\x89PNG\r\n")
-            assert draw(pictures, figure, suffix).startswith(first_bytes)
+def test_a_weight_that_does_not_fit_the_plan_is_refused():
+    model, plan = model_and_plan("untied")
+    state = model.state_dict()
+    with pytest.raises(CheckpointError, match=r"0\.weight is missing"):
+        make_figure(plan, {name: state[name] for name in state if name != "0.weight"})
+    with pytest.raises(CheckpointError, match=r"0\.weight is \(2, 1, "):
+        make_figure(plan, state | {"0.weight": state["0.weight"][:2]})
