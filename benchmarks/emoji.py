@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from measuring import RESULTS, markdown_table, script_parser, stored
 
 if TYPE_CHECKING:  # --table does not need torch
-    from torch import nn
+    from torch import Tensor, nn
 
 VENDORS = ("apple", "facebook", "google", "twitter")
 VERSION = "16.0.0"
@@ -160,28 +160,35 @@ def interval(bounds: dict[str, float] | None) -> str:
 def draw(comparison: Path, target: Path) -> None:
     """Draw where 64 elements of each stage began and ended, for each start.
 
-    The positions are those recorded in the runs with seed 0.
+    The ends are those of the runs with seed 0.
     """
+    import torch
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
-    from dcls_convert.tuning import read_track
+    import dcls_convert
 
-    starts = {"N(0, 0.5 cells)": "17", "over 7x7": "17-kernel", "over 17x17": "17-uniform"}
+    starts = {
+        "normal": ("N(0, 0.5 cells)", "17-0"),
+        "kernel": ("over 7x7", "17-kernel-0"),
+        "uniform": ("over 17x17", "17-uniform-0"),
+    }
     figure = Figure(figsize=(8, 6.6), layout="constrained")
     panels = figure.subplots(len(starts), 4, sharex=True, sharey=True)
     for stage, panel in enumerate(panels[0]):
         panel.set_title(f"stage {stage}, maps of {SIDE >> (stage + 1)} cells", fontsize=9)
-    for row, (start, name) in zip(panels, starts.items(), strict=True):
-        first, *_, last = read_track(comparison / f"{name}-0" / "positions.jsonl")
-        for panel, before, after in zip(row, first.positions, last.positions, strict=True):
-            panel.plot(
-                [before.followed[1], after.followed[1]],
-                [before.followed[0], after.followed[0]],
-                "C0",
-                lw=0.8,
-            )
-            panel.plot(after.followed[1], after.followed[0], "C0.", ms=4)
+    for row, (start, (label, run)) in zip(panels, starts.items(), strict=True):
+        network = small_convnext()
+        dcls_convert.convert_(
+            network, dilated_size=17, init="random", positions=start, input_size=(3, SIDE, SIDE)
+        )
+        state = torch.load(comparison / run / "state.pt", weights_only=True)
+        names = sorted(dcls_convert.tuning.no_weight_decay(network))
+        for panel, name in zip(row, names, strict=True):
+            before = some_positions(network.get_parameter(name).detach())
+            after = some_positions(state["model"][name])
+            panel.plot([before[1], after[1]], [before[0], after[0]], "C0", lw=0.8)
+            panel.plot(after[1], after[0], "C0.", ms=4)
             panel.add_patch(Rectangle((-3.5, -3.5), 7, 7, fill=False, ls="--", lw=0.8, ec="0.5"))
             panel.set(
                 xlim=(-8.5, 8.5),
@@ -190,8 +197,14 @@ def draw(comparison: Path, target: Path) -> None:
                 xticks=(-8, 0, 8),
                 yticks=(-8, 0, 8),
             )
-        row[0].set_ylabel(start)
+        row[0].set_ylabel(label)
     figure.savefig(target, dpi=110, metadata={"Software": None})
+
+
+def some_positions(positions: "Tensor") -> "Tensor":
+    """Return the rows and columns of 64 evenly chosen elements: (2, 64)."""
+    elements = positions.flatten(1)
+    return elements[:, :: elements.shape[1] // 64][:, :64]
 
 
 def main() -> None:

@@ -8,8 +8,9 @@
     torchrun --nproc_per_node 8 examples/finetune.py convnext_tiny-dcls17 --data flowers
 
 The output folder gets `best`, which timm loads as "local-dir:FOLDER/best"; `history.json`;
-`positions.jsonl` (for `dcls-convert inspect FOLDER/best --history`); and `state.pt`. If a run was
-killed, start it again with the same command: it continues after its last full epoch.
+`positions.jsonl`, which `dcls-convert inspect FOLDER/best --history FOLDER/positions.jsonl` draws
+into a `--picture`; and `state.pt`. If a run was killed, start it again with the same command: it
+continues after its last full epoch.
 
 This file is meant to be copied and changed. compare.py, beside it, trains with it.
 """
@@ -382,7 +383,7 @@ class Training:
             if self.average is not None:
                 checkpoint.set_model_state_dict(self.tested, state["tested"], options=WHOLE)
             self.history = state["history"]
-        self.tracker.continue_from(len(self.history))  # an epoch that was killed is recorded anew
+        self.tracker.update(len(self.history))  # the next speed is measured from here
 
 
 def make_accelerator(options: argparse.Namespace) -> Accelerator:

@@ -106,6 +106,11 @@ def test_every_dependency_is_imported_and_every_import_is_declared():
         ("convert --help", 0, "--dilated-size"),
         ("rules list", 0, "depthwise"),
         ("inspect tests --picture x.gif", 2, "must end in .png, .svg, .pdf"),
+        (
+            "inspect tests --picture x.png --history nowhere",
+            2,
+            "history nowhere: there is no such file",
+        ),
         ("fold nowhere", 2, "nowhere: is not a folder"),
         ("verify nowhere", 2, "nowhere: is not a folder"),
         ("sweep resnet18 --sizes 23..7", 2, "give 7..23"),

@@ -64,7 +64,7 @@ OutputFolder = Annotated[
         rich_help_panel=OUTPUT,
     ),
 ]
-Picture = Annotated[
+WithPicture = Annotated[
     bool,
     typer.Option(
         "--picture",
@@ -136,7 +136,7 @@ def convert(
     seed: Seed = 0,
     input_size: InputSize = None,
     output: OutputFolder = None,
-    picture: Picture = False,
+    picture: WithPicture = False,
     force: Force = False,
     dry_run: DryRun = False,
     json_: Json = False,

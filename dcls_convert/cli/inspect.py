@@ -1,14 +1,22 @@
 """`dcls-convert inspect`: where a checkpoint's elements are."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..errors import refuse
+from ..input import check_file
 from ..output import check_output, check_picture, new_file, reason_not_a_file
+from ..progress import Notify
 from . import console
 from .options import OUTPUT, CheckpointArgument, Force, Json, Quiet
+
+if TYPE_CHECKING:
+    from ..checkpoints.folder import Checkpoint
+    from ..checkpoints.inspection import Inspection
+    from ..tuning.tracker import TrackRecord
 
 PICTURES = "Pictures"  # a group of options in --help
 
@@ -28,6 +36,14 @@ Picture = Annotated[
         rich_help_panel=PICTURES,
     ),
 ]
+History = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="positions.jsonl",
+        help="Record that a PositionTracker wrote in training: drawn into the picture, too.",
+        rich_help_panel=PICTURES,
+    ),
+]
 
 
 def inspect(
@@ -35,6 +51,7 @@ def inspect(
     json_: Json = False,
     plan: PlanAsJson = False,
     picture: Picture = None,
+    history: History = None,
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
@@ -46,7 +63,13 @@ def inspect(
         (force and not has_picture, "--force has no effect without --picture"),
         (quiet and not has_picture, "--quiet would print nothing; it is for --picture"),
         (quiet and json_, "--quiet and --json exclude each other"),
+        (
+            history is not None and not has_picture,
+            "--history needs a file to draw it into: add --picture FILE.png",
+        ),
     )
+    if history is not None:
+        check_file(history, "history")
     if picture is not None:
         check_picture(picture)
         check_output(picture, force=force, reason_to_keep=reason_not_a_file)
@@ -55,21 +78,14 @@ def inspect(
         return
     with console.steps(checkpoint, "reading", quiet=quiet, lines=has_picture) as notify:
         from ..checkpoints.folder import open_checkpoint
-        from ..checkpoints.inspection import inspect_checkpoint, inspect_state, plan_with_positions
+        from ..checkpoints.inspection import inspect_checkpoint
         from ..views.inspection import inspection_view
-        from ..views.plot import draw
 
         opened = open_checkpoint(checkpoint)
-        positions_plan = plan_with_positions(opened)
         if picture is None:
             inspection = inspect_checkpoint(opened)
         else:
-            state = opened.read_state()
-            inspection = inspect_state(opened, state)
-            notify("drawing")
-            drawing = draw(positions_plan, state, picture.suffix)
-            with new_file(picture, force=force) as partial:
-                partial.write_bytes(drawing)
+            inspection = _draw(opened, picture, history, force=force, notify=notify)
     if quiet:
         console.show_path(picture)
     elif json_:
@@ -78,6 +94,26 @@ def inspect(
         console.show(inspection_view(inspection))
         if picture is not None:
             console.show("", f"Wrote {picture} ({picture.stat().st_size / 1e6:.2f} MB).")
+
+
+def _draw(
+    checkpoint: "Checkpoint", picture: Path, history: Path | None, *, force: bool, notify: Notify
+) -> "Inspection":
+    """Inspect a checkpoint, and draw its figure."""
+    from ..checkpoints.inspection import inspect_state, plan_with_positions
+    from ..views.history import read_history
+    from ..views.plot import draw
+
+    plan = plan_with_positions(checkpoint)
+    records: Sequence[TrackRecord] = ()
+    if history is not None:
+        records = read_history(history, plan)
+    state = checkpoint.read_state()
+    inspection = inspect_state(checkpoint, state)
+    notify("drawing")
+    with new_file(picture, force=force) as partial:
+        partial.write_bytes(draw(plan, state, picture.suffix, records))
+    return inspection
 
 
 def _print_plan(checkpoint: Path) -> None:

@@ -65,17 +65,6 @@ def mean_distance(positions: Tensor) -> float:
     return float(in_double(distances).mean())
 
 
-def bin_indices(coordinate: Tensor, size: int, bins_per_cell: int) -> Tensor:
-    """Return the bin of each finite coordinate (any shape).
-
-    Bin 0 begins half a cell before the centre of the first cell. The outermost bins also contain
-    all coordinates beyond them.
-    """
-    low = position_limits(size)[0] - 0.5
-    index = ((_at_least_float32(coordinate) - low) * bins_per_cell).floor()
-    return index.clamp(0, size * bins_per_cell - 1).long()
-
-
 class ElementPairs(NamedTuple):
     """Pairs of elements in c kernels: f first elements with all E elements of their kernel."""
 

@@ -13,7 +13,7 @@ from ..networks.position_parameters import no_weight_decay
 from .clamp_positions import clamp_positions_
 from .param_groups import param_groups
 from .repulsion import repulsive_loss
-from .tracker import PositionTracker, TrackedPositions, TrackRecord, read_track, show_in_tensorboard
+from .tracker import PositionTracker, TrackedPositions, TrackRecord, read_track
 
 __all__ = [
     "PositionTracker",
@@ -24,5 +24,4 @@ __all__ = [
     "param_groups",
     "read_track",
     "repulsive_loss",
-    "show_in_tensorboard",
 ]

@@ -1,7 +1,7 @@
 """The figure of a checkpoint, drawn by matplotlib (extra `plot`), which is imported late.
 
 Each row shows one positions tensor: where its elements are, and kernels of its first layer with
-their elements.
+their elements. Below, curves show how the elements moved, if there is a record of a training.
 
 Axes: A learnt axes, O output channels, I input channels per group, N drawn kernels, E elements.
 """
@@ -21,6 +21,8 @@ from ..layers.construction import construct_kernel
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 from ..text import count_text, shortened
+from ..tuning.tracker import TrackRecord
+from .history import draw_history
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 
 PANEL_INCHES = 1.3  # width of a panel
 ROW_INCHES = 1.7
-MAX_ROWS = 12  # positions tensors; of more, the figure shows some from the first to the last
+HISTORY_INCHES = 2.8  # height of the curves
+MAX_TENSORS = 12  # positions tensors; of more, the figure shows some from the first to the last
 MAX_KERNELS = 6  # in a row
 # Odd, so that an element at the centre of a cell is in the middle of a bin.
 BINS_PER_CELL = 3
@@ -45,13 +48,19 @@ LEGEND = (
 Item = TypeVar("Item")
 
 
-def draw(plan: ConversionPlan, state: Mapping[str, Tensor], suffix: str) -> bytes:
+def draw(
+    plan: ConversionPlan,
+    state: Mapping[str, Tensor],
+    suffix: str,
+    history: Sequence[TrackRecord] = (),
+) -> bytes:
     """Return the figure as a file in the format of the suffix, such as ".png".
 
     Args:
         plan: The conversion's plan.
         state: The converted model's state dict; its positions fit the plan.
         suffix: Of the file: .png, .svg or .pdf.
+        history: From `read_history`, to be drawn below.
 
     Raises:
         CheckpointError: A layer's weight is missing, or has another shape than in the plan.
@@ -62,28 +71,36 @@ def draw(plan: ConversionPlan, state: Mapping[str, Tensor], suffix: str) -> byte
     settings = cast(Any, {"svg.hashsalt": HASH_SALT} | STYLE)
     # matplotlib warns about characters that are missing in the font.
     with warnings.catch_warnings(action="ignore"), matplotlib.rc_context(settings):
-        figure = make_figure(plan, state)
+        figure = make_figure(plan, state, history)
         suffix = suffix.lower()
         metadata = NO_DATE.get(suffix)
         figure.savefig(file, format=suffix[1:], metadata=metadata, bbox_inches="tight")
     return file.getvalue()
 
 
-def make_figure(plan: ConversionPlan, state: Mapping[str, Tensor]) -> "Figure":
+def make_figure(
+    plan: ConversionPlan, state: Mapping[str, Tensor], history: Sequence[TrackRecord] = ()
+) -> "Figure":
     """Return the figure; the arguments are those of `draw`."""
     from matplotlib.figure import Figure
 
     sets = position_sets(plan)
-    drawn = _some(sets, MAX_ROWS)
+    drawn = _some(sets, MAX_TENSORS)
+    heights = [len(drawn) * ROW_INCHES]
+    if history:
+        heights.append(HISTORY_INCHES)
     width = (1 + MAX_KERNELS) * PANEL_INCHES
-    figure = Figure(figsize=(width, len(drawn) * ROW_INCHES), layout="constrained")
-    rows = figure.subfigures(len(drawn), 1, squeeze=False)[:, 0]
+    figure = Figure(figsize=(width, sum(heights)), layout="constrained")
+    parts = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    rows = parts[0].subfigures(len(drawn), 1, squeeze=False)[:, 0]
     for row, position_set in zip(rows, drawn, strict=True):
         _draw_row(row, position_set, state)
     legend = LEGEND
     if len(drawn) < len(sets):
         legend += f"\n{len(drawn)} of {len(sets)} positions tensors are shown."
-    figure.supxlabel(legend, fontsize="medium")
+    parts[0].supxlabel(legend, fontsize="medium")
+    if history:
+        draw_history(parts[1], [position_set.name for position_set in sets], history)
     return figure
 
 
@@ -133,7 +150,7 @@ def _draw_positions(axes: "Axes", position_set: PositionSet, positions: Tensor) 
         rasterized=True,
     )
     axes.set(aspect="equal", ylim=(bottom, top))
-    axes.locator_params(nbins=5, integer=True)
+    axes.locator_params(nbins=5, integer=True, min_n_ticks=1)
     for old_size in _old_kernel_sizes(position_set):
         height, width = _rows_and_columns(old_size)
         corner = ((left + right - width) / 2, (top + bottom - height) / 2)
@@ -169,7 +186,7 @@ def _draw_kernels(
 ) -> None:
     """Draw the kernels of the first layer with the most energy, and dots for their elements."""
     layer = position_set.layers[0]
-    weight = layer_weight(layer, state)  # (O, I, *dense, E)
+    weight = _weight_of(layer, state)  # (O, I, *dense, E)
     tensors = {}
     for kind, name in position_set.parameters.items():
         tensors[kind] = state[name].detach().float().cpu()  # (A, O, I, *dense, E)
@@ -183,7 +200,7 @@ def _draw_kernels(
     ).flatten(0, 1)  # (O * I, *window)
     energies = kernels.square().flatten(1).sum(1)  # (O * I,)
     strongest = energies.argsort(descending=True, stable=True)[: len(panels)]  # (N,)
-    coordinates = element_coordinates(layer, tensors["positions"].flatten(1, 2)[:, strongest])
+    coordinates = _element_coordinates(layer, tensors["positions"].flatten(1, 2)[:, strongest])
     weights = weight.flatten(0, 1)[strongest].flatten(1)  # (N, elements)
     for panel in panels:
         panel.set(xticks=[], yticks=[])
@@ -196,7 +213,7 @@ def _draw_kernels(
         _draw_kernel(panel, cells, coordinates[:, index], weights[index])
 
 
-def layer_weight(layer: LayerPlan, state: Mapping[str, Tensor]) -> Tensor:
+def _weight_of(layer: LayerPlan, state: Mapping[str, Tensor]) -> Tensor:
     """Return the stored weight of a layer, in float32."""
     name = f"{layer.name}.weight"
     shape = layer.position_shape[1:]
@@ -208,7 +225,7 @@ def layer_weight(layer: LayerPlan, state: Mapping[str, Tensor]) -> Tensor:
     return stored.detach().float().cpu()
 
 
-def element_coordinates(layer: LayerPlan, positions: Tensor) -> Tensor:
+def _element_coordinates(layer: LayerPlan, positions: Tensor) -> Tensor:
     """Return the row and column of each element, in cells from the centre: (2, N, elements).
 
     Along a dense axis, elements are at its cells. Elements of kernels with one axis are in row 0.
@@ -223,9 +240,9 @@ def element_coordinates(layer: LayerPlan, positions: Tensor) -> Tensor:
         coordinates[1 + learnt] = positions[axis]
     for place, axis in enumerate(layer.dense_axes):
         low, high = position_limits(layer.dilated_size[axis])
-        cells = torch.arange(low, high + 1)
-        axes_behind = len(layer.dense_axes) - place  # other dense axes, and the elements
-        coordinates[1 + axis] = cells.reshape(-1, *[1] * axes_behind)
+        shape = [1] * (positions.dim() - 1)  # broadcasts to (N, *dense, E)
+        shape[1 + place] = -1
+        coordinates[1 + axis] = torch.arange(low, high + 1).reshape(shape)
     return coordinates[-2:].flatten(2)
 
 

@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from dcls_convert import load_converted
 from dcls_convert.checkpoints.folder import CARD, FILES, PICTURE
 from dcls_convert.checkpoints.verify import verify_folder
+from dcls_convert.tuning import PositionTracker
 
 from ..command_line import run
 
@@ -35,6 +37,9 @@ REFUSED = {
     "--picture folder.png --force": "output folder.png is not a file",
     "--picture x.gif": "--picture x.gif must end in .png, .svg, .pdf",
     "--picture x.png --plan": "--plan prints the plan alone; omit --picture",
+    "--history mine.png": "--history needs a file to draw it into: add --picture FILE.png",
+    "--picture x.png --history nowhere": "history nowhere: there is no such file",
+    "--picture x.png --history mine.png": "mine.png: line 1 is not a record of a PositionTracker",
     "--quiet": "--quiet would print nothing; it is for --picture",
     "--force": "--force has no effect without --picture",
 }
@@ -68,6 +73,17 @@ def test_a_picture_is_drawn_without_building_the_model(checkpoint, here, monkeyp
     out, _ = run("inspect", checkpoint, "--picture", "x.svg")
     assert "Border" in out
     assert "Wrote x.svg (" in out
+
+
+def test_the_record_of_a_training_is_drawn_below(checkpoint, here):
+    model = load_converted(checkpoint)
+    tracker = PositionTracker(model, "positions.jsonl")
+    for step in range(3):
+        tracker.update(step)
+    run("inspect", checkpoint, "--picture", "without.svg", "--quiet")
+    run("inspect", checkpoint, "--picture", "with.svg", "--history", "positions.jsonl", "--quiet")
+    assert "share at the border" not in (here / "without.svg").read_text()
+    assert "share at the border" in (here / "with.svg").read_text()
 
 
 def test_a_folder_and_its_card_have_the_picture_until_it_is_replaced(here):

@@ -14,7 +14,7 @@ from dcls_convert.errors import CheckpointError
 from dcls_convert.layers.construction import construct_kernel
 from dcls_convert.output import PICTURE_SUFFIXES
 from dcls_convert.planning.rule_files import parse_rules
-from dcls_convert.views.plot import BINS_PER_CELL, MAX_KERNELS, MAX_ROWS, draw, make_figure
+from dcls_convert.views.plot import BINS_PER_CELL, MAX_KERNELS, MAX_TENSORS, draw, make_figure
 
 from ..checkpoints.folders import convert
 
@@ -62,6 +62,10 @@ def model_and_plan(name):
     return CASES[name]()
 
 
+def rows_of(model, plan):
+    return make_figure(plan, model.state_dict()).subfigs[0].subfigs
+
+
 def heat_map(row):
     """The numbers of elements in a row of the figure: (rows, columns)."""
     (mesh,) = row.axes[0].collections
@@ -71,8 +75,7 @@ def heat_map(row):
 @pytest.mark.parametrize("name", CASES)
 def test_a_row_shows_all_elements_and_the_kernels_with_the_most_energy(name):
     model, plan = model_and_plan(name)
-    rows = make_figure(plan, model.state_dict()).subfigs
-    for position_set, row in zip(position_sets(plan), rows, strict=True):
+    for position_set, row in zip(position_sets(plan), rows_of(model, plan), strict=True):
         layer = model.get_submodule(position_set.layers[0].name)
         assert heat_map(row).sum() == layer.positions[0].numel()
         kernels = layer.kernel().detach().flatten(0, 1)
@@ -88,8 +91,8 @@ def test_a_row_shows_all_elements_and_the_kernels_with_the_most_energy(name):
             weights = layer.weight.detach().flatten(0, 1)[index].flatten()
             assert torch.equal(torch.as_tensor(dots.get_array().data), weights > 0)
             if layer.interpolation == "bilinear":
-                columns, rows_of_dots = torch.as_tensor(dots.get_offsets().data).float().T
-                positions = torch.stack([rows_of_dots, columns])[:, None, None]
+                columns, rows = torch.as_tensor(dots.get_offsets().data).float().T
+                positions = torch.stack([rows, columns])[:, None, None]
                 constructed = construct_kernel(weights[None, None], positions, size)[0, 0]
                 torch.testing.assert_close(constructed, cells, rtol=0, atol=FLOAT32_ATOL)
 
@@ -100,7 +103,9 @@ def test_elements_are_counted_where_they_are():
     with torch.no_grad():
         positions.zero_()
         positions[:, 0, 0, 0] = torch.tensor([-4.0, 3.0])
-    shown = heat_map(make_figure(plan, model.state_dict()).subfigs[0])
+    row = rows_of(model, plan)[0]
+    assert row.axes[0].get_ylim() == (4.5, -4.5)  # rows go down
+    shown = heat_map(row)
     middle = BINS_PER_CELL // 2
     expected = torch.zeros(9 * BINS_PER_CELL, 9 * BINS_PER_CELL)
     expected[middle, 7 * BINS_PER_CELL + middle] = 1
@@ -119,12 +124,12 @@ def test_a_figure_is_a_file_without_a_date(suffix):
 
 def test_of_many_positions_tensors_some_from_the_first_to_the_last_are_shown():
     model, plan = convert_module(depthwise(40), (4, 16, 16), 9, tie="none")
-    figure = make_figure(plan, model.state_dict())
-    titles = [row.get_suptitle() for row in figure.subfigs]
-    assert len(titles) == MAX_ROWS
+    (part,) = make_figure(plan, model.state_dict()).subfigs
+    titles = [row.get_suptitle() for row in part.subfigs]
+    assert len(titles) == MAX_TENSORS
     assert titles[0].startswith("0: ")
     assert titles[-1].startswith("39: ")
-    assert f"{MAX_ROWS} of 40 positions tensors" in figure.get_supxlabel()
+    assert f"{MAX_TENSORS} of 40 positions tensors" in part.get_supxlabel()
 
 
 def test_a_weight_that_does_not_fit_the_plan_is_refused():
