@@ -10,8 +10,7 @@ from ..networks.position_parameters import exclude_from_weight_decay_
 from ..networks.pretrained_cfg import set_pretrained_cfg_
 from ..networks.registries import TIMM_ARCHITECTURE
 from ..planning.plan import ConversionPlan
-from .branches import keep_unmergeable_branches_
-from .fold import install_timm_fold_hook_
+from .branches import guard_merging_
 from .groups import LayerGroup, make_layers
 
 
@@ -39,11 +38,11 @@ def insert_layers_(
 
     Besides the layers, the model keeps:
     - positions and sigmas of tie groups, as parameters of the groups' owners;
-    - instance attributes by which timm's `reparameterize_model` folds first (`fold.py`);
+    - guards of the methods that merge branches (`branches.py`);
     - names that `no_weight_decay` returns (`networks/position_parameters.py`);
     - if timm's or torchvision's: `_model_args`, and the architecture in `pretrained_cfg`.
 
-    A folded plan leaves plain convolutions, and marks branches that timm must not merge.
+    A folded plan leaves plain convolutions.
 
     Args:
         model: Changed in place.
@@ -60,10 +59,8 @@ def insert_layers_(
                 module = make_plain_conv(layer)
             for name in layer_plan.names:
                 model.set_submodule(name, module)
-    if plan.folded:
-        keep_unmergeable_branches_(model, [layer.name for layer in plan.layers])
-    else:
-        install_timm_fold_hook_(model)
+    guard_merging_(model, plan)
+    if not plan.folded:
         exclude_from_weight_decay_(model)
     # With this, timm's own savers write a config that rebuilds the converted model.
     config = getattr(model, "pretrained_cfg", None)

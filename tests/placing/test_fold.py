@@ -8,7 +8,6 @@ import pytest
 import timm
 import torch
 from timm.models import save_for_hf
-from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg
 from timm.utils import reparameterize_model
 from torch import nn
 
@@ -196,57 +195,14 @@ def test_timms_saver_writes_a_folded_model_that_timm_loads(tmp_path):
         assert max_relative_error(expected, outputs(again)) < FLOAT32_ERROR
 
 
-# Folding by timm's function.
-
-
-@pytest.mark.parametrize(
-    ("carry", "inplace"),
-    [
-        (lambda model: model, True),
-        (lambda model: model, False),
-        (copy.deepcopy, False),
-        (lambda model: pickle.loads(pickle.dumps(model)), True),
-        (nn.Sequential, True),
-    ],
-    ids=["itself", "a copy that timm makes", "deepcopy", "pickle", "in another module"],
-)
-def test_reparameterize_model_folds_all_layers(carry, inplace):
+def test_reparameterize_model_keeps_the_outputs_of_plain_networks():
+    """timm calls `fuse` of each layer."""
     model = converted().double()
     expected = outputs(model)
-    names = position_entries(model)
-    carried = carry(model)
-    folded = reparameterize_model(carried, inplace=inplace)
-    assert names
-    assert not position_entries(folded)
-    assert not any(isinstance(module, DclsConvNd) for module in folded.modules())
-    assert max_relative_error(expected, outputs(folded.eval())) < FLOAT64_ERROR
-    if not inplace:
-        assert torch.equal(outputs(carried.eval()), expected)
-    if carry is not nn.Sequential and carried is not model:
-        assert position_entries(model) == names
-        assert torch.equal(outputs(model), expected)
-
-
-def test_a_copied_part_folds_without_folding_the_model():
-    model = converted()
-    part = copy.deepcopy(model[1])
-    part.reparameterize()
-    assert not any(isinstance(module, DclsConvNd) for module in part.modules())
-    assert sum(isinstance(module, DclsConvNd) for module in model.modules()) == 6
-
-
-def test_timm_fuses_the_rest_of_its_own_models_too():
-    torch.manual_seed(0)
-    block = ByoBlockCfg(type="rep", d=2, c=8, s=2, gs=0, br=0.0)
-    # A small RepVGG.
-    model = ByobNet(ByoModelCfg(blocks=(block, block), stem_type="rep", stem_chs=8), num_classes=3)
-    convert_(model, dilated_size=7, input_size=IMAGE, init="random")
-    with_random_values(model).double()
-    expected = outputs(model)
     folded = reparameterize_model(model)
-    assert not position_entries(folded)
-    assert not any(isinstance(module, nn.BatchNorm2d) for module in folded.modules())
+    assert not any(isinstance(module, DclsConvNd) for module in folded.modules())
     assert max_relative_error(expected, outputs(folded)) < FLOAT64_ERROR
+    assert torch.equal(outputs(model), expected)
 
 
 def depthwise():
@@ -265,7 +221,8 @@ def test_positions_tied_across_children_are_removed_with_the_last_layer():
     assert fold_to_dense_(model[0][0]) == 1
     assert position_entries(model) == ["dcls_positions"]
     assert max_relative_error(expected, outputs(model)) < FLOAT64_ERROR
-    assert not position_entries(reparameterize_model(model, inplace=True))
+    assert fold_to_dense_(model) == 1
+    assert not position_entries(model)
     assert max_relative_error(expected, outputs(model)) < FLOAT64_ERROR
 
 
