@@ -8,7 +8,7 @@ Axes: N kernel lines (see `layers/elements.py`), L layers, E elements, A axes, S
 flat.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -59,7 +59,7 @@ class _State(NamedTuple):
 @torch.no_grad()
 def fit_lines(
     targets: Tensor,
-    starts: Sequence[Tensor],
+    starts: Tensor,
     box: Box,
     *,
     settings: FitSettings,
@@ -72,7 +72,7 @@ def fit_lines(
 
     Args:
         targets: (N, L, S), of order 1.
-        starts: Box positions (N, E, A) to start from.
+        starts: Box positions (starts, N, E, A) to start from.
         box: Box within which the kernels are fitted.
         settings: Length of the fit, ridge and damping.
         covariance_roots: (N, S, S). With them, an error e of a line costs |e @ root|^2, else |e|^2.
@@ -82,7 +82,7 @@ def fit_lines(
         norms = (targets @ covariance_roots).flatten(1).norm(dim=1)
         covariance_roots = covariance_roots / torch.where(norms > 0, norms, 1.0)[:, None, None]
     problem = _make_problem(targets, box, covariance_roots, settings.ridge)
-    search = _LevenbergMarquardt(problem, torch.cat(list(starts)), settings)
+    search = _LevenbergMarquardt(problem, starts.flatten(0, 1), settings)
     all_fits = torch.arange(len(search.box_positions), device=targets.device)
     remaining_fits = all_fits.reshape(len(starts), -1)  # (starts, N): fit indices
     rounds_left = settings.rounds

@@ -14,9 +14,8 @@ class FitSettings:
     calibration).
     """
 
-    # Number of starts of each line. One start is near merged cells, the others are near the largest
-    # cells.
-    starts_for_kernels: int = 4
+    # Number of starts of each line, near its largest cells.
+    starts_for_kernels: int = 6
     starts_for_outputs_depthwise: int = 6  # if an output channel has one line
     # If an output channel sums several lines. Solving for their weights together makes up for most
     # of what more starts would gain.

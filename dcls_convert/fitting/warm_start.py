@@ -15,7 +15,6 @@ from ..layers.interpolation import find_interpolation
 from .boxes import Box
 from .fit_positions import fit_lines
 from .fit_settings import FLOATS_AT_ONCE, FitSettings
-from .merged_start import merged_neighbours
 
 SETTINGS = FitSettings()
 
@@ -123,18 +122,14 @@ def _fit(
 ) -> _BoxElements:
     """Fit elements to lines (N, L, S) from several starts, and return the best of each line.
 
-    The last start is near merged cells, the others are near the largest cells; `noise` (starts, N,
-    E, A) is added to them.
+    Starts are the largest cells plus `noise` (starts, N, E, A).
     """
     fitted = _BoxElements(
         torch.empty_like(largest_cells.box_positions), torch.empty_like(largest_cells.weights)
     )
     for chunk in _chunks(largest_cells, box):
         cells = largest_cells.box_positions[chunk]
-        bases = [cells] * (len(noise) - 1)
-        bases.append(merged_neighbours(lines[chunk], cells, box))
-        noise_of_chunk = noise[:, chunk.to(noise.device)].to(cells)
-        starts = [base + noise_of_chunk[start] for start, base in enumerate(bases)]
+        starts = cells + noise[:, chunk.to(noise.device)].to(cells)
         fitted.box_positions[chunk], fitted.weights[chunk] = fit_lines(
             lines[chunk],
             starts,

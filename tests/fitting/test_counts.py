@@ -104,10 +104,8 @@ def three_stages():
     ("budget", "tie", "calibrated"),
     [(60, "stage", False), (100, "none", False), (60, "none", True)],
 )
-def test_scope_error_has_the_least_error_within_the_budget(request, budget, tie, calibrated):
+def test_scope_error_has_the_least_error_within_the_budget(budget, tie, calibrated):
     """The error is that of the outputs with images, else the sum of kernel errors."""
-    if not calibrated:  # where fits end early, rounding decides how far outputs move
-        request.getfixturevalue("quick_fit")
     error_of_scope = {}
     images = smooth_noise(16)
     for scope in ("model", "error"):
