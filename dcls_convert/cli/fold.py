@@ -3,13 +3,12 @@
 import textwrap
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..export.formats import EXPORT_FORMATS
+from ..export.formats import EXPORT_FORMATS, FormatName
 from ..geometry import size_text
-from ..options import DEFAULT_OPSET, OPSETS
 from ..text import count_text
 from . import console
 from .options import (
@@ -26,28 +25,15 @@ from .options import (
 if TYPE_CHECKING:
     from ..export.folded_model import ExportReport
 
-    FormatName = str
-else:
-    FormatName = Literal[tuple(EXPORT_FORMATS)]  # typer takes the choices from the type
-
-
-def _format_help() -> str:
-    """Describe each format; formats with the same help share a sentence."""
-    names_of_help: dict[str, list[str]] = {}
-    for name, row in EXPORT_FORMATS.items():
-        names_of_help.setdefault(row.help, []).append(name)
-    return " ".join(f"{', '.join(names)}: {help}." for help, names in names_of_help.items())
-
-
-def _default_outputs() -> str:
-    """Return the default outputs as text: "./CHECKPOINT-folded or ./CHECKPOINT.onnx"."""
-    *others, last = [f"./CHECKPOINT{row.suffix}" for row in EXPORT_FORMATS.values()]
-    return f"{', '.join(others)} or {last}"
-
 
 Format = Annotated[
     FormatName,
-    typer.Option(metavar="|".join(EXPORT_FORMATS), help=_format_help(), rich_help_panel=OUTPUT),
+    typer.Option(
+        metavar="|".join(EXPORT_FORMATS),
+        help="timm: a folder, which timm loads by itself if the architecture allows it. "
+        "onnx, pt2: one file.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 OutputPath = Annotated[
     Path | None,
@@ -55,16 +41,8 @@ OutputPath = Annotated[
         "--output",
         "-o",
         metavar="PATH",
-        help=f"Folder or file to write (default: {_default_outputs()}).",
-        rich_help_panel=OUTPUT,
-    ),
-]
-Opset = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        help=f"Opset of the ONNX model, from {OPSETS[0]} to {OPSETS[-1]} "
-        f"(default: {DEFAULT_OPSET}).",
+        help="Folder or file to write (default: ./CHECKPOINT-folded, ./CHECKPOINT.onnx or "
+        "./CHECKPOINT.pt2).",
         rich_help_panel=OUTPUT,
     ),
 ]
@@ -74,7 +52,6 @@ def fold(
     checkpoint: CheckpointArgument,
     format: Format = "timm",
     output: OutputPath = None,
-    opset: Opset = None,
     input_size: InputSize = None,
     model: Unconverted = None,
     force: Force = False,
@@ -94,7 +71,6 @@ def fold(
             checkpoint,
             format,
             output,
-            opset=opset,
             input_size=input_size,
             model=model,
             force=force,
@@ -146,12 +122,11 @@ def _description(report: "ExportReport") -> str:
 
 
 def _file_description(report: "ExportReport") -> str:
-    """Describe a file: "ONNX model of opset 20 for images of 3x224x224, any number at a time"."""
-    text = EXPORT_FORMATS[report.format].noun
-    if report.opset is not None:
-        text += f" of opset {report.opset}"
+    """Describe a file: "ONNX model for images of 3x224x224, any number at a time"."""
+    noun = EXPORT_FORMATS[report.format].noun
+    number = "any number at a time"
+    if report.batch is not None:
+        number = f"{report.batch} at a time, because the network's code fixes the number"
     if report.input_size is not None:
-        text += f" for images of {size_text(report.input_size)}"
-    if report.batch is None:
-        return f"{text}, any number at a time"
-    return f"{text}, {report.batch} at a time, because with any number {report.note}"
+        noun += f" for images of {size_text(report.input_size)}"
+    return f"{noun}, {number}"

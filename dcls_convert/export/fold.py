@@ -6,43 +6,36 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from ..checkpoints.folder import Checkpoint, open_checkpoint, reason_not_a_checkpoint
 from ..checkpoints.load import load_checkpoint
 from ..errors import CheckpointError, DclsConvertError, ModelError
 from ..networks.building import build_model
-from ..networks.input_tensors import Inputs, image_inputs, inputs_text, pixel_count, with_batch
-from ..networks.inputs import Arguments, input_names, random_arguments
+from ..networks.input_tensors import Inputs, image_inputs, inputs_text, pixel_count
 from ..networks.model_outputs import check_close
-from ..networks.running import image_dtype
 from ..networks.source import resolve_model
-from ..options import MAX_PIXELS, OPSETS
+from ..options import MAX_PIXELS
 from ..output import check_output, reason_not_a_file
 from ..placing.fold import fold_to_dense_
 from ..progress import Notify, ignore_messages
 from ..text import join_with_and, shortened
 from .folded_model import (
-    BATCHES,
     FOLDING_BOUND,
     ExportReport,
     FoldedModel,
+    arguments_for,
+    parameter_count,
     run_model,
-    with_flat_outputs,
 )
-from .formats import EXPORT_FORMATS, ExportFormat
+from .formats import EXPORT_FORMATS, ExportFormat, FormatName
 
-IMAGES_SEED = 0  # for the random inputs on which outputs are compared
 FOLD_IN_PYTHON = "in Python, fold_to_dense_(model) folds it without comparing them"
 
 
 def fold_checkpoint(
     folder: Path,
-    format: str = "timm",
+    format: FormatName = "timm",
     output: Path | None = None,
     *,
-    opset: int | None = None,
     input_size: Sequence[int] | None = None,
     model: str | None = None,
     force: bool = False,
@@ -56,7 +49,6 @@ def fold_checkpoint(
         format: A name in EXPORT_FORMATS.
         output: Folder or file to write; without it, the folder's name with the format's suffix, in
             the current directory.
-        opset: Opset of an ONNX model, one of OPSETS.
         input_size: Size of the image on which outputs are compared and for which the network is
             exported; None for the inputs of the plan.
         model: The unconverted network, such as "package.module:factory", if the checkpoint does not
@@ -68,11 +60,7 @@ def fold_checkpoint(
     Raises:
         DclsConvertError: The model cannot be folded or written, or its outputs would change.
     """
-    if format not in EXPORT_FORMATS:
-        known = ", ".join(EXPORT_FORMATS)
-        raise DclsConvertError(f"format {shortened(format)!r} must be one of {known}")
     export_format = EXPORT_FORMATS[format]
-    _check_opset(format, opset)
     checkpoint = open_checkpoint(folder)
     if output is None:
         output = Path(folder.resolve().name + export_format.suffix)
@@ -87,49 +75,33 @@ def fold_checkpoint(
     network = load_checkpoint(checkpoint, model=unconverted, trust_code=trust_code).eval()
 
     notify("folding")
-    params_before = _parameter_count(network)
-    batches = _random_batches(inputs, image_dtype(network))
+    params_before = parameter_count(network)
+    arguments = arguments_for(network, inputs)
     try:
-        outputs = run_model(network, batches, f"{folder}: its model")
+        outputs = run_model(network, arguments, f"{folder}: its model")
     except ModelError as problem:
         raise ModelError(f"{problem}; {FOLD_IN_PYTHON}") from problem
-    error = _fold_(network, batches, outputs, f"{folder}: folding")
+    fold_to_dense_(network)
+    folded_outputs = run_model(network, arguments, "the folded model")
+    error = check_close(outputs, folded_outputs, bound=FOLDING_BOUND, what=f"{folder}: folding")
     folded = FoldedModel(
         model=network,
         checkpoint=checkpoint,
         inputs=inputs,
-        input_names=input_names(network, inputs),
-        batches=batches,
         outputs=outputs,
-        one_output=isinstance(outputs[0], Tensor),
         relative_error=error,
         params_before=params_before,
-        params_after=_parameter_count(network),
         format=format,
         output=output,
-        opset=opset,
         force=force,
         notify=notify,
     )
-    if export_format.flat_outputs:
-        folded = with_flat_outputs(folded)
     write: Any = pkgutil.resolve_name(export_format.writer)
     report: ExportReport = write(folded)
     return report
 
 
-def _check_opset(format: str, opset: int | None) -> None:
-    """Refuse an opset that is not supported, or that is given for a format without opsets."""
-    if opset is None:
-        return
-    if not EXPORT_FORMATS[format].has_opset:
-        with_opset = [name for name, row in EXPORT_FORMATS.items() if row.has_opset]
-        raise DclsConvertError(f"an opset is for format {', '.join(with_opset)}, not for {format}")
-    if opset not in OPSETS:
-        raise DclsConvertError(f"opset {opset}: give an integer from {OPSETS[0]} to {OPSETS[-1]}")
-
-
-def _check_packages(format: str) -> None:
+def _check_packages(format: FormatName) -> None:
     """Refuse a format whose packages are not installed."""
     missing = []
     for name in EXPORT_FORMATS[format].packages:
@@ -171,25 +143,3 @@ def _check_output(export_format: ExportFormat, folder: Path, output: Path, *, fo
             f"output {output} is the checkpoint itself, whose positions would be lost"
         )
     check_output(output, force=force, reason_to_keep=reason_not_a_checkpoint)
-
-
-def _random_batches(inputs: Inputs, dtype: torch.dtype) -> tuple[Arguments, ...]:
-    """Return random inputs for each batch size of BATCHES."""
-    batches = []
-    for batch in BATCHES:
-        arguments = random_arguments(with_batch(inputs, batch), seed=IMAGES_SEED)
-        batches.append(arguments.to(dtype))
-    return tuple(batches)
-
-
-def _fold_(
-    network: nn.Module, batches: tuple[Arguments, ...], outputs: tuple[Any, ...], subject: str
-) -> float:
-    """Fold the network, check that its outputs stay the same, and return their relative error."""
-    fold_to_dense_(network)
-    folded_outputs = run_model(network, batches, "the folded model")
-    return check_close(outputs, folded_outputs, bound=FOLDING_BOUND, what=subject)
-
-
-def _parameter_count(network: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in network.parameters())

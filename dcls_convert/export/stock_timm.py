@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..checkpoints.card import model_card
@@ -31,7 +30,7 @@ from ..reports.predict import predict_report
 from ..reports.report import ConversionReport
 from ..weights.files import load_safetensors
 from ..weights.loading import alias_names
-from .folded_model import FOLDING_BOUND, ExportReport, FoldedModel, run_model
+from .folded_model import FOLDING_BOUND, ExportReport, FoldedModel, arguments_for, run_model
 
 # Names of timm's arguments for kernel sizes contain one of these words: kernel_size, kernel_sizes,
 # kernels, local_conv_size.
@@ -103,8 +102,7 @@ def _error_of_folder(folded: FoldedModel, folder: Path, subject: str) -> float:
     source = ModelSource(name=f"local-dir:{folder}")
     # Safe: the folder names one of timm's own architectures, so no other code is run.
     loaded = build_model(source, pretrained=True, trust_code=True).eval()
-    batches = [arguments.to(torch.float32) for arguments in folded.batches]
-    outputs = run_model(loaded, batches, subject)
+    outputs = run_model(loaded, arguments_for(loaded, folded.inputs), subject)
     return check_close(folded.outputs, outputs, bound=FOLDING_BOUND, what=subject)
 
 

@@ -1,18 +1,16 @@
 """The tensors that a network's forward takes: their description, and tensors like them."""
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import PlanError
 from ..text import shortened
 from .input_tensors import DtypeName, Inputs, InputTensor
 
-BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 # One tensor, several by position, or tensors by the names of forward's parameters.
 ExampleInputs = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 
@@ -27,16 +25,6 @@ class Arguments:
     def tensors(self) -> tuple[Tensor, ...]:
         """Return all tensors, in the order of their description."""
         return (*self.args, *self.kwargs.values())
-
-    def to(self, dtype: torch.dtype) -> "Arguments":
-        """Return the tensors, those of floating point with this dtype."""
-        args = [_with_dtype(tensor, dtype) for tensor in self.args]
-        kwargs = {name: _with_dtype(tensor, dtype) for name, tensor in self.kwargs.items()}
-        return Arguments(tuple(args), kwargs)
-
-
-def _with_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def describe_inputs(example_inputs: ExampleInputs) -> Inputs:
@@ -75,17 +63,23 @@ def _described(named: Sequence[tuple[str | None, object]]) -> Iterator[InputTens
         yield InputTensor(name=name, shape=tuple(tensor.shape), dtype=dtype, range=values)
 
 
-def random_arguments(inputs: Inputs, *, seed: int = 0) -> Arguments:
+def random_arguments(
+    inputs: Inputs, *, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> Arguments:
     """Return tensors of random values on the CPU, always the same for a seed.
 
-    Floating-point values are normal, integers uniform in the range of the example's.
+    Floating-point values are normal and have the given dtype; integers are uniform in the range of
+    the example's.
     """
     generator = torch.Generator().manual_seed(seed)
-    tensors = [_random_tensor(tensor, generator) for tensor in inputs]
+    tensors = []
+    for tensor in inputs:
+        values = _random_values(tensor, generator)
+        tensors.append(values.to(dtype) if values.is_floating_point() else values)
     return _as_arguments(inputs, tensors)
 
 
-def _random_tensor(tensor: InputTensor, generator: torch.Generator) -> Tensor:
+def _random_values(tensor: InputTensor, generator: torch.Generator) -> Tensor:
     dtype: torch.dtype = getattr(torch, tensor.dtype)
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(tensor.shape, generator=generator, dtype=dtype, device="cpu")
@@ -114,22 +108,3 @@ def _as_arguments(inputs: Inputs, tensors: Sequence[Tensor]) -> Arguments:
         else:
             kwargs[description.name] = tensor
     return Arguments(tuple(args), kwargs)
-
-
-def input_names(model: nn.Module, inputs: Inputs) -> tuple[str, ...]:
-    """Return names for the inputs of an exported model: those of forward's parameters.
-
-    The only input is "input". Inputs without a name of their own are numbered.
-    """
-    if len(inputs) == 1:
-        return ("input",)
-    parameters = [*inspect.signature(model.forward).parameters.values()]
-    names = []
-    for index, tensor in enumerate(inputs):
-        name = tensor.name
-        if name is None:
-            name = f"input_{index}"
-            if index < len(parameters) and parameters[index].kind in BY_POSITION:
-                name = parameters[index].name
-        names.append(name)
-    return tuple(names)

@@ -1,0 +1,170 @@
+"""Write a folded model as one file: a program of torch.export, or an ONNX model made from it.
+
+The file is run, and kept only if it gives the outputs of the checkpoint's model.
+"""
+
+import io
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+
+from ..errors import DclsConvertError, ModelError
+from ..networks.input_tensors import Inputs
+from ..networks.model_outputs import check_close, tensors_in
+from ..networks.running import suppress_output
+from ..output import new_file
+from .folded_model import (
+    BATCH,
+    FOLDING_BOUND,
+    ExportReport,
+    FoldedModel,
+    arguments_for,
+    root_cause,
+    run_model,
+)
+
+ONNX_BOUND = 1e-3  # largest relative error; onnxruntime has other kernels and folds constants
+# Without this variable, onnxruntime 1.29 and later sends names of models to its makers.
+NO_TELEMETRY = "ORT_DISABLE_TELEMETRY"
+MAX_IN_ONE_FILE = 1_900_000_000  # bytes of weights; ONNX files are protobufs, limited to 2 GiB
+LOAD_PT2 = 'import torch\n\nmodel = torch.export.load("{folder}").module()\n'
+LOAD_ONNX = 'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{folder}")\n'
+
+LoadedFile = Callable[..., Any]  # inputs -> outputs
+
+
+def write_pt2(folded: FoldedModel) -> ExportReport:
+    """Write the .pt2 file."""
+
+    def write(program: ExportedProgram, path: Path) -> LoadedFile:
+        # Save to memory first: if the disk is full, torch's own file writer ends the process.
+        file = io.BytesIO()
+        torch.export.save(program, file)
+        path.write_bytes(file.getbuffer())
+        return torch.export.load(path).module()
+
+    return _write_file(folded, write, FOLDING_BOUND, LOAD_PT2)
+
+
+def write_onnx(folded: FoldedModel) -> ExportReport:
+    """Write the ONNX file, and a second file with the weights if they do not fit into one."""
+    # onnxruntime reads the variable when it is imported.
+    os.environ.setdefault(NO_TELEMETRY, "1")
+    size = sum(tensor.nbytes for tensor in folded.model.state_dict().values())
+
+    def write(program: ExportedProgram, path: Path) -> LoadedFile:
+        names = list(map(str, program.graph_signature.user_inputs))
+        if len(names) == 1:
+            names = ["input"]
+        torch.onnx.export(
+            program,
+            f=path,
+            input_names=names,
+            output_names=list(_output_names(folded.outputs)),
+            dynamo=True,
+            dynamic_shapes=_named_axes(folded.inputs) if program.range_constraints else None,
+            external_data=size > MAX_IN_ONE_FILE,
+            verbose=False,
+        )
+        return _load_onnx(path)
+
+    return _write_file(folded, write, ONNX_BOUND, LOAD_ONNX)
+
+
+def _named_axes(inputs: Inputs) -> list[dict[int, str]]:
+    """Return a name for the first axis of each input that has one."""
+    return [{0: "batch"} if tensor.shape else {} for tensor in inputs]
+
+
+def _load_onnx(path: Path) -> LoadedFile:
+    """Return a function that runs the file's model with onnxruntime."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    names = [entry.name for entry in session.get_inputs()]
+
+    def run(*args: Tensor, **kwargs: Tensor) -> list[Tensor]:
+        arrays = [tensor.numpy() for tensor in (*args, *kwargs.values())]
+        outputs = session.run(None, dict(zip(names, arrays, strict=True)))
+        return [torch.from_numpy(output) for output in outputs]
+
+    return run
+
+
+def _output_names(outputs: Any, name: str = "") -> Iterator[str]:
+    """Yield a name for each tensor: "logits", "boxes.0" for a dict, "output.0" for a tuple."""
+    if isinstance(outputs, Tensor):
+        yield name or "output"
+    elif isinstance(outputs, Mapping):
+        for key, part in outputs.items():
+            yield from _output_names(part, f"{name}.{key}".lstrip("."))
+    elif isinstance(outputs, list | tuple):
+        for index, part in enumerate(outputs):
+            yield from _output_names(part, f"{name or 'output'}.{index}")
+
+
+def _write_file(
+    folded: FoldedModel,
+    write: Callable[[ExportedProgram, Path], LoadedFile],
+    bound: float,
+    loading: str,
+) -> ExportReport:
+    """Export the model, and keep the file if its outputs are within the bound.
+
+    Args:
+        folded: The model to write.
+        write: Writes the program to a path, and loads it again.
+        bound: Largest allowed relative error of the file's outputs.
+        loading: As in `FoldedModel.report`.
+
+    Raises:
+        DclsConvertError: The export fails, or the outputs differ too much.
+    """
+    subject = f"the export to {folded.format}"
+    with new_file(folded.output, force=folded.force) as path:
+        folded.notify("exporting")
+        try:
+            with torch.no_grad(), suppress_output():
+                program = _export(folded)
+                run = write(program, path)
+        except (OSError, DclsConvertError):
+            raise
+        except Exception as error:  # exporters may raise anything
+            raise ModelError(f"{subject} fails: {root_cause(error)}") from error
+        batch = None if program.range_constraints else 1
+        arguments = arguments_for(folded.model, folded.inputs, batch or BATCH)
+        expected = run_model(folded.model, arguments, "the folded model")
+        outputs = run_model(run, arguments, subject)
+        difference = check_close(
+            tensors_in(expected), tensors_in(outputs), bound=bound, what=subject
+        )
+        return folded.report(folded.format, difference, loading, batch=batch)
+
+
+def _export(folded: FoldedModel) -> ExportedProgram:
+    """Export for any number of images or, if the network's code fixes that number, for one."""
+    model = folded.model
+    # The size 1 would be taken for a constant, and the file is run with another size than this.
+    some = arguments_for(model, folded.inputs, 2)
+    shapes: Any = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
+    for tensor in some.tensors():
+        if tensor.dim():
+            shapes[tensor] = {0: torch.export.Dim.AUTO}
+    dynamic = shapes.dynamic_shapes(model, some.args, some.kwargs)
+    program = torch.export.export(model, some.args, some.kwargs, dynamic_shapes=dynamic)
+    if not program.range_constraints:
+        one = arguments_for(model, folded.inputs, 1)
+        program = torch.export.export(model, one.args, one.kwargs)
+    # Stack traces would name this machine's source files.
+    for graph in program.graph_module.modules():
+        if isinstance(graph, torch.fx.GraphModule):
+            for node in graph.graph.nodes:
+                node.meta.pop("stack_trace", None)
+    return program
