@@ -104,7 +104,7 @@ def _lines(report: "ExportReport") -> list[str]:
 
 
 def _description(report: "ExportReport") -> str:
-    """Say what the output is, and what loads it."""
+    """Say what the output is."""
     if report.kind == "stock timm":
         arguments = ""
         if report.kernel_args:
@@ -112,17 +112,7 @@ def _description(report: "ExportReport") -> str:
             arguments = f", with {sizes}"
         return f"timm loads it by itself{arguments}; dcls-convert is not needed"
     if report.kind == "dcls":
-        # If timm alone cannot load the folder, the code to load it has one of these arguments.
-        special_arguments = ('", trust_code=True)', '", model=unconverted)')
-        loader = "timm, where dcls-convert is installed,"
-        if any(arguments in report.loading for arguments in special_arguments):
-            loader = "dcls_convert.load_converted"
-        return f"{loader} loads it, because {report.note}"
-    return _file_description(report)
-
-
-def _file_description(report: "ExportReport") -> str:
-    """Describe a file: "ONNX model for images of 3x224x224, any number at a time"."""
+        return f"a dcls-convert folder, because {report.note}"
     noun = EXPORT_FORMATS[report.format].noun
     number = "any number at a time"
     if report.batch is not None:

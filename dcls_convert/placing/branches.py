@@ -35,9 +35,7 @@ def guard_merging_(model: nn.Module, plan: ConversionPlan) -> None:
 def _merge(block: nn.Module, method: str, *args: Any, **kwargs: Any) -> Any:
     """Call a block's own method, and check the sizes of merged kernels."""
     merge = getattr(type(block), method)
-    if (
-        args or kwargs
-    ):  # not a call of timm's; another method of this name, such as a fusion of maps
+    if args or kwargs:  # another method of this name, such as a fusion of maps
         return merge(block, *args, **kwargs)
     if any(isinstance(module, DclsConvNd) for module in block.modules()):
         raise PlanError("fold the network before its branches are merged: fold_to_dense_(model)")

@@ -21,7 +21,6 @@ from dcls_convert.networks.model_outputs import max_relative_error
 from dcls_convert.planning.rule_files import parse_rules
 
 from ..checkpoints.folders import IMAGE, convert, outputs, save
-from ..command_line import run
 from ..conftest import TINY
 from .running import FLOAT32_ERROR
 
@@ -125,11 +124,6 @@ def test_matching_shapes_are_not_enough_for_stock_timm(tmp_path, monkeypatch, ch
     assert written.kind == "dcls"
     assert "kernel_sizes=9: the outputs' relative error is" in written.note
     assert {path.name for path in (tmp_path / "out").iterdir()} == set(FILES)
-
-
-def test_the_command_says_what_loads_a_folder_whatever_its_name(checkpoints):
-    out, _ = run("fold", checkpoints / "efficientnet", "--format", "timm", "-o", "unconverted-net")
-    assert "Wrote unconverted-net: timm, where dcls-convert is installed, loads it" in out
 
 
 def test_other_architectures_become_a_folded_checkpoint(tmp_path, checkpoints):
