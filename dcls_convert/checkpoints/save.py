@@ -65,10 +65,7 @@ def save_converted(
     model = inside_wrappers(model)
     provenance = provenance_of(model)
     if not isinstance(plan, ConversionPlan):
-        checkpoint = open_checkpoint(plan)
-        if provenance is None:  # the model was loaded by timm
-            provenance = checkpoint.provenance
-        plan = checkpoint.plan
+        plan = open_checkpoint(plan).plan
     features = features_plan(model, plan)
     if features is not None:
         plan = features
