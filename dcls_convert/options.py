@@ -21,7 +21,6 @@ Init = Literal["auto", "random", "largest", "fit", "exact"]
 Positions = Literal["normal", "kernel", "uniform"]
 AuthorsVersion = Literal["v0", "v1"]  # layers without sigma; conversion/authors.py
 Kind = Literal["depthwise", "grouped", "dense"]  # kinds of convolutions, by their groups
-Sort = Literal["name", "params", "macs", "count", "layers"]  # how models are sorted
 
 INTERPOLATION_NAMES: tuple[str, ...] = get_args(InterpolationName)
 SCOPES: tuple[Scope, ...] = get_args(Scope)

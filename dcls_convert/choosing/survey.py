@@ -1,18 +1,20 @@
-"""Survey what a conversion would change in each model of the timm and torchvision registries."""
+"""Plan many models of the timm and torchvision registries, and show a row for each."""
 
 import fnmatch
-import gc
+import functools
 import multiprocessing
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, replace
+from typing import Literal
 
 import torch
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from ..conversion.decide import plan_network
 from ..conversion.load import load
@@ -21,17 +23,22 @@ from ..errors import DclsConvertError, ModelError, NothingMatchesError
 from ..geometry import size_text
 from ..networks.registries import registry_names
 from ..networks.sites import count_conv_kinds
-from ..options import Kind, Sort
 from ..planning.claims import NOT_MATCHED
-from ..planning.paths import WILDCARDS
-from ..planning.plan_options import PlanOptions
+from ..planning.rules import RuleSet
+from ..progress import Notify, ignore_messages
+from ..records import adapter, write_json
 from ..reports.costs import Change, MacsChange
+from ..reports.number_text import short_before_after, short_count
 from ..reports.predict import predict_report
-from ..text import did_you_mean, one_line, shortened
+from ..tables import Column, Table
+from ..text import count_text, did_you_mean, one_line, range_text, shortened
 
 Status = Literal["planned", "nothing matches", "does not fit", "failed"]
-MIN_MODELS_PER_WORKER = 8  # for fewer, a worker's import of torch takes too long
+# Each status, with the style of its rows.
+STATUS_STYLES = {"planned": "", "nothing matches": "dim", "does not fit": "yellow", "failed": "red"}
+MODELS_PER_WORKER = 8  # for fewer, a worker's import of torch takes too long
 MAX_REASON = 300  # characters of an exception's message
+MAX_KINDS = 4  # number of kinds of convolutions that a row lists if nothing matches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,52 +62,83 @@ class ModelRow:
     macs: MacsChange = field(default_factory=MacsChange)
 
 
-def names_matching(pattern: str | None) -> list[str]:
-    """Return the names in both registries that match a pattern, or all names for None.
+def names_matching(pattern: str) -> list[str]:
+    """Return the names in both registries that match a shell pattern.
 
-    A pattern without wildcards must be a whole name or, if no such name exists, a part of names.
-    Case is ignored, and the registry's prefix may be omitted.
+    The pattern is for a whole name, with or without the registry's prefix. If no such name exists,
+    it is for a part of names.
 
     Raises:
         ModelError: No name matches.
     """
     names = registry_names()
-    if pattern is None:
-        return names
-    lower = pattern.lower()
-    prefix, colon, part = lower.rpartition(":")
-    patterns = [lower]
-    if lower and WILDCARDS.isdisjoint(lower):
-        patterns.append(f"{prefix}{colon}*{part}*")
-    for candidate in patterns:
-        matching = [name for name in names if _matches(name, candidate)]
-        if matching:
-            return matching
-    bare_pattern = part.strip("".join(WILDCARDS))
-    suggestion = did_you_mean(bare_pattern, map(_bare_name, names), 3)
-    raise ModelError(f"no model of timm or torchvision matches {shortened(pattern)!r}{suggestion}")
+    pattern = pattern.lower()
+    whole = [*fnmatch.filter(names, pattern), *fnmatch.filter(names, f"*:{pattern}")]
+    matching = whole or fnmatch.filter(names, f"*{pattern}*")
+    if not matching:
+        bare_names = [name.partition(":")[2] for name in names]
+        suggestion = did_you_mean(pattern.rpartition(":")[2].strip("*?["), bare_names, 3)
+        raise ModelError(
+            f"no model of timm or torchvision matches {shortened(pattern)!r}{suggestion}"
+        )
+    return list(dict.fromkeys(matching))
 
 
-def _matches(name: str, pattern: str) -> bool:
-    """True if a name, with or without the registry's prefix, matches a lower-case pattern."""
-    if fnmatch.fnmatchcase(name.lower(), pattern):
-        return True
-    return fnmatch.fnmatchcase(_bare_name(name).lower(), pattern)
+def survey(
+    names: Sequence[str],
+    request: ConversionRequest,
+    *,
+    workers: int | None = None,
+    notify: Notify = ignore_messages,
+) -> list[ModelRow]:
+    """Plan many models in worker processes. Return a row for every name, in the same order.
+
+    Args:
+        names: Names in the registries.
+        request: What to do with each of them; its model is ignored.
+        workers: Number of processes; None for one per thread of torch, or fewer for few models.
+        notify: Called with the name of each planned model.
+
+    Raises:
+        ModelError: A worker process died.
+    """
+    pool = ProcessPoolExecutor(
+        workers or min(torch.get_num_threads(), 1 + len(names) // MODELS_PER_WORKER),
+        mp_context=multiprocessing.get_context("spawn"),  # torch's threads do not survive a fork
+        initializer=_set_up_worker,
+    )
+    plan = functools.partial(model_row, request=request)
+    rows: list[ModelRow] = []
+    try:
+        for row in pool.map(plan, names):
+            rows.append(row)
+            notify(f"{row.name}, {len(rows)} of {len(names)}", len(rows), len(names))
+    except BrokenProcessPool:
+        raise ModelError(
+            f"{names[len(rows)]} or a model after it: a worker process died, perhaps for "
+            "lack of memory; try fewer processes (--jobs 1), or fewer models"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return rows
 
 
-def _bare_name(name: str) -> str:
-    """ "timm:convnext_tiny" -> "convnext_tiny"."""
-    return name.partition(":")[2]
+def _set_up_worker() -> None:
+    """Print nothing, not even from C, and leave Ctrl-C to the parent.
+
+    A worker that an exception interrupts between two models may keep a lock of the pool for ever.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    null_device = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null_device, 1)
+    os.dup2(null_device, 2)
 
 
-def model_row(
-    name: str, options: PlanOptions, input_size: tuple[int, ...] | None = None
-) -> ModelRow:
-    """Plan one model without its weights, by default at the model's own input size."""
-    request = ConversionRequest(model=name, options=options, input_size=input_size, dry_run=True)
+def model_row(name: str, request: ConversionRequest) -> ModelRow:
+    """Plan one model without its weights. If its code raises, the row says what."""
     row = ModelRow(name=name, status="planned")
     try:
-        loaded, _ = load(request)
+        loaded, _ = load(replace(request, model=name))
         convs = loaded.convs
         row = replace(
             row,
@@ -109,17 +147,20 @@ def model_row(
             params=Change(before=convs.params),
             macs=MacsChange(before=convs.macs, note=convs.macs_note),
         )
-        plan = plan_network(loaded, None, options)
+        plan = plan_network(loaded, None, request.options)
+    except NothingMatchesError as error:
+        return replace(row, status="nothing matches", reason=str(error))
+    except ModelError as error:
+        return replace(row, status="failed", reason=str(error))
     except DclsConvertError as error:
-        return replace(row, status=_status_of(error), reason=str(error))
+        return replace(row, status="does not fit", reason=str(error))
+    except (Exception, SystemExit) as error:
+        reason = f"{type(error).__name__}: {one_line(error)[:MAX_REASON]}"
+        return replace(row, status="failed", reason=reason)
     report = predict_report(plan)
     replaced: Counter[str] = Counter()
-    dilated_sizes = set()
-    kernel_counts = set()
     for layer in plan.layers:
         replaced[f"{layer.kind} {size_text(layer.kernel_size)}"] += 1
-        dilated_sizes.add(layer.dilated_size)
-        kernel_counts.add(layer.kernel_count)
     kept: Counter[str] = Counter()
     site_names = {site.name for site in convs.sites}
     for skip in plan.skipped:
@@ -129,126 +170,79 @@ def model_row(
         row,
         kept=dict(kept.most_common()),
         replaced=dict(replaced.most_common()),
-        dilated_sizes=tuple(sorted(dilated_sizes)),
+        dilated_sizes=tuple(sorted({layer.dilated_size for layer in plan.layers})),
         growth=plan.growth_of_mixed_kernels,
-        kernel_counts=tuple(sorted(kernel_counts)),
+        kernel_counts=tuple(sorted({layer.kernel_count for layer in plan.layers})),
         rules=plan.rules,
         params=Change(before=report.params.before, after=report.params.after),
         macs=report.macs,
     )
 
 
-def _status_of(error: DclsConvertError) -> Status:
-    if type(error) is ModelError:
-        return "failed"
-    if type(error) is NothingMatchesError:
-        return "nothing matches"
-    return "does not fit"
+def survey_view(rows: Sequence[ModelRow]) -> RenderableType:
+    """Return a table of the models, and a line that counts them by status."""
+    table = Table(COLUMNS, rows, style=lambda row: STATUS_STYLES[row.status])
+    counts = _status_counts(rows)
+    summary = ", ".join(f"{count} {status}" for status, count in counts.items())
+    return Group(table, Text(), Text(f"{count_text(len(rows), 'model')}: {summary}", style="bold"))
 
 
-def survey_models(
-    names: Sequence[str],
-    options: PlanOptions,
-    *,
-    input_size: tuple[int, ...] | None = None,
-    workers: int | None = None,
-    on_row: Callable[[ModelRow], None] = lambda row: None,
-) -> list[ModelRow]:
-    """Plan many models in worker processes. Return a row for every name, in the same order.
-
-    Args:
-        names: Names in the registries.
-        options: Planning options.
-        input_size: Size of the inputs; None for each model's own.
-        workers: Number of processes. The default is one per core, or fewer for few models.
-        on_row: Called with each row as soon as it is ready.
-    """
-    if not workers:
-        workers = max(1, min(_available_cores(), len(names) // MIN_MODELS_PER_WORKER))
-    pool = ProcessPoolExecutor(
-        min(workers, len(names)),
-        mp_context=multiprocessing.get_context("spawn"),  # torch's threads do not survive a fork
-        initializer=set_up_worker,
+def survey_json(rows: Sequence[ModelRow], request: ConversionRequest, pattern: str) -> str:
+    """Return one JSON object with the keys format, options, models and summary."""
+    options = asdict(request.options)
+    if isinstance(request.options.rules, RuleSet):
+        options["rules"] = request.options.rules.source
+    summary = {"models": len(rows)}
+    for status, count in _status_counts(rows).items():
+        summary[status.replace(" ", "_")] = count
+    return write_json(
+        {
+            "format": 1,
+            "options": {"pattern": pattern, **options, "input_size": request.input_size},
+            "models": adapter(list[ModelRow]).dump_python(list(rows), mode="json"),
+            "summary": summary,
+        }
     )
-    rows: dict[str, ModelRow] = {}
-    try:
-        name_of = {}
-        for name in names:
-            name_of[pool.submit(row_or_failure, name, options, input_size)] = name
-        for future in as_completed(name_of):
-            try:
-                row = future.result()
-            except BrokenProcessPool:
-                reason = "a worker process died (out of memory?)"
-                row = ModelRow(name=name_of[future], status="failed", reason=reason)
-            rows[row.name] = row
-            on_row(row)
-    finally:
-        pool.shutdown(cancel_futures=True)
-    return [rows[name] for name in names]
 
 
-def row_or_failure(
-    name: str, options: PlanOptions, input_size: tuple[int, ...] | None = None
-) -> ModelRow:
-    """Plan one model as `model_row` does. If its code raises, the row says what."""
-    try:
-        return model_row(name, options, input_size)
-    except BaseException as error:  # even SystemExit fails this model only
-        reason = f"{type(error).__name__}: {one_line(error)[:MAX_REASON]}"
-        return ModelRow(name=name, status="failed", reason=reason)
+def _status_counts(rows: Sequence[ModelRow]) -> dict[str, int]:
+    counts = dict.fromkeys(STATUS_STYLES, 0)
+    for row in rows:
+        counts[row.status] += 1
+    return counts
 
 
-def _available_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def _replaced(row: ModelRow) -> str:
+    """Return "18 depthwise 7x7 → 17x17", or say why nothing is replaced."""
+    if row.status == "nothing matches":
+        kinds = _kinds(dict(list(row.convolutions.items())[:MAX_KINDS]))
+        return f"nothing; it has {kinds or 'no convolution at all'}"
+    if row.status != "planned":
+        return f"{row.status}: {row.reason}"
+    replaced = f"{_kinds(row.replaced)} → {range_text(row.dilated_sizes, size_text)}"
+    if row.growth is not None:
+        replaced += f" (+{row.growth})"
+    if row.kept:
+        replaced += f"; keeps {sum(row.kept.values())}"
+    return replaced
 
 
-def filter_and_sort_rows(
-    rows: Sequence[ModelRow], *, sort: Sort | None = None, kind: Kind | None = None
-) -> list[ModelRow]:
-    """Filter and sort the rows to show.
-
-    Args:
-        rows: All rows.
-        sort: Value to sort by, unknown values last; None keeps the order.
-        kind: Keep only rows in which a convolution of this kind is replaced, and rows that failed.
-    """
-    if kind is not None:
-        rows = [row for row in rows if row.status == "failed" or _replaces(row, kind)]
-    if sort is None:
-        return list(rows)
-    value_of = SORT_VALUES[sort]
-    return sorted(rows, key=lambda row: (value_of(row) is None, value_of(row)))
+def _kinds(kinds: dict[str, int]) -> str:
+    """Return "18 depthwise 7x7, 3 dense 3x3"."""
+    return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
 
 
-def _replaces(row: ModelRow, kind: Kind) -> bool:
-    for convolution in row.replaced:  # "depthwise 7x7"
-        if convolution.split()[0] == kind:
-            return True
-    return False
+def _change(change: Change) -> str:
+    """Return "4.46 → 4.97 G", or only the count before if nothing is replaced."""
+    if change.after is None:
+        return short_count(change.before)
+    return short_before_after(change)
 
 
-SORT_VALUES: dict[Sort, Callable[[ModelRow], Any]] = {
-    "name": lambda row: _bare_name(row.name),
-    "params": lambda row: row.params.before,
-    "macs": lambda row: row.macs.before,
-    "count": lambda row: max(row.kernel_counts, default=None),
-    "layers": lambda row: sum(row.replaced.values()) or None,
-}
-
-
-def set_up_worker() -> None:
-    """Prepare a worker that plans one model after another.
-
-    It prints nothing, and leaves Ctrl-C to its parent.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
-    torch.set_num_threads(1)  # there is a worker per core, and meta tensors compute nothing
-    registry_names()  # imports timm and torchvision
-    gc.collect()
-    gc.freeze()  # garbage collection need not scan the imported modules again for every model
+COLUMNS: list[Column[ModelRow]] = [
+    Column("Model", lambda row: row.name),
+    Column("Replaced", _replaced, left=True, words=True),
+    Column("Count", lambda row: range_text(row.kernel_counts)),
+    Column("Parameters", lambda row: row.params, _change),
+    Column("MACs", lambda row: row.macs, _change),
+]

@@ -85,7 +85,7 @@ def _main(
 # The commands, and arguments of each as examples for its help.
 COMMANDS = {
     convert: ("convnext_tiny --dilated-size 17", "resnet18 --pretrained --calibrate photos"),
-    models: ("'convnext_*'", "--kind dense --sort macs"),
+    models: ("'convnext_*'", "'torchvision:*' --dilated-size +2 --json"),
     sweep: ("convnext_tiny", "efficientnet_b0 --sizes +2,+4,+6 --budgets 80%,100%"),
     inspect_checkpoint: ("convnext_tiny-dcls17", "convnext_tiny-dcls17 --picture positions.png"),
     fold: ("convnext_tiny-dcls17", "convnext_tiny-dcls17 --format onnx"),

@@ -87,7 +87,7 @@ def test_a_planning_option_reaches_the_plan(monkeypatch, name):
         "dcls_convert.conversion.convert.carry_out", lambda request, **_: plan(request.options)
     )
     monkeypatch.setattr(
-        "dcls_convert.choosing.survey.survey_models", lambda _, options, **__: plan(options)
+        "dcls_convert.choosing.survey.survey", lambda _, request, **__: plan(request.options)
     )
     text, value = values[name]
     for command in ([NET], ["models", TINY]):
