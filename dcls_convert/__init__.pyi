@@ -3,7 +3,7 @@ from . import tuning as tuning
 from .checkpoints.load import load_converted as load_converted
 from .checkpoints.save import save_converted as save_converted
 from .checkpoints.verify import verify_folder as verify_folder
-from .choosing.python_sweep import sweep as sweep
+from .choosing.sweep import sweep as sweep
 from .conversion.apply_plan import apply_plan_ as apply_plan_
 from .conversion.in_memory import convert_ as convert_
 from .conversion.in_memory import convert_from_authors_ as convert_from_authors_

@@ -1,26 +1,106 @@
-"""A sweep as data, and as a table with notes on it."""
+"""Compare windows, and counts or budgets, of one network, and recommend the window of "auto"."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
 from rich.console import Group, RenderableType
 from rich.text import Text
+from torch import nn
 
+from ..conversion.decide import plan_network
+from ..conversion.load import LoadedNetwork, RequestWeights, load
+from ..conversion.request import ConversionRequest
+from ..errors import CheckpointError, PlanError, check_argument
 from ..geometry import size_text
+from ..networks.inputs import ExampleInputs
+from ..options import (
+    AUTO,
+    DEFAULT_BUDGET,
+    MAX_ADDED_COST_PERCENT,
+    MAX_WINDOW,
+    InterpolationName,
+    Tie,
+    suggests_arguments,
+)
+from ..planning.plan import ConversionPlan
+from ..planning.plan_options import PlanOptions
+from ..planning.rules import RuleSet
+from ..planning.windows import candidate_windows
+from ..progress import Note, Notify, ignore_messages, show_progress_in_python
 from ..records import Record
+from ..reports.costs import Change
 from ..reports.number_text import in_one_unit, with_separators
+from ..reports.predict import predict_report
 from ..tables import Column, Table, as_html, as_text, indented, title
 from ..text import counts_text, range_text
-from .rows import Recommendation, SweepRow, done_rows, percent_increase
 
-# Signs in front of the rows of the table, which the styles of the rows repeat.
-RECOMMENDED = ">"
-UNPLANNED = "!"
-SIGN_STYLES = {RECOMMENDED: "bold green", UNPLANNED: "yellow", "": ""}
-PAPER = (
-    "Only training shows the accuracy. In the paper, ConvNeXt was worse below 17x17 "
-    "and no better above; ResNet-50 used 7x7."
+RequestedSize = int | Sequence[int] | str  # cells, or a growth such as "+4"
+RECOMMENDED = ">"  # in front of the recommended row
+ROW_STYLES = {"original": "", "done": "", "does not fit": "yellow"}  # by status
+WHY = (
+    f"auto takes it, the largest growth with at most {MAX_ADDED_COST_PERCENT:g} % more MACs and "
+    f"windows of at most {MAX_WINDOW}, or else the smallest growth"
 )
+TRAINING = (
+    "Only training shows the accuracy: a network that is trained already gains nothing until it "
+    "is trained further. In the paper, ConvNeXt was worse below 17x17 and no better above; "
+    "ResNet-50 used 7x7."
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Combination:
+    """A window, with a count or a budget."""
+
+    size: RequestedSize  # `dilated_size` of the planning options
+    kernel_count: int | None = None  # None: solved for the budget
+    budget: float | None = None  # percent; None for the default, or if a count is given
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepRow:
+    """One combination, or the original. A value that is None or empty is unknown."""
+
+    asked: Combination | None  # None for the original
+    status: Literal["original", "done", "does not fit"]
+    reason: str | None = None  # why it does not fit; one line
+    command: str | None = None  # command line that converts with it; None from Python
+    layers: int = 0  # number of layers replaced
+    layers_beyond_map: int = 0  # number of layers whose windows have cells that never meet the map
+    dilated_sizes: tuple[tuple[int, ...], ...] = ()  # distinct values, sorted
+    kernel_counts: tuple[int, ...] = ()  # distinct values, sorted
+    elements: int | None = None  # in all kernels
+    params: int | None = None  # of the whole model
+    macs: int | None = None  # of the whole model, for one image
+
+    @property
+    def window(self) -> str:
+        """ "17x17", or "7x7..9x9" for several windows; for a growth, "+4 (7x7..9x9)".
+
+        If nothing was planned, it is the requested size.
+        """
+        if self.asked is None:
+            return "original"
+        asked = self.asked.size
+        planned = range_text(self.dilated_sizes, size_text)
+        if planned and isinstance(asked, str):
+            return f"{asked} ({planned})"
+        if planned:
+            return planned
+        if isinstance(asked, int | str):
+            return str(asked)
+        return size_text(asked)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recommendation:
+    """The recommended size."""
+
+    row: int | None = None  # index of the row; None if no row has the size that "auto" takes
+    why: str  # the reason, in words
+    command: str | None = None  # of the row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,124 +109,237 @@ class Sweep(Record):
 
     format: int = 1
     model: str
-    trained: bool  # True if the network keeps trained weights; then no size is recommended
     input_size: tuple[int, ...] | None
     macs_note: str | None = None  # why MACs are not known
     rows: tuple[SweepRow, ...]
-    added_macs: float  # percent that the recommended size may add to the original's MACs
     choice: Recommendation
 
     def __rich__(self) -> RenderableType:
-        return python_view(self)
+        input_size = ""
+        if self.input_size:
+            input_size = f", input {size_text(self.input_size)}"
+        table = Table(_columns(self), self.rows, style=lambda row: ROW_STYLES[row.status])
+        return Group(title(self.model, input_size), Text(), table, Text(), *_notes(self))
 
     __str__ = as_text
     _repr_html_ = as_html
 
 
-def sweep_view(sweep: Sweep) -> RenderableType:
-    """Return a sweep as it is shown in a terminal of at least 80 columns."""
-    input_size = ""
-    if sweep.input_size:
-        input_size = f", input {size_text(sweep.input_size)}"
-    table = Table(_columns(sweep), sweep.rows, style=lambda row: SIGN_STYLES[_sign(sweep, row)])
-    return Group(title(sweep.model, input_size), Text(), table, Text(), *_notes(sweep))
+@suggests_arguments
+def sweep(
+    model: nn.Module,
+    sizes: Sequence[RequestedSize] | None = None,
+    *,
+    counts: Sequence[int] | None = None,
+    budgets: Sequence[float] | None = None,
+    rules: str | Path | Mapping[str, Any] | RuleSet = AUTO,
+    tie: Tie = "stage",
+    interpolation: InterpolationName | None = None,
+    strict: bool = False,
+    input_size: Sequence[int] | None = None,
+    example_inputs: ExampleInputs | None = None,
+    progress: bool | None = None,
+) -> Sweep:
+    """Compare windows, and counts or budgets, by parameters and MACs. The model is not changed.
+
+    Args:
+        model: An unconverted network.
+        sizes: Windows in cells, as one integer or one per side, or growths such as "+4". None tries
+            windows from the kernels' own extent on, or growths if kernels differ in extent.
+        counts: Elements per kernel. None: as many as the budget allows.
+        budgets: Percent of the replaced weights, such as (60, 80, 100), instead of counts.
+        rules, tie, interpolation, strict: See `convert_`.
+        input_size, example_inputs: See `convert_`. If they are unknown, so are the MACs.
+        progress: See `convert_`.
+
+    Returns:
+        A row for each combination, the original first, and the recommended row: the one with the
+        window that `convert_` takes by default. It is shown as a table in notebooks and by `print`.
+
+    Raises:
+        DclsConvertError: An argument does not fit; one line says which. A size that does not fit
+            does not raise, but is a row with the reason.
+    """
+    if isinstance(sizes, str | int):
+        raise PlanError(f"sizes={sizes!r} must be a list, such as [5, 7, 9]")
+    check_argument("model", model, nn.Module)
+    request = ConversionRequest(
+        model=model,
+        options=PlanOptions(rules=rules, tie=tie, interpolation=interpolation, strict=strict),
+        input_size=input_size,
+        example_inputs=example_inputs,
+    )
+    with show_progress_in_python(type(model).__name__, progress) as notify:
+        return make_sweep(request, sizes, counts, budgets, notify=notify)
 
 
-def python_view(sweep: Sweep) -> RenderableType:
-    """Return the table and notes, and what to call next."""
-    parts = [sweep_view(sweep)]
-    if sweep.choice.command is not None:
-        parts += [Text(), indented(sweep.choice.command, by=4)]
-    elif sweep.trained:
-        parts.append(indented("trained=False recommends a size to train from random weights."))
-    return Group(*parts)
+def make_sweep(
+    request: ConversionRequest,
+    sizes: Sequence[RequestedSize] | None,
+    counts: Sequence[int] | None,
+    budgets: Sequence[float] | None,
+    *,
+    command: Callable[[Combination], str | None] = lambda asked: None,
+    notify: Notify = ignore_messages,
+    note: Note = ignore_messages,
+) -> Sweep:
+    """Plan every size with every count, or with every budget, and recommend the size of "auto".
+
+    Args:
+        request: The network, with the options that are the same for all combinations.
+        sizes: Windows; none for those to try by default.
+        counts: Elements per kernel; None for as many as the budget allows.
+        budgets: Percentages of the replaced weights, instead of counts.
+        command: Returns the command line that converts with a combination.
+        notify: Called with what is being done.
+        note: Called with what the user should know.
+
+    Raises:
+        CheckpointError: The weights already have elements.
+        DclsConvertError: The network cannot be planned even with the size "auto".
+    """
+    if counts is not None and budgets is not None:
+        raise PlanError("counts and budgets exclude each other")
+    loaded, weights = load(request, notify=notify, note=note)
+    if weights is not None and weights.authors is not None:
+        raise CheckpointError(
+            f"{weights.where}: has elements of its own, so there is nothing to compare"
+        )
+    auto_plan = _plan(loaded, weights, Combination(size=AUTO))
+    auto = _planned_row(auto_plan, SweepRow(asked=None, status="done"))
+    rows = [SweepRow(asked=None, status="original", params=auto_plan.params, macs=auto_plan.macs)]
+    asked = _combinations(sizes or candidate_windows(auto_plan.layers), counts, budgets)
+    for number, combination in enumerate(asked, 1):
+        notify(f"planning {number} of {len(asked)}")
+        row = SweepRow(asked=combination, status="done", command=command(combination))
+        try:
+            row = _planned_row(_plan(loaded, weights, combination), row)
+        except PlanError as error:
+            row = replace(row, status="does not fit", reason=str(error))
+        rows.append(row)
+    name = type(request.model).__name__
+    if loaded.source is not None:
+        name = loaded.source.name
+    return Sweep(
+        model=name,
+        input_size=auto_plan.input_size,
+        macs_note=auto_plan.macs_note,
+        rows=tuple(rows),
+        choice=recommend(rows, auto),
+    )
 
 
-def _sign(sweep: Sweep, row: SweepRow) -> str:
-    """Return the sign in front of a row."""
-    if sweep.choice.row is not None and row is sweep.rows[sweep.choice.row]:
-        return RECOMMENDED
-    if row.status == "does not fit":
-        return UNPLANNED
-    return ""
+def _combinations(
+    sizes: Sequence[RequestedSize], counts: Sequence[int] | None, budgets: Sequence[float] | None
+) -> list[Combination]:
+    """Combine every size with every count, or with every budget."""
+    combinations = []
+    for size in sizes:
+        for count in counts or (None,):
+            for budget in budgets or (None,):
+                combinations.append(Combination(size=size, kernel_count=count, budget=budget))
+    return combinations
+
+
+def _plan(
+    loaded: LoadedNetwork, weights: RequestWeights | None, combination: Combination
+) -> ConversionPlan:
+    options = replace(
+        loaded.request.options,
+        dilated_size=combination.size,
+        kernel_count=combination.kernel_count or AUTO,
+        budget=combination.budget or DEFAULT_BUDGET,
+    )
+    return plan_network(loaded, weights, options)
+
+
+def _planned_row(plan: ConversionPlan, row: SweepRow) -> SweepRow:
+    """Return the row with what the conversion would change."""
+    report = predict_report(plan)
+    return replace(
+        row,
+        layers=len(plan.layers),
+        layers_beyond_map=report.layers_beyond_map,
+        dilated_sizes=tuple(sorted({layer.dilated_size for layer in plan.layers})),
+        kernel_counts=tuple(sorted({layer.kernel_count for layer in plan.layers})),
+        elements=report.params.weights,
+        params=report.params.after,
+        macs=report.macs.after,
+    )
+
+
+def recommend(rows: Sequence[SweepRow], auto: SweepRow) -> Recommendation:
+    """Recommend the row with the windows of "auto".
+
+    Of several counts or budgets, it is the largest that adds no parameters, or else the smallest.
+    """
+    same_windows = [row for row in rows if row.dilated_sizes == auto.dilated_sizes]
+    if not same_windows:
+        windows = range_text(auto.dilated_sizes, size_text)
+        return Recommendation(why=f"auto takes {windows}, which is not in the table")
+    no_more_params = [row for row in same_windows if _params(row) <= _params(rows[0])]
+    if no_more_params:
+        best = max(no_more_params, key=_params)
+    else:
+        best = min(same_windows, key=_params)
+    return Recommendation(row=rows.index(best), why=WHY, command=best.command)
+
+
+def _params(row: SweepRow) -> int:
+    assert row.params is not None
+    return row.params
 
 
 def _columns(sweep: Sweep) -> list[Column[SweepRow]]:
-    """Return the columns; that of the number of layers only if it varies."""
+    original = sweep.rows[0]
+    layer_counts = {row.layers for row in sweep.rows if row.status == "done"}
     write_macs, macs_unit = in_one_unit(row.macs for row in sweep.rows)
 
-    def added_macs(row: SweepRow) -> float | None:
-        original = sweep.rows[0]
-        if row.asked is None or row.macs is None or not original.macs:
+    def marked_window(row: SweepRow) -> str:
+        sign = ""
+        if sweep.choice.row is not None and row is sweep.rows[sweep.choice.row]:
+            sign = RECOMMENDED
+        return f"{sign:1} {row.window}"
+
+    def layers_if_they_vary(row: SweepRow) -> int | None:
+        if len(layer_counts) == 1 or not row.layers:
             return None
-        return percent_increase(row.macs, original.macs)
+        return row.layers
+
+    def added_macs(row: SweepRow) -> float | None:
+        if row is original:
+            return None
+        return Change(before=original.macs, after=row.macs).percent
 
     def params_or_status(row: SweepRow) -> str:
         if row.params is None:
             return row.status
         return with_separators(row.params)
 
-    columns: list[Column[SweepRow]] = [
-        Column("  Window", lambda row: f"{_sign(sweep, row):1} {row.window}"),
-        Column("Count", _counts),
-        Column("Budget", lambda row: row.asked and row.asked.budget, "{:g} %".format),
-    ]
-    layer_counts = {row.layers for row in done_rows(sweep.rows)}
-    if len(layer_counts) > 1:
-        columns.append(Column("Layers", lambda row: row.layers or None))
     return [
-        *columns,
+        Column("  Window", marked_window),
+        Column("Count", lambda row: range_text(row.kernel_counts)),
+        Column("Budget", lambda row: row.asked and row.asked.budget, "{:g} %".format),
+        Column("Layers", layers_if_they_vary),
+        Column("Off map", lambda row: row.layers_beyond_map or None),
         Column("Parameters", params_or_status),
         Column(f"MACs{macs_unit}", lambda row: row.macs, write_macs),
         Column("", added_macs, "{:+.1f} %".format),
     ]
 
 
-def _counts(row: SweepRow) -> str:
-    """Return the kernel counts, or the requested count if the row could not be planned."""
-    planned = range_text(row.kernel_counts)
-    if planned:
-        return planned
-    if row.asked is None or not row.asked.kernel_count:
-        return ""
-    return str(row.asked.kernel_count)
-
-
 def _notes(sweep: Sweep) -> Iterator[RenderableType]:
     """Yield notes that explain the rows, and the recommendation."""
-    yield from _misfit_notes(sweep)
-    yield from _map_notes(sweep)
+    misfits = {row.window: row.reason for row in sweep.rows if row.reason is not None}
+    for window, reason in misfits.items():
+        yield indented(f"{window} does not fit: {reason}", "yellow")
     if sweep.macs_note:
         yield indented(f"MACs were not counted: {sweep.macs_note}.")
+    yield indented(TRAINING)
     why = sweep.choice.why
     if sweep.choice.row is None:
         yield indented(f"No size is recommended: {why}.")
-        return
-    yield indented(PAPER)
-    recommended = sweep.rows[sweep.choice.row]
-    elements = counts_text(recommended.kernel_counts, "element")
-    yield indented(f"{RECOMMENDED} Take {recommended.window} with {elements}: {why}.", "bold")
-
-
-def _misfit_notes(sweep: Sweep) -> Iterator[RenderableType]:
-    """Yield a line for each row that could not be planned, without duplicates."""
-    misfits = []
-    for row in sweep.rows:
-        if row.reason is not None:
-            misfits.append(f"{UNPLANNED} {row.window} {row.status}: {row.reason}")
-    for misfit in dict.fromkeys(misfits):
-        yield indented(misfit, "yellow")
-
-
-def _map_notes(sweep: Sweep) -> Iterator[RenderableType]:
-    """Say which windows have cells that never meet the feature map, and in how many layers."""
-    counts: dict[str, int] = {}
-    for row in sweep.rows:
-        if row.layers_beyond_map:
-            counts[row.window] = row.layers_beyond_map
-    if counts:
-        windows = ", ".join(f"{window} ({layers})" for window, layers in counts.items())
-        yield indented(
-            "Windows at least twice as large as the feature map at this input size, whose outer "
-            f"cells meet only padding (in how many layers): {windows}."
-        )
+    else:
+        row = sweep.rows[sweep.choice.row]
+        elements = counts_text(row.kernel_counts, "element")
+        yield indented(f"{RECOMMENDED} Take {row.window} with {elements}: {why}.", "bold")

@@ -20,7 +20,7 @@ from .fold import fold
 from .inspect import inspect as inspect_checkpoint
 from .models import models
 from .rules import rules_app
-from .sweep import sweep
+from .sweep import sweep_command
 from .typer_classes import Command, Commands
 from .verify import verify
 
@@ -86,7 +86,7 @@ def _main(
 COMMANDS = {
     convert: ("convnext_tiny --dilated-size 17", "resnet18 --pretrained --calibrate photos"),
     models: ("'convnext_*'", "'torchvision:*' --dilated-size +2 --json"),
-    sweep: ("convnext_tiny", "efficientnet_b0 --sizes +2,+4,+6 --budgets 80%,100%"),
+    sweep_command: ("convnext_tiny", "efficientnet_b0 --sizes +2,+4,+6 --budgets 80%,100%"),
     inspect_checkpoint: ("convnext_tiny-dcls17", "convnext_tiny-dcls17 --picture positions.png"),
     fold: ("convnext_tiny-dcls17", "convnext_tiny-dcls17 --format onnx"),
     verify: ("convnext_tiny-dcls17", "mine-dcls9 --trust-code"),
@@ -96,13 +96,14 @@ COMMANDS = {
 def _add_commands() -> None:
     command: Any
     for command, examples in COMMANDS.items():
-        program = f"dcls-convert {command.__name__}"
+        name = command.__name__.removesuffix("_command")
+        program = f"dcls-convert {name}"
         if command is convert:
             program = "dcls-convert"  # the default command
         epilog = "Examples:"
         for arguments in examples:
             epilog += f"\n\n{program} {arguments}"
-        app.command(cls=Command, epilog=epilog)(command)
+        app.command(name, cls=Command, epilog=epilog)(command)
 
 
 _add_commands()

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..conversion.request import ConversionRequest
-from ..errors import PlanError, refuse
-from ..options import AUTO, MAX_ADDED_COST_PERCENT
+from ..errors import PlanError
+from ..options import AUTO
 from ..planning.plan_options import PlanOptions
 from . import console
 from .options import (
     HOW_MANY_ELEMENTS,
-    OUTPUT,
     CheckpointKey,
     InChans,
     InputSize,
@@ -31,9 +30,7 @@ from .parsing import parse_budgets, parse_counts, parse_keywords, parse_sizes
 from .shell_command import shell_command
 
 if TYPE_CHECKING:
-    from ..choosing.rows import Combination
-
-MAX_ROWS = 1000
+    from ..choosing.sweep import Combination
 
 Sizes = Annotated[
     Any,
@@ -63,18 +60,9 @@ Budgets = Annotated[
         rich_help_panel=HOW_MANY_ELEMENTS,
     ),
 ]
-AddedMacs = Annotated[
-    float,
-    typer.Option(
-        metavar="PERCENT",
-        min=0,
-        help="MACs that the recommended size may add, in percent.",
-        rich_help_panel=OUTPUT,
-    ),
-]
 
 
-def sweep(
+def sweep_command(
     model: Model,
     pretrained: Pretrained = False,
     checkpoint: Weights = None,
@@ -90,21 +78,12 @@ def sweep(
     tie: TieOption = "stage",
     interpolation: InterpolationOption = None,
     input_size: InputSize = None,
-    added_macs: AddedMacs = MAX_ADDED_COST_PERCENT,
     json_: Json = False,
 ) -> None:
     """Compare windows, and counts or budgets, by parameters and MACs.
 
     One row each; the last line is the command for the recommended size.
     """
-    number_of_rows = len(sizes or [None]) * len(counts or budgets or [None])
-    refuse(
-        (counts is not None and budgets is not None, "--counts and --budgets exclude each other"),
-        (
-            number_of_rows > MAX_ROWS,
-            f"{number_of_rows:,} rows are asked for; {MAX_ROWS:,} are allowed",
-        ),
-    )
     request = ConversionRequest(
         model=model,
         model_kwargs=parse_keywords(model_kwargs),
@@ -118,23 +97,21 @@ def sweep(
         dry_run=True,
     )
     with console.steps(model, "planning") as notify:
-        from ..choosing.make_sweep import make_sweep
-        from ..choosing.sweep import sweep_view
+        from ..choosing.sweep import make_sweep
 
         result = make_sweep(
             request,
             sizes,
             counts,
             budgets,
-            functools.partial(_command, request),
-            max_added_percent=added_macs,
+            command=functools.partial(_command, request),
             notify=notify,
             note=console.note,
         )
     if json_:
         console.write(result.to_json())
     else:
-        console.show(sweep_view(result), wide=True)
+        console.show(result, wide=True)
         if result.choice.command is not None:
             console.show("", f"    {result.choice.command}")
     if all(row.reason is not None for row in result.rows[1:]):

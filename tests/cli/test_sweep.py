@@ -4,7 +4,6 @@ import json
 import shlex
 
 import pytest
-import torch
 from torch import nn
 
 from ..command_line import NET, net, run
@@ -96,28 +95,44 @@ def test_rows_say_what_their_commands_do(options):
             map(list, {tuple(layer["dilated_size"]) for layer in layers})
         )
         assert result["input_size"] == report["input_size"]
-    last = table(NET, *options).splitlines()[-1]
-    assert (
-        last.strip() == result["choice"]["command"] == rows[result["choice"]["row"] - 1]["command"]
-    )
 
 
-def test_kernels_of_several_sizes_have_rows_by_growth():
-    result, _ = sweep(MIXED)
-    _, *rows = result["rows"]
+@pytest.mark.parametrize(
+    ("model", "options", "index"),
+    [
+        ("convnext_tiny", (), 6),
+        (NARROW, ("--sizes", "3..9"), 2),
+        (MIXED, (), 1),
+        (MIXED, ("--sizes", "+4,+2"), 2),
+        (NARROW, ("--sizes", "5", "--counts", "1,3,5"), 2),  # 5 would add parameters
+        (NARROW, ("--sizes", "5", "--counts", "9,5"), 2),
+        (NARROW, ("--sizes", "3,7"), None),
+    ],
+)
+def test_the_recommended_row_is_what_auto_takes(model, options, index):
+    result, _ = sweep(model, *options)
+    report = report_of(f"dcls-convert {model}", "--dry-run", *SMALL)
+    assert result["choice"]["row"] == index
+    windows = sorted(map(list, {tuple(layer["dilated_size"]) for layer in report["layers"]}))
+    if index is None:
+        assert all(row["dilated_sizes"] != windows for row in result["rows"])
+        assert "auto takes 5x5, which is not in the table" in result["choice"]["why"]
+        assert "dcls-convert" not in table(model, *options)
+        return
+    row = result["rows"][index]
+    assert row["dilated_sizes"] == windows
+    last_line = table(model, *options).splitlines()[-1].strip()
+    assert row["command"] == result["choice"]["command"] == last_line
+
+
+def test_default_sizes_are_growths_if_kernels_differ():
+    assert [row["asked"]["size"] for row in sweep(NET)[0]["rows"][1:]] == [*range(7, 25, 2)]
+    _, *rows = sweep(MIXED)[0]["rows"]
     assert [row["asked"]["size"] for row in rows] == [f"+{growth}" for growth in range(2, 20, 2)]
     for row in rows:
         growth = int(row["asked"]["size"])
         assert row["dilated_sizes"] == [[3 + growth] * 2, [7 + growth] * 2]
         assert row["layers"] == 4
-    chosen = rows[result["choice"]["row"] - 1]
-    default = report_of(f"dcls-convert {MIXED}", "--dry-run", *SMALL)
-    assert chosen["macs"] == default["macs"]["after"]
-    report = report_of(chosen["command"], "--dry-run")
-    assert chosen["macs"] == report["macs"]["after"]
-    assert f"> {chosen['asked']['size']} (" in table(MIXED)
-    same = [row["asked"]["size"] for row in sweep(NET)[0]["rows"][1:]]
-    assert same == [*range(7, 25, 2)], "one kernel size: windows of that size, and larger ones"
 
 
 def test_the_default_folder_of_a_growth_has_a_name_that_shells_take():
@@ -141,8 +156,10 @@ def test_what_does_not_fit_is_a_row_with_its_reason():
     statuses = [row["status"] for row in result["rows"]]
     assert statuses == ["original", "does not fit", "done", "does not fit"]
     assert "must be odd as the kernel 7 is" in result["rows"][1]["reason"]
+    budgets, _ = sweep(NET, "--sizes", "9", "--budgets", "0.5%,100%")
+    assert [row["status"] for row in budgets["rows"][1:]] == ["does not fit", "done"]
     out = table(NET, "--sizes", "8..10..1")
-    assert "! 8 does not fit: stages.0" in out
+    assert " 8 does not fit: stages.0" in out
     assert out.splitlines()[-1].strip() == (
         f"dcls-convert {NET} --dilated-size 9 --input-size 3x32x32"
     )
@@ -158,31 +175,14 @@ def test_without_a_size_that_fits_the_rows_are_shown_and_it_is_a_mistake():
 def test_the_table_marks_what_the_json_says():
     options = (NARROW, "--sizes", "3..5..1", "--counts", "1,9")
     result, _ = sweep(*options)
-    expected = []
-    for index, row in enumerate(result["rows"]):
-        if index == result["choice"]["row"]:
-            expected.append(">")
-        elif row["status"] == "does not fit":
-            expected.append("!")
-        else:
-            expected.append(" ")
     lines = table(*options).split("\n\n")[1].splitlines()[2:]
-    assert [line[0] for line in lines] == expected
-    assert set(expected) == {">", "!", " "}
+    marked = [index for index, line in enumerate(lines) if line.startswith("> ")]
+    assert marked == [result["choice"]["row"]]
     for line, row in zip(lines, result["rows"], strict=True):
-        if row["params"] is not None:
+        if row["params"] is None:
+            assert " does not fit " in line
+        else:
             assert f" {row['params']:,} " in line
-
-
-def test_no_size_is_recommended_for_a_trained_network():
-    torch.save(narrow().state_dict(), "weights.pth")
-    options = (NARROW, "--sizes", "3,5,7", "--checkpoint", "weights.pth")
-    result, _ = sweep(*options)
-    assert result["trained"]
-    assert (result["choice"]["row"], result["choice"]["command"]) == (None, None)
-    out = table(*options)
-    assert " No size is recommended: without further training, converting a trained" in out
-    assert "dcls-convert " not in out
 
 
 @pytest.mark.parametrize(
@@ -193,11 +193,10 @@ def test_no_size_is_recommended_for_a_trained_network():
         (("--sizes", "7..11..+4"), "'7..11..+4' is not a list of sizes"),
         (("--sizes", "23..7"), "runs backwards; give 7..23"),
         (("--sizes", "1..9999"), "has 5,000 values; 1,000 are allowed"),
-        (("--sizes", "1..999", "--counts", "3,4,5"), "1,500 rows are asked for; 1,000 are allowed"),
         (("--sizes", "7", "--budgets", "0"), "is not a list of percentages"),
         (
             ("--sizes", "7", "--counts", "3", "--budgets", "50"),
-            "--counts and --budgets exclude each other",
+            "counts and budgets exclude each other",
         ),
     ],
 )
@@ -210,17 +209,16 @@ def test_mistakes_are_one_line(options, says):
     assert not any(line.startswith("error: ") for line in others), err
 
 
-def test_rows_that_replace_other_layers_say_how_many():
-    heading, _, _, *rows = table(ODD_AND_EVEN, "--sizes", "4,5").split("\n\n")[1].splitlines()
-    assert "Layers" in heading
+def test_rows_say_how_many_layers_they_replace_if_they_differ():
+    rows = table(ODD_AND_EVEN, "--sizes", "4,5").split("\n\n")[1].splitlines()[3:]
     assert [row.split()[-5] for row in rows] == ["1", "2"]
     assert "Layers" not in table(NET, "--sizes", "7,9")
 
 
-def test_a_model_that_does_not_run_has_rows_without_macs_and_no_row_to_take():
+def test_without_macs_the_rows_and_a_recommendation_stay():
     out, _ = run("sweep", UNABLE, "--sizes", "5")
     assert "MACs were not counted: the model does not run on the meta device" in out
-    assert out.splitlines()[-1] == " No size is recommended: MACs are not known."
+    assert "> 5x5 " in out
 
 
 def test_rules_that_state_all_sizes_leave_none_to_compare(tmp_path):
