@@ -24,8 +24,7 @@ PROVENANCE_ATTRIBUTE = "dcls_provenance"
 # Fields of a request that are not recorded as options. The model and the command have entries of
 # their own, `options` is recorded field by field, and the others do not change the result.
 NOT_OPTIONS = ("model", "options", "needs_authors_elements", "dry_run", "command")
-# Options that may be files.
-FILES = ("rules", "weights", "calibration", "held_out", "plan_folder")
+FILE_OPTIONS = ("rules", "weights", "calibration", "held_out", "plan_folder")
 IN_MEMORY = "in memory"  # stands for weights, inputs and rules that no file holds
 
 
@@ -112,7 +111,7 @@ def _stated_options(request: ConversionRequest) -> dict[str, Any]:
 
 def _plain_value(name: str, value: Any) -> Any:
     """Return the value of an option as a JSON value; of a path, only the last component."""
-    if name not in (*FILES, "example_inputs"):
+    if name not in (*FILE_OPTIONS, "example_inputs"):
         return json.loads(json.dumps(value, default=str))
     value = getattr(value, "source", value)  # of a `RuleSet`
     if isinstance(value, str | Path):

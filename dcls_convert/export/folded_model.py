@@ -19,7 +19,7 @@ from ..records import Record
 from ..text import one_line, shortened
 from .formats import FormatName
 
-BATCH = 3  # images on which outputs are compared
+COMPARED_IMAGES = 3  # images on which outputs are compared
 FOLDING_BOUND = 1e-4  # largest relative error in float32; folding only reorders sums
 
 
@@ -81,7 +81,7 @@ class FoldedModel:
         )
 
 
-def arguments_for(model: nn.Module, inputs: Inputs, batch: int = BATCH) -> Arguments:
+def arguments_for(model: nn.Module, inputs: Inputs, batch: int = COMPARED_IMAGES) -> Arguments:
     """Return random arguments for a batch of this size, in the model's dtype."""
     return random_arguments(with_batch(inputs, batch), dtype=image_dtype(model))
 

@@ -19,7 +19,7 @@ from ..networks.model_outputs import check_close, tensors_in
 from ..networks.running import suppress_output
 from ..output import new_file
 from .folded_model import (
-    BATCH,
+    COMPARED_IMAGES,
     FOLDING_BOUND,
     ExportReport,
     FoldedModel,
@@ -139,7 +139,7 @@ def _write_file(
         except Exception as error:  # exporters may raise anything
             raise ModelError(f"{subject} fails: {root_cause(error)}") from error
         batch = None if program.range_constraints else 1
-        arguments = arguments_for(folded.model, folded.inputs, batch or BATCH)
+        arguments = arguments_for(folded.model, folded.inputs, batch or COMPARED_IMAGES)
         expected = run_model(folded.model, arguments, "the folded model")
         outputs = run_model(run, arguments, subject)
         difference = check_close(

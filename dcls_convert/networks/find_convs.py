@@ -12,7 +12,6 @@ from ..layers.replaceable import why_not_replaceable
 from ..text import one_line
 from .input_tensors import (
     Inputs,
-    channels_of,
     checked_input_size,
     image_inputs,
     inputs_text,
@@ -76,7 +75,9 @@ def inputs_of(
     size = _stated_input_size(model)
     if input_size is not None:
         size = _with_channels(model, checked_input_size(input_size))
-    return None if size is None else image_inputs(size)
+    if size is None:
+        return None
+    return image_inputs(size)
 
 
 def _with_channels(model: nn.Module, size: tuple[int, ...]) -> tuple[int, ...]:
@@ -138,7 +139,7 @@ def find_convs_for(model: nn.Module, inputs: Inputs | None) -> ModelConvs:
 
 def _may_take_inputs(conv: AnyConv, inputs: Inputs | None) -> bool:
     """True if a convolution has the channels of an input, or of all inputs put together."""
-    channels = [] if inputs is None else channels_of(inputs)
+    channels = [tensor.shape[1] for tensor in inputs or () if len(tensor.shape) > 2]
     return not channels or conv.in_channels in (*channels, sum(channels))
 
 

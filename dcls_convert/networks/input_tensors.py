@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -51,8 +51,10 @@ def image_inputs(input_size: Sequence[int], batch: int = 1) -> Inputs:
     return (InputTensor(shape=(batch, *input_size)),)
 
 
-def as_image_size(inputs: Inputs) -> tuple[int, ...] | None:
+def as_image_size(inputs: Inputs | None) -> tuple[int, ...] | None:
     """Return (channels, *spatial) if the only input is a batch of images; else None."""
+    if inputs is None:
+        return None
     first, *others = inputs
     is_image = first.name is None and first.dtype == FLOAT32 and len(first.shape) > 2
     if others or not is_image:
@@ -82,10 +84,10 @@ def inputs_text(inputs: Inputs) -> str:
         return size_text(image_size)
     texts = []
     for tensor in inputs:
-        parts = [tensor.name or "", size_text(tensor.shape) or "()"]
+        text = f"{tensor.name or ''} {size_text(tensor.shape) or '()'}"
         if tensor.dtype != FLOAT32:
-            parts.append(tensor.dtype)
-        texts.append(" ".join(filter(None, parts)))
+            text += f" {tensor.dtype}"
+        texts.append(text.lstrip())
     return ", ".join(texts)
 
 
@@ -94,18 +96,7 @@ def with_batch(inputs: Inputs, batch: int) -> Inputs:
     first_axes = {tensor.shape[:1] for tensor in inputs}
     if len(first_axes) > 1 or () in first_axes:
         return inputs
-    changed = []
-    for tensor in inputs:
-        shape = (batch, *tensor.shape[1:])
-        changed.append(
-            InputTensor(name=tensor.name, shape=shape, dtype=tensor.dtype, range=tensor.range)
-        )
-    return tuple(changed)
-
-
-def channels_of(inputs: Inputs) -> list[int]:
-    """Return the channels of each input that has channels and spatial axes."""
-    return [tensor.shape[1] for tensor in inputs if len(tensor.shape) > 2]
+    return tuple(replace(tensor, shape=(batch, *tensor.shape[1:])) for tensor in inputs)
 
 
 def sides_of_image(inputs: Inputs, dims: int) -> tuple[int, ...] | None:
@@ -118,8 +109,4 @@ def sides_of_image(inputs: Inputs, dims: int) -> tuple[int, ...] | None:
 
 def pixel_count(inputs: Inputs) -> int:
     """Return the pixels or voxels of the largest input, or its elements if it is no image."""
-    counts = []
-    for tensor in inputs:
-        sides = tensor.shape[2:] or tensor.shape
-        counts.append(math.prod(sides))
-    return max(counts)
+    return max(math.prod(tensor.shape[2:] or tensor.shape) for tensor in inputs)

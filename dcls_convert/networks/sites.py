@@ -92,7 +92,7 @@ class ModelConvs:
     @property
     def input_size(self) -> tuple[int, ...] | None:
         """(channels, *spatial) of one image; None if not known, or for other inputs."""
-        return None if self.inputs is None else as_image_size(self.inputs)
+        return as_image_size(self.inputs)
 
 
 def count_conv_kinds(convs: ModelConvs) -> Counter[str]:

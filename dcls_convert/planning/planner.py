@@ -132,9 +132,12 @@ def make_plan(
     drafts, skipped = _draft_model(convs, rules, options, known_counts)
     layers, budget = solve_counts(drafts, share)
 
+    example_inputs = None
+    if convs.input_size is None:
+        example_inputs = convs.inputs
     return ConversionPlan(
         input_size=convs.input_size,
-        example_inputs=None if convs.input_size is not None else convs.inputs,
+        example_inputs=example_inputs,
         params=convs.params,
         macs=convs.macs,
         macs_note=convs.macs_note,
