@@ -58,13 +58,6 @@ class OutputExistsError(CheckpointError):
         )
 
 
-def refuse(*conflicts: tuple[object, str]) -> None:
-    """Raise a DclsConvertError with the message of the first condition that is true."""
-    for condition, message in conflicts:
-        if condition:
-            raise DclsConvertError(message)
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """True if an exception says that memory is exhausted."""
     return isinstance(error, MemoryError) or any(words in one_line(error) for words in NO_MEMORY)

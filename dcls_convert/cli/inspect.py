@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import refuse
+from ..errors import DclsConvertError
 from ..input import check_file
 from ..output import check_output, check_picture, new_file, reason_not_a_file
 from ..progress import Notify
@@ -56,18 +56,10 @@ def inspect(
     quiet: Quiet = False,
 ) -> None:
     """Show where a checkpoint's elements are: at the border, overlapping, far from the centre."""
-    has_picture = picture is not None
-    refuse(
-        (plan and json_, "--plan and --json exclude each other; the plan is JSON"),
-        (plan and has_picture, "--plan prints the plan alone; omit --picture"),
-        (force and not has_picture, "--force has no effect without --picture"),
-        (quiet and not has_picture, "--quiet would print nothing; it is for --picture"),
-        (quiet and json_, "--quiet and --json exclude each other"),
-        (
-            history is not None and not has_picture,
-            "--history needs a file to draw it into: add --picture FILE.png",
-        ),
-    )
+    if plan and picture is not None:
+        raise DclsConvertError("--plan prints the plan alone; omit --picture")
+    if history is not None and picture is None:
+        raise DclsConvertError("--history needs a file to draw it into: add --picture FILE.png")
     if history is not None:
         check_file(history, "history")
     if picture is not None:
@@ -76,7 +68,7 @@ def inspect(
     if plan:
         _print_plan(checkpoint)
         return
-    with console.steps(checkpoint, "reading", quiet=quiet, lines=has_picture) as notify:
+    with console.steps(checkpoint, "reading", quiet=quiet, lines=picture is not None) as notify:
         from ..checkpoints.folder import open_checkpoint
         from ..checkpoints.inspection import inspect_checkpoint
         from ..views.inspection import inspection_view
@@ -86,10 +78,11 @@ def inspect(
             inspection = inspect_checkpoint(opened)
         else:
             inspection = _draw(opened, picture, history, force=force, notify=notify)
-    if quiet:
-        console.show_path(picture)
-    elif json_:
+    if json_:
         console.write(inspection.to_json())
+    elif quiet:
+        if picture is not None:
+            console.show_path(picture)
     else:
         console.show(inspection_view(inspection))
         if picture is not None:

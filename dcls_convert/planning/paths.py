@@ -4,7 +4,6 @@ import difflib
 import fnmatch
 from collections.abc import Iterable, Sequence
 
-WILDCARDS = frozenset("*?[")
 MAX_NEAREST = 3  # paths to suggest for one pattern
 
 

@@ -91,7 +91,6 @@ def refused(*arguments, says, code=MISTAKE):
         f"{NET} --plan nowhere": "nowhere: is not a folder",
         "rules nope": "No such command 'nope'",
         "fold .": ".: is not a checkpoint; it has neither config.json nor model.safetensors",
-        "inspect . --json --plan": "--plan and --json exclude each other",
     }
 )
 def test_a_wrong_usage_is_refused_and_nothing_written(user_input, says):

@@ -40,8 +40,6 @@ REFUSED = {
     "--history mine.png": "--history needs a file to draw it into: add --picture FILE.png",
     "--picture x.png --history nowhere": "history nowhere: there is no such file",
     "--picture x.png --history mine.png": "mine.png: line 1 is not a record of a PositionTracker",
-    "--quiet": "--quiet would print nothing; it is for --picture",
-    "--force": "--force has no effect without --picture",
 }
 
 
