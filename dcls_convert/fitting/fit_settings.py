@@ -16,7 +16,7 @@ class FitSettings:
 
     # Number of starts of each line, near its largest cells.
     starts_for_kernels: int = 6
-    starts_for_outputs_depthwise: int = 6  # if an output channel has one line
+    starts_for_outputs_depthwise: int = 9  # if an output channel has one line
     # If an output channel sums several lines. Solving for their weights together makes up for most
     # of what more starts would gain.
     starts_for_outputs_summed: int = 2
@@ -32,7 +32,7 @@ class FitSettings:
     steps_per_round: int = 8
     min_gain: float = 1e-2  # a fit ends with a round that lowers its cost by less than this share
     # Rounds of the best start, including those in which the other starts are dropped. All other
-    # starts are dropped even if that takes more rounds: 6 starts take 3 rounds.
+    # starts are dropped even if that takes more rounds: 9 starts take 4 rounds.
     rounds: int = 6
     rounds_for_outputs: int = 2  # fewer, since the calibration solves for the weights again
 
