@@ -17,7 +17,6 @@ from ..geometry import size_text
 from ..networks.inputs import ExampleInputs
 from ..options import (
     AUTO,
-    DEFAULT_BUDGET,
     MAX_ADDED_COST_PERCENT,
     MAX_WINDOW,
     InterpolationName,
@@ -160,8 +159,9 @@ def sweep(
         DclsConvertError: An argument does not fit; one line says which. A size that does not fit
             does not raise, but is a row with the reason.
     """
-    if isinstance(sizes, str | int):
-        raise PlanError(f"sizes={sizes!r} must be a list, such as [5, 7, 9]")
+    for name, values in {"sizes": sizes, "counts": counts, "budgets": budgets}.items():
+        if isinstance(values, str | int | float):
+            raise PlanError(f"{name}={values!r} must be a list, such as [{values!r}]")
     check_argument("model", model, nn.Module)
     request = ConversionRequest(
         model=model,
@@ -244,12 +244,11 @@ def _combinations(
 def _plan(
     loaded: LoadedNetwork, weights: RequestWeights | None, combination: Combination
 ) -> ConversionPlan:
-    options = replace(
-        loaded.request.options,
-        dilated_size=combination.size,
-        kernel_count=combination.kernel_count or AUTO,
-        budget=combination.budget or DEFAULT_BUDGET,
-    )
+    options = replace(loaded.request.options, dilated_size=combination.size)
+    if combination.kernel_count is not None:
+        options = replace(options, kernel_count=combination.kernel_count)
+    if combination.budget is not None:
+        options = replace(options, budget=combination.budget)
     return plan_network(loaded, weights, options)
 
 

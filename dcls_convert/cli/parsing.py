@@ -58,7 +58,10 @@ def parse_input_size(text: str) -> tuple[int, ...]:
     signal = re.fullmatch(r"([1-9][0-9]{0,3})[xX]([1-9][0-9]{0,6})", text)
     if signal:
         return int(signal[1]), int(signal[2])
-    expected = f"an input size: give channels and sides from 1 to {MAX_SIDE}, such as 3x224x224"
+    expected = (
+        f"an input size: give channels and sides from 1 to {MAX_SIDE}, such as 3x224x224; "
+        "inputs other than one image are given as example_inputs in Python"
+    )
     return _parse_sides(text, range(2, 5), expected)
 
 

@@ -182,8 +182,10 @@ def _check_inputs(loaded: LoadedNetwork, plan: ConversionPlan) -> None:
     inputs = plan.inputs
     assert inputs is not None
     subject = f"example inputs {inputs_text(inputs)}"
+    hint = ""
     if plan.input_size is not None:
-        subject = f"input size {inputs_text(inputs)}, as (channels, *spatial)"
+        subject = f"input size {size_text(plan.input_size)}, as (channels, *spatial)"
+        hint = f"; {OTHER_INPUTS}"
     problem = (plan.macs_note or "").removesuffix(NOT_CHECKED)
     network = loaded.structure
     if loaded.source is None:
@@ -193,7 +195,7 @@ def _check_inputs(loaded: LoadedNetwork, plan: ConversionPlan) -> None:
                 run_batch(network, *arguments.args, **arguments.kwargs)
             return
         except Exception as error:  # the user's own code runs here
-            problem = f"the model does not run on it: {one_line(error)[:200]}; {OTHER_INPUTS}"
+            problem = f"the model does not run on it: {one_line(error)[:200]}{hint}"
     raise PlanError(f"{subject}: {problem}{OR_NO_SIZE}")
 
 

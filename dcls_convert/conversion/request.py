@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from ..errors import PlanError
 from ..options import (
@@ -140,6 +140,8 @@ def _refuse_conflicts(request: ConversionRequest) -> None:
         raise PlanError(f"seed {shortened(repr(request.seed))} must be an integer")
     if not 0 <= request.seed <= MAX_SEED:
         raise PlanError(f"seed {request.seed} must be from 0 to {MAX_SEED}")
+    if request.authors_version not in (None, *get_args(AuthorsVersion)):
+        raise PlanError(f"version {request.authors_version!r} must be v0 or v1")
     refuse_overridden_counts(request.options)
     _refuse_conflicts_of_init(request)
     _refuse_conflicts_of_scope(request)

@@ -66,6 +66,8 @@ def fold_checkpoint(
         output = Path(folder.resolve().name + export_format.suffix)
     _check_output(export_format, checkpoint.folder, output, force=force)
     _check_packages(format)
+    if input_size is None:
+        input_size = checkpoint.plan.input_size
     inputs = _check_inputs(checkpoint, input_size)
 
     notify("loading")
@@ -87,6 +89,7 @@ def fold_checkpoint(
     folded = FoldedModel(
         model=network,
         checkpoint=checkpoint,
+        input_size=None if input_size is None else tuple(input_size),
         inputs=inputs,
         outputs=outputs,
         relative_error=error,
@@ -115,7 +118,7 @@ def _check_packages(format: FormatName) -> None:
 
 def _check_inputs(checkpoint: Checkpoint, input_size: Sequence[int] | None) -> Inputs:
     """Return the inputs. Raise if there are none, or if they are too large to compare outputs."""
-    inputs = checkpoint.plan.inputs
+    inputs = checkpoint.plan.example_inputs
     if input_size is not None:
         inputs = image_inputs(input_size)
     if inputs is None:

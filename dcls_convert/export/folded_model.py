@@ -11,7 +11,7 @@ from torch import nn
 from ..checkpoints.folder import Checkpoint
 from ..checkpoints.loading_code import with_folder
 from ..errors import ModelError
-from ..networks.input_tensors import Inputs, as_image_size, with_batch
+from ..networks.input_tensors import Inputs, with_batch
 from ..networks.inputs import Arguments, random_arguments
 from ..networks.running import image_dtype, suppress_output
 from ..progress import Notify
@@ -48,6 +48,7 @@ class FoldedModel:
 
     model: nn.Module
     checkpoint: Checkpoint  # from which the model was loaded
+    input_size: tuple[int, ...] | None  # of one image; None for other inputs
     inputs: Inputs
     outputs: Any  # for `arguments_for` these inputs, computed before folding
     relative_error: float  # of folding
@@ -76,7 +77,7 @@ class FoldedModel:
             layers=len(self.checkpoint.plan.layers),
             params_before=self.params_before,
             params_after=parameter_count(self.model),
-            input_size=as_image_size(self.inputs),
+            input_size=self.input_size,
             **fields,
         )
 

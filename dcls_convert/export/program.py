@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from ..errors import DclsConvertError, ModelError
-from ..networks.input_tensors import Inputs
+from ..networks.input_tensors import have_batch_axis
 from ..networks.model_outputs import check_close, tensors_in
 from ..networks.running import suppress_output
 from ..output import new_file
@@ -67,18 +67,13 @@ def write_onnx(folded: FoldedModel) -> ExportReport:
             input_names=names,
             output_names=list(_output_names(folded.outputs)),
             dynamo=True,
-            dynamic_shapes=_named_axes(folded.inputs) if program.range_constraints else None,
+            dynamic_shapes=[{0: "batch"}] * len(names) if program.range_constraints else None,
             external_data=size > MAX_IN_ONE_FILE,
             verbose=False,
         )
         return _load_onnx(path)
 
     return _write_file(folded, write, ONNX_BOUND, LOAD_ONNX)
-
-
-def _named_axes(inputs: Inputs) -> list[dict[int, str]]:
-    """Return a name for the first axis of each input that has one."""
-    return [{0: "batch"} if tensor.shape else {} for tensor in inputs]
 
 
 def _load_onnx(path: Path) -> LoadedFile:
@@ -132,13 +127,12 @@ def _write_file(
         folded.notify("exporting")
         try:
             with torch.no_grad(), suppress_output():
-                program = _export(folded)
+                program, batch = _export(folded)
                 run = write(program, path)
         except (OSError, DclsConvertError):
             raise
         except Exception as error:  # exporters may raise anything
             raise ModelError(f"{subject} fails: {root_cause(error)}") from error
-        batch = None if program.range_constraints else 1
         arguments = arguments_for(folded.model, folded.inputs, batch or COMPARED_IMAGES)
         expected = run_model(folded.model, arguments, "the folded model")
         outputs = run_model(run, arguments, subject)
@@ -148,23 +142,29 @@ def _write_file(
         return folded.report(folded.format, difference, loading, batch=batch)
 
 
-def _export(folded: FoldedModel) -> ExportedProgram:
-    """Export for any number of images or, if the network's code fixes that number, for one."""
-    model = folded.model
-    # The size 1 would be taken for a constant, and the file is run with another size than this.
-    some = arguments_for(model, folded.inputs, 2)
-    shapes: Any = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
-    for tensor in some.tensors():
-        if tensor.dim():
+def _export(folded: FoldedModel) -> tuple[ExportedProgram, int | None]:
+    """Export for any number of images or, if that number is fixed, for one.
+
+    Returns:
+        The program, and the only batch size that it takes; None if it takes any.
+    """
+    program = None
+    if have_batch_axis(folded.inputs):
+        # The size 1 would be taken for a constant, and the file is run with another size than this.
+        some = arguments_for(folded.model, folded.inputs, 2)
+        shapes: Any = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
+        for tensor in some.tensors():
             shapes[tensor] = {0: torch.export.Dim.AUTO}
-    dynamic = shapes.dynamic_shapes(model, some.args, some.kwargs)
-    program = torch.export.export(model, some.args, some.kwargs, dynamic_shapes=dynamic)
-    if not program.range_constraints:
-        one = arguments_for(model, folded.inputs, 1)
-        program = torch.export.export(model, one.args, one.kwargs)
+        dynamic = shapes.dynamic_shapes(folded.model, some.args, some.kwargs)
+        program = torch.export.export(folded.model, some.args, some.kwargs, dynamic_shapes=dynamic)
+    batch = None
+    if program is None or not program.range_constraints:  # the network's code fixes the number
+        batch = 1
+        one = arguments_for(folded.model, folded.inputs, batch)
+        program = torch.export.export(folded.model, one.args, one.kwargs)
     # Stack traces would name this machine's source files.
     for graph in program.graph_module.modules():
         if isinstance(graph, torch.fx.GraphModule):
             for node in graph.graph.nodes:
                 node.meta.pop("stack_trace", None)
-    return program
+    return program, batch

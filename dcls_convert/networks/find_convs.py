@@ -12,6 +12,7 @@ from ..layers.replaceable import why_not_replaceable
 from ..text import one_line
 from .input_tensors import (
     Inputs,
+    as_image_size,
     checked_input_size,
     image_inputs,
     inputs_text,
@@ -71,7 +72,11 @@ def inputs_of(
     if example_inputs is not None:
         if input_size is not None:
             raise PlanError("input_size is for one image; give it or example_inputs, not both")
-        return describe_inputs(example_inputs)
+        inputs = describe_inputs(example_inputs)
+        size = as_image_size(inputs, _dims(model))
+        if size is None:
+            return inputs
+        return image_inputs(size)  # whatever the batch
     size = _stated_input_size(model)
     if input_size is not None:
         size = _with_channels(model, checked_input_size(input_size))
@@ -82,7 +87,7 @@ def inputs_of(
 
 def _with_channels(model: nn.Module, size: tuple[int, ...]) -> tuple[int, ...]:
     """Return (channels, *spatial); raise PlanError if it does not fit the model's dimensions."""
-    dims = max((len(conv.kernel_size) for conv in _convs_with_names(model)), default=2)
+    dims = _dims(model)
     if len(size) == dims:
         return (IMAGE_CHANNELS, *size)
     if len(size) != dims + 1:
@@ -92,11 +97,17 @@ def _with_channels(model: nn.Module, size: tuple[int, ...]) -> tuple[int, ...]:
     return size
 
 
+def _dims(model: nn.Module) -> int:
+    """Return the largest number of spatial axes of the model's convolutions; 2 without any."""
+    return max((len(conv.kernel_size) for conv in _convs_with_names(model)), default=2)
+
+
 def find_convs_for(model: nn.Module, inputs: Inputs | None) -> ModelConvs:
     """Return every convolution object of `model`, as `find_convs`, for described inputs."""
     _check_not_wrapped_or_converted(model)
     names_of = _convs_with_names(model)
-    traced, macs_note = _try_trace(model, inputs)
+    input_size = as_image_size(inputs, _dims(model))
+    traced, macs_note = _try_trace(model, inputs, input_size)
     spatial = {names[0] for conv, names in names_of.items() if max(conv.kernel_size) > 1}
     stages = find_stages(model, _output_strides(traced), spatial)
     holders = _modules_by_parameter(model)
@@ -132,6 +143,7 @@ def find_convs_for(model: nn.Module, inputs: Inputs | None) -> ModelConvs:
         params=_parameter_count(model),
         macs=None if traced is None else traced.macs,
         inputs=inputs,
+        input_size=input_size,
         macs_note=macs_note,
         stages_from=stages.found_by,
     )
@@ -219,7 +231,9 @@ def _modules_by_parameter(model: nn.Module) -> dict[int, list[str]]:
     return holders
 
 
-def _try_trace(model: nn.Module, inputs: Inputs | None) -> tuple[Trace, None] | tuple[None, str]:
+def _try_trace(
+    model: nn.Module, inputs: Inputs | None, input_size: tuple[int, ...] | None
+) -> tuple[Trace, None] | tuple[None, str]:
     """Trace the model; return the trace and None, or None and the reason why it failed."""
     if inputs is None:
         reason = f"no input size is known; state one ({OTHER_INPUTS})"
@@ -228,10 +242,10 @@ def _try_trace(model: nn.Module, inputs: Inputs | None) -> tuple[Trace, None] | 
         return trace(model, inputs), None
     except Exception as error:  # any model code may run here; the model can still be converted
         message = one_line(error)[:200]
-        reason = (
-            f"the model does not run on the meta device at {inputs_text(inputs)}: {message}; "
-            f"{OTHER_INPUTS}"
-        )
+        where = "the model does not run on the meta device at"
+        reason = f"{where} {inputs_text(inputs)}: {message}"
+        if input_size is not None:
+            reason = f"{where} {size_text(input_size)}: {message}; {OTHER_INPUTS}"
         return None, f"{reason}{NOT_CHECKED}"
 
 

@@ -28,6 +28,8 @@ DtypeName = Literal[
     "int64",
 ]
 FLOAT32: DtypeName = "float32"
+FLOATS: tuple[DtypeName, ...] = ("float16", "bfloat16", "float32", "float64")
+MAX_INTEGER = 2**63 - 2  # the largest that torch draws
 AXES_OF_IMAGE = range(2, 5)  # channels, and one to three spatial axes
 
 
@@ -38,7 +40,7 @@ class InputTensor:
     __pydantic_config__ = STRICT
 
     name: str | None = None  # of its keyword argument; None if it is passed by position
-    shape: tuple[Annotated[int, Field(ge=0)], ...]  # with the batch axis, if it has one
+    shape: tuple[Annotated[int, Field(ge=1)], ...]  # with the batch axis, if it has one
     dtype: DtypeName = FLOAT32
     range: tuple[int, int] | None = None  # smallest and largest value; None unless integers
 
@@ -51,15 +53,13 @@ def image_inputs(input_size: Sequence[int], batch: int = 1) -> Inputs:
     return (InputTensor(shape=(batch, *input_size)),)
 
 
-def as_image_size(inputs: Inputs | None) -> tuple[int, ...] | None:
-    """Return (channels, *spatial) if the only input is a batch of images; else None."""
-    if inputs is None:
+def as_image_size(inputs: Inputs | None, dims: int) -> tuple[int, ...] | None:
+    """Return (channels, *spatial) if the only input is a batch of images of this many axes."""
+    if inputs is None or len(inputs) > 1:
         return None
-    first, *others = inputs
-    is_image = first.name is None and first.dtype == FLOAT32 and len(first.shape) > 2
-    if others or not is_image:
-        return None
-    return first.shape[1:]
+    (tensor,) = inputs
+    is_image = tensor.name is None and tensor.dtype in FLOATS and len(tensor.shape) == dims + 2
+    return tensor.shape[1:] if is_image else None
 
 
 def checked_input_size(given: object) -> tuple[int, ...]:
@@ -77,11 +77,19 @@ def checked_input_size(given: object) -> tuple[int, ...]:
     )
 
 
+def check_inputs(inputs: Inputs) -> None:
+    """Raise PlanError for inputs that cannot be made: none, of one name, or an impossible range."""
+    names = [tensor.name for tensor in inputs if tensor.name is not None]
+    if not inputs or len(set(names)) < len(names):
+        raise PlanError("example inputs: there are none, or two of one name")
+    for tensor in inputs:
+        least, most = tensor.range or (0, 1)
+        if not -MAX_INTEGER <= least <= most <= MAX_INTEGER:
+            raise PlanError(f"example inputs: impossible range {shortened(str(tensor.range))}")
+
+
 def inputs_text(inputs: Inputs) -> str:
-    """Format inputs for messages: "3x224x224" for images, else "x 1x3x16x16, ids 1x9 int64"."""
-    image_size = as_image_size(inputs)
-    if image_size is not None:
-        return size_text(image_size)
+    """Format inputs for messages: "x 1x3x16x16, ids 1x9 int64"."""
     texts = []
     for tensor in inputs:
         text = f"{tensor.name or ''} {size_text(tensor.shape) or '()'}"
@@ -91,10 +99,15 @@ def inputs_text(inputs: Inputs) -> str:
     return ", ".join(texts)
 
 
-def with_batch(inputs: Inputs, batch: int) -> Inputs:
-    """Return inputs for a batch of another size; the same if their first axes differ in length."""
+def have_batch_axis(inputs: Inputs) -> bool:
+    """True if the first axes of all inputs have the same length."""
     first_axes = {tensor.shape[:1] for tensor in inputs}
-    if len(first_axes) > 1 or () in first_axes:
+    return len(first_axes) == 1 and () not in first_axes
+
+
+def with_batch(inputs: Inputs, batch: int) -> Inputs:
+    """Return inputs for a batch of another size; the same if they have no batch axis."""
+    if not have_batch_axis(inputs):
         return inputs
     return tuple(replace(tensor, shape=(batch, *tensor.shape[1:])) for tensor in inputs)
 

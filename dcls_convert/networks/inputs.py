@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import PlanError
 from ..text import shortened
-from .input_tensors import DtypeName, Inputs, InputTensor
+from .input_tensors import MAX_INTEGER, DtypeName, Inputs, InputTensor
 
 # One tensor, several by position, or tensors by the names of forward's parameters.
 ExampleInputs = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
@@ -56,10 +56,13 @@ def _described(named: Sequence[tuple[str | None, object]]) -> Iterator[InputTens
         dtype: Any = str(tensor.dtype).removeprefix("torch.")
         if dtype not in get_args(DtypeName):
             raise PlanError(f"example inputs: {dtype} is not supported")
+        if not tensor.numel():
+            raise PlanError(f"example inputs: found an empty tensor, {tuple(tensor.shape)}")
         values = None
-        is_integer = not (tensor.is_floating_point() or tensor.is_complex())
-        if is_integer and tensor.dtype != torch.bool and tensor.numel():
-            values = (int(tensor.min()), int(tensor.max()))
+        has_values = not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta)
+        if has_values and tensor.dtype != torch.bool:
+            least = max(int(tensor.min()), -MAX_INTEGER)
+            values = (least, min(int(tensor.max()), MAX_INTEGER))
         yield InputTensor(name=name, shape=tuple(tensor.shape), dtype=dtype, range=values)
 
 

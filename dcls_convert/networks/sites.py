@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..geometry import Padding, size_text
-from .input_tensors import Inputs, as_image_size
+from .input_tensors import Inputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,13 +86,10 @@ class ModelConvs:
     params: int  # each parameter counted once
     macs: int | None  # for the inputs; None if the forward pass could not be traced
     inputs: Inputs | None  # what forward takes; None if not known
+    # (channels, *spatial) of one image; None if not known, or for other inputs.
+    input_size: tuple[int, ...] | None
     macs_note: str | None  # why macs is None
     stages_from: str  # how the stages were found
-
-    @property
-    def input_size(self) -> tuple[int, ...] | None:
-        """(channels, *spatial) of one image; None if not known, or for other inputs."""
-        return as_image_size(self.inputs)
 
 
 def count_conv_kinds(convs: ModelConvs) -> Counter[str]:

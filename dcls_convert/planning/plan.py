@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ..errors import CheckpointError, PlanError
 from ..geometry import size_text
-from ..networks.input_tensors import Inputs, image_inputs
+from ..networks.input_tensors import Inputs, check_inputs, checked_input_size, image_inputs
 from ..networks.sites import Skipped
 from ..options import Scope, Tie
 from ..records import STRICT, JsonFraction, Record
@@ -183,7 +183,11 @@ def _as_patterns(paths: str | Sequence[str]) -> list[str]:
 
 
 def _check_plan(plan: ConversionPlan) -> None:
-    """Raise PlanError for impossible layers, and for tie groups that do not match the layers."""
+    """Raise PlanError for impossible inputs or layers, or tie groups that are not the layers'."""
+    if plan.input_size is not None:
+        checked_input_size(plan.input_size)
+    if plan.example_inputs is not None:
+        check_inputs(plan.example_inputs)
     for layer in plan.layers:
         check_layer(layer)
     for group in plan.tie_groups:

@@ -10,6 +10,7 @@ from pydantic import Field, computed_field
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from ..geometry import size_text
 from ..layers.interpolation import find_interpolation
 from ..networks.input_tensors import inputs_text
 from ..networks.sites import Skipped
@@ -146,7 +147,9 @@ def _heading(report: ConversionReport) -> list[RenderableType]:
     model = f": {report.model or 'model'}"
     if report.folded:
         model += ", folded"
-    if report.plan.inputs is not None:
+    if report.input_size is not None:
+        model += f", input {size_text(report.input_size)}"
+    elif report.plan.inputs is not None:
         model += f", input {inputs_text(report.plan.inputs)}"
     return [
         Text(_headline(report), style=_headline_style(report)),

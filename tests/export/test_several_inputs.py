@@ -1,5 +1,7 @@
 """A network that takes anything but one image goes the whole way, with equal outputs."""
 
+from pathlib import Path
+
 import onnxruntime
 import pytest
 import torch
@@ -13,7 +15,7 @@ from dcls_convert.networks.inputs import describe_inputs, random_arguments
 from dcls_convert.networks.model_outputs import max_relative_error
 
 from ..command_line import run
-from ..several_inputs import EXAMPLES, ThreeInputs
+from ..several_inputs import EXAMPLES, Signal, ThreeInputs
 from .running import FLOAT32_ERROR
 
 NETWORKS = pytest.mark.parametrize("build", EXAMPLES, ids=lambda build: build.__name__)
@@ -63,6 +65,26 @@ def test_each_format_takes_the_inputs_of_forward(folders, build, format):
             expected = model(*arguments.args, **arguments.kwargs)
             outputs = RUN[format](build, report.output, arguments)
         assert max_relative_error(tree_leaves(expected), tree_leaves(outputs)) < FLOAT32_ERROR
+
+
+class FixedBatch(Signal):
+    """Takes a batch of two, and numbers that have nothing to do with it."""
+
+    def forward(self, samples, ids):
+        return super().forward(samples.reshape(2, 100)) + ids.sum()
+
+
+def test_a_file_of_inputs_without_a_batch_axis_takes_them_alone(tmp_path):
+    model = FixedBatch()
+    inputs = (torch.zeros(2, 100), torch.arange(5))
+    report = convert_(model, dilated_size=7, example_inputs=inputs, init="random")
+    save_converted(model, report.plan, "fixed")
+    written = fold_checkpoint(Path("fixed"), "pt2", model=factory_of(FixedBatch))
+    assert written.batch == 1
+    with torch.no_grad():
+        expected = model.eval()(torch.ones(2, 100), torch.arange(5))
+        found = torch.export.load(written.output).module()(torch.ones(2, 100), torch.arange(5))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def run_folder(build, folder, arguments):

@@ -14,17 +14,25 @@ from ..several_inputs import EXAMPLES, IMAGE, MASK, OneImage, Signal, ThreeInput
 UNCHECKED = "output sizes, shifts of maps, and uses of convolutions by other code, are not checked"
 
 
-def test_an_image_is_an_example_of_its_size():
-    assert find_convs(OneImage(), example_inputs=torch.zeros(1, 4, 9, 8)) == find_convs(
-        OneImage(), (4, 9, 8)
-    )
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_images_are_an_example_of_their_size_whatever_the_batch(dtype):
+    of_size = find_convs(OneImage(), (4, 9, 8))
+    for batch in (1, 4):
+        images = torch.zeros(batch, 4, 9, 8, dtype=dtype)
+        assert find_convs(OneImage(), example_inputs=images) == of_size
+
+
+def test_an_image_without_its_batch_is_taken_as_it_is():
+    convs = find_convs(OneImage(), example_inputs=torch.zeros(4, 9, 8))
+    assert convs.input_size is None
+    assert convs.macs == find_convs(OneImage(), (4, 9, 8)).macs
 
 
 def test_several_inputs_are_traced_as_one_that_holds_them_all():
     several = find_convs(TwoImages(), example_inputs=EXAMPLES[TwoImages])
     one = find_convs(OneImage(), (IMAGE[0] + MASK[0], *IMAGE[1:]))
     assert one.macs is not None
-    assert replace(several, inputs=one.inputs) == one
+    assert replace(several, inputs=one.inputs, input_size=one.input_size) == one
     assert [site.name for site in several.sites if site.stem] == ["stem"]
 
 
@@ -74,6 +82,7 @@ def test_inputs_that_forward_does_not_take_are_refused_with_what_it_said(build, 
         ({"example_inputs": ()}, "give a tensor"),
         ({"example_inputs": torch.zeros(1), "input_size": IMAGE}, "not both"),
         ({"example_inputs": torch.zeros(1, dtype=torch.float8_e5m2)}, "float8_e5m2 is not"),
+        ({"example_inputs": torch.zeros(0, 4, 9, 8)}, "empty tensor"),
     ],
     ids=str,
 )

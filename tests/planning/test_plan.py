@@ -57,6 +57,7 @@ def test_arguments_that_json_cannot_hold_are_refused(value):
 PLAN = plan_of(Net(), interpolation="gaussian", model="timm:x").to_dict()
 HAVE_DEFAULTS = {("format",), ("model_args",), ("example_inputs",)}
 DEFAULTS_OF_LAYERS = {"input_extent", "count_is_stated"}
+INTEGERS = {"name": "ids", "shape": [1, 9], "dtype": "int64", "range": [0, 4]}
 # A fraction may be written as a number, and a value that may be unknown may be null.
 OPTIONAL = {"share", "exact_count", "output_positions", "macs", "kernel_count"}
 WRONG = {
@@ -121,6 +122,11 @@ def test_anything_but_a_plan_is_refused_in_one_line(text):
         (("layers", -1, "interpolation"), "cubic", "'cubic' is not known"),
         (("layers", -1, "groups"), 3, "must be a positive multiple of its groups, 3"),
         (("layers", -1, "names"), [], "has no name"),
+        (("input_size",), [3, 0, 9], "must be channels and spatial sizes"),
+        (("example_inputs",), [], "example inputs: there are none"),
+        (("example_inputs",), [INTEGERS, INTEGERS], "two of one name"),
+        (("example_inputs",), [{**INTEGERS, "range": [5, 2]}], "impossible range"),
+        (("example_inputs",), [{**INTEGERS, "range": [0, 2**63]}], "impossible range"),
         (("tie_groups", -1, "layers"), ["layer2.1"], "tie groups do not match its layers: "),
         (("tie_groups", -1, "name"), "\x1b]0;title\x07", "tie groups do not match "),
     ],
