@@ -3,32 +3,15 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
-
-from pydantic import Field
 
 from ..errors import PlanError
 from ..geometry import size_text
 from ..records import STRICT
 from ..text import shortened
 
-# As torch names them.
-DtypeName = Literal[
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-    "bool",
-    "uint8",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-]
-FLOAT32: DtypeName = "float32"
-FLOATS: tuple[DtypeName, ...] = ("float16", "bfloat16", "float32", "float64")
+FLOAT32 = "float32"
+FLOATS = ("float16", "bfloat16", FLOAT32, "float64")
+OTHER_DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "complex64", "complex128")
 MAX_INTEGER = 2**63 - 2  # the largest that torch draws
 AXES_OF_IMAGE = range(2, 5)  # channels, and one to three spatial axes
 
@@ -40,8 +23,8 @@ class InputTensor:
     __pydantic_config__ = STRICT
 
     name: str | None = None  # of its keyword argument; None if it is passed by position
-    shape: tuple[Annotated[int, Field(ge=1)], ...]  # with the batch axis, if it has one
-    dtype: DtypeName = FLOAT32
+    shape: tuple[int, ...]  # with the batch axis, if it has one
+    dtype: str = FLOAT32  # as torch names it
     range: tuple[int, int] | None = None  # smallest and largest value; None unless integers
 
 
@@ -78,14 +61,19 @@ def checked_input_size(given: object) -> tuple[int, ...]:
 
 
 def check_inputs(inputs: Inputs) -> None:
-    """Raise PlanError for inputs that cannot be made: none, of one name, or an impossible range."""
+    """Raise PlanError for example inputs that cannot be made."""
     names = [tensor.name for tensor in inputs if tensor.name is not None]
     if not inputs or len(set(names)) < len(names):
         raise PlanError("example inputs: there are none, or two of one name")
     for tensor in inputs:
+        where = f"example inputs: {shortened(inputs_text((tensor,)))}"
+        if tensor.dtype not in FLOATS + OTHER_DTYPES:
+            raise PlanError(f"{where}: this dtype is not supported")
+        if min(tensor.shape, default=1) < 1:
+            raise PlanError(f"{where}: is empty")
         least, most = tensor.range or (0, 1)
         if not -MAX_INTEGER <= least <= most <= MAX_INTEGER:
-            raise PlanError(f"example inputs: impossible range {shortened(str(tensor.range))}")
+            raise PlanError(f"{where}: impossible range {shortened(str(tensor.range))}")
 
 
 def inputs_text(inputs: Inputs) -> str:

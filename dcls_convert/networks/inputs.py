@@ -1,15 +1,14 @@
 """The tensors that a network's forward takes: their description, and tensors like them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from ..errors import PlanError
 from ..text import shortened
-from .input_tensors import MAX_INTEGER, DtypeName, Inputs, InputTensor
+from .input_tensors import MAX_INTEGER, Inputs, InputTensor, check_inputs
 
 # One tensor, several by position, or tensors by the names of forward's parameters.
 ExampleInputs = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
@@ -47,23 +46,20 @@ def describe_inputs(example_inputs: ExampleInputs) -> Inputs:
             f"example inputs: found {shortened(repr(example_inputs), 120)}; give a tensor, a tuple "
             "of tensors, or a dict of tensors by the names of forward's parameters"
         )
-    return tuple(_described(named))
+    inputs = tuple(_described(name, tensor) for name, tensor in named)
+    check_inputs(inputs)
+    return inputs
 
 
-def _described(named: Sequence[tuple[str | None, object]]) -> Iterator[InputTensor]:
-    for name, tensor in named:
-        assert isinstance(tensor, Tensor)
-        dtype: Any = str(tensor.dtype).removeprefix("torch.")
-        if dtype not in get_args(DtypeName):
-            raise PlanError(f"example inputs: {dtype} is not supported")
-        if not tensor.numel():
-            raise PlanError(f"example inputs: found an empty tensor, {tuple(tensor.shape)}")
-        values = None
-        has_values = not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta)
-        if has_values and tensor.dtype != torch.bool:
-            least = max(int(tensor.min()), -MAX_INTEGER)
-            values = (least, min(int(tensor.max()), MAX_INTEGER))
-        yield InputTensor(name=name, shape=tuple(tensor.shape), dtype=dtype, range=values)
+def _described(name: str | None, tensor: object) -> InputTensor:
+    assert isinstance(tensor, Tensor)
+    values = None
+    has_values = not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta)
+    if has_values and tensor.dtype != torch.bool and tensor.numel():
+        least = max(int(tensor.min()), -MAX_INTEGER)
+        values = (least, min(int(tensor.max()), MAX_INTEGER))
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return InputTensor(name=name, shape=tuple(tensor.shape), dtype=dtype, range=values)
 
 
 def random_arguments(
