@@ -7,13 +7,14 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from ..checkpoints.card import model_card
 from ..checkpoints.fingerprint import take_fingerprint
-from ..checkpoints.folder import CARD, reason_not_a_checkpoint
+from ..checkpoints.folder import CARD, WEIGHTS, reason_not_a_checkpoint
 from ..checkpoints.loading_code import loading_code
 from ..checkpoints.save import save_just_converted
 from ..checkpoints.write import state_to_save, timm_config, write_checkpoint_files
@@ -27,6 +28,8 @@ from ..output import new_folder
 from ..planning.plan import ConversionPlan
 from ..reports.predict import predict_report
 from ..reports.report import ConversionReport
+from ..weights.files import load_safetensors
+from ..weights.loading import alias_names
 from .folded_model import FOLDING_BOUND, ExportReport, FoldedModel, arguments_for, run_model
 
 # Names of timm's arguments for kernel sizes contain one of these words: kernel_size, kernel_sizes,
@@ -89,14 +92,37 @@ def _write_for_timm(
             fingerprint=take_fingerprint(folded.model, plan.inputs),
             provenance=provenance,
         )
-        # Equal shapes do not mean equal outputs, so the folder is loaded and run. This is safe: it
-        # names one of timm's own architectures, so no other code is run.
-        source = ModelSource(name=f"local-dir:{partial}")
-        loaded = build_model(source, pretrained=True, trust_code=True).eval()
-        outputs = run_model(loaded, arguments_for(loaded, folded.inputs), f"timm's {timm_model}")
-        return check_close(
-            folded.outputs, outputs, bound=FOLDING_BOUND, what=f"timm's {timm_model}"
-        )
+        with weights_on_meta_(folded.model, partial / WEIGHTS):
+            # Equal shapes do not mean equal outputs, so the loaded model is run.
+            return _error_of_folder(folded, partial, f"timm's {timm_model}")
+
+
+def _error_of_folder(folded: FoldedModel, folder: Path, subject: str) -> float:
+    """Load a folder with timm, and return the relative error of the model's outputs."""
+    source = ModelSource(name=f"local-dir:{folder}")
+    # Safe: the folder names one of timm's own architectures, so no other code is run.
+    loaded = build_model(source, pretrained=True, trust_code=True).eval()
+    outputs = run_model(loaded, arguments_for(loaded, folded.inputs), subject)
+    return check_close(folded.outputs, outputs, bound=FOLDING_BOUND, what=subject)
+
+
+@contextlib.contextmanager
+def weights_on_meta_(model: nn.Module, path: Path) -> Iterator[None]:
+    """Move the model's weights to the meta device, which frees memory for another model.
+
+    They are read from the file again only after a ModelError or a ComparisonError; otherwise the
+    model stays without values. A model with aliases keeps its values throughout.
+    """
+    if alias_names(model):
+        yield
+        return
+    meta_state = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
+    model.load_state_dict(meta_state, assign=True)
+    try:
+        yield
+    except (ModelError, ComparisonError):
+        model.load_state_dict(load_safetensors(path), assign=True)
+        raise
 
 
 def find_kernel_args(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
