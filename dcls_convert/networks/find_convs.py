@@ -87,7 +87,7 @@ def inputs_of(
 
 def _with_channels(model: nn.Module, size: tuple[int, ...]) -> tuple[int, ...]:
     """Return (channels, *spatial); raise PlanError if it does not fit the model's dimensions."""
-    dims = _dims(model)
+    dims = max(_dims(model))
     if len(size) == dims:
         return (IMAGE_CHANNELS, *size)
     if len(size) != dims + 1:
@@ -97,9 +97,9 @@ def _with_channels(model: nn.Module, size: tuple[int, ...]) -> tuple[int, ...]:
     return size
 
 
-def _dims(model: nn.Module) -> int:
-    """Return the largest number of spatial axes of the model's convolutions; 2 without any."""
-    return max((len(conv.kernel_size) for conv in _convs_with_names(model)), default=2)
+def _dims(model: nn.Module) -> set[int]:
+    """Return the numbers of spatial axes that the model's convolutions have; 2 without any."""
+    return {len(conv.kernel_size) for conv in _convs_with_names(model)} or {2}
 
 
 def find_convs_for(model: nn.Module, inputs: Inputs | None) -> ModelConvs:

@@ -1,7 +1,7 @@
 """What a network's forward takes, as plain values: the shape and dtype of each tensor."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import PlanError
@@ -36,12 +36,12 @@ def image_inputs(input_size: Sequence[int], batch: int = 1) -> Inputs:
     return (InputTensor(shape=(batch, *input_size)),)
 
 
-def as_image_size(inputs: Inputs | None, dims: int) -> tuple[int, ...] | None:
-    """Return (channels, *spatial) if the only input is a batch of images of this many axes."""
+def as_image_size(inputs: Inputs | None, dims: Container[int]) -> tuple[int, ...] | None:
+    """Return (channels, *spatial) if the only input is a batch of images of so many sides."""
     if inputs is None or len(inputs) > 1:
         return None
     (tensor,) = inputs
-    is_image = tensor.name is None and tensor.dtype in FLOATS and len(tensor.shape) == dims + 2
+    is_image = tensor.name is None and tensor.dtype in FLOATS and len(tensor.shape) - 2 in dims
     return tensor.shape[1:] if is_image else None
 
 

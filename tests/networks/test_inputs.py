@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from dcls_convert import DclsConvertError, convert_, find_convs, sweep
 from dcls_convert.networks.inputs import describe_inputs, random_arguments
@@ -20,6 +21,13 @@ def test_images_are_an_example_of_their_size_whatever_the_batch(dtype):
     for batch in (1, 4):
         images = torch.zeros(batch, 4, 9, 8, dtype=dtype)
         assert find_convs(OneImage(), example_inputs=images) == of_size
+
+
+def test_an_image_is_one_for_a_network_whose_convolutions_have_several_dimensions():
+    """As timm's lambda layers, which have a 3-D convolution."""
+    net = nn.Sequential(nn.Conv2d(4, 2, 3), nn.Unflatten(1, (1, 2)), nn.Conv3d(1, 1, 1))
+    images = torch.zeros(1, 4, 9, 8)
+    assert find_convs(net, example_inputs=images).input_size == (4, 9, 8)
 
 
 def test_an_image_without_its_batch_is_taken_as_it_is():
