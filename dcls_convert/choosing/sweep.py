@@ -39,8 +39,8 @@ RequestedSize = int | Sequence[int] | str  # cells, or a growth such as "+4"
 RECOMMENDED = ">"  # in front of the recommended row
 ROW_STYLES = {"original": "", "done": "", "does not fit": "yellow"}  # by status
 WHY = (
-    f"auto takes it, the largest growth with at most {MAX_ADDED_COST_PERCENT:g} % more MACs and "
-    f"windows of at most {MAX_WINDOW}, or else the smallest growth"
+    f"auto takes it: the largest growth with at most {MAX_ADDED_COST_PERCENT:g} % more MACs and "
+    f"windows of at most {MAX_WINDOW}; where there is none, the smallest growth"
 )
 TRAINING = (
     "Only training shows the accuracy: a network that is trained already gains nothing until it "
