@@ -26,15 +26,14 @@ torch.compile, a size of 1 becomes a constant, which has no `.to`.
 
 import triton
 import triton.language as tl
-from triton.language import constexpr
 
 from .layouts import BLOCK_SIDE
 
-SIDE = constexpr(BLOCK_SIDE)
-CELLS = constexpr(BLOCK_SIDE * BLOCK_SIDE)
-PACK_CHANNELS = constexpr(64)  # of one program of `pack`
-SUMMED_BLOCKS = constexpr(1024)  # that `gradient_of_bias` adds at once
-GATHERED = constexpr(16)  # cells of a window, or elements, whose gradients a program adds up
+SIDE = tl.constexpr(BLOCK_SIDE)
+CELLS = tl.constexpr(BLOCK_SIDE * BLOCK_SIDE)
+PACK_CHANNELS = tl.constexpr(64)  # of one program of `pack`
+SUMMED_BLOCKS = tl.constexpr(1024)  # that `gradient_of_bias` adds at once
+GATHERED = tl.constexpr(16)  # cells of a window, or elements, whose gradients a program adds up
 
 STRIDES = ["image_stride", "channel_stride", "row_stride", "column_stride"]
 MAP_SIZES = ["channels", "rows", "columns", "block_rows", "block_columns", "blocks_in_all"]
@@ -57,13 +56,13 @@ def pack(
     block_rows,
     block_columns,
     blocks_in_all,
-    STEP_DOWN: constexpr,
-    STEP_ACROSS: constexpr,
-    UNIT: constexpr,
-    CHANNELS_ADJACENT: constexpr,
-    COLUMNS_ADJACENT: constexpr,
-    UNPACK: constexpr,
-    SUM: constexpr,
+    STEP_DOWN: tl.constexpr,
+    STEP_ACROSS: tl.constexpr,
+    UNIT: tl.constexpr,
+    CHANNELS_ADJACENT: tl.constexpr,
+    COLUMNS_ADJACENT: tl.constexpr,
+    UNPACK: tl.constexpr,
+    SUM: tl.constexpr,
 ):
     """Copy maps into blocks, or back if UNPACK: one block of PACK_CHANNELS channels.
 
@@ -103,7 +102,7 @@ def pack(
 
 
 @triton.jit(do_not_specialize=TAPS, do_not_specialize_on_alignment=["window"])
-def bank_of_window(window, bank, taps_down, taps_across, R: constexpr, S: constexpr):
+def bank_of_window(window, bank, taps_down, taps_across, R: tl.constexpr, S: tl.constexpr):
     """Write the matrix of one tap and channel.
 
     Its entry for an input cell and an output cell is the window's cell at their distance.
@@ -133,7 +132,7 @@ def quotient(number, divisor):
 
 
 @triton.jit
-def find_blocks(first, block_rows, block_columns, COUNT: constexpr):
+def find_blocks(first, block_rows, block_columns, COUNT: tl.constexpr):
     """Return the rows and columns, in their images, of COUNT blocks from the first one on."""
     column = first % block_columns + tl.arange(0, COUNT)
     rows_below = quotient(column, block_columns)
@@ -161,11 +160,11 @@ def convolve_blocks(
     block_columns,
     taps_down,
     taps_across,
-    HAS_BIAS: constexpr,
-    TURNED: constexpr,
-    PRECISION: constexpr,
-    BLOCKS: constexpr,
-    STEP: constexpr,
+    HAS_BIAS: tl.constexpr,
+    TURNED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     """Convolve BLOCKS blocks of one channel with the bank, in steps of STEP cells of the inputs.
 
@@ -226,9 +225,9 @@ def gradient_of_bank(
     block_columns,
     taps_down,
     taps_across,
-    PRECISION: constexpr,
-    STEP: constexpr,
-    THREE: constexpr,
+    PRECISION: tl.constexpr,
+    STEP: tl.constexpr,
+    THREE: tl.constexpr,
 ):
     """Sum inputs x gradients over a part of the blocks, in steps of STEP, for one channel.
 
@@ -328,9 +327,9 @@ def gradient_of_window(
     blocks_in_all,
     taps_down,
     taps_across,
-    R: constexpr,
-    S: constexpr,
-    HAS_BIAS: constexpr,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):
     """Sum the bank's gradient to GATHERED cells of one channel's window: (C, R, S).
 

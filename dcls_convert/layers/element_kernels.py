@@ -9,7 +9,6 @@ from the centre. In 64 x 64 matrices, `block_kernels` says what the rows and col
 
 import triton
 import triton.language as tl
-from triton.language import constexpr
 
 from ..depthwise.block_kernels import (
     CELLS,
@@ -24,14 +23,14 @@ from ..depthwise.block_kernels import (
     sum_diagonals,
 )
 
-WINDOW_CELLS = constexpr(512)  # of one program of `construct`
-ELEMENTS = constexpr(512)  # of one program of `element_gradients_of_windows`
-ELEMENTS_IN_PRODUCT = constexpr(32)  # of one product in `make_matrix`
-NEAR = constexpr(16)  # power of 2; a matrix depends on 2 * SIDE - 1 cells along each axis
+WINDOW_CELLS = tl.constexpr(512)  # of one program of `construct`
+ELEMENTS = tl.constexpr(512)  # of one program of `element_gradients_of_windows`
+ELEMENTS_IN_PRODUCT = tl.constexpr(32)  # of one product in `make_matrix`
+NEAR = tl.constexpr(16)  # power of 2; a matrix depends on 2 * SIDE - 1 cells along each axis
 
 
 @triton.jit
-def place_in_window(positions, offset, exists, LENGTH: constexpr):
+def place_in_window(positions, offset, exists, LENGTH: tl.constexpr):
     """Return the cell below each position, the distance from it, and the clamped position.
 
     Positions inside the window stay as they are, to the last bit.
@@ -77,10 +76,10 @@ def construct(
     clamped,
     kernels,
     elements,
-    R: constexpr,
-    S: constexpr,
-    CELLS_PADDED: constexpr,
-    KERNELS: constexpr,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    CELLS_PADDED: tl.constexpr,
+    KERNELS: tl.constexpr,
 ):
     """Construct KERNELS windows (N, R, S), and write clamped positions (2, N, E)."""
     kernel = tl.program_id(0) * KERNELS + tl.arange(0, KERNELS)[:, None]
@@ -113,8 +112,8 @@ def element_gradients_of_windows(
     grad_positions,
     kernels,
     elements,
-    R: constexpr,
-    S: constexpr,
+    R: tl.constexpr,
+    S: tl.constexpr,
 ):
     """Compute the gradients of weight and positions from that of the windows (N, R, S)."""
     element = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
@@ -160,12 +159,12 @@ def pack_and_make_bank(
     taps_down,
     taps_across,
     elements,
-    UNIT: constexpr,
-    CHANNELS_ADJACENT: constexpr,
-    COLUMNS_ADJACENT: constexpr,
-    R: constexpr,
-    S: constexpr,
-    CLAMP: constexpr,
+    UNIT: tl.constexpr,
+    CHANNELS_ADJACENT: tl.constexpr,
+    COLUMNS_ADJACENT: tl.constexpr,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    CLAMP: tl.constexpr,
 ):
     """Do what `pack` does, and make the bank of elements: two jobs that do not wait for each other.
 
@@ -213,9 +212,9 @@ def make_matrix(
     tap,
     channel,
     sizes,
-    R: constexpr,
-    S: constexpr,
-    CLAMP: constexpr,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    CLAMP: tl.constexpr,
 ):
     """Write the matrix of one tap and channel, and, for the first tap, clamped positions (2, C, E).
 
@@ -273,9 +272,9 @@ def element_gradients_of_bank(
     blocks_in_all,
     taps_down,
     taps_across,
-    R: constexpr,
-    S: constexpr,
-    HAS_BIAS: constexpr,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):
     """Compute the gradients of a channel's elements and bias.
 

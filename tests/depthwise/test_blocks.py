@@ -91,6 +91,12 @@ def test_layers_launch_every_kernel_of_the_package():
     assert launched | called == functions.keys()
 
 
+def test_the_source_of_a_kernel_needs_no_names_but_those_of_triton():
+    """torch.compile copies it into a module that has imported `triton` and `tl` alone."""
+    for function in jit_functions().values():
+        exec(function.src, {"triton": triton, "tl": triton.language})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", GPUS)
 def test_kernels_compile_without_spilling(gpu, tmp_path):
