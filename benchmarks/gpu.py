@@ -1,6 +1,6 @@
-"""Measure this package on a GPU, in less than four minutes.
+"""Measure this package on a GPU, in five minutes.
 
-    python benchmarks/gpu.py [--seconds N] [--output FILE]
+    python benchmarks/gpu.py [--seconds N] [--output FILE] [--rows TEXT]
 
 First it says whether blocks are taken, and whether they are exact. Then it measures, in this order,
 until the time is over; a part that fails prints its error, and the next one begins. Each row is
@@ -8,13 +8,15 @@ written to the JSON file as soon as it is known, and at the end all are printed 
 
 - Networks: ConvNeXt-T as it is and converted to 17x17, in turn, in training (bfloat16 autocast,
   AdamW), inference and float32; then ConvNeXt-B, ResNet-50 and EfficientNet-B0. Images a second,
-  the kernels' time alone and construction's share of it (with blocks, the packing of maps is in
-  it), launches, peak memory.
+  peak memory.
 - Host: time of a converted layer's step, for maps so small that the GPU waits for Python.
 - Accuracy: relative errors of the output, the input's gradient and the window's gradient beside
   float64 on the CPU, from the same rounded inputs.
 - Layers: GPU time of one depthwise convolution, by CUDA graphs, so that the host does not count.
 - Compiled: the whole network by torch.compile, also with CUDA graphs.
+- Kernels of the networks above: their time alone, construction's share of it (with blocks, the
+  packing of maps is in it), and launches. They come last, because torch's profiler makes every
+  later launch slower.
 """
 
 import argparse
@@ -23,11 +25,12 @@ import functools
 import itertools
 import json
 import multiprocessing
+import re
 import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +46,7 @@ from torch import Tensor, nn
 WINDOW = 17
 STAGES = ((96, 56), (192, 28), (384, 14), (768, 7))  # of ConvNeXt-T: channels, side of the map
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+STATES = ("original", "converted")
 KINDS_TO_COMPILE = ("bfloat16", "float16", "float32", "TF32", "31x31", "dense")
 # Kernels from elements to windows, or to banks of blocks, and back.
 CONSTRUCTION_KERNELS = (
@@ -97,6 +101,7 @@ class Run:
     end: float  # by time.monotonic()
     sizes: Sizes
     report: dict[str, Any]
+    pattern: str = ""  # regular expression; rows without a match are not measured
     failures: list[str] = field(default_factory=list)
 
     def measure(
@@ -108,6 +113,8 @@ class Run:
         **options: Any,
     ) -> None:
         """Add a row, unless fewer than `reserve` seconds are left; print its error."""
+        if re.search(self.pattern, name) is None:
+            return
         if time.monotonic() + reserve >= self.end:
             print(f"{name}: no time left", flush=True)
             return
@@ -335,8 +342,10 @@ class Networks:
             for network in self.states.values():
                 network.to(memory_format=torch.channels_last)
 
-    def row(self, batch: int, *, training: bool, half: bool = True, **options: Any) -> Row:
-        """Measure both networks in turn; options are those of torch.compile."""
+    def _steps(
+        self, batch: int, *, training: bool, half: bool = True, **options: Any
+    ) -> dict[str, Call]:
+        """Return a step of each network; options are those of torch.compile."""
         images = torch.randn(batch, 3, self.sizes.side, self.sizes.side, device="cuda")
         if self.channels_last:
             images = images.to(memory_format=torch.channels_last)
@@ -346,6 +355,11 @@ class Networks:
             network.train(training)
             function = torch.compile(network, **options) if options else network
             calls[state] = step_of(network, function, images, labels, training, half)
+        return calls
+
+    def row(self, batch: int, **options: Any) -> Row:
+        """Measure both networks in turn."""
+        calls = self._steps(batch, **options)
         peaks = {}
         for state, call in calls.items():
             call()  # compiles
@@ -354,15 +368,24 @@ class Networks:
             peaks[state] = torch.cuda.max_memory_allocated() / 1e9
         times = milliseconds_in_turn(calls, self.sizes)
         row: Row = {"ratio": times["original"] / times["converted"]}
-        for state, call in calls.items():
-            gpu_ms, construction_ms, launches = gpu_time(call)
+        for state in calls:
             row[state] = {
                 "images_per_second": 1e3 * batch / times[state],
                 "ms": times[state],
+                "peak_gb": peaks[state],
+            }
+        return row
+
+    def kernels_row(self, batch: int, *, training: bool, half: bool = True) -> Row:
+        """Profile a step of both networks."""
+        row: Row = {}
+        for state, call in self._steps(batch, training=training, half=half).items():
+            call()
+            gpu_ms, construction_ms, launches = gpu_time(call)
+            row[state] = {
                 "gpu_ms": gpu_ms,
                 "construction_ms": construction_ms,
                 "launches": launches,
-                "peak_gb": peaks[state],
             }
         return row
 
@@ -426,8 +449,8 @@ def measure_all(run: Run) -> None:
     for dtype, channels_last in itertools.product(DTYPES, (True, False)):
         name = f"exact: {name_of(dtype)}, {'channels_last' if channels_last else 'contiguous'}"
         run.measure(name, exact_row, dtype, channels_last=channels_last)
-    tiny = functools.cache(lambda: Networks("convnext_tiny", run.sizes, dilated_size=WINDOW))
-    measure_networks(run, tiny)
+    for name, make, batch, options in network_rows(run.sizes):
+        run.measure(name, network_row, make, batch, reserve=10, **options)
     conv = nn.Conv2d(96, 96, 7, padding=3, groups=96)
     run.measure("host: converted layer", host_row, new_layer(), run.sizes)
     run.measure("host: nn.Conv2d, 7x7", host_row, conv, run.sizes)
@@ -438,33 +461,52 @@ def measure_all(run: Run) -> None:
     for (channels, side), window in itertools.product(STAGES, (7, WINDOW, 31)):
         name = f"layer: {channels} @ {side}x{side}, {window}x{window}"
         run.measure(name, layer_row, channels, side, window, run.sizes)
-    for mode, batch in (("default", run.sizes.compiled), ("reduce-overhead", run.sizes.graphed)):
-        name = f"ConvNeXt-T, training, compiled ({mode}), {batch}"
-        run.measure(name, network_row, tiny, batch, training=True, mode=mode, reserve=55)
+    for name, make, batch, options in compiled_rows(run.sizes):
+        run.measure(name, network_row, make, batch, reserve=70, **options)
+    for name, make, batch, options in network_rows(run.sizes):
+        run.measure(f"kernels: {name}", kernels_row, make, batch, **options)
 
 
-def measure_networks(run: Run, tiny: Callable[[], Networks]) -> None:
-    sizes = run.sizes
+@functools.cache
+def networks_of(name: str, sizes: Sizes, **options: Any) -> Networks:
+    """Make both networks once; they stay on the GPU."""
+    return Networks(name, sizes, **options)
+
+
+def network_row(make: Callable[[], Networks], batch: int, **options: Any) -> Row:
+    return make().row(batch, **options)
+
+
+def kernels_row(make: Callable[[], Networks], batch: int, **options: Any) -> Row:
+    return make().kernels_row(batch, **options)
+
+
+NetworkRow = tuple[str, Callable[[], Networks], int, dict[str, Any]]  # name, networks, batch
+
+
+def network_rows(sizes: Sizes) -> Iterator[NetworkRow]:
+    tiny = functools.partial(networks_of, "convnext_tiny", sizes, dilated_size=WINDOW)
     for batch in sizes.training:
-        run.measure(f"ConvNeXt-T, training, {batch}", network_row, tiny, batch, training=True)
+        yield f"ConvNeXt-T, training, {batch}", tiny, batch, {"training": True}
     for batch in sizes.inference:
-        run.measure(f"ConvNeXt-T, inference, {batch}", network_row, tiny, batch, training=False)
+        yield f"ConvNeXt-T, inference, {batch}", tiny, batch, {"training": False}
     name = f"ConvNeXt-T, training in float32, {sizes.float32}"
-    run.measure(name, network_row, tiny, sizes.float32, training=True, half=False)
+    yield name, tiny, sizes.float32, {"training": True, "half": False}
     others: dict[str, tuple[int, dict[str, Any]]] = {
         "convnext_base": (sizes.large, {"dilated_size": WINDOW}),
         "resnet50": (sizes.others, {}),
         "efficientnet_b0": (sizes.others, {}),
     }
-    for name, (batch, options) in others.items():
-        make = functools.partial(Networks, name, sizes, **options)
-        run.measure(
-            f"{name}, training, {batch}", network_row, make, batch, training=True, reserve=10
-        )
+    for name, (batch, window) in others.items():
+        make = functools.partial(networks_of, name, sizes, **window)
+        yield f"{name}, training, {batch}", make, batch, {"training": True}
 
 
-def network_row(make: Callable[[], Networks], batch: int, **options: Any) -> Row:
-    return make().row(batch, **options)
+def compiled_rows(sizes: Sizes) -> Iterator[NetworkRow]:
+    tiny = functools.partial(networks_of, "convnext_tiny", sizes, dilated_size=WINDOW)
+    for mode, batch in (("default", sizes.compiled), ("reduce-overhead", sizes.graphed)):
+        name = f"ConvNeXt-T, training, compiled ({mode}), {batch}"
+        yield name, tiny, batch, {"training": True, "mode": mode}
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -474,23 +516,29 @@ def name_of(dtype: torch.dtype) -> str:
 def tables_of(rows: list[Row]) -> str:
     """Return the rows as tables."""
     networks: Cells = {}
+    kernels: Cells = {}
     others: Cells = {}
     for row in rows:
         name = row["row"]
-        if "ratio" not in row:
+        if "ratio" in row:
+            cells = networks[name] = {"converted / original": f"{row['ratio']:.2f}"}
+            for state in STATES:
+                cells[state] = f"{row[state]['images_per_second']:,.0f}"
+                cells[f"GB, {state}"] = f"{row[state]['peak_gb']:.2f}"
+        elif name.startswith("kernels: "):
+            cells = kernels[name.removeprefix("kernels: ")] = {}
+            for state in STATES:
+                cells[state] = f"{row[state]['gpu_ms']:.1f}"
+                cells[f"launches, {state}"] = str(row[state]["launches"])
+            cells["construction"] = f"{row['converted']['construction_ms']:.1f}"
+        else:
             values = {key: value for key, value in row.items() if key not in ("row", "seconds")}
             others[name] = {"": ", ".join(f"{key} {text_of_value(values[key])}" for key in values)}
-            continue
-        networks[name] = {"converted / original": f"{row['ratio']:.2f}"}
-        for state in ("original", "converted"):
-            measured = row[state]
-            text = f"{measured['images_per_second']:,.0f} ({measured['gpu_ms']:.1f}"
-            if state == "converted":
-                text += f", construction {measured['construction_ms']:.1f}"
-            networks[name][state] = text + ")"
-            networks[name][f"launches, {state}"] = str(measured["launches"])
-            networks[name][f"GB, {state}"] = f"{measured['peak_gb']:.2f}"
-    parts = {"Images a second (GPU time of a step, ms)": networks, "Other rows": others}
+    parts = {
+        "Images a second": networks,
+        "GPU time of a step, ms": kernels,
+        "Other rows": others,
+    }
     return "\n\n".join(f"{title}:\n\n{table_of(cells)}" for title, cells in parts.items() if cells)
 
 
@@ -519,11 +567,12 @@ def text_of_value(value: Any) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=235.0, help="no row begins after this")
+    parser.add_argument("--seconds", type=float, default=290.0, help="no row begins after this")
     parser.add_argument("--output", type=Path, default=Path("gpu.json"))
     parser.add_argument(
         "--processes", type=int, default=len(KINDS_TO_COMPILE), help="that compile kernels"
     )
+    parser.add_argument("--rows", default="", metavar="TEXT", help="regular expression of rows")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, as a test of this script")
     options = parser.parse_args(arguments)
     end = time.monotonic() + options.seconds
@@ -555,6 +604,7 @@ def main(arguments: list[str] | None = None) -> None:
         end=end,
         sizes=TINY if options.tiny else Sizes(),
         report=report,
+        pattern=options.rows,
     )
     allow_tf32(False)
     measure_all(run)
