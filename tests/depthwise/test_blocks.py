@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+import triton
+
 from .compiled_kernels import (
     GPUS,
     called_by,
