@@ -15,6 +15,7 @@ from ..conversion.request import ConversionRequest
 from ..errors import CheckpointError, PlanError, check_argument
 from ..geometry import size_text
 from ..networks.inputs import ExampleInputs
+from ..networks.measure import not_measured_text
 from ..options import (
     AUTO,
     MAX_ADDED_COST_PERCENT,
@@ -206,6 +207,8 @@ def make_sweep(
             f"{weights.where}: has elements of its own, so there is nothing to compare"
         )
     auto_plan = _plan(loaded, weights, Combination(size=AUTO))
+    if auto_plan.not_measured is not None:
+        note(not_measured_text(auto_plan.not_measured))
     auto = _planned_row(auto_plan, SweepRow(asked=None, status="done"))
     rows = [SweepRow(asked=None, status="original", params=auto_plan.params, macs=auto_plan.macs)]
     asked = _combinations(sizes or candidate_windows(auto_plan.layers), counts, budgets)

@@ -11,10 +11,11 @@ from ..fitting.calibration_images import Calibration, calibrate
 from ..fitting.counts import choose_counts_by_error
 from ..fitting.image_files import normalisation_of
 from ..fitting.warm_start import draw_fit_seed
+from ..networks.measure import not_measured_text
 from ..networks.pretrained_cfg import set_normalisation_
 from ..networks.running import unchanged_on_failure
 from ..networks.source import ModelSource
-from ..options import AUTO, DEFAULT_INTERPOLATION, ERROR_SCOPE, EXACT
+from ..options import AUTO, ERROR_SCOPE
 from ..planning.plan import ConversionPlan
 from ..progress import Note, Notify, ignore_messages, logger
 from ..reports.predict import predict_report
@@ -27,7 +28,6 @@ from .outputs import compare_with_outputs_before, outputs_before_conversion
 from .provenance import attach_provenance_, describe_conversion
 from .request import ConversionRequest
 
-MAX_ERROR_OF_EXACT = 0.01  # of outputs; more than rounding in half precision
 MANY_LINES = 1_000_000  # kernel lines; one CPU core fits about 13,000 per second
 
 
@@ -80,6 +80,8 @@ def carry_out(
     check_start(request, weights, note)
     notify("planning")
     plan, counts_are_final = _first_plan(loaded, weights, plan)
+    if plan.not_measured is not None:
+        note(not_measured_text(plan.not_measured))
     conversion = _planned(loaded, weights, plan)
     if request.dry_run:
         return conversion
@@ -92,27 +94,7 @@ def carry_out(
         approve(conversion)
     authors = None if weights is None else weights.authors
     weights = None  # the network has the others; keeping both would take twice the memory
-    conversion = _convert_network_(conversion, ready, authors, notify, note)
-    changed = describe_changed_outputs(conversion)
-    if changed is not None:
-        note(changed)
-    return conversion
-
-
-def describe_changed_outputs(conversion: Conversion) -> str | None:
-    """Say that outputs changed, although the new layers compute what the old ones did.
-
-    Return None if they did not, or if the start is not exact.
-    """
-    error = conversion.random_output_error
-    interpolations = {layer.interpolation for layer in conversion.plan.layers}
-    is_exact = conversion.request.start == EXACT and interpolations == {DEFAULT_INTERPOLATION}
-    if not is_exact or error is None or error <= MAX_ERROR_OF_EXACT:
-        return None
-    return (
-        f"outputs changed by {100 * error:.0f} %, although the start is exact: either they are "
-        "random, or other code takes the new layers for others, as by isinstance(..., Conv2d)"
-    )
+    return _convert_network_(conversion, ready, authors, notify, note)
 
 
 def _first_plan(

@@ -10,10 +10,7 @@ from typing import Any
 
 from ..errors import CheckpointError, PlanError
 from ..geometry import size_text
-from ..networks.find_convs import NOT_CHECKED, OR_NO_SIZE, OTHER_INPUTS
 from ..networks.input_tensors import inputs_text
-from ..networks.inputs import random_arguments
-from ..networks.running import eval_mode, run_batch, suppress_output
 from ..options import AUTO, ERROR_SCOPE, EXACT
 from ..placing.groups import find_planned_convs
 from ..planning.known_counts import LayerCounts
@@ -21,7 +18,7 @@ from ..planning.plan import ConversionPlan
 from ..planning.plan_options import PlanOptions
 from ..planning.planner import make_plan
 from ..progress import Note, logger
-from ..text import one_line, short_list, shortened
+from ..text import short_list, shortened
 from .authors import RELEASED_VERSION, AuthorsWeights, translate_authors_elements
 from .load import LoadedNetwork, RequestWeights
 from .request import ConversionRequest, options_that_decide_counts
@@ -93,7 +90,7 @@ def make_checked_plan(
     elif weights is not None and request.dry_run:
         weights.check(loaded.structure)  # the network is not built, which would check them
     if plan.macs is None and request.states_inputs:
-        _check_inputs(loaded, plan)
+        _check_inputs(plan)
     _log(request, plan)
     return plan
 
@@ -173,30 +170,13 @@ def _refuse_stated_counts(options: PlanOptions, authors: AuthorsWeights) -> None
     )
 
 
-def _check_inputs(loaded: LoadedNetwork, plan: ConversionPlan) -> None:
-    """Refuse (PlanError) stated inputs on which the network does not run.
-
-    Called after tracing on the meta device failed. A network in memory is then run with real
-    values; if that works, the inputs are accepted and the MACs stay unknown.
-    """
-    inputs = plan.inputs
-    assert inputs is not None
-    subject = f"example inputs {inputs_text(inputs)}"
-    hint = ""
+def _check_inputs(plan: ConversionPlan) -> None:
+    """Refuse (PlanError) stated inputs on which the network does not run."""
+    assert plan.inputs is not None
+    subject = f"example inputs {inputs_text(plan.inputs)}"
     if plan.input_size is not None:
         subject = f"input size {size_text(plan.input_size)}, as (channels, *spatial)"
-        hint = f"; {OTHER_INPUTS}"
-    problem = (plan.macs_note or "").removesuffix(NOT_CHECKED)
-    network = loaded.structure
-    if loaded.source is None:
-        try:
-            with eval_mode(network), suppress_output():
-                arguments = random_arguments(inputs)
-                run_batch(network, *arguments.args, **arguments.kwargs)
-            return
-        except Exception as error:  # the user's own code runs here
-            problem = f"the model does not run on it: {one_line(error)[:200]}{hint}"
-    raise PlanError(f"{subject}: {problem}{OR_NO_SIZE}")
+    raise PlanError(f"{subject}: {plan.macs_note}")
 
 
 def _log(request: ConversionRequest, plan: ConversionPlan) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..errors import check_argument
 from ..fitting.calibration_images import Calibration, Images
 from ..networks.inputs import ExampleInputs
+from ..networks.measure import not_measured_text
 from ..networks.untrained import have_torch_default_init
 from ..options import (
     AUTO,
@@ -26,7 +27,7 @@ from ..planning.plan_options import PlanOptions
 from ..planning.rules import RuleSet
 from ..progress import logger, show_progress_in_python
 from ..reports.report import ConversionReport
-from .convert import Conversion, carry_out, describe_changed_outputs
+from .convert import Conversion, carry_out
 from .request import ConversionRequest, options_without_effect
 
 UNTRAINED = (
@@ -147,9 +148,8 @@ def convert_(
 
     with show_progress_in_python(type(model).__name__, progress) as notify:
         conversion = carry_out(request, approve=approve, notify=notify, note=logger.info)
-    changed = describe_changed_outputs(conversion)
-    if changed is not None:
-        messages.add(changed)
+    if conversion.plan.not_measured is not None:
+        messages.add(not_measured_text(conversion.plan.not_measured))
     for message in messages:
         # The caller is above this function and its decorator.
         warnings.warn(message, stacklevel=3)

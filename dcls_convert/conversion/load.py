@@ -23,7 +23,12 @@ from ..networks.trust import check_source
 from ..progress import Note, Notify, ignore_messages
 from ..text import short_list
 from ..weights.files import read_weights
-from ..weights.loading import build_and_load, check_weights, differing_num_classes
+from ..weights.loading import (
+    build_and_load,
+    check_weights,
+    differing_num_classes,
+    load_weights_,
+)
 from ..weights.state_names import rename_to_model
 from .authors import AuthorsWeights, split_authors_weights
 from .request import ConversionRequest, options_without_effect
@@ -37,7 +42,8 @@ class LoadedNetwork:
     source: ModelSource | None  # how it is built; None for a model in memory
     # How its checkpoint will build it; None if only the user's code can.
     source_in_checkpoint: ModelSource | None
-    structure: nn.Module  # the model in memory itself, or a model on the meta device
+    # The network itself, if it is in memory or only the user's code builds it; else on meta.
+    structure: nn.Module
     convs: ModelConvs  # traced at the input size
 
     @property
@@ -108,6 +114,7 @@ def load(
     inputs = inputs_of(structure, request.input_size, request.example_inputs)
     if inputs is None and source_in_checkpoint is not None:
         inputs = assumed_inputs(source_in_checkpoint, structure)
+    notify("finding convolutions")
     loaded = LoadedNetwork(
         request=request,
         source=source,
@@ -137,8 +144,10 @@ def _structure(request: ConversionRequest, source: ModelSource | None) -> nn.Mod
     if source is None:
         assert not isinstance(request.model, str)
         return request.model
+    # The user's code runs once, with values: the network is measured.
+    device = "meta" if source.kind in LIBRARY_KINDS else "cpu"
     return build_model(
-        source, device="meta", seed=request.seed, offline=request.dry_run, trust_code=True
+        source, device=device, seed=request.seed, offline=request.dry_run, trust_code=True
     )
 
 
@@ -199,7 +208,14 @@ def build_network(
     request = loaded.request
     if loaded.source is None:
         return loaded.structure
-    if weights is not None and weights.authors is None:
+    if loaded.source.kind not in LIBRARY_KINDS:
+        network = loaded.structure
+        if weights is not None and weights.authors is None:
+            not_loaded = load_weights_(
+                network, weights.entries, weights.where, new_classifier=weights.new_classifier
+            )
+            note_new_classifier(network, not_loaded, note)
+    elif weights is not None and weights.authors is None:
         notify("building")
         network, not_loaded = build_and_load(
             loaded.source,

@@ -1,12 +1,14 @@
 """Find a model's convolutions, their stages and MACs, and why some cannot be replaced."""
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..errors import PlanError, check_argument
 from ..geometry import size_text
-from ..layers.conv_classes import AnyConv, padding_of
+from ..layers.conv_classes import AnyConv, Conv, padding_of
 from ..layers.dcls_conv import DclsConvNd
 from ..layers.replaceable import why_not_replaceable
 from ..text import one_line
@@ -19,17 +21,14 @@ from .input_tensors import (
     sides_of_image,
 )
 from .inputs import ExampleInputs, describe_inputs
-from .references import find_references
+from .measure import NOT_CALLED, CannotMeasureError, Measured, is_library_code, measure
 from .sites import ConvSite, ModelConvs, Skipped
 from .stages import OutputStride, find_stages, output_stride
 from .tracing import Calls, Trace, trace
 from .wrappers import check_not_wrapped, other_forms, why_inside_wrapper
 
-UNCHECKED = "output sizes, shifts of maps, and uses of convolutions by other code, are not checked"
-NOT_CHECKED = f" (so {UNCHECKED})"
 NOT_COMPARED = "; save, verify and fold cannot compare outputs"
 OTHER_INPUTS = "for inputs other than one image, give example_inputs in Python"
-OR_NO_SIZE = f" (without an input size, {UNCHECKED})"
 IMAGE_CHANNELS = 3  # assumed where the input size does not state them
 
 
@@ -107,23 +106,34 @@ def find_convs_for(model: nn.Module, inputs: Inputs | None) -> ModelConvs:
     _check_not_wrapped_or_converted(model)
     names_of = _convs_with_names(model)
     input_size = as_image_size(inputs, _dims(model))
-    traced, macs_note = _try_trace(model, inputs, input_size)
+    is_own = not is_library_code(model)
+    has_values = not any(
+        parameter.is_meta or is_lazy(parameter) for parameter in model.parameters()
+    )
+    traced, macs_note = _try_trace(model, inputs, input_size, is_own, has_values)
+    reasons = _why_skipped(model, names_of, traced)
+    one_sided_axes: dict[str, tuple[int, ...]] = {}
+    not_measured = None
+    if is_own:
+        convs = {names[0]: conv for conv, names in names_of.items() if names[0] not in reasons}
+        try:
+            measured = _measure(model, convs, inputs, has_values)
+        except CannotMeasureError as error:
+            not_measured = str(error)
+        else:
+            reasons |= measured.reasons
+            one_sided_axes = measured.one_sided_axes
     spatial = {names[0] for conv, names in names_of.items() if max(conv.kernel_size) > 1}
     stages = find_stages(model, _output_strides(traced), spatial)
-    holders = _modules_by_parameter(model)
-    references = find_references(model)
     first_conv = next(iter(names_of), None)
     sites: list[ConvSite] = []
     skipped = list(other_forms(model))
     for conv, names in names_of.items():
         name = names[0]
-        calls: Calls | None = None
-        reason = why_inside_wrapper(model, name) or _why_skipped(conv, holders, references)
-        if reason is None and traced is not None:
-            calls, reason = _calls_or_reason(model, name, traced)
-        if reason is not None:
-            skipped.append(Skipped(name=name, type=type(conv).__name__, reason=reason))
+        if name in reasons:
+            skipped.append(Skipped(name=name, type=type(conv).__name__, reason=reasons[name]))
             continue
+        calls = None if traced is None else traced.calls[name]
         if calls is None:
             sees_image = conv is first_conv  # an assumption: there is no trace
         else:
@@ -135,6 +145,7 @@ def find_convs_for(model: nn.Module, inputs: Inputs | None) -> ModelConvs:
             calls,
             stage=stages.stage_of(name),
             stem=stages.is_in_stem(name) or takes_image,
+            one_sided_axes=one_sided_axes.get(name, ()),
         )
         sites.append(site)
     return ModelConvs(
@@ -145,6 +156,7 @@ def find_convs_for(model: nn.Module, inputs: Inputs | None) -> ModelConvs:
         inputs=inputs,
         input_size=input_size,
         macs_note=macs_note,
+        not_measured=not_measured,
         stages_from=stages.found_by,
     )
 
@@ -156,53 +168,38 @@ def _may_take_inputs(conv: AnyConv, inputs: Inputs | None) -> bool:
 
 
 def _why_skipped(
-    conv: AnyConv, holders: Mapping[int, Sequence[str]], references: Mapping[nn.Module, str]
-) -> str | None:
-    """Return why a convolution cannot be replaced, or None if it can.
+    model: nn.Module, names_of: Mapping[AnyConv, Sequence[str]], traced: Trace | None
+) -> dict[str, str]:
+    """Return why convolutions cannot be replaced, by name, as far as they and a trace show."""
+    holders = _modules_by_parameter(model)
+    reasons: dict[str, str] = {}
+    for conv, names in names_of.items():
+        name = names[0]
+        reason = why_inside_wrapper(model, name) or why_not_replaceable(conv)
+        if reason is None and len(holders[id(conv.weight)]) > 1:
+            reason = f"{' and '.join(holders[id(conv.weight)])} share its weight"
+        if reason is None and traced is not None and name not in traced.calls:
+            reason = NOT_CALLED
+        if reason is not None:
+            reasons[name] = reason
+    return reasons
 
-    Args:
-        conv: The convolution.
-        holders: Names of the modules that hold a parameter, by its id.
-        references: For each convolution to which other objects refer, why it must stay.
+
+def _measure(
+    model: nn.Module, convs: Mapping[str, AnyConv], inputs: Inputs | None, has_values: bool
+) -> Measured:
+    """Measure a network that is not a library's.
+
+    Raises:
+        CannotMeasureError: See `measure`.
     """
-    reason = why_not_replaceable(conv)
-    if reason is not None:
-        return reason
-    holders_of_weight = holders[id(conv.weight)]
-    if len(holders_of_weight) > 1:
-        return f"{' and '.join(holders_of_weight)} share its weight"
-    return references.get(conv)
-
-
-def _calls_or_reason(
-    model: nn.Module, name: str, traced: Trace
-) -> tuple[Calls, None] | tuple[None, str]:
-    """Return the calls of a convolution and None; or None and why it cannot be replaced.
-
-    It can be replaced only if nothing but its own forward uses it.
-    """
-    if name not in traced.calls:
-        outer = _outer_with_own_forward(model, name)
-        if outer is not None:
-            reason = f"{outer} has a forward of its own, set on this very object"
-            return None, f"whether it is called is not known: {reason}"
-    if name in traced.other_uses:
-        return None, traced.other_uses[name]
-    if name not in traced.calls:
-        return None, "the forward pass of the network in eval mode does not call it"
-    return traced.calls[name], None
-
-
-def _outer_with_own_forward(model: nn.Module, name: str) -> str | None:
-    """Return the name of the module around `name` whose forward was set on the object; or None.
-
-    Such a function may refer to the modules themselves, which a trace of a copy does not see.
-    """
-    while name:
-        name = name.rpartition(".")[0]
-        if "forward" in vars(model.get_submodule(name)):
-            return name or "the model"
-    return None
+    if not convs:
+        return Measured({}, {})
+    if inputs is None:
+        raise CannotMeasureError(f"no input size is known; state one ({OTHER_INPUTS})")
+    if not has_values:
+        raise CannotMeasureError("it has parameters without values, on the meta device or lazy")
+    return measure(model, cast(Mapping[str, Conv], convs), inputs)
 
 
 def _check_not_wrapped_or_converted(model: nn.Module) -> None:
@@ -232,21 +229,36 @@ def _modules_by_parameter(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _try_trace(
-    model: nn.Module, inputs: Inputs | None, input_size: tuple[int, ...] | None
+    model: nn.Module,
+    inputs: Inputs | None,
+    input_size: tuple[int, ...] | None,
+    is_own: bool,
+    has_values: bool,
 ) -> tuple[Trace, None] | tuple[None, str]:
-    """Trace the model; return the trace and None, or None and the reason why it failed."""
+    """Trace the model; return the trace and None, or None and the reason why it failed.
+
+    A library's network runs on meta, if it can; any other one with its values, if it has some.
+    """
     if inputs is None:
-        reason = f"no input size is known; state one ({OTHER_INPUTS})"
-        return None, f"{reason}{NOT_CHECKED}{NOT_COMPARED}"
-    try:
-        return trace(model, inputs), None
-    except Exception as error:  # any model code may run here; the model can still be converted
-        message = one_line(error)[:200]
-        where = "the model does not run on the meta device at"
-        reason = f"{where} {inputs_text(inputs)}: {message}"
-        if input_size is not None:
-            reason = f"{where} {size_text(input_size)}: {message}; {OTHER_INPUTS}"
-        return None, f"{reason}{NOT_CHECKED}"
+        return None, f"no input size is known; state one ({OTHER_INPUTS}){NOT_COMPARED}"
+    if not is_own or not has_values:
+        try:
+            return trace(model, inputs, on_meta=True), None
+        except Exception as error:  # any model code may run here; the model can still be converted
+            problem = f"on the meta device at {_failure_text(inputs, input_size, error)}"
+    if has_values:
+        try:
+            return trace(model, inputs, on_meta=False), None
+        except Exception as error:
+            problem = f"at {_failure_text(inputs, input_size, error)}"
+    return None, f"the model does not run {problem}"
+
+
+def _failure_text(inputs: Inputs, input_size: tuple[int, ...] | None, error: Exception) -> str:
+    message = one_line(error)[:200]
+    if input_size is None:
+        return f"{inputs_text(inputs)}: {message}"
+    return f"{size_text(input_size)}: {message}; {OTHER_INPUTS}"
 
 
 def _output_strides(traced: Trace | None) -> dict[str, OutputStride]:
@@ -278,17 +290,16 @@ def _site(
     *,
     stage: str | None,
     stem: bool,
+    one_sided_axes: tuple[int, ...],
 ) -> ConvSite:
     """Make the record of one convolution; `calls` is None without a trace."""
     output_size: tuple[int, ...] | None = None
     input_extent: tuple[int, ...] | None = None
     output_positions: int | None = None
-    shifted_axes: tuple[int, ...] = ()
     if calls is not None:
         output_size = calls.output_size
         input_extent = calls.input_extent
         output_positions = calls.output_positions
-        shifted_axes = calls.shifted_axes
     return ConvSite(
         names=tuple(names),
         type=type(conv).__name__,
@@ -305,7 +316,7 @@ def _site(
         padding=padding_of(conv),
         padding_mode=conv.padding_mode,
         output_size=output_size,
-        shifted_axes=shifted_axes,
+        one_sided_axes=one_sided_axes,
         input_extent=input_extent,
         output_positions=output_positions,
     )

@@ -5,9 +5,9 @@ import io
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -213,6 +213,23 @@ def _restored_attributes(model: nn.Module) -> Iterator[None]:
                 container.extend(copy)
             else:
                 container.update(copy)
+
+
+@contextlib.contextmanager
+def restored_weights(convs: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Tensor]]:
+    """Give convolutions their weights and the values of these back after the block.
+
+    Yields the values, by convolution.
+    """
+    weights = {conv: conv._parameters["weight"] for conv in convs}
+    values = {conv: cast(Tensor, weight).detach().clone() for conv, weight in weights.items()}
+    try:
+        yield values
+    finally:
+        with torch.no_grad():
+            for conv, weight in weights.items():
+                conv._parameters["weight"] = weight
+                cast(Tensor, weight).copy_(values[conv])
 
 
 def image_dtype(model: nn.Module) -> torch.dtype:

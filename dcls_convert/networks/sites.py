@@ -64,8 +64,8 @@ class ConvSite(OldConv):
     padding_mode: str
     # Spatial output of the first call, at the stated input size; None if not known.
     output_size: tuple[int, ...] | None
-    # Axes along which other code shifts its map, so that its kernel is not centred.
-    shifted_axes: tuple[int, ...] = ()
+    # Axes along which the network's outputs look to one side, and with a longer kernel would not.
+    one_sided_axes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +89,9 @@ class ModelConvs:
     # (channels, *spatial) of one image; None if not known, or for other inputs.
     input_size: tuple[int, ...] | None
     macs_note: str | None  # why macs is None
+    # Why it was not measured what the network does with its convolutions: see `measure`. None if it
+    # was, or for a network of a library.
+    not_measured: str | None
     stages_from: str  # how the stages were found
 
 

@@ -1,26 +1,20 @@
-"""Run a meta copy of a model to find what its convolutions see, and what it costs.
-
-On the meta device, no values are computed.
-"""
+"""Run a network once to find what its convolutions see, and what it costs."""
 
 import contextlib
 import math
-import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..layers.conv_classes import AnyConv
-from .caches import separate_caches
-from .conv_uses import ConvUses
+from ..layers.replaceable import why_not_replaceable
 from .copying import meta_copy
-from .input_tensors import Inputs, with_batch
-from .inputs import Arguments, meta_arguments
-from .model_outputs import ComparisonError, tensors_in
-from .running import image_dtype, seeded, suppress_output
-from .shifted_maps import find_shifted_axes
+from .input_tensors import Inputs
+from .inputs import Arguments, meta_arguments, random_arguments
+from .model_outputs import tensors_in
+from .running import eval_mode, image_dtype, restored_weights, run_batch, suppress_output
 
 # torchvision's detectors with all their convolutions in backbone and head.
 ONE_STAGE_DETECTORS = ("FCOS", "RetinaNet", "SSD")
@@ -35,8 +29,6 @@ class Calls:
     output_positions: int = 0  # spatial positions of all calls, for one image
     # True if it saw an input of the network, or if it was called before any other convolution.
     takes_image: bool = False
-    # Axes along which other code shifts its map, so that its kernel is not centred.
-    shifted_axes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,100 +38,42 @@ class Trace:
     inputs: Inputs
     calls: dict[str, Calls]  # by the first qualified name of the convolution
     macs: int  # of all operators
-    # Name of a convolution -> how code other than its own forward uses its weight or settings.
-    other_uses: dict[str, str]
 
 
-def trace(model: nn.Module, inputs: Inputs) -> Trace:
-    """Run a meta copy of the model, in eval mode, on its inputs.
+def trace(model: nn.Module, inputs: Inputs, *, on_meta: bool) -> Trace:
+    """Run the model on its inputs in eval mode.
 
-    Then the copy runs in training mode, where other code may use convolutions too. Errors of the
-    model's own code in eval mode are raised unchanged. Caches of that code stay as they are.
+    Args:
+        model: Afterwards as before.
+        inputs: What forward takes.
+        on_meta: Run a copy on the meta device, where no values are computed. Code that is not a
+            library's may look at values, or keep tensors for later, so it must not run there.
+
+    Raises:
+        Exception: What the model's own code raises.
     """
-    with separate_caches(model) as caches:
-        try:
-            return _trace_in_both_modes(meta_copy(model), model, inputs)
-        except Exception:
-            with contextlib.suppress(Exception):
-                caches.restore()
-                if caches.set_aside():  # perhaps cached by a run that was not on meta
-                    return _trace_in_both_modes(meta_copy(model), model, inputs)
-            # Some models (YOLO) read the values of tensors in plain attributes.
-            caches.restore()
-            with contextlib.suppress(Exception):
-                meta = meta_copy(model, real_attributes=True)
-                return _trace_in_both_modes(meta, model, inputs)
-            raise
+    if on_meta:
+        meta = meta_copy(model)
+        arguments = meta_arguments(inputs, image_dtype(meta))
+        with torch.no_grad(), torch.device("meta"):
+            return _run_and_record(meta, inputs, arguments)
+    convs = [module for module in model.modules() if why_not_replaceable(module) is None]
+    with eval_mode(model), suppress_output(), restored_weights(convs):
+        return _run_and_record(model, inputs, random_arguments(inputs))
 
 
-def _trace_in_both_modes(meta: nn.Module, original: nn.Module, inputs: Inputs) -> Trace:
-    traced = _trace(meta, original, inputs)
-    other_uses = _uses_in_training_mode(meta, original, inputs) | traced.other_uses
-    return replace(traced, other_uses=other_uses)
-
-
-def _uses_in_training_mode(meta: nn.Module, original: nn.Module, inputs: Inputs) -> dict[str, str]:
-    """Return how other code uses convolutions in training mode, as far as the model runs there."""
-    for module in meta.modules():
-        module.training = True  # not `train()`, which the model's class may override
-    uses = ConvUses(meta, original)
-    # A model in training mode may draw random numbers, and some need labels, or a process group.
-    python_random = random.getstate()
-    try:
-        with contextlib.suppress(Exception), suppress_output(), seeded(0):
-            _run_and_record(meta, with_batch(inputs, 2), uses)  # BatchNorm refuses single values
-    finally:
-        random.setstate(python_random)
-    return {name: f"in training mode, {reason}" for name, reason in uses.reasons.items()}
-
-
-def _trace(meta: nn.Module, original: nn.Module, inputs: Inputs) -> Trace:
+def _run_and_record(model: nn.Module, inputs: Inputs, arguments: Arguments) -> Trace:
     from torch.utils.flop_counter import FlopCounterMode
 
-    counter: Any = FlopCounterMode(display=False)
-    counter.mod_tracker = _WholeModel()
-    uses = ConvUses(meta, original)
-    with counter:
-        arguments, outputs, calls = _run_and_record(meta, inputs, uses)
-    returned: list[Tensor] = []
-    with contextlib.suppress(ComparisonError):  # objects that refer to themselves
-        returned = tensors_in(outputs)
-    shifted = find_shifted_axes(uses.operations, arguments.tensors(), returned, uses.names)
-    for name, axes in shifted.items():
-        if name in calls:  # not if other code calls its `forward`
-            calls[name].shifted_axes = axes
-    return Trace(
-        inputs=inputs,
-        calls=calls,
-        macs=int(counter.get_total_flops()) // 2,  # a multiply-accumulate is two operations
-        other_uses=uses.reasons,
-    )
-
-
-class _WholeModel(contextlib.nullcontext[None]):
-    """Counts all operations for the model as a whole, in the place of torch's module tracker.
-
-    The module tracker hooks every module of the process, so it is confused by other threads.
-    """
-
-    parents = ("Global",)
-
-
-def _run_and_record(
-    meta: nn.Module, inputs: Inputs, uses: ConvUses
-) -> tuple[Arguments, object, dict[str, Calls]]:
-    """Run a meta copy, watched by `uses`.
-
-    Returns:
-        The network's inputs and outputs, and the calls of each convolution.
-    """
-    arguments = meta_arguments(inputs, image_dtype(meta))
-    tensors = arguments.tensors()
     calls: dict[str, Calls] = {}
     convs: dict[nn.Module, tuple[str, int]] = {}  # name, and number of dimensions
-    for name, module in meta.named_modules():
+    for name, module in model.named_modules():
         if isinstance(module, AnyConv):
             convs[module] = (name, len(module.kernel_size))
+    taken: list[Tensor] = []  # by the network
+
+    def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        taken.extend(tensors_in([args, kwargs]))
 
     def record(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
@@ -153,15 +87,30 @@ def _run_and_record(
         conv_calls.input_extent = tuple(map(min, conv_calls.input_extent, input_extent))
         batch = output.shape[0] if output.dim() == dims + 2 else 1
         conv_calls.output_positions += batch * math.prod(output_size)
-        if is_first or any(input is tensor for tensor in tensors):
+        if is_first or any(input is tensor for tensor in taken):
             conv_calls.takes_image = True
 
-    with contextlib.ExitStack() as hooks, torch.no_grad(), torch.device("meta"):
+    counter: Any = FlopCounterMode(display=False)
+    counter.mod_tracker = _WholeModel()
+    with counter, contextlib.ExitStack() as hooks:
+        hooks.enter_context(model.register_forward_pre_hook(take, with_kwargs=True))
         for conv in convs:
             hooks.enter_context(conv.register_forward_hook(record, with_kwargs=True))
-        with uses:
-            outputs = _run(meta, arguments)
-    return arguments, outputs, calls
+        _run(model, arguments)
+    return Trace(
+        inputs=inputs,
+        calls=calls,
+        macs=int(counter.get_total_flops()) // 2,  # a multiply-accumulate is two operations
+    )
+
+
+class _WholeModel(contextlib.nullcontext[None]):
+    """Counts all operations for the model as a whole, in the place of torch's module tracker.
+
+    The module tracker hooks every module of the process, so it is confused by other threads.
+    """
+
+    parents = ("Global",)
 
 
 def _run(model: nn.Module, arguments: Arguments) -> object:
@@ -184,7 +133,7 @@ def _run(model: nn.Module, arguments: Arguments) -> object:
             with hook, contextlib.suppress(_HeadIsDone):
                 model([*arguments.args[0]])
             return None
-    return model(*arguments.args, **arguments.kwargs)
+    return run_batch(model, *arguments.args, **arguments.kwargs)
 
 
 class _HeadIsDone(Exception):

@@ -54,6 +54,7 @@ class ConversionPlan(Record):
     folded: bool
     # What forward takes, if it is anything else than images.
     example_inputs: Inputs | None = None
+    not_measured: str | None = None  # see `ModelConvs`
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "the plan") -> Self:

@@ -141,6 +141,7 @@ def make_plan(
         params=convs.params,
         macs=convs.macs,
         macs_note=convs.macs_note,
+        not_measured=convs.not_measured,
         skipped=_in_model_order(skipped, convs),
         stages_from=_stages_from(convs, rules),
         model=model,

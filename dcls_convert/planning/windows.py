@@ -152,20 +152,20 @@ def choose_window(
     check_window(site.kernel_size, site.dilation, window, dense_axes)
     if rule.padding != "any":
         _check_centred(site, window)
-        _check_not_shifted(site, window)
+        _check_one_sided(site, window)
     padding = grown_padding(site.padding, site.kernel_size, site.dilation, window, site.stride)
     check_cells(site.out_channels * site.in_channels // site.groups, window)
     _check_padding(site, window, padding)
     return window, dense_axes
 
 
-def _check_not_shifted(site: ConvSite, window: Sequence[int]) -> None:
-    """Raise PlanError if a window grows along an axis on which other code shifts the map."""
-    for axis in site.shifted_axes:
+def _check_one_sided(site: ConvSite, window: Sequence[int]) -> None:
+    """Raise PlanError if a window grows along an axis on which outputs look to one side alone."""
+    for axis in site.one_sided_axes:
         if window[axis] > extent(site.kernel_size[axis], site.dilation[axis]):
             raise PlanError(
-                f"other code shifts its map{_along(site, axis)}, so its kernel is not centred, and "
-                f"a larger window would look {BEYOND}"
+                f"the network's outputs look to one side alone{_along(site, axis)}, and a larger "
+                f"window would look {BEYOND}"
             )
 
 

@@ -68,6 +68,12 @@ class ConversionReport(Record):
         """Number of layers whose windows have cells that never meet the map, at the input size."""
         return sum(layer.exceeds_map for layer in self.plan.layers)
 
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def not_measured(self) -> str | None:
+        """Why it was not measured what the network does with its convolutions; or None."""
+        return self.plan.not_measured
+
     def with_errors(
         self,
         kernel_errors: Mapping[str, float],
@@ -92,8 +98,9 @@ class ConversionReport(Record):
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
         data = Record.to_dict(self)  # not `super()`, which finds no class with slots
-        if self.outcome is None:
-            del data["outcome"]
+        for name in ("outcome", "not_measured"):
+            if data[name] is None:
+                del data[name]
         for layer in data["layers"]:
             if not layer["error_reasons"]:
                 del layer["error_reasons"]
@@ -158,7 +165,7 @@ def _heading(report: ConversionReport) -> list[RenderableType]:
 
 
 def _warnings(report: ConversionReport, cheaper_sizes: str) -> list[Text]:
-    """Return warnings about costly windows, and about layers that only lose weights."""
+    """Return warnings: costly windows, layers that only lose weights, what was not measured."""
     warnings = []
     added_macs = report.macs.percent or 0.0  # percent; 0 if unknown
     if added_macs > MAX_ADDED_COST_PERCENT and _has_smallest_growth(report):
@@ -175,6 +182,9 @@ def _warnings(report: ConversionReport, cheaper_sizes: str) -> list[Text]:
         layers = f"{count_text(losing_layers, 'layer')} of {len(report.layers)}"
         loss = f"Fewer weights and no larger window for {layers}"
         warnings.append(Text(f"{loss}; skip them with a rule"))
+    if report.not_measured is not None:
+        reason = printable(report.not_measured)
+        warnings.append(Text(f"Not measured what the network does with its convolutions: {reason}"))
     for warning in warnings:
         warning.stylize("yellow")
     return warnings

@@ -105,20 +105,3 @@ def test_the_smallest_map_limits_positions_that_layers_share():
     converted(model, 9, (4, 8, 8), positions="uniform")
     assert model.layer1[0].positions is model.layer1[2].positions
     assert model.layer1[0].positions.abs().max() <= 1  # the second map has 2 cells a side
-
-
-class AsksForItsClass(nn.Module):
-    """A network that treats plain convolutions in another way than all else."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(4, 4, 3, padding=1, groups=4)
-
-    def forward(self, x):
-        y = self.conv(x)
-        return y.relu() if isinstance(self.conv, nn.Conv2d) else y
-
-
-def test_an_exact_start_warns_if_outputs_change_all_the_same():
-    with pytest.warns(UserWarning, match=r"outputs changed by \d+ %, although the start is exact"):
-        convert_(AsksForItsClass(), init="exact", dilated_size=7, input_size=(4, 9, 9))

@@ -12,8 +12,6 @@ from dcls_convert.networks.inputs import describe_inputs, random_arguments
 
 from ..several_inputs import EXAMPLES, IMAGE, MASK, OneImage, Signal, ThreeInputs, TwoImages
 
-UNCHECKED = "output sizes, shifts of maps, and uses of convolutions by other code, are not checked"
-
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_images_are_an_example_of_their_size_whatever_the_batch(dtype):
@@ -77,9 +75,8 @@ def test_inputs_like_an_example_have_its_shapes_dtypes_and_range_of_integers():
 )
 def test_inputs_that_forward_does_not_take_are_refused_with_what_it_said(build, inputs, says):
     for function in (convert_, sweep):
-        with pytest.raises(DclsConvertError, match=re.escape(says)) as refused:
+        with pytest.raises(DclsConvertError, match=re.escape(says)):
             function(build(), **inputs)
-        assert UNCHECKED in str(refused.value)
     assert len(convert_(build(), dilated_size=7, init="random").layers) == 2
 
 
@@ -102,11 +99,11 @@ def test_what_is_no_example_is_refused(inputs, says):
         find_convs(OneImage(), **inputs)
 
 
-def test_a_model_in_memory_is_run_with_values_if_it_does_not_run_on_meta():
+def test_a_network_of_the_users_own_runs_with_its_values():
     class ReadsValues(Signal):
         def forward(self, samples):
             return super().forward(samples[:, : 100 + int(samples.abs().max() > 1e9)])
 
     report = convert_(ReadsValues(), dilated_size=7, example_inputs=EXAMPLES[Signal], init="random")
-    assert report.macs.after is None
+    assert report.macs.after is not None
     assert isinstance(report.plan.inputs, tuple)

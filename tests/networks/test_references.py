@@ -1,6 +1,6 @@
-"""A convolution to which the network refers beside its submodules stays as it is.
+"""A convolution that the network reaches in another way than as its submodule stays as it is.
 
-Such a reference would still lead to the old one.
+That way would still lead to the old one.
 """
 
 import weakref
@@ -147,26 +147,31 @@ REFERENCES = [
 ]
 
 
-@pytest.mark.parametrize("size", [None, IMAGE])
 @pytest.mark.parametrize("refer", REFERENCES)
-def test_a_convolution_stays_to_which_something_else_refers(refer, size):
+def test_a_convolution_stays_that_something_else_calls(refer):
     model = Net()
     refer(model, model.conv)
     image = torch.randn(1, *IMAGE)
     before = model(image)
-    report = convert_(model, dilated_size=7, init="exact", kernel_count="exact", input_size=size)
+    report = convert_(model, dilated_size=7, init="exact", kernel_count="exact", input_size=IMAGE)
     assert [layer.name for layer in report.layers] == ["ordinary"]
     (skip,) = report.skipped
     assert skip.name == "conv"
-    assert skip.reason.endswith("and would continue to use the old one")
     torch.testing.assert_close(model(image), before)
+
+
+def test_a_reference_that_the_forward_does_not_follow_is_no_harm():
+    model = Net()
+    model.convs = [model.conv]
+    report = convert_(model, dilated_size=7, input_size=IMAGE)
+    assert len(report.layers) == 2
 
 
 def test_a_reference_to_the_network_is_no_harm():
     model = Net()
     model.use = lambda x: model.conv(x)
     model.ordinary.register_forward_hook(lambda module, args, output: output * len(model._modules))
-    report = convert_(model, dilated_size=7, init="exact", kernel_count="exact")
+    report = convert_(model, dilated_size=7, init="exact", kernel_count="exact", input_size=IMAGE)
     assert len(report.layers) == 2
 
 
@@ -183,4 +188,4 @@ def test_an_optimizer_is_no_harm_and_no_code_of_an_object_runs():
     model.optimizers = [torch.optim.SGD(model.parameters())]
     model.never = Never()
     model.never.network = SimpleNamespace(model=model)
-    assert len(find_convs(model).sites) == 2
+    assert len(find_convs(model, IMAGE).sites) == 2

@@ -1,0 +1,167 @@
+"""See to which sides the outputs of a network look: from the outputs that change with an input.
+
+A causal network looks back alone; so do PixelCNNs along both axes, row by row. Every convolution
+that is not centred on purpose shows in this way, however its maps were shifted.
+
+Axes are compared as they are ordered: an output of the same axes as an input, in the same order,
+may have other sizes, as after strides and crops.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+NOISE = 1e-6  # of the largest change; less is rounding, as of Fourier transforms
+MIN_CELLS = 4  # along an axis; with fewer, sides mean nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """How far an output looks to one side, over several changed inputs, in cells of the input.
+
+    Where the output lies in the input is not known to the cell, since crops may be at either end.
+    """
+
+    most: float
+    least: float
+    is_cut: bool  # by the border of a map, so that it may be more
+    varies: float  # between the changed cells
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How far an output looks along an axis."""
+
+    back: Side  # to inputs before its own place
+    ahead: Side
+    step: float  # cells of the input that one of the output is
+
+    @property
+    def looks_back(self) -> bool:
+        """True if it looks at least twice as far back as ahead."""
+        return self._ends(self.ahead) and self.back.least >= 2 * max(self.ahead.most, 0) + 1
+
+    @property
+    def looks_ahead(self) -> bool:
+        """True if it looks at least twice as far ahead as back.
+
+        An even kernel that is padded as torch's "same" looks one cell further ahead.
+        """
+        return self._ends(self.back) and self.ahead.least >= 2 * max(self.back.most, 0) + 2
+
+    def _ends(self, side: Side) -> bool:
+        """True if a side is seen to end, at a border that moves with the changed cell."""
+        return not side.is_cut and side.varies <= 2 * self.step
+
+    def has_new_side(self, new: "Reach") -> bool:
+        """True if this one looks one way, and the new one further to the other side."""
+        if self.looks_back:
+            return new.ahead.most > max(self.ahead.most, 0)
+        return self.looks_ahead and new.back.most > max(self.back.most, 0)
+
+
+# By input, output, an axis of either, and the number of input cells that one of the output is.
+Reaches = dict[tuple[object, ...], Reach]
+
+
+def have_new_side(old: Reaches, new: Reaches) -> bool:
+    """True if outputs that looked one way alone now look further to the other side."""
+    return any(key in new and reach.has_new_side(new[key]) for key, reach in old.items())
+
+
+def one_way(reaches: Reaches) -> Reaches:
+    """Return the reaches to one side."""
+    return {key: reach for key, reach in reaches.items() if reach.looks_back or reach.looks_ahead}
+
+
+def reaches_of(
+    before: Tensor, after: Tensor, sides: Sequence[int], cells: Sequence[Sequence[int]]
+) -> Reaches:
+    """Return how far an output looks, by the output's values for two inputs.
+
+    Args:
+        before, after: (N, ...) for N inputs, and for the same inputs with a changed cell each.
+        sides: Of the input, along its spatial axes.
+        cells: The changed cell of each input, along these axes.
+    """
+    change = (after.detach().double() - before.detach().double()).abs().nan_to_num(math.inf)
+    changed = change > NOISE * change.max()
+    found: Reaches = {}
+    for layout in _layouts(changed.dim() - 1, len(sides)):
+        for axis, own in layout.items():
+            lines = [
+                _line(one, layout, axis, cell, sides)
+                for one, cell in zip(changed, cells, strict=True)
+            ]
+            size = changed.shape[1 + own]
+            if min(size, sides[axis]) < MIN_CELLS or not all(lines):
+                continue
+            places = [cell[axis] for cell in cells]
+            for step in _steps(sides[axis] / size):
+                found[axis, own, step] = _reach(places, lines, sides[axis], size, step)
+    return found
+
+
+def _layouts(own_dims: int, dims: int) -> Iterator[dict[int, int]]:
+    """Yield where the axes of the input may be in the output: adjacent ones, or one alone."""
+    if own_dims < dims:
+        for axis in range(dims):
+            for own in range(own_dims):
+                yield {axis: own}
+    for first in range(own_dims - dims + 1):
+        yield {axis: first + axis for axis in range(dims)}
+
+
+def _line(
+    changed: Tensor, layout: dict[int, int], axis: int, cell: Sequence[int], sides: Sequence[int]
+) -> list[int]:
+    """Return the changed cells along an axis: in the line through the cell, or in the whole map.
+
+    In rows above its own, PixelCNN looks to both sides, so maps are not summed up at first.
+    """
+    index: list[slice] = [slice(None)] * changed.dim()
+    for other, own in layout.items():
+        if other != axis:
+            place = cell[other] * changed.shape[own] // sides[other]
+            index[own] = slice(place, place + 1)
+    for part in (changed[tuple(index)], changed):
+        along = part.movedim(layout[axis], 0).reshape(part.shape[layout[axis]], -1).any(1)
+        if along.any():
+            return [int(place) for place in along.nonzero()]
+    return []
+
+
+def _steps(ratio: float) -> list[float]:
+    """Return how many input cells one of the output may be, if their numbers have this ratio."""
+    step = round(ratio) if ratio >= 0.75 else 1 / round(1 / ratio)
+    if abs(ratio / step - 1) < 0.1:
+        return [step]
+    return [step, 1]
+
+
+def _reach(
+    places: Sequence[int], lines: Sequence[Sequence[int]], side: int, size: int, step: float
+) -> Reach:
+    """Return the reach of outputs that change in these lines with inputs at these places."""
+    missing = side - size * step
+    # Where the output's first cell may lie in the input: maps may be cut at either end.
+    offsets = (0, int(missing / 2) + (step - 1) / 2, max(missing, 0))
+    first, last = min(offsets), max(offsets)
+    back = [step * max(line) + last - place for place, line in zip(places, lines, strict=True)]
+    ahead = [place - step * min(line) - first for place, line in zip(places, lines, strict=True)]
+    uncertain = last - first
+    back_is_cut = [max(line) == size - 1 for line in lines]
+    ahead_is_cut = [min(line) == 0 for line in lines]
+    return Reach(_side(back, back_is_cut, uncertain), _side(ahead, ahead_is_cut, uncertain), step)
+
+
+def _side(reaches: Sequence[float], are_cut: Sequence[bool], uncertain: float) -> Side:
+    whole = [reach for reach, is_cut in zip(reaches, are_cut, strict=True) if not is_cut]
+    return Side(
+        most=max(reaches),
+        least=min(whole or reaches) - uncertain,
+        is_cut=any(are_cut),
+        varies=max(reaches) - min(reaches),
+    )

@@ -1,0 +1,104 @@
+"""What takes the places of convolutions while a network is measured: see `measure`."""
+
+import contextlib
+import copy
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..geometry import ceil_div, extent
+from ..layers.conv_classes import Conv
+from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
+
+POISON = (math.nan, 3e4, -3e4)  # in weights; some of it changes whatever other code does to them
+GROWTH = 16  # cells that a kernel gains along an axis, to see where outputs then look
+
+
+class StandIn:
+    """A DCLS layer that computes what a convolution did, without its values in either weight."""
+
+    def __init__(self, conv: Conv, values: Tensor) -> None:
+        """Take the convolution's values out of its weight; the caller restores them."""
+        self.conv = conv
+        self.calls = 0
+        self.layer = _layer_without_values(conv, growth=2)
+        self.weights = (conv.weight, self.layer.weight)
+        private = copy.copy(conv)
+        vars(private)["_parameters"] = {**conv._parameters, "weight": nn.Parameter(values)}
+
+        def forward(input: Tensor) -> Tensor:
+            self.calls += 1
+            output: Tensor = type(conv).forward(private, input)  # type: ignore[arg-type]
+            return output
+
+        self.layer.forward = forward  # type: ignore[method-assign]
+        for weight in self.weights:
+            weight.copy_(_poison_like(weight))
+
+    def is_changed(self) -> bool:
+        """True if other code has changed or replaced a weight."""
+        for weight, now in zip(self.weights, (self.conv.weight, self.layer.weight), strict=True):
+            poison = _poison_like(weight)
+            if now is not weight or not torch.equal(weight.nan_to_num(0), poison.nan_to_num(0)):
+                return True
+        return False
+
+
+def _poison_like(weight: Tensor) -> Tensor:
+    poison = torch.tensor(POISON, dtype=weight.dtype, device=weight.device)
+    times = ceil_div(weight.numel(), len(POISON))
+    return poison.repeat(times)[: weight.numel()].view(weight.shape)
+
+
+@contextlib.contextmanager
+def in_place(model: nn.Module, new: Mapping[Conv, nn.Module]) -> Iterator[None]:
+    """Put modules into the places of convolutions inside the block, under all their names."""
+    by_old: dict[nn.Module | None, nn.Module] = dict(new.items())
+    places = []
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if child in by_old:
+                places.append((parent._modules, name, child))
+    try:
+        for children, name, child in places:
+            children[name] = by_old[child]
+        yield
+    finally:
+        for children, name, child in places:
+            children[name] = child
+
+
+def grows(conv: Conv, axis: int) -> bool:
+    """True if the kernel has several cells along an axis."""
+    return axis < len(conv.kernel_size) and conv.kernel_size[axis] > 1
+
+
+def with_longer_kernel(conv: Conv, axis: int) -> nn.Module:
+    """Make a plain convolution like another one, with a longer random kernel along an axis."""
+    # Other paddings than zeros must be smaller than the map.
+    growth = GROWTH if conv.padding_mode == "zeros" else 2
+    plain = _layer_without_values(conv, axis=axis, growth=growth).plain_conv_without_values()
+    generator = torch.Generator().manual_seed(2)
+    values = torch.randn(plain.weight.shape, generator=generator, device="cpu")
+    plain.weight.data.copy_(values * float(conv.weight.detach().abs().max()))
+    return plain
+
+
+def _layer_without_values(conv: Conv, *, growth: int, axis: int | None = None) -> DclsConvNd:
+    """Make a layer whose window is larger along an axis, or along all that have several cells.
+
+    It has so few elements that its weight's last axis is longer than the kernel's.
+    """
+    window = [extent(*sides) for sides in zip(conv.kernel_size, conv.dilation, strict=True)]
+    growing = [index for index, size in enumerate(window) if size > 1] or [len(window) - 1]
+    for index in growing if axis is None else [axis]:
+        window[index] += growth
+    return DCLS_LAYERS[len(window)].from_conv_without_values(
+        conv,
+        kernel_count=conv.kernel_size[-1] + 1,
+        dilated_kernel_size=window,
+        interpolation="bilinear",
+        dense_axes=[index for index in range(len(window)) if index not in growing],
+    )
