@@ -1,1 +1,1 @@
-"""A network: built by its name, loaded, traced on the meta device, and run as it is."""
+"""A network: built by its name, loaded, traced, measured, and run as it is."""

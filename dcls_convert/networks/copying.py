@@ -23,12 +23,8 @@ def copy_network(model: nn.Module, *, shared: Mapping[int, Tensor] | None = None
         return copy.deepcopy(model, dict(shared or {}))
 
 
-def meta_copy(model: nn.Module, *, real_attributes: bool = False) -> nn.Module:
-    """Copy a model to meta, in eval mode and without forward hooks. Forward pre-hooks stay.
-
-    With `real_attributes`, tensors outside parameters and buffers keep their values, which YOLO
-    models read.
-    """
+def meta_copy(model: nn.Module) -> nn.Module:
+    """Copy a model to meta, in eval mode and without forward hooks. Forward pre-hooks stay."""
     memo: dict[int, Any] = {}  # of copy.deepcopy: id of a tensor -> its copy
     for module in model.modules():
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
@@ -36,7 +32,7 @@ def meta_copy(model: nn.Module, *, real_attributes: bool = False) -> nn.Module:
             if isinstance(tensor, nn.Parameter):
                 empty = nn.Parameter(empty, requires_grad=False)
             memo[id(tensor)] = empty
-    with _CopiedTensors(_constant if real_attributes else _on_meta):
+    with _CopiedTensors(_on_meta):
         meta = copy.deepcopy(model, memo).eval()
     for module in meta.modules():
         if isinstance(module, torch.jit.ScriptModule):  # it has no attributes of this kind

@@ -41,11 +41,13 @@ def find_convs(
     """Return every convolution object of `model` once, under all its names.
 
     Args:
-        model: Not changed. Its weights may be on any device, meta included.
+        model: Not changed. Its weights may be on any device, meta included, where it is not
+            measured.
         input_size: Size of one image, (channels, *spatial); in 2-D and 3-D, the spatial sizes
             alone mean 3 channels. Without it, the size that a timm model states is used. Output
-            sizes and MACs come from one forward pass on the meta device; they are None if the
-            model does not run there.
+            sizes and MACs come from one forward pass; they are None if the model does not run. A
+            network that is not timm's or torchvision's as it is runs a few times more, to measure
+            what it does with its convolutions; afterwards it is as before.
         example_inputs: For any other input: what forward is called with, of any dtype, with the
             batch axis. A tensor, a tuple of tensors, or a dict of keyword arguments. Only shapes,
             dtypes and the range of integers are used.

@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-NOISE = 1e-6  # of the largest change; less is rounding, as of Fourier transforms
 MIN_CELLS = 4  # along an axis; with fewer, sides mean nothing
 
 
@@ -87,7 +87,8 @@ def reaches_of(
         cells: The changed cell of each input, along these axes.
     """
     change = (after.detach().double() - before.detach().double()).abs().nan_to_num(math.inf)
-    changed = change > NOISE * change.max()
+    rounding = min(1e-6, 10 * torch.finfo(before.dtype).eps)  # as of Fourier transforms
+    changed = change > rounding * change.max()
     found: Reaches = {}
     for layout in _layouts(changed.dim() - 1, len(sides)):
         for axis, own in layout.items():

@@ -1,8 +1,12 @@
 """A convolution stays where other code uses it; what computes the same may be replaced."""
 
+import math
 import random
+import re
+import threading
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 import torchvision
@@ -10,6 +14,7 @@ from torch import nn
 
 from dcls_convert import convert_, find_convs
 from dcls_convert.layers.conv_classes import register_conv
+from dcls_convert.networks.measure import Measured
 
 from ..planning.nets import depthwise
 
@@ -184,6 +189,63 @@ class OwnForward(nn.Conv2d):
 
 
 register_conv(OwnForward, weight=lambda conv, weight: weight * 1.0)
+
+
+class ScaledByStrides(nn.Module):
+    """Derives the scale of its output from its modules of a class."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(4, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1))
+        self.lock = threading.Lock()  # which cannot be copied
+
+    def forward(self, x):
+        convs = [module for module in self.modules() if isinstance(module, nn.Conv2d)]
+        scale = math.prod(conv.stride[0] for conv in convs)
+        return F.interpolate(self.body(x), scale_factor=scale)
+
+
+def test_a_network_that_looks_for_convolutions_by_their_class_keeps_them():
+    convs = find_convs(ScaledByStrides(), (4, 16, 16))
+    assert [skip.reason for skip in convs.skipped] == [CHANGED, CHANGED]
+    assert convs.macs is not None
+
+
+NOT_MEASURABLE = {
+    "random": (lambda x: x + torch.rand_like(x) * NUMBERS.random(), "differ from run to run"),
+    "no tensors": (lambda x: {"mean": x.mean().item()}, "no finite numbers to compare"),
+    "not finite": (lambda x: x / 0, "no finite numbers to compare"),
+    "fails": (lambda x: x @ x.new_ones(3), "forward fails at 1x4x9x14: RuntimeError: "),
+}
+NUMBERS = random.Random(0)  # whose state is not the process's
+
+
+@pytest.mark.parametrize("name", NOT_MEASURABLE)
+def test_what_cannot_be_measured_is_said(name):
+    use, reason = NOT_MEASURABLE[name]
+    model = User(lambda conv, x: use(conv(x * conv.weight.shape[-1])))
+    convs = find_convs(model, IMAGE)
+    assert reason in convs.not_measured
+    assert len(convs.sites) == 2
+    if name != "fails":
+        with pytest.warns(UserWarning, match="was not measured: .*" + re.escape(reason)):
+            report = convert_(model, dilated_size=7, input_size=IMAGE)
+        assert report.not_measured == convs.not_measured
+        assert "Not measured what the network does" in " ".join(str(report).split())
+
+
+def test_networks_of_libraries_are_not_measured_unless_they_have_hooks(monkeypatch):
+    measured = []
+    monkeypatch.setattr(
+        "dcls_convert.networks.find_convs.measure",
+        lambda *_: measured.append(1) or Measured({}, {}),
+    )
+    model = timm.create_model("test_convnext")
+    find_convs(model)
+    assert not measured
+    model.norm_pre.register_forward_hook(lambda *_: None)
+    find_convs(model)
+    assert measured
 
 
 def test_its_own_forward_may_use_everything():

@@ -21,6 +21,48 @@ CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 INPUT = {1: (2, 12), 2: (2, 10, 12), 3: (2, 10, 6, 6)}
 
 
+def taken(x):
+    """The cells 0 to 11 of a map that is padded before its first cell, by several functions."""
+    return F.pad(x, (1, 0)), torch.arange(12)
+
+
+def by_an_index(x, c):
+    x, cells = taken(x)
+    return c(x[..., cells])
+
+
+def by_index_select(x, c):
+    x, cells = taken(x)
+    return c(x.index_select(-1, cells))
+
+
+def by_gather(x, c):
+    x, cells = taken(x)
+    return c(x.gather(-1, cells.expand(*x.shape[:-1], 12)))
+
+
+def by_strides(x, c):
+    x, _ = taken(x)
+    return c(x.contiguous().as_strided((len(x), 2, 12), (2 * 13, 13, 1)))
+
+
+def by_attention(x, c):
+    x = F.scaled_dot_product_attention(x.mT, x.mT, x.mT, is_causal=True).mT
+    return c(later(x))
+
+
+def behind_a_small_scale():
+    """As ConvNeXt's layer scale is at first."""
+    model = Call(lambda x, c: x + model.scale * later(c(x)), conv(1))
+    model.scale = nn.Parameter(torch.full((2, 1), 1e-6))
+    return model
+
+
+def by_a_recurrent_network():
+    lstm = nn.LSTM(2, 2, batch_first=True)
+    return Call(lambda x, c, _: c(later(lstm(x.mT)[0].mT)), conv(1), lstm)
+
+
 def conv(dims, size=3, channels=2, out=None, **options):
     options = {"padding": "same"} | options
     return CONVS[dims](channels, out or channels, size, **options)
@@ -130,6 +172,24 @@ def padded_by_a_hook():
 FORMS = {
     "input padded and cut": (1, lambda: Call(lambda x, c: c(later(x)), conv(1))),
     "output padded and cut": (1, lambda: Call(lambda x, c: later(c(x)), conv(1))),
+    "by an index": (1, lambda: Call(by_an_index, conv(1))),
+    "by index_select": (1, lambda: Call(by_index_select, conv(1))),
+    "by gather": (1, lambda: Call(by_gather, conv(1))),
+    "by strides": (1, lambda: Call(by_strides, conv(1))),
+    "by windows": (1, lambda: Call(lambda x, c: c(taken(x)[0].unfold(-1, 2, 1)[..., 0]), conv(1))),
+    "by a matrix": (1, lambda: Call(lambda x, c: c(x @ x.new_ones(12, 12).triu(1)), conv(1))),
+    "by a sum of all before": (1, lambda: Call(lambda x, c: c(later(x).cumsum(-1)), conv(1))),
+    "turned twice": (
+        1,
+        lambda: Call(lambda x, c: c(taken(x)[0].flip(-1)[..., 1:].flip(-1)), conv(1)),
+    ),
+    "after attention": (1, lambda: Call(by_attention, conv(1))),
+    "after a recurrent network": (1, by_a_recurrent_network),
+    "looking at values": (
+        1,
+        lambda: Call(lambda x, c: c(later(x / 2 if x.abs().max() > 100 else x)), conv(1)),
+    ),
+    "behind a small scale": (1, behind_a_small_scale),
     "input padded, output cut": (
         1,
         lambda: Call(lambda x, c: c(F.pad(x, (1, 0)))[..., :-1], conv(1)),
