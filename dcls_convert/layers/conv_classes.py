@@ -20,7 +20,8 @@ ConstantPad = nn.ConstantPad1d | nn.ConstantPad2d | nn.ConstantPad3d
 
 CONV_CLASSES: dict[int, type[Conv]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 # The methods that decide what a convolution computes.
-_COMPUTING_METHODS = ("forward", "_conv_forward", "__call__")
+# Returns the methods that decide what a convolution of a class computes.
+_computing_methods = attrgetter("forward", "_conv_forward", "__call__")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +37,7 @@ class ConvTraits:
     same_padding: Callable[[nn.Module], bool] | bool = False
     padding_module: str | None = None
     adapt: Callable[[nn.Module, nn.Module], None] | None = None
-    methods: tuple[Any, ...] = ()  # the class's _COMPUTING_METHODS when it was registered
+    methods: tuple[Any, ...] = ()  # the class's `_computing_methods` when it was registered
 
     def effective_weight(self, conv: nn.Module, weight: Tensor) -> Tensor:
         """Return the kernel that the convolution uses if its parameter is `weight`."""
@@ -125,9 +126,10 @@ def find_traits(conv: nn.Module) -> ConvTraits | None:
         *_REGISTERED_TRAITS.items(),
     ]
     for known_class, traits in reversed(all_traits):  # the last one registered wins
-        methods = traits.methods or _computing_methods(known_class)
-        if issubclass(type(conv), known_class) and _computing_methods(type(conv)) == methods:
-            return traits
+        if isinstance(conv, known_class):
+            methods = traits.methods or _computing_methods(known_class)
+            if _computing_methods(type(conv)) == methods:
+                return traits
     return None
 
 
@@ -174,11 +176,6 @@ def traits_of(conv: nn.Module) -> ConvTraits:
     traits = find_traits(conv)
     assert traits is not None
     return traits
-
-
-def _computing_methods(conv_class: type[nn.Module]) -> tuple[Any, ...]:
-    """Return the methods that decide what a convolution of this class computes."""
-    return tuple(getattr(conv_class, name) for name in _COMPUTING_METHODS)
 
 
 def padding_of(conv: AnyConv) -> Padding:

@@ -31,7 +31,7 @@ from .stand_ins import StandIn, grows, in_place, with_longer_kernel
 
 LIBRARIES = ("timm", "torch", "torchvision")
 PLACES = (0.3, 0.5, 0.7)  # of the changed cells, one in each image of a batch
-MAX_PIXELS = 128 * 128  # of an image, if the network takes a smaller one
+LARGE_IMAGE = 128 * 128  # pixels; of larger images, smaller ones are tried first
 TOLERANCE = 1e-4  # of outputs: on GPUs, sums have no fixed order
 SMALL = 1e-2  # parameters below it hide what is behind them, such as layer scale
 NOT_CALLED = "the forward pass of the network in eval mode does not call it"
@@ -248,7 +248,7 @@ class _Network:
 def _inputs_to_try(inputs: Inputs) -> Iterator[Inputs]:
     """Yield inputs of smaller images, a batch of the inputs, and the inputs as they are."""
     factor = 1
-    while pixel_count(inputs) > MAX_PIXELS * factor**2:
+    while pixel_count(inputs) > LARGE_IMAGE * factor**2:
         factor *= 2
     sides = [side for tensor in inputs for side in tensor.shape[2:]]
     if factor > 1 and not any(side % (2 * factor) for side in sides):

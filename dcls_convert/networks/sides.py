@@ -18,7 +18,7 @@ MIN_CELLS = 4  # along an axis; with fewer, sides mean nothing
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class HalfReach:
     """How far an output looks to one side, over several changed inputs, in cells of the input.
 
     Where the output lies in the input is not known to the cell, since crops may be at either end.
@@ -34,8 +34,8 @@ class Side:
 class Reach:
     """How far an output looks along an axis."""
 
-    back: Side  # to inputs before its own place
-    ahead: Side
+    back: HalfReach  # to inputs before its own place
+    ahead: HalfReach
     step: float  # cells of the input that one of the output is
 
     @property
@@ -51,7 +51,7 @@ class Reach:
         """
         return self._ends(self.back) and self.ahead.least >= 2 * max(self.back.most, 0) + 2
 
-    def _ends(self, side: Side) -> bool:
+    def _ends(self, side: HalfReach) -> bool:
         """True if a side is seen to end, at a border that moves with the changed cell."""
         return not side.is_cut and side.varies <= 2 * self.step
 
@@ -158,9 +158,9 @@ def _reach(
     return Reach(_side(back, back_is_cut, uncertain), _side(ahead, ahead_is_cut, uncertain), step)
 
 
-def _side(reaches: Sequence[float], are_cut: Sequence[bool], uncertain: float) -> Side:
+def _side(reaches: Sequence[float], are_cut: Sequence[bool], uncertain: float) -> HalfReach:
     whole = [reach for reach, is_cut in zip(reaches, are_cut, strict=True) if not is_cut]
-    return Side(
+    return HalfReach(
         most=max(reaches),
         least=min(whole or reaches) - uncertain,
         is_cut=any(are_cut),

@@ -13,7 +13,7 @@ from ..layers.conv_classes import Conv
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 
 POISON = (math.nan, 3e4, -3e4)  # in weights; some of it changes whatever other code does to them
-GROWTH = 16  # cells that a kernel gains along an axis, to see where outputs then look
+LONGER_BY = 16  # cells that a kernel gains along an axis, to see where outputs then look
 
 
 class StandIn:
@@ -78,7 +78,7 @@ def grows(conv: Conv, axis: int) -> bool:
 def with_longer_kernel(conv: Conv, axis: int) -> nn.Module:
     """Make a plain convolution like another one, with a longer random kernel along an axis."""
     # Other paddings than zeros must be smaller than the map.
-    growth = GROWTH if conv.padding_mode == "zeros" else 2
+    growth = LONGER_BY if conv.padding_mode == "zeros" else 2
     plain = _layer_without_values(conv, axis=axis, growth=growth).plain_conv_without_values()
     generator = torch.Generator().manual_seed(2)
     values = torch.randn(plain.weight.shape, generator=generator, device="cpu")
