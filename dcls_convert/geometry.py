@@ -18,7 +18,7 @@ Padding = str | tuple[int, ...] | AsymmetricPadding
 
 def is_asymmetric(padding: Padding) -> TypeGuard[AsymmetricPadding]:
     """True if the padding states the cells before and after each axis separately."""
-    return not isinstance(padding, str) and any(isinstance(cells, tuple) for cells in padding)
+    return not isinstance(padding, str) and tuple in map(type, padding)
 
 
 def ceil_div(amount: int, unit: int) -> int:
@@ -211,9 +211,9 @@ def position_limits(size: int) -> tuple[int, int]:
 
 def learnt_axes(dims: int, dense_axes: Sequence[int] = ()) -> tuple[int, ...]:
     """Return the spatial axes along which elements have a position, in `positions` order."""
-    return tuple(axis for axis in range(dims) if axis not in dense_axes)
+    return tuple(sorted(set(range(dims)).difference(dense_axes)))
 
 
 def along_learnt_axes(sides: Sequence[int], dense_axes: Sequence[int]) -> tuple[int, ...]:
     """Return the sides of a kernel or window along its learnt axes."""
-    return tuple(sides[axis] for axis in learnt_axes(len(sides), dense_axes))
+    return tuple(map(sides.__getitem__, learnt_axes(len(sides), dense_axes)))

@@ -195,7 +195,7 @@ class _Network:
             except Exception as error:
                 if is_out_of_memory(error):
                     raise CannotMeasureError("out of memory") from error
-                return f"with a layer in its place, forward fails ({_text(error)})"
+                return f"forward would fail with a DCLS layer in its place ({_text(error)})"
             if any(stand_in.is_changed() for stand_in in stand_ins):
                 return "other code changes its weight"
         calls = [stand_in.calls for stand_in in stand_ins]

@@ -229,7 +229,7 @@ def restored_weights(convs: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Ten
         with torch.no_grad():
             for conv, weight in weights.items():
                 conv._parameters["weight"] = weight
-                cast(Tensor, weight).copy_(values[conv])
+                cast(Tensor, weight).data.copy_(values[conv])
 
 
 def image_dtype(model: nn.Module) -> torch.dtype:

@@ -35,7 +35,7 @@ class StandIn:
 
         self.layer.forward = forward  # type: ignore[method-assign]
         for weight in self.weights:
-            weight.copy_(_poison_like(weight))
+            weight.data.copy_(_poison_like(weight))  # not seen by autograd, which may have saved it
 
     def is_changed(self) -> bool:
         """True if other code has changed or replaced a weight."""

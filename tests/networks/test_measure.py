@@ -87,7 +87,7 @@ def scaled_by_class(conv, x):
 
 
 CHANGED = "outputs would change although it computes the same: other code uses it"
-FAILS = "with a layer in its place, forward fails ("
+FAILS = "forward would fail with a DCLS layer in its place ("
 NOT_CALLED = "does not call it"
 USES = {
     "by a hypernetwork": (by_a_hypernetwork, CHANGED),
