@@ -17,7 +17,7 @@ from ..networks.pretrained_cfg import set_pretrained_cfg_
 from ..networks.registries import TIMM_ARCHITECTURE
 from ..networks.source import ModelSource
 from ..networks.stages import common_parent
-from ..networks.trust import MAX_ARGUMENT, UNBOUNDED_ARGUMENTS, check_source
+from ..networks.trust import UNBOUNDED_ARGUMENTS, check_source
 from ..planning.paths import joined_name
 from ..planning.plan import ConversionPlan
 from ..text import short_list
@@ -30,6 +30,8 @@ from .stamp import read_stamp
 WRAPPER_PREFIXES = ("", "model.", "body.", "graph_module.")
 # Weights are loaded from the folder only; other places that its config names are ignored.
 NO_OTHER_WEIGHTS = {"url": "", "state_dict": None, "hf_hub_filename": None, "custom_load": False}
+# Largest number of classes or channels: timm allocates them before it reads the weights.
+MAX_IN_TIMM = 1_000_000
 
 
 def create_converted(
@@ -215,11 +217,11 @@ def _check_arguments(base: str, args: Mapping[str, Any]) -> None:
         )
     stored = {name: value for name, value in args.items() if name != "plan"}
     check_source(ModelSource(name=base, args=stored))
-    # `load_converted` compares these with the weights before allocating memory; timm does not.
+    # `load_converted` compares these with the weights before allocating memory.
     for name in UNBOUNDED_ARGUMENTS:
         value = stored.get(name)
-        if isinstance(value, int) and value > MAX_ARGUMENT:
-            raise ModelError(f"{CONFIG}: {name}={value}: timm loads at most {MAX_ARGUMENT:,}")
+        if isinstance(value, int) and value > MAX_IN_TIMM:
+            raise ModelError(f"{CONFIG}: {name}={value}: timm loads at most {MAX_IN_TIMM:,}")
 
 
 def _open_checkpoint_of_weights(

@@ -3,27 +3,23 @@
 import contextlib
 import importlib
 import inspect
-import itertools
 import os
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from ..errors import DclsConvertError, ModelError
-from ..records import read_json
 from ..text import did_you_mean, one_line
 from .registries import import_library
 from .running import ignored_warnings, seeded
 from .source import LIBRARY_KINDS, ModelSource
 from .trust import check_source
 
-MAX_MODULES = 4_000  # largest number of modules in a library's model; timm has up to 1,800
 # Methods that factories use to fill new weights. `_MetaWeights` skips them on meta tensors.
 FILLING_METHODS = {
     torch.Tensor.uniform_,
@@ -35,10 +31,6 @@ FILLING_METHODS = {
     torch.Tensor.fill_,
     torch.Tensor.zero_,
 }
-
-
-class _TooManyModulesError(ModelError):
-    """The arguments ask for too many modules; building on another device would not help."""
 
 
 def build_model(
@@ -66,71 +58,78 @@ def build_model(
     """
     if not trust_code:
         check_source(source)
-    if source.kind == "hf-hub":
-        _check_hub_config(source.name, offline=offline)
-    if source.kind == "local-dir":
-        _check_local_folder(source.name)
-    with seeded(seed), ignored_warnings:
+    if offline and source.kind == "hf-hub":
+        _check_cached(source.name)
+    model = None
+    is_on_meta = False
+    with seeded(seed), ignored_warnings, _errors_on_one_line(source.name, pretrained=pretrained):
+        # The user's module is imported first: the tensors that it makes must not be on meta.
+        factory = _factory(source, pretrained=pretrained)
         if device == "meta" and not pretrained:
-            meta_model = _build_on_meta(source)
-            if meta_model is not None:
-                return meta_model
-        with seeded(seed):  # attempts on meta may have drawn random numbers
-            model = _build(source, pretrained=pretrained)
+            model = _build_on_meta(factory, is_users=source.kind not in LIBRARY_KINDS)
+            is_on_meta = model is not None
+        if model is None:
+            with seeded(seed):  # the import and attempts on meta may have drawn random numbers
+                model = factory()
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{source.name}: returns a {type(model).__name__}, not a torch.nn.Module")
     has_meta_parameters = any(parameter.is_meta for parameter in model.parameters())
-    if has_meta_parameters and not _new_parameters_are_on_meta():
+    if has_meta_parameters and not is_on_meta and not _new_parameters_are_on_meta():
         raise ModelError(
             f"{source.name}: was built on the meta device, without weights; build it on the CPU"
         )
     return model
 
 
-def _check_hub_config(name: str, *, offline: bool) -> None:
-    """Raise ModelError if the hub (if `offline`, the local cache) has no config of the repository.
-
-    timm would fetch it itself, but `build_model` may call timm several times, and each call would
-    have to fail first.
-    """
+def _check_cached(name: str) -> None:
+    """Raise ModelError if the local cache has no config of the hub's repository."""
     from huggingface_hub import try_to_load_from_cache
 
-    repository = name.partition(":")[2]
-    if offline:
-        repository_id, _, revision = repository.partition("@")
-        cached = try_to_load_from_cache(repository_id, "config.json", revision=revision or None)
-        if not isinstance(cached, str):
-            raise ModelError(
-                f"{name}: its config is not in the local cache, and a dry run downloads nothing"
-            )
-        return
+    repository, _, revision = name.partition(":")[2].partition("@")
+    cached = try_to_load_from_cache(repository, "config.json", revision=revision or None)
+    if not isinstance(cached, str):
+        raise ModelError(
+            f"{name}: its config is not in the local cache, and a dry run downloads nothing"
+        )
+
+
+@contextlib.contextmanager
+def _errors_on_one_line(name: str, *, pretrained: bool) -> Iterator[None]:
+    """Turn whatever timm, torchvision, the hub or the user's code raises into a ModelError."""
     try:
-        import_library("timm.models").load_model_config_from_hf(repository)
+        yield
     except DclsConvertError:
         raise
-    except Exception as error:  # from the hub, its HTTP client, or a config that is not JSON
-        raise ModelError(
-            f"{name}: cannot be built: {type(error).__name__}: {one_line(error)[:300]}"
-        ) from error
+    except SystemExit as error:
+        problem = f"its factory exits the program (SystemExit {one_line(error)[:200]})"
+        raise ModelError(f"{name}: {problem}") from error
+    except Exception as error:
+        kind_of_error = type(error).__name__
+        problem = "its pretrained weights cannot be loaded" if pretrained else "cannot be built"
+        problem += f": {kind_of_error}: {one_line(error)[:300]}"
+        if pretrained and kind_of_error in ("LocalEntryNotFoundError", "OfflineModeIsEnabled"):
+            problem = "cannot download its pretrained weights; are you online?"
+        if isinstance(error, KeyError) and error.args == ("architecture",):
+            problem = "its config.json names no architecture; it is not a config of timm"
+        raise ModelError(f"{name}: {problem}") from error
 
 
-def _check_local_folder(name: str) -> None:
-    """Raise ModelError if the folder's config.json does not name an architecture."""
-    path = Path(name.partition(":")[2]) / "config.json"
-    if not isinstance(read_json(path, f"{name}: {path}").get("architecture"), str):
-        raise ModelError(f"{name}: {path} names no architecture; it is not a config of timm")
-
-
-def _build_on_meta(source: ModelSource) -> nn.Module | None:
+def _build_on_meta(factory: Callable[[], Any], *, is_users: bool) -> Any:
     """Build the model with its parameters on meta, or return None if its factory cannot do this."""
-    # First put every tensor on meta. If the factory calculates with tensors, it needs real ones:
-    # then put only the parameters on meta.
-    meta_strategies = (torch.device("meta"), contextlib.nullcontext())
-    for strategy in meta_strategies:
+    strategies: list[contextlib.AbstractContextManager[Any]] = []
+    if not is_users:
+        # Every tensor on meta. Not for the user's code: a module that it imports while it runs
+        # would keep its tensors on meta for the rest of the process.
+        strategies.append(torch.device("meta"))
+    # Only the parameters on meta, for factories that calculate with tensors.
+    strategies.append(contextlib.nullcontext())
+    for strategy in strategies:
         try:
             with strategy, _MetaWeights():
-                return _build(source, pretrained=False)
-        except _TooManyModulesError:
+                return factory()
+        except OSError:  # of a file, or of the hub, which may have tried for long
             raise
-        except ModelError:
+        except (Exception, SystemExit):
             continue  # an error that is not due to meta occurs again on the CPU and is raised there
     return None
 
@@ -140,52 +139,16 @@ def _new_parameters_are_on_meta() -> bool:
     return nn.PReLU().weight.is_meta  # PReLU draws no random numbers
 
 
-def _build(source: ModelSource, *, pretrained: bool) -> nn.Module:
-    """Run the factory; any error of its own becomes a ModelError on one line."""
-    try:
-        model = _run_factory(source, pretrained=pretrained)
-    except DclsConvertError:
-        raise
-    except SystemExit as error:
-        problem = f"its factory exits the program (SystemExit {one_line(error)[:200]})"
-        raise ModelError(f"{source.name}: {problem}") from error
-    except Exception as error:  # timm, torchvision, the hub and the user's code can raise anything
-        kind_of_error = type(error).__name__
-        offline_errors = ("LocalEntryNotFoundError", "OfflineModeIsEnabled")
-        if pretrained and kind_of_error in offline_errors:
-            raise ModelError(
-                f"{source.name}: cannot download its pretrained weights; are you online?"
-            ) from error
-        problem = "its pretrained weights cannot be loaded" if pretrained else "cannot be built"
-        raise ModelError(
-            f"{source.name}: {problem}: {kind_of_error}: {one_line(error)[:300]}"
-        ) from error
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"{source.name}: returns a {type(model).__name__}, not a torch.nn.Module")
-    return model
-
-
-def _run_factory(source: ModelSource, *, pretrained: bool) -> Any:
-    """Call the library or the user's factory; a library may make at most MAX_MODULES modules."""
+def _factory(source: ModelSource, *, pretrained: bool) -> Callable[[], Any]:
+    """Return a function that builds the model; import its library or the user's module."""
     kind, _, name = source.name.partition(":")
-    module_numbers = itertools.count(1)
-
-    def count_module(*_: object) -> None:
-        if next(module_numbers) > MAX_MODULES:  # for example a depth of a million
-            raise _TooManyModulesError(
-                f"{source.name}: its arguments ask for more than {MAX_MODULES:,} modules"
-            )
-
-    with contextlib.ExitStack() as contexts:
-        if kind in LIBRARY_KINDS:
-            contexts.enter_context(register_module_module_registration_hook(count_module))
-        if kind == "torchvision":
-            return _build_torchvision(name, source.args, pretrained=pretrained)
-        if kind in LIBRARY_KINDS:
-            name_for_timm = name if kind == "timm" else source.name
-            timm = import_library("timm")
-            return timm.create_model(name_for_timm, pretrained=pretrained, **source.args)
-        return _call_users_factory(source)
+    if kind == "torchvision":
+        return partial(_build_torchvision, name, source.args, pretrained=pretrained)
+    if kind in LIBRARY_KINDS:
+        name_for_timm = name if kind == "timm" else source.name
+        create_model = import_library("timm").create_model
+        return partial(create_model, name_for_timm, pretrained=pretrained, **source.args)
+    return _users_factory(source)
 
 
 def _build_torchvision(name: str, args: dict[str, Any], *, pretrained: bool) -> nn.Module:
@@ -218,30 +181,38 @@ def _copy_what_fits_(pretrained: nn.Module, model: nn.Module) -> None:
         model.transform_input = pretrained.transform_input
 
 
-def _call_users_factory(source: ModelSource) -> Any:
-    """Import the user's module, which may be in the current folder, and call its factory."""
+def _users_factory(source: ModelSource) -> Callable[[], Any]:
+    """Import the user's module, which may be in the current folder, and return its factory."""
     module_name, _, attribute = source.name.partition(":")
-    current_folder = os.getcwd()
-    sys.path.insert(0, current_folder)
     try:
-        factory = _import_factory(source.name, module_name, attribute)
-        return factory(**source.args)  # may import other files of the folder
-    finally:
-        sys.path.remove(current_folder)
-
-
-def _import_factory(name: str, module_name: str, attribute: str) -> Callable[..., Any]:
-    try:
-        module = importlib.import_module(module_name)
+        with _importable_current_folder():
+            module = importlib.import_module(module_name)
     except ImportError as error:
         suggestion = did_you_mean(module_name, LIBRARY_KINDS)
         raise ModelError(
-            f"{name}: module {module_name!r} cannot be imported: {one_line(error)}{suggestion}"
+            f"{source.name}: module {module_name!r} cannot be imported: "
+            f"{one_line(error)}{suggestion}"
         ) from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
-        raise ModelError(f"{name}: module {module_name!r} has no function {attribute!r}")
-    return cast(Callable[..., Any], factory)
+        raise ModelError(f"{source.name}: module {module_name!r} has no function {attribute!r}")
+
+    def build() -> Any:
+        with _importable_current_folder():  # it may import other files of the folder
+            return factory(**source.args)
+
+    return build
+
+
+@contextlib.contextmanager
+def _importable_current_folder() -> Iterator[None]:
+    """Let the block import modules in the current folder."""
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
 
 
 class _MetaWeights(TorchFunctionMode):

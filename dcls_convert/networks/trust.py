@@ -11,8 +11,8 @@ from ..text import shortened
 from .registries import REGISTRIES, is_registered
 from .source import ModelSource
 
-# Largest integer argument: factories make lists of that length before they make any module.
-MAX_ARGUMENT = 1_000_000
+# Largest integer argument, such as a number of blocks. timm's own are up to 15,360.
+MAX_ARGUMENT = 20_000
 # Exempt from MAX_ARGUMENT: they size a single layer, and a meta tensor costs nothing.
 UNBOUNDED_ARGUMENTS = ("num_classes", "in_chans")
 # An argument whose name contains one of these words can make a factory open a file or reach the

@@ -58,7 +58,7 @@ def test_rows_have_the_statistics_of_the_model(tmp_path, options):
 
 
 def test_no_model_is_built(folders, monkeypatch):
-    monkeypatch.setattr("dcls_convert.networks.building._build", None)
+    monkeypatch.setattr("dcls_convert.networks.building._factory", None)
     monkeypatch.setattr(nn.Module, "__init__", None)
     assert inspect_folder(folders / "good").elements
 

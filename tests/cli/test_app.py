@@ -173,15 +173,22 @@ def test_quiet_prints_the_folder_alone_and_sizes_name_it():
 
 
 def test_own_factory_is_run_with_its_arguments():
-    Path("mylayers.py").write_text(f"from {net.__module__} import net")
+    Path("mylayers.py").write_text(
+        f"import torch\nfrom {net.__module__} import net\nMEAN = torch.tensor(0.5)\n"
+    )
     Path("mymodel.py").write_text(
-        "def build(**arguments):\n    from mylayers import net\n    return net(**arguments)\n"
+        "import torch\nSTD = torch.empty(1).fill_(1)\n"
+        "def build(**arguments):\n"
+        "    from mylayers import MEAN, net\n"
+        "    assert float(MEAN / STD) == 0.5\n"  # no module makes its tensors on meta
+        "    return net(**arguments)\n"
     )
     out, _ = run(
         "mymodel:build", "--num-classes", "5", "--dilated-size", "7", *SMALL, "--seed", "3"
     )
     assert 'load_converted("build-dcls7", trust_code=True)' in out
-    sys.modules.pop("mymodel")
+    for module in ("mymodel", "mylayers"):
+        sys.modules.pop(module)
     model = load_converted("build-dcls7", trust_code=True)
     assert model(torch.randn(1, 3, 32, 32)).shape == (1, 5)
 

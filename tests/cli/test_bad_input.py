@@ -150,6 +150,10 @@ def conv(size, **k):
     {
         "syntax error": ("def build(:", "mymodel:build", "SyntaxError", "mymodel.py, line 1"),
         "fails on import": ("1 / 0", "ZeroDivisionError: division by zero"),
+        "needs a file": (
+            "def build(): open('weights.pth')",
+            "mymodel:build: cannot be built: FileNotFoundError",
+        ),
         "several lines": (
             "def build(): raise ValueError('first\\nsecond')",
             "ValueError: first second",
@@ -189,10 +193,10 @@ def test_options_that_the_users_model_does_not_take(user_input, says):
 
 @table(
     {
-        "no config": (None, "local-dir:folder: folder/config.json: cannot be read: No such file"),
+        "no config": (None, "local-dir:folder: cannot be built: FileNotFoundError"),
         "no architecture": (
             "{}",
-            "local-dir:folder: folder/config.json names no architecture; it is not a config of",
+            "local-dir:folder: its config.json names no architecture; it is not a config of timm",
         ),
         "our architecture": (
             '{"architecture": "dcls_convert"}',

@@ -81,7 +81,7 @@ def test_a_model_with_random_values_outside_its_state_dict_cannot_be_filled(monk
             self.conv = nn.Conv2d(3, 3, 3, groups=3)
             self.hidden = {"scales": [values()]}
 
-    monkeypatch.setattr("dcls_convert.networks.building._build", lambda *_, **__: Unsaved())
+    monkeypatch.setattr("dcls_convert.networks.building._factory", lambda *_, **__: Unsaved)
     meta = build_model(ModelSource(name="timm:x"), device="meta", trust_code=True)
     assert not assign_weights_(meta, Unsaved().state_dict(), "file")
 
