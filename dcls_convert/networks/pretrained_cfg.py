@@ -6,15 +6,7 @@ from typing import Any
 from torch import nn
 
 # Entries of timm's config about the weights: where they come from, and their licence.
-ORIGIN_KEYS = (
-    "tag",
-    "license",
-    "description",
-    "origin_url",
-    "paper_name",
-    "paper_ids",
-    "notes",
-)
+ORIGIN_KEYS = ("tag", "license", "description", "origin_url", "paper_name", "paper_ids", "notes")
 
 
 def set_pretrained_cfg_(model: nn.Module, config: dict[str, Any]) -> None:
@@ -23,39 +15,33 @@ def set_pretrained_cfg_(model: nn.Module, config: dict[str, Any]) -> None:
 
 
 def set_origin_(model: nn.Module, stated: Mapping[str, Any]) -> None:
-    """Replace what the model's config says about the origin of its weights.
+    """Replace what the model's config, if it has one, says about the origin of its weights.
 
     Args:
         model: The config of a timm model describes timm's own weights until this call.
         stated: The new entries, under timm's names; keys outside ORIGIN_KEYS are ignored.
     """
     config = getattr(model, "pretrained_cfg", None)
-    if not isinstance(config, dict):
-        return
-    config = dict(config)
-    for name in ORIGIN_KEYS:
-        config.pop(name, None)
-        if name in stated:
-            config[name] = stated[name]
-    set_pretrained_cfg_(model, config)
+    if isinstance(config, dict):
+        kept = {name: value for name, value in config.items() if name not in ORIGIN_KEYS}
+        origin = {name: stated[name] for name in ORIGIN_KEYS if name in stated}
+        set_pretrained_cfg_(model, kept | origin)
 
 
 def set_normalisation_(
     model: nn.Module, mean: Sequence[float], std: Sequence[float], channels: int
 ) -> None:
-    """Set the mean and std for normalising images in the model's config.
+    """Set the mean and std for normalising images in the model's config, if it has one.
 
     Args:
-        model: Not changed if it has no config.
+        model: The model.
         mean, std: One value per channel, or one for all.
         channels: Number of image channels.
     """
     config = getattr(model, "pretrained_cfg", None)
-    if not isinstance(config, dict):
-        return
-    stated = {}
-    for name, values in (("mean", mean), ("std", std)):
-        if len(values) == 1:
-            values = tuple(values) * channels
-        stated[name] = tuple(values)
-    set_pretrained_cfg_(model, config | stated)
+    if isinstance(config, dict):
+        stated = {"mean": tuple(mean), "std": tuple(std)}
+        for name, values in stated.items():
+            if len(values) == 1:
+                stated[name] = values * channels
+        set_pretrained_cfg_(model, config | stated)

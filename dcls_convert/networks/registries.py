@@ -2,11 +2,10 @@
 
 import importlib
 import warnings
-from collections.abc import Sequence
 from types import ModuleType
 
 from ..errors import ModelError
-from ..text import did_you_mean, one_line
+from ..text import one_line
 
 REGISTRIES = ("timm", "torchvision")
 # Our entry in timm's registry. It rebuilds converted models and cannot be converted itself.
@@ -31,21 +30,7 @@ def registered_models(kind: str) -> list[str]:
 
 def registry_names() -> list[str]:
     """Return every model of both registries: "timm:...", then "torchvision:...", each sorted."""
-    names: list[str] = []
-    for kind in REGISTRIES:
-        names += [f"{kind}:{name}" for name in sorted(registered_models(kind))]
-    return names
-
-
-def unknown_model(name: str, bare_name: str, kinds: Sequence[str]) -> ModelError:
-    """Return an error that suggests the models of these registries with the most similar names.
-
-    `name` is what the user gave; `bare_name` is the name without the registry.
-    """
-    known: list[str] = []
-    for kind in kinds:
-        known += registered_models(kind)
-    return ModelError(f"no model {name!r}{did_you_mean(bare_name, known, 3)}")
+    return [f"{kind}:{name}" for kind in REGISTRIES for name in sorted(registered_models(kind))]
 
 
 def import_library(name: str) -> ModuleType:

@@ -7,7 +7,8 @@ from typing import Any
 
 from ..errors import ModelError
 from ..input import SAFETENSORS_SUFFIX, TORCH_SUFFIXES
-from .registries import REGISTRIES, import_library, is_registered, unknown_model
+from ..text import did_you_mean
+from .registries import REGISTRIES, is_registered, registered_models
 
 OTHER_TIMM_KINDS = ("hf-hub", "local-dir")  # timm itself loads these
 # Sources whose models are built by a library's code; all others run the user's code.
@@ -48,42 +49,28 @@ def resolve_model(
     Raises:
         ModelError: There is no such model, or it does not take one of the options.
     """
-    args = _arguments(model_kwargs or {}, num_classes=num_classes, in_chans=in_chans)
-    prefix, colon, rest = name.partition(":")
-    if (colon and not rest) or not name.strip():
-        raise ModelError(f"model {name!r} has no name")
-    if colon and prefix.endswith(".py"):
-        module = prefix.removesuffix(".py").replace("/", ".")
-        raise ModelError(f"{name}: name the module, not its file: {module}:{rest}")
-    if colon and prefix not in REGISTRIES:
-        if pretrained and prefix not in OTHER_TIMM_KINDS:
-            raise ModelError(
-                f"{name}: pretrained weights are for models of timm and torchvision; "
-                "let the factory load its own, or give a checkpoint"
-            )
-        return ModelSource(name=name, args=args)
-    if colon:
-        source = ModelSource(name=_registered_name(name, rest, (prefix,)), args=args)
-    else:
-        source = ModelSource(name=_registered_name(name, name, REGISTRIES), args=args)
-    if source.kind == "torchvision" and in_chans is not None:
-        raise ModelError(
-            f"{source.name} has a fixed number of input channels; models of timm take another"
-        )
-    return source
-
-
-def _arguments(model_kwargs: Mapping[str, Any], **stated: int | None) -> dict[str, Any]:
-    """Return all arguments of a factory; ModelError if one of them is stated twice."""
-    args: dict[str, Any] = {}
-    for key, value in stated.items():
-        if value is not None:
-            args[key] = value
-    for key, value in model_kwargs.items():
+    stated = {"num_classes": num_classes, "in_chans": in_chans}
+    args = {key: value for key, value in stated.items() if value is not None}
+    for key, value in (model_kwargs or {}).items():
         if key in args:
             raise ModelError(f"model kwargs: {key} is stated twice")
         args[key] = value
-    return args
+    prefix, colon, rest = name.partition(":")
+    if (colon and not rest) or not name.strip():
+        raise ModelError(f"model {name!r} has no name")
+    if not colon:
+        return ModelSource(name=_registered_name(name, name, REGISTRIES), args=args)
+    if prefix in REGISTRIES:
+        return ModelSource(name=_registered_name(name, rest, (prefix,)), args=args)
+    if prefix.endswith(".py"):
+        module = prefix.removesuffix(".py").replace("/", ".")
+        raise ModelError(f"{name}: name the module, not its file: {module}:{rest}")
+    if pretrained and prefix not in OTHER_TIMM_KINDS:
+        raise ModelError(
+            f"{name}: pretrained weights are for models of timm and torchvision; "
+            "let the factory load its own, or give a checkpoint"
+        )
+    return ModelSource(name=name, args=args)
 
 
 def _registered_name(name: str, bare_name: str, kinds: Sequence[str]) -> str:
@@ -94,24 +81,10 @@ def _registered_name(name: str, bare_name: str, kinds: Sequence[str]) -> str:
     """
     for kind in kinds:
         if is_registered(kind, bare_name):
-            if kind == "timm":
-                _check_timm_tag(bare_name)
             return f"{kind}:{bare_name}"
     _explain_wrong_model(name)
-    raise unknown_model(name, bare_name, kinds)
-
-
-def _check_timm_tag(name: str) -> None:
-    """Raise ModelError for "architecture.tag" if timm has no weights with this tag."""
-    architecture, dot, tag = name.partition(".")
-    if not dot:
-        return
-    tagged_names = import_library("timm").list_pretrained(f"{architecture}.*")
-    tags = [tagged.partition(".")[2] for tagged in tagged_names]
-    if tag not in tags:
-        raise ModelError(
-            f"timm:{architecture} has no weights tagged {tag!r}; tags: {', '.join(tags) or 'none'}"
-        )
+    known = [known_name for kind in kinds for known_name in registered_models(kind)]
+    raise ModelError(f"no model {name!r}{did_you_mean(bare_name, known, 3)}")
 
 
 def _explain_wrong_model(name: str) -> None:

@@ -17,17 +17,7 @@ MAX_ARGUMENT = 20_000
 UNBOUNDED_ARGUMENTS = ("num_classes", "in_chans")
 # An argument whose name contains one of these words can make a factory open a file or reach the
 # network.
-REFUSED_WORDS = {
-    "cfg",
-    "checkpoint",
-    "config",
-    "dir",
-    "file",
-    "hub",
-    "pretrained",
-    "url",
-    "weights",
-}
+REFUSED_WORDS = set("cfg checkpoint config dir file hub pretrained url weights".split())
 
 
 def check_source(source: ModelSource) -> None:

@@ -115,7 +115,7 @@ def test_nothing_at_all_shows_the_help(user_input):
             "did you mean 'convnext_atto'",
         ),
         "empty": ("", "model '' has no name"),
-        "unknown tag": ("resnet18.nope", "no weights tagged 'nope'", "a1_in1k", "tv_in1k"),
+        "unknown tag": ("resnet18.nope", "timm:resnet18.nope: cannot be built", "nope"),
         "unknown in torchvision": (
             "torchvision:resnet81",
             "'torchvision:resnet81' (did you mean 'resnet18'",
