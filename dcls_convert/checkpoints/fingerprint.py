@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..networks.input_tensors import Inputs, pixel_count
 from ..networks.inputs import random_arguments
-from ..networks.model_outputs import tensors_in
+from ..networks.model_outputs import relative_error, tensors_in
 from ..networks.running import (
     eval_mode,
     full_precision,
@@ -121,7 +121,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def fingerprint_deviation(current: Fingerprint, stored: Fingerprint) -> float:
-    """Return the largest difference between two fingerprints, relative to the stored output's norm.
+    """Return the largest `relative_error` of an output, by its norm and sampled values.
 
     Return infinity if the outputs differ in number or shape, or in which values are finite.
     """
@@ -131,15 +131,18 @@ def fingerprint_deviation(current: Fingerprint, stored: Fingerprint) -> float:
         return math.inf
     largest = 0.0
     for new_output, old_output in zip(current.outputs, stored.outputs, strict=True):
-        new_numbers = (new_output.norm, *new_output.values)
-        old_numbers = (old_output.norm, *old_output.values)
-        for new, old in zip(new_numbers, old_numbers, strict=True):
-            if new == old:
-                continue
-            if new is None or old is None or not old_output.norm:
-                return math.inf
-            largest = max(largest, abs(new - old) / old_output.norm)
+        new = _numbers(new_output)
+        old = _numbers(old_output)
+        if not torch.equal(new.isnan(), old.isnan()):
+            return math.inf
+        largest = max(largest, relative_error([(old.nan_to_num(), new.nan_to_num())]))
     return largest
+
+
+def _numbers(output: OutputFingerprint) -> Tensor:
+    """Return the norm and the values as a vector, with NaN for numbers that are not finite."""
+    numbers = [math.nan if x is None else x for x in (output.norm, *output.values)]
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
 def _output_fingerprint(output: Tensor) -> OutputFingerprint:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..fitting.calibration_images import Calibration
 from ..networks.input_tensors import pixel_count, with_batch
 from ..networks.inputs import random_arguments
-from ..networks.model_outputs import compare_outputs, relative_l2_error
+from ..networks.model_outputs import compare_outputs
 from ..networks.running import eval_mode, full_precision, run_batch
 from ..options import MAX_PIXELS
 from ..planning.plan import ConversionPlan
@@ -61,7 +61,7 @@ def compare_with_outputs_before(
     """
     random_error = None
     if before.random is not None:
-        random_error = relative_l2_error(before.random, _random_outputs(model, plan))
+        random_error = compare_outputs(before.random, _random_outputs(model, plan)).output_error
     kernel_error = None
     if kernel_errors:
         kernel_error = sum(kernel_errors.values()) / len(kernel_errors)

@@ -2,50 +2,59 @@
 
 import contextlib
 import math
-import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ..errors import DclsConvertError
 from ..layers.double_precision import in_double
-
-MAX_DEPTH = 20  # of nested outputs; deeper nesting counts as endless
-TEXTS = (str, bytes)
-# Objects whose attributes are no outputs.
-WITHOUT_PARTS = (*TEXTS, type, types.FunctionType, types.ModuleType, nn.Module)
 
 
 class ComparisonError(DclsConvertError):
     """Outputs cannot be compared, or differ too much."""
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in a value: itself, or those nested in its parts (see `_parts`)."""
-    return list(_tensors_in(value, depth=0))
+def relative_error(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Return |a - b| / |a| in Euclidean norms, over all pairs (a, b) of tensors together.
+
+    It is infinite if a is 0 and b is not, or if a value is not finite.
+    """
+    difference = 0.0
+    norm = 0.0
+    for a, b in pairs:
+        a = _precise(a)
+        b = _precise(b).to(a.device)
+        difference = math.hypot(difference, float((a - b).norm()))
+        norm = math.hypot(norm, float(a.norm()))
+    if difference == 0:
+        return 0.0
+    if norm == 0 or not math.isfinite(difference):
+        return math.inf
+    return difference / norm
 
 
-def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
-    tensor = _as_tensor(value)
-    if tensor is not None:
-        yield tensor
-        return
-    for part in (_parts(value, depth) or {}).values():
-        yield from _tensors_in(part, depth + 1)
+def _precise(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.to(torch.complex128) if tensor.is_complex() else in_double(tensor)
 
 
 def max_relative_error(outputs: Any, others: Any) -> float:
-    """Return max |a - b| / max |a| of the worst pair of tensors; inf if a is 0 and b is not.
+    """Return the largest `relative_error` of a tensor in the outputs.
 
     Raises:
         ComparisonError: The outputs cannot be compared.
     """
-    errors = list(_errors("output", outputs, others))
+    errors: list[float] = []
+    for place, a, b in _pairs(outputs, others):
+        if not (a.isfinite().all() and b.isfinite().all()):
+            raise ComparisonError(f"{place} has values that are not finite (NaN or infinite)")
+        errors.append(relative_error([(a, b)]))
     if not errors:
-        raise ComparisonError(f"there is no tensor to compare in {_described(outputs)}")
+        raise ComparisonError(f"there is no tensor to compare in a {type(outputs).__name__}")
     return max(errors)
 
 
@@ -67,30 +76,6 @@ def check_close(outputs: Any, others: Any, *, bound: float, what: str) -> float:
     return error
 
 
-def relative_l2_error(outputs: Any, others: Any) -> float | None:
-    """Return |a - b| / |a| in Euclidean norms, over all floating-point tensors together.
-
-    Return None if the shapes differ, if a is 0, or if the result is not finite.
-    """
-    a_tensors = _floating_tensors(outputs)
-    b_tensors = _floating_tensors(others)
-    if [tensor.shape for tensor in a_tensors] != [tensor.shape for tensor in b_tensors]:
-        return None
-    squared_difference = 0.0
-    squared_norm = 0.0
-    for a, b in zip(a_tensors, b_tensors, strict=True):
-        squared_difference += float((a - b).square().sum())
-        squared_norm += float(a.square().sum())
-    if not squared_norm or not math.isfinite(squared_difference / squared_norm):
-        return None
-    return math.sqrt(squared_difference / squared_norm)
-
-
-def _floating_tensors(outputs: Any) -> list[Tensor]:
-    """Return the floating-point tensors of outputs, in float64."""
-    return [in_double(tensor) for tensor in tensors_in(outputs) if tensor.is_floating_point()]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agreement:
     """How close a new network's outputs for images are to the old one's.
@@ -102,16 +87,20 @@ class Agreement:
     same_top1: float | None
     # Mean over images of KL(old || new) of the softmax of the class scores, in nats.
     kl: float | None
-    output_error: float | None  # |new - old| / |old|, see `relative_l2_error`
+    output_error: float | None  # `relative_error` of all floating-point tensors together
 
 
 def compare_outputs(outputs: Any, others: Any) -> Agreement:
     """Compare the old network's outputs with the new one's (`others`)."""
+    old_tensors = tensors_in(outputs)
+    new_tensors = tensors_in(others)
+    if [old.shape for old in old_tensors] != [new.shape for new in new_tensors]:
+        return Agreement(same_top1=None, kl=None, output_error=None)
+    pairs = zip(old_tensors, new_tensors, strict=True)
+    error = relative_error(pair for pair in pairs if pair[0].is_floating_point())
     same_top1: float | None = None
     kl: float | None = None
-    pairs = list(zip(tensors_in(outputs), tensors_in(others), strict=True))
-    if pairs and _are_class_scores([old for old, _ in pairs]):
-        old_tensors, new_tensors = zip(*pairs, strict=True)
+    if _are_class_scores(old_tensors):
         old_scores = in_double(torch.cat(old_tensors))  # (N, classes)
         new_scores = in_double(torch.cat(new_tensors))
         same_class = old_scores.argmax(1) == new_scores.argmax(1)
@@ -124,7 +113,7 @@ def compare_outputs(outputs: Any, others: Any) -> Agreement:
         ).item()
         if math.isfinite(divergence):
             kl = max(0.0, divergence)  # rounding can make it slightly negative
-    output_error = relative_l2_error(outputs, others)
+    output_error = error if math.isfinite(error) else None
     return Agreement(same_top1=same_top1, kl=kl, output_error=output_error)
 
 
@@ -138,26 +127,30 @@ def _are_class_scores(outputs: Sequence[Tensor]) -> bool:
     return len(class_counts) == 1
 
 
-def _errors(place: str, value: Any, other: Any, depth: int = 0) -> Iterator[float]:
-    """Yield the error of each pair of tensors; `place` is "output['logits'][0]", for messages."""
-    tensor = _as_tensor(value)
-    other_tensor = _as_tensor(other)
-    if tensor is not None and other_tensor is not None:
-        yield _tensor_error(place, tensor, other_tensor)
-        return
-    difference = f"{place} is {_described(value)} and {_described(other)}"
-    if type(value) is not type(other):
-        raise ComparisonError(difference)
-    parts = _parts(value, depth)
-    other_parts = _parts(other, depth)
-    if parts is None or other_parts is None:
-        if not _are_equal(value, other):
-            raise ComparisonError(f"{difference}, which cannot be compared")
-        return
-    if parts.keys() != other_parts.keys():
-        raise ComparisonError(difference)
-    for key, part in parts.items():
-        yield from _errors(f"{place}{key}", part, other_parts[key], depth + 1)
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in a value: itself, or those nested in it (see `_leaves`)."""
+    return [leaf for leaf in _leaves(value).values() if isinstance(leaf, Tensor)]
+
+
+def _pairs(outputs: Any, others: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield the tensors at the same place in both outputs, and the place for messages.
+
+    Raises:
+        ComparisonError: Places, shapes, or values that are no tensors differ.
+    """
+    leaves = _leaves(outputs)
+    other_leaves = _leaves(others)
+    for place in sorted(leaves.keys() ^ other_leaves.keys()):
+        raise ComparisonError(f"{place} is in only one of the outputs")
+    for place, a in leaves.items():
+        b = other_leaves[place]
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            if a.shape != b.shape:
+                raise ComparisonError(f"{place} has shape {tuple(a.shape)} and {tuple(b.shape)}")
+            yield place, a, b
+        elif not _are_equal(a, b):
+            types = f"a {type(a).__name__} and a {type(b).__name__}"
+            raise ComparisonError(f"{place} is {types}, which cannot be compared")
 
 
 def _are_equal(value: Any, other: Any) -> bool:
@@ -168,72 +161,44 @@ def _are_equal(value: Any, other: Any) -> bool:
         return False
 
 
-def _tensor_error(place: str, value: Tensor, other: Tensor) -> float:
-    """Return max |a - b| / max |a| of two tensors; inf if a is 0 and b is not."""
-    if value.shape != other.shape:
-        raise ComparisonError(f"{place} has shape {tuple(value.shape)} and {tuple(other.shape)}")
-    a = _in_double_precision(value)
-    b = _in_double_precision(other)
-    if not (a.isfinite().all() and b.isfinite().all()):
-        raise ComparisonError(f"{place} has values that are not finite (NaN or infinite)")
-    if not a.numel():
-        return 0.0
-    difference = float((a - b).abs().max())
-    scale = float(a.abs().max())
-    if difference == 0:
-        return 0.0
-    if scale == 0:
-        return math.inf
-    return difference / scale
+def _leaves(value: Any, place: str = "output") -> dict[str, Any]:
+    """Return what has no parts in a value, by place: "output['logits'][0]".
+
+    torch opens lists, tuples and dicts. Other sequences and mappings are opened here, and objects,
+    such as dataclasses, which have fields.
+
+    Raises:
+        ComparisonError: The value contains itself.
+    """
+    leaves: dict[str, Any] = {}
+    try:
+        for path, leaf in tree_flatten_with_path(value)[0]:
+            leaf_place = place + keystr(path)
+            leaf = _tensor_of_array(leaf)
+            parts = _parts(leaf)
+            leaves |= {leaf_place: leaf} if parts is None else _leaves(parts, leaf_place)
+    except RecursionError as error:
+        raise ComparisonError("outputs are nested too deep, or contain themselves") from error
+    return leaves
 
 
-def _in_double_precision(tensor: Tensor) -> Tensor:
-    """Return the tensor on the CPU, in complex128 or float64."""
-    if tensor.is_complex():
-        return tensor.detach().cpu().to(torch.complex128)
-    return tensor.detach().cpu().to(torch.float64)
-
-
-def _as_tensor(value: Any) -> Tensor | None:
-    """Return a tensor, or an array of NumPy as one; None for anything else."""
-    if isinstance(value, Tensor):
-        return value
-    if type(value).__module__ == "numpy" and getattr(value, "dtype", None) is not None:
+def _tensor_of_array(value: Any) -> Any:
+    """Return an array of NumPy as a tensor, and anything else as it is."""
+    if type(value).__module__ == "numpy":
         with contextlib.suppress(TypeError):  # an array of texts or objects
             return torch.as_tensor(value)
-    return None
+    return value
 
 
-def _parts(value: Any, depth: int) -> dict[str, Any] | None:
-    """Return the parts of a value, by how they are reached from it: "['logits']", "[0]", ".boxes".
-
-    Sequences and mappings have entries. Other objects, such as dataclasses, have fields, whether in
-    a dictionary or in slots. None for what has no parts to compare, such as numbers and iterators.
-    """
-    if depth >= MAX_DEPTH:
-        raise ComparisonError(f"outputs are nested more than {MAX_DEPTH} deep")
-    if isinstance(value, WITHOUT_PARTS):
+def _parts(value: Any) -> list[Any] | dict[str, Any] | None:
+    """Return the entries or fields of a value; None if it has none that are outputs."""
+    if isinstance(value, Tensor | str | bytes | type | nn.Module):
         return None
     if isinstance(value, Mapping):
-        return {f"[{key!r}]": part for key, part in value.items()}
+        return dict(value)
     if isinstance(value, Sequence):
-        return {f"[{index}]": part for index, part in enumerate(value)}
-    fields = dict(getattr(value, "__dict__", {}))
-    for base in type(value).__mro__:
-        slots = vars(base).get("__slots__", ())
-        if isinstance(slots, str):
-            slots = [slots]
-        for name in slots:
-            if hasattr(value, name):
-                fields[name] = getattr(value, name)
-    if not fields:
-        return None
-    return {f".{name}": part for name, part in fields.items()}
-
-
-def _described(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, Sequence | Mapping) and not isinstance(value, TEXTS):
-        return f"a {type(value).__name__} of {len(value)}"
-    return f"a {type(value).__name__}"
+        return list(value)
+    fields: Any = object.__getstate__(value)  # in a dictionary, in slots, or in both
+    if isinstance(fields, tuple):
+        fields = (fields[0] or {}) | fields[1]
+    return fields or None
