@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.parameter import is_lazy
 
 from ..depthwise.devices import AUTOCAST_DEVICES
 from ..errors import DclsConvertError
@@ -23,7 +22,6 @@ from ..text import shortened
 # Parts of torch.backends with their own `fp32_precision`.
 CPU_FP32_BACKENDS = ("mkldnn.matmul", "mkldnn.conv")
 CUDA_FP32_BACKENDS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
-_TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes of every module
 
 
 def check_device(name: str) -> torch.device:
@@ -151,68 +149,63 @@ def run_batch(model: nn.Module, *args: Tensor, **kwargs: Tensor) -> Any:
             return tensor.to(device, dtype)
         return tensor.to(device)
 
+    moved_args = map(moved, args)
     moved_kwargs = {name: moved(tensor) for name, tensor in kwargs.items()}
-    with _copied_buffers(model), _restored_attributes(model):
-        return model(*map(moved, args), **moved_kwargs)
-
-
-@contextlib.contextmanager
-def _copied_buffers(model: nn.Module) -> Iterator[None]:
-    """Put a copy in the place of every buffer inside the block, and the buffers back afterwards."""
-    # Not `functional_call`, which would not undo it if `forward` sets a buffer that was None.
-    saved: list[tuple[dict[str, Any], dict[str, Any]]] = []  # a module's buffers, and its contents
-    for module in model.modules():
-        if not isinstance(module, torch.jit.ScriptModule):  # which refuses new buffers
-            saved.append((module._buffers, dict(module._buffers)))
-    copies: dict[Any, Any] = {}  # by original, so that shared buffers share a copy
+    saved = _saved_state(model)
     try:
-        for buffers, originals in saved:
-            for name, buffer in originals.items():
-                if buffer is None or is_lazy(buffer):
-                    continue
-                if buffer not in copies:
-                    copies[buffer] = buffer.clone()
-                buffers[name] = copies[buffer]
-        yield
+        _copy_buffers_(model)
+        return model(*moved_args, **moved_kwargs)
     finally:
-        for buffers, originals in saved:
-            buffers.clear()
-            buffers.update(originals)
+        _restore_(saved)
 
 
-@contextlib.contextmanager
-def _restored_attributes(model: nn.Module) -> Iterator[None]:
-    """Give modules their attributes back after the block, with the contents of containers.
+def _plain_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules, but not those that initialise themselves later or refuse new buffers."""
+    for module in model.modules():
+        if not isinstance(module, LazyModuleMixin | torch.jit.ScriptModule):
+            yield module
 
-    Attributes of torch's own, such as parameters and hooks, are left alone.
+
+def _saved_state(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Return each container of the modules, and its contents.
+
+    They are the attributes, and dictionaries, lists and sets in them: parameters, buffers,
+    children, hooks, and the network's own.
     """
-    saved: list[tuple[dict[str, Any], dict[str, Any]]] = []  # a module's attributes, and a copy
-    contents: list[tuple[Any, Any]] = []  # a container, and a copy of it
-    copies: dict[int, Tensor] = {}  # by the id of the original
-    for module in model.modules():
-        if isinstance(module, torch.jit.ScriptModule | LazyModuleMixin):
-            continue
+    saved: list[tuple[Any, Any]] = []
+    for module in _plain_modules(model):
         attributes = vars(module)
-        plain = {name: attributes[name] for name in attributes.keys() - _TORCH_ATTRIBUTES}
-        saved.append((attributes, plain))
-        for name, value in plain.items():
-            if isinstance(value, list | dict | set | deque):
-                contents.append((value, value.copy()))
-            elif isinstance(value, Tensor):
-                attributes[name] = copies.setdefault(id(value), value.clone())
-    try:
-        yield
-    finally:
-        for attributes, plain in saved:
-            for name in attributes.keys() - _TORCH_ATTRIBUTES - plain.keys():
-                del attributes[name]
-            attributes.update(plain)
-        for container, copy in contents:
-            container.clear()
-            if isinstance(container, list | deque):
-                container.extend(copy)
-            else:
-                container.update(copy)
+        for container in (attributes, *attributes.values()):
+            if isinstance(container, dict):
+                saved.append((container, dict(container)))
+            elif isinstance(container, list | set | deque):
+                saved.append((container, list(container)))
+    return saved
+
+
+def _restore_(saved: Iterable[tuple[Any, Any]]) -> None:
+    """Refill each container with its contents. None is replaced: hook handles refer to some."""
+    for container, contents in saved:
+        container.clear()
+        if isinstance(container, list | deque):
+            container.extend(contents)
+        else:
+            container.update(contents)
+
+
+def _copy_buffers_(model: nn.Module) -> None:
+    """Replace buffers, and tensors in attributes, by copies, which `forward` may change in place.
+
+    Not `functional_call`, which would not undo it if `forward` sets a buffer that was None.
+    """
+    copies: dict[int, Tensor] = {}  # by the id of the original, as modules can share it
+    for module in _plain_modules(model):
+        for tensors in (vars(module), module._buffers):
+            for name, tensor in tensors.items():
+                if isinstance(tensor, Tensor):
+                    if id(tensor) not in copies:
+                        copies[id(tensor)] = tensor.clone()
+                    tensors[name] = copies[id(tensor)]
 
 
 @contextlib.contextmanager
@@ -248,17 +241,10 @@ def image_dtype(model: nn.Module) -> torch.dtype:
 def unchanged_on_failure(model: nn.Module, *, values: Sequence[Tensor] = ()) -> Iterator[None]:
     """Restore the model and the `values` if the block fails.
 
-    Every module gets back its parameters, children, hooks and attributes. The contents of tensors
-    are restored only for `values`.
+    Every module gets back its parameters, children, hooks and attributes, with the contents of
+    lists, dictionaries and sets. The contents of tensors are restored only for `values`.
     """
-    # Each dictionary is refilled, never replaced: hook handles refer to the dictionaries.
-    saved: list[tuple[dict[Any, Any], dict[Any, Any]]] = []  # a dictionary, and its contents
-    for module in model.modules():
-        attributes = vars(module)
-        saved.append((attributes, dict(attributes)))
-        for registry in attributes.values():  # of parameters, children, hooks
-            if isinstance(registry, dict):
-                saved.append((registry, dict(registry)))
+    saved = _saved_state(model)
     copies = [tensor.detach().clone() for tensor in values]
     try:
         yield
@@ -266,9 +252,7 @@ def unchanged_on_failure(model: nn.Module, *, values: Sequence[Tensor] = ()) -> 
         with torch.no_grad():
             for tensor, copy in zip(values, copies, strict=True):
                 tensor.copy_(copy)
-        for dictionary, contents in saved:
-            dictionary.clear()
-            dictionary.update(contents)
+        _restore_(saved)
         raise
 
 
