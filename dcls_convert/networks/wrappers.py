@@ -10,44 +10,31 @@ from ..errors import ModelError, PlanError
 from ..layers.conv_classes import AnyConv
 from .sites import Skipped
 
-# Classes of torch that hold a network as their `module`.
-WRAPPERS = (
-    "AveragedModel",
-    "DataParallel",
-    "DistributedDataParallel",
-    "FullyShardedDataParallel",
-)
 COMPILED = "_orig_mod"  # name of the module that torch.compile wraps
+SHARDED = "FullyShardedDataParallel"
+PARALLEL = "DistributedDataParallel"
+# Classes of torch and timm that hold a network as their `module`.
+WRAPPERS = ("AveragedModel", "DataParallel", PARALLEL, SHARDED, "ModelEmaV2", "ModelEmaV3")
 # What wrappers add to names: torch.compile, FSDP1, checkpointing, DeepSpeed (in Lightning).
 WRAPPER_NAMES = re.compile(
     r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\."
 )
-# Wrappers of torch and timm that only call the network, their `module`.
-CALLING_WRAPPERS = (
-    "AveragedModel",
-    "DataParallel",
-    "DistributedDataParallel",
-    "ModelEmaV2",
-    "ModelEmaV3",
-)
 ADAPTED = "base_layer"  # name of the module that an adapter of peft wraps
 SCRIPTED = "is TorchScript; convert before torch.jit.script or torch.jit.trace"
 EXPORTED = "is a graph of operators; convert before torch.export"
+QUANTISED = "it is quantised; convert before the quantisation"
 
 
 def check_not_wrapped(model: nn.Module) -> None:
     """Raise PlanError, with what to do first, if the model is a wrapper or not made of modules."""
     if COMPILED in model._modules:
         raise PlanError("the model is compiled; convert it before torch.compile")
-    for base in type(model).__mro__:
-        if base.__name__ in WRAPPERS and base.__module__.startswith("torch."):
-            raise PlanError(
-                f"the model is wrapped in {base.__name__}; convert its `module`, then wrap it"
-            )
-    if isinstance(model, torch.jit.ScriptModule):
-        raise PlanError(f"the model {SCRIPTED}")
-    if _is_exported(model):
-        raise PlanError(f"the model {EXPORTED}")
+    wrapper = _wrapper_class(model)
+    if wrapper is not None:
+        raise PlanError(f"the model is wrapped in {wrapper}; convert its `module`, then wrap it")
+    form = _other_form(model)
+    if form is not None:
+        raise PlanError(f"the model {form}")
 
 
 def inside_wrappers(model: nn.Module, *, replaces_parameters: bool = False) -> nn.Module:
@@ -61,28 +48,24 @@ def inside_wrappers(model: nn.Module, *, replaces_parameters: bool = False) -> n
     Raises:
         ModelError: The wrapper has sharded the network, or would miss its new parameters.
     """
-    while True:
-        if COMPILED in model._modules:
-            model = model.get_submodule(COMPILED)
-            continue
+    if COMPILED in model._modules:
+        inner = model.get_submodule(COMPILED)
+    else:
         wrapper = _wrapper_class(model)
-        if wrapper == "FullyShardedDataParallel":
-            raise ModelError(
-                f"the model is sharded by {wrapper}; load its full state dict into a network that "
-                "is not wrapped, and use that"
-            )
-        if wrapper == "DistributedDataParallel" and replaces_parameters:
-            raise ModelError(f"the model is wrapped in {wrapper}; give its `module`, then wrap it")
-        if wrapper not in CALLING_WRAPPERS:
+        if wrapper is None:
             return model
-        model = model.get_submodule("module")
+        if wrapper == SHARDED or (wrapper == PARALLEL and replaces_parameters):
+            raise ModelError(
+                f"the model is wrapped in {wrapper}; give the whole network, and wrap it then"
+            )
+        inner = model.get_submodule("module")
+    return inside_wrappers(inner, replaces_parameters=replaces_parameters)
 
 
 def _wrapper_class(model: nn.Module) -> str | None:
     """Return the name of the wrapper of torch or timm that the model is; None for all others."""
     for base in type(model).__mro__:
-        library = base.__module__.partition(".")[0]
-        if base.__name__ in {*WRAPPERS, *CALLING_WRAPPERS} and library in ("torch", "timm"):
+        if base.__name__ in WRAPPERS and base.__module__.partition(".")[0] in ("torch", "timm"):
             return base.__name__
     return None
 
@@ -95,24 +78,28 @@ def plain_name(name: str) -> str:
 def other_forms(model: nn.Module) -> Iterator[Skipped]:
     """Yield the parts of a model that convolve, but not by a convolution of torch.nn."""
     for name, module in model.named_modules():
-        reason = None
-        if isinstance(module, torch.jit.ScriptModule):
-            # One line for the outermost scripted module, not for all that is inside.
-            parent = model.get_submodule(name.rpartition(".")[0])
-            if not isinstance(parent, torch.jit.ScriptModule):
-                reason = SCRIPTED
-        elif _is_exported(module):
-            reason = EXPORTED
-        elif _is_quantised(module) and not isinstance(module, AnyConv):
-            reason = why_inside_wrapper(model, name)
-        if reason is not None:
+        reason = _other_form(module)
+        if _is_quantised(module) and not isinstance(module, AnyConv):
+            reason = QUANTISED
+        # One line for the outermost part, not for all that is inside.
+        if reason and not _other_form(model.get_submodule(name.rpartition(".")[0])):
             yield Skipped(name=name, type=type(module).__name__, reason=reason)
+
+
+def _other_form(module: nn.Module) -> str | None:
+    """Return what to do first if a module runs code that is not that of its modules; or None."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return SCRIPTED
+    if isinstance(module, fx.GraphModule):
+        if any(str(node.target).startswith("aten.conv") for node in module.graph.nodes):
+            return EXPORTED
+    return None
 
 
 def why_inside_wrapper(model: nn.Module, name: str) -> str | None:
     """Return why a convolution cannot be replaced in the form or wrapper that it is in; or None."""
     if _is_quantised(model.get_submodule(name)):
-        return "it is quantised; convert before the quantisation"
+        return QUANTISED
     parts = name.split(".")
     if COMPILED in parts:
         return "it is in a module that torch.compile wraps; convert first, then compile"
@@ -136,10 +123,3 @@ def _is_quantised(module: nn.Module) -> bool:
     """True for a convolution of torch.ao, also for quantisation-aware training."""
     is_from_torch_ao = type(module).__module__.startswith("torch.ao.nn.")
     return is_from_torch_ao and hasattr(module, "kernel_size")
-
-
-def _is_exported(module: nn.Module) -> bool:
-    """True if the module is a graph that calls torch's operators for convolutions."""
-    if not isinstance(module, fx.GraphModule):
-        return False
-    return any(str(node.target).startswith("aten.conv") for node in module.graph.nodes)
