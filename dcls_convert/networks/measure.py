@@ -24,7 +24,7 @@ from ..layers.conv_classes import Conv
 from ..text import one_line
 from .input_tensors import Inputs, inputs_text, pixel_count, with_batch
 from .inputs import random_arguments
-from .model_outputs import tensors_in
+from .model_outputs import relative_error, tensors_in
 from .running import full_precision, restored_weights, run_batch, seeded, suppress_output
 from .sides import Reaches, have_new_side, one_way, reaches_of
 from .stand_ins import StandIn, grows, in_place, with_longer_kernel
@@ -359,8 +359,7 @@ def _agree(expected: Sequence[Tensor], found: Sequence[Tensor]) -> bool:
         finite = one.isfinite()
         if not torch.equal(finite, other.isfinite()):
             return False
-        difference = (one - other)[finite].abs().max() if finite.any() else 0
-        if difference > TOLERANCE * one[finite].abs().max():
+        if relative_error([(one[finite], other[finite])]) > TOLERANCE:
             return False
     return True
 

@@ -210,19 +210,13 @@ def _copy_buffers_(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def restored_weights(convs: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Tensor]]:
-    """Give convolutions their weights and the values of these back after the block.
-
-    Yields the values, by convolution.
-    """
-    weights = {conv: conv._parameters["weight"] for conv in convs}
-    values = {conv: cast(Tensor, weight).detach().clone() for conv, weight in weights.items()}
+    """Give the weights of convolutions their values back after the block; yields the values."""
+    values = {conv: cast(Tensor, conv.weight).detach().clone() for conv in convs}
     try:
         yield values
     finally:
-        with torch.no_grad():
-            for conv, weight in weights.items():
-                conv._parameters["weight"] = weight
-                cast(Tensor, weight).data.copy_(values[conv])
+        for conv, value in values.items():
+            cast(Tensor, conv.weight).data.copy_(value)
 
 
 def image_dtype(model: nn.Module) -> torch.dtype:

@@ -38,10 +38,9 @@ class StandIn:
             weight.data.copy_(_poison_like(weight))  # not seen by autograd, which may have saved it
 
     def is_changed(self) -> bool:
-        """True if other code has changed or replaced a weight."""
-        for weight, now in zip(self.weights, (self.conv.weight, self.layer.weight), strict=True):
-            poison = _poison_like(weight)
-            if now is not weight or not torch.equal(weight.nan_to_num(0), poison.nan_to_num(0)):
+        """True if other code has changed a weight."""
+        for weight in self.weights:
+            if not torch.equal(weight.nan_to_num(0), _poison_like(weight).nan_to_num(0)):
                 return True
         return False
 
