@@ -125,6 +125,7 @@ def find_convs_for(model: nn.Module, inputs: Inputs | None) -> ModelConvs:
         else:
             reasons |= measured.reasons
             one_sided_axes = measured.one_sided_axes
+            not_measured = measured.gap
     spatial = {names[0] for conv, names in names_of.items() if max(conv.kernel_size) > 1}
     stages = find_stages(model, _output_strides(traced), spatial)
     first_conv = next(iter(names_of), None)

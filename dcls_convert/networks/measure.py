@@ -11,8 +11,7 @@ Afterwards, everything is as it was, also after an error.
 """
 
 import contextlib
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,14 +24,14 @@ from ..text import one_line
 from .input_tensors import Inputs, inputs_text, pixel_count, with_batch
 from .inputs import random_arguments
 from .model_outputs import relative_error, tensors_in
-from .running import full_precision, restored_weights, run_batch, seeded, suppress_output
-from .sides import Reaches, have_new_side, one_way, reaches_of
+from .running import full_precision, restored_values, run_batch, seeded, suppress_output
+from .sides import MIN_CELLS, Reaches, have_new_side, one_way, reaches_of
 from .stand_ins import StandIn, grows, in_place, with_longer_kernel
 
 LIBRARIES = ("timm", "torch", "torchvision")
 PLACES = (0.3, 0.5, 0.7)  # of the changed cells, one in each image of a batch
 LARGE_IMAGE = 128 * 128  # pixels; of larger images, smaller ones are tried first
-TOLERANCE = 1e-4  # of outputs: on GPUs, sums have no fixed order
+TOLERANCE = 1e-6  # of outputs, which are equal to the last bit but for sums without a fixed order
 SMALL = 1e-2  # parameters below it hide what is behind them, such as layer scale
 NOT_CALLED = "the forward pass of the network in eval mode does not call it"
 
@@ -56,20 +55,24 @@ class Measured:
     reasons: dict[str, str]  # what would happen if it were replaced
     # Axes along which it must not grow, or outputs would look to a side that they did not see.
     one_sided_axes: dict[str, tuple[int, ...]]
+    gap: str | None = None  # what could not be measured
 
 
 def is_library_code(model: nn.Module) -> bool:
     """True for a network of timm or torchvision as it is, which the tests of this package cover.
 
-    It consists of library code alone: no hooks, and no forward that was set on a module.
+    It consists of library code alone: no hooks, and no methods that were set on a module.
     """
     if _library_of(model) not in ("timm", "torchvision"):
         return False
-    for module in model.modules():
-        has_hooks = module._forward_hooks or module._forward_pre_hooks
-        if _library_of(module) not in LIBRARIES or has_hooks or "forward" in vars(module):
-            return False
-    return True
+    return all(map(_is_as_in_library, model.modules()))
+
+
+def _is_as_in_library(module: nn.Module) -> bool:
+    if _library_of(module) not in LIBRARIES or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    methods = vars(module).keys() & set(dir(type(module)))
+    return not any(callable(getattr(type(module), name)) for name in methods)
 
 
 def _library_of(module: nn.Module) -> str:
@@ -91,53 +94,67 @@ def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: Inputs) -> Meas
         CannotMeasureError: The network does not run, or its outputs show nothing.
     """
     modes = {module: module.training for module in model.modules()}
-    python_random = random.getstate()
     try:
-        with torch.no_grad(), full_precision():
-            network = _Network(model, convs, inputs)
+        with full_precision(), _without_small_parameters(model), restored_values(model) as restore:
+            network = _Network(model, convs, inputs, restore)
             reasons = network.find_users()
-            axes = network.find_one_sided([name for name in convs if name not in reasons])
+            axes: dict[str, tuple[int, ...]] = {}
+            gaps = []
+            try:
+                reasons |= network.find_users_in_training(reasons)
+            except CannotMeasureError as error:
+                gaps.append(f"in training mode, {error}")
+            try:
+                axes = network.find_one_sided([name for name in convs if name not in reasons])
+            except CannotMeasureError as error:
+                gaps.append(str(error))
     finally:
-        random.setstate(python_random)
         for module, training in modes.items():
             module.training = training
-    return Measured(reasons, axes)
+    return Measured(reasons, axes, "; ".join(gaps) or None)
 
 
 class _Network:
     """A network that is measured, and what it returned at first."""
 
-    def __init__(self, model: nn.Module, convs: Mapping[str, Conv], inputs: Inputs) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        convs: Mapping[str, Conv],
+        inputs: Inputs,
+        restore: Callable[[], None],
+    ) -> None:
         self.model = model
         self.convs = convs
+        self.restore = restore  # gives parameters their values back
+        self.has_changed = False  # outputs with inputs
         for some_inputs in _inputs_to_try(inputs):
             self.arguments = random_arguments(some_inputs)
             try:
                 with _counted_calls(convs) as self.calls:
                     self.outputs = self.run()
             except Exception as error:  # the network's own code may raise anything
-                if some_inputs is inputs or is_out_of_memory(error):  # the last ones
+                if some_inputs is inputs:  # the last ones
                     where = inputs_text(inputs)
                     raise CannotMeasureError(f"forward fails at {where}: {_text(error)}") from error
             else:
-                if all(self.calls.values()) and self._keep_batch():
+                batches = {len(tensor) for tensor in self.arguments.tensors() if tensor.dim()}
+                has_images = any(_by_image(self.outputs, batch) for batch in batches)
+                if all(self.calls.values()) and has_images:
                     break
         if not any(tensor.isfinite().any() for tensor in self.outputs):
             raise CannotMeasureError("its outputs have no finite numbers to compare")
 
-    def _keep_batch(self) -> bool:
-        """True if outputs have an entry for each image, so that images can be told apart."""
-        batches = {len(tensor) for tensor in self.arguments.tensors() if tensor.dim()}
-        return any(tensor.dim() and len(tensor) in batches for tensor in self.outputs)
-
     def run(self, tensors: Sequence[Tensor] = (), *, training: bool = False) -> list[Tensor]:
-        """Return the floating-point outputs for some inputs, always with the same random numbers.
+        """Return the outputs for some inputs, as real numbers; always with the same random numbers.
 
         Without `tensors`, the inputs are those of the first run. What the network's code changes in
-        convolutions is undone.
+        its parameters is undone.
         """
-        with restored_weights(self.convs.values()):
+        try:
             return self._forward(tensors, training)
+        finally:
+            self.restore()
 
     def _forward(self, tensors: Sequence[Tensor], training: bool) -> list[Tensor]:
         for module in self.model.modules():
@@ -146,10 +163,9 @@ class _Network:
         if tensors:
             args = tuple(tensors[: len(args)])
             kwargs = dict(zip(kwargs, tensors[len(args) :], strict=True))
-        random.seed(0)
-        with suppress_output(), seeded(0):
+        with suppress_output(), seeded(0), torch.set_grad_enabled(training):
             outputs = run_batch(self.model, *args, **kwargs)
-        return [tensor for tensor in tensors_in(outputs) if tensor.is_floating_point()]
+        return [_as_real(tensor.detach()) for tensor in tensors_in(outputs)]
 
     # Whether the network still computes the same.
 
@@ -157,13 +173,17 @@ class _Network:
         """Return what would happen, by the names of convolutions that other code uses."""
         reasons = {name: NOT_CALLED for name, count in self.calls.items() if not count}
         names = [name for name in self.convs if name not in reasons]
-        reasons |= self._find_users(names, self.outputs, training=False)
-        with contextlib.suppress(Exception):  # in training mode, a network may need labels
+        return reasons | self._find_users(names, self.outputs, training=False)
+
+    def find_users_in_training(self, known: Collection[str]) -> dict[str, str]:
+        """Return what else would happen in training mode."""
+        names = [name for name in self.convs if name not in known]
+        try:
             expected = self.run(training=True)
-            names = [name for name in names if name not in reasons]
-            users = self._find_users(names, expected, training=True)
-            reasons |= {name: f"in training mode, {reason}" for name, reason in users.items()}
-        return reasons
+        except Exception as error:  # it may need labels
+            raise CannotMeasureError(f"forward fails: {_text(error)}") from error
+        users = self._find_users(names, expected, training=True)
+        return {name: f"in training mode, {reason}" for name, reason in users.items()}
 
     def _find_users(
         self, names: Sequence[str], expected: Sequence[Tensor], *, training: bool
@@ -176,31 +196,33 @@ class _Network:
                 reasons.update(dict.fromkeys(some, reason))
             return reason is not None
 
-        found = _culprits(names, change)
-        if found and not _agree(expected, self.run(training=training)):
+        if not names or not change(names):
+            return {}
+        if not _agree(expected, self.run(training=training)):
             raise CannotMeasureError("its outputs differ from run to run")
-        return {name: reasons[name] for name in found}
+        return {name: reasons[name] for name in _culprits(names, change)}
 
     def _change(
         self, names: Sequence[str], expected: Sequence[Tensor], training: bool
     ) -> str | None:
         """Return what is not as before with stand-ins for some convolutions; None if all is."""
-        convs = [self.convs[name] for name in names]
-        with restored_weights(self.convs.values()) as values:
-            stand_ins = [StandIn(conv, values[conv]) for conv in convs]
+        try:
+            stand_ins = [StandIn(self.convs[name]) for name in names]
             layers = {stand_in.conv: stand_in.layer for stand_in in stand_ins}
-            try:
-                with in_place(self.model, layers):
-                    outputs = self._forward((), training)
-            except Exception as error:
-                if is_out_of_memory(error):
-                    raise CannotMeasureError("out of memory") from error
-                return f"forward would fail with a DCLS layer in its place ({_text(error)})"
-            if any(stand_in.is_changed() for stand_in in stand_ins):
-                return "other code changes its weight"
+            with in_place(self.model, layers):
+                outputs = self._forward((), training)
+            is_changed = any(stand_in.is_changed() for stand_in in stand_ins)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise CannotMeasureError("memory does not suffice") from error
+            return f"forward would fail with a DCLS layer in its place ({_text(error)})"
+        finally:
+            self.restore()
+        if is_changed:
+            return "other code changes its weight"
         calls = [stand_in.calls for stand_in in stand_ins]
         if not training and calls != [self.calls[name] for name in names]:
-            return "other code calls it, and would continue to use the old one"
+            return "forward would not call a DCLS layer in its place: other code refers to it"
         if not _agree(expected, outputs):
             return "outputs would change although it computes the same: other code uses it"
         return None
@@ -209,17 +231,28 @@ class _Network:
 
     def find_one_sided(self, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
         """Return the axes along which convolutions must not grow, by their names."""
+        try:
+            before = self._reaches()
+        except Exception as error:
+            raise CannotMeasureError(f"forward fails for changed inputs: {_text(error)}") from error
+        if not self.has_changed:
+            raise CannotMeasureError("its outputs do not change with its inputs")
+        before = one_way(before)
         axes: dict[str, tuple[int, ...]] = {}
-        with _without_small_parameters(self.model):
-            before = one_way(self._reaches())
-            for axis in range(3 if before else 0):
+        for axis in range(3 if before else 0):
 
-                def look_further(some: Sequence[str], axis: int = axis) -> bool:
-                    convs = [self.convs[name] for name in some]
+            def look_further(some: Sequence[str], axis: int = axis) -> bool:
+                convs = [self.convs[name] for name in some]
+                try:
                     with in_place(self.model, {c: with_longer_kernel(c, axis) for c in convs}):
                         return have_new_side(before, self._reaches())
+                except Exception as error:
+                    if is_out_of_memory(error):
+                        raise CannotMeasureError("memory does not suffice") from error
+                    return True  # it does not take longer kernels
 
-                growing = [name for name in names if grows(self.convs[name], axis)]
+            growing = [name for name in names if grows(self.convs[name], axis)]
+            if growing and look_further(growing):
                 for name in _culprits(growing, look_further):
                     axes[name] = (*axes.get(name, ()), axis)
         return axes
@@ -234,15 +267,41 @@ class _Network:
                 after = []
                 cells, batches = _with_changed_cells(tensor, axes)
                 for batch in batches:
-                    after.append(self.run([*tensors[:index], batch, *tensors[index + 1 :]]))
+                    outputs = self.run([*tensors[:index], batch, *tensors[index + 1 :]])
+                    after.append(_by_image(outputs, len(tensor)))
+                    self.has_changed = self.has_changed or not _agree(before, outputs)
                 sides = [tensor.shape[axis] for axis in axes]
-                for number, output in enumerate(before):
-                    if output.dim() > 1 and len(output) == len(tensor):
-                        old = torch.cat([output] * len(after))
-                        new = torch.cat([outputs[number] for outputs in after])
-                        for key, reach in reaches_of(old, new, sides, cells).items():
-                            found[index, axes, number, *key] = reach
+                for number, output in enumerate(_by_image(before, len(tensor))):
+                    old = torch.cat([output] * len(after))
+                    new = torch.cat([outputs[number] for outputs in after])
+                    for key, reach in reaches_of(old, new, sides, cells).items():
+                        found[index, axes, number, *key] = reach
         return found
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor if tensor.is_floating_point() else tensor.double()
+
+
+def _by_image(outputs: Sequence[Tensor], batch: int) -> list[Tensor]:
+    """Return outputs with an entry for each image, (N, ...), whatever the order of their axes.
+
+    Images may be on the second axis, or on the first one together with time. Outputs of several
+    times may be several tensors.
+    """
+    found = []
+    for tensor in outputs:
+        if tensor.dim() > 1 and len(tensor) != batch == tensor.shape[1]:
+            tensor = tensor.transpose(0, 1)
+        elif tensor.dim() and len(tensor) > batch and len(tensor) % batch == 0:
+            tensor = tensor.reshape(batch, -1, *tensor.shape[1:])
+        if tensor.dim() and len(tensor) == batch:
+            found.append(tensor)
+    if len(found) >= MIN_CELLS and len({tensor.shape for tensor in found}) == 1:
+        return [torch.stack(found, 1)]
+    return found
 
 
 def _inputs_to_try(inputs: Inputs) -> Iterator[Inputs]:
@@ -262,12 +321,16 @@ def _inputs_to_try(inputs: Inputs) -> Iterator[Inputs]:
 
 
 def _spatial_axes(tensor: Tensor) -> list[tuple[int, ...]]:
-    """Return the axes on which an input may have an order; in a sequence, channels may be last."""
+    """Return the axes on which an input may have an order.
+
+    The second axis has channels or, as in (N, time, channels), an order of its own.
+    """
     if tensor.dim() < 2:
         return []
-    if tensor.dim() == 3:
-        return [(2,), (1,)]
-    return [tuple(range(min(2, tensor.dim() - 1), tensor.dim()))]
+    axes: list[tuple[int, ...]] = [(1,)]
+    if tensor.dim() > 2:
+        axes.append(tuple(range(2, tensor.dim())))
+    return [some for some in axes if max(tensor.shape[axis] for axis in some) >= MIN_CELLS]
 
 
 def _with_changed_cells(
@@ -287,14 +350,18 @@ def _with_changed_cells(
             index: list[Any] = [slice(None)] * image.dim()
             for axis, position in zip(axes, cell, strict=True):
                 index[axis - 1] = position
-            values = image[tuple(index)]
-            if tensor.is_floating_point():
-                image[tuple(index)] = 3 - 2 * values
-            else:
-                image[tuple(index)] = tensor.amin() + tensor.amax() - values
+            image[tuple(index)] = _other_values(image[tuple(index)], tensor)
             cells.append(cell)
         batches.append(changed)
     return cells, batches
+
+
+def _other_values(values: Tensor, tensor: Tensor) -> Tensor:
+    """Return values of the same range as those of a tensor, but others."""
+    if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
+        least, most = tensor.amin(), tensor.amax()
+        return least + (values - least + 1 + (most - least) // 2) % (most - least + 1)
+    return -values - values.sgn()
 
 
 @contextlib.contextmanager
@@ -321,7 +388,7 @@ def _without_small_parameters(model: nn.Module) -> Iterator[None]:
             is_lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
             if is_lazy or not parameter.is_floating_point() or not parameter.numel():
                 continue
-            if parameter.abs().max() < SMALL:
+            if parameter.detach().abs().max() < SMALL:
                 kept.append((parameter, parameter.detach().clone()))
                 scale = parameter[0].numel() ** -0.5 if parameter.dim() > 1 else 1
                 values = torch.rand(parameter.shape, generator=generator, device="cpu") / 2 + 0.5
@@ -333,7 +400,10 @@ def _without_small_parameters(model: nn.Module) -> Iterator[None]:
 
 
 def _culprits(names: Sequence[str], fails: Callable[[Sequence[str]], bool]) -> list[str]:
-    """Return those for which a test fails alone; and all, if it still fails without these."""
+    """Return those for which a test, which fails for all together, fails alone.
+
+    Return all if it still fails without these.
+    """
 
     def alone(some: Sequence[str]) -> list[str]:
         if len(some) == 1:
@@ -344,8 +414,6 @@ def _culprits(names: Sequence[str], fails: Callable[[Sequence[str]], bool]) -> l
                 found += alone(half)
         return found
 
-    if not names or not fails(names):
-        return []
     found = alone(names)
     rest = [name for name in names if name not in found]
     return list(names) if rest and fails(rest) else found

@@ -2,13 +2,15 @@
 
 import contextlib
 import io
+import random
 import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -209,14 +211,27 @@ def _copy_buffers_(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def restored_weights(convs: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Tensor]]:
-    """Give the weights of convolutions their values back after the block; yields the values."""
-    values = {conv: cast(Tensor, conv.weight).detach().clone() for conv in convs}
+def restored_values(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Give all parameters their values back after the block, and whenever what it yields is called.
+
+    Autograd does not notice, so that a graph of the user's keeps its saved tensors.
+    """
+    kept: list[tuple[nn.Parameter, Tensor, bool]] = []
+    for parameter in model.parameters():
+        values = parameter.detach().clone()
+        with contextlib.suppress(RuntimeError):  # an expanded one cannot be changed in place
+            parameter.data.copy_(values)
+            kept.append((parameter, values, parameter.requires_grad))
+
+    def restore() -> None:
+        for parameter, values, requires_grad in kept:
+            parameter.data.copy_(values)
+            parameter.requires_grad_(requires_grad)
+
     try:
-        yield values
+        yield restore
     finally:
-        for conv, value in values.items():
-            cast(Tensor, conv.weight).data.copy_(value)
+        restore()
 
 
 def image_dtype(model: nn.Module) -> torch.dtype:
@@ -270,26 +285,35 @@ def _discard_output_(restore: contextlib.ExitStack) -> None:
 _full_process_precision = _ProcessSetting(_set_full_precision_)
 ignored_warnings = _ProcessSetting(_ignore_warnings_)  # a context manager
 _discarded_output = _ProcessSetting(_discard_output_)
-# Held while torch's global generators are seeded, or a network's caches hold tensors on meta.
-# Otherwise, a thread would restore what another one had put there. It is one lock for both, so that
-# no two threads wait for each other.
-process_state = threading.RLock()
+# Held while the global generators are seeded. Otherwise, a thread would restore what another one
+# had put there.
+_generators = threading.RLock()
 
 
 @contextlib.contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
-    """Seed torch's generators inside the block, and restore their states afterwards.
+    """Seed the generators of torch, NumPy and Python inside the block, and restore them afterwards.
 
     If `seed` is None, they are left alone.
     """
+    if seed is None:
+        yield
+        return
     devices: list[int] = []
     cuda_in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if cuda_in_use:
         devices = list(range(torch.cuda.device_count()))
-    with process_state, torch.random.fork_rng(devices=devices, enabled=seed is not None):
-        if seed is not None:
-            # torch.manual_seed would also reseed devices whose state is not saved here.
-            torch.default_generator.manual_seed(seed)
-            for index in devices:
-                torch.cuda.default_generators[index].manual_seed(seed)
-        yield
+    with _generators, torch.random.fork_rng(devices=devices):
+        of_python = random.getstate()
+        of_numpy = np.random.get_state()
+        # torch.manual_seed would also reseed devices whose state is not saved here.
+        torch.default_generator.manual_seed(seed)
+        for index in devices:
+            torch.cuda.default_generators[index].manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)

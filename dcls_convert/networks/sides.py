@@ -7,7 +7,6 @@ Axes are compared as they are ordered: an output of the same axes as an input, i
 may have other sizes, as after strides and crops.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -53,7 +52,7 @@ class Reach:
 
     def _ends(self, side: HalfReach) -> bool:
         """True if a side is seen to end, at a border that moves with the changed cell."""
-        return not side.is_cut and side.varies <= 2 * self.step
+        return not side.is_cut and side.varies <= max(2, self.step)
 
     def has_new_side(self, new: "Reach") -> bool:
         """True if this one looks one way, and the new one further to the other side."""
@@ -86,28 +85,32 @@ def reaches_of(
         sides: Of the input, along its spatial axes.
         cells: The changed cell of each input, along these axes.
     """
-    change = (after.detach().double() - before.detach().double()).abs().nan_to_num(math.inf)
+    are_finite = before.isfinite() & after.isfinite()
+    change = torch.where(are_finite, (after.double() - before.double()).abs(), 0)
     rounding = min(1e-6, 10 * torch.finfo(before.dtype).eps)  # as of Fourier transforms
-    changed = change > rounding * change.max()
+    changed = (change > rounding * change.max()) | (before.isfinite() != after.isfinite())
     found: Reaches = {}
     for layout in _layouts(changed.dim() - 1, len(sides)):
         for axis, own in layout.items():
-            lines = [
-                _line(one, layout, axis, cell, sides)
-                for one, cell in zip(changed, cells, strict=True)
-            ]
             size = changed.shape[1 + own]
-            if min(size, sides[axis]) < MIN_CELLS or not all(lines):
+            if min(size, sides[axis]) < MIN_CELLS:
                 continue
-            places = [cell[axis] for cell in cells]
-            for step in _steps(sides[axis] / size):
-                found[axis, own, step] = _reach(places, lines, sides[axis], size, step)
+            places: list[int] = []
+            lines: list[list[int]] = []
+            for one, cell in zip(changed, cells, strict=True):
+                line = _line(one, layout, axis, cell, sides)
+                if line:  # a change may have no effect
+                    places.append(cell[axis])
+                    lines.append(line)
+            if len(lines) > 1:
+                for step in _steps(sides[axis] / size):
+                    found[axis, own, step] = _reach(places, lines, sides[axis], size, step)
     return found
 
 
 def _layouts(own_dims: int, dims: int) -> Iterator[dict[int, int]]:
     """Yield where the axes of the input may be in the output: adjacent ones, or one alone."""
-    if own_dims < dims:
+    if own_dims <= dims:
         for axis in range(dims):
             for own in range(own_dims):
                 yield {axis: own}

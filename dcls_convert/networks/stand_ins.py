@@ -19,13 +19,14 @@ LONGER_BY = 16  # cells that a kernel gains along an axis, to see where outputs 
 class StandIn:
     """A DCLS layer that computes what a convolution did, without its values in either weight."""
 
-    def __init__(self, conv: Conv, values: Tensor) -> None:
+    def __init__(self, conv: Conv) -> None:
         """Take the convolution's values out of its weight; the caller restores them."""
         self.conv = conv
         self.calls = 0
         self.layer = _layer_without_values(conv, growth=2)
         self.weights = (conv.weight, self.layer.weight)
         private = copy.copy(conv)
+        values = conv.weight.detach().clone()
         vars(private)["_parameters"] = {**conv._parameters, "weight": nn.Parameter(values)}
 
         def forward(input: Tensor) -> Tensor:
@@ -81,7 +82,8 @@ def with_longer_kernel(conv: Conv, axis: int) -> nn.Module:
     plain = _layer_without_values(conv, axis=axis, growth=growth).plain_conv_without_values()
     generator = torch.Generator().manual_seed(2)
     values = torch.randn(plain.weight.shape, generator=generator, device="cpu")
-    plain.weight.data.copy_(values * float(conv.weight.detach().abs().max()))
+    # As large as the old kernel, so that deep networks do not overflow.
+    plain.weight.data.copy_(values * float(conv.weight.detach().norm()) / values.norm())
     return plain
 
 

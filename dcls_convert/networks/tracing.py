@@ -9,12 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.conv_classes import AnyConv
-from ..layers.replaceable import why_not_replaceable
 from .copying import meta_copy
 from .input_tensors import Inputs
 from .inputs import Arguments, meta_arguments, random_arguments
 from .model_outputs import tensors_in
-from .running import eval_mode, image_dtype, restored_weights, run_batch, suppress_output
+from .running import (
+    eval_mode,
+    image_dtype,
+    restored_values,
+    run_batch,
+    seeded,
+    suppress_output,
+)
 
 # torchvision's detectors with all their convolutions in backbone and head.
 ONE_STAGE_DETECTORS = ("FCOS", "RetinaNet", "SSD")
@@ -57,8 +63,7 @@ def trace(model: nn.Module, inputs: Inputs, *, on_meta: bool) -> Trace:
         arguments = meta_arguments(inputs, image_dtype(meta))
         with torch.no_grad(), torch.device("meta"):
             return _run_and_record(meta, inputs, arguments)
-    convs = [module for module in model.modules() if why_not_replaceable(module) is None]
-    with eval_mode(model), suppress_output(), restored_weights(convs):
+    with eval_mode(model), suppress_output(), seeded(0), restored_values(model):
         return _run_and_record(model, inputs, random_arguments(inputs))
 
 

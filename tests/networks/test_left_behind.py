@@ -153,44 +153,27 @@ def random_numbers_of_numpy(model):
     return np.random.rand()
 
 
-# Each change, and when forward makes it.
-ALWAYS = "always"
-IN_TRAINING = "in training mode"
-BOTH = (ALWAYS, IN_TRAINING)
-UNDONE = {
-    buffers_and_attributes: BOTH,
-    modes: BOTH,
-    weight_of_a_convolution: BOTH,
-    new_weight: BOTH,
-    hooks: BOTH,
-    late_layers: BOTH,
-    random_numbers: (IN_TRAINING,),
-}
-NOT_UNDONE = {
-    bias_of_a_convolution: BOTH,
-    other_parameter: BOTH,
-    statistic_of_a_weight: BOTH,
-    frozen: BOTH,
-    random_numbers: (ALWAYS,),  # the trace does not seed the generators
-    random_numbers_of_numpy: BOTH,
-}
-NOT_YET = pytest.mark.xfail(strict=True, reason="is left behind")
-
-
-@pytest.mark.parametrize(
-    ("change", "when"),
-    [
-        *[(change, when) for change, times in UNDONE.items() for when in times],
-        *[
-            pytest.param(change, when, marks=NOT_YET)
-            for change, times in NOT_UNDONE.items()
-            for when in times
-        ],
-    ],
+CHANGES = (
+    buffers_and_attributes,
+    modes,
+    weight_of_a_convolution,
+    new_weight,
+    bias_of_a_convolution,
+    other_parameter,
+    statistic_of_a_weight,
+    frozen,
+    hooks,
+    late_layers,
+    random_numbers,
+    random_numbers_of_numpy,
 )
-def test_what_forward_changes_is_undone(change, when):
+
+
+@pytest.mark.parametrize("always", [True, False], ids=["always", "in training mode"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_forward_changes_is_undone(change, always):
     def use(model):
-        if when == ALWAYS or model.training:
+        if always or model.training:
             change(model)
 
     model = Network(use)
