@@ -12,8 +12,7 @@ Afterwards, everything is as it was, also after an error.
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +20,15 @@ from torch import Tensor, nn
 from ..errors import is_out_of_memory
 from ..layers.conv_classes import Conv
 from ..text import one_line
-from .input_tensors import Inputs, inputs_text, pixel_count, with_batch
+from .changed_inputs import as_real, by_image, inputs_to_try, spatial_axes, with_changed_cells
+from .input_tensors import Inputs, inputs_text
 from .inputs import random_arguments
 from .model_outputs import relative_error, tensors_in
 from .running import full_precision, restored_values, run_batch, seeded, suppress_output
-from .sides import MIN_CELLS, Reaches, have_new_side, one_way, reaches_of
+from .sides import Reaches, have_new_side, one_way, reaches_of
 from .stand_ins import StandIn, grows, in_place, with_longer_kernel
 
 LIBRARIES = ("timm", "torch", "torchvision")
-PLACES = (0.3, 0.5, 0.7)  # of the changed cells, one in each image of a batch
-LARGE_IMAGE = 128 * 128  # pixels; of larger images, smaller ones are tried first
 TOLERANCE = 1e-6  # of outputs, which are equal to the last bit but for sums without a fixed order
 SMALL = 1e-2  # parameters below it hide what is behind them, such as layer scale
 NOT_CALLED = "the forward pass of the network in eval mode does not call it"
@@ -128,7 +126,7 @@ class _Network:
         self.convs = convs
         self.restore = restore  # gives parameters their values back
         self.has_changed = False  # outputs with inputs
-        for some_inputs in _inputs_to_try(inputs):
+        for some_inputs in inputs_to_try(inputs):
             self.arguments = random_arguments(some_inputs)
             try:
                 with _counted_calls(convs) as self.calls:
@@ -139,7 +137,7 @@ class _Network:
                     raise CannotMeasureError(f"forward fails at {where}: {_text(error)}") from error
             else:
                 batches = {len(tensor) for tensor in self.arguments.tensors() if tensor.dim()}
-                has_images = any(_by_image(self.outputs, batch) for batch in batches)
+                has_images = any(by_image(self.outputs, batch) for batch in batches)
                 if all(self.calls.values()) and has_images:
                     break
         if not any(tensor.isfinite().any() for tensor in self.outputs):
@@ -165,7 +163,7 @@ class _Network:
             kwargs = dict(zip(kwargs, tensors[len(args) :], strict=True))
         with suppress_output(), seeded(0), torch.set_grad_enabled(training):
             outputs = run_batch(self.model, *args, **kwargs)
-        return [_as_real(tensor.detach()) for tensor in tensors_in(outputs)]
+        return [as_real(tensor.detach()) for tensor in tensors_in(outputs)]
 
     # Whether the network still computes the same.
 
@@ -231,6 +229,9 @@ class _Network:
 
     def find_one_sided(self, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
         """Return the axes along which convolutions must not grow, by their names."""
+        axes: dict[str, tuple[int, ...]] = {}
+        if not names:
+            return axes
         try:
             before = self._reaches()
         except Exception as error:
@@ -238,7 +239,6 @@ class _Network:
         if not self.has_changed:
             raise CannotMeasureError("its outputs do not change with its inputs")
         before = one_way(before)
-        axes: dict[str, tuple[int, ...]] = {}
         for axis in range(3 if before else 0):
 
             def look_further(some: Sequence[str], axis: int = axis) -> bool:
@@ -263,105 +263,22 @@ class _Network:
         found: Reaches = {}
         tensors = self.arguments.tensors()
         for index, tensor in enumerate(tensors):
-            for axes in _spatial_axes(tensor):
+            for axes in spatial_axes(tensor):
                 after = []
-                cells, batches = _with_changed_cells(tensor, axes)
+                cells, batches = with_changed_cells(tensor, axes)
                 for batch in batches:
                     outputs = self.run([*tensors[:index], batch, *tensors[index + 1 :]])
-                    after.append(_by_image(outputs, len(tensor)))
+                    after.append(by_image(outputs, len(tensor)))
                     self.has_changed = self.has_changed or not _agree(before, outputs)
                 sides = [tensor.shape[axis] for axis in axes]
-                for number, output in enumerate(_by_image(before, len(tensor))):
-                    old = torch.cat([output] * len(after))
-                    new = torch.cat([outputs[number] for outputs in after])
-                    for key, reach in reaches_of(old, new, sides, cells).items():
+                for number, output in enumerate(by_image(before, len(tensor))):
+                    new = [outputs[number] for outputs in after if number < len(outputs)]
+                    if any(one.shape != output.shape for one in new) or len(new) < len(after):
+                        continue  # as many boxes as it finds
+                    old = torch.cat([output] * len(new))
+                    for key, reach in reaches_of(old, torch.cat(new), sides, cells).items():
                         found[index, axes, number, *key] = reach
         return found
-
-
-def _as_real(tensor: Tensor) -> Tensor:
-    if tensor.is_complex():
-        return torch.view_as_real(tensor)
-    return tensor if tensor.is_floating_point() else tensor.double()
-
-
-def _by_image(outputs: Sequence[Tensor], batch: int) -> list[Tensor]:
-    """Return outputs with an entry for each image, (N, ...), whatever the order of their axes.
-
-    Images may be on the second axis, or on the first one together with time. Outputs of several
-    times may be several tensors.
-    """
-    found = []
-    for tensor in outputs:
-        if tensor.dim() > 1 and len(tensor) != batch == tensor.shape[1]:
-            tensor = tensor.transpose(0, 1)
-        elif tensor.dim() and len(tensor) > batch and len(tensor) % batch == 0:
-            tensor = tensor.reshape(batch, -1, *tensor.shape[1:])
-        if tensor.dim() and len(tensor) == batch:
-            found.append(tensor)
-    if len(found) >= MIN_CELLS and len({tensor.shape for tensor in found}) == 1:
-        return [torch.stack(found, 1)]
-    return found
-
-
-def _inputs_to_try(inputs: Inputs) -> Iterator[Inputs]:
-    """Yield inputs of smaller images, a batch of the inputs, and the inputs as they are."""
-    factor = 1
-    while pixel_count(inputs) > LARGE_IMAGE * factor**2:
-        factor *= 2
-    sides = [side for tensor in inputs for side in tensor.shape[2:]]
-    if factor > 1 and not any(side % (2 * factor) for side in sides):
-        smaller = []
-        for tensor in inputs:
-            shape = (*tensor.shape[:2], *(side // factor for side in tensor.shape[2:]))
-            smaller.append(replace(tensor, shape=shape))
-        yield with_batch(tuple(smaller), len(PLACES))
-    yield with_batch(inputs, len(PLACES))
-    yield inputs
-
-
-def _spatial_axes(tensor: Tensor) -> list[tuple[int, ...]]:
-    """Return the axes on which an input may have an order.
-
-    The second axis has channels or, as in (N, time, channels), an order of its own.
-    """
-    if tensor.dim() < 2:
-        return []
-    axes: list[tuple[int, ...]] = [(1,)]
-    if tensor.dim() > 2:
-        axes.append(tuple(range(2, tensor.dim())))
-    return [some for some in axes if max(tensor.shape[axis] for axis in some) >= MIN_CELLS]
-
-
-def _with_changed_cells(
-    tensor: Tensor, axes: Sequence[int]
-) -> tuple[list[list[int]], list[Tensor]]:
-    """Change one cell of each image; return the cells, and the changed batches.
-
-    There are several batches if one has fewer images than there are places.
-    """
-    cells = []
-    batches = []
-    for first in range(1 if len(tensor) >= len(PLACES) else len(PLACES)):
-        changed = tensor.clone()
-        for number, image in enumerate(changed):
-            place = PLACES[(first + number) % len(PLACES)]
-            cell = [int(place * tensor.shape[axis]) for axis in axes]
-            index: list[Any] = [slice(None)] * image.dim()
-            for axis, position in zip(axes, cell, strict=True):
-                index[axis - 1] = position
-            image[tuple(index)] = _other_values(image[tuple(index)], tensor)
-            cells.append(cell)
-        batches.append(changed)
-    return cells, batches
-
-
-def _other_values(values: Tensor, tensor: Tensor) -> Tensor:
-    """Return values of the same range as those of a tensor, but others."""
-    if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
-        least, most = tensor.amin(), tensor.amax()
-        return least + (values - least + 1 + (most - least) // 2) % (most - least + 1)
-    return -values - values.sgn()
 
 
 @contextlib.contextmanager

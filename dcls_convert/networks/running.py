@@ -3,6 +3,7 @@
 import contextlib
 import io
 import random
+import sys
 import threading
 import warnings
 from collections import deque
@@ -10,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -305,15 +305,18 @@ def seeded(seed: int | None) -> Iterator[None]:
         devices = list(range(torch.cuda.device_count()))
     with _generators, torch.random.fork_rng(devices=devices):
         of_python = random.getstate()
-        of_numpy = np.random.get_state()
+        numpy: Any = sys.modules.get("numpy")  # no dependency of this package
+        of_numpy = numpy and numpy.random.get_state()
         # torch.manual_seed would also reseed devices whose state is not saved here.
         torch.default_generator.manual_seed(seed)
         for index in devices:
             torch.cuda.default_generators[index].manual_seed(seed)
         random.seed(seed)
-        np.random.seed(seed % 2**32)
+        if numpy:
+            numpy.random.seed(seed % 2**32)
         try:
             yield
         finally:
             random.setstate(of_python)
-            np.random.set_state(of_numpy)
+            if numpy:
+                numpy.random.set_state(of_numpy)
