@@ -28,7 +28,7 @@ from .running import full_precision, restored_values, run_batch, seeded, suppres
 from .sides import Reaches, have_new_side, one_way, reaches_of
 from .stand_ins import StandIn, grows, in_place, with_longer_kernel
 
-LIBRARIES = ("timm", "torch", "torchvision")
+LIBRARIES = ("timm.", "torch.", "torchvision.")
 TOLERANCE = 1e-6  # of outputs, which are equal to the last bit but for sums without a fixed order
 SMALL = 1e-2  # parameters below it hide what is behind them, such as layer scale
 NOT_CALLED = "the forward pass of the network in eval mode does not call it"
@@ -61,20 +61,17 @@ def is_library_code(model: nn.Module) -> bool:
 
     It consists of library code alone: no hooks, and no methods that were set on a module.
     """
-    if _library_of(model) not in ("timm", "torchvision"):
+    if not type(model).__module__.startswith(("timm.", "torchvision.")):
         return False
-    return all(map(_is_as_in_library, model.modules()))
-
-
-def _is_as_in_library(module: nn.Module) -> bool:
-    if _library_of(module) not in LIBRARIES or module._forward_hooks or module._forward_pre_hooks:
-        return False
-    methods = vars(module).keys() & set(dir(type(module)))
-    return not any(callable(getattr(type(module), name)) for name in methods)
-
-
-def _library_of(module: nn.Module) -> str:
-    return type(module).__module__.partition(".")[0]
+    for module in model.modules():
+        own = type(module)
+        has_hooks = module._forward_hooks or module._forward_pre_hooks
+        if not own.__module__.startswith(LIBRARIES) or has_hooks:
+            return False
+        for name in vars(module).keys() & set(dir(own)):
+            if callable(getattr(own, name)):
+                return False
+    return True
 
 
 def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: Inputs) -> Measured:

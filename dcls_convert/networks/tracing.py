@@ -1,7 +1,9 @@
 """Run a network once to find what its convolutions see, and what it costs."""
 
 import contextlib
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,12 +64,15 @@ def trace(model: nn.Module, inputs: Inputs, *, on_meta: bool) -> Trace:
         meta = meta_copy(model)
         arguments = meta_arguments(inputs, image_dtype(meta))
         with torch.no_grad(), torch.device("meta"):
-            return _run_and_record(meta, inputs, arguments)
+            return _run_and_record(meta, inputs, arguments, forward=meta)
     with eval_mode(model), suppress_output(), seeded(0), restored_values(model):
-        return _run_and_record(model, inputs, random_arguments(inputs))
+        forward = functools.partial(run_batch, model)
+        return _run_and_record(model, inputs, random_arguments(inputs), forward=forward)
 
 
-def _run_and_record(model: nn.Module, inputs: Inputs, arguments: Arguments) -> Trace:
+def _run_and_record(
+    model: nn.Module, inputs: Inputs, arguments: Arguments, *, forward: Callable[..., object]
+) -> Trace:
     from torch.utils.flop_counter import FlopCounterMode
 
     calls: dict[str, Calls] = {}
@@ -101,7 +106,7 @@ def _run_and_record(model: nn.Module, inputs: Inputs, arguments: Arguments) -> T
         hooks.enter_context(model.register_forward_pre_hook(take, with_kwargs=True))
         for conv in convs:
             hooks.enter_context(conv.register_forward_hook(record, with_kwargs=True))
-        _run(model, arguments)
+        _run(model, arguments, forward)
     return Trace(
         inputs=inputs,
         calls=calls,
@@ -118,11 +123,8 @@ class _WholeModel(contextlib.nullcontext[None]):
     parents = ("Global",)
 
 
-def _run(model: nn.Module, arguments: Arguments) -> object:
-    """Run a model on its inputs, and return its outputs.
-
-    Some torchvision models do not take a batch of images.
-    """
+def _run(model: nn.Module, arguments: Arguments, forward: Callable[..., object]) -> None:
+    """Run a model on its inputs. Some torchvision models do not take a batch of images."""
     for base in type(model).__mro__:
         family = base.__module__.partition("torchvision.models.")[2]
         if not family.startswith("detection."):
@@ -137,8 +139,8 @@ def _run(model: nn.Module, arguments: Arguments) -> object:
             hook = model.get_submodule("head").register_forward_hook(_stop)
             with hook, contextlib.suppress(_HeadIsDone):
                 model([*arguments.args[0]])
-            return None
-    return run_batch(model, *arguments.args, **arguments.kwargs)
+            return
+    forward(*arguments.args, **arguments.kwargs)
 
 
 class _HeadIsDone(Exception):
