@@ -1,0 +1,100 @@
+"""Networks of timm and torchvision are not measured when users convert them, but here.
+
+No layer that users get is used by other code, or lets outputs look to a new side.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from dcls_convert import plan_conversion
+from dcls_convert.conversion.load import load
+from dcls_convert.conversion.request import ConversionRequest
+from dcls_convert.errors import NothingMatchesError
+from dcls_convert.networks.building import build_model
+from dcls_convert.networks.measure import Measured, measure
+from dcls_convert.networks.registries import registry_names
+from dcls_convert.planning.rule_files import parse_rules
+
+from ..choosing.test_survey import module_of
+
+# Where the default rules match nothing, as in vision transformers, whose patches have no padding.
+EVERY_KERNEL = parse_rules("format: 1\nrules: [{match: {kernel_size: {min: 3}}, padding: any}]")
+
+LEFT_OUT = {
+    "timm.models.deepseek_vit": "measuring its only convolution takes minutes",
+    "timm.models.gemma4_vit": "has no convolution",
+    "timm.models.naflexvit": "has no convolution",
+    "torchvision.models.detection.fcos": "finds nothing in random images",
+    "torchvision.models.detection.mask_rcnn": "finds nothing in random images",
+}
+SMALLER = {  # than the network of the shortest name, which takes minutes
+    "timm.models.cait": "timm:cait_xxs24_224",
+    "timm.models.eva": "timm:eva02_tiny_patch14_224",
+}
+
+
+def measured(name, **model_kwargs):
+    """Measure exactly the layers that a user's plan replaces."""
+    loaded, _ = load(ConversionRequest(model=name, model_kwargs=model_kwargs, dry_run=True))
+    try:
+        plan = plan_conversion(loaded.convs)
+    except NothingMatchesError:
+        plan = plan_conversion(loaded.convs, EVERY_KERNEL)
+    model = build_model(loaded.source)
+    fill_small_parameters_(model)
+    convs = {layer.name: model.get_submodule(layer.name) for layer in plan.layers}
+    return measure(model, convs, loaded.convs.inputs)
+
+
+@torch.no_grad()
+def fill_small_parameters_(model):
+    """Scales and norms that start at (nearly) zero would hide the layers before them."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if not name.endswith("bias") and parameter.abs().max() < 0.01:
+            nn.init.uniform_(parameter, 0.5, 1, generator)
+            if parameter.dim() > 1:
+                parameter /= parameter[0].numel() ** 0.5
+
+
+SMALL = (
+    "timm:convnext_atto",  # layer scale
+    "timm:cpubone_nano",  # even kernels
+    "timm:efficientvit_b0",
+    "timm:inception_next_atto",  # some channels
+    "timm:repghostnet_050",  # branches
+    "timm:resnest14d",
+    "timm:resnet18",
+    "timm:resnetv2_18",  # standardised weights
+    "timm:starnet_s1",
+    "timm:test_vit",  # patches
+    "torchvision:mc3_18",  # 3-D
+    "torchvision:shufflenet_v2_x0_5",
+)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_networks_use_no_planned_layer_in_another_way(name):
+    assert measured(name) == Measured(reasons={}, one_sided_axes={})
+
+
+WITH_FEATURES = ("timm:darknet17", "timm:mobilenetv3_small_050", "timm:resnet18", "timm:test_vit")
+
+
+@pytest.mark.parametrize("name", WITH_FEATURES)
+def test_networks_that_return_features_use_no_planned_layer_in_another_way(name):
+    assert measured(name, features_only=True) == Measured(reasons={}, one_sided_axes={})
+
+
+def one_of_each_module():
+    """Return a network of each module of timm and torchvision, mostly that of the shortest name."""
+    names = sorted(registry_names(), key=len, reverse=True)
+    networks = {module_of(name): name for name in names} | SMALLER
+    return sorted(name for module, name in networks.items() if module not in LEFT_OUT)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", one_of_each_module())
+def test_no_family_uses_a_planned_layer_in_another_way(name):
+    assert measured(name) == Measured(reasons={}, one_sided_axes={})
