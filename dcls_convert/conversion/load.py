@@ -1,5 +1,6 @@
 """Load what a request names: the network's source, its structure, and its weights."""
 
+import functools
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,7 @@ from ..networks.identify_model import (
     assumed_inputs,
     infer_source,
 )
+from ..networks.measure import is_library_code
 from ..networks.pretrained_cfg import set_origin_
 from ..networks.registries import REGISTRIES
 from ..networks.sites import ModelConvs
@@ -144,11 +146,16 @@ def _structure(request: ConversionRequest, source: ModelSource | None) -> nn.Mod
     if source is None:
         assert not isinstance(request.model, str)
         return request.model
-    # The user's code runs once, with values: the network is measured.
-    device = "meta" if source.kind in LIBRARY_KINDS else "cpu"
-    return build_model(
-        source, device=device, seed=request.seed, offline=request.dry_run, trust_code=True
+    build = functools.partial(
+        build_model, source, seed=request.seed, offline=request.dry_run, trust_code=True
     )
+    if source.kind in LIBRARY_KINDS:
+        structure = build(device="meta")
+        if is_library_code(structure):
+            return structure
+    # The user's code runs once, with values: the network is measured. So are networks of timm that
+    # return features by hooks.
+    return build()
 
 
 def _read_weights(

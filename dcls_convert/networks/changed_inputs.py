@@ -15,7 +15,7 @@ LARGE_IMAGE = 128 * 128  # pixels; of larger images, smaller ones are tried firs
 
 
 def inputs_to_try(inputs: Inputs) -> Iterator[Inputs]:
-    """Yield inputs of smaller images, a batch of the inputs, and the inputs as they are."""
+    """Yield a batch of smaller images, or of the inputs if they are small; then the inputs."""
     factor = 1
     while pixel_count(inputs) > LARGE_IMAGE * factor**2:
         factor *= 2
@@ -26,7 +26,8 @@ def inputs_to_try(inputs: Inputs) -> Iterator[Inputs]:
             shape = (*tensor.shape[:2], *(side // factor for side in tensor.shape[2:]))
             smaller.append(replace(tensor, shape=shape))
         yield with_batch(tuple(smaller), len(PLACES))
-    yield with_batch(inputs, len(PLACES))
+    if factor == 1:
+        yield with_batch(inputs, len(PLACES))
     yield inputs
 
 

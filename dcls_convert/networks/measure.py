@@ -306,7 +306,7 @@ def _without_small_parameters(model: nn.Module) -> Iterator[None]:
                 continue
             if parameter.detach().abs().max() < SMALL:
                 kept.append((parameter, parameter.detach().clone()))
-                scale = parameter[0].numel() ** -0.5 if parameter.dim() > 1 else 1
+                scale = parameter[0].numel() ** -0.5 if parameter.dim() > 1 else 0.1
                 values = torch.rand(parameter.shape, generator=generator, device="cpu") / 2 + 0.5
                 parameter.data.copy_(values * scale)
         yield
