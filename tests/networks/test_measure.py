@@ -86,6 +86,11 @@ def scaled_by_class(conv, x):
     return conv(x) * (2 if isinstance(conv, nn.Conv2d) else 3)
 
 
+def beside_large_numbers(conv, x):
+    y = conv(x)
+    return torch.cat([1000 + y, 0.1 * y * len(conv.weight[0, 0])], 1)
+
+
 CHANGED = "outputs would change although it computes the same: other code uses it"
 FAILS = "forward would fail with a DCLS layer in its place ("
 NOT_CALLED = "does not call it"
@@ -105,6 +110,7 @@ USES = {
     "size read": (padded_by_size, CHANGED),
     "shape read": (lambda conv, x: conv(x) * conv.weight.shape[-1], CHANGED),
     "class asked": (scaled_by_class, CHANGED),
+    "beside large numbers": (beside_large_numbers, CHANGED),
     "own method": (by_own_method, NOT_CALLED),
     "never called": (lambda conv, x: x, NOT_CALLED),
 }
@@ -189,6 +195,15 @@ class OwnForward(nn.Conv2d):
 
 
 register_conv(OwnForward, weight=lambda conv, weight: weight * 1.0)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 0])
+def test_a_use_behind_a_scale_that_starts_near_zero_is_found(scale):
+    model = User(lambda conv, x: x + model.scale * conv(x) * conv.weight.shape[-1])
+    model.scale = nn.Parameter(torch.full((4, 1, 1), float(scale)))
+    (skip,) = find_convs(model, IMAGE).skipped
+    assert (skip.name, skip.reason) == ("conv", CHANGED)
+    assert (model.scale == scale).all()
 
 
 class ScaledByStrides(nn.Module):

@@ -431,12 +431,49 @@ class InTwoParts(nn.Module):
         return self.model(torch.cat([first, others], 1))
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_it_does_not_matter_whether_channels_come_in_one_input_or_in_two(name):
-    dims, build = FORMS[name]
-    channels, *sides = INPUT[dims]
-    whole = find_convs(build(), INPUT[dims]).sites
-    inputs = (torch.zeros(1, 1, *sides), torch.zeros(1, channels - 1, *sides))
-    parts = find_convs(InTwoParts(build()), example_inputs=inputs).sites
-    assert any(site.one_sided_axes for site in whole)
-    assert [site.one_sided_axes for site in parts] == [site.one_sided_axes for site in whole]
+def test_channels_may_come_in_several_inputs():
+    model = InTwoParts(FORMS["padded by a hook"][1]())
+    inputs = (torch.zeros(1, 1, 12), torch.zeros(1, 1, 12))
+    (site,) = find_convs(model, example_inputs=inputs).sites
+    assert site.one_sided_axes == (0,)
+
+
+OTHER_ORDERS = {
+    "time first": lambda y: y.permute(2, 0, 1),
+    "batch and time together": lambda y: y.mT.reshape(-1, y.shape[1]),
+    "a list of times": lambda y: list(y.unbind(2)),
+    "complex beside real": lambda y: (torch.complex(y, y), y.mean((1, 2))),
+    "masked": lambda y: y.index_fill(1, torch.tensor([0]), -torch.inf),
+}
+
+
+@pytest.mark.parametrize("order", OTHER_ORDERS)
+def test_outputs_may_have_any_order_of_axes(order):
+    model = Call(lambda x, c: OTHER_ORDERS[order](c(later(x))), conv(1))
+    (site,) = find_convs(model, INPUT[1]).sites
+    assert site.one_sided_axes == (0,)
+
+
+def test_time_may_come_before_the_channels_of_an_input():
+    """Video (N, time, channels, rows, columns)."""
+
+    def use(x, c):
+        x = F.pad(x.transpose(1, 2), (0, 0, 0, 0, 1, -1))
+        return c(x).transpose(1, 2)
+
+    (site,) = find_convs(Call(use, conv(3)), example_inputs=torch.zeros(1, 12, 2, 6, 6)).sites
+    assert site.one_sided_axes == (0,)
+
+
+def test_a_deep_network_of_halves_does_not_overflow():
+    convs = [conv(1, channels=8) for _ in range(14)]
+    model = Call(lambda x, *cs: residual_of_shifts(x, cs), *convs).half()
+    found = find_convs(model, (8, 32))
+    assert found.not_measured is None
+    assert [site.one_sided_axes for site in found.sites] == [(0,)] * 14
+
+
+def residual_of_shifts(x, convs):
+    for c in convs:
+        x = x + F.gelu(c(later(x)))
+    return x
