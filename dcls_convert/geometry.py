@@ -18,7 +18,7 @@ Padding = str | tuple[int, ...] | AsymmetricPadding
 
 def is_asymmetric(padding: Padding) -> TypeGuard[AsymmetricPadding]:
     """True if the padding states the cells before and after each axis separately."""
-    return not isinstance(padding, str) and tuple in map(type, padding)
+    return not isinstance(padding, str) and any(isinstance(cells, tuple) for cells in padding)
 
 
 def ceil_div(amount: int, unit: int) -> int:
@@ -216,4 +216,4 @@ def learnt_axes(dims: int, dense_axes: Sequence[int] = ()) -> tuple[int, ...]:
 
 def along_learnt_axes(sides: Sequence[int], dense_axes: Sequence[int]) -> tuple[int, ...]:
     """Return the sides of a kernel or window along its learnt axes."""
-    return tuple(map(sides.__getitem__, learnt_axes(len(sides), dense_axes)))
+    return tuple([sides[axis] for axis in learnt_axes(len(sides), dense_axes)])

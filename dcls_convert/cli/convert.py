@@ -77,7 +77,7 @@ DryRun = Annotated[
     bool,
     typer.Option(
         "--dry-run",
-        help="Report only: no weights, no download.",
+        help="Report only: nothing is written or downloaded.",
         rich_help_panel=OUTPUT,
     ),
 ]

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from torch.nn.parameter import is_lazy
+
 from ..errors import CheckpointError, PlanError
 from ..geometry import size_text
 from ..networks.input_tensors import inputs_text
@@ -89,7 +91,8 @@ def make_checked_plan(
         translate_authors_elements(weights.authors, plan, request.authors_version)  # may raise
     elif weights is not None and request.dry_run:
         weights.check(loaded.structure)  # the network is not built, which would check them
-    if plan.macs is None and request.states_inputs:
+    has_lazy = any(map(is_lazy, loaded.structure.parameters()))  # which cannot run yet
+    if plan.macs is None and request.states_inputs and not has_lazy:
         _check_inputs(plan)
     _log(request, plan)
     return plan

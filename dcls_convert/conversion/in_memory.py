@@ -228,4 +228,7 @@ def convert_from_authors_(
         needs_authors_elements=True,
         authors_version=version,
     )
-    return carry_out(request, note=logger.info).report
+    report = carry_out(request, note=logger.info).report
+    if report.not_measured is not None:
+        warnings.warn(not_measured_text(report.not_measured), stacklevel=3)
+    return report

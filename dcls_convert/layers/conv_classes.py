@@ -19,7 +19,6 @@ AnyConv = Conv | ConvTranspose
 ConstantPad = nn.ConstantPad1d | nn.ConstantPad2d | nn.ConstantPad3d
 
 CONV_CLASSES: dict[int, type[Conv]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-# The methods that decide what a convolution computes.
 # Returns the methods that decide what a convolution of a class computes.
 _computing_methods = attrgetter("forward", "_conv_forward", "__call__")
 

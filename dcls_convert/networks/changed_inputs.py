@@ -1,6 +1,6 @@
 """The inputs and outputs of a measurement: small inputs, one changed cell, outputs by image."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,23 +12,28 @@ from .sides import MIN_CELLS
 
 PLACES = (0.3, 0.5, 0.7)  # of the changed cells, one in each image of a batch
 LARGE_IMAGE = 128 * 128  # pixels; of larger images, smaller ones are tried first
+USUAL_STRIDE = 32  # of a network
 
 
 def inputs_to_try(inputs: Inputs) -> Iterator[Inputs]:
     """Yield a batch of smaller images, or of the inputs if they are small; then the inputs."""
+    dims = max(len(tensor.shape[2:]) for tensor in inputs)
     factor = 1
-    while pixel_count(inputs) > LARGE_IMAGE * factor**2:
+    while pixel_count(inputs) > LARGE_IMAGE * factor**dims and dims > 0:
         factor *= 2
-    sides = [side for tensor in inputs for side in tensor.shape[2:]]
-    if factor > 1 and not any(side % (2 * factor) for side in sides):
-        smaller = []
-        for tensor in inputs:
-            shape = (*tensor.shape[:2], *(side // factor for side in tensor.shape[2:]))
-            smaller.append(replace(tensor, shape=shape))
-        yield with_batch(tuple(smaller), len(PLACES))
-    if factor == 1:
-        yield with_batch(inputs, len(PLACES))
+    smaller = []
+    for tensor in inputs:
+        sides = [_smaller_side(side, factor) for side in tensor.shape[2:]]
+        smaller.append(replace(tensor, shape=(*tensor.shape[:2], *sides)))
+    yield with_batch(tuple(smaller), len(PLACES))
     yield inputs
+
+
+def _smaller_side(side: int, factor: int) -> int:
+    """Return a side that is smaller by about this factor, and can be halved as often as usual."""
+    if factor == 1:
+        return side
+    return max(1, side // factor // USUAL_STRIDE) * min(side, USUAL_STRIDE)
 
 
 def spatial_axes(tensor: Tensor) -> list[tuple[int, ...]]:
@@ -67,16 +72,30 @@ def with_changed_cells(tensor: Tensor, axes: Sequence[int]) -> tuple[list[list[i
 
 def _other_values(values: Tensor, tensor: Tensor) -> Tensor:
     """Return values of the same range as those of a tensor, but others."""
-    if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
-        least, most = tensor.amin(), tensor.amax()
-        return least + (values - least + 1 + (most - least) // 2) % (most - least + 1)
+    if tensor.dtype == torch.bool:
+        return ~values
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        least, most = int(tensor.amin()), int(tensor.amax())
+        count = most - least + 1
+        return (least + (values.long() - least + 1 + (most - least) // 2) % count).to(values)
     return -values - values.sgn()
 
 
-def as_real(tensor: Tensor) -> Tensor:
-    if tensor.is_complex():
-        return torch.view_as_real(tensor)
-    return tensor if tensor.is_floating_point() else tensor.double()
+def comparable(outputs: Iterable[Tensor]) -> list[Tensor]:
+    """Return the outputs as real numbers, without those that torch cannot compare."""
+    found = []
+    for tensor in outputs:
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
+            continue
+        tensor = tensor.detach()
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
+        elif not tensor.is_floating_point():
+            tensor = tensor.double()
+        elif tensor.itemsize == 1:
+            tensor = tensor.float()
+        found.append(tensor)
+    return found
 
 
 def by_image(outputs: Sequence[Tensor], batch: int) -> list[Tensor]:

@@ -11,6 +11,7 @@ from ..geometry import size_text
 from ..layers.conv_classes import AnyConv, Conv, padding_of
 from ..layers.dcls_conv import DclsConvNd
 from ..layers.replaceable import why_not_replaceable
+from ..options import MAX_PIXELS
 from ..text import one_line
 from .input_tensors import (
     Inputs,
@@ -18,6 +19,7 @@ from .input_tensors import (
     checked_input_size,
     image_inputs,
     inputs_text,
+    pixel_count,
     sides_of_image,
 )
 from .inputs import ExampleInputs, describe_inputs
@@ -244,12 +246,13 @@ def _try_trace(
     """
     if inputs is None:
         return None, f"no input size is known; state one ({OTHER_INPUTS}){NOT_COMPARED}"
-    if not is_own or not has_values:
+    is_too_large = pixel_count(inputs) > MAX_PIXELS
+    if not is_own or not has_values or is_too_large:
         try:
             return trace(model, inputs, on_meta=True), None
         except Exception as error:  # any model code may run here; the model can still be converted
             problem = f"on the meta device at {_failure_text(inputs, input_size, error)}"
-    if has_values:
+    if has_values and not is_too_large:
         try:
             return trace(model, inputs, on_meta=False), None
         except Exception as error:

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from ..errors import is_out_of_memory
 from ..layers.conv_classes import Conv
+from ..options import MAX_PIXELS
 from ..text import one_line
-from .changed_inputs import as_real, by_image, inputs_to_try, spatial_axes, with_changed_cells
-from .input_tensors import Inputs, inputs_text
+from .changed_inputs import by_image, comparable, inputs_to_try, spatial_axes, with_changed_cells
+from .input_tensors import Inputs, inputs_text, pixel_count
 from .inputs import random_arguments
 from .model_outputs import relative_error, tensors_in
 from .running import full_precision, restored_values, run_batch, seeded, suppress_output
@@ -31,11 +32,18 @@ from .stand_ins import StandIn, grows, in_place, with_longer_kernel
 LIBRARIES = ("timm.", "torch.", "torchvision.")
 TOLERANCE = 1e-6  # of outputs, which are equal to the last bit but for sums without a fixed order
 SMALL = 1e-2  # parameters below it hide what is behind them, such as layer scale
+NO_MEMORY = "memory does not suffice"
+IN_TRAINING = "in training mode, "
 NOT_CALLED = "the forward pass of the network in eval mode does not call it"
 
 
 def not_measured_text(reason: str) -> str:
     """Say that a network was not measured, and what this may mean."""
+    if reason.startswith(IN_TRAINING):
+        return (
+            "what the network does with its convolutions in training mode was not measured: "
+            f"{reason.removeprefix(IN_TRAINING)}. Other code may use them there"
+        )
     return (
         f"what the network does with its convolutions was not measured: {reason}. Other code may "
         "use them, and larger windows may look ahead in a causal network"
@@ -100,7 +108,7 @@ def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: Inputs) -> Meas
             try:
                 reasons |= network.find_users_in_training(reasons)
             except CannotMeasureError as error:
-                gaps.append(f"in training mode, {error}")
+                gaps.append(f"{IN_TRAINING}{error}")
             try:
                 axes = network.find_one_sided([name for name in convs if name not in reasons])
             except CannotMeasureError as error:
@@ -125,12 +133,16 @@ class _Network:
         self.convs = convs
         self.restore = restore  # gives parameters their values back
         self.has_changed = False  # outputs with inputs
+        if pixel_count(inputs) > MAX_PIXELS:
+            raise CannotMeasureError(f"inputs of more than {MAX_PIXELS:,} pixels are not run")
         for some_inputs in inputs_to_try(inputs):
             self.arguments = random_arguments(some_inputs)
             try:
                 with _counted_calls(convs) as self.calls:
                     self.outputs = self.run()
             except Exception as error:  # the network's own code may raise anything
+                if is_out_of_memory(error):
+                    raise CannotMeasureError(NO_MEMORY) from error
                 if some_inputs is inputs:  # the last ones
                     where = inputs_text(inputs)
                     raise CannotMeasureError(f"forward fails at {where}: {_text(error)}") from error
@@ -140,7 +152,7 @@ class _Network:
                 if all(self.calls.values()) and has_images:
                     break
         if not any(tensor.isfinite().any() for tensor in self.outputs):
-            raise CannotMeasureError("its outputs have no finite numbers to compare")
+            raise CannotMeasureError("its outputs have no finite numbers, which could be compared")
 
     def run(self, tensors: Sequence[Tensor] = (), *, training: bool = False) -> list[Tensor]:
         """Return the outputs for some inputs, as real numbers; always with the same random numbers.
@@ -162,7 +174,7 @@ class _Network:
             kwargs = dict(zip(kwargs, tensors[len(args) :], strict=True))
         with suppress_output(), seeded(0), torch.set_grad_enabled(training):
             outputs = run_batch(self.model, *args, **kwargs)
-        return [as_real(tensor.detach()) for tensor in tensors_in(outputs)]
+        return comparable(tensors_in(outputs))
 
     # Whether the network still computes the same.
 
@@ -211,7 +223,7 @@ class _Network:
             is_changed = any(stand_in.is_changed() for stand_in in stand_ins)
         except Exception as error:
             if is_out_of_memory(error):
-                raise CannotMeasureError("memory does not suffice") from error
+                raise CannotMeasureError(NO_MEMORY) from error
             return f"forward would fail with a DCLS layer in its place ({_text(error)})"
         finally:
             self.restore()
@@ -247,7 +259,7 @@ class _Network:
                         return have_new_side(before, self._reaches())
                 except Exception as error:
                     if is_out_of_memory(error):
-                        raise CannotMeasureError("memory does not suffice") from error
+                        raise CannotMeasureError(NO_MEMORY) from error
                     return True  # it does not take longer kernels
 
             growing = [name for name in names if grows(self.convs[name], axis)]
@@ -304,11 +316,14 @@ def _without_small_parameters(model: nn.Module) -> Iterator[None]:
             is_lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
             if is_lazy or not parameter.is_floating_point() or not parameter.numel():
                 continue
-            if parameter.detach().abs().max() < SMALL:
-                kept.append((parameter, parameter.detach().clone()))
+            with contextlib.suppress(RuntimeError):  # torch cannot change some kinds in place
+                if parameter.detach().abs().max() >= SMALL:
+                    continue
+                old = parameter.detach().clone()
                 scale = parameter[0].numel() ** -0.5 if parameter.dim() > 1 else 0.1
                 values = torch.rand(parameter.shape, generator=generator, device="cpu") / 2 + 0.5
                 parameter.data.copy_(values * scale)
+                kept.append((parameter, old))
         yield
     finally:
         for changed, values in kept:

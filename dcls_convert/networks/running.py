@@ -219,8 +219,9 @@ def restored_values(model: nn.Module) -> Iterator[Callable[[], None]]:
     kept: list[tuple[nn.Parameter, Tensor, bool]] = []
     for parameter in model.parameters():
         values = parameter.detach().clone()
-        with contextlib.suppress(RuntimeError):  # an expanded one cannot be changed in place
+        with contextlib.suppress(RuntimeError):  # torch cannot change some kinds in place
             parameter.data.copy_(values)
+            parameter.requires_grad_(parameter.requires_grad)
             kept.append((parameter, values, parameter.requires_grad))
 
     def restore() -> None:

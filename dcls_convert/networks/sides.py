@@ -39,20 +39,22 @@ class Reach:
 
     @property
     def looks_back(self) -> bool:
-        """True if it looks at least twice as far back as ahead."""
+        """True if it looks back, and no further ahead than an output cell reaches."""
         return self._ends(self.ahead) and self.back.least >= 2 * max(self.ahead.most, 0) + 1
 
     @property
     def looks_ahead(self) -> bool:
-        """True if it looks at least twice as far ahead as back.
+        """True if it looks ahead, and no further back than an output cell reaches.
 
         An even kernel that is padded as torch's "same" looks one cell further ahead.
         """
         return self._ends(self.back) and self.ahead.least >= 2 * max(self.back.most, 0) + 2
 
     def _ends(self, side: HalfReach) -> bool:
-        """True if a side is seen to end, at a border that moves with the changed cell."""
-        return not side.is_cut and side.varies <= max(2, self.step)
+        """True if a side is seen to end in the output's cell, and there for each changed cell."""
+        return (
+            not side.is_cut and side.most < max(1, self.step) and side.varies <= max(2, self.step)
+        )
 
     def has_new_side(self, new: "Reach") -> bool:
         """True if this one looks one way, and the new one further to the other side."""

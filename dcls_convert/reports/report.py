@@ -183,8 +183,10 @@ def _warnings(report: ConversionReport, cheaper_sizes: str) -> list[Text]:
         loss = f"Fewer weights and no larger window for {layers}"
         warnings.append(Text(f"{loss}; skip them with a rule"))
     if report.not_measured is not None:
-        reason = printable(report.not_measured)
-        warnings.append(Text(f"Not measured what the network does with its convolutions: {reason}"))
+        sentence = (
+            f"Not measured: what the network does with its convolutions ({report.not_measured})"
+        )
+        warnings.append(Text(printable(sentence)))
     for warning in warnings:
         warning.stylize("yellow")
     return warnings

@@ -228,8 +228,8 @@ def test_a_network_that_looks_for_convolutions_by_their_class_keeps_them():
 
 NOT_MEASURABLE = {
     "random": (lambda x: x + torch.rand_like(x) * NUMBERS.random(), "differ from run to run"),
-    "no tensors": (lambda x: {"mean": x.mean().item()}, "no finite numbers to compare"),
-    "not finite": (lambda x: x / 0, "no finite numbers to compare"),
+    "no tensors": (lambda x: {"mean": x.mean().item()}, "no finite numbers"),
+    "not finite": (lambda x: x / 0, "no finite numbers"),
     "fails": (lambda x: x @ x.new_ones(3), "forward fails at 1x4x9x14: RuntimeError: "),
 }
 NUMBERS = random.Random(0)  # whose state is not the process's
@@ -246,7 +246,25 @@ def test_what_cannot_be_measured_is_said(name):
         with pytest.warns(UserWarning, match="was not measured: .*" + re.escape(reason)):
             report = convert_(model, dilated_size=7, input_size=IMAGE)
         assert report.not_measured == convs.not_measured
-        assert "Not measured what the network does" in " ".join(str(report).split())
+        assert "Not measured: what the network does" in " ".join(str(report).split())
+
+
+def test_parameters_and_outputs_of_other_kinds_do_not_end_the_measurement():
+    class Model(User):
+        def forward(self, x):
+            x = self.conv(self.ordinary(x))
+            return (
+                x,
+                x.to_sparse(),
+                torch.nested.as_nested_tensor(list(x)),
+                x.to(torch.float8_e4m3fn),
+            )
+
+    model = Model(None)
+    model.expanded = nn.Parameter(torch.zeros(3, 1).expand(3, 4))
+    convs = find_convs(model, IMAGE)
+    assert convs.not_measured is None
+    assert len(convs.sites) == 2
 
 
 def test_networks_of_libraries_are_not_measured_unless_they_have_hooks(monkeypatch):

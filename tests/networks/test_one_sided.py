@@ -215,7 +215,6 @@ FORMS = {
     "joined with a product by zero": (1, lambda: Call(joined_with(lambda x: 0 * x), conv(1))),
     "narrow": (1, lambda: Call(lambda x, c: c(F.pad(x, (1, 0)).narrow(2, 0, 12)), conv(1))),
     "even kernel": (1, lambda: Call(lambda x, c: c(later(x))[..., :-1], conv(1, 4, padding=2))),
-    "less than the kernel reaches": (1, lambda: Call(lambda x, c: c(later(x)), conv(1, 5))),
     "dilated": (1, lambda: Call(lambda x, c: c(later(x, 2)), conv(1, dilation=2))),
     "reflect": (
         1,
@@ -243,7 +242,7 @@ FORMS = {
     ),
     "causal convolution by a function between": (
         1,
-        lambda: Call(lambda x, c: c(F.conv1d(later(x, 3)[..., 1:], x.new_ones(2, 2, 3))), conv(1)),
+        lambda: Call(lambda x, c: c(F.conv1d(later(x, 3), x.new_ones(2, 2, 3))), conv(1)),
     ),
     "causal pooling between": (
         1,
@@ -385,6 +384,31 @@ def test_centred_convolutions_are_not_lost(name):
     assert [site.one_sided_axes for site in convs.sites] == [()] * (len(ORDINARY[name]) - 1)
 
 
+def before_a_recurrent_network():
+    """As in speech and text recognition: the convolutions look to both sides."""
+    lstm = nn.LSTM(2, 2, batch_first=True)
+    return Call(lambda x, c, d, _: lstm(d(c(x)).mT)[0], conv(1), conv(1), lstm)
+
+
+LOOK_AHEAD_ALREADY = {
+    "before a recurrent network": before_a_recurrent_network,
+    "before a sum of all before": lambda: Call(lambda x, c: c(x).cumsum(-1), conv(1)),
+    # By one cell, so a longer kernel lets them look further, not to a new side.
+    "shifted by less than the kernel reaches": lambda: Call(lambda x, c: c(later(x)), conv(1, 5)),
+    "cut by less": lambda: Call(
+        lambda x, c: c(F.conv1d(later(x, 3)[..., 1:], x.new_ones(2, 2, 3))), conv(1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOOK_AHEAD_ALREADY)
+@pytest.mark.parametrize("side", [12, 50])
+def test_what_looks_ahead_already_may_look_further(name, side):
+    convs = find_convs(LOOK_AHEAD_ALREADY[name](), (2, side))
+    assert convs.not_measured is None
+    assert {site.one_sided_axes for site in convs.sites} == {()}
+
+
 def test_a_causal_network_without_time_in_its_output_shows_no_side():
     """Its outputs look at everything. Inside, it is no longer causal: docs/rules.md says so."""
     convs = find_convs(Call(classified, conv(1), conv(1)), INPUT[1])
@@ -451,6 +475,17 @@ OTHER_ORDERS = {
 def test_outputs_may_have_any_order_of_axes(order):
     model = Call(lambda x, c: OTHER_ORDERS[order](c(later(x))), conv(1))
     (site,) = find_convs(model, INPUT[1]).sites
+    assert site.one_sided_axes == (0,)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16])
+def test_inputs_may_have_any_values_of_a_dtype(dtype):
+    model = Call(lambda x, c: c(later(x.to(c.weight.dtype))), conv(1))
+    least, most = (
+        (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    )
+    example = torch.tensor([least, most])
+    (site,) = find_convs(model, example_inputs=example.repeat(1, 2, 6).to(dtype)).sites
     assert site.one_sided_axes == (0,)
 
 
