@@ -123,6 +123,7 @@ class WithContext(nn.Module):
 
 
 @pytest.mark.usefixtures("quick_fit")
+@pytest.mark.filterwarnings("ignore:what the network does .* in training mode was not measured")
 @pytest.mark.parametrize(
     "context", [torch.inference_mode, partial(torch.autocast, "cpu", enabled=False)]
 )
