@@ -32,7 +32,7 @@ from .stand_ins import StandIn, grows, in_place, with_longer_kernel
 LIBRARIES = ("timm.", "torch.", "torchvision.")
 TOLERANCE = 1e-6  # of outputs, which are equal to the last bit but for sums without a fixed order
 SMALL = 1e-2  # parameters below it hide what is behind them, such as layer scale
-NO_MEMORY = "memory does not suffice"
+TOO_LITTLE_MEMORY = "memory does not suffice"
 IN_TRAINING = "in training mode, "
 NOT_CALLED = "the forward pass of the network in eval mode does not call it"
 
@@ -142,7 +142,7 @@ class _Network:
                     self.outputs = self.run()
             except Exception as error:  # the network's own code may raise anything
                 if is_out_of_memory(error):
-                    raise CannotMeasureError(NO_MEMORY) from error
+                    raise CannotMeasureError(TOO_LITTLE_MEMORY) from error
                 if some_inputs is inputs:  # the last ones
                     where = inputs_text(inputs)
                     raise CannotMeasureError(f"forward fails at {where}: {_text(error)}") from error
@@ -223,7 +223,7 @@ class _Network:
             is_changed = any(stand_in.is_changed() for stand_in in stand_ins)
         except Exception as error:
             if is_out_of_memory(error):
-                raise CannotMeasureError(NO_MEMORY) from error
+                raise CannotMeasureError(TOO_LITTLE_MEMORY) from error
             return f"forward would fail with a DCLS layer in its place ({_text(error)})"
         finally:
             self.restore()
@@ -259,7 +259,7 @@ class _Network:
                         return have_new_side(before, self._reaches())
                 except Exception as error:
                     if is_out_of_memory(error):
-                        raise CannotMeasureError(NO_MEMORY) from error
+                        raise CannotMeasureError(TOO_LITTLE_MEMORY) from error
                     return True  # it does not take longer kernels
 
             growing = [name for name in names if grows(self.convs[name], axis)]
