@@ -75,7 +75,8 @@ def _other_values(values: Tensor, tensor: Tensor) -> Tensor:
     if tensor.dtype == torch.bool:
         return ~values
     if not tensor.is_floating_point() and not tensor.is_complex():
-        least, most = int(tensor.amin()), int(tensor.amax())
+        least = int(tensor.amin())
+        most = int(tensor.amax())
         count = most - least + 1
         return (least + (values.long() - least + 1 + (most - least) // 2) % count).to(values)
     return -values - values.sgn()

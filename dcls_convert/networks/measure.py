@@ -91,7 +91,7 @@ def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: Inputs) -> Meas
     mode is included if it runs there.
 
     Args:
-        model: The network, with values. It is changed meanwhile, and then as before.
+        model: The network; all its parameters have values. Afterwards, it is as before.
         convs: Convolutions that can be replaced as far as they themselves show, by name.
         inputs: What forward takes.
 
@@ -168,7 +168,8 @@ class _Network:
     def _forward(self, tensors: Sequence[Tensor], training: bool) -> list[Tensor]:
         for module in self.model.modules():
             module.training = training  # not `train()`, which the model's class may override
-        args, kwargs = self.arguments.args, self.arguments.kwargs
+        args = self.arguments.args
+        kwargs = self.arguments.kwargs
         if tensors:
             args = tuple(tensors[: len(args)])
             kwargs = dict(zip(kwargs, tensors[len(args) :], strict=True))
@@ -313,8 +314,7 @@ def _without_small_parameters(model: nn.Module) -> Iterator[None]:
     kept: list[tuple[Tensor, Tensor]] = []
     try:
         for parameter in model.parameters():
-            is_lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
-            if is_lazy or not parameter.is_floating_point() or not parameter.numel():
+            if not parameter.is_floating_point() or not parameter.numel():
                 continue
             with contextlib.suppress(RuntimeError):  # torch cannot change some kinds in place
                 if parameter.detach().abs().max() >= SMALL:

@@ -154,7 +154,8 @@ def _reach(
     missing = side - size * step
     # Where the output's first cell may lie in the input: maps may be cut at either end.
     offsets = (0, int(missing / 2) + (step - 1) / 2, max(missing, 0))
-    first, last = min(offsets), max(offsets)
+    first = min(offsets)
+    last = max(offsets)
     back = [step * max(line) + last - place for place, line in zip(places, lines, strict=True)]
     ahead = [place - step * min(line) - first for place, line in zip(places, lines, strict=True)]
     uncertain = last - first
