@@ -13,10 +13,8 @@ from ..errors import CheckpointError
 from ..geometry import along_learnt_axes, position_limits
 from ..layers import position_statistics as statistics
 from ..layers.interpolation import find_interpolation
-from ..planning.layer_plan import LayerPlan
-from ..planning.paths import joined_name
+from ..planning.layer_plan import LayerPlan, position_groups
 from ..planning.plan import ConversionPlan
-from ..planning.tie_groups import TieGroup
 from ..records import Record
 from ..weights.loading import describe_non_finite
 from .folder import Checkpoint, read_tensors
@@ -144,29 +142,17 @@ def position_sets(plan: ConversionPlan) -> tuple[PositionSet, ...]:
     if plan.folded:
         return ()
     sets = []
-    for layer in plan.layers:
-        if layer.tie_group is None:
-            sets.append(_untied_set(layer))
-            continue
-        group = plan.group(layer.tie_group)
-        if group.layers[0] == layer.name:
-            sets.append(_tied_set(plan, group))
+    for layers in position_groups(plan.layers):
+        first = layers[0]
+        sets.append(
+            PositionSet(
+                name=first.tie_group or first.name,
+                tied=first.tie_group is not None,
+                layers=tuple(layers),
+                parameters={key: f"{first.name}.{key}" for key in first.shared_parameters},
+            )
+        )
     return tuple(sets)
-
-
-def _untied_set(layer: LayerPlan) -> PositionSet:
-    """Return the positions of a layer that shares them with no other."""
-    names = {name: f"{layer.name}.{name}" for name in layer.shared_parameters}
-    return PositionSet(name=layer.name, tied=False, layers=(layer,), parameters=names)
-
-
-def _tied_set(plan: ConversionPlan, group: TieGroup) -> PositionSet:
-    """Return the positions that the layers of a tie group share."""
-    names = {}
-    for key, name in group.parameters.items():
-        names[key] = joined_name(group.owner, name)
-    members = tuple(layer for layer in plan.layers if layer.tie_group == group.name)
-    return PositionSet(name=group.name, tied=True, layers=members, parameters=names)
 
 
 def plan_with_positions(checkpoint: Checkpoint) -> ConversionPlan:

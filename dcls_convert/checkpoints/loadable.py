@@ -21,7 +21,6 @@ from ..networks.source import ModelSource
 from ..networks.wrappers import plain_name
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
-from ..planning.tie_groups import tie_groups_of
 from ..reports.predict import predict_report
 from ..weights.loading import (
     describe_misfits,
@@ -53,7 +52,7 @@ def features_plan(model: nn.Module, plan: ConversionPlan) -> ConversionPlan | No
     if indices is None or plan.model_args.get("features_only"):
         return None
     features = plan_for_features(model, plan)
-    if not features.layers or features.tie_groups != tie_groups_of(features.layers):
+    if not features.layers:
         return None
     args = {**plan.model_args, "features_only": True, "out_indices": list(indices)}
     try:
@@ -98,16 +97,14 @@ def _layer_problems(model: nn.Module, plan: ConversionPlan) -> Iterator[str]:
         elif tuple(module.weight.shape) != shape:
             weight_shape = tuple(module.weight.shape)
             yield f"{layer.name}.weight has shape {weight_shape}, the plan has {shape}"
-    for group in plan.tie_groups:
-        for key, name in group.parameters.items():
-            shared = getattr(modules[group.owner], name, None)
-            for layer_name in group.layers:
-                if getattr(modules[layer_name], key) is not shared:
-                    yield (
-                        f"{layer_name} has its own {key}; the plan shares them in {group.name}. "
-                        "Convert a new network with tie='none', load the state dict of this one "
-                        "into it with strict=False, and save it with its own plan"
-                    )
+    for layer in plan.layers:
+        owner = plan.owner_of(layer)
+        if modules[layer.name].positions is not modules[owner.name].positions:
+            yield (
+                f"{layer.name} has positions of its own; in the plan, it has those of {owner.name}."
+                f" To share them again: model.get_submodule({layer.name!r}).tie_("
+                f"model.get_submodule({owner.name!r}))"
+            )
 
 
 def _where_it_is(layer_name: str, modules: Mapping[str, nn.Module]) -> str:

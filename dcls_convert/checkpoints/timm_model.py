@@ -16,9 +16,7 @@ from ..networks.building import build_model
 from ..networks.pretrained_cfg import set_pretrained_cfg_
 from ..networks.registries import TIMM_ARCHITECTURE
 from ..networks.source import ModelSource
-from ..networks.stages import common_parent
 from ..networks.trust import UNBOUNDED_ARGUMENTS, check_source
-from ..planning.paths import joined_name
 from ..planning.plan import ConversionPlan
 from ..text import short_list
 from ..weights.loading import aliases_in
@@ -77,10 +75,8 @@ def create_converted(
         checkpoint = _open_checkpoint_of_weights(cfg, cache_dir)
     model = _build(stored, kwargs, cfg, features_only=features_only)
     placed = stored
-    stored_names: dict[str, str] = {}
     if features_only:
         placed = plan_for_features(model, stored)
-        stored_names = _stored_names_of_tied(stored, placed)
     if not placed.layers:
         pass  # the features come before the first converted layer
     elif pretrained:
@@ -101,7 +97,6 @@ def create_converted(
             checkpoint,
             in_chans=kwargs.get("in_chans"),
             features_only=features_only,
-            stored_names=stored_names,
             cache_dir=cache_dir,
         )
     if checkpoint is not None:
@@ -165,7 +160,6 @@ def _load_by_timm_(
     *,
     in_chans: int | None,
     features_only: bool,
-    stored_names: Mapping[str, str],
     cache_dir: str | Path | None,
 ) -> None:
     """Let timm load the weights and adapt them to the model's head and first convolution.
@@ -176,7 +170,6 @@ def _load_by_timm_(
         checkpoint: The folder of the weights; None if they are not a safetensors file.
         in_chans: Number of input channels that the caller requested; None for the stored number.
         features_only: Whether the model is a feature extractor.
-        stored_names: From `_stored_names_of_tied`, for a feature extractor.
         cache_dir: Cache folder of the hub.
     """
     from timm.models import load_pretrained
@@ -192,7 +185,7 @@ def _load_by_timm_(
         if checkpoint is not None:  # timm has read the file; check what it read
             checkpoint.check_tensors(state)
         if features_only:
-            state = _features_state(state, model, stored_names, cfg, in_chans)
+            state = _features_state(state, model, cfg, in_chans)
         return _complete_state(state, model, cfg)
 
     if checkpoint is not None:
@@ -313,9 +306,7 @@ def _names_in_whole_model(names: Collection[str], known: Container[str]) -> dict
 def plan_for_features(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
     """Translate the plan to the names of a feature extractor.
 
-    Layers after the last feature are dropped: the extractor does not have them. A tie group's
-    positions move to the module that has the layers in the extractor; there, they get another name
-    if theirs is taken.
+    Layers after the last feature are dropped: the extractor does not have them.
     """
     name_of_flat = {flat_name(name): name for layer in plan.layers for name in layer.names}
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -327,39 +318,12 @@ def plan_for_features(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
         names = tuple(extractor_name[name] for name in layer.names if name in extractor_name)
         if names:
             layers.append(replace(layer, names=names))
-    groups = []
-    used_names: set[str] = set()
-    for group in plan.tie_groups:
-        members = tuple(layer.name for layer in layers if layer.tie_group == group.name)
-        if not members:
-            continue
-        owner = common_parent(members)
-        parameters = {}
-        for kind, parameter in group.parameters.items():
-            while joined_name(owner, parameter) in used_names:
-                parameter += "_"
-            used_names.add(joined_name(owner, parameter))
-            parameters[kind] = parameter
-        groups.append(replace(group, owner=owner, parameters=parameters, layers=members))
-    return replace(plan, layers=tuple(layers), tie_groups=tuple(groups))
-
-
-def _stored_names_of_tied(whole: ConversionPlan, features: ConversionPlan) -> dict[str, str]:
-    """Map the names of tied parameters in a feature extractor to those in the whole model."""
-    groups = {group.name: group for group in whole.tie_groups}
-    stored_names = {}
-    for group in features.tie_groups:
-        stored = groups[group.name]
-        for kind, parameter in group.parameters.items():
-            name = joined_name(group.owner, parameter)
-            stored_names[name] = joined_name(stored.owner, stored.parameters[kind])
-    return stored_names
+    return replace(plan, layers=tuple(layers))
 
 
 def _features_state(
     state: Mapping[str, Tensor],
     model: nn.Module,
-    stored_names: Mapping[str, str],
     cfg: Mapping[str, Any],
     in_chans: int | None,
 ) -> dict[str, Tensor]:
@@ -376,6 +340,4 @@ def _features_state(
             flat[weight] = adapt_input_conv(in_chans, flat[weight])
     names = _names_in_whole_model(model.state_dict(), flat)
     features_state = {name: flat[key] for name, key in names.items()}
-    for name, stored_name in stored_names.items():
-        features_state[name] = state[stored_name]
     return features_state

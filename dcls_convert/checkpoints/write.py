@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .. import __version__
 from ..errors import CheckpointError
+from ..layers.dcls_conv import DclsConvNd
 from ..networks.registries import TIMM_ARCHITECTURE
 from ..networks.wrappers import plain_name
 from ..output import new_folder
@@ -43,11 +44,15 @@ SOURCE_KEYS = {
 def state_to_save(model: nn.Module) -> dict[str, Tensor]:
     """Return the model's state dict, with the very tensors of the model.
 
+    Positions that the last step of an optimizer has left outside of their windows are clamped.
     Wrappers inside the model, such as a compiled stage, leave no trace in the names.
 
     Raises:
         CheckpointError: An entry is not a tensor, has no values, or has some that are not finite.
     """
+    for module in model.modules():
+        if isinstance(module, DclsConvNd):
+            module.clamp_positions_()
     state: dict[str, Any] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         state[plain_name(name)] = tensor

@@ -22,7 +22,6 @@ from ..placing.groups import make_layers
 from ..placing.place import insert_layers_
 from ..planning.known_counts import LayerCounts
 from ..planning.layer_plan import LayerPlan
-from ..planning.paths import joined_name
 from ..planning.plan import ConversionPlan
 from ..weights.loading import describe_non_finite, load_weights_
 
@@ -141,15 +140,13 @@ def translate_authors_elements(
     state: dict[str, Tensor] = {}
     for layer in plan.layers:
         for parameter, tensor in translated[layer.name].items():
-            name = f"{layer.name}.{parameter}"
-            if layer.tie_group is not None and parameter != "weight":
-                group = plan.group(layer.tie_group)
-                name = joined_name(group.owner, group.parameters[parameter])
-                if name in state and not torch.equal(state[name], tensor):
-                    raise CheckpointError(
-                        f"{where}: {parameter} of {group.layers[0]} and {layer.name} differ, "
-                        f"so the layers of {group.name} cannot share them; use tie 'none'"
-                    )
+            owner = layer if parameter == "weight" else plan.owner_of(layer)
+            name = f"{owner.name}.{parameter}"
+            if name in state and not torch.equal(state[name], tensor):
+                raise CheckpointError(
+                    f"{where}: {parameter} of {owner.name} and {layer.name} differ, "
+                    f"so the layers of {layer.tie_group} cannot share them; use tie 'none'"
+                )
             state[name] = tensor
     return state
 

@@ -39,7 +39,8 @@ from .construction import Construction
 from .conv_classes import PLAIN, Conv, ConvTraits, make_conv
 from .elements import POSITION_STD
 from .interpolation import find_interpolation
-from .ties import Tieable
+from .state_dicts import CheckedLayer
+from .ties import at_least_float32
 
 IntOrTuple = int | Sequence[int]
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
@@ -63,7 +64,7 @@ class Ways(dict[tuple[object, ...], Any]):
         return Ways()
 
 
-class DclsLayer(Tieable):
+class DclsLayer(CheckedLayer):
     """A DCLS layer, without what turns it into a convolution and back: see `DclsConvNd`."""
 
     dims: ClassVar[int]
@@ -188,13 +189,9 @@ class DclsLayer(Tieable):
     def _make_parameters(
         self, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
-        """Register the parameters, with uninitialised values.
-
-        Positions and sigma are in float32 at least: in bfloat16, an update of a position of two
-        cells is rounded away if it is less than 1/128 of a cell.
-        """
+        """Register the parameters, with uninitialised values."""
         dtype = dtype or torch.get_default_dtype()
-        exact_dtype = torch.promote_types(dtype, torch.float32)
+        exact_dtype = at_least_float32(dtype)
 
         def new_parameter(*shape: int, dtype: torch.dtype = dtype) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -344,12 +341,6 @@ class DclsLayer(Tieable):
         if mode == "zeros":
             mode = "constant"
         return F.pad(input, widths, mode=mode)
-
-    def state_dict(self, *args: Any, **settings: Any) -> Any:
-        """Return the state dict of the layer, after clamping its positions."""
-        if not self.positions.is_meta:
-            self.clamp_positions_()
-        return super().state_dict(*args, **settings)
 
     def extra_repr(self) -> str:
         """Return the layer's arguments; most are left out if they are the defaults."""

@@ -1,7 +1,4 @@
-"""The positions and sigmas of a model.
-
-They are found through the layers that use them, since a parameter's name does not say what it is.
-"""
+"""The positions and sigmas of a model."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -22,11 +19,14 @@ NO_WEIGHT_DECAY = "no_weight_decay"
 class PositionParameter:
     """One positions or sigma tensor of a model, used by a tie group or by one layer."""
 
-    # As in `named_parameters`; "first layer's name.kind" if it is registered outside the model.
-    name: str
     kind: str  # "positions" or "sigma"
     tensor: Tensor  # (A, *C, E); the parameter itself
     layers: dict[str, DclsConvNd]  # by name, in the model's order
+
+    @property
+    def name(self) -> str:
+        """Its name in `named_parameters`; in a part without the first layer, in no list."""
+        return f"{next(iter(self.layers))}.{self.kind}".lstrip(".")
 
     @property
     def learnt_size(self) -> tuple[int, ...]:
@@ -40,22 +40,16 @@ def position_parameters(model: nn.Module, *kinds: str) -> tuple[PositionParamete
 
     If `kinds` ("positions", "sigma") are given, return only tensors of these kinds.
     """
-    wanted_kinds = kinds or POSITION_PARAMETERS
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters: dict[int, PositionParameter] = {}  # by the id of the tensor
     for layer_name, layer in model.named_modules():
         if not isinstance(layer, DclsConvNd):
             continue
-        for kind in wanted_kinds:
+        for kind in kinds or POSITION_PARAMETERS:
             tensor = getattr(layer, kind)
             if tensor is None:
                 continue
-            if id(tensor) not in parameters:
-                name = names.get(id(tensor), f"{layer_name}.{kind}".lstrip("."))
-                parameters[id(tensor)] = PositionParameter(
-                    name=name, kind=kind, tensor=tensor, layers={}
-                )
-            parameters[id(tensor)].layers[layer_name] = layer
+            parameter = PositionParameter(kind=kind, tensor=tensor, layers={})
+            parameters.setdefault(id(tensor), parameter).layers[layer_name] = layer
     return tuple(parameters.values())
 
 
@@ -67,12 +61,7 @@ def no_weight_decay(model: nn.Module) -> set[str]:
     which returns these names, too.
     """
     check_argument("model", model, nn.Module)
-    tensors = {id(parameter.tensor) for parameter in position_parameters(model)}
-    names: set[str] = set()
-    for name, parameter in model.named_parameters():
-        if id(parameter) in tensors:
-            names.add(name)
-    return names
+    return {parameter.name for parameter in position_parameters(model)}
 
 
 def exclude_from_weight_decay_(model: nn.Module) -> None:
@@ -80,19 +69,16 @@ def exclude_from_weight_decay_(model: nn.Module) -> None:
 
     timm's optimizers then do not decay them.
     """
-    # Not for a GraphModule, whose copies and pickles would lose the attribute.
+    names_of_class: Any = getattr(type(model), NO_WEIGHT_DECAY, lambda _: ())
+    names = {*names_of_class(model), *no_weight_decay(model)}
+    # Not for a GraphModule, whose copies and pickles would lose the attribute. `set` makes a copy
+    # of the names for each caller.
     if not isinstance(model, fx.GraphModule):
-        vars(model)[NO_WEIGHT_DECAY] = partial(_excluded_from_weight_decay, model)
+        vars(model)[NO_WEIGHT_DECAY] = partial(set, names)
 
 
 def undo_exclusion_from_weight_decay_(model: nn.Module) -> None:
     """Undo `exclude_from_weight_decay_` for the model and all its modules."""
     for module in model.modules():
-        if getattr(vars(module).get(NO_WEIGHT_DECAY), "func", None) is _excluded_from_weight_decay:
+        if getattr(vars(module).get(NO_WEIGHT_DECAY), "func", None) is set:
             del vars(module)[NO_WEIGHT_DECAY]
-
-
-def _excluded_from_weight_decay(model: nn.Module) -> set[str]:
-    """Return the names that the model's class excludes, and those of its positions and sigmas."""
-    names_of_class: Any = getattr(type(model), NO_WEIGHT_DECAY, lambda _: ())
-    return {*names_of_class(model), *no_weight_decay(model)}

@@ -10,7 +10,7 @@ from ..networks.wrappers import inside_wrappers
 
 
 def fold_to_dense_(model: nn.Module) -> int:
-    """Replace every DCLS layer by its plain convolution, and drop the tied positions.
+    """Replace every DCLS layer by its plain convolution.
 
     Outputs stay the same; each kernel becomes an ordinary dense kernel of the window's size. timm's
     savers (`save_for_hf`, `push_to_hf_hub`) then write a config that rebuilds the folded model.
@@ -18,6 +18,8 @@ def fold_to_dense_(model: nn.Module) -> int:
 
     Args:
         model: Changed in place. May be wrapped (`torch.compile`, DataParallel, averaged copies).
+            If it is a part of a network, then with all layers that share positions: the others
+            would read those of a layer that is no longer in the network.
 
     Returns:
         The number of layers that were folded.
@@ -41,8 +43,6 @@ def fold_to_dense_(model: nn.Module) -> int:
     with unchanged_on_failure(model):
         for name, layer in layers.items():
             model.set_submodule(name, plain_conv_of[layer])
-        for layer in plain_conv_of:
-            layer.release_tied_parameters_()
         undo_exclusion_from_weight_decay_(model)
         _mark_folded_for_timm_(model)
     return len(plain_conv_of)

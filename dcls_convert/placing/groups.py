@@ -1,18 +1,16 @@
 """The new layers of a plan, grouped by shared positions, before they are put into the model."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ..errors import PlanError
 from ..layers.conv_classes import CONV_CLASSES, Conv
 from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
 from ..layers.replaceable import why_not_replaceable
-from ..planning.layer_plan import LayerPlan
+from ..planning.layer_plan import LayerPlan, position_groups
 from ..planning.plan import ConversionPlan
-from ..planning.tie_groups import TieGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -21,14 +19,13 @@ class LayerGroup:
 
     layer_plans: tuple[LayerPlan, ...]
     convs: tuple[Conv, ...]
-    layers: tuple[DclsConvNd, ...]  # the same `positions` and `sigma` objects in all of them
-    tie: TieGroup | None  # where the shared parameters will be registered; None for a single layer
+    layers: tuple[DclsConvNd, ...]  # all but the first are tied to the first
 
     @property
     def title(self) -> str:
         """Name for progress messages: the stage of a tie group, or the name of a single layer."""
         first = self.layer_plans[0]
-        if self.tie is None:
+        if first.tie_group is None:
             return first.name
         return first.stage or first.name
 
@@ -72,62 +69,18 @@ def make_layers(model: nn.Module, plan: ConversionPlan) -> tuple[LayerGroup, ...
     """Make all new layers of the plan, without values, and not in the model yet.
 
     Raises:
-        PlanError: The model does not have the plan's convolutions, one of them cannot be replaced,
-            or layers of a torch.fx graph would share positions.
+        PlanError: The model does not have the plan's convolutions, or one of them cannot be
+            replaced.
     """
-    convs = find_planned_convs(model, plan)
-    _refuse_ties_in_graphs(model, plan)
+    conv_of = find_planned_convs(model, plan)
     groups = []
-    for plans in _plans_of_groups(plan):
-        old_convs = []
-        layers = []
-        for layer_plan in plans:
-            conv = convs[layer_plan.name]
-            old_convs.append(conv)
-            layers.append(_make_layer(layer_plan, conv))
-        _share_parameters_(layers, plans[0].shared_parameters)
-        tie = None
-        if plans[0].tie_group is not None:
-            tie = plan.group(plans[0].tie_group)
-        groups.append(
-            LayerGroup(
-                layer_plans=tuple(plans),
-                convs=tuple(old_convs),
-                layers=tuple(layers),
-                tie=tie,
-            )
-        )
+    for plans in position_groups(plan.layers):
+        convs = tuple(conv_of[layer_plan.name] for layer_plan in plans)
+        first, *others = map(_make_layer, plans, convs)
+        for layer in others:
+            layer.tie_(first)
+        groups.append(LayerGroup(layer_plans=tuple(plans), convs=convs, layers=(first, *others)))
     return tuple(groups)
-
-
-def _plans_of_groups(plan: ConversionPlan) -> list[list[LayerPlan]]:
-    """Group the layer plans by tie group, in the order of the plan; untied layers stay single."""
-    groups: list[list[LayerPlan]] = []
-    tied: dict[str, list[LayerPlan]] = {}  # by the name of the tie group
-    for layer_plan in plan.layers:
-        name = layer_plan.tie_group
-        if name is None:
-            groups.append([layer_plan])
-        elif name in tied:
-            tied[name].append(layer_plan)
-        else:
-            tied[name] = [layer_plan]
-            groups.append(tied[name])
-    return groups
-
-
-def _refuse_ties_in_graphs(model: nn.Module, plan: ConversionPlan) -> None:
-    """Raise PlanError if layers inside a torch.fx graph would share positions."""
-    graph_prefixes = []
-    for name, module in model.named_modules():
-        if isinstance(module, fx.GraphModule):
-            graph_prefixes.append(f"{name}.".lstrip("."))  # "" for the model itself
-    for tie in plan.tie_groups:
-        if f"{tie.owner}.".startswith(tuple(graph_prefixes)):
-            raise PlanError(
-                f"{tie.owner or 'the model'} is in a torch.fx graph, whose copies would lose the "
-                "positions that layers share; convert before tracing, or with tie='none'"
-            )
 
 
 def _make_layer(plan: LayerPlan, conv: Conv) -> DclsConvNd:
@@ -135,15 +88,6 @@ def _make_layer(plan: LayerPlan, conv: Conv) -> DclsConvNd:
     return layer_class.from_conv_without_values(
         conv, plan.kernel_count, plan.dilated_size, plan.interpolation, plan.dense_axes
     )
-
-
-def _share_parameters_(layers: Sequence[DclsConvNd], names: Sequence[str]) -> None:
-    """Let all layers share the first one's parameters of these names; trainable if any was."""
-    for name in names:
-        shared = getattr(layers[0], name)
-        shared.requires_grad = any(getattr(layer, name).requires_grad for layer in layers)
-        for other in layers[1:]:
-            setattr(other, name, shared)
 
 
 def find_planned_convs(model: nn.Module, plan: ConversionPlan) -> dict[str, Conv]:

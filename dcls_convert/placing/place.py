@@ -51,8 +51,6 @@ def insert_layers_(
         make_plain_conv: Makes the plain convolution of a layer; by default, with its kernel.
     """
     for group in groups:
-        if not plan.folded:
-            _register_shared_(model, group)
         for layer_plan, layer in zip(group.layer_plans, group.layers, strict=True):
             module: nn.Module = layer
             if plan.folded:
@@ -67,17 +65,6 @@ def insert_layers_(
     if isinstance(config, dict) and plan.model is not None:
         set_pretrained_cfg_(model, {**config, "architecture": TIMM_ARCHITECTURE})
         vars(model)["_model_args"] = timm_model_args(plan)
-
-
-def _register_shared_(model: nn.Module, group: LayerGroup) -> None:
-    """Register the parameters of a tie group on their owner, and tie its layers to the owner."""
-    if group.tie is None:
-        return
-    owner = model.get_submodule(group.tie.owner)
-    for name, owner_name in group.tie.parameters.items():
-        owner.register_parameter(owner_name, getattr(group.layers[0], name))
-    for layer in group.layers:
-        layer.tie_(owner, group.tie.parameters)
 
 
 def timm_model_args(plan: ConversionPlan) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from ..errors import PlanError
 from ..records import JsonFraction
-from .layer_plan import LayerPlan
+from .layer_plan import LayerPlan, position_groups
 
 UNSOLVED = 0  # kernel count of a layer until the budget decides it; no rule or option can state 0
 
@@ -107,15 +107,9 @@ def _with_unsolved_counted(layers: Sequence[LayerPlan], count: int) -> list[Laye
 
 def _params(layers: Sequence[LayerPlan]) -> int:
     """Count the parameters; UNSOLVED layers have none, and a tie group's coordinates count once."""
-    weights = 0
-    # By tie group; an untied layer is a group of its own.
-    coordinates_of: dict[tuple[str, str], int] = {}
-    for layer in layers:
-        elements = layer.lines * layer.kernel_count
-        weights += elements
-        if layer.tie_group is None:
-            group = ("layer", layer.name)
-        else:
-            group = ("tie group", layer.tie_group)
-        coordinates_of[group] = elements * layer.coordinates_per_element
-    return weights + sum(coordinates_of.values())
+    params = 0
+    for first, *others in position_groups(layers):
+        params += first.group_position_params
+        for layer in (first, *others):
+            params += layer.lines * layer.kernel_count
+    return params

@@ -1,6 +1,7 @@
 """One convolution of a plan: the DCLS layer that replaces it, with its shapes and counts."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import PlanError
@@ -115,6 +116,20 @@ class LayerPlan(OldConv):
     def group_position_params(self) -> int:
         """Parameters of positions and sigma, which the tie group shares."""
         return self.lines * self.kernel_count * self.coordinates_per_element
+
+
+def position_groups(layers: Sequence[LayerPlan]) -> list[list[LayerPlan]]:
+    """Group layers by the positions that they use; the first of a group owns them.
+
+    A layer that is not tied is a group of its own. Groups are in the order of their first layers.
+    """
+    groups: dict[tuple[str | None, str], list[LayerPlan]] = {}
+    for layer in layers:
+        key = (layer.tie_group, "")
+        if layer.tie_group is None:
+            key = (None, layer.name)
+        groups.setdefault(key, []).append(layer)
+    return list(groups.values())
 
 
 def check_layer(layer: LayerPlan) -> None:

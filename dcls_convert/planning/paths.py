@@ -45,10 +45,3 @@ def nearest_paths(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
     if not near:
         near = [path for path in paths if "." not in path]
     return list(dict.fromkeys(near))
-
-
-def joined_name(owner: str, name: str) -> str:
-    """Return the qualified name of a parameter of a module; the owner "" is the model itself."""
-    if not owner:
-        return name
-    return f"{owner}.{name}"

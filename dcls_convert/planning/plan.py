@@ -18,9 +18,9 @@ from ..records import STRICT, JsonFraction, Record
 from ..tables import as_html, as_text
 from ..text import count_text, counts_text, printable, range_text, short_list, shortened
 from .budget import PlanBudget, solve_counts
-from .layer_plan import LayerPlan, check_layer
+from .layer_plan import LayerPlan, check_layer, position_groups
 from .paths import any_matches_path, nearest_paths
-from .tie_groups import TieGroup, tie_groups_of, without_lone_ties
+from .tie_groups import without_lone_ties
 
 PLAN_FORMAT = 1
 
@@ -43,7 +43,6 @@ class ConversionPlan(Record):
     tie: Tie
     share: JsonFraction  # number of new parameters allowed, as a share of the replaced weights
     layers: tuple[LayerPlan, ...]
-    tie_groups: tuple[TieGroup, ...]
     skipped: tuple[Skipped, ...]
     budget: PlanBudget
     params: int  # of the whole model, before
@@ -111,7 +110,6 @@ class ConversionPlan(Record):
         return replace(
             self,
             layers=layers,
-            tie_groups=tie_groups_of(layers),
             budget=budget,
             skipped=(*self.skipped, *removed),
         )
@@ -166,9 +164,11 @@ class ConversionPlan(Record):
             return None
         return growths.pop()
 
-    def group(self, name: str) -> TieGroup:
-        """Return the tie group of that name, which must be one of the plan's."""
-        return next(group for group in self.tie_groups if group.name == name)
+    def owner_of(self, layer: LayerPlan) -> LayerPlan:
+        """Return the layer whose positions a layer uses: the first of its tie group, or itself."""
+        if layer.tie_group is None:
+            return layer
+        return next(first for first in self.layers if first.tie_group == layer.tie_group)
 
 
 def _as_patterns(paths: str | Sequence[str]) -> list[str]:
@@ -184,22 +184,19 @@ def _as_patterns(paths: str | Sequence[str]) -> list[str]:
 
 
 def _check_plan(plan: ConversionPlan) -> None:
-    """Raise PlanError for impossible inputs or layers, or tie groups that are not the layers'."""
+    """Raise PlanError for impossible inputs or layers, or ties of layers that are not alike."""
     if plan.input_size is not None:
         checked_input_size(plan.input_size)
     if plan.example_inputs is not None:
         check_inputs(plan.example_inputs)
     for layer in plan.layers:
         check_layer(layer)
-    for group in plan.tie_groups:
+    for group in position_groups(plan.layers):
         shapes = set()
-        for layer in plan.layers:
-            if layer.tie_group == group.name:
-                shapes.add((layer.position_shape, layer.dilated_size, layer.interpolation))
+        for layer in group:
+            shapes.add((layer.position_shape, layer.dilated_size, layer.interpolation))
         if len(shapes) > 1:
             raise PlanError(
-                f"tie group {shortened(group.name)}: its layers have {len(shapes)} different shapes"
+                f"tie group {shortened(str(group[0].tie_group))}: its layers have {len(shapes)} "
+                "different shapes"
             )
-    if plan.tie_groups != tie_groups_of(plan.layers):
-        names = short_list(group.name for group in plan.tie_groups)
-        raise PlanError(f"the plan's tie groups do not match its layers: {names}")

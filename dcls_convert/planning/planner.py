@@ -37,7 +37,7 @@ from .layer_plan import LayerPlan
 from .plan import ConversionPlan
 from .plan_options import PlanOptions
 from .rules import Rule, RuleSet
-from .tie_groups import tie_groups_of, with_tie_groups
+from .tie_groups import with_tie_groups
 from .windows import choose_window, recommended_size
 
 # A draft is a LayerPlan that has no tie group yet, and whose kernel count may still be UNSOLVED.
@@ -152,7 +152,6 @@ def make_plan(
         tie=options.tie,
         share=share,
         layers=layers,
-        tie_groups=tie_groups_of(layers),
         budget=budget,
         folded=False,
     )

@@ -5,26 +5,12 @@ A draft is a LayerPlan that has no tie group yet, and whose kernel count may sti
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..errors import PlanError
 from ..geometry import size_text
-from ..networks.stages import common_parent
-from ..records import STRICT
 from .budget import UNSOLVED
-from .layer_plan import LayerPlan
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TieGroup:
-    """Layers that share their positions, and the module on which the positions are registered."""
-
-    __pydantic_config__ = STRICT
-
-    name: str
-    owner: str  # qualified name of the lowest module that holds the group; "" is the model itself
-    parameters: dict[str, str]  # "positions" (and "sigma") -> the parameter's name on the owner
-    layers: tuple[str, ...]
+from .layer_plan import LayerPlan, position_groups
 
 
 def with_tie_groups(drafts: Sequence[LayerPlan]) -> list[LayerPlan]:
@@ -104,39 +90,12 @@ def check_counts_can_be_tied(
                 )
 
 
-def tie_groups_of(layers: Sequence[LayerPlan]) -> tuple[TieGroup, ...]:
-    """Return the tie groups, each with the lowest module that holds its layers as its owner.
-
-    Groups with the same owner have different names for their parameters.
-    """
-    members_of: dict[str, list[LayerPlan]] = {}
-    for layer in layers:
-        if layer.tie_group is not None:
-            members_of.setdefault(layer.tie_group, []).append(layer)
-    groups_on: Counter[str] = Counter()
-    groups = []
-    for group, members in members_of.items():
-        names = tuple(layer.name for layer in members)
-        owner = common_parent(names)
-        groups_on[owner] += 1
-        suffix = ""
-        if groups_on[owner] > 1:
-            suffix = f"_{groups_on[owner]}"
-        parameters = {}
-        for parameter in members[0].shared_parameters:
-            parameters[parameter] = f"dcls_{parameter}{suffix}"
-        groups.append(TieGroup(name=group, owner=owner, parameters=parameters, layers=names))
-    return tuple(groups)
-
-
 def without_lone_ties(layers: Sequence[LayerPlan]) -> list[LayerPlan]:
     """Remove the tie group of each layer that shares its positions with no other layer."""
-    members: Counter[str | None] = Counter()
-    for layer in layers:
-        members[layer.tie_group] += 1
+    alone = {first.name for first, *others in position_groups(layers) if not others}
     untied = []
     for layer in layers:
-        if layer.tie_group is not None and members[layer.tie_group] == 1:
+        if layer.name in alone:
             layer = replace(layer, tie_group=None)
         untied.append(layer)
     return untied

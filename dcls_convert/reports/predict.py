@@ -61,7 +61,7 @@ def predicted_layer(plan: ConversionPlan, layer: LayerPlan) -> LayerReport:
         weights = layer.folded_weights
     else:
         weights = layer.lines * layer.kernel_count  # each kernel line has this many elements
-        if layer.tie_group is None or plan.group(layer.tie_group).layers[0] == layer.name:
+        if plan.owner_of(layer) is layer:
             positions = layer.group_position_params
     return LayerReport(
         name=layer.name,

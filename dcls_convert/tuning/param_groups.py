@@ -2,19 +2,16 @@
 
 import importlib
 import math
-import warnings
 from collections.abc import Iterable
 from numbers import Real
-from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError, check_argument
-from ..networks.position_parameters import PositionParameter, position_parameters
+from ..networks.position_parameters import position_parameters
 from ..networks.wrappers import inside_wrappers
 from ..options import POSITION_LR_SCALE
-from ..planning.paths import joined_name
 
 WEIGHT_DECAY = 0.05  # value of the paper's ConvNeXt recipe
 
@@ -81,7 +78,6 @@ def param_groups(
     scale_of: dict[int, float] = {}  # id of a positions or sigma parameter -> its own lr_scale
     for parameter in position_parameters(model):
         scale_of[id(parameter.tensor)] = scale_of_kind[parameter.kind]
-    _warn_if_half_precision(position_parameters(model))
 
     timm_groups = _make_timm_groups(model, weight_decay=weight_decay, **timm_options)
     groups = _split_off_positions(timm_groups, scale_of)
@@ -89,19 +85,6 @@ def param_groups(
         for group in groups:
             group["lr"] = lr * group.pop("lr_scale", 1.0)
     return groups
-
-
-def _warn_if_half_precision(parameters: Iterable[PositionParameter]) -> None:
-    """Warn if positions or sigmas have been cast with the model, as by `model.bfloat16()`."""
-    dtypes = {parameter.tensor.dtype for parameter in parameters if parameter.tensor.itemsize < 4}
-    if dtypes:
-        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        warnings.warn(
-            f"positions are in {names}, in which small updates are rounded away, so that most "
-            "positions do not move; cast the network before its conversion, or give every DCLS "
-            "layer float32 again: layer.positions.data = layer.positions.data.float()",
-            stacklevel=3,
-        )
 
 
 def _split_off_positions(
@@ -144,28 +127,11 @@ def _check_rates(**rates: float | Tensor | None) -> None:
 
 def _make_timm_groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
     """Make timm's own groups. They have an `lr_scale` if the options have `layer_decay`."""
-    # timm reads a parameter's depth from its name. A tied parameter is registered on its stage, so
-    # timm would assign it to the head. Name it after its first layer instead.
-    layer_names = {}
-    for position_parameter in position_parameters(model):
-        first_layer = next(iter(position_parameter.layers))
-        layer_name = joined_name(first_layer, position_parameter.kind)
-        layer_names[position_parameter.name] = layer_name
-    named = []
-    for name, parameter in model.named_parameters():
-        named.append((layer_names.get(name, name), parameter))
-    # A stand-in for the model that has only the attributes that timm's functions read.
-    renamed_model = SimpleNamespace(
-        named_parameters=lambda: named,
-        pretrained_cfg=getattr(model, "pretrained_cfg", None) or {},
-    )
-    if hasattr(model, "group_matcher"):
-        renamed_model.group_matcher = model.group_matcher
     without_decay: Iterable[str] = getattr(model, "no_weight_decay", tuple)()
     options["no_weight_decay_list"] = {*without_decay, *options.get("no_weight_decay_list", ())}
     optim: Any = importlib.import_module("timm.optim")
     make_groups = optim.param_groups_weight_decay
     if "layer_decay" in options:
         make_groups = optim.param_groups_layer_decay
-    groups: list[dict[str, Any]] = make_groups(renamed_model, **options)
+    groups: list[dict[str, Any]] = make_groups(model, **options)
     return groups

@@ -14,7 +14,7 @@ from ..networks.source import LIBRARY_KINDS, ModelSource
 from ..text import short_list
 
 USUAL_CLASSIFIERS = ("fc", "classifier", "head")  # for models that do not name their classifier
-CONVERTED_ENTRIES = ("dcls_positions", ".positions")  # how names of DCLS layers end
+CONVERTED_ENTRY = ".positions"  # how names of DCLS layers end
 ALIGNMENT = 64  # bytes; torch allocates memory at multiples of it
 
 
@@ -251,7 +251,7 @@ def describe_misfits(
         name.startswith(classifier_prefixes(model)) for name in (*missing, *unexpected)
     ):
         differences.append("state the number of classes for a new classifier, or 0 for none")
-    if any(name.endswith(CONVERTED_ENTRIES) for name in unexpected):
+    if any(name.endswith(CONVERTED_ENTRY) for name in unexpected):
         differences.append(
             "these weights are of a converted model: load them into the model that load_converted "
             "or timm makes from its folder, and call save_converted"

@@ -13,7 +13,7 @@ from ..errors import CheckpointError
 from ..networks.wrappers import WRAPPER_NAMES
 from ..progress import Note, ignore_messages
 from ..text import short_list
-from .loading import CONVERTED_ENTRIES, classifier_prefixes
+from .loading import CONVERTED_ENTRY, classifier_prefixes
 
 MAX_PREFIX_PARTS = 8  # components of a prefix that is tried; bounded because a name can have any
 FLATTENED = re.compile(r"^(\w+)_([0-9]+)\.")  # beginning of a name in a `features_only` network
@@ -164,7 +164,7 @@ def _without_outsiders(
     kept: dict[str, Tensor] = {}
     outside: list[str] = []
     for name, tensor in state.items():
-        if name.partition(".")[0] in inside or name.endswith(CONVERTED_ENTRIES):
+        if name.partition(".")[0] in inside or name.endswith(CONVERTED_ENTRY):
             kept[name] = tensor
         else:
             outside.append(name)

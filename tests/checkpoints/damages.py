@@ -12,7 +12,7 @@ from dcls_convert.checkpoints.stamp import METADATA_KEY
 
 from .folders import edit_json, edit_stamp, edit_tensors
 
-POSITIONS = "stages.2.blocks.dcls_positions"  # shared by four layers
+POSITIONS = "stages.2.blocks.0.conv_dw.positions"  # shared by four layers
 WEIGHT = "stages.1.blocks.0.conv_dw.weight"
 
 

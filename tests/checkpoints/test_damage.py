@@ -116,7 +116,7 @@ def test_users_may_edit_labels_layout_report_card_and_other_files(folder):
         ("good", set_value(WEIGHT, 0, 1e6), "outputs: do not match the stored ones (difference"),
         (
             "gauss",
-            set_value("stages.2.blocks.dcls_sigma", 0, 0.2),
+            set_value("stages.2.blocks.0.conv_dw.sigma", 0, 0.2),
             "has 1 of 1728 sigmas below 0.27 cells, the minimum",
         ),
     ],

@@ -127,7 +127,7 @@ def test_dtype_is_kept_and_used_for_comparison_and_channels_may_be_last(tmp_path
     folder = save(tmp_path / "out", model, plan)
     stored = load_file(folder / WEIGHTS).values()
     dtypes = {tensor.dtype for tensor in stored if tensor.is_floating_point()}
-    assert dtypes == {torch.bfloat16}
+    assert dtypes == {torch.bfloat16, torch.float32}  # the latter for positions
     verified = verify(folder)
     assert problems(verified) == []
     assert verified.checks[-1].detail.startswith("match the stored ones (difference 0.0e+00, ")
@@ -269,7 +269,7 @@ class WithExtraState(nn.Module):
     [
         (
             replace_conv(copy.deepcopy),
-            rf"{BLOCK} has its own positions; the plan shares them in stages\.2",
+            rf"{BLOCK} has positions of its own; in the plan, it has those of stages\.2",
         ),
         (
             replace_conv(nn.Sequential),

@@ -7,7 +7,6 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torchvision.models.feature_extraction import create_feature_extractor
 
 from dcls_convert.layers.dcls_conv import DclsConv2d, DclsConv3d, DclsConvNd
 
@@ -19,11 +18,9 @@ def layers(model):
 
 
 def last_two_tied(*modules):
-    """Return the modules in sequence; the last two share the positions of the last one."""
+    """Return the modules in sequence; the last two share the positions of the one before last."""
     model = nn.Sequential(*modules)
-    model.shared = nn.Parameter(model[-1].positions.detach().clone())
-    for layer in model[-2:]:
-        layer.tie_(model, {"positions": "shared"})
+    model[-1].tie_(model[-2])
     for index, parameter in enumerate(model.parameters()):
         parameter.data = randn(*parameter.shape, seed=index, dtype=torch.float32)
     return model
@@ -72,19 +69,6 @@ def test_positions_and_elements_pass_through_memory_formats(case):
         assert network[0].weight.is_contiguous(memory_format=memory_format)
 
 
-def test_torchvision_extracts_features_without_the_owner_of_positions():
-    model = nn.Sequential(stage((5, 7), 5, 5))
-    images = randn(1, 2, 9, 9, dtype=torch.float32)
-    expected = {"0.1": model[0][:2](images), "0.2": model(images)}
-    extractor = create_feature_extractor(model, list(expected))
-    for network in (extractor, copy.deepcopy(extractor)):
-        torch.testing.assert_close(network(images), expected, rtol=0, atol=0)
-        # All positions are registered as parameters, tied ones once.
-        positions = [id(layer.positions) for layer in layers(network)]
-        assert (len(positions), len(set(positions))) == (3, 2)
-        assert set(positions) <= {id(parameter) for parameter in network.parameters()}
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
@@ -99,7 +83,7 @@ def test_compiled_layers_keep_their_positions_inside_as_uncompiled_ones_do(backe
     results = []
     with torch.no_grad():
         for name, parameter in start.named_parameters():
-            parameter.mul_(9 if name.endswith(("positions", "shared")) else 0.5)  # far outside
+            parameter.mul_(9 if name.endswith("positions") else 0.5)  # far outside
     for compiled in (False, True):
         model = copy.deepcopy(start)
         step = torch.compile(model, fullgraph=True, backend=backend) if compiled else model
@@ -114,21 +98,3 @@ def test_compiled_layers_keep_their_positions_inside_as_uncompiled_ones_do(backe
         results.append(positions_after_forward)
     assert all(positions.abs().max() <= 3 for positions in results[0])
     close(results[1], results[0], 1e-5)
-
-
-def test_a_replica_of_a_tied_layer_computes_on_its_own_device():
-    """Make a replica as nn.DataParallel does for each device.
-
-    Here the second device is meta, which needs no hardware.
-    """
-    model = stage((5, 7), 5, 5)
-    replicas = {module: module._replicate_for_data_parallel() for module in model.modules()}
-    for module, replica in replicas.items():
-        for name, child in module._modules.items():
-            setattr(replica, name, replicas[child])
-        for name, parameter in module._parameters.items():
-            setattr(replica, name, None if parameter is None else parameter.to("meta"))
-    replica = replicas[model]
-    assert replica[2].positions.is_meta
-    assert replica.train()(torch.empty(1, 2, 9, 9, device="meta")).is_meta
-    assert model[2].positions is model.shared

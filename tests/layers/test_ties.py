@@ -1,13 +1,23 @@
-"""Tied positions have one owner and one name, and stay tied whatever is done to the model."""
+"""The first layer of a tie group has the positions; torch and others need to know nothing of it."""
 
 import copy
+import gc
 import io
+import itertools
+import weakref
 
 import pytest
 import timm
 import torch
 from safetensors.torch import load, save
+from timm.utils import ModelEmaV3
 from torch import nn
+from torch.func import functional_call, stack_module_state
+from torch.optim.swa_utils import AveragedModel
+from torchvision.models import mobilenet_v2
+from torchvision.models._utils import IntermediateLayerGetter
+from torchvision.models.detection.backbone_utils import _mobilenet_extractor
+from torchvision.models.feature_extraction import create_feature_extractor
 
 import dcls_convert
 from dcls_convert.layers.dcls_conv import DclsConv2d
@@ -17,21 +27,27 @@ from .common import randn
 
 EXPECTED_GROUPS = [[0], [1, 2], [3, 4, 5, 6], [7, 8]]  # depths 1, 2, 4, 2
 OPTIONS = {"dilated_size": 9, "interpolation": "gaussian"}  # positions and sigmas are tied
+FIRST_LAYERS = [f"stages.{stage}.blocks.0.conv_dw" for stage in range(4)]
+IMAGE = randn(2, 3, 32, 32, dtype=torch.float32)
+
+
+def network(seed=0):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = timm.create_model(TINY, ls_init_value=1.0).eval()
+    dcls_convert.convert_(model, **OPTIONS, init="random", seed=seed)
+    return model
 
 
 @pytest.fixture(scope="module")
 def converted():
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = timm.create_model(TINY).eval()
-    dcls_convert.convert_(model, **OPTIONS, init="random")
-    return model
+    return network()
 
 
 @pytest.fixture(scope="module")
 def converted_on_meta():
     with torch.device("meta"):
-        model = timm.create_model(TINY)
+        model = timm.create_model(TINY, ls_init_value=1.0)
     dcls_convert.convert_(model, **OPTIONS)
     return model
 
@@ -48,6 +64,11 @@ def groups(model: nn.Module) -> list[list[int]]:
     return list(members.values())
 
 
+@torch.no_grad()
+def outputs(model, image=IMAGE):
+    return model.eval()(image)
+
+
 def assert_is_copy(model: nn.Module, original: nn.Module) -> None:
     """Check that the model has ties and tensors of its own, and the original's outputs."""
     assert groups(model) == EXPECTED_GROUPS
@@ -56,9 +77,7 @@ def assert_is_copy(model: nn.Module, original: nn.Module) -> None:
     assert len({id(tensor) for tensor in state.values()}) == len(state)  # every tensor has one name
     assert not {id(p) for p in model.parameters()} & {id(p) for p in original.parameters()}
     assert {id(layer.positions) for layer in layers(model)} <= {id(p) for p in model.parameters()}
-    image = randn(2, 3, 32, 32, dtype=torch.float32)
-    with torch.no_grad():
-        assert torch.equal(model.eval()(image), original.eval()(image))
+    assert torch.equal(outputs(model), outputs(original))
 
 
 def saved_and_loaded(model, *, weights_only):
@@ -83,6 +102,8 @@ COPIES = {
     "torch.save": lambda model, _: saved_and_loaded(model, weights_only=False),
     "meta and assign": assigned,
     "to_empty and safetensors": emptied,
+    "EMA": lambda model, _: ModelEmaV3(model).module,
+    "SWA": lambda model, _: AveragedModel(model).module,
 }
 
 
@@ -91,9 +112,9 @@ def test_ties_survive_copying(converted, converted_on_meta, way):
     copied = COPIES[way](converted, copy.deepcopy(converted_on_meta))
     assert_is_copy(copied, converted)
     before = [layer.kernel() for layer in layers(copied)]
-    owner = copied.stages[2].blocks
+    first = copied.get_submodule(FIRST_LAYERS[2])
     # The parameter is replaced, not changed in place: layers look it up at each use.
-    owner.dcls_positions = nn.Parameter(owner.dcls_positions.detach() + 0.4)
+    first.positions = nn.Parameter(first.positions.detach() + 0.4)
     changed = [
         not torch.equal(old, layer.kernel())
         for old, layer in zip(before, layers(copied), strict=True)
@@ -121,7 +142,7 @@ def _conversion(request):
 def with_gradients(model):
     """Return a copy after a backward pass."""
     copied = copy.deepcopy(model)
-    copied(randn(1, 3, 32, 32, dtype=torch.float32)).square().sum().backward()
+    copied(IMAGE).square().sum().backward()
     return copied
 
 
@@ -138,8 +159,11 @@ def test_ties_values_and_gradients_survive_conversions(converted, prepared, chan
     assert groups(model) == EXPECTED_GROUPS
     # Optimizers hold references to the parameters.
     assert [id(parameter) for parameter in model.parameters()] == ids
-    dtype = options.get("dtype", torch.float32)
-    for parameter, value, gradient in zip(model.parameters(), values, gradients, strict=True):
+    named = zip(model.named_parameters(), values, gradients, strict=True)
+    for (name, parameter), value, gradient in named:
+        dtype = options.get("dtype", torch.float32)
+        if name.endswith(("positions", "sigma")):  # not in half precision
+            dtype = torch.promote_types(dtype, torch.float32)
         assert torch.equal(parameter, value.to(dtype))
         assert parameter.requires_grad
         assert (parameter.grad is None) == (gradient is None)
@@ -157,20 +181,111 @@ def test_ties_survive_to_empty(converted, prepared):
     assert_is_copy(model, converted)
 
 
-def test_tied_positions_are_named_by_their_stage_and_shown_as_tied(converted):
-    names = {name for name in converted.state_dict() if "dcls_positions" in name}
-    assert names == {f"stages.{stage}.blocks.dcls_positions" for stage in (1, 2, 3)}
-    assert "positions=tied" in repr(layers(converted)[1])
+def test_positions_have_the_first_layers_names_and_others_are_shown_as_tied(converted):
+    expected = {f"{name}.{kind}" for name in FIRST_LAYERS for kind in ("positions", "sigma")}
+    for names in (converted.state_dict(), dict(converted.named_parameters())):
+        assert {name for name in names if name.endswith(("positions", "sigma"))} == expected
+    assert ["positions=tied" in repr(layer) for layer in layers(converted)[:3]] == [
+        False,
+        False,
+        True,
+    ]
 
 
-def test_a_part_copied_alone_has_positions_of_its_own(converted):
-    blocks = copy.deepcopy(converted).stages[2].blocks
-    block = blocks[1]
-    shared = blocks.dcls_positions.requires_grad_(False)
-    copied = copy.deepcopy(block)
-    assert not copied.conv_dw.is_tied
-    assert copied.get_parameter("conv_dw.positions").requires_grad is False
+def test_a_dropped_network_is_freed_at_once(converted):
+    copied = copy.deepcopy(converted)
+    reference = weakref.ref(copied.stages[1].blocks[1].conv_dw.weight)
+    gc.disable()
+    try:
+        del copied
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_each_block_can_be_a_parameter_group(converted):
+    model = copy.deepcopy(converted)
+    blocks = [block for stage in model.stages for block in stage.blocks]
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    for block in reversed(blocks):  # gradual unfreezing
+        optimizer.add_param_group({"params": list(block.parameters())})
+    torch.optim.AdamW([{"params": block.parameters()} for block in blocks])
+
+
+def test_functional_calls_use_other_positions_for_all_layers_and_have_their_gradients(converted):
+    model = copy.deepcopy(converted)
+    parameters = dict(model.named_parameters())
+    before = outputs(model)
+    other = network(seed=1)
+    called = functional_call(model, dict(other.named_parameters()), (IMAGE,))
+    assert torch.equal(called, outputs(other))
+    assert torch.equal(outputs(model), before)
+    gradients = torch.func.grad(lambda values: functional_call(model, values, (IMAGE,)).sum())(
+        parameters
+    )
+    model(IMAGE).sum().backward()
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(gradients[name], parameter.grad)
+    stacked, _ = stack_module_state([model, other])
+    assert stacked.keys() == parameters.keys()
+
+
+def test_a_part_copied_without_the_first_layer_has_positions_of_its_own(converted):
+    model = copy.deepcopy(converted)
+    part = model.stages[2].blocks[1:]
     x = torch.randn(1, 48, 8, 8)
-    assert torch.equal(copied(x), block(x))
-    shared.data.add_(1)
-    assert not torch.equal(copied(x), block(x))
+    copied = copy.deepcopy(part)
+    assert [layer.is_tied for layer in layers(copied)] == [False, True, True]
+    assert groups(copied) == [[0, 1, 2]]
+    names = [name for name in copied.state_dict() if name.endswith("positions")]
+    assert names == ["1.conv_dw.positions"]
+    assert not any(name.endswith("positions") for name, _ in part.named_parameters())
+    assert torch.equal(copied(x), part(x))
+    model.get_submodule(FIRST_LAYERS[2]).positions.data.add_(1)
+    assert not torch.equal(copied(x), part(x))
+    alone = copy.deepcopy(part[1].conv_dw)
+    assert {"positions", "sigma"} <= dict(alone.named_parameters()).keys()
+
+
+PARTS = {
+    "children": lambda model: nn.Sequential(*model.features),
+    "layer getter": lambda model: IntermediateLayerGetter(model.features, {"18": "out"}),
+    "fx extractor": lambda model: create_feature_extractor(model, ["features.18"]),
+    "pyramid": lambda model: _mobilenet_extractor(model, True, 6),
+}
+
+
+@pytest.mark.parametrize("way", PARTS)
+def test_parts_that_torchvision_makes_have_all_positions_once(way):
+    torch.manual_seed(0)
+    model = mobilenet_v2(width_mult=0.5)
+    dcls_convert.convert_(model, dilated_size=5, init="random", input_size=(3, 64, 64))
+    part = PARTS[way](model)
+    used = {id(layer.positions) for layer in layers(part)}
+    assert len(used) < len(layers(part))
+    assert used <= {id(parameter) for parameter in part.parameters()}
+    state = part.state_dict(keep_vars=True).values()
+    assert len({id(tensor) for tensor in state}) == len(state)
+    assert copy.deepcopy(part).state_dict().keys() == part.state_dict().keys()
+
+
+def test_positions_are_read_on_the_layers_own_device_as_dataparallel_needs_it(converted):
+    """Make replicas as nn.DataParallel does. Here the second device is meta, which needs no GPU."""
+    model = copy.deepcopy(converted)
+    replicas = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for module, replica in replicas.items():
+        for name, child in module._modules.items():
+            setattr(replica, name, replicas[child])
+        for name, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
+            setattr(replica, name, None if tensor is None else tensor.to("meta"))
+    replica = replicas[model]
+    assert replica.train()(torch.empty(1, 3, 32, 32, device="meta")).is_meta
+    assert not model.stages[1].blocks[1].conv_dw.positions.is_meta
+
+
+def test_a_tied_layer_compiles_and_exports(converted):
+    expected = outputs(converted)
+    compiled = torch.compile(copy.deepcopy(converted), backend="eager", fullgraph=True)
+    torch.testing.assert_close(outputs(compiled), expected)
+    exported = torch.export.export(converted, (IMAGE,)).module()
+    torch.testing.assert_close(exported(IMAGE), expected)

@@ -162,7 +162,7 @@ def test_folding_and_a_folded_plan_agree_in_outputs_and_report(dims, tie, interp
     plan = plan_conversion(
         find_convs(model, size), dilated_size=7, tie=tie, interpolation=interpolation
     )
-    assert bool(plan.tie_groups) is (tie == "stage")
+    assert all((layer.tie_group is not None) == (tie == "stage") for layer in plan.layers)
     apply_plan_(model, plan, init="random", positions="uniform")
     expected = outputs(with_random_values(model), size)
     assert fold_to_dense_(model) == 6
@@ -203,27 +203,6 @@ def test_reparameterize_model_keeps_the_outputs_of_plain_networks():
     assert not any(isinstance(module, DclsConvNd) for module in folded.modules())
     assert max_relative_error(expected, outputs(folded)) < FLOAT64_ERROR
     assert torch.equal(outputs(model), expected)
-
-
-def depthwise():
-    return nn.Conv2d(3, 3, 3, padding=1, groups=3)
-
-
-def test_positions_tied_across_children_are_removed_with_the_last_layer():
-    model = nn.Sequential(nn.Sequential(depthwise()), nn.Sequential(depthwise()))
-    plan = plan_conversion(find_convs(nn.Sequential(model), IMAGE), dilated_size=5)
-    (group,) = plan.tie_groups
-    model = nn.Sequential(model)
-    apply_plan_(model, replace(plan, tie_groups=(replace(group, owner=""),)))
-    model = model.double()
-    expected = outputs(with_random_values(model))
-    assert position_entries(model) == ["dcls_positions"]
-    assert fold_to_dense_(model[0][0]) == 1
-    assert position_entries(model) == ["dcls_positions"]
-    assert max_relative_error(expected, outputs(model)) < FLOAT64_ERROR
-    assert fold_to_dense_(model) == 1
-    assert not position_entries(model)
-    assert max_relative_error(expected, outputs(model)) < FLOAT64_ERROR
 
 
 def test_folding_leaves_no_attributes_of_ours_on_modules(tiny):

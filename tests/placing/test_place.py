@@ -57,12 +57,13 @@ def test_a_plan_for_another_model_is_refused_and_the_model_unchanged(wrong):
     assert_refused(WRONG_MODELS[wrong](), plan_of(Net()), PlanError, match=match)
 
 
-def test_a_traced_graph_whose_copies_would_lose_shared_positions_is_refused():
+def test_layers_of_a_traced_graph_and_its_copies_share_positions():
     model = fx.symbolic_trace(Net())
-    message = "convert before tracing, or with tie='none'"
-    assert_refused(model, plan_of(model), PlanError, match=message)
-    apply_plan_(model, plan_of(model, tie="none"), init="random")
-    assert state_of(copy.deepcopy(model)).keys() == state_of(model).keys()
+    apply_plan_(model, plan_of(model), init="random")
+    copied = copy.deepcopy(model)
+    assert state_of(copied).keys() == state_of(model).keys()
+    one, other = (copied.get_submodule(f"layer1.{index}") for index in (0, 1))
+    assert one.positions is other.positions is not model.get_submodule("layer1.0").positions
 
 
 @pytest.mark.parametrize("missing", [False, True], ids=["another object", "no module"])

@@ -112,7 +112,6 @@ def test_anything_but_a_plan_is_refused_in_one_line(text):
 @pytest.mark.parametrize(
     ("path", "value", "says"),
     [
-        (("layers", -1, "tie_group"), "nowhere", "tie groups do not match its layers: "),
         (("layers", -1, "kernel_count"), -1, "kernel count -1 must be from 1 to the 49 cells"),
         (("layers", 0, "kernel_count"), 1, "its layers have 2 different shapes"),
         (("layers", -1, "dilated_size"), [8, 8], "must be odd"),
@@ -127,8 +126,6 @@ def test_anything_but_a_plan_is_refused_in_one_line(text):
         (("example_inputs",), [INTEGERS, INTEGERS], "two of one name"),
         (("example_inputs",), [{**INTEGERS, "range": [5, 2]}], "impossible range"),
         (("example_inputs",), [{**INTEGERS, "range": [0, 2**63]}], "impossible range"),
-        (("tie_groups", -1, "layers"), ["layer2.1"], "tie groups do not match its layers: "),
-        (("tie_groups", -1, "name"), "\x1b]0;title\x07", "tie groups do not match "),
     ],
     ids=str,
 )

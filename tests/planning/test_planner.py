@@ -14,6 +14,7 @@ from dcls_convert.errors import PlanError
 from dcls_convert.layers.conv_classes import CONV_CLASSES
 from dcls_convert.layers.dcls_conv import DclsConv2d, DclsConvNd
 from dcls_convert.networks.find_convs import find_convs
+from dcls_convert.planning.layer_plan import position_groups
 from dcls_convert.planning.planner import plan_conversion
 from dcls_convert.planning.rule_files import parse_rules
 from dcls_convert.reports.predict import predict_report
@@ -79,6 +80,11 @@ def names_of_stage_and_shape(model):
     return names_of
 
 
+def tied(plan):
+    """Return the groups of layers that share positions."""
+    return [group for group in position_groups(plan.layers) if group[0].tie_group is not None]
+
+
 @many_examples
 @each_tree
 def test_layers_are_tied_where_stage_and_shape_are_the_same_and_nowhere_else(stages, interpolation):
@@ -90,7 +96,8 @@ def test_layers_are_tied_where_stage_and_shape_are_the_same_and_nowhere_else(sta
             expected.append(sorted(names))
         else:
             untied |= names
-    assert sorted(sorted(group.layers) for group in plan.tie_groups) == sorted(expected)
+    groups = [sorted(layer.name for layer in group) for group in tied(plan)]
+    assert sorted(groups) == sorted(expected)
     assert {layer.name for layer in plan.layers if layer.tie_group is None} == untied
 
 
@@ -98,26 +105,10 @@ def test_layers_are_tied_where_stage_and_shape_are_the_same_and_nowhere_else(sta
 @each_tree
 def test_a_tie_group_has_a_name_of_its_own_and_one_count(stages, interpolation):
     _, plan = tree_and_plan(stages, interpolation)
-    layers = {layer.name: layer for layer in plan.layers}
-    assert len({group.name for group in plan.tie_groups}) == len(plan.tie_groups)
-    for group in plan.tie_groups:
-        counts = set()
-        for name in group.layers:
-            assert layers[name].tie_group == group.name
-            counts.add(layers[name].kernel_count)
-        assert len(counts) == 1
-
-
-@many_examples
-@each_tree
-def test_the_owner_of_a_tie_group_is_the_lowest_module_with_all_its_layers(stages, interpolation):
-    model, plan = tree_and_plan(stages, interpolation)
-    for group in plan.tie_groups:
-        members = {model.get_submodule(name) for name in group.layers}
-        owner = model.get_submodule(group.owner)
-        assert members <= set(owner.modules())
-        for child in owner.children():
-            assert not members <= set(child.modules())
+    for group in tied(plan):
+        assert len({layer.kernel_count for layer in group}) == 1
+        for layer in group:
+            assert plan.owner_of(layer) is group[0]
 
 
 @many_examples
@@ -126,15 +117,14 @@ def test_tied_layers_share_their_parameters_and_each_tensor_has_one_name(stages,
     model, plan = tree_and_plan(stages, interpolation)
     apply_plan_(model, plan)
     shared = {"positions", "sigma"} if interpolation == "gaussian" else {"positions"}
-    for group in plan.tie_groups:
-        assert set(group.parameters) == shared
-        for own_name, name_on_owner in group.parameters.items():
-            parameter = model.get_submodule(group.owner)._parameters[name_on_owner]
-            for name in group.layers:
-                assert getattr(model.get_submodule(name), own_name) is parameter
+    for first, *others in tied(plan):
+        owner = model.get_submodule(first.name)
+        for layer in others:
+            for name in shared:
+                assert getattr(model.get_submodule(layer.name), name) is owner._parameters[name]
     untied = [layer for layer in plan.layers if layer.tie_group is None]
     positions = {layer.positions for layer in model.modules() if isinstance(layer, DclsConvNd)}
-    assert len(positions) == len(plan.tie_groups) + len(untied)
+    assert len(positions) == len(tied(plan)) + len(untied)
     assert len(model.state_dict()) == len(list(model.parameters()))
 
 
@@ -143,7 +133,7 @@ def test_layers_outside_of_stages_and_with_tie_none_have_positions_of_their_own(
     model.first = depthwise()
     model.second = depthwise()
     for plan in (plan_of(model, None), plan_of(Net(), tie="none")):
-        assert plan.tie_groups == ()
+        assert not tied(plan)
         assert {layer.tie_group for layer in plan.layers} == {None}
 
 

@@ -253,7 +253,7 @@ def test_layers_of_a_stage_by_pattern_are_tied():
     plan = plan_of(model, None, rules=rules)
     assert plan.stages_from.endswith(", the pattern of rule 'halves'")
     assert [layer.stage for layer in plan.layers] == ["first"] * 10 + ["second"] * 2
-    assert [group.name for group in plan.tie_groups] == ["first", "second"]
+    assert [layer.tie_group for layer in plan.layers] == ["first"] * 10 + ["second"] * 2
 
 
 # Built-in rule sets.

@@ -10,7 +10,6 @@ import importlib.metadata
 import io
 import warnings
 from dataclasses import dataclass
-from itertools import pairwise
 
 import pytest
 import torch
@@ -27,6 +26,7 @@ from dcls_convert import (
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.networks.model_outputs import max_relative_error
 from dcls_convert.networks.running import eval_mode
+from dcls_convert.planning.layer_plan import position_groups
 
 from ..command_line import run
 from . import models
@@ -167,12 +167,12 @@ def test_stages_are_found_and_ties_are_sensible(case, converted):
     model, report = converted
     assert sorted({layer.stage for layer in report.layers}) == sorted(case.stages)
     sizes = {site.name: site.output_size for site in convs.sites}
-    layers = {layer.name: layer for layer in report.plan.layers}
-    for group in report.plan.tie_groups:
-        for one, other in pairwise(group.layers):
-            assert sizes[one] == sizes[other] is not None
-            assert layers[one].stage == layers[other].stage
-            assert model.get_submodule(one).positions is model.get_submodule(other).positions
+    for first, *others in position_groups(report.plan.layers):
+        for layer in others:
+            assert sizes[first.name] == sizes[layer.name] is not None
+            assert first.stage == layer.stage
+            shared = model.get_submodule(first.name).positions
+            assert model.get_submodule(layer.name).positions is shared
 
 
 def test_folding_keeps_outputs(case, converted):

@@ -14,7 +14,7 @@ from ..conftest import TINY
 
 
 class Plain(nn.Module):
-    """Not a timm model: DCLS layers, two of them tied at the root, and misleading names."""
+    """Not a timm model: DCLS layers, two of them tied, and misleading names."""
 
     def __init__(self):
         super().__init__()
@@ -22,9 +22,7 @@ class Plain(nn.Module):
         self.first = DclsConv2d(3, 4, interpolation="triangle", **make)
         self.second = DclsConv2d(4, 4, **make)
         self.third = DclsConv2d(4, 4, **make)
-        self.shared = nn.Parameter(self.second.positions.detach().clone())
-        for layer in (self.second, self.third):
-            layer.tie_(self, {"positions": "shared"})
+        self.third.tie_(self.second)
         self.positions = nn.Parameter(torch.randn(4, 4, 1, 1))  # not used by a DCLS layer
         self.token = nn.Parameter(torch.randn(1, 4))
 

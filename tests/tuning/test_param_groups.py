@@ -181,11 +181,17 @@ def test_wrapped_models_are_grouped_and_recorded_like_the_models_inside(tied):
     tied.stages[1] = torch.compile(tied.stages[1])  # only a part of the model
     for group in (groups := named(tied, tuning.param_groups(tied))):
         group["params"] = [name.replace("_orig_mod.", "") for name in group["params"]]
+    for group in (*groups, *alone):  # the names have changed their order
+        group["params"].sort()
     assert groups == alone
     assert tuning.PositionTracker(tied).update(0) == record
     model = nn.Sequential(Plain())  # having a single child does not make it a wrapper
     assert inside_wrappers(model) is model
-    assert tuning.no_weight_decay(model) == {"0.shared", "0.first.positions", "0.first.sigma"}
+    assert tuning.no_weight_decay(model) == {
+        "0.second.positions",
+        "0.first.positions",
+        "0.first.sigma",
+    }
 
 
 @pytest.mark.parametrize(
@@ -219,7 +225,6 @@ def test_timm_itself_does_not_decay_positions_of_converted_models_and_their_copi
         moving = moving_names(a_copy)
         assert decayed == matrices - moving
         assert a_copy.no_weight_decay() == tuning.no_weight_decay(a_copy) == moving
-        assert vars(a_copy)["no_weight_decay"].args[0] is a_copy
 
 
 def test_a_no_weight_decay_of_the_model_is_extended_and_restored_by_folding():

@@ -63,11 +63,9 @@ def test_the_loss_of_a_model_is_the_mean_over_its_positions_tensors():
     two, again = (DclsConv2d(2, 3, kernel_count=4, dilated_kernel_size=(5, 7)) for _ in range(2))
     three = DclsConv3d(2, 2, kernel_count=3, dilated_kernel_size=(2, 5, 5), dense_axes=[0])
     model = nn.ModuleList([one, two, again, three])
-    model.shared = nn.Parameter(two.positions.detach().clone())
-    for layer in (two, again):
-        layer.tie_(model, {"positions": "shared"})
+    again.tie_(two)
     model.double()
-    names = ["0.positions", "3.positions", "shared"]
+    names = ["0.positions", "1.positions", "3.positions"]
     loss = tuning.repulsive_loss(model)
     expected = sum(oracle(model.get_parameter(name).detach()) for name in names) / 3
     assert loss.item() == pytest.approx(expected, rel=1e-12)

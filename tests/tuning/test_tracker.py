@@ -74,9 +74,9 @@ def test_tied_positions_are_recorded_once(tiny):
     dcls_convert.convert_(tiny, dilated_size=9, init="random")
     assert list(tuning.PositionTracker(tiny).update(0).positions) == [
         "stages.0.blocks.0.conv_dw.positions",
-        "stages.1.blocks.dcls_positions",
-        "stages.2.blocks.dcls_positions",
-        "stages.3.blocks.dcls_positions",
+        "stages.1.blocks.0.conv_dw.positions",
+        "stages.2.blocks.0.conv_dw.positions",
+        "stages.3.blocks.0.conv_dw.positions",
     ]
 
 

@@ -14,6 +14,7 @@ from dcls_convert.conversion.load import build_network, load
 from dcls_convert.conversion.request import ConversionRequest
 from dcls_convert.errors import CheckpointError
 from dcls_convert.layers.dcls_conv import DclsConv2d
+from dcls_convert.planning.layer_plan import position_groups
 from dcls_convert.planning.plan_options import PlanOptions
 from dcls_convert.progress import ignore_messages
 from dcls_convert.weights.loading import load_weights_
@@ -85,11 +86,12 @@ def test_all_but_the_kernels_is_kept_and_kernels_keep_the_largest_cells_of_their
     old = trained.state_dict()
     assert len(replaced) == 9
     assert all(torch.equal(own[name], old[name]) for name in old.keys() - replaced)
-    for group in done.report.plan.tie_groups:
-        energy = sum(old[f"{name}.weight"].square() for name in group.layers).flatten(1)
+    for group in position_groups(done.report.plan.layers):
+        names = [layer.name for layer in group]
+        energy = sum(old[f"{name}.weight"].square() for name in names).flatten(1)
         kept = torch.zeros_like(energy, dtype=torch.bool)
         kept.scatter_(1, energy.topk(done.report.layers[0].kernel_count).indices, True)
-        for name in group.layers:
+        for name in names:
             expected = torch.where(kept, old[f"{name}.weight"].flatten(1), 0).unflatten(
                 1, (1, 7, 7)
             )

@@ -1,0 +1,116 @@
+"""What a layer writes into a state dict, and what it does not take out of one.
+
+A state dict of another conversion may have the same names and shapes: they do not depend on the
+window.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..geometry import along_learnt_axes, position_limits, size_text
+from .clamp_tensors import is_sharded
+from .ties import POSITION_PARAMETERS, Tieable, at_least_float32
+
+METADATA = "dcls"  # entry of a layer in the metadata of a state dict, which torch.save keeps
+# Cells. The last step of an optimizer may leave an element a little outside of the window, where it
+# is clamped at its next use.
+MAX_OUTSIDE = 1.0
+CURE = "load it into a network that was converted in the same way"
+
+
+class CheckedLayer(Tieable):
+    """A layer that refuses state dicts of other conversions, with torch's own error."""
+
+    dilated_kernel_size: tuple[int, ...]
+    dense_axes: tuple[int, ...]
+    interpolation: str
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        """Save the layer, and its window and interpolation in the state dict's metadata."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", {}).get(prefix.removesuffix("."))
+        if metadata is not None:
+            metadata[METADATA] = self._settings()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load the layer; positions stay in float32 at least, with `assign=True` too."""
+        problem = self.describe_other_state(state_dict, prefix, local_metadata)
+        if problem is not None and not any(CURE in message for message in error_msgs):
+            error_msgs.append(problem)  # one line for all layers
+        for name in POSITION_PARAMETERS:
+            stored = state_dict.get(prefix + name)
+            if isinstance(stored, Tensor):
+                state_dict[prefix + name] = stored.to(at_least_float32(stored.dtype))
+        if problem is None:
+            super()._load_from_state_dict(
+                state_dict,
+                prefix,
+                local_metadata,
+                strict,
+                missing_keys,
+                unexpected_keys,
+                error_msgs,
+            )
+
+    def describe_other_state(
+        self, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any]
+    ) -> str | None:
+        """Say why a state dict is not of a layer like this; None if nothing speaks against it.
+
+        Args:
+            state: A state dict.
+            prefix: What precedes the names of the layer's tensors in it.
+            metadata: What the state dict says of the layer; empty for most files.
+        """
+        name = prefix.removesuffix(".") or type(self).__name__
+        settings = self._settings()
+        stored = metadata.get(METADATA, settings)
+        if stored != settings:
+            own, theirs = (f"{size_text(size)}, {kind}" for size, kind in (settings, stored))
+            return f"{name} has window {own}, and in the state dict {theirs}; {CURE}"
+        positions = state.get(f"{prefix}positions")
+        if self.is_tied:
+            if positions is None:
+                return None
+            return f"{name} shares positions, and has its own in the state dict; {CURE}"
+        if positions is None and f"{prefix}weight" in state:
+            return f"{name} has weights but no positions in the state dict; {CURE}"
+        if isinstance(positions, Tensor):
+            return self._describe_positions_outside(positions, f"{prefix}positions")
+        return None
+
+    def _settings(self) -> tuple[tuple[int, ...], str]:
+        return self.dilated_kernel_size, self.interpolation
+
+    def _describe_positions_outside(self, positions: Tensor, name: str) -> str | None:
+        """Say how far positions are outside of the window; None if by one cell at most.
+
+        Positions that FSDP2 has sharded, perhaps along the axes of the window, are not checked.
+        """
+        if positions.is_meta or is_sharded(positions) or positions.shape != self.positions.shape:
+            return None
+        excess = 0.0
+        sides = along_learnt_axes(self.dilated_kernel_size, self.dense_axes)
+        for side, coordinates in zip(sides, positions.float(), strict=True):
+            low, high = position_limits(side)
+            smallest, largest = coordinates.aminmax()
+            excess = max(excess, low - float(smallest), float(largest) - high)
+        if excess <= MAX_OUTSIDE:
+            return None
+        return (
+            f"{name} has elements up to {excess:.3g} cells outside of the window "
+            f"{size_text(self.dilated_kernel_size)}, so they are of a larger window; {CURE}"
+        )
