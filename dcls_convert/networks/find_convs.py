@@ -325,7 +325,16 @@ def _site(
         one_sided_axes=one_sided_axes,
         input_extent=input_extent,
         output_positions=output_positions,
+        frozen=_is_frozen(conv),
     )
+
+
+def _is_frozen(conv: AnyConv) -> bool:
+    """True if no weight is trained, nor what it is computed from, as by weight norm."""
+    for name, parameter in conv.named_parameters():
+        if name != "bias" and parameter.requires_grad:
+            return False
+    return True
 
 
 def _kind(conv: AnyConv) -> str:

@@ -29,6 +29,7 @@ class OldConv:
     output_positions: int | None
     # Smallest spatial input of any call, at the stated input size; None if not known.
     input_extent: tuple[int, ...] | None = None
+    frozen: bool = False  # whether its weight is not trained
 
     @property
     def name(self) -> str:

@@ -27,6 +27,7 @@ def group_layers(drafts: Sequence[LayerPlan]) -> dict[str, list[LayerPlan]]:
 
     A group has at least two drafts, of the same stage, shape, window and interpolation. Their old
     kernels have the same size and dilation, so that one grid of initial positions fits them all.
+    Either all are trained or none: trained positions would change frozen kernels.
     """
     by_key: dict[tuple[object, ...], list[LayerPlan]] = {}
     for draft in drafts:
@@ -40,6 +41,7 @@ def group_layers(drafts: Sequence[LayerPlan]) -> dict[str, list[LayerPlan]]:
             draft.interpolation,
             draft.kernel_size,
             draft.dilation,
+            draft.frozen,
         )
         by_key.setdefault(key, []).append(draft)
     groups = [members for members in by_key.values() if len(members) > 1]

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import warnings
 from collections.abc import Iterable
 from numbers import Real
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError, check_argument
-from ..networks.position_parameters import position_parameters
+from ..networks.position_parameters import PositionParameter, position_parameters
 from ..networks.wrappers import inside_wrappers
 from ..options import POSITION_LR_SCALE
+from ..text import short_list
 
 WEIGHT_DECAY = 0.05  # value of the paper's ConvNeXt recipe
 
@@ -75,8 +77,10 @@ def param_groups(
         timm_options["layer_decay"] = layer_decay
     model = inside_wrappers(model)
     scale_of_kind = {"positions": position_lr_scale, "sigma": sigma_lr_scale}
+    parameters = position_parameters(model)
+    _warn_if_partly_frozen(parameters)
     scale_of: dict[int, float] = {}  # id of a positions or sigma parameter -> its own lr_scale
-    for parameter in position_parameters(model):
+    for parameter in parameters:
         scale_of[id(parameter.tensor)] = scale_of_kind[parameter.kind]
 
     timm_groups = _make_timm_groups(model, weight_decay=weight_decay, **timm_options)
@@ -85,6 +89,29 @@ def param_groups(
         for group in groups:
             group["lr"] = lr * group.pop("lr_scale", 1.0)
     return groups
+
+
+def _warn_if_partly_frozen(parameters: Iterable[PositionParameter]) -> None:
+    """Warn, once for all, of positions that frozen and trained layers share."""
+    problems = []
+    for parameter in parameters:
+        frozen = []
+        trained = []
+        for name, layer in parameter.layers.items():
+            if layer.weight.requires_grad:
+                trained.append(name)
+            else:
+                frozen.append(name)
+        if frozen and trained and parameter.tensor.requires_grad:
+            problems.append(f"{parameter.name} changes kernels of frozen {short_list(frozen, 2)}")
+        elif frozen and trained:
+            problems.append(f"{parameter.name} is frozen under trained {short_list(trained, 2)}")
+    if problems:
+        warnings.warn(
+            f"frozen and trained layers share positions: {short_list(problems, 2)}; freeze before "
+            "convert_, which does not tie frozen layers to others, or convert with tie='none'",
+            stacklevel=3,
+        )
 
 
 def _split_off_positions(

@@ -56,7 +56,7 @@ def test_arguments_that_json_cannot_hold_are_refused(value):
 
 PLAN = plan_of(Net(), interpolation="gaussian", model="timm:x").to_dict()
 HAVE_DEFAULTS = {("format",), ("model_args",), ("example_inputs",), ("not_measured",)}
-DEFAULTS_OF_LAYERS = {"input_extent", "count_is_stated"}
+DEFAULTS_OF_LAYERS = {"input_extent", "frozen", "count_is_stated"}
 INTEGERS = {"name": "ids", "shape": [1, 9], "dtype": "int64", "range": [0, 4]}
 # A fraction may be written as a number, and a value that may be unknown may be null.
 OPTIONAL = {"share", "exact_count", "output_positions", "macs", "kernel_count"}

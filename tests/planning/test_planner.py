@@ -128,6 +128,19 @@ def test_tied_layers_share_their_parameters_and_each_tensor_has_one_name(stages,
     assert len(model.state_dict()) == len(list(model.parameters()))
 
 
+def test_frozen_convolutions_are_not_tied_to_those_that_are_trained():
+    model = Net(lambda: [depthwise(), depthwise(), depthwise()])
+    model.layer1[0].requires_grad_(False)
+    model.layer1[2].requires_grad_(False)
+    plan = plan_of(model)
+    groups = [[layer.name for layer in group] for group in tied(plan)]
+    assert ["layer1.0", "layer1.2"] in groups
+    assert all("layer1.1" not in group for group in groups)
+    apply_plan_(model, plan)
+    trained = [model.get_submodule(f"layer1.{i}").positions.requires_grad for i in range(3)]
+    assert trained == [False, True, False]
+
+
 def test_layers_outside_of_stages_and_with_tie_none_have_positions_of_their_own():
     model = nn.Module()
     model.first = depthwise()

@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import re
 
 import pytest
 import timm
@@ -62,6 +63,7 @@ def without(groups, names) -> list[dict]:
     ],
     ids=str,
 )
+@pytest.mark.filterwarnings("ignore:frozen and trained layers share positions")
 def test_groups_equal_those_of_timm_except_for_positions(model, options):
     for parameter in list(model.parameters())[::3]:
         parameter.requires_grad = False
@@ -259,3 +261,22 @@ def test_clamping_moves_positions_inside_and_nothing_else(model):
             expected = unclamped_coordinates.clamp(*position_limits(size))
             assert torch.equal(coordinates, expected)
     assert all(torch.equal(model.get_parameter(name), tensor) for name, tensor in before.items())
+
+
+def test_positions_that_frozen_and_trained_layers_share_are_warned_about_once():
+    model = converted("tied")
+    first, second = (f"stages.1.blocks.{index}.conv_dw" for index in (0, 1))
+    shared = f"{first}.positions"
+    for frozen, says in {
+        second: f"{shared} changes kernels of frozen {second};",
+        first: f"{shared} is frozen under trained {second};",
+    }.items():
+        model.requires_grad_(True)
+        model.get_submodule(frozen).requires_grad_(False)
+        with pytest.warns(UserWarning, match=re.escape(says)) as warned:
+            tuning.param_groups(model)
+        assert len(warned) == 1
+    model.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("positions"))
+    tuning.param_groups(model)  # positions alone are trained on purpose: no warning

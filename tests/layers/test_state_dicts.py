@@ -1,0 +1,108 @@
+"""A state dict of another conversion is refused, though its names and shapes fit."""
+
+import io
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load, save, save_file
+from torch import nn
+
+import dcls_convert
+
+from ..conftest import TINY
+from .test_ties import outputs
+
+BLOCK = "stages.0.blocks.0.conv_dw"
+OUTSIDE = "cells outside of the window 9x9, so they are of a larger window; load it into a network"
+
+
+def network(size=9, tie="stage", interpolation="bilinear"):
+    torch.manual_seed(size)
+    model = timm.create_model(TINY, num_classes=5, ls_init_value=1.0)
+    options = {"dilated_size": size, "tie": tie, "interpolation": interpolation}
+    dcls_convert.convert_(model, **options, init="random", positions="uniform", kernel_count=4)
+    return model
+
+
+def through_safetensors(state):
+    return load(save(state))
+
+
+def through_torch(state):
+    torch.save(state, buffer := io.BytesIO())
+    buffer.seek(0)
+    return torch.load(buffer)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["lenient", "strict"])
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+@pytest.mark.parametrize("tie", ["stage", "none"])
+@pytest.mark.parametrize(
+    ("through", "message"),
+    [
+        (through_safetensors, f"{BLOCK}.positions has elements up to 3.98 {OUTSIDE}"),
+        (through_torch, f"{BLOCK} has window 9x9, bilinear, and in the state dict 17x17, bilinear"),
+    ],
+)
+def test_a_state_dict_of_a_larger_window_is_refused_in_one_line(
+    through, message, tie, assign, strict
+):
+    state = through(network(17, tie).state_dict())
+    with pytest.raises(RuntimeError) as error:
+        network(9, tie).load_state_dict(state, assign=assign, strict=strict)
+    _, *lines = str(error.value).splitlines()
+    assert len(lines) == 1
+    assert lines[0].strip().startswith(message)
+
+
+def test_a_state_dict_of_a_smaller_window_or_another_interpolation_is_refused_by_its_metadata():
+    for other in (network(7), network(9, interpolation="triangle")):
+        with pytest.raises(RuntimeError, match=f"{BLOCK} has window 9x9, bilinear, and in the"):
+            network().load_state_dict(through_torch(other.state_dict()), strict=False)
+
+
+def test_a_state_dict_with_other_ties_is_refused_though_not_strict():
+    with pytest.raises(RuntimeError, match=r"1\.conv_dw has weights but no positions in the state"):
+        network(tie="none").load_state_dict(network().state_dict(), strict=False)
+    with pytest.raises(RuntimeError, match=r"1\.conv_dw shares positions, and has its own in the"):
+        network().load_state_dict(network(tie="none").state_dict(), strict=False)
+
+
+def test_weights_from_before_the_conversion_are_refused_where_their_shapes_fit():
+    def audio():
+        def conv():
+            return nn.Conv1d(8, 8, 5, 1, 2, groups=8)
+
+        return nn.Sequential(nn.Conv1d(1, 8, 1), nn.Sequential(conv(), nn.GELU(), conv()))
+
+    model = audio()
+    options = {"dilated_size": 11, "kernel_count": 5, "input_size": (1, 64)}
+    dcls_convert.convert_(model, init="random", **options)
+    with pytest.raises(RuntimeError, match=r"1\.0 has weights but no positions in the state dict"):
+        model.load_state_dict(audio().state_dict(), strict=False)
+
+
+def test_positions_that_a_last_step_left_outside_are_loaded_and_used_at_the_border():
+    model = network()
+    with torch.no_grad():
+        model.get_parameter(f"{BLOCK}.positions").add_(0.9)
+    other = network()
+    other.load_state_dict(through_safetensors(model.state_dict()))
+    assert torch.equal(outputs(other), outputs(model))
+
+
+def test_a_part_of_a_state_dict_is_loaded():
+    model = network()
+    state = network().state_dict()
+    head = {name: tensor + 1 for name, tensor in state.items() if name.startswith("head.")}
+    block = {name: tensor + 1 for name, tensor in state.items() if "stages.1.blocks.1." in name}
+    model.load_state_dict(head | block, strict=False)
+    for name, tensor in (head | block).items():
+        assert torch.equal(model.state_dict()[name], tensor)
+
+
+def test_timms_loader_refuses_a_checkpoint_of_another_window(tmp_path):
+    save_file(network(17).state_dict(), tmp_path / "run17.safetensors")
+    with pytest.raises(RuntimeError, match=OUTSIDE):
+        timm.models.load_checkpoint(network(), str(tmp_path / "run17.safetensors"))
