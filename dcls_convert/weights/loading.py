@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
+from ..layers.dcls_conv import DclsConvNd
 from ..networks.building import build_model
 from ..networks.copying import copy_network
 from ..networks.source import LIBRARY_KINDS, ModelSource
@@ -230,6 +231,8 @@ def describe_misfits(
 ) -> Iterator[str]:
     """Yield in words how a state dict differs from the model's in names, shapes and number types.
 
+    Also where its positions are of other windows.
+
     The names in `optional` may be missing from the state dict.
     """
     own = model.state_dict()
@@ -265,6 +268,11 @@ def describe_misfits(
         needs_floats = ours.is_floating_point() and not theirs.is_floating_point()
         if needs_floats or theirs.is_complex() != ours.is_complex():
             yield f"{name} is {theirs.dtype}, the model needs {ours.dtype}"
+    for name, module in model.named_modules():
+        if isinstance(module, DclsConvNd) and not differences:
+            problem = module.describe_other_state(state, f"{name}.", {})
+            if problem is not None:
+                yield problem
 
 
 def describe_non_finite(name: str, tensor: Tensor, *, mask: bool) -> str | None:

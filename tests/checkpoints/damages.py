@@ -89,6 +89,11 @@ DAMAGES = {
         CHANGED,
         "has 1 of 1248 elements outside the window",
     ),
+    "of another window": (
+        damage_tensors(set_value(POSITIONS, 7, 14.0)),
+        CHANGED,
+        "has elements up to 10 cells outside of the window 9x9",
+    ),
     "a tensor renamed": (
         damage_tensors(rename_weight),
         CHANGED,

@@ -71,6 +71,7 @@ def grad_output(layer):
 @every_interpolation
 @pytest.mark.parametrize("size", [(9,), (7, 7), (5, 8), (1, 7), (3, 4, 5)], ids=str)
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler
 def test_kernel_and_gradients_are_those_of_the_cpu(size, interpolation, compiled):
     torch.compiler.reset()
     layer = layer_of(size, interpolation, dtype=torch.float64)
