@@ -104,7 +104,7 @@ class CheckedLayer(Tieable):
             return None
         excess = 0.0
         sides = along_learnt_axes(self.dilated_kernel_size, self.dense_axes)
-        for side, coordinates in zip(sides, positions.float(), strict=True):
+        for side, coordinates in zip(sides, positions.detach().float(), strict=True):
             low, high = position_limits(side)
             smallest, largest = coordinates.aminmax()
             excess = max(excess, low - float(smallest), float(largest) - high)
