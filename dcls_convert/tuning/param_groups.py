@@ -33,9 +33,11 @@ def param_groups(
     The learning rate of positions is `position_lr_scale` times that of the weights; positions have
     no weight decay.
 
-    With `lr`, each group has its own learning rate. This works with any optimizer, and with torch's
-    schedulers, timm's, or none. (Rates that are set in a scheduler, such as timm's `lr_min` and
-    `warmup_lr_init`, are then the same for all groups.)
+    With `lr`, each group has its own learning rate, and schedulers that multiply rates keep their
+    ratio. Schedulers that are given a rate set the same one for all groups: OneCycleLR, CyclicLR,
+    SWALR, `eta_min`, `min_lr`, timm's `lr_min` and `warmup_lr_init`. Optimizers that find the rate
+    themselves, such as Prodigy, refuse or ignore different ones. docs/training.md says what to
+    write instead.
 
     Without `lr`, the groups have timm's `lr_scale` instead. Only timm's schedulers apply it, at
     each step and to the whole schedule, as the paper's authors did. (A group never has both, since

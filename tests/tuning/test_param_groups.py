@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 import re
+from pathlib import Path
 
 import pytest
 import timm
@@ -13,7 +14,7 @@ from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_grou
 from timm.scheduler import CosineLRScheduler
 from timm.utils import ModelEmaV3
 from torch import nn
-from torch.optim import lr_scheduler
+from torch.optim import lr_scheduler, swa_utils
 
 import dcls_convert
 from dcls_convert import tuning
@@ -24,6 +25,28 @@ from dcls_convert.networks.wrappers import inside_wrappers
 
 from ..conftest import TINY
 from .models import Plain, converted, named
+
+PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+# Schedulers of the page's table: with one rate for all groups, and with one for each.
+LOSING, INSTEAD = zip(
+    *re.findall(r"^\| `(\w+\(optimizer.*)` \| `(\w+\(optimizer.*)` \|$", PAGE, re.MULTILINE),
+    strict=True,
+)
+KEEPING = (
+    "StepLR(optimizer, 10)",
+    "MultiStepLR(optimizer, [10, 20])",
+    "ConstantLR(optimizer)",
+    "LinearLR(optimizer, 0.1, total_iters=20)",
+    "ExponentialLR(optimizer, 0.9)",
+    "PolynomialLR(optimizer, 50, 2)",
+    "LambdaLR(optimizer, lambda step: 1 / (1 + step))",
+    "MultiplicativeLR(optimizer, lambda step: 0.9)",
+    "CosineAnnealingLR(optimizer, 100)",
+    "CosineAnnealingWarmRestarts(optimizer, 20)",
+    "ReduceLROnPlateau(optimizer)",
+    "SequentialLR(optimizer, [LinearLR(optimizer), CosineAnnealingLR(optimizer, 100)], [10])",
+    "ChainedScheduler([LinearLR(optimizer), ExponentialLR(optimizer, 0.9)], optimizer)",
+)
 
 
 @pytest.fixture(params=["tied", "gaussian", "resnet", "plain", "no dcls"])
@@ -85,36 +108,53 @@ def test_groups_equal_those_of_timm_except_for_positions(model, options):
     assert [(group["weight_decay"], group["lr_scale"]) for group in apart] == expected
 
 
-def sequential(optimizer):
-    parts = [
-        lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4),
-        lr_scheduler.CosineAnnealingLR(optimizer, 8),
-    ]
-    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[4])
+def ratio_of_rates(optimizer) -> float:
+    (moving,) = {group["lr"] for group in optimizer.param_groups if group.get("use_fallback")}
+    (rest,) = {group["lr"] for group in optimizer.param_groups if not group.get("use_fallback")}
+    return moving / rest
 
 
 # SequentialLR of torch 2.8 warns of its own use.
 @pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")
-@pytest.mark.parametrize(("lr", "by_timm"), [(0.01, False), (0.01, True), (None, True)])
-def test_positions_learn_5_times_as_fast_under_the_schedulers_of_torch_and_timm(tied, lr, by_timm):
+@pytest.mark.parametrize("call", [*KEEPING, *LOSING, *INSTEAD])
+def test_the_page_says_under_which_schedulers_positions_learn_5_times_as_fast(tied, call):
+    assert call.partition("(")[0] in PAGE
+    optimizer = torch.optim.AdamW(tuning.param_groups(tied, lr=1e-3))
+    names = {
+        **vars(lr_scheduler),
+        "SWALR": swa_utils.SWALR,
+        "optimizer": optimizer,
+        "rates": [group["lr"] for group in optimizer.param_groups],
+    }
+    exec(re.search(r"```python\n(import math\n.*?)```", PAGE, re.DOTALL)[1], names)  # cosine
+    scheduler = eval(call, names)
+    ratios = []
+    for _ in range(30):
+        optimizer.step()
+        if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+            scheduler.step(1.0)
+        else:
+            scheduler.step()
+        ratios.append(ratio_of_rates(optimizer))
+    if call in LOSING:
+        assert min(ratios) < 4.9
+    else:
+        assert ratios == pytest.approx([5] * 30)
+
+
+@pytest.mark.parametrize("lr", [0.01, None])
+def test_positions_learn_5_times_as_fast_under_the_schedulers_of_timm(tied, lr):
     def groups(model):
         return tuning.param_groups(model, lr)
 
     optimizer = create_optimizer_v2(tied, "lookahead_adamw", lr=0.01, param_group_fn=groups)
     # Rates that are set in timm's scheduler are scaled only through lr_scale.
     floors = {} if lr else {"warmup_lr_init": 1e-4, "lr_min": 1e-5}
-    scheduler = (
-        CosineLRScheduler(optimizer, 14, warmup_t=3, **floors) if by_timm else sequential(optimizer)
-    )
+    scheduler = CosineLRScheduler(optimizer, 14, warmup_t=3, **floors)
     for index in range(12):
         optimizer.step()
-        if by_timm:
-            scheduler.step(index + 1)
-        else:
-            scheduler.step()
-        (moving,) = {group["lr"] for group in optimizer.param_groups if group.get("use_fallback")}
-        (rest,) = {group["lr"] for group in optimizer.param_groups if not group.get("use_fallback")}
-        assert moving == pytest.approx(5 * rest)
+        scheduler.step(index + 1)
+        assert ratio_of_rates(optimizer) == pytest.approx(5)
 
 
 def test_muon_of_timm_leaves_positions_to_adamw(tied):
