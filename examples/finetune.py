@@ -369,7 +369,9 @@ class Training:
         """Load the state of the output folder, if there is one."""
         folder = self.options.output
         folder.mkdir(parents=True, exist_ok=True)
-        self.tracker = tuning.PositionTracker(self.model, folder / "positions.jsonl")
+        self.tracker = tuning.PositionTracker(
+            self.model, folder / "positions.jsonl", optimizer=self.optimizer
+        )
         if (folder / "state.pt").exists():
             state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
             check_settings(state["settings"], settings_of(self.options), folder)

@@ -2,6 +2,7 @@
 
 import math
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -9,12 +10,13 @@ from typing import Annotated
 import torch
 from pydantic import ConfigDict, Field
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..errors import CheckpointError, DclsConvertError, check_argument
 from ..input import read_bytes
 from ..layers.double_precision import in_double
 from ..layers.position_statistics import border_share
-from ..networks.position_parameters import position_parameters
+from ..networks.position_parameters import PositionParameter, position_parameters
 from ..networks.wrappers import WRAPPER_NAMES, inside_wrappers
 from ..records import Record, adapter
 from ..text import one_line
@@ -22,7 +24,9 @@ from .sharded import full_tensor
 
 Cells = Annotated[float, Field(ge=0, le=1e40)]  # the limit is beyond the range of float32
 Share = Annotated[float, Field(ge=0, le=1)]
+Ratio = Annotated[float, Field(ge=0)]
 Step = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+RATIO_TOLERANCE = 0.01  # a smaller change of the ratio is rounding
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +38,10 @@ class TrackedPositions:
     speed: Cells | None
     border_share: Share  # share of elements at the border; if large, the window is too small
     spread: Cells | None  # root mean square of the coordinates from the kernel's centre, in cells
+    # Learning rate of the positions, relative to that of the weight of their first layer. None if
+    # the tracker was given no optimizer, if the optimizer lacks one of the two, or if the weight's
+    # rate is 0.
+    lr_ratio: Ratio | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +58,7 @@ class TrackRecord(Record):
 class PositionTracker:
     """Records where a model's elements are during training, and how fast they move.
 
-        tracker = tuning.PositionTracker(model, "positions.jsonl")
+        tracker = tuning.PositionTracker(model, "positions.jsonl", optimizer=optimizer)
         for epoch in range(epochs):
             train(...)
             tracker.update(epoch)
@@ -60,6 +68,9 @@ class PositionTracker:
     Args:
         model: May be wrapped (DDP, FSDP2, `torch.compile`, EMA).
         path: File to which every update appends a line; `read_track` reads it.
+        optimizer: If given, records have the learning rate of positions relative to that of the
+            weights. A warning says when it falls, as under a scheduler that sets one rate for all
+            groups.
 
     Between updates it keeps one copy of the positions. Under DDP and FSDP2 every rank must call
     `update` and gets the record, but only rank 0 writes to the file. FSDP1 is not supported, since
@@ -69,10 +80,19 @@ class PositionTracker:
         CheckpointError: The file cannot be written.
     """
 
-    def __init__(self, model: nn.Module, path: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        optimizer: Optimizer | None = None,
+    ) -> None:
         check_argument("model", model, nn.Module)
         self.model = model
         self.path = None if path is None else Path(path)
+        self.optimizer = optimizer
+        self._highest_ratio = 0.0  # the highest `lr_ratio` so far
+        self._has_warned = False
         self._last_step: int | None = None
         self._last_positions: dict[str, Tensor] = {}  # by parameter name
         self._append(b"")  # fail now if the file cannot be written, not after the first epoch
@@ -92,6 +112,7 @@ class PositionTracker:
             raise DclsConvertError(f"step={step!r} must be an integer")
         if self._last_step is not None and step <= self._last_step:
             raise DclsConvertError(f"step {step} is not above the last step, {self._last_step}")
+        rate_of = self._learning_rates()
         rows = {}
         for parameter in position_parameters(inside_wrappers(self.model), "positions"):
             name = WRAPPER_NAMES.sub("", parameter.name)
@@ -100,12 +121,43 @@ class PositionTracker:
                 speed=self._speed(name, positions, step),
                 border_share=border_share(positions, parameter.learnt_size),
                 spread=_finite(in_double(positions).square().mean().sqrt()),
+                lr_ratio=_lr_ratio(parameter, rate_of),
             )
             self._last_positions[name] = positions.clone()
         self._last_step = step
         record = TrackRecord(step=step, positions=rows)
         self._append(adapter(TrackRecord).dump_json(record) + b"\n")
+        ratios = [row.lr_ratio for row in rows.values() if row.lr_ratio is not None]
+        if ratios:
+            self._warn_if_below_earlier(min(ratios))
         return record
+
+    def _learning_rates(self) -> dict[int, float]:
+        """Return the learning rates of the optimizer's parameters, by the id of the parameter."""
+        rate_of: dict[int, float] = {}
+        if self.optimizer is not None:
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    rate_of[id(parameter)] = float(group["lr"])
+        return rate_of
+
+    def _warn_if_below_earlier(self, ratio: float) -> None:
+        """Warn, once, if positions learn less fast, relative to weights, than in earlier records.
+
+        A rise is not an error: timm's schedulers apply `lr_scale` from their start on.
+        """
+        self._highest_ratio = max(ratio, self._highest_ratio)
+        if ratio >= self._highest_ratio * (1 - RATIO_TOLERANCE) or self._has_warned:
+            return
+        self._has_warned = True
+        if is_first_rank():
+            warnings.warn(
+                f"positions now learn {ratio:.3g} times as fast as weights, and "
+                f"{self._highest_ratio:.3g} times earlier; a scheduler that sets one rate for all "
+                "groups does this (OneCycleLR, CyclicLR, SWALR, eta_min, min_lr); see "
+                '"Schedulers and optimizers" in docs/training.md for what to write instead',
+                stacklevel=4,  # the caller of `update`; `no_grad` is between
+            )
 
     def _speed(self, name: str, positions: Tensor, step: int) -> float | None:
         if self._last_step is None or name not in self._last_positions:
@@ -153,6 +205,16 @@ def is_first_rank() -> bool:
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank() == 0
     return True
+
+
+def _lr_ratio(positions: PositionParameter, rate_of: dict[int, float]) -> float | None:
+    """Return the rate of the positions relative to that of their first layer's weight, if known."""
+    first_layer = next(iter(positions.layers.values()))
+    positions_rate = rate_of.get(id(positions.tensor))
+    weight_rate = rate_of.get(id(first_layer.weight))
+    if positions_rate is None or not weight_rate:  # a schedule may end at 0
+        return None
+    return positions_rate / weight_rate
 
 
 def _finite(value: Tensor) -> float | None:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from timm.scheduler import CosineLRScheduler
 from torch import nn
 
 import dcls_convert
@@ -78,6 +79,51 @@ def test_tied_positions_are_recorded_once(tiny):
         "stages.2.blocks.0.conv_dw.positions",
         "stages.3.blocks.0.conv_dw.positions",
     ]
+
+
+def lr_ratios(tracker, step) -> list[float | None]:
+    return [row.lr_ratio for row in tracker.update(step).positions.values()]
+
+
+def test_a_record_has_the_rate_of_positions_relative_to_that_of_weights(model):
+    assert lr_ratios(tuning.PositionTracker(model), 0) == [None, None]
+    optimizer = torch.optim.AdamW(tuning.param_groups(model, lr=1e-3))
+    tracker = tuning.PositionTracker(model, optimizer=optimizer)
+    assert lr_ratios(tracker, 0) == pytest.approx([5, 5])
+    moving = {"params": [model["one"].positions, model["two"].weight], "lr": 0.3}
+    weights = {"params": [model["one"].weight], "lr": torch.tensor(0.5)}
+    optimizer = torch.optim.SGD([moving, weights])  # without the positions of "two"
+    tracker = tuning.PositionTracker(model, optimizer=optimizer)
+    assert lr_ratios(tracker, 0) == [pytest.approx(0.6), None]
+    optimizer.param_groups[1]["lr"] = 0.0  # the end of a schedule
+    assert lr_ratios(tracker, 1) == [None, None]
+
+
+def test_a_scheduler_that_sets_one_rate_for_all_groups_is_warned_of_once(model):
+    optimizer = torch.optim.AdamW(tuning.param_groups(model, lr=1e-3))
+    tracker = tuning.PositionTracker(model, optimizer=optimizer)
+    tracker.update(0)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=10)
+    with pytest.warns(UserWarning, match="learn 1 times.* 5 times earlier; .*OneCycleLR") as caught:
+        tracker.update(1)
+    assert caught[0].filename == __file__
+    assert lr_ratios(tracker, 2) == [1, 1]
+
+
+def test_a_ratio_of_rates_that_rises_is_not_warned_of(model):
+    optimizer = torch.optim.AdamW(tuning.param_groups(model), lr=1e-3)
+    tracker = tuning.PositionTracker(model, optimizer=optimizer)
+    assert lr_ratios(tracker, 0) == [1, 1]
+    CosineLRScheduler(optimizer, 10)  # applies lr_scale
+    assert lr_ratios(tracker, 1) == pytest.approx([5, 5])
+
+
+def test_records_of_a_version_without_the_ratio_of_rates_are_read(model, tmp_path):
+    path = tmp_path / "track.jsonl"
+    records = run(model, range(2), tuning.PositionTracker(model, path))
+    path.write_text(path.read_text().replace(',"lr_ratio":null', ""))
+    assert "lr_ratio" not in path.read_text()
+    assert tuning.read_track(path) == tuple(records)
 
 
 def test_records_are_read_back_as_written(model, tmp_path):
