@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dcls_convert
 from dcls_convert import tuning
 from dcls_convert.layers.dcls_conv import DclsConv2d
+from dcls_convert.tuning.sharded import full_tensor
 
 BATCH = 4
 STEPS = 2
@@ -32,7 +33,8 @@ FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    # "none", "ddp", or the modules that are separate FSDP2 groups: "root", "block", "stage+block".
+    # "none", "ddp", or the modules that are separate FSDP2 groups: "root", "stage", "block"; in
+    # "stage+later blocks", all blocks of a stage but the first, which has the positions.
     engine: str = "none"
     interpolation: str = "bilinear"
     dilated_size: tuple[int, int] = (9, 9)
@@ -48,10 +50,10 @@ CASES = [
     Case(engine="ddp", accumulate=2),
     Case(engine="ddp", interpolation="gaussian", repulsive=True),
     Case(engine="root"),
-    Case(engine="block", accumulate=2),
+    Case(engine="stage", accumulate=2),
     # A rectangular window has different limits for each axis.
-    Case(engine="stage+block", interpolation="gaussian", dilated_size=(11, 7)),
-    Case(engine="stage+block", repulsive=True),
+    Case(engine="stage", interpolation="gaussian", dilated_size=(11, 7)),
+    Case(engine="stage+later blocks", repulsive=True),
 ]
 
 
@@ -71,17 +73,25 @@ def converted(case: Case) -> nn.Module:
 
 
 def shard_(model: nn.Module, engine: str) -> None:
-    """Shard with FSDP2, innermost modules first.
-
-    Positions that several blocks share go to the next group above them.
-    """
+    """Shard with FSDP2, innermost modules first."""
     for stage in model.stages:
-        if "block" in engine:
-            for block in stage.blocks:
+        for index, block in enumerate(stage.blocks):
+            if engine == "block" or (index > 0 and "later blocks" in engine):
                 fully_shard(block)
         if "stage" in engine:
             fully_shard(stage)
     fully_shard(model)
+
+
+def error_if_every_block_is_sharded() -> str:
+    model = converted(Case())
+    shard_(model, "block")
+    images, _ = next(batches(0, Case()))
+    try:
+        model(images)
+    except RuntimeError as error:
+        return str(error)
+    return "none"
 
 
 def batches(step: int, case: Case) -> Iterator[tuple[Tensor, Tensor]]:
@@ -127,6 +137,9 @@ def train(case: Case, rank: int = 0, processes: int = 1) -> dict[str, Any]:
                     loss = loss + 0.1 * tuning.repulsive_loss(inner_model) ** 2
                 (loss / case.accumulate).backward()
                 losses.append(loss.detach())
+        gradients = {
+            name: full_tensor(parameter.grad) for name, parameter in inner_model.named_parameters()
+        }
         optimizer.step()
         tuning.clamp_positions_(inner_model)
         optimizer.zero_grad()
@@ -134,6 +147,7 @@ def train(case: Case, rank: int = 0, processes: int = 1) -> dict[str, Any]:
     return {
         "state": get_model_state_dict(inner_model, options=FULL),
         "averaged": get_model_state_dict(averaged.module, options=FULL),
+        "gradients": gradients,  # of the last step; Adam's steps hardly depend on their scale
         "losses": torch.stack(losses),
         "ties": ties(inner_model),
         "ties averaged": ties(averaged.module),
@@ -149,7 +163,11 @@ def main(folder: Path) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=processes
     )
-    torch.save([train(case, rank, processes) for case in CASES], folder / f"{rank}.pt")
+    results = {
+        "cases": [train(case, rank, processes) for case in CASES],
+        "error": error_if_every_block_is_sharded(),
+    }
+    torch.save(results, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,7 +38,7 @@ def start(folder: Path) -> list[subprocess.Popen]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The results of all cases, by rank."""
+    """What the processes stored, by rank."""
     folder = tmp_path_factory.mktemp("distributed")
     processes = start(folder)
     try:
@@ -55,22 +56,28 @@ trained_alone = functools.cache(train)
 @pytest.mark.parametrize(("index", "case"), list(enumerate(CASES)))
 def test_steps_equal_those_of_one_process_with_the_whole_batch_and_ties_hold(trained, index, case):
     alone = trained_alone(dataclasses.replace(case, engine="none"))
-    first = trained[0][index]
-    for kind in ("state", "averaged"):
+    together = [results["cases"][index] for results in trained]
+    first = together[0]
+    for kind in ("state", "averaged", "gradients"):
         assert list(first[kind]) == list(alone[kind])
         torch.testing.assert_close(first[kind], alone[kind], rtol=0, atol=FLOAT64_ATOL)
-    losses = torch.stack([results[index]["losses"] for results in trained]).mean(0)
+    losses = torch.stack([results["losses"] for results in together]).mean(0)
     torch.testing.assert_close(losses, alone["losses"], rtol=0, atol=FLOAT64_ATOL)
     start = converted(case)
     name = "stages.2.blocks.0.conv_dw.positions"
     moved = alone["state"][name] - start.get_parameter(name)
     assert moved.abs().max() > 0.1
-    for results in trained:
-        assert results[index]["ties"] == results[index]["ties averaged"] == alone["ties"]
-        assert results[index]["parameters"] == alone["parameters"]
-        assert results[index]["record"] == alone["record"]
+    for results in together:
+        assert results["ties"] == results["ties averaged"] == alone["ties"]
+        assert results["parameters"] == alone["parameters"]
+        assert results["record"] == alone["record"]
     assert {count for _, count in alone["ties"]} == {1}
     start.load_state_dict(first["state"])  # the gathered state loads into an unsharded model
     at_border = first["state"]["stages.2.blocks.0.conv_dw.positions"].abs() == 4
     # Some positions were clamped, but not all.
     assert case.dilated_size != (9, 9) or 0.01 < at_border.double().mean() < 0.9
+
+
+def test_blocks_that_share_positions_are_not_sharded_one_by_one(trained):
+    for results in trained:
+        assert re.match("FSDP2 shards the positions .* give it whole stages", results["error"])
