@@ -19,6 +19,7 @@ import argparse
 import copy
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,9 @@ from torch.nn.functional import cross_entropy, kl_div
 from torch.utils.data import DataLoader
 
 import dcls_convert
-from dcls_convert import DclsConvertError, tuning
+from dcls_convert import DclsConv1d, DclsConv2d, DclsConv3d, DclsConvertError, tuning
 
+DCLS = (DclsConv1d, DclsConv2d, DclsConv3d)
 # How the names of hidden files begin, and of folders that systems make; in lower case.
 NO_DATA = (".", "#recycle", "$recycle.bin", "@eadir", "__macosx", "lost+found", "system volume")
 HELD_OUT_EVERY = 5  # one of so many images is a test image if there are no train and val
@@ -179,19 +181,28 @@ def create_model(name: str, **arguments: Any) -> nn.Module:
         raise DclsConvertError(f"{name}: {error}") from error
 
 
-def shard_(model: nn.Module) -> None:
-    """Shard the model by FSDP2: first each block, and then the rest.
+def count_positions(module: nn.Module) -> Counter[int]:
+    """Return how many DCLS layers use each positions tensor, by its id."""
+    layers = [layer for layer in module.modules() if isinstance(layer, DCLS)]
+    return Counter(id(layer.positions) for layer in layers)
 
-    Positions that the blocks of a stage share then belong to the group of the rest. (accelerate's
-    own FSDP2 would round positions to 16 bits in mixed precision.)
+
+def shard_(model: nn.Module) -> None:
+    """Shard the model by FSDP2: first its stages and blocks, and then the rest.
+
+    Layers that share positions must belong to one group. So blocks that share them are sharded with
+    their stage. (accelerate's own FSDP2 would round positions to 16 bits in mixed precision.)
     """
-    blocks: list[nn.Module] = []
+    parts: list[nn.Module] = []
     for container in model.modules():
         if isinstance(container, nn.Sequential | nn.ModuleList):
-            blocks += container.children()
-    for block in reversed(blocks):  # inner blocks first
-        if any(block.children()) and not isinstance(block, nn.ModuleList):
-            fully_shard(block)
+            parts += container.children()
+    # Parts whose positions no layer outside uses: it would add to the count.
+    counts = count_positions(model).items()
+    parts = [part for part in parts if count_positions(part).items() <= counts]
+    for part in reversed(parts):  # inner parts first
+        if any(part.children()) and not isinstance(part, nn.ModuleList):
+            fully_shard(part)
     fully_shard(model)
 
 
