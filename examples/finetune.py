@@ -19,7 +19,6 @@ import argparse
 import copy
 import json
 import math
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -181,25 +180,25 @@ def create_model(name: str, **arguments: Any) -> nn.Module:
         raise DclsConvertError(f"{name}: {error}") from error
 
 
-def count_positions(module: nn.Module) -> Counter[int]:
-    """Return how many DCLS layers use each positions tensor, by its id."""
-    layers = [layer for layer in module.modules() if isinstance(layer, DCLS)]
-    return Counter(id(layer.positions) for layer in layers)
+def shares_its_positions(part: nn.Module, model: nn.Module) -> bool:
+    """True if layers outside of a part of the model use positions that belong to the part."""
+    own = {id(parameter) for parameter in part.parameters()}
+    outside = set(model.modules()) - set(part.modules())
+    return any(isinstance(layer, DCLS) and id(layer.positions) in own for layer in outside)
 
 
 def shard_(model: nn.Module) -> None:
     """Shard the model by FSDP2: first its stages and blocks, and then the rest.
 
-    Layers that share positions must belong to one group. So blocks that share them are sharded with
-    their stage. (accelerate's own FSDP2 would round positions to 16 bits in mixed precision.)
+    A block whose positions other blocks use belongs to the group of its stage, or of the rest.
+    (accelerate's own FSDP2 would round positions to 16 bits in mixed precision.)
     """
     parts: list[nn.Module] = []
     for container in model.modules():
         if isinstance(container, nn.Sequential | nn.ModuleList):
             parts += container.children()
-    # Parts whose positions no layer outside uses: it would add to the count.
-    counts = count_positions(model).items()
-    parts = [part for part in parts if count_positions(part).items() <= counts]
+    # Before any part is sharded, which replaces its parameters.
+    parts = [part for part in parts if not shares_its_positions(part, model)]
     for part in reversed(parts):  # inner parts first
         if any(part.children()) and not isinstance(part, nn.ModuleList):
             fully_shard(part)
