@@ -122,7 +122,6 @@ def with_authors_layers(converted: Any, version: str, training: bool) -> Any:
             shared[id(positions)] = authors_positions(positions, version)
         theirs.P = shared[id(positions)]
         model.set_submodule(name, theirs)
-    remove_positions_(model)
     return model
 
 
@@ -181,13 +180,6 @@ def authors_positions(positions: Any, version: str) -> Any:
 
     in_their_order = positions.detach() if version == "v0" else positions.detach().flip(0)
     return nn.Parameter(in_their_order.clone())
-
-
-def remove_positions_(model: Any) -> None:
-    """Remove the tied positions that are left of our layers."""
-    for name in [name for name, _ in model.named_parameters() if "positions" in name]:
-        owner, _, entry = name.rpartition(".")
-        delattr(model.get_submodule(owner), entry)
 
 
 def available_bytes() -> int:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..geometry import along_learnt_axes, position_limits
+from ..geometry import along_learnt_axes
 from ..layers import position_statistics as statistics
-from ..layers.interpolation import find_interpolation
 from ..planning.layer_plan import LayerPlan, position_groups
 from ..planning.plan import ConversionPlan
 from ..records import Record
@@ -26,12 +25,20 @@ SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PositionSet:
-    """One positions tensor of a plan, which belongs to a tie group or to an untied layer."""
+    """One positions tensor of a plan, and its sigma if there is one."""
 
-    name: str  # of the tie group or the layer
-    tied: bool
-    layers: tuple[LayerPlan, ...]
-    parameters: dict[str, str]  # "positions" (and "sigma") -> name in the weights file
+    layers: tuple[LayerPlan, ...]  # that use it; the first one has it
+
+    @property
+    def name(self) -> str:
+        """The name of the tie group or of the layer."""
+        return self.layers[0].tie_group or self.layers[0].name
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """ "positions" (and "sigma") -> name in the weights file."""
+        first = self.layers[0]
+        return {kind: f"{first.name}.{kind}" for kind in first.position_kinds}
 
     @property
     def learnt_size(self) -> tuple[int, ...]:
@@ -49,33 +56,6 @@ class PositionSet:
                 yield f"{name} is missing; {allowed}"
             elif tuple(tensor.shape) != shape or tensor.dtype not in SUPPORTED_DTYPES:
                 yield f"{name} has shape {tuple(tensor.shape)} and is {tensor.dtype}; {allowed}"
-
-    def out_of_range(self, state: Mapping[str, Tensor]) -> Iterator[str]:
-        """Yield messages about positions outside the window and sigmas below their minimum.
-
-        Call this only if `misfits` yields nothing for `state`.
-        """
-        name = self.parameters["positions"]
-        positions = state[name]
-        for axis, (side, values) in enumerate(zip(self.learnt_size, positions, strict=True)):
-            low, high = position_limits(side)
-            count = int(((values < low) | (values > high)).sum())
-            if count:
-                where = f"outside the window along axis {axis}, which goes from {low} to {high}"
-                yield f"{name} has {count} of {values.numel()} elements {where}"
-        if "sigma" in self.parameters:
-            yield from self._sigmas_below_minimum(state[self.parameters["sigma"]])
-
-    def _sigmas_below_minimum(self, sigma: Tensor) -> Iterator[str]:
-        """Yield a message if there are sigmas below their minimum."""
-        minimum = find_interpolation(self.layers[0].interpolation).min_sigma or 0.0
-        # Clamping rounded the minimum to the tensor's dtype, so compare in this dtype.
-        count = int((sigma < torch.tensor(minimum, dtype=sigma.dtype)).sum())
-        if count:
-            yield (
-                f"{self.parameters['sigma']} has {count} of {sigma.numel()} sigmas "
-                f"below {minimum:g} cells, the minimum"
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,18 +121,7 @@ def position_sets(plan: ConversionPlan) -> tuple[PositionSet, ...]:
     """Return the positions tensors of a plan in the order of its layers; none if it is folded."""
     if plan.folded:
         return ()
-    sets = []
-    for layers in position_groups(plan.layers):
-        first = layers[0]
-        sets.append(
-            PositionSet(
-                name=first.tie_group or first.name,
-                tied=first.tie_group is not None,
-                layers=tuple(layers),
-                parameters={key: f"{first.name}.{key}" for key in first.shared_parameters},
-            )
-        )
-    return tuple(sets)
+    return tuple(PositionSet(layers=tuple(group)) for group in position_groups(plan.layers))
 
 
 def plan_with_positions(checkpoint: Checkpoint) -> ConversionPlan:
@@ -224,7 +193,7 @@ def _row(position_set: PositionSet, state: Mapping[str, Tensor]) -> PositionRow:
     first = position_set.layers[0]
     return PositionRow(
         name=position_set.name,
-        tied=position_set.tied,
+        tied=len(position_set.layers) > 1,
         layers=tuple(layer.name for layer in position_set.layers),
         kernel_count=first.kernel_count,
         dilated_size=first.dilated_size,

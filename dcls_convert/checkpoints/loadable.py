@@ -101,8 +101,8 @@ def _layer_problems(model: nn.Module, plan: ConversionPlan) -> Iterator[str]:
         owner = plan.owner_of(layer)
         if modules[layer.name].positions is not modules[owner.name].positions:
             yield (
-                f"{layer.name} has positions of its own; in the plan, it has those of {owner.name}."
-                f" To share them again: model.get_submodule({layer.name!r}).tie_("
+                f"{layer.name} does not read its positions from {owner.name}, as in the plan."
+                f" To tie it again: model.get_submodule({layer.name!r}).tie_("
                 f"model.get_submodule({owner.name!r}))"
             )
 

@@ -15,7 +15,7 @@ from ..reports.report import ConversionReport
 from .fingerprint import take_fingerprint
 from .folder import open_checkpoint
 from .loadable import check_layers, features_plan, find_loadable_plan
-from .write import state_to_save, write_checkpoint
+from .write import clamped_state_, write_checkpoint
 
 
 def save_converted(
@@ -35,6 +35,9 @@ def save_converted(
     The modules and outputs of the model are compared with those of the network that loading will
     build. If they differ, because the model got another activation or norm after its conversion
     for example, it is saved as the user's own network, with a warning that says how to load it.
+
+    Positions that the last step of an optimizer has left outside of their windows are clamped, in
+    the model too.
 
     Args:
         model: The model, converted by `apply_plan_(model, plan)`. May be wrapped (`torch.compile`,
@@ -70,7 +73,7 @@ def save_converted(
     if features is not None:
         plan = features
     check_layers(model, plan)
-    state = state_to_save(model)
+    state = clamped_state_(model)
     loadable = find_loadable_plan(model, state, plan, run=fingerprint)
     if loadable.note is not None:
         warnings.warn(loadable.note, stacklevel=2)
@@ -130,7 +133,7 @@ def save_just_converted(
         model,
         plan,
         folder,
-        state_to_save(model),
+        clamped_state_(model),
         report=report,
         fingerprint=take_fingerprint(model, plan.inputs),
         provenance=provenance_of(model),

@@ -339,5 +339,4 @@ def _features_state(
             weight = flat_name(f"{name}.weight")
             flat[weight] = adapt_input_conv(in_chans, flat[weight])
     names = _names_in_whole_model(model.state_dict(), flat)
-    features_state = {name: flat[key] for name, key in names.items()}
-    return features_state
+    return {name: flat[key] for name, key in names.items()}

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from ..errors import DclsConvertError
 from ..input import check_folder
 from ..networks.wrappers import inside_wrappers
-from ..planning.plan import ConversionPlan
 from ..progress import Notify, ignore_messages
 from ..records import Record
 from ..text import count_text, one_line, shortened
@@ -18,7 +17,6 @@ from ..weights.files import load_safetensors
 from ..weights.loading import build_and_load, describe_non_finite, load_weights_
 from .fingerprint import TOLERANCES, fingerprint_deviation, take_fingerprint
 from .folder import CONFIG, WEIGHTS, Checkpoint, open_checkpoint
-from .inspection import position_sets
 from .load import place_stored_plan_
 from .stamp import Stamp, read_stamp
 
@@ -99,8 +97,6 @@ def verify_folder(
     if checkpoint is None or content is None:
         checks.add("model", None, f"not checked: {CONFIG} or {WEIGHTS} cannot be read")
     else:
-        if checkpoint.stored_plan is not None:
-            _check_positions(checks, checkpoint.stored_plan, state)
         notify("rebuilding the model")
         model = _check_model(checks, checkpoint, state, model, trust_code)
         if model is not None:
@@ -131,18 +127,6 @@ def _not_finite_values(state: Mapping[str, Tensor]) -> Iterator[str]:
         problem = describe_non_finite(name, tensor, mask=tensor.dim() > 1)
         if problem is not None:
             yield problem
-
-
-def _check_positions(checks: Checks, plan: ConversionPlan, state: Mapping[str, Tensor]) -> None:
-    """Check that the plan's positions are present and inside their windows."""
-    sets = position_sets(plan)
-    problems: list[str] = []
-    for position_set in sets:
-        problems += list(position_set.misfits(state)) or position_set.out_of_range(state)
-    success = "none"
-    if sets:
-        success = f"{count_text(len(sets), 'tensor')}, all inside the window"
-    checks.add_problems("positions", problems, success)
 
 
 def _check_model(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import __version__
 from ..errors import CheckpointError
-from ..layers.dcls_conv import DclsConvNd
+from ..networks.position_parameters import clamp_positions_
 from ..networks.registries import TIMM_ARCHITECTURE
 from ..networks.wrappers import plain_name
 from ..output import new_folder
@@ -41,18 +41,14 @@ SOURCE_KEYS = {
 }
 
 
-def state_to_save(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's state dict, with the very tensors of the model.
+def clamped_state_(model: nn.Module) -> dict[str, Tensor]:
+    """Clamp the model's positions; return its state dict, with the very tensors of the model.
 
-    Positions that the last step of an optimizer has left outside of their windows are clamped.
     Wrappers inside the model, such as a compiled stage, leave no trace in the names.
 
     Raises:
         CheckpointError: An entry is not a tensor, has no values, or has some that are not finite.
     """
-    for module in model.modules():
-        if isinstance(module, DclsConvNd):
-            module.clamp_positions_()
     state: dict[str, Any] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         state[plain_name(name)] = tensor
@@ -70,6 +66,7 @@ def state_to_save(model: nn.Module) -> dict[str, Tensor]:
         problem = describe_non_finite(name, tensor.detach(), mask=not is_parameter)
         if problem is not None:
             raise CheckpointError(f"the model: {problem}")
+    clamp_positions_(model)
     return state
 
 
@@ -91,7 +88,7 @@ def write_checkpoint(
         model: The model, whose preprocessing is written.
         plan: The plan by which the model can be rebuilt.
         folder: Folder to write.
-        state: From `state_to_save`.
+        state: From `clamped_state_`.
         report: The model's report.
         fingerprint: A summary of the model's outputs, if it was run.
         provenance: How the model was converted, if that is known.
@@ -166,7 +163,7 @@ def write_checkpoint_files(
         folder: An empty folder.
         config: Contents of config.json, without this package's own entries.
         texts: Other text files: name to content.
-        state: From `state_to_save`.
+        state: From `clamped_state_`.
         fingerprint: A summary of the model's outputs, if it was run.
         provenance: How the model was converted, if that is known.
     """

@@ -17,7 +17,7 @@ from ..checkpoints.fingerprint import take_fingerprint
 from ..checkpoints.folder import CARD, WEIGHTS, reason_not_a_checkpoint
 from ..checkpoints.loading_code import loading_code
 from ..checkpoints.save import save_just_converted
-from ..checkpoints.write import state_to_save, timm_config, write_checkpoint_files
+from ..checkpoints.write import clamped_state_, timm_config, write_checkpoint_files
 from ..conversion.provenance import provenance_of
 from ..errors import DclsConvertError, ModelError
 from ..networks.building import build_model, shapes_of
@@ -88,7 +88,7 @@ def _write_for_timm(
             partial,
             config,
             {CARD: card},
-            state_to_save(folded.model),
+            clamped_state_(folded.model),
             fingerprint=take_fingerprint(folded.model, plan.inputs),
             provenance=provenance,
         )

@@ -1,8 +1,4 @@
-"""What a layer writes into a state dict, and what it does not take out of one.
-
-A state dict of another conversion may have the same names and shapes: they do not depend on the
-window.
-"""
+"""Refuse state dicts of other conversions: their names and shapes fit, whatever the window."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,8 +10,8 @@ from .clamp_tensors import is_sharded
 from .ties import POSITION_PARAMETERS, Tieable, at_least_float32
 
 METADATA = "dcls"  # entry of a layer in the metadata of a state dict, which torch.save keeps
-# Cells. The last step of an optimizer may leave an element a little outside of the window, where it
-# is clamped at its next use.
+# Cells. The last step of an optimizer may leave an element a little outside of the window; its next
+# use in training clamps it.
 MAX_OUTSIDE = 1.0
 CURE = "load it into a network that was converted in the same way"
 
@@ -46,10 +42,13 @@ class CheckedLayer(Tieable):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load the layer; positions stay in float32 at least, with `assign=True` too."""
+        """Load the layer, unless the state dict is of another conversion.
+
+        Positions stay in float32 at least, with `assign=True` too.
+        """
         problem = self.describe_other_state(state_dict, prefix, local_metadata)
         if problem is not None and not any(CURE in message for message in error_msgs):
-            error_msgs.append(problem)  # one line for all layers
+            error_msgs.append(f"{problem}; {CURE}")  # one line for all layers
         for name in POSITION_PARAMETERS:
             stored = state_dict.get(prefix + name)
             if isinstance(stored, Tensor):
@@ -76,24 +75,23 @@ class CheckedLayer(Tieable):
             metadata: What the state dict says of the layer; empty for most files.
         """
         name = prefix.removesuffix(".") or type(self).__name__
-        settings = self._settings()
-        stored = metadata.get(METADATA, settings)
-        if stored != settings:
-            own, theirs = (f"{size_text(size)}, {kind}" for size, kind in (settings, stored))
-            return f"{name} has window {own}, and in the state dict {theirs}; {CURE}"
+        own = self._settings()
+        stored = metadata.get(METADATA, own)
+        if stored != own:
+            return f"{name} has window {own}, and in the state dict {stored}"
         positions = state.get(f"{prefix}positions")
         if self.is_tied:
             if positions is None:
                 return None
-            return f"{name} shares positions, and has its own in the state dict; {CURE}"
+            return f"{name} shares positions, and has its own in the state dict"
         if positions is None and f"{prefix}weight" in state:
-            return f"{name} has weights but no positions in the state dict; {CURE}"
+            return f"{name} has weights but no positions in the state dict"
         if isinstance(positions, Tensor):
             return self._describe_positions_outside(positions, f"{prefix}positions")
         return None
 
-    def _settings(self) -> tuple[tuple[int, ...], str]:
-        return self.dilated_kernel_size, self.interpolation
+    def _settings(self) -> str:
+        return f"{size_text(self.dilated_kernel_size)}, {self.interpolation}"
 
     def _describe_positions_outside(self, positions: Tensor, name: str) -> str | None:
         """Say how far positions are outside of the window; None if by one cell at most.
@@ -112,5 +110,5 @@ class CheckedLayer(Tieable):
             return None
         return (
             f"{name} has elements up to {excess:.3g} cells outside of the window "
-            f"{size_text(self.dilated_kernel_size)}, so they are of a larger window; {CURE}"
+            f"{size_text(self.dilated_kernel_size)}, so they are of a larger window"
         )

@@ -36,9 +36,12 @@ class Tieable(nn.Module):
         self._tied_to: tuple[Tieable, ...] = ()  # the first layer; in a tuple, it is no child
 
     def tie_(self, first: "Tieable") -> None:
-        """Use the positions (and sigma) of `first`, now and whatever they become."""
+        """Read the positions (and sigma) of `first` from now on, at each use.
+
+        It must come before this layer in the network, so that copies find it first.
+        """
         for name in POSITION_PARAMETERS:
-            del self._parameters[name]
+            self._parameters.pop(name, None)
         self._tied_to = (first,)
 
     @property
@@ -65,8 +68,8 @@ class Tieable(nn.Module):
             return shared
         if is_sharded(shared) and not is_sharded(weight):
             raise RuntimeError(
-                "FSDP2 shards the positions of this layer elsewhere: layers that share positions "
-                "need one fully_shard for all, so give it whole stages instead of their blocks"
+                "FSDP2 shards the positions of this layer elsewhere: give fully_shard the whole "
+                "stage whose layers share them, and not its first block by itself"
             )
         if shared.device == weight.device:
             return shared
@@ -77,8 +80,8 @@ class Tieable(nn.Module):
     def __deepcopy__(self, memo: dict[Any, Any]) -> Self:
         """Copy the layer.
 
-        Without its first layer, the copy gets positions of its own. Others of the group that are
-        copied after it then share them.
+        If its first layer is not copied too, the copy gets positions of its own, and layers of the
+        group that are copied later in the same deepcopy share these.
         """
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
@@ -100,21 +103,21 @@ class Tieable(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Change the layer's tensors, as `to`, `cuda`, `half` and so on do.
 
-        - Tensors are flat then: `to(memory_format=channels_last)` fails for five axes.
-        - Positions stay in float32 at least.
+        `fn` gets flat tensors, since `to(memory_format=channels_last)` fails for five axes.
+        Positions and sigma stay in float32 at least.
         """
-        positions = set[int]()  # ids of positions, sigma and their gradients
+        kept_exact = set[int]()  # ids of positions, sigma and their gradients
         for name in POSITION_PARAMETERS:
             parameter = self._parameters.get(name)
             if parameter is not None:
-                positions |= {id(parameter), id(parameter.grad)}
+                kept_exact |= {id(parameter), id(parameter.grad)}
 
         def change(tensor: Tensor) -> Tensor:
             if is_sharded(tensor):
                 return fn(tensor)
             flat = tensor.flatten()
             changed = fn(flat)
-            if id(tensor) in positions and changed.dtype != at_least_float32(changed.dtype):
+            if id(tensor) in kept_exact and changed.dtype != at_least_float32(changed.dtype):
                 changed = flat.to(changed.device)
             if changed is flat:
                 # The tensor itself: torch.utils.swap_tensors refuses a view of it.

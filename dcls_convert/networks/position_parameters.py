@@ -25,7 +25,7 @@ class PositionParameter:
 
     @property
     def name(self) -> str:
-        """Its name in `named_parameters`; in a part without the first layer, in no list."""
+        """Its name in `named_parameters`; a part without the first layer has none of this name."""
         return f"{next(iter(self.layers))}.{self.kind}".lstrip(".")
 
     @property
@@ -53,6 +53,20 @@ def position_parameters(model: nn.Module, *kinds: str) -> tuple[PositionParamete
     return tuple(parameters.values())
 
 
+def clamp_positions_(model: nn.Module) -> None:
+    """Clamp all positions to their windows, and all sigmas to at least their minimum.
+
+    The layers clamp their own parameters in each training forward pass, and `save_converted` those
+    of the model. Call this after every step to follow the paper to the letter, so that positions
+    are always inside their windows. Under FSDP2 it is needed, since the layers there clamp only the
+    gathered copies of their parameters.
+    """
+    check_argument("model", model, nn.Module)
+    for layer in model.modules():
+        if isinstance(layer, DclsConvNd):
+            layer.clamp_positions_()
+
+
 def no_weight_decay(model: nn.Module) -> set[str]:
     """Return the names of all positions and sigmas in `model.named_parameters()`.
 
@@ -65,20 +79,23 @@ def no_weight_decay(model: nn.Module) -> set[str]:
 
 
 def exclude_from_weight_decay_(model: nn.Module) -> None:
-    """Make `model.no_weight_decay()` also return positions and sigmas.
+    """Make `model.no_weight_decay()` also return positions and sigmas, by their present names.
 
     timm's optimizers then do not decay them.
     """
     names_of_class: Any = getattr(type(model), NO_WEIGHT_DECAY, lambda _: ())
     names = {*names_of_class(model), *no_weight_decay(model)}
-    # Not for a GraphModule, whose copies and pickles would lose the attribute. `set` makes a copy
-    # of the names for each caller.
+    # Not for a GraphModule, whose copies and pickles would lose the attribute.
     if not isinstance(model, fx.GraphModule):
-        vars(model)[NO_WEIGHT_DECAY] = partial(set, names)
+        vars(model)[NO_WEIGHT_DECAY] = partial(_copied, names)
 
 
 def undo_exclusion_from_weight_decay_(model: nn.Module) -> None:
     """Undo `exclude_from_weight_decay_` for the model and all its modules."""
     for module in model.modules():
-        if getattr(vars(module).get(NO_WEIGHT_DECAY), "func", None) is set:
+        if getattr(vars(module).get(NO_WEIGHT_DECAY), "func", None) is _copied:
             del vars(module)[NO_WEIGHT_DECAY]
+
+
+def _copied(names: set[str]) -> set[str]:
+    return set(names)

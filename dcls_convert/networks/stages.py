@@ -57,13 +57,9 @@ def find_stages(model: nn.Module, strides: Mapping[str, OutputStride], spatial: 
         return Stages(
             found_by="output stride and module path", stage_of=stages.get, is_in_stem=is_in_stem
         )
-    parent = common_parent(spatial)
-    common_depth = 0
-    if parent:
-        common_depth = parent.count(".") + 1
     return Stages(
         found_by="module path",
-        stage_of=partial(_stage_by_path, common_depth),
+        stage_of=partial(_stage_by_path, _common_depth(spatial)),
         is_in_stem=is_in_stem,
     )
 
@@ -117,15 +113,15 @@ def output_stride(input_size: Sequence[int], output_size: Sequence[int]) -> Outp
     return tuple(strides)
 
 
-def common_parent(names: Iterable[str]) -> str:
-    """Return the name of the lowest module that holds all of these modules."""
+def _common_depth(names: Iterable[str]) -> int:
+    """Return how deep the lowest module is that holds all of these modules; 0 for the model."""
     parents = [name.split(".")[:-1] for name in names]
-    shared: list[str] = []
+    depth = 0
     for parts in zip(*parents, strict=False):
         if len(set(parts)) > 1:
             break
-        shared.append(parts[0])
-    return ".".join(shared)
+        depth += 1
+    return depth
 
 
 def _timm_patterns(model: nn.Module) -> tuple[list[re.Pattern[str]], list[re.Pattern[str]]]:

@@ -18,8 +18,8 @@ def fold_to_dense_(model: nn.Module) -> int:
 
     Args:
         model: Changed in place. May be wrapped (`torch.compile`, DataParallel, averaged copies).
-            If it is a part of a network, then with all layers that share positions: the others
-            would read those of a layer that is no longer in the network.
+            A part of a network must hold all layers that share positions: those outside of it
+            would go on reading positions that are no longer in the network.
 
     Returns:
         The number of layers that were folded.

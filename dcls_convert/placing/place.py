@@ -34,10 +34,9 @@ def insert_layers_(
     *,
     make_plain_conv: Callable[[DclsConvNd], nn.Module] = DclsConvNd.fuse,
 ) -> None:
-    """Put layers into the model, and register the parameters that they share.
+    """Put layers into the model.
 
     Besides the layers, the model keeps:
-    - positions and sigmas of tie groups, as parameters of the groups' owners;
     - guards of the methods that merge branches (`branches.py`);
     - names that `no_weight_decay` returns (`networks/position_parameters.py`);
     - if timm's or torchvision's: `_model_args`, and the architecture in `pretrained_cfg`.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..errors import PlanError
 from ..geometry import along_learnt_axes, check_cells, check_window, extent
 from ..layers.interpolation import find_interpolation
+from ..layers.ties import POSITION_PARAMETERS
 from ..networks.sites import OldConv
 from ..records import STRICT
 from ..text import one_line, shortened
@@ -28,11 +29,11 @@ class LayerPlan(OldConv):
     rule: str  # label of the rule that claimed it
 
     @property
-    def shared_parameters(self) -> tuple[str, ...]:
-        """The parameters that the layers of a tie group share."""
+    def position_kinds(self) -> tuple[str, ...]:
+        """The names of the parameters that say where elements are; a tie group shares them."""
         if find_interpolation(self.interpolation).has_sigma:
-            return ("positions", "sigma")
-        return ("positions",)
+            return POSITION_PARAMETERS
+        return POSITION_PARAMETERS[:1]
 
     @property
     def position_shape(self) -> tuple[int, ...]:
@@ -105,7 +106,7 @@ class LayerPlan(OldConv):
     @property
     def coordinates_per_element(self) -> int:
         """Learnable numbers of one element besides its weight: its position, and sigma if any."""
-        return self.position_shape[0] * len(self.shared_parameters)
+        return self.position_shape[0] * len(self.position_kinds)
 
     @property
     def folded_weights(self) -> int:
@@ -123,11 +124,9 @@ def position_groups(layers: Sequence[LayerPlan]) -> list[list[LayerPlan]]:
 
     A layer that is not tied is a group of its own. Groups are in the order of their first layers.
     """
-    groups: dict[tuple[str | None, str], list[LayerPlan]] = {}
+    groups: dict[object, list[LayerPlan]] = {}
     for layer in layers:
-        key = (layer.tie_group, "")
-        if layer.tie_group is None:
-            key = (None, layer.name)
+        key = layer.names if layer.tie_group is None else layer.tie_group
         groups.setdefault(key, []).append(layer)
     return list(groups.values())
 

@@ -9,8 +9,7 @@ or EMA. FSDP2 is supported where the docstring says so. Only `clamp_positions_` 
 Source: arXiv:2112.03740, section 3 "Learning techniques".
 """
 
-from ..networks.position_parameters import no_weight_decay
-from .clamp_positions import clamp_positions_
+from ..networks.position_parameters import clamp_positions_, no_weight_decay
 from .param_groups import param_groups
 from .repulsion import repulsive_loss
 from .tracker import PositionTracker, TrackedPositions, TrackRecord, read_track

@@ -34,10 +34,9 @@ def param_groups(
     no weight decay.
 
     With `lr`, each group has its own learning rate, and schedulers that multiply rates keep their
-    ratio. Schedulers that are given a rate set the same one for all groups: OneCycleLR, CyclicLR,
-    SWALR, `eta_min`, `min_lr`, timm's `lr_min` and `warmup_lr_init`. Optimizers that find the rate
-    themselves, such as Prodigy, refuse or ignore different ones. docs/training.md says what to
-    write instead.
+    ratio. Those that are given a rate, such as OneCycleLR, set it for all groups; optimizers that
+    find the rate themselves, such as Prodigy, refuse or ignore different ones. docs/training.md
+    says what to write instead.
 
     Without `lr`, the groups have timm's `lr_scale` instead. Only timm's schedulers apply it, at
     each step and to the whole schedule, as the paper's authors did. (A group never has both, since
@@ -80,7 +79,7 @@ def param_groups(
     model = inside_wrappers(model)
     scale_of_kind = {"positions": position_lr_scale, "sigma": sigma_lr_scale}
     parameters = position_parameters(model)
-    _warn_if_partly_frozen(parameters)
+    _warn_if_partly_frozen(position_parameters(model, "positions"))
     scale_of: dict[int, float] = {}  # id of a positions or sigma parameter -> its own lr_scale
     for parameter in parameters:
         scale_of[id(parameter.tensor)] = scale_of_kind[parameter.kind]
@@ -94,7 +93,7 @@ def param_groups(
 
 
 def _warn_if_partly_frozen(parameters: Iterable[PositionParameter]) -> None:
-    """Warn, once for all, of positions that frozen and trained layers share."""
+    """Warn once about positions that frozen and trained layers share."""
     problems = []
     for parameter in parameters:
         frozen = []
@@ -110,7 +109,7 @@ def _warn_if_partly_frozen(parameters: Iterable[PositionParameter]) -> None:
             problems.append(f"{parameter.name} is frozen under trained {short_list(trained, 2)}")
     if problems:
         warnings.warn(
-            f"frozen and trained layers share positions: {short_list(problems, 2)}; freeze before "
+            f"frozen and trained layers share positions: {'; '.join(problems)}. Freeze before "
             "convert_, which does not tie frozen layers to others, or convert with tie='none'",
             stacklevel=3,
         )

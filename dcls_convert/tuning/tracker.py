@@ -26,7 +26,7 @@ Cells = Annotated[float, Field(ge=0, le=1e40)]  # the limit is beyond the range 
 Share = Annotated[float, Field(ge=0, le=1)]
 Ratio = Annotated[float, Field(ge=0)]
 Step = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-RATIO_TOLERANCE = 0.01  # a smaller change of the ratio is rounding
+RATIO_TOLERANCE = 0.01  # relative; a smaller fall of the ratio is rounding
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +91,7 @@ class PositionTracker:
         self.model = model
         self.path = None if path is None else Path(path)
         self.optimizer = optimizer
-        self._highest_ratio = 0.0  # the highest `lr_ratio` so far
+        self._highest_ratio = 0.0  # highest so far of each record's lowest `lr_ratio`
         self._has_warned = False
         self._last_step: int | None = None
         self._last_positions: dict[str, Tensor] = {}  # by parameter name
@@ -129,7 +129,7 @@ class PositionTracker:
         self._append(adapter(TrackRecord).dump_json(record) + b"\n")
         ratios = [row.lr_ratio for row in rows.values() if row.lr_ratio is not None]
         if ratios:
-            self._warn_if_below_earlier(min(ratios))
+            self._warn_if_ratio_fell(min(ratios))
         return record
 
     def _learning_rates(self) -> dict[int, float]:
@@ -141,7 +141,7 @@ class PositionTracker:
                     rate_of[id(parameter)] = float(group["lr"])
         return rate_of
 
-    def _warn_if_below_earlier(self, ratio: float) -> None:
+    def _warn_if_ratio_fell(self, ratio: float) -> None:
         """Warn, once, if positions learn less fast, relative to weights, than in earlier records.
 
         A rise is not an error: timm's schedulers apply `lr_scale` from their start on.
@@ -152,8 +152,8 @@ class PositionTracker:
         self._has_warned = True
         if is_first_rank():
             warnings.warn(
-                f"positions now learn {ratio:.3g} times as fast as weights, and "
-                f"{self._highest_ratio:.3g} times earlier; a scheduler that sets one rate for all "
+                f"the learning rate of positions is now {ratio:.3g} times that of weights, and was "
+                f"{self._highest_ratio:.3g} times before; a scheduler that sets one rate for all "
                 "groups does this (OneCycleLR, CyclicLR, SWALR, eta_min, min_lr); see "
                 '"Schedulers and optimizers" in docs/training.md for what to write instead',
                 stacklevel=4,  # the caller of `update`; `no_grad` is between

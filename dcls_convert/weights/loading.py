@@ -268,8 +268,10 @@ def describe_misfits(
         needs_floats = ours.is_floating_point() and not theirs.is_floating_point()
         if needs_floats or theirs.is_complex() != ours.is_complex():
             yield f"{name} is {theirs.dtype}, the model needs {ours.dtype}"
+    if differences:
+        return
     for name, module in model.named_modules():
-        if isinstance(module, DclsConvNd) and not differences:
+        if isinstance(module, DclsConvNd):
             problem = module.describe_other_state(state, f"{name}.", {})
             if problem is not None:
                 yield problem

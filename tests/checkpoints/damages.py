@@ -85,11 +85,6 @@ DAMAGES = {
     FLIPPED_BIT: (flip_bit(-50_000), CHANGED),
     "weights of another seed": (take_file(WEIGHTS, "seed"), NOT_TOGETHER, CHANGED),
     "outside the window": (
-        damage_tensors(set_value(POSITIONS, 7, 4.5)),
-        CHANGED,
-        "has 1 of 1248 elements outside the window",
-    ),
-    "of another window": (
         damage_tensors(set_value(POSITIONS, 7, 14.0)),
         CHANGED,
         "has elements up to 10 cells outside of the window 9x9",

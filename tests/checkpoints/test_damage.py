@@ -116,8 +116,8 @@ def test_users_may_edit_labels_layout_report_card_and_other_files(folder):
         ("good", set_value(WEIGHT, 0, 1e6), "outputs: do not match the stored ones (difference"),
         (
             "gauss",
-            set_value("stages.2.blocks.0.conv_dw.sigma", 0, 0.2),
-            "has 1 of 1728 sigmas below 0.27 cells, the minimum",
+            set_value("stages.2.blocks.0.conv_dw.positions", 0, -9.0),
+            "has elements up to 5 cells outside of the window 9x9, so they are of a larger window",
         ),
     ],
 )
@@ -283,7 +283,7 @@ def test_the_command_prints_all_checks(folder, folders):
     assert all(check.keys() == {"name", "ok", "detail"} for check in data["checks"])
     assert {check["name"] for check in data["checks"] if check["ok"] is False} == {
         WEIGHTS,
-        "positions",
+        "model",
     }
     assert err == f"error: {folder}: 2 problems found\n"
     DAMAGES["metadata of a newer format"][0](folder, folders)

@@ -5,7 +5,7 @@ import io
 import pytest
 import timm
 import torch
-from safetensors.torch import load, save, save_file
+from safetensors.torch import load, save
 from torch import nn
 
 import dcls_convert
@@ -14,7 +14,7 @@ from ..conftest import TINY
 from .test_ties import outputs
 
 BLOCK = "stages.0.blocks.0.conv_dw"
-OUTSIDE = "cells outside of the window 9x9, so they are of a larger window; load it into a network"
+OUTSIDE = "cells outside of the window 9x9, so they are of a larger window; load it"
 
 
 def network(size=9, tie="stage", interpolation="bilinear"):
@@ -100,9 +100,3 @@ def test_a_part_of_a_state_dict_is_loaded():
     model.load_state_dict(head | block, strict=False)
     for name, tensor in (head | block).items():
         assert torch.equal(model.state_dict()[name], tensor)
-
-
-def test_timms_loader_refuses_a_checkpoint_of_another_window(tmp_path):
-    save_file(network(17).state_dict(), tmp_path / "run17.safetensors")
-    with pytest.raises(RuntimeError, match=OUTSIDE):
-        timm.models.load_checkpoint(network(), str(tmp_path / "run17.safetensors"))

@@ -103,7 +103,7 @@ def test_layers_are_tied_where_stage_and_shape_are_the_same_and_nowhere_else(sta
 
 @many_examples
 @each_tree
-def test_a_tie_group_has_a_name_of_its_own_and_one_count(stages, interpolation):
+def test_a_tie_group_has_one_count_and_its_first_layer_as_owner(stages, interpolation):
     _, plan = tree_and_plan(stages, interpolation)
     for group in tied(plan):
         assert len({layer.kernel_count for layer in group}) == 1
