@@ -25,7 +25,9 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
     In bfloat16, an update of a position of two cells is rounded away if it is less than 1/128 cell.
     """
-    return torch.promote_types(dtype, torch.float32)
+    if dtype.itemsize < torch.float32.itemsize:  # torch.promote_types refuses float8
+        return torch.float32
+    return dtype
 
 
 class Tieable(nn.Module):
