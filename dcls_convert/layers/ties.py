@@ -75,8 +75,11 @@ class Tieable(nn.Module):
             )
         if shared.device == weight.device:
             return shared
-        if shared.is_meta:  # offloaded by accelerate, whose hook knows the values
-            shared = first._hf_hook.weights_map[name]
+        if shared.is_meta and hasattr(first, "_hf_hook"):
+            # accelerate keeps the first layer elsewhere, and brings it for each forward pass.
+            first._hf_hook.pre_forward(first)
+            shared = getattr(first, name)
+            first._hf_hook.post_forward(first, None)
         return shared.to(weight.device)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Self:

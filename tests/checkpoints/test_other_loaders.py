@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 
+from dcls_convert import DclsConv2d
 from dcls_convert.checkpoints.folder import WEIGHTS
 
 from .folders import convert, outputs, same_states, save
@@ -73,6 +74,31 @@ def test_a_folder_is_loaded_with_equal_outputs(saved, load):
     torch.testing.assert_close(outputs(loaded), outputs(model), rtol=1e-4, atol=1e-5)
     if load is not by_offload:  # offloaded weights are on meta between forward passes
         assert same_states(loaded, model)
+
+
+@pytest.mark.parametrize("other_hooks", [False, True])
+@pytest.mark.parametrize("on_disk", [{0}, {1, 2, 3}], ids=["first blocks", "other blocks"])
+def test_blocks_on_disk_share_positions_with_blocks_in_memory(
+    saved, on_disk, other_hooks, tmp_path
+):
+    folder, model = saved
+    network = create(folder, pretrained=True)
+    device_map = {"stem": "cpu", "norm_pre": "cpu", "head": "cpu"}
+    for number, stage in enumerate(network.stages):
+        device_map[f"stages.{number}.downsample"] = "cpu"
+        for block in range(len(stage.blocks)):
+            place = "disk" if block in on_disk else "cpu"
+            device_map[f"stages.{number}.blocks.{block}"] = place
+    accelerate.dispatch_model(network, device_map, offload_dir=tmp_path)
+    if other_hooks:
+        for module in network.modules():
+            if isinstance(module, DclsConv2d):
+                accelerate.hooks.add_hook_to_module(
+                    module, accelerate.hooks.ModelHook(), append=True
+                )
+    torch.testing.assert_close(outputs(network), outputs(model), rtol=1e-4, atol=1e-5)
+    first = network.stages[1].blocks[0].conv_dw.positions
+    assert first.is_meta == (0 in on_disk)
 
 
 @pytest.mark.parametrize("include_buffers", [False, True])
