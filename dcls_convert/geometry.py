@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import TypeGuard, cast
+from typing import Any, TypeGuard, cast
 
 from .errors import PlanError
 from .text import count_text
@@ -14,6 +14,18 @@ Pair = tuple[int, int]
 AsymmetricPadding = tuple[Pair, ...]  # cells before and after each axis
 # "same", "valid", DYNAMIC_SAME, or cells on either side of each axis.
 Padding = str | tuple[int, ...] | AsymmetricPadding
+
+
+def plain_numbers(value: Any) -> Any:
+    """Return Python's numbers for those of NumPy and torch, a tuple for several.
+
+    Other values stay as they are.
+    """
+    if isinstance(value, list | tuple):
+        return tuple(map(plain_numbers, value))
+    if hasattr(value, "tolist"):  # scalars, arrays and tensors
+        return plain_numbers(value.tolist())
+    return value
 
 
 def is_asymmetric(padding: Padding) -> TypeGuard[AsymmetricPadding]:

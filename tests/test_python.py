@@ -156,6 +156,69 @@ def test_a_sweep_takes_counts_or_budgets():
         dcls_convert.sweep(unet(), counts=[4], budgets=[50])
 
 
+# NumPy's numbers.
+
+
+def network(*, width=8):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, width, 1), nn.Conv2d(width, width, 3, padding=1))
+
+
+@pytest.mark.parametrize(
+    ("options", "same"),
+    [
+        ({"dilated_size": np.int64(5)}, {}),
+        ({"dilated_size": np.array([5, 5])}, {"dilated_size": (5, 5)}),
+        ({"dilated_size": (np.uint8(5), 5)}, {"dilated_size": (5, 5)}),
+        ({"dilated_size": np.str_("+2")}, {"dilated_size": "+2"}),
+        ({"kernel_count": np.int64(3)}, {"kernel_count": 3}),
+        ({"seed": np.int64(3)}, {"seed": 3}),
+        ({"budget": np.float32(90)}, {"budget": 90}),
+        ({"input_size": (np.int64(3), 16, 16)}, {}),
+        ({"input_size": np.array(SIZE)}, {}),
+    ],
+    ids=str,
+)
+def test_numbers_of_numpy_are_numbers(options, same, tmp_path):
+    default = {"dilated_size": 5, "input_size": SIZE, "init": "random"}
+    of_numpy, plain = network(width=np.int64(8)), network()
+    report = convert_(of_numpy, **{**default, **options})
+    assert report.plan == convert_(plain, **{**default, **same}).plan
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(of_numpy.state_dict()[name], tensor)
+    dcls_convert.save_converted(of_numpy, report.plan, tmp_path / "folder")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {name: value}
+        for name in ("dilated_size", "kernel_count", "seed", "input_size")
+        for value in (np.bool_(True), np.float64(5))
+    ],
+    ids=str,
+)
+def test_booleans_and_fractions_of_numpy_are_no_integers(options):
+    with pytest.raises(PlanError):
+        convert_(network(), **{"dilated_size": 5, "input_size": SIZE, **options})
+
+
+def test_planning_sweeping_and_layers_take_numbers_of_numpy():
+    convs = dcls_convert.find_convs(network(), np.array(SIZE))
+    plan = dcls_convert.plan_conversion(convs, dilated_size=np.int64(5), kernel_count=np.int64(3))
+    assert plan == dcls_convert.plan_conversion(convs, dilated_size=5, kernel_count=3)
+    sizes, counts = np.array([5, 7]), np.array([2, 3])
+    result = dcls_convert.sweep(network(), sizes, counts=counts, input_size=np.array(SIZE))
+    assert result == dcls_convert.sweep(network(), [5, 7], counts=[2, 3], input_size=SIZE)
+    with pytest.raises(PlanError, match="sizes=5 must be a list"):
+        dcls_convert.sweep(network(), np.int64(5))
+    one, two, three, five = np.arange(6)[[1, 2, 3, 5]]
+    layer = dcls_convert.DclsConv2d(
+        two, two, kernel_count=three, dilated_kernel_size=(five, 5), padding=two, groups=one
+    )
+    assert layer(torch.zeros(1, 2, 8, 8)).shape == (1, 2, 8, 8)
+
+
 # Mistakes.
 
 

@@ -13,7 +13,7 @@ from ..conversion.decide import plan_network
 from ..conversion.load import LoadedNetwork, RequestWeights, load
 from ..conversion.request import ConversionRequest
 from ..errors import CheckpointError, PlanError, check_argument
-from ..geometry import size_text
+from ..geometry import plain_numbers, size_text
 from ..networks.inputs import ExampleInputs
 from ..networks.measure import not_measured_text
 from ..options import (
@@ -160,6 +160,7 @@ def sweep(
         DclsConvertError: An argument does not fit; one line says which. A size that does not fit
             does not raise, but is a row with the reason.
     """
+    sizes, counts, budgets = map(plain_numbers, (sizes, counts, budgets))
     for name, values in {"sizes": sizes, "counts": counts, "budgets": budgets}.items():
         if isinstance(values, str | int | float):
             raise PlanError(f"{name}={values!r} must be a list, such as [{values!r}]")

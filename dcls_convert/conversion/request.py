@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from ..errors import PlanError
+from ..geometry import plain_numbers
 from ..options import (
     AUTO,
     ERROR_SCOPE,
@@ -76,6 +77,7 @@ class ConversionRequest:
     device: str | None = None  # where a named model is fitted and compared; None for the CPU
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "seed", plain_numbers(self.seed))
         _refuse_conflicts(self)
 
     @property

@@ -14,6 +14,7 @@ from PIL import Image, ImageOps
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError
+from ..geometry import plain_numbers
 from ..input import image_paths
 from ..networks.running import suppress_output
 from ..progress import Note
@@ -88,6 +89,7 @@ def _values_of(name: str, given: float | Sequence[float], channels: int) -> tupl
     Values above 1 are refused: they are meant for images with values from 0 to 255, and would turn
     these images into nearly constant ones.
     """
+    given = plain_numbers(given)
     if isinstance(given, int | float):
         given = (given,)
     try:

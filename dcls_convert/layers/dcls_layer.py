@@ -31,6 +31,7 @@ from ..geometry import (
     is_asymmetric,
     learnt_axes,
     padded_cells,
+    plain_numbers,
     position_limits,
     static_padding,
 )
@@ -96,10 +97,10 @@ class DclsLayer(CheckedLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.in_channels = in_channels
-        self.out_channels = out_channels
-        self.groups = groups
-        self.kernel_count = kernel_count
+        self.in_channels: int = plain_numbers(in_channels)
+        self.out_channels: int = plain_numbers(out_channels)
+        self.groups: int = plain_numbers(groups)
+        self.kernel_count: int = plain_numbers(kernel_count)
         self.dilated_kernel_size = self._one_per_axis(
             "dilated_kernel_size", dilated_kernel_size, minimum=1
         )
@@ -213,6 +214,7 @@ class DclsLayer(CheckedLayer):
         return tuple(value for _ in range(self.dims))
 
     def _one_per_axis(self, name: str, value: IntOrTuple, minimum: int) -> tuple[int, ...]:
+        value = plain_numbers(value)
         if isinstance(value, Sequence):
             sizes = tuple(value)
         else:

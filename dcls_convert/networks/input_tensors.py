@@ -5,7 +5,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import PlanError
-from ..geometry import size_text
+from ..geometry import plain_numbers, size_text
 from ..records import STRICT
 from ..text import shortened
 
@@ -51,9 +51,10 @@ def checked_input_size(given: object) -> tuple[int, ...]:
     Raises:
         PlanError: It is not a sequence of channels and spatial sizes, positive integers all.
     """
-    if isinstance(given, Sequence) and len(given) in AXES_OF_IMAGE:
-        if all(isinstance(side, int) and side >= 1 for side in given):
-            return tuple(given)
+    size = plain_numbers(given)
+    if isinstance(size, Sequence) and len(size) in AXES_OF_IMAGE:
+        if all(isinstance(side, int) and side >= 1 for side in size):
+            return tuple(size)
     raise PlanError(
         f"input size {shortened(repr(given), 120)} must be channels and spatial sizes, such as "
         "(3, 224, 224); for any other input, give example_inputs in Python"

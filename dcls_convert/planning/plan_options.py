@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..geometry import plain_numbers
 from ..options import AUTO, DEFAULT_BUDGET, InterpolationName, Scope, Tie
 
 if TYPE_CHECKING:
@@ -31,3 +32,7 @@ class PlanOptions:
     # For rules that state no interpolation; None means DEFAULT_INTERPOLATION.
     interpolation: InterpolationName | None = None
     strict: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("dilated_size", "kernel_count"):
+            object.__setattr__(self, name, plain_numbers(getattr(self, name)))
