@@ -109,6 +109,7 @@ class DclsConvNd(DclsLayer):
         return layer
 
     @classmethod
+    @torch.inference_mode(False)  # tensors made in that mode cannot be trained
     def from_conv_without_values(
         cls,
         conv: Conv,

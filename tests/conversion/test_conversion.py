@@ -19,6 +19,7 @@ from dcls_convert import (
     apply_plan_,
     convert_,
     find_convs,
+    load_converted,
     plan_conversion,
     save_converted,
 )
@@ -309,6 +310,38 @@ class LengthZero(nn.Sequential):
 
     def __len__(self):
         return 0
+
+
+def converted(model, folder):
+    convert_(model, dilated_size=5, init="random")
+
+
+def calibrated(model, folder):
+    convert_(model, dilated_size=5, calibration=NOISE, held_out=())
+
+
+def planned(model, folder):
+    apply_plan_(model, plan_conversion(find_convs(model), dilated_size=5))
+
+
+def saved_and_loaded(model, folder):
+    other = small_model()
+    plan = convert_(other, dilated_size=5, init="random").plan
+    save_converted(other, plan, folder)
+    load_converted(folder, model=model)
+
+
+@pytest.mark.usefixtures("quick_fit")
+@pytest.mark.parametrize("convert_somehow", [converted, calibrated, planned, saved_and_loaded])
+def test_a_network_can_be_converted_in_inference_mode_and_trained_after_it(
+    convert_somehow, tmp_path
+):
+    model = small_model()
+    with torch.inference_mode():
+        convert_somehow(model, tmp_path / "trained later")
+        convert_somehow(small_model(), tmp_path / "for inference")  # and made in that mode
+    model.train()(torch.randn(1, 3, 16, 16)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
 def test_a_model_that_is_falsy_is_converted():
