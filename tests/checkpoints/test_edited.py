@@ -237,7 +237,7 @@ REFUSED = {
         lambda m: replace_all(m, dcls_convert.DclsConv2d, Holder) or m,
         "which wraps the layer; first merge or remove it",
     ),
-    "untied": (lambda m: copies(m) or m, "To share them again: model.get_submodule"),
+    "untied": (lambda m: copies(m) or m, "To tie it again: model.get_submodule"),
 }
 
 

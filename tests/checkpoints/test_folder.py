@@ -121,6 +121,17 @@ def test_the_contents_of_a_folder(converted, tmp_path):
     assert stamp.fingerprint == take_fingerprint(model, plan.inputs)
 
 
+def test_positions_that_a_last_step_left_outside_are_clamped_when_a_folder_is_written(tmp_path):
+    model, plan = convert()
+    positions = model.stages[0].blocks[0].conv_dw.positions
+    with torch.no_grad():
+        positions.add_(0.4)
+    model.state_dict()
+    assert positions.max() > 4
+    stored = load_file(save(tmp_path / "out", model, plan) / WEIGHTS)
+    assert stored["stages.0.blocks.0.conv_dw.positions"].max() == positions.max() == 4
+
+
 def test_dtype_is_kept_and_used_for_comparison_and_channels_may_be_last(tmp_path):
     model, plan = convert("timm:test_resnet", 7)
     model = model.to(torch.bfloat16, memory_format=torch.channels_last)
@@ -269,7 +280,7 @@ class WithExtraState(nn.Module):
     [
         (
             replace_conv(copy.deepcopy),
-            rf"{BLOCK} has positions of its own; in the plan, it has those of stages\.2",
+            rf"{BLOCK} does not read its positions from stages\.2",
         ),
         (
             replace_conv(nn.Sequential),

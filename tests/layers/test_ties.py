@@ -9,7 +9,6 @@ import weakref
 import pytest
 import timm
 import torch
-from safetensors.torch import load, save
 from timm.utils import ModelEmaV3
 from torch import nn
 from torch.func import functional_call, stack_module_state
@@ -91,17 +90,11 @@ def assigned(model, on_meta):
     return on_meta
 
 
-def emptied(model, on_meta):
-    on_meta.to_empty(device="cpu").load_state_dict(load(save(model.state_dict())))
-    return on_meta
-
-
 COPIES = {
     "another dtype and back": lambda model, _: copy.deepcopy(model).double().float(),
     "deepcopy of its container": lambda model, _: copy.deepcopy(nn.Sequential(nn.ReLU(), model))[1],
     "torch.save": lambda model, _: saved_and_loaded(model, weights_only=False),
     "meta and assign": assigned,
-    "to_empty and safetensors": emptied,
     "EMA": lambda model, _: ModelEmaV3(model).module,
     "SWA": lambda model, _: AveragedModel(model).module,
 }

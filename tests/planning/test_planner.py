@@ -130,7 +130,7 @@ def test_tied_layers_share_their_parameters_and_each_tensor_has_one_name(stages,
 
 def test_frozen_convolutions_are_not_tied_to_those_that_are_trained():
     model = Net(lambda: [depthwise(), depthwise(), depthwise()])
-    model.layer1[0].requires_grad_(False)
+    model.layer1[0].weight.requires_grad_(False)  # its bias is trained
     model.layer1[2].requires_grad_(False)
     plan = plan_of(model)
     groups = [[layer.name for layer in group] for group in tied(plan)]

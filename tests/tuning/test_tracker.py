@@ -73,12 +73,8 @@ def test_speed_is_the_mean_absolute_change_of_a_coordinate_per_step(model, dtype
 def test_tied_positions_are_recorded_once(tiny):
     assert tuning.PositionTracker(tiny).update(0).positions == {}
     dcls_convert.convert_(tiny, dilated_size=9, init="random")
-    assert list(tuning.PositionTracker(tiny).update(0).positions) == [
-        "stages.0.blocks.0.conv_dw.positions",
-        "stages.1.blocks.0.conv_dw.positions",
-        "stages.2.blocks.0.conv_dw.positions",
-        "stages.3.blocks.0.conv_dw.positions",
-    ]
+    names = [name for name, _ in tiny.named_parameters() if name.endswith("positions")]
+    assert list(tuning.PositionTracker(tiny).update(0).positions) == names
 
 
 def lr_ratios(tracker, step) -> list[float | None]:
@@ -104,7 +100,7 @@ def test_a_scheduler_that_sets_one_rate_for_all_groups_is_warned_of_once(model):
     tracker = tuning.PositionTracker(model, optimizer=optimizer)
     tracker.update(0)
     torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=10)
-    with pytest.warns(UserWarning, match="learn 1 times.* 5 times earlier; .*OneCycleLR") as caught:
+    with pytest.warns(UserWarning, match="now 1 times.* was 5 times before; .*One") as caught:
         tracker.update(1)
     assert caught[0].filename == __file__
     assert lr_ratios(tracker, 2) == [1, 1]
