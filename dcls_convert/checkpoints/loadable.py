@@ -99,6 +99,11 @@ def _layer_problems(model: nn.Module, plan: ConversionPlan) -> Iterator[str]:
             yield f"{layer.name}.weight has shape {weight_shape}, the plan has {shape}"
     for layer in plan.layers:
         owner = plan.owner_of(layer)
+        if modules[owner.name].is_tied:
+            yield (
+                f"{owner.name} reads positions of a layer that is no longer in the model; "
+                "copy.deepcopy(model) has them"
+            )
         if modules[layer.name].positions is not modules[owner.name].positions:
             yield (
                 f"{layer.name} does not read its positions from {owner.name}, as in the plan."

@@ -11,8 +11,8 @@ from .ties import POSITION_PARAMETERS, Tieable, at_least_float32
 
 METADATA = "dcls"  # entry of a layer in the metadata of a state dict, which torch.save keeps
 # Cells. The last step of an optimizer may leave an element a little outside of the window; its next
-# use in training clamps it.
-MAX_OUTSIDE = 1.0
+# use in training clamps it. The next larger window has elements up to one cell outside.
+MAX_OUTSIDE = 0.5
 CURE = "load it into a network that was converted in the same way"
 
 
@@ -84,17 +84,20 @@ class CheckedLayer(Tieable):
             if positions is None:
                 return None
             return f"{name} shares positions, and has its own in the state dict"
-        if positions is None and f"{prefix}weight" in state:
+        if positions is None and "positions" in self._parameters and f"{prefix}weight" in state:
             return f"{name} has weights but no positions in the state dict"
         if isinstance(positions, Tensor):
             return self._describe_positions_outside(positions, f"{prefix}positions")
         return None
 
     def _settings(self) -> str:
-        return f"{size_text(self.dilated_kernel_size)}, {self.interpolation}"
+        text = f"{size_text(self.dilated_kernel_size)}, {self.interpolation}"
+        if self.dense_axes:
+            text += f", dense axes {self.dense_axes}"
+        return text
 
     def _describe_positions_outside(self, positions: Tensor, name: str) -> str | None:
-        """Say how far positions are outside of the window; None if by one cell at most.
+        """Say how far positions are outside of the window; None if at most by `MAX_OUTSIDE`.
 
         Positions that FSDP2 has sharded, perhaps along the axes of the window, are not checked.
         """

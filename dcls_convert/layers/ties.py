@@ -40,7 +40,7 @@ class Tieable(nn.Module):
     def tie_(self, first: "Tieable") -> None:
         """Read the positions (and sigma) of `first` from now on, at each use.
 
-        It must come before this layer in the network, so that copies find it first.
+        It must come before this layer in the network: positions are named by the first layer.
         """
         for name in POSITION_PARAMETERS:
             self._parameters.pop(name, None)
@@ -103,6 +103,10 @@ class Tieable(nn.Module):
             memo[without_first] = new
             for name in POSITION_PARAMETERS:
                 new.register_parameter(name, copy.deepcopy(getattr(first, name), memo))
+        # A hook on a module above may have led to a later layer of the group first.
+        copied_before = memo.get(("copied without", id(self)))
+        if copied_before is not None:
+            copied_before.tie_(new)
         return new
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -9,6 +9,7 @@ import os
 import pytest
 import timm
 import torch
+from safetensors.torch import load_file
 from timm.utils import ModelEmaV3
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -259,6 +260,17 @@ def test_the_way_out_for_layers_with_positions_of_their_own(tmp_path):
             model.get_submodule(layer.name).tie_(model.get_submodule(owner.name))
     folder = save_converted(model, plan, tmp_path / "out")
     assert torch.equal(outputs(load_converted(folder)), expected)
+
+
+def test_positions_of_a_layer_that_has_left_the_model_are_not_lost_in_silence(tmp_path):
+    model, plan = converted(tie="stage")
+    model.layer1[0].conv1 = model.layer1[0].conv1.fuse()
+    rest = plan.without("layer1.0.conv1")
+    with pytest.raises(DclsConvertError, match=r"no longer in the model; copy.deepcopy\(model\)"):
+        save_converted(model, rest, tmp_path / "out")
+    with pytest.warns(UserWarning, match="saved as your own"):
+        folder = save_converted(copy.deepcopy(model), rest, tmp_path / "out")
+    assert "layer1.0.conv2.positions" in load_file(folder / "model.safetensors")
 
 
 def move_positions_(model):

@@ -7,8 +7,10 @@ import timm
 import torch
 from safetensors.torch import load, save
 from torch import nn
+from torch.nn.utils import parametrize
 
 import dcls_convert
+from dcls_convert.layers.dcls_conv import DclsConv2d
 
 from ..conftest import TINY
 from .test_ties import outputs
@@ -56,6 +58,27 @@ def test_a_state_dict_of_a_larger_window_is_refused_in_one_line(
     assert lines[0].strip().startswith(message)
 
 
+def test_a_state_dict_of_the_next_larger_window_is_refused_without_metadata():
+    state = through_safetensors(network(9).state_dict())
+    with pytest.raises(RuntimeError, match=r"elements up to 0\.99 cells outside"):
+        network(7).load_state_dict(state)
+
+
+def test_a_state_dict_with_other_dense_axes_is_refused_by_its_metadata():
+    one, other = (
+        DclsConv2d(2, 2, kernel_count=3, dilated_kernel_size=9, dense_axes=[axis])
+        for axis in (0, 1)
+    )
+    with pytest.raises(RuntimeError, match=r"9x9, bilinear, dense axes \(0,\), and in the state"):
+        one.load_state_dict(through_torch(other.state_dict()))
+
+
+def test_a_layer_with_parametrised_positions_loads_its_own_state_dict():
+    layer = DclsConv2d(2, 2, kernel_count=3, dilated_kernel_size=9)
+    parametrize.register_parametrization(layer, "positions", nn.Tanh())
+    layer.load_state_dict(layer.state_dict())
+
+
 def test_a_state_dict_of_a_smaller_window_or_another_interpolation_is_refused_by_its_metadata():
     for other in (network(7), network(9, interpolation="triangle")):
         with pytest.raises(RuntimeError, match=f"{BLOCK} has window 9x9, bilinear, and in the"):
@@ -86,7 +109,7 @@ def test_weights_from_before_the_conversion_are_refused_where_their_shapes_fit()
 def test_positions_that_a_last_step_left_outside_are_loaded_and_used_at_the_border():
     model = network()
     with torch.no_grad():
-        model.get_parameter(f"{BLOCK}.positions").add_(0.9)
+        model.get_parameter(f"{BLOCK}.positions").add_(0.4)
     other = network()
     other.load_state_dict(through_safetensors(model.state_dict()))
     assert torch.equal(outputs(other), outputs(model))

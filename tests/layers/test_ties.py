@@ -241,6 +241,19 @@ def test_a_part_copied_without_the_first_layer_has_positions_of_its_own(converte
     assert {"positions", "sigma"} <= dict(alone.named_parameters()).keys()
 
 
+def test_a_copy_that_comes_to_a_later_layer_first_has_the_same_names(converted):
+    class Kept:
+        def __init__(self, layer):
+            self.layer = layer
+
+        def keep(self, *_):
+            pass
+
+    model = copy.deepcopy(converted)
+    model.register_forward_hook(Kept(model.stages[2].blocks[2]).keep)
+    assert_is_copy(copy.deepcopy(model), converted)
+
+
 PARTS = {
     "children": lambda model: nn.Sequential(*model.features),
     "layer getter": lambda model: IntermediateLayerGetter(model.features, {"18": "out"}),

@@ -23,6 +23,7 @@ from dcls_convert import (
 from dcls_convert.conversion.provenance import PROVENANCE_ATTRIBUTE
 from dcls_convert.layers.dcls_conv import DclsConvNd
 from dcls_convert.networks.model_outputs import max_relative_error
+from dcls_convert.networks.position_parameters import clamp_positions_
 from dcls_convert.reports.predict import predict_report
 
 from ..conftest import TINY
@@ -46,6 +47,7 @@ def with_random_values(model):
                     tensor.copy_(noise.abs() + 0.5)
                 else:
                     tensor.copy_(tensor + 0.2 * noise)
+    clamp_positions_(model)
     return model.eval()
 
 
