@@ -229,7 +229,8 @@ class Training:
         self.tested = model
         self.average = None
         if options.ema:
-            self.average = ModelEmaV3(model, options.ema, use_warmup=True)
+            # Sharded parameters and BatchNorm's buffers, which are not, fit into no one list.
+            self.average = ModelEmaV3(model, options.ema, use_warmup=True, foreach=False)
             self.tested = self.average.module
         if options.fsdp:
             self.parallel = model  # called in training

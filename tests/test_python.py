@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 import torchvision
 from torch import nn
@@ -201,6 +202,13 @@ def test_numbers_of_numpy_are_numbers(options, same, tmp_path):
 def test_booleans_and_fractions_of_numpy_are_no_integers(options):
     with pytest.raises(PlanError):
         convert_(network(), **{"dilated_size": 5, "input_size": SIZE, **options})
+
+
+def test_arguments_of_a_library_model_may_be_numbers_of_numpy(tmp_path):
+    model = timm.create_model("test_resnet", num_classes=np.int64(3), in_chans=np.int64(4))
+    plan = convert_(model, dilated_size=7, init="random", input_size=(4, 32, 32)).plan
+    assert (plan.model, plan.model_args) == ("timm:test_resnet", {"num_classes": 3, "in_chans": 4})
+    dcls_convert.save_converted(model, plan, tmp_path / "folder")
 
 
 def test_planning_sweeping_and_layers_take_numbers_of_numpy():

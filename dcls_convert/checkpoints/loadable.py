@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, DclsConvertError
+from ..geometry import size_text
 from ..layers.conv_classes import AnyConv
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.building import build_model
@@ -97,6 +98,13 @@ def _layer_problems(model: nn.Module, plan: ConversionPlan) -> Iterator[str]:
         elif tuple(module.weight.shape) != shape:
             weight_shape = tuple(module.weight.shape)
             yield f"{layer.name}.weight has shape {weight_shape}, the plan has {shape}"
+        elif (module.dilated_kernel_size, module.interpolation) != (
+            layer.dilated_size,
+            layer.interpolation,
+        ):
+            window = f"{size_text(module.dilated_kernel_size)}, {module.interpolation}"
+            planned = f"{size_text(layer.dilated_size)}, {layer.interpolation}"
+            yield f"{layer.name} has window {window}; the plan has {planned}"
     for layer in plan.layers:
         owner = plan.owner_of(layer)
         if modules[owner.name].is_tied:

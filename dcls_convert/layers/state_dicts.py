@@ -85,7 +85,10 @@ class CheckedLayer(Tieable):
                 return None
             return f"{name} shares positions, and has its own in the state dict"
         if positions is None and "positions" in self._parameters and f"{prefix}weight" in state:
-            return f"{name} has weights but no positions in the state dict"
+            return (
+                f"{name} has weights but no positions in the state dict (load the weights of an "
+                "unconverted network before its conversion)"
+            )
         if isinstance(positions, Tensor):
             return self._describe_positions_outside(positions, f"{prefix}positions")
         return None

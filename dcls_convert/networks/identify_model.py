@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import ModelError
+from ..geometry import plain_numbers
 from ..layers.conv_classes import AnyConv
 from .building import build_model, shapes_of
 from .input_tensors import Inputs, InputTensor, image_inputs
@@ -96,8 +97,10 @@ def infer_source(model: nn.Module) -> ModelSource | None:
     architecture = config.get("architecture")
     if not isinstance(architecture, str):
         return _torchvision_source(model)
-    args = dict(stored_args)
-    num_classes = getattr(model, "num_classes", None)  # the head may have been replaced since
+    args = {name: plain_numbers(value) for name, value in stored_args.items()}
+    num_classes = plain_numbers(
+        getattr(model, "num_classes", None)
+    )  # the head may have been replaced since
     if num_classes not in (None, config.get("num_classes")):
         args["num_classes"] = num_classes
     # A model with a tag, or from a hub, may have other classes and channels than timm's default.
@@ -105,7 +108,7 @@ def infer_source(model: nn.Module) -> ModelSource | None:
     if num_classes is not None:
         stated_args.setdefault("num_classes", num_classes)
     if config.get("input_size"):
-        stated_args.setdefault("in_chans", config["input_size"][0])
+        stated_args.setdefault("in_chans", plain_numbers(config["input_size"][0]))
     for candidate_args in (args, stated_args):
         source = ModelSource(name=f"timm:{architecture}", args=candidate_args)
         with contextlib.suppress(ModelError):
@@ -137,7 +140,7 @@ def _torchvision_source(model: nn.Module) -> ModelSource | None:
     args: dict[str, Any] = {}
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if linears and linears[-1].out_features != USUAL_CLASSES:
-        args["num_classes"] = linears[-1].out_features
+        args["num_classes"] = plain_numbers(linears[-1].out_features)
     if getattr(model, TRANSFORM_INPUT, False):
         args[TRANSFORM_INPUT] = True
     structure = repr(model)

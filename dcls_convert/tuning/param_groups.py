@@ -88,7 +88,8 @@ def param_groups(
     groups = _split_off_positions(timm_groups, scale_of)
     if lr is not None:
         for group in groups:
-            group["lr"] = lr * group.pop("lr_scale", 1.0)
+            rate = lr * group.pop("lr_scale", 1.0)
+            group["lr"] = rate if isinstance(rate, Tensor) else float(rate)  # not NumPy's
     return groups
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError, DclsConvertError, check_argument
+from ..geometry import plain_numbers
 from ..input import read_bytes
 from ..layers.double_precision import in_double
 from ..layers.position_statistics import border_share
@@ -88,6 +89,8 @@ class PositionTracker:
         optimizer: Optimizer | None = None,
     ) -> None:
         check_argument("model", model, nn.Module)
+        if optimizer is not None:
+            check_argument("optimizer", optimizer, Optimizer)
         self.model = model
         self.path = None if path is None else Path(path)
         self.optimizer = optimizer
@@ -108,6 +111,7 @@ class PositionTracker:
             DclsConvertError: `step` is not an integer above the last step.
             CheckpointError: The file cannot be written.
         """
+        step = plain_numbers(step)
         if not isinstance(step, int):
             raise DclsConvertError(f"step={step!r} must be an integer")
         if self._last_step is not None and step <= self._last_step:

@@ -239,6 +239,10 @@ REFUSED = {
         "which wraps the layer; first merge or remove it",
     ),
     "untied": (lambda m: copies(m) or m, "To tie it again: model.get_submodule"),
+    "another window": (
+        lambda _: converted(dilated_size=9)[0],
+        "has window 9x9, bilinear; the plan has 7x7, bilinear",
+    ),
 }
 
 
