@@ -6,7 +6,7 @@ they are converted.
 """
 
 import inspect
-from functools import partial
+import weakref
 from typing import Any
 
 from torch import nn
@@ -29,7 +29,28 @@ def guard_merging_(model: nn.Module, plan: ConversionPlan) -> None:
             block = model.get_submodule(path)
             for method in MERGING_METHODS:
                 if inspect.isfunction(getattr(type(block), method, None)):
-                    vars(block)[method] = partial(_merge, block, method)
+                    vars(block)[method] = _Guard(block, method)
+
+
+class _Guard:
+    """A block's method that merges branches, and checks the result.
+
+    The block has it as an attribute, so it refers to the block weakly: networks that are dropped
+    are freed at once.
+    """
+
+    def __init__(self, block: nn.Module, method: str) -> None:
+        self.block: Any = weakref.ref(block)
+        self.method = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _merge(self.block(), self.method, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Guard":
+        return _Guard(memo[id(self.block())], self.method)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Guard, (self.block(), self.method)
 
 
 def _merge(block: nn.Module, method: str, *args: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,10 @@
 """timm's `reparameterize_model` never changes the outputs of a converted network in silence."""
 
+import copy
+import gc
+import pickle
+import weakref
+
 import pytest
 import timm
 import torch
@@ -115,3 +120,23 @@ def test_a_merged_kernel_that_needs_more_padding_is_refused(tmp_path):
         assert_same(network(image), expected)
         with pytest.raises(PlanError, match=NOT_MERGED):
             network[0].reparameterize()
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle.dumps(model))}
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_is_guarded_itself_and_freed_at_once_when_it_is_dropped(way):
+    model = timm.create_model("lcnetv2_small")
+    convert(model)
+    copied = COPIES[way](model)
+    with pytest.raises(PlanError, match=FOLD_FIRST):
+        reparameterize_model(copied, inplace=True)
+    copied = COPIES[way](model)
+    references = [weakref.ref(parameter) for parameter in copied.parameters()]
+    gc.disable()
+    try:
+        del copied
+        assert not any(reference() is not None for reference in references)
+    finally:
+        gc.enable()
