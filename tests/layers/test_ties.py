@@ -290,9 +290,6 @@ def test_positions_are_read_on_the_layers_own_device_as_dataparallel_needs_it(co
     assert not model.stages[1].blocks[1].conv_dw.positions.is_meta
 
 
-def test_a_tied_layer_compiles_and_exports(converted):
-    expected = outputs(converted)
-    compiled = torch.compile(copy.deepcopy(converted), backend="eager", fullgraph=True)
-    torch.testing.assert_close(outputs(compiled), expected)
+def test_a_tied_layer_is_exported(converted):
     exported = torch.export.export(converted, (IMAGE,)).module()
-    torch.testing.assert_close(exported(IMAGE), expected)
+    torch.testing.assert_close(exported(IMAGE), outputs(converted))
