@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, DclsConvertError
-from ..geometry import size_text
 from ..layers.conv_classes import AnyConv
 from ..layers.dcls_conv import DclsConvNd
+from ..layers.state_dicts import settings_text
 from ..networks.building import build_model
 from ..networks.find_convs import find_convs_for
 from ..networks.registries import REGISTRIES
@@ -91,6 +91,7 @@ def _layer_problems(model: nn.Module, plan: ConversionPlan) -> Iterator[str]:
     for layer in plan.layers:
         module = modules.get(layer.name)
         shape = layer.position_shape[1:]
+        settings = settings_text(layer.dilated_size, layer.interpolation, layer.dense_axes)
         if module is None:
             yield f"{layer.name} is missing{_where_it_is(layer.name, modules)}"
         elif not isinstance(module, DclsConvNd):
@@ -98,13 +99,8 @@ def _layer_problems(model: nn.Module, plan: ConversionPlan) -> Iterator[str]:
         elif tuple(module.weight.shape) != shape:
             weight_shape = tuple(module.weight.shape)
             yield f"{layer.name}.weight has shape {weight_shape}, the plan has {shape}"
-        elif (module.dilated_kernel_size, module.interpolation) != (
-            layer.dilated_size,
-            layer.interpolation,
-        ):
-            window = f"{size_text(module.dilated_kernel_size)}, {module.interpolation}"
-            planned = f"{size_text(layer.dilated_size)}, {layer.interpolation}"
-            yield f"{layer.name} has window {window}; the plan has {planned}"
+        elif module.settings != settings:
+            yield f"{layer.name} has window {module.settings}; the plan has {settings}"
     for layer in plan.layers:
         owner = plan.owner_of(layer)
         if modules[owner.name].is_tied:

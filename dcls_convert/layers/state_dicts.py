@@ -1,6 +1,6 @@
 """Refuse state dicts of other conversions: their names and shapes fit, whatever the window."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +14,14 @@ METADATA = "dcls"  # entry of a layer in the metadata of a state dict, which tor
 # use in training clamps it. The next larger window has elements up to one cell outside.
 MAX_OUTSIDE = 0.5
 CURE = "load it into a network that was converted in the same way"
+
+
+def settings_text(window: Sequence[int], interpolation: str, dense_axes: Sequence[int]) -> str:
+    """Return "9x9, bilinear" or, with dense axes, "9x9, bilinear, dense axes (0,)"."""
+    text = f"{size_text(window)}, {interpolation}"
+    if dense_axes:
+        text += f", dense axes {dense_axes}"
+    return text
 
 
 class CheckedLayer(Tieable):
@@ -30,7 +38,7 @@ class CheckedLayer(Tieable):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         metadata = getattr(destination, "_metadata", {}).get(prefix.removesuffix("."))
         if metadata is not None:
-            metadata[METADATA] = self._settings()
+            metadata[METADATA] = self.settings
 
     def _load_from_state_dict(
         self,
@@ -75,7 +83,7 @@ class CheckedLayer(Tieable):
             metadata: What the state dict says of the layer; empty for most files.
         """
         name = prefix.removesuffix(".") or type(self).__name__
-        own = self._settings()
+        own = self.settings
         stored = metadata.get(METADATA, own)
         if stored != own:
             return f"{name} has window {own}, and in the state dict {stored}"
@@ -93,11 +101,10 @@ class CheckedLayer(Tieable):
             return self._describe_positions_outside(positions, f"{prefix}positions")
         return None
 
-    def _settings(self) -> str:
-        text = f"{size_text(self.dilated_kernel_size)}, {self.interpolation}"
-        if self.dense_axes:
-            text += f", dense axes {self.dense_axes}"
-        return text
+    @property
+    def settings(self) -> str:
+        """What a state dict should agree in, though its shapes do not tell."""
+        return settings_text(self.dilated_kernel_size, self.interpolation, self.dense_axes)
 
     def _describe_positions_outside(self, positions: Tensor, name: str) -> str | None:
         """Say how far positions are outside of the window; None if at most by `MAX_OUTSIDE`.

@@ -94,20 +94,25 @@ class Tieable(nn.Module):
             if name != "_tied_to":
                 new.__dict__[name] = copy.deepcopy(value, memo)
         new._tied_to = ()
-        for first in self._tied_to:
-            without_first = ("copied without", id(first))
-            new_first = memo.get(id(first), memo.get(without_first))
-            if new_first is not None:
-                new._tied_to = (new_first,)
-                continue
-            memo[without_first] = new
-            for name in POSITION_PARAMETERS:
-                new.register_parameter(name, copy.deepcopy(getattr(first, name), memo))
+        if self.is_tied:
+            self._tie_copy_(new, memo)
         # A hook on a module above may have led to a later layer of the group first.
         copied_before = memo.get(("copied without", id(self)))
         if copied_before is not None:
             copied_before.tie_(new)
         return new
+
+    def _tie_copy_(self, new: Self, memo: dict[Any, Any]) -> None:
+        """Tie a copy of this tied layer to the copy of the first one, or give it positions."""
+        (first,) = self._tied_to
+        without_first = ("copied without", id(first))
+        new_first = memo.get(id(first), memo.get(without_first))
+        if new_first is not None:
+            new._tied_to = (new_first,)
+            return
+        memo[without_first] = new
+        for name in POSITION_PARAMETERS:
+            new.register_parameter(name, copy.deepcopy(getattr(first, name), memo))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Change the layer's tensors, as `to`, `cuda`, `half` and so on do.

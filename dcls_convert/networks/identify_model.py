@@ -98,9 +98,8 @@ def infer_source(model: nn.Module) -> ModelSource | None:
     if not isinstance(architecture, str):
         return _torchvision_source(model)
     args = {name: plain_numbers(value) for name, value in stored_args.items()}
-    num_classes = plain_numbers(
-        getattr(model, "num_classes", None)
-    )  # the head may have been replaced since
+    # The head may have been replaced since.
+    num_classes = plain_numbers(getattr(model, "num_classes", None))
     if num_classes not in (None, config.get("num_classes")):
         args["num_classes"] = num_classes
     # A model with a tag, or from a hub, may have other classes and channels than timm's default.

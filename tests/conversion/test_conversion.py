@@ -1,5 +1,6 @@
 """A conversion: what a request loads, and that a conversion is complete or undone."""
 
+import copy
 import itertools
 import json
 import pkgutil
@@ -341,7 +342,10 @@ def test_a_network_can_be_converted_in_inference_mode_and_trained_after_it(
         convert_somehow(model, tmp_path / "trained later")
         convert_somehow(small_model(), tmp_path / "for inference")  # and made in that mode
     model.train()(torch.randn(1, 3, 16, 16)).sum().backward()
+    before = copy.deepcopy(model.state_dict())
     torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for name, tensor in model.state_dict().items():
+        assert not name.endswith("positions") or not torch.equal(tensor, before[name])
 
 
 def test_a_model_that_is_falsy_is_converted():
