@@ -8,16 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
+from ..networks.assumed_inputs import assumed_inputs
 from ..networks.building import build_model
 from ..networks.find_convs import find_convs_for, inputs_of
-from ..networks.identify_model import (
-    INCEPTIONS,
-    TRANSFORM_INPUT,
-    assumed_inputs,
-    infer_source,
-)
 from ..networks.measure import is_library_code
-from ..networks.pretrained_cfg import set_origin_
+from ..networks.pretrained_cfg import set_origin_, stated_source
 from ..networks.registries import REGISTRIES
 from ..networks.sites import ModelConvs
 from ..networks.source import LIBRARY_KINDS, OTHER_TIMM_KINDS, ModelSource, resolve_model
@@ -58,12 +53,9 @@ class LoadedNetwork:
     @property
     def model_args(self) -> dict[str, Any]:
         """The arguments with which a loaded checkpoint builds the model."""
-        source = self.source_in_checkpoint
-        if source is None:
+        if self.source_in_checkpoint is None:
             return {}
-        if self.request.pretrained and source.name in INCEPTIONS:
-            return {**source.args, TRANSFORM_INPUT: True}
-        return source.args
+        return self.source_in_checkpoint.args
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +104,7 @@ def load(
             structure = _structure(request, source)
     source_in_checkpoint = source
     if source is None or source.kind in OTHER_TIMM_KINDS:
-        source_in_checkpoint = infer_source(structure)
+        source_in_checkpoint = stated_source(structure)
     inputs = inputs_of(structure, request.input_size, request.example_inputs)
     if inputs is None and source_in_checkpoint is not None:
         inputs = assumed_inputs(source_in_checkpoint, structure)

@@ -176,9 +176,6 @@ def _copy_what_fits_(pretrained: nn.Module, model: nn.Module) -> None:
         if shapes.get(name) == tensor.shape:
             state[name] = tensor
     model.load_state_dict(state, strict=False)
-    # Pretrained Inceptions expect that the model itself normalises its inputs a second time.
-    if hasattr(pretrained, "transform_input"):
-        model.transform_input = pretrained.transform_input
 
 
 def _users_factory(source: ModelSource) -> Callable[[], Any]:

@@ -1,12 +1,38 @@
-"""Edit timm's config of a model (`pretrained_cfg`): the weights' origin and the normalisation."""
+"""What timm notes on a model: how it was built, where its weights are from, the normalisation."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
+from ..errors import ModelError
+from ..geometry import plain_numbers
+from .registries import import_library
+from .source import ModelSource
+from .trust import check_source
+
 # Entries of timm's config about the weights: where they come from, and their licence.
 ORIGIN_KEYS = ("tag", "license", "description", "origin_url", "paper_name", "paper_ids", "notes")
+
+
+def stated_source(model: nn.Module) -> ModelSource | None:
+    """Return how a model of timm was built, as timm notes it, with the classes that it has now.
+
+    Return None for any other model, and if `check_source` refuses the source.
+    """
+    config = getattr(model, "pretrained_cfg", None)
+    if not isinstance(config, dict) or not hasattr(model, "_model_args"):
+        return None
+    args = import_library("timm.models").get_model_args(model)
+    source = ModelSource(
+        name=f"timm:{config.get('architecture')}",
+        args={name: plain_numbers(value) for name, value in args.items()},
+    )
+    try:
+        check_source(source)
+    except ModelError:
+        return None
+    return source
 
 
 def set_pretrained_cfg_(model: nn.Module, config: dict[str, Any]) -> None:

@@ -11,6 +11,8 @@ from ..text import did_you_mean
 from .registries import REGISTRIES, is_registered, registered_models
 
 OTHER_TIMM_KINDS = ("hf-hub", "local-dir")  # timm itself loads these
+# Pretrained, they expect that they themselves normalise their inputs a second time.
+INCEPTIONS = ("torchvision:googlenet", "torchvision:inception_v3")
 # Sources whose models are built by a library's code; all others run the user's code.
 LIBRARY_KINDS = (*REGISTRIES, *OTHER_TIMM_KINDS)
 
@@ -58,10 +60,14 @@ def resolve_model(
     prefix, colon, rest = name.partition(":")
     if (colon and not rest) or not name.strip():
         raise ModelError(f"model {name!r} has no name")
-    if not colon:
-        return ModelSource(name=_registered_name(name, name, REGISTRIES), args=args)
-    if prefix in REGISTRIES:
-        return ModelSource(name=_registered_name(name, rest, (prefix,)), args=args)
+    if not colon or prefix in REGISTRIES:
+        if colon:
+            full_name = _registered_name(name, rest, (prefix,))
+        else:
+            full_name = _registered_name(name, name, REGISTRIES)
+        if pretrained and full_name in INCEPTIONS:
+            args.setdefault("transform_input", True)
+        return ModelSource(name=full_name, args=args)
     if prefix.endswith(".py"):
         module = prefix.removesuffix(".py").replace("/", ".")
         raise ModelError(f"{name}: name the module, not its file: {module}:{rest}")

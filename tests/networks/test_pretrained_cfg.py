@@ -1,0 +1,53 @@
+"""What timm notes on its models."""
+
+import pytest
+import timm
+import torch
+import torchvision
+
+from dcls_convert.networks.building import build_model, shapes_of
+from dcls_convert.networks.pretrained_cfg import stated_source
+from dcls_convert.networks.source import ModelSource, resolve_model
+
+from ..conftest import TINY
+
+
+@pytest.mark.parametrize(
+    "args",
+    [{}, {"num_classes": 3, "in_chans": 1}, {"num_classes": 0}, {"global_pool": "max"}],
+    ids=str,
+)
+@pytest.mark.parametrize("name", [TINY, "test_resnet", "test_vit"])
+def test_timm_says_how_it_built_a_model(name, args):
+    model = timm.create_model(name, **args, device="meta")
+    source = stated_source(model)
+    assert source.name == f"timm:{name}"
+    rebuilt = build_model(source, device="meta")
+    assert shapes_of(rebuilt) == shapes_of(model)
+    assert repr(rebuilt) == repr(model)
+
+
+def test_timm_knows_of_a_new_head():
+    model = timm.create_model(TINY, num_classes=5)
+    model.reset_classifier(3)
+    assert stated_source(model).args["num_classes"] == 3
+
+
+def test_the_classes_of_a_tag_are_stated():
+    model = timm.create_model("convnext_tiny.in12k", device="meta")
+    assert stated_source(model).args["num_classes"] == 11_821
+
+
+def test_models_that_no_name_and_plain_values_build_have_no_source():
+    for model in (
+        torch.nn.ReLU(),
+        torchvision.models.resnet18(),
+        timm.create_model(TINY, act_layer=torch.nn.ReLU),
+    ):
+        assert stated_source(model) is None
+
+
+def test_pretrained_inceptions_normalise_their_inputs():
+    source = resolve_model("torchvision:inception_v3", pretrained=True)
+    assert build_model(source, device="meta").transform_input
+    assert resolve_model("torchvision:inception_v3") == ModelSource(name="torchvision:inception_v3")
