@@ -232,7 +232,7 @@ def test_permissions_are_the_usual_ones(tmp_path, mask):
     before = os.umask(mask)
     try:
         file_writer("new")(tmp_path / "out")
-        folder = save_converted(*convert(), tmp_path / "checkpoint", fingerprint=False)
+        folder = save_converted(*convert(), tmp_path / "checkpoint", check=False)
     finally:
         os.umask(before)
     for path in (tmp_path / "out", folder, *folder.iterdir()):

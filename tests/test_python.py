@@ -207,7 +207,8 @@ def test_booleans_and_fractions_of_numpy_are_no_integers(options):
 def test_arguments_of_a_library_model_may_be_numbers_of_numpy(tmp_path):
     model = timm.create_model("test_resnet", num_classes=np.int64(3), in_chans=np.int64(4))
     plan = convert_(model, dilated_size=7, init="random", input_size=(4, 32, 32)).plan
-    assert (plan.model, plan.model_args) == ("timm:test_resnet", {"num_classes": 3, "in_chans": 4})
+    args = {"num_classes": 3, "in_chans": 4, "global_pool": "avg"}
+    assert (plan.model, plan.model_args) == ("timm:test_resnet", args)
     dcls_convert.save_converted(model, plan, tmp_path / "folder")
 
 

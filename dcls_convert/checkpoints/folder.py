@@ -1,8 +1,4 @@
-"""A checkpoint folder: the names of its files, and `Checkpoint`, which reads it.
-
-Reading runs no code. Config and weights each hold a hash of the other, so that files mixed up from
-two folders are detected.
-"""
+"""A checkpoint folder: the names of its files, and `Checkpoint`, which reads it. Runs no code."""
 
 import contextlib
 from collections.abc import Container, Iterator, Mapping
@@ -23,7 +19,7 @@ from ..records import read_json
 from ..text import shortened
 from ..weights.files import load_safetensors, open_safetensors
 from ..weights.tensors_hash import tensors_hash
-from .stamp import METADATA_KEY, PROVENANCE, Stamp, config_hash, entry_of, read_stamp
+from .stamp import METADATA_KEY, read_stamp
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -32,6 +28,7 @@ CARD = "README.md"
 FILES = (WEIGHTS, CONFIG, REPORT, CARD)
 PICTURE = "positions.png"  # only if it was requested
 PLAN_KEY = "model_args.plan"  # in config.json
+PROVENANCE = "provenance"  # under METADATA_KEY in config.json
 # accelerate and transformers refuse files that do not name torch as their format.
 FORMAT_METADATA = {"format": "pt"}
 # Entries that timm's own savers write beside `pretrained_cfg`; they override those inside it.
@@ -40,10 +37,7 @@ OVERRIDING_ENTRIES = ("num_classes", "label_names", "label_descriptions")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """The contents of a checkpoint folder's config.json.
-
-    The weights file is read only on request, and then checked against the config.
-    """
+    """The contents of a checkpoint folder's config.json; weights are read on request."""
 
     folder: Path
     stored_plan: ConversionPlan | None  # None if timm builds the model by itself
@@ -52,8 +46,7 @@ class Checkpoint:
     inputs: Inputs | None
     preprocessing: Mapping[str, Any]  # entries about images and classes, under timm's names
     provenance: dict[str, Any] | None  # None if the model's parts were converted one by one
-    tensors_hash: object  # of the weights; None if timm's own savers wrote the config
-    config_hash: str
+    is_ours: bool  # whether this package wrote the config, and no other program over it
 
     @property
     def weights_path(self) -> Path:
@@ -94,39 +87,27 @@ class Checkpoint:
         """Read all tensors of the weights file.
 
         Raises:
-            CheckpointError: The file cannot be read, or was not written together with the config.
+            CheckpointError: The file cannot be read, or its tensors are not those of its hash.
         """
-        self.check_stamp(read_stamp(self.weights_path))
         state = load_safetensors(self.weights_path)
         self.check_tensors(state)
         return state
 
-    def check_stamp(self, stamp: Stamp | None) -> None:
-        """Refuse (CheckpointError) a weights file whose stamp does not belong to the config.
-
-        None stands for a file without a stamp. timm's own savers write neither a stamp nor a hash
-        of the tensors, so a folder without both is accepted.
-        """
-        if stamp is None and self.tensors_hash is not None:
-            raise CheckpointError(
-                f"{self.weights_path}: has no metadata of dcls-convert, but {CONFIG} has a hash of "
-                "its tensors; was it overwritten? "
-                "save_converted(model, FOLDER, NEW) saves a tuned model"
-            )
-        if stamp is not None and stamp.config != self.config_hash:
-            raise CheckpointError(
-                f"{self.weights_path}: was not written with this {CONFIG}: the config was edited, "
-                "or one of the two is from another folder"
-            )
-
     def check_tensors(self, state: Mapping[str, Tensor]) -> None:
-        """Refuse (CheckpointError) tensors that are not the ones that were written.
+        """Refuse (CheckpointError) tensors of the weights file that do not belong to the folder.
 
-        Hashing them takes about as long as reading them.
+        A file without a stamp is accepted: timm writes none after fine-tuning.
         """
-        if self.tensors_hash is None:
+        stamp = read_stamp(self.weights_path)
+        if stamp is None:
             return
-        if self.tensors_hash != tensors_hash(state.items()):
+        if not self.is_ours:
+            raise CheckpointError(
+                f"{self.weights_path}: another program wrote {CONFIG} after these weights; if it "
+                "has tuned the model, its weights are in another file"
+            )
+        # This takes about as long as reading the tensors.
+        if stamp.tensors != tensors_hash(state.items()):
             raise CheckpointError(
                 f"{self.weights_path}: its tensors are not those that were written; "
                 "it is damaged or was changed"
@@ -159,8 +140,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         plan = ConversionPlan.from_dict(args.get("plan"), f"{path}: {PLAN_KEY}")
         source = _source_of(plan, args)
         inputs = plan.inputs
-    own_entries = config.get(METADATA_KEY)
-    provenance = entry_of(own_entries, PROVENANCE)
+    provenance = _entry_of(config.get(METADATA_KEY), PROVENANCE)
     if not isinstance(provenance, dict):
         provenance = None
     return Checkpoint(
@@ -170,8 +150,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         inputs=inputs,
         preprocessing=_preprocessing(config),
         provenance=provenance,
-        tensors_hash=entry_of(own_entries, "tensors"),
-        config_hash=config_hash(config),
+        is_ours=METADATA_KEY in config,
     )
 
 
@@ -195,10 +174,17 @@ def _source_of(plan: ConversionPlan, args: Mapping[str, Any]) -> ModelSource | N
 def _stated_images(config: Mapping[str, object]) -> Inputs | None:
     """Return the images that `pretrained_cfg` states; None if it states no valid size."""
     try:
-        size = checked_input_size(entry_of(config.get("pretrained_cfg"), "input_size"))
+        size = checked_input_size(_entry_of(config.get("pretrained_cfg"), "input_size"))
     except PlanError:
         return None
     return image_inputs(size)
+
+
+def _entry_of(data: object, name: str) -> Any:
+    """Return an entry of a JSON object; None if it is missing or `data` is not an object."""
+    if isinstance(data, dict):
+        return data.get(name)
+    return None
 
 
 def _preprocessing(config: Mapping[str, Any]) -> dict[str, Any]:

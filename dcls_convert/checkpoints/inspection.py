@@ -1,7 +1,7 @@
 """Compute statistics of a checkpoint's positions: where its elements are. Builds no model."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from ..planning.plan import ConversionPlan
 from ..records import Record
 from ..weights.loading import describe_non_finite
 from .folder import Checkpoint, read_tensors
-from .stamp import read_stamp
 
 # Dtypes of positions for which statistics are computed; torch cannot compare float8 numbers.
 SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -46,16 +45,17 @@ class PositionSet:
         first = self.layers[0]
         return along_learnt_axes(first.dilated_size, first.dense_axes)
 
-    def misfits(self, state: Mapping[str, Tensor]) -> Iterator[str]:
-        """Yield a message for each tensor that is missing or has a wrong shape or dtype."""
+    def describe_misfit(self, name: str, tensor: Tensor | None) -> str | None:
+        """Say why there are no statistics of a stored tensor; None if there are."""
         shape = self.layers[0].position_shape
-        allowed = f"the plan has {shape}, floating-point of 16 bits or more, for {self.name}"
-        for name in self.parameters.values():
-            tensor = state.get(name)
-            if tensor is None:
-                yield f"{name} is missing; {allowed}"
-            elif tuple(tensor.shape) != shape or tensor.dtype not in SUPPORTED_DTYPES:
-                yield f"{name} has shape {tuple(tensor.shape)} and is {tensor.dtype}; {allowed}"
+        if tensor is None:
+            return f"{name} is missing"
+        if tuple(tensor.shape) != shape or tensor.dtype not in SUPPORTED_DTYPES:
+            return (
+                f"{name} has shape {tuple(tensor.shape)} and is {tensor.dtype}; the plan has "
+                f"{shape}, floating-point of 16 bits or more, for {self.name}"
+            )
+        return describe_non_finite(name, tensor, mask=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,32 +147,21 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
     names = set[str]()
     for position_set in position_sets(plan_with_positions(checkpoint)):
         names.update(position_set.parameters.values())
-    checkpoint.check_stamp(read_stamp(checkpoint.weights_path))
     return inspect_state(checkpoint, dict(read_tensors(checkpoint.weights_path, names)))
 
 
 def inspect_state(checkpoint: Checkpoint, state: Mapping[str, Tensor]) -> Inspection:
     """Return the same as `inspect_checkpoint`, from tensors that were read already."""
     plan = checkpoint.plan
-    problem = next(_problems(plan, state), None)
-    if problem is not None:
-        raise CheckpointError(
-            f"{checkpoint.weights_path}: {problem}; dcls-convert verify lists all problems"
-        )
+    for position_set in position_sets(plan):
+        for name in position_set.parameters.values():
+            problem = position_set.describe_misfit(name, state.get(name))
+            if problem is not None:
+                raise CheckpointError(
+                    f"{checkpoint.weights_path}: {problem}; dcls-convert verify lists all problems"
+                )
     inspection = inspect_positions(plan, state, checkpoint.folder)
     return replace(inspection, provenance=checkpoint.provenance)
-
-
-def _problems(plan: ConversionPlan, state: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield messages about positions for which no statistics can be computed."""
-    sets = position_sets(plan)
-    for position_set in sets:
-        yield from position_set.misfits(state)
-    for position_set in sets:
-        for name in position_set.parameters.values():
-            problem = describe_non_finite(name, state[name], mask=False)
-            if problem is not None:
-                yield problem
 
 
 def inspect_positions(

@@ -3,15 +3,17 @@
 No random numbers are drawn.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..conversion.provenance import attach_provenance_
 from ..errors import CheckpointError, PlanError, check_argument
 from ..networks.pretrained_cfg import set_origin_
 from ..networks.running import unchanged_on_failure
+from ..networks.source import ModelSource
 from ..networks.wrappers import inside_wrappers
 from ..placing.place import place_layers_without_values_
 from ..planning.plan import ConversionPlan
@@ -57,21 +59,42 @@ def load_checkpoint(
 ) -> nn.Module:
     """Do the same as `load_converted`, from an opened folder and on the CPU."""
     plan = checkpoint.plan
-    file_name = str(checkpoint.weights_path)
+    source = None
     if model is None:
         source = checkpoint.source(trust_code=trust_code)
-        network, _ = build_and_load(
-            source,
-            checkpoint.read_state(),
-            file_name,
-            prepare_=lambda unconverted: place_stored_plan_(unconverted, plan),
-        )
+    return load_state(checkpoint, checkpoint.read_state(), plan, source, model)
+
+
+def load_state(
+    checkpoint: Checkpoint,
+    state: Mapping[str, Tensor],
+    plan: ConversionPlan | None,
+    source: ModelSource | None,
+    model: nn.Module | None,
+) -> nn.Module:
+    """Load tensors of a folder into its model.
+
+    Args:
+        checkpoint: The folder.
+        state: Its tensors.
+        plan: Its plan; None if timm builds the model by itself.
+        source: What builds the unconverted model; None if it is given.
+        model: The unconverted model, which is converted in place; None to build it.
+    """
+
+    def place_(unconverted: nn.Module) -> None:
+        if plan is not None:
+            place_stored_plan_(unconverted, plan)
+
+    where = str(checkpoint.weights_path)
+    if model is None:
+        assert source is not None
+        network, _ = build_and_load(source, state, where, prepare_=place_)
     else:
         network = inside_wrappers(model, replaces_parameters=True)
-        state = checkpoint.read_state()
         with unchanged_on_failure(network):
-            place_stored_plan_(network, plan)
-            load_weights_(network, state, file_name)
+            place_(network)
+            load_weights_(network, state, where)
     # Files that are saved from the network then state where it comes from.
     set_origin_(network, checkpoint.preprocessing)
     attach_provenance_(network, checkpoint.provenance)

@@ -1,21 +1,31 @@
-"""Save a converted model as a folder that can be loaded again."""
+"""Save a converted model as a folder, load it back, and compare."""
 
+import functools
 import os
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
 
 from ..conversion.provenance import provenance_of
 from ..errors import check_argument
+from ..networks.pretrained_cfg import stated_args
+from ..networks.registries import REGISTRIES
+from ..networks.source import resolve_model
 from ..networks.wrappers import inside_wrappers
+from ..output import new_folder
 from ..planning.plan import ConversionPlan
 from ..reports.predict import predict_report
 from ..reports.report import ConversionReport
-from .fingerprint import take_fingerprint
-from .folder import open_checkpoint
-from .loadable import check_layers, features_plan, find_loadable_plan
-from .write import clamped_state_, write_checkpoint
+from .card import model_card
+from .compare import check_layers, describe_difference
+from .current_plan import as_users_own, planned_for, with_current_args
+from .fingerprint import NOT_CHECKED, Fingerprint, take_fingerprint
+from .folder import CARD, CONFIG, PICTURE, REPORT, open_checkpoint, reason_not_a_checkpoint
+from .loading_code import loading_code
+from .timm_model import plan_for_features
+from .write import clamped_state_, timm_config, write_texts, write_weights
 
 
 def save_converted(
@@ -25,16 +35,19 @@ def save_converted(
     *,
     report: ConversionReport | None = None,
     force: bool = False,
-    fingerprint: bool = True,
+    check: bool = True,
+    source: str | None = None,
     picture: bytes | None = None,
 ) -> Path:
-    """Write a converted model as a checkpoint folder.
+    """Write a converted model as a checkpoint folder, load it back, and compare.
 
-    timm loads it once `dcls_convert` is imported.
+    timm loads the folder once `dcls_convert` is imported.
 
-    The modules and outputs of the model are compared with those of the network that loading will
-    build. If they differ, because the model got another activation or norm after its conversion
-    for example, it is saved as the user's own network, with a warning that says how to load it.
+    What loading builds is compared with the model: names, shapes, and outputs for a random image of
+    the plan's input size. If they differ, because the model got another activation after its
+    conversion for example, it is saved as the user's own network, with a warning that says how to
+    load it. This takes the memory of one more copy of the model on the CPU, the time to read it,
+    and two or four forward passes of one image.
 
     Positions that the last step of an optimizer has left outside of their windows are clamped, in
     the model too.
@@ -43,21 +56,24 @@ def save_converted(
         model: The model, converted by `apply_plan_(model, plan)`. May be wrapped (`torch.compile`,
             DataParallel, DDP, averaged copies).
         plan: The plan that was carried out, or the checkpoint folder from which the model was
-            loaded. A timm model may then have another number of classes than the folder's.
+            loaded. The model may have another number of classes than the plan's.
         folder: Folder to write. It must not exist, unless `force` is set.
         report: The model's report, with its errors; by default, the plan's report.
         force: Replace an existing checkpoint folder. Anything else in the way is never touched.
-        fingerprint: Run the model once on a random image of the plan's input size, and store a
-            summary of its output in the weights file for `dcls-convert verify`. If False, none of
-            the model's code runs, and outputs are not compared.
+        check: Load the folder back and compare; store outputs for `dcls-convert verify`. If False,
+            none of the model's code runs, and the folder says so.
+        source: What builds the unconverted network, such as "torchvision:resnet50". timm's models
+            state it themselves; without it, any other model is the user's own.
         picture: A PNG to add as positions.png; the model card shows it.
 
     Returns:
         The folder's path.
 
     Raises:
-        CheckpointError: The model's layers are no longer those of the plan, a value is not finite,
-            or the folder cannot be written. An existing folder is then unchanged.
+        CheckpointError: The model's layers are no longer those of the plan, its state dict lacks a
+            parameter, a value is not finite, or the folder cannot be written. An existing folder is
+            then unchanged.
+        ModelError: There is no such source.
     """
     check_argument("model", model, nn.Module)
     if not isinstance(plan, str | Path):
@@ -66,50 +82,33 @@ def save_converted(
         check_argument("folder", folder, Path)
     folder = Path(folder)
     model = inside_wrappers(model)
-    provenance = provenance_of(model)
     if not isinstance(plan, ConversionPlan):
         plan = open_checkpoint(plan).plan
-    features = features_plan(model, plan)
-    if features is not None:
-        plan = features
+    if stated_args(model).get("features_only") and not plan.model_args.get("features_only"):
+        plan = plan_for_features(model, plan)
     check_layers(model, plan)
     state = clamped_state_(model)
-    loadable = find_loadable_plan(model, state, plan, run=fingerprint)
-    if loadable.note is not None:
-        warnings.warn(loadable.note, stacklevel=2)
-    if report is None or loadable.plan != plan:
-        report = _report_with_errors_of(report, loadable.plan)
-    write_checkpoint(
-        model,
-        loadable.plan,
-        folder,
-        state,
-        report=report,
-        fingerprint=loadable.fingerprint,
-        provenance=provenance,
-        force=force,
-        picture=picture,
-    )
+    if source is not None:
+        plan = planned_for(resolve_model(source), plan)
+    plan = with_current_args(plan, model, state)
+    fingerprint = take_fingerprint(model, plan.inputs) if check else NOT_CHECKED
+    with new_folder(folder, force=force, reason_to_keep=reason_not_a_checkpoint) as partial:
+        describe = functools.partial(
+            _write_texts, partial, model, name=folder.resolve().name, report=report, picture=picture
+        )
+        describe(plan)
+        write_weights(partial, state, fingerprint)
+        note = None
+        if not _library_builds(plan):
+            note = _note_of_own_network(model)
+        elif check:
+            difference = describe_difference(model, partial, fingerprint)
+            note = _note_of_difference(plan, difference, fingerprint)
+            if difference is not None:
+                describe(as_users_own(model, plan))
+    if note is not None:
+        warnings.warn(note, stacklevel=2)
     return folder
-
-
-def _report_with_errors_of(
-    report: ConversionReport | None, plan: ConversionPlan
-) -> ConversionReport:
-    """Return the plan's report, with the errors of another one of the same layers."""
-    predicted = predict_report(plan)
-    if report is None:
-        return predicted
-    kernel_errors = {}
-    output_errors = {}
-    reasons = {}
-    for layer in report.layers:
-        if layer.fit_error is not None:
-            kernel_errors[layer.name] = layer.fit_error
-        if layer.output_error is not None:
-            output_errors[layer.name] = layer.output_error
-        reasons[layer.name] = layer.error_reasons
-    return predicted.with_errors(kernel_errors, output_errors, report.outcome, reasons=reasons)
 
 
 def save_just_converted(
@@ -123,20 +122,93 @@ def save_just_converted(
 ) -> None:
     """Write a model right after its conversion, when it cannot have been edited.
 
-    The arguments are those of `save_converted`. Values are checked, but not whether the model's
-    layers are those of the plan.
+    The arguments are those of `save_converted`. The folder is not loaded back.
 
     Raises:
         CheckpointError: A value is not finite, or the folder cannot be written.
     """
-    write_checkpoint(
-        model,
-        plan,
-        folder,
-        clamped_state_(model),
-        report=report,
-        fingerprint=take_fingerprint(model, plan.inputs),
-        provenance=provenance_of(model),
-        force=force,
-        picture=picture,
+    state = clamped_state_(model)
+    fingerprint = take_fingerprint(model, plan.inputs)
+    with new_folder(folder, force=force, reason_to_keep=reason_not_a_checkpoint) as partial:
+        name = folder.resolve().name
+        _write_texts(partial, model, plan, name=name, report=report, picture=picture)
+        write_weights(partial, state, fingerprint)
+
+
+def _library_builds(plan: ConversionPlan) -> bool:
+    return (plan.model or "").partition(":")[0] in REGISTRIES
+
+
+def _note_of_own_network(model: nn.Module) -> str | None:
+    """Return what to say of a network that no library builds; None if it is the user's own."""
+    if not type(model).__module__.startswith("torchvision.models."):
+        return None
+    return (
+        "the model is saved as your own: load it with load_converted(folder, model=...). If "
+        'torchvision built it, say how: save_converted(..., source="torchvision:NAME")'
     )
+
+
+def _note_of_difference(
+    plan: ConversionPlan, difference: str | None, fingerprint: Fingerprint
+) -> str | None:
+    """Return what to say of a folder that was loaded back; None if it is the model."""
+    if difference is not None:
+        return (
+            f"the model is no longer {plan.model} with its plan: {difference}. It is saved as your "
+            "own: load it with load_converted(folder, model=...), given the unconverted network "
+            "with the same changes"
+        )
+    if fingerprint.outputs is None:
+        return (
+            f"whether the model is still {plan.model} with its plan was checked by names and "
+            f"shapes, not by its outputs: {fingerprint.reason}"
+        )
+    return None
+
+
+def _write_texts(
+    folder: Path,
+    model: nn.Module,
+    plan: ConversionPlan,
+    *,
+    name: str,
+    report: ConversionReport | None,
+    picture: bytes | None,
+) -> None:
+    """Write all files of a folder but the weights: by which plan the model is loaded, its costs.
+
+    Args:
+        folder: The folder, under a name for the time being.
+        model: The model, whose preprocessing is written.
+        plan: The plan.
+        name: The folder's final name.
+        report: The model's report; None for the plan's.
+        picture: A PNG to add; the model card shows it.
+    """
+    report = _report_of(plan, report)
+    provenance = provenance_of(model)
+    files = f"`{CONFIG}` holds the plan and the rules; `{REPORT}` says what each layer costs."
+    card = model_card(
+        report,
+        loading_code(plan.model),
+        files,
+        folder=name,
+        with_picture=picture is not None,
+        provenance=provenance,
+    )
+    texts = {
+        REPORT: replace(report, output=".").to_json(),  # the folder can be moved
+        CARD: card,
+    }
+    write_texts(folder, timm_config(model, plan), texts, provenance)
+    if picture is not None:
+        (folder / PICTURE).write_bytes(picture)
+
+
+def _report_of(plan: ConversionPlan, report: ConversionReport | None) -> ConversionReport:
+    """Return the plan's report, with the errors of a report of the same layers."""
+    predicted = predict_report(plan)
+    if report is None or report.plan.layers != plan.layers:
+        return predicted
+    return replace(predicted, layers=report.layers, outcome=report.outcome)

@@ -18,11 +18,10 @@ from ..networks.registries import TIMM_ARCHITECTURE
 from ..networks.source import ModelSource
 from ..networks.trust import UNBOUNDED_ARGUMENTS, check_source
 from ..planning.plan import ConversionPlan
-from ..text import short_list
+from ..text import one_line, short_list
 from ..weights.loading import aliases_in
 from .folder import CONFIG, PLAN_KEY, WEIGHTS, Checkpoint, open_checkpoint
 from .load import place_stored_plan_
-from .stamp import read_stamp
 
 # Prefixes that timm's feature extractors put before the module names of the model they wrap.
 WRAPPER_PREFIXES = ("", "model.", "body.", "graph_module.")
@@ -191,14 +190,17 @@ def _load_by_timm_(
     if checkpoint is not None:
         # Also if the weights came from a hub: the files that were checked are the ones to load.
         cfg = {**cfg, "source": "local-dir", "file": str(checkpoint.folder)}
-    load_pretrained(
-        model,
-        pretrained_cfg=cfg,
-        num_classes=classes,
-        in_chans=channels,
-        filter_fn=adapt,
-        cache_dir=cache_dir,
-    )
+    try:
+        load_pretrained(
+            model,
+            pretrained_cfg=cfg,
+            num_classes=classes,
+            in_chans=channels,
+            filter_fn=adapt,
+            cache_dir=cache_dir,
+        )
+    except RuntimeError as error:  # from load_state_dict, on many lines
+        raise CheckpointError(f"{WEIGHTS}: {one_line(error)[:300]}") from error
 
 
 def _check_arguments(base: str, args: Mapping[str, Any]) -> None:
@@ -220,16 +222,14 @@ def _check_arguments(base: str, args: Mapping[str, Any]) -> None:
 def _open_checkpoint_of_weights(
     cfg: Mapping[str, Any], cache_dir: str | Path | None
 ) -> Checkpoint | None:
-    """Open the checkpoint whose weights timm will load, and check the stamp of its weights.
+    """Open the checkpoint whose weights timm will load.
 
     Weights on a hub are downloaded first. Return None if they are not a safetensors file.
     """
     path = _weights_path(cfg, cache_dir)
     if path is None or not os.path.lexists(path):
         return None
-    checkpoint = open_checkpoint(path.parent)
-    checkpoint.check_stamp(read_stamp(path))
-    return checkpoint
+    return open_checkpoint(path.parent)
 
 
 def _weights_path(cfg: Mapping[str, Any], cache_dir: str | Path | None) -> Path | None:

@@ -1,8 +1,6 @@
-"""Write a checkpoint folder: config, weights, report and card. It appears whole or not at all."""
+"""Write the files of a checkpoint folder: weights, config and other texts."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +12,21 @@ from ..errors import CheckpointError
 from ..networks.position_parameters import clamp_positions_
 from ..networks.registries import TIMM_ARCHITECTURE
 from ..networks.wrappers import plain_name
-from ..output import new_folder
 from ..placing.place import timm_model_args
 from ..planning.plan import ConversionPlan
 from ..records import write_json
-from ..reports.report import ConversionReport
+from ..text import short_list
 from ..weights.loading import aliases_in, describe_non_finite
 from ..weights.tensors_hash import tensors_hash
-from .card import model_card
 from .fingerprint import Fingerprint
-from .folder import CARD, CONFIG, FORMAT_METADATA, PICTURE, REPORT, WEIGHTS, reason_not_a_checkpoint
-from .loading_code import loading_code
-from .stamp import METADATA_KEY, PROVENANCE, Stamp, config_hash
+from .folder import CONFIG, FORMAT_METADATA, PROVENANCE, WEIGHTS
+from .stamp import METADATA_KEY, Stamp
 
 # Entries of timm's config that say where to find the weights. They are omitted, since the weights
 # are in the same folder.
-SOURCE_KEYS = {
-    "url",
-    "file",
-    "state_dict",
-    "hf_hub_id",
-    "hf_hub_filename",
-    "source",
-    "architecture",
-    "custom_load",
-}
+SOURCE_KEYS = set(
+    "url file state_dict hf_hub_id hf_hub_filename source architecture custom_load".split()
+)
 
 
 def clamped_state_(model: nn.Module) -> dict[str, Tensor]:
@@ -47,11 +35,18 @@ def clamped_state_(model: nn.Module) -> dict[str, Tensor]:
     Wrappers inside the model, such as a compiled stage, leave no trace in the names.
 
     Raises:
-        CheckpointError: An entry is not a tensor, has no values, or has some that are not finite.
+        CheckpointError: An entry is not a tensor, has no values, or has some that are not finite;
+            or a parameter is missing, since the model's class overrides `state_dict`.
     """
     state: dict[str, Any] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         state[plain_name(name)] = tensor
+    missing = {plain_name(name) for name, _ in model.named_parameters()} - state.keys()
+    if missing:
+        raise CheckpointError(
+            f"the model cannot be saved: its state dict lacks {short_list(sorted(missing))}, "
+            "so a folder could not be loaded"
+        )
     for name, tensor in state.items():
         problem = None
         if not isinstance(tensor, Tensor):
@@ -70,55 +65,41 @@ def clamped_state_(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def write_checkpoint(
-    model: nn.Module,
-    plan: ConversionPlan,
-    folder: Path,
-    state: Mapping[str, Tensor],
-    *,
-    report: ConversionReport,
-    fingerprint: Fingerprint | None,
-    provenance: Mapping[str, Any] | None,
-    force: bool,
-    picture: bytes | None,
-) -> None:
-    """Write a checkpoint folder of this package.
+def write_weights(folder: Path, state: Mapping[str, Tensor], fingerprint: Fingerprint) -> None:
+    """Write the weights into a folder that has a config, with a stamp.
 
     Args:
-        model: The model, whose preprocessing is written.
-        plan: The plan by which the model can be rebuilt.
-        folder: Folder to write.
+        folder: The folder.
         state: From `clamped_state_`.
-        report: The model's report.
-        fingerprint: A summary of the model's outputs, if it was run.
-        provenance: How the model was converted, if that is known.
-        force: Replace an existing checkpoint folder.
-        picture: A PNG to add; the model card shows it.
+        fingerprint: A summary of the model's outputs.
     """
-    files = f"`{CONFIG}` holds the plan and the rules; `{REPORT}` says what each layer costs."
-    card = model_card(
-        report,
-        loading_code(plan.model),
-        files,
-        folder=folder.resolve().name,
-        with_picture=picture is not None,
-        provenance=provenance,
+    tensors = _tensors_to_save(state)
+    stamp = Stamp(
+        version=__version__, tensors=tensors_hash(tensors.items()), fingerprint=fingerprint
     )
-    texts = {
-        REPORT: replace(report, output=".").to_json(),  # the folder can be moved
-        CARD: card,
-    }
-    with new_folder(folder, force=force, reason_to_keep=reason_not_a_checkpoint) as partial:
-        write_checkpoint_files(
-            partial,
-            timm_config(model, plan),
-            texts,
-            state,
-            fingerprint=fingerprint,
-            provenance=provenance,
-        )
-        if picture is not None:
-            (partial / PICTURE).write_bytes(picture)
+    path = folder / WEIGHTS
+    save_file(tensors, path, metadata={METADATA_KEY: stamp.to_json(), **FORMAT_METADATA})
+    # safetensors does not use the default permissions, so copy them from the config.
+    path.chmod((folder / CONFIG).stat().st_mode)
+
+
+def write_texts(
+    folder: Path,
+    config: Mapping[str, Any],
+    texts: Mapping[str, str],
+    provenance: Mapping[str, Any] | None,
+) -> None:
+    """Write config and other texts into a folder.
+
+    Args:
+        folder: The folder.
+        config: Contents of config.json, without this package's own entry.
+        texts: Other text files: name to content.
+        provenance: How the model was converted, if that is known.
+    """
+    config = {**config, METADATA_KEY: {PROVENANCE: provenance}}
+    for name, text in {CONFIG: write_json(config), **texts}.items():
+        (folder / name).write_text(text, encoding="utf-8", newline="")
 
 
 def timm_config(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
@@ -131,60 +112,16 @@ def timm_config(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
     for key, value in (getattr(model, "pretrained_cfg", None) or {}).items():
         if key not in SOURCE_KEYS and value is not None:
             cfg[key] = value
-    counts = {}
-    for name in ("num_classes", "num_features"):
-        count = plan.model_args.get(name, getattr(model, name, None))
-        if isinstance(count, int):
-            counts[name] = count
-    if "num_classes" in counts:
-        cfg["num_classes"] = counts["num_classes"]
+    classes = plan.model_args.get("num_classes", getattr(model, "num_classes", None))
+    if isinstance(classes, int):
+        cfg["num_classes"] = classes
     if plan.input_size is not None:
         cfg["input_size"] = list(plan.input_size)
     return {
         "architecture": TIMM_ARCHITECTURE,
-        **counts,
         "model_args": timm_model_args(plan),
         "pretrained_cfg": cfg,
     }
-
-
-def write_checkpoint_files(
-    folder: Path,
-    config: Mapping[str, Any],
-    texts: Mapping[str, str],
-    state: Mapping[str, Tensor],
-    *,
-    fingerprint: Fingerprint | None,
-    provenance: Mapping[str, Any] | None,
-) -> None:
-    """Write config, other texts and weights into an empty folder.
-
-    Args:
-        folder: An empty folder.
-        config: Contents of config.json, without this package's own entries.
-        texts: Other text files: name to content.
-        state: From `clamped_state_`.
-        fingerprint: A summary of the model's outputs, if it was run.
-        provenance: How the model was converted, if that is known.
-    """
-    tensors = _tensors_to_save(state)
-    own_entries: dict[str, Any] = {"tensors": tensors_hash(tensors.items())}
-    if provenance is not None:
-        own_entries[PROVENANCE] = provenance
-    config = {**config, METADATA_KEY: own_entries}
-    config_text = write_json(config)
-    for name, text in {CONFIG: config_text, **texts}.items():
-        (folder / name).write_text(text, encoding="utf-8", newline="")
-    # Hash the config as it will be read back: JSON turns all keys into strings.
-    stamp = Stamp(
-        version=__version__,
-        config=config_hash(json.loads(config_text)),
-        fingerprint=fingerprint,
-    )
-    weights = folder / WEIGHTS
-    save_file(tensors, weights, metadata={METADATA_KEY: stamp.to_json(), **FORMAT_METADATA})
-    # safetensors does not use the default permissions, so copy them from the config.
-    weights.chmod((folder / CONFIG).stat().st_mode)
 
 
 def _tensors_to_save(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -100,7 +100,7 @@ def measure(model: nn.Module, convs: Mapping[str, Conv], inputs: Inputs) -> Meas
     """
     modes = {module: module.training for module in model.modules()}
     try:
-        with full_precision(), _without_small_parameters(model), restored_values(model) as restore:
+        with full_precision(), without_small_parameters(model), restored_values(model) as restore:
             network = _Network(model, convs, inputs, restore)
             reasons = network.find_users()
             axes: dict[str, tuple[int, ...]] = {}
@@ -308,7 +308,7 @@ def _counted_calls(convs: Mapping[str, Conv]) -> Iterator[dict[str, int]]:
 
 
 @contextlib.contextmanager
-def _without_small_parameters(model: nn.Module) -> Iterator[None]:
+def without_small_parameters(model: nn.Module) -> Iterator[None]:
     """Give parameters that are (nearly) zero other values inside the block."""
     generator = torch.Generator().manual_seed(1)
     kept: list[tuple[Tensor, Tensor]] = []

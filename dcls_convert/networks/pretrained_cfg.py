@@ -23,16 +23,21 @@ def stated_source(model: nn.Module) -> ModelSource | None:
     config = getattr(model, "pretrained_cfg", None)
     if not isinstance(config, dict) or not hasattr(model, "_model_args"):
         return None
-    args = import_library("timm.models").get_model_args(model)
-    source = ModelSource(
-        name=f"timm:{config.get('architecture')}",
-        args={name: plain_numbers(value) for name, value in args.items()},
-    )
+    source = ModelSource(name=f"timm:{config.get('architecture')}", args=stated_args(model))
     try:
         check_source(source)
     except ModelError:
         return None
     return source
+
+
+def stated_args(model: nn.Module) -> dict[str, Any]:
+    """Return the arguments that build a model of timm as it is now, with its present classes.
+
+    The plan of a converted model is left out.
+    """
+    args = import_library("timm.models").get_model_args(model)
+    return {name: plain_numbers(value) for name, value in args.items() if name != "plan"}
 
 
 def set_pretrained_cfg_(model: nn.Module, config: dict[str, Any]) -> None:

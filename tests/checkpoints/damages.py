@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 
 from dcls_convert.checkpoints.folder import CONFIG, WEIGHTS
-from dcls_convert.checkpoints.stamp import METADATA_KEY
 
 from .folders import edit_json, edit_stamp, edit_tensors
 
@@ -73,8 +72,7 @@ def rename_weight(tensors):
 
 
 CHANGED = "model.safetensors: its tensors are not those that were written"
-NOT_TOGETHER = "model.safetensors: was not written with this config.json"
-NEWER_FORMAT = "but this dcls-convert reads format 1 at most; install a newer one"
+NEWER_FORMAT = "but this dcls-convert reads format 2 at most; install a newer one"
 
 FLIPPED_BIT = "a flipped bit, in the middle"
 
@@ -83,7 +81,14 @@ DAMAGES = {
     # Weights
     "no weights": (replace_file(WEIGHTS), "model.safetensors: there is no such file"),
     FLIPPED_BIT: (flip_bit(-50_000), CHANGED),
-    "weights of another seed": (take_file(WEIGHTS, "seed"), NOT_TOGETHER, CHANGED),
+    "cut off": (
+        lambda folder, _: os.truncate(folder / WEIGHTS, 60_000),
+        "model.safetensors: not a readable safetensors file",
+    ),
+    "weights of another window": (
+        take_file(WEIGHTS, "size"),
+        "cells outside of the window 9x9, so they are of a larger window",
+    ),
     "outside the window": (
         damage_tensors(set_value(POSITIONS, 7, 14.0)),
         CHANGED,
@@ -98,10 +103,6 @@ DAMAGES = {
         damage_tensors(lambda t: t.update({WEIGHT: t[WEIGHT].int()})),
         CHANGED,
         "is torch.int32",
-    ),
-    "no metadata": (
-        damage_stamp(lambda _: None),
-        "has no metadata of dcls-convert, but config.json has a hash of its tensors",
     ),
     "metadata of a newer format": (
         damage_stamp(lambda s: s | {"format": 7}),
@@ -124,24 +125,22 @@ DAMAGES = {
     "config not UTF-8": (write_file(CONFIG, b"\xff\xfe{\x00"), "config.json: cannot be read"),
     "config not JSON": (write_file(CONFIG, b'{"architecture": '), "config.json: is not JSON"),
     "config of deep lists": (write_file(CONFIG, b"[" * 100_000), "config.json: is not JSON"),
-    "config of another plan": (take_file(CONFIG, "size"), NOT_TOGETHER, CHANGED),
-    "other arguments": (
-        damage_config(lambda c: c["model_args"].update(act_layer="relu")),
-        NOT_TOGETHER,
-    ),
-    "another hash": (
-        damage_config(lambda c: c.update({METADATA_KEY: {"tensors": "0" * 64}})),
-        NOT_TOGETHER,
-        CHANGED,
-    ),
+    "another hash": (damage_stamp(lambda s: s | {"tensors": "0" * 64}), CHANGED),
     "plan a list": (
         damage_config(lambda c: c["model_args"].update(plan=[])),
         "config.json: model_args.plan: ",
     ),
-    "another window with the same shapes": (damage_layer(0, dilated_size=[11, 11]), NOT_TOGETHER),
+    "a smaller window with the same shapes": (
+        damage_layer(0, dilated_size=[7, 7]),
+        "cells outside of the window 7x7, so they are of a larger window",
+    ),
     "another count": (
         damage_layer(0, kernel_count=25),
-        NOT_TOGETHER,
         "stages.0.blocks.0.conv_dw.positions has shape",
     ),
+}
+# Other networks in a folder's place, which load. `verify` finds them by their outputs.
+OTHER_NETWORKS = {
+    "other arguments": damage_config(lambda c: c["model_args"].update(act_layer="relu")),
+    "other weights": damage_tensors(set_value(WEIGHT, 0, 1e6)),
 }

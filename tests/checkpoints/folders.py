@@ -1,6 +1,6 @@
 """Checkpoint folders for tests, and ways to edit them.
 
-`seal` makes the hashes of an edited folder fit again.
+`seal` makes the hash of edited tensors fit again.
 """
 
 import json
@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dcls_convert import apply_plan_, find_convs, plan_conversion, predict_report, save_converted
-from dcls_convert.checkpoints.folder import CONFIG, WEIGHTS, open_checkpoint
+from dcls_convert.checkpoints.folder import WEIGHTS, open_checkpoint
 from dcls_convert.checkpoints.inspection import inspect_checkpoint
-from dcls_convert.checkpoints.stamp import METADATA_KEY, config_hash
+from dcls_convert.checkpoints.stamp import METADATA_KEY
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.source import ModelSource
 from dcls_convert.weights.tensors_hash import tensors_hash
@@ -121,12 +121,9 @@ def edit_tensors(folder, change):
 
 
 def seal(folder):
-    """Rewrite the hashes, so that the folder looks as if it had been written as it is now."""
+    """Rewrite the hash, so that the tensors look as if they had been written as they are now."""
     tensors, _ = contents(folder / WEIGHTS)
-    entries = {METADATA_KEY: {"tensors": tensors_hash(tensors.items())}}
-    edit_json(folder / CONFIG, lambda config: config.update(entries))
-    new_hash = config_hash(json.loads((folder / CONFIG).read_text()))
-    edit_stamp(folder, lambda stamp: stamp | {"config": new_hash})
+    edit_stamp(folder, lambda stamp: stamp | {"tensors": tensors_hash(tensors.items())})
 
 
 class MemoryUse(TorchDispatchMode):

@@ -1,14 +1,14 @@
 """What is saved is what is loaded: edits after the conversion, heads, wrappers around and inside.
 
-An edit is found by comparing outputs and classes, since most leave no trace in names and shapes.
+An edit is found by loading what was saved: most leave no trace in names and shapes.
 """
 
 import copy
-import os
 
 import pytest
 import timm
 import torch
+import torchvision
 from safetensors.torch import load_file
 from timm.utils import ModelEmaV3
 from torch import nn
@@ -22,6 +22,7 @@ from dcls_convert.checkpoints.verify import verify_folder
 from dcls_convert.errors import DclsConvertError
 from dcls_convert.weights.loading import load_weights_
 
+from ..model_state import state_of
 from .folders import outputs, problems, same_states
 
 NAME = "test_resnet"
@@ -90,29 +91,26 @@ def set_eps_of_norm(block):
     block.norm.eps = 0.1
 
 
-@pytest.mark.parametrize("fingerprint", [True, False])
-@pytest.mark.parametrize(
-    ("edit", "named"),
-    [
-        (replace_activation, "mlp.act is ReLU in place of GELU"),
-        (set_eps_of_norm, r"norm is LayerNorm\w*\(eps=0.1\) in place of"),
-    ],
-)
-def test_an_edit_that_outputs_do_not_show_is_found(tmp_path, edit, named, fingerprint):
-    """In a fresh ConvNeXt, the layer scale of 1e-6 mutes all blocks."""
+@pytest.mark.parametrize("edit", [replace_activation, set_eps_of_norm])
+def test_an_edit_that_a_new_layer_scale_hides_is_found(tmp_path, edit):
+    """A fresh ConvNeXt's layer scale of 1e-6 mutes all blocks."""
     model = timm.create_model("convnext_atto", depths=(1, 1, 1, 1), dims=(8, 8, 8, 8))
     plan = convert_(model, dilated_size=9, init="random", input_size=(3, 64, 64)).plan
     edit(model.stages[2].blocks[0])
-    with pytest.warns(UserWarning, match=f"no longer timm:convnext_atto.*{named}"):
-        folder = save_converted(model, plan, tmp_path / "out", fingerprint=fingerprint)
+    before = state_of(model)
+    with pytest.warns(UserWarning, match="no longer timm:convnext_atto.*outputs differ by"):
+        folder = save_converted(model, plan, tmp_path / "out")
     assert read_plan(folder).model is None
+    assert state_of(model) == before
 
 
-def test_nothing_is_noted_of_an_unedited_model_or_another_head_without_outputs(tmp_path):
-    for name, make in {"same": lambda model: None, **HEADS}.items():
+def test_without_a_check_heads_are_found_and_edits_are_not(tmp_path):
+    for name, make in HEADS.items():
         model, plan = converted()
         make(model)
-        save_converted(model, plan, tmp_path / name, fingerprint=False)
+        EDITS["activation"](model)
+        folder = save_converted(model, plan, tmp_path / name, check=False)
+        assert load_converted(folder).num_classes == getattr(model.fc, "out_features", 0)
 
 
 def test_a_difference_of_outputs_is_written_plainly(tmp_path):
@@ -154,15 +152,53 @@ def test_training_and_layers_that_change_no_output_leave_the_model_what_it_is(tm
 
 def test_outputs_that_cannot_be_compared_are_said_not_guessed(tmp_path):
     model, plan = converted()
-    model.act1.register_forward_hook(lambda *call: call[-1] + int.from_bytes(os.urandom(3)))
-    with pytest.warns(UserWarning, match="not by its outputs.*not the same for the same im"):
-        folder = save_converted(model, plan, tmp_path / "random")
-    (check,) = [check for check in verify_folder(folder).checks if check.name == "outputs"]
-    assert check.ok is None
-    model, plan = converted()
     model.act1.register_forward_hook(lambda *_: 1 / 0)
     with pytest.warns(UserWarning, match=r"not by its outputs.*ZeroDivisionError"):
-        save_converted(model, plan, tmp_path / "fails")
+        folder = save_converted(model, plan, tmp_path / "fails")
+    (check,) = [check for check in verify_folder(folder).checks if check.name == "outputs"]
+    assert check.ok is None
+
+
+def resnet18(classes=None):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = torchvision.models.resnet18()
+        if classes is not None:
+            model.fc = nn.Linear(512, classes)
+    return model
+
+
+@pytest.mark.parametrize("classes", [None, 5])
+def test_a_model_of_torchvision_is_the_users_own_or_has_a_stated_source(tmp_path, classes):
+    model = resnet18(classes)
+    plan = convert_(model, init="random", dilated_size=7, input_size=(3, 64, 64)).plan
+    with pytest.warns(UserWarning, match='source="torchvision:NAME"'):
+        own = save_converted(model, plan, tmp_path / "own")
+    stated = save_converted(model, plan, tmp_path / "stated", source="torchvision:resnet18")
+    for loaded in (load_converted(own, model=resnet18(classes)), load_converted(stated)):
+        assert same_states(loaded, model)
+    with pytest.warns(
+        UserWarning, match="no longer torchvision:resnet34 with its plan: does"
+    ):
+        wrong = save_converted(model, plan, tmp_path / "wrong", source="torchvision:resnet34")
+    assert read_plan(wrong).model is None
+    with pytest.raises(DclsConvertError, match="no model 'torchvision:resnet19'"):
+        save_converted(model, plan, tmp_path / "none", source="torchvision:resnet19")
+
+
+class Forgetful(nn.Sequential):
+    def state_dict(self, *args, **options):
+        state = super().state_dict(*args, **options)
+        return {name: tensor for name, tensor in state.items() if not name.startswith("0.")}
+
+
+def test_a_state_dict_that_drops_parameters_is_refused(tmp_path):
+    """A folder without them could not be loaded."""
+    model = Forgetful(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3, padding=1, groups=4))
+    plan = convert_(model, init="random", dilated_size=7, input_size=(3, 16, 16)).plan
+    with pytest.raises(DclsConvertError, match=r"its state dict lacks 0\.bias, 0\.weight, so"):
+        save_converted(model, plan, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def averaged(model):
@@ -231,17 +267,17 @@ class Holder(nn.Module):
 
 
 REFUSED = {
-    "inside": (lambda m: nn.ModuleDict({"ema": m}), "save its 'ema'"),
-    "not converted": (lambda _: network(), r"apply_plan_\(model, plan\) makes it one"),
+    "inside": (lambda m: nn.ModuleDict({"ema": m}), r"has no layer1\.0\.conv1\. Give the network"),
+    "not converted": (lambda _: network(), r"layer1\.0\.conv1 is a Conv2d\. Give the network"),
     "folded": (lambda m: dcls_convert.fold_to_dense_(m) and m, r"replace\(plan, folded=True\)"),
     "held": (
         lambda m: replace_all(m, dcls_convert.DclsConv2d, Holder) or m,
-        "which wraps the layer; first merge or remove it",
+        r"layer1\.0\.conv1 is a Holder\. Give the network",
     ),
     "untied": (lambda m: copies(m) or m, "To tie it again: model.get_submodule"),
     "another window": (
         lambda _: converted(dilated_size=9)[0],
-        "has window 9x9, bilinear; the plan has 7x7, bilinear",
+        "has window 9x9, bilinear, not 7x7, bilinear",
     ),
 }
 

@@ -96,7 +96,7 @@ def test_outputs_may_have_any_structure():
     outputs = fingerprint.outputs
     assert [output.shape for output in outputs] == [(), (1, 1, 5, 5), (0, 3, 5, 5), (2,)]
     assert [len(output.values) for output in outputs] == [1, 16, 0, 2]
-    assert (outputs[3].norm, outputs[3].values) == (None, (None, 1.0))
+    assert (outputs[3].norm, outputs[3].values) == (1.0, (0.0, 1.0))
     flat = torch.randn(1, 3, 5, 5, generator=torch.Generator().manual_seed(0))[0, 0].flatten()
     numbers = (outputs[1].norm, outputs[1].values[0], outputs[1].values[-1])
     assert numbers == pytest.approx((flat.norm().item(), flat[0].item(), flat[-1].item()), rel=1e-5)

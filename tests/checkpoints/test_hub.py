@@ -45,14 +45,14 @@ def test_each_revision_of_a_pushed_model_can_be_loaded(hub):
     assert torch.equal(from_hub("me/mine@v1"), first)
 
 
-@pytest.mark.parametrize("damage", ["other arguments", FLIPPED_BIT])
+@pytest.mark.parametrize("damage", ["another count", FLIPPED_BIT])
 def test_an_uploaded_folder_is_loaded_and_checked(hub, folder, damage):
     upload(folder, "me/folder", hub)
     assert torch.equal(from_hub("me/folder"), outputs(dcls_convert.load_converted(folder)))
     DAMAGES[damage][0](folder, None)
     upload(folder, "me/folder", hub)
     with pytest.raises(
-        dcls_convert.CheckpointError, match=r"are not those that were written|was not written with"
+        dcls_convert.CheckpointError, match=r"are not those that were written|size mismatch for stages"
     ):
         from_hub("me/folder")
 

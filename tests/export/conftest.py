@@ -10,8 +10,8 @@ def checkpoints(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     for factory in (Plain, ByImage, Branching):
         checkpoint_of(factory, folder / factory.__name__)
-    save(folder / "convnext", *convert(), fingerprint=False)
-    save(folder / "efficientnet", *convert("timm:test_efficientnet"), fingerprint=False)
+    save(folder / "convnext", *convert(), check=False)
+    save(folder / "efficientnet", *convert("timm:test_efficientnet"), check=False)
     return folder
 
 

@@ -93,7 +93,7 @@ def test_stock_timm_gets_one_size_per_stage_and_the_models_own_arguments(tmp_pat
     model, plan = convert(
         args={"num_classes": 7, "in_chans": 1}, rules=parse_rules(LATE_STAGES), size="auto"
     )
-    save(tmp_path / "in", model, plan, fingerprint=False)
+    save(tmp_path / "in", model, plan, check=False)
     written = fold_checkpoint(tmp_path / "in", "timm", tmp_path / "out")
     assert (written.kind, written.kernel_args) == ("stock timm", {"kernel_sizes": [7, 11, 9, 9]})
     loaded = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True)
@@ -102,7 +102,7 @@ def test_stock_timm_gets_one_size_per_stage_and_the_models_own_arguments(tmp_pat
 
 
 def test_windows_of_the_old_kernels_size_need_no_argument(tmp_path):
-    save(tmp_path / "in", *convert("timm:test_resnet", 3), fingerprint=False)
+    save(tmp_path / "in", *convert("timm:test_resnet", 3), check=False)
     written = fold_checkpoint(tmp_path / "in", "timm", tmp_path / "out")
     assert (written.kind, written.kernel_args) == ("stock timm", {})
     with pytest.raises(CheckpointError, match="is folded for timm already, or was never converted"):

@@ -11,9 +11,9 @@ from torch.nn.utils import parametrizations, prune
 
 from dcls_convert import plan_conversion
 from dcls_convert.errors import PlanError
+from dcls_convert.networks.assumed_inputs import assumed_inputs
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.find_convs import find_convs, find_convs_for
-from dcls_convert.networks.assumed_inputs import assumed_inputs
 from dcls_convert.networks.source import ModelSource
 from dcls_convert.reports.predict import predict_report
 

@@ -1,0 +1,84 @@
+"""The plan by which a model is built as it is now."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import DclsConvertError
+from ..networks.building import build_model
+from ..networks.find_convs import find_convs_for
+from ..networks.pretrained_cfg import stated_args
+from ..networks.registries import REGISTRIES
+from ..networks.source import ModelSource
+from ..planning.plan import ConversionPlan
+from ..reports.predict import predict_report
+from ..weights.loading import differing_num_classes
+
+
+def with_current_args(
+    plan: ConversionPlan, model: nn.Module, state: Mapping[str, Tensor]
+) -> ConversionPlan:
+    """Return the plan with the arguments that build the network as it is now.
+
+    Classes, input channels and pooling change with timm's `reset_classifier`, with
+    `timm.create_model("local-dir:FOLDER", num_classes=10, in_chans=1)`, and the number of classes
+    with a new layer in the classifier's place.
+    """
+    source = ModelSource(name=plan.model or "", args=plan.model_args)
+    if source.kind not in REGISTRIES:
+        return plan
+    network = build_model(source, device="meta")
+    args = dict(plan.model_args)
+    if source.kind == "timm":
+        args |= _changed_args(network, model)
+    classes = differing_num_classes(network, state)
+    if classes is not None:
+        args["num_classes"] = classes
+    if args == plan.model_args:
+        return plan
+    try:
+        return planned_for(ModelSource(name=source.name, args=args), plan)
+    except DclsConvertError:  # the library builds no such network; loading back says what differs
+        return plan
+
+
+def _changed_args(network: nn.Module, model: nn.Module) -> dict[str, Any]:
+    """Return those arguments of timm that a model states, and a network of its plan does not."""
+    own = stated_args(network)
+    changed = {}
+    for name, value in stated_args(model).items():
+        if own.get(name) != value:
+            changed[name] = value
+    return changed
+
+
+def planned_for(source: ModelSource, plan: ConversionPlan) -> ConversionPlan:
+    """Return the plan for the network that a source builds, with its parameters and MACs."""
+    input_size = plan.input_size
+    if input_size is not None and "in_chans" in source.args:
+        input_size = (source.args["in_chans"], *input_size[1:])
+    planned = replace(plan, model=source.name, model_args=source.args, input_size=input_size)
+    if source.kind not in REGISTRIES:
+        return planned
+    convs = find_convs_for(build_model(source, device="meta"), planned.inputs)
+    return replace(planned, params=convs.params, macs=convs.macs, macs_note=convs.macs_note)
+
+
+def as_users_own(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
+    """Return the plan for a network that only its user can build.
+
+    Its parameters are counted. If their number differs from the plan's, its MACs are not known.
+    """
+    own = replace(plan, model=None, model_args={})
+    added = predict_report(plan).params.delta or 0
+    params = sum(parameter.numel() for parameter in model.parameters()) - added
+    if params == plan.params:
+        return own
+    return replace(
+        own,
+        params=params,
+        macs=None,
+        macs_note="the network was changed after its conversion",
+    )
