@@ -211,7 +211,7 @@ class DclsLayer(CheckedLayer):
             self.sigma = new_parameter(*positions_shape, dtype=exact_dtype)
 
     def _on_every_axis(self, value: int) -> tuple[int, ...]:
-        return tuple(value for _ in range(self.dims))
+        return (value,) * self.dims
 
     def _one_per_axis(self, name: str, value: IntOrTuple, minimum: int) -> tuple[int, ...]:
         value = plain_numbers(value)
@@ -219,8 +219,8 @@ class DclsLayer(CheckedLayer):
             sizes = tuple(value)
         else:
             sizes = self._on_every_axis(value)
-        all_allowed = all(type(size) is int and size >= minimum for size in sizes)
-        if len(sizes) != self.dims or not all_allowed:
+        are_integers = set(map(type, sizes)) == {int}
+        if len(sizes) != self.dims or not are_integers or min(sizes) < minimum:
             raise ValueError(
                 f"{name}={value!r} must be an integer of at least {minimum}, or {self.dims} of them"
             )
