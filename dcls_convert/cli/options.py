@@ -23,7 +23,7 @@ from ..options import (
     Scope,
     Tie,
 )
-from ..weights.formats import find_weights_file
+from ..weights.find_file import find_weights_file
 from .completion import complete_files, complete_models, complete_rules
 from .parsing import (
     parse_budget,

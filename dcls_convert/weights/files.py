@@ -2,8 +2,7 @@
 
 import argparse
 import contextlib
-import json
-import pickle
+import re
 import threading
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -15,44 +14,52 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..input import SAFETENSORS_SUFFIX, TORCH_SUFFIXES, check_file, read_bytes
+from ..input import check_file
 from ..networks.running import ignored_warnings
 from ..progress import Note, ignore_messages
+from ..records import read_json
 from ..text import one_line, short_list, shortened
-from .formats import find_weights_file, format_of_weights
-from .state_dict_choice import UnreadValue, choose_state_dict
+from .find_file import INDEX, find_weights_file
+from .state_dict_choice import EXTRA_STATE, choose_state_dict
 
-MAX_HEADER_BYTES = 16 << 20  # bytes of a safetensors header; enough for 150,000 tensors
-# Largest ratio of unpacked size to file size for a torch file. torch itself does not compress.
-MAX_UNPACKED_RATIO = 20
+PICKLE_START = b"\x80"  # first byte of a pickle, and of a file of torch before 1.6
+# What an index of shards may name: a file beside it, never one elsewhere.
+PLAIN_FILE_NAME = re.compile(r"\w[\w.-]*")
+# Packed bits (bits8, float4_e2m1fn_x2) are left out: only special operators can read them.
+FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+SMALL_FLOATS = {torch.float8_e4m3fn, torch.float8_e5m2}
+INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+NUMBERS = FLOATS | SMALL_FLOATS | INTEGERS | {torch.complex64, torch.complex128}
+
+
+class NumpyValueOrPath:
+    """Stands for a value of NumPy or a path in a torch file: holds nothing, and runs nothing."""
+
+    def __new__(cls, *_: object) -> "NumpyValueOrPath":
+        """Ignore the value."""
+        return super().__new__(cls)
+
+    def __setstate__(self, _: object) -> None:
+        """Ignore the value."""
+
+
 # What a torch file may name besides tensors. timm's checkpoints hold their arguments as a
 # Namespace, often with paths, and many files hold scores as NumPy scalars. These are not needed,
 # and NumPy's own functions trust the types that a pickle states, so they are not called.
 HARMLESS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     argparse.Namespace,
-    (UnreadValue, "numpy.dtype"),
-    (UnreadValue, "numpy.ndarray"),
-    (UnreadValue, "numpy.core.multiarray.scalar"),
-    (UnreadValue, "numpy._core.multiarray.scalar"),
-    (UnreadValue, "numpy.core.multiarray._reconstruct"),
-    (UnreadValue, "numpy._core.multiarray._reconstruct"),
-    (UnreadValue, "pathlib.PosixPath"),
-    (UnreadValue, "pathlib.WindowsPath"),
-    (UnreadValue, "pathlib._local.PosixPath"),  # of Python 3.13
-    (UnreadValue, "pathlib._local.WindowsPath"),
+    (NumpyValueOrPath, "numpy.dtype"),
+    (NumpyValueOrPath, "numpy.ndarray"),
+    (NumpyValueOrPath, "numpy.core.multiarray.scalar"),
+    (NumpyValueOrPath, "numpy._core.multiarray.scalar"),
+    (NumpyValueOrPath, "numpy.core.multiarray._reconstruct"),
+    (NumpyValueOrPath, "numpy._core.multiarray._reconstruct"),
+    (NumpyValueOrPath, "pathlib.PosixPath"),
+    (NumpyValueOrPath, "pathlib.WindowsPath"),
+    (NumpyValueOrPath, "pathlib._local.PosixPath"),  # of Python 3.13
+    (NumpyValueOrPath, "pathlib._local.WindowsPath"),
 ]
 _SAFE_GLOBALS_LOCK = threading.Lock()  # torch has one list for the process
-# Packed bits (bits8, float4_e2m1fn_x2) are left out: only special operators can read them.
-FLOAT_DTYPES = (
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-)
-INTEGER_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-NUMBER_DTYPES = {*FLOAT_DTYPES, *INTEGER_DTYPES, torch.complex64, torch.complex128}
 
 
 def read_weights(
@@ -75,109 +82,90 @@ def read_weights(
     """
     if isinstance(weights, Mapping):
         where = "the state dict"
-        state: Mapping[Any, Any] = weights
         if key is not None:
-            state = choose_state_dict(weights, where, key=key, note=note)
-        return checked_entries(state, where)
+            weights = choose_state_dict(weights, where, key=key, note=note)
+        return checked_entries(weights, where, note)
     path = Path(weights)
     file = find_weights_file(path)
     if file != path:
         note(f"checkpoint {path}: takes {file.name}")
     where = f"checkpoint {file}"
-    state = choose_state_dict(_read_file(file, where), where, key=key, note=note)
-    return checked_entries(state, where)
+    content = _read_shards(file, note) if file.name.endswith(INDEX) else _read_file(file)
+    return checked_entries(choose_state_dict(content, where, key=key, note=note), where, note)
 
 
-def _read_file(path: Path, where: str) -> Any:
-    file_format = format_of_weights(path)
-    if file_format == "torch":
-        return _read_torch(path, where)
-    if file_format == "safetensors":
-        return load_safetensors(path, "checkpoint")
-    return _read_shards(path, where)
-
-
-def _read_shards(index: Path, where: str) -> dict[str, Tensor]:
+def _read_shards(index: Path, note: Note) -> dict[Any, Any]:
     """Return the tensors of all shards that an index names; they lie beside it."""
-    file_names = _file_names_of_tensors(index, where)
-    state: dict[str, Tensor] = {}
-    for file_name in sorted(set(file_names.values())):
-        # An index from a stranger must not open any other file.
-        is_plain = Path(file_name).name == file_name and "\\" not in file_name
-        if not is_plain or not file_name.endswith((SAFETENSORS_SUFFIX, *TORCH_SUFFIXES)):
-            raise CheckpointError(
-                f"{where}: {shortened(file_name)!r} is not a file name of weights"
-            )
-        shard = index.with_name(file_name)
-        content = _read_file(shard, f"checkpoint {shard}")
-        if not isinstance(content, Mapping):
-            raise CheckpointError(f"checkpoint {shard}: holds no state dict (names to tensors)")
-        state.update(content)
-    missing = file_names.keys() - state.keys()
-    if missing:
-        raise CheckpointError(f"{where}: its files lack {short_list(sorted(missing))}")
-    return state
-
-
-def _file_names_of_tensors(index: Path, where: str) -> dict[str, str]:
-    """Return which file has which tensor, as an index of shards states it."""
-    try:
-        content = json.loads(read_bytes(index))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: not a readable index: {one_line(error)[:200]}") from error
-    file_names: Any = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(file_names, dict) or not all(map(_is_text, file_names.values())):
+    where = f"checkpoint {index}"
+    file_names = read_json(index, where).get("weight_map")
+    if not isinstance(file_names, dict):
         raise CheckpointError(f"{where}: not an index of weights: it needs a weight_map of files")
-    return file_names
+    content: dict[Any, Any] = {}
+    shards: set[str] = set()
+    for file_name in file_names.values():
+        if not isinstance(file_name, str) or not PLAIN_FILE_NAME.fullmatch(file_name):
+            raise CheckpointError(
+                f"{where}: its weight_map must name files beside it, and no others"
+            )
+        shards.add(file_name)
+    for file_name in sorted(shards):
+        shard = index.with_name(file_name)
+        content.update(choose_state_dict(_read_file(shard), f"checkpoint {shard}", note=note))
+    return content
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def checked_entries(state: Mapping[Any, Any], where: str) -> dict[str, Tensor]:
+def checked_entries(state: Mapping[Any, Any], where: str, note: Note) -> dict[str, Tensor]:
     """Return the entries of a state dict, detached.
+
+    Extra state of modules that is not a tensor is left out.
 
     Raises:
         CheckpointError: A key is not a string, or a value is not an ordinary dense tensor.
     """
-    # Name the types only: a small file can hold a tuple whose text would take gigabytes.
-    odd_types = {type(key).__name__ for key in state if not isinstance(key, str)}
-    if odd_types:
-        raise CheckpointError(
-            f"{where}: has keys of type {short_list(sorted(odd_types))}; weights have names"
-        )
     entries: dict[str, Tensor] = {}
+    left_out: list[str] = []
     for name, value in state.items():
-        if isinstance(value, UnreadValue):
+        if not isinstance(name, str):
+            # Its text is not shown: a small file can hold a tuple whose text would take gigabytes.
             raise CheckpointError(
-                f"{where}: entry {shortened(name, 120)!r} is a NumPy value or a path; save tensors"
+                f"{where}: has a key of type {type(name).__name__}; weights have names"
             )
-        if not isinstance(value, Tensor):
+        if _is_dense_tensor(value):
+            entries[name] = value.detach()
+        elif name.endswith(EXTRA_STATE) and not isinstance(value, Tensor):
+            left_out.append(name)
+        else:
+            kind = type(value).__name__
+            if isinstance(value, Tensor):
+                kind = f"tensor of {value.dtype} and {value.layout} on {value.device}"
             raise CheckpointError(
-                f"{where}: entry {shortened(name, 120)!r} is a {type(value).__name__}, not a tensor"
-            )
-        kind = _special_kind(value)
-        if kind is not None:
-            raise CheckpointError(
-                f"{where}: {shortened(name, 120)} is {kind}; "
+                f"{where}: entry {shortened(name, 120)!r} is a {kind}; "
                 "weights must be ordinary dense tensors of numbers"
             )
-        entries[name] = value.detach()
+    if left_out:
+        note(f"{where}: leaves out extra state that is not a tensor: {short_list(left_out)}")
     return entries
 
 
-def _special_kind(tensor: Tensor) -> str | None:
-    """Describe what makes a tensor unusable as a weight; None for a dense tensor of numbers."""
-    if tensor.is_meta:
-        return "without data (meta)"
-    if tensor.is_quantized:
-        return "quantized"
-    if tensor.layout != torch.strided:
-        return str(tensor.layout)
-    if tensor.dtype not in NUMBER_DTYPES:
-        return str(tensor.dtype)
-    return None
+def _is_dense_tensor(value: object) -> bool:
+    """True for an ordinary tensor of numbers; quantized tensors have other dtypes."""
+    if not isinstance(value, Tensor) or value.is_meta:
+        return False
+    return value.layout == torch.strided and value.dtype in NUMBERS
+
+
+def _read_file(path: Path) -> Any:
+    """Return the content of a safetensors or torch file, which its first bytes tell apart."""
+    check_file(path)
+    where = f"checkpoint {path}"
+    try:
+        with path.open("rb") as file:
+            start = file.read(64)
+    except OSError as error:
+        raise CheckpointError(f"{where}: {error.strerror}") from error
+    if start[8:9] == b"{":  # the header of a safetensors file
+        return load_safetensors(path, "checkpoint")
+    return _read_torch(path, where, start)
 
 
 def _open_lazily(path: Path) -> Any:
@@ -197,12 +185,6 @@ def open_safetensors(path: Path, what: str = "") -> Iterator[Any]:
     """
     check_file(path, what)
     try:
-        with path.open("rb") as file:
-            header_length = int.from_bytes(file.read(8), "little")
-        if header_length > MAX_HEADER_BYTES:
-            raise ValueError(
-                f"its header has {header_length:,} bytes; at most {MAX_HEADER_BYTES:,} are allowed"
-            )
         with _open_lazily(path) as file:
             yield file
     except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as error:
@@ -215,6 +197,9 @@ def open_safetensors(path: Path, what: str = "") -> Iterator[Any]:
 def load_safetensors(path: Path, what: str = "") -> dict[str, Tensor]:
     """Read all tensors of a safetensors file, each into its own memory, which a model can keep.
 
+    The memory is torch's, which is aligned: with another alignment, products are summed in another
+    order, which changes the last bits of the outputs.
+
     Raises:
         CheckpointError: The file cannot be read.
     """
@@ -222,40 +207,46 @@ def load_safetensors(path: Path, what: str = "") -> dict[str, Tensor]:
         return {name: file.get_tensor(name).clone() for name in file.keys()}
 
 
-def _read_torch(path: Path, where: str) -> Any:
+def _read_torch(path: Path, where: str, start: bytes) -> Any:
     """Return the content of a file of torch.save, unpickled with weights_only=True."""
-    try:
-        unpacked = 0
-        if zipfile.is_zipfile(path):  # no file of torch before 1.6
-            with zipfile.ZipFile(path) as archive:
-                unpacked = sum(part.file_size for part in archive.infolist())
-        if unpacked > MAX_UNPACKED_RATIO * path.stat().st_size:
-            raise CheckpointError(
-                f"{where}: its parts unpack to {unpacked:,} bytes, "
-                f"more than {MAX_UNPACKED_RATIO} times the file's size"
-            )
-        with _SAFE_GLOBALS_LOCK, torch.serialization.safe_globals(HARMLESS):
-            return _unpickle(path, where)
-    except CheckpointError:
-        raise
-    except Exception as error:  # damaged bytes can raise anything when unpickled: struct.error, ...
+    # Old files make torch warn about its own code.
+    with _SAFE_GLOBALS_LOCK, torch.serialization.safe_globals(HARMLESS), ignored_warnings:
+        try:
+            _check_not_compressed(path, where)
+            with path.open("rb") as file:  # torch would read a name in .safetensors as one
+                return torch.load(file, map_location="cpu", weights_only=True)
+        except CheckpointError:
+            raise
+        except Exception as error:  # damaged bytes can raise anything: struct.error, ...
+            raise CheckpointError(f"{where}: {_why_unreadable(path, start)}") from error
+
+
+def _check_not_compressed(path: Path, where: str) -> None:
+    """Refuse an archive that unpacks to more than its size, which torch.save never writes."""
+    if not zipfile.is_zipfile(path):  # a file of torch before 1.6
+        return
+    with zipfile.ZipFile(path) as archive:
+        unpacked = sum(part.file_size for part in archive.infolist())
+    if unpacked > path.stat().st_size:
         raise CheckpointError(
-            f"{where}: download or save it again; it is damaged ({type(error).__name__})"
-        ) from error
+            f"{where}: unpacks to {unpacked:,} bytes, more than the file has; "
+            "torch.save does not compress"
+        )
 
 
-def _unpickle(path: Path, where: str) -> Any:
-    try:
-        # Old files make torch warn about its own code.
-        with path.open("rb") as file, ignored_warnings:
-            return torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        refused: list[str] = []
-        with contextlib.suppress(Exception):  # an old file, or a damaged one
-            refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+def _why_unreadable(path: Path, start: bytes) -> str:
+    """Say why torch cannot read a file: it names more than tensors, is damaged, or another kind."""
+    refused: list[str] = []
+    with contextlib.suppress(Exception):  # only files of torch 1.6 and later list their names
+        refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    if refused or start.startswith(PICKLE_START):
         names = f" ({short_list(sorted(refused))})" if refused else ""
-        raise CheckpointError(
-            f"{where}: save its state dict alone, torch.save(model.state_dict(), FILE); it holds "
-            f"more than tensors{names}, which would run code, or it is damaged "
-            f"({type(error).__name__})"
-        ) from error
+        return (
+            "save its state dict alone, torch.save(model.state_dict(), FILE); it holds more than "
+            f"tensors{names}, which would run code, or it is damaged"
+        )
+    text = shortened(start.decode(errors="backslashreplace"), 80)
+    return (
+        "is neither a safetensors file nor one of torch.save, or it is damaged; "
+        f"it begins with '{text}'"
+    )

@@ -11,9 +11,13 @@ from ..text import short_list, shortened
 
 # Keys under which training scripts store a state dict. Averaged weights (EMA) come first, as in
 # timm.
-AVERAGED = ("state_dict_ema", "model_ema", "ema_state_dict", "params_ema", "ema_model", "ema")
 STATE_DICT_KEYS = (
-    *AVERAGED,
+    "state_dict_ema",
+    "model_ema",
+    "ema_state_dict",
+    "params_ema",
+    "ema_model",
+    "ema",
     "state_dict",
     "model_state_dict",
     "model_state",
@@ -26,17 +30,7 @@ STATE_DICT_KEYS = (
     "student",
 )
 MAX_NESTING = 3  # levels of mappings to open; bounded because a mapping can hold itself
-
-
-class UnreadValue:
-    """Stands for a value of NumPy or a path in a torch file: holds nothing, and runs nothing."""
-
-    def __new__(cls, *_: object) -> "UnreadValue":
-        """Ignore the value."""
-        return super().__new__(cls)
-
-    def __setstate__(self, _: object) -> None:
-        """Ignore the value."""
+EXTRA_STATE = "_extra_state"  # how names of what `Module.get_extra_state` returns end
 
 
 def choose_state_dict(
@@ -55,103 +49,81 @@ def choose_state_dict(
         CheckpointError: There is none, or nothing says which.
     """
     if key is not None:
-        content = _follow_stated_key(content, where, key)
+        content = _under_stated_key(content, where, key)
         where = f"{where}, {shortened(key)}"
     keys = _keys_of_state_dict(content)
+    entries = _named_entries(content)
     if keys is None:
-        raise CheckpointError(f"{where}: {_why_there_is_none(content)}")
+        what = short_list(entries, 8) if entries else f"a {type(content).__name__}"
+        raise CheckpointError(
+            f"{where}: holds {what}, not a state dict (names to tensors); "
+            "a checkpoint key can name one that is inside"
+        )
     if keys:
-        note(f"{where}: {_choice_of_weights(content, keys)}")
-    return _at(content, keys)
+        others: list[str] = []
+        for other, value in entries.items():
+            if other != keys[0] and _keys_of_state_dict(value) is not None:
+                others.append(other)
+        text = f"{where}: takes the weights under {' / '.join(keys)}"
+        if others:
+            text += f", not {short_list(others)}; a checkpoint key chooses"
+        note(text)
+    state: Mapping[Any, Any] = _at(content, keys)
+    return state
 
 
-def _at(content: Mapping[Any, Any], keys: list[str]) -> Mapping[Any, Any]:
+def _keys_of_state_dict(content: Any, depth: int = 0) -> list[str] | None:
+    """Return the keys that lead to the state dict in nested mappings, or None if there is none."""
+    entries = _named_entries(content)
+    if not entries or depth > MAX_NESTING:
+        return None
+    for key in STATE_DICT_KEYS:
+        inner_keys = _keys_of_state_dict(entries.get(key), depth + 1)
+        if inner_keys is not None:
+            return [key, *inner_keys]
+    others: list[str] = []
+    for key, value in entries.items():
+        inner = _named_entries(value)
+        if inner and all(isinstance(entry, Tensor) for entry in inner.values()):
+            others.append(key)
+    if len(others) == 1:
+        return others
+    if any(isinstance(value, Tensor) for value in entries.values()):
+        return []
+    return None
+
+
+def _named_entries(content: Any) -> dict[str, Any]:
+    """Return the entries of a mapping that have names; nothing for anything else.
+
+    The extra state of a module is left out: it may be a dict of tensors, but it is no state dict.
+    """
+    entries: dict[str, Any] = {}
+    if isinstance(content, Mapping):
+        for key, value in content.items():
+            if isinstance(key, str) and not key.endswith(EXTRA_STATE):
+                entries[key] = value
+    return entries
+
+
+def _at(content: Any, keys: list[str]) -> Any:
     for key in keys:
         content = content[key]
     return content
 
 
-def _keys_of_state_dict(content: Any, depth: int = 0) -> list[str] | None:
-    """Return the keys that lead to the state dict in nested mappings, or None if there is none."""
-    if not isinstance(content, Mapping) or depth > MAX_NESTING:
-        return None
-    for key in STATE_DICT_KEYS:
-        inner_keys = _keys_of_state_dict(content.get(key), depth + 1)
-        if inner_keys is not None:
-            return [key, *inner_keys]
-    others = _unusual_keys(content)
-    if len(others) == 1:
-        return others
-    if any(isinstance(value, Tensor | UnreadValue) for value in content.values()):
-        return []
-    return None
-
-
-def _unusual_keys(content: Mapping[Any, Any]) -> list[str]:
-    """Return the keys under which all entries are named tensors."""
-    keys: list[str] = []
-    for key, value in content.items():
-        if isinstance(key, str) and isinstance(value, Mapping) and value:
-            names_are_text = all(isinstance(name, str) for name in value)
-            if names_are_text and all(isinstance(entry, Tensor) for entry in value.values()):
-                keys.append(key)
-    return keys
-
-
-def _why_there_is_none(content: Any) -> str:
-    if isinstance(content, UnreadValue):
-        return "holds a NumPy value or a path, not a state dict (names to tensors)"
-    if not isinstance(content, Mapping):
-        return f"holds a {type(content).__name__}, not a state dict (names to tensors)"
-    several = _unusual_keys(content)
-    if several:
-        return f"holds several state dicts: {short_list(several, 8)}; name one as checkpoint key"
-    names = [key for key in content if isinstance(key, str)]
-    text = f"holds a mapping with {short_list(names)}, not a state dict (names to tensors)"
-    if any(isinstance(value, Mapping) for value in content.values()):
-        text += "; a checkpoint key can name one that is inside"
-    return text
-
-
-def _choice_of_weights(content: Mapping[Any, Any], keys: list[str]) -> str:
-    """Describe which of a file's weights are used, and which are not."""
-    place = " / ".join(keys)
-    others: list[str] = []
-    for key in (*STATE_DICT_KEYS, *_unusual_keys(content)):
-        is_other = key != keys[0] and key not in others
-        if is_other and isinstance(content.get(key), Mapping | list):
-            others.append(key)
-    text = f"takes the weights under {place}"
-    if keys[0] in AVERAGED:
-        text = f"takes the averaged weights, {place}"
-    if others:
-        text += f", not {short_list(others)}; a checkpoint key chooses"
-    return text
-
-
-def _follow_stated_key(content: Any, where: str, key: str) -> Any:
+def _under_stated_key(content: Any, where: str, key: str) -> Any:
     """Return what lies under the stated key in the content, or in the state dict chosen from it."""
-    path = key.rstrip(".")
-    found = _follow(content, path)
-    default = _keys_of_state_dict(content)
-    if found is None and default is not None:
-        weights = _at(content, default)
-        found = _follow(weights, path) or _follow(weights, f"module.{path}")  # of DataParallel
-    if found is None:
-        raise CheckpointError(
-            f"{where}: has nothing under the checkpoint key {shortened(key)!r}; "
-            f"it has {short_list(_possible_keys(content), 8)}"
-        )
-    return found
-
-
-def _possible_keys(content: Any) -> list[str]:
-    """Return the keys under which there are weights; in a state dict, the first parts of names."""
-    if not isinstance(content, Mapping):
-        return []
-    keys = [key for key in content if isinstance(key, str)]
-    holders = [key for key in keys if _keys_of_state_dict(content[key]) is not None]
-    return holders or list(dict.fromkeys(key.split(".")[0] for key in keys))
+    weights = _at(content, _keys_of_state_dict(content) or [])
+    for place in (content, weights):
+        found = _follow(place, key.rstrip("."))
+        if found is not None:
+            return found
+    beginnings = dict.fromkeys(name.split(".")[0] for name in _named_entries(content))
+    raise CheckpointError(
+        f"{where}: has nothing under the checkpoint key {shortened(key)!r}; "
+        f"it has {short_list(beginnings, 8)}"
+    )
 
 
 def _follow(content: Any, path: str) -> Any:
@@ -160,15 +132,11 @@ def _follow(content: Any, path: str) -> Any:
         return None
     if path in content:
         return content[path]
-    prefix = f"{path}."
+    first, _, rest = path.partition(".")
+    if rest and first in content:
+        return _follow(content[first], rest)
     entries: dict[str, Any] = {}
     for name, value in content.items():
-        if not isinstance(name, str):
-            continue
-        if path.startswith(f"{name}."):
-            found = _follow(value, path.removeprefix(f"{name}."))
-            if found is not None:
-                return found
-        if name.startswith(prefix):
-            entries[name.removeprefix(prefix)] = value
+        if isinstance(name, str) and name.startswith(f"{path}."):
+            entries[name.removeprefix(f"{path}.")] = value
     return entries or None
