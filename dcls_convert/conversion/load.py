@@ -220,7 +220,6 @@ def build_network(
             loaded.source,
             weights.entries,
             weights.where,
-            meta=loaded.structure,
             seed=request.seed,
             new_classifier=weights.new_classifier,
         )

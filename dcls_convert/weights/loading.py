@@ -1,22 +1,21 @@
 """Load weights into a network; those that do not fit, or are not finite, are refused."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..errors import CheckpointError
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.building import build_model
-from ..networks.copying import copy_network
 from ..networks.source import LIBRARY_KINDS, ModelSource
 from ..text import short_list
 
 USUAL_CLASSIFIERS = ("fc", "classifier", "head")  # for models that do not name their classifier
 CONVERTED_ENTRY = ".positions"  # how names of DCLS layers end
-ALIGNMENT = 64  # bytes; torch allocates memory at multiples of it
 
 
 def load_weights_(
@@ -53,16 +52,10 @@ def assign_weights_(
     for name, tensor in state.items():
         tensor = tensor.detach().to(device="cpu", dtype=own[name].dtype)
         storage = tensor.untyped_storage()
-        fills_storage = storage.nbytes() == tensor.nbytes
-        shares_storage = storage.data_ptr() in storages_in_use
-        # With an alignment other than torch's, products are summed in another order, which changes
-        # the last bits of the outputs.
-        is_aligned = tensor.data_ptr() % ALIGNMENT == 0
-        owns_storage = fills_storage and not shares_storage
-        if not (owns_storage and is_aligned and tensor.is_contiguous()):
+        is_view = storage.nbytes() != tensor.nbytes or storage.data_ptr() in storages_in_use
+        if is_view or not tensor.is_contiguous():
             tensor = tensor.clone(memory_format=torch.contiguous_format)
-        if tensor.numel():
-            storages_in_use.add(tensor.untyped_storage().data_ptr())
+        storages_in_use.add(tensor.untyped_storage().data_ptr())
         ready[name] = tensor
     load_entries_(model, ready, assign=True)
     return not holds_meta_tensors(model)
@@ -70,19 +63,8 @@ def assign_weights_(
 
 def holds_meta_tensors(model: nn.Module) -> bool:
     """True if a tensor has no values: a parameter, a buffer or a plain attribute of a module."""
-    return any(_holds_meta_tensor(vars(module)) for module in model.modules())
-
-
-def _holds_meta_tensor(value: object) -> bool:
-    """True for a tensor on the meta device, also in lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        return value.is_meta
-    parts: Iterable[object] = ()
-    if isinstance(value, list | tuple):
-        parts = value
-    elif isinstance(value, dict):
-        parts = value.values()
-    return any(map(_holds_meta_tensor, parts))
+    leaves = tree_leaves([vars(module) for module in model.modules()])
+    return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves)
 
 
 def load_entries_(model: nn.Module, state: Mapping[str, Tensor], *, assign: bool = False) -> None:
@@ -101,7 +83,6 @@ def build_and_load(
     where: str,
     *,
     prepare_: Callable[[nn.Module], None] = lambda _: None,
-    meta: nn.Module | None = None,
     seed: int = 0,
     new_classifier: bool = False,
 ) -> tuple[nn.Module, list[str]]:
@@ -112,8 +93,6 @@ def build_and_load(
         state: Weights, under the names that the network has after `prepare_`.
         where: Name of the state dict in error messages.
         prepare_: Changes the network before the weights are loaded.
-        meta: The source's network on the meta device, if the caller has built it already; it is
-            not changed.
         seed: Seed for the values that the state dict lacks.
         new_classifier: See `check_weights`.
 
@@ -124,10 +103,7 @@ def build_and_load(
         CheckpointError: From `check_weights`.
     """
     if source.kind in LIBRARY_KINDS:  # the user's code runs only once, so it is not tried on meta
-        if meta is None:
-            model = build_model(source, device="meta", trust_code=True)
-        else:
-            model = copy_network(meta)
+        model = build_model(source, device="meta", trust_code=True)
         prepare_(model)
         if assign_weights_(model, state, where, new_classifier=new_classifier):
             return model, []
@@ -149,12 +125,13 @@ def check_weights(
     """
     not_loaded = _differing_classifier(model, state) if new_classifier else []
     to_load = _without(state, not_loaded)
-    problem = next(describe_misfits(model, to_load, optional=not_loaded), None)
-    if problem is None:
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        problem = _first_non_finite(to_load, parameters.keys())
-    if problem is not None:
+    for problem in describe_misfits(model, to_load, optional=not_loaded):
         raise CheckpointError(f"{where}: {problem}")
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, tensor in to_load.items():
+        not_finite = describe_non_finite(name, tensor, mask=name not in parameters)
+        if not_finite is not None:
+            raise CheckpointError(f"{where}: {not_finite}")
     return not_loaded
 
 
@@ -190,40 +167,24 @@ def _differing_classifier(model: nn.Module, state: Mapping[str, Tensor]) -> list
 def classifier_prefixes(model: nn.Module) -> tuple[str, ...]:
     """Return the prefixes of the classifier's tensor names, as timm states them, or usual ones."""
     config = getattr(model, "pretrained_cfg", None)
-    classifiers: Any = None
-    if isinstance(config, dict):
-        classifiers = config.get("classifier")
-    if not classifiers:
-        classifiers = USUAL_CLASSIFIERS
-    elif isinstance(classifiers, str):
-        classifiers = (classifiers,)
-    return tuple(f"{module}." for module in classifiers)
+    stated: Any = config.get("classifier") if isinstance(config, dict) else None
+    if isinstance(stated, str):
+        stated = (stated,)
+    return tuple(f"{module}." for module in stated or USUAL_CLASSIFIERS)
 
 
 def differing_num_classes(model: nn.Module, state: Mapping[str, Tensor]) -> int | None:
-    """Return the state dict's number of classes if its classifier differs only in this.
-
-    Return None if the classifiers are equal, or differ in more.
-    """
+    """Return the state dict's number of classes if its classifier differs only in this."""
     own = model.state_dict()
-    class_counts: set[int] = set()
+    class_counts: set[tuple[int, ...]] = set()  # a malformed tensor may have no axis
     for name in _reshaped_classifier(model, state):
         shape = state[name].shape
         if shape[1:] != own[name].shape[1:]:
             return None
-        class_counts.add(shape[0])
-    if len(class_counts) != 1 or 0 in class_counts:
+        class_counts.add(shape[:1])
+    if len(class_counts) != 1:
         return None
-    return class_counts.pop()
-
-
-def _first_non_finite(state: Mapping[str, Tensor], parameters: Collection[str]) -> str | None:
-    """Describe the first tensor with NaN or infinite values; buffers may be attention masks."""
-    for name, tensor in state.items():
-        problem = describe_non_finite(name, tensor, mask=name not in parameters)
-        if problem is not None:
-            return problem
-    return None
+    return next(iter(class_counts.pop()), None)
 
 
 def describe_misfits(
@@ -236,23 +197,15 @@ def describe_misfits(
     The names in `optional` may be missing from the state dict.
     """
     own = model.state_dict()
-    aliases = alias_names(model)
-    missing: list[str] = []
-    for name in own:
-        if name not in state and name not in optional and aliases.get(name) not in state:
-            missing.append(name)
-    unexpected: list[str] = []
-    for name in state:
-        if name not in own:
-            unexpected.append(name)
+    missing = [name for name in missing_names(model, state) if name not in optional]
+    unexpected = [name for name in state if name not in own]
     differences: list[str] = []
     if missing:
         differences.append(f"missing: {short_list(missing)}")
     if unexpected:
         differences.append(f"unexpected: {short_list(unexpected)}")
-    if differences and all(
-        name.startswith(classifier_prefixes(model)) for name in (*missing, *unexpected)
-    ):
+    classifier = classifier_prefixes(model)
+    if differences and all(name.startswith(classifier) for name in (*missing, *unexpected)):
         differences.append("state the number of classes for a new classifier, or 0 for none")
     if any(name.endswith(CONVERTED_ENTRY) for name in unexpected):
         differences.append(
@@ -277,6 +230,13 @@ def describe_misfits(
                 yield problem
 
 
+def missing_names(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
+    """Return the model's names that a state dict lacks, unless it has their tensor's first name."""
+    aliases = alias_names(model)
+    absent = [name for name in model.state_dict() if name not in state]
+    return [name for name in absent if aliases.get(name) not in state]
+
+
 def describe_non_finite(name: str, tensor: Tensor, *, mask: bool) -> str | None:
     """Describe the NaN and infinite values of a tensor, or return None if it has none.
 
@@ -285,9 +245,9 @@ def describe_non_finite(name: str, tensor: Tensor, *, mask: bool) -> str | None:
     is_float = tensor.is_floating_point() or tensor.is_complex()
     if not is_float or tensor.is_meta or not tensor.numel():
         return None
-    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    if values.itemsize == 1:  # torch does not compare float8
-        values = values.float()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    values = tensor.float() if tensor.itemsize == 1 else tensor  # torch does not compare float8
     smallest, largest = values.aminmax()  # makes no copy of the tensor
     if math.isfinite(smallest) and math.isfinite(largest):
         return None

@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves
 
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.source import ModelSource
-from dcls_convert.weights import loading
 from dcls_convert.weights.files import read_weights
 from dcls_convert.weights.loading import assign_weights_, build_and_load, load_weights_
 
@@ -54,7 +53,7 @@ def check_equal_tensors(filled, ordinary):
         ), place
         assert (mine.requires_grad, type(mine)) == (tensor.requires_grad, type(tensor)), place
         assert torch.equal(mine, tensor), place
-        assert mine.data_ptr() % loading.ALIGNMENT == 0, place
+        assert mine.data_ptr() % 64 == 0, place  # or rounding changes
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -13,9 +13,6 @@ from dcls_convert.conversion.convert import carry_out
 from dcls_convert.conversion.load import build_network, load
 from dcls_convert.conversion.request import ConversionRequest
 from dcls_convert.errors import CheckpointError
-from dcls_convert.layers.dcls_conv import DclsConv2d
-from dcls_convert.planning.layer_plan import position_groups
-from dcls_convert.planning.plan_options import PlanOptions
 from dcls_convert.progress import ignore_messages
 from dcls_convert.weights.loading import load_weights_
 
@@ -72,70 +69,41 @@ def test_a_users_model_needs_the_number_of_classes_of_its_weights(tmp_path, monk
         carry_out(ConversionRequest(model=net(), weights=net(5).state_dict()))
 
 
-def test_all_but_the_kernels_is_kept_and_kernels_keep_the_largest_cells_of_their_tie_group(
-    tmp_path, trained
-):
+def test_a_conversion_keeps_all_but_the_kernels(tmp_path, trained):
     save_file(trained.state_dict(), tmp_path / "w.safetensors")
-    done = converted(
-        f"timm:{TINY}", weights=tmp_path / "w.safetensors", options=PlanOptions(dilated_size=11)
-    )
-    replaced = {
-        name + ".weight" for name, m in done.model.named_modules() if isinstance(m, DclsConv2d)
-    }
+    done = converted(TINY, weights=tmp_path / "w.safetensors")
+    kernels = {f"{layer.name}.weight" for layer in done.report.plan.layers}
     own = done.model.state_dict()
-    old = trained.state_dict()
-    assert len(replaced) == 9
-    assert all(torch.equal(own[name], old[name]) for name in old.keys() - replaced)
-    for group in position_groups(done.report.plan.layers):
-        names = [layer.name for layer in group]
-        energy = sum(old[f"{name}.weight"].square() for name in names).flatten(1)
-        kept = torch.zeros_like(energy, dtype=torch.bool)
-        kept.scatter_(1, energy.topk(done.report.layers[0].kernel_count).indices, True)
-        for name in names:
-            expected = torch.where(kept, old[f"{name}.weight"].flatten(1), 0).unflatten(
-                1, (1, 7, 7)
-            )
-            kernel = done.model.get_submodule(name).kernel()
-            assert torch.equal(kernel[:, :, 2:9, 2:9], expected)
-            # Nothing outside the old kernel.
-            assert kernel.count_nonzero() == expected.count_nonzero()
-
-
-def test_a_head_of_another_size_is_new_and_a_note_says_so(trained):
-    notes = []
-    options = {"num_classes": 5, "weights": trained.state_dict(), "note": notes.append}
-    converted(f"timm:{TINY}", dry_run=True, **options)
-    network = network_of(f"timm:{TINY}", **options)
-    assert (
-        "no weights fit the classifier, which starts from random values: head.fc.weight, "
-        "head.fc.bias" in notes
-    )
-    assert network.num_classes == 5
-    assert torch.equal(network.stem[0].weight, trained.stem[0].weight)
+    assert len(kernels) == 9
+    for name, tensor in trained.state_dict().items():
+        assert name in kernels or torch.equal(own[name], tensor)
 
 
 def test_a_classifier_that_the_file_lacks_or_has_otherwise_is_new_if_classes_are_stated(tmp_path):
     own = timm.create_model("test_resnet", num_classes=0).state_dict()
     projector = {f"fc.{i}.weight": torch.ones(4, 4) for i in (0, 2)}
-    for entries in ({}, projector):
-        torch.save(own | entries, tmp_path / "trunk.pth")
-        weights = tmp_path / "trunk.pth"
+    path = tmp_path / "weights.pth"
+    for entries in ({}, projector, timm.create_model("test_resnet").state_dict()):
+        torch.save(own | entries, path)
         notes = []
-        network = network_of("test_resnet", weights=weights, num_classes=5, note=notes.append)
+        network = network_of("test_resnet", weights=path, num_classes=5, note=notes.append)
         assert network.fc.weight.shape[0] == 5
-        assert all(torch.equal(network.state_dict()[name], own[name]) for name in own)
+        assert all(
+            torch.equal(tensor, (own | entries)[name])
+            for name, tensor in network.state_dict().items()
+            if not name.startswith("fc.")
+        )
         new = "no weights fit the classifier, which starts from random values: fc.weight, fc.bias"
         assert new in notes
-        assert ("the classifier in the weights is left out: fc.0.weight, fc.2.weight" in notes) == (
-            entries != {}
-        )
-        with pytest.raises(CheckpointError, match="state the number of classes"):
-            network_of("test_resnet", weights=weights)
-    torch.save(timm.create_model("test_resnet").state_dict(), tmp_path / "all.pth")
-    assert network_of("test_resnet", weights=tmp_path / "all.pth", num_classes=0).num_classes == 0
-    torch.save(own | {"fc.bias": torch.ones(5)}, tmp_path / "half.pth")
+        unused = "the classifier in the weights is left out: fc.0.weight, fc.2.weight"
+        assert (unused in notes) == (entries is projector)
+        assert network_of("test_resnet", weights=path, num_classes=0).num_classes == 0
+    torch.save(own | projector, path)
+    with pytest.raises(CheckpointError, match="state the number of classes"):
+        network_of("test_resnet", weights=path)
+    torch.save(own | {"fc.bias": torch.ones(5)}, path)
     with pytest.raises(CheckpointError, match=r"missing: fc\.weight"):
-        network_of("test_resnet", weights=tmp_path / "half.pth", num_classes=5)
+        network_of("test_resnet", weights=path, num_classes=5)
 
 
 def test_masks_and_counters_of_a_model_are_loaded():
@@ -203,17 +171,13 @@ def test_torchvision_weights_of_another_structure_fill_the_plain_model(monkeypat
 
 
 def test_torchvision_weights_come_through_its_own_loader(monkeypatch):
-    torch.manual_seed(3)
     state = torchvision.models.shufflenet_v2_x0_5(weights=None).state_dict()
     monkeypatch.setattr(
         "torchvision.models._api.load_state_dict_from_url", lambda *_args, **_options: state
     )
-    network = network_of("torchvision:shufflenet_v2_x0_5", pretrained=True)
-    assert torch.equal(network.conv1[0].weight, state["conv1.0.weight"])
-    tuned = network_of("torchvision:shufflenet_v2_x0_5", num_classes=3, pretrained=True)
-    assert tuned.fc.weight.shape == (3, 1024)
-    assert all(
-        torch.equal(tensor, state[name])
-        for name, tensor in tuned.state_dict().items()
-        if "fc" not in name
-    )
+    for classes, new in ((None, ()), (3, ("fc.weight", "fc.bias"))):
+        options = {} if classes is None else {"num_classes": classes}
+        network = network_of("torchvision:shufflenet_v2_x0_5", pretrained=True, **options)
+        for name, tensor in network.state_dict().items():
+            assert name in new or torch.equal(tensor, state[name])
+        assert network.fc.out_features == (classes or 1000)
