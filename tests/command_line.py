@@ -4,6 +4,7 @@ import contextlib
 import io
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections import OrderedDict
@@ -36,12 +37,14 @@ def exit_code(*arguments: object) -> int:
     """Run `dcls-convert ARGUMENTS` with the stdout and stderr of the test; return its exit code."""
     hook = sys.unraisablehook
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    timeout = socket.getdefaulttimeout()
     command = ["dcls-convert", *map(str, arguments)]
     try:
         with pytest.raises(SystemExit) as stopped, patch.object(sys, "argv", command):
             main()
     finally:
         sys.unraisablehook = hook
+        socket.setdefaulttimeout(timeout)
         # Restored here, not in a fixture of each test: session-wide fixtures run commands, too.
         for number, handler in handlers.items():
             signal.signal(number, handler)

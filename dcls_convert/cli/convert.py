@@ -16,6 +16,7 @@ from ..planning.plan_options import PlanOptions
 from ..progress import ignore_messages
 from ..text import printable
 from . import console
+from .downloads import limit_waiting
 from .options import (
     OUTPUT,
     AuthorsVersionOption,
@@ -186,6 +187,8 @@ def convert(
         quiet=quiet,
     )
     _check_output_options(result)
+    if (pretrained or model.startswith("hf-hub:")) and not dry_run:
+        limit_waiting(model)
     _run(request, result)
 
 

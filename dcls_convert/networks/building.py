@@ -107,8 +107,9 @@ def _errors_on_one_line(name: str, *, pretrained: bool) -> Iterator[None]:
         kind_of_error = type(error).__name__
         problem = "its pretrained weights cannot be loaded" if pretrained else "cannot be built"
         problem += f": {kind_of_error}: {one_line(error)[:300]}"
-        if pretrained and kind_of_error in ("LocalEntryNotFoundError", "OfflineModeIsEnabled"):
-            problem = "cannot download its pretrained weights; are you online?"
+        if kind_of_error in ("LocalEntryNotFoundError", "OfflineModeIsEnabled"):
+            missing = "pretrained weights" if pretrained else "config"
+            problem = f"cannot download its {missing}; are you online?"
         if isinstance(error, KeyError) and error.args == ("architecture",):
             problem = "its config.json names no architecture; it is not a config of timm"
         raise ModelError(f"{name}: {problem}") from error
