@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from ..conversion.provenance import attach_provenance_
 from ..errors import CheckpointError, ModelError
+from ..layers.dcls_conv import DclsConvNd
 from ..networks.building import build_model
+from ..networks.position_parameters import exclude_from_weight_decay_
 from ..networks.pretrained_cfg import set_pretrained_cfg_
 from ..networks.registries import TIMM_ARCHITECTURE
 from ..networks.source import ModelSource
@@ -23,8 +25,6 @@ from ..weights.loading import aliases_in
 from .folder import CONFIG, PLAN_KEY, WEIGHTS, Checkpoint, open_checkpoint
 from .load import place_stored_plan_
 
-# Prefixes that timm's feature extractors put before the module names of the model they wrap.
-WRAPPER_PREFIXES = ("", "model.", "body.", "graph_module.")
 # Weights are loaded from the folder only; other places that its config names are ignored.
 NO_OTHER_WEIGHTS = {"url": "", "state_dict": None, "hf_hub_filename": None, "custom_load": False}
 # Largest number of classes or channels: timm allocates them before it reads the weights.
@@ -67,40 +67,83 @@ def create_converted(
             'load a checkpoint: timm.create_model("local-dir:FOLDER")'
         )
     stored = ConversionPlan.from_dict(plan, f"{CONFIG}: {PLAN_KEY}")
-    _check_arguments(stored.model or "", pretrained_model_args or kwargs)
+    base = stored.model or ""
+    _check_arguments(base, pretrained_model_args or kwargs)
     cfg = _resolved_cfg(pretrained_cfg, pretrained_cfg_overlay)
     checkpoint = None
     if pretrained:
         checkpoint = _open_checkpoint_of_weights(cfg, cache_dir)
-    model = _build(stored, kwargs, cfg, features_only=features_only)
-    placed = stored
+    args = dict(kwargs)
+    if base.startswith("timm:"):
+        args.setdefault("num_classes", cfg["num_classes"])
+    elif features_only:
+        raise ModelError(f"features_only is for models that timm builds, not for {base}")
     if features_only:
-        placed = plan_for_features(model, stored)
-    if not placed.layers:
-        pass  # the features come before the first converted layer
-    elif pretrained:
-        _place_(model, placed, kwargs)
-    else:  # random values, as in timm's own models without weights
-        from ..conversion.apply_plan import apply_plan_  # imports all of `fitting`
+        args["features_only"] = True
 
-        apply_plan_(model, placed, init="random", generator=torch.default_generator)
-    timm_cfg = getattr(model, "pretrained_cfg", None) or {}
-    for name in ("classifier", "first_conv"):
-        if name in timm_cfg:
-            cfg[name] = timm_cfg[name]
+    def finish_(network: nn.Module) -> None:
+        """Place the layers, with the folder's weights or random values."""
+        placed = stored
+        if features_only:
+            placed = _without_missing_layers(network, stored)
+        if pretrained:
+            _place_(network, placed, kwargs)
+            _load_by_timm_(
+                network,
+                cfg,
+                checkpoint,
+                in_chans=kwargs.get("in_chans"),
+                features_only=features_only,
+                cache_dir=cache_dir,
+            )
+        elif placed.layers:  # random values, as in timm's own models without weights
+            from ..conversion.apply_plan import apply_plan_  # imports all of `fitting`
+
+            apply_plan_(network, placed, init="random", generator=torch.default_generator)
+
+    source = ModelSource(name=base, args=args)
+    is_extractors_folder = bool(stored.model_args.get("features_only"))
+    if features_only and not is_extractors_folder:
+        model = _build_features(source, finish_)
+    else:
+        # Safe: `_check_arguments` has checked the folder's arguments. The caller's may be any.
+        model = build_model(source, seed=None, trust_code=True)
+        finish_(model)
     set_pretrained_cfg_(model, {**cfg, "architecture": TIMM_ARCHITECTURE})
-    if pretrained:
-        _load_by_timm_(
-            model,
-            cfg,
-            checkpoint,
-            in_chans=kwargs.get("in_chans"),
-            features_only=features_only,
-            cache_dir=cache_dir,
-        )
     if checkpoint is not None:
         attach_provenance_(model, checkpoint.provenance)
     return model
+
+
+def _build_features(source: ModelSource, finish_: Callable[[nn.Module], None]) -> nn.Module:
+    """Build timm's feature extractor of a network that `finish_` changes before timm wraps it."""
+    from timm.models import FeatureDictNet, FeatureGraphNet, FeatureHookNet
+    from timm.models._features import FeatureGetterNet
+
+    kind = type(build_model(source, device="meta", trust_code=True))
+    if not issubclass(kind, FeatureDictNet | FeatureGraphNet | FeatureHookNet | FeatureGetterNet):
+        model = build_model(source, seed=None, trust_code=True)  # returns features by itself
+        finish_(model)
+        return model
+
+    def finish_and_wrap(_: type, network: nn.Module, **settings: Any) -> nn.Module:
+        finish_(network)
+        wrapped: nn.Module = kind(network, **settings)
+        return wrapped
+
+    # timm calls the class that it is given with the whole network.
+    finishing = type(kind.__name__, (kind,), {"__new__": finish_and_wrap})
+    args = {**source.args, "feature_cls": finishing}
+    model = build_model(replace(source, args=args), seed=None, trust_code=True)
+    exclude_from_weight_decay_(model)
+    vars(model)["_model_args"] = source.args
+    return model
+
+
+def _without_missing_layers(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
+    """Return the plan without layers after the last feature, which an extractor does not have."""
+    names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    return replace(plan, layers=tuple(layer for layer in plan.layers if layer.name in names))
 
 
 def _place_(model: nn.Module, plan: ConversionPlan, kwargs: Mapping[str, Any]) -> None:
@@ -132,26 +175,6 @@ def _resolved_cfg(
     return {**resolved.to_dict(), **NO_OTHER_WEIGHTS}
 
 
-def _build(
-    plan: ConversionPlan,
-    kwargs: Mapping[str, Any],
-    cfg: Mapping[str, Any],
-    *,
-    features_only: bool,
-) -> nn.Module:
-    """Build the unconverted network, or timm's feature extractor of it."""
-    name = plan.model or ""
-    args = dict(kwargs)
-    if name.startswith("timm:"):
-        args.setdefault("num_classes", cfg["num_classes"])
-    elif features_only:
-        raise ModelError(f"features_only is for models that timm builds, not for {name}")
-    if features_only:
-        args["features_only"] = True
-    # Safe: `_check_arguments` has checked the folder's arguments. The caller's may be any objects.
-    return build_model(ModelSource(name=name, args=args), seed=None, trust_code=True)
-
-
 def _load_by_timm_(
     model: nn.Module,
     cfg: dict[str, Any],
@@ -173,19 +196,15 @@ def _load_by_timm_(
     """
     from timm.models import load_pretrained
 
-    stored_channels = cfg["input_size"][0]
-    classes = getattr(model, "num_classes", cfg["num_classes"])
-    channels = in_chans or stored_channels
-    if features_only:  # there is no head, and `_features_state` adapts the first convolution
-        classes = 0
-        channels = stored_channels
+    own_names = model.state_dict().keys()
 
     def adapt(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         if checkpoint is not None:  # timm has read the file; check what it read
             checkpoint.check_tensors(state)
+        complete = _complete_state(state, model, cfg)
         if features_only:
-            state = _features_state(state, model, cfg, in_chans)
-        return _complete_state(state, model, cfg)
+            complete = {name: complete[name] for name in complete if name in own_names}
+        return complete
 
     if checkpoint is not None:
         # Also if the weights came from a hub: the files that were checked are the ones to load.
@@ -194,8 +213,8 @@ def _load_by_timm_(
         load_pretrained(
             model,
             pretrained_cfg=cfg,
-            num_classes=classes,
-            in_chans=channels,
+            num_classes=getattr(model, "num_classes", cfg["num_classes"]),
+            in_chans=in_chans or cfg["input_size"][0],
             filter_fn=adapt,
             cache_dir=cache_dir,
         )
@@ -280,63 +299,16 @@ def _complete_state(
     return complete
 
 
-def flat_name(name: str) -> str:
-    """Replace dots as timm's feature lists do: "stages.0" becomes "stages_0"."""
-    return name.replace(".", "_")
-
-
-def _names_in_whole_model(names: Collection[str], known: Container[str]) -> dict[str, str]:
-    """Map names in a feature extractor to flat names in the whole model.
-
-    The extractor may have put a prefix before all names. Use the prefix whose removal gives the
-    most known names.
-    """
-    best: dict[str, str] = {}
-    for prefix in WRAPPER_PREFIXES:
-        matches = {}
-        for name in names:
-            flat = flat_name(name.removeprefix(prefix))
-            if flat in known:
-                matches[name] = flat
-        if len(matches) > len(best):
-            best = matches
-    return best
-
-
 def plan_for_features(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
-    """Translate the plan to the names of a feature extractor.
+    """Return the plan with the names that the layers have in timm's feature extractor.
 
-    Layers after the last feature are dropped: the extractor does not have them.
+    An extractor has the network's layers in the same order, up to the last feature.
     """
-    name_of_flat = {flat_name(name): name for layer in plan.layers for name in layer.names}
-    modules = dict(model.named_modules(remove_duplicate=False))
-    extractor_name = {}
-    for name, flat in _names_in_whole_model(modules, name_of_flat).items():
-        extractor_name[name_of_flat[flat]] = name
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, DclsConvNd):
+            names.setdefault(module, []).append(name)
     layers = []
-    for layer in plan.layers:
-        names = tuple(extractor_name[name] for name in layer.names if name in extractor_name)
-        if names:
-            layers.append(replace(layer, names=names))
+    for layer, own_names in zip(plan.layers, names.values(), strict=False):
+        layers.append(replace(layer, names=tuple(own_names)))
     return replace(plan, layers=tuple(layers))
-
-
-def _features_state(
-    state: Mapping[str, Tensor],
-    model: nn.Module,
-    cfg: Mapping[str, Any],
-    in_chans: int | None,
-) -> dict[str, Tensor]:
-    """Return the checkpoint's tensors under the feature extractor's names.
-
-    The first convolution is adapted to `in_chans`.
-    """
-    from timm.models import adapt_input_conv
-
-    flat = {flat_name(name): tensor for name, tensor in state.items()}
-    if in_chans not in (None, cfg["input_size"][0]):
-        for name in _module_names(cfg.get("first_conv")):
-            weight = flat_name(f"{name}.weight")
-            flat[weight] = adapt_input_conv(in_chans, flat[weight])
-    names = _names_in_whole_model(model.state_dict(), flat)
-    return {name: flat[key] for name, key in names.items()}
