@@ -30,7 +30,7 @@ def plain_numbers(value: Any) -> Any:
 
 def is_asymmetric(padding: Padding) -> TypeGuard[AsymmetricPadding]:
     """True if the padding states the cells before and after each axis separately."""
-    return not isinstance(padding, str) and any(isinstance(cells, tuple) for cells in padding)
+    return not isinstance(padding, str) and tuple in map(type, padding)
 
 
 def ceil_div(amount: int, unit: int) -> int:

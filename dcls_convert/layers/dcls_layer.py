@@ -155,8 +155,8 @@ class DclsLayer(CheckedLayer):
     def _prepare_(self) -> None:
         """Work out what every forward pass needs, which depends on the layer's arguments alone."""
         limits = [position_limits(self.dilated_kernel_size[axis]) for axis in self.learnt_axes]
-        self._lowest_position = tuple(low for low, _ in limits)
-        self._highest_position = tuple(high for _, high in limits)
+        self._lowest_position = tuple([low for low, _ in limits])
+        self._highest_position = tuple([high for _, high in limits])
         self._construction = Construction.of(
             self.dilated_kernel_size, self.dense_axes, self.interpolation
         )

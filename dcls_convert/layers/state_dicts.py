@@ -83,10 +83,9 @@ class CheckedLayer(Tieable):
             metadata: What the state dict says of the layer; empty for most files.
         """
         name = prefix.removesuffix(".") or type(self).__name__
-        own = self.settings
-        stored = metadata.get(METADATA, own)
-        if stored != own:
-            return f"{name} has window {own}, and in the state dict {stored}"
+        stored = metadata.get(METADATA)
+        if stored is not None and stored != self.settings:
+            return f"{name} has window {self.settings}, and in the state dict {stored}"
         positions = state.get(f"{prefix}positions")
         if self.is_tied:
             if positions is None:

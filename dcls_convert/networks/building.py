@@ -73,11 +73,11 @@ def build_model(
                 model = factory()
     if not isinstance(model, nn.Module):
         raise ModelError(f"{source.name}: returns a {type(model).__name__}, not a torch.nn.Module")
-    if not is_on_meta and not _new_parameters_are_on_meta():
-        if any(parameter.is_meta for parameter in model.parameters()):
-            raise ModelError(
-                f"{source.name}: was built on the meta device, without weights; build it on the CPU"
-            )
+    devices = {parameter.device.type for parameter in model.parameters()}
+    if "meta" in devices and not is_on_meta and not _new_parameters_are_on_meta():
+        raise ModelError(
+            f"{source.name}: was built on the meta device, without weights; build it on the CPU"
+        )
     return model
 
 
