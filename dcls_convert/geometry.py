@@ -69,26 +69,19 @@ def check_window(
         old_extent = extent(kernel, spacing)
         if axis in dense_axes and (size != kernel or old_extent != kernel):
             raise PlanError(f"dense axis {axis} must keep its size {kernel}, undilated")
+        if size >= old_extent and (size - old_extent) % 2 == 0:
+            continue
         side_text = str(size)
         if len(window) > 1:
             side_text += f" (axis {axis} of {size_text(window)})"
         kernel_text = f"kernel {kernel}"
         if spacing > 1:
             kernel_text += f" with dilation {spacing}, extent {old_extent},"
-        _check_side(size, old_extent, side_text, kernel_text)
-
-
-def _check_side(size: int, old_extent: int, side_text: str, kernel_text: str) -> None:
-    """Refuse (PlanError) a window side that does not fit a kernel of the extent `old_extent`.
-
-    The two texts name the side and the old kernel in the message.
-    """
-    if size < old_extent:
-        raise PlanError(
-            f"window {side_text} is smaller than the {kernel_text} that it replaces; "
-            f"use {old_extent} or more"
-        )
-    if (size - old_extent) % 2:
+        if size < old_extent:
+            raise PlanError(
+                f"window {side_text} is smaller than the {kernel_text} that it replaces; "
+                f"use {old_extent} or more"
+            )
         parity = "odd" if old_extent % 2 else "even"
         allowed = str(size + 1)
         if size - 1 >= old_extent:
