@@ -44,7 +44,7 @@ class Checkpoint:
     stored_source: ModelSource | None  # the unconverted model; None if only its user can build it
     # What the model takes, from the plan; without one, from `pretrained_cfg`.
     inputs: Inputs | None
-    preprocessing: Mapping[str, Any]  # entries about images and classes, under timm's names
+    pretrained_cfg: dict[str, Any]  # preprocessing, classes and origin, under timm's names
     provenance: dict[str, Any] | None  # None if the model's parts were converted one by one
     is_ours: bool  # whether this package wrote the config, and no other program over it
 
@@ -135,12 +135,14 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         )
     plan = None
     source: ModelSource | None = ModelSource(name=f"timm:{architecture}", args=args)
-    inputs = _stated_images(config)
+    pretrained_cfg = _pretrained_cfg(config)
+    inputs = _stated_images(pretrained_cfg)
     if architecture == TIMM_ARCHITECTURE:
         plan = ConversionPlan.from_dict(args.get("plan"), f"{path}: {PLAN_KEY}")
         source = _source_of(plan, args)
         inputs = plan.inputs
-    provenance = _entry_of(config.get(METADATA_KEY), PROVENANCE)
+    own_entry = config.get(METADATA_KEY)
+    provenance = own_entry.get(PROVENANCE) if isinstance(own_entry, dict) else None
     if not isinstance(provenance, dict):
         provenance = None
     return Checkpoint(
@@ -148,7 +150,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         stored_plan=plan,
         stored_source=source,
         inputs=inputs,
-        preprocessing=_preprocessing(config),
+        pretrained_cfg=pretrained_cfg,
         provenance=provenance,
         is_ours=METADATA_KEY in config,
     )
@@ -171,32 +173,22 @@ def _source_of(plan: ConversionPlan, args: Mapping[str, Any]) -> ModelSource | N
     return ModelSource(name=plan.model, args=own_args)
 
 
-def _stated_images(config: Mapping[str, object]) -> Inputs | None:
+def _stated_images(pretrained_cfg: Mapping[str, object]) -> Inputs | None:
     """Return the images that `pretrained_cfg` states; None if it states no valid size."""
     try:
-        size = checked_input_size(_entry_of(config.get("pretrained_cfg"), "input_size"))
+        return image_inputs(checked_input_size(pretrained_cfg.get("input_size")))
     except PlanError:
         return None
-    return image_inputs(size)
 
 
-def _entry_of(data: object, name: str) -> Any:
-    """Return an entry of a JSON object; None if it is missing or `data` is not an object."""
-    if isinstance(data, dict):
-        return data.get(name)
-    return None
-
-
-def _preprocessing(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config's entries about images and classes, under timm's names."""
-    cfg = config.get("pretrained_cfg")
-    stated: dict[str, Any] = {}
-    if isinstance(cfg, dict):
-        stated.update(cfg)
+def _pretrained_cfg(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entry `pretrained_cfg`, with what overrides it elsewhere in the config."""
+    stated = config.get("pretrained_cfg")
+    cfg = dict(stated) if isinstance(stated, dict) else {}
     for name in OVERRIDING_ENTRIES:
         if name in config:
-            stated[name] = config[name]
-    return stated
+            cfg[name] = config[name]
+    return cfg
 
 
 def read_tensors(path: Path, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..conversion.provenance import attach_provenance_
 from ..errors import CheckpointError, PlanError, check_argument
-from ..networks.pretrained_cfg import set_origin_
+from ..networks.pretrained_cfg import replace_stated_cfg_
 from ..networks.running import unchanged_on_failure
 from ..networks.source import ModelSource
 from ..networks.wrappers import inside_wrappers
@@ -95,8 +95,8 @@ def load_state(
         with unchanged_on_failure(network):
             place_(network)
             load_weights_(network, state, where)
-    # Files that are saved from the network then state where it comes from.
-    set_origin_(network, checkpoint.preprocessing)
+    # What is saved from the network then has the folder's preprocessing, classes and origin.
+    replace_stated_cfg_(network, checkpoint.pretrained_cfg)
     attach_provenance_(network, checkpoint.provenance)
     if model is None:
         return network

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .. import __version__
 from ..errors import CheckpointError
 from ..networks.position_parameters import clamp_positions_
+from ..networks.pretrained_cfg import SOURCE_KEYS
 from ..networks.registries import TIMM_ARCHITECTURE
 from ..networks.wrappers import plain_name
 from ..placing.place import timm_model_args
@@ -21,12 +22,6 @@ from ..weights.tensors_hash import tensors_hash
 from .fingerprint import Fingerprint
 from .folder import CONFIG, FORMAT_METADATA, PROVENANCE, WEIGHTS
 from .stamp import METADATA_KEY, Stamp
-
-# Entries of timm's config that say where to find the weights. They are omitted, since the weights
-# are in the same folder.
-SOURCE_KEYS = set(
-    "url file state_dict hf_hub_id hf_hub_filename source architecture custom_load".split()
-)
 
 
 def clamped_state_(model: nn.Module) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from ..networks.assumed_inputs import assumed_inputs
 from ..networks.building import build_model
 from ..networks.find_convs import find_convs_for, inputs_of
 from ..networks.measure import is_library_code
-from ..networks.pretrained_cfg import set_origin_, stated_source
+from ..networks.pretrained_cfg import replace_stated_cfg_, stated_source
 from ..networks.registries import REGISTRIES
 from ..networks.sites import ModelConvs
 from ..networks.source import LIBRARY_KINDS, OTHER_TIMM_KINDS, ModelSource, resolve_model
@@ -231,7 +231,7 @@ def build_network(
         )
     if not request.pretrained:
         # The weights are not timm's, whose tag, licence and address its config states.
-        set_origin_(network, {})
+        replace_stated_cfg_(network, {})
     if request.device is not None:
         network = network.to(request.device)
     return network

@@ -13,6 +13,10 @@ from .trust import check_source
 
 # Entries of timm's config about the weights: where they come from, and their licence.
 ORIGIN_KEYS = ("tag", "license", "description", "origin_url", "paper_name", "paper_ids", "notes")
+# Entries that say where to find the weights. A checkpoint folder omits them: its weights are in it.
+SOURCE_KEYS = set(
+    "url file state_dict hf_hub_id hf_hub_filename source architecture custom_load".split()
+)
 
 
 def stated_source(model: nn.Module) -> ModelSource | None:
@@ -45,18 +49,18 @@ def set_pretrained_cfg_(model: nn.Module, config: dict[str, Any]) -> None:
     vars(model).update(pretrained_cfg=config, default_cfg=config)
 
 
-def set_origin_(model: nn.Module, stated: Mapping[str, Any]) -> None:
-    """Replace what the model's config, if it has one, says about the origin of its weights.
+def replace_stated_cfg_(model: nn.Module, stated: Mapping[str, Any]) -> None:
+    """Replace entries of the model's config, if it has one, and all that it says of its origin.
 
     Args:
         model: The config of a timm model describes timm's own weights until this call.
-        stated: The new entries, under timm's names; keys outside ORIGIN_KEYS are ignored.
+        stated: The new entries, under timm's names; those of SOURCE_KEYS are ignored.
     """
     config = getattr(model, "pretrained_cfg", None)
     if isinstance(config, dict):
         kept = {name: value for name, value in config.items() if name not in ORIGIN_KEYS}
-        origin = {name: stated[name] for name in ORIGIN_KEYS if name in stated}
-        set_pretrained_cfg_(model, kept | origin)
+        new = {name: value for name, value in stated.items() if name not in SOURCE_KEYS}
+        set_pretrained_cfg_(model, kept | new)
 
 
 def set_normalisation_(

@@ -14,7 +14,7 @@ from timm.models import save_for_hf
 from torch import nn
 
 from dcls_convert import apply_plan_, find_convs, load_converted, plan_conversion, save_converted
-from dcls_convert.checkpoints.folder import CARD, CONFIG, REPORT, WEIGHTS
+from dcls_convert.checkpoints.folder import CARD, CONFIG, REPORT, WEIGHTS, open_checkpoint
 from dcls_convert.checkpoints.verify import verify_folder as verify
 from dcls_convert.errors import CheckpointError, DclsConvertError, ModelError
 from dcls_convert.export.fold import fold_checkpoint
@@ -88,6 +88,16 @@ def test_users_may_edit_preprocessing_labels_layout_report_card_and_other_files(
     assert verify(folder).ok
     assert torch.equal(outputs(load_converted(folder)), right)
     assert torch.equal(outputs(timm.create_model(f"local-dir:{folder}", pretrained=True)), right)
+
+
+def test_a_folders_preprocessing_and_labels_stay_with_the_loaded_model(folder, tmp_path):
+    edits = {"mean": [0.1, 0.2, 0.3], "license": "mine", "label_names": ["cat", "dog"]}
+    edit_json(folder / CONFIG, lambda c: c["pretrained_cfg"].update(edits, url="http://a.org"))
+    model = load_converted(folder)
+    assert "a.org" not in str(model.pretrained_cfg["url"])
+    save(tmp_path / "again", model, open_checkpoint(folder).plan)
+    saved = json.loads((tmp_path / "again" / CONFIG).read_text())["pretrained_cfg"]
+    assert {name: saved[name] for name in edits} == edits
 
 
 @pytest.mark.parametrize(
