@@ -29,8 +29,6 @@ FILES = (WEIGHTS, CONFIG, REPORT, CARD)
 PICTURE = "positions.png"  # only if it was requested
 PLAN_KEY = "model_args.plan"  # in config.json
 PROVENANCE = "provenance"  # under METADATA_KEY in config.json
-# accelerate and transformers refuse files that do not name torch as their format.
-FORMAT_METADATA = {"format": "pt"}
 # Entries that timm's own savers write beside `pretrained_cfg`; they override those inside it.
 OVERRIDING_ENTRIES = ("num_classes", "label_names", "label_descriptions")
 

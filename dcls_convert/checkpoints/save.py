@@ -1,9 +1,7 @@
 """Save a converted model as a folder, load it back, and compare."""
 
-import functools
 import os
 import warnings
-from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -16,16 +14,13 @@ from ..networks.source import resolve_model
 from ..networks.wrappers import inside_wrappers
 from ..output import new_folder
 from ..planning.plan import ConversionPlan
-from ..reports.predict import predict_report
 from ..reports.report import ConversionReport
-from .card import model_card
 from .compare import check_layers, describe_difference
 from .current_plan import as_users_own, planned_for, with_current_args
 from .fingerprint import NOT_CHECKED, Fingerprint, take_fingerprint
-from .folder import CARD, CONFIG, PICTURE, REPORT, open_checkpoint, reason_not_a_checkpoint
-from .loading_code import loading_code
+from .folder import open_checkpoint, reason_not_a_checkpoint
 from .timm_model import plan_for_features
-from .write import clamped_state_, timm_config, write_texts, write_weights
+from .write import clamped_state_, timm_config, write_config, write_report, write_weights
 
 
 def save_converted(
@@ -92,20 +87,20 @@ def save_converted(
         plan = planned_for(resolve_model(source), plan)
     plan = with_current_args(plan, model, state)
     fingerprint = take_fingerprint(model, plan.inputs) if check else NOT_CHECKED
+    note = None
     with new_folder(folder, force=force, reason_to_keep=reason_not_a_checkpoint) as partial:
-        describe = functools.partial(
-            _write_texts, partial, model, name=folder.resolve().name, report=report, picture=picture
-        )
-        describe(plan)
+        provenance = provenance_of(model)
+        write_config(partial, timm_config(model, plan), provenance)
         write_weights(partial, state, fingerprint)
-        note = None
         if not _library_builds(plan):
             note = _note_of_own_network(model)
         elif check:
             difference = describe_difference(model, partial, fingerprint)
             note = _note_of_difference(plan, difference, fingerprint)
             if difference is not None:
-                describe(as_users_own(model, plan))
+                plan = as_users_own(model, plan)
+                write_config(partial, timm_config(model, plan), provenance)
+        write_report(partial, folder.resolve().name, plan, report, provenance, picture)
     if note is not None:
         warnings.warn(note, stacklevel=2)
     return folder
@@ -127,12 +122,11 @@ def save_just_converted(
     Raises:
         CheckpointError: A value is not finite, or the folder cannot be written.
     """
-    state = clamped_state_(model)
-    fingerprint = take_fingerprint(model, plan.inputs)
     with new_folder(folder, force=force, reason_to_keep=reason_not_a_checkpoint) as partial:
-        name = folder.resolve().name
-        _write_texts(partial, model, plan, name=name, report=report, picture=picture)
-        write_weights(partial, state, fingerprint)
+        provenance = provenance_of(model)
+        write_config(partial, timm_config(model, plan), provenance)
+        write_weights(partial, clamped_state_(model), take_fingerprint(model, plan.inputs))
+        write_report(partial, folder.resolve().name, plan, report, provenance, picture)
 
 
 def _library_builds(plan: ConversionPlan) -> bool:
@@ -165,50 +159,3 @@ def _note_of_difference(
             f"shapes, not by its outputs: {fingerprint.reason}"
         )
     return None
-
-
-def _write_texts(
-    folder: Path,
-    model: nn.Module,
-    plan: ConversionPlan,
-    *,
-    name: str,
-    report: ConversionReport | None,
-    picture: bytes | None,
-) -> None:
-    """Write all files of a folder but the weights: by which plan the model is loaded, its costs.
-
-    Args:
-        folder: The folder, under a name for the time being.
-        model: The model, whose preprocessing is written.
-        plan: The plan.
-        name: The folder's final name.
-        report: The model's report; None for the plan's.
-        picture: A PNG to add; the model card shows it.
-    """
-    report = _report_of(plan, report)
-    provenance = provenance_of(model)
-    files = f"`{CONFIG}` holds the plan and the rules; `{REPORT}` says what each layer costs."
-    card = model_card(
-        report,
-        loading_code(plan.model),
-        files,
-        folder=name,
-        with_picture=picture is not None,
-        provenance=provenance,
-    )
-    texts = {
-        REPORT: replace(report, output=".").to_json(),  # the folder can be moved
-        CARD: card,
-    }
-    write_texts(folder, timm_config(model, plan), texts, provenance)
-    if picture is not None:
-        (folder / PICTURE).write_bytes(picture)
-
-
-def _report_of(plan: ConversionPlan, report: ConversionReport | None) -> ConversionReport:
-    """Return the plan's report, with the errors of a report of the same layers."""
-    predicted = predict_report(plan)
-    if report is None or report.plan.layers != plan.layers:
-        return predicted
-    return replace(predicted, layers=report.layers, outcome=report.outcome)

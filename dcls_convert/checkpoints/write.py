@@ -1,6 +1,7 @@
 """Write the files of a checkpoint folder: weights, config and other texts."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,15 @@ from ..networks.wrappers import plain_name
 from ..placing.place import timm_model_args
 from ..planning.plan import ConversionPlan
 from ..records import write_json
+from ..reports.predict import predict_report
+from ..reports.report import ConversionReport
 from ..text import short_list
 from ..weights.loading import aliases_in, describe_non_finite
 from ..weights.tensors_hash import tensors_hash
+from .card import model_card
 from .fingerprint import Fingerprint
-from .folder import CONFIG, FORMAT_METADATA, PROVENANCE, WEIGHTS
+from .folder import CARD, CONFIG, PICTURE, PROVENANCE, REPORT, WEIGHTS
+from .loading_code import loading_code
 from .stamp import METADATA_KEY, Stamp
 
 
@@ -73,28 +78,58 @@ def write_weights(folder: Path, state: Mapping[str, Tensor], fingerprint: Finger
         version=__version__, tensors=tensors_hash(tensors.items()), fingerprint=fingerprint
     )
     path = folder / WEIGHTS
-    save_file(tensors, path, metadata={METADATA_KEY: stamp.to_json(), **FORMAT_METADATA})
+    # accelerate and transformers refuse files that do not name torch as their format.
+    save_file(tensors, path, metadata={"format": "pt", METADATA_KEY: stamp.to_json()})
     # safetensors does not use the default permissions, so copy them from the config.
     path.chmod((folder / CONFIG).stat().st_mode)
 
 
-def write_texts(
-    folder: Path,
-    config: Mapping[str, Any],
-    texts: Mapping[str, str],
-    provenance: Mapping[str, Any] | None,
+def write_config(
+    folder: Path, config: Mapping[str, Any], provenance: Mapping[str, Any] | None
 ) -> None:
-    """Write config and other texts into a folder.
+    """Write config.json: timm's entries, and how the model was converted, if that is known."""
+    config = {**config, METADATA_KEY: {PROVENANCE: provenance}}
+    _write_text(folder / CONFIG, write_json(config))
+
+
+def write_report(
+    folder: Path,
+    name: str,
+    plan: ConversionPlan,
+    report: ConversionReport | None,
+    provenance: Mapping[str, Any] | None,
+    picture: bytes | None,
+) -> None:
+    """Write report.json, the model card, and the picture.
 
     Args:
         folder: The folder.
-        config: Contents of config.json, without this package's own entry.
-        texts: Other text files: name to content.
+        name: The folder's final name.
+        plan: The plan by which the folder is loaded.
+        report: Its errors are taken over, if it is of the plan's layers.
         provenance: How the model was converted, if that is known.
+        picture: A PNG to add; the model card shows it.
     """
-    config = {**config, METADATA_KEY: {PROVENANCE: provenance}}
-    for name, text in {CONFIG: write_json(config), **texts}.items():
-        (folder / name).write_text(text, encoding="utf-8", newline="")
+    predicted = predict_report(plan)
+    if report is not None and report.plan.layers == plan.layers:
+        predicted = replace(predicted, layers=report.layers, outcome=report.outcome)
+    card = model_card(
+        predicted,
+        loading_code(plan.model),
+        f"`{CONFIG}` holds the plan and the rules; `{REPORT}` says what each layer costs.",
+        folder=name,
+        with_picture=picture is not None,
+        provenance=provenance,
+    )
+    # Without the folder's path, as the folder can be moved.
+    _write_text(folder / REPORT, replace(predicted, output=".").to_json())
+    _write_text(folder / CARD, card)
+    if picture is not None:
+        (folder / PICTURE).write_bytes(picture)
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8", newline="")
 
 
 def timm_config(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:

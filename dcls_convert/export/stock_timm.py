@@ -17,7 +17,7 @@ from ..checkpoints.fingerprint import take_fingerprint
 from ..checkpoints.folder import CARD, WEIGHTS, reason_not_a_checkpoint
 from ..checkpoints.loading_code import loading_code
 from ..checkpoints.save import save_just_converted
-from ..checkpoints.write import clamped_state_, timm_config, write_texts, write_weights
+from ..checkpoints.write import clamped_state_, timm_config, write_config, write_weights
 from ..conversion.provenance import provenance_of
 from ..errors import DclsConvertError, ModelError
 from ..networks.building import build_model, shapes_of
@@ -84,7 +84,8 @@ def _write_for_timm(
     with new_folder(
         folded.output, force=folded.force, reason_to_keep=reason_not_a_checkpoint
     ) as partial:
-        write_texts(partial, config, {CARD: card}, provenance)
+        write_config(partial, config, provenance)
+        (partial / CARD).write_text(card, encoding="utf-8", newline="")
         fingerprint = take_fingerprint(folded.model, plan.inputs)
         write_weights(partial, clamped_state_(folded.model), fingerprint)
         with weights_on_meta_(folded.model, partial / WEIGHTS):
