@@ -13,7 +13,6 @@ from ..conversion.provenance import attach_provenance_
 from ..errors import CheckpointError, PlanError, check_argument
 from ..networks.pretrained_cfg import replace_stated_cfg_
 from ..networks.running import unchanged_on_failure
-from ..networks.source import ModelSource
 from ..networks.wrappers import inside_wrappers
 from ..placing.place import place_layers_without_values_
 from ..planning.plan import ConversionPlan
@@ -58,37 +57,29 @@ def load_checkpoint(
     checkpoint: Checkpoint, *, model: nn.Module | None = None, trust_code: bool = False
 ) -> nn.Module:
     """Do the same as `load_converted`, from an opened folder and on the CPU."""
-    plan = checkpoint.plan
-    source = None
-    if model is None:
-        source = checkpoint.source(trust_code=trust_code)
-    return load_state(checkpoint, checkpoint.read_state(), plan, source, model)
+    _ = checkpoint.plan  # raises if there is none
+    return load_state(checkpoint, checkpoint.read_state(), model=model, trust_code=trust_code)
 
 
 def load_state(
     checkpoint: Checkpoint,
     state: Mapping[str, Tensor],
-    plan: ConversionPlan | None,
-    source: ModelSource | None,
+    *,
     model: nn.Module | None,
+    trust_code: bool,
 ) -> nn.Module:
-    """Load tensors of a folder into its model.
+    """Load tensors of a folder into its model; the other arguments are those of `load_converted`.
 
-    Args:
-        checkpoint: The folder.
-        state: Its tensors.
-        plan: Its plan; None if timm builds the model by itself.
-        source: What builds the unconverted model; None if it is given.
-        model: The unconverted model, which is converted in place; None to build it.
+    Without a plan, timm builds the model by itself.
     """
 
     def place_(unconverted: nn.Module) -> None:
-        if plan is not None:
-            place_stored_plan_(unconverted, plan)
+        if checkpoint.stored_plan is not None:
+            place_stored_plan_(unconverted, checkpoint.stored_plan)
 
     where = str(checkpoint.weights_path)
     if model is None:
-        assert source is not None
+        source = checkpoint.source(trust_code=trust_code)
         network, _ = build_and_load(source, state, where, prepare_=place_)
     else:
         network = inside_wrappers(model, replaces_parameters=True)
@@ -98,9 +89,7 @@ def load_state(
     # What is saved from the network then has the folder's preprocessing, classes and origin.
     replace_stated_cfg_(network, checkpoint.pretrained_cfg)
     attach_provenance_(network, checkpoint.provenance)
-    if model is None:
-        return network
-    return model
+    return network if model is None else model
 
 
 def place_stored_plan_(model: nn.Module, plan: ConversionPlan) -> None:

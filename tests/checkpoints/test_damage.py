@@ -106,7 +106,7 @@ def test_a_folders_preprocessing_and_labels_stay_with_the_loaded_model(folder, t
         (
             "good",
             set_value(WEIGHT, 0, torch.nan),
-            f"values: {WEIGHT} has 1 of 832 values that are NaN or infinite",
+            f"model: {WEIGHT} has 1 of 832 values that are NaN or infinite",
         ),
         (
             "gauss",
@@ -280,10 +280,7 @@ def test_the_command_prints_all_checks(folder, folders):
     assert err == f"error: {folder}: 2 problems found\n"
     DAMAGES["metadata of a newer format"][0](folder, folders)
     out, _ = run("verify", folder, code=2)
-    assert [line.split()[:2] for line in out.splitlines()] == [
-        ["problem", WEIGHTS],
-        ["skipped", "model"],
-    ]
+    assert [line.split()[:3] for line in out.splitlines()] == [["problem", "files", f"{WEIGHTS}:"]]
 
 
 OWN_MODULE = """
