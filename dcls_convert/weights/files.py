@@ -25,11 +25,6 @@ from .state_dict_choice import EXTRA_STATE, choose_state_dict
 PICKLE_START = b"\x80"  # first byte of a pickle, and of a file of torch before 1.6
 # What an index of shards may name: a file beside it, never one elsewhere.
 PLAIN_FILE_NAME = re.compile(r"\w[\w.-]*")
-# Packed bits (bits8, float4_e2m1fn_x2) are left out: only special operators can read them.
-FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
-SMALL_FLOATS = {torch.float8_e4m3fn, torch.float8_e5m2}
-INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-NUMBERS = FLOATS | SMALL_FLOATS | INTEGERS | {torch.complex64, torch.complex128}
 
 
 class NumpyValueOrPath:
@@ -148,10 +143,10 @@ def checked_entries(state: Mapping[Any, Any], where: str, note: Note) -> dict[st
 
 
 def _is_dense_tensor(value: object) -> bool:
-    """True for an ordinary tensor of numbers; quantized tensors have other dtypes."""
-    if not isinstance(value, Tensor) or value.is_meta:
+    """True for an ordinary tensor of numbers."""
+    if not isinstance(value, Tensor) or value.is_meta or value.is_quantized:
         return False
-    return value.layout == torch.strided and value.dtype in NUMBERS
+    return value.layout == torch.strided
 
 
 def _read_file(path: Path) -> Any:

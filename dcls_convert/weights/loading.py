@@ -124,14 +124,9 @@ def check_weights(
         CheckpointError: Names, shapes or number types differ, or a value is not finite.
     """
     not_loaded = _differing_classifier(model, state) if new_classifier else []
-    to_load = _without(state, not_loaded)
-    for problem in describe_misfits(model, to_load, optional=not_loaded):
+    problem = next(_problems(model, _without(state, not_loaded), not_loaded), None)
+    if problem is not None:
         raise CheckpointError(f"{where}: {problem}")
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name, tensor in to_load.items():
-        not_finite = describe_non_finite(name, tensor, mask=name not in parameters)
-        if not_finite is not None:
-            raise CheckpointError(f"{where}: {not_finite}")
     return not_loaded
 
 
@@ -187,54 +182,55 @@ def differing_num_classes(model: nn.Module, state: Mapping[str, Tensor]) -> int 
     return next(iter(class_counts.pop()), None)
 
 
-def describe_misfits(
-    model: nn.Module, state: Mapping[str, Tensor], *, optional: Collection[str] = ()
+def _problems(
+    model: nn.Module, state: Mapping[str, Tensor], optional: Collection[str]
 ) -> Iterator[str]:
-    """Yield in words how a state dict differs from the model's in names, shapes and number types.
-
-    Also where its positions are of other windows.
-
-    The names in `optional` may be missing from the state dict.
-    """
+    """Yield why a state dict cannot be loaded; names in `optional` may be missing from it."""
     own = model.state_dict()
-    missing = [name for name in missing_names(model, state) if name not in optional]
+    aliases = alias_names(model)
+    missing = []
+    for name in own:
+        is_there = name in state or aliases.get(name) in state
+        if not is_there and name not in optional:
+            missing.append(name)
     unexpected = [name for name in state if name not in own]
-    differences: list[str] = []
-    if missing:
-        differences.append(f"missing: {short_list(missing)}")
-    if unexpected:
-        differences.append(f"unexpected: {short_list(unexpected)}")
-    classifier = classifier_prefixes(model)
-    if differences and all(name.startswith(classifier) for name in (*missing, *unexpected)):
-        differences.append("state the number of classes for a new classifier, or 0 for none")
-    if any(name.endswith(CONVERTED_ENTRY) for name in unexpected):
-        differences.append(
-            "these weights are of a converted model: load them into the model that load_converted "
-            "or timm makes from its folder, and call save_converted"
-        )
-    if differences:
-        yield f"does not fit the model; {'; '.join(differences)}"
+    if missing or unexpected:
+        yield _describe_names(model, missing, unexpected)
+        return
     for name, theirs in state.items():
-        ours = own.get(name, theirs)
+        ours = own[name]
         if theirs.shape != ours.shape:
             yield f"{name} has shape {tuple(theirs.shape)}, the model needs {tuple(ours.shape)}"
         needs_floats = ours.is_floating_point() and not theirs.is_floating_point()
         if needs_floats or theirs.is_complex() != ours.is_complex():
             yield f"{name} is {theirs.dtype}, the model needs {ours.dtype}"
-    if differences:
-        return
     for name, module in model.named_modules():
         if isinstance(module, DclsConvNd):
             problem = module.describe_other_state(state, f"{name}.", {})
             if problem is not None:
                 yield problem
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, theirs in state.items():
+        problem = describe_non_finite(name, theirs, mask=name not in parameters)
+        if problem is not None:
+            yield problem
 
 
-def missing_names(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
-    """Return the model's names that a state dict lacks, unless it has their tensor's first name."""
-    aliases = alias_names(model)
-    absent = [name for name in model.state_dict() if name not in state]
-    return [name for name in absent if aliases.get(name) not in state]
+def _describe_names(model: nn.Module, missing: list[str], unexpected: list[str]) -> str:
+    """Say which names differ, and what to do where that is known."""
+    parts = []
+    if missing:
+        parts.append(f"missing: {short_list(missing)}")
+    if unexpected:
+        parts.append(f"unexpected: {short_list(unexpected)}")
+    if all(name.startswith(classifier_prefixes(model)) for name in (*missing, *unexpected)):
+        parts.append("state the number of classes for a new classifier, or 0 for none")
+    if any(name.endswith(CONVERTED_ENTRY) for name in unexpected):
+        parts.append(
+            "these weights are of a converted model: load them into the model that load_converted "
+            "or timm makes from its folder, and call save_converted"
+        )
+    return f"does not fit the model; {'; '.join(parts)}"
 
 
 def describe_non_finite(name: str, tensor: Tensor, *, mask: bool) -> str | None:
