@@ -81,14 +81,16 @@ def _keys_of_state_dict(content: Any, depth: int = 0) -> list[str] | None:
         inner_keys = _keys_of_state_dict(entries.get(key), depth + 1)
         if inner_keys is not None:
             return [key, *inner_keys]
+    tensors = sum(isinstance(value, Tensor) for value in entries.values())
     others: list[str] = []
     for key, value in entries.items():
         inner = _named_entries(value)
-        if inner and all(isinstance(entry, Tensor) for entry in inner.values()):
+        # Beside more tensors, it is not the network's: a mean and a std, for example.
+        if len(inner) > tensors and all(isinstance(entry, Tensor) for entry in inner.values()):
             others.append(key)
     if len(others) == 1:
         return others
-    if any(isinstance(value, Tensor) for value in entries.values()):
+    if tensors:
         return []
     return None
 

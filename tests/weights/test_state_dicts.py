@@ -180,6 +180,10 @@ def test_a_key_says_which_weights_are_taken(content, key):
             r"entry 'conv\.weight' is a NumpyValueOrPath",
         ),
         (
+            Q_AND_K | {"conv.weight": torch.ones(1), "normalisation": Q_AND_K},
+            "entry 'normalisation' is a dict; weights must be",
+        ),
+        (
             {"state_dict": CHOSEN, "random": numpy.random.RandomState(0)},
             r"more than tensors \(numpy\.random\.\w+",
         ),
