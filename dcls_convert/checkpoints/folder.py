@@ -1,7 +1,7 @@
 """A checkpoint folder: the names of its files, and `Checkpoint`, which reads it. Runs no code."""
 
 import contextlib
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from ..networks.trust import check_source
 from ..planning.plan import ConversionPlan
 from ..records import read_json
 from ..text import shortened
-from ..weights.files import load_safetensors, open_safetensors
+from ..weights.files import load_safetensors
 from ..weights.tensors_hash import tensors_hash
 from .stamp import METADATA_KEY, read_stamp
 
@@ -187,14 +187,6 @@ def _pretrained_cfg(config: Mapping[str, Any]) -> dict[str, Any]:
         if name in config:
             cfg[name] = config[name]
     return cfg
-
-
-def read_tensors(path: Path, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors of a safetensors file, one at a time: all, or those in `names`."""
-    with open_safetensors(path) as file:
-        for name in sorted(file.keys()):
-            if names is None or name in names:
-                yield name, file.get_tensor(name)
 
 
 def reason_not_a_checkpoint(path: Path) -> str | None:

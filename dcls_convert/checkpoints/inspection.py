@@ -1,61 +1,23 @@
 """Compute statistics of a checkpoint's positions: where its elements are. Builds no model."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..geometry import along_learnt_axes
 from ..layers import position_statistics as statistics
 from ..planning.layer_plan import LayerPlan, position_groups
 from ..planning.plan import ConversionPlan
 from ..records import Record
 from ..weights.loading import describe_non_finite
-from .folder import Checkpoint, read_tensors
+from .folder import Checkpoint
 
 # Dtypes of positions for which statistics are computed; torch cannot compare float8 numbers.
 SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PositionSet:
-    """One positions tensor of a plan, and its sigma if there is one."""
-
-    layers: tuple[LayerPlan, ...]  # that use it; the first one has it
-
-    @property
-    def name(self) -> str:
-        """The name of the tie group or of the layer."""
-        return self.layers[0].tie_group or self.layers[0].name
-
-    @property
-    def parameters(self) -> dict[str, str]:
-        """ "positions" (and "sigma") -> name in the weights file."""
-        first = self.layers[0]
-        return {kind: f"{first.name}.{kind}" for kind in first.position_kinds}
-
-    @property
-    def learnt_size(self) -> tuple[int, ...]:
-        """Size of the window along each learnt axis, in cells."""
-        first = self.layers[0]
-        return along_learnt_axes(first.dilated_size, first.dense_axes)
-
-    def describe_misfit(self, name: str, tensor: Tensor | None) -> str | None:
-        """Say why there are no statistics of a stored tensor; None if there are."""
-        shape = self.layers[0].position_shape
-        if tensor is None:
-            return f"{name} is missing"
-        if tuple(tensor.shape) != shape or tensor.dtype not in SUPPORTED_DTYPES:
-            return (
-                f"{name} has shape {tuple(tensor.shape)} and is {tensor.dtype}; the plan has "
-                f"{shape}, floating-point of 16 bits or more, for {self.name}"
-            )
-        return describe_non_finite(name, tensor, mask=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,13 +79,6 @@ class Inspection(Record):
         return {**Record.to_dict(self), "total": total}
 
 
-def position_sets(plan: ConversionPlan) -> tuple[PositionSet, ...]:
-    """Return the positions tensors of a plan in the order of its layers; none if it is folded."""
-    if plan.folded:
-        return ()
-    return tuple(PositionSet(layers=tuple(group)) for group in position_groups(plan.layers))
-
-
 def plan_with_positions(checkpoint: Checkpoint) -> ConversionPlan:
     """Return the plan of a checkpoint that has positions.
 
@@ -139,58 +94,65 @@ def plan_with_positions(checkpoint: Checkpoint) -> ConversionPlan:
 
 
 def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
-    """Compute statistics of a checkpoint's positions. No other weights are read.
+    """Compute statistics of a checkpoint's positions.
 
     Raises:
         CheckpointError: The checkpoint is damaged, or folded.
     """
-    names = set[str]()
-    for position_set in position_sets(plan_with_positions(checkpoint)):
-        names.update(position_set.parameters.values())
-    return inspect_state(checkpoint, dict(read_tensors(checkpoint.weights_path, names)))
+    plan_with_positions(checkpoint)
+    return inspect_state(checkpoint, checkpoint.read_state())
 
 
 def inspect_state(checkpoint: Checkpoint, state: Mapping[str, Tensor]) -> Inspection:
     """Return the same as `inspect_checkpoint`, from tensors that were read already."""
     plan = checkpoint.plan
-    for position_set in position_sets(plan):
-        for name in position_set.parameters.values():
-            problem = position_set.describe_misfit(name, state.get(name))
+    for layer, *_ in position_groups(plan.layers):
+        for name in layer.position_names.values():
+            problem = _describe_misfit(layer, name, state.get(name))
             if problem is not None:
                 raise CheckpointError(
                     f"{checkpoint.weights_path}: {problem}; dcls-convert verify lists all problems"
                 )
-    inspection = inspect_positions(plan, state, checkpoint.folder)
-    return replace(inspection, provenance=checkpoint.provenance)
+    return Inspection(
+        folder=str(checkpoint.folder),
+        model=plan.model,
+        positions=tuple(_row(layers, state) for layers in position_groups(plan.layers)),
+        provenance=checkpoint.provenance,
+    )
 
 
-def inspect_positions(
-    plan: ConversionPlan, state: Mapping[str, Tensor], folder: str | Path
-) -> Inspection:
-    """Compute statistics of positions in a state dict; they must be finite and fit the plan."""
-    rows = tuple(_row(position_set, state) for position_set in position_sets(plan))
-    return Inspection(folder=str(folder), model=plan.model, positions=rows)
+def _describe_misfit(layer: LayerPlan, name: str, tensor: Tensor | None) -> str | None:
+    """Say why there are no statistics of a stored tensor; None if there are."""
+    shape = layer.position_shape
+    if tensor is None:
+        return f"{name} is missing"
+    if tuple(tensor.shape) != shape or tensor.dtype not in SUPPORTED_DTYPES:
+        return (
+            f"{name} has shape {tuple(tensor.shape)} and is {tensor.dtype}; the plan has "
+            f"{shape}, floating-point of 16 bits or more"
+        )
+    return describe_non_finite(name, tensor, mask=False)
 
 
-def _row(position_set: PositionSet, state: Mapping[str, Tensor]) -> PositionRow:
-    """Compute the statistics of one positions tensor."""
-    positions = state[position_set.parameters["positions"]]
+def _row(layers: Sequence[LayerPlan], state: Mapping[str, Tensor]) -> PositionRow:
+    """Compute the statistics of the positions that some layers share; the first has them."""
+    first = layers[0]
+    tensors = {kind: state[name] for kind, name in first.position_names.items()}
+    positions = tensors["positions"]
     mean_sigma = None
-    if "sigma" in position_set.parameters:
-        sigma = state[position_set.parameters["sigma"]]
-        mean_sigma = float(sigma.mean(dtype=torch.float64))
-    first = position_set.layers[0]
+    if "sigma" in tensors:
+        mean_sigma = float(tensors["sigma"].mean(dtype=torch.float64))
     return PositionRow(
-        name=position_set.name,
-        tied=len(position_set.layers) > 1,
-        layers=tuple(layer.name for layer in position_set.layers),
+        name=first.group_name,
+        tied=len(layers) > 1,
+        layers=tuple(layer.name for layer in layers),
         kernel_count=first.kernel_count,
         dilated_size=first.dilated_size,
         dense_axes=first.dense_axes,
         interpolation=first.interpolation,
         kernels=math.prod(positions.shape[1:-1]),
         elements=math.prod(positions.shape[1:]),
-        border_share=statistics.border_share(positions, position_set.learnt_size),
+        border_share=statistics.border_share(positions, first.learnt_size),
         overlap_share=statistics.overlap_share(positions),
         spread=statistics.rms_per_axis(positions),
         mean_distance=statistics.mean_distance(positions),

@@ -36,6 +36,16 @@ class LayerPlan(OldConv):
         return POSITION_PARAMETERS[:1]
 
     @property
+    def group_name(self) -> str:
+        """The name of its tie group, or its own if it is not tied."""
+        return self.tie_group or self.name
+
+    @property
+    def position_names(self) -> dict[str, str]:
+        """Kind -> name of the tensor in a state dict, if this layer is the first of its group."""
+        return {kind: f"{self.name}.{kind}" for kind in self.position_kinds}
+
+    @property
     def position_shape(self) -> tuple[int, ...]:
         """(A, O, I, *dense axes, E): learnt axes, channels, cells of dense axes, elements."""
         dense = [self.dilated_size[axis] for axis in self.dense_axes]
@@ -85,6 +95,11 @@ class LayerPlan(OldConv):
         return self.useful_size != self.dilated_size
 
     @property
+    def learnt_size(self) -> tuple[int, ...]:
+        """Size of the window along each learnt axis, in cells."""
+        return along_learnt_axes(self.dilated_size, self.dense_axes)
+
+    @property
     def learnt_extents(self) -> tuple[int, ...]:
         """The extents along the learnt axes."""
         return along_learnt_axes(self.extents, self.dense_axes)
@@ -92,16 +107,15 @@ class LayerPlan(OldConv):
     @property
     def growths(self) -> tuple[int, ...]:
         """How many cells the window adds to the old kernel's extent, on each learnt axis."""
-        sides = along_learnt_axes(self.dilated_size, self.dense_axes)
         growths = []
-        for side, old in zip(sides, self.learnt_extents, strict=True):
+        for side, old in zip(self.learnt_size, self.learnt_extents, strict=True):
             growths.append(side - old)
         return tuple(growths)
 
     @property
     def cells(self) -> int:
         """Cells of the window along the learnt axes: the most elements that a kernel can use."""
-        return math.prod(along_learnt_axes(self.dilated_size, self.dense_axes))
+        return math.prod(self.learnt_size)
 
     @property
     def coordinates_per_element(self) -> int:

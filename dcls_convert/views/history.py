@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..checkpoints.inspection import position_sets
 from ..errors import CheckpointError
+from ..planning.layer_plan import position_groups
 from ..planning.plan import ConversionPlan
 from ..text import short_list, shortened
 from ..tuning.tracker import TrackRecord, read_track
@@ -28,7 +28,7 @@ LEGEND_COLUMNS = 4
 
 
 def read_history(path: Path, plan: ConversionPlan) -> tuple[TrackRecord, ...]:
-    """Return the records of a training, with positions in the order of `position_sets(plan)`.
+    """Return the records of a training, in the order of the plan's positions.
 
     Raises:
         CheckpointError: The file has no records, or they are of another model.
@@ -36,7 +36,7 @@ def read_history(path: Path, plan: ConversionPlan) -> tuple[TrackRecord, ...]:
     records = read_track(path)
     if not records:
         raise CheckpointError(f"{path}: has no records")
-    names = [position_set.parameters["positions"] for position_set in position_sets(plan)]
+    names = [first.position_names["positions"] for first, *_ in position_groups(plan.layers)]
     for record in records:
         if not _are_names_of(list(record.positions), names):
             raise CheckpointError(

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ..checkpoints.inspection import PositionSet, position_sets
 from ..errors import CheckpointError
 from ..geometry import learnt_axes, position_limits, size_text
 from ..layers.construction import construct_kernel
-from ..planning.layer_plan import LayerPlan
+from ..planning.layer_plan import LayerPlan, position_groups
 from ..planning.plan import ConversionPlan
 from ..text import count_text, shortened
 from ..tuning.tracker import TrackRecord
@@ -84,8 +83,8 @@ def make_figure(
     """Return the figure; the arguments are those of `draw`."""
     from matplotlib.figure import Figure
 
-    sets = position_sets(plan)
-    drawn = _some(sets, MAX_TENSORS)
+    groups = position_groups(plan.layers)
+    drawn = _some(groups, MAX_TENSORS)
     heights = [len(drawn) * ROW_INCHES]
     if history:
         heights.append(HISTORY_INCHES)
@@ -93,14 +92,14 @@ def make_figure(
     figure = Figure(figsize=(width, sum(heights)), layout="constrained")
     parts = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
     rows = parts[0].subfigures(len(drawn), 1, squeeze=False)[:, 0]
-    for row, position_set in zip(rows, drawn, strict=True):
-        _draw_row(row, position_set, state)
+    for row, layers in zip(rows, drawn, strict=True):
+        _draw_row(row, layers, state)
     legend = LEGEND
-    if len(drawn) < len(sets):
-        legend += f"\n{len(drawn)} of {len(sets)} positions tensors are shown."
+    if len(drawn) < len(groups):
+        legend += f"\n{len(drawn)} of {len(groups)} positions tensors are shown."
     parts[0].supxlabel(legend, fontsize="medium")
     if history:
-        draw_history(parts[1], [position_set.name for position_set in sets], history)
+        draw_history(parts[1], [first.group_name for first, *_ in groups], history)
     return figure
 
 
@@ -111,22 +110,22 @@ def _some(items: Sequence[Item], most: int) -> list[Item]:
     return [items[round(number * (len(items) - 1) / (most - 1))] for number in range(most)]
 
 
-def _draw_row(row: "SubFigure", position_set: PositionSet, state: Mapping[str, Tensor]) -> None:
-    """Draw where the elements of a positions tensor are, and kernels of its first layer."""
-    first = position_set.layers[0]
+def _draw_row(row: "SubFigure", layers: Sequence[LayerPlan], state: Mapping[str, Tensor]) -> None:
+    """Draw where the elements that some layers share are, and kernels of the first layer."""
+    first = layers[0]
     size = size_text(first.dilated_size)
     row.suptitle(
-        f"{shortened(position_set.name, 50)}: {count_text(first.kernel_count, 'element')} in {size}"
-        f", {count_text(len(position_set.layers), 'layer')}",
+        f"{shortened(first.group_name, 50)}: {count_text(first.kernel_count, 'element')} in {size}"
+        f", {count_text(len(layers), 'layer')}",
         x=0.01,
         ha="left",
     )
     panels = row.subplots(1, 1 + MAX_KERNELS)
-    _draw_positions(panels[0], position_set, state[position_set.parameters["positions"]])
-    _draw_kernels(panels[1:], position_set, state)
+    _draw_positions(panels[0], layers, state[first.position_names["positions"]])
+    _draw_kernels(panels[1:], first, state)
 
 
-def _draw_positions(axes: "Axes", position_set: PositionSet, positions: Tensor) -> None:
+def _draw_positions(axes: "Axes", layers: Sequence[LayerPlan], positions: Tensor) -> None:
     """Draw a heat map of positions (A, ...), along the last two learnt axes.
 
     The old kernels are dashed rectangles.
@@ -138,7 +137,7 @@ def _draw_positions(axes: "Axes", position_set: PositionSet, positions: Tensor) 
     if len(coordinates) == 1:
         coordinates = torch.cat([torch.zeros_like(coordinates), coordinates])
     rows, columns = coordinates[-2:].numpy()
-    height, width = _rows_and_columns(position_set.learnt_size)
+    height, width = _rows_and_columns(layers[0].learnt_size)
     left, right, bottom, top = _limits(height, width)
     axes.hist2d(
         columns,
@@ -151,21 +150,10 @@ def _draw_positions(axes: "Axes", position_set: PositionSet, positions: Tensor) 
     )
     axes.set(aspect="equal", ylim=(bottom, top))
     axes.locator_params(nbins=5, integer=True, min_n_ticks=1)
-    for old_size in _old_kernel_sizes(position_set):
+    for old_size in dict.fromkeys(layer.learnt_extents for layer in layers):
         height, width = _rows_and_columns(old_size)
         corner = ((left + right - width) / 2, (top + bottom - height) / 2)
         axes.add_patch(Rectangle(corner, width, height, fill=False, ec="C1", ls="--"))
-
-
-def _old_kernel_sizes(position_set: PositionSet) -> list[tuple[int, ...]]:
-    """Return the extents of the old kernels along the learnt axes, without duplicates."""
-    sizes: list[tuple[int, ...]] = []
-    for layer in position_set.layers:
-        axes = learnt_axes(len(layer.dilated_size), layer.dense_axes)
-        size = tuple(layer.extents[axis] for axis in axes)
-        if size not in sizes:
-            sizes.append(size)
-    return sizes
 
 
 def _rows_and_columns(size: Sequence[int]) -> tuple[int, int]:
@@ -181,14 +169,11 @@ def _limits(rows: int, columns: int) -> tuple[float, float, float, float]:
     return left - 0.5, right + 0.5, bottom + 0.5, top - 0.5
 
 
-def _draw_kernels(
-    panels: Sequence["Axes"], position_set: PositionSet, state: Mapping[str, Tensor]
-) -> None:
-    """Draw the kernels of the first layer with the most energy, and dots for their elements."""
-    layer = position_set.layers[0]
+def _draw_kernels(panels: Sequence["Axes"], layer: LayerPlan, state: Mapping[str, Tensor]) -> None:
+    """Draw the kernels of a layer with the most energy, and dots for their elements."""
     weight = _weight_of(layer, state)  # (O, I, *dense, E)
     tensors = {}
-    for kind, name in position_set.parameters.items():
+    for kind, name in layer.position_names.items():
         tensors[kind] = state[name].detach().float().cpu()  # (A, O, I, *dense, E)
     kernels = construct_kernel(
         weight,

@@ -207,7 +207,7 @@ def test_features_only_gives_the_features_of_the_whole_model(tmp_path, name, siz
 
 
 READS = {
-    "inspect FOLDER": [CONFIG],
+    "inspect FOLDER": [CONFIG, WEIGHTS],
     "inspect FOLDER --picture x.png": [CONFIG, WEIGHTS],
     "fold FOLDER --output out": [CONFIG, WEIGHTS],
 }
@@ -215,7 +215,7 @@ READS = {
 
 @pytest.mark.parametrize("line", READS)
 def test_a_command_reads_a_folder_once(folder, tmp_path, monkeypatch, line):
-    """Config and weights are read once at most, not counting headers and single tensors."""
+    """Config and weights are read once at most, not counting headers."""
     monkeypatch.chdir(tmp_path)
     read = []
 

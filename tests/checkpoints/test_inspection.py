@@ -12,7 +12,6 @@ from torch import nn
 import dcls_convert
 from dcls_convert import apply_plan_, find_convs, load_converted, plan_conversion
 from dcls_convert.checkpoints.folder import read_plan
-from dcls_convert.checkpoints.inspection import position_sets
 from dcls_convert.errors import CheckpointError
 from dcls_convert.layers.position_statistics import (
     border_share,
@@ -21,10 +20,11 @@ from dcls_convert.layers.position_statistics import (
     rms_per_axis,
 )
 from dcls_convert.placing.fold import fold_to_dense_
+from dcls_convert.planning.layer_plan import position_groups
 
 from ..command_line import run
 from ..conftest import TINY
-from .folders import IMAGE, convert, edit_tensors, inspect_folder, save
+from .folders import IMAGE, convert, edit_tensors, inspect_folder, save, seal
 
 
 @pytest.mark.parametrize(
@@ -107,6 +107,7 @@ POSITIONS = "stages.2.blocks.0.conv_dw.positions"
 )
 def test_damage_is_reported_in_one_line(folder, edit, message):
     edit_tensors(folder, edit)
+    seal(folder)
     with pytest.raises(CheckpointError, match=message):
         inspect_folder(folder)
 
@@ -119,7 +120,7 @@ def test_the_command_has_a_row_for_every_tensor_in_text_and_json(folders, monkey
     out, err = run("inspect", folder)
     assert err == ""
     assert max(map(len, out.splitlines()[1:])) <= 80  # the first names the folder
-    assert len(inspection.positions) == len(position_sets(plan)) == 4
+    assert len(inspection.positions) == len(position_groups(plan.layers)) == 4
     for row in inspection.positions[1:]:
         (line,) = [line for line in out.splitlines() if line.startswith(f"{row.name} ")]
         cells = line.split()
@@ -142,7 +143,6 @@ def test_the_folder_of_a_folded_model_has_no_positions(converted, tmp_path):
     model, plan = converted
     fold_to_dense_(model)
     plan = replace(plan, folded=True)
-    assert position_sets(plan) == ()
     folder = save(tmp_path / "folded", model, plan)
     line = f"error: {folder}: is folded into plain convolutions, which have no positions\n"
     assert run("inspect", folder, code=2) == ("", line)

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from dcls_convert import apply_plan_, find_convs, plan_conversion
-from dcls_convert.checkpoints.inspection import position_sets
 from dcls_convert.errors import CheckpointError
 from dcls_convert.layers.construction import construct_kernel
 from dcls_convert.output import PICTURE_SUFFIXES
+from dcls_convert.planning.layer_plan import position_groups
 from dcls_convert.planning.rule_files import parse_rules
 from dcls_convert.views.plot import BINS_PER_CELL, MAX_KERNELS, MAX_TENSORS, draw, make_figure
 
@@ -75,8 +75,8 @@ def heat_map(row):
 @pytest.mark.parametrize("name", CASES)
 def test_a_row_shows_all_elements_and_the_kernels_with_the_most_energy(name):
     model, plan = model_and_plan(name)
-    for position_set, row in zip(position_sets(plan), rows_of(model, plan), strict=True):
-        layer = model.get_submodule(position_set.layers[0].name)
+    for layers, row in zip(position_groups(plan.layers), rows_of(model, plan), strict=True):
+        layer = model.get_submodule(layers[0].name)
         assert heat_map(row).sum() == layer.positions[0].numel()
         kernels = layer.kernel().detach().flatten(0, 1)
         energies = kernels.square().flatten(1).sum(1)
