@@ -21,12 +21,12 @@ from ..networks.source import ModelSource
 from ..networks.trust import UNBOUNDED_ARGUMENTS, check_source
 from ..planning.plan import ConversionPlan
 from ..text import one_line, short_list
+from ..weights.files import read_weights
 from ..weights.loading import aliases_in
 from .folder import CONFIG, PLAN_KEY, WEIGHTS, Checkpoint, open_checkpoint
 from .load import place_stored_plan_
 
-# Weights are loaded from the folder only; other places that its config names are ignored.
-NO_OTHER_WEIGHTS = {"url": "", "state_dict": None, "hf_hub_filename": None, "custom_load": False}
+TORCH_WEIGHTS = "pytorch_model.bin"  # as timm's savers name a file of torch.save
 # Largest number of classes or channels: timm allocates them before it reads the weights.
 MAX_IN_TIMM = 1_000_000
 
@@ -61,6 +61,8 @@ def create_converted(
         CheckpointError: The weights do not belong to the config, or are damaged.
         ModelError: The config's model is neither timm's nor torchvision's, or cannot be built.
     """
+    from timm.models import resolve_pretrained_cfg
+
     if plan is None:
         raise ModelError(
             f'"{TIMM_ARCHITECTURE}" is not a model by itself; '
@@ -69,10 +71,14 @@ def create_converted(
     stored = ConversionPlan.from_dict(plan, f"{CONFIG}: {PLAN_KEY}")
     base = stored.model or ""
     _check_arguments(base, pretrained_model_args or kwargs)
-    cfg = _resolved_cfg(pretrained_cfg, pretrained_cfg_overlay)
+    resolved: Any = resolve_pretrained_cfg(
+        TIMM_ARCHITECTURE, pretrained_cfg, pretrained_cfg_overlay
+    )
+    cfg = resolved.to_dict()
     checkpoint = None
+    weights: dict[str, Tensor] = {}
     if pretrained:
-        checkpoint = _open_checkpoint_of_weights(cfg, cache_dir)
+        checkpoint, weights = _read_weights(cfg, cache_dir)
     args = dict(kwargs)
     if base.startswith("timm:"):
         args.setdefault("num_classes", cfg["num_classes"])
@@ -91,10 +97,9 @@ def create_converted(
             _load_by_timm_(
                 network,
                 cfg,
-                checkpoint,
+                weights,
                 in_chans=kwargs.get("in_chans"),
                 features_only=features_only,
-                cache_dir=cache_dir,
             )
         elif placed.layers:  # random values, as in timm's own models without weights
             from ..conversion.apply_plan import apply_plan_  # imports all of `fitting`
@@ -163,60 +168,35 @@ def _place_(model: nn.Module, plan: ConversionPlan, kwargs: Mapping[str, Any]) -
         ) from error
 
 
-def _resolved_cfg(
-    pretrained_cfg: Any, pretrained_cfg_overlay: dict[str, Any] | None
-) -> dict[str, Any]:
-    """Return timm's `pretrained_cfg` for the weights, without any place other than the folder."""
-    from timm.models import resolve_pretrained_cfg
-
-    resolved: Any = resolve_pretrained_cfg(
-        TIMM_ARCHITECTURE, pretrained_cfg, pretrained_cfg_overlay
-    )
-    return {**resolved.to_dict(), **NO_OTHER_WEIGHTS}
-
-
 def _load_by_timm_(
     model: nn.Module,
     cfg: dict[str, Any],
-    checkpoint: Checkpoint | None,
+    weights: Mapping[str, Tensor],
     *,
     in_chans: int | None,
     features_only: bool,
-    cache_dir: str | Path | None,
 ) -> None:
     """Let timm load the weights and adapt them to the model's head and first convolution.
 
     Args:
         model: The model with its DCLS layers placed.
         cfg: timm's `pretrained_cfg` for the weights.
-        checkpoint: The folder of the weights; None if they are not a safetensors file.
+        weights: The folder's tensors.
         in_chans: Number of input channels that the caller requested; None for the stored number.
-        features_only: Whether the model is a feature extractor.
-        cache_dir: Cache folder of the hub.
+        features_only: Whether the model may lack some of the folder's modules.
     """
     from timm.models import load_pretrained
 
-    own_names = model.state_dict().keys()
-
-    def adapt(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-        if checkpoint is not None:  # timm has read the file; check what it read
-            checkpoint.check_tensors(state)
-        complete = _complete_state(state, model, cfg)
-        if features_only:
-            complete = {name: complete[name] for name in complete if name in own_names}
-        return complete
-
-    if checkpoint is not None:
-        # Also if the weights came from a hub: the files that were checked are the ones to load.
-        cfg = {**cfg, "source": "local-dir", "file": str(checkpoint.folder)}
+    state = _complete_state(weights, model, cfg)
+    if features_only:
+        own_names = model.state_dict().keys()
+        state = {name: tensor for name, tensor in state.items() if name in own_names}
     try:
         load_pretrained(
             model,
-            pretrained_cfg=cfg,
+            pretrained_cfg={**cfg, "source": "", "state_dict": state},
             num_classes=getattr(model, "num_classes", cfg["num_classes"]),
             in_chans=in_chans or cfg["input_size"][0],
-            filter_fn=adapt,
-            cache_dir=cache_dir,
         )
     except RuntimeError as error:  # from load_state_dict, on many lines
         raise CheckpointError(f"{WEIGHTS}: {one_line(error)[:300]}") from error
@@ -238,34 +218,38 @@ def _check_arguments(base: str, args: Mapping[str, Any]) -> None:
             raise ModelError(f"{CONFIG}: {name}={value}: timm loads at most {MAX_IN_TIMM:,}")
 
 
-def _open_checkpoint_of_weights(
+def _read_weights(
     cfg: Mapping[str, Any], cache_dir: str | Path | None
-) -> Checkpoint | None:
-    """Open the checkpoint whose weights timm will load.
-
-    Weights on a hub are downloaded first. Return None if they are not a safetensors file.
-    """
-    path = _weights_path(cfg, cache_dir)
-    if path is None or not os.path.lexists(path):
-        return None
-    return open_checkpoint(path.parent)
+) -> tuple[Checkpoint, dict[str, Tensor]]:
+    """Return the checkpoint that a config belongs to, and the tensors beside it."""
+    file = _weights_file(cfg, cache_dir)
+    checkpoint = open_checkpoint(file.parent)
+    if file.name == WEIGHTS:
+        return checkpoint, checkpoint.read_state()
+    return checkpoint, read_weights(file)
 
 
-def _weights_path(cfg: Mapping[str, Any], cache_dir: str | Path | None) -> Path | None:
-    """Return the path of the safetensors file; None for other sources, or if the hub has none."""
-    if cfg.get("source") == "local-dir":
-        return Path(cfg.get("file") or "") / WEIGHTS
-    if cfg.get("source") != "hf-hub":
-        return None
-    import huggingface_hub
+def _weights_file(cfg: Mapping[str, Any], cache_dir: str | Path | None) -> Path:
+    """Return the file of weights beside a config; one on a hub is downloaded."""
+    source = cfg.get("source")
+    for name in (WEIGHTS, TORCH_WEIGHTS):
+        if source == "local-dir":
+            path = Path(cfg.get("file") or "") / name
+            if os.path.lexists(path):
+                return path
+        elif source == "hf-hub":
+            import huggingface_hub
 
-    repository, _, revision = str(cfg.get("hf_hub_id")).partition("@")
-    with contextlib.suppress(huggingface_hub.errors.EntryNotFoundError):
-        file = huggingface_hub.hf_hub_download(
-            repository, WEIGHTS, revision=revision or None, cache_dir=cache_dir
-        )
-        return Path(file)
-    return None
+            repository, _, revision = str(cfg.get("hf_hub_id")).partition("@")
+            with contextlib.suppress(huggingface_hub.errors.EntryNotFoundError):
+                file = huggingface_hub.hf_hub_download(
+                    repository, name, revision=revision or None, cache_dir=cache_dir
+                )
+                return Path(file)
+    raise CheckpointError(
+        f"there is neither {WEIGHTS} nor {TORCH_WEIGHTS} beside {CONFIG}; "
+        "pretrained=False makes random weights"
+    )
 
 
 def _module_names(entry: str | Iterable[str] | None) -> list[str]:
