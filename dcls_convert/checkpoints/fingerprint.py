@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from pydantic import ConfigDict
 from torch import Tensor, nn
 
 from ..networks.input_tensors import Inputs, pixel_count
@@ -31,7 +30,6 @@ from ..text import one_line
 
 SEED = 0
 SAMPLES = 16  # values stored per output
-SIGNIFICANT_DIGITS = 6  # float32 has seven
 # Largest differences that rounding can cause, as fractions of the stored norm.
 TOLERANCES = {
     "float64": 1e-3,
@@ -42,26 +40,16 @@ TOLERANCES = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OutputFingerprint:
-    """Summary of one floating-point tensor of the output, in which NaN and infinity count as 0."""
-
-    __pydantic_config__ = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-    shape: tuple[int, ...]
-    norm: float
-    # Sampled at evenly spaced indices of the flattened tensor, including the first and the last.
-    values: tuple[float, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint(Record):
     """The output for one seeded random input, such as an image of normal random numbers."""
 
     __pydantic_config__ = STRICT
 
     dtype: Literal["float64", "float32", "float16", "bfloat16"]  # of the inputs
-    # The output's floating-point tensors, in their order; None if the model did not run.
-    outputs: tuple[OutputFingerprint, ...] | None
+    # Of each floating-point tensor in the output, in their order: its norm, then values at evenly
+    # spaced indices of the flattened tensor, including the first and the last. NaN and infinity
+    # count as 0. None if nothing can be compared.
+    outputs: tuple[tuple[float, ...], ...] | None
     reason: str | None  # why there are no outputs
 
 
@@ -78,7 +66,7 @@ def take_fingerprint(model: nn.Module, inputs: Inputs | None) -> Fingerprint:
         inputs: What forward takes; None if not known.
     """
     dtype: Any = str(image_dtype(model)).removeprefix("torch.")
-    outputs: tuple[OutputFingerprint, ...] = ()
+    outputs: tuple[tuple[float, ...], ...] = ()
     reason = None
     if inputs is None:
         reason = "the plan has no input size"
@@ -86,12 +74,12 @@ def take_fingerprint(model: nn.Module, inputs: Inputs | None) -> Fingerprint:
         reason = f"images of more than {MAX_PIXELS:,} pixels are not run"
     else:
         try:
-            tensors = tensors_in(_run(model, inputs))
-            outputs = tuple(_summary(tensor) for tensor in tensors if tensor.is_floating_point())
+            tensors = [out for out in tensors_in(_run(model, inputs)) if out.is_floating_point()]
+            outputs = tuple(_summary(tensor) for tensor in tensors if tensor.isfinite().any())
         except Exception as error:  # the model's own code may raise anything
             reason = f"{type(error).__name__}: {one_line(error)[:120]}"
     if not outputs and reason is None:
-        reason = "no floating-point tensors were found in its outputs"
+        reason = "its outputs have no finite floating-point numbers"
     return Fingerprint(dtype=dtype, outputs=outputs or None, reason=reason)
 
 
@@ -131,36 +119,20 @@ def set_precision_(model: nn.Module, stored: Fingerprint, state: Mapping[str, Te
 
 
 def fingerprint_deviation(current: Fingerprint, stored: Fingerprint) -> float:
-    """Return the largest `relative_error` of an output, by its norm and sampled values.
-
-    Return infinity if the outputs differ in number or shape.
-    """
-    if current.outputs is None or stored.outputs is None:
-        return math.inf
-    if [output.shape for output in current.outputs] != [output.shape for output in stored.outputs]:
+    """Return the largest `relative_error` of an output; infinity if they cannot be compared."""
+    new_outputs = current.outputs or ()
+    old_outputs = stored.outputs or ()
+    if not old_outputs or list(map(len, new_outputs)) != list(map(len, old_outputs)):
         return math.inf
     errors = []
-    for new, old in zip(current.outputs, stored.outputs, strict=True):
-        errors.append(relative_error([(_numbers(old), _numbers(new))]))
+    for new, old in zip(new_outputs, old_outputs, strict=True):
+        pair = (torch.tensor(old, dtype=torch.float64), torch.tensor(new, dtype=torch.float64))
+        errors.append(relative_error([pair]))
     return max(errors)
 
 
-def _numbers(output: OutputFingerprint) -> Tensor:
-    return torch.tensor((output.norm, *output.values), dtype=torch.float64)
-
-
-def _summary(output: Tensor) -> OutputFingerprint:
+def _summary(output: Tensor) -> tuple[float, ...]:
+    """Return the norm and samples of a tensor that is not empty."""
     flat = output.detach().flatten().double().nan_to_num(posinf=0, neginf=0)
-    count = min(SAMPLES, flat.numel())
-    last = flat.numel() - 1
-    indices = [sample * last // max(count - 1, 1) for sample in range(count)]
-    values = flat[torch.tensor(indices, dtype=torch.long, device=flat.device)].tolist()
-    return OutputFingerprint(
-        shape=tuple(output.shape),
-        norm=_rounded(flat.norm().item()),
-        values=tuple(map(_rounded, values)),
-    )
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
+    indices = torch.linspace(0, len(flat) - 1, min(SAMPLES, len(flat)), dtype=torch.float64)
+    return (flat.norm().item(), *flat[indices.long()].tolist())
