@@ -47,20 +47,17 @@ def clamped_state_(model: nn.Module) -> dict[str, Tensor]:
             f"the model cannot be saved: its state dict lacks {short_list(sorted(missing))}, "
             "so a folder could not be loaded"
         )
+    problem: str | None
     for name, tensor in state.items():
-        problem = None
         if not isinstance(tensor, Tensor):
             problem = f"its state dict has {name}, which is not a tensor"
         elif tensor.is_meta:
             problem = f"{name} is on the meta device, without values"
+        else:  # buffers may be attention masks
+            is_parameter = isinstance(tensor, nn.Parameter)
+            problem = describe_non_finite(name, tensor.detach(), mask=not is_parameter)
         if problem is not None:
             raise CheckpointError(f"the model cannot be saved: {problem}")
-    for name, tensor in state.items():
-        # Buffers may be attention masks.
-        is_parameter = isinstance(tensor, nn.Parameter)
-        problem = describe_non_finite(name, tensor.detach(), mask=not is_parameter)
-        if problem is not None:
-            raise CheckpointError(f"the model: {problem}")
     clamp_positions_(model)
     return state
 
