@@ -80,7 +80,7 @@ def load_state(
     where = str(checkpoint.weights_path)
     if model is None:
         source = checkpoint.source(trust_code=trust_code)
-        network, _ = build_and_load(source, state, where, prepare_=place_)
+        network = build_and_load(source, state, where, prepare_=place_)
     else:
         network = inside_wrappers(model, replaces_parameters=True)
         with unchanged_on_failure(network):

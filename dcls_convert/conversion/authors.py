@@ -7,7 +7,7 @@ Axes: O output channels, I input channels per group, E kernel elements, A spatia
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +45,7 @@ class AuthorsWeights:
     where: str  # its name in messages
     layers: dict[str, dict[str, Tensor]]  # tensors by layer name and entry
     rest: dict[str, Tensor]  # all other entries
+    new_classifier: Collection[str]  # names of tensors that `rest` may lack
 
     @property
     def kernel_counts(self) -> LayerCounts:
@@ -60,7 +61,9 @@ class AuthorsWeights:
         return any(_SIGMA in layer for layer in self.layers.values())
 
 
-def split_authors_weights(state: Mapping[str, Tensor], where: str) -> AuthorsWeights | None:
+def split_authors_weights(
+    state: Mapping[str, Tensor], where: str, new_classifier: Collection[str] = ()
+) -> AuthorsWeights | None:
     """Split a state dict into layers of the authors' package and the rest.
 
     Return None if no layer has a weight (O, I, E) and a P (A, O, I, E).
@@ -78,7 +81,7 @@ def split_authors_weights(state: Mapping[str, Tensor], where: str) -> AuthorsWei
                 layers[name][_SIGMA] = rest.pop(f"{name}.{_SIGMA}")
     if not layers:
         return None
-    return AuthorsWeights(where=where, layers=layers, rest=rest)
+    return AuthorsWeights(where=where, layers=layers, rest=rest, new_classifier=new_classifier)
 
 
 def convert_with_authors_weights_(
@@ -87,13 +90,8 @@ def convert_with_authors_weights_(
     weights: AuthorsWeights,
     *,
     version: AuthorsVersion | None = None,
-    new_classifier: bool = False,
-) -> list[str]:
-    """Load the weights into the model, and convert it.
-
-    Returns:
-        The names of the entries that kept their initial values.
-    """
+) -> None:
+    """Load the weights into the model, and convert it; the new classifier keeps its values."""
     elements = translate_authors_elements(weights, plan, version)
     for layer in plan.layers:
         conv = model.get_submodule(layer.name)
@@ -112,10 +110,9 @@ def convert_with_authors_weights_(
         for name in layer.names:
             if f"{name}.weight" in old_state:
                 state[f"{name}.weight"] = old_state[f"{name}.weight"]
-    not_loaded = load_weights_(model, state, weights.where, new_classifier=new_classifier)
+    load_weights_(model, state, weights.where, optional=weights.new_classifier)
     insert_layers_(model, plan, groups)
     model.load_state_dict(elements, strict=False)
-    return not_loaded
 
 
 def translate_authors_elements(

@@ -23,7 +23,7 @@ from ..reports.report import ConversionReport
 from .apply_plan import LayerErrors, apply_plan_
 from .authors import AuthorsWeights, convert_with_authors_weights_
 from .decide import check_start, check_stored_plan, decide_options, make_checked_plan
-from .load import LoadedNetwork, RequestWeights, build_network, load, note_new_classifier
+from .load import LoadedNetwork, RequestWeights, build_network, load
 from .outputs import compare_with_outputs_before, outputs_before_conversion
 from .provenance import attach_provenance_, describe_conversion
 from .request import ConversionRequest
@@ -86,7 +86,7 @@ def carry_out(
     if request.dry_run:
         return conversion
     approve(conversion)
-    network = build_network(loaded, weights, notify=notify, note=note)
+    network = build_network(loaded, weights, notify=notify)
     ready = _Ready(network=network, images=_read_images(request, network, plan, note))
     if not counts_are_final:
         plan, ready = _measured(loaded, weights, plan, ready, notify)
@@ -220,14 +220,7 @@ def _start_layers_(
     request = conversion.request
     plan = conversion.plan
     if authors is not None:
-        not_loaded = convert_with_authors_weights_(
-            ready.network,
-            plan,
-            authors,
-            version=request.authors_version,
-            new_classifier=request.num_classes is not None,
-        )
-        note_new_classifier(ready.network, not_loaded, note)
+        convert_with_authors_weights_(ready.network, plan, authors, version=request.authors_version)
         return LayerErrors(kernel={}, output={})
     lines = sum(layer.lines for layer in plan.layers)
     if request.start == "fit" and lines > MANY_LINES and request.device is None:

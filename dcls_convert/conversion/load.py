@@ -23,6 +23,7 @@ from ..weights.files import read_weights
 from ..weights.loading import (
     build_and_load,
     check_weights,
+    differing_classifier,
     differing_num_classes,
     load_weights_,
 )
@@ -65,11 +66,11 @@ class RequestWeights:
     where: str  # their name in messages
     entries: dict[str, Tensor]
     authors: AuthorsWeights | None  # if some entries are elements of the authors' layers
-    new_classifier: bool  # whether the classifier's shape may differ from the network's
+    new_classifier: Collection[str]  # its names; the entries have none of them
 
     def check(self, structure: nn.Module) -> None:
         """Refuse (CheckpointError) weights that do not fit the network."""
-        check_weights(structure, self.entries, self.where, new_classifier=self.new_classifier)
+        check_weights(structure, self.entries, self.where, optional=self.new_classifier)
 
 
 def load(
@@ -158,12 +159,29 @@ def _read_weights(
     where = request.weights_name
     state = read_weights(request.weights, key=request.checkpoint_key, note=note)
     entries = rename_to_model(structure, state, where=where, note=note)
+    new_classifier: list[str] = []
+    if request.num_classes is not None:
+        new_classifier = differing_classifier(structure, entries)
+        _note_new_classifier(structure, new_classifier, note)
+    for name in new_classifier:
+        entries.pop(name, None)
     return RequestWeights(
         where=where,
         entries=entries,
-        authors=split_authors_weights(entries, where),
-        new_classifier=request.num_classes is not None,
+        authors=split_authors_weights(entries, where, new_classifier),
+        new_classifier=new_classifier,
     )
+
+
+def _note_new_classifier(structure: nn.Module, names: Collection[str], note: Note) -> None:
+    """Note which of a classifier's tensors are new, and which in the file are unused."""
+    own_names = structure.state_dict().keys()
+    new = [name for name in names if name in own_names]
+    unused = [name for name in names if name not in own_names]
+    if new:
+        note(f"no weights fit the classifier, which starts from random values: {short_list(new)}")
+    if unused:
+        note(f"the classifier in the weights is left out: {short_list(unused)}")
 
 
 def _classes_of_weights(
@@ -194,7 +212,6 @@ def build_network(
     weights: RequestWeights | None,
     *,
     notify: Notify = ignore_messages,
-    note: Note = ignore_messages,
 ) -> nn.Module:
     """Return the network with its values: the model in memory itself, or a new one.
 
@@ -210,20 +227,16 @@ def build_network(
     if loaded.source.kind not in LIBRARY_KINDS:
         network = loaded.structure
         if weights is not None and weights.authors is None:
-            not_loaded = load_weights_(
-                network, weights.entries, weights.where, new_classifier=weights.new_classifier
-            )
-            note_new_classifier(network, not_loaded, note)
+            load_weights_(network, weights.entries, weights.where, optional=weights.new_classifier)
     elif weights is not None and weights.authors is None:
         notify("building")
-        network, not_loaded = build_and_load(
+        network = build_and_load(
             loaded.source,
             weights.entries,
             weights.where,
             seed=request.seed,
-            new_classifier=weights.new_classifier,
+            optional=weights.new_classifier,
         )
-        note_new_classifier(network, not_loaded, note)
     else:
         notify("building with pretrained weights" if request.pretrained else "building")
         network = build_model(
@@ -235,14 +248,3 @@ def build_network(
     if request.device is not None:
         network = network.to(request.device)
     return network
-
-
-def note_new_classifier(network: nn.Module, not_loaded: Collection[str], note: Note) -> None:
-    """Note which of the network's classifier tensors are new, and which in the file are unused."""
-    own_names = network.state_dict().keys()
-    new = [name for name in not_loaded if name in own_names]
-    unused = [name for name in not_loaded if name not in own_names]
-    if new:
-        note(f"no weights fit the classifier, which starts from random values: {short_list(new)}")
-    if unused:
-        note(f"the classifier in the weights is left out: {short_list(unused)}")

@@ -19,23 +19,18 @@ CONVERTED_ENTRY = ".positions"  # how names of DCLS layers end
 
 
 def load_weights_(
-    model: nn.Module, state: Mapping[str, Tensor], where: str, *, new_classifier: bool = False
-) -> list[str]:
+    model: nn.Module, state: Mapping[str, Tensor], where: str, *, optional: Collection[str] = ()
+) -> None:
     """Copy a state dict into a model; leave the model unchanged if it does not fit.
-
-    Returns the names of the classifier's tensors that were not loaded, see `check_weights`.
 
     Raises:
         CheckpointError: From `check_weights`.
     """
-    not_loaded = check_weights(model, state, where, new_classifier=new_classifier)
-    load_entries_(model, _without(state, not_loaded))
-    return not_loaded
+    check_weights(model, state, where, optional=optional)
+    load_entries_(model, state)
 
 
-def assign_weights_(
-    model: nn.Module, state: Mapping[str, Tensor], where: str, *, new_classifier: bool = False
-) -> bool:
+def assign_weights_(model: nn.Module, state: Mapping[str, Tensor], where: str) -> bool:
     """Put the tensors of a state dict into a meta model, without copying them if possible.
 
     Returns False if the model still lacks values; the caller must then build it on the CPU.
@@ -43,8 +38,8 @@ def assign_weights_(
     Raises:
         CheckpointError: From `check_weights`.
     """
-    not_loaded = check_weights(model, state, where, new_classifier=new_classifier)
-    if not_loaded or alias_names(model):
+    check_weights(model, state, where)
+    if alias_names(model):
         return False
     own = model.state_dict()
     ready: dict[str, Tensor] = {}
@@ -84,9 +79,9 @@ def build_and_load(
     *,
     prepare_: Callable[[nn.Module], None] = lambda _: None,
     seed: int = 0,
-    new_classifier: bool = False,
-) -> tuple[nn.Module, list[str]]:
-    """Build a trusted source's network and load a state dict into it.
+    optional: Collection[str] = (),
+) -> nn.Module:
+    """Return a trusted source's network with the values of a state dict.
 
     Args:
         source: Its code runs without a check.
@@ -94,44 +89,34 @@ def build_and_load(
         where: Name of the state dict in error messages.
         prepare_: Changes the network before the weights are loaded.
         seed: Seed for the values that the state dict lacks.
-        new_classifier: See `check_weights`.
-
-    Returns:
-        The network, and the names of the classifier's tensors that were not loaded.
+        optional: Names that the state dict may lack.
 
     Raises:
         CheckpointError: From `check_weights`.
     """
-    if source.kind in LIBRARY_KINDS:  # the user's code runs only once, so it is not tried on meta
+    # The user's code runs only once, so it is not tried on meta.
+    if source.kind in LIBRARY_KINDS and not optional:
         model = build_model(source, device="meta", trust_code=True)
         prepare_(model)
-        if assign_weights_(model, state, where, new_classifier=new_classifier):
-            return model, []
+        if assign_weights_(model, state, where):
+            return model
     model = build_model(source, seed=seed, trust_code=True)
     prepare_(model)
-    return model, load_weights_(model, state, where, new_classifier=new_classifier)
+    load_weights_(model, state, where, optional=optional)
+    return model
 
 
 def check_weights(
-    model: nn.Module, state: Mapping[str, Tensor], where: str, *, new_classifier: bool = False
-) -> list[str]:
-    """Check that a state dict fits a model and is finite.
-
-    With `new_classifier`, the classifiers may differ: in shapes, or in all their tensors. Returns
-    the names of those that are not loaded; the model keeps its own values for them.
+    model: nn.Module, state: Mapping[str, Tensor], where: str, *, optional: Collection[str] = ()
+) -> None:
+    """Check that a state dict fits a model and is finite; names in `optional` may be missing.
 
     Raises:
         CheckpointError: Names, shapes or number types differ, or a value is not finite.
     """
-    not_loaded = _differing_classifier(model, state) if new_classifier else []
-    problem = next(_problems(model, _without(state, not_loaded), not_loaded), None)
+    problem = next(_problems(model, state, optional), None)
     if problem is not None:
         raise CheckpointError(f"{where}: {problem}")
-    return not_loaded
-
-
-def _without(state: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in state.items() if name not in names}
 
 
 def _reshaped_classifier(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
@@ -144,10 +129,11 @@ def _reshaped_classifier(model: nn.Module, state: Mapping[str, Tensor]) -> list[
     return names
 
 
-def _differing_classifier(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
-    """Return the classifier's tensors, of the model or the state dict, that are not loaded.
+def differing_classifier(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
+    """Return the classifier's tensors, of model and state dict, if they differ.
 
-    If the state dict has some of a classifier's tensors but not all, the file is damaged.
+    They differ in shapes, or in all their names. If the state dict has some of a classifier's
+    tensors but not all, the file is damaged, and they are not returned.
     """
     own_names = model.state_dict().keys()
     names = _reshaped_classifier(model, state)
