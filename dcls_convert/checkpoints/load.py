@@ -25,7 +25,7 @@ def load_converted(
     *,
     model: nn.Module | None = None,
     trust_code: bool = False,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
 ) -> nn.Module:
     """Rebuild a converted model from its folder, with its weights.
 
@@ -41,7 +41,8 @@ def load_converted(
             May be wrapped (`torch.compile`, DataParallel, averaged copies).
         trust_code: Import and run whatever the folder names as its model's factory; an alternative
             to `model`.
-        device: Device for the loaded model.
+        device: Device for the loaded model. None leaves a given model where it is; a new one is on
+            the CPU.
 
     Raises:
         CheckpointError: A file is missing or damaged, or belongs to another folder.
@@ -49,8 +50,8 @@ def load_converted(
     """
     if model is not None:
         check_argument("model", model, nn.Module)
-    checkpoint = open_checkpoint(folder)
-    return load_checkpoint(checkpoint, model=model, trust_code=trust_code).to(device)
+    loaded = load_checkpoint(open_checkpoint(folder), model=model, trust_code=trust_code)
+    return loaded if device is None else loaded.to(device)
 
 
 def load_checkpoint(

@@ -21,6 +21,13 @@ def test_a_model_that_does_not_fit_stays_as_it_was(tmp_path):
     assert state_of(model) == before
 
 
+def test_a_given_model_stays_on_its_device(tmp_path, monkeypatch):
+    folder = save(tmp_path / "folder", *convert("timm:test_convnext"))
+    model = timm.create_model("test_convnext")
+    monkeypatch.setattr(model, "to", lambda *_: pytest.fail("must not be moved"))
+    assert load_converted(folder, model=model) is model
+
+
 def test_a_converted_model_is_created_on_the_meta_device_like_timms_own(tmp_path):
     save(tmp_path / "in", *convert("timm:test_convnext"))
     with torch.device("meta"):
