@@ -39,9 +39,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import dcls_convert
+from dcls_convert.networks.assumed_inputs import assumed_inputs
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.find_convs import find_convs_for, inputs_of
-from dcls_convert.networks.assumed_inputs import assumed_inputs
 from dcls_convert.networks.registries import registry_names
 from dcls_convert.networks.source import resolve_model
 

@@ -17,8 +17,8 @@ from .fingerprint import Fingerprint, fingerprint_deviation, set_precision_, tak
 from .folder import open_checkpoint
 from .load import load_checkpoint
 
-# Largest difference of outputs, as a fraction of their norm, between a model and its copy. Beside a
-# difference in rounding, where the model is on a GPU.
+# Largest difference of outputs, as a fraction of their norm, between a model and its copy: above
+# rounding, even if the model is on a GPU and the copy on the CPU, and below what an edit changes.
 SAME_OUTPUTS = {"float64": 1e-4, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 
 

@@ -39,13 +39,13 @@ def with_current_args(
     if args == plan.model_args:
         return plan
     try:
-        return planned_for(ModelSource(name=source.name, args=args), plan)
+        return plan_for_source(ModelSource(name=source.name, args=args), plan)
     except DclsConvertError:  # the library builds no such network; loading back says what differs
         return plan
 
 
 def _changed_args(network: nn.Module, model: nn.Module) -> dict[str, Any]:
-    """Return those arguments of timm that a model states, and a network of its plan does not."""
+    """Return the arguments whose values differ between a model and a network of its plan."""
     own = stated_args(network)
     changed = {}
     for name, value in stated_args(model).items():
@@ -54,7 +54,7 @@ def _changed_args(network: nn.Module, model: nn.Module) -> dict[str, Any]:
     return changed
 
 
-def planned_for(source: ModelSource, plan: ConversionPlan) -> ConversionPlan:
+def plan_for_source(source: ModelSource, plan: ConversionPlan) -> ConversionPlan:
     """Return the plan for the network that a source builds, with its parameters and MACs."""
     input_size = plan.input_size
     if input_size is not None and "in_chans" in source.args:
@@ -66,7 +66,7 @@ def planned_for(source: ModelSource, plan: ConversionPlan) -> ConversionPlan:
     return replace(planned, params=convs.params, macs=convs.macs, macs_note=convs.macs_note)
 
 
-def as_users_own(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
+def plan_without_source(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
     """Return the plan for a network that only its user can build.
 
     Its parameters are counted. If their number differs from the plan's, its MACs are not known.

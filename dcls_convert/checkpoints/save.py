@@ -16,7 +16,7 @@ from ..output import new_folder
 from ..planning.plan import ConversionPlan
 from ..reports.report import ConversionReport
 from .compare import check_layers, describe_difference
-from .current_plan import as_users_own, planned_for, with_current_args
+from .current_plan import plan_for_source, plan_without_source, with_current_args
 from .fingerprint import NOT_CHECKED, Fingerprint, take_fingerprint
 from .folder import open_checkpoint, reason_not_a_checkpoint
 from .timm_model import plan_for_features
@@ -42,7 +42,7 @@ def save_converted(
     the plan's input size. If they differ, because the model got another activation after its
     conversion for example, it is saved as the user's own network, with a warning that says how to
     load it. This takes the memory of one more copy of the model on the CPU, the time to read it,
-    and two or four forward passes of one image.
+    and four forward passes of one image.
 
     Positions that the last step of an optimizer has left outside of their windows are clamped, in
     the model too.
@@ -82,9 +82,9 @@ def save_converted(
     if stated_args(model).get("features_only") and not plan.model_args.get("features_only"):
         plan = plan_for_features(model, plan)
     check_layers(model, plan)
-    state = clamped_state_(model)
     if source is not None:
-        plan = planned_for(resolve_model(source), plan)
+        plan = plan_for_source(resolve_model(source), plan)
+    state = clamped_state_(model)
     plan = with_current_args(plan, model, state)
     fingerprint = take_fingerprint(model, plan.inputs) if check else NOT_CHECKED
     note = None
@@ -98,7 +98,7 @@ def save_converted(
             difference = describe_difference(model, partial, fingerprint)
             note = _note_of_difference(plan, difference, fingerprint)
             if difference is not None:
-                plan = as_users_own(model, plan)
+                plan = plan_without_source(model, plan)
                 write_config(partial, timm_config(model, plan), provenance)
         write_report(partial, folder.resolve().name, plan, report, provenance, picture)
     if note is not None:

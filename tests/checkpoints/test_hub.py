@@ -56,7 +56,8 @@ def test_an_uploaded_folder_is_loaded_and_checked(hub, folder, damage):
     DAMAGES[damage][0](folder, None)
     upload(folder, "me/folder", hub)
     with pytest.raises(
-        dcls_convert.CheckpointError, match=r"are not those that were written|size mismatch for stages"
+        dcls_convert.CheckpointError,
+        match="are not those that were written|size mismatch for stages",
     ):
         from_hub("me/folder")
 
