@@ -57,7 +57,7 @@ def test_an_uploaded_folder_is_loaded_and_checked(hub, folder, damage):
     upload(folder, "me/folder", hub)
     with pytest.raises(
         dcls_convert.CheckpointError,
-        match="are not those that were written|size mismatch for stages",
+        match=r"are not those that were written|size mismatch for stages",
     ):
         from_hub("me/folder")
 
