@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import DclsConvertError
+from ..layers.dcls_conv import DclsConvNd
 from ..networks.building import build_model
 from ..networks.find_convs import find_convs_for
 from ..networks.pretrained_cfg import stated_args
@@ -64,6 +65,21 @@ def plan_for_source(source: ModelSource, plan: ConversionPlan) -> ConversionPlan
         return planned
     convs = find_convs_for(build_model(source, device="meta"), planned.inputs)
     return replace(planned, params=convs.params, macs=convs.macs, macs_note=convs.macs_note)
+
+
+def plan_for_features(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
+    """Return the plan with the names that the layers have in timm's feature extractor.
+
+    An extractor has the network's layers in the same order, up to the last feature.
+    """
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, DclsConvNd):
+            names.setdefault(module, []).append(name)
+    layers = []
+    for layer, own_names in zip(plan.layers, names.values(), strict=False):
+        layers.append(replace(layer, names=tuple(own_names)))
+    return replace(plan, layers=tuple(layers))
 
 
 def plan_without_source(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:

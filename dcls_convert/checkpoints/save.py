@@ -16,10 +16,14 @@ from ..output import new_folder
 from ..planning.plan import ConversionPlan
 from ..reports.report import ConversionReport
 from .compare import check_layers, describe_difference
-from .current_plan import plan_for_source, plan_without_source, with_current_args
+from .current_plan import (
+    plan_for_features,
+    plan_for_source,
+    plan_without_source,
+    with_current_args,
+)
 from .fingerprint import NOT_CHECKED, Fingerprint, take_fingerprint
 from .folder import open_checkpoint, reason_not_a_checkpoint
-from .timm_model import plan_for_features
 from .write import clamped_state_, timm_config, write_config, write_report, write_weights
 
 

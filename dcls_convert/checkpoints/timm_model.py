@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ..conversion.provenance import attach_provenance_
 from ..errors import CheckpointError, ModelError
-from ..layers.dcls_conv import DclsConvNd
 from ..networks.building import build_model
 from ..networks.position_parameters import exclude_from_weight_decay_
 from ..networks.pretrained_cfg import set_pretrained_cfg_
@@ -22,7 +21,7 @@ from ..networks.trust import UNBOUNDED_ARGUMENTS, check_source
 from ..planning.plan import ConversionPlan
 from ..text import one_line, short_list
 from ..weights.files import read_weights
-from ..weights.loading import aliases_in
+from ..weights.loading import aliases_in, classifier_prefixes
 from .folder import CONFIG, PLAN_KEY, WEIGHTS, Checkpoint, open_checkpoint
 from .load import place_stored_plan_
 
@@ -89,26 +88,17 @@ def create_converted(
 
     def finish_(network: nn.Module) -> None:
         """Place the layers, with the folder's weights or random values."""
-        placed = stored
-        if features_only:
-            placed = _without_missing_layers(network, stored)
+        placed = _layers_of(network, stored)
         if pretrained:
             _place_(network, placed, kwargs)
-            _load_by_timm_(
-                network,
-                cfg,
-                weights,
-                in_chans=kwargs.get("in_chans"),
-                features_only=features_only,
-            )
+            _load_by_timm_(network, cfg, weights, in_chans=kwargs.get("in_chans"))
         elif placed.layers:  # random values, as in timm's own models without weights
             from ..conversion.apply_plan import apply_plan_  # imports all of `fitting`
 
             apply_plan_(network, placed, init="random", generator=torch.default_generator)
 
     source = ModelSource(name=base, args=args)
-    is_extractors_folder = bool(stored.model_args.get("features_only"))
-    if features_only and not is_extractors_folder:
+    if features_only and not stored.model_args.get("features_only"):
         model = _build_features(source, finish_)
     else:
         # Safe: `_check_arguments` has checked the folder's arguments. The caller's may be any.
@@ -145,8 +135,15 @@ def _build_features(source: ModelSource, finish_: Callable[[nn.Module], None]) -
     return model
 
 
-def _without_missing_layers(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
-    """Return the plan without layers after the last feature, which an extractor does not have."""
+def _is_extractor(model: nn.Module) -> bool:
+    """True for timm's feature extractors; a whole network of timm has a list as `feature_info`."""
+    return hasattr(getattr(model, "feature_info", None), "out_indices")
+
+
+def _layers_of(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
+    """Return the plan; for an extractor, without the layers after its last feature."""
+    if not _is_extractor(model):
+        return plan
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
     return replace(plan, layers=tuple(layer for layer in plan.layers if layer.name in names))
 
@@ -174,7 +171,6 @@ def _load_by_timm_(
     weights: Mapping[str, Tensor],
     *,
     in_chans: int | None,
-    features_only: bool,
 ) -> None:
     """Let timm load the weights and adapt them to the model's head and first convolution.
 
@@ -183,14 +179,10 @@ def _load_by_timm_(
         cfg: timm's `pretrained_cfg` for the weights.
         weights: The folder's tensors.
         in_chans: Number of input channels that the caller requested; None for the stored number.
-        features_only: Whether the model may lack some of the folder's modules.
     """
     from timm.models import load_pretrained
 
-    state = _complete_state(weights, model, cfg)
-    if features_only:
-        own_names = model.state_dict().keys()
-        state = {name: tensor for name, tensor in state.items() if name in own_names}
+    state = _complete_state(weights, model)
     try:
         load_pretrained(
             model,
@@ -252,17 +244,8 @@ def _weights_file(cfg: Mapping[str, Any], cache_dir: str | Path | None) -> Path:
     )
 
 
-def _module_names(entry: str | Iterable[str] | None) -> list[str]:
-    """Return the modules that an entry of a `pretrained_cfg` names: none, one or several."""
-    if isinstance(entry, str):
-        return [entry]
-    return list(entry or ())
-
-
-def _complete_state(
-    state: Mapping[str, Tensor], model: nn.Module, cfg: Mapping[str, Any]
-) -> dict[str, Tensor]:
-    """Return the tensors with those of aliased names added.
+def _complete_state(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors with those of aliased names added; for an extractor, its own alone.
 
     Raise if a tensor is missing: with another number of classes, timm does not check this itself.
     """
@@ -271,28 +254,12 @@ def _complete_state(
     for alias, name in aliases_in(own).items():
         if name in state:
             complete[alias] = state[name]
-    heads = tuple(f"{name}." for name in _module_names(cfg.get("classifier")))
-    missing = []
-    for name in own:
-        if name not in complete and not name.startswith(heads):
-            missing.append(name)
+    heads = classifier_prefixes(model)
+    missing = [name for name in own if name not in complete and not name.startswith(heads)]
     if missing:
         raise CheckpointError(
             f"{WEIGHTS}: lacks {short_list(missing, 1)} of the model that {CONFIG} describes"
         )
+    if _is_extractor(model):
+        return {name: complete[name] for name in own if name in complete}
     return complete
-
-
-def plan_for_features(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
-    """Return the plan with the names that the layers have in timm's feature extractor.
-
-    An extractor has the network's layers in the same order, up to the last feature.
-    """
-    names: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, DclsConvNd):
-            names.setdefault(module, []).append(name)
-    layers = []
-    for layer, own_names in zip(plan.layers, names.values(), strict=False):
-        layers.append(replace(layer, names=tuple(own_names)))
-    return replace(plan, layers=tuple(layers))

@@ -328,13 +328,21 @@ def test_the_card_names_folder_and_package(tmp_path):
     assert "Install dcls-convert, as its README says. Then, in the folder" in card
 
 
-# The layers of ConvNeXt have other names in its extractor.
-@pytest.mark.parametrize("name", ["test_convnext", "test_resnet", "test_efficientnet"])
-def test_a_feature_extractor_of_a_folder_is_saved_and_loaded_as_one(tmp_path, name):
+# The layers of ConvNeXt have other names in each kind of extractor; EfficientNet is its own.
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("test_convnext", {}),
+        ("test_convnext", {"feature_cls": "getter"}),
+        ("test_convnext", {"feature_cls": "fx"}),
+        ("test_efficientnet", {}),
+    ],
+)
+def test_a_feature_extractor_of_a_folder_is_saved_and_loaded_as_one(tmp_path, name, how):
     model = timm.create_model(name)
     plan = convert_(model, init="random", dilated_size="+4").plan
     folder = save_converted(model, plan, tmp_path / "out")
-    chosen = {"features_only": True, "out_indices": (0, 2), "in_chans": 1}
+    chosen = {"features_only": True, "out_indices": (0, 2), "in_chans": 1, **how}
     features = timm.create_model(f"local-dir:{folder}", pretrained=True, **chosen)
     move_positions_(features)
     tuned = save_converted(features, folder, tmp_path / "tuned")  # a warning would be an error
