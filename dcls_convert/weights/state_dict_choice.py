@@ -116,9 +116,10 @@ def _at(content: Any, keys: list[str]) -> Any:
 
 def _under_stated_key(content: Any, where: str, key: str) -> Any:
     """Return what lies under the stated key in the content, or in the state dict chosen from it."""
+    path = key.rstrip(".")
     weights = _at(content, _keys_of_state_dict(content) or [])
-    for place in (content, weights):
-        found = _follow(place, key.rstrip("."))
+    in_parallel = f"module.{path}"  # names of DataParallel
+    for found in (_follow(content, path), _follow(weights, path), _follow(weights, in_parallel)):
         if found is not None:
             return found
     beginnings = dict.fromkeys(name.split(".")[0] for name in _named_entries(content))

@@ -213,7 +213,7 @@ def test_of_networks_under_several_prefixes_a_key_says_which(trained, second):
     state.pop("model.head.fc.bias")
     with pytest.raises(CheckpointError, match=rf"under model\., {second}; name one as checkpoint"):
         rename_to_model(trained, state)
-    for key, factor in (("model", 1), (second, 0)):
+    for key, factor in (("model", 1), (second, 0), (second.removeprefix("module."), 0)):
         chosen = rename_to_model(trained, read_weights({"state_dict": state}, key=key))
         lacks = {name for name in own if factor and name.startswith("head.fc.")}
         assert own.keys() - chosen.keys() == lacks
