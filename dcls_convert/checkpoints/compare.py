@@ -19,7 +19,7 @@ from .load import load_checkpoint
 
 # Largest difference of outputs, as a fraction of their norm, between a model and its copy: above
 # rounding, even if the model is on a GPU and the copy on the CPU, and below what an edit changes.
-SAME_OUTPUTS = {"float64": 1e-4, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+SAME_OUTPUTS = {"float64": 2e-5, "float32": 2e-5, "float16": 1e-2, "bfloat16": 5e-2}
 
 
 def check_layers(model: nn.Module, plan: ConversionPlan) -> None:
@@ -88,7 +88,8 @@ def describe_difference(model: nn.Module, folder: Path, stored: Fingerprint) -> 
     try:
         loaded = load_checkpoint(checkpoint)
     except DclsConvertError as error:
-        return one_line(error).removeprefix(f"{checkpoint.weights_path}: ")
+        message = one_line(error).removeprefix(f"{checkpoint.weights_path}: ")
+        return message.removeprefix("does not fit the model; ")
     if stored.outputs is None:
         return None
     set_precision_(loaded, stored, dict(model.state_dict()))

@@ -177,7 +177,7 @@ def test_a_model_of_torchvision_is_the_users_own_or_has_a_stated_source(tmp_path
     stated = save_converted(model, plan, tmp_path / "stated", source="torchvision:resnet18")
     for loaded in (load_converted(own, model=resnet18(classes)), load_converted(stated)):
         assert same_states(loaded, model)
-    with pytest.warns(UserWarning, match="no longer torchvision:resnet34 with its plan: does"):
+    with pytest.warns(UserWarning, match="no longer torchvision:resnet34 with its plan: miss"):
         wrong = save_converted(model, plan, tmp_path / "wrong", source="torchvision:resnet34")
     assert read_plan(wrong).model is None
     with pytest.raises(DclsConvertError, match="no model 'torchvision:resnet19'"):
