@@ -24,8 +24,8 @@ def with_current_args(
     """Return the plan with the arguments that build the network as it is now.
 
     Classes, input channels and pooling change with timm's `reset_classifier`, with
-    `timm.create_model("local-dir:FOLDER", num_classes=10, in_chans=1)`, and the number of classes
-    with a new layer in the classifier's place.
+    `timm.create_model("local-dir:FOLDER", num_classes=10, in_chans=1)`, and with a new layer in the
+    place of the classifier or of the first convolution.
     """
     source = ModelSource(name=plan.model or "", args=plan.model_args)
     if source.kind not in REGISTRIES:
@@ -34,6 +34,9 @@ def with_current_args(
     args = dict(plan.model_args)
     if source.kind == "timm":
         args |= _changed_args(network, model)
+        channels = _differing_channels(network, state)
+        if channels is not None:
+            args["in_chans"] = channels
     classes = differing_num_classes(network, state)
     if classes is not None:
         args["num_classes"] = classes
@@ -53,6 +56,15 @@ def _changed_args(network: nn.Module, model: nn.Module) -> dict[str, Any]:
         if own.get(name) != value:
             changed[name] = value
     return changed
+
+
+def _differing_channels(network: nn.Module, state: Mapping[str, Tensor]) -> int | None:
+    """Return the input channels of a first convolution that differs from that of timm's network."""
+    first = f"{vars(network)['pretrained_cfg'].get('first_conv')}.weight"
+    own = network.state_dict()
+    if first not in own or first not in state or own[first].shape == state[first].shape:
+        return None
+    return state[first].shape[1]
 
 
 def plan_for_source(source: ModelSource, plan: ConversionPlan) -> ConversionPlan:

@@ -138,6 +138,18 @@ def test_another_number_of_classes_is_found_and_timm_loads_the_folder(tmp_path, 
         assert torch.equal(outputs(loaded), outputs(model))
 
 
+def test_a_new_first_convolution_is_found_and_timm_loads_the_folder(tmp_path):
+    model, plan = converted()
+    old = model.conv1[0]
+    model.conv1[0] = nn.Conv2d(
+        1, old.out_channels, old.kernel_size, old.stride, old.padding, bias=False
+    )
+    folder = save_converted(model, plan, tmp_path / "out")
+    assert read_plan(folder).input_size == (1, 64, 64)
+    for loaded in (load_converted(folder), by_timm(folder)):
+        assert torch.equal(outputs(loaded, channels=1), outputs(model, channels=1))
+
+
 def test_training_and_layers_that_change_no_output_leave_the_model_what_it_is(tmp_path):
     model, plan = converted()
     model.train()(torch.randn(2, 3, 32, 32)).sum().backward()
