@@ -28,7 +28,6 @@ from ..options import MAX_PIXELS
 from ..records import STRICT, Record
 from ..text import one_line
 
-SEED = 0
 SAMPLES = 16  # values stored per output
 # Largest differences that rounding can cause, as fractions of the stored norm.
 TOLERANCES = {
@@ -56,7 +55,7 @@ class Fingerprint(Record):
 NOT_CHECKED = Fingerprint(dtype="float32", outputs=None, reason="saved with check=False")
 
 
-def take_fingerprint(model: nn.Module, inputs: Inputs | None) -> Fingerprint:
+def take_fingerprint(model: nn.Module, inputs: Inputs | None, *, seed: int = 0) -> Fingerprint:
     """Run the model on seeded random inputs and summarise its outputs, or say why there are none.
 
     The model's state and the process's settings do not change.
@@ -64,6 +63,7 @@ def take_fingerprint(model: nn.Module, inputs: Inputs | None) -> Fingerprint:
     Args:
         model: The model to run.
         inputs: What forward takes; None if not known.
+        seed: Seed of the inputs; stored outputs are those of 0.
     """
     dtype: Any = str(image_dtype(model)).removeprefix("torch.")
     outputs: tuple[tuple[float, ...], ...] = ()
@@ -74,7 +74,9 @@ def take_fingerprint(model: nn.Module, inputs: Inputs | None) -> Fingerprint:
         reason = f"images of more than {MAX_PIXELS:,} pixels are not run"
     else:
         try:
-            tensors = [out for out in tensors_in(_run(model, inputs)) if out.is_floating_point()]
+            tensors = [
+                out for out in tensors_in(_run(model, inputs, seed)) if out.is_floating_point()
+            ]
             outputs = tuple(_summary(tensor) for tensor in tensors if tensor.isfinite().any())
         except Exception as error:  # the model's own code may raise anything
             reason = f"{type(error).__name__}: {one_line(error)[:120]}"
@@ -83,12 +85,12 @@ def take_fingerprint(model: nn.Module, inputs: Inputs | None) -> Fingerprint:
     return Fingerprint(dtype=dtype, outputs=outputs or None, reason=reason)
 
 
-def _run(model: nn.Module, inputs: Inputs) -> Any:
-    """Return the model's output in eval mode."""
+def _run(model: nn.Module, inputs: Inputs, seed: int) -> list[Tensor]:
+    """Return the tensors of the model's output in eval mode."""
     # If the caller turns warnings into errors, one from the model would change the fingerprint.
-    with ignored_warnings, eval_mode(model), full_precision(), seeded(SEED), _uncompiled(model):
-        arguments = random_arguments(inputs, seed=SEED)
-        return run_batch(model, *arguments.args, **arguments.kwargs)
+    with ignored_warnings, eval_mode(model), full_precision(), seeded(seed), _uncompiled(model):
+        arguments = random_arguments(inputs, seed=seed)
+        return tensors_in(run_batch(model, *arguments.args, **arguments.kwargs))
 
 
 @contextlib.contextmanager

@@ -17,11 +17,12 @@ from ..networks.trust import check_source
 from ..planning.plan import ConversionPlan
 from ..records import read_json
 from ..text import shortened
-from ..weights.files import load_safetensors
+from ..weights.files import load_safetensors, read_weights
 from ..weights.tensors_hash import tensors_hash
 from .stamp import METADATA_KEY, read_stamp
 
 WEIGHTS = "model.safetensors"
+TORCH_WEIGHTS = "pytorch_model.bin"  # what timm's savers may write instead
 CONFIG = "config.json"
 REPORT = "report.json"
 CARD = "README.md"
@@ -87,6 +88,9 @@ class Checkpoint:
         Raises:
             CheckpointError: The file cannot be read, or its tensors are not those of its hash.
         """
+        torch_file = self.folder / TORCH_WEIGHTS
+        if torch_file.exists() and not self.weights_path.exists():
+            return read_weights(torch_file)
         state = load_safetensors(self.weights_path)
         self.check_tensors(state)
         return state

@@ -15,14 +15,14 @@ from ..networks.wrappers import inside_wrappers
 from ..output import new_folder
 from ..planning.plan import ConversionPlan
 from ..reports.report import ConversionReport
-from .compare import check_layers, describe_difference
+from .compare import Comparison, check_layers, compare_with_folder
 from .current_plan import (
     plan_for_features,
     plan_for_source,
     plan_without_source,
     with_current_args,
 )
-from .fingerprint import NOT_CHECKED, Fingerprint, take_fingerprint
+from .fingerprint import NOT_CHECKED, take_fingerprint
 from .folder import open_checkpoint, reason_not_a_checkpoint
 from .write import clamped_state_, timm_config, write_config, write_report, write_weights
 
@@ -45,8 +45,8 @@ def save_converted(
     What loading builds is compared with the model: names, shapes, and outputs for a random image of
     the plan's input size. If they differ, because the model got another activation after its
     conversion for example, it is saved as the user's own network, with a warning that says how to
-    load it. This takes the memory of one more copy of the model on the CPU, the time to read it,
-    and four forward passes of one image.
+    load it. This takes the memory of one more copy of the model, on its device, the time to read
+    it, and six forward passes of one image.
 
     Positions that the last step of an optimizer has left outside of their windows are clamped, in
     the model too.
@@ -99,9 +99,9 @@ def save_converted(
         if not _library_builds(plan):
             note = _note_of_own_network(model)
         elif check:
-            difference = describe_difference(model, partial, fingerprint)
-            note = _note_of_difference(plan, difference, fingerprint)
-            if difference is not None:
+            comparison = compare_with_folder(model, partial, fingerprint)
+            note = _note_of_comparison(plan, comparison)
+            if comparison.difference is not None:
                 plan = plan_without_source(model, plan)
                 write_config(partial, timm_config(model, plan), provenance)
         write_report(partial, folder.resolve().name, plan, report, provenance, picture)
@@ -147,19 +147,17 @@ def _note_of_own_network(model: nn.Module) -> str | None:
     )
 
 
-def _note_of_difference(
-    plan: ConversionPlan, difference: str | None, fingerprint: Fingerprint
-) -> str | None:
+def _note_of_comparison(plan: ConversionPlan, comparison: Comparison) -> str | None:
     """Return what to say of a folder that was loaded back; None if it is the model."""
-    if difference is not None:
+    if comparison.difference is not None:
         return (
-            f"the model is no longer {plan.model} with its plan: {difference}. It is saved as your "
-            "own: load it with load_converted(folder, model=...), given the unconverted network "
-            "with the same changes"
+            f"the model is no longer {plan.model} with its plan: {comparison.difference}. It is "
+            "saved as your own: load it with load_converted(folder, model=...), given the "
+            "unconverted network with the same changes"
         )
-    if fingerprint.outputs is None:
+    if comparison.not_compared is not None:
         return (
             f"whether the model is still {plan.model} with its plan was checked by names and "
-            f"shapes, not by its outputs: {fingerprint.reason}"
+            f"shapes, not by its outputs: {comparison.not_compared}"
         )
     return None

@@ -20,12 +20,10 @@ from ..networks.source import ModelSource
 from ..networks.trust import UNBOUNDED_ARGUMENTS, check_source
 from ..planning.plan import ConversionPlan
 from ..text import one_line, short_list
-from ..weights.files import read_weights
-from ..weights.loading import aliases_in, classifier_prefixes
-from .folder import CONFIG, PLAN_KEY, WEIGHTS, Checkpoint, open_checkpoint
+from ..weights.loading import aliases_in, classifier_prefixes, load_weights_
+from .folder import CONFIG, PLAN_KEY, TORCH_WEIGHTS, WEIGHTS, open_checkpoint
 from .load import place_stored_plan_
 
-TORCH_WEIGHTS = "pytorch_model.bin"  # as timm's savers name a file of torch.save
 # Largest number of classes or channels: timm allocates them before it reads the weights.
 MAX_IN_TIMM = 1_000_000
 
@@ -77,7 +75,8 @@ def create_converted(
     checkpoint = None
     weights: dict[str, Tensor] = {}
     if pretrained:
-        checkpoint, weights = _read_weights(cfg, cache_dir)
+        checkpoint = open_checkpoint(_weights_file(cfg, cache_dir).parent)
+        weights = checkpoint.read_state()
     args = dict(kwargs)
     if base.startswith("timm:"):
         args.setdefault("num_classes", cfg["num_classes"])
@@ -91,7 +90,10 @@ def create_converted(
         placed = _layers_of(network, stored)
         if pretrained:
             _place_(network, placed, kwargs)
-            _load_by_timm_(network, cfg, weights, in_chans=kwargs.get("in_chans"))
+            if base.startswith("timm:"):
+                _load_by_timm_(network, cfg, weights, in_chans=kwargs.get("in_chans"))
+            else:
+                load_weights_(network, weights, WEIGHTS)
         elif placed.layers:  # random values, as in timm's own models without weights
             from ..conversion.apply_plan import apply_plan_  # imports all of `fitting`
 
@@ -208,17 +210,6 @@ def _check_arguments(base: str, args: Mapping[str, Any]) -> None:
         value = stored.get(name)
         if isinstance(value, int) and value > MAX_IN_TIMM:
             raise ModelError(f"{CONFIG}: {name}={value}: timm loads at most {MAX_IN_TIMM:,}")
-
-
-def _read_weights(
-    cfg: Mapping[str, Any], cache_dir: str | Path | None
-) -> tuple[Checkpoint, dict[str, Tensor]]:
-    """Return the checkpoint that a config belongs to, and the tensors beside it."""
-    file = _weights_file(cfg, cache_dir)
-    checkpoint = open_checkpoint(file.parent)
-    if file.name == WEIGHTS:
-        return checkpoint, checkpoint.read_state()
-    return checkpoint, read_weights(file)
 
 
 def _weights_file(cfg: Mapping[str, Any], cache_dir: str | Path | None) -> Path:

@@ -322,8 +322,8 @@ def without_small_parameters(model: nn.Module) -> Iterator[None]:
                 old = parameter.detach().clone()
                 scale = parameter[0].numel() ** -0.5 if parameter.dim() > 1 else 0.1
                 values = torch.rand(parameter.shape, generator=generator, device="cpu") / 2 + 0.5
-                parameter.data.copy_(values * scale)
                 kept.append((parameter, old))
+                parameter.data.copy_(values * scale)
         yield
     finally:
         for changed, values in kept:

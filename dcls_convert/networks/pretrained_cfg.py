@@ -40,7 +40,9 @@ def stated_args(model: nn.Module) -> dict[str, Any]:
 
     The plan of a converted model is left out.
     """
-    args = import_library("timm.models").get_model_args(model)
+    # timm's own function leaves out rates of dropout, which the checkpoints of timm do not state.
+    args = {**getattr(model, "_model_args", {})}
+    args |= import_library("timm.models").get_model_args(model)
     return {name: plain_numbers(value) for name, value in args.items() if name != "plan"}
 
 

@@ -199,6 +199,13 @@ def test_what_timm_saves_after_fine_tuning_loads(folder, tmp_path):
         assert outputs_too == "outputs: not checked: none are stored"
 
 
+def test_what_timm_saves_by_default_loads(folder, tmp_path):
+    """That is a file of torch.save."""
+    model = fine_tuned(folder)
+    save_for_hf(model, tmp_path / "tuned")
+    assert torch.equal(outputs(load_converted(tmp_path / "tuned")), outputs(model))
+
+
 def test_old_weights_are_not_loaded_for_a_new_config(folder):
     """timm prefers model.safetensors to the pytorch_model.bin that its saver writes by default."""
     save_for_hf(fine_tuned(folder), folder)

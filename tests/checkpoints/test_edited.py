@@ -104,6 +104,62 @@ def test_an_edit_that_a_new_layer_scale_hides_is_found(tmp_path, edit):
     assert state_of(model) == before
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_an_edit_is_found_in_any_precision(tmp_path, dtype):
+    model, plan = converted()
+    model.to(dtype)
+    save_converted(model, plan, tmp_path / "same")  # a warning would be an error
+    EDITS["activation"](model)
+    with pytest.warns(UserWarning, match="no longer timm:test_resnet.*outputs differ by"):
+        save_converted(model, plan, tmp_path / "edited")
+
+
+def test_outputs_that_are_the_same_for_every_image_show_nothing(tmp_path):
+    """As those of a detector that finds no boxes."""
+    model, plan = converted()
+    nn.init.zeros_(model.fc.weight)
+    nn.init.ones_(model.fc.bias)
+    EDITS["activation"](model)
+    with pytest.warns(UserWarning, match="not by its outputs: they are nearly the same for every"):
+        save_converted(model, plan, tmp_path / "out")
+
+
+def test_a_copy_that_cannot_be_made_loses_no_folder(tmp_path, monkeypatch):
+    model, plan = converted()
+
+    def fail(*_, **__):
+        raise MemoryError("no memory for a copy")
+
+    monkeypatch.setattr("dcls_convert.checkpoints.compare.load_state", fail)
+    with pytest.warns(UserWarning, match=r"not by its outputs: MemoryError: no memory for a copy"):
+        folder = save_converted(model, plan, tmp_path / "out")
+    monkeypatch.undo()
+    assert same_states(load_converted(folder), model)
+
+
+def test_a_disk_that_gives_back_other_tensors_is_an_error(tmp_path, monkeypatch):
+    model, plan = converted()
+    state = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    monkeypatch.setattr("dcls_convert.checkpoints.folder.load_safetensors", lambda _: state)
+    with pytest.raises(DclsConvertError, match="its tensors are not those that were written"):
+        save_converted(model, plan, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rates_of_dropout_are_kept(tmp_path):
+    """They act in training alone, so outputs do not show them."""
+    rates = {"drop_rate": 0.4, "drop_path_rate": 0.3}
+    model = timm.create_model("test_convnext", **rates)
+    plan = convert_(model, init="random", dilated_size=9, input_size=(3, 64, 64)).plan
+    folder = save_converted(model, plan, tmp_path / "out")
+    other = timm.create_model(f"local-dir:{folder}", pretrained=True, drop_path_rate=0.1)
+    again = save_converted(other, folder, tmp_path / "again")
+    for path, rate in ((folder, 0.3), (again, 0.1)):
+        loaded = load_converted(path)
+        assert loaded.drop_rate == 0.4
+        assert loaded.stages[-1].blocks[-1].drop_path.drop_prob == pytest.approx(rate)
+
+
 def test_without_a_check_heads_are_found_and_edits_are_not(tmp_path):
     for name, make in HEADS.items():
         model, plan = converted()

@@ -36,6 +36,7 @@ FAMILIES = [
     # Has modules with several names.
     ("timm:coat_lite_tiny", 9, {"img_size": 64, "serial_depths": [1, 1, 1, 1]}),
     ("torchvision:squeezenet1_1", 7, {"num_classes": 10}),
+    ("torchvision:mnasnet0_5", 7, {}),  # reads a version in the state dict
 ]
 
 
