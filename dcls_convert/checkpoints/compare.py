@@ -24,6 +24,7 @@ SAME_OUTPUTS = {"float64": 2e-5, "float32": 2e-5, "float16": 2e-3, "bfloat16": 1
 # Least difference of outputs for two images. If it is smaller, outputs do not show the network: a
 # detector finds no boxes, or the signal vanishes in a network without training.
 LEAST_VARIATION = 1e-4
+SAME_FOR_EVERY_IMAGE = "they are nearly the same for every image, as of some untrained networks"
 
 
 def check_layers(model: nn.Module, plan: ConversionPlan) -> None:
@@ -118,7 +119,7 @@ def compare_with_folder(model: nn.Module, folder: Path, stored: Fingerprint) -> 
     if comparison != Comparison():
         return comparison
     if fingerprint_deviation(take_fingerprint(model, inputs, seed=1), stored) < LEAST_VARIATION:
-        return Comparison(not_compared="they are nearly the same for every image")
+        return Comparison(not_compared=SAME_FOR_EVERY_IMAGE)
     with without_small_parameters(model):
         unmuted = take_fingerprint(model, inputs)
     if unmuted.outputs is None:
