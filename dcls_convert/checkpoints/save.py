@@ -46,7 +46,7 @@ def save_converted(
     the plan's input size. If they differ, because the model got another activation after its
     conversion for example, it is saved as the user's own network, with a warning that says how to
     load it. This takes the memory of one more copy of the model, on its device, the time to read
-    it, and six forward passes of one image.
+    it, and five forward passes of one image.
 
     Positions that the last step of an optimizer has left outside of their windows are clamped, in
     the model too.
