@@ -405,8 +405,10 @@ def test_what_a_new_user_writes_first(tmp_path, monkeypatch):
         optimizer.step()
     assert all(not torch.equal(tensor, start[name]) for name, tensor in model.named_parameters())
 
-    dcls_convert.save_converted(model, report.plan, "resnet18-dcls5")
-    loaded = dcls_convert.load_converted("resnet18-dcls5").eval()
+    folder = dcls_convert.save_converted(
+        model, report.plan, "resnet18-dcls5", source="torchvision:resnet18"
+    )
+    loaded = dcls_convert.load_converted(folder).eval()
     outputs = model.eval()(images)
     assert torch.equal(loaded(images), outputs)
     assert verify_folder("resnet18-dcls5").ok

@@ -17,8 +17,8 @@ from ..text import short_list
 from .loading import classifier_prefixes
 
 MAX_PREFIX_PARTS = 8  # components of a prefix that is tried; bounded because a name can have any
-# Least share of the model's number of tensors under a prefix that is tried.
-MIN_SHARE_UNDER_PREFIX = 0.5
+# Fewer names than this share of the model's do not show that a prefix, or a file, is the model's.
+MIN_SHARE = 0.5
 # The names of wrappers, and that of DataParallel around a part of the network.
 WRAPPER_NAMES_AND_MODULE = re.compile(rf"{WRAPPER_NAMES.pattern}|(?<=\.)module\.")
 
@@ -88,7 +88,7 @@ def _without_prefix(
 ) -> dict[str, Tensor]:
     """Return the entries under the prefix without which most names are the model's."""
     candidates: dict[str, Mapping[str, Tensor]] = {}
-    for prefix in ("", *_frequent_prefixes(state, MIN_SHARE_UNDER_PREFIX * len(own_names))):
+    for prefix in ("", *_frequent_prefixes(state, MIN_SHARE * len(own_names))):
         bare: dict[str, Tensor] = {}
         for name, tensor in state.items():
             if name.startswith(prefix):
@@ -150,7 +150,7 @@ def _without_outsiders(
     note: Note,
 ) -> dict[str, Tensor]:
     """Leave out tensors whose names begin with no module or tensor of the model, and say so."""
-    if not own_names & state.keys():
+    if len(own_names & state.keys()) < MIN_SHARE * len(own_names):
         return state  # of another model; loading says so
     inside = {name for name, _ in model.named_children()}
     inside.update(name.partition(".")[0] for name in own_names)
