@@ -150,7 +150,7 @@ def _without_outsiders(
     note: Note,
 ) -> dict[str, Tensor]:
     """Leave out tensors whose names begin with no module or tensor of the model, and say so."""
-    if len(own_names & state.keys()) < MIN_SHARE * len(own_names):
+    if len(own_names & state.keys()) <= MIN_SHARE * len(own_names):
         return state  # of another model; loading says so
     inside = {name for name, _ in model.named_children()}
     inside.update(name.partition(".")[0] for name in own_names)
