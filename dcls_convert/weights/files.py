@@ -231,6 +231,8 @@ def _check_not_compressed(path: Path, where: str) -> None:
 
 def _why_unreadable(path: Path, start: bytes) -> str:
     """Say why torch cannot read a file: it names more than tensors, is damaged, or another kind."""
+    if not start:
+        return "is empty; download or save it again"
     refused: list[str] = []
     with contextlib.suppress(Exception):  # only files of torch 1.6 and later list their names
         refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)

@@ -109,7 +109,7 @@ def test_an_edit_is_found_in_any_precision(tmp_path, dtype):
     model, plan = converted()
     model.to(dtype)
     save_converted(model, plan, tmp_path / "same")  # a warning would be an error
-    EDITS["activation"](model)
+    model.fc.register_forward_hook(lambda *call: 1.02 * call[-1])
     with pytest.warns(UserWarning, match="no longer timm:test_resnet.*outputs differ by"):
         save_converted(model, plan, tmp_path / "edited")
 

@@ -126,7 +126,7 @@ DAMAGES = {
     "folder.pth": (lambda _, path: path.mkdir(), "folder has no file of weights; it has nothing$"),
     "pipe.pth": (lambda _, path: os.mkfifo(path), "is not a file"),
     "broken link.pth": (lambda _, path: path.symlink_to("nowhere"), "is a broken link"),
-    "empty.pth": (data(b""), NEITHER + "''$"),
+    "empty.pth": (data(b""), "is empty; download or save it again$"),
     "page.pth": (data(b"<!DOCTYPE html><html>"), f"{NEITHER}'<!DOCTYPE html><html>'$"),
     "pointer.safetensors": (
         data(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"),
