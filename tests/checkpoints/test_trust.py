@@ -1,5 +1,6 @@
 """A folder is data: whatever it names, no entry point imports, runs, opens or downloads it."""
 
+import copy
 import json
 import re
 import shutil
@@ -181,7 +182,8 @@ def test_any_config_is_read_or_refused_in_one_line(folders, tmp_path_factory, ch
         for index, value in changes:
             paths = list(value_paths(config))
             *above, last = paths[index % len(paths)]
-            reduce(getitem, above, config)[last] = value
+            # A copy: the next change may edit it, and must not edit the list of values.
+            reduce(getitem, above, config)[last] = copy.deepcopy(value)
 
     edit_json(folder / CONFIG, change)
     seal(folder)
