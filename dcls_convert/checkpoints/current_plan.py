@@ -11,7 +11,6 @@ from ..layers.dcls_conv import DclsConvNd
 from ..networks.building import build_model
 from ..networks.find_convs import find_convs_for
 from ..networks.pretrained_cfg import stated_args
-from ..networks.registries import REGISTRIES
 from ..networks.source import ModelSource
 from ..planning.plan import ConversionPlan
 from ..reports.predict import predict_report
@@ -27,8 +26,8 @@ def with_current_args(
     `timm.create_model("local-dir:FOLDER", num_classes=10, in_chans=1)`, and with a new layer in the
     place of the classifier or of the first convolution.
     """
-    source = ModelSource(name=plan.model or "", args=plan.model_args)
-    if source.kind not in REGISTRIES:
+    source = plan.source
+    if source is None or not source.is_registered:
         return plan
     network = build_model(source, device="meta")
     args = dict(plan.model_args)
@@ -73,7 +72,7 @@ def plan_for_source(source: ModelSource, plan: ConversionPlan) -> ConversionPlan
     if input_size is not None and "in_chans" in source.args:
         input_size = (source.args["in_chans"], *input_size[1:])
     planned = replace(plan, model=source.name, model_args=source.args, input_size=input_size)
-    if source.kind not in REGISTRIES:
+    if not source.is_registered:
         return planned
     convs = find_convs_for(build_model(source, device="meta"), planned.inputs)
     return replace(planned, params=convs.params, macs=convs.macs, macs_note=convs.macs_note)

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,7 @@ from ..planning.plan import ConversionPlan
 from ..records import read_json
 from ..text import shortened
 from ..weights.files import load_safetensors, read_weights
-from ..weights.tensors_hash import tensors_hash
-from .stamp import METADATA_KEY, read_stamp
+from .stamp import METADATA_KEY, read_stamp, tensors_hash
 
 WEIGHTS = "model.safetensors"
 TORCH_WEIGHTS = "pytorch_model.bin"  # what timm's savers may write instead
@@ -75,8 +74,8 @@ class Checkpoint:
         """
         if self.stored_source is None:
             raise CheckpointError(
-                f"{self.folder}: does not say how its model is built; "
-                "give the unconverted network as `model`"
+                f"{self.folder}: does not say how its model is built; give the unconverted "
+                "network, as model=NETWORK in Python or --model package.module:factory"
             )
         if not trust_code:
             check_source(self.stored_source)
@@ -141,7 +140,10 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     inputs = _stated_images(pretrained_cfg)
     if architecture == TIMM_ARCHITECTURE:
         plan = ConversionPlan.from_dict(args.get("plan"), f"{path}: {PLAN_KEY}")
-        source = _source_of(plan, args)
+        source = plan.source
+        if source is not None:  # timm's savers may have changed the arguments
+            own_args = {name: value for name, value in args.items() if name != "plan"}
+            source = replace(source, args=own_args)
         inputs = plan.inputs
     own_entry = config.get(METADATA_KEY)
     provenance = own_entry.get(PROVENANCE) if isinstance(own_entry, dict) else None
@@ -156,23 +158,6 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         provenance=provenance,
         is_ours=METADATA_KEY in config,
     )
-
-
-def read_plan(folder: str | Path) -> ConversionPlan:
-    """Read the plan of a checkpoint folder.
-
-    Raises:
-        CheckpointError: There is no folder, or no plan in it.
-    """
-    return open_checkpoint(folder).plan
-
-
-def _source_of(plan: ConversionPlan, args: Mapping[str, Any]) -> ModelSource | None:
-    """Return the plan's model with the config's arguments, which timm's savers may have changed."""
-    if plan.model is None:
-        return None
-    own_args = {name: value for name, value in args.items() if name != "plan"}
-    return ModelSource(name=plan.model, args=own_args)
 
 
 def _stated_images(pretrained_cfg: Mapping[str, object]) -> Inputs | None:

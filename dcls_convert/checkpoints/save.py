@@ -9,7 +9,6 @@ from torch import nn
 from ..conversion.provenance import provenance_of
 from ..errors import check_argument
 from ..networks.pretrained_cfg import stated_args
-from ..networks.registries import REGISTRIES
 from ..networks.source import resolve_model
 from ..networks.wrappers import inside_wrappers
 from ..output import new_folder
@@ -96,7 +95,7 @@ def save_converted(
         provenance = provenance_of(model)
         write_config(partial, timm_config(model, plan), provenance)
         write_weights(partial, state, fingerprint)
-        if not _library_builds(plan):
+        if plan.source is None or not plan.source.is_registered:
             note = _note_of_own_network(model)
         elif check:
             comparison = compare_with_folder(model, partial, fingerprint)
@@ -131,10 +130,6 @@ def save_just_converted(
         write_config(partial, timm_config(model, plan), provenance)
         write_weights(partial, clamped_state_(model), take_fingerprint(model, plan.inputs))
         write_report(partial, folder.resolve().name, plan, report, provenance, picture)
-
-
-def _library_builds(plan: ConversionPlan) -> bool:
-    return (plan.model or "").partition(":")[0] in REGISTRIES
 
 
 def _note_of_own_network(model: nn.Module) -> str | None:

@@ -1,10 +1,15 @@
 """The stamp in a weights file: who wrote it, a hash of its tensors, and the model's outputs."""
 
+import hashlib
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import torch
 from pydantic import Field
+from torch import Tensor
 
 from ..records import STRICT, Record
 from ..weights.files import open_safetensors
@@ -37,3 +42,18 @@ def read_stamp(path: Path) -> Stamp | None:
     if text is None:
         return None
     return Stamp.from_json(text, f"{path}: its metadata {METADATA_KEY!r}")
+
+
+def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return the SHA-256 over names, dtypes, shapes and bytes of tensors, in any order.
+
+    Tensors are taken one after another, so they need not be in memory together.
+    """
+    digests = []
+    for name, tensor in tensors:
+        digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        # torch cannot view a tensor without axes as bytes.
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
+        digests.append((name, digest.hexdigest()))
+    return hashlib.sha256(json.dumps(sorted(digests)).encode()).hexdigest()

@@ -21,12 +21,11 @@ from ..reports.predict import predict_report
 from ..reports.report import ConversionReport
 from ..text import short_list
 from ..weights.loading import aliases_in, describe_non_finite
-from ..weights.tensors_hash import tensors_hash
 from .card import model_card
 from .fingerprint import Fingerprint
 from .folder import CARD, CONFIG, PICTURE, PROVENANCE, REPORT, WEIGHTS
 from .loading_code import loading_code
-from .stamp import METADATA_KEY, Stamp
+from .stamp import METADATA_KEY, Stamp, tensors_hash
 
 
 def clamped_state_(model: nn.Module) -> dict[str, Tensor]:

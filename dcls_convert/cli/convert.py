@@ -205,7 +205,7 @@ def _run(request: ConversionRequest, result: OutputOptions) -> None:
     if result.output is not None:
         check_output(result.output, force=result.force, reason_to_keep=_reason_to_keep)
     with console.steps(request.model, "loading", quiet=result.quiet) as notify:
-        from ..checkpoints.folder import read_plan
+        from ..checkpoints.folder import open_checkpoint
         from ..conversion.convert import carry_out
         from ..networks.running import check_device
         from ..reports.report import report_view
@@ -220,7 +220,7 @@ def _run(request: ConversionRequest, result: OutputOptions) -> None:
 
         plan = None
         if request.plan_folder is not None:
-            plan = read_plan(request.plan_folder)
+            plan = open_checkpoint(request.plan_folder).plan
         conversion = carry_out(
             request,
             plan=plan,

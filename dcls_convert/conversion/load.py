@@ -13,7 +13,6 @@ from ..networks.building import build_model
 from ..networks.find_convs import find_convs_for, inputs_of
 from ..networks.measure import is_library_code
 from ..networks.pretrained_cfg import replace_stated_cfg_, stated_source
-from ..networks.registries import REGISTRIES
 from ..networks.sites import ModelConvs
 from ..networks.source import LIBRARY_KINDS, OTHER_TIMM_KINDS, ModelSource, resolve_model
 from ..networks.trust import check_source
@@ -130,7 +129,7 @@ def _stated_source(request: ConversionRequest) -> ModelSource | None:
         model_kwargs=request.model_kwargs,
         pretrained=request.pretrained,
     )
-    if source.kind in REGISTRIES:
+    if source.is_registered:
         check_source(source)  # or the checkpoint could not be loaded
     return source
 

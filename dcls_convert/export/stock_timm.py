@@ -62,9 +62,9 @@ def _write_for_timm(
     folded: FoldedModel, plan: ConversionPlan, report: ConversionReport, kernel_args: dict[str, Any]
 ) -> float:
     """Write the folder, load it with timm, and return the relative error of the outputs."""
-    _, _, name = (plan.model or "").partition(":")
-    architecture, _, _ = name.partition(".")  # without timm's tag
     config = timm_config(folded.model, plan)
+    _, _, name = str(plan.model).partition(":")
+    architecture, _, _ = name.partition(".")  # without timm's tag
     config["architecture"] = architecture
     config["model_args"] = {**plan.model_args, **kernel_args}
     timm_model = architecture
@@ -129,24 +129,24 @@ def find_kernel_args(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
     Raises:
         ModelError: The model is not timm's, or no candidate gives these shapes.
     """
-    kind, _, name = (plan.model or "").partition(":")
-    if kind != "timm":
+    source = plan.source
+    if source is None or source.kind != "timm":
         raise ModelError(f"{plan.model or 'the model'} is not in timm's registry")
-    base = build_model(ModelSource(name=f"timm:{name}", args=plan.model_args), device="meta")
+    base = build_model(source, device="meta")
     parameters = inspect.signature(type(base).__init__).parameters
     arguments = [name for name in parameters if any(word in name for word in KERNEL_WORDS)]
     folded_shapes = shapes_of(model)
     for kernel_args in _candidates(base, plan, arguments):
-        source = ModelSource(name=f"timm:{name}", args={**plan.model_args, **kernel_args})
+        changed = replace(source, args={**source.args, **kernel_args})
         # An architecture may refuse this argument or value and accept the next one.
         with contextlib.suppress(DclsConvertError):
-            if shapes_of(build_model(source, device="meta")) == folded_shapes:
+            if shapes_of(build_model(changed, device="meta")) == folded_shapes:
                 return kernel_args
     if not arguments:
-        raise ModelError(f"timm's {name} has no argument for the size of its kernels")
+        raise ModelError(f"{source.name} has no argument for the size of its kernels")
     tried = ", ".join(arguments)
     raise ModelError(
-        f"timm's {name} cannot be built with these kernel sizes: no value of {tried} gives them"
+        f"{source.name} cannot be built with these kernel sizes: no value of {tried} gives them"
     )
 
 

@@ -31,6 +31,11 @@ class ModelSource:
         """The part before the colon: "timm", "hf-hub", or a module of the user's."""
         return self.name.partition(":")[0]
 
+    @property
+    def is_registered(self) -> bool:
+        """True if the model is in timm's or torchvision's registry."""
+        return self.kind in REGISTRIES
+
 
 def resolve_model(
     name: str,

@@ -13,6 +13,7 @@ from ..errors import CheckpointError, PlanError
 from ..geometry import size_text
 from ..networks.input_tensors import Inputs, check_inputs, checked_input_size, image_inputs
 from ..networks.sites import Skipped
+from ..networks.source import ModelSource
 from ..options import Scope, Tie
 from ..records import STRICT, JsonFraction, Record
 from ..tables import as_html, as_text
@@ -140,6 +141,13 @@ class ConversionPlan(Record):
 
     __str__ = as_text
     _repr_html_ = as_html
+
+    @property
+    def source(self) -> ModelSource | None:
+        """What builds the unconverted model; None if only its user can."""
+        if self.model is None:
+            return None
+        return ModelSource(name=self.model, args=self.model_args)
 
     @property
     def inputs(self) -> Inputs | None:

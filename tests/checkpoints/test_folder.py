@@ -14,8 +14,8 @@ import dcls_convert
 from dcls_convert import convert_, load_converted, predict_report, save_converted
 from dcls_convert.checkpoints import folder as checkpoint_folder
 from dcls_convert.checkpoints.fingerprint import take_fingerprint
-from dcls_convert.checkpoints.folder import CONFIG, FILES, WEIGHTS, read_plan
-from dcls_convert.checkpoints.stamp import read_stamp
+from dcls_convert.checkpoints.folder import CONFIG, FILES, WEIGHTS, open_checkpoint
+from dcls_convert.checkpoints.stamp import read_stamp, tensors_hash
 from dcls_convert.checkpoints.verify import verify_folder as verify
 from dcls_convert.errors import CheckpointError
 from dcls_convert.input import builtin_rules
@@ -23,7 +23,6 @@ from dcls_convert.networks.building import build_model
 from dcls_convert.networks.source import ModelSource
 from dcls_convert.placing.place import place_layers_without_values_
 from dcls_convert.planning.rule_files import parse_rules
-from dcls_convert.weights.tensors_hash import tensors_hash
 
 from ..command_line import run
 from ..conftest import TINY
@@ -53,7 +52,7 @@ def test_an_existing_folder_is_replaced_by_force_alone(tmp_path):
     report = convert_(model, dilated_size=9, init="random")
     save_converted(model, report.plan, tmp_path / "out")
     assert same_states(load_converted(tmp_path / "out", model=users_model()), model)
-    with pytest.raises(CheckpointError, match="give the unconverted network as"):
+    with pytest.raises(CheckpointError, match="give the unconverted network"):
         load_converted(tmp_path / "out")
     other = users_model()
     plan = convert_(other, dilated_size=11, init="random").plan
@@ -61,9 +60,9 @@ def test_an_existing_folder_is_replaced_by_force_alone(tmp_path):
         CheckpointError, match=r"out already exists; name another, or replace it: --force, .*$"
     ):
         save_converted(other, plan, tmp_path / "out")
-    assert read_plan(tmp_path / "out").layers[0].dilated_size == (9, 9)
+    assert open_checkpoint(tmp_path / "out").plan.layers[0].dilated_size == (9, 9)
     save_converted(other, plan, tmp_path / "out", force=True)
-    assert read_plan(tmp_path / "out").layers[0].dilated_size == (11, 11)
+    assert open_checkpoint(tmp_path / "out").plan.layers[0].dilated_size == (11, 11)
 
 
 def test_a_model_without_values_is_not_saved(converted, tmp_path):
@@ -98,7 +97,7 @@ def test_the_contents_of_a_folder(converted, tmp_path):
     assert config["model_args"]["plan"]["rules_text"] == builtin_rules()["depthwise"].read_text()
     assert config["pretrained_cfg"]["mean"] == list(model.pretrained_cfg["mean"])
     assert config["dcls_convert"] == {"provenance": None}
-    assert read_plan(folder) == plan
+    assert open_checkpoint(folder).plan == plan
     report = json.loads((folder / "report.json").read_text())
     assert report == replace(predict_report(plan), output=".").to_dict()
     card = (folder / "README.md").read_text()
@@ -240,7 +239,7 @@ def test_rules_given_as_an_object_are_kept_in_the_plan(tmp_path):
     model = users_model()
     plan = convert_(model, rules=parse_rules(text), init="random").plan
     save_converted(model, plan, tmp_path / "out")
-    assert read_plan(tmp_path / "out").rules_text == text
+    assert open_checkpoint(tmp_path / "out").plan.rules_text == text
 
 
 # --- Models that are not written: they could not be loaded, or have values that are not finite

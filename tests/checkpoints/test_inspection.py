@@ -11,7 +11,7 @@ from torch import nn
 
 import dcls_convert
 from dcls_convert import apply_plan_, find_convs, load_converted, plan_conversion
-from dcls_convert.checkpoints.folder import read_plan
+from dcls_convert.checkpoints.folder import open_checkpoint
 from dcls_convert.errors import CheckpointError
 from dcls_convert.layers.position_statistics import (
     border_share,
@@ -115,7 +115,7 @@ def test_damage_is_reported_in_one_line(folder, edit, message):
 def test_the_command_has_a_row_for_every_tensor_in_text_and_json(folders, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     folder = folders / "gauss"
-    plan = read_plan(folder)
+    plan = open_checkpoint(folder).plan
     inspection = inspect_folder(folder)
     out, err = run("inspect", folder)
     assert err == ""

@@ -140,7 +140,7 @@ def test_other_architectures_become_a_folded_checkpoint(tmp_path, checkpoints):
     for before, after in [(original, loaded), (original, by_timm), (expected, features)]:
         assert not any(isinstance(module, DclsConvNd) for module in after.modules())
         assert max_relative_error(outputs(before), outputs(after)) < FLOAT32_ERROR
-    plan = dcls_convert.checkpoints.folder.read_plan(tmp_path / "out")
+    plan = dcls_convert.checkpoints.folder.open_checkpoint(tmp_path / "out").plan
     assert plan.folded
     report = json.loads((tmp_path / "out" / REPORT).read_text())
     assert report == replace(predict_report(plan), output=".").to_dict()

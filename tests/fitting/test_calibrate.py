@@ -17,6 +17,7 @@ from dcls_convert import (
     find_convs,
     plan_conversion,
 )
+from dcls_convert.checkpoints.stamp import tensors_hash
 from dcls_convert.errors import ModelError
 from dcls_convert.fitting import calibrate as calibrate_module
 from dcls_convert.fitting import warm_start
@@ -27,7 +28,6 @@ from dcls_convert.placing.groups import make_layers
 from dcls_convert.progress import ignore_messages
 from dcls_convert.reports.report import report_view
 from dcls_convert.tables import as_text
-from dcls_convert.weights.tensors_hash import tensors_hash
 
 from ..model_state import state_of
 from .networks import INPUT_SIZE, network, output_error, smooth_noise

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dcls_convert.weights.tensors_hash import tensors_hash
+from dcls_convert.checkpoints.stamp import tensors_hash
 
 
 @pytest.mark.parametrize(
