@@ -20,8 +20,10 @@ from ..progress import Note, Notify, ignore_messages
 from ..text import short_list
 from ..weights.files import read_weights
 from ..weights.loading import (
+    alias_names,
     build_and_load,
     check_weights,
+    classifier_prefixes,
     differing_classifier,
     differing_num_classes,
     load_weights_,
@@ -193,10 +195,18 @@ def _classes_of_weights(
 
     Raises:
         CheckpointError: The numbers differ, but the model is in memory or built by the user's own
-            code, so it cannot be rebuilt with another number.
+            code, so it cannot be rebuilt with another number. Or the classifiers have other names.
     """
     if request.num_classes is not None:
         return None
+    own_names = structure.state_dict().keys()
+    differing = sorted((own_names ^ weights.entries.keys()) - alias_names(structure).keys())
+    prefixes = classifier_prefixes(structure)
+    if differing and all(name.startswith(prefixes) for name in differing):
+        raise CheckpointError(
+            f"{weights.where}: its classifier has other tensors than the model's: "
+            f"{short_list(differing)}; state the number of classes for a new one, or 0 for none"
+        )
     classes = differing_num_classes(structure, weights.entries)
     if classes is not None and (source is None or source.kind not in LIBRARY_KINDS):
         raise CheckpointError(

@@ -181,7 +181,7 @@ def _problems(
             missing.append(name)
     unexpected = [name for name in state if name not in own]
     if missing or unexpected:
-        yield _describe_names(model, missing, unexpected)
+        yield _describe_names(missing, unexpected)
         return
     for name, theirs in state.items():
         ours = own[name]
@@ -202,15 +202,13 @@ def _problems(
             yield problem
 
 
-def _describe_names(model: nn.Module, missing: list[str], unexpected: list[str]) -> str:
+def _describe_names(missing: list[str], unexpected: list[str]) -> str:
     """Say which names differ, and what to do where that is known."""
     parts = []
     if missing:
         parts.append(f"missing: {short_list(missing)}")
     if unexpected:
         parts.append(f"unexpected: {short_list(unexpected)}")
-    if all(name.startswith(classifier_prefixes(model)) for name in (*missing, *unexpected)):
-        parts.append("state the number of classes for a new classifier, or 0 for none")
     if any(name.endswith(CONVERTED_ENTRY) for name in unexpected):
         parts.append(
             "these weights are of a converted model: load them into the model that load_converted "
