@@ -27,7 +27,7 @@ def with_current_args(
     place of the classifier or of the first convolution.
     """
     source = plan.source
-    if source is None or not source.is_registered:
+    if source is None or not source.is_from_registry:
         return plan
     network = build_model(source, device="meta")
     args = dict(plan.model_args)
@@ -72,7 +72,7 @@ def plan_for_source(source: ModelSource, plan: ConversionPlan) -> ConversionPlan
     if input_size is not None and "in_chans" in source.args:
         input_size = (source.args["in_chans"], *input_size[1:])
     planned = replace(plan, model=source.name, model_args=source.args, input_size=input_size)
-    if not source.is_registered:
+    if not source.is_from_registry:
         return planned
     convs = find_convs_for(build_model(source, device="meta"), planned.inputs)
     return replace(planned, params=convs.params, macs=convs.macs, macs_note=convs.macs_note)

@@ -74,9 +74,7 @@ def take_fingerprint(model: nn.Module, inputs: Inputs | None, *, seed: int = 0) 
         reason = f"images of more than {MAX_PIXELS:,} pixels are not run"
     else:
         try:
-            tensors = [
-                out for out in tensors_in(_run(model, inputs, seed)) if out.is_floating_point()
-            ]
+            tensors = [out for out in _run(model, inputs, seed) if out.is_floating_point()]
             outputs = tuple(_summary(tensor) for tensor in tensors if tensor.isfinite().any())
         except Exception as error:  # the model's own code may raise anything
             reason = f"{type(error).__name__}: {one_line(error)[:120]}"

@@ -95,7 +95,7 @@ def save_converted(
         provenance = provenance_of(model)
         write_config(partial, timm_config(model, plan), provenance)
         write_weights(partial, state, fingerprint)
-        if plan.source is None or not plan.source.is_registered:
+        if plan.source is None or not plan.source.is_from_registry:
             note = _note_of_own_network(model)
         elif check:
             comparison = compare_with_folder(model, partial, fingerprint)

@@ -131,7 +131,7 @@ def _stated_source(request: ConversionRequest) -> ModelSource | None:
         model_kwargs=request.model_kwargs,
         pretrained=request.pretrained,
     )
-    if source.is_registered:
+    if source.is_from_registry:
         check_source(source)  # or the checkpoint could not be loaded
     return source
 

@@ -320,7 +320,7 @@ def without_small_parameters(model: nn.Module) -> Iterator[None]:
                 if parameter.detach().abs().max() >= SMALL:
                     continue
                 old = parameter.detach().clone()
-                parameter.data.copy_(old)
+                parameter.data.copy_(old)  # if torch cannot change it, it is not kept
                 scale = parameter[0].numel() ** -0.5 if parameter.dim() > 1 else 0.1
                 values = torch.rand(parameter.shape, generator=generator, device="cpu") / 2 + 0.5
                 kept.append((parameter, old))

@@ -32,8 +32,8 @@ class ModelSource:
         return self.name.partition(":")[0]
 
     @property
-    def is_registered(self) -> bool:
-        """True if the model is in timm's or torchvision's registry."""
+    def is_from_registry(self) -> bool:
+        """True if a registry, timm's or torchvision's, builds the model."""
         return self.kind in REGISTRIES
 
 

@@ -52,7 +52,7 @@ def test_an_existing_folder_is_replaced_by_force_alone(tmp_path):
     report = convert_(model, dilated_size=9, init="random")
     save_converted(model, report.plan, tmp_path / "out")
     assert same_states(load_converted(tmp_path / "out", model=users_model()), model)
-    with pytest.raises(CheckpointError, match="give the unconverted network"):
+    with pytest.raises(CheckpointError, match="give the unconverted network, as model="):
         load_converted(tmp_path / "out")
     other = users_model()
     plan = convert_(other, dilated_size=11, init="random").plan

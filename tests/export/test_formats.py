@@ -244,7 +244,7 @@ def test_a_folder_saved_from_python_is_folded_by_the_command_line(monkeypatch, s
         assert "states no inputs" in refused
         options += ["--input-size", "x".join(map(str, IMAGE))]
     _, refused = run("fold", "own", *options[3:], code=2)
-    assert "give the unconverted network" in refused
+    assert "give the unconverted network, as model=NETWORK in Python or --model" in refused
     for format, output in [("timm", "own-folded"), ("pt2", "own.pt2")]:
         folded, _ = run("fold", "own", "--format", format, *options)
         assert json.loads(folded)["output"] == output
