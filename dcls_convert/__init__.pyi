@@ -26,7 +26,7 @@ from .planning.plan import ConversionPlan as ConversionPlan
 from .planning.planner import plan_conversion as plan_conversion
 from .planning.rule_files import load_rules as load_rules
 from .planning.rules import RuleSet as RuleSet
-from .reports.predict import predict_report as predict_report
 from .reports.report import ConversionReport as ConversionReport
+from .reports.report import predict_report as predict_report
 
 __version__: str

@@ -1,11 +1,12 @@
-"""The table class shared by all views, and its forms: text, Markdown and HTML."""
+"""Tables and paragraphs for all views: in a terminal by rich, as Markdown, and as HTML."""
 
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-from rich import box, table
+from rich import box
+from rich import table as rich_table
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.padding import Padding
@@ -19,131 +20,96 @@ MIN_NAME_WIDTH = 24
 UNLIMITED_WIDTH = 1_000_000  # terminal columns; a table measured at it has its natural width
 MARKDOWN_ESCAPES = {ord("\\"): "\\\\", ord("|"): "\\|"}
 
-Row = TypeVar("Row")
-
 
 @dataclass(frozen=True, slots=True)
-class Column(Generic[Row]):
-    """A column of a table: its heading, its values, and how they are written."""
+class Column:
+    """A column of a table."""
 
     heading: str
-    value: Callable[[Row], Any]  # the value in a row; None if it is not known
-    format: Callable[[Any], str] = str  # writes a known value
     left: bool = False  # aligned to the left; numbers are aligned to the right
     words: bool = False  # text of any length, which wraps so that names and numbers stay whole
 
-    def text(self, row: Row) -> str:
-        value = self.value(row)
-        if value is None:
-            return ""
-        return printable(self.format(value))
 
-    def is_known(self, rows: Sequence[Row]) -> bool:
-        """True if any of the rows has a value."""
-        for row in rows:
-            if self.value(row) is not None:
-                return True
-        return False
-
-
-@dataclass(frozen=True, slots=True)
-class Table(Generic[Row]):
-    """A table with a row for each record.
+class Table:
+    """Rows of texts under headings. A column in which no row has a text is left out.
 
     The first column holds names. If the table is too wide, their middle is cut out.
     """
 
-    columns: Sequence[Column[Row]]
-    rows: Sequence[Row]
-    style: Callable[[Row], str] = lambda row: ""  # rich's style of a row
-    totals: Sequence[Row] = ()  # rows below the others, in bold
-    min_name_width: int = MIN_NAME_WIDTH
+    def __init__(self, columns: Sequence[Column], min_name_width: int = MIN_NAME_WIDTH) -> None:
+        self._columns = columns
+        self._min_name_width = min_name_width
+        self._rows: list[list[str]] = []
+        self._styles: list[str] = []  # rich's style of each row
+        self._total_rows = 0
+
+    def add(self, *texts: str | None, style: str = "") -> None:
+        """Add a row, with a text for each column; None is an empty one."""
+        self._rows.append([printable(text or "") for text in texts])
+        self._styles.append(style)
+
+    def add_total(self, *texts: str | None) -> None:
+        """Add a row below a line, in bold, after all other rows."""
+        self.add(*texts, style="bold")
+        self._total_rows += 1
+
+    def _shown(self) -> list[int]:
+        """Return the indices of the columns with a text in any row; of all if there are no rows."""
+        shown = []
+        for index in range(len(self._columns)):
+            is_name = index == 0
+            if is_name or not self._rows or any(row[index] for row in self._rows):
+                shown.append(index)
+        return shown
 
     def markdown(self) -> str:
         """Return the table as Markdown; headings are not escaped."""
-        headings, rows = self.cells()
-        columns = self._known_columns()
+        shown = self._shown()
         rules = []
-        for column in columns:
-            left = column.left or column is columns[0]
+        for index in shown:
+            left = index == 0 or self._columns[index].left
             rules.append("---" if left else "---:")
+        headings = [self._columns[index].heading for index in shown]
         lines = [_markdown_line(headings), _markdown_line(rules)]
-        for row in rows:
-            lines.append(_markdown_line(cell.translate(MARKDOWN_ESCAPES) for cell in row))
+        for row in self._rows:
+            lines.append(_markdown_line(row[index].translate(MARKDOWN_ESCAPES) for index in shown))
         return "".join(lines)
-
-    def surplus(self, console: Console, options: ConsoleOptions) -> int:
-        """Return by how many terminal columns the table exceeds the available width."""
-        rich_table = self._rich_table(console.width // 2)
-        measured = console.measure(rich_table, options=options.update(max_width=UNLIMITED_WIDTH))
-        return measured.maximum - options.max_width
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         name_width = console.width // 2
-        surplus = self.surplus(console, options)
-        if surplus > 0 and not _word_columns(self.columns):
-            longest = self._longest_name(name_width)
-            shortest_allowed = min(longest, self.min_name_width - 1)
-            name_width = max(longest - surplus, shortest_allowed)
-        yield self._rich_table(name_width)
+        table = self._rich_table(name_width)
+        natural = console.measure(table, options=options.update(max_width=UNLIMITED_WIDTH)).maximum
+        surplus = natural - options.max_width
+        if surplus > 0 and not any(column.words for column in self._columns):
+            names = [self._columns[0].heading, *(row[0] for row in self._rows)]
+            longest = max(cell_len(shortened(name, name_width)) for name in names)
+            shortest_allowed = min(longest, self._min_name_width - 1)
+            table = self._rich_table(max(longest - surplus, shortest_allowed))
+        yield table
 
-    def cells(self) -> tuple[list[str], list[list[str]]]:
-        """Return headings and the texts of each row, without columns that have no values."""
-        columns = self._known_columns()
-        texts = []
-        for row in self._all_rows():
-            texts.append([column.text(row) for column in columns])
-        return [column.heading for column in columns], texts
-
-    def _all_rows(self) -> list[Row]:
-        return [*self.rows, *self.totals]
-
-    def _known_columns(self) -> list[Column[Row]]:
-        """Return the columns with a value in any row; all of them if there are no rows."""
-        rows = self._all_rows()
-        if not rows:
-            return list(self.columns)
-        return [column for column in self.columns if column.is_known(rows)]
-
-    def _longest_name(self, limit: int) -> int:
-        """Return the width of the longest name or of the heading, each shortened to `limit`."""
-        names = self.columns[0]
-        longest = cell_len(shortened(names.heading, limit))
-        for row in self._all_rows():
-            longest = max(longest, cell_len(shortened(names.text(row), limit)))
-        return longest
-
-    def _rich_table(self, name_width: int) -> table.Table:
+    def _rich_table(self, name_width: int) -> rich_table.Table:
         """Return rich's table, with names of at most `name_width` terminal columns."""
-        rich_table = table.Table(
+        table = rich_table.Table(
             box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold"
         )
-        columns = self._known_columns()
-        wrapped = _word_columns(columns) or columns[1:]
-        for column in columns:
-            if column in wrapped:
-                overflow: Any = {"overflow": "fold"}
-            else:
-                overflow = {"no_wrap": True}
-            left = column.left or column is columns[0]
-            justify: Any = "left" if left else "right"
-            rich_table.add_column(column.heading, justify=justify, **overflow)
-        _, texts = self.cells()
-        styles = list(map(self.style, self.rows))
-        styles += ["bold"] * len(self.totals)
-        for index, (cells, style) in enumerate(zip(texts, styles, strict=True), start=1):
-            name, *others = cells
-            rich_table.add_row(
+        shown = self._shown()
+        only_words_wrap = any(self._columns[index].words for index in shown)
+        for index in shown:
+            column = self._columns[index]
+            wraps = column.words if only_words_wrap else index > 0
+            overflow: Any = {"overflow": "fold"} if wraps else {"no_wrap": True}
+            justify: Any = "left" if index == 0 or column.left else "right"
+            table.add_column(column.heading, justify=justify, **overflow)
+        for row, style in zip(self._rows, self._styles, strict=True):
+            name, *others = [row[index] for index in shown]
+            is_last = len(table.rows) + 1 == len(self._rows) - self._total_rows
+            table.add_row(
                 Text(shortened(name, name_width)),
                 *map(Text, others),
                 style=style,
-                end_section=index == len(self.rows),  # a line above the totals
+                end_section=is_last,  # a line above the totals
             )
-        return rich_table
-
-
-def _word_columns(columns: Sequence[Column[Row]]) -> list[Column[Row]]:
-    return [column for column in columns if column.words]
+        return table
 
 
 def _markdown_line(cells: Iterable[str]) -> str:

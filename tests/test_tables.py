@@ -18,11 +18,14 @@ from .conftest import many_examples
 TEXTS = st.text(st.sampled_from('abz019._-路径名🙂é\u0301\x1b\n|\\[],"'), max_size=60)
 NUMBER = "1234567 → 7654321"
 ROWS = st.lists(st.tuples(TEXTS, st.none() | st.integers(0, 10**9)), min_size=1, max_size=4)
-COLUMNS = [
-    Column("Name", lambda row: row[0]),
-    Column("Count", lambda row: row[1], "{:,}".format),
-    Column("Number", lambda row: NUMBER),
-]
+COLUMNS = [Column("Name"), Column("Count"), Column("Number")]
+
+
+def table_of(rows):
+    table = Table(COLUMNS)
+    for name, count in rows:
+        table.add(name, None if count is None else f"{count:,}", NUMBER)
+    return table
 
 
 def printed(table, width):
@@ -56,7 +59,7 @@ def test_what_is_shown_fits_and_keeps_both_ends(name, limit):
 def test_a_table_fits_by_its_names_and_never_cuts_a_number(rows, more):
     rows = [*rows, ("long" * 20, 1_000_000_000)]
     width = MIN_NAME_WIDTH + len("1,000,000,000 ") + len(NUMBER) + 3 + more  # with spaces between
-    head, _, *lines = printed(Table(COLUMNS, rows), width)
+    head, _, *lines = printed(table_of(rows), width)
     assert len(lines) == len(rows)
     assert max(map(cell_len, (head, *lines))) <= width
     for line, (_, count) in zip(lines, rows, strict=True):
@@ -69,13 +72,14 @@ def test_a_table_fits_by_its_names_and_never_cuts_a_number(rows, more):
 @given(ROWS)
 def test_a_column_without_values_is_left_out(rows):
     has_counts = any(count is not None for _, count in rows)
-    assert ("Count" in Table(COLUMNS, rows).markdown()) == has_counts
+    assert ("Count" in table_of(rows).markdown()) == has_counts
 
 
 @many_examples
 @given(ROWS)
 def test_markdown_gives_back_the_texts(rows):
-    table = Table(COLUMNS, rows, totals=[("all|", 7)])
+    table = table_of(rows)
+    table.add_total("all|", "7", NUMBER)
     head, sides, *lines = table.markdown().splitlines()
     assert head == "| Name | Count | Number |"
     assert sides == "| --- | ---: | ---: |"
@@ -87,11 +91,15 @@ def test_markdown_gives_back_the_texts(rows):
 
 def test_names_that_differ_in_their_ends_still_differ_where_words_do_not_fold_first():
     name = "backbone.features.stages.3.blocks.7.token_mixer.conv"
-    columns = [Column("Layer", str), Column("Count", lambda row: 34)]
+    columns = [Column("Layer"), Column("Count")]
+    table = Table(columns)
+    table.add(f"{name}1", "34")
+    table.add(f"{name}2", "34")
     for width in (40, 30):
-        lines = printed(Table(columns, [f"{name}1", f"{name}2"]), width)[2:]
+        lines = printed(table, width)[2:]
         assert [line.split()[0][-5:] for line in lines] == ["conv1", "conv2"]
-    words = Column("Reason", lambda row: "a reason of many words", left=True, words=True)
-    lines = printed(Table([*columns, words], ["short name that stays"]), 45)[2:]
+    table = Table([*columns, Column("Reason", left=True, words=True)])
+    table.add("short name that stays", "34", "a reason of many words")
+    lines = printed(table, 45)[2:]
     assert lines[0].startswith("short name that stays ")
     assert len(lines) > 1

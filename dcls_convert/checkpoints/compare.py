@@ -58,7 +58,7 @@ def check_layers(model: nn.Module, plan: ConversionPlan) -> None:
                 "dataclasses.replace(plan, folded=True) is the plan of a folded network"
             )
     for layer in plan.layers:
-        _check_tie(modules, layer.name, plan.owner_of(layer).name)
+        _check_tie(modules, layer.name, layer.owner or layer.name)
 
 
 def _check_tie(modules: Mapping[str, nn.Module], name: str, owner_name: str) -> None:

@@ -13,7 +13,7 @@ from ..networks.find_convs import find_convs_for
 from ..networks.pretrained_cfg import stated_args
 from ..networks.source import ModelSource
 from ..planning.plan import ConversionPlan
-from ..reports.predict import predict_report
+from ..reports.report import predict_report
 from ..weights.loading import differing_num_classes
 
 

@@ -17,8 +17,7 @@ from ..networks.wrappers import plain_name
 from ..placing.place import timm_model_args
 from ..planning.plan import ConversionPlan
 from ..records import write_json
-from ..reports.predict import predict_report
-from ..reports.report import ConversionReport
+from ..reports.report import ConversionReport, predict_report
 from ..text import short_list
 from ..weights.loading import aliases_in, describe_non_finite
 from .card import model_card

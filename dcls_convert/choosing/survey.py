@@ -29,7 +29,7 @@ from ..progress import Notify, ignore_messages
 from ..records import adapter, write_json
 from ..reports.costs import Change, MacsChange
 from ..reports.number_text import short_before_after, short_count
-from ..reports.predict import predict_report
+from ..reports.report import predict_report
 from ..tables import Column, Table
 from ..text import count_text, did_you_mean, one_line, range_text, shortened
 
@@ -181,7 +181,24 @@ def model_row(name: str, request: ConversionRequest) -> ModelRow:
 
 def survey_view(rows: Sequence[ModelRow]) -> RenderableType:
     """Return a table of the models, and a line that counts them by status."""
-    table = Table(COLUMNS, rows, style=lambda row: STATUS_STYLES[row.status])
+    table = Table(
+        [
+            Column("Model"),
+            Column("Replaced", left=True, words=True),
+            Column("Count"),
+            Column("Parameters"),
+            Column("MACs"),
+        ]
+    )
+    for row in rows:
+        table.add(
+            row.name,
+            _replaced(row),
+            range_text(row.kernel_counts),
+            _change(row.params),
+            _change(row.macs),
+            style=STATUS_STYLES[row.status],
+        )
     counts = _status_counts(rows)
     summary = ", ".join(f"{count} {status}" for status, count in counts.items())
     return Group(table, Text(), Text(f"{count_text(len(rows), 'model')}: {summary}", style="bold"))
@@ -237,12 +254,3 @@ def _change(change: Change) -> str:
     if change.after is None:
         return short_count(change.before)
     return short_before_after(change)
-
-
-COLUMNS: list[Column[ModelRow]] = [
-    Column("Model", lambda row: row.name),
-    Column("Replaced", _replaced, left=True, words=True),
-    Column("Count", lambda row: range_text(row.kernel_counts)),
-    Column("Parameters", lambda row: row.params, _change),
-    Column("MACs", lambda row: row.macs, _change),
-]

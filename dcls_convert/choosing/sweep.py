@@ -31,8 +31,8 @@ from ..planning.windows import candidate_windows
 from ..progress import Note, Notify, ignore_messages, show_progress_in_python
 from ..records import Record
 from ..reports.costs import Change
-from ..reports.number_text import in_one_unit, with_separators
-from ..reports.predict import predict_report
+from ..reports.number_text import in_one_unit, percent, with_separators
+from ..reports.report import predict_report
 from ..tables import Column, Table, as_html, as_text, indented, title
 from ..text import counts_text, range_text
 
@@ -118,8 +118,8 @@ class Sweep(Record):
         input_size = ""
         if self.input_size:
             input_size = f", input {size_text(self.input_size)}"
-        table = Table(_columns(self), self.rows, style=lambda row: ROW_STYLES[row.status])
-        return Group(title(self.model, input_size), Text(), table, Text(), *_notes(self))
+        heading = title(self.model, input_size)
+        return Group(heading, Text(), _table(self), Text(), *_notes(self))
 
     __str__ = as_text
     _repr_html_ = as_html
@@ -293,42 +293,48 @@ def _params(row: SweepRow) -> int:
     return row.params
 
 
-def _columns(sweep: Sweep) -> list[Column[SweepRow]]:
+def _table(sweep: Sweep) -> Table:
     original = sweep.rows[0]
-    layer_counts = {row.layers for row in sweep.rows if row.status == "done"}
     write_macs, macs_unit = in_one_unit(row.macs for row in sweep.rows)
-
-    def marked_window(row: SweepRow) -> str:
-        sign = ""
-        if sweep.choice.row is not None and row is sweep.rows[sweep.choice.row]:
-            sign = RECOMMENDED
-        return f"{sign:1} {row.window}"
-
-    def layers_if_they_vary(row: SweepRow) -> int | None:
-        if len(layer_counts) == 1 or not row.layers:
-            return None
-        return row.layers
-
-    def added_macs(row: SweepRow) -> float | None:
-        if row is original:
-            return None
-        return Change(before=original.macs, after=row.macs).percent
-
-    def params_or_status(row: SweepRow) -> str:
-        if row.params is None:
-            return row.status
-        return with_separators(row.params)
-
-    return [
-        Column("  Window", marked_window),
-        Column("Count", lambda row: range_text(row.kernel_counts)),
-        Column("Budget", lambda row: row.asked and row.asked.budget, "{:g} %".format),
-        Column("Layers", layers_if_they_vary),
-        Column("Off map", lambda row: row.layers_beyond_map or None),
-        Column("Parameters", params_or_status),
-        Column(f"MACs{macs_unit}", lambda row: row.macs, write_macs),
-        Column("", added_macs, "{:+.1f} %".format),
-    ]
+    layer_counts = {row.layers for row in sweep.rows if row.status == "done"}
+    table = Table(
+        [
+            Column("  Window"),
+            Column("Count"),
+            Column("Budget"),
+            Column("Layers"),
+            Column("Off map"),
+            Column("Parameters"),
+            Column(f"MACs{macs_unit}"),
+            Column(""),
+        ]
+    )
+    for index, row in enumerate(sweep.rows):
+        sign = RECOMMENDED if index == sweep.choice.row else ""
+        budget = None
+        if row.asked is not None and row.asked.budget is not None:
+            budget = f"{row.asked.budget:g} %"
+        layers = None
+        if len(layer_counts) > 1 and row.layers:
+            layers = str(row.layers)
+        macs = None
+        if row.macs is not None:
+            macs = write_macs(row.macs)
+        added_macs = ""
+        if row is not original:
+            added_macs = percent(Change(before=original.macs, after=row.macs), 1)
+        table.add(
+            f"{sign:1} {row.window}",
+            range_text(row.kernel_counts),
+            budget,
+            layers,
+            str(row.layers_beyond_map or ""),
+            row.status if row.params is None else with_separators(row.params),
+            macs,
+            added_macs,
+            style=ROW_STYLES[row.status],
+        )
+    return table
 
 
 def _notes(sweep: Sweep) -> Iterator[RenderableType]:

@@ -137,11 +137,13 @@ def translate_authors_elements(
     state: dict[str, Tensor] = {}
     for layer in plan.layers:
         for parameter, tensor in translated[layer.name].items():
-            owner = layer if parameter == "weight" else plan.owner_of(layer)
-            name = f"{owner.name}.{parameter}"
+            owner = layer.name
+            if parameter != "weight":
+                owner = layer.owner or layer.name
+            name = f"{owner}.{parameter}"
             if name in state and not torch.equal(state[name], tensor):
                 raise CheckpointError(
-                    f"{where}: {parameter} of {owner.name} and {layer.name} differ, "
+                    f"{where}: {parameter} of {owner} and {layer.name} differ, "
                     f"so the layers of {layer.tie_group} cannot share them; use tie 'none'"
                 )
             state[name] = tensor

@@ -18,8 +18,7 @@ from ..networks.source import ModelSource
 from ..options import AUTO, ERROR_SCOPE
 from ..planning.plan import ConversionPlan
 from ..progress import Note, Notify, ignore_messages, logger
-from ..reports.predict import predict_report
-from ..reports.report import ConversionReport
+from ..reports.report import ConversionReport, predict_report
 from .apply_plan import LayerErrors, apply_plan_
 from .authors import AuthorsWeights, convert_with_authors_weights_
 from .decide import check_start, check_stored_plan, decide_options, make_checked_plan
@@ -193,9 +192,17 @@ def _convert_network_(
             channels = plan.input_size[0]
             stated = normalisation_of(model, channels, request.mean, request.std)
             set_normalisation_(model, stated.mean, stated.std, channels=channels)
-    report = conversion.report.with_errors(
-        errors.kernel, errors.output, outcome, reasons=errors.reasons
-    )
+    layers = []
+    for layer in plan.layers:
+        layers.append(
+            replace(
+                layer,
+                fit_error=errors.kernel.get(layer.name),
+                output_error=errors.output.get(layer.name),
+                error_reasons=errors.reasons.get(layer.name, ()),
+            )
+        )
+    report = replace(conversion.report, layers=tuple(layers), outcome=outcome)
     return replace(conversion, model=model, report=report, random_output_error=random_output_error)
 
 

@@ -15,7 +15,7 @@ from ..networks.model_outputs import compare_outputs
 from ..networks.running import eval_mode, full_precision, run_batch
 from ..options import MAX_PIXELS
 from ..planning.plan import ConversionPlan
-from ..reports.costs import Outcome
+from ..reports.outcome import Outcome
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,8 +26,7 @@ from ..networks.model_outputs import ComparisonError, check_close
 from ..networks.source import ModelSource
 from ..output import new_folder
 from ..planning.plan import ConversionPlan
-from ..reports.predict import predict_report
-from ..reports.report import ConversionReport
+from ..reports.report import ConversionReport, predict_report
 from ..weights.files import load_safetensors
 from ..weights.loading import alias_names
 from .folded_model import FOLDING_BOUND, ExportReport, FoldedModel, arguments_for, run_model

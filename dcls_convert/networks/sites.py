@@ -4,6 +4,9 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Annotated
+
+from pydantic import Field
 
 from ..geometry import Padding, plain_numbers, size_text
 from .input_tensors import Inputs
@@ -16,7 +19,8 @@ class OldConv:
     Axes are in the order of tensor.shape.
     """
 
-    names: tuple[str, ...]  # every qualified name of the object; the first is canonical
+    # Every qualified name of the object; the first is canonical.
+    names: Annotated[tuple[str, ...], Field(min_length=1)]
     stage: str | None  # "stages.2"; None outside all stages, or if the model has none
     kind: str  # "depthwise", "grouped" or "dense"
     in_channels: int

@@ -108,8 +108,9 @@ def _with_unsolved_counted(layers: Sequence[LayerPlan], count: int) -> list[Laye
 def _params(layers: Sequence[LayerPlan]) -> int:
     """Count the parameters; UNSOLVED layers have none, and a tie group's coordinates count once."""
     params = 0
-    for first, *others in position_groups(layers):
-        params += first.group_position_params
-        for layer in (first, *others):
+    for group in position_groups(layers):
+        first = group[0]
+        params += first.lines * first.kernel_count * first.coordinates_per_element
+        for layer in group:
             params += layer.lines * layer.kernel_count
     return params

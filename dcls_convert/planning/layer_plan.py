@@ -1,8 +1,11 @@
-"""One convolution of a plan: the DCLS layer that replaces it, with its shapes and counts."""
+"""One convolution of a plan: the DCLS layer that replaces it, with its shapes, counts and costs."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
 
 from ..errors import PlanError
 from ..geometry import along_learnt_axes, check_cells, check_window, extent
@@ -27,6 +30,19 @@ class LayerPlan(OldConv):
     count_is_stated: bool = False
     tie_group: str | None  # None if its positions are its own
     rule: str  # label of the rule that claimed it
+
+    # The fields below are not in the plan's JSON. A plan sets the first two of its layers.
+
+    # The layer whose positions it uses, the first of its tie group; None if it is this one.
+    owner: Annotated[str | None, Field(exclude=True)] = None
+    # Whether a plain convolution with the constructed kernel is in its place.
+    folded: Annotated[bool, Field(exclude=True)] = False
+    # What the start left, if there was one: the relative errors of the kernel and, on a
+    # calibration's images, of the outputs; and reasons for the latter besides the limits of the
+    # elements.
+    fit_error: Annotated[float | None, Field(exclude=True)] = None
+    output_error: Annotated[float | None, Field(exclude=True)] = None
+    error_reasons: Annotated[tuple[str, ...], Field(exclude=True)] = ()
 
     @property
     def position_kinds(self) -> tuple[str, ...]:
@@ -123,14 +139,42 @@ class LayerPlan(OldConv):
         return self.position_shape[0] * len(self.position_kinds)
 
     @property
-    def folded_weights(self) -> int:
-        """Weights of the plain convolution with the constructed kernel."""
-        return self.lines * self.cells
+    def params_before(self) -> int:
+        """Parameters of the old convolution, with bias."""
+        return self.dense_weights + self._bias_params
 
     @property
-    def group_position_params(self) -> int:
-        """Parameters of positions and sigma, which the tie group shares."""
-        return self.lines * self.kernel_count * self.coordinates_per_element
+    def params_after(self) -> int:
+        """Parameters of the new layer, with bias."""
+        return self.weight_params + self.position_params + self._bias_params
+
+    @property
+    def _bias_params(self) -> int:
+        return self.out_channels if self.bias else 0
+
+    @property
+    def weight_params(self) -> int:
+        """Weights of the elements; of a folded layer, all cells of the constructed kernels."""
+        if self.folded:
+            return self.lines * self.cells
+        return self.lines * self.kernel_count
+
+    @property
+    def position_params(self) -> int:
+        """Parameters of positions and sigma; tied ones count in the first layer of their group."""
+        if self.folded or self.owner is not None:
+            return 0
+        return self.weight_params * self.coordinates_per_element
+
+    @property
+    def macs_before(self) -> int | None:
+        """MACs of the old convolution for one image; None if not known."""
+        return self.macs(self.kernel_size)
+
+    @property
+    def macs_after(self) -> int | None:
+        """MACs of the constructed kernels for one image; None if not known."""
+        return self.macs(self.dilated_size)
 
 
 def position_groups(layers: Sequence[LayerPlan]) -> list[list[LayerPlan]]:
@@ -147,8 +191,6 @@ def position_groups(layers: Sequence[LayerPlan]) -> list[list[LayerPlan]]:
 
 def check_layer(layer: LayerPlan) -> None:
     """Raise PlanError, with the layer's name, for values that no layer can have."""
-    if not layer.names:
-        raise PlanError("a layer: has no name")
     try:
         _check_values(layer)
     except ValueError as error:

@@ -142,6 +142,18 @@ class ConversionPlan(Record):
     __str__ = as_text
     _repr_html_ = as_html
 
+    def __post_init__(self) -> None:
+        first_of: dict[str | None, LayerPlan] = {}
+        layers = []
+        for layer in self.layers:
+            owner = None
+            if layer.tie_group is not None:
+                first = first_of.setdefault(layer.tie_group, layer)
+                if first is not layer:
+                    owner = first.name
+            layers.append(replace(layer, owner=owner, folded=self.folded))
+        object.__setattr__(self, "layers", tuple(layers))
+
     @property
     def source(self) -> ModelSource | None:
         """What builds the unconverted model; None if only its user can."""
@@ -171,12 +183,6 @@ class ConversionPlan(Record):
         if len(extents) == 1 or len(growths) > 1:
             return None
         return growths.pop()
-
-    def owner_of(self, layer: LayerPlan) -> LayerPlan:
-        """Return the layer whose positions a layer uses: the first of its tie group, or itself."""
-        if layer.tie_group is None:
-            return layer
-        return next(first for first in self.layers if first.tie_group == layer.tie_group)
 
 
 def _as_patterns(paths: str | Sequence[str]) -> list[str]:

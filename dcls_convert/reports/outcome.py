@@ -1,12 +1,33 @@
-"""Sentences on how close a converted network is to the trained one."""
+"""How close a converted network is to the trained one: the record, and sentences on it."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
 
 from ..networks.model_outputs import Agreement
 from ..text import count_text
-from .costs import Outcome
 
 SMALL_ERROR = 1e-3  # relative error below which kernels or outputs count as unchanged
 ENOUGH_IMAGES = 4  # if fewer images were fitted to, the report suggests more
 MIN_IMAGES_FOR_PERCENT = 10  # a percentage of fewer images would look too precise
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """The effect of a conversion on the outputs of a trained network."""
+
+    kernel_error: float | None  # mean of the layers' `fit_error`
+    images: int  # held-out images, or crops of them, on which outputs were compared
+    # Images that the new layers were fitted to; not in the JSON.
+    fitted_images: Annotated[int, Field(exclude=True)] = 0
+    # Number of held-out images that `images` are crops of; 0 without crops. Not in the JSON.
+    images_cropped: Annotated[int, Field(exclude=True)] = 0
+    same_top1: float | None = None  # this and the next two are as in `Agreement`
+    kl: float | None = None
+    output_error: float | None = None
+    # For comparison: agreement of the old outputs with those for images moved by one pixel.
+    shifted: Agreement | None = None
 
 
 def outcome_sentences(outcome: Outcome | None) -> list[str]:

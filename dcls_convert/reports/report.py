@@ -2,27 +2,29 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from pydantic import Field, computed_field
+from pydantic import computed_field
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from ..errors import check_argument
 from ..geometry import size_text
 from ..layers.interpolation import find_interpolation
 from ..networks.input_tensors import inputs_text
 from ..networks.sites import Skipped
 from ..options import ERROR_SCOPE, MAX_ADDED_COST_PERCENT, MIN_GROWTH
+from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
-from ..records import Record
+from ..records import adapter, write_json
 from ..tables import Table, as_html, as_text, indented
 from ..text import count_text, counts_text, printable, shortened
-from .cost_tables import LayerTotals, ModelCost, layer_table, model_table, stage_table
-from .costs import BudgetReport, LayerReport, MacsChange, Outcome, ParamsChange
+from .cost_tables import layer_table, model_table, shown_error, stage_table, windows_text
+from .costs import MacsChange, ParamsChange, params_of
 from .number_text import before_after, percent, short_before_after
-from .outcome import SMALL_ERROR, outcome_sentences
+from .outcome import SMALL_ERROR, Outcome, outcome_sentences
 
 COSTLY_MACS_PERCENT = 50.0  # added MACs, in percent; beyond it the headline is red
 LAYERS_NAMED = 5  # number of layers with the largest errors that a verbose report names
@@ -33,84 +35,167 @@ FOLDING_SENTENCE = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ConversionReport(Record):
-    """The changes of a conversion: parameters, MACs, budget and layers.
+class BudgetReport:
+    """How the kernel counts were chosen, and how many parameters they may use, and do use.
+
+    The numbers of a folded model are those before folding.
+    """
+
+    scope: str
+    kernel_count: int | None  # None if layers have different counts
+    limit: int
+    used: int
+    # The kernel count that would use the whole budget, rounded down to two decimals; None if the
+    # counts of layers differ.
+    exact_count: float | None
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def slack(self) -> int:
+        """Parameters left; negative if a given count exceeds the budget."""
+        return self.limit - self.used
+
+
+# What the JSON has, in this order: attributes of the report, and of each of its layers.
+REPORT_KEYS = (
+    *("format", "model", "input_size", "output", "params", "macs", "budget", "layers", "skipped"),
+    *("stages_from", "params_untouched", "macs_untouched", "outcome", "folded"),
+    *("layers_beyond_map", "not_measured"),
+)
+LAYER_KEYS = (
+    *("name", "stage", "kind", "kernel_size", "dilated_size", "kernel_count", "interpolation"),
+    *("tie_group", "params_before", "params_after", "weight_params", "position_params"),
+    *("macs_before", "macs_after", "fit_error", "output_error", "error_reasons"),
+)
+LEFT_OUT_IF_EMPTY = ("outcome", "not_measured", "error_reasons")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionReport:
+    """What a plan changes, and what came of it: the plan's layers and totals.
 
     The parameters of the layers and `params_untouched` sum to `params`; MACs sum likewise.
     """
 
-    format: int = 1
-    model: str | None
-    input_size: tuple[int, ...] | None  # (channels, *spatial) of one image
-    output: str | None  # the checkpoint folder; None if nothing was written
-    params: ParamsChange
-    macs: MacsChange
-    budget: BudgetReport
-    layers: tuple[LayerReport, ...]
-    skipped: tuple[Skipped, ...]
-    stages_from: str
-    params_untouched: int
-    macs_untouched: int | None
-    # None, and absent from the JSON, if the network was not trained or the plan not carried out.
-    outcome: Outcome | None = None
-    # The plan that was carried out; not in the JSON.
-    plan: Annotated[ConversionPlan, Field(exclude=True)] = field(repr=False)
+    plan: ConversionPlan
+    layers: tuple[LayerPlan, ...]  # those of the plan; with their errors, once they have values
+    output: str | None = None  # the checkpoint folder; None if nothing was written
+    outcome: Outcome | None = None  # None for an untrained network, or before a conversion
 
-    @computed_field  # type: ignore[prop-decorator]
+    format = 1  # of the JSON
+
     @property
-    def folded(self) -> bool:
-        """True if plain convolutions have replaced the layers."""
-        return self.plan.folded
+    def model(self) -> str | None:
+        """See `ConversionPlan`."""
+        return self.plan.model
 
-    @computed_field  # type: ignore[prop-decorator]
     @property
-    def layers_beyond_map(self) -> int:
-        """Number of layers whose windows have cells that never meet the map, at the input size."""
-        return sum(layer.exceeds_map for layer in self.plan.layers)
+    def input_size(self) -> tuple[int, ...] | None:
+        """(channels, *spatial) of one image."""
+        return self.plan.input_size
 
-    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def skipped(self) -> tuple[Skipped, ...]:
+        """The convolutions that stay as they are, and why."""
+        return self.plan.skipped
+
+    @property
+    def stages_from(self) -> str:
+        """How the stages were found."""
+        return self.plan.stages_from
+
     @property
     def not_measured(self) -> str | None:
         """Why it was not measured what the network does with its convolutions; or None."""
         return self.plan.not_measured
 
-    def with_errors(
-        self,
-        kernel_errors: Mapping[str, float],
-        output_errors: Mapping[str, float],
-        outcome: Outcome | None = None,
-        *,
-        reasons: Mapping[str, tuple[str, ...]],
-    ) -> "ConversionReport":
-        """Return the report with the errors and reasons of `apply_plan_`, each by layer name."""
-        layers = []
-        for layer in self.layers:
-            layers.append(
-                replace(
-                    layer,
-                    fit_error=kernel_errors.get(layer.name),
-                    output_error=output_errors.get(layer.name),
-                    error_reasons=reasons.get(layer.name, ()),
-                )
-            )
-        return replace(self, layers=tuple(layers), outcome=outcome)
+    @property
+    def folded(self) -> bool:
+        """True if plain convolutions have replaced the layers."""
+        return self.plan.folded
+
+    @property
+    def params(self) -> ParamsChange:
+        """Parameters of the whole model."""
+        return ParamsChange(
+            before=self.plan.params,
+            after=self.params_untouched + (params_of(self.layers).after or 0),
+            weights=sum(layer.weight_params for layer in self.layers),
+            positions=sum(layer.position_params for layer in self.layers),
+        )
+
+    @property
+    def params_untouched(self) -> int:
+        """Parameters outside of the layers."""
+        return self.plan.params - sum(layer.params_before for layer in self.layers)
+
+    @property
+    def macs(self) -> MacsChange:
+        """MACs of the whole model for one input."""
+        after = None
+        if self.macs_untouched is not None:
+            after = self.macs_untouched + sum(layer.macs_after or 0 for layer in self.layers)
+        return MacsChange(before=self.plan.macs, after=after, note=self.plan.macs_note)
+
+    @property
+    def macs_untouched(self) -> int | None:
+        """MACs outside of the layers; None if not known."""
+        if self.plan.macs is None:
+            return None
+        return self.plan.macs - sum(layer.macs_before or 0 for layer in self.layers)
+
+    @property
+    def budget(self) -> BudgetReport:
+        """How the kernel counts were chosen."""
+        budget = self.plan.budget
+        exact_count = None
+        if budget.exact_count is not None:
+            # Rounded down: rounded to nearest, a bound just below 35 would read 35.
+            exact_count = int(budget.exact_count * 100) / 100
+        return BudgetReport(
+            scope=self.plan.scope,
+            kernel_count=budget.kernel_count,
+            limit=budget.limit,
+            used=budget.used,
+            exact_count=exact_count,
+        )
+
+    @property
+    def layers_beyond_map(self) -> int:
+        """Number of layers whose windows have cells that never meet the map, at the input size."""
+        return sum(layer.exceeds_map for layer in self.plan.layers)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        data = Record.to_dict(self)  # not `super()`, which finds no class with slots
-        for name in ("outcome", "not_measured"):
-            if data[name] is None:
-                del data[name]
-        for layer in data["layers"]:
-            if not layer["error_reasons"]:
-                del layer["error_reasons"]
+        data = _values(self, REPORT_KEYS)
+        data["layers"] = [_values(layer, LAYER_KEYS) for layer in self.layers]
         return data
+
+    def to_json(self) -> str:
+        """Return the JSON report; raise CheckpointError if a number is not finite."""
+        return write_json(self.to_dict())
 
     def __rich__(self) -> RenderableType:
         return report_view(self)
 
     __str__ = as_text
     _repr_html_ = as_html
+
+
+def _values(record: object, keys: Sequence[str]) -> dict[str, Any]:
+    """Return attributes as plain JSON values."""
+    values = {}
+    for key in keys:
+        value = getattr(record, key)
+        if value or key not in LEFT_OUT_IF_EMPTY:
+            values[key] = adapter(value.__class__).dump_python(value, mode="json")
+    return values
+
+
+def predict_report(plan: ConversionPlan) -> ConversionReport:
+    """Return the report of a plan that has not been carried out; no weights are needed."""
+    check_argument("plan", plan, ConversionPlan)
+    return ConversionReport(plan=plan, layers=plan.layers)
 
 
 def report_view(
@@ -146,9 +231,8 @@ def report_view(
 
 def _heading(report: ConversionReport) -> list[RenderableType]:
     """Return lines on the costs of the conversion and on what was converted."""
-    totals = LayerTotals(layers=report.layers)
     counts = counts_text((layer.kernel_count for layer in report.layers), "element")
-    kernels = f"{counts} in {totals.windows}"
+    kernels = f"{counts} in {windows_text(report.layers)}"
     if report.plan.growth_of_mixed_kernels is not None:
         kernels += f" (+{report.plan.growth_of_mixed_kernels})"
     model = f": {report.model or 'model'}"
@@ -221,7 +305,7 @@ def _has_smallest_growth(report: ConversionReport) -> bool:
     return True
 
 
-def _only_loses_weights(layer: LayerReport) -> bool:
+def _only_loses_weights(layer: LayerPlan) -> bool:
     """True if the window has as many cells as the old kernel, but fewer elements."""
     cells = math.prod(layer.kernel_size)
     return math.prod(layer.dilated_size) == cells and layer.kernel_count < cells
@@ -239,7 +323,7 @@ def _details(report: ConversionReport) -> list[RenderableType]:
     return parts
 
 
-def _model_table(report: ConversionReport) -> Table[ModelCost]:
+def _model_table(report: ConversionReport) -> Table:
     return model_table(report.params, report.macs, report.layers, report.params_untouched)
 
 
@@ -248,18 +332,16 @@ def _largest_error_lines(report: ConversionReport) -> list[RenderableType]:
 
     They are the errors of the table's Error column. Small errors are left out.
     """
-    has_output_errors = any(layer.output_error is not None for layer in report.layers)
-    errors: list[tuple[float, LayerReport]] = []
+    error_field = shown_error(report.layers)
+    errors: list[tuple[float, LayerPlan]] = []
     for layer in report.layers:
-        error = layer.fit_error
-        if has_output_errors:
-            error = layer.output_error
+        error = getattr(layer, error_field)
         if error is not None and error >= SMALL_ERROR:
             errors.append((error, layer))
     if not errors:
         return []
     errors.sort(key=lambda pair: pair[0], reverse=True)
-    compared = "outputs" if has_output_errors else "kernels"
+    compared = "outputs" if error_field == "output_error" else "kernels"
     lines: list[RenderableType] = [Text(), Text(f" Largest errors of the {compared}:")]
     for error, layer in errors[:LAYERS_NAMED]:
         parts = [f"{shortened(layer.name)}: {error:.3f}", *layer.error_reasons]
@@ -323,7 +405,7 @@ def _sentences(report: ConversionReport) -> list[str]:
 
 def _error_sentences(report: ConversionReport) -> list[str]:
     """Explain the Error column if it holds output errors, as it does after a calibration."""
-    if LayerTotals(layers=report.layers).output_error is None:
+    if shown_error(report.layers) != "output_error":
         return []
     return ["Error: relative error of each layer's outputs on the images it was fitted to."]
 

@@ -1,7 +1,6 @@
 """An inspection as a table, with a row for each positions tensor, and what the columns mean."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -14,25 +13,6 @@ from ..text import count_text
 
 # Terminal columns of the names; most rows are tie groups, whose names are short.
 NAME_WIDTH = 16
-
-
-def _elements(row: PositionRow) -> str:
-    """Return "34 in 17x17"; empty for a row of totals."""
-    if not row.kernel_count:
-        return ""
-    return f"{row.kernel_count} in {size_text(row.dilated_size)}"
-
-
-POSITION_COLUMNS: list[Column[PositionRow]] = [
-    Column("Positions", lambda row: row.name),
-    Column("Layers", lambda row: len(row.layers)),
-    Column("Elements", _elements),
-    Column("Border", lambda row: 100 * row.border_share, "{:.1f} %".format),
-    Column("Overlap", lambda row: 100 * row.overlap_share, "{:.1f} %".format),
-    Column("Spread", lambda row: " ".join(f"{side:.2f}" for side in row.spread)),
-    Column("Distance", lambda row: row.mean_distance, "{:.2f}".format),
-    Column("Sigma", lambda row: row.mean_sigma, "{:.2f}".format),
-]
 
 
 def inspection_view(inspection: Inspection) -> RenderableType:
@@ -54,31 +34,53 @@ def inspection_view(inspection: Inspection) -> RenderableType:
         lines.append("Sigma: mean width of the elements, in cells.")
     model = "" if inspection.model is None else f", {inspection.model} with DCLS"
     heading = title(inspection.folder, model)
-    table = Table(POSITION_COLUMNS, rows, totals=_totals(inspection), min_name_width=NAME_WIDTH)
-    parts: list[RenderableType] = [heading, Text(), table, Text(), *map(indented, lines)]
+    parts: list[RenderableType] = [heading, Text(), _table(inspection), Text()]
+    parts += map(indented, lines)
     if inspection.provenance is not None:
         parts += [Text(), Text(" Conversion:", style="bold")]
         parts += map(indented, provenance_lines(inspection.provenance))
     return Group(*parts)
 
 
-def _totals(inspection: Inspection) -> list[PositionRow]:
-    """Return a row for all positions tensors together if there are several, else no row."""
-    rows = inspection.positions
-    if len(rows) < 2:
-        return []
-    total = replace(
-        rows[0],
-        name="all",
-        layers=tuple(layer for row in rows for layer in row.layers),
-        kernel_count=0,
-        border_share=inspection.mean_over_elements("border_share"),
-        overlap_share=inspection.mean_over_elements("overlap_share"),
-        mean_distance=inspection.mean_over_elements("mean_distance"),
-        spread=(),
-        mean_sigma=None,
+def _table(inspection: Inspection) -> Table:
+    """Return a table with a row for each positions tensor, and one for all together."""
+    table = Table(
+        [
+            Column("Positions"),
+            Column("Layers"),
+            Column("Elements"),
+            Column("Border"),
+            Column("Overlap"),
+            Column("Spread"),
+            Column("Distance"),
+            Column("Sigma"),
+        ],
+        min_name_width=NAME_WIDTH,
     )
-    return [total]
+    rows = inspection.positions
+    for row in rows:
+        table.add(
+            row.name,
+            str(len(row.layers)),
+            f"{row.kernel_count} in {size_text(row.dilated_size)}",
+            f"{100 * row.border_share:.1f} %",
+            f"{100 * row.overlap_share:.1f} %",
+            " ".join(f"{side:.2f}" for side in row.spread),
+            f"{row.mean_distance:.2f}",
+            None if row.mean_sigma is None else f"{row.mean_sigma:.2f}",
+        )
+    if len(rows) > 1:
+        table.add_total(
+            "all",
+            str(sum(len(row.layers) for row in rows)),
+            None,
+            f"{100 * inspection.mean_over_elements('border_share'):.1f} %",
+            f"{100 * inspection.mean_over_elements('overlap_share'):.1f} %",
+            None,
+            f"{inspection.mean_over_elements('mean_distance'):.2f}",
+            None,
+        )
+    return table
 
 
 def _shared(rows: Sequence[PositionRow]) -> str:

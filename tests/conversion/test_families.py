@@ -74,6 +74,6 @@ def test_an_exact_start_keeps_the_outputs(name):
         assert old.abs().max() > 0
         assert old.std() > 1e-6 * old.abs().max(), "a constant output shows nothing"
         assert (old - new).abs().max() <= 1e-5 * old.abs().max()
-    assert predict_report(report.plan) == measure_report(model, report.plan)
+    assert predict_report(report.plan).to_dict() == measure_report(model, report.plan)
     assert report.params.after == sum(parameter.numel() for parameter in model.parameters())
     assert report.params.delta == report.params.positions, "weights stay, positions are added"

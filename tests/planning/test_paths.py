@@ -102,7 +102,7 @@ def test_a_plan_without_some_layers_converts_saves_and_loads(tmp_path):
     plan = plan_of(model).without("layer2")
     apply_plan_(model, plan)
     assert model.layer2[0] is kept
-    assert measure_report(model, plan) == predict_report(plan)
+    assert measure_report(model, plan) == predict_report(plan).to_dict()
     loaded = load_converted(save_converted(model, plan, tmp_path / "part"), model=Net())
     image = torch.randn(1, *IMAGE)
     with eval_mode(model), eval_mode(loaded):

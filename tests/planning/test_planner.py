@@ -17,7 +17,7 @@ from dcls_convert.networks.find_convs import find_convs
 from dcls_convert.planning.layer_plan import position_groups
 from dcls_convert.planning.planner import plan_conversion
 from dcls_convert.planning.rule_files import parse_rules
-from dcls_convert.reports.predict import predict_report
+from dcls_convert.reports.report import predict_report
 
 from ..conftest import many_examples
 from .nets import IMAGE, Net, convs_of, depthwise, on_meta, plan_of
@@ -107,8 +107,9 @@ def test_a_tie_group_has_one_count_and_its_first_layer_as_owner(stages, interpol
     _, plan = tree_and_plan(stages, interpolation)
     for group in tied(plan):
         assert len({layer.kernel_count for layer in group}) == 1
-        for layer in group:
-            assert plan.owner_of(layer) is group[0]
+        owner, *others = group
+        assert owner.owner is None
+        assert {layer.owner for layer in others} == {owner.name}
 
 
 @many_examples

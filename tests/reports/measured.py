@@ -1,31 +1,33 @@
-"""The report of a converted model, counted on the model itself."""
+"""The JSON report of a converted model, counted on the model itself."""
 
 from collections import Counter
-from dataclasses import replace
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from dcls_convert.networks.copying import meta_copy
-from dcls_convert.reports.predict import predict_report, predicted_layer
+from dcls_convert.reports.report import predict_report
 
 
 def measure_report(model, plan):
     """Count parameters tensor by tensor, and MACs by torch's counter, without construction."""
     flops = None if plan.macs is None else count_flops(model, plan.input_size)
-    layers = tuple(measured_layer(model, plan, layer, flops) for layer in plan.layers)
-    predicted = predict_report(plan)
-    params = replace(
-        predicted.params,
-        after=sum(parameter.numel() for parameter in model.parameters()),
-        weights=sum(layer.weight_params for layer in layers),
-        positions=sum(layer.position_params for layer in layers),
-    )
-    macs = predicted.macs
+    report = predict_report(plan).to_dict()
+    for layer, row in zip(plan.layers, report["layers"], strict=True):
+        row |= measured_layer(model, layer, flops)
+    set_after(report["params"], sum(parameter.numel() for parameter in model.parameters()))
+    for kind in ("weight", "position"):
+        total = sum(row[f"{kind}_params"] for row in report["layers"])
+        report["params"][f"{kind}s"] = total
     if flops is not None:
         construction = sum(construction_flops(model, layer, flops) for layer in plan.layers)
-        macs = replace(macs, after=(sum(flops["Global"].values()) - construction) // 2)
-    return replace(predicted, params=params, macs=macs, layers=layers)
+        set_after(report["macs"], (sum(flops["Global"].values()) - construction) // 2)
+    return report
+
+
+def set_after(change, count):
+    change["after"] = count
+    change["delta"] = count - change["before"]
 
 
 def count_flops(model, input_size):
@@ -48,11 +50,10 @@ def construction_flops(model, layer, flops):
     return inside.total() - inside[torch.ops.aten.convolution]
 
 
-def measured_layer(model, plan, layer, flops):
-    planned = predicted_layer(plan, layer)
+def measured_layer(model, layer, flops):
     module = model.get_submodule(layer.name)
     positions = 0
-    if planned.position_params:
+    if layer.position_params:
         positions = module.positions.numel()
         if module.sigma is not None:
             positions += module.sigma.numel()
@@ -60,10 +61,9 @@ def measured_layer(model, plan, layer, flops):
     macs = None
     if flops is not None:
         macs = flops_inside(model, layer, flops)[torch.ops.aten.convolution] // 2
-    return replace(
-        planned,
-        params_after=module.weight.numel() + positions + bias,
-        weight_params=module.weight.numel(),
-        position_params=positions,
-        macs_after=macs,
-    )
+    return {
+        "params_after": module.weight.numel() + positions + bias,
+        "weight_params": module.weight.numel(),
+        "position_params": positions,
+        "macs_after": macs,
+    }

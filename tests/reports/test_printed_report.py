@@ -11,8 +11,7 @@ from rich.console import Console
 from torch import nn
 
 from dcls_convert import find_convs, plan_conversion, predict_report
-from dcls_convert.reports.costs import Outcome
-from dcls_convert.reports.outcome import outcome_sentences
+from dcls_convert.reports.outcome import Outcome, outcome_sentences
 from dcls_convert.reports.report import report_markdown, report_view
 
 from ..reports.predicted import predicted_report
@@ -48,7 +47,7 @@ def test_views_fit_80_columns_and_state_each_number(name):
     assert all(layer.name in long.replace("\n", "") for layer in report.layers)
     assert all(skip.name in longest.replace("\n", "") for skip in report.skipped)
     # No digit is lost at any width; names may be shortened.
-    layers = tuple(replace(layer, name="layer", stage="stage") for layer in report.layers[-6:])
+    layers = tuple(replace(layer, names=("layer",), stage="stage") for layer in report.layers[-6:])
     for verbose in (0, 1):
         texts = [
             printed(replace(report, layers=layers), verbose=verbose, width=width)
@@ -63,7 +62,9 @@ def test_a_notebook_shows_the_counts_of_each_stage_and_escapes_names():
     odd = "<script>\x1b]0;x\x07"
     report = predicted_report("convnext_tiny", dilated_size=17)
     first, *others = report.layers
-    page = replace(report, model=odd, layers=(replace(first, stage=odd), *others))._repr_html_()
+    plan = replace(report.plan, model=odd)
+    layers = (replace(first, stage=odd), *others)
+    page = replace(report, plan=plan, layers=layers)._repr_html_()
     assert all(character.isprintable() or character == "\n" for character in page)
     text = "".join(xml.etree.ElementTree.fromstring(page).itertext())
     assert f"{report.budget.used:,} of {report.budget.limit:,}" in text
@@ -90,10 +91,15 @@ def test_the_verdict_comes_first_in_twelve_lines():
 
 def test_a_column_has_one_unit():
     report = predicted_report("convnext_tiny", dilated_size=17)
-    small = replace(report.layers[0], macs_before=1_230, macs_after=15_900_000_000)
-    text = printed(replace(report, layers=(small, *report.layers[5:])))
+    # One output and input channel: 123 * 10 and 123 * 10 * 10**6 MACs.
+    small = replace(
+        report.layers[0],
+        **{"out_channels": 1, "in_channels": 1, "groups": 1, "output_positions": 123},
+        **{"kernel_size": (1, 10), "dilated_size": (10_000, 1000)},
+    )
+    text = printed(replace(report, layers=(small, *report.layers[5:])), width=120)
     assert "MACs, k" in text
-    assert "1.23 → 15,900,000.00" in text
+    assert "1.23 → 1,230,000.00" in text
 
 
 def test_colours_repeat_what_words_say():
@@ -137,9 +143,10 @@ def test_each_stage_shows_its_own_counts():
 def test_names_reach_the_terminal_as_text():
     """They are neither read as rich markup, nor printed with control characters."""
     report = predicted_report("test_convnext")
-    odd = replace(report.layers[0], stage="[red]s\x1b]0;title\x07", name="[bold]n\x9b")
+    odd = replace(report.layers[0], stage="[red]s\x1b]0;title\x07", names=("[bold]n\x9b",))
     skipped = tuple(replace(skip, type="Conv\x1b[2J", reason="no\nway") for skip in report.skipped)
-    report = replace(report, layers=(odd,), skipped=skipped, model="timm:\x1b]0;x\x07")
+    plan = replace(report.plan, skipped=skipped, model="timm:\x1b]0;x\x07")
+    report = replace(report, plan=plan, layers=(odd,))
     for verbose in (False, True):
         text = printed(report, verbose=verbose)
         assert "[bold]n" in text if verbose else "[red]s" in text
