@@ -217,6 +217,7 @@ def report_view(
     parts = [*_heading(report), *_warnings(report, cheaper_sizes), Text()]
     if verbose == 0:
         parts += [stage_table(report.layers), Text(), indented(_budget_sentence(report))]
+        parts += map(indented, _positions_sentences(report))
         if report.macs.note:
             parts.append(indented(_macs_sentence(report)))
         parts += map(indented, _error_sentences(report))
@@ -397,10 +398,35 @@ def _budget_sentence(report: ConversionReport) -> str:
 def _sentences(report: ConversionReport) -> list[str]:
     """Return sentences on the budget, errors, new kernels, MACs, feature maps and outputs."""
     kernels = f"{_kernels_sentence(report)}; stages from {report.stages_from}."
-    lines = [_budget_sentence(report), *_error_sentences(report), kernels, _macs_sentence(report)]
+    lines = [_budget_sentence(report), *_positions_sentences(report), *_error_sentences(report)]
+    lines += [kernels, _macs_sentence(report)]
     lines += _map_sentences(report)
     lines += outcome_sentences(report.outcome)
     return [printable(line) for line in lines]
+
+
+def _positions_sentences(report: ConversionReport) -> list[str]:
+    """Say how many positions are shared, and how elements spread over the cells."""
+    if report.folded:
+        return []
+    tied = [layer for layer in report.layers if layer.tie_group is not None]
+    groups = {layer.tie_group for layer in tied}
+    shared = sum(layer.position_params for layer in tied)
+    verb = "shares" if len(groups) == 1 else "share"
+    sentence = f"{count_text(len(groups), 'tie group')} {verb} {shared:,} {_coordinates(report)}"
+    own = len(report.layers) - len(tied)
+    if not tied:
+        sentence = "No layers share their positions"
+    elif own:
+        sentence += f" (not shared: {count_text(own, 'layer')})"
+    interpolations = sorted({layer.interpolation for layer in report.layers})
+    return [f"{sentence}; {' and '.join(interpolations)} interpolation."]
+
+
+def _coordinates(report: ConversionReport) -> str:
+    if any(find_interpolation(layer.interpolation).has_sigma for layer in report.layers):
+        return "positions and sigmas"
+    return "positions"
 
 
 def _error_sentences(report: ConversionReport) -> list[str]:
@@ -425,10 +451,7 @@ def _kernels_sentence(report: ConversionReport) -> str:
     weights = f"{report.params.weights:,} weights"
     if report.folded:
         return f"Folded into plain convolutions: {weights}, one for every cell of the windows"
-    coordinates = "positions"
-    if any(find_interpolation(layer.interpolation).has_sigma for layer in report.layers):
-        coordinates = "positions and sigmas"
-    return f"New kernels: {weights} and {report.params.positions:,} {coordinates}"
+    return f"New kernels: {weights} and {report.params.positions:,} {_coordinates(report)}"
 
 
 def _macs_sentence(report: ConversionReport) -> str:
