@@ -11,6 +11,7 @@ from ..errors import DclsConvertError, PlanError, check_argument
 from ..fitting.calibrate import CalibrationStatistics, fit_to_outputs_, measure_inputs
 from ..fitting.calibrated_layer import CalibratedLayer
 from ..fitting.calibration_images import Calibration, Images, calibrate
+from ..fitting.start import start_from_kernels_, start_randomly_
 from ..fitting.warm_start import draw_fit_seed
 from ..layers.double_precision import DEVICE_TYPES_WITHOUT_FLOAT64
 from ..layers.interpolation import find_interpolation
@@ -21,7 +22,6 @@ from ..placing.place import insert_layers_
 from ..planning.plan import ConversionPlan
 from ..progress import Note, Notify, ignore_messages
 from ..text import short_list
-from .start import start_from_kernels_, start_randomly_
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

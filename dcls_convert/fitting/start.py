@@ -10,14 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..fitting.boxes import Box
-from ..fitting.calibrate import CalibrationStatistics
-from ..fitting.warm_start import fit_elements
 from ..layers.elements import Elements, first_cells, random_positions
 from ..networks.untrained import has_norms, output_power
 from ..options import Init, Positions
 from ..placing.groups import LayerGroup
 from ..progress import Notify
+from .boxes import Box
+from .calibrate import CalibrationStatistics
+from .warm_start import fit_elements
 
 
 def start_randomly_(
