@@ -138,7 +138,7 @@ def model_row(name: str, request: ConversionRequest) -> ModelRow:
     """Plan one model without its weights. If its code raises, the row says what."""
     row = ModelRow(name=name, status="planned")
     try:
-        loaded, _ = load(replace(request, model=name))
+        loaded = load(replace(request, model=name))
         convs = loaded.convs
         row = replace(
             row,
@@ -147,7 +147,7 @@ def model_row(name: str, request: ConversionRequest) -> ModelRow:
             params=Change(before=convs.params),
             macs=MacsChange(before=convs.macs, note=convs.macs_note),
         )
-        plan = plan_network(loaded, None, request.options)
+        plan = plan_network(loaded, request.options)
     except NothingMatchesError as error:
         return replace(row, status="nothing matches", reason=str(error))
     except ModelError as error:

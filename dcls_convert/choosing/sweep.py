@@ -10,7 +10,7 @@ from rich.text import Text
 from torch import nn
 
 from ..conversion.decide import plan_network
-from ..conversion.load import LoadedNetwork, RequestWeights, load
+from ..conversion.load import LoadedNetwork, load
 from ..conversion.request import ConversionRequest
 from ..errors import CheckpointError, PlanError, check_argument
 from ..geometry import plain_numbers, size_text
@@ -202,12 +202,12 @@ def make_sweep(
     """
     if counts is not None and budgets is not None:
         raise PlanError("counts and budgets exclude each other")
-    loaded, weights = load(request, notify=notify, note=note)
-    if weights is not None and weights.authors is not None:
+    loaded = load(request, notify=notify, note=note)
+    if loaded.weights is not None and loaded.weights.elements:
         raise CheckpointError(
-            f"{weights.where}: has elements of its own, so there is nothing to compare"
+            f"{loaded.weights.where}: has elements of its own, so there is nothing to compare"
         )
-    auto_plan = _plan(loaded, weights, Combination(size=AUTO))
+    auto_plan = _plan(loaded, Combination(size=AUTO))
     if auto_plan.not_measured is not None:
         note(not_measured_text(auto_plan.not_measured))
     auto = _planned_row(auto_plan, SweepRow(asked=None, status="done"))
@@ -217,7 +217,7 @@ def make_sweep(
         notify(f"planning {number} of {len(asked)}")
         row = SweepRow(asked=combination, status="done", command=command(combination))
         try:
-            row = _planned_row(_plan(loaded, weights, combination), row)
+            row = _planned_row(_plan(loaded, combination), row)
         except PlanError as error:
             row = replace(row, status="does not fit", reason=str(error))
         rows.append(row)
@@ -245,15 +245,13 @@ def _combinations(
     return combinations
 
 
-def _plan(
-    loaded: LoadedNetwork, weights: RequestWeights | None, combination: Combination
-) -> ConversionPlan:
+def _plan(loaded: LoadedNetwork, combination: Combination) -> ConversionPlan:
     options = replace(loaded.request.options, dilated_size=combination.size)
     if combination.kernel_count is not None:
         options = replace(options, kernel_count=combination.kernel_count)
     if combination.budget is not None:
         options = replace(options, budget=combination.budget)
-    return plan_network(loaded, weights, options)
+    return plan_network(loaded, options)
 
 
 def _planned_row(plan: ConversionPlan, row: SweepRow) -> SweepRow:

@@ -107,8 +107,8 @@ def _claims(rules: "RuleSet", model_name: str) -> dict[str, Any]:
         request = ConversionRequest(
             model=model_name, options=PlanOptions(rules=rules), dry_run=True
         )
-        loaded, _ = load(request)
-        plan_network(loaded, None, request.options)  # may raise, as a conversion would
+        loaded = load(request)
+        plan_network(loaded, request.options)  # may raise, as a conversion would
         rule_of, unclaimed = match_rules(rules, loaded.convs.sites)
     counts = Counter(rule_of.values())
     return {

@@ -7,8 +7,7 @@ Axes: O output channels, I input channels per group, E kernel elements, A spatia
 """
 
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +16,16 @@ from ..errors import CheckpointError
 from ..geometry import position_limits, size_text
 from ..layers.conv_classes import PLAIN, find_traits
 from ..layers.interpolation import find_interpolation
-from ..options import AuthorsVersion
+from ..options import AUTO, AuthorsVersion
 from ..placing.groups import make_layers
 from ..placing.place import insert_layers_
 from ..planning.known_counts import LayerCounts
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
+from ..progress import Note
+from ..text import short_list
 from ..weights.loading import describe_non_finite, load_weights_
+from .request import ConversionRequest, RequestWeights, options_that_decide_counts
 
 # Entries of a layer of the authors' package, apart from its bias.
 _WEIGHT = "weight"  # (O, I, E)
@@ -38,57 +40,81 @@ _NORMALISER = 1e-7
 RELEASED_VERSION: AuthorsVersion = "v0"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AuthorsWeights:
-    """A state dict, split into layers of the authors' package and the rest."""
+def split_authors_elements(
+    state: Mapping[str, Tensor],
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+    """Split a state dict into the elements of the authors' layers and all other entries.
 
-    where: str  # its name in messages
-    layers: dict[str, dict[str, Tensor]]  # tensors by layer name and entry
-    rest: dict[str, Tensor]  # all other entries
-    new_classifier: Collection[str]  # names of tensors that `rest` may lack
+    A layer of theirs has a weight (O, I, E) and a P (A, O, I, E).
 
-    @property
-    def kernel_counts(self) -> LayerCounts:
-        """The number of elements per kernel in each layer."""
-        counts = {}
-        for name, layer in self.layers.items():
-            counts[name] = layer[_WEIGHT].shape[-1]
-        return LayerCounts(source=self.where, counts=counts)
-
-    @property
-    def has_sigma(self) -> bool:
-        """True if any layer has sigmas."""
-        return any(_SIGMA in layer for layer in self.layers.values())
-
-
-def split_authors_weights(
-    state: Mapping[str, Tensor], where: str, new_classifier: Collection[str] = ()
-) -> AuthorsWeights | None:
-    """Split a state dict into layers of the authors' package and the rest.
-
-    Return None if no layer has a weight (O, I, E) and a P (A, O, I, E).
+    Returns:
+        The elements, by layer name and kind of entry; empty without such layers. And the rest.
     """
     rest = dict(state)
-    layers: dict[str, dict[str, Tensor]] = {}
+    elements: dict[str, dict[str, Tensor]] = {}
     for entry, positions in state.items():
         name, _, kind = entry.rpartition(".")
         weight = state.get(f"{name}.{_WEIGHT}")
         if kind != _POSITIONS or weight is None or weight.dim() != 3:
             continue
         if positions.shape[1:] == weight.shape:
-            layers[name] = {_WEIGHT: rest.pop(f"{name}.{_WEIGHT}"), _POSITIONS: rest.pop(entry)}
+            elements[name] = {_WEIGHT: rest.pop(f"{name}.{_WEIGHT}"), _POSITIONS: rest.pop(entry)}
             if f"{name}.{_SIGMA}" in rest:
-                layers[name][_SIGMA] = rest.pop(f"{name}.{_SIGMA}")
-    if not layers:
-        return None
-    return AuthorsWeights(where=where, layers=layers, rest=rest, new_classifier=new_classifier)
+                elements[name][_SIGMA] = rest.pop(f"{name}.{_SIGMA}")
+    return elements, rest
 
 
-def convert_with_authors_weights_(
+def counts_of_elements(weights: RequestWeights) -> LayerCounts:
+    """Return the number of elements per kernel in each of the authors' layers."""
+    counts = {name: layer[_WEIGHT].shape[-1] for name, layer in weights.elements.items()}
+    return LayerCounts(source=weights.where, counts=counts)
+
+
+def check_start(request: ConversionRequest, weights: RequestWeights, note: Note) -> None:
+    """Refuse (CheckpointError) a start and counts that contradict elements in the weights.
+
+    Refuse also a request for elements where there are none.
+    """
+    where = weights.where
+    if not weights.elements:
+        if request.needs_authors_elements:
+            raise CheckpointError(
+                f"{where}: has no layers of the authors' package "
+                f"(no layer has a {_POSITIONS} beside its weight)"
+            )
+        if request.authors_version is not None:
+            raise CheckpointError(
+                f"{where}: has no layers of the authors' package; omit their version"
+            )
+        return
+    if request.init != AUTO:
+        raise CheckpointError(
+            f"{where}: has elements of its own, with positions; omit init {request.init!r}"
+        )
+    if request.calibration is not None:
+        raise CheckpointError(f"{where}: has elements of its own, with positions; omit calibration")
+    stated = options_that_decide_counts(request.options)
+    counts = set(counts_of_elements(weights).counts.values())
+    if stated and (stated != ["kernel count"] or counts != {request.options.kernel_count}):
+        raise CheckpointError(
+            f"{where}: has elements of its own, {short_list(sorted(counts))} in a kernel; "
+            f"omit {' and '.join(stated)}"
+        )
+    if not _have_sigma(weights) and request.authors_version is None:
+        note(
+            f"{where} is assumed to have version {RELEASED_VERSION} of the authors' layers; "
+            "if that is wrong, state the authors' version"
+        )
+
+
+def _have_sigma(weights: RequestWeights) -> bool:
+    return any(_SIGMA in layer for layer in weights.elements.values())
+
+
+def convert_with_authors_elements_(
     model: nn.Module,
     plan: ConversionPlan,
-    weights: AuthorsWeights,
-    *,
+    weights: RequestWeights,
     version: AuthorsVersion | None = None,
 ) -> None:
     """Load the weights into the model, and convert it; the new classifier keeps its values."""
@@ -104,7 +130,7 @@ def convert_with_authors_weights_(
     groups = make_layers(model, plan)
     # The file has no kernels for the convolutions that are replaced. `load_weights_` gets their
     # present kernels instead, so that it can check that everything else is there.
-    state = dict(weights.rest)
+    state = dict(weights.entries)
     old_state = model.state_dict()
     for layer in plan.layers:
         for name in layer.names:
@@ -116,7 +142,7 @@ def convert_with_authors_weights_(
 
 
 def translate_authors_elements(
-    weights: AuthorsWeights, plan: ConversionPlan, version: AuthorsVersion | None = None
+    weights: RequestWeights, plan: ConversionPlan, version: AuthorsVersion | None = None
 ) -> dict[str, Tensor]:
     """Return weights, positions and sigmas of the plan's layers, by name in the converted model.
 
@@ -124,7 +150,7 @@ def translate_authors_elements(
         CheckpointError: The elements do not fit the plan's layers, or are of another version.
     """
     where = weights.where
-    if version is not None and weights.has_sigma:
+    if version is not None and _have_sigma(weights):
         raise CheckpointError(
             f"{where}: has {_SIGMA} entries, so it is of version max or gauss "
             f"(interpolation triangle or gaussian); version {version} is for files without {_SIGMA}"
@@ -150,15 +176,15 @@ def translate_authors_elements(
     return state
 
 
-def _find_elements(layer: LayerPlan, weights: AuthorsWeights) -> dict[str, Tensor]:
+def _find_elements(layer: LayerPlan, weights: RequestWeights) -> Mapping[str, Tensor]:
     """Return the layer's entries.
 
     Raises:
         CheckpointError: They are of another interpolation or shape, or not finite.
     """
     # The plan has counts of these layers, so one of the layer's names is there.
-    name = next(name for name in layer.names if name in weights.layers)
-    theirs = weights.layers[name]
+    name = next(name for name in layer.names if name in weights.elements)
+    theirs = weights.elements[name]
     has_sigma = _SIGMA in theirs
     if has_sigma != find_interpolation(layer.interpolation).has_sigma:
         subject = f"{weights.where}: {layer.name}"

@@ -1,6 +1,6 @@
 """One conversion, from the request to the converted network."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,17 +15,17 @@ from ..networks.measure import not_measured_text
 from ..networks.pretrained_cfg import set_normalisation_
 from ..networks.running import unchanged_on_failure
 from ..networks.source import ModelSource
-from ..options import AUTO, ERROR_SCOPE
+from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 from ..progress import Note, Notify, ignore_messages, logger
 from ..reports.report import ConversionReport, predict_report
 from .apply_plan import LayerErrors, apply_plan_
-from .authors import AuthorsWeights, convert_with_authors_weights_
-from .decide import check_start, check_stored_plan, decide_options, make_checked_plan
-from .load import LoadedNetwork, RequestWeights, build_network, load
+from .authors import check_start, convert_with_authors_elements_
+from .decide import check_stored_plan, must_measure_counts, plan_network
+from .load import build_network, load
 from .outputs import compare_with_outputs_before, outputs_before_conversion
 from .provenance import attach_provenance_, describe_conversion
-from .request import ConversionRequest
+from .request import ConversionRequest, RequestWeights
 
 MANY_LINES = 1_000_000  # kernel lines; one CPU core fits about 13,000 per second
 
@@ -37,20 +37,15 @@ class Conversion:
     request: ConversionRequest
     source: ModelSource | None  # how the network was built; None for a model in memory
     takes_authors_elements: bool  # the weights had elements, which the new layers took over
-    plan: ConversionPlan
     report: ConversionReport
-    model: nn.Module | None  # the converted network; None after a dry run
+    model: nn.Module | None = None  # the converted network; None after a dry run
     # |new - old| / |old| of the outputs for random images; None if outputs were not compared.
     random_output_error: float | None = None
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Ready:
-    """The network with its values, and what its start needs."""
-
-    network: nn.Module
-    images: Calibration | None
-    statistics: CalibrationStatistics | None = None  # of the images, if they chose the counts
+    @property
+    def plan(self) -> ConversionPlan:
+        """What replaces what."""
+        return self.report.plan
 
 
 def carry_out(
@@ -75,76 +70,46 @@ def carry_out(
         DclsConvertError: Something does not fit. A model in memory is then as it was, as after any
             other error.
     """
-    loaded, weights = load(request, notify=notify, note=note)
-    check_start(request, weights, note)
+    loaded = load(request, notify=notify, note=note)
+    weights = loaded.weights
+    if weights is not None:
+        check_start(request, weights, note)
     notify("planning")
-    plan, counts_are_final = _first_plan(loaded, weights, plan)
+    must_measure = plan is None and must_measure_counts(loaded)
+    if plan is None:
+        plan = plan_network(loaded, request.options)
+    else:
+        plan = check_stored_plan(loaded, plan)
     if plan.not_measured is not None:
         note(not_measured_text(plan.not_measured))
-    conversion = _planned(loaded, weights, plan)
+    conversion = Conversion(
+        request=request,
+        source=loaded.source,
+        takes_authors_elements=weights is not None and bool(weights.elements),
+        report=predict_report(plan),
+    )
     if request.dry_run:
         return conversion
     approve(conversion)
-    network = build_network(loaded, weights, notify=notify)
-    ready = _Ready(network=network, images=_read_images(request, network, plan, note))
-    if not counts_are_final:
-        plan, ready = _measured(loaded, weights, plan, ready, notify)
-        conversion = _planned(loaded, weights, plan)
+    network = build_network(loaded, notify=notify)
+    if weights is not None and weights.elements:
+        return _convert_with_elements_(conversion, network, weights, notify)
+    weights = None  # the network has them; keeping both would take twice the memory
+    loaded = replace(loaded, weights=None)
+    images = _read_images(request, network, plan, note)
+    statistics = None
+    if must_measure:
+        counts, statistics = choose_counts_by_error(
+            network,
+            plan,
+            seed=draw_fit_seed(torch.Generator().manual_seed(request.seed)),
+            calibration=images,
+            notify=notify,
+        )
+        plan = plan_network(loaded, request.options, counts)
+        conversion = replace(conversion, report=predict_report(plan))
         approve(conversion)
-    authors = None if weights is None else weights.authors
-    weights = None  # the network has the others; keeping both would take twice the memory
-    return _convert_network_(conversion, ready, authors, notify, note)
-
-
-def _first_plan(
-    loaded: LoadedNetwork, weights: RequestWeights | None, given: ConversionPlan | None
-) -> tuple[ConversionPlan, bool]:
-    """Return the plan before anything is measured, and whether its kernel counts are final.
-
-    With the scope "error", they are not: the plan has those of the scope "model".
-    """
-    if given is not None:
-        return check_stored_plan(loaded, given), True
-    options = decide_options(loaded.request, loaded.request.options, weights)
-    if options.scope == ERROR_SCOPE and options.kernel_count == AUTO:
-        options = replace(options, scope="model")
-        return make_checked_plan(loaded, weights, options), False
-    return make_checked_plan(loaded, weights, options), True
-
-
-def _planned(
-    loaded: LoadedNetwork, weights: RequestWeights | None, plan: ConversionPlan
-) -> Conversion:
-    """Return what a conversion with this plan would do."""
-    return Conversion(
-        request=loaded.request,
-        source=loaded.source,
-        takes_authors_elements=weights is not None and weights.authors is not None,
-        plan=plan,
-        report=predict_report(plan),
-        model=None,
-    )
-
-
-def _measured(
-    loaded: LoadedNetwork,
-    weights: RequestWeights | None,
-    plan: ConversionPlan,
-    ready: _Ready,
-    notify: Notify,
-) -> tuple[ConversionPlan, _Ready]:
-    """Return the plan with counts chosen by the error of each layer, and the images' statistics."""
-    request = loaded.request
-    counts, statistics = choose_counts_by_error(
-        ready.network,
-        plan,
-        seed=draw_fit_seed(torch.Generator().manual_seed(request.seed)),
-        calibration=ready.images,
-        notify=notify,
-    )
-    options = replace(request.options, scope=ERROR_SCOPE)
-    measured_plan = make_checked_plan(loaded, weights, options, measured_counts=counts)
-    return measured_plan, replace(ready, statistics=statistics)
+    return _convert_(conversion, network, images, statistics, notify, note)
 
 
 def _read_images(
@@ -165,33 +130,85 @@ def _read_images(
     )
 
 
-def _convert_network_(
+def _convert_with_elements_(
+    conversion: Conversion, network: nn.Module, weights: RequestWeights, notify: Notify
+) -> Conversion:
+    """Convert the network in place, with the elements of the authors' layers."""
+    request = conversion.request
+    notify("converting")
+    tensors = [*network.parameters(), *network.buffers()]  # the file's other weights are loaded too
+    with unchanged_on_failure(network, values=tensors):
+        convert_with_authors_elements_(network, conversion.plan, weights, request.authors_version)
+        attach_provenance_(network, describe_conversion(request))
+    return replace(conversion, model=network)
+
+
+def _convert_(
     conversion: Conversion,
-    ready: _Ready,
-    authors: AuthorsWeights | None,
+    network: nn.Module,
+    images: Calibration | None,
+    statistics: CalibrationStatistics | None,
     notify: Notify,
     note: Note,
 ) -> Conversion:
-    """Convert the network in place, and compare its outputs. After any error, it is as it was."""
+    """Convert the network in place, and compare its outputs. After any error, it is as it was.
+
+    `statistics` are those of the images, if they chose the counts.
+    """
     request = conversion.request
     plan = conversion.plan
-    model = ready.network
     notify("converting")
-    keeps_outputs = authors is None and request.trained and request.start != "random"
+    lines = sum(layer.lines for layer in plan.layers)
+    if request.start == "fit" and lines > MANY_LINES and request.device is None:
+        note(f"fitting elements to {lines:,} kernels takes minutes on a CPU; a GPU is faster")
+    overwritten: list[Tensor] = []
+    if images is not None:  # biases and running means are corrected
+        tensors = (*network.parameters(), *network.buffers())
+        overwritten = [tensor for tensor in tensors if tensor.dim() == 1]
+    before = None
     outcome = None
     random_output_error = None
-    with unchanged_on_failure(model, values=_overwritten_tensors(ready, authors)):
-        before = outputs_before_conversion(model, plan, ready.images) if keeps_outputs else None
-        errors = _start_layers_(conversion, ready, authors, notify, note)
+    with unchanged_on_failure(network, values=overwritten):
+        if request.trained and request.start != "random":
+            before = outputs_before_conversion(network, plan, images)
+        errors = apply_plan_(
+            network,
+            plan,
+            init=request.start,
+            positions=request.positions,
+            generator=torch.Generator().manual_seed(request.seed),
+            calibration=statistics or images,
+            note=note,
+            notify=notify,
+        )
         if before is not None:
             outcome, random_output_error = compare_with_outputs_before(
-                before, model, plan, ready.images, errors.kernel
+                before, network, plan, images, errors.kernel
             )
-        attach_provenance_(model, describe_conversion(request))
-        if request.mean is not None and request.std is not None and plan.input_size is not None:
-            channels = plan.input_size[0]
-            stated = normalisation_of(model, channels, request.mean, request.std)
-            set_normalisation_(model, stated.mean, stated.std, channels=channels)
+        attach_provenance_(network, describe_conversion(request))
+        _state_normalisation_(network, request, plan)
+    report = replace(conversion.report, layers=_layers_with_errors(plan, errors), outcome=outcome)
+    return replace(
+        conversion, model=network, report=report, random_output_error=random_output_error
+    )
+
+
+def _state_normalisation_(
+    network: nn.Module, request: ConversionRequest, plan: ConversionPlan
+) -> None:
+    """Write the normalisation that the user stated for images into the network's own config."""
+    if request.mean is None or request.std is None or plan.input_size is None:
+        return
+    channels = plan.input_size[0]
+    stated = normalisation_of(network, channels, request.mean, request.std)
+    set_normalisation_(network, stated.mean, stated.std, channels=channels)
+
+
+def _layers_with_errors(plan: ConversionPlan, errors: LayerErrors) -> tuple[LayerPlan, ...]:
+    for name, error in errors.kernel.items():
+        logger.debug("%s: relative error of the kernel %.4g", name, error)
+    for name, error in errors.output.items():
+        logger.debug("%s: relative error of the outputs for images %.4g", name, error)
     layers = []
     for layer in plan.layers:
         layers.append(
@@ -202,48 +219,4 @@ def _convert_network_(
                 error_reasons=errors.reasons.get(layer.name, ()),
             )
         )
-    report = replace(conversion.report, layers=tuple(layers), outcome=outcome)
-    return replace(conversion, model=model, report=report, random_output_error=random_output_error)
-
-
-def _overwritten_tensors(ready: _Ready, authors: AuthorsWeights | None) -> Sequence[Tensor]:
-    """Return the tensors of the network whose values the conversion changes in place."""
-    tensors = [*ready.network.parameters(), *ready.network.buffers()]
-    if authors is not None:
-        return tensors  # the file's other weights are loaded along with its elements
-    if ready.images is not None:
-        return [tensor for tensor in tensors if tensor.dim() == 1]  # biases and running means
-    return []
-
-
-def _start_layers_(
-    conversion: Conversion,
-    ready: _Ready,
-    authors: AuthorsWeights | None,
-    notify: Notify,
-    note: Note,
-) -> LayerErrors:
-    """Put DCLS layers with their initial values into the network, and return their errors."""
-    request = conversion.request
-    plan = conversion.plan
-    if authors is not None:
-        convert_with_authors_weights_(ready.network, plan, authors, version=request.authors_version)
-        return LayerErrors(kernel={}, output={})
-    lines = sum(layer.lines for layer in plan.layers)
-    if request.start == "fit" and lines > MANY_LINES and request.device is None:
-        note(f"fitting elements to {lines:,} kernels takes minutes on a CPU; a GPU is faster")
-    errors = apply_plan_(
-        ready.network,
-        plan,
-        init=request.start,
-        positions=request.positions,
-        generator=torch.Generator().manual_seed(request.seed),
-        calibration=ready.statistics or ready.images,
-        note=note,
-        notify=notify,
-    )
-    for name, error in errors.kernel.items():
-        logger.debug("%s: relative error of the kernel %.4g", name, error)
-    for name, error in errors.output.items():
-        logger.debug("%s: relative error of the outputs for images %.4g", name, error)
-    return errors
+    return tuple(layers)

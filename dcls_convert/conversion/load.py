@@ -3,9 +3,8 @@
 import functools
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import CheckpointError
 from ..networks.assumed_inputs import assumed_inputs
@@ -22,20 +21,19 @@ from ..weights.files import read_weights
 from ..weights.loading import (
     alias_names,
     build_and_load,
-    check_weights,
     classifier_prefixes,
     differing_classifier,
     differing_num_classes,
     load_weights_,
 )
 from ..weights.state_names import rename_to_model
-from .authors import AuthorsWeights, split_authors_weights
-from .request import ConversionRequest, options_without_effect
+from .authors import split_authors_elements
+from .request import ConversionRequest, RequestWeights, options_without_effect
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedNetwork:
-    """The network of a request: how it is built, its structure and its convolutions."""
+    """The network of a request, without its values, and the weights that the request states."""
 
     request: ConversionRequest
     source: ModelSource | None  # how it is built; None for a model in memory
@@ -44,39 +42,12 @@ class LoadedNetwork:
     # The network itself, if it is in memory or only the user's code builds it; else on meta.
     structure: nn.Module
     convs: ModelConvs  # traced at the input size
-
-    @property
-    def model_name(self) -> str | None:
-        """The model's name in the plan; None if only the user's code can build it."""
-        if self.source_in_checkpoint is None:
-            return None
-        return self.source_in_checkpoint.name
-
-    @property
-    def model_args(self) -> dict[str, Any]:
-        """The arguments with which a loaded checkpoint builds the model."""
-        if self.source_in_checkpoint is None:
-            return {}
-        return self.source_in_checkpoint.args
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestWeights:
-    """The weights that a request states, under the names of its network's tensors."""
-
-    where: str  # their name in messages
-    entries: dict[str, Tensor]
-    authors: AuthorsWeights | None  # if some entries are elements of the authors' layers
-    new_classifier: Collection[str]  # its names; the entries have none of them
-
-    def check(self, structure: nn.Module) -> None:
-        """Refuse (CheckpointError) weights that do not fit the network."""
-        check_weights(structure, self.entries, self.where, optional=self.new_classifier)
+    weights: RequestWeights | None
 
 
 def load(
     request: ConversionRequest, *, notify: Notify = ignore_messages, note: Note = ignore_messages
-) -> tuple[LoadedNetwork, RequestWeights | None]:
+) -> LoadedNetwork:
     """Load a request's network without its values, and the weights that the request states.
 
     If the request names the user's own code as the model, that code is run.
@@ -111,14 +82,14 @@ def load(
     if inputs is None and source_in_checkpoint is not None:
         inputs = assumed_inputs(source_in_checkpoint, structure)
     notify("finding convolutions")
-    loaded = LoadedNetwork(
+    return LoadedNetwork(
         request=request,
         source=source,
         source_in_checkpoint=source_in_checkpoint,
         structure=structure,
         convs=find_convs_for(structure, inputs),
+        weights=weights,
     )
-    return loaded, weights
 
 
 def _stated_source(request: ConversionRequest) -> ModelSource | None:
@@ -166,11 +137,9 @@ def _read_weights(
         _note_new_classifier(structure, new_classifier, note)
     for name in new_classifier:
         entries.pop(name, None)
+    elements, others = split_authors_elements(entries)
     return RequestWeights(
-        where=where,
-        entries=entries,
-        authors=split_authors_weights(entries, where, new_classifier),
-        new_classifier=new_classifier,
+        where=where, elements=elements, entries=others, new_classifier=new_classifier
     )
 
 
@@ -216,31 +185,30 @@ def _classes_of_weights(
     return classes
 
 
-def build_network(
-    loaded: LoadedNetwork,
-    weights: RequestWeights | None,
-    *,
-    notify: Notify = ignore_messages,
-) -> nn.Module:
+def build_network(loaded: LoadedNetwork, *, notify: Notify = ignore_messages) -> nn.Module:
     """Return the network with its values: the model in memory itself, or a new one.
 
-    Elements of the authors' layers are not loaded.
+    Weights with elements of the authors' layers are not loaded.
 
     Raises:
         CheckpointError: The weights do not fit.
         ModelError: The model cannot be built.
     """
     request = loaded.request
-    if loaded.source is None:
+    source = loaded.source
+    if source is None:
         return loaded.structure
-    if loaded.source.kind not in LIBRARY_KINDS:
+    weights = loaded.weights
+    if weights is not None and weights.elements:
+        weights = None
+    if source.kind not in LIBRARY_KINDS:
         network = loaded.structure
-        if weights is not None and weights.authors is None:
+        if weights is not None:
             load_weights_(network, weights.entries, weights.where, optional=weights.new_classifier)
-    elif weights is not None and weights.authors is None:
+    elif weights is not None:
         notify("building")
         network = build_and_load(
-            loaded.source,
+            source,
             weights.entries,
             weights.where,
             seed=request.seed,
@@ -249,7 +217,7 @@ def build_network(
     else:
         notify("building with pretrained weights" if request.pretrained else "building")
         network = build_model(
-            loaded.source, pretrained=request.pretrained, seed=request.seed, trust_code=True
+            source, pretrained=request.pretrained, seed=request.seed, trust_code=True
         )
     if not request.pretrained:
         # The weights are not timm's, whose tag, licence and address its config states.

@@ -1,10 +1,12 @@
 """The request for one conversion, as plain values, and a check that its options do not conflict.
 
+The weights that it states get a record, too, once they are read.
+
 Nothing is read or built here, and nothing heavy is imported, so that the command line refuses
 conflicting options at once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
@@ -103,6 +105,17 @@ class ConversionRequest:
         if isinstance(self.weights, Mapping):
             return "the state dict"
         return f"checkpoint {self.weights}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestWeights:
+    """The weights that a request states, under the names of its network's tensors."""
+
+    where: str  # their name in messages
+    # Elements of the authors' layers, if there are any, by layer name and kind: see `authors.py`.
+    elements: "Mapping[str, Mapping[str, Tensor]]"
+    entries: "Mapping[str, Tensor]"  # all others
+    new_classifier: Collection[str]  # its names; the entries have none of them
 
 
 def options_without_effect(request: ConversionRequest) -> list[str]:

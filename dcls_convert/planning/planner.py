@@ -11,6 +11,7 @@ from ..errors import PlanError, RuleError, check_argument
 from ..geometry import along_learnt_axes
 from ..layers.interpolation import find_interpolation
 from ..networks.sites import ConvSite, ModelConvs, Skipped
+from ..networks.source import ModelSource
 from ..options import (
     AUTO,
     DEFAULT_BUDGET,
@@ -88,6 +89,9 @@ def plan_conversion(
         NothingMatchesError: No rule claims anything; the message says what the model has instead.
     """
     check_argument("convs", convs, ModelConvs)
+    source = None
+    if model is not None:
+        source = ModelSource(name=model, args=model_args or {})
     options = PlanOptions(
         dilated_size=dilated_size,
         kernel_count=kernel_count,
@@ -98,7 +102,7 @@ def plan_conversion(
         interpolation=interpolation,
         strict=strict,
     )
-    return make_plan(convs, options, model=model, model_args=model_args)
+    return make_plan(convs, options, source=source)
 
 
 def make_plan(
@@ -106,12 +110,15 @@ def make_plan(
     options: PlanOptions,
     *,
     known_counts: LayerCounts | None = None,
-    model: str | None = None,
-    model_args: dict[str, Any] | None = None,
+    source: ModelSource | None = None,
 ) -> ConversionPlan:
     """Decide what becomes of every convolution, given the options as a record.
 
-    `known_counts` must name exactly the layers that are converted.
+    Args:
+        convs: What `find_convs` found.
+        options: The options.
+        known_counts: Counts of elements that exist already, of exactly the layers to convert.
+        source: How to build the model again; None if only its user can.
 
     Raises:
         RuleError, PlanError, NothingMatchesError: See `plan_conversion`.
@@ -127,7 +134,6 @@ def make_plan(
     if scope == AUTO:
         scope = "model"
     share = parse_percent(options.budget)
-    arguments = _json_arguments(model_args)
     rules = load_or_choose_rules(options.rules, convs)
     drafts, skipped = _draft_model(convs, rules, options, known_counts)
     layers, budget = solve_counts(drafts, share)
@@ -144,8 +150,8 @@ def make_plan(
         not_measured=convs.not_measured,
         skipped=_in_model_order(skipped, convs),
         stages_from=_stages_from(convs, rules),
-        model=model,
-        model_args=arguments,
+        model=None if source is None else source.name,
+        model_args=_json_arguments(source),
         rules=Path(rules.source).name,  # without the folder: a plan has no paths of a machine
         rules_text=rules.text,
         scope=scope,
@@ -192,10 +198,12 @@ def _check_size(size: int | Sequence[int] | str) -> None:
         )
 
 
-def _json_arguments(model_args: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments as a JSON file gives them back: tuples become lists."""
+def _json_arguments(source: ModelSource | None) -> dict[str, Any]:
+    """Return a source's arguments as a JSON file gives them back: tuples become lists."""
+    if source is None:
+        return {}
     try:
-        return dict(json.loads(json.dumps(model_args or {}, allow_nan=False)))
+        return dict(json.loads(json.dumps(source.args, allow_nan=False)))
     except (TypeError, ValueError) as error:
         raise PlanError(f"model_args cannot be kept in a JSON file: {one_line(error)}") from error
 

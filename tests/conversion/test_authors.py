@@ -16,7 +16,7 @@ from timm.layers import StdConv2d
 from torch import nn
 
 import dcls_convert
-from dcls_convert.conversion.authors import split_authors_weights
+from dcls_convert.conversion.authors import split_authors_elements
 from dcls_convert.errors import CheckpointError
 from dcls_convert.layers.conv_classes import CONV_CLASSES
 from dcls_convert.layers.dcls_conv import DclsConvNd
@@ -391,7 +391,7 @@ def test_a_kernel_count_or_a_budget_is_refused_beside_their_elements(option, sta
 
 def test_an_ordinary_state_dict_has_none_of_their_layers():
     state = convnext().state_dict() | {"P": torch.zeros(1), "x.P": torch.zeros(1)}
-    assert split_authors_weights(state, "a file") is None
+    assert split_authors_elements(state) == ({}, state)
     with pytest.raises(CheckpointError, match="has no layers of the authors' package"):
         convert_from_theirs_(convnext(), convnext().state_dict())
     torch.save(convnext().state_dict(), "timms.pth")

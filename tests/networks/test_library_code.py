@@ -34,7 +34,7 @@ SMALLER = {  # than the network of the shortest name, which takes minutes
 
 def measured(name, **model_kwargs):
     """Measure exactly the layers that a user's plan replaces."""
-    loaded, _ = load(ConversionRequest(model=name, model_kwargs=model_kwargs, dry_run=True))
+    loaded = load(ConversionRequest(model=name, model_kwargs=model_kwargs, dry_run=True))
     try:
         plan = plan_conversion(loaded.convs)
     except NothingMatchesError:

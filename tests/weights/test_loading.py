@@ -33,8 +33,7 @@ def converted(name, *, note=ignore_messages, **options):
 
 def network_of(name, *, note=ignore_messages, **options):
     """Return the network of a request, with its values."""
-    loaded, weights = load(request_for(name, **options), note=note)
-    return build_network(loaded, weights)
+    return build_network(load(request_for(name, **options), note=note))
 
 
 def test_the_number_of_classes_is_that_of_the_file_if_none_is_stated(tmp_path):
