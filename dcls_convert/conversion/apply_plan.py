@@ -1,7 +1,7 @@
 """Carry out a plan on a model: make the layers, find their values, and put them into the model."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -20,21 +20,9 @@ from ..options import AUTO, EXACT, INITS, POSITIONS, Init, Positions
 from ..placing.groups import LayerGroup, make_layers
 from ..placing.place import insert_layers_
 from ..planning.plan import ConversionPlan
-from ..progress import Note, Notify, ignore_messages
+from ..progress import Note, Notify, ignore_messages, logger
+from ..reports.report import ConversionReport, predict_report
 from ..text import short_list
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerErrors:
-    """The errors that remain after a start, by layer name."""
-
-    # |new - old| / |old| of the constructed kernels; empty for "random" and on the meta device.
-    kernel: dict[str, float]
-    # |new - old| / |old| of the outputs at the sampled places of a calibration's images, given the
-    # input from the layers that are converted already; empty without a calibration.
-    output: dict[str, float]
-    # Reasons that may explain a large output error; only layers for which a calibration knows any.
-    reasons: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -49,7 +37,7 @@ def apply_plan_(
     calibration: Images | Calibration | CalibrationStatistics | None = None,
     note: Note = ignore_messages,
     notify: Notify = ignore_messages,
-) -> LayerErrors:
+) -> ConversionReport:
     """Replace every convolution of the plan by its DCLS layer, with values from the old kernels.
 
     Args:
@@ -67,8 +55,8 @@ def apply_plan_(
         notify: Called with progress: which layers are next.
 
     Returns:
-        The relative errors of the kernels; with a calibration, also those of the outputs, and
-        reasons for them.
+        The report of the plan. Each of its layers has the relative error of its kernel, if it
+        starts from the old one; with a calibration, also that of its outputs, and reasons for it.
 
     Raises:
         DclsConvertError: The model is not the one that the plan is for, or does not accept the
@@ -102,12 +90,30 @@ def apply_plan_(
         for group in groups:
             kernel_errors |= group.kernel_errors()
     _place_(model, plan, groups, calibrated)
-    output_errors: dict[str, float] = {}
-    for layer in calibrated:
-        if layer.output_error is not None:
-            output_errors[layer.name] = layer.output_error
-    reasons = {layer.name: layer.reasons for layer in calibrated if layer.reasons}
-    return LayerErrors(kernel=kernel_errors, output=output_errors, reasons=reasons)
+    return _report_with_errors(plan, kernel_errors, calibrated)
+
+
+def _report_with_errors(
+    plan: ConversionPlan,
+    kernel_errors: Mapping[str, float],
+    calibrated: Sequence[CalibratedLayer],
+) -> ConversionReport:
+    """Return the plan's report; its layers have the errors that the start left."""
+    calibrated_of = {layer.name: layer for layer in calibrated}
+    layers = []
+    for layer in plan.layers:
+        layer = replace(layer, fit_error=kernel_errors.get(layer.name))
+        if layer.name in calibrated_of:
+            found = calibrated_of[layer.name]
+            layer = replace(layer, output_error=found.output_error, error_reasons=found.reasons)
+        logger.debug(
+            "%s: relative error of the kernel %s, of the outputs for images %s",
+            layer.name,
+            layer.fit_error,
+            layer.output_error,
+        )
+        layers.append(layer)
+    return replace(predict_report(plan), layers=tuple(layers))
 
 
 def _check_float64(groups: Sequence[LayerGroup]) -> None:

@@ -15,11 +15,10 @@ from ..networks.measure import not_measured_text
 from ..networks.pretrained_cfg import set_normalisation_
 from ..networks.running import unchanged_on_failure
 from ..networks.source import ModelSource
-from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
-from ..progress import Note, Notify, ignore_messages, logger
+from ..progress import Note, Notify, ignore_messages
 from ..reports.report import ConversionReport, predict_report
-from .apply_plan import LayerErrors, apply_plan_
+from .apply_plan import apply_plan_
 from .authors import check_start, convert_with_authors_elements_
 from .decide import check_stored_plan, must_measure_counts, plan_network
 from .load import build_network, load
@@ -166,12 +165,11 @@ def _convert_(
         tensors = (*network.parameters(), *network.buffers())
         overwritten = [tensor for tensor in tensors if tensor.dim() == 1]
     before = None
-    outcome = None
     random_output_error = None
     with unchanged_on_failure(network, values=overwritten):
         if request.trained and request.start != "random":
             before = outputs_before_conversion(network, plan, images)
-        errors = apply_plan_(
+        report = apply_plan_(
             network,
             plan,
             init=request.start,
@@ -183,11 +181,11 @@ def _convert_(
         )
         if before is not None:
             outcome, random_output_error = compare_with_outputs_before(
-                before, network, plan, images, errors.kernel
+                before, network, report, images
             )
+            report = replace(report, outcome=outcome)
         attach_provenance_(network, describe_conversion(request))
         _state_normalisation_(network, request, plan)
-    report = replace(conversion.report, layers=_layers_with_errors(plan, errors), outcome=outcome)
     return replace(
         conversion, model=network, report=report, random_output_error=random_output_error
     )
@@ -202,21 +200,3 @@ def _state_normalisation_(
     channels = plan.input_size[0]
     stated = normalisation_of(network, channels, request.mean, request.std)
     set_normalisation_(network, stated.mean, stated.std, channels=channels)
-
-
-def _layers_with_errors(plan: ConversionPlan, errors: LayerErrors) -> tuple[LayerPlan, ...]:
-    for name, error in errors.kernel.items():
-        logger.debug("%s: relative error of the kernel %.4g", name, error)
-    for name, error in errors.output.items():
-        logger.debug("%s: relative error of the outputs for images %.4g", name, error)
-    layers = []
-    for layer in plan.layers:
-        layers.append(
-            replace(
-                layer,
-                fit_error=errors.kernel.get(layer.name),
-                output_error=errors.output.get(layer.name),
-                error_reasons=errors.reasons.get(layer.name, ()),
-            )
-        )
-    return tuple(layers)

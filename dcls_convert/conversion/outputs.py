@@ -1,7 +1,7 @@
 """Compare a network's outputs before and after its conversion."""
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..networks.running import eval_mode, full_precision, run_batch
 from ..options import MAX_PIXELS
 from ..planning.plan import ConversionPlan
 from ..reports.outcome import Outcome
+from ..reports.report import ConversionReport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,28 +44,29 @@ def outputs_before_conversion(
 def compare_with_outputs_before(
     before: OutputsBefore,
     model: nn.Module,
-    plan: ConversionPlan,
+    report: ConversionReport,
     images: Calibration | None,
-    kernel_errors: Mapping[str, float],
 ) -> tuple[Outcome, float | None]:
     """Run the converted model, and summarise how much kernels and outputs changed.
 
     Args:
         before: Outputs before the conversion.
         model: The converted model.
-        plan: The plan that was carried out.
+        report: Of the plan that was carried out, with the errors of the kernels.
         images: The calibration. Without one (None), only outputs for random images are compared.
-        kernel_errors: The relative error of each layer's kernel.
 
     Returns:
         The summary, and the relative error of the outputs for random images (None if unknown).
     """
     random_error = None
     if before.random is not None:
-        random_error = compare_outputs(before.random, _random_outputs(model, plan)).output_error
+        random_error = compare_outputs(
+            before.random, _random_outputs(model, report.plan)
+        ).output_error
     kernel_error = None
+    kernel_errors = [layer.fit_error for layer in report.layers if layer.fit_error is not None]
     if kernel_errors:
-        kernel_error = sum(kernel_errors.values()) / len(kernel_errors)
+        kernel_error = sum(kernel_errors) / len(kernel_errors)
     if images is None:
         return Outcome(kernel_error=kernel_error, images=0), random_error
     converted = compare_outputs(before.held_out, _outputs(model, images.held_out))

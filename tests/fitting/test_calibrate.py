@@ -207,12 +207,13 @@ def test_the_output_error_of_each_layer_is_that_of_its_outputs(count, stride):
     groups = make_layers(model, plan)
     calibration = calibrate(model, plan, images, held_out=())
     statistics = measure_inputs(model, groups, calibration, ignore_messages, settings)
-    errors = apply_plan_(model, plan, calibration=statistics)
+    report = apply_plan_(model, plan, calibration=statistics)
     new = outputs_by_layer(model, plan, images)
-    assert errors.output.keys() == errors.kernel.keys() == old.keys()
-    for name, error in errors.output.items():
-        expected = float((new[name] - old[name]).norm() / old[name].norm())
-        assert error == pytest.approx(expected, rel=1e-3)
+    assert [layer.name for layer in report.layers] == list(old)
+    for layer in report.layers:
+        assert layer.fit_error is not None
+        expected = float((new[layer.name] - old[layer.name]).norm() / old[layer.name].norm())
+        assert layer.output_error == pytest.approx(expected, rel=1e-3)
 
 
 def test_layers_whose_means_cannot_be_corrected_are_named():
