@@ -77,7 +77,12 @@ def suggests_arguments(function: _Function) -> _Function:
 
     The function's signature stays the same.
     """
-    known = list(inspect.signature(function).parameters)
+    known: list[str] = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:  # **options: Unpack[a TypedDict]
+            known += get_args(parameter.annotation)[0].__annotations__
+        else:
+            known.append(parameter.name)
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from torch import Tensor, nn
 
@@ -23,7 +23,7 @@ from ..options import (
     Tie,
     suggests_arguments,
 )
-from ..planning.plan_options import PlanOptions
+from ..planning.plan_options import LayerArguments, PlanOptions
 from ..planning.rules import RuleSet
 from ..progress import logger, show_progress_in_python
 from ..reports.report import ConversionReport
@@ -179,12 +179,10 @@ def convert_from_authors_(
     *,
     dilated_size: int | Sequence[int] | str = AUTO,
     rules: str | Path | Mapping[str, Any] | RuleSet = AUTO,
-    tie: Tie = "stage",
-    interpolation: InterpolationName | None = None,
-    strict: bool = False,
     version: AuthorsVersion | None = None,
     input_size: Sequence[int] | None = None,
     example_inputs: ExampleInputs | None = None,
+    **options: Unpack[LayerArguments],
 ) -> ConversionReport:
     """Convert `model` in place and give it the weights of a network of the authors' package.
 
@@ -195,15 +193,16 @@ def convert_from_authors_(
         weights: A state dict whose layers have `weight` (O, I, E) and `P` (axes, O, I, E), or the
             file that holds it. Names may be those of the original ConvNeXt. Elements and their
             count are taken from it.
-        dilated_size, rules, tie, strict: As in `convert_`. The converted layers must be exactly
-            those that have positions. The file does not state the window used in training; without
-            SIG, a larger window gives the same outputs.
-        interpolation: Not stated in the file either. Without SIG, "bilinear" (same as None). With
-            SIG, "triangle" for the authors' version "max" and "gaussian" for "gauss"; both
-            normalise elements over the window.
+        dilated_size, rules: As in `convert_`. The converted layers must be exactly those that have
+            positions. The file does not state the window used in training; without SIG, a larger
+            window gives the same outputs.
         version: For weights without SIG: "v0" (as released, same as None) or "v1". They differ in
             the order of the axes.
         input_size, example_inputs: As in `convert_`.
+        options: tie, interpolation and strict, as in `convert_`. The file does not state the
+            interpolation either. Without SIG, it is "bilinear" (same as None). With SIG, it is
+            "triangle" for the authors' version "max" and "gaussian" for "gauss"; both normalise
+            elements over the window.
 
     Returns:
         The report, as from `convert_`.
@@ -216,13 +215,7 @@ def convert_from_authors_(
     request = ConversionRequest(
         model=model,
         weights=weights if isinstance(weights, Mapping) else Path(weights),
-        options=PlanOptions(
-            dilated_size=dilated_size,
-            rules=rules,
-            tie=tie,
-            interpolation=interpolation,
-            strict=strict,
-        ),
+        options=PlanOptions(dilated_size=dilated_size, rules=rules, **options),
         input_size=input_size,
         example_inputs=example_inputs,
         needs_authors_elements=True,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from ..geometry import plain_numbers
 from ..options import AUTO, DEFAULT_BUDGET, InterpolationName, Scope, Tie
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class PlanOptions:
     """The options of a plan.
 
-    Each public planning function, and each command that plans, spells out an argument for every
-    field, so that editors, type checkers and --help find them.
+    `convert_` and the commands that plan spell out an argument for every field, so that editors,
+    type checkers and --help find them. Other functions take them as keyword arguments.
     """
 
     # Cells: one integer, or one for each side. Or a growth such as "+4". Or "auto", the largest
@@ -36,3 +36,23 @@ class PlanOptions:
     def __post_init__(self) -> None:
         for name in ("dilated_size", "kernel_count"):
             object.__setattr__(self, name, plain_numbers(getattr(self, name)))
+
+
+class LayerArguments(TypedDict, total=False):
+    """Keyword arguments for fields of `PlanOptions`, without those on windows and counts.
+
+    The rules are an argument of their own, since they may be given by position.
+    """
+
+    tie: Tie
+    interpolation: InterpolationName | None
+    strict: bool
+
+
+class PlanArguments(LayerArguments, total=False):
+    """Keyword arguments for all fields of `PlanOptions` but the rules."""
+
+    dilated_size: int | Sequence[int] | str
+    kernel_count: int | Literal["auto", "exact"]
+    scope: Scope
+    budget: float | str

@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Unpack
 
 from ..errors import PlanError, RuleError, check_argument
 from ..geometry import along_learnt_axes
@@ -14,7 +14,6 @@ from ..networks.sites import ConvSite, ModelConvs, Skipped
 from ..networks.source import ModelSource
 from ..options import (
     AUTO,
-    DEFAULT_BUDGET,
     DEFAULT_INTERPOLATION,
     ERROR_SCOPE,
     EXACT,
@@ -22,9 +21,6 @@ from ..options import (
     INTERPOLATION_NAMES,
     SCOPES,
     TIES,
-    InterpolationName,
-    Scope,
-    Tie,
     check_even,
     parse_percent,
     suggests_arguments,
@@ -36,7 +32,7 @@ from .claims import assign_rules, load_or_choose_rules, refuse_overridden_option
 from .known_counts import LayerCounts, with_known_counts
 from .layer_plan import LayerPlan
 from .plan import ConversionPlan
-from .plan_options import PlanOptions
+from .plan_options import PlanArguments, PlanOptions
 from .rules import Rule, RuleSet
 from .tie_groups import with_tie_groups
 from .windows import choose_window, recommended_size
@@ -49,15 +45,9 @@ def plan_conversion(
     convs: ModelConvs,
     rules: RuleSet | str | Path | Mapping[str, Any] = AUTO,
     *,
-    dilated_size: int | Sequence[int] | str = AUTO,
-    kernel_count: int | Literal["auto", "exact"] = AUTO,
-    scope: Scope = AUTO,
-    tie: Tie = "stage",
-    budget: float | str = DEFAULT_BUDGET,
-    interpolation: InterpolationName | None = None,
-    strict: bool = False,
     model: str | None = None,
     model_args: dict[str, Any] | None = None,
+    **options: Unpack[PlanArguments],
 ) -> ConversionPlan:
     """Decide what becomes of every convolution.
 
@@ -65,23 +55,10 @@ def plan_conversion(
         convs: What `find_convs` found.
         rules: A rule set, its name, file or mapping, or "auto": the first of AUTO_RULES that
             claims a convolution.
-        dilated_size: Window for rules that state none: the cells of every side, of each side, or a
-            growth. "+4" makes each side four cells longer than the kernel's extent: 7 for a kernel
-            of 3. An integer or a growth leaves sides of 1 in a longer kernel as they are. "auto" is
-            the largest growth, with windows of 17 at most, that adds at most 15 % to the model's
-            MACs; "+2" if every growth adds more.
-        kernel_count: Elements in a kernel for rules that state none. "auto" solves for the budget.
-            "exact" uses as many as the old kernel has cells, whatever the budget; the layers can
-            then start as exactly the old function.
-        scope: "model" (also "auto") gives all layers one count. "error" needs the model's kernels:
-            only `convert_` and the command line plan with it.
-        tie: "stage" shares positions among layers of one stage and shape, "none" gives every layer
-            its own.
-        budget: Percent of the replaced weights that new weights, positions and sigmas may use.
-        interpolation: How an element spreads over the cells, for rules that state none: "bilinear"
-            (also None), "triangle" or "gaussian".
-        strict: Refuse a matching convolution that cannot take the size, instead of skipping it.
         model, model_args: How to build the model again, for a checkpoint.
+        options: dilated_size, kernel_count, scope, tie, budget, interpolation and strict, as in
+            `convert_`. The scope "error" needs the model's kernels, so only `convert_` and the
+            command line plan with it.
 
     Raises:
         RuleError: A rule claims no convolution, or all rules overrule an option.
@@ -92,17 +69,7 @@ def plan_conversion(
     source = None
     if model is not None:
         source = ModelSource(name=model, args=model_args or {})
-    options = PlanOptions(
-        dilated_size=dilated_size,
-        kernel_count=kernel_count,
-        rules=rules,
-        scope=scope,
-        tie=tie,
-        budget=budget,
-        interpolation=interpolation,
-        strict=strict,
-    )
-    return make_plan(convs, options, source=source)
+    return make_plan(convs, PlanOptions(rules=rules, **options), source=source)
 
 
 def make_plan(
