@@ -20,12 +20,13 @@ from ..options import (
     AUTO,
     MAX_ADDED_COST_PERCENT,
     MAX_WINDOW,
+    MIN_GROWTH,
     suggests_arguments,
 )
+from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
 from ..planning.plan_options import LayerArguments, PlanOptions
 from ..planning.rules import RuleSet
-from ..planning.windows import candidate_windows
 from ..progress import Note, Notify, ignore_messages, show_progress_in_python
 from ..records import Record
 from ..reports.costs import Change
@@ -35,6 +36,7 @@ from ..tables import Column, Table, as_html, as_text, indented, title
 from ..text import counts_text, range_text
 
 RequestedSize = int | Sequence[int] | str  # cells, or a growth such as "+4"
+CANDIDATE_COUNT = 9  # number of windows that `candidate_windows` returns
 RECOMMENDED = ">"  # in front of the recommended row
 ROW_STYLES = {"original": "", "done": "", "does not fit": "yellow"}  # by status
 WHY = (
@@ -228,6 +230,21 @@ def make_sweep(
         rows=tuple(rows),
         choice=recommend(rows, auto),
     )
+
+
+def candidate_windows(layers: Sequence[LayerPlan]) -> list[int] | list[str]:
+    """Return CANDIDATE_COUNT windows for these kernels, each two cells larger than the previous.
+
+    If all kernels have one extent, the windows are sizes, from this extent on. Otherwise they are
+    growths, from "+2" on.
+    """
+    extents: set[int] = set()
+    for layer in layers:
+        extents.update(layer.learnt_extents)
+    if len(extents) == 1:
+        (extent_of_all,) = extents
+        return list(range(extent_of_all, extent_of_all + 2 * CANDIDATE_COUNT, 2))
+    return [f"+{MIN_GROWTH + 2 * index}" for index in range(CANDIDATE_COUNT)]
 
 
 def _combinations(

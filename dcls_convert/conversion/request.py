@@ -145,10 +145,12 @@ def options_without_effect(request: ConversionRequest) -> list[str]:
 
 
 def _refuse_conflicts(request: ConversionRequest) -> None:
+    """Refuse (PlanError) options that contradict each other, and a seed out of bounds."""
+    options = request.options
     if request.pretrained and request.weights is not None:
         raise PlanError("pretrained weights and a checkpoint exclude each other")
     if request.plan_folder is not None and (
-        request.options != PlanOptions() or request.input_size is not None
+        options != PlanOptions() or request.input_size is not None
     ):
         raise PlanError("a plan is applied unchanged; omit the planning options")
     if isinstance(request.seed, bool) or not isinstance(request.seed, Integral):
@@ -157,56 +159,29 @@ def _refuse_conflicts(request: ConversionRequest) -> None:
         raise PlanError(f"seed {request.seed} must be from 0 to {MAX_SEED}")
     if request.authors_version not in (None, *get_args(AuthorsVersion)):
         raise PlanError(f"version {request.authors_version!r} must be v0 or v1")
-    refuse_overridden_counts(request.options)
-    _refuse_conflicts_of_init(request)
-    _refuse_conflicts_of_scope(request)
-    _refuse_conflicts_of_images(request)
-
-
-def _refuse_conflicts_of_init(request: ConversionRequest) -> None:
+    stated = options_that_decide_counts(options)
+    if options.kernel_count != AUTO and stated != ["kernel count"]:
+        raise PlanError("kernel count states the count, so budget and scope would have no effect")
+    if request.init == EXACT and options.kernel_count != EXACT and stated:
+        raise PlanError(
+            "an exact start takes an element for each cell of the old kernels: "
+            f"omit {join_with_and(stated)}"
+        )
     if request.init in ("fit", "largest") and not request.trained:
         raise PlanError(f"init {request.init!r} {NEEDS_WEIGHTS}")
-    if request.init == EXACT and request.options.kernel_count != EXACT:
-        stated = options_that_decide_counts(request.options)
-        if stated:
-            raise PlanError(
-                "an exact start takes an element for each cell of the old kernels: "
-                f"omit {join_with_and(stated)}"
-            )
-
-
-def _refuse_conflicts_of_scope(request: ConversionRequest) -> None:
-    if request.options.scope != ERROR_SCOPE:
-        return
-    if not request.trained:
-        raise PlanError(f"scope {ERROR_SCOPE!r} {NEEDS_WEIGHTS}")
-    if request.start != "fit":
-        raise PlanError(f"scope {ERROR_SCOPE!r} is for init 'fit', not for {request.start!r}")
-    if request.dry_run:
-        raise PlanError(
-            f"scope {ERROR_SCOPE!r} measures what kernels lose, but a dry run reads no kernels"
-        )
-
-
-def _refuse_conflicts_of_images(request: ConversionRequest) -> None:
-    if request.calibration is None:
-        return
-    if request.dry_run:
-        raise PlanError("a dry run reads no images to calibrate with")
-    if not request.trained:
-        raise PlanError(f"calibration {NEEDS_WEIGHTS}")
-    if request.start != "fit":
-        raise PlanError(f"calibration is for init 'fit', not for {request.start!r}")
-    if (request.mean is None) != (request.std is None):
+    for_fits = {
+        f"scope {ERROR_SCOPE!r}": options.scope == ERROR_SCOPE,
+        "calibration": request.calibration is not None,
+    }
+    for name, is_stated in for_fits.items():
+        if is_stated and not request.trained:
+            raise PlanError(f"{name} {NEEDS_WEIGHTS}")
+        if is_stated and request.start != "fit":
+            raise PlanError(f"{name} is for init 'fit', not for {request.start!r}")
+        if is_stated and request.dry_run:
+            raise PlanError(f"{name} reads kernels and images, which a dry run does not")
+    if request.calibration is not None and (request.mean is None) != (request.std is None):
         raise PlanError("calibration: give mean and std, or neither")
-
-
-def refuse_overridden_counts(options: PlanOptions) -> None:
-    """Raise PlanError if a kernel count leaves other options without effect."""
-    if options.kernel_count == AUTO:
-        return
-    if options.scope != AUTO or parse_percent(options.budget) != 1:
-        raise PlanError("kernel count states the count, so budget and scope would have no effect")
 
 
 def options_that_decide_counts(options: PlanOptions) -> list[str]:

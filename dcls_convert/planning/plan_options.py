@@ -1,12 +1,28 @@
 """The options of a plan, as plain values. Imports no torch: the command line reads this file."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
+from ..errors import PlanError
 from ..geometry import plain_numbers
-from ..options import AUTO, DEFAULT_BUDGET, InterpolationName, Scope, Tie
+from ..options import (
+    AUTO,
+    DEFAULT_BUDGET,
+    EXACT,
+    GROWTH,
+    INTERPOLATION_NAMES,
+    SCOPES,
+    TIES,
+    InterpolationName,
+    Scope,
+    Tie,
+    check_even,
+    parse_percent,
+)
+from ..text import shortened
 
 if TYPE_CHECKING:
     from .rules import RuleSet
@@ -34,8 +50,41 @@ class PlanOptions:
     strict: bool = False
 
     def __post_init__(self) -> None:
+        """Refuse (PlanError) values that no model allows."""
         for name in ("dilated_size", "kernel_count"):
             object.__setattr__(self, name, plain_numbers(getattr(self, name)))
+        _check_size(self.dilated_size)
+        choices = {"scope": SCOPES, "tie": TIES, "interpolation": (None, *INTERPOLATION_NAMES)}
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                names = ", ".join(filter(None, allowed))
+                raise PlanError(f"{name}={shortened(repr(value))} must be one of {names}")
+        count = self.kernel_count
+        if count not in (AUTO, EXACT) and (type(count) is not int or count < 1):
+            raise PlanError(
+                f"kernel count {shortened(repr(count))} must be a positive integer, auto or exact"
+            )
+        parse_percent(self.budget)
+
+
+def _check_size(size: int | Sequence[int] | str) -> None:
+    if size == AUTO:
+        return
+    if isinstance(size, str) and re.fullmatch(GROWTH, size):
+        try:
+            check_even(size)
+        except ValueError as error:
+            raise PlanError(f"dilated size: {error}") from None
+        return
+    sides: Sequence[object] = [size]
+    if isinstance(size, Sequence):
+        sides = size
+    if not sides or any(type(side) is not int or side < 1 for side in sides):
+        raise PlanError(
+            f"dilated size {shortened(repr(size))} must be a positive integer, one for each side, "
+            "or a growth such as '+4'"
+        )
 
 
 class LayerArguments(TypedDict, total=False):

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -17,16 +16,12 @@ from ..options import (
     DEFAULT_INTERPOLATION,
     ERROR_SCOPE,
     EXACT,
-    GROWTH,
     INTERPOLATION_NAMES,
-    SCOPES,
-    TIES,
-    check_even,
     parse_percent,
     suggests_arguments,
 )
 from ..records import shared_fields
-from ..text import count_text, one_line, shortened
+from ..text import count_text, one_line
 from .budget import UNSOLVED, solve_counts
 from .claims import assign_rules, load_or_choose_rules, refuse_overridden_options
 from .known_counts import LayerCounts, with_known_counts
@@ -96,7 +91,6 @@ def make_plan(
             f"scope {ERROR_SCOPE!r} needs the trained kernels, which are not given here; "
             "use convert_ or dcls-convert MODEL"
         )
-    _check_options(options)
     scope = options.scope
     if scope == AUTO:
         scope = "model"
@@ -128,41 +122,6 @@ def make_plan(
         budget=budget,
         folded=False,
     )
-
-
-def _check_options(options: PlanOptions) -> None:
-    """Raise PlanError for values that no model allows."""
-    _check_size(options.dilated_size)
-    choices = {"scope": SCOPES, "tie": TIES, "interpolation": (None, *INTERPOLATION_NAMES)}
-    for name, allowed in choices.items():
-        value = getattr(options, name)
-        if value not in allowed:
-            names = ", ".join(filter(None, allowed))
-            raise PlanError(f"{name}={shortened(repr(value))} must be one of {names}")
-    count = options.kernel_count
-    if count not in (AUTO, EXACT) and (type(count) is not int or count < 1):
-        raise PlanError(
-            f"kernel count {shortened(repr(count))} must be a positive integer, auto or exact"
-        )
-
-
-def _check_size(size: int | Sequence[int] | str) -> None:
-    if size == AUTO:
-        return
-    if isinstance(size, str) and re.fullmatch(GROWTH, size):
-        try:
-            check_even(size)
-        except ValueError as error:
-            raise PlanError(f"dilated size: {error}") from None
-        return
-    sides: Sequence[object] = [size]
-    if isinstance(size, Sequence):
-        sides = size
-    if not sides or any(type(side) is not int or side < 1 for side in sides):
-        raise PlanError(
-            f"dilated size {shortened(repr(size))} must be a positive integer, one for each side, "
-            "or a growth such as '+4'"
-        )
 
 
 def _json_arguments(source: ModelSource | None) -> dict[str, Any]:

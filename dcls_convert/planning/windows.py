@@ -1,7 +1,7 @@
 """Choose the window of each new layer, and recommend a size for a model."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ..errors import PlanError
 from ..geometry import (
@@ -19,14 +19,12 @@ from ..geometry import (
 )
 from ..networks.sites import ConvSite, ModelConvs
 from ..options import MAX_ADDED_COST_PERCENT, MAX_WINDOW, MIN_GROWTH
-from .layer_plan import LayerPlan
 from .rules import Rule, RuleSet
 
 BEYOND = (
     "where this one cannot (ahead in time, or beyond a tile); "
     "a rule with 'padding: any' converts it nevertheless"
 )
-CANDIDATE_COUNT = 9  # number of windows that `candidate_windows` returns
 
 
 def recommended_size(convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, int]) -> str | None:
@@ -43,77 +41,48 @@ def recommended_size(convs: ModelConvs, rules: RuleSet, rule_of: Mapping[str, in
     if rules.defaults.dilated_size:
         return None
     converted: list[tuple[ConvSite, Rule]] = []
-    without_size: list[tuple[ConvSite, Rule]] = []
     for site in convs.sites:
         if site.name in rule_of:
-            rule = rules.rules[rule_of[site.name]]
-            converted.append((site, rule))
-            if not rule.dilated_size:
-                without_size.append((site, rule))
-    if not without_size:
+            converted.append((site, rules.rules[rule_of[site.name]]))
+    if all(rule.dilated_size for _, rule in converted):
         return None
     max_added_macs = (convs.macs or 0) * MAX_ADDED_COST_PERCENT / 100
-    layers_at_min_growth = _number_of_layers(converted, MIN_GROWTH)
+    layers_at_min_growth, _, _ = _grow(converted, MIN_GROWTH)
     recommended = MIN_GROWTH
     for growth in range(MIN_GROWTH, MAX_WINDOW, 2):
+        layers, longest_side, added_macs = _grow(converted, growth)
         # A layer that refuses a growth adds no MACs: it would make larger growths look cheap.
-        if _number_of_layers(converted, growth) < layers_at_min_growth:
-            continue
-        fits_max_window = _largest_side(without_size, growth) <= MAX_WINDOW
-        if fits_max_window and _added_macs(converted, growth) <= max_added_macs:
+        fits = layers >= layers_at_min_growth and longest_side <= MAX_WINDOW
+        if fits and added_macs <= max_added_macs:
             recommended = growth
     return f"+{recommended}"
 
 
-def candidate_windows(layers: Sequence[LayerPlan]) -> list[int] | list[str]:
-    """Return CANDIDATE_COUNT windows for these kernels, each two cells larger than the previous.
+def _grow(converted: Sequence[tuple[ConvSite, Rule]], growth: int) -> tuple[int, int, float]:
+    """Try a growth for the sites whose rules state no size.
 
-    If all kernels have one extent, the windows are sizes, from this extent on. Otherwise they are
-    growths, from "+2" on.
+    Returns:
+        The number of layers that can take their size; the longest learnt side of a grown window;
+        and the MACs that all windows add, infinity if those of a site are not known.
     """
-    extents: set[int] = set()
-    for layer in layers:
-        extents.update(layer.learnt_extents)
-    if len(extents) == 1:
-        (extent_of_all,) = extents
-        return list(range(extent_of_all, extent_of_all + 2 * CANDIDATE_COUNT, 2))
-    return [f"+{MIN_GROWTH + 2 * index}" for index in range(CANDIDATE_COUNT)]
-
-
-def _windows(
-    converted: Sequence[tuple[ConvSite, Rule]], growth: int
-) -> Iterator[tuple[ConvSite, tuple[int, ...], tuple[int, ...]]]:
-    """Yield each site that can take this growth (or its rule's size), its window and dense axes."""
+    layers = 0
+    longest_side = 0
+    added_macs = 0.0
     for site, rule in converted:
         try:
             window, dense_axes = choose_window(site, rule.dilated_size or f"+{growth}", rule)
         except PlanError:
             continue
-        yield site, window, dense_axes
-
-
-def _number_of_layers(converted: Sequence[tuple[ConvSite, Rule]], growth: int) -> int:
-    return len(list(_windows(converted, growth)))
-
-
-def _largest_side(converted: Sequence[tuple[ConvSite, Rule]], growth: int) -> int:
-    """Return the cells of the longest window side along a learnt axis."""
-    largest = 0
-    for _, window, dense_axes in _windows(converted, growth):
-        largest = max(largest, *along_learnt_axes(window, dense_axes))
-    return largest
-
-
-def _added_macs(converted: Sequence[tuple[ConvSite, Rule]], growth: int) -> float:
-    """Return the MACs that the new windows add; infinity if the MACs of a site are not known."""
-    added = 0
-    for site, window, _ in _windows(converted, growth):
+        layers += 1
+        if not rule.dilated_size:
+            longest_side = max(longest_side, *along_learnt_axes(window, dense_axes))
         before = site.macs(site.kernel_size)
         after = site.macs(window)
         if before is None or after is None:
-            return math.inf
-        added += after - before
-    return added
+            added_macs = math.inf
+        else:
+            added_macs += after - before
+    return layers, longest_side, added_macs
 
 
 def choose_window(

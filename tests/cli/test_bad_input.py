@@ -278,7 +278,7 @@ def test_what_is_no_value_of_an_option_is_refused_with_what_is(option, values, a
             "gaussian interpolation spreads an element over several cells"
         ),
         "--scope error --pretrained --dry-run": (
-            "scope 'error' measures what kernels lose, but a dry run reads no kernels"
+            "scope 'error' reads kernels and images, which a dry run does not"
         ),
     }
 )

@@ -238,7 +238,10 @@ NOISE = (torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0)),)
             {"init": "random", "calibration": NOISE},
             "calibration is for init 'fit', not for 'random'",
         ),
-        ({"calibration": NOISE, "dry_run": True}, "a dry run reads no images to calibrate with"),
+        (
+            {"calibration": NOISE, "dry_run": True},
+            "calibration reads kernels and images, which a dry run does not",
+        ),
         (
             {"options": PlanOptions(kernel_count=7, budget=50)},
             "kernel count states the count, so budget and scope would have no effect",
