@@ -7,40 +7,32 @@ an error of one line.
 import functools
 import json
 import re
-from dataclasses import fields
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import ConfigDict, PlainSerializer, PlainValidator, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from .errors import CheckpointError
 from .input import read_bytes
-from .text import one_line, shortened
+from .text import shortened
 
-# pydantic's settings for records: values must have exactly the stated types, and unknown fields are
-# errors.
+# pydantic's settings for a record and all records in it: values must have exactly the stated types,
+# and unknown fields are errors.
 STRICT = ConfigDict(strict=True, extra="forbid")
-_FRACTION = re.compile(r"-?\d+([./]\d+)?")  # without exponents: 1e999999999 would fill the memory
+# No exponent: 1e999999999 would fill the memory. No division by 0.
+_FRACTION = re.compile(r"-?\d{1,1000}(\.\d{1,1000}|/[1-9]\d{0,999})?")
 
 
-def _read_fraction(value: Any) -> Fraction:
-    """Read a fraction in a record: a number, or a number as text."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    is_text = isinstance(value, str) and _FRACTION.fullmatch(value) is not None
-    if not is_number and not is_text:
+def _read_fraction(value: object) -> Fraction:
+    """Read a number, or a number as text; raise ValueError for anything else."""
+    text = str(value)
+    if not _FRACTION.fullmatch(text):
         raise ValueError("is not a fraction")
-    try:
-        return Fraction(value)
-    except (ValueError, ArithmeticError) as error:  # infinite, too many digits, or divided by 0
-        raise ValueError("is not a fraction") from error
+    return Fraction(text)
 
 
-# pydantic before 2.10 does not support fractions, and some later versions let errors of Fraction
-# through.
-JsonFraction = Annotated[
-    Fraction, PlainValidator(_read_fraction), PlainSerializer(Fraction.__str__)
-]
+JsonFraction = Annotated[Fraction, BeforeValidator(_read_fraction)]
 
 
 @functools.cache
@@ -52,7 +44,8 @@ def adapter(kind: Any) -> TypeAdapter[Any]:
 class Record:
     """A dataclass that can be written as JSON.
 
-    If it has a field `format`, this field's default is the newest format version that can be read.
+    If it has a field `format`, this field comes first, and its type states the newest format
+    version that can be read.
     """
 
     __slots__ = ()
@@ -72,35 +65,27 @@ class Record:
         Raises:
             CheckpointError: The text is anything else. The message begins with `where`.
         """
-        known_format: Any = None
-        for field in fields(cls):  # type: ignore[arg-type]
-            if field.name == "format":
-                known_format = field.default
-        stated_format = _stated_format(text)
-        are_numbers = isinstance(known_format, int) and isinstance(stated_format, int)
-        if are_numbers and stated_format > known_format:
-            raise CheckpointError(
-                f"{where}: has format {shortened(stated_format, 20)}, "
-                f"but this dcls-convert reads format {known_format} at most; install a newer one"
-            )
         try:
             record: Self = adapter(cls).validate_json(text)  # type: ignore[arg-type]
         except ValidationError as error:
-            problem = error.errors()[0]
-            message = shortened(problem["msg"], 200)
-            place = ".".join(map(str, problem["loc"]))
-            if place:
-                message = f"{shortened(place)}: {message}"
-            raise CheckpointError(f"{where}: {message}") from None  # without pydantic's lines
+            problem = _problem_text(error)
+            raise CheckpointError(f"{where}: {problem}") from None  # without pydantic's lines
         return record
 
 
-def _stated_format(text: str | bytes) -> Any:
-    """Return the value of the key "format"; None if the text is not JSON or has no such key."""
-    try:
-        return json.loads(text)["format"]
-    except (ValueError, RecursionError, TypeError, KeyError, IndexError):
-        return None
+def _problem_text(error: ValidationError) -> str:
+    """Return the first problem that pydantic found, on one line."""
+    problem = error.errors()[0]
+    place = ".".join(map(str, problem["loc"]))
+    if place == "format" and problem["type"] == "less_than_equal":
+        return (
+            f"has format {shortened(problem['input'], 20)}, but this dcls-convert reads "
+            f"format {problem['ctx']['le']} at most; install a newer one"
+        )
+    message = shortened(problem["msg"], 200)
+    if place:
+        message = f"{shortened(place)}: {message}"
+    return message
 
 
 def write_json(data: object) -> str:
@@ -115,31 +100,21 @@ def write_json(data: object) -> str:
         raise CheckpointError(f"cannot be written as JSON: {error}") from error
 
 
-def read_json(path: Path, where: str) -> dict[str, object]:
+def read_json(path: Path, where: str) -> dict[str, Any]:
     """Read the JSON object in a file.
+
+    pydantic would refuse half characters, as which Python keeps file names that are not UTF-8.
 
     Raises:
         CheckpointError: The file cannot be read, or contains anything else. The message begins with
             `where`.
     """
     try:
-        data = json.loads(read_bytes(path).decode())
-    except (OSError, UnicodeDecodeError) as error:
-        reason = one_line(error)
-        if isinstance(error, OSError):
-            reason = str(error.strerror)
-        raise CheckpointError(f"{where}: cannot be read: {reason}") from error
+        data = json.loads(read_bytes(path))
+    except OSError as error:
+        raise CheckpointError(f"{where}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: is not JSON: {shortened(error, 200)}") from None
     if not isinstance(data, dict):
         raise CheckpointError(f"{where}: is a {type(data).__name__}, not an object")
     return data
-
-
-def shared_fields(record: object, kind: type) -> dict[str, Any]:
-    """Return the values of `record` for those fields of the dataclass `kind` that it has too."""
-    values = {}
-    for field in fields(kind):
-        if hasattr(record, field.name):
-            values[field.name] = getattr(record, field.name)
-    return values

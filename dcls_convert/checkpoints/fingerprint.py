@@ -25,7 +25,7 @@ from ..networks.running import (
 )
 from ..networks.wrappers import COMPILED
 from ..options import MAX_PIXELS
-from ..records import STRICT, Record
+from ..records import Record
 from ..text import one_line
 
 SAMPLES = 16  # values stored per output
@@ -41,8 +41,6 @@ TOLERANCES = {
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint(Record):
     """The output for one seeded random input, such as an image of normal random numbers."""
-
-    __pydantic_config__ = STRICT
 
     dtype: Literal["float64", "float32", "float16", "bfloat16"]  # of the inputs
     # Of each floating-point tensor in the output, in their order: its norm, then values at evenly

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from ..errors import PlanError
 from ..geometry import plain_numbers, size_text
-from ..records import STRICT
 from ..text import shortened
 
 FLOAT32 = "float32"
@@ -19,8 +18,6 @@ AXES_OF_IMAGE = range(2, 5)  # channels, and one to three spatial axes
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputTensor:
     """One tensor that forward takes. Random values of this kind can be made again."""
-
-    __pydantic_config__ = STRICT
 
     name: str | None = None  # of its keyword argument; None if it is passed by position
     shape: tuple[int, ...]  # with the batch axis, if it has one

@@ -12,15 +12,12 @@ from ..geometry import along_learnt_axes, check_cells, check_window, extent
 from ..layers.interpolation import find_interpolation
 from ..layers.ties import POSITION_PARAMETERS
 from ..networks.sites import OldConv
-from ..records import STRICT
 from ..text import one_line, shortened
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPlan(OldConv):
     """One convolution, and the DCLS layer that replaces it."""
-
-    __pydantic_config__ = STRICT
 
     dilated_size: tuple[int, ...]
     dense_axes: tuple[int, ...]

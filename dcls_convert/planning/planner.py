@@ -3,13 +3,14 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Unpack
 
 from ..errors import PlanError, RuleError, check_argument
 from ..geometry import along_learnt_axes
 from ..layers.interpolation import find_interpolation
-from ..networks.sites import ConvSite, ModelConvs, Skipped
+from ..networks.sites import ConvSite, ModelConvs, OldConv, Skipped
 from ..networks.source import ModelSource
 from ..options import (
     AUTO,
@@ -20,7 +21,6 @@ from ..options import (
     parse_percent,
     suggests_arguments,
 )
-from ..records import shared_fields
 from ..text import count_text, one_line
 from .budget import UNSOLVED, solve_counts
 from .claims import assign_rules, load_or_choose_rules, refuse_overridden_options
@@ -236,7 +236,7 @@ def _draft(
     rule = rules.rules[index]
     stated_size: Any = rule.dilated_size or size or rules.defaults.dilated_size
     window, dense_axes = choose_window(site, stated_size, rule)
-    from_site = shared_fields(site, LayerPlan)
+    from_site = {field.name: getattr(site, field.name) for field in fields(OldConv)}
     from_site["stage"] = rule.stage_of(site.name) or site.stage
     count = _stated_count(site, dense_axes, rule, options)
     return LayerPlan(

@@ -49,7 +49,6 @@ class TrackedPositions:
 class TrackRecord(Record):
     """All positions tensors of a model at one step; in a file, one line of JSON."""
 
-    # Pydantic also applies this config to the nested records.
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     step: Step

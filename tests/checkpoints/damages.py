@@ -122,7 +122,7 @@ DAMAGES = {
         lambda folder, _: os.truncate(folder / CONFIG, 100 << 20),
         "has 104,857,600 bytes",
     ),
-    "config not UTF-8": (write_file(CONFIG, b"\xff\xfe{\x00"), "config.json: cannot be read"),
+    "config not UTF-8": (write_file(CONFIG, b"\xff\xfe{\x00"), "config.json: is not JSON"),
     "config not JSON": (write_file(CONFIG, b'{"architecture": '), "config.json: is not JSON"),
     "config of deep lists": (write_file(CONFIG, b"[" * 100_000), "config.json: is not JSON"),
     "another hash": (damage_stamp(lambda s: s | {"tensors": "0" * 64}), CHANGED),

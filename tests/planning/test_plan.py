@@ -121,6 +121,7 @@ def test_anything_but_a_plan_is_refused_in_one_line(text):
         (("layers", -1, "interpolation"), "cubic", "'cubic' is not known"),
         (("layers", -1, "groups"), 3, "must be a positive multiple of its groups, 3"),
         (("layers", -1, "names"), [], "at least 1 item"),
+        (("share",), "1e999999999", "share: Value error, is not a fraction"),
         (("input_size",), [3, 0, 9], "must be channels and spatial sizes"),
         (("example_inputs",), [], "example inputs: there are none"),
         (("example_inputs",), [INTEGERS, INTEGERS], "two of one name"),
