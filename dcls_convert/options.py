@@ -3,15 +3,12 @@
 Imports neither torch nor typer: `--help` reads this file.
 """
 
-import functools
-import inspect
-from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
-from typing import Any, Final, Literal, TypeVar, cast, get_args
+from typing import Final, Literal, get_args
 
 from .errors import PlanError
-from .text import did_you_mean, shortened
+from .text import shortened
 
 # Defined in layers/interpolation.py.
 InterpolationName = Literal["bilinear", "triangle", "gaussian"]
@@ -67,32 +64,6 @@ def check_even(growth: str) -> None:
     if cells > MIN_GROWTH:
         allowed = f"+{cells - 1} or {allowed}"
     raise ValueError(f"growth {growth} must be even, or the output would shift; use {allowed}")
-
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def suggests_arguments(function: _Function) -> _Function:
-    """Make a function answer a misspelt keyword argument with the closest correct one.
-
-    The function's signature stays the same.
-    """
-    known: list[str] = []
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is parameter.VAR_KEYWORD:  # **options: Unpack[a TypedDict]
-            known += get_args(parameter.annotation)[0].__annotations__
-        else:
-            known.append(parameter.name)
-
-    @functools.wraps(function)
-    def call(*args: Any, **options: Any) -> Any:
-        unknown = [name for name in options if name not in known]
-        if unknown:
-            hint = did_you_mean(unknown[0], known)
-            raise TypeError(f"{function.__name__}() has no argument {unknown[0]!r}{hint}")
-        return function(*args, **options)
-
-    return cast(_Function, call)
 
 
 def parse_percent(text: str | float | int) -> Fraction:

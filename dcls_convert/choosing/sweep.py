@@ -21,7 +21,8 @@ from ..options import (
     MAX_ADDED_COST_PERCENT,
     MAX_WINDOW,
     MIN_GROWTH,
-    suggests_arguments,
+    InterpolationName,
+    Tie,
 )
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
@@ -125,7 +126,6 @@ class Sweep(Record):
     _repr_html_ = as_html
 
 
-@suggests_arguments
 def sweep(
     model: nn.Module,
     sizes: Sequence[RequestedSize] | None = None,

@@ -21,7 +21,6 @@ from ..options import (
     Positions,
     Scope,
     Tie,
-    suggests_arguments,
 )
 from ..planning.plan_options import LayerArguments, PlanOptions
 from ..planning.rules import RuleSet
@@ -37,7 +36,6 @@ UNTRAINED = (
 )
 
 
-@suggests_arguments
 def convert_(
     model: nn.Module,
     *,
@@ -151,8 +149,7 @@ def convert_(
     if conversion.plan.not_measured is not None:
         messages.add(not_measured_text(conversion.plan.not_measured))
     for message in messages:
-        # The caller is above this function and its decorator.
-        warnings.warn(message, stacklevel=3)
+        warnings.warn(message, stacklevel=2)
     return conversion.report
 
 
@@ -172,7 +169,6 @@ def _looks_untrained(model: nn.Module, names: Iterable[str]) -> bool:
     return have_torch_default_init(kernels)
 
 
-@suggests_arguments
 def convert_from_authors_(
     model: nn.Module,
     weights: Mapping[str, Tensor] | str | Path,
@@ -223,5 +219,5 @@ def convert_from_authors_(
     )
     report = carry_out(request, note=logger.info).report
     if report.not_measured is not None:
-        warnings.warn(not_measured_text(report.not_measured), stacklevel=3)
+        warnings.warn(not_measured_text(report.not_measured), stacklevel=2)
     return report

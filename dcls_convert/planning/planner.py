@@ -19,7 +19,6 @@ from ..options import (
     EXACT,
     INTERPOLATION_NAMES,
     parse_percent,
-    suggests_arguments,
 )
 from ..text import count_text, one_line
 from .budget import UNSOLVED, solve_counts
@@ -35,7 +34,6 @@ from .windows import choose_window, recommended_size
 # A draft is a LayerPlan that has no tie group yet, and whose kernel count may still be UNSOLVED.
 
 
-@suggests_arguments
 def plan_conversion(
     convs: ModelConvs,
     rules: RuleSet | str | Path | Mapping[str, Any] = AUTO,

@@ -395,11 +395,3 @@ def test_rules_that_state_sizes_keep_them_and_leave_the_others_to_auto():
         ((5, 5), (9, 9)),
         ((3, 3), (5, 5)),
     }
-
-
-def test_a_misnamed_option_is_named_with_the_right_one():
-    with pytest.raises(
-        TypeError,
-        match=r"plan_conversion\(\) has no argument 'dilated_kernel_size'.*'dilated_size'",
-    ):
-        plan_conversion(convs_of("resnet18"), dilated_kernel_size=9)
