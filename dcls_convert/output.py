@@ -1,8 +1,8 @@
 """Write outputs that appear whole or not at all.
 
 An output is written in a folder `.NAME.xxxxxxxx.partial` beside it, and then renamed. An old folder
-is first renamed to `NAME.xxxxxxxx.old`, and removed at the end. A killed process may leave these
-behind; the program does not remove them later.
+is first renamed to `NAME.xxxxxxxx.old`, and removed at the end. A process that is stopped at the
+wrong moment may leave these behind; the program does not remove them later.
 
 Pictures are checked before the work, too: their suffix, and whether matplotlib is installed.
 """
@@ -11,6 +11,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,50 +61,25 @@ def check_output(path: Path, *, force: bool, reason_to_keep: ReasonToKeep) -> No
 
 
 @contextlib.contextmanager
-def new_folder(folder: Path, *, force: bool, reason_to_keep: ReasonToKeep) -> Iterator[Path]:
-    """Yield a folder to fill; it gets its final name when the block ends without an error.
+def new_output(output: Path, *, force: bool, reason_to_keep: ReasonToKeep) -> Iterator[Path]:
+    """Yield a path to write a folder or a file to.
 
-    Until then, an existing folder keeps the name.
-    """
-    with _partial(folder, force, reason_to_keep) as new:
-        new.mkdir()
-        yield new
-
-
-def new_file(path: Path, *, force: bool) -> contextlib.AbstractContextManager[Path]:
-    """Return a context manager that yields a path to write to.
-
-    The file gets its final name when the block ends without an error. Other files that the block
-    writes beside it are published before it.
-    """
-    return _partial(path, force, reason_not_a_file)
-
-
-def reason_not_a_file(path: Path) -> str | None:
-    """Return why a path must not be replaced by a file; None for a regular file."""
-    if path.is_symlink():
-        return "is a link"
-    if not path.is_file():
-        return "is not a file"
-    return None
-
-
-@contextlib.contextmanager
-def _partial(output: Path, force: bool, reason_to_keep: ReasonToKeep) -> Iterator[Path]:
-    """Yield a path in a partial folder beside the output.
-
-    Everything in the folder is published when the block ends without an error.
+    It gets its final name when the block ends without an error; until then, an existing output
+    keeps the name. Other files that the block writes beside it are published before it.
     """
     check_output(output, force=force, reason_to_keep=reason_to_keep)
-    partial = output.absolute().with_name(f".{output.name}.{secrets.token_hex(4)}.partial")
+    folder = output.absolute().parent
     try:
-        partial.mkdir(parents=True)
-        yield partial / output.name
-        # The output itself is published last.
-        for new in sorted(partial.iterdir(), key=lambda entry: entry.name == output.name):
-            final = output.with_name(new.name)
-            check_output(final, force=force, reason_to_keep=reason_to_keep)
-            _publish(new, final, force)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            dir=folder, prefix=f".{output.name}.", suffix=".partial", ignore_cleanup_errors=True
+        ) as partial:
+            yield Path(partial, output.name)
+            # The output itself is published last.
+            for new in sorted(Path(partial).iterdir(), key=lambda entry: entry.name == output.name):
+                final = output.with_name(new.name)
+                check_output(final, force=force, reason_to_keep=reason_to_keep)
+                _publish(new, final, force)
     except (OSError, SafetensorError) as error:
         state = "nothing was left there"
         if os.path.lexists(output):
@@ -111,8 +87,6 @@ def _partial(output: Path, force: bool, reason_to_keep: ReasonToKeep) -> Iterato
         raise CheckpointError(
             f"output {shortened(output, 200)} cannot be written: {one_line(error)}; {state}"
         ) from error
-    finally:
-        _remove(partial)
 
 
 def _publish(new: Path, output: Path, force: bool) -> None:
@@ -127,17 +101,18 @@ def _publish(new: Path, output: Path, force: bool) -> None:
         new.rename(output)
     finally:
         if os.path.lexists(output):
-            _remove(old)
+            shutil.rmtree(old, ignore_errors=True)
         elif os.path.lexists(old):
             old.rename(output)
 
 
-def _remove(folder: Path) -> None:
-    """Remove a folder, if there is one."""
-    try:
-        shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)  # again, since a signal may have cut it short
+def reason_not_a_file(path: Path) -> str | None:
+    """Return why a path must not be replaced by a file; None for a regular file."""
+    if path.is_symlink():
+        return "is a link"
+    if not path.is_file():
+        return "is not a file"
+    return None
 
 
 def check_picture(path: Path) -> None:

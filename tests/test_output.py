@@ -7,6 +7,7 @@ import functools
 import itertools
 import multiprocessing
 import os
+import re
 import signal
 import stat
 import sys
@@ -17,29 +18,29 @@ from safetensors import SafetensorError
 
 from dcls_convert import output, save_converted
 from dcls_convert.errors import CheckpointError
-from dcls_convert.output import new_file, new_folder
+from dcls_convert.output import new_output, reason_not_a_file
 
 from .checkpoints.folders import convert
 
 
 def folder_writer(text):
     """Return a function that writes a new folder, with a file that holds the text."""
-    return _writer(
-        text,
-        "file",
-        lambda path, force: new_folder(path, force=force, reason_to_keep=lambda _: None),
-    )
+
+    def write(path, *, force=False, between=lambda: None):
+        with new_output(path, force=force, reason_to_keep=lambda _: None) as partial:
+            partial.mkdir()
+            (partial / "file").write_text(text)
+            between()
+
+    return write
 
 
 def file_writer(text):
     """Return a function that writes a file that holds the text."""
-    return _writer(text, "", lambda path, force: new_file(path, force=force))
 
-
-def _writer(text, name, new):
     def write(path, *, force=False, between=lambda: None):
-        with new(path, force) as partial:
-            (partial / name).write_text(text)
+        with new_output(path, force=force, reason_to_keep=reason_not_a_file) as partial:
+            partial.write_text(text)
             between()
 
     return write
@@ -94,7 +95,7 @@ def test_files_written_beside_a_file_are_published_before_it(tmp_path, monkeypat
     monkeypatch.setattr(
         output, "_publish", lambda new, *rest: (order.append(new.name), publish(new, *rest))
     )
-    with new_file(tmp_path / "a.onnx", force=False) as path:
+    with new_output(tmp_path / "a.onnx", force=False, reason_to_keep=reason_not_a_file) as path:
         path.write_text("main")
         path.with_name("a.onnx.data").write_text("beside")
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
@@ -177,7 +178,9 @@ ENDS = [
 @pytest.mark.parametrize("force", [False, True])
 @pytest.mark.parametrize("end", ENDS)
 def test_whatever_ends_a_run_at_any_step_leaves_the_old_or_the_new_one(tmp_path, kind, force, end):
-    """A failure leaves nothing else. After a kill, the old one may lie beside the output's name."""
+    """What is left beside it, where even removing was stopped, has a name that says what it is.
+    After a kill, that may be the old one.
+    """
     states = Counter()
     for step in itertools.count(1):
         path = tmp_path / str(step) / "out"
@@ -194,12 +197,24 @@ def test_whatever_ends_a_run_at_any_step_leaves_the_old_or_the_new_one(tmp_path,
             failed,
             state,
         )
-        assert end == "kill" or list(path.parent.iterdir()) == ([path] if state else []), step
+        for entry in path.parent.iterdir():
+            assert re.fullmatch(r"out|\.out\..*\.partial|out\..*\.old", entry.name), step
         states[state] += 1
         if not reached:
             break
     assert len(states) == 2
     assert sum(states.values()) > 10
+
+
+@KINDS
+@pytest.mark.parametrize("error", [FULL, KeyboardInterrupt()], ids=repr)
+def test_what_fails_while_it_is_written_leaves_nothing_else(tmp_path, kind, error):
+    path = tmp_path / "out"
+    kind("old")(path)
+    with pytest.raises((CheckpointError, KeyboardInterrupt)):
+        kind("new")(path, force=True, between=lambda: fail_with(error))
+    assert content(path) == "old"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("error", [FULL, SafetensorError("No space left")], ids=repr)
@@ -245,8 +260,7 @@ def test_permissions_are_the_usual_ones(tmp_path, mask):
 
 def _write_often(path):
     for number in range(30):
-        with new_file(path, force=True) as partial:
-            partial.write_text(f"{os.getpid()} {number}")
+        file_writer(f"{os.getpid()} {number}")(path, force=True)
 
 
 def test_processes_that_write_one_file_at_once_do_not_fail_each_other(tmp_path):

@@ -11,7 +11,7 @@ from ..errors import check_argument
 from ..networks.pretrained_cfg import stated_args
 from ..networks.source import resolve_model
 from ..networks.wrappers import inside_wrappers
-from ..output import new_folder
+from ..output import new_output
 from ..planning.plan import ConversionPlan
 from ..reports.report import ConversionReport
 from .compare import Comparison, check_layers, compare_with_folder
@@ -91,7 +91,8 @@ def save_converted(
     plan = with_current_args(plan, model, state)
     fingerprint = take_fingerprint(model, plan.inputs) if check else NOT_CHECKED
     note = None
-    with new_folder(folder, force=force, reason_to_keep=reason_not_a_checkpoint) as partial:
+    with new_output(folder, force=force, reason_to_keep=reason_not_a_checkpoint) as partial:
+        partial.mkdir()
         provenance = provenance_of(model)
         write_config(partial, timm_config(model, plan), provenance)
         write_weights(partial, state, fingerprint)
@@ -125,7 +126,8 @@ def save_just_converted(
     Raises:
         CheckpointError: A value is not finite, or the folder cannot be written.
     """
-    with new_folder(folder, force=force, reason_to_keep=reason_not_a_checkpoint) as partial:
+    with new_output(folder, force=force, reason_to_keep=reason_not_a_checkpoint) as partial:
+        partial.mkdir()
         provenance = provenance_of(model)
         write_config(partial, timm_config(model, plan), provenance)
         write_weights(partial, clamped_state_(model), take_fingerprint(model, plan.inputs))

@@ -8,7 +8,7 @@ import typer
 
 from ..errors import DclsConvertError
 from ..input import check_file
-from ..output import check_output, check_picture, new_file, reason_not_a_file
+from ..output import check_output, check_picture, new_output, reason_not_a_file
 from ..progress import Notify
 from . import console
 from .options import OUTPUT, CheckpointArgument, Force, Json, Quiet
@@ -104,7 +104,7 @@ def _draw(
     state = checkpoint.read_state()
     inspection = inspect_state(checkpoint, state)
     notify("drawing")
-    with new_file(picture, force=force) as partial:
+    with new_output(picture, force=force, reason_to_keep=reason_not_a_file) as partial:
         partial.write_bytes(draw(plan, state, picture.suffix, records))
     return inspection
 

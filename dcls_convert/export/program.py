@@ -17,7 +17,7 @@ from ..errors import DclsConvertError, ModelError
 from ..networks.input_tensors import have_batch_axis
 from ..networks.model_outputs import check_close, tensors_in
 from ..networks.running import suppress_output
-from ..output import new_file
+from ..output import new_output, reason_not_a_file
 from .folded_model import (
     COMPARED_IMAGES,
     FOLDING_BOUND,
@@ -123,7 +123,7 @@ def _write_file(
         DclsConvertError: The export fails, or the outputs differ too much.
     """
     subject = f"the export to {folded.format}"
-    with new_file(folded.output, force=folded.force) as path:
+    with new_output(folded.output, force=folded.force, reason_to_keep=reason_not_a_file) as path:
         folded.notify("exporting")
         try:
             with torch.no_grad(), suppress_output():

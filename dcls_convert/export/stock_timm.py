@@ -24,7 +24,7 @@ from ..networks.building import build_model, shapes_of
 from ..networks.find_convs import find_convs_for
 from ..networks.model_outputs import ComparisonError, check_close
 from ..networks.source import ModelSource
-from ..output import new_folder
+from ..output import new_output
 from ..planning.plan import ConversionPlan
 from ..reports.report import ConversionReport, predict_report
 from ..weights.files import load_safetensors
@@ -80,9 +80,10 @@ def _write_for_timm(
         provenance=provenance,
     )
     folded.notify(f"writing {folded.output}")
-    with new_folder(
+    with new_output(
         folded.output, force=folded.force, reason_to_keep=reason_not_a_checkpoint
     ) as partial:
+        partial.mkdir()
         write_config(partial, config, provenance)
         (partial / CARD).write_text(card, encoding="utf-8", newline="")
         fingerprint = take_fingerprint(folded.model, plan.inputs)
