@@ -152,7 +152,7 @@ def steps(
         write_line = message if lines else ignore_messages
         progress = show_progress(str(name), every=every, write_line=write_line, redirect=True)
     # Models and their loaders may print to stdout, but what they print is not a result.
-    with progress as notify, contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr), progress as notify:
 
         def step(text: str, done: int = 0, total: int = 0, /) -> None:
             if interrupts:  # a library has swallowed the KeyboardInterrupt
