@@ -1,14 +1,18 @@
 """Exceptions for user errors, each with a message of one line, and the check of an argument."""
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from .text import one_line, printable, shortened
 
 # Phrases in the out-of-memory messages of torch, C++ and the dynamic loader.
 NO_MEMORY = ("allocate memory", "bad_alloc", "failed to map segment", "out of memory")
-# The public function that makes an object of a class.
-MADE_BY = {"ConversionPlan": "plan_conversion", "ModelConvs": "find_convs"}
+# For an argument's class: what to give, and where to get it.
+GIVE = {
+    "Module": "a torch.nn.Module, such as timm.create_model(...) or load_converted(folder)",
+    "Optimizer": "a torch.optim.Optimizer",
+    "ConversionPlan": "a ConversionPlan, such as plan_conversion(...) or report.plan",
+    "ModelConvs": "a ModelConvs, such as find_convs(...)",
+}
 
 
 class DclsConvertError(ValueError):
@@ -64,7 +68,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def check_argument(name: str, value: object, kind: type) -> None:
-    """Raise DclsConvertError unless the argument is of this kind; say what was found and a cure.
+    """Raise DclsConvertError unless the argument is of this class; say what to give instead.
 
     Args:
         name: The argument's name.
@@ -73,32 +77,10 @@ def check_argument(name: str, value: object, kind: type) -> None:
     """
     if isinstance(value, kind):
         return
-    raise DclsConvertError(f"{name}: found {_found(value)}; give {_cure(value, kind)}")
-
-
-def _found(value: object) -> str:
+    found = f"a {type(value).__name__}"
     if isinstance(value, type):
-        return f"the class {value.__name__}"
-    if isinstance(value, str | Path):
-        return f"the text {shortened(repr(str(value)))}"
-    return f"a {type(value).__name__}"
-
-
-def _cure(value: object, kind: type) -> str:
-    """Say what is expected, and how to get there from what was found."""
-    if isinstance(value, type) and issubclass(value, kind):
-        return f"an object of it, such as {value.__name__}()"
-    if isinstance(getattr(value, "plan", None), kind):
-        return f"its plan, a {kind.__name__}"
-    if kind.__name__ in MADE_BY:
-        return f"a {kind.__name__}, from {MADE_BY[kind.__name__]}"
-    if not kind.__module__.startswith("torch."):
-        return f"a {kind.__name__}"
-    if isinstance(value, str | Path):
-        return (
-            "a torch.nn.Module: timm.create_model makes one by its name, "
-            "dcls_convert.load_converted loads a folder"
-        )
-    if isinstance(value, Iterable):
-        return "the torch.nn.Module itself"
-    return "a torch.nn.Module, such as timm.create_model(...)"
+        found = f"the class {value.__name__}"
+    elif isinstance(value, str | Path):
+        found = f"the text {shortened(repr(str(value)))}"
+    give = GIVE.get(kind.__name__, f"a {kind.__name__}")
+    raise DclsConvertError(f"{name}: found {found}; give {give}")

@@ -1,6 +1,5 @@
 """The user's own network in Python: what a notebook shows, step by step."""
 
-import re
 import warnings
 import xml.etree.ElementTree
 from pathlib import Path
@@ -278,13 +277,14 @@ def test_a_mistake_is_one_line_without_the_parsers_own_error(make, kind):
     assert mistake.value.__suppress_context__
 
 
+# What is given for a model, and what it is called.
 WRONG_MODELS = {
-    "a state dict": (lambda: unet().state_dict(), "a OrderedDict; give the torch.nn.Module itself"),
-    "its parameters": (lambda: unet().parameters(), "a generator; give the torch.nn.Module itself"),
-    "its class": (lambda: type(unet()), "the class UNet; give an object of it, such as UNet()"),
-    "a name": (lambda: "resnet18", "the text 'resnet18'; give a torch.nn.Module: timm.create_mo"),
-    "a path": (lambda: Path("folder"), "the text 'folder'; give a torch.nn.Module: timm.create_mo"),
-    "nothing": (lambda: None, "a NoneType; give a torch.nn.Module, such as"),
+    "a OrderedDict": lambda: unet().state_dict(),
+    "a generator": lambda: unet().parameters(),
+    "the class UNet": lambda: type(unet()),
+    "the text 'resnet18'": lambda: "resnet18",
+    "the text 'folder'": lambda: Path("folder"),
+    "a NoneType": lambda: None,
 }
 FRONT_DOORS = {
     "convert_": convert_,
@@ -304,12 +304,11 @@ FRONT_DOORS = {
 
 
 @pytest.mark.parametrize("front_door", FRONT_DOORS)
-@pytest.mark.parametrize("wrong", WRONG_MODELS)
-def test_what_is_no_model_is_refused_by_every_front_door(front_door, wrong):
+@pytest.mark.parametrize("found", WRONG_MODELS)
+def test_what_is_no_model_is_refused_by_every_front_door(front_door, found):
     """A name is refused, too: the network built for it would be lost."""
-    make, says = WRONG_MODELS[wrong]
-    with pytest.raises(DclsConvertError, match=f"^model: found {re.escape(says)}"):
-        FRONT_DOORS[front_door](make())
+    with pytest.raises(DclsConvertError, match=f"^model: found {found}; give a torch.nn.Module"):
+        FRONT_DOORS[front_door](WRONG_MODELS[found]())
 
 
 @pytest.mark.parametrize("wrong", [3, "three", [3]])
@@ -318,10 +317,13 @@ def test_an_argument_of_a_plain_class_is_asked_for_by_that_class(wrong):
         check_argument("sizes", wrong, dict)
 
 
+GIVE_PLAN = "give a ConversionPlan, such as plan_conversion(...) or report.plan"
+
+
 def test_a_report_or_a_path_where_a_plan_belongs_is_refused():
     model = unet()
     report = convert_(unet(), dilated_size=9, init="random")
-    from_report = "plan: found a ConversionReport; give its plan, a ConversionPlan"
+    from_report = f"plan: found a ConversionReport; {GIVE_PLAN}"
     mistakes = [
         (lambda: dcls_convert.apply_plan_(model, report), from_report),
         (lambda: dcls_convert.predict_report(report), from_report),
@@ -329,15 +331,16 @@ def test_a_report_or_a_path_where_a_plan_belongs_is_refused():
         (lambda: dcls_convert.save_converted(model, report, "out"), from_report),
         (
             lambda: dcls_convert.predict_report("x"),
-            "plan: found the text 'x'; give a ConversionPlan, from plan_conversion",
+            f"plan: found the text 'x'; {GIVE_PLAN}",
         ),
         (
             lambda: dcls_convert.plan_conversion(model),
-            "convs: found a UNet; give a ModelConvs, from find_convs",
+            "convs: found a UNet; give a ModelConvs, such as find_convs(...)",
         ),
         (
             lambda: dcls_convert.load_converted("folder", model=type(model)),
-            "model: found the class UNet; give an object of it, such as UNet()",
+            "model: found the class UNet; give a torch.nn.Module, such as timm.create_model(...) "
+            "or load_converted(folder)",
         ),
         (lambda: convert_(model, seed="a"), "seed 'a' must be an integer"),
         (
