@@ -19,22 +19,10 @@ SAFETENSORS_SUFFIX = ".safetensors"
 TORCH_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth", ".tar")  # usual ones of files of torch.save
 # Suffixes of the image files that are read.
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".gif")
-# Folders, in lower case, in which systems and archives keep copies, deleted files, and files of
-# their own.
-SYSTEM_FOLDERS = frozenset(
-    {
-        "#recycle",
-        "$recycle.bin",
-        "@eadir",
-        "__macosx",
-        "lost+found",
-        "system volume information",
-    }
-)
 
-# Matches a URL that was turned into a Path, which collapses `//` to `/`. The scheme has at least
-# two letters, so that Windows drives do not match.
-URL = re.compile(r"([a-z][a-z0-9+]+):/+(.+)", re.DOTALL)
+# How a URL begins after it was turned into a Path, which collapses `//` to `/`. The scheme has at
+# least two letters, so that Windows drives do not match.
+URL = re.compile(r"[a-z][a-z0-9+]+:/")
 
 MAX_TEXT_BYTES = 64 << 20  # bytes; the report of timm's largest model has half a megabyte
 
@@ -66,26 +54,21 @@ def check_file(path: Path, what: str = "checkpoint") -> None:
         CheckpointError: There is none. The message begins with `what` (which may be "") and the
             path.
     """
+    name = str(path)
     try:
-        if not path.is_file():
-            url = URL.fullmatch(path.as_posix())
-            if url is not None:
-                address = shortened(f"{url[1]}://{url[2]}", 200)
-                message = f"{address}: download it first; URLs are not read"
-                raise CheckpointError(_with_prefix(what, message))
-            problem = "there is no such file"
-            if path.exists():
-                problem = "is not a file; name the file of the weights"
-            elif path.is_symlink():
-                problem = "is a broken link"
-            raise CheckpointError(_with_prefix(what, f"{path}: {problem}"))
+        if path.is_file():
+            return
+        problem = "there is no such file"
+        if URL.match(path.as_posix()):
+            name = path.as_posix().replace(":/", "://", 1)
+            problem = "download it first; URLs are not read"
+        elif path.exists():
+            problem = "is not a file; name the file of the weights"
+        elif path.is_symlink():
+            problem = "is a broken link"
     except OSError as error:
-        raise CheckpointError(_with_prefix(what, f"{shortened(path)}: {error.strerror}")) from error
-
-
-def _with_prefix(what: str, message: str) -> str:
-    """Return the message with `what`, which may be "", in front of it."""
-    return f"{what} {message}".lstrip()
+        problem = str(error.strerror)
+    raise CheckpointError(f"{what} {shortened(name, 200)}: {problem}".lstrip())
 
 
 def check_folder(path: Path) -> Path:
@@ -100,30 +83,27 @@ def check_folder(path: Path) -> Path:
     raise CheckpointError(f"{shortened(path, 200)}: is not a folder; {cure}")
 
 
-def check_images(folder: Path, what: str = "calibration images") -> None:
-    """Refuse (DclsConvertError) a path that is not a folder of images.
-
-    The message begins with `what`.
-    """
+def check_images(folder: Path) -> None:
+    """Refuse (DclsConvertError) a path that is not a folder of calibration images."""
     if not folder.is_dir():
         problem = "there is no such folder"
         if folder.exists():
             problem = "is not a folder"
-        raise DclsConvertError(f"{what} {shortened(folder)}: {problem}")
+        raise DclsConvertError(f"calibration images {shortened(folder)}: {problem}")
     if not any(image_paths(folder)):
         raise DclsConvertError(
-            f"{what} {shortened(folder)}: no files there end in {', '.join(IMAGE_SUFFIXES)}"
+            f"calibration images {shortened(folder)}: no files there end in "
+            f"{', '.join(IMAGE_SUFFIXES)}"
         )
 
 
 def image_paths(folder: Path) -> Iterator[Path]:
     """Yield the files in and below the folder that have the suffix of an image.
 
-    Names that begin with a dot, and folders of the system, are skipped: `.ipynb_checkpoints` and
-    `@eaDir` hold copies, and `._a.png` is not an image.
+    Names that begin with a dot are skipped: `.ipynb_checkpoints` holds copies, and `._a.png` is not
+    an image.
     """
     for path in folder.rglob("*"):
-        parts = path.relative_to(folder).parts
-        is_data = not any(part.startswith(".") or part.lower() in SYSTEM_FOLDERS for part in parts)
-        if is_data and path.suffix.lower() in IMAGE_SUFFIXES and path.is_file():
+        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if not is_hidden and path.suffix.lower() in IMAGE_SUFFIXES and path.is_file():
             yield path

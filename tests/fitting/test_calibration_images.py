@@ -25,7 +25,6 @@ from dcls_convert.fitting.image_files import (
     read_pixels,
     stated_normalisation,
 )
-from dcls_convert.input import SYSTEM_FOLDERS
 
 from ..model_state import state_of
 from ..several_inputs import EXAMPLES, IMAGE, TwoImages
@@ -78,9 +77,9 @@ def test_every_fifth_file_or_one_of_a_few_is_held_out_and_not_fitted_to(
     assert held_out == [all_shades[index] for index in held_out_indices]
 
 
-def test_hidden_files_and_the_folders_of_systems_are_no_data(model_and_plan, tmp_path):
+def test_hidden_files_and_folders_are_no_data(model_and_plan, tmp_path):
     write_images(tmp_path / "cats", 3)
-    for folder in ("cats/.ipynb_checkpoints", ".hidden/dogs", *SYSTEM_FOLDERS, "cats/@eaDir/1"):
+    for folder in ("cats/.ipynb_checkpoints", ".hidden/dogs"):
         write_images(tmp_path / folder, 3)
     (tmp_path / "cats" / "000.png").rename(tmp_path / "cats" / "._000.png")
     calibration = calibrate(*model_and_plan, tmp_path)
