@@ -134,7 +134,7 @@ def grown_padding(
         pairs.append((before + added, after + added))
     if is_asymmetric(padding):
         return tuple(pairs)
-    return tuple(before for before, _ in pairs)
+    return tuple([before for before, _ in pairs])
 
 
 def static_padding(padding: Padding, extents: Sequence[int]) -> list[Pair]:
@@ -147,9 +147,12 @@ def static_padding(padding: Padding, extents: Sequence[int]) -> list[Pair]:
         return [(0, 0)] * len(extents)
     if padding == "same":
         return [_halves(side - 1) for side in extents]
-    if is_asymmetric(padding):
-        return list(padding)
-    return [(cells, cells) for cells in cast(tuple[int, ...], padding)]
+    pairs: list[Pair] = []
+    for cells in cast(tuple[int | Pair, ...], padding):
+        if not isinstance(cells, tuple):
+            cells = (cells, cells)
+        pairs.append(cells)
+    return pairs
 
 
 def keeps_centre(before: int, after: int, extent: int, stride: int) -> bool:

@@ -58,6 +58,7 @@ def show_progress(
         write_line: Writes a line if there is no bar.
         redirect: Replace sys.stdout and sys.stderr, so that other output appears above the bar.
     """
+    name = shortened(name)
     bar = _bar(redirect)
     first_time = time.monotonic() + wait
     next_line_time = first_time
@@ -65,7 +66,7 @@ def show_progress(
     def step(text: str, done: int = 0, total: int = 0, /) -> None:
         nonlocal next_line_time
         now = time.monotonic()
-        line = printable(f"{shortened(name)}: {text}")
+        line = printable(f"{name}: {text}")
         if now < first_time:
             return
         if bar is not None:

@@ -53,7 +53,7 @@ def shortened(text: object, limit: int = 60) -> str:
     end = printable(text[len(text) - end_room :])
     while cell_len(end) > end_room:
         end = end[1:]
-    return f"{start}{'...'[:limit]}{end}"
+    return f"{start}...{end}"
 
 
 def short_list(names: Iterable[object], max_names: int = 3) -> str:

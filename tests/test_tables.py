@@ -35,7 +35,7 @@ def printed(table, width):
 
 
 @many_examples
-@given(TEXTS, st.integers(0, 60))
+@given(TEXTS, st.integers(3, 60))
 @example("路" * 40, 20)
 def test_what_is_shown_fits_and_keeps_both_ends(name, limit):
     text = shortened(name, limit)

@@ -188,12 +188,12 @@ def padding_of(conv: AnyConv) -> Padding:
     if isinstance(conv.padding, str):
         return conv.padding
     if traits.padding_module is None:
-        return tuple(conv.padding)
+        return tuple(map(int, conv.padding))
     outside = zeros_around(getattr(conv, traits.padding_module), len(conv.padding))
     assert outside is not None
     sides: list[tuple[int, int]] = []  # cells before and after each axis
     for (before, after), own in zip(outside, conv.padding, strict=True):
-        sides.append((before + own, after + own))
+        sides.append((int(before + own), int(after + own)))
     if any(before != after for before, after in sides):
         return tuple(sides)
     return tuple(before for before, _ in sides)

@@ -3,12 +3,12 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
 
-from ..geometry import Padding, plain_numbers, size_text
+from ..geometry import Padding, size_text
 from .input_tensors import Inputs
 
 
@@ -71,10 +71,6 @@ class ConvSite(OldConv):
     output_size: tuple[int, ...] | None
     # Axes along which the network's outputs look to one side, and with a longer kernel would not.
     one_sided_axes: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        for field in fields(self):  # sizes may be NumPy's, as torch accepts them
-            object.__setattr__(self, field.name, plain_numbers(getattr(self, field.name)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
