@@ -95,7 +95,10 @@ def _bar(redirect: bool) -> progress.Progress | None:
             table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
         ),
         progress.BarColumn(BAR_WIDTH),  # without a total, it moves to and fro
-        progress.TimeRemainingColumn(elapsed_when_finished=True),
+        progress.TimeRemainingColumn(
+            elapsed_when_finished=True,
+            table_column=Column(min_width=len("0:00:00")),  # so that the bar stays where it is
+        ),
         console=console,
         transient=True,
         redirect_stdout=redirect,
