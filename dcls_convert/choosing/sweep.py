@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -21,12 +21,10 @@ from ..options import (
     MAX_ADDED_COST_PERCENT,
     MAX_WINDOW,
     MIN_GROWTH,
-    InterpolationName,
-    Tie,
 )
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
-from ..planning.plan_options import LayerArguments, PlanOptions
+from ..planning.plan_options import PlanOptions
 from ..planning.rules import RuleSet
 from ..progress import Note, Notify, ignore_messages, show_progress_in_python
 from ..records import Record
@@ -133,10 +131,12 @@ def sweep(
     counts: Sequence[int] | None = None,
     budgets: Sequence[float] | None = None,
     rules: str | Path | Mapping[str, Any] | RuleSet = AUTO,
+    tie: Tie = "stage",
+    interpolation: InterpolationName | None = None,
+    strict: bool = False,
     input_size: Sequence[int] | None = None,
     example_inputs: ExampleInputs | None = None,
     progress: bool | None = None,
-    **options: Unpack[LayerArguments],
 ) -> Sweep:
     """Compare windows, and counts or budgets, by parameters and MACs. The model is not changed.
 
@@ -146,10 +146,9 @@ def sweep(
             windows from the kernels' own extent on, or growths if kernels differ in extent.
         counts: Elements per kernel. None: as many as the budget allows.
         budgets: Percent of the replaced weights, such as (60, 80, 100), instead of counts.
-        rules: See `convert_`.
+        rules, tie, interpolation, strict: See `convert_`.
         input_size, example_inputs: See `convert_`. If they are unknown, so are the MACs.
         progress: See `convert_`.
-        options: tie, interpolation and strict, as in `convert_`.
 
     Returns:
         A row for each combination, the original first, and the recommended row: the one with the
@@ -166,7 +165,7 @@ def sweep(
     check_argument("model", model, nn.Module)
     request = ConversionRequest(
         model=model,
-        options=PlanOptions(rules=rules, **options),
+        options=PlanOptions(rules=rules, tie=tie, interpolation=interpolation, strict=strict),
         input_size=input_size,
         example_inputs=example_inputs,
     )

@@ -22,7 +22,7 @@ from ..options import (
     Scope,
     Tie,
 )
-from ..planning.plan_options import LayerArguments, PlanOptions
+from ..planning.plan_options import PlanArguments, PlanOptions
 from ..planning.rules import RuleSet
 from ..progress import logger, show_progress_in_python
 from ..reports.report import ConversionReport
@@ -173,12 +173,11 @@ def convert_from_authors_(
     model: nn.Module,
     weights: Mapping[str, Tensor] | str | Path,
     *,
-    dilated_size: int | Sequence[int] | str = AUTO,
     rules: str | Path | Mapping[str, Any] | RuleSet = AUTO,
     version: AuthorsVersion | None = None,
     input_size: Sequence[int] | None = None,
     example_inputs: ExampleInputs | None = None,
-    **options: Unpack[LayerArguments],
+    **options: Unpack[PlanArguments],
 ) -> ConversionReport:
     """Convert `model` in place and give it the weights of a network of the authors' package.
 
@@ -189,16 +188,15 @@ def convert_from_authors_(
         weights: A state dict whose layers have `weight` (O, I, E) and `P` (axes, O, I, E), or the
             file that holds it. Names may be those of the original ConvNeXt. Elements and their
             count are taken from it.
-        dilated_size, rules: As in `convert_`. The converted layers must be exactly those that have
-            positions. The file does not state the window used in training; without SIG, a larger
-            window gives the same outputs.
+        rules: As in `convert_`. The converted layers must be exactly those that have positions.
         version: For weights without SIG: "v0" (as released, same as None) or "v1". They differ in
             the order of the axes.
         input_size, example_inputs: As in `convert_`.
-        options: tie, interpolation and strict, as in `convert_`. The file does not state the
-            interpolation either. Without SIG, it is "bilinear" (same as None). With SIG, it is
-            "triangle" for the authors' version "max" and "gaussian" for "gauss"; both normalise
-            elements over the window.
+        options: dilated_size, tie, interpolation and strict, as in `convert_`. The file does not
+            state the window used in training; without SIG, a larger window gives the same outputs.
+            It does not state the interpolation either. Without SIG, it is "bilinear" (same as
+            None). With SIG, it is "triangle" for the authors' version "max" and "gaussian" for
+            "gauss"; both normalise elements over the window.
 
     Returns:
         The report, as from `convert_`.
@@ -211,7 +209,7 @@ def convert_from_authors_(
     request = ConversionRequest(
         model=model,
         weights=weights if isinstance(weights, Mapping) else Path(weights),
-        options=PlanOptions(dilated_size=dilated_size, rules=rules, **options),
+        options=PlanOptions(rules=rules, **options),
         input_size=input_size,
         example_inputs=example_inputs,
         needs_authors_elements=True,

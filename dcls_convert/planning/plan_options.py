@@ -87,21 +87,16 @@ def _check_size(size: int | Sequence[int] | str) -> None:
         )
 
 
-class LayerArguments(TypedDict, total=False):
-    """Keyword arguments for fields of `PlanOptions`, without those on windows and counts.
+class PlanArguments(TypedDict, total=False):
+    """Keyword arguments for the fields of `PlanOptions`.
 
     The rules are an argument of their own, since they may be given by position.
     """
 
-    tie: Tie
-    interpolation: InterpolationName | None
-    strict: bool
-
-
-class PlanArguments(LayerArguments, total=False):
-    """Keyword arguments for all fields of `PlanOptions` but the rules."""
-
     dilated_size: int | Sequence[int] | str
     kernel_count: int | Literal["auto", "exact"]
     scope: Scope
+    tie: Tie
     budget: float | str
+    interpolation: InterpolationName | None
+    strict: bool
