@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from ..errors import DclsConvertError, ModelError
 from ..text import did_you_mean, one_line
@@ -19,18 +18,6 @@ from .registries import import_library
 from .running import ignored_warnings, seeded
 from .source import LIBRARY_KINDS, ModelSource
 from .trust import check_source
-
-# Methods that factories use to fill new weights. `_MetaWeights` skips them on meta tensors.
-FILLING_METHODS = {
-    torch.Tensor.uniform_,
-    torch.Tensor.normal_,
-    torch.Tensor.erfinv_,
-    torch.Tensor.mul_,
-    torch.Tensor.add_,
-    torch.Tensor.clamp_,
-    torch.Tensor.fill_,
-    torch.Tensor.zero_,
-}
 
 
 def build_model(
@@ -47,8 +34,8 @@ def build_model(
     Args:
         source: What to build.
         pretrained: Load the library's pretrained weights.
-        device: "cpu" or "meta". "meta" puts at least the parameters on meta; a model that cannot
-            be built that way is built on the CPU.
+        device: "cpu", or "meta" for a library's model without its pretrained weights. A model that
+            cannot be built on meta is built on the CPU.
         seed: Seed for the random initialisation; None uses the global generators.
         offline: Download nothing; a model from the hub must be in the local cache.
         trust_code: Build sources that `check_source` refuses.
@@ -61,20 +48,17 @@ def build_model(
     if offline and source.kind == "hf-hub":
         _check_cached(source.name)
     model = None
-    is_on_meta = False
     with seeded(seed), ignored_warnings, _errors_on_one_line(source.name, pretrained=pretrained):
-        # The user's module is imported first: the tensors that it makes must not be on meta.
         factory = _factory(source, pretrained=pretrained)
-        if device == "meta" and not pretrained:
-            model = _build_on_meta(factory, is_users=source.kind not in LIBRARY_KINDS)
-            is_on_meta = model is not None
+        if device == "meta":
+            model = _build_on_meta(factory)
         if model is None:
             with seeded(seed):  # the import and attempts on meta may have drawn random numbers
                 model = factory()
     if not isinstance(model, nn.Module):
         raise ModelError(f"{source.name}: returns a {type(model).__name__}, not a torch.nn.Module")
     devices = {parameter.device.type for parameter in model.parameters()}
-    if "meta" in devices and not is_on_meta and not _new_parameters_are_on_meta():
+    if device != "meta" and "meta" in devices and not _new_parameters_are_on_meta():
         raise ModelError(
             f"{source.name}: was built on the meta device, without weights; build it on the CPU"
         )
@@ -115,24 +99,18 @@ def _errors_on_one_line(name: str, *, pretrained: bool) -> Iterator[None]:
         raise ModelError(f"{name}: {problem}") from error
 
 
-def _build_on_meta(factory: Callable[[], Any], *, is_users: bool) -> Any:
-    """Build the model with its parameters on meta, or return None if its factory cannot do this."""
-    strategies: list[contextlib.AbstractContextManager[Any]] = []
-    if not is_users:
-        # Every tensor on meta. Not for the user's code: a module that it imports while it runs
-        # would keep its tensors on meta for the rest of the process.
-        strategies.append(torch.device("meta"))
-    # Only the parameters on meta, for factories that calculate with tensors.
-    strategies.append(contextlib.nullcontext())
-    for strategy in strategies:
-        try:
-            with strategy, _MetaWeights():
-                return factory()
-        except OSError:  # of a file, or of the hub, which may have tried for long
-            raise
-        except (Exception, SystemExit):
-            continue  # an error that is not due to meta occurs again on the CPU and is raised there
-    return None
+def _build_on_meta(factory: Callable[[], Any]) -> Any:
+    """Build a library's model on meta, or return None if its factory needs values.
+
+    torchvision's RegNets do, which calculate their widths with tensors.
+    """
+    try:
+        with torch.device("meta"):
+            return factory()
+    except OSError:  # of a file, or of the hub, which may have tried for long
+        raise
+    except Exception:  # an error that is not due to meta occurs again on the CPU
+        return None
 
 
 def _new_parameters_are_on_meta() -> bool:
@@ -211,24 +189,6 @@ def _importable_current_folder() -> Iterator[None]:
         yield
     finally:
         sys.path.remove(folder)
-
-
-class _MetaWeights(TorchFunctionMode):
-    """Make `torch.empty` return meta tensors, and skip filling them.
-
-    Factories create their weights with `torch.empty`; tensors that they calculate with stay real.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        # Skipped for speed: on meta, torch would compute each operation's shape in Python.
-        if func in FILLING_METHODS and args[0].is_meta:
-            return args[0]
-        kwargs = kwargs or {}
-        if func is torch.empty and kwargs.get("device") is None:
-            kwargs["device"] = "meta"
-        return func(*args, **kwargs)
 
 
 def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
