@@ -1,7 +1,7 @@
-"""Copy a network, with whatever it keeps in its attributes."""
+"""Copy a network to the meta device, with whatever it keeps in its attributes."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,30 +9,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 
-def copy_network(model: nn.Module, *, shared: Mapping[int, Tensor] | None = None) -> nn.Module:
-    """Copy a network as `copy.deepcopy` does, even if it keeps tensors that it has computed.
-
-    `copy.deepcopy` refuses tensors with a graph, such as a table of attention biases that is kept
-    in eval mode. They are copied as constants, wherever they are: in attributes, lists, caches.
-
-    Args:
-        model: Not changed.
-        shared: Tensors to use in place of copies, by the ids of the originals.
-    """
-    with _CopiedTensors(_constant):
-        return copy.deepcopy(model, dict(shared or {}))
-
-
 def meta_copy(model: nn.Module) -> nn.Module:
     """Copy a model to meta, in eval mode and without forward hooks. Forward pre-hooks stay."""
     memo: dict[int, Any] = {}  # of copy.deepcopy: id of a tensor -> its copy
-    for module in model.modules():
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            empty = _empty_on_meta(tensor)
-            if isinstance(tensor, nn.Parameter):
-                empty = nn.Parameter(empty, requires_grad=False)
-            memo[id(tensor)] = empty
-    with _CopiedTensors(_on_meta):
+    for parameter in model.parameters():
+        empty = torch.empty_like(parameter, device="meta", requires_grad=False)
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=False)
+    with _CopiesOnMeta():
         meta = copy.deepcopy(model, memo).eval()
     for module in meta.modules():
         if isinstance(module, torch.jit.ScriptModule):  # it has no attributes of this kind
@@ -46,28 +29,12 @@ def meta_copy(model: nn.Module) -> nn.Module:
     return meta
 
 
-def _constant(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-    """Copy a tensor, without the graph that it was computed by."""
-    if tensor.is_leaf:
-        copied: Tensor = Tensor.__deepcopy__(tensor, memo)  # type: ignore[no-untyped-call]
-        return copied
-    return tensor.detach().clone()
+class _CopiesOnMeta(TorchFunctionMode):
+    """While it is active, `copy.deepcopy` copies tensors to meta. For this thread only.
 
-
-def _on_meta(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-    return _empty_on_meta(tensor)
-
-
-def _empty_on_meta(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="meta", requires_grad=False)
-
-
-class _CopiedTensors(TorchFunctionMode):
-    """While it is active, `copy.deepcopy` copies tensors by a function. For this thread only."""
-
-    def __init__(self, copy_tensor: Callable[[Tensor, dict[int, Any]], Tensor]) -> None:
-        super().__init__()
-        self.copy_tensor = copy_tensor
+    This also copies tensors that `copy.deepcopy` refuses, since they have a graph: for example, a
+    table of attention biases that a network has computed and keeps.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -76,5 +43,5 @@ class _CopiedTensors(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         tensor, memo = args
         if id(tensor) not in memo:
-            memo[id(tensor)] = self.copy_tensor(tensor, memo)
+            memo[id(tensor)] = torch.empty_like(tensor, device="meta", requires_grad=False)
         return memo[id(tensor)]

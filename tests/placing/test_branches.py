@@ -12,7 +12,6 @@ from timm.utils import reparameterize_model
 from torch import nn
 
 from dcls_convert import PlanError, convert_, fold_to_dense_, load_converted, save_converted
-from dcls_convert.networks.copying import copy_network
 
 # By family of timm: whether branches can still be merged after a fold.
 MERGES_AFTER_A_FOLD = {
@@ -115,7 +114,7 @@ def test_a_merged_kernel_that_needs_more_padding_is_refused(tmp_path):
     expected = model(image)
     save_converted(model, report.plan, tmp_path / "folder", report=report)
     loaded = load_converted(tmp_path / "folder", model=nn.Sequential(Branches())).eval()
-    for network in (model, loaded, copy_network(model)):
+    for network in (model, loaded, copy.deepcopy(model)):
         fold_to_dense_(network)
         assert_same(network(image), expected)
         with pytest.raises(PlanError, match=NOT_MERGED):
