@@ -161,11 +161,13 @@ def run_batch(model: nn.Module, *args: Tensor, **kwargs: Tensor) -> Any:
         _restore_(saved)
 
 
-def _plain_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules, but not those that initialise themselves later or refuse new buffers."""
+def _plain_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules, but not those that initialise themselves later or refuse new buffers."""
+    modules = []
     for module in model.modules():
         if not isinstance(module, LazyModuleMixin | torch.jit.ScriptModule):
-            yield module
+            modules.append(module)
+    return modules
 
 
 def _saved_state(model: nn.Module) -> list[tuple[Any, Any]]:
@@ -240,10 +242,12 @@ def image_dtype(model: nn.Module) -> torch.dtype:
 
     In a model of several dtypes, the image enters through the first convolution.
     """
-    convs = [module for module in model.modules() if isinstance(module, AnyConv | DclsConvNd)]
-    for weight in [*(conv.weight for conv in convs), *model.parameters()]:
-        if weight.is_floating_point():
-            return weight.dtype
+    for module in model.modules():
+        if isinstance(module, AnyConv | DclsConvNd) and module.weight.is_floating_point():
+            return module.weight.dtype
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            return parameter.dtype
     return torch.float32
 
 
