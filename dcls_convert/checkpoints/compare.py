@@ -11,7 +11,7 @@ from ..errors import CheckpointError, DclsConvertError
 from ..layers.dcls_conv import DclsConvNd
 from ..layers.state_dicts import settings_text
 from ..networks.measure import without_small_parameters
-from ..networks.wrappers import plain_name
+from ..networks.wrappers import by_plain_name
 from ..planning.plan import ConversionPlan
 from ..text import one_line
 from .fingerprint import Fingerprint, fingerprint_deviation, set_precision_, take_fingerprint
@@ -35,9 +35,7 @@ def check_layers(model: nn.Module, plan: ConversionPlan) -> None:
     """
     if plan.folded:
         return
-    modules = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        modules[plain_name(name)] = module
+    modules = by_plain_name(model.named_modules(remove_duplicate=False))
     for layer in plan.layers:
         module = modules.get(layer.name)
         shape = layer.position_shape[1:]

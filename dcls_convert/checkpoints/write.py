@@ -13,7 +13,7 @@ from ..errors import CheckpointError
 from ..networks.position_parameters import clamp_positions_
 from ..networks.pretrained_cfg import SOURCE_KEYS
 from ..networks.registries import TIMM_ARCHITECTURE
-from ..networks.wrappers import plain_name
+from ..networks.wrappers import by_plain_name
 from ..placing.place import timm_model_args
 from ..planning.plan import ConversionPlan
 from ..records import write_json
@@ -36,10 +36,8 @@ def clamped_state_(model: nn.Module) -> dict[str, Tensor]:
         CheckpointError: An entry is not a tensor, has no values, or has some that are not finite;
             or a parameter is missing, since the model's class overrides `state_dict`.
     """
-    state: dict[str, Any] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        state[plain_name(name)] = tensor
-    missing = {plain_name(name) for name, _ in model.named_parameters()} - state.keys()
+    state: dict[str, Any] = by_plain_name(model.state_dict(keep_vars=True).items())
+    missing = by_plain_name(model.named_parameters()).keys() - state.keys()
     if missing:
         raise CheckpointError(
             f"the model cannot be saved: its state dict lacks {short_list(sorted(missing))}, "

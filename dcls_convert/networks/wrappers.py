@@ -1,7 +1,8 @@
 """Find what must be undone before a model or its parts can be converted: wrappers, other forms."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import torch
 from torch import fx, nn
@@ -9,6 +10,8 @@ from torch import fx, nn
 from ..errors import ModelError, PlanError
 from ..layers.conv_classes import AnyConv
 from .sites import Skipped
+
+Part = TypeVar("Part")  # a module, a parameter or a buffer
 
 COMPILED = "_orig_mod"  # name of the module that torch.compile wraps
 SHARDED = "FullyShardedDataParallel"
@@ -22,7 +25,7 @@ WRAPPER_NAMES = re.compile(
 ADAPTED = "base_layer"  # name of the module that an adapter of peft wraps
 SCRIPTED = "is TorchScript; convert before torch.jit.script or torch.jit.trace"
 EXPORTED = "is a graph of operators; convert before torch.export"
-QUANTISED = "it is quantised; convert before the quantisation"
+QUANTISED = "is quantised; convert before the quantisation"
 
 
 def check_not_wrapped(model: nn.Module) -> None:
@@ -70,17 +73,20 @@ def _wrapper_class(model: nn.Module) -> str | None:
     return None
 
 
-def plain_name(name: str) -> str:
-    """Return the name of a part of a network, without the names of wrappers inside it."""
-    return WRAPPER_NAMES.sub("", f"{name}.").rstrip(".")
+def by_plain_name(named: Iterable[tuple[str, Part]]) -> dict[str, Part]:
+    """Return parts of a network by their names, without the names of wrappers inside it."""
+    parts = {}
+    for name, part in named:
+        parts[WRAPPER_NAMES.sub("", f"{name}.").rstrip(".")] = part
+    return parts
 
 
 def other_forms(model: nn.Module) -> Iterator[Skipped]:
     """Yield the parts of a model that convolve, but not by a convolution of torch.nn."""
     for name, module in model.named_modules():
+        if isinstance(module, AnyConv):
+            continue
         reason = _other_form(module)
-        if _is_quantised(module) and not isinstance(module, AnyConv):
-            reason = QUANTISED
         # One line for the outermost part, not for all that is inside.
         if reason and not _other_form(model.get_submodule(name.rpartition(".")[0])):
             yield Skipped(name=name, type=type(module).__name__, reason=reason)
@@ -93,17 +99,22 @@ def _other_form(module: nn.Module) -> str | None:
     if isinstance(module, fx.GraphModule):
         if any(str(node.target).startswith("aten.conv") for node in module.graph.nodes):
             return EXPORTED
+    # A convolution of torch.ao, also for quantisation-aware training.
+    if type(module).__module__.startswith("torch.ao.nn.") and hasattr(module, "kernel_size"):
+        return QUANTISED
     return None
 
 
 def why_inside_wrapper(model: nn.Module, name: str) -> str | None:
     """Return why a convolution cannot be replaced in the form or wrapper that it is in; or None."""
-    if _is_quantised(model.get_submodule(name)):
-        return QUANTISED
+    conv = model.get_submodule(name)
+    form = _other_form(conv)
+    if form is not None:
+        return form
     parts = name.split(".")
     if COMPILED in parts:
         return "it is in a module that torch.compile wraps; convert first, then compile"
-    if vars(model.get_submodule(name)).get("_compiled_call_impl") is not None:
+    if vars(conv).get("_compiled_call_impl") is not None:
         return "it is compiled; convert first, then compile"
     for length in range(len(parts)):
         if _is_adapter(model.get_submodule(".".join(parts[:length]))):
@@ -117,9 +128,3 @@ def _is_adapter(module: nn.Module) -> bool:
         return False
     is_of_peft = type(module).__module__.startswith("peft.")
     return is_of_peft or any(name.startswith("lora_") for name in module._modules)
-
-
-def _is_quantised(module: nn.Module) -> bool:
-    """True for a convolution of torch.ao, also for quantisation-aware training."""
-    is_from_torch_ao = type(module).__module__.startswith("torch.ao.nn.")
-    return is_from_torch_ao and hasattr(module, "kernel_size")
