@@ -42,8 +42,7 @@ import dcls_convert
 from dcls_convert.networks.assumed_inputs import assumed_inputs
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.find_convs import find_convs_for, inputs_of
-from dcls_convert.networks.registries import registry_names
-from dcls_convert.networks.source import resolve_model
+from dcls_convert.networks.source import registry_names, resolve_model
 
 MAX_PARAMS = 60_000_000
 MAX_FOLD_ERROR = 1e-4

@@ -11,9 +11,7 @@ from torch import Tensor
 from ..errors import CheckpointError, PlanError
 from ..input import check_folder
 from ..networks.input_tensors import Inputs, checked_input_size, image_inputs
-from ..networks.registries import TIMM_ARCHITECTURE
-from ..networks.source import ModelSource
-from ..networks.trust import check_source
+from ..networks.source import TIMM_ARCHITECTURE, ModelSource, check_source
 from ..planning.plan import ConversionPlan
 from ..records import read_json
 from ..text import shortened

@@ -2,7 +2,7 @@
 
 import json
 
-from ..networks.registries import REGISTRIES
+from ..networks.source import REGISTRIES
 
 LOAD_BY_TIMM_PLUGIN = """import timm
 import dcls_convert  # registers the architecture with timm

@@ -15,9 +15,7 @@ from ..errors import CheckpointError, ModelError
 from ..networks.building import build_model
 from ..networks.position_parameters import exclude_from_weight_decay_
 from ..networks.pretrained_cfg import set_pretrained_cfg_
-from ..networks.registries import TIMM_ARCHITECTURE
-from ..networks.source import ModelSource
-from ..networks.trust import UNBOUNDED_ARGUMENTS, check_source
+from ..networks.source import TIMM_ARCHITECTURE, UNBOUNDED_ARGUMENTS, ModelSource, check_source
 from ..planning.plan import ConversionPlan
 from ..text import one_line, short_list
 from ..weights.loading import aliases_in, classifier_prefixes, load_weights_

@@ -12,7 +12,7 @@ from .. import __version__
 from ..errors import CheckpointError
 from ..networks.position_parameters import clamp_positions_
 from ..networks.pretrained_cfg import SOURCE_KEYS
-from ..networks.registries import TIMM_ARCHITECTURE
+from ..networks.source import TIMM_ARCHITECTURE
 from ..networks.wrappers import by_plain_name
 from ..placing.place import timm_model_args
 from ..planning.plan import ConversionPlan

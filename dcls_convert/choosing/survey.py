@@ -21,8 +21,8 @@ from ..conversion.load import load
 from ..conversion.request import ConversionRequest
 from ..errors import DclsConvertError, ModelError, NothingMatchesError
 from ..geometry import size_text
-from ..networks.registries import registry_names
 from ..networks.sites import count_conv_kinds
+from ..networks.source import registry_names
 from ..planning.claims import NOT_MATCHED
 from ..planning.rules import RuleSet
 from ..progress import Notify, ignore_messages

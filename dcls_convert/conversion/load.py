@@ -13,8 +13,13 @@ from ..networks.find_convs import find_convs_for, inputs_of
 from ..networks.measure import is_library_code
 from ..networks.pretrained_cfg import replace_stated_cfg_, stated_source
 from ..networks.sites import ModelConvs
-from ..networks.source import LIBRARY_KINDS, OTHER_TIMM_KINDS, ModelSource, resolve_model
-from ..networks.trust import check_source
+from ..networks.source import (
+    LIBRARY_KINDS,
+    OTHER_TIMM_KINDS,
+    ModelSource,
+    check_source,
+    resolve_model,
+)
 from ..progress import Note, Notify, ignore_messages
 from ..text import short_list
 from ..weights.files import read_weights

@@ -6,8 +6,7 @@ from torch import nn
 
 from ..layers.conv_classes import AnyConv
 from .input_tensors import Inputs, InputTensor, image_inputs
-from .registries import import_library
-from .source import OTHER_TIMM_KINDS, ModelSource
+from .source import OTHER_TIMM_KINDS, ModelSource, import_library
 
 USUAL_INPUT_SIZE = (3, 224, 224)  # of ImageNet classifiers; for models that state no size
 VIDEO_FRAMES = 16  # frames per clip of torchvision's video models

@@ -14,10 +14,8 @@ from torch import nn
 
 from ..errors import DclsConvertError, ModelError
 from ..text import did_you_mean, one_line
-from .registries import import_library
 from .running import ignored_warnings, seeded
-from .source import LIBRARY_KINDS, ModelSource
-from .trust import check_source
+from .source import LIBRARY_KINDS, ModelSource, check_source, import_library
 
 
 def build_model(

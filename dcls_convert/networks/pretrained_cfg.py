@@ -7,9 +7,7 @@ from torch import nn
 
 from ..errors import ModelError
 from ..geometry import plain_numbers
-from .registries import import_library
-from .source import ModelSource
-from .trust import check_source
+from .source import ModelSource, check_source, import_library
 
 # Entries of timm's config about the weights: where they come from, and their licence.
 ORIGIN_KEYS = ("tag", "license", "description", "origin_url", "paper_name", "paper_ids", "notes")

@@ -1,20 +1,37 @@
-"""Find the model that a name such as "timm:convnext_tiny" means."""
+"""The model that a name such as "timm:convnext_tiny" means, and whether it is safe to build.
 
+Models of timm and torchvision run none of the user's code. With plain values as arguments, they
+open no file and use no network, either.
+"""
+
+import importlib
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ..errors import ModelError
 from ..input import SAFETENSORS_SUFFIX, TORCH_SUFFIXES
-from ..text import did_you_mean
-from .registries import REGISTRIES, is_registered, registered_models
+from ..text import did_you_mean, one_line, shortened
 
+REGISTRIES = ("timm", "torchvision")
+# Our entry in timm's registry. It rebuilds converted models and cannot be converted itself.
+TIMM_ARCHITECTURE = "dcls_convert"
+INSTALL_HINT = "install matching versions together: pip install --upgrade torch torchvision timm"
 OTHER_TIMM_KINDS = ("hf-hub", "local-dir")  # timm itself loads these
 # Pretrained, they expect that they themselves normalise their inputs a second time.
 INCEPTIONS = ("torchvision:googlenet", "torchvision:inception_v3")
 # Sources whose models are built by a library's code; all others run the user's code.
 LIBRARY_KINDS = (*REGISTRIES, *OTHER_TIMM_KINDS)
+# Largest integer argument, such as a number of blocks. timm's own are up to 15,360.
+MAX_ARGUMENT = 20_000
+# Exempt from MAX_ARGUMENT: they size a single layer, and a meta tensor costs nothing.
+UNBOUNDED_ARGUMENTS = ("num_classes", "in_chans")
+# An argument whose name contains one of these words can make a factory open a file or reach the
+# network.
+REFUSED_WORDS = set("cfg checkpoint config dir file hub pretrained url weights".split())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +52,41 @@ class ModelSource:
     def is_from_registry(self) -> bool:
         """True if a registry, timm's or torchvision's, builds the model."""
         return self.kind in REGISTRIES
+
+
+def is_registered(kind: str, name: str) -> bool:
+    """Return True if the registry has the model; a timm name may end in a weights tag."""
+    if kind == "torchvision":
+        return name in registered_models(kind)
+    architecture = name.partition(".")[0]  # without the tag
+    return name != TIMM_ARCHITECTURE and bool(import_library("timm").is_model(architecture))
+
+
+def registered_models(kind: str) -> list[str]:
+    """Return the names of the registry's models, without our own entry."""
+    library = "timm" if kind == "timm" else "torchvision.models"
+    registry = import_library(library)
+    return [name for name in registry.list_models() if name != TIMM_ARCHITECTURE]
+
+
+def registry_names() -> list[str]:
+    """Return every model of both registries: "timm:...", then "torchvision:...", each sorted."""
+    return [f"{kind}:{name}" for kind in REGISTRIES for name in sorted(registered_models(kind))]
+
+
+def import_library(name: str) -> ModuleType:
+    """Import timm, torchvision or one of their modules.
+
+    Raises:
+        ModelError: torch and torchvision do not match, or the library is broken.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return importlib.import_module(name)
+    except (ImportError, RuntimeError, AttributeError, OSError) as error:
+        raise ModelError(
+            f"{name} cannot be imported: {one_line(error)[:200]}; {INSTALL_HINT}"
+        ) from error
 
 
 def resolve_model(
@@ -120,3 +172,39 @@ def _explain_wrong_model(name: str) -> None:
     package = module.partition(".")[0]
     if dot and (Path(package).is_dir() or Path(f"{package}.py").is_file()):
         raise ModelError(f"no model {name!r}; a function of your own is {module}:{function}")
+
+
+def check_source(source: ModelSource) -> None:
+    """Check that building the source runs no user code, opens no file and uses no network.
+
+    Raises:
+        ModelError: The name is not in the registry of timm or torchvision, or an argument is not
+            a harmless plain value.
+    """
+    kind, _, name = source.name.partition(":")
+    if kind not in REGISTRIES or not is_registered(kind, name):
+        raise ModelError(
+            f"{shortened(source.name)}: is not the name of a model of timm or torchvision. To run "
+            "your own code, add --trust-code, in Python trust_code=True; or give the network itself"
+        )
+    _check_argument(source.args, shortened(source.name))
+
+
+def _check_argument(value: Any, where: str) -> None:
+    """Raise ModelError if a value, or one nested in it, is not plain or could name a file."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if not isinstance(name, str) or REFUSED_WORDS & set(name.lower().split("_")):
+                raise ModelError(
+                    f"{where}: argument {shortened(name)} is not allowed: "
+                    "it could name a file, url or config"
+                )
+            if name not in UNBOUNDED_ARGUMENTS or not isinstance(inner, int):
+                _check_argument(inner, f"{where}: argument {shortened(name)}")
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            _check_argument(entry, where)
+    elif isinstance(value, int) and value > MAX_ARGUMENT:
+        raise ModelError(f"{where} is {shortened(value)}; at most {MAX_ARGUMENT:,} is allowed")
+    elif value is not None and not isinstance(value, bool | int | float | str):
+        raise ModelError(f"{where} is a {type(value).__name__}, not a plain value")

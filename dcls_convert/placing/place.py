@@ -8,7 +8,7 @@ from torch import nn
 from ..layers.dcls_conv import DclsConvNd
 from ..networks.position_parameters import exclude_from_weight_decay_
 from ..networks.pretrained_cfg import set_pretrained_cfg_
-from ..networks.registries import TIMM_ARCHITECTURE
+from ..networks.source import TIMM_ARCHITECTURE
 from ..planning.plan import ConversionPlan
 from .branches import guard_merging_
 from .groups import LayerGroup, make_layers

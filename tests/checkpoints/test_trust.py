@@ -19,8 +19,7 @@ from dcls_convert import DclsConvertError, ModelError, load_converted
 from dcls_convert.checkpoints.folder import CONFIG
 from dcls_convert.checkpoints.verify import verify_folder as verify
 from dcls_convert.export.fold import fold_checkpoint
-from dcls_convert.networks.source import ModelSource
-from dcls_convert.networks.trust import check_source
+from dcls_convert.networks.source import ModelSource, check_source
 
 from ..conftest import TINY
 from ..hub_cache import upload

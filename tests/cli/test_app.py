@@ -271,7 +271,7 @@ def test_torch_and_torchvision_that_do_not_fit_are_one_line(monkeypatch):
             raise RuntimeError("operator torchvision::nms does not exist")
         return real(name, package)
 
-    monkeypatch.setattr("dcls_convert.networks.registries.importlib.import_module", import_module)
+    monkeypatch.setattr("dcls_convert.networks.source.importlib.import_module", import_module)
     last = run(TINY, code=2)[1].splitlines()[-1]
     assert last.startswith(
         "error: timm cannot be imported: operator torchvision::nms does not exist; install matching"

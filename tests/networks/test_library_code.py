@@ -11,7 +11,7 @@ from dcls_convert.conversion.request import ConversionRequest
 from dcls_convert.errors import NothingMatchesError
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.measure import measure
-from dcls_convert.networks.registries import registry_names
+from dcls_convert.networks.source import registry_names
 from dcls_convert.planning.rule_files import parse_rules
 
 from ..choosing.test_survey import module_of
