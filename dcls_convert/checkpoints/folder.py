@@ -1,11 +1,18 @@
-"""A checkpoint folder: the names of its files, and `Checkpoint`, which reads it. Runs no code."""
+"""A checkpoint folder: the names of its files, the stamp in its weights, and `Checkpoint`.
+
+Reading a folder runs no code.
+"""
 
 import contextlib
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import torch
+from pydantic import Field
 from torch import Tensor
 
 from ..errors import CheckpointError, PlanError
@@ -13,10 +20,10 @@ from ..input import check_folder
 from ..networks.input_tensors import Inputs, checked_input_size, image_inputs
 from ..networks.source import TIMM_ARCHITECTURE, ModelSource, check_source
 from ..planning.plan import ConversionPlan
-from ..records import read_json
+from ..records import STRICT, Record, read_json
 from ..text import shortened
-from ..weights.files import load_safetensors, read_weights
-from .stamp import METADATA_KEY, read_stamp, tensors_hash
+from ..weights.files import load_safetensors, open_safetensors, read_weights
+from .fingerprint import Fingerprint
 
 WEIGHTS = "model.safetensors"
 TORCH_WEIGHTS = "pytorch_model.bin"  # what timm's savers may write instead
@@ -26,9 +33,51 @@ CARD = "README.md"
 FILES = (WEIGHTS, CONFIG, REPORT, CARD)
 PICTURE = "positions.png"  # only if it was requested
 PLAN_KEY = "model_args.plan"  # in config.json
+METADATA_KEY = "dcls_convert"  # in the metadata of the weights, and in config.json
+STAMP_FORMAT = 2
 PROVENANCE = "provenance"  # under METADATA_KEY in config.json
 # Entries that timm's own savers write beside `pretrained_cfg`; they override those inside it.
 OVERRIDING_ENTRIES = ("num_classes", "label_names", "label_descriptions")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stamp(Record):
+    """The metadata that `save_converted` puts into the weights file."""
+
+    __pydantic_config__ = STRICT
+
+    format: Annotated[int, Field(ge=STAMP_FORMAT, le=STAMP_FORMAT)] = STAMP_FORMAT
+    version: str  # of the dcls-convert that wrote the file
+    tensors: str  # `tensors_hash`
+    fingerprint: Fingerprint
+
+
+def read_stamp(path: Path) -> Stamp | None:
+    """Read the stamp in the header of a weights file.
+
+    Return None if another program wrote the file, as timm does after fine-tuning.
+    """
+    with open_safetensors(path) as file:
+        metadata = file.metadata() or {}
+    text = metadata.get(METADATA_KEY)
+    if text is None:
+        return None
+    return Stamp.from_json(text, f"{path}: its metadata {METADATA_KEY!r}")
+
+
+def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return the SHA-256 over names, dtypes, shapes and bytes of tensors, in any order.
+
+    Tensors are taken one after another, so they need not be in memory together.
+    """
+    digests = []
+    for name, tensor in tensors:
+        digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        # torch cannot view a tensor without axes as bytes.
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
+        digests.append((name, digest.hexdigest()))
+    return hashlib.sha256(json.dumps(sorted(digests)).encode()).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,9 +12,8 @@ from ..progress import Notify, ignore_messages
 from ..records import Record
 from ..weights.files import load_safetensors
 from .fingerprint import TOLERANCES, fingerprint_deviation, set_precision_, take_fingerprint
-from .folder import WEIGHTS, Checkpoint, open_checkpoint
+from .folder import WEIGHTS, Checkpoint, Stamp, open_checkpoint, read_stamp
 from .load import load_state
-from .stamp import Stamp, read_stamp
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

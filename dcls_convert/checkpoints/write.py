@@ -22,9 +22,18 @@ from ..text import short_list
 from ..weights.loading import aliases_in, describe_non_finite
 from .card import model_card
 from .fingerprint import Fingerprint
-from .folder import CARD, CONFIG, PICTURE, PROVENANCE, REPORT, WEIGHTS
+from .folder import (
+    CARD,
+    CONFIG,
+    METADATA_KEY,
+    PICTURE,
+    PROVENANCE,
+    REPORT,
+    WEIGHTS,
+    Stamp,
+    tensors_hash,
+)
 from .loading_code import loading_code
-from .stamp import METADATA_KEY, Stamp, tensors_hash
 
 
 def clamped_state_(model: nn.Module) -> dict[str, Tensor]:

@@ -12,9 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dcls_convert import apply_plan_, find_convs, plan_conversion, predict_report, save_converted
-from dcls_convert.checkpoints.folder import WEIGHTS, open_checkpoint
+from dcls_convert.checkpoints.folder import METADATA_KEY, WEIGHTS, open_checkpoint, tensors_hash
 from dcls_convert.checkpoints.inspection import inspect_checkpoint
-from dcls_convert.checkpoints.stamp import METADATA_KEY, tensors_hash
 from dcls_convert.networks.building import build_model
 from dcls_convert.networks.source import ModelSource
 

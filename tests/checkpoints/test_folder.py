@@ -14,8 +14,14 @@ import dcls_convert
 from dcls_convert import convert_, load_converted, predict_report, save_converted
 from dcls_convert.checkpoints import folder as checkpoint_folder
 from dcls_convert.checkpoints.fingerprint import take_fingerprint
-from dcls_convert.checkpoints.folder import CONFIG, FILES, WEIGHTS, open_checkpoint
-from dcls_convert.checkpoints.stamp import read_stamp, tensors_hash
+from dcls_convert.checkpoints.folder import (
+    CONFIG,
+    FILES,
+    WEIGHTS,
+    open_checkpoint,
+    read_stamp,
+    tensors_hash,
+)
 from dcls_convert.checkpoints.verify import verify_folder as verify
 from dcls_convert.errors import CheckpointError
 from dcls_convert.input import builtin_rules
@@ -290,3 +296,23 @@ def test_a_model_that_does_not_fit_its_plan_is_not_written(converted, tmp_path, 
         save(tmp_path / "out", model, plan, check=False)
     assert "\n" not in str(refusal.value)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"a": torch.arange(6.0).reshape(3, 2)},
+        {"a": torch.arange(6.0).reshape(2, 3).view(torch.int32)},
+        # 0.0 becomes -0.0: the bytes count.
+        {"a": torch.arange(6.0).reshape(2, 3) * torch.tensor([-1.0, 1, 1])},
+        {"c": torch.zeros(2, 0)},
+        {"d": torch.tensor(1)},
+    ],
+)
+def test_the_hash_of_tensors_depends_only_on_names_dtypes_shapes_and_bytes(other):
+    tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(1), "c": torch.zeros(0, 2)}
+    assert tensors_hash((tensors | other).items()) != tensors_hash(tensors.items())
+    transposed = tensors["a"].T.contiguous().T  # other strides
+    assert tensors_hash(list((tensors | {"a": transposed}).items())[::-1]) == tensors_hash(
+        tensors.items()
+    )

@@ -8,7 +8,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from dcls_convert import convert_, load_converted, save_converted
-from dcls_convert.checkpoints.stamp import read_stamp
+from dcls_convert.checkpoints.folder import read_stamp
 from dcls_convert.export.fold import fold_checkpoint
 from dcls_convert.networks.input_tensors import with_batch
 from dcls_convert.networks.inputs import describe_inputs, random_arguments

@@ -17,7 +17,7 @@ from dcls_convert import (
     find_convs,
     plan_conversion,
 )
-from dcls_convert.checkpoints.stamp import tensors_hash
+from dcls_convert.checkpoints.folder import tensors_hash
 from dcls_convert.errors import ModelError
 from dcls_convert.fitting import calibrate as calibrate_module
 from dcls_convert.fitting import warm_start
