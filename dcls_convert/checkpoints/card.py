@@ -1,14 +1,15 @@
-"""The README.md of a checkpoint folder."""
+"""The README.md of a checkpoint folder, and Python code that loads a folder or trains its model."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from .. import __version__
 from ..conversion.provenance import provenance_lines
+from ..networks.source import REGISTRIES
 from ..reports.report import ConversionReport, report_markdown
 from ..text import printable
 from .folder import PICTURE
-from .loading_code import with_folder
 
 FOLDED = (
     "The model is folded: the kernels are constructed and stored in plain convolutions of the "
@@ -28,6 +29,11 @@ CITATION = """@inproceedings{khalfaoui-hassani2023dcls,
   version = {VERSION},
 }
 """.replace("VERSION", __version__)
+LOAD_BY_TIMM_PLUGIN = """import timm
+import dcls_convert  # registers the architecture with timm
+
+model = timm.create_model("local-dir:{folder}", pretrained=True)
+"""
 
 
 def model_card(
@@ -61,6 +67,10 @@ def model_card(
     picture = ""
     if with_picture:
         picture = f"![Where the elements are in their windows, and kernels]({PICTURE})\n\n"
+    conversion = ""
+    if provenance is not None:
+        lines = "\n".join(provenance_lines(provenance))
+        conversion = f"\n## Conversion\n\n```text\n{lines}\n```\n"
     return (
         "---\nlibrary_name: timm\ntags:\n- image-classification\n- timm\n- dcls\n---\n"
         f"# {name} {title} (DCLS)\n\n"
@@ -71,15 +81,53 @@ def model_card(
         f"{picture}{report_markdown(report)}\n## Loading\n\n"
         f"Install {package}. Then, in the folder that has this one, `{printable(folder)}`:\n\n"
         f"```python\n{with_folder(loading, folder)}```\n\n"
-        f"{files}\n"
-        f"{_conversion_section(provenance)}"
-        f"\n## Citation\n\n```bibtex\n{CITATION}```\n"
+        f"{files}\n{conversion}\n## Citation\n\n```bibtex\n{CITATION}```\n"
     )
 
 
-def _conversion_section(provenance: Mapping[str, Any] | None) -> str:
-    """Return the section about how the model was converted; empty if that is not known."""
-    if provenance is None:
-        return ""
-    lines = "\n".join(provenance_lines(provenance))
-    return f"\n## Conversion\n\n```text\n{lines}\n```\n"
+def loading_code(model: str | None) -> str:
+    """Return lines of Python that load a folder, with `{folder}` for its path.
+
+    Args:
+        model: The plan's model; None if only its user can build it.
+    """
+    kind = (model or "").partition(":")[0]
+    if kind == "timm":
+        return LOAD_BY_TIMM_PLUGIN
+    arguments = '"{folder}"'
+    comment = ""
+    if model is None:
+        arguments += ", model=unconverted"
+        comment = "  # your unconverted model"
+    elif kind not in REGISTRIES:
+        arguments += ", trust_code=True"
+    return f"import dcls_convert\n\nmodel = dcls_convert.load_converted({arguments}){comment}\n"
+
+
+def training_code(model: str | None, *, trained: bool) -> str:
+    """Return lines of Python that load a folder, train its model, and save the result.
+
+    Args:
+        model: As for `loading_code`.
+        trained: Whether the weights are trained. If so, the learning rate is lower.
+    """
+    lr = "1e-4" if trained else "1e-3"
+    imports, _, loading = loading_code(model).partition("\n\n")
+    return (
+        f"import torch\n{imports}\n\n{loading}"
+        "# Positions learn faster and do not decay.\n"
+        f"parameters = dcls_convert.tuning.param_groups(model, lr={lr})\n"
+        "optimizer = torch.optim.AdamW(parameters)\n"
+        "...  # train\n"
+        'dcls_convert.save_converted(model, "{folder}", "{folder}-tuned")\n'
+    )
+
+
+def with_folder(code: str, folder: object) -> str:
+    """Put the folder's name for "{folder}" into lines of Python, inside a string literal.
+
+    The result is valid Python, whatever characters the name has.
+    """
+    text = str(folder)
+    literal = json.dumps(text, ensure_ascii=not text.isprintable())
+    return code.format(folder=literal[1:-1])

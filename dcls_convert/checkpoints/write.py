@@ -20,7 +20,7 @@ from ..records import write_json
 from ..reports.report import ConversionReport, predict_report
 from ..text import short_list
 from ..weights.loading import aliases_in, describe_non_finite
-from .card import model_card
+from .card import loading_code, model_card
 from .fingerprint import Fingerprint
 from .folder import (
     CARD,
@@ -33,7 +33,6 @@ from .folder import (
     Stamp,
     tensors_hash,
 )
-from .loading_code import loading_code
 
 
 def clamped_state_(model: nn.Module) -> dict[str, Tensor]:

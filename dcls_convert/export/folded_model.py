@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoints.card import with_folder
 from ..checkpoints.folder import Checkpoint
-from ..checkpoints.loading_code import with_folder
 from ..errors import ModelError
 from ..networks.input_tensors import Inputs, with_batch
 from ..networks.inputs import Arguments, random_arguments

@@ -12,10 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from ..checkpoints.card import model_card
+from ..checkpoints.card import loading_code, model_card
 from ..checkpoints.fingerprint import take_fingerprint
 from ..checkpoints.folder import CARD, WEIGHTS, reason_not_a_checkpoint
-from ..checkpoints.loading_code import loading_code
 from ..checkpoints.save import save_just_converted
 from ..checkpoints.write import clamped_state_, timm_config, write_config, write_weights
 from ..conversion.provenance import provenance_of

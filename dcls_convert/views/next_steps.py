@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from ..checkpoints.loading_code import training_code, with_folder
+from ..checkpoints.card import training_code, with_folder
 from ..conversion.convert import Conversion
 from ..options import EXACT
 from ..reports.outcome import outcome_sentences
