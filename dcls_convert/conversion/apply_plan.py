@@ -17,8 +17,7 @@ from ..layers.double_precision import DEVICE_TYPES_WITHOUT_FLOAT64
 from ..layers.interpolation import find_interpolation
 from ..networks.running import full_precision, unchanged_on_failure
 from ..options import AUTO, EXACT, INITS, POSITIONS, Init, Positions
-from ..placing.groups import LayerGroup, make_layers
-from ..placing.place import insert_layers_
+from ..placing.place import LayerGroup, insert_layers_, make_layers
 from ..planning.plan import ConversionPlan
 from ..progress import Note, Notify, ignore_messages, logger
 from ..reports.report import ConversionReport, predict_report

@@ -17,8 +17,7 @@ from ..geometry import position_limits, size_text
 from ..layers.conv_classes import PLAIN, find_traits
 from ..layers.interpolation import find_interpolation
 from ..options import AUTO, AuthorsVersion
-from ..placing.groups import make_layers
-from ..placing.place import insert_layers_
+from ..placing.place import insert_layers_, make_layers
 from ..planning.known_counts import LayerCounts
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan

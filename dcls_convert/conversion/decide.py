@@ -13,7 +13,7 @@ from ..geometry import size_text
 from ..networks.input_tensors import inputs_text
 from ..networks.source import ModelSource
 from ..options import AUTO, ERROR_SCOPE, EXACT
-from ..placing.groups import find_planned_convs
+from ..placing.place import find_planned_convs
 from ..planning.known_counts import LayerCounts
 from ..planning.plan import ConversionPlan
 from ..planning.plan_options import PlanOptions

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from ..errors import DclsConvertError, ModelError, is_out_of_memory
 from ..layers.conv_classes import Conv
 from ..networks.running import eval_mode, full_precision, run_batch
-from ..placing.groups import LayerGroup
+from ..placing.place import LayerGroup
 from ..progress import Notify
 from ..text import one_line
 from .boxes import Box

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import PlanError
 from ..networks.running import full_precision
 from ..options import ERROR_SCOPE
-from ..placing.groups import LayerGroup, make_layers
+from ..placing.place import LayerGroup, make_layers
 from ..planning.known_counts import LayerCounts
 from ..planning.plan import ConversionPlan
 from ..progress import Notify

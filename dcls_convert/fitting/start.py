@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..layers.elements import Elements, first_cells, random_positions
 from ..networks.untrained import has_norms, output_power
 from ..options import Init, Positions
-from ..placing.groups import LayerGroup
+from ..placing.place import LayerGroup
 from ..progress import Notify
 from .boxes import Box
 from .calibrate import CalibrationStatistics

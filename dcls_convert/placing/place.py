@@ -1,17 +1,145 @@
-"""Put DCLS layers into a model. This is structure alone; values are found elsewhere."""
+"""New DCLS layers: made for a plan, and put into the model.
+
+This is structure alone; values are found elsewhere.
+"""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from ..layers.dcls_conv import DclsConvNd
+from ..errors import PlanError
+from ..layers.conv_classes import CONV_CLASSES, Conv
+from ..layers.dcls_conv import DCLS_LAYERS, DclsConvNd
+from ..layers.replaceable import why_not_replaceable
 from ..networks.position_parameters import exclude_from_weight_decay_
 from ..networks.pretrained_cfg import set_pretrained_cfg_
 from ..networks.source import TIMM_ARCHITECTURE
+from ..planning.layer_plan import LayerPlan, position_groups
 from ..planning.plan import ConversionPlan
 from .branches import guard_merging_
-from .groups import LayerGroup, make_layers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LayerGroup:
+    """New layers that share positions, or a single layer, and the convolutions to replace."""
+
+    layer_plans: tuple[LayerPlan, ...]
+    convs: tuple[Conv, ...]
+    layers: tuple[DclsConvNd, ...]  # all but the first are tied to the first
+
+    @property
+    def title(self) -> str:
+        """Name for progress messages: the stage of a tie group, or the name of a single layer."""
+        first = self.layer_plans[0]
+        if first.tie_group is None:
+            return first.name
+        return first.stage or first.name
+
+    def effective_kernels(self) -> list[Tensor]:
+        """Return the kernels with which the old convolutions convolve: (O, I, *kernel size) each.
+
+        They differ from the weights if a convolution standardises its weights.
+        """
+        kernels = []
+        for conv, layer in zip(self.convs, self.layers, strict=True):
+            kernels.append(layer.traits.effective_weight(conv, conv.weight.detach()))
+        return kernels
+
+    def kernel_errors(self) -> dict[str, float]:
+        """Return |new - old| / |old| of the kernels as they are convolved, by layer name.
+
+        The result is empty on the meta device.
+        """
+        old_kernels = self.effective_kernels()
+        if old_kernels[0].is_meta:
+            return {}
+        first = self.layer_plans[0]
+        old_cells = []  # where the old kernel's cells lie in the window, along each axis
+        for extent, size, spacing in zip(
+            first.extents, first.dilated_size, first.dilation, strict=True
+        ):
+            old_cells.append(slice((size - extent) // 2, (size + extent) // 2, spacing))
+        errors = {}
+        for plan, old, layer in zip(self.layer_plans, old_kernels, self.layers, strict=True):
+            difference = layer.kernel().to(torch.promote_types(old.dtype, torch.float32))
+            difference[:, :, *old_cells] -= old
+            norm = float(old.float().norm())
+            error = 0.0
+            if norm != 0:
+                error = float(difference.norm()) / norm
+            errors[plan.name] = error
+        return errors
+
+
+def make_layers(model: nn.Module, plan: ConversionPlan) -> tuple[LayerGroup, ...]:
+    """Make all new layers of the plan, without values, and not in the model yet.
+
+    Raises:
+        PlanError: The model does not have the plan's convolutions, or one of them cannot be
+            replaced.
+    """
+    conv_of = find_planned_convs(model, plan)
+    groups = []
+    for plans in position_groups(plan.layers):
+        convs = tuple(conv_of[layer_plan.name] for layer_plan in plans)
+        first, *others = map(_make_layer, plans, convs)
+        for layer in others:
+            layer.tie_(first)
+        groups.append(LayerGroup(layer_plans=tuple(plans), convs=convs, layers=(first, *others)))
+    return tuple(groups)
+
+
+def _make_layer(plan: LayerPlan, conv: Conv) -> DclsConvNd:
+    layer_class = DCLS_LAYERS[len(plan.dilated_size)]
+    return layer_class.from_conv_without_values(
+        conv, plan.kernel_count, plan.dilated_size, plan.interpolation, plan.dense_axes
+    )
+
+
+def find_planned_convs(model: nn.Module, plan: ConversionPlan) -> dict[str, Conv]:
+    """Return the convolutions that the plan replaces, by the names of its layers.
+
+    Raises:
+        PlanError: The model does not have them as planned, or one cannot be replaced.
+    """
+    return {layer.name: _find_conv(model, layer) for layer in plan.layers}
+
+
+def _find_conv(model: nn.Module, layer: LayerPlan) -> Conv:
+    """Return the convolution that a layer's plan replaces.
+
+    Raises:
+        PlanError: It is not found under all its names, cannot be replaced without loss, or differs
+            from the plan.
+    """
+    try:
+        conv, *aliases = [model.get_submodule(name) for name in layer.names]
+    except AttributeError as error:
+        raise PlanError(f"{layer.name}: the plan is for another model: {error}") from error
+    if not isinstance(conv, CONV_CLASSES[len(layer.kernel_size)]) or not layer.name:
+        raise PlanError(
+            f"{layer.name}: is a {type(conv).__name__}, where the plan has a convolution"
+        )
+    if any(alias is not conv for alias in aliases):
+        raise PlanError(
+            f"{layer.name}: the plan also lists it as {', '.join(layer.names[1:])}, "
+            "where the model has another module"
+        )
+    if reason := why_not_replaceable(conv):
+        raise PlanError(f"{layer.name}: {reason}")
+    for name in ("in_channels", "out_channels", "groups", "kernel_size", "dilation"):
+        if getattr(conv, name) != getattr(layer, name):
+            raise PlanError(
+                f"{layer.name}: {name} is {getattr(conv, name)}, "
+                f"the plan has {getattr(layer, name)}"
+            )
+    has_bias = conv.bias is not None
+    if has_bias != layer.bias:
+        raise PlanError(f"{layer.name}: has {'a' if has_bias else 'no'} bias, unlike the plan")
+    return conv
 
 
 def place_layers_without_values_(model: nn.Module, plan: ConversionPlan) -> None:

@@ -24,7 +24,7 @@ from dcls_convert.fitting import warm_start
 from dcls_convert.fitting.calibrate import measure_inputs
 from dcls_convert.fitting.calibration_images import Calibration
 from dcls_convert.fitting.calibration_settings import CalibrationSettings
-from dcls_convert.placing.groups import make_layers
+from dcls_convert.placing.place import make_layers
 from dcls_convert.progress import ignore_messages
 from dcls_convert.reports.report import report_view
 from dcls_convert.tables import as_text
