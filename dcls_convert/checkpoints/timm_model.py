@@ -15,15 +15,12 @@ from ..errors import CheckpointError, ModelError
 from ..networks.building import build_model
 from ..networks.position_parameters import exclude_from_weight_decay_
 from ..networks.pretrained_cfg import set_pretrained_cfg_
-from ..networks.source import TIMM_ARCHITECTURE, UNBOUNDED_ARGUMENTS, ModelSource, check_source
+from ..networks.source import TIMM_ARCHITECTURE, ModelSource, check_source
 from ..planning.plan import ConversionPlan
 from ..text import one_line, short_list
 from ..weights.loading import aliases_in, classifier_prefixes, load_weights_
 from .folder import CONFIG, PLAN_KEY, TORCH_WEIGHTS, WEIGHTS, open_checkpoint
 from .load import place_stored_plan_
-
-# Largest number of classes or channels: timm allocates them before it reads the weights.
-MAX_IN_TIMM = 1_000_000
 
 
 def create_converted(
@@ -203,11 +200,6 @@ def _check_arguments(base: str, args: Mapping[str, Any]) -> None:
         )
     stored = {name: value for name, value in args.items() if name != "plan"}
     check_source(ModelSource(name=base, args=stored))
-    # `load_converted` compares these with the weights before allocating memory.
-    for name in UNBOUNDED_ARGUMENTS:
-        value = stored.get(name)
-        if isinstance(value, int) and value > MAX_IN_TIMM:
-            raise ModelError(f"{CONFIG}: {name}={value}: timm loads at most {MAX_IN_TIMM:,}")
 
 
 def _weights_file(cfg: Mapping[str, Any], cache_dir: str | Path | None) -> Path:

@@ -27,8 +27,8 @@ INCEPTIONS = ("torchvision:googlenet", "torchvision:inception_v3")
 LIBRARY_KINDS = (*REGISTRIES, *OTHER_TIMM_KINDS)
 # Largest integer argument, such as a number of blocks. timm's own are up to 15,360.
 MAX_ARGUMENT = 20_000
-# Exempt from MAX_ARGUMENT: they size a single layer, and a meta tensor costs nothing.
-UNBOUNDED_ARGUMENTS = ("num_classes", "in_chans")
+# Of arguments that size one layer, which timm allocates before it reads the weights.
+LARGER_LIMITS = {"num_classes": 1_000_000, "in_chans": 1_000_000}
 # An argument whose name contains one of these words can make a factory open a file or reach the
 # network.
 REFUSED_WORDS = set("cfg checkpoint config dir file hub pretrained url weights".split())
@@ -190,7 +190,7 @@ def check_source(source: ModelSource) -> None:
     _check_argument(source.args, shortened(source.name))
 
 
-def _check_argument(value: Any, where: str) -> None:
+def _check_argument(value: Any, where: str, most: int = MAX_ARGUMENT) -> None:
     """Raise ModelError if a value, or one nested in it, is not plain or could name a file."""
     if isinstance(value, dict):
         for name, inner in value.items():
@@ -199,12 +199,12 @@ def _check_argument(value: Any, where: str) -> None:
                     f"{where}: argument {shortened(name)} is not allowed: "
                     "it could name a file, url or config"
                 )
-            if name not in UNBOUNDED_ARGUMENTS or not isinstance(inner, int):
-                _check_argument(inner, f"{where}: argument {shortened(name)}")
+            inner_most = LARGER_LIMITS.get(name, MAX_ARGUMENT)
+            _check_argument(inner, f"{where}: argument {shortened(name)}", inner_most)
     elif isinstance(value, list | tuple):
         for entry in value:
             _check_argument(entry, where)
-    elif isinstance(value, int) and value > MAX_ARGUMENT:
-        raise ModelError(f"{where} is {shortened(value)}; at most {MAX_ARGUMENT:,} is allowed")
+    elif isinstance(value, int) and value > most:
+        raise ModelError(f"{where} is {shortened(value)}; at most {most:,} is allowed")
     elif value is not None and not isinstance(value, bool | int | float | str):
         raise ModelError(f"{where} is a {type(value).__name__}, not a plain value")

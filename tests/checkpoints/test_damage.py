@@ -138,7 +138,7 @@ def set_num_classes(count):
     ("damage", "message"),
     [
         (damage_layer(0, dilated_size=[9001, 9001]), "window 9001x9001 for "),
-        (set_num_classes(20_000_000), "the model needs (20000000,"),
+        (set_num_classes(900_000), "the model needs (900000,"),
         (
             damage_plan(lambda plan: plan.update(input_size=[3, 20001, 20001])),
             "images of more than 4,194,304",
@@ -154,13 +154,11 @@ def test_sizes_are_checked_before_they_take_memory(folder, damage, message):
     assert memory.upper_bound < 100 << 20
 
 
-def test_timm_refuses_too_many_classes_too(folder):
+def test_so_many_classes_that_timm_would_take_much_memory_are_refused(folder):
     set_num_classes(20_000_000)(folder, None)
     seal(folder)
-    with pytest.raises(
-        ModelError,
-        match=r"^config.json: num_classes=20000000: timm loads at most 1,000,000$",
-    ):
+    message = "argument num_classes is 20000000; at most 1,000,000 is allowed"
+    with pytest.raises(ModelError, match=message):
         timm.create_model(f"local-dir:{folder}", pretrained=True)
 
 
