@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,40 +62,19 @@ def create_converted(
             'load a checkpoint: timm.create_model("local-dir:FOLDER")'
         )
     stored = ConversionPlan.from_dict(plan, f"{CONFIG}: {PLAN_KEY}")
-    base = stored.model or ""
-    _check_arguments(base, pretrained_model_args or kwargs)
+    _check_arguments(stored, pretrained_model_args or kwargs)
     resolved: Any = resolve_pretrained_cfg(
         TIMM_ARCHITECTURE, pretrained_cfg, pretrained_cfg_overlay
     )
     cfg = resolved.to_dict()
+    source = _source(stored, kwargs, cfg, features_only=features_only)
     checkpoint = None
-    weights: dict[str, Tensor] = {}
     if pretrained:
         checkpoint = open_checkpoint(_weights_file(cfg, cache_dir).parent)
         weights = checkpoint.read_state()
-    args = dict(kwargs)
-    if base.startswith("timm:"):
-        args.setdefault("num_classes", cfg["num_classes"])
-    elif features_only:
-        raise ModelError(f"features_only is for models that timm builds, not for {base}")
-    if features_only:
-        args["features_only"] = True
-
-    def finish_(network: nn.Module) -> None:
-        """Place the layers, with the folder's weights or random values."""
-        placed = _layers_of(network, stored)
-        if pretrained:
-            _place_(network, placed, kwargs)
-            if base.startswith("timm:"):
-                _load_by_timm_(network, cfg, weights, in_chans=kwargs.get("in_chans"))
-            else:
-                load_weights_(network, weights, WEIGHTS)
-        elif placed.layers:  # random values, as in timm's own models without weights
-            from ..conversion.apply_plan import apply_plan_  # imports all of `fitting`
-
-            apply_plan_(network, placed, init="random", generator=torch.default_generator)
-
-    source = ModelSource(name=base, args=args)
+        finish_ = partial(_load_, plan=stored, weights=weights, cfg=cfg, kwargs=kwargs)
+    else:
+        finish_ = partial(_initialise_, plan=stored)
     if features_only and not stored.model_args.get("features_only"):
         model = _build_features(source, finish_)
     else:
@@ -105,6 +85,32 @@ def create_converted(
     if checkpoint is not None:
         attach_provenance_(model, checkpoint.provenance)
     return model
+
+
+def _check_arguments(plan: ConversionPlan, args: Mapping[str, Any]) -> None:
+    """Refuse (ModelError) a folder's model or arguments that timm cannot build, or not safely."""
+    if plan.model is None:
+        raise ModelError(
+            "timm cannot build this folder's model; "
+            "dcls_convert.load_converted(FOLDER, model=YOURS) can"
+        )
+    own_args = {name: value for name, value in args.items() if name != "plan"}
+    check_source(ModelSource(name=plan.model, args=own_args))
+
+
+def _source(
+    plan: ConversionPlan, kwargs: Mapping[str, Any], cfg: Mapping[str, Any], *, features_only: bool
+) -> ModelSource:
+    """Return what builds the base model, with the caller's arguments."""
+    assert plan.model is not None
+    args = dict(kwargs)
+    if plan.model.startswith("timm:"):
+        args.setdefault("num_classes", cfg["num_classes"])
+    elif features_only:
+        raise ModelError(f"features_only is for models that timm builds, not for {plan.model}")
+    if features_only:
+        args["features_only"] = True
+    return ModelSource(name=plan.model, args=args)
 
 
 def _build_features(source: ModelSource, finish_: Callable[[nn.Module], None]) -> nn.Module:
@@ -143,6 +149,39 @@ def _layers_of(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
         return plan
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
     return replace(plan, layers=tuple(layer for layer in plan.layers if layer.name in names))
+
+
+def _initialise_(model: nn.Module, *, plan: ConversionPlan) -> None:
+    """Place the plan's layers with random values, as in timm's own models without weights."""
+    from ..conversion.apply_plan import apply_plan_  # imports all of `fitting`
+
+    plan = _layers_of(model, plan)
+    if plan.layers:
+        apply_plan_(model, plan, init="random", generator=torch.default_generator)
+
+
+def _load_(
+    model: nn.Module,
+    *,
+    plan: ConversionPlan,
+    weights: Mapping[str, Tensor],
+    cfg: dict[str, Any],
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Place the plan's layers, and load a folder's weights.
+
+    Args:
+        model: The base model.
+        plan: The folder's plan.
+        weights: The folder's tensors.
+        cfg: timm's `pretrained_cfg` for the weights.
+        kwargs: The caller's arguments of the base model.
+    """
+    _place_(model, _layers_of(model, plan), kwargs)
+    if plan.source is not None and plan.source.kind == "timm":
+        _load_by_timm_(model, cfg, weights, in_chans=kwargs.get("in_chans"))
+    else:
+        load_weights_(model, weights, WEIGHTS)
 
 
 def _place_(model: nn.Module, plan: ConversionPlan, kwargs: Mapping[str, Any]) -> None:
@@ -189,17 +228,6 @@ def _load_by_timm_(
         )
     except RuntimeError as error:  # from load_state_dict, on many lines
         raise CheckpointError(f"{WEIGHTS}: {one_line(error)[:300]}") from error
-
-
-def _check_arguments(base: str, args: Mapping[str, Any]) -> None:
-    """Refuse (ModelError) a folder's arguments that could run code or allocate unbounded memory."""
-    if not base:
-        raise ModelError(
-            "timm cannot build this folder's model; "
-            "dcls_convert.load_converted(FOLDER, model=YOURS) can"
-        )
-    stored = {name: value for name, value in args.items() if name != "plan"}
-    check_source(ModelSource(name=base, args=stored))
 
 
 def _weights_file(cfg: Mapping[str, Any], cache_dir: str | Path | None) -> Path:
