@@ -81,8 +81,11 @@ def plan_for_source(source: ModelSource, plan: ConversionPlan) -> ConversionPlan
 def plan_for_features(model: nn.Module, plan: ConversionPlan) -> ConversionPlan:
     """Return the plan with the names that the layers have in timm's feature extractor.
 
-    An extractor has the network's layers in the same order, up to the last feature.
+    An extractor has the network's layers in the same order, up to the last feature. For any other
+    model, return the plan itself.
     """
+    if plan.model_args.get("features_only") or not stated_args(model).get("features_only"):
+        return plan
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, DclsConvNd):

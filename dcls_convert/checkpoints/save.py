@@ -1,14 +1,14 @@
 """Save a converted model as a folder, load it back, and compare."""
 
+import functools
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
-from ..conversion.provenance import provenance_of
 from ..errors import check_argument
-from ..networks.pretrained_cfg import stated_args
 from ..networks.source import resolve_model
 from ..networks.wrappers import inside_wrappers
 from ..output import new_output
@@ -21,9 +21,9 @@ from .current_plan import (
     plan_without_source,
     with_current_args,
 )
-from .fingerprint import NOT_CHECKED, take_fingerprint
+from .fingerprint import NOT_CHECKED, Fingerprint, take_fingerprint
 from .folder import open_checkpoint, reason_not_a_checkpoint
-from .write import clamped_state_, timm_config, write_config, write_report, write_weights
+from .write import clamped_state_, write_texts, write_weights
 
 
 def save_converted(
@@ -37,22 +37,17 @@ def save_converted(
     source: str | None = None,
     picture: bytes | None = None,
 ) -> Path:
-    """Write a converted model as a checkpoint folder, load it back, and compare.
+    """Write a converted model as a folder, load it back, and compare; return the folder's path.
 
-    timm loads the folder once `dcls_convert` is imported.
-
-    What loading builds is compared with the model: names, shapes, and outputs for a random image of
-    the plan's input size. If they differ, because the model got another activation after its
-    conversion for example, it is saved as the user's own network, with a warning that says how to
-    load it. This takes the memory of one more copy of the model, on its device, the time to read
-    it, and five forward passes of one image.
-
-    Positions that the last step of an optimizer has left outside of their windows are clamped, in
-    the model too.
+    timm loads the folder once `dcls_convert` is imported. What loading builds is compared with the
+    model: names, shapes, and outputs for a random image of the plan's input size. If they differ,
+    because the model got another activation after its conversion for example, it is saved as the
+    user's own network, with a warning that says how to load it. This takes the memory of one more
+    copy of the model, on its device, the time to read it, and five forward passes of one image.
 
     Args:
-        model: The model, converted by `apply_plan_(model, plan)`. May be wrapped (`torch.compile`,
-            DataParallel, DDP, averaged copies).
+        model: Converted by `apply_plan_(model, plan)`; its positions are clamped to their windows.
+            May be wrapped (`torch.compile`, DataParallel, DDP, averaged copies).
         plan: The plan that was carried out, or the checkpoint folder from which the model was
             loaded. The model may have another number of classes than the plan's.
         folder: Folder to write. It must not exist, unless `force` is set.
@@ -64,47 +59,30 @@ def save_converted(
             state it themselves; without it, any other model is the user's own.
         picture: A PNG to add as positions.png; the model card shows it.
 
-    Returns:
-        The folder's path.
-
     Raises:
-        CheckpointError: The model's layers are no longer those of the plan, its state dict lacks a
+        CheckpointError: The model's layers are not those of the plan, its state dict lacks a
             parameter, a value is not finite, or the folder cannot be written. An existing folder is
             then unchanged.
         ModelError: There is no such source.
     """
     check_argument("model", model, nn.Module)
-    if not isinstance(plan, str | Path):
-        check_argument("plan", plan, ConversionPlan)
     if not isinstance(folder, str | os.PathLike):
         check_argument("folder", folder, Path)
     folder = Path(folder)
     model = inside_wrappers(model)
-    if not isinstance(plan, ConversionPlan):
-        plan = open_checkpoint(plan).plan
-    if stated_args(model).get("features_only") and not plan.model_args.get("features_only"):
-        plan = plan_for_features(model, plan)
-    check_layers(model, plan)
-    if source is not None:
-        plan = plan_for_source(resolve_model(source), plan)
-    state = clamped_state_(model)
-    plan = with_current_args(plan, model, state)
+    plan, state = _as_it_is(model, plan, source)
     fingerprint = take_fingerprint(model, plan.inputs) if check else NOT_CHECKED
-    note = None
-    with new_output(folder, force=force, reason_to_keep=reason_not_a_checkpoint) as partial:
-        partial.mkdir()
-        provenance = provenance_of(model)
-        write_config(partial, timm_config(model, plan), provenance)
-        write_weights(partial, state, fingerprint)
-        if plan.source is None or not plan.source.is_from_registry:
-            note = _note_of_own_network(model)
-        elif check:
-            comparison = compare_with_folder(model, partial, fingerprint)
-            note = _note_of_comparison(plan, comparison)
-            if comparison.difference is not None:
-                plan = plan_without_source(model, plan)
-                write_config(partial, timm_config(model, plan), provenance)
-        write_report(partial, folder.resolve().name, plan, report, provenance, picture)
+    note = _write(
+        folder,
+        model,
+        plan,
+        state,
+        fingerprint,
+        report=report,
+        force=force,
+        picture=picture,
+        load_back=check,
+    )
     if note is not None:
         warnings.warn(note, stacklevel=2)
     return folder
@@ -126,12 +104,71 @@ def save_just_converted(
     Raises:
         CheckpointError: A value is not finite, or the folder cannot be written.
     """
+    state = clamped_state_(model)
+    fingerprint = take_fingerprint(model, plan.inputs)
+    _write(
+        folder,
+        model,
+        plan,
+        state,
+        fingerprint,
+        report=report,
+        force=force,
+        picture=picture,
+        load_back=False,
+    )
+
+
+def _as_it_is(
+    model: nn.Module, plan: ConversionPlan | str | Path, source: str | None
+) -> tuple[ConversionPlan, dict[str, Tensor]]:
+    """Return the plan by which a model is built as it is now, and its state dict.
+
+    The arguments are those of `save_converted`, and the errors.
+    """
+    if isinstance(plan, str | Path):
+        plan = open_checkpoint(plan).plan
+    check_argument("plan", plan, ConversionPlan)
+    plan = plan_for_features(model, plan)
+    check_layers(model, plan)
+    if source is not None:
+        plan = plan_for_source(resolve_model(source), plan)
+    state = clamped_state_(model)
+    return with_current_args(plan, model, state), state
+
+
+def _write(
+    folder: Path,
+    model: nn.Module,
+    plan: ConversionPlan,
+    state: Mapping[str, Tensor],
+    fingerprint: Fingerprint,
+    *,
+    report: ConversionReport | None,
+    force: bool,
+    picture: bytes | None,
+    load_back: bool,
+) -> str | None:
+    """Write a folder, and return what to say of it.
+
+    With `load_back`, what it loads is compared with a model that a registry builds. If they differ,
+    the folder says that only its user can build it.
+    """
     with new_output(folder, force=force, reason_to_keep=reason_not_a_checkpoint) as partial:
         partial.mkdir()
-        provenance = provenance_of(model)
-        write_config(partial, timm_config(model, plan), provenance)
-        write_weights(partial, clamped_state_(model), take_fingerprint(model, plan.inputs))
-        write_report(partial, folder.resolve().name, plan, report, provenance, picture)
+        write = functools.partial(
+            write_texts, partial, folder.resolve().name, model, report=report, picture=picture
+        )
+        write(plan)
+        write_weights(partial, state, fingerprint)
+        if plan.source is None or not plan.source.is_from_registry:
+            return _note_of_own_network(model)
+        if not load_back:
+            return None
+        comparison = compare_with_folder(model, partial, fingerprint)
+        if comparison.difference is not None:
+            write(plan_without_source(model, plan))
+        return _note_of_comparison(plan, comparison)
 
 
 def _note_of_own_network(model: nn.Module) -> str | None:

@@ -56,13 +56,7 @@ def create_converted(
     """
     from timm.models import resolve_pretrained_cfg
 
-    if plan is None:
-        raise ModelError(
-            f'"{TIMM_ARCHITECTURE}" is not a model by itself; '
-            'load a checkpoint: timm.create_model("local-dir:FOLDER")'
-        )
-    stored = ConversionPlan.from_dict(plan, f"{CONFIG}: {PLAN_KEY}")
-    _check_arguments(stored, pretrained_model_args or kwargs)
+    stored = _checked_plan(plan, pretrained_model_args or kwargs)
     resolved: Any = resolve_pretrained_cfg(
         TIMM_ARCHITECTURE, pretrained_cfg, pretrained_cfg_overlay
     )
@@ -78,7 +72,7 @@ def create_converted(
     if features_only and not stored.model_args.get("features_only"):
         model = _build_features(source, finish_)
     else:
-        # Safe: `_check_arguments` has checked the folder's arguments. The caller's may be any.
+        # Safe: `_checked_plan` has checked the folder's arguments. The caller's may be any.
         model = build_model(source, seed=None, trust_code=True)
         finish_(model)
     set_pretrained_cfg_(model, {**cfg, "architecture": TIMM_ARCHITECTURE})
@@ -87,15 +81,22 @@ def create_converted(
     return model
 
 
-def _check_arguments(plan: ConversionPlan, args: Mapping[str, Any]) -> None:
-    """Refuse (ModelError) a folder's model or arguments that timm cannot build, or not safely."""
-    if plan.model is None:
+def _checked_plan(plan: Mapping[str, Any] | None, args: Mapping[str, Any]) -> ConversionPlan:
+    """Return a folder's plan; refuse (ModelError) what timm cannot build, or not safely."""
+    if plan is None:
+        raise ModelError(
+            f'"{TIMM_ARCHITECTURE}" is not a model by itself; '
+            'load a checkpoint: timm.create_model("local-dir:FOLDER")'
+        )
+    stored = ConversionPlan.from_dict(plan, f"{CONFIG}: {PLAN_KEY}")
+    if stored.model is None:
         raise ModelError(
             "timm cannot build this folder's model; "
             "dcls_convert.load_converted(FOLDER, model=YOURS) can"
         )
     own_args = {name: value for name, value in args.items() if name != "plan"}
-    check_source(ModelSource(name=plan.model, args=own_args))
+    check_source(ModelSource(name=stored.model, args=own_args))
+    return stored
 
 
 def _source(

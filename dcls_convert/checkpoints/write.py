@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .. import __version__
+from ..conversion.provenance import provenance_of
 from ..errors import CheckpointError
 from ..networks.position_parameters import clamp_positions_
 from ..networks.pretrained_cfg import SOURCE_KEYS
@@ -93,24 +94,27 @@ def write_config(
     _write_text(folder / CONFIG, write_json(config))
 
 
-def write_report(
+def write_texts(
     folder: Path,
     name: str,
+    model: nn.Module,
     plan: ConversionPlan,
-    report: ConversionReport | None,
-    provenance: Mapping[str, Any] | None,
-    picture: bytes | None,
+    *,
+    report: ConversionReport | None = None,
+    picture: bytes | None = None,
 ) -> None:
-    """Write report.json, the model card, and the picture.
+    """Write config.json, report.json, the model card, and the picture.
 
     Args:
         folder: The folder.
         name: The folder's final name.
+        model: The converted model, which knows how it was converted.
         plan: The plan by which the folder is loaded.
         report: Its errors are taken over, if it is of the plan's layers.
-        provenance: How the model was converted, if that is known.
         picture: A PNG to add; the model card shows it.
     """
+    provenance = provenance_of(model)
+    write_config(folder, timm_config(model, plan), provenance)
     predicted = predict_report(plan)
     if report is not None and report.plan.layers == plan.layers:
         predicted = replace(predicted, layers=report.layers, outcome=report.outcome)
