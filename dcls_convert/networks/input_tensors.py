@@ -12,6 +12,8 @@ FLOAT32 = "float32"
 FLOATS = ("float16", "bfloat16", FLOAT32, "float64")
 OTHER_DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "complex64", "complex128")
 MAX_INTEGER = 2**63 - 2  # the largest that torch draws
+LARGE_IMAGE = 128 * 128  # pixels; `smaller_inputs` halves the sides of larger ones
+USUAL_STRIDE = 32  # of a network
 AXES_OF_IMAGE = range(2, 5)  # channels, and one to three spatial axes
 
 
@@ -109,3 +111,23 @@ def sides_of_image(inputs: Inputs, dims: int) -> tuple[int, ...] | None:
 def pixel_count(inputs: Inputs) -> int:
     """Return the pixels or voxels of the largest input, or its elements if it is no image."""
     return max(math.prod(tensor.shape[2:] or tensor.shape) for tensor in inputs)
+
+
+def smaller_inputs(inputs: Inputs, batch: int) -> Inputs:
+    """Return a batch of smaller images, or of the inputs if they are small."""
+    dims = max(len(tensor.shape[2:]) for tensor in inputs)
+    factor = 1
+    while pixel_count(inputs) > LARGE_IMAGE * factor**dims and dims > 0:
+        factor *= 2
+    smaller = []
+    for tensor in inputs:
+        sides = [_smaller_side(side, factor) for side in tensor.shape[2:]]
+        smaller.append(replace(tensor, shape=(*tensor.shape[:2], *sides)))
+    return with_batch(tuple(smaller), batch)
+
+
+def _smaller_side(side: int, factor: int) -> int:
+    """Return a side that is smaller by about this factor, and can be halved as often as usual."""
+    if factor == 1:
+        return side
+    return max(1, side // factor // USUAL_STRIDE) * min(side, USUAL_STRIDE)

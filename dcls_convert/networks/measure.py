@@ -21,12 +21,20 @@ from ..errors import is_out_of_memory
 from ..layers.conv_classes import Conv
 from ..options import MAX_PIXELS
 from ..text import one_line
-from .changed_inputs import by_image, comparable, inputs_to_try, spatial_axes, with_changed_cells
-from .input_tensors import Inputs, inputs_text, pixel_count
+from .input_tensors import Inputs, inputs_text, pixel_count, smaller_inputs
 from .inputs import random_arguments
-from .model_outputs import relative_error, tensors_in
+from .model_outputs import comparable, relative_error, tensors_in
 from .running import full_precision, restored_values, run_batch, seeded, suppress_output
-from .sides import Reaches, have_new_side, one_way, reaches_of
+from .sides import (
+    PLACES,
+    Reaches,
+    by_image,
+    have_new_side,
+    one_way,
+    reaches_of,
+    spatial_axes,
+    with_changed_cells,
+)
 from .stand_ins import StandIn, grows, in_place, with_longer_kernel
 
 LIBRARIES = ("timm.", "torch.", "torchvision.")
@@ -135,7 +143,7 @@ class _Network:
         self.has_changed = False  # outputs with inputs
         if pixel_count(inputs) > MAX_PIXELS:
             raise CannotMeasureError(f"inputs of more than {MAX_PIXELS:,} pixels are not run")
-        for some_inputs in inputs_to_try(inputs):
+        for some_inputs in (smaller_inputs(inputs, len(PLACES)), inputs):
             self.arguments = random_arguments(some_inputs)
             try:
                 with _counted_calls(convs) as self.calls:

@@ -132,6 +132,23 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [leaf for leaf in _leaves(value).values() if isinstance(leaf, Tensor)]
 
 
+def comparable(outputs: Iterable[Tensor]) -> list[Tensor]:
+    """Return the outputs as real numbers, without those that torch cannot compare."""
+    found = []
+    for tensor in outputs:
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
+            continue
+        tensor = tensor.detach()
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
+        elif not tensor.is_floating_point():
+            tensor = tensor.double()
+        elif tensor.itemsize == 1:
+            tensor = tensor.float()
+        found.append(tensor)
+    return found
+
+
 def _pairs(outputs: Any, others: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield the tensors at the same place in both outputs, and the place for messages.
 

@@ -9,11 +9,78 @@ may have other sizes, as after strides and crops.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 MIN_CELLS = 4  # along an axis; with fewer, sides mean nothing
+PLACES = (0.3, 0.5, 0.7)  # of the changed cells, one in each image of a batch
+
+
+def spatial_axes(tensor: Tensor) -> list[tuple[int, ...]]:
+    """Return the axes on which an input may have an order.
+
+    The second axis has channels or, as in (N, time, channels), an order of its own.
+    """
+    if tensor.dim() < 2:
+        return []
+    axes: list[tuple[int, ...]] = [(1,)]
+    if tensor.dim() > 2:
+        axes.append(tuple(range(2, tensor.dim())))
+    return [some for some in axes if max(tensor.shape[axis] for axis in some) >= MIN_CELLS]
+
+
+def with_changed_cells(tensor: Tensor, axes: Sequence[int]) -> tuple[list[list[int]], list[Tensor]]:
+    """Change one cell of each image; return the cells, and the changed batches.
+
+    There are several batches if one has fewer images than there are places.
+    """
+    cells = []
+    batches = []
+    for first in range(1 if len(tensor) >= len(PLACES) else len(PLACES)):
+        changed = tensor.clone()
+        for number, image in enumerate(changed):
+            place = PLACES[(first + number) % len(PLACES)]
+            cell = [int(place * tensor.shape[axis]) for axis in axes]
+            index: list[Any] = [slice(None)] * image.dim()
+            for axis, position in zip(axes, cell, strict=True):
+                index[axis - 1] = position
+            image[tuple(index)] = _other_values(image[tuple(index)], tensor)
+            cells.append(cell)
+        batches.append(changed)
+    return cells, batches
+
+
+def _other_values(values: Tensor, tensor: Tensor) -> Tensor:
+    """Return values of the same range as those of a tensor, but others."""
+    if tensor.dtype == torch.bool:
+        return ~values
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        least = int(tensor.amin())
+        most = int(tensor.amax())
+        count = most - least + 1
+        return (least + (values.long() - least + 1 + (most - least) // 2) % count).to(values)
+    return -values - values.sgn()
+
+
+def by_image(outputs: Sequence[Tensor], batch: int) -> list[Tensor]:
+    """Return outputs with an entry for each image, (N, ...), whatever the order of their axes.
+
+    Images may be on the second axis, or on the first one together with time. Outputs of several
+    times may be several tensors.
+    """
+    found = []
+    for tensor in outputs:
+        if tensor.dim() > 1 and len(tensor) != batch == tensor.shape[1]:
+            tensor = tensor.transpose(0, 1)
+        elif tensor.dim() and len(tensor) > batch and len(tensor) % batch == 0:
+            tensor = tensor.reshape(batch, -1, *tensor.shape[1:])
+        if tensor.dim() and len(tensor) == batch:
+            found.append(tensor)
+    if len(found) >= MIN_CELLS and len({tensor.shape for tensor in found}) == 1:
+        return [torch.stack(found, 1)]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
