@@ -137,22 +137,15 @@ def _build_torchvision(name: str, args: dict[str, Any], *, pretrained: bool) -> 
         return model
     # torchvision refuses weights together with num_classes. With weights, some models have other
     # modules, such as a second head for training or frozen BatchNorms; the folder of a converted
-    # model could not tell which. So the weights are copied into the model that is built without.
-    with_weights: nn.Module = models.get_model(name, weights="DEFAULT")
-    if repr(with_weights) == repr(model):
-        return with_weights
-    _copy_what_fits_(with_weights, model)
-    return model
-
-
-def _copy_what_fits_(pretrained: nn.Module, model: nn.Module) -> None:
-    """Copy the pretrained tensors that fit into `model`; a head of another shape stays new."""
+    # model could not tell which. So the weights are copied into the model that is built without; a
+    # head of another shape stays new.
     shapes = shapes_of(model)
-    state: dict[str, torch.Tensor] = {}
-    for name, tensor in pretrained.state_dict().items():
-        if shapes.get(name) == tensor.shape:
-            state[name] = tensor
+    state = models.get_model(name, weights="DEFAULT").state_dict()
+    for key, tensor in list(state.items()):
+        if shapes.get(key) != tensor.shape:
+            del state[key]
     model.load_state_dict(state, strict=False)
+    return model
 
 
 def _users_factory(source: ModelSource) -> Callable[[], Any]:

@@ -53,13 +53,9 @@ def assign_weights_(model: nn.Module, state: Mapping[str, Tensor], where: str) -
         storages_in_use.add(tensor.untyped_storage().data_ptr())
         ready[name] = tensor
     load_entries_(model, ready, assign=True)
-    return not holds_meta_tensors(model)
-
-
-def holds_meta_tensors(model: nn.Module) -> bool:
-    """True if a tensor has no values: a parameter, a buffer or a plain attribute of a module."""
+    # Parameters, buffers and plain attributes of modules.
     leaves = tree_leaves([vars(module) for module in model.modules()])
-    return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves)
+    return not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves)
 
 
 def load_entries_(model: nn.Module, state: Mapping[str, Tensor], *, assign: bool = False) -> None:
