@@ -21,6 +21,8 @@ from ..options import (
     MAX_ADDED_COST_PERCENT,
     MAX_WINDOW,
     MIN_GROWTH,
+    InterpolationName,
+    Tie,
 )
 from ..planning.layer_plan import LayerPlan
 from ..planning.plan import ConversionPlan
