@@ -9,9 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..errors import DclsConvertError
 from ..geometry import DYNAMIC_SAME, Padding
-from ..text import one_line
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
@@ -28,7 +26,7 @@ class ConvTraits:
     """What the forward of a convolution class does besides convolving.
 
     The fields are the arguments of `register_conv`, which explains them; `transform_weight` is
-    called `weight` there, and `methods` is not an argument.
+    called `weight` there.
     """
 
     transform_weight: Callable[[nn.Module, Tensor], Tensor] | None = None
@@ -36,7 +34,6 @@ class ConvTraits:
     same_padding: Callable[[nn.Module], bool] | bool = False
     padding_module: str | None = None
     adapt: Callable[[nn.Module, nn.Module], None] | None = None
-    methods: tuple[Any, ...] = ()  # the class's `_computing_methods` when it was registered
 
     def effective_weight(self, conv: nn.Module, weight: Tensor) -> Tensor:
         """Return the kernel that the convolution uses if its parameter is `weight`."""
@@ -46,7 +43,10 @@ class ConvTraits:
 
 
 PLAIN = ConvTraits()
-_REGISTERED_TRAITS: dict[type[nn.Module], ConvTraits] = {}
+# What each known class does, and its methods now: other code may replace them later.
+_KNOWN_CLASSES: dict[type[nn.Module], tuple[tuple[Any, ...], ConvTraits]] = {
+    cls: (_computing_methods(cls), PLAIN) for cls in CONV_CLASSES.values()
+}
 
 
 def register_conv(
@@ -70,8 +70,7 @@ def register_conv(
             is `tensor`, in the same shape (out, in/groups, ...). After conversion it is called with
             the DCLS layer and its elements, before the kernel is constructed. So it must not
             depend on the number of cells. The layer has the old convolution's attributes.
-        parameters: Names of the parameters that `weight` needs besides weight and bias. The layer
-            takes them over.
+        parameters: Names of further parameters that `weight` needs; the layer takes them over.
         same_padding: Whether `forward` pads its input by TensorFlow's SAME rule, or a function that
             returns this for a convolution. For 2-D only.
         padding_module: Name of the submodule with which `forward` pads its input: an
@@ -95,79 +94,30 @@ def register_conv(
 
             dcls_convert.register_conv(CentredConv, weight=centred)
     """
-    base: type[Conv] | None = None
-    for conv_class in CONV_CLASSES.values():
-        if issubclass(cls, conv_class):
-            base = conv_class
-    if base is None:
+    bases = [base for base in CONV_CLASSES.values() if issubclass(cls, base)]
+    if not bases:
         raise TypeError(f"{cls.__name__} is not a subclass of torch.nn.Conv1d, Conv2d or Conv3d")
-    if cls.forward is base.forward:
-        raise TypeError(
-            f"{cls.__name__} has the forward of {base.__name__}, and is treated as such already"
-        )
-    _REGISTERED_TRAITS[cls] = ConvTraits(
+    if cls.forward is bases[0].forward:
+        name = bases[0].__name__
+        raise TypeError(f"{cls.__name__} has the forward of {name}, and is treated as such already")
+    traits = ConvTraits(
         transform_weight=weight,
         parameters=tuple(parameters),
         same_padding=same_padding,
         padding_module=padding_module,
         adapt=adapt,
-        methods=_computing_methods(cls),
     )
+    _KNOWN_CLASSES[cls] = (_computing_methods(cls), traits)
 
 
 def find_traits(conv: nn.Module) -> ConvTraits | None:
     """Return what the convolution's class does; None if that is not known."""
-    if find_replaced_method(conv) is not None:
-        return None
-    plain_traits = [(base, PLAIN) for base in CONV_CLASSES.values()]
-    all_traits: list[tuple[type[nn.Module], ConvTraits]] = [
-        *plain_traits,
-        *_REGISTERED_TRAITS.items(),
-    ]
-    for known_class, traits in reversed(all_traits):  # the last one registered wins
-        if isinstance(conv, known_class):
-            methods = traits.methods or _computing_methods(known_class)
+    for cls in type(conv).__mro__:
+        if cls in _KNOWN_CLASSES:
+            methods, traits = _KNOWN_CLASSES[cls]
             if _computing_methods(type(conv)) == methods:
                 return traits
     return None
-
-
-def find_replaced_method(conv: nn.Module) -> str | None:
-    """Return the name of a method of torch's class that other code replaced in it; or None."""
-    for base in CONV_CLASSES.values():
-        if not isinstance(conv, base):
-            continue
-        for name in ("forward", "_conv_forward"):
-            if not _is_of_torch(getattr(base, name)):
-                return f"torch.nn.{base.__name__}.{name}"
-        if base.__call__ is not nn.Module.__call__:
-            return f"torch.nn.{base.__name__}.__call__"
-    return None
-
-
-def make_conv(conv_class: Callable[..., Conv], *args: Any, **kwargs: Any) -> Conv:
-    """Make a convolution of torch's or timm's class.
-
-    Raises:
-        DclsConvertError: Other code replaced the constructor of torch's class by one that does not
-            take these arguments.
-    """
-    try:
-        return conv_class(*args, **kwargs)
-    except TypeError as error:
-        for base in CONV_CLASSES.values():
-            if not _is_of_torch(base.__init__):
-                raise DclsConvertError(
-                    f"other code replaced torch.nn.{base.__name__}.__init__, and it does not take "
-                    f"torch's arguments: {one_line(error)}"
-                ) from error
-        raise
-
-
-def _is_of_torch(method: object) -> bool:
-    """True if a method is a function of torch's module of convolutions, and no replacement."""
-    # Not a comparison with a function kept at import: it may have been replaced before.
-    return getattr(method, "__globals__", None) is vars(nn.modules.conv)
 
 
 def traits_of(conv: nn.Module) -> ConvTraits:

@@ -8,7 +8,7 @@ Axes: N batch, O output channels, I input channels per group, E kernel elements,
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Self, cast
+from typing import Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from ..depthwise.eager import is_counting_flops, is_eager
 from ..depthwise.table import BLOCKS_DTYPES, TORCH, Convolve, find_way
 from ..geometry import DYNAMIC_SAME, Padding, check_window, grown_padding, is_asymmetric
 from .carry_over import carry_over_, compute_parameter_
-from .conv_classes import Conv, make_conv, padding_of, traits_of
+from .conv_classes import Conv, padding_of, traits_of
 from .dcls_layer import DclsLayer, IntOrTuple
 from .elements import largest_elements
 from .replaceable import why_not_replaceable
@@ -191,16 +191,14 @@ class DclsConvNd(DclsLayer):
 
     def _new_plain_conv(self, kernel_size: tuple[int, ...], padding: Padding) -> Conv:
         """Make a convolution with the layer's other arguments, on meta and without bias."""
-        own_class: Any = self.conv_class
         conv_class: Callable[..., Conv] = functools.partial(
-            own_class, padding=padding, padding_mode=self.padding_mode
+            self.conv_class, padding=padding, padding_mode=self.padding_mode
         )
         if padding == DYNAMIC_SAME:
             from timm.layers.conv2d_same import Conv2dSame
 
             conv_class = Conv2dSame  # pads by itself, with zeros
-        return make_conv(
-            conv_class,
+        return conv_class(
             self.in_channels,
             self.out_channels,
             kernel_size,

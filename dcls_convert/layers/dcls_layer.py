@@ -37,7 +37,7 @@ from ..geometry import (
 )
 from .clamp_tensors import clamp_
 from .construction import Construction
-from .conv_classes import PLAIN, Conv, ConvTraits, make_conv
+from .conv_classes import PLAIN, ConvTraits
 from .elements import POSITION_STD
 from .interpolation import find_interpolation
 from .state_dicts import CheckedLayer
@@ -69,7 +69,7 @@ class DclsLayer(CheckedLayer):
     """A DCLS layer, without what turns it into a convolution and back: see `DclsConvNd`."""
 
     dims: ClassVar[int]
-    conv_class: ClassVar[type[Conv]]
+    conv_class: ClassVar[Any]  # nn.Conv1d, Conv2d or Conv3d
     conv_function: ClassVar[Callable[..., Tensor]]
 
     weight: nn.Parameter
@@ -241,8 +241,7 @@ class DclsLayer(CheckedLayer):
                 raise ValueError(f"padding={self.padding!r} is for 2-D with zeros")
             padding = 0
         # torch's convolution refuses all other arguments that are not allowed.
-        make_conv(
-            self.conv_class,
+        self.conv_class(
             self.in_channels,
             self.out_channels,
             self.dilated_kernel_size,

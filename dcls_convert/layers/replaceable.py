@@ -1,6 +1,5 @@
 """Decide whether a convolution can be replaced, and give the reason if it cannot."""
 
-from collections.abc import Collection
 from typing import cast
 
 from torch import Tensor, nn
@@ -11,7 +10,6 @@ from .conv_classes import (
     Conv,
     ConvTraits,
     ConvTranspose,
-    find_replaced_method,
     find_traits,
     zeros_around,
 )
@@ -35,27 +33,27 @@ def why_not_replaceable(conv: nn.Module) -> str | None:
     reason = _why_weight_unusual(cast(Conv, conv).weight)
     if reason is not None:
         return reason
-    submodules = {name for name, _ in conv.named_children()}
-    buffers = {name for name, _ in conv.named_buffers(recurse=False)}
-    members = submodules | buffers
+    members = {*dict(conv.named_children()), *dict(conv.named_buffers(recurse=False))}
     padding_modules = _padding_modules(conv)
     traits = find_traits(conv)
     if traits is None:
-        replaced = find_replaced_method(conv)
-        if replaced is not None:
-            return f"other code replaced {replaced}, which a DCLS layer would not call"
         reason = f"{class_name} has a forward of its own that is not known here"
         if members <= padding_modules:
             reason += " (register_conv teaches it)"
         return reason
-    parameter_reason = _why_parameters_unknown(conv, traits)
-    if parameter_reason is not None:
-        return parameter_reason
+    reason = _why_parameters_unknown(conv, traits)
+    if reason is not None:
+        return reason
     lost = members - (padding_modules & {traits.padding_module})
     if lost:
         names = ", ".join(sorted(lost))
         return f"{class_name} holds {names}, which would be lost; first remove what is not needed"
-    return _why_padding_unknown(conv, traits, padding_modules)
+    if traits.padding_module is None:
+        return None
+    pads_itself = conv.padding_mode != "zeros" or conv.padding == "same"
+    if traits.padding_module not in padding_modules or pads_itself:
+        return f"{class_name} does not pad by {traits.padding_module} alone"
+    return None
 
 
 def _why_weight_unusual(weight: Tensor) -> str | None:
@@ -84,7 +82,7 @@ def _padding_modules(conv: nn.Module) -> set[str]:
 
 def _why_parameters_unknown(conv: nn.Module, traits: ConvTraits) -> str | None:
     """Return a reason if the parameters are not weight, bias and those that the traits name."""
-    parameters = {name for name, _ in conv.named_parameters(recurse=False, remove_duplicate=False)}
+    parameters = set(dict(conv.named_parameters(recurse=False, remove_duplicate=False)))
     expected: set[str] = set()
     for name in ("weight", "bias", *traits.parameters):
         # None, such as `bias` with bias=False.
@@ -100,15 +98,3 @@ def _why_parameters_unknown(conv: nn.Module, traits: ConvTraits) -> str | None:
     if not unknown:
         return f"it lacks the parameters {missing}"
     return f"it has the parameters {unknown} in place of {missing}"
-
-
-def _why_padding_unknown(
-    conv: nn.Module, traits: ConvTraits, padding_modules: Collection[str]
-) -> str | None:
-    """Return a reason if the padding cannot be reproduced as zeros around the input."""
-    if traits.padding_module is None:
-        return None
-    pads_itself = conv.padding_mode != "zeros" or conv.padding == "same"
-    if traits.padding_module in padding_modules and not pads_itself:
-        return None
-    return f"{type(conv).__name__} does not pad by {traits.padding_module} alone"

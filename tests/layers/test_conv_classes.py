@@ -12,7 +12,7 @@ from torch import nn
 from dcls_convert import DclsConv2d, PlanError, convert_, find_convs, fold_to_dense_, register_conv
 from dcls_convert.geometry import DYNAMIC_SAME
 from dcls_convert.layers import conv_classes
-from dcls_convert.layers.conv_classes import PLAIN, find_traits
+from dcls_convert.layers.conv_classes import CONV_CLASSES, PLAIN, find_traits
 from dcls_convert.layers.replaceable import why_not_replaceable
 from dcls_convert.planning.rule_files import parse_rules
 
@@ -143,7 +143,8 @@ class Overriding(Centred):
 @pytest.fixture
 def registered(monkeypatch):
     """Register the classes of this file, and forget all others."""
-    monkeypatch.setattr(conv_classes, "_REGISTERED_TRAITS", {})
+    torchs = {cls: conv_classes._KNOWN_CLASSES[cls] for cls in CONV_CLASSES.values()}
+    monkeypatch.setattr(conv_classes, "_KNOWN_CLASSES", torchs)
     register_conv(Centred, weight=centred, parameters=["temperature"])
     register_conv(StaticSame, padding_module="static_padding")
 
@@ -231,7 +232,7 @@ def test_advice_is_given_only_where_it_helps(registered):
     assert "does not pad" in why_not_replaceable(
         StaticSame(3, 4, 3, padding_mode="reflect", **options)
     )
-    conv_classes._REGISTERED_TRAITS.clear()
+    del conv_classes._KNOWN_CLASSES[StaticSame]
     assert "register_conv" in why_not_replaceable(StaticSame(3, 4, 3, **options))
     other = StaticSame(3, 4, 3, padding_class=nn.ReflectionPad2d, **options)
     assert "register_conv" not in why_not_replaceable(other)
