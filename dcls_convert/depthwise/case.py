@@ -1,4 +1,4 @@
-"""A convolution in plain values, and what its way depends on."""
+"""A convolution in plain values."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..geometry import Pair, size_text
-from .devices import AUTOCAST_DEVICES, float32_precision
+from .devices import AUTOCAST_DEVICES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,26 +69,3 @@ def computed_dtype(input: Tensor, kernel: Tensor, bias: Tensor | None) -> torch.
         if torch.float64 not in dtypes:
             return torch.get_autocast_dtype(device)
     return input.dtype if len(dtypes) == 1 else None
-
-
-def key_of(
-    input: Tensor, weight: Tensor, positions: Tensor, bias: Tensor | None
-) -> tuple[object, ...]:
-    """Return all that a way, and its plan, depend on for tensors like these: a key to keep them."""
-    device = input.device
-    kind = device.type
-    dtype = input.dtype
-    if kind in AUTOCAST_DEVICES and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-    return (
-        input.shape,
-        input.stride(),
-        input.dtype,
-        device,
-        dtype,
-        kind == "cuda" and dtype == torch.float32 and float32_precision(),
-        weight.dtype,
-        weight.device,
-        positions is not None and (positions.dtype, positions.device, positions.is_contiguous()),
-        bias is not None and (bias.dtype, bias.device),
-    )

@@ -37,8 +37,8 @@ from .bilinear_plain import (
     construct_by_broadcasting,
     construct_by_matmul,
     construct_by_scatter,
+    per_axis,
 )
-from .clamp_tensors import per_axis
 
 # Elements per thread in a block on a CPU. Temporary tensors then fit into the cache. torch gives no
 # thread less work than this.

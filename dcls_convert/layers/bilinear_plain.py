@@ -7,13 +7,29 @@ Each function gives the same kernel and the same gradients. `bilinear` says when
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .clamp_tensors import clamped
-
 WindowSize = tuple[int, ...]  # along the learnt axes, in cells
+
+
+def per_axis(values: Sequence[float], like: Tensor) -> Tensor:
+    """Return one number per learnt axis, shaped to broadcast with positions: (A, 1, 1, ...)."""
+    # Filled on the device: a copy from the host would wait for the device, and cannot be part of a
+    # CUDA graph.
+    filled = [torch.full((1,), value, dtype=like.dtype, device=like.device) for value in values]
+    return torch.cat(filled).reshape(-1, *[1] * (like.dim() - 1))
+
+
+def clamped(value: Tensor, low: float, high: float) -> Tensor:
+    """Clamp `value` to [low, high], with the gradient of the identity.
+
+    The gradient of a plain clamp is 0 beyond a limit, so a value would be stuck there.
+    """
+    fixed = value.detach()
+    return fixed.clamp(low, high) + (value - fixed)
 
 
 def construct_by_scatter(weight: Tensor, cells: Tensor, size: WindowSize) -> Tensor:

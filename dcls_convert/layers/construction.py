@@ -7,14 +7,15 @@ along the first learnt axis (the row in 2-D), in cells from the kernel centre, w
 `size // 2`.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
 
+from ..depthwise.eager import uses_cpu_implementation
 from ..geometry import along_learnt_axes, learnt_axes
+from .bilinear_plain import clamped
 from .interpolation import Interpolation, find_interpolation
 
 
@@ -62,51 +63,76 @@ def construct_kernel(
             f"dense_axes={tuple(dense_axes)} must be different axes from 0 to {len(size) - 1}"
         )
     _check_tensors(weight, positions, sigma, size, dense_axes, interpolation)
-    construction = Construction.of(size, dense_axes, interpolation)
-    return construction.kernel(weight, positions, sigma)
+    method = find_interpolation(interpolation)
+    return construct(weight, positions, sigma, tuple(size), tuple(dense_axes), method)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Construction:
-    """What is known about the kernels of a layer before their elements are."""
-
-    method: Interpolation
-    learnt_size: tuple[int, ...]  # of the window, along the learnt axes
-    # Axes of a kernel in spatial order, where the dense axes come first and then the learnt ones.
-    # None if they are in order.
-    order: tuple[int, ...] | None
-
-    @classmethod
-    def of(cls, size: Sequence[int], dense_axes: Sequence[int], interpolation: str) -> Self:
-        """Return what is known from the arguments of a layer."""
-        axes = learnt_axes(len(size), dense_axes)
-        axes_of_kernel = [*sorted(dense_axes), *axes]
-        order = [0, 1]
-        for axis in range(len(size)):
-            order.append(2 + axes_of_kernel.index(axis))
-        return cls(
-            method=find_interpolation(interpolation),
-            learnt_size=along_learnt_axes(size, dense_axes),
-            order=tuple(order) if order != sorted(order) else None,
-        )
-
-    def kernel(self, weight: Tensor, positions: Tensor, sigma: Tensor | None) -> Tensor:
-        """Construct kernels; see `construct_kernel`."""
-        device = weight.device.type
-        if device != "meta" and torch.is_autocast_enabled(device):
-            # Autocast would run the matrix products in half precision.
-            with torch.autocast(device, enabled=False):
-                return self.kernel(weight, positions, sigma)
-        # Compute in float32 at least: at 8 cells from the centre, neighbouring bfloat16 numbers are
-        # a sixteenth of a cell apart.
-        dtype = torch.promote_types(weight.dtype, positions.dtype)
-        dtype = torch.promote_types(dtype, torch.float32)
+def construct(
+    weight: Tensor,
+    positions: Tensor,
+    sigma: Tensor | None,
+    size: tuple[int, ...],
+    dense_axes: tuple[int, ...],
+    interpolation: Interpolation,
+) -> Tensor:
+    """Construct kernels from arguments that fit together; see `construct_kernel`."""
+    device = weight.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        # Autocast would run the matrix products in half precision.
+        with torch.autocast(device, enabled=False):
+            return construct(weight, positions, sigma, size, dense_axes, interpolation)
+    # Compute in float32 at least: at 8 cells from the centre, neighbouring bfloat16 numbers are a
+    # sixteenth of a cell apart.
+    dtype = torch.promote_types(weight.dtype, positions.dtype)
+    dtype = torch.promote_types(dtype, torch.float32)
+    exact_weight = weight.to(dtype)
+    exact_positions = positions.to(dtype)
+    learnt_size = size
+    if dense_axes:
+        learnt_size = along_learnt_axes(size, dense_axes)
+    if interpolation.fast_kernel is not None:
+        kernel = interpolation.fast_kernel(exact_weight, exact_positions, learnt_size)
+    else:
         if sigma is not None:
             sigma = sigma.to(dtype)
-        kernel = self.method.kernel(weight.to(dtype), positions.to(dtype), sigma, self.learnt_size)
-        if self.order is not None:
-            kernel = kernel.permute(self.order)
-        return kernel.to(weight.dtype)  # (O, I, *size)
+        kernel = _by_profiles(exact_weight, exact_positions, sigma, learnt_size, interpolation)
+    if dense_axes:  # now first; put the axes in spatial order
+        axes = [*sorted(dense_axes), *learnt_axes(len(size), dense_axes)]
+        kernel = kernel.permute(0, 1, *[2 + axes.index(axis) for axis in range(len(size))])
+    return kernel.to(weight.dtype)  # (O, I, *size)
+
+
+def _by_profiles(
+    weight: Tensor,
+    positions: Tensor,
+    sigma: Tensor | None,
+    size: tuple[int, ...],
+    interpolation: Interpolation,
+) -> Tensor:
+    """Construct kernels: weight (*C, E), positions and sigma (A, *C, E) -> (*C, *size).
+
+    Each element is spread by the product of its normalised profiles.
+    """
+    profiles: list[Tensor] = []
+    for axis, length in enumerate(size):
+        cells = clamped(positions[axis] + length // 2, 0, length - 1)
+        if sigma is None:
+            width = torch.ones_like(cells)
+        else:
+            width = clamped(sigma[axis], interpolation.min_sigma or 0, math.inf)
+        profile = interpolation.profile(cells, width, length)
+        profiles.append(profile / profile.sum(-1, keepdim=True))
+    spread = weight.unsqueeze(-1)  # (*C, E, 1)
+    for profile in profiles[:-1]:
+        products = spread.unsqueeze(-1) * profile.unsqueeze(-2)
+        spread = products.flatten(-2)  # (*C, E, product of lengths)
+    if uses_cpu_implementation(weight):
+        # One matrix product per kernel. In 1-D and 2-D, this avoids a tensor of elements x window.
+        kernel = spread.transpose(-1, -2) @ profiles[-1]
+    else:
+        # A matrix product on a GPU might round its factors to 11 bits (TF32).
+        kernel = (spread.unsqueeze(-1) * profiles[-1].unsqueeze(-2)).sum(-3)
+    return kernel.reshape(*weight.shape[:-1], *size)
 
 
 def _check_tensors(

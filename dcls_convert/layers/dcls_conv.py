@@ -14,10 +14,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..depthwise.case import Case, computed_dtype, key_of
+from ..depthwise.case import Case, computed_dtype
+from ..depthwise.devices import AUTOCAST_DEVICES, float32_precision
 from ..depthwise.eager import is_counting_flops, is_eager
 from ..depthwise.table import BLOCKS_DTYPES, TORCH, Convolve, find_way
-from ..geometry import DYNAMIC_SAME, Padding, check_window, grown_padding, is_asymmetric
+from ..geometry import (
+    DYNAMIC_SAME,
+    Padding,
+    check_window,
+    extent,
+    grown_padding,
+    is_asymmetric,
+    static_padding,
+)
 from .carry_over import carry_over_, compute_parameter_
 from .conv_classes import Conv, padding_of, traits_of
 from .dcls_layer import DclsLayer, IntOrTuple
@@ -226,7 +235,7 @@ class DclsConv2d(DclsConvNd):
     # float32, which blocks write in one pass.
     output_dtype: torch.dtype | None = None
 
-    def _convolve(self, input: Tensor) -> Tensor:
+    def _convolve(self, input: Tensor, padding: Padding) -> Tensor:
         """Convolve in the way that the table gives; in blocks, without constructing the kernel."""
         weight = self.weight
         positions = self.positions
@@ -235,14 +244,15 @@ class DclsConv2d(DclsConvNd):
         if bias is not None:
             learnt.append(bias)
         if is_eager(input, *learnt) and not is_counting_flops():
-            key = (self.training, self.output_dtype, key_of(input, weight, positions, bias))
+            settings = (self.training, self.output_dtype, padding, self.stride, self.dilation)
+            key = (*settings, *_key_of(input, weight, positions, bias))
             found = self._ways.get(key)
             if found is None:
                 if len(self._ways) >= MAX_WAYS:
                     self._ways.clear()
-                found = self._ways[key] = self._find_way(input, learnt)
+                found = self._ways[key] = self._find_way(input, padding, learnt)
         else:
-            found = self._find_way(input, learnt)
+            found = self._find_way(input, padding, learnt)
         convolve, takes_elements = found
         if takes_elements:
             if self.training and torch.compiler.is_compiling():
@@ -253,18 +263,24 @@ class DclsConv2d(DclsConvNd):
             return output
         return output.to(self.output_dtype)
 
-    def _find_way(self, input: Tensor, learnt: Sequence[Tensor]) -> tuple[Convolve, bool]:
+    def _find_way(
+        self, input: Tensor, padding: Padding, learnt: Sequence[Tensor]
+    ) -> tuple[Convolve, bool]:
         """Return how to convolve an input, and whether that takes elements instead of a kernel."""
         weight, positions, *_ = learnt
         bias = self.bias
         dtype = computed_dtype(input, weight, bias)
+        if isinstance(padding, str):  # "same" or "valid"
+            sides = static_padding(padding, list(map(extent, self.kernel_size, self.dilation)))
+            if all(before == after for before, after in sides):
+                padding = tuple(before for before, _ in sides)
         case = Case(
             device=input.device,
             dtype=dtype or input.dtype,
             input_shape=tuple(input.shape),
             kernel_shape=(self.out_channels, self.in_channels // self.groups, *self.kernel_size),
             stride=self.stride,
-            padding=self._padding_of_conv,
+            padding=cast(str | tuple[int, ...], padding),
             dilation=self.dilation,
             groups=self.groups,
         )
@@ -305,6 +321,29 @@ class DclsConv3d(DclsConvNd):
 
 
 DCLS_LAYERS: dict[int, type[DclsConvNd]] = {1: DclsConv1d, 2: DclsConv2d, 3: DclsConv3d}
+
+
+def _key_of(
+    input: Tensor, weight: Tensor, positions: Tensor, bias: Tensor | None
+) -> tuple[object, ...]:
+    """Return all that a way, and its plan, depend on for tensors like these."""
+    device = input.device
+    kind = device.type
+    dtype = input.dtype
+    if kind in AUTOCAST_DEVICES and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    return (
+        input.shape,
+        input.stride(),
+        input.dtype,
+        device,
+        dtype,
+        kind == "cuda" and dtype == torch.float32 and float32_precision(),
+        weight.dtype,
+        weight.device,
+        positions is not None and (positions.dtype, positions.device, positions.is_contiguous()),
+        bias is not None and (bias.dtype, bias.device),
+    )
 
 
 def _with_symmetric_padding(

@@ -4,13 +4,11 @@ One forward pass, on a CPU:
 
 1. `DclsLayer.forward`: unusual padding.
 2. `DclsConv2d._convolve`: the way to convolve is looked up (`depthwise/table.py`), and kept.
-3. `DclsLayer.clamped_kernel`: in training, positions are clamped (`clamp_tensors`); the kernel is
-   constructed by the layer's interpolation (`construction.py`, `interpolation.py`; bilinear ones by
-   `bilinear.py`).
+3. `DclsLayer.clamped_kernel`: in training, positions are clamped; the kernel is constructed by the
+   layer's interpolation (`construction.py`; bilinear ones by `bilinear.py`).
 4. The way convolves, oneDNN's or torch's.
 
-On a GPU, blocks do 3 and 4 for bilinear elements (`gpu_construction.py`). What depends on the
-layer's arguments alone is worked out when it is made, in `_prepare_`.
+On a GPU, blocks do 3 and 4 for bilinear elements (`gpu_construction.py`).
 
 Axes: N batch, O output channels, I input channels per group, E kernel elements, A learnt axes.
 """
@@ -28,41 +26,27 @@ from ..geometry import (
     DYNAMIC_SAME,
     Padding,
     extent,
-    is_asymmetric,
     learnt_axes,
     padded_cells,
     plain_numbers,
     position_limits,
-    static_padding,
 )
-from .clamp_tensors import clamp_
-from .construction import Construction
+from .bilinear_plain import per_axis
+from .construction import construct
 from .conv_classes import PLAIN, ConvTraits
 from .elements import POSITION_STD
-from .interpolation import find_interpolation
+from .interpolation import INTERPOLATIONS, find_interpolation
 from .state_dicts import CheckedLayer
-from .ties import at_least_float32
+from .ties import at_least_float32, is_sharded
 
 IntOrTuple = int | Sequence[int]
-PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
-# Attributes that `_prepare_` reads, and that can be set later, as those of a convolution.
-_SETTINGS = ("stride", "dilation", "padding_mode")
-# Attributes that `_prepare_` sets. They are not pickled.
-_PREPARED = (
-    "_construction",
-    "_highest_position",
-    "_lowest_position",
-    "_padding_of_conv",
-    "_pads_input",
-    "_ways",
-)
 
 
 class Ways(dict[tuple[object, ...], Any]):
-    """How a layer convolves inputs of each kind that it has seen. A copy is empty."""
+    """How a layer convolves inputs of each kind that it has seen. A copy or a pickle is empty."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Ways":
-        return Ways()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Ways, ()
 
 
 class DclsLayer(CheckedLayer):
@@ -107,85 +91,23 @@ class DclsLayer(CheckedLayer):
         self.stride = self._one_per_axis("stride", stride, minimum=1)
         self.dilation = self._one_per_axis("dilation", dilation, minimum=1)
         self.padding_mode = padding_mode
+        # The whole padding of the input, as in `torch.nn.Conv2d`, or `geometry.DYNAMIC_SAME`.
         if isinstance(padding, str):
-            self._padding: Padding = padding
+            self.padding: Padding = padding
         else:
-            self._padding = self._one_per_axis("padding", padding, minimum=0)
+            self.padding = self._one_per_axis("padding", padding, minimum=0)
         self.interpolation = interpolation
         self.dense_axes = tuple(sorted(dense_axes))
         self.learnt_axes = learnt_axes(self.dims, self.dense_axes)  # in the order of `positions`
         # The size of the constructed kernel, under the name that convolutions use.
         self.kernel_size = self.dilated_kernel_size
         self.traits = PLAIN
-        self._check_arguments()
-        self._make_parameters(bias, device, dtype)
-        self._prepare_()
-        self.reset_parameters()
-
-    @property
-    def padding(self) -> Padding:
-        """The whole padding of the input, as in `torch.nn.Conv2d`, or `geometry.DYNAMIC_SAME`."""
-        return self._padding
-
-    @padding.setter
-    def padding(self, padding: Padding) -> None:
-        self._padding = padding
-        self._prepare_()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; the forward pass obeys a new stride, dilation or padding mode."""
-        is_prepared = name in _SETTINGS and "_ways" in vars(self)
-        if is_prepared:
-            value = self._checked_setting(name, value)
-        super().__setattr__(name, value)
-        if is_prepared:
-            self._prepare_()
-
-    def _checked_setting(self, name: str, value: Any) -> Any:
-        """Return the value of a setting, as the layer keeps it; raise ValueError if not allowed."""
-        if name != "padding_mode":
-            return self._one_per_axis(name, value, minimum=1)
-        modes: Sequence[str] = PADDING_MODES
-        if self._padding == DYNAMIC_SAME:
-            modes = ("zeros",)
-        if value not in modes:
-            raise ValueError(f"padding_mode={value!r} must be {' or '.join(modes)}")
-        return value
-
-    def _prepare_(self) -> None:
-        """Work out what every forward pass needs, which depends on the layer's arguments alone."""
-        limits = [position_limits(self.dilated_kernel_size[axis]) for axis in self.learnt_axes]
-        self._lowest_position = tuple([low for low, _ in limits])
-        self._highest_position = tuple([high for _, high in limits])
-        self._construction = Construction.of(
-            self.dilated_kernel_size, self.dense_axes, self.interpolation
-        )
-        # Paddings that torch's convolution functions do not support.
-        self._pads_input = (
-            self.padding_mode != "zeros"
-            or self._padding == DYNAMIC_SAME
-            or is_asymmetric(self._padding)
-        )
-        self._padding_of_conv: Any = self._padding
-        if self._pads_input:
-            self._padding_of_conv = self._on_every_axis(0)
-        elif isinstance(self._padding, str):  # "same" or "valid"
-            sides = static_padding(
-                self._padding, list(map(extent, self.kernel_size, self.dilation))
-            )
-            if all(before == after for before, after in sides):
-                self._padding_of_conv = tuple(before for before, _ in sides)
         self._ways = Ways()
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        for name in _PREPARED:
-            state.pop(name)
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._prepare_()
+        self._check_arguments()
+        limits = [position_limits(self.dilated_kernel_size[axis]) for axis in self.learnt_axes]
+        self._lowest_position, self._highest_position = zip(*limits, strict=True)
+        self._make_parameters(bias, device, dtype)
+        self.reset_parameters()
 
     def _make_parameters(
         self, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
@@ -210,15 +132,14 @@ class DclsLayer(CheckedLayer):
         if find_interpolation(self.interpolation).has_sigma:
             self.sigma = new_parameter(*positions_shape, dtype=exact_dtype)
 
-    def _on_every_axis(self, value: int) -> tuple[int, ...]:
+    def _on_every_axis(self, value: IntOrTuple) -> tuple[int, ...]:
+        """Return a number for each axis; what is set after construction may be one for all."""
+        if isinstance(value, Sequence):
+            return tuple(value)
         return (value,) * self.dims
 
     def _one_per_axis(self, name: str, value: IntOrTuple, minimum: int) -> tuple[int, ...]:
-        value = plain_numbers(value)
-        if isinstance(value, Sequence):
-            sizes = tuple(value)
-        else:
-            sizes = self._on_every_axis(value)
+        sizes = self._on_every_axis(plain_numbers(value))
         are_integers = set(map(type, sizes)) == {int}
         if len(sizes) != self.dims or not are_integers or min(sizes) < minimum:
             raise ValueError(
@@ -268,7 +189,7 @@ class DclsLayer(CheckedLayer):
 
     def _reset_sigma_(self) -> None:
         if self.sigma is not None:
-            initial_sigma = find_interpolation(self.interpolation).initial_sigma
+            initial_sigma = INTERPOLATIONS[self.interpolation].initial_sigma
             nn.init.constant_(self.sigma, cast(float, initial_sigma))
 
     def kernel(self) -> Tensor:
@@ -276,7 +197,14 @@ class DclsLayer(CheckedLayer):
 
         It is differentiable with respect to weight, positions and sigma.
         """
-        return self._construction.kernel(self._effective_weight(), self.positions, self.sigma)
+        return construct(
+            self._effective_weight(),
+            self.positions,
+            self.sigma,
+            self.dilated_kernel_size,
+            self.dense_axes,
+            INTERPOLATIONS[self.interpolation],
+        )
 
     def _effective_weight(self) -> Tensor:
         """Return the elements' weights that the kernel is constructed from."""
@@ -291,27 +219,31 @@ class DclsLayer(CheckedLayer):
 
         Source: paper, section 3 "Positions clamping".
         """
-        clamp_(self.positions, self._lowest_position, self._highest_position)
+        _clamp_(self.positions, self._lowest_position, self._highest_position)
         if self.sigma is not None:
-            min_sigma = cast(float, self._construction.method.min_sigma)
-            clamp_(self.sigma, (min_sigma,), (math.inf,))
+            min_sigma = cast(float, INTERPOLATIONS[self.interpolation].min_sigma)
+            _clamp_(self.sigma, (min_sigma,), (math.inf,))
 
     def forward(self, input: Tensor) -> Tensor:
         """Convolve with `kernel()`: (N, in_channels, *spatial) -> (N, out_channels, *spatial)."""
         if isinstance(input, fx.Proxy) and input.tracer.root is not self:
             return self._as_fx_call(input)
-        if self._pads_input:
+        padding = self.padding
+        # torch's convolution functions support neither these modes nor these paddings; a tuple is
+        # (before, after).
+        if self.padding_mode != "zeros" or padding == DYNAMIC_SAME or isinstance(padding[0], tuple):
             input = self.pad_input(input)
-        return self._convolve(input)
+            padding = (0,) * self.dims
+        return self._convolve(input, padding)
 
-    def _convolve(self, input: Tensor) -> Tensor:
-        """Convolve an input, after what `pad_input` pads."""
+    def _convolve(self, input: Tensor, padding: Padding) -> Tensor:
+        """Convolve an input with a padding that torch's function supports."""
         return self.conv_function(
             input,
             self.clamped_kernel(),
             self.bias,
             self.stride,
-            self._padding_of_conv,
+            padding,
             self.dilation,
             self.groups,
         )
@@ -333,8 +265,9 @@ class DclsLayer(CheckedLayer):
 
     def pad_input(self, input: Tensor) -> Tensor:
         """Add all padding to the input, for a convolution that does not pad."""
-        extents = list(map(extent, self.kernel_size, self.dilation))
-        sides = padded_cells(self.padding, input.shape[-self.dims :], extents, self.stride)
+        extents = list(map(extent, self.kernel_size, self._on_every_axis(self.dilation)))
+        stride = self._on_every_axis(self.stride)
+        sides = padded_cells(self.padding, input.shape[-self.dims :], extents, stride)
         widths: list[int] = []  # for F.pad: (before, after) of each axis, the last axis first
         for before_and_after in reversed(sides):
             widths += before_and_after
@@ -346,8 +279,8 @@ class DclsLayer(CheckedLayer):
     def extra_repr(self) -> str:
         """Return the layer's arguments; most are left out if they are the defaults."""
         defaults = {
-            "padding": self._on_every_axis(0),
-            "dilation": self._on_every_axis(1),
+            "padding": (0,) * self.dims,
+            "dilation": (1,) * self.dims,
             "groups": 1,
             "padding_mode": "zeros",
         }
@@ -364,3 +297,35 @@ class DclsLayer(CheckedLayer):
         if self.is_tied:
             parts.append("positions=tied")
         return ", ".join(parts)
+
+
+def _clamp_(tensor: Tensor, low: Sequence[float], high: Sequence[float]) -> None:
+    """Clamp `tensor[i]` to [low[i], high[i]], in place. A single limit applies to all."""
+    if torch.compiler.is_compiling():
+        # An operator that declares that it changes its argument: inductor (torch 2.15) drops plain
+        # clamps of a parameter if the model has several layers. The view is flat because inductor
+        # may change the memory layout of tensors with four axes, and would then clamp a copy.
+        _clamp_in_graph(tensor.flatten(1), list(low), list(high))
+    elif len(set(zip(low, high, strict=True))) == 1:
+        tensor.clamp_(low[0], high[0])
+    elif is_sharded(tensor):  # perhaps along its first axis; the limits are the same on every rank
+        lowest = _replicated(per_axis(low, tensor), tensor)
+        highest = _replicated(per_axis(high, tensor), tensor)
+        tensor.copy_(tensor.maximum(lowest).minimum(highest))
+    else:
+        for coordinate, lowest_value, highest_value in zip(tensor, low, high, strict=True):
+            coordinate.clamp_(lowest_value, highest_value)
+
+
+def _replicated(tensor: Tensor, sharded: Any) -> Tensor:
+    """Wrap a tensor that is the same on all ranks, for operations with a sharded tensor."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = sharded.device_mesh
+    placements = [Replicate() for _ in range(mesh.ndim)]
+    return DTensor.from_local(tensor, mesh, placements, run_check=False)
+
+
+@torch.library.custom_op("dcls_convert::clamp_", mutates_args=("tensor",))
+def _clamp_in_graph(tensor: Tensor, low: list[float], high: list[float]) -> None:
+    _clamp_(tensor, low, high)

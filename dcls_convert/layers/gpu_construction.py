@@ -25,8 +25,7 @@ from ..depthwise.gradients import add, gradients_by_torch, needs_torch
 from ..depthwise.launching import Launch
 from ..geometry import Pair, ceil_div
 from . import element_kernels as kernels
-from .bilinear_plain import construct_by_broadcasting
-from .clamp_tensors import per_axis
+from .bilinear_plain import construct_by_broadcasting, per_axis
 
 _WINDOW_CELLS: int = kernels.WINDOW_CELLS.value
 _ELEMENTS: int = kernels.ELEMENTS.value

@@ -7,16 +7,13 @@ Axes: *C kernels, E kernel elements, A learnt axes. `cells` are positions counte
 cell of the window.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..depthwise.eager import uses_cpu_implementation
 from .bilinear import bilinear_kernel
-from .clamp_tensors import clamped
 
 # cells and sigma (*C, E), length of the window -> (*C, E, length)
 Profile = Callable[[Tensor, Tensor, int], Tensor]
@@ -60,37 +57,6 @@ class Interpolation:
         centre = torch.tensor([float(self.support)])
         profile, _ = self.normalised_profile_and_slope(centre, 2 * self.support + 1)
         return int(profile.count_nonzero()) == 1
-
-    def kernel(
-        self, weight: Tensor, positions: Tensor, sigma: Tensor | None, size: Sequence[int]
-    ) -> Tensor:
-        """Construct kernels: weight (*C, E), positions and sigma (A, *C, E) -> (*C, *size).
-
-        Positions are in cells from the kernel centre.
-        """
-        if self.fast_kernel is not None:
-            return self.fast_kernel(weight, positions, size)
-        profiles: list[Tensor] = []
-        for axis, length in enumerate(size):
-            cells = clamped(positions[axis] + length // 2, 0, length - 1)
-            if sigma is None:
-                width = torch.ones_like(cells)
-            else:
-                width = clamped(sigma[axis], self.min_sigma or 0, math.inf)
-            profile = self.profile(cells, width, length)
-            profiles.append(profile / profile.sum(-1, keepdim=True))
-        spread = weight.unsqueeze(-1)  # (*C, E, 1)
-        for profile in profiles[:-1]:
-            products = spread.unsqueeze(-1) * profile.unsqueeze(-2)
-            spread = products.flatten(-2)  # (*C, E, product of lengths)
-        if uses_cpu_implementation(weight):
-            # One matrix product per kernel. In 1-D and 2-D, this avoids a tensor of elements x
-            # window.
-            kernel = spread.transpose(-1, -2) @ profiles[-1]
-        else:
-            # A matrix product on a GPU might round its factors to 11 bits (TF32).
-            kernel = (spread.unsqueeze(-1) * profiles[-1].unsqueeze(-2)).sum(-3)
-        return kernel.reshape(*weight.shape[:-1], *size)
 
     def normalised_profile_and_slope(self, cells: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Return the normalised profile with the initial sigma, and its slope.

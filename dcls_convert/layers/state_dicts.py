@@ -6,8 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from ..geometry import along_learnt_axes, position_limits, size_text
-from .clamp_tensors import is_sharded
-from .ties import POSITION_PARAMETERS, Tieable, at_least_float32
+from .ties import POSITION_PARAMETERS, Tieable, at_least_float32, is_sharded
 
 METADATA = "dcls"  # entry of a layer in the metadata of a state dict, which torch.save keeps
 # Cells. The last step of an optimizer may leave an element a little outside of the window; its next

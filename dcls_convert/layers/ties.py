@@ -14,8 +14,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from .clamp_tensors import is_sharded
-
 # The parameters that say where elements are. Layers of a tie group share them.
 POSITION_PARAMETERS = ("positions", "sigma")
 
@@ -28,6 +26,11 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     if dtype.itemsize < torch.float32.itemsize:  # torch.promote_types refuses float8
         return torch.float32
     return dtype
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """True if FSDP2 has sharded the tensor, which makes it a DTensor."""
+    return hasattr(tensor, "device_mesh")
 
 
 class Tieable(nn.Module):

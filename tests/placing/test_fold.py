@@ -123,15 +123,6 @@ def test_a_layer_and_its_fold_obey_what_is_set_after_the_conversion(setting, val
     assert max_relative_error(outputs(model), changed) < FLOAT32_ERROR
 
 
-@pytest.mark.parametrize("setting", ["stride", "dilation", "padding_mode"])
-def test_a_setting_that_is_not_allowed_changes_nothing(setting):
-    model = converted()
-    expected = outputs(model)
-    with pytest.raises(ValueError, match=setting):
-        setattr(model[1][0].first, setting, "none")
-    torch.testing.assert_close(outputs(model), expected, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize(
     ("dims", "tie", "interpolation"),
     [
