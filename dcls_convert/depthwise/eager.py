@@ -28,13 +28,11 @@ def is_eager(*tensors: Tensor) -> bool:
     False while a graph is traced, under torch.func and forward-mode AD, and for subclasses of
     Tensor.
     """
-    if torch.compiler.is_compiling() or _is_jit_tracing():
+    if torch.compiler.is_compiling():
+        return False
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return False
     return _are_ordinary(tensors) and getattr(forward_ad, "_current_level", 0) < 0
-
-
-def _is_jit_tracing() -> bool:
-    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
 
 
 def _are_ordinary(tensors: Sequence[Tensor]) -> bool:
@@ -84,7 +82,8 @@ def is_being_compiled(*tensors: Tensor) -> bool:
 
 def is_exporting() -> bool:
     """True if this code is traced by `torch.export`, an ONNX export or `torch.jit.trace`."""
-    return _is_jit_tracing() or bool(_torch_is_exporting())
+    is_tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    return bool(is_tracing or _torch_is_exporting())
 
 
 @assume_constant_result  # type: ignore[untyped-decorator]

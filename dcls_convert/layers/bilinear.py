@@ -68,32 +68,31 @@ def bilinear_kernel(weight: Tensor, positions: Tensor, size: Sequence[int]) -> T
         return construct_windows(weight, positions, (size[0], size[1]))
     # A layer clamps its positions in place in every forward pass, so they must not be saved for
     # backward. The sum is a copy, even if it adds 0.
-    centre = [length // 2 for length in size]
-    if len(set(centre)) == 1:
-        cells = positions + centre[0]
+    if len(set(size)) == 1:
+        cells = positions + size[0] // 2
     else:
-        cells = positions + per_axis(centre, positions)
-    axes_longer_than_one: list[int] = []
-    for axis, length in enumerate(size):
-        if length > 1:
-            axes_longer_than_one.append(axis)
-        else:
-            # On an axis of one cell, positions have no gradient, but NaN must reach the kernel.
-            weight = weight * (1 + 0 * cells[axis])
-    if not axes_longer_than_one:
-        return weight.sum(-1).reshape(*weight.shape[:-1], *size)
-    if len(axes_longer_than_one) < len(size):
-        # Not cells[axes_longer_than_one], which would copy the index from the host.
-        cells = torch.stack([cells[axis] for axis in axes_longer_than_one])
-    size_along_them = tuple(size[axis] for axis in axes_longer_than_one)
+        cells = positions + per_axis([length // 2 for length in size], positions)
+    window = tuple(size)
+    if 1 in window:
+        coordinates: list[Tensor] = []
+        for coordinate, length in zip(cells, size, strict=True):
+            if length > 1:
+                coordinates.append(coordinate)
+            else:
+                # Along this axis, positions have no gradient, but NaN must reach the kernel.
+                weight = weight * (1 + 0 * coordinate)
+        if not coordinates:
+            return weight.sum(-1).reshape(*weight.shape[:-1], *size)
+        cells = torch.stack(coordinates)
+        window = tuple(length for length in size if length > 1)
     if eager:
-        kernel: Tensor = _BilinearKernel.apply(weight, cells, size_along_them)
+        kernel: Tensor = _BilinearKernel.apply(weight, cells, window)
     elif is_exporting():
-        kernel = construct_by_matmul(weight, cells, size_along_them)
+        kernel = construct_by_matmul(weight, cells, window)
     elif uses_cpu_implementation(weight):
-        kernel = construct_by_scatter(weight, cells, size_along_them)
+        kernel = construct_by_scatter(weight, cells, window)
     else:
-        kernel = construct_by_broadcasting(weight, cells, size_along_them)
+        kernel = construct_by_broadcasting(weight, cells, window)
     return kernel.reshape(*weight.shape[:-1], *size)
 
 
