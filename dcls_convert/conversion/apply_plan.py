@@ -7,13 +7,13 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from ..depthwise.devices import DEVICE_TYPES_WITHOUT_FLOAT64
 from ..errors import DclsConvertError, PlanError, check_argument
 from ..fitting.calibrate import CalibrationStatistics, fit_to_outputs_, measure_inputs
 from ..fitting.calibrated_layer import CalibratedLayer
 from ..fitting.calibration_images import Calibration, Images, calibrate
 from ..fitting.start import start_from_kernels_, start_randomly_
 from ..fitting.warm_start import draw_fit_seed
-from ..layers.double_precision import DEVICE_TYPES_WITHOUT_FLOAT64
 from ..layers.interpolation import find_interpolation
 from ..networks.running import full_precision, unchanged_on_failure
 from ..options import AUTO, EXACT, INITS, POSITIONS, Init, Positions

@@ -6,7 +6,7 @@ This module needs Triton. The backward pass is made of kernels too; only where i
 be differentiated again, or come in batches, is it made of torch's operations.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .block_plan import BlockPlan
-from .gradients import add, gradients_by_torch, needs_torch
+from .eager import is_batched
 from .layouts import BLOCK_SIDE
 
 
@@ -135,3 +135,44 @@ def _maps_of_blocks(blocks: Tensor, plan: BlockPlan) -> Tensor:
     maps = maps.permute(1, 0, 2, 4, 3, 5)  # (N, C, block rows, SIDE, block columns, SIDE)
     maps = maps.reshape(-1, plan.channels, block_rows * BLOCK_SIDE, block_columns * BLOCK_SIDE)
     return maps.narrow(2, 0, rows).narrow(3, 0, columns)
+
+
+def needs_torch(grad_output: Tensor | None, *grad_saved: Tensor | None) -> bool:
+    """True if kernels cannot compute a backward pass.
+
+    Then its gradients must be differentiable, or are batched, or there are gradients of saved
+    outputs, as when gradients are differentiated. (A compiled program has zeros for the latter.)
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if grad_output is None or torch.is_grad_enabled() or is_batched(grad_output):
+        return True
+    return any(gradient is not None for gradient in grad_saved)
+
+
+def gradients_by_torch(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], grad_output: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of `function(*inputs)`, differentiable if gradients are enabled.
+
+    Inputs that need no gradient get None.
+    """
+    with torch.enable_grad():
+        output = function(*inputs)
+    if not output.requires_grad:  # only the bias is learnt
+        return tuple(None for _ in inputs)
+    found = torch.autograd.grad(
+        output,
+        [tensor for tensor in inputs if tensor.requires_grad],
+        grad_output,
+        create_graph=torch.is_grad_enabled(),
+    )
+    gradients = iter(found)
+    return tuple(next(gradients) if tensor.requires_grad else None for tensor in inputs)
+
+
+def add(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Add two gradients; None is 0."""
+    if first is None or second is None:
+        return second if first is None else first
+    return first + second

@@ -1,4 +1,4 @@
-"""Which devices can convolve depthwise in `blocks`, and how they multiply."""
+"""What devices can do: float64, autocast, and convolving depthwise in `blocks`."""
 
 import functools
 import os
@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.compiler import assume_constant_result
 
 from ..progress import logger
@@ -14,12 +15,20 @@ from ..text import one_line, shortened
 # Device types of GPUs. ROCm reports cuda.
 GPUS = frozenset({"cuda", "mps", "xpu"})
 AUTOCAST_DEVICES = GPUS | {"cpu"}
+DEVICE_TYPES_WITHOUT_FLOAT64 = ("mps",)
 # AMD's GPUs whose registers and shared memory suffice for blocks; NVIDIA's have them from 8.0 on.
 AMD_ARCHITECTURES = frozenset({"gfx90a", "gfx942", "gfx950"})
 MIN_CUDA_CAPABILITY = (8, 0)
 # Major compute capabilities whose tensor cores read shared memory, and so need fewer registers, and
 # that have 96 KB of it for each program.
 THREE_TAPS_ON_NVIDIA = frozenset({9, 10})
+
+
+def in_double(tensor: Tensor) -> Tensor:
+    """Return the tensor in float64: on its device, or on the CPU if its device has no float64."""
+    if tensor.device.type in DEVICE_TYPES_WITHOUT_FLOAT64:
+        tensor = tensor.cpu()
+    return tensor.to(torch.float64)
 
 
 # torch.compile can neither trace this function nor use a cache.
@@ -58,12 +67,19 @@ def _why_triton_fails(device: torch.device) -> str | None:
     if find_spec("triton") is None:
         return "Triton is not installed"
     try:
-        from .launching import compile_a_kernel
-
-        compile_a_kernel(device)
+        _compile_a_kernel(device)
     except Exception as error:  # often, a container has no C compiler, or no headers of Python
         return f"Triton cannot compile: {shortened(one_line(error), 200)}"
     return None
+
+
+def _compile_a_kernel(device: torch.device) -> None:
+    """Compile and load a kernel; any exception says what is missing."""
+    from .block_kernels import bank_of_window
+
+    with torch.cuda.device(device):
+        program = bank_of_window.warmup(torch.float32, torch.float32, 1, 1, 3, 3, grid=(1, 1, 1))
+        program[1, 1, 1]  # loads the program and its launcher
 
 
 @assume_constant_result  # type: ignore[untyped-decorator]

@@ -12,8 +12,6 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from .block_kernels import bank_of_window
-
 LOAD_BYTES = 16  # bytes; kernels load and store so many at once
 
 
@@ -73,10 +71,3 @@ class Launch:
 
         self.run = run
         run(*tensors)
-
-
-def compile_a_kernel(device: torch.device) -> None:
-    """Compile and load a kernel, as a check of Triton; any exception says what is missing."""
-    with torch.cuda.device(device):
-        program = bank_of_window.warmup(torch.float32, torch.float32, 1, 1, 3, 3, grid=(1, 1, 1))
-        program[1, 1, 1]  # loads the program and its launcher

@@ -7,6 +7,7 @@ can override it with an environment variable, which is read once.
 import functools
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
@@ -15,12 +16,11 @@ from torch import Tensor
 from torch.compiler import assume_constant_result
 
 from ..errors import DclsConvertError
-from ..geometry import Pair
+from ..geometry import Pair, size_text
 from ..progress import logger
 from ..text import did_you_mean, shortened
 from . import onednn, products
-from .case import Case
-from .devices import GPUS, why_no_blocks
+from .devices import AUTOCAST_DEVICES, GPUS, why_no_blocks
 from .eager import is_being_compiled, is_counting_flops, is_eager
 from .layouts import BLOCK_SIDE, MAX_OFFSET
 
@@ -35,6 +35,52 @@ MIN_CELLS_FOR_PRODUCTS = 81
 MAX_WINDOW_SIDE = 51  # cells; nothing here was tested with larger windows
 MAX_CHANNELS = 65_535  # of a grid's second axis
 MAX_MAP_SIDE = 2**20 * BLOCK_SIDE // 2  # cells along an axis; see `block_kernels.quotient`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A convolution in plain values; arguments are as in `F.conv2d`."""
+
+    device: torch.device
+    dtype: torch.dtype  # in which it is computed
+    input_shape: tuple[int, ...]  # (N, C, H, W)
+    kernel_shape: tuple[int, ...]  # (O, C / groups, R, S)
+    stride: tuple[int, ...]
+    padding: str | tuple[int, ...]  # "same" only if the two sides of an axis differ
+    dilation: tuple[int, ...]
+    groups: int
+
+    @property
+    def window(self) -> Pair:
+        return (self.kernel_shape[2], self.kernel_shape[3])
+
+    @property
+    def cells(self) -> int:
+        """Cells of the window."""
+        return self.kernel_shape[2] * self.kernel_shape[3]
+
+    @property
+    def is_depthwise(self) -> bool:
+        """True if the maps are not empty, and each kernel is of one channel, undilated."""
+        return (
+            self.groups == self.input_shape[1]
+            and self.kernel_shape[1] == 1
+            and self.dilation == (1, 1)
+            and not isinstance(self.padding, str)
+            and all(self.input_shape)
+        )
+
+    @property
+    def has_one_kernel_per_channel(self) -> bool:
+        """True if it is depthwise and has as many outputs as inputs."""
+        return self.is_depthwise and self.kernel_shape[0] == self.groups
+
+    def __str__(self) -> str:
+        images, channels, *map_size = self.input_shape
+        return (
+            f"{self.device}, {self.dtype}, window {size_text(self.window)} on {images} x "
+            f"{channels} maps of {size_text(map_size)}"
+        )
 
 
 # Input (N, C, H, W), bias and kernel -> output.
@@ -170,6 +216,22 @@ def choose_way(case: Case, preferred: Preference = "auto") -> Way:
         if way.name == preferred and way.can(case):
             return way
     return next(way for way in WAYS if way.can(case) and way.is_best(case))
+
+
+def computed_dtype(input: Tensor, kernel: Tensor, bias: Tensor | None) -> torch.dtype | None:
+    """Return the dtype in which torch would convolve an input with a kernel.
+
+    None if their dtypes or devices differ.
+    """
+    others = [kernel] if bias is None else [kernel, bias]
+    dtypes = {input.dtype, *[tensor.dtype for tensor in others]}
+    if any(tensor.device != input.device for tensor in others):
+        return None  # torch's convolution refuses this; kernels would read the wrong memory
+    device = input.device.type
+    if device in AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
+        if torch.float64 not in dtypes:
+            return torch.get_autocast_dtype(device)
+    return input.dtype if len(dtypes) == 1 else None
 
 
 def find_way(case: Case, *tensors: Tensor) -> Way:

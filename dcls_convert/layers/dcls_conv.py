@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..depthwise.case import Case, computed_dtype
 from ..depthwise.devices import AUTOCAST_DEVICES, float32_precision
 from ..depthwise.eager import is_counting_flops, is_eager
-from ..depthwise.table import BLOCKS_DTYPES, TORCH, Convolve, find_way
+from ..depthwise.table import BLOCKS_DTYPES, TORCH, Case, Convolve, computed_dtype, find_way
 from ..geometry import (
     DYNAMIC_SAME,
     Padding,

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..depthwise.devices import in_double
 from ..geometry import grid_positions, learnt_axes, position_limits
-from .double_precision import in_double
 
 POSITION_STD = 0.5  # cells; paper, section 3 "Positions initialization"
 

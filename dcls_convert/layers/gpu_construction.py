@@ -20,8 +20,7 @@ from torch.autograd import Function
 
 from ..depthwise import block_kernels
 from ..depthwise.block_plan import BlockPlan
-from ..depthwise.blocks import is_on_another_gpu
-from ..depthwise.gradients import add, gradients_by_torch, needs_torch
+from ..depthwise.blocks import add, gradients_by_torch, is_on_another_gpu, needs_torch
 from ..depthwise.launching import Launch
 from ..geometry import Pair, ceil_div
 from . import element_kernels as kernels

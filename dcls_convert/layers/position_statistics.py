@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..depthwise.devices import in_double
 from ..geometry import position_limits
-from .double_precision import in_double
 
 # Cells. Nearer to a limit than this, most of an element is in the window's outermost cells.
 BORDER_MARGIN = 0.5

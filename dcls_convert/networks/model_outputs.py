@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from ..depthwise.devices import in_double
 from ..errors import DclsConvertError
-from ..layers.double_precision import in_double
 
 
 class ComparisonError(DclsConvertError):

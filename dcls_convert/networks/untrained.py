@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ..layers.double_precision import in_double
+from ..depthwise.devices import in_double
 
 MIN_WEIGHTS = 1_000  # in all kernels together; fewer can lie within the bounds by chance
 MAX_STANDARD_ERRORS = 5.0  # largest deviation of the mean square, in its standard errors

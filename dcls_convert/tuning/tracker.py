@@ -12,10 +12,10 @@ from pydantic import ConfigDict, Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..depthwise.devices import in_double
 from ..errors import CheckpointError, DclsConvertError, check_argument
 from ..geometry import plain_numbers
 from ..input import read_bytes
-from ..layers.double_precision import in_double
 from ..layers.position_statistics import border_share
 from ..networks.position_parameters import PositionParameter, position_parameters
 from ..networks.wrappers import WRAPPER_NAMES, inside_wrappers

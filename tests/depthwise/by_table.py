@@ -1,7 +1,6 @@
 """Convolve as a layer does: in the way that the table gives."""
 
-from dcls_convert.depthwise.case import Case, computed_dtype
-from dcls_convert.depthwise.table import TORCH, find_way
+from dcls_convert.depthwise.table import TORCH, Case, computed_dtype, find_way
 
 
 def case_of(input, kernel, bias, stride, padding, dilation, groups):

@@ -9,8 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from dcls_convert.depthwise import devices, onednn, products, table
-from dcls_convert.depthwise.case import Case
-from dcls_convert.depthwise.table import VARIABLE, choose_way
+from dcls_convert.depthwise.table import VARIABLE, Case, choose_way
 from dcls_convert.errors import DclsConvertError
 
 from ..recorded_calls import recording
@@ -85,15 +84,13 @@ def test_a_gpu_that_could_use_blocks_and_does_not_is_reported_once(
     monkeypatch, caplog, error, reason
 ):
     """As in a container without Triton, or without a C compiler."""
-    pytest.importorskip("triton")
-    from dcls_convert.depthwise import launching
 
     def fail(device):
         raise error
 
     monkeypatch.setattr(devices, "_has_enough_registers", lambda device: True)
     monkeypatch.setattr(devices, "find_spec", lambda name: error and name)
-    monkeypatch.setattr(launching, "compile_a_kernel", fail)
+    monkeypatch.setattr(devices, "_compile_a_kernel", fail)
     devices._why_no_blocks.cache_clear()
     missing = [devices.why_no_blocks(GPU) for _ in range(2)]
     devices._why_no_blocks.cache_clear()
