@@ -34,13 +34,22 @@ def max_padding_columns() -> int | None:
 
 
 def depthwise_by_onednn(
-    input: Tensor, kernel: Tensor, bias: Tensor | None, stride: Pair, padding: Pair
+    input: Tensor,
+    bias: Tensor | None,
+    kernel: Tensor,
+    *,
+    dtype: torch.dtype,
+    stride: Pair,
+    padding: Pair,
 ) -> Tensor:
     """Compute `F.conv2d` with C groups: input (N, C, H, W), kernel (O, 1, R, S), O a multiple of C.
 
-    The output is in the kernel's dtype.
+    All are cast to the dtype first, as autocast does.
     """
-    input = input.to(kernel.dtype)
+    input = input.to(dtype)
+    kernel = kernel.to(dtype)
+    if bias is not None:
+        bias = bias.to(dtype)
     cells = kernel.shape[-2] * kernel.shape[-1]
     wants_weight_gradient = torch.is_grad_enabled() and kernel.requires_grad
     if (

@@ -25,12 +25,13 @@ MAX_PATCH_SIDE = 14
 
 
 def depthwise_by_products(
-    input: Tensor, kernel: Tensor, bias: Tensor | None, padding: Pair
+    input: Tensor, bias: Tensor | None, kernel: Tensor, *, dtype: torch.dtype, padding: Pair
 ) -> Tensor:
-    """Convolve: input (N, C, H, W), kernel (C, 1, R, S), bias (C) -> (N, C, H', W').
+    """Convolve: input (N, C, H, W), bias (C), kernel (C, 1, R, S) -> (N, C, H', W').
 
-    It is in the input's memory format and the kernel's dtype.
+    All are cast to the dtype first, as autocast does. The output has the input's memory format.
     """
+    kernel = kernel.to(dtype)
     memory_format = torch.contiguous_format
     if is_channels_last(input):
         memory_format = torch.channels_last
@@ -40,7 +41,7 @@ def depthwise_by_products(
     below = padding[0] + rows.patches * rows.side - rows.outputs
     right = padding[1] + columns.patches * columns.side - columns.outputs
     with torch.autocast(input.device.type, enabled=False):
-        maps = F.pad(input.to(kernel.dtype), (padding[1], right, padding[0], below))
+        maps = F.pad(input.to(dtype), (padding[1], right, padding[0], below))
         inputs = maps.unfold(2, rows.inputs, rows.side).unfold(3, columns.inputs, columns.side)
         inputs = inputs.transpose(0, 1).reshape(channels, -1, rows.inputs * columns.inputs)
         outputs = torch.bmm(inputs, _bank(kernel, rows, columns).mT)  # (C, N * patches, T * U)
@@ -49,7 +50,7 @@ def depthwise_by_products(
         outputs = outputs.flatten(4, 5).flatten(2, 3)
         outputs = outputs.narrow(2, 0, rows.outputs).narrow(3, 0, columns.outputs)
         if bias is not None:
-            outputs = outputs + bias[:, None, None]
+            outputs = outputs + bias.to(dtype)[:, None, None]
         return outputs.contiguous(memory_format=memory_format)
 
 

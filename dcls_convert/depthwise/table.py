@@ -45,9 +45,9 @@ class Case:
     dtype: torch.dtype  # in which it is computed
     input_shape: tuple[int, ...]  # (N, C, H, W)
     kernel_shape: tuple[int, ...]  # (O, C / groups, R, S)
-    stride: tuple[int, ...]
-    padding: str | tuple[int, ...]  # "same" only if the two sides of an axis differ
-    dilation: tuple[int, ...]
+    stride: Pair
+    padding: str | Pair  # "same" only if the two sides of an axis differ
+    dilation: Pair
     groups: int
 
     @property
@@ -107,15 +107,10 @@ def _can_onednn(case: Case) -> bool:
 
 
 def _by_onednn(case: Case, input: Tensor, bias: Tensor | None) -> Convolve:
-    def convolve(input: Tensor, bias: Tensor | None, kernel: Tensor) -> Tensor:
-        if bias is not None:
-            bias = bias.to(case.dtype)
-        kernel = kernel.to(case.dtype)  # as autocast does; `onednn` casts the input
-        return onednn.depthwise_by_onednn(
-            input, kernel, bias, cast(Pair, case.stride), cast(Pair, case.padding)
-        )
-
-    return convolve
+    padding = cast(Pair, case.padding)
+    return functools.partial(
+        onednn.depthwise_by_onednn, dtype=case.dtype, stride=case.stride, padding=padding
+    )
 
 
 def _can_blocks(case: Case) -> bool:
@@ -144,9 +139,7 @@ def _by_blocks(case: Case, input: Tensor, bias: Tensor | None) -> Convolve:
     from .block_plan import WindowPlan  # needs Triton
     from .blocks import convolve_by_plan
 
-    plan = WindowPlan(
-        input, case.window, cast(Pair, case.stride), case.dtype, has_bias=bias is not None
-    )
+    plan = WindowPlan(input, case.window, case.stride, case.dtype, has_bias=bias is not None)
     return functools.partial(convolve_by_plan, plan)
 
 
@@ -174,22 +167,15 @@ def _are_products_best(case: Case) -> bool:
 
 
 def _by_products(case: Case, input: Tensor, bias: Tensor | None) -> Convolve:
-    def convolve(input: Tensor, bias: Tensor | None, kernel: Tensor) -> Tensor:
-        if bias is not None:
-            bias = bias.to(case.dtype)
-        kernel = kernel.to(case.dtype)  # as autocast does
-        return products.depthwise_by_products(input, kernel, bias, cast(Pair, case.padding))
-
-    return convolve
+    padding = cast(Pair, case.padding)
+    return functools.partial(products.depthwise_by_products, dtype=case.dtype, padding=padding)
 
 
 def _by_torch(case: Case, input: Tensor, bias: Tensor | None) -> Convolve:
-    stride: Any = case.stride
     padding: Any = case.padding
-    dilation: Any = case.dilation
 
     def convolve(input: Tensor, bias: Tensor | None, kernel: Tensor) -> Tensor:
-        return F.conv2d(input, kernel, bias, stride, padding, dilation, case.groups)
+        return F.conv2d(input, kernel, bias, case.stride, padding, case.dilation, case.groups)
 
     return convolve
 

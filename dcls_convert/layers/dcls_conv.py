@@ -8,7 +8,7 @@ Axes: N batch, O output channels, I input channels per group, E kernel elements,
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from ..depthwise.table import BLOCKS_DTYPES, TORCH, Case, Convolve, computed_dty
 from ..geometry import (
     DYNAMIC_SAME,
     Padding,
+    Pair,
     check_window,
     extent,
     grown_padding,
@@ -269,8 +270,9 @@ class DclsConv2d(DclsConvNd):
         weight, positions, *_ = learnt
         bias = self.bias
         dtype = computed_dtype(input, weight, bias)
+        dilation = self._on_every_axis(self.dilation)
         if isinstance(padding, str):  # "same" or "valid"
-            sides = static_padding(padding, list(map(extent, self.kernel_size, self.dilation)))
+            sides = static_padding(padding, list(map(extent, self.kernel_size, dilation)))
             if all(before == after for before, after in sides):
                 padding = tuple(before for before, _ in sides)
         case = Case(
@@ -278,9 +280,9 @@ class DclsConv2d(DclsConvNd):
             dtype=dtype or input.dtype,
             input_shape=tuple(input.shape),
             kernel_shape=(self.out_channels, self.in_channels // self.groups, *self.kernel_size),
-            stride=self.stride,
-            padding=cast(str | tuple[int, ...], padding),
-            dilation=self.dilation,
+            stride=cast(Pair, self._on_every_axis(self.stride)),
+            padding=cast(Any, padding),
+            dilation=cast(Pair, dilation),
             groups=self.groups,
         )
         way = TORCH if dtype is None else find_way(case, input, *learnt)
@@ -301,7 +303,7 @@ class DclsConv2d(DclsConvNd):
         plan = ElementPlan(
             input,
             case.window,
-            (self.stride[0], self.stride[1]),
+            case.stride,
             case.dtype,
             has_bias=bias is not None,
             output_dtype=self.output_dtype,

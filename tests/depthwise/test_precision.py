@@ -35,7 +35,7 @@ def convolve_by_torch(images, kernel):
 
 def convolve_by_products(images, kernel):
     padding = (WINDOW // 2, WINDOW // 2)
-    return products.depthwise_by_products(images, kernel, None, padding)
+    return products.depthwise_by_products(images, None, kernel, dtype=kernel.dtype, padding=padding)
 
 
 @pytest.mark.parametrize("side", [7, 13, 16, 30])
