@@ -2,9 +2,11 @@
 
 import importlib.util
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from ..checkpoints.folder import Checkpoint, open_checkpoint, reason_not_a_checkpoint
 from ..checkpoints.load import load_checkpoint
@@ -71,21 +73,10 @@ def fold_checkpoint(
     inputs = _check_inputs(checkpoint, input_size)
 
     notify("loading")
-    unconverted = None
-    if model is not None:
-        unconverted = build_model(resolve_model(model), trust_code=True)
-    network = load_checkpoint(checkpoint, model=unconverted, trust_code=trust_code).eval()
-
+    network = _load(checkpoint, model, trust_code=trust_code)
     notify("folding")
     params_before = parameter_count(network)
-    arguments = arguments_for(network, inputs)
-    try:
-        outputs = run_model(network, arguments, f"{folder}: its model")
-    except ModelError as problem:
-        raise ModelError(f"{problem}; {FOLD_IN_PYTHON}") from problem
-    fold_to_dense_(network)
-    folded_outputs = run_model(network, arguments, "the folded model")
-    error = check_close(outputs, folded_outputs, bound=FOLDING_BOUND, what=f"{folder}: folding")
+    outputs, error = _fold_(network, inputs, folder)
     folded = FoldedModel(
         model=network,
         checkpoint=checkpoint,
@@ -99,9 +90,29 @@ def fold_checkpoint(
         force=force,
         notify=notify,
     )
-    write: Any = pkgutil.resolve_name(export_format.writer)
-    report: ExportReport = write(folded)
-    return report
+    write: Callable[[FoldedModel], ExportReport] = pkgutil.resolve_name(export_format.writer)
+    return write(folded)
+
+
+def _load(checkpoint: Checkpoint, model: str | None, *, trust_code: bool) -> nn.Module:
+    """Load the checkpoint, into the network that is named as the unconverted one, if any."""
+    unconverted = None
+    if model is not None:
+        unconverted = build_model(resolve_model(model), trust_code=True)
+    return load_checkpoint(checkpoint, model=unconverted, trust_code=trust_code).eval()
+
+
+def _fold_(network: nn.Module, inputs: Inputs, folder: Path) -> tuple[Any, float]:
+    """Fold a network; return its outputs before that, and the relative error of those after."""
+    arguments = arguments_for(network, inputs)
+    try:
+        outputs = run_model(network, arguments, f"{folder}: its model")
+    except ModelError as problem:
+        raise ModelError(f"{problem}; {FOLD_IN_PYTHON}") from problem
+    fold_to_dense_(network)
+    folded_outputs = run_model(network, arguments, "the folded model")
+    what = f"{folder}: folding"
+    return outputs, check_close(outputs, folded_outputs, bound=FOLDING_BOUND, what=what)
 
 
 def _check_packages(format: FormatName) -> None:

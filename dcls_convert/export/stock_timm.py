@@ -5,7 +5,7 @@ This is possible if the architecture has arguments that set its kernel sizes.
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,17 +88,13 @@ def _write_for_timm(
         fingerprint = take_fingerprint(folded.model, plan.inputs)
         write_weights(partial, clamped_state_(folded.model), fingerprint)
         with weights_on_meta_(folded.model, partial / WEIGHTS):
+            source = ModelSource(name=f"local-dir:{partial}")
+            # Safe: the folder names one of timm's own architectures, so no other code is run.
+            loaded = build_model(source, pretrained=True, trust_code=True).eval()
             # Equal shapes do not mean equal outputs, so the loaded model is run.
-            return _error_of_folder(folded, partial, f"timm's {timm_model}")
-
-
-def _error_of_folder(folded: FoldedModel, folder: Path, subject: str) -> float:
-    """Load a folder with timm, and return the relative error of the model's outputs."""
-    source = ModelSource(name=f"local-dir:{folder}")
-    # Safe: the folder names one of timm's own architectures, so no other code is run.
-    loaded = build_model(source, pretrained=True, trust_code=True).eval()
-    outputs = run_model(loaded, arguments_for(loaded, folded.inputs), subject)
-    return check_close(folded.outputs, outputs, bound=FOLDING_BOUND, what=subject)
+            subject = f"timm's {timm_model}"
+            outputs = run_model(loaded, arguments_for(loaded, folded.inputs), subject)
+            return check_close(folded.outputs, outputs, bound=FOLDING_BOUND, what=subject)
 
 
 @contextlib.contextmanager
@@ -135,7 +131,10 @@ def find_kernel_args(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
     parameters = inspect.signature(type(base).__init__).parameters
     arguments = [name for name in parameters if any(word in name for word in KERNEL_WORDS)]
     folded_shapes = shapes_of(model)
-    for kernel_args in _candidates(base, plan, arguments):
+    candidates: list[dict[str, Any]] = [{}]  # enough if the windows have the old kernels' size
+    for value in _candidate_sizes(base, plan):
+        candidates += [{argument: value} for argument in arguments]
+    for kernel_args in candidates:
         changed = replace(source, args={**source.args, **kernel_args})
         # An architecture may refuse this argument or value and accept the next one.
         with contextlib.suppress(DclsConvertError):
@@ -147,16 +146,6 @@ def find_kernel_args(model: nn.Module, plan: ConversionPlan) -> dict[str, Any]:
     raise ModelError(
         f"{source.name} cannot be built with these kernel sizes: no value of {tried} gives them"
     )
-
-
-def _candidates(
-    base: nn.Module, plan: ConversionPlan, arguments: Sequence[str]
-) -> Iterator[dict[str, Any]]:
-    """Yield arguments to try."""
-    yield {}  # enough if the windows have the old kernels' size
-    for value in _candidate_sizes(base, plan):
-        for argument in arguments:
-            yield {argument: value}
 
 
 def _candidate_sizes(base: nn.Module, plan: ConversionPlan) -> Iterator[int | list[int]]:
