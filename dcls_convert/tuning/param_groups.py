@@ -30,22 +30,15 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Make timm's parameter groups, with separate groups for positions and sigmas.
 
-    The learning rate of positions is `position_lr_scale` times that of the weights; positions have
-    no weight decay.
+    Positions have `position_lr_scale` times the learning rate of the weights, and no weight decay.
 
     With `lr`, each group has its own learning rate, and schedulers that multiply rates keep their
-    ratio. Those that are given a rate, such as OneCycleLR, set it for all groups; optimizers that
-    find the rate themselves, such as Prodigy, refuse or ignore different ones. docs/training.md
-    says what to write instead.
+    ratio. For schedulers and optimizers that set one rate for all groups, such as OneCycleLR and
+    Prodigy, docs/training.md says what to write instead.
 
-    Without `lr`, the groups have timm's `lr_scale` instead. Only timm's schedulers apply it, at
-    each step and to the whole schedule, as the paper's authors did. (A group never has both, since
-    these schedulers would then scale its rate twice.) `param_groups` itself can thus be the
-    `param_group_fn` of `timm.optim.create_optimizer_v2`. timm then ignores its own `weight_decay`
-    and `layer_decay` arguments; bind them to `param_groups` with `functools.partial`.
-
-    The groups of positions and sigmas also have `use_fallback`: timm's Muon is made for matrices,
-    and leaves groups with this key to AdamW.
+    Without `lr`, the groups have timm's `lr_scale`, which only timm's schedulers apply. So
+    `param_groups` itself can be the `param_group_fn` of `timm.optim.create_optimizer_v2`. timm then
+    ignores its own `weight_decay` and `layer_decay`; bind them with `functools.partial`.
 
     Args:
         model: May be wrapped (DDP, `torch.compile`, EMA), and may have no DCLS layers. Frozen
@@ -54,12 +47,10 @@ def param_groups(
         weight_decay: Weight decay of the weights. Biases, norms and the parameters that
             `model.no_weight_decay()` names have none.
         position_lr_scale: The default of 5 is the paper's.
-        sigma_lr_scale: By default that of positions, since sigmas are lengths in cells as well.
+        sigma_lr_scale: By default that of positions: sigmas are lengths in cells, too.
         layer_decay: Factor of the learning rate from layer to layer towards the input, as in timm.
-            It also applies to positions, on top of `position_lr_scale`. A tied parameter has the
-            rate of its first layer, the slowest.
-        timm_options: Passed to `timm.optim.param_groups_weight_decay`, or with `layer_decay` to
-            `timm.optim.param_groups_layer_decay`.
+            It also applies to positions; tied ones have the rate of their first layer.
+        timm_options: Passed to timm's `param_groups_weight_decay` or `param_groups_layer_decay`.
 
     Raises:
         DclsConvertError: A rate, scale or decay is negative or not finite.
@@ -74,17 +65,13 @@ def param_groups(
         position_lr_scale=position_lr_scale,
         sigma_lr_scale=sigma_lr_scale,
     )
-    if layer_decay is not None:
-        timm_options["layer_decay"] = layer_decay
     model = inside_wrappers(model)
-    scale_of_kind = {"positions": position_lr_scale, "sigma": sigma_lr_scale}
-    parameters = position_parameters(model)
     _warn_if_partly_frozen(position_parameters(model, "positions"))
     scale_of: dict[int, float] = {}  # id of a positions or sigma parameter -> its own lr_scale
-    for parameter in parameters:
-        scale_of[id(parameter.tensor)] = scale_of_kind[parameter.kind]
-
-    timm_groups = _make_timm_groups(model, weight_decay=weight_decay, **timm_options)
+    for kind, scale in (("positions", position_lr_scale), ("sigma", sigma_lr_scale)):
+        for parameter in position_parameters(model, kind):
+            scale_of[id(parameter.tensor)] = scale
+    timm_groups = _make_timm_groups(model, weight_decay, layer_decay, **timm_options)
     groups = _split_off_positions(timm_groups, scale_of)
     if lr is not None:
         for group in groups:
@@ -140,6 +127,7 @@ def _split_off_positions(
             groups.append({**group, "params": others})
     for scale, parameters in moved.items():
         groups.append(
+            # `use_fallback`: timm's Muon, which is made for matrices, leaves the group to AdamW.
             {"params": parameters, "weight_decay": 0.0, "lr_scale": scale, "use_fallback": True}
         )
     return groups
@@ -154,13 +142,16 @@ def _check_rates(**rates: float | Tensor | None) -> None:
             raise DclsConvertError(f"{name}={value!r} must be a finite number of at least 0")
 
 
-def _make_timm_groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
-    """Make timm's own groups. They have an `lr_scale` if the options have `layer_decay`."""
-    without_decay: Iterable[str] = getattr(model, "no_weight_decay", tuple)()
-    options["no_weight_decay_list"] = {*without_decay, *options.get("no_weight_decay_list", ())}
+def _make_timm_groups(
+    model: nn.Module, weight_decay: float, layer_decay: float | None, **options: Any
+) -> list[dict[str, Any]]:
+    """Make timm's own groups. They have an `lr_scale` if there is a `layer_decay`."""
     optim: Any = importlib.import_module("timm.optim")
     make_groups = optim.param_groups_weight_decay
-    if "layer_decay" in options:
+    if layer_decay is not None:
         make_groups = optim.param_groups_layer_decay
-    groups: list[dict[str, Any]] = make_groups(model, **options)
+        options["layer_decay"] = layer_decay
+    without_decay: Iterable[str] = getattr(model, "no_weight_decay", tuple)()
+    options["no_weight_decay_list"] = {*without_decay, *options.get("no_weight_decay_list", ())}
+    groups: list[dict[str, Any]] = make_groups(model, weight_decay=weight_decay, **options)
     return groups

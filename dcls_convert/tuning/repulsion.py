@@ -14,8 +14,8 @@ from torch.autograd import Function
 from ..depthwise.eager import is_eager
 from ..errors import check_argument
 from ..layers.position_statistics import element_pairs
+from ..layers.ties import is_sharded
 from ..networks.position_parameters import position_parameters
-from .sharded import full_tensor
 
 REACH = 1.0  # cells; elements at this distance or farther do not repel each other
 DISTANCES_PER_BLOCK = 1 << 20  # block size: 4 MiB in float32; a few tensors have this size
@@ -47,7 +47,10 @@ def repulsive_loss(model: nn.Module) -> Tensor:
     check_argument("model", model, nn.Module)
     losses: list[Tensor] = []
     for parameter in position_parameters(model, "positions"):
-        loss = repulsion(full_tensor(parameter.tensor))
+        positions: Any = parameter.tensor
+        if is_sharded(positions):
+            positions = positions.full_tensor()
+        loss = repulsion(positions)
         if losses:
             loss = loss.to(losses[0])  # models may be spread over devices
         losses.append(loss)

@@ -5,7 +5,7 @@ import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from pydantic import ConfigDict, Field
@@ -17,11 +17,11 @@ from ..errors import CheckpointError, DclsConvertError, check_argument
 from ..geometry import plain_numbers
 from ..input import read_bytes
 from ..layers.position_statistics import border_share
+from ..layers.ties import is_sharded
 from ..networks.position_parameters import PositionParameter, position_parameters
 from ..networks.wrappers import WRAPPER_NAMES, inside_wrappers
 from ..records import Record, adapter
 from ..text import one_line
-from .sharded import full_tensor
 
 Cells = Annotated[float, Field(ge=0, le=1e40)]  # the limit is beyond the range of float32
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -119,7 +119,9 @@ class PositionTracker:
         rows = {}
         for parameter in position_parameters(inside_wrappers(self.model), "positions"):
             name = WRAPPER_NAMES.sub("", parameter.name)
-            positions = full_tensor(parameter.tensor.detach())  # (A, *C, E)
+            positions: Any = parameter.tensor.detach()  # (A, *C, E)
+            if is_sharded(positions):
+                positions = positions.full_tensor()
             rows[name] = TrackedPositions(
                 speed=self._speed(name, positions, step),
                 border_share=border_share(positions, parameter.learnt_size),

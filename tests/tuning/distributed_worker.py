@@ -24,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 import dcls_convert
 from dcls_convert import tuning
 from dcls_convert.layers.dcls_conv import DclsConv2d
-from dcls_convert.tuning.sharded import full_tensor
 
 BATCH = 4
 STEPS = 2
@@ -137,9 +136,10 @@ def train(case: Case, rank: int = 0, processes: int = 1) -> dict[str, Any]:
                     loss = loss + 0.1 * tuning.repulsive_loss(inner_model) ** 2
                 (loss / case.accumulate).backward()
                 losses.append(loss.detach())
-        gradients = {
-            name: full_tensor(parameter.grad) for name, parameter in inner_model.named_parameters()
-        }
+        gradients = {}
+        for name, parameter in inner_model.named_parameters():
+            gradient = parameter.grad
+            gradients[name] = getattr(gradient, "full_tensor", gradient.detach)()
         optimizer.step()
         tuning.clamp_positions_(inner_model)
         optimizer.zero_grad()
