@@ -7,6 +7,8 @@ Axes: A learnt axes, O output channels, I input channels per group, N drawn kern
 """
 
 import io
+import itertools
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -20,12 +22,12 @@ from ..layers.construction import construct_kernel
 from ..planning.layer_plan import LayerPlan, position_groups
 from ..planning.plan import ConversionPlan
 from ..text import count_text, shortened
-from ..tuning.tracker import TrackRecord
-from .history import draw_history
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
+
+    from ..tuning.tracker import TrackRecord
 
 PANEL_INCHES = 1.3  # width of a panel
 ROW_INCHES = 1.7
@@ -44,6 +46,14 @@ LEGEND = (
     "cells are positive, red ones negative.\n"
     "Dots are elements: black if their weight is positive, else white."
 )
+# Fields of a `TrackedPositions`, and their labels.
+CURVES = {
+    "speed": "speed (cells per step)",
+    "spread": "spread (cells)",
+    "border_share": "share at the border",
+}
+LINE_STYLES = ("-", "--", ":")
+LEGEND_COLUMNS = 4
 Item = TypeVar("Item")
 
 
@@ -51,7 +61,7 @@ def draw(
     plan: ConversionPlan,
     state: Mapping[str, Tensor],
     suffix: str,
-    history: Sequence[TrackRecord] = (),
+    history: Sequence["TrackRecord"] = (),
 ) -> bytes:
     """Return the figure as a file in the format of the suffix, such as ".png".
 
@@ -59,7 +69,7 @@ def draw(
         plan: The conversion's plan.
         state: The converted model's state dict; its positions fit the plan.
         suffix: Of the file: .png, .svg or .pdf.
-        history: From `read_history`, to be drawn below.
+        history: From `history.read_history`, to be drawn below.
 
     Raises:
         CheckpointError: A layer's weight is missing, or has another shape than in the plan.
@@ -78,7 +88,7 @@ def draw(
 
 
 def make_figure(
-    plan: ConversionPlan, state: Mapping[str, Tensor], history: Sequence[TrackRecord] = ()
+    plan: ConversionPlan, state: Mapping[str, Tensor], history: Sequence["TrackRecord"] = ()
 ) -> "Figure":
     """Return the figure; the arguments are those of `draw`."""
     from matplotlib.figure import Figure
@@ -99,7 +109,7 @@ def make_figure(
         legend += f"\n{len(drawn)} of {len(groups)} positions tensors are shown."
     parts[0].supxlabel(legend, fontsize="medium")
     if history:
-        draw_history(parts[1], [first.group_name for first, *_ in groups], history)
+        _draw_history(parts[1], [first.group_name for first, *_ in groups], history)
     return figure
 
 
@@ -239,3 +249,38 @@ def _draw_kernel(axes: "Axes", cells: Tensor, coordinates: Tensor, weights: Tens
     rows, columns = coordinates.numpy()
     colours: dict[str, Any] = {"c": (weights > 0).numpy(), "cmap": "gray_r", "vmin": 0, "vmax": 1}
     axes.scatter(columns, rows, s=4, edgecolors="black", linewidths=0.4, **colours)
+
+
+def _draw_history(
+    part: "SubFigure", names: Sequence[str], records: Sequence["TrackRecord"]
+) -> None:
+    """Draw speed, spread and border share over the steps.
+
+    Args:
+        part: The part of the figure to draw on.
+        names: Of the positions tensors, in the order of the records.
+        records: At least one.
+    """
+    import matplotlib
+
+    steps = [record.step for record in records]
+    rows_of_steps = [list(record.positions.values()) for record in records]
+    # From dark, the first layers, to light. The lightest shades are left out.
+    shades = torch.linspace(0, 0.85, len(names))
+    colours = matplotlib.colormaps["viridis"](shades.numpy())
+    panels = part.subplots(1, len(CURVES))
+    for panel, (field, label) in zip(panels, CURVES.items(), strict=True):
+        styles = itertools.cycle(LINE_STYLES)
+        for index, (name, colour, style) in enumerate(zip(names, colours, styles, strict=False)):
+            heights = []
+            for rows in rows_of_steps:
+                height = getattr(rows[index], field)
+                heights.append(math.nan if height is None else height)
+            # With points, since no line leads to a known value between unknown ones.
+            points = {"marker": ".", "markersize": 4}
+            panel.plot(steps, heights, style, color=colour, label=shortened(name, 30), **points)
+        panel.set(xlabel="step", ylabel=label)
+        panel.locator_params(axis="x", integer=True, min_n_ticks=1)
+        panel.update_datalim([(steps[0], 0)])  # so that the margin above is one of 0 to top
+        panel.set_ylim(bottom=0)
+    part.legend(handles=panels[0].lines, loc="outside lower center", ncols=LEGEND_COLUMNS)

@@ -16,8 +16,8 @@ from torch import nn
 
 from dcls_convert.errors import CheckpointError
 from dcls_convert.tuning import PositionTracker
-from dcls_convert.views.history import CURVES, read_history
-from dcls_convert.views.plot import draw, make_figure
+from dcls_convert.views.history import read_history
+from dcls_convert.views.plot import CURVES, draw, make_figure
 
 from .test_figures import convert_module, depthwise
 
