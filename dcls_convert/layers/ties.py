@@ -67,8 +67,7 @@ class Tieable(nn.Module):
         """Return a parameter of the first layer, on this layer's device."""
         (first,) = self._tied_to
         shared = getattr(first, name)
-        # In the copies that nn.DataParallel makes, weights are plain attributes.
-        weight = self._parameters.get("weight", self.__dict__.get("weight"))
+        weight = getattr(self, "weight", None)
         if shared is None or weight is None:
             return shared
         if is_sharded(shared) and not is_sharded(weight):
@@ -78,12 +77,7 @@ class Tieable(nn.Module):
             )
         if shared.device == weight.device:
             return shared
-        if shared.is_meta and hasattr(first, "_hf_hook"):
-            # accelerate keeps the first layer elsewhere, and brings it for each forward pass.
-            first._hf_hook.pre_forward(first)
-            shared = getattr(first, name)
-            first._hf_hook.post_forward(first, None)
-        return shared.to(weight.device)
+        return shared.to(weight.device)  # as nn.DataParallel needs it
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Self:
         """Copy the layer.
