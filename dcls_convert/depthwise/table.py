@@ -21,7 +21,7 @@ from ..progress import logger
 from ..text import did_you_mean, shortened
 from . import onednn, products
 from .devices import AUTOCAST_DEVICES, GPUS, why_no_blocks
-from .eager import is_being_compiled, is_counting_flops, is_eager
+from .eager import is_being_compiled
 from .layouts import BLOCK_SIDE, MAX_OFFSET
 
 Preference = Literal["auto", "torch", "blocks", "products"]
@@ -220,22 +220,21 @@ def computed_dtype(input: Tensor, kernel: Tensor, bias: Tensor | None) -> torch.
     return input.dtype if len(dtypes) == 1 else None
 
 
-def find_way(case: Case, *tensors: Tensor) -> Way:
+def find_way(case: Case, *tensors: Tensor, eager: bool) -> Way:
     """Return the way for a case and its tensors.
 
-    It is torch's in exports, under torch.func, and where FLOPs are counted.
+    If they are not computed eagerly, it is torch's unless they are compiled: in exports, under
+    torch.func, and where FLOPs are counted.
 
     Raises:
         DclsConvertError: The environment variable has a value that is not allowed.
     """
     if len(case.input_shape) != 4:
         return TORCH
-    if is_being_compiled(*tensors):
-        return choose_way(case, preference())
-    if not is_eager(*tensors) or is_counting_flops():
+    if not eager and not is_being_compiled(*tensors):
         return TORCH
     way = choose_way(case, preference())
-    if case.is_depthwise:
+    if eager and case.is_depthwise:
         logger.debug("%s: by %s", case, way.name)
     return way
 

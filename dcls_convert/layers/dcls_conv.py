@@ -187,7 +187,23 @@ class DclsConvNd(DclsLayer):
         padding = self.padding
         if is_asymmetric(padding):
             kernel, padding = _with_symmetric_padding(kernel, padding)
-        conv = self._new_plain_conv(tuple(kernel.shape[2:]), padding)
+        make: Callable[..., Conv] = functools.partial(
+            self.conv_class, padding=padding, padding_mode=self.padding_mode
+        )
+        if padding == DYNAMIC_SAME:
+            from timm.layers.conv2d_same import Conv2dSame
+
+            make = Conv2dSame  # pads by itself, with zeros
+        conv = make(
+            self.in_channels,
+            self.out_channels,
+            tuple(kernel.shape[2:]),
+            stride=self.stride,
+            dilation=self.dilation,
+            groups=self.groups,
+            bias=False,
+            device="meta",  # so that initialisation draws no random numbers
+        )
         conv.weight = nn.Parameter(kernel, requires_grad=self.weight.requires_grad)
         bias = self.bias
         if bias is not None and not isinstance(bias, nn.Parameter):  # pruned or parametrised
@@ -197,26 +213,6 @@ class DclsConvNd(DclsLayer):
         if bias is not None and self.bias is not None:
             bias.requires_grad_(self.bias.requires_grad)
         return conv
-
-    def _new_plain_conv(self, kernel_size: tuple[int, ...], padding: Padding) -> Conv:
-        """Make a convolution with the layer's other arguments, on meta and without bias."""
-        conv_class: Callable[..., Conv] = functools.partial(
-            self.conv_class, padding=padding, padding_mode=self.padding_mode
-        )
-        if padding == DYNAMIC_SAME:
-            from timm.layers.conv2d_same import Conv2dSame
-
-            conv_class = Conv2dSame  # pads by itself, with zeros
-        return conv_class(
-            self.in_channels,
-            self.out_channels,
-            kernel_size,
-            stride=self.stride,
-            dilation=self.dilation,
-            groups=self.groups,
-            bias=False,
-            device="meta",  # so that initialisation draws no random numbers
-        )
 
 
 class DclsConv1d(DclsConvNd):
@@ -243,16 +239,17 @@ class DclsConv2d(DclsConvNd):
         learnt = [weight, positions]
         if bias is not None:
             learnt.append(bias)
-        if is_eager(input, *learnt) and not is_counting_flops():
+        eager = is_eager(input, *learnt) and not is_counting_flops()
+        if eager:
             settings = (self.training, self.output_dtype, padding, self.stride, self.dilation)
             key = (*settings, *_key_of(input, weight, positions, bias))
             found = self._ways.get(key)
             if found is None:
                 if len(self._ways) >= MAX_WAYS:
                     self._ways.clear()
-                found = self._ways[key] = self._find_way(input, padding, learnt)
+                found = self._ways[key] = self._find_way(input, padding, learnt, eager=eager)
         else:
-            found = self._find_way(input, padding, learnt)
+            found = self._find_way(input, padding, learnt, eager=eager)
         convolve, takes_elements = found
         if takes_elements:
             if self.training and torch.compiler.is_compiling():
@@ -264,7 +261,7 @@ class DclsConv2d(DclsConvNd):
         return output.to(self.output_dtype)
 
     def _find_way(
-        self, input: Tensor, padding: Padding, learnt: Sequence[Tensor]
+        self, input: Tensor, padding: Padding, learnt: Sequence[Tensor], *, eager: bool
     ) -> tuple[Convolve, bool]:
         """Return how to convolve an input, and whether that takes elements instead of a kernel."""
         weight, positions, *_ = learnt
@@ -285,7 +282,7 @@ class DclsConv2d(DclsConvNd):
             dilation=cast(Pair, dilation),
             groups=self.groups,
         )
-        way = TORCH if dtype is None else find_way(case, input, *learnt)
+        way = TORCH if dtype is None else find_way(case, input, *learnt, eager=eager)
         takes_elements = (
             way.name == "blocks"
             and self.interpolation == "bilinear"

@@ -1,5 +1,6 @@
 """Convolve as a layer does: in the way that the table gives."""
 
+from dcls_convert.depthwise.eager import is_counting_flops, is_eager
 from dcls_convert.depthwise.table import TORCH, Case, computed_dtype, find_way
 
 
@@ -21,5 +22,6 @@ def conv2d(input, kernel, bias, *arguments):
     """Compute `F.conv2d`."""
     case = case_of(input, kernel, bias, *arguments)
     tensors = [tensor for tensor in (input, kernel, bias) if tensor is not None]
-    way = TORCH if case.dtype is None else find_way(case, *tensors)
+    eager = is_eager(*tensors) and not is_counting_flops()
+    way = TORCH if case.dtype is None else find_way(case, *tensors, eager=eager)
     return way.prepare(case, input, bias)(input, bias, kernel)
