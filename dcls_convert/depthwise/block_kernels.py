@@ -168,8 +168,7 @@ def convolve_blocks(
 ):
     """Convolve BLOCKS blocks of one channel with the bank, in steps of STEP cells of the inputs.
 
-    If TURNED, the window is turned by 180 degrees, as for the gradient of the input: its matrices
-    are those of the mirrored tap, transposed.
+    If TURNED, as for the gradient of the input, matrices are those of mirrored taps, transposed.
     """
     channel = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCKS

@@ -166,10 +166,7 @@ def pack_and_make_bank(
     S: tl.constexpr,
     CLAMP: tl.constexpr,
 ):
-    """Do what `pack` does, and make the bank of elements: two jobs that do not wait for each other.
-
-    After the programs of `pack`, there are some that write a matrix each.
-    """
+    """Do what `pack` does, in its programs, and make the bank of elements, in those after them."""
     program = tl.program_id(0)
     if program < blocks_in_all:
         pack(
