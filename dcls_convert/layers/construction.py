@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..depthwise.eager import uses_cpu_implementation
-from ..geometry import along_learnt_axes, learnt_axes
+from ..geometry import along_learnt_axes
 from .bilinear_plain import clamped
 from .interpolation import Interpolation, find_interpolation
 
@@ -63,42 +63,45 @@ def construct_kernel(
             f"dense_axes={tuple(dense_axes)} must be different axes from 0 to {len(size) - 1}"
         )
     _check_tensors(weight, positions, sigma, size, dense_axes, interpolation)
+    learnt_size = along_learnt_axes(size, dense_axes)
     method = find_interpolation(interpolation)
-    return construct(weight, positions, sigma, tuple(size), tuple(dense_axes), method)
+    return construct(weight, positions, sigma, learnt_size, dense_axes, method)
 
 
 def construct(
     weight: Tensor,
     positions: Tensor,
     sigma: Tensor | None,
-    size: tuple[int, ...],
-    dense_axes: tuple[int, ...],
+    learnt_size: tuple[int, ...],
+    dense_axes: Sequence[int],
     interpolation: Interpolation,
 ) -> Tensor:
-    """Construct kernels from arguments that fit together; see `construct_kernel`."""
+    """Construct kernels from arguments that fit together; see `construct_kernel`.
+
+    `learnt_size` is the window along the learnt axes.
+    """
     device = weight.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         # Autocast would run the matrix products in half precision.
         with torch.autocast(device, enabled=False):
-            return construct(weight, positions, sigma, size, dense_axes, interpolation)
+            return construct(weight, positions, sigma, learnt_size, dense_axes, interpolation)
     # Compute in float32 at least: at 8 cells from the centre, neighbouring bfloat16 numbers are a
     # sixteenth of a cell apart.
     dtype = torch.promote_types(weight.dtype, positions.dtype)
     dtype = torch.promote_types(dtype, torch.float32)
     exact_weight = weight.to(dtype)
     exact_positions = positions.to(dtype)
-    learnt_size = size
-    if dense_axes:
-        learnt_size = along_learnt_axes(size, dense_axes)
     if interpolation.fast_kernel is not None:
         kernel = interpolation.fast_kernel(exact_weight, exact_positions, learnt_size)
     else:
         if sigma is not None:
             sigma = sigma.to(dtype)
         kernel = _by_profiles(exact_weight, exact_positions, sigma, learnt_size, interpolation)
-    if dense_axes:  # now first; put the axes in spatial order
-        axes = [*sorted(dense_axes), *learnt_axes(len(size), dense_axes)]
-        kernel = kernel.permute(0, 1, *[2 + axes.index(axis) for axis in range(len(size))])
+    # The dense axes come first; move them to their places.
+    places = [2 + axis for axis in sorted(dense_axes)]
+    first_axes = list(range(2, 2 + len(places)))
+    if places != first_axes:
+        kernel = kernel.movedim(first_axes, places)
     return kernel.to(weight.dtype)  # (O, I, *size)
 
 

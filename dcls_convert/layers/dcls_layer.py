@@ -25,6 +25,7 @@ from ..depthwise.eager import is_exporting
 from ..geometry import (
     DYNAMIC_SAME,
     Padding,
+    along_learnt_axes,
     extent,
     learnt_axes,
     padded_cells,
@@ -104,7 +105,8 @@ class DclsLayer(CheckedLayer):
         self.traits = PLAIN
         self._ways = Ways()
         self._check_arguments()
-        limits = [position_limits(self.dilated_kernel_size[axis]) for axis in self.learnt_axes]
+        self._learnt_size = along_learnt_axes(self.dilated_kernel_size, self.dense_axes)
+        limits = list(map(position_limits, self._learnt_size))
         self._lowest_position, self._highest_position = zip(*limits, strict=True)
         self._make_parameters(bias, device, dtype)
         self.reset_parameters()
@@ -201,7 +203,7 @@ class DclsLayer(CheckedLayer):
             self._effective_weight(),
             self.positions,
             self.sigma,
-            self.dilated_kernel_size,
+            self._learnt_size,
             self.dense_axes,
             INTERPOLATIONS[self.interpolation],
         )
