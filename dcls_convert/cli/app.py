@@ -16,12 +16,12 @@ from ..errors import DclsConvertError, is_out_of_memory
 from ..text import one_line, shortened
 from . import console
 from .convert import convert
+from .default_command import Commands
 from .fold import fold
 from .inspect import inspect as inspect_checkpoint
 from .models import models
 from .rules import rules_app
 from .sweep import sweep_command
-from .typer_classes import Command, Commands
 from .verify import verify
 
 EXIT_BUG = 1
@@ -73,6 +73,7 @@ def _main(
         bool,
         typer.Option(
             "--version",
+            metavar="",
             callback=_print_version,
             is_eager=True,
             help="Print the version.",
@@ -103,7 +104,7 @@ def _add_commands() -> None:
         epilog = "Examples:"
         for arguments in examples:
             epilog += f"\n\n{program} {arguments}"
-        app.command(name, cls=Command, epilog=epilog)(command)
+        app.command(name, epilog=epilog)(command)
 
 
 _add_commands()
@@ -114,6 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line, print at most one line of error, and end the process."""
     if arguments is None:
         arguments = sys.argv[1:]
+    if list(arguments) in ([], ["rules"]):
+        arguments = [*arguments, "--help"]
     _install_signal_handlers()
     console.set_up()
     try:

@@ -69,6 +69,7 @@ WithPicture = Annotated[
     bool,
     typer.Option(
         "--picture",
+        metavar="",
         help="Add positions.png, a figure of positions and kernels, which the model card shows "
         "(extra plot).",
         rich_help_panel=OUTPUT,
@@ -78,6 +79,7 @@ DryRun = Annotated[
     bool,
     typer.Option(
         "--dry-run",
+        metavar="",
         help="Report only: nothing is written or downloaded.",
         rich_help_panel=OUTPUT,
     ),
@@ -87,6 +89,7 @@ Verbose = Annotated[
     typer.Option(
         "--verbose",
         "-v",
+        metavar="",
         count=True,
         show_default=False,
         help="Report every layer, and why others are kept; -vv: also name those.",

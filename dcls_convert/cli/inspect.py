@@ -24,6 +24,7 @@ PlanAsJson = Annotated[
     bool,
     typer.Option(
         "--plan",
+        metavar="",
         help="Print the checkpoint's plan as JSON instead.",
         rich_help_panel=OUTPUT,
     ),

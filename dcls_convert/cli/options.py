@@ -84,6 +84,7 @@ Pretrained = Annotated[
     bool,
     typer.Option(
         "--pretrained",
+        metavar="",
         help="Start from timm's or torchvision's trained weights.",
         rich_help_panel=WHAT_TO_CONVERT,
     ),
@@ -141,6 +142,7 @@ Strict = Annotated[
     bool,
     typer.Option(
         "--strict",
+        metavar="",
         help="Fail if a layer cannot take the size, instead of skipping the layer.",
         rich_help_panel=WHAT_TO_CONVERT,
     ),
@@ -313,6 +315,7 @@ TrustCode = Annotated[
     bool,
     typer.Option(
         "--trust-code",
+        metavar="",
         help="Import and run the code that the checkpoint names as its model, which must be your "
         "own: do not use this on folders that others made.",
     ),
@@ -343,6 +346,7 @@ Force = Annotated[
     bool,
     typer.Option(
         "--force",
+        metavar="",
         help="Replace what an earlier run wrote.",
         rich_help_panel=OUTPUT,
     ),
@@ -351,6 +355,7 @@ Json = Annotated[
     bool,
     typer.Option(
         "--json",
+        metavar="",
         help="Print one JSON object, also for an error.",
         rich_help_panel=OUTPUT,
     ),
@@ -360,6 +365,7 @@ Quiet = Annotated[
     typer.Option(
         "--quiet",
         "-q",
+        metavar="",
         help="Print no progress and no report, only the output's name.",
         rich_help_panel=OUTPUT,
     ),

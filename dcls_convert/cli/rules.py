@@ -12,7 +12,6 @@ from ..text import count_text
 from . import console
 from .completion import complete_models, complete_rules
 from .options import Json
-from .typer_classes import Command, Commands
 
 if TYPE_CHECKING:
     from ..planning.rules import RuleSet
@@ -35,12 +34,10 @@ ModelToCheck = Annotated[
     ),
 ]
 
-rules_app = typer.Typer(
-    cls=Commands, help="Show and check rule files, which say what is replaced, and how."
-)
+rules_app = typer.Typer(help="Show and check rule files, which say what is replaced, and how.")
 
 
-@rules_app.command("list", cls=Command)
+@rules_app.command("list")
 def rules_list(json_: Json = False) -> None:
     """List the built-in rule sets."""
     from ..planning.rule_files import load_rules
@@ -52,7 +49,7 @@ def rules_list(json_: Json = False) -> None:
         console.show(*[f"{name:12} {text}" for name, text in descriptions.items()])
 
 
-@rules_app.command("show", cls=Command)
+@rules_app.command("show")
 def rules_show(name: RulesArgument) -> None:
     """Print a rule set as YAML."""
     from ..planning.rule_files import load_rules
@@ -60,7 +57,7 @@ def rules_show(name: RulesArgument) -> None:
     console.write(load_rules(name).text)
 
 
-@rules_app.command("check", cls=Command)
+@rules_app.command("check")
 def rules_check(file: RulesArgument, model: ModelToCheck = None, json_: Json = False) -> None:
     """Check a rule file, and with --model whether it fits the model, as a conversion would."""
     from ..planning.rule_files import load_rules
@@ -78,7 +75,7 @@ def rules_check(file: RulesArgument, model: ModelToCheck = None, json_: Json = F
         console.show(f"{valid}; in {model}:", *_lines(rules, claims))
 
 
-@rules_app.command("schema", cls=Command)
+@rules_app.command("schema")
 def rules_json_schema() -> None:
     """Print the JSON Schema of rule files, for an editor."""
     from ..planning.rule_files import rules_schema

@@ -1,10 +1,10 @@
-"""What typer's commands and groups lack: a command that need not be named, and a plain --help."""
+"""The command `convert` need not be named: `dcls-convert convnext_tiny` converts."""
 
 import difflib
 from collections.abc import Iterator
 from typing import Any
 
-from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer.core import TyperGroup
 
 from ..errors import DclsConvertError
 
@@ -14,27 +14,8 @@ OPTION_OF_WORD = {"help": "--help", "version": "--version"}
 LIST_OPTION = "--model-kwargs"  # takes one value or several
 
 
-class _PlainHelp:
-    """Mixin for commands: a --help that shows no types of flags."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, including --help."""
-        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
-        for parameter in parameters:
-            if isinstance(parameter, TyperOption) and (parameter.is_flag or parameter.count):
-                parameter.metavar = ""
-        return parameters
-
-
-class Command(_PlainHelp, TyperCommand):
-    """A command."""
-
-
-class Commands(_PlainHelp, TyperGroup):
-    """A group of commands, which shows its help without arguments.
-
-    If the group has `convert`, that command need not be named.
-    """
+class Commands(TyperGroup):
+    """The commands, of which the default one need not be named."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Name the command that is meant.
@@ -42,9 +23,7 @@ class Commands(_PlainHelp, TyperGroup):
         Raises:
             DclsConvertError: The first argument is nearly a command's name.
         """
-        if not args:
-            return super().parse_args(ctx, ["--help"])
-        if DEFAULT_COMMAND in self.commands:
+        if args:
             args = [*_repeat_option(LIST_OPTION, self._with_command(ctx, args))]
         return super().parse_args(ctx, args)
 
@@ -69,12 +48,11 @@ class Commands(_PlainHelp, TyperGroup):
         Model names are listed only once something is typed: there are thousands.
         """
         items = super().shell_complete(ctx, incomplete)
-        default = self.commands.get(DEFAULT_COMMAND)
-        if not incomplete or default is None:
+        if not incomplete:
             return items
-        completer: Any = default.params[0]  # MODEL
-        if incomplete.startswith("-"):
-            completer = default
+        completer: Any = self.commands[DEFAULT_COMMAND]
+        if not incomplete.startswith("-"):
+            completer = completer.params[0]  # MODEL
         known = {item.value for item in items}
         for item in completer.shell_complete(ctx, incomplete):
             if item.value not in known:
