@@ -43,21 +43,17 @@ class Commands(TyperGroup):
         return [DEFAULT_COMMAND, *args]
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """Complete commands and options, and the default command's model and options.
+        """Complete commands, or else the model of the default command; or options of both.
 
-        Model names are listed only once something is typed: there are thousands.
+        Model names take seconds, so they are listed only if no command begins like this.
         """
         items = super().shell_complete(ctx, incomplete)
-        if not incomplete:
-            return items
-        completer: Any = self.commands[DEFAULT_COMMAND]
-        if not incomplete.startswith("-"):
-            completer = completer.params[0]  # MODEL
-        known = {item.value for item in items}
-        for item in completer.shell_complete(ctx, incomplete):
-            if item.value not in known:
-                items.append(item)
-        return items
+        default: Any = self.commands[DEFAULT_COMMAND]
+        if incomplete.startswith("-"):
+            items += default.shell_complete(ctx, incomplete)
+        elif incomplete and not items:
+            items = default.params[0].shell_complete(ctx, incomplete)  # MODEL
+        return list({item.value: item for item in items}.values())
 
 
 def _repeat_option(option: str, args: list[str]) -> Iterator[str]:

@@ -24,7 +24,7 @@ from ..options import (
     Tie,
 )
 from ..weights.find_file import find_weights_file
-from .completion import complete_files, complete_models, complete_rules
+from .completion import complete_models, complete_rules
 from .parsing import (
     parse_budget,
     parse_count_or_auto,
@@ -153,7 +153,6 @@ PlanOption = Annotated[
         metavar="FOLDER",
         help="Apply the plan of a checkpoint to other weights of the same model.",
         callback=_folder,
-        autocompletion=complete_files,
         rich_help_panel=WHAT_TO_CONVERT,
     ),
 ]
@@ -307,7 +306,6 @@ CheckpointArgument = Annotated[
         metavar="CHECKPOINT",
         help="A folder that dcls-convert wrote.",
         callback=check_folder,
-        autocompletion=complete_files,
         show_default=False,
     ),
 ]

@@ -1,12 +1,6 @@
-"""Shells complete names of models and rule sets, and checkpoint folders, without importing torch or
-the libraries of models.
-"""
+"""Shells complete names of models and rule sets, and checkpoint folders."""
 
 import pytest
-import timm
-import torchvision
-
-from dcls_convert.cli.completion import registered_names
 
 from ..command_line import imported_by, run
 
@@ -28,26 +22,28 @@ def typed_in(monkeypatch, shell, typed):
         monkeypatch.setenv(name, value)
 
 
-def test_the_names_are_those_of_the_registries():
-    assert registered_names("timm") == sorted(set(timm.list_models()) - {"dcls_convert"})
-    assert registered_names("torchvision") == sorted(torchvision.models.list_models())
-    assert registered_names("no_such_library") == []
-
-
 @pytest.mark.parametrize("shell", SHELLS)
-def test_a_shell_completes_the_model_of_the_default_command(monkeypatch, shell):
-    typed_in(monkeypatch, shell, "dcls-convert convnext_ti")
+def test_a_shell_completes_commands_at_once_and_the_model_of_the_default_command(
+    monkeypatch, shell
+):
+    typed_in(monkeypatch, shell, "dcls-convert con")
     done, modules = imported_by("-m", "dcls_convert")
     assert modules & {"torch", "timm", "torchvision", "numpy", "yaml"} == set()
     assert done.returncode == 0
-    assert "convnext_tiny" in done.stdout
-    assert "convnext_base" not in done.stdout
+    assert "convert" in done.stdout
+    typed_in(monkeypatch, shell, "dcls-convert convnext_ti")
+    out, _ = run()
+    assert "convnext_tiny" in out
+    assert "convnext_base" not in out
 
 
 @pytest.mark.parametrize(
     ("typed", "words"),
     {
-        "m": {"models", "mixnet_s", "mobilenet_v2"},
+        "m": {"models"},
+        "mo": {"models"},
+        "mob": {"mobilenetv3_small_050", "mobilenet_v2"},
+        "--ver": {"--version", "--verbose"},
         "timm:convnext_ti": {"timm:convnext_tiny"},
         "--dilated": {"--dilated-size"},
         "convnext_tiny --rules dep": {"depthwise"},
