@@ -3,10 +3,14 @@
 An error is reported in one line. Importing this module imports no torch.
 """
 
+import contextlib
+import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
@@ -18,10 +22,10 @@ from . import console
 from .convert import convert
 from .default_command import Commands
 from .fold import fold
-from .inspect import inspect as inspect_checkpoint
+from .inspect import inspect
 from .models import models
 from .rules import rules_app
-from .sweep import sweep_command
+from .sweep import sweep
 from .verify import verify
 
 EXIT_BUG = 1
@@ -34,13 +38,17 @@ EXIT_CODES = (
 )
 # Dependencies that some users install by hand; they may be missing.
 NETWORK_LIBRARIES = ("torch", "torchvision", "timm")
-# For an option that users guess: the option that is suggested instead.
+# For an option that users guess: what is suggested instead, if the command has that option.
 ALIASES = {
-    "size": "dilated-size",
-    "window": "dilated-size",
-    "weights": "checkpoint",
-    "count": "kernel-count",
+    "--size": ["--dilated-size", "--sizes"],
+    "--window": ["--dilated-size", "--sizes"],
+    "--dilated-size": ["--sizes 9,13"],
+    "--weights": ["--checkpoint"],
+    "--count": ["--kernel-count", "--counts"],
 }
+LIST_EXAMPLE = "dcls-convert sweep MODEL --sizes 9,13"
+# typer's message for the second value of a list without commas.
+EXTRA_VALUES = r".* extra argument.* \([0-9x.%+ ]+\)"
 TRACEBACK_VARIABLE = "DCLS_CONVERT_TRACEBACK"
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 if hasattr(signal, "SIGHUP"):  # not on Windows
@@ -83,112 +91,125 @@ def _main(
     pass
 
 
-# The commands, and arguments of each as examples for its help.
-COMMANDS = {
+# The commands, and the examples in the help of each.
+COMMANDS: dict[Any, tuple[str, str]] = {
     convert: ("convnext_tiny --dilated-size 17", "resnet18 --pretrained --calibrate photos"),
-    models: ("'convnext_*'", "'torchvision:*' --dilated-size +2 --json"),
-    sweep_command: ("convnext_tiny", "efficientnet_b0 --sizes +2,+4,+6 --budgets 80%,100%"),
-    inspect_checkpoint: ("convnext_tiny-dcls17", "convnext_tiny-dcls17 --picture positions.png"),
-    fold: ("convnext_tiny-dcls17", "convnext_tiny-dcls17 --format onnx"),
-    verify: ("convnext_tiny-dcls17", "mine-dcls9 --trust-code"),
+    models: ("models 'convnext_*'", "models 'torchvision:*' --dilated-size +2 --json"),
+    sweep: ("sweep convnext_tiny", "sweep efficientnet_b0 --sizes +2,+4,+6 --budgets 80%,100%"),
+    inspect: (
+        "inspect convnext_tiny-dcls17",
+        "inspect convnext_tiny-dcls17 --picture positions.png",
+    ),
+    fold: ("fold convnext_tiny-dcls17", "fold convnext_tiny-dcls17 --format onnx"),
+    verify: ("verify convnext_tiny-dcls17", "verify mine-dcls9 --trust-code"),
 }
-
-
-def _add_commands() -> None:
-    command: Any
-    for command, examples in COMMANDS.items():
-        name = command.__name__.removesuffix("_command")
-        program = f"dcls-convert {name}"
-        if command is convert:
-            program = "dcls-convert"  # the default command
-        epilog = "Examples:"
-        for arguments in examples:
-            epilog += f"\n\n{program} {arguments}"
-        app.command(name, epilog=epilog)(command)
-
-
-_add_commands()
+for command, examples in COMMANDS.items():
+    app.command(epilog="\n\ndcls-convert ".join(["Examples:", *examples]))(command)
 app.add_typer(rules_app, name="rules")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """Why a command failed. With --json, this is the object on stdout."""
+
+    error: str  # one line
+    kind: str  # see docs/errors.md
+    exit_code: int = EXIT_MISTAKE
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line, print at most one line of error, and end the process."""
     if arguments is None:
         arguments = sys.argv[1:]
-    if list(arguments) in ([], ["rules"]):
-        arguments = [*arguments, "--help"]
+    arguments = list(arguments)
+    if arguments in ([], ["rules"]):
+        arguments.append("--help")
     _install_signal_handlers()
     console.set_up()
+    failure = None
     try:
-        code, line = _run(list(arguments))
-        # A library may have turned the KeyboardInterrupt into another error.
-        interrupted = bool(console.interrupts) and code != 0
+        console.log_if_asked()
+        code = typer.main.get_command(app).main(
+            arguments, prog_name="dcls-convert", standalone_mode=False, obj=arguments
+        )
+        # It is None, or the code of a typer.Exit; typer makes one of a KeyboardInterrupt.
+        code = code or 0
     except KeyboardInterrupt:
-        interrupted = True
-    if interrupted:
         code = EXIT_INTERRUPTED
-        if console.interrupts:
-            code = 128 + console.interrupts[0]
-        line = "interrupted"
+    except Exception as error:
+        failure = _failure(error)
+        code = failure.exit_code
+    # A library may have turned the KeyboardInterrupt into another error.
+    if code and console.interrupts:
+        code = 128 + console.interrupts[0]
+        failure = Failure(error="interrupted", kind="interrupted", exit_code=code)
     # Only the last line is left to print; a signal must not interrupt that.
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    if line:
-        console.message(f"error: {line}", style="red")
+    if failure is not None:
+        console.error(failure.error)
         if "--json" in arguments:
-            console.show_error(line, code)
+            with contextlib.suppress(console.OutputError, typer.Exit):
+                console.write(json.dumps(asdict(failure)) + "\n")
     console.finish()
     sys.exit(code)
 
 
-def _run(arguments: list[str]) -> tuple[int, str | None]:
-    """Run a command. Return its exit code and, if it failed, one line that says why."""
-    try:
-        console.log_if_asked()
-        result = typer.main.get_command(app).main(
-            arguments, prog_name="dcls-convert", standalone_mode=False, obj=arguments
-        )
-    except typer.TyperException as error:
-        return EXIT_MISTAKE, _parser_message(error)
-    except DclsConvertError as error:
-        return error.exit_code, str(error)
-    except OSError as error:  # full disk, missing permission, invalid file name
+def _failure(error: Exception) -> Failure:
+    """Say in one line why a command failed.
+
+    Raises:
+        Exception: The error, if it is a bug and TRACEBACK_VARIABLE asks for the traceback.
+    """
+    if isinstance(error, typer.TyperException):
+        return Failure(error=_parser_message(error), kind="usage")
+    if isinstance(error, DclsConvertError):
+        return Failure(error=str(error), kind=_kind(error), exit_code=error.exit_code)
+    if isinstance(error, OSError):  # full disk, missing permission, invalid file name
         reason = error.strerror or one_line(error)
         if error.filename:
             reason = f"'{shortened(error.filename)}': {reason}"
-        return EXIT_MISTAKE, reason
-    except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and error.name in NETWORK_LIBRARIES:
-            install = f"pip install {' '.join(NETWORK_LIBRARIES)}"
-            return EXIT_MISTAKE, f"{error.name} is not installed: {install}"
-        if is_out_of_memory(error):
-            return EXIT_MISTAKE, "out of memory"
-        if os.environ.get(TRACEBACK_VARIABLE):
-            raise
-        return EXIT_BUG, (
-            f"this is a bug in dcls-convert: {type(error).__name__}: {one_line(error)[:300]} "
-            f"(set {TRACEBACK_VARIABLE}=1 for a traceback to report)"
-        )
-    if not isinstance(result, int):
-        return 0, None
-    # The code of a typer.Exit, or 130 if typer caught a KeyboardInterrupt.
-    if result == EXIT_INTERRUPTED:
-        return result, "interrupted"
-    return result, None
+        return Failure(error=reason, kind="os")
+    if isinstance(error, ModuleNotFoundError) and error.name in NETWORK_LIBRARIES:
+        install = f"pip install {' '.join(NETWORK_LIBRARIES)}"
+        return Failure(error=f"{error.name} is not installed: {install}", kind="not_installed")
+    if is_out_of_memory(error):
+        return Failure(error="out of memory", kind="memory")
+    if os.environ.get(TRACEBACK_VARIABLE):
+        raise error
+    return Failure(
+        error=f"this is a bug in dcls-convert: {type(error).__name__}: {one_line(error)[:300]} "
+        f"(set {TRACEBACK_VARIABLE}=1 for a traceback to report)",
+        kind="bug",
+        exit_code=EXIT_BUG,
+    )
+
+
+def _kind(error: DclsConvertError) -> str:
+    """Return the class as a word: OutputExistsError -> "output_exists"; "usage" for the base."""
+    if type(error) is DclsConvertError:
+        return "usage"
+    name = type(error).__name__.removesuffix("Error")
+    return re.sub("(?<=.)(?=[A-Z])", "_", name).lower()
 
 
 def _parser_message(error: typer.TyperException) -> str:
     """Return what typer says about the arguments, in one line that ends with the help command."""
-    unknown_option = getattr(error, "option_name", None) or ""
-    option = ALIASES.get(unknown_option.strip("-"))
-    if option is not None:
-        error.possibilities = [f"--{option}"]  # type: ignore[attr-defined]
+    context = getattr(error, "ctx", None)
+    program = "dcls-convert"
+    if context is not None:
+        program = context.command_path
+        options = {option for parameter in context.command.params for option in parameter.opts}
+        aliases = ALIASES.get(getattr(error, "option_name", ""), [])
+        possibilities = [alias for alias in aliases if alias.split()[0] in options]
+        if possibilities:
+            error.possibilities = possibilities  # type: ignore[attr-defined]
     message = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")
+    if re.fullmatch(EXTRA_VALUES, message):
+        message += f"; a list is written with commas: {LIST_EXAMPLE}"
     if not message.endswith("?"):
         message += "."
-    context = getattr(error, "ctx", None)
-    command = getattr(context, "command_path", "dcls-convert")
-    return f"{message} Try '{command} --help'."
+    return f"{message} Try '{program} --help'."
 
 
 def _install_signal_handlers() -> None:

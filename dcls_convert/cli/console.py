@@ -3,9 +3,8 @@
 Control characters in data are escaped.
 """
 
-import codecs
 import contextlib
-import json
+import io
 import logging
 import os
 import sys
@@ -27,8 +26,6 @@ WIDTH_IN_A_FILE = 160  # columns of wide tables; most rows then fit on one line
 interrupts: list[int] = []  # numbers of the signals received
 # Bytes of a file's name that are not UTF-8, as Python reads them (PEP 383).
 NOT_UTF8 = "".join(map(chr, range(0xDC80, 0xDD00)))
-REPLACE_OR_RESTORE = "dcls_convert.replace_or_restore"  # name of an error handler
-wrote_results = False  # whether anything was written to stdout
 
 
 class OutputError(DclsConvertError):
@@ -38,33 +35,9 @@ class OutputError(DclsConvertError):
 
 
 def set_up() -> None:
-    """Make stdout and stderr take any text, whatever their encoding; see `_replace_or_restore`.
-
-    A width of 0 in COLUMNS is removed.
-    """
-    global wrote_results
-    wrote_results = False
-    codecs.register_error(REPLACE_OR_RESTORE, _replace_or_restore)
-    columns = os.environ.get("COLUMNS", "80")
-    if not columns.strip("0"):
-        # Terminals that do not know their width report 0; rich would print nothing.
-        del os.environ["COLUMNS"]
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors=REPLACE_OR_RESTORE)
-
-
-def _replace_or_restore(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Encode one character that an encoding lacks.
-
-    Bytes that are not UTF-8 stay as they were read. Any other character becomes a question mark
-    (cp1252 has no arrow).
-    """
-    assert isinstance(error, UnicodeEncodeError)
-    character = error.object[error.start]
-    if character in NOT_UTF8:
-        return os.fsencode(character), error.start + 1
-    return "?", error.start + 1
+    """Make stdout take any text: what its encoding lacks, as cp1252 lacks arrows, becomes "?"."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 class _MessageHandler(logging.Handler):
@@ -93,27 +66,19 @@ def show(*parts: RenderableType, wide: bool = False) -> None:
 
     Tables fit the terminal. In a file they have at least WIDTH_IN_A_FILE columns if `wide`.
     """
-    with _results() as stdout:
-        stdout.write(_render(stdout, *parts, wide=wide))
+    _print(_render(sys.stdout, *parts, wide=wide))
 
 
 def write(text: str) -> None:
     """Print a text, which may have several lines, to stdout as it is."""
-    with _results() as stdout:
-        stdout.write(printable(text, keep="\n\t"))
+    _print(printable(text, keep="\n\t"))
 
 
 def show_path(path: object) -> None:
-    """Print a path, so that a script can use it: bytes that are not UTF-8 stay as they are."""
-    with _results() as stdout:
-        stdout.write(printable(path, keep=NOT_UTF8) + "\n")
-
-
-def show_error(line: str, exit_code: int) -> None:
-    """Print an error as a JSON object, unless there are results on stdout."""
-    if not wrote_results:
-        with contextlib.suppress(OutputError, typer.Exit):
-            write(json.dumps({"error": line, "exit_code": exit_code}) + "\n")
+    """Print a path for a script, encoded as in the file system: any byte stays as it is."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding=sys.getfilesystemencoding(), errors="surrogateescape")
+    _print(printable(path, keep=NOT_UTF8) + "\n")
 
 
 def message(text: str, style: str = "") -> None:
@@ -125,6 +90,11 @@ def message(text: str, style: str = "") -> None:
         sys.stderr.flush()
     except OSError:
         _discard_buffer(sys.stderr)
+
+
+def error(line: str) -> None:
+    """Print an error, to stderr."""
+    message(f"error: {line}", style="red")
 
 
 def note(text: str) -> None:
@@ -173,7 +143,7 @@ def finish() -> None:
         _discard_buffer(sys.stdout)
 
 
-def _render(stream: TextIO, *parts: RenderableType, wide: bool = False) -> str:
+def _render(stream: TextIO | None, *parts: RenderableType, wide: bool = False) -> str:
     """Return what rich would write to the stream, with control characters of data escaped.
 
     The line breaks and colours of the layout stay.
@@ -195,20 +165,17 @@ def _render(stream: TextIO, *parts: RenderableType, wide: bool = False) -> str:
     return captured.get()
 
 
-@contextlib.contextmanager
-def _results() -> Iterator[TextIO]:
-    """Yield stdout to write results to, and flush it.
+def _print(text: str) -> None:
+    """Write results to stdout.
 
     Raises:
         OutputError: stdout is closed or cannot be written to.
         typer.Exit: The reader of stdout has gone.
     """
-    global wrote_results
     if sys.stdout is None:
         raise OutputError("the results cannot be printed: stdout is closed")
     try:
-        wrote_results = True
-        yield sys.stdout
+        sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough, as in `| head`
         _discard_buffer(sys.stdout)

@@ -62,7 +62,7 @@ Budgets = Annotated[
 ]
 
 
-def sweep_command(
+def sweep(
     model: Model,
     pretrained: Pretrained = False,
     checkpoint: Weights = None,
@@ -115,7 +115,8 @@ def sweep_command(
         if result.choice.command is not None:
             console.show("", f"    {result.choice.command}")
     if all(row.reason is not None for row in result.rows[1:]):
-        raise PlanError(f"no size fits; the first problem: {result.rows[1].reason}")
+        console.error(f"no size fits; the first problem: {result.rows[1].reason}")
+        raise typer.Exit(PlanError.exit_code)
 
 
 def _command(request: ConversionRequest, combination: "Combination") -> str:

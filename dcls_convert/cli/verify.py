@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import typer
 from rich.text import Text
 
 from ..errors import CheckpointError
@@ -40,7 +41,8 @@ def verify(
         _show(verification.checks)
     if not verification.ok:
         problems = sum(check.ok is False for check in verification.checks)
-        raise CheckpointError(f"{checkpoint}: {count_text(problems, 'problem')} found")
+        console.error(f"{checkpoint}: {count_text(problems, 'problem')} found")
+        raise typer.Exit(CheckpointError.exit_code)
 
 
 def _show(checks: "Sequence[Check]") -> None:

@@ -12,11 +12,12 @@ from typing import get_args
 import pytest
 import timm
 import torch
+import typer
 from torch import nn
 
 from dcls_convert import load_converted
 from dcls_convert.checkpoints.folder import FILES
-from dcls_convert.cli.app import COMMANDS
+from dcls_convert.cli.app import app
 from dcls_convert.cli.parsing import parse_input_size, parse_keywords
 from dcls_convert.cli.shell_command import shell_command
 from dcls_convert.errors import NothingMatchesError
@@ -46,7 +47,9 @@ def test_a_conversion_writes_its_folder_and_tells_each_step():
     assert all(line.startswith(f"{TINY}: ") for line in err.splitlines())
 
 
-@pytest.mark.parametrize("command", ["", *(each.__name__ for each in COMMANDS), "rules check"])
+@pytest.mark.parametrize(
+    "command", ["", *typer.main.get_command(app).commands, "rules check", "rules list"]
+)
 def test_help_fits_80_columns_and_shows_no_types_of_options(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     out, _ = run(*command.split(), "--help")

@@ -90,6 +90,14 @@ def refused(*arguments, says, code=MISTAKE):
     {
         f"{NET} --plan nowhere": "nowhere: is not a folder",
         "rules nope": "No such command 'nope'",
+        f"{NET} --size 9": "No such option: --size (Possible options: --dilated-size).",
+        f"sweep {NET} --size 9": "No such option: --size (Possible options: --sizes).",
+        f"sweep {NET} --dilated-size 9 13": "(Possible options: --sizes 9,13)",
+        f"sweep {NET} --sizes 9 13": (
+            "(13); a list is written with commas: dcls-convert sweep MODEL --sizes 9,13."
+        ),
+        f"{NET} --mean 0.5 0.4 0.3": "(0.4 0.3); a list is written with commas",
+        f"{NET} {NET}": re.compile(r"extra argument.*\)\. Try"),
         "fold .": ".: is not a checkpoint; it has neither config.json nor model.safetensors",
     }
 )

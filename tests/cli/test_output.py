@@ -173,13 +173,33 @@ def test_a_name_that_is_not_utf8_comes_out_as_it_is(monkeypatch):
 def test_an_error_is_an_object_where_json_is_asked_for():
     out, err = run("verify", "nowhere", "--json", code=2)
     line = err.removeprefix("error: ").removesuffix("\n")
-    assert json.loads(out) == {"error": line, "exit_code": 2}
+    assert json.loads(out) == {"error": line, "kind": "checkpoint", "exit_code": 2}
     run(PLAIN, "--output", "out", "--input-size", "3x32x32")
     weights = Path("out/model.safetensors")
     weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
     out, err = run("verify", "out", "--json", "--trust-code", code=2)
     assert json.loads(out)["ok"] is False  # what was found is the one object
     assert "problems found" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        ([PLAIN, "--scope", "nope"], "usage"),
+        ([PLAIN, "--quiet", "--verbose"], "usage"),
+        (["nomodel"], "model"),
+        ([PLAIN, "--rules", "nope"], "rule"),
+        ([PLAIN, "--rules", "depthwise"], "nothing_matches"),
+        ([PLAIN, "--dilated-size", "4"], "plan"),
+        ([PLAIN, "--checkpoint", "nowhere.pth"], "checkpoint"),
+        ([PLAIN, "--output", "."], "checkpoint"),
+        ([PLAIN, "--output", "folder"], "output_exists"),
+    ],
+)
+def test_an_error_has_a_kind(arguments, kind):
+    Path("folder").mkdir()
+    code = 3 if kind == "nothing_matches" else 2
+    assert json.loads(run(*arguments, "--json", code=code)[0])["kind"] == kind
 
 
 # Bugs.
@@ -268,10 +288,3 @@ def test_signals_that_were_ignored_stay_ignored():
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     assert exit_code(f"{__name__}:signalled", "--output", "out", "--quiet") == 0
-
-
-@pytest.mark.parametrize("columns", ["0", ""])
-def test_output_is_there_whatever_the_terminal_says_of_its_width(monkeypatch, columns):
-    monkeypatch.setenv("COLUMNS", columns)
-    out, _ = run(PLAIN, "--dry-run")
-    assert "parameters" in "".join(out.split())
