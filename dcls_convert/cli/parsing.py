@@ -1,4 +1,7 @@
-"""Read the values of options that are neither a word, a plain number nor a path."""
+"""Read the values of options that are neither a word, a plain number nor a path.
+
+typer puts the option in front of the message of a ValueError.
+"""
 
 import ast
 import json
@@ -6,9 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import typer
-
-from ..errors import DclsConvertError, PlanError
+from ..errors import DclsConvertError
 from ..options import (
     AUTO,
     GROWTH,
@@ -32,10 +33,7 @@ def parse_window_or_auto(text: str) -> int | str | tuple[int, ...]:
         return AUTO
     window = parse_window(text)
     if isinstance(window, str):
-        try:
-            check_even(window)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
+        check_even(window)
     return window
 
 
@@ -71,42 +69,34 @@ def _parse_sides(text: str, allowed_counts: range, expected: str) -> tuple[int, 
     if re.fullmatch(r"[0-9]{1,4}([xX][0-9]{1,4})*", text):
         sides = tuple(int(side) for side in re.split("[xX]", text))
     if len(sides) not in allowed_counts or 0 in sides:
-        raise typer.BadParameter(f"'{shortened(text)}' is not {expected}")
+        raise ValueError(f"'{shortened(text)}' is not {expected}")
     return sides
-
-
-def parse_count(text: str) -> int:
-    """Parse a number of elements."""
-    if re.fullmatch(r"[0-9]{1,19}", text) and 1 <= int(text) <= MAX_COUNT:
-        return int(text)
-    raise typer.BadParameter(f"'{shortened(text)}' is not an integer from 1 to {MAX_COUNT}")
 
 
 def parse_count_or_auto(text: str) -> int | str:
     """Parse "auto", or a number of elements."""
     if text == AUTO:
         return AUTO
-    try:
-        return parse_count(text)
-    except typer.BadParameter as error:
-        raise typer.BadParameter(f"{error}, or {AUTO}") from None
+    return parse_count(text)
+
+
+def parse_count(text: str) -> int:
+    """Parse a number of elements."""
+    if re.fullmatch(r"[0-9]{1,19}", text) and 1 <= int(text) <= MAX_COUNT:
+        return int(text)
+    raise ValueError(f"'{shortened(text)}' is not an integer from 1 to {MAX_COUNT}, or {AUTO}")
 
 
 def parse_budget(text: str | float) -> float:
     """Parse "80" and "80%" into 80.0."""
-    try:
-        return float(100 * parse_percent(text))
-    except PlanError as error:
-        raise typer.BadParameter(str(error)) from None
+    return float(100 * parse_percent(text))
 
 
 def parse_numbers(text: str) -> tuple[float, ...]:
     """Parse "0.5,0.4,0.3" into (0.5, 0.4, 0.3)."""
     number = r"[0-9]*\.?[0-9]+"
     if not re.fullmatch(f"{number}(,{number})*", text):
-        raise typer.BadParameter(
-            f"'{shortened(text)}' is not a list of numbers such as 0.485,0.456,0.406"
-        )
+        raise ValueError(f"'{shortened(text)}' is not a list of numbers such as 0.485,0.456,0.406")
     return tuple(map(float, text.split(",")))
 
 
@@ -151,7 +141,7 @@ def parse_sizes(text: str) -> list[Any]:
     """Parse "7..11,17x9" into [7, 9, 11, (17, 9)]; growths such as "+4" stay text."""
     return _parse_list(
         text,
-        _parse_size,
+        parse_window,
         f"sizes from 1 to {MAX_SIDE}: 7..23 (steps of 2), 7..23..4 (steps of 4), 7,9,13, 17x9, "
         "or growths: +2,+4",
         step=2,  # the window and the old kernel must both be odd or both be even
@@ -170,14 +160,6 @@ def parse_budgets(text: str) -> list[Any]:
     return _parse_list(text, parse_budget, expected)
 
 
-def _parse_size(text: str) -> int | str | tuple[int, ...]:
-    """Parse "17" and "17x17" into 17, "17x9" into (17, 9); a growth such as "+4" stays text."""
-    size = parse_window(text)
-    if isinstance(size, tuple) and len(set(size)) == 1:
-        return size[0]
-    return size
-
-
 def _parse_list(
     text: str, parse: Callable[[str], Any], expected: str, *, step: int = 1
 ) -> list[Any]:
@@ -189,14 +171,14 @@ def _parse_list(
     for part in text.split(","):
         try:
             bounds = [parse(bound) for bound in part.split("..")]
-        except typer.BadParameter:
+        except ValueError:
             bounds = []
         if len(bounds) == 1:
             values.append(bounds[0])
         elif len(bounds) in (2, 3) and all(isinstance(bound, int) for bound in bounds):
             values += _numbers_between(part, *bounds, default_step=step)
         else:
-            raise typer.BadParameter(f"'{shortened(part)}' is not a list of {expected}")
+            raise ValueError(f"'{shortened(part)}' is not a list of {expected}")
     return list(dict.fromkeys(values))
 
 
@@ -206,15 +188,13 @@ def _numbers_between(
     """Return the numbers from first to last; note if the default step does not reach the last.
 
     Raises:
-        typer.BadParameter: `part`, the text of the range, runs backwards or has too many values.
+        ValueError: `part`, the text of the range, runs backwards or has too many values.
     """
     if last < first:
-        raise typer.BadParameter(f"'{part}' runs backwards; give {last}..{first}")
+        raise ValueError(f"'{part}' runs backwards; give {last}..{first}")
     numbers = range(first, last + 1, step or default_step)
     if len(numbers) > MAX_VALUES:
-        raise typer.BadParameter(
-            f"'{part}' has {len(numbers):,} values; {MAX_VALUES:,} are allowed"
-        )
+        raise ValueError(f"'{part}' has {len(numbers):,} values; {MAX_VALUES:,} are allowed")
     if step is None and numbers[-1] < last:
         note(f"{part} stops at {numbers[-1]}, as it grows by {default_step}; {part}..1 has all")
     return numbers
