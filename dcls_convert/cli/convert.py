@@ -15,40 +15,8 @@ from ..output import check_figure_library, check_output
 from ..planning.plan_options import PlanOptions
 from ..progress import ignore_messages
 from ..text import printable
-from . import console
+from . import console, options
 from .downloads import limit_waiting
-from .options import (
-    OUTPUT,
-    AuthorsVersionOption,
-    Budget,
-    Calibrate,
-    CheckpointKey,
-    Device,
-    DilatedSize,
-    Force,
-    ImagesOption,
-    InChans,
-    InitOption,
-    InputSize,
-    InterpolationOption,
-    Json,
-    KernelCount,
-    Mean,
-    Model,
-    ModelKwargs,
-    NumClasses,
-    PlanOption,
-    PositionsOption,
-    Pretrained,
-    Quiet,
-    Rules,
-    ScopeOption,
-    Seed,
-    Std,
-    Strict,
-    TieOption,
-    Weights,
-)
 from .parsing import parse_keywords
 from .shell_command import shell_command
 
@@ -62,7 +30,7 @@ OutputFolder = Annotated[
         "-o",
         metavar="FOLDER",
         help="Checkpoint to write (default: ./MODEL-dclsSIZE, and -START unless it is random).",
-        rich_help_panel=OUTPUT,
+        rich_help_panel=options.OUTPUT,
     ),
 ]
 WithPicture = Annotated[
@@ -72,7 +40,7 @@ WithPicture = Annotated[
         metavar="",
         help="Add positions.png, a figure of positions and kernels, which the model card shows "
         "(extra plot).",
-        rich_help_panel=OUTPUT,
+        rich_help_panel=options.OUTPUT,
     ),
 ]
 DryRun = Annotated[
@@ -81,7 +49,7 @@ DryRun = Annotated[
         "--dry-run",
         metavar="",
         help="Report only: nothing is written or downloaded.",
-        rich_help_panel=OUTPUT,
+        rich_help_panel=options.OUTPUT,
     ),
 ]
 Verbose = Annotated[
@@ -93,7 +61,7 @@ Verbose = Annotated[
         count=True,
         show_default=False,
         help="Report every layer, and why others are kept; -vv: also name those.",
-        rich_help_panel=OUTPUT,
+        rich_help_panel=options.OUTPUT,
     ),
 ]
 
@@ -113,39 +81,39 @@ class OutputOptions:
 
 def convert(
     context: typer.Context,
-    model: Model,
-    pretrained: Pretrained = False,
-    checkpoint: Weights = None,
-    checkpoint_key: CheckpointKey = None,
-    num_classes: NumClasses = None,
-    in_chans: InChans = None,
-    model_kwargs: ModelKwargs = None,
-    rules: Rules = AUTO,
-    strict: Strict = False,
-    plan: PlanOption = None,
-    dilated_size: DilatedSize = AUTO,
-    kernel_count: KernelCount = AUTO,
-    scope: ScopeOption = "auto",
-    tie: TieOption = "stage",
-    budget: Budget = DEFAULT_BUDGET,
-    interpolation: InterpolationOption = None,
-    calibrate: Calibrate = None,
-    images: ImagesOption = None,
-    mean: Mean = None,
-    std: Std = None,
-    init: InitOption = "auto",
-    positions: PositionsOption = "normal",
-    authors_version: AuthorsVersionOption = None,
-    device: Device = None,
-    seed: Seed = 0,
-    input_size: InputSize = None,
+    model: options.Model,
+    pretrained: options.Pretrained = False,
+    checkpoint: options.Weights = None,
+    checkpoint_key: options.CheckpointKey = None,
+    num_classes: options.NumClasses = None,
+    in_chans: options.InChans = None,
+    model_kwargs: options.ModelKwargs = None,
+    rules: options.Rules = AUTO,
+    strict: options.Strict = False,
+    plan: options.PlanOption = None,
+    dilated_size: options.DilatedSize = AUTO,
+    kernel_count: options.KernelCount = AUTO,
+    scope: options.ScopeOption = "auto",
+    tie: options.TieOption = "stage",
+    budget: options.Budget = DEFAULT_BUDGET,
+    interpolation: options.InterpolationOption = None,
+    calibrate: options.Calibrate = None,
+    images: options.ImagesOption = None,
+    mean: options.Mean = None,
+    std: options.Std = None,
+    init: options.InitOption = "auto",
+    positions: options.PositionsOption = "normal",
+    authors_version: options.AuthorsVersionOption = None,
+    device: options.Device = None,
+    seed: options.Seed = 0,
+    input_size: options.InputSize = None,
     output: OutputFolder = None,
     picture: WithPicture = False,
-    force: Force = False,
+    force: options.Force = False,
     dry_run: DryRun = False,
-    json_: Json = False,
+    json_: options.Json = False,
     verbose: Verbose = 0,
-    quiet: Quiet = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Replace a model's convolutions, report, and write a checkpoint."""
     request = ConversionRequest(

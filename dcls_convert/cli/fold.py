@@ -10,17 +10,7 @@ import typer
 from ..export.formats import EXPORT_FORMATS, FormatName
 from ..geometry import size_text
 from ..text import count_text
-from . import console
-from .options import (
-    OUTPUT,
-    CheckpointArgument,
-    Force,
-    InputSize,
-    Json,
-    Quiet,
-    TrustCode,
-    Unconverted,
-)
+from . import console, options
 
 if TYPE_CHECKING:
     from ..export.folded_model import ExportReport
@@ -32,7 +22,7 @@ Format = Annotated[
         metavar="|".join(EXPORT_FORMATS),
         help="timm: a folder, which timm loads by itself if the architecture allows it. "
         "onnx, pt2: one file.",
-        rich_help_panel=OUTPUT,
+        rich_help_panel=options.OUTPUT,
     ),
 ]
 OutputPath = Annotated[
@@ -43,21 +33,21 @@ OutputPath = Annotated[
         metavar="PATH",
         help="Folder or file to write (default: ./CHECKPOINT-folded, ./CHECKPOINT.onnx or "
         "./CHECKPOINT.pt2).",
-        rich_help_panel=OUTPUT,
+        rich_help_panel=options.OUTPUT,
     ),
 ]
 
 
 def fold(
-    checkpoint: CheckpointArgument,
+    checkpoint: options.CheckpointArgument,
     format: Format = "timm",
     output: OutputPath = None,
-    input_size: InputSize = None,
-    model: Unconverted = None,
-    force: Force = False,
-    trust_code: TrustCode = False,
-    json_: Json = False,
-    quiet: Quiet = False,
+    input_size: options.InputSize = None,
+    model: options.Unconverted = None,
+    force: options.Force = False,
+    trust_code: options.TrustCode = False,
+    json_: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Turn a checkpoint's layers into plain convolutions, for use elsewhere.
 

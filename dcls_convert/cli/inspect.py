@@ -10,8 +10,7 @@ from ..errors import DclsConvertError
 from ..input import check_file
 from ..output import check_output, check_picture, new_output, reason_not_a_file
 from ..progress import Notify
-from . import console
-from .options import OUTPUT, CheckpointArgument, Force, Json, Quiet
+from . import console, options
 
 if TYPE_CHECKING:
     from ..checkpoints.folder import Checkpoint
@@ -26,7 +25,7 @@ PlanAsJson = Annotated[
         "--plan",
         metavar="",
         help="Print the checkpoint's plan as JSON instead.",
-        rich_help_panel=OUTPUT,
+        rich_help_panel=options.OUTPUT,
     ),
 ]
 Picture = Annotated[
@@ -48,13 +47,13 @@ History = Annotated[
 
 
 def inspect(
-    checkpoint: CheckpointArgument,
-    json_: Json = False,
+    checkpoint: options.CheckpointArgument,
+    json_: options.Json = False,
     plan: PlanAsJson = False,
     picture: Picture = None,
     history: History = None,
-    force: Force = False,
-    quiet: Quiet = False,
+    force: options.Force = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Show where a checkpoint's elements are: at the border, overlapping, far from the centre."""
     if plan and picture is not None:

@@ -7,20 +7,8 @@ import typer
 from ..conversion.request import ConversionRequest
 from ..options import AUTO, DEFAULT_BUDGET
 from ..planning.plan_options import PlanOptions
-from . import console
+from . import console, options
 from .completion import complete_models
-from .options import (
-    Budget,
-    DilatedSize,
-    InputSize,
-    InterpolationOption,
-    Json,
-    KernelCount,
-    Rules,
-    ScopeOption,
-    Strict,
-    TieOption,
-)
 
 EXIT_FAILED = 1  # a model that fails is a bug, here or in its library
 SECONDS_BETWEEN_LINES = 10.0  # of progress, if stderr is not a terminal
@@ -43,33 +31,37 @@ Jobs = Annotated[
 
 def models(
     pattern: Pattern = "*",
-    rules: Rules = AUTO,
-    strict: Strict = False,
-    dilated_size: DilatedSize = AUTO,
-    kernel_count: KernelCount = AUTO,
-    scope: ScopeOption = "auto",
-    tie: TieOption = "stage",
-    budget: Budget = DEFAULT_BUDGET,
-    interpolation: InterpolationOption = None,
-    input_size: InputSize = None,
-    json_: Json = False,
+    rules: options.Rules = AUTO,
+    strict: options.Strict = False,
+    dilated_size: options.DilatedSize = AUTO,
+    kernel_count: options.KernelCount = AUTO,
+    scope: options.ScopeOption = "auto",
+    tie: options.TieOption = "stage",
+    budget: options.Budget = DEFAULT_BUDGET,
+    interpolation: options.InterpolationOption = None,
+    input_size: options.InputSize = None,
+    json_: options.Json = False,
     jobs: Jobs = None,
 ) -> None:
     """Show what a conversion would do to each model of the timm and torchvision registries.
 
     No weights, no download.
     """
-    options = PlanOptions(
-        dilated_size=dilated_size,
-        kernel_count=kernel_count,
-        rules=rules,
-        scope=scope,
-        tie=tie,
-        budget=budget,
-        interpolation=interpolation,
-        strict=strict,
+    request = ConversionRequest(
+        model=pattern,
+        options=PlanOptions(
+            dilated_size=dilated_size,
+            kernel_count=kernel_count,
+            rules=rules,
+            scope=scope,
+            tie=tie,
+            budget=budget,
+            interpolation=interpolation,
+            strict=strict,
+        ),
+        input_size=input_size,
+        dry_run=True,
     )
-    request = ConversionRequest(model=pattern, options=options, input_size=input_size, dry_run=True)
     with console.steps("models", every=SECONDS_BETWEEN_LINES) as notify:
         from ..choosing.survey import names_matching, survey, survey_json, survey_view
 

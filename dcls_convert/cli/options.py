@@ -3,6 +3,7 @@
 Imports no torch: --help reads this file.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,22 +41,15 @@ WHERE_THEY_START = "Where they start"
 OUTPUT = "Output"
 
 
-def _weights_file(path: Path | None) -> Path | None:
-    if path is not None:
-        find_weights_file(path)
-    return path
+def _checked(check: Callable[[Path], object]) -> Callable[[Path | None], Path | None]:
+    """Return a callback that checks a path, if one is given."""
 
+    def callback(path: Path | None) -> Path | None:
+        if path is not None:
+            check(path)
+        return path
 
-def _folder(path: Path | None) -> Path | None:
-    if path is not None:
-        check_folder(path)
-    return path
-
-
-def _folder_of_images(path: Path | None) -> Path | None:
-    if path is not None:
-        check_images(path)
-    return path
+    return callback
 
 
 def _load_rules(name: str) -> Any:
@@ -96,7 +90,7 @@ Weights = Annotated[
         metavar="FILE",
         help="Start from a safetensors or torch file (including the DCLS authors' checkpoints), "
         "an index of shards, or the weights in a folder.",
-        callback=_weights_file,
+        callback=_checked(find_weights_file),
         rich_help_panel=WHAT_TO_CONVERT,
     ),
 ]
@@ -152,7 +146,7 @@ PlanOption = Annotated[
     typer.Option(
         metavar="FOLDER",
         help="Apply the plan of a checkpoint to other weights of the same model.",
-        callback=_folder,
+        callback=_checked(check_folder),
         rich_help_panel=WHAT_TO_CONVERT,
     ),
 ]
@@ -222,7 +216,7 @@ Calibrate = Annotated[
     typer.Option(
         metavar="FOLDER",
         help="Folder of images; match the network's outputs on them instead of its kernels.",
-        callback=_folder_of_images,
+        callback=_checked(check_images),
         rich_help_panel=WHERE_THEY_START,
     ),
 ]

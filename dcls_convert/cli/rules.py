@@ -9,9 +9,8 @@ import typer
 from ..input import builtin_rules
 from ..planning.plan_options import PlanOptions
 from ..text import count_text
-from . import console
+from . import console, options
 from .completion import complete_models, complete_rules
-from .options import Json
 
 if TYPE_CHECKING:
     from ..planning.rules import RuleSet
@@ -38,7 +37,7 @@ rules_app = typer.Typer(help="Show and check rule files, which say what is repla
 
 
 @rules_app.command("list")
-def rules_list(json_: Json = False) -> None:
+def rules_list(json_: options.Json = False) -> None:
     """List the built-in rule sets."""
     from ..planning.rule_files import load_rules
 
@@ -58,7 +57,9 @@ def rules_show(name: RulesArgument) -> None:
 
 
 @rules_app.command("check")
-def rules_check(file: RulesArgument, model: ModelToCheck = None, json_: Json = False) -> None:
+def rules_check(
+    file: RulesArgument, model: ModelToCheck = None, json_: options.Json = False
+) -> None:
     """Check a rule file, and with --model whether it fits the model, as a conversion would."""
     from ..planning.rule_files import load_rules
 

@@ -9,23 +9,7 @@ from ..conversion.request import ConversionRequest
 from ..errors import PlanError
 from ..options import AUTO
 from ..planning.plan_options import PlanOptions
-from . import console
-from .options import (
-    HOW_MANY_ELEMENTS,
-    CheckpointKey,
-    InChans,
-    InputSize,
-    InterpolationOption,
-    Json,
-    Model,
-    ModelKwargs,
-    NumClasses,
-    Pretrained,
-    Rules,
-    Strict,
-    TieOption,
-    Weights,
-)
+from . import console, options
 from .parsing import parse_budgets, parse_counts, parse_keywords, parse_sizes
 from .shell_command import shell_command
 
@@ -39,7 +23,7 @@ Sizes = Annotated[
         help="Windows: 7..23 tries 7, 9, ..., 23 (odd kernels need odd windows); 7..23..4 tries "
         "7, 11, ..., 23; +2,+4 are growths.",
         parser=parse_sizes,
-        rich_help_panel=HOW_MANY_ELEMENTS,
+        rich_help_panel=options.HOW_MANY_ELEMENTS,
     ),
 ]
 Counts = Annotated[
@@ -48,7 +32,7 @@ Counts = Annotated[
         metavar="N,N",
         help="Elements per kernel: 20,34 or 20..40..5 (default: as many as the budget allows).",
         parser=parse_counts,
-        rich_help_panel=HOW_MANY_ELEMENTS,
+        rich_help_panel=options.HOW_MANY_ELEMENTS,
     ),
 ]
 Budgets = Annotated[
@@ -57,28 +41,28 @@ Budgets = Annotated[
         metavar="P,P",
         help="Budgets in percent of the weights replaced: 60%,80%,100%.",
         parser=parse_budgets,
-        rich_help_panel=HOW_MANY_ELEMENTS,
+        rich_help_panel=options.HOW_MANY_ELEMENTS,
     ),
 ]
 
 
 def sweep(
-    model: Model,
-    pretrained: Pretrained = False,
-    checkpoint: Weights = None,
-    checkpoint_key: CheckpointKey = None,
-    num_classes: NumClasses = None,
-    in_chans: InChans = None,
-    model_kwargs: ModelKwargs = None,
-    rules: Rules = AUTO,
-    strict: Strict = False,
+    model: options.Model,
+    pretrained: options.Pretrained = False,
+    checkpoint: options.Weights = None,
+    checkpoint_key: options.CheckpointKey = None,
+    num_classes: options.NumClasses = None,
+    in_chans: options.InChans = None,
+    model_kwargs: options.ModelKwargs = None,
+    rules: options.Rules = AUTO,
+    strict: options.Strict = False,
     sizes: Sizes = None,
     counts: Counts = None,
     budgets: Budgets = None,
-    tie: TieOption = "stage",
-    interpolation: InterpolationOption = None,
-    input_size: InputSize = None,
-    json_: Json = False,
+    tie: options.TieOption = "stage",
+    interpolation: options.InterpolationOption = None,
+    input_size: options.InputSize = None,
+    json_: options.Json = False,
 ) -> None:
     """Compare windows, and counts or budgets, by parameters and MACs.
 
@@ -121,7 +105,7 @@ def sweep(
 
 def _command(request: ConversionRequest, combination: "Combination") -> str:
     """Return the command that converts as a row of the sweep does."""
-    options = request.options
+    plan_options = request.options
     budget = None
     if combination.budget is not None:
         budget = f"{combination.budget:.12g}%"
@@ -132,13 +116,13 @@ def _command(request: ConversionRequest, combination: "Combination") -> str:
         "num_classes": request.num_classes,
         "in_chans": request.in_chans,
         "model_kwargs": request.model_kwargs,
-        "rules": None if options.rules == AUTO else options.rules,
-        "strict": options.strict,
+        "rules": None if plan_options.rules == AUTO else plan_options.rules,
+        "strict": plan_options.strict,
         "dilated_size": combination.size,
         "kernel_count": combination.kernel_count,
         "budget": budget,
-        "tie": None if options.tie == PlanOptions().tie else options.tie,
-        "interpolation": options.interpolation,
+        "tie": None if plan_options.tie == PlanOptions().tie else plan_options.tie,
+        "interpolation": plan_options.interpolation,
         "input_size": request.input_size,
     }
     return shell_command(str(request.model), values)

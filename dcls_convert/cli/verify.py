@@ -8,8 +8,7 @@ from rich.text import Text
 
 from ..errors import CheckpointError
 from ..text import count_text, printable
-from . import console
-from .options import CheckpointArgument, Json, TrustCode, Unconverted
+from . import console, options
 
 if TYPE_CHECKING:
     from ..checkpoints.verify import Check
@@ -18,10 +17,10 @@ MARKS = {True: ("ok", "green"), False: ("problem", "red"), None: ("skipped", "ye
 
 
 def verify(
-    checkpoint: CheckpointArgument,
-    model: Unconverted = None,
-    trust_code: TrustCode = False,
-    json_: Json = False,
+    checkpoint: options.CheckpointArgument,
+    model: options.Unconverted = None,
+    trust_code: options.TrustCode = False,
+    json_: options.Json = False,
 ) -> None:
     """Check a checkpoint: rebuild it, and compare names, shapes, hash and outputs."""
     with console.steps(checkpoint, "reading", lines=False) as notify:
