@@ -1,7 +1,8 @@
 """`dcls-convert MODEL`: plan, convert, report, and write a checkpoint."""
 
 import shlex
-from dataclasses import dataclass, replace
+import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,12 +17,13 @@ from ..planning.plan_options import PlanOptions
 from ..progress import ignore_messages
 from ..text import printable
 from . import console, options
-from .downloads import limit_waiting
 from .parsing import parse_keywords
 from .shell_command import shell_command
 
 if TYPE_CHECKING:
     from ..conversion.convert import Conversion
+
+PATIENCE = 10  # seconds without an answer; huggingface_hub's own default for one request
 
 OutputFolder = Annotated[
     Path | None,
@@ -64,19 +66,6 @@ Verbose = Annotated[
         rich_help_panel=options.OUTPUT,
     ),
 ]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OutputOptions:
-    """What is written, and what is printed."""
-
-    output: Path | None  # None for the default name
-    picture: bool
-    force: bool
-    dry_run: bool
-    json: bool
-    verbose: int
-    quiet: bool
 
 
 def convert(
@@ -148,79 +137,106 @@ def convert(
         dry_run=dry_run,
         device=device,
     )
-    result = OutputOptions(
-        output=output,
-        picture=picture,
-        force=force,
-        dry_run=dry_run,
-        json=json_,
-        verbose=verbose,
-        quiet=quiet,
-    )
-    _check_output_options(result)
-    if (pretrained or model.startswith("hf-hub:")) and not dry_run:
-        limit_waiting(model)
-    _run(request, result)
-
-
-def _check_output_options(result: OutputOptions) -> None:
-    """Refuse options that contradict each other, and a picture that cannot be drawn."""
-    if result.quiet and result.verbose:
+    if quiet and verbose:
         raise DclsConvertError("--quiet and --verbose exclude each other")
-    if result.picture:
+    if picture:
         check_figure_library()
+    if (pretrained or model.startswith("hf-hub:")) and not dry_run:
+        _limit_waiting(model)
+    conversion = _carry_out(request, output, picture=picture, force=force, quiet=quiet)
+    if json_:
+        console.write(conversion.report.to_json())
+    elif not quiet:
+        _show(conversion, verbose)
+    elif not dry_run:
+        console.show_path(conversion.report.output)
 
 
-def _run(request: ConversionRequest, result: OutputOptions) -> None:
-    """Convert, write the checkpoint, and print the report."""
-    if result.output is not None:
-        check_output(result.output, force=result.force, reason_to_keep=_reason_to_keep)
-    with console.steps(request.model, "loading", quiet=result.quiet) as notify:
+def _limit_waiting(model: str) -> None:
+    """Give up on servers that do not answer a download for the model, in this process.
+
+    The hub's client would ask six times for each file, with a warning and a wait after each. So ask
+    the hub once; if it does not answer, the client reads its cache alone, as with HF_HUB_OFFLINE=1.
+    """
+    from huggingface_hub import constants, get_session, utils
+
+    socket.setdefaulttimeout(PATIENCE)  # of torchvision's downloads, which else wait for ever
+    if model.startswith("torchvision:") or constants.HF_HUB_OFFLINE:
+        return
+    try:
+        answers = get_session().head(constants.ENDPOINT, timeout=PATIENCE).status_code < 500
+    except Exception:  # of requests, httpx or httpx2: whichever library this version uses
+        answers = False
+    if not answers:
+        constants.HF_HUB_OFFLINE = True
+        if hasattr(utils, "reset_sessions"):  # before 1.0: a session begun online stays online
+            utils.reset_sessions()
+
+
+def _carry_out(
+    request: ConversionRequest, output: Path | None, *, picture: bool, force: bool, quiet: bool
+) -> "Conversion":
+    """Convert, and write the checkpoint. Without `output`, it gets its default name."""
+
+    def check_folder(folder: Path) -> None:
+        check_output(folder, force=force, reason_to_keep=_reason_to_keep)
+
+    if output is not None:
+        check_folder(output)
+    with console.steps(request.model, "loading", quiet=quiet) as notify:
         from ..checkpoints.folder import open_checkpoint
+        from ..checkpoints.save import save_just_converted
         from ..conversion.convert import carry_out
         from ..networks.running import check_device
-        from ..reports.report import report_view
-        from ..views.next_steps import next_steps
+        from ..views.plot import draw
 
         if request.device is not None:
             request = replace(request, device=str(check_device(request.device)))
-
-        def approve(planned: "Conversion") -> None:
-            output = result.output or _default_output(planned)
-            check_output(output, force=result.force, reason_to_keep=_reason_to_keep)
-
         plan = None
         if request.plan_folder is not None:
             plan = open_checkpoint(request.plan_folder).plan
         conversion = carry_out(
             request,
             plan=plan,
-            approve=approve,
+            approve=lambda planned: check_folder(output or _default_output(planned)),
             notify=notify,
-            note=ignore_messages if result.quiet else console.note,
+            note=ignore_messages if quiet else console.note,
         )
-        report = conversion.report
-        steps = []
-        if not result.dry_run:
-            output = result.output or _default_output(conversion)
-            notify(f"writing {output}")
-            _save(conversion, output, result)
-            report = replace(report, output=str(output))
-            steps = next_steps(conversion, output)
-    if result.json:
-        console.write(report.to_json())
-    elif result.quiet:
-        if report.output is not None:
-            console.show_path(report.output)
-    else:
-        report = replace(report, outcome=None)  # shown by `next_steps`, with the checkpoint
-        shown = report_view(
-            report,
-            verbose=result.verbose,
-            cheaper_sizes=_sweep_command(request),
-            why_kept="-v says why",
+        if conversion.model is None:  # after a dry run
+            return conversion
+        output = output or _default_output(conversion)
+        notify(f"writing {output}")
+        model = conversion.model.eval().cpu()
+        figure = None
+        if picture:
+            figure = draw(conversion.plan, model.state_dict(), ".png")
+        save_just_converted(
+            model,
+            conversion.plan,
+            output,
+            report=conversion.report,
+            force=force,
+            picture=figure,
         )
-        console.show(shown, *steps)
+        return replace(conversion, report=replace(conversion.report, output=str(output)))
+
+
+def _show(conversion: "Conversion", verbose: int) -> None:
+    """Print the report and, if a checkpoint was written, the next steps."""
+    from ..reports.report import report_view
+    from ..views.next_steps import next_steps
+
+    report = conversion.report
+    steps = []
+    if report.output is not None:
+        steps = next_steps(conversion, Path(report.output))
+    shown = report_view(
+        replace(report, outcome=None),  # which is shown by `next_steps`
+        verbose=verbose,
+        cheaper_sizes=_sweep_command(conversion.request),
+        why_kept="-v says why",
+    )
+    console.show(shown, *steps)
 
 
 def _default_output(conversion: "Conversion") -> Path:
@@ -259,33 +275,13 @@ def _reason_to_keep(path: Path) -> str | None:
     return reason_not_a_checkpoint(path)
 
 
-def _save(conversion: "Conversion", output: Path, result: OutputOptions) -> None:
-    """Write the checkpoint."""
-    from ..checkpoints.save import save_just_converted
-    from ..views.plot import draw
-
-    assert conversion.model is not None
-    model = conversion.model.eval().cpu()
-    picture = None
-    if result.picture:
-        picture = draw(conversion.plan, model.state_dict(), ".png")
-    save_just_converted(
-        model,
-        conversion.plan,
-        output,
-        report=conversion.report,
-        force=result.force,
-        picture=picture,
-    )
-
-
 def _sweep_command(request: ConversionRequest) -> str:
     """Return the `sweep` command that shows the costs of other sizes."""
     decide_macs = {
         "num_classes": request.num_classes,
         "in_chans": request.in_chans,
         "model_kwargs": request.model_kwargs,
-        "rules": None if request.options.rules == AUTO else request.options.rules,
+        "rules": request.options.rules,
         "input_size": request.input_size,
     }
     return shell_command(str(request.model), decide_macs, command="sweep")

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..geometry import size_text
+from ..options import AUTO
 
 
 def shell_command(model: str, options: Mapping[str, Any], command: str = "") -> str:
@@ -13,14 +14,14 @@ def shell_command(model: str, options: Mapping[str, Any], command: str = "") -> 
     Args:
         model: The argument MODEL.
         options: Values of options by the names of their parameters. True is written as a flag;
-            None and False are left out.
+            None, False and "auto" are left out.
         command: A command other than the default one, such as "sweep".
     """
     words = ["dcls-convert", model]
     if command:
         words.insert(1, command)
     for name, value in options.items():
-        if value is None or value is False:
+        if value is None or value is False or value == AUTO:
             continue
         words.append(f"--{name.replace('_', '-')}")
         if isinstance(value, Mapping):

@@ -116,7 +116,7 @@ def _command(request: ConversionRequest, combination: "Combination") -> str:
         "num_classes": request.num_classes,
         "in_chans": request.in_chans,
         "model_kwargs": request.model_kwargs,
-        "rules": None if plan_options.rules == AUTO else plan_options.rules,
+        "rules": plan_options.rules,
         "strict": plan_options.strict,
         "dilated_size": combination.size,
         "kernel_count": combination.kernel_count,
